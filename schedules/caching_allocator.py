@@ -26,13 +26,8 @@ import msgspec
 
 from remat.formats import MIB
 
-# The settings of torch's CUDA caching allocator, and the sizes that follow from them.
-#
-# ``PYTORCH_ALLOC_CONF`` has them in MiB, by names such as ``large_segment_size_mb``. The constants
-# are those of PyTorch 2.11 to 2.14 (``c10/core/AllocatorConfig.h`` of
-# https://github.com/pytorch/pytorch).
-
-
+# ``c10/core/AllocatorConfig.h``; ``PYTORCH_ALLOC_CONF`` names settings, such as
+# ``large_segment_size_mb``, in MiB.
 _MIN_BLOCK_BYTES = 512
 """Every block is a multiple of it."""
 _SMALL_BYTES = MIB
@@ -47,7 +42,6 @@ UNLIMITED_BYTES = 1 << 50
 
 
 def _multiple_above(size_bytes: int, unit_bytes: int) -> int:
-    """The least multiple of `unit_bytes` that is no less than `size_bytes`."""
     return -(-size_bytes // unit_bytes) * unit_bytes
 
 
@@ -64,7 +58,6 @@ class AllocatorSettings(msgspec.Struct, frozen=True):
         power of two itself. 0 rounds to multiples of 512 bytes.
     large_segment_bytes : size of the segments that several large blocks share, and of the pages of
         an expandable one.
-    capacity_bytes : of the device.
     """
 
     expandable_segments: bool = False
@@ -75,20 +68,15 @@ class AllocatorSettings(msgspec.Struct, frozen=True):
     capacity_bytes: int = UNLIMITED_BYTES
 
     def block_bytes(self, asked_bytes: int) -> int:
-        """Bytes that a request takes of a block that can be split.
-
-        Parameters
-        ----------
-        asked_bytes : above 0.
-        """
+        """Bytes that a request of more than 0 takes of a block that can be split."""
         divisions = self.roundup_power2_divisions
+        # A step between two powers of two would be smaller than the least block.
         if divisions <= 1 or asked_bytes <= _MIN_BLOCK_BYTES * divisions:
             return _multiple_above(asked_bytes, _MIN_BLOCK_BYTES)
         power_of_two = 1 << (asked_bytes.bit_length() - 1)
         return _multiple_above(asked_bytes, power_of_two // divisions)
 
     def segment_bytes(self, block_bytes: int) -> int:
-        """Bytes of the segment that is taken from the device for a block."""
         if block_bytes <= _SMALL_BYTES:
             return _SMALL_SEGMENT_BYTES
         if block_bytes < _OWN_SEGMENT_BYTES:
@@ -96,18 +84,14 @@ class AllocatorSettings(msgspec.Struct, frozen=True):
         return _multiple_above(block_bytes, _SEGMENT_MULTIPLE_BYTES)
 
     def page_bytes(self, is_small: bool) -> int:
-        """By how much an expandable segment of the small or of the large pool grows."""
         return _SMALL_SEGMENT_BYTES if is_small else self.large_segment_bytes
-
-
-# Blocks of memory, the pools of free ones, and the device that they are taken from.
 
 
 @dataclass(eq=False)
 class AllocatorBlock:
     """A range of addresses in one segment; `before` and `after` are its neighbours there.
 
-    A block that is not mapped is room in an expandable segment: addresses without memory.
+    One that is not mapped is room in an expandable segment: addresses without memory.
     """
 
     size: int
@@ -120,13 +104,11 @@ class AllocatorBlock:
 
     @property
     def is_whole_segment(self) -> bool:
-        """Whether nothing else lies in its segment."""
         return self.before is None and self.after is None
 
     def put_between(
         self, before: AllocatorBlock | None, after: AllocatorBlock | None
     ) -> AllocatorBlock:
-        """Itself, as the neighbour of these two."""
         self.before, self.after = before, after
         if before is not None:
             before.after = self
@@ -143,8 +125,8 @@ class AllocatorBlock:
         return first
 
     def join(self) -> None:
-        """Take in both neighbours, where they are free and mapped as this one is."""
         for other in (self.before, self.after):
+            # Mapped and unmapped ranges stay separate blocks: only mapped ones have memory.
             if other is None or other.is_used or other.is_mapped != self.is_mapped:
                 continue
             other.pool.drop(other)
@@ -169,35 +151,31 @@ class _Pool:
     )
 
     def add(self, block: AllocatorBlock) -> None:
-        """Put in a block that is free, or unmapped."""
+        # Addresses are unique, so that blocks themselves are never compared.
         if block.is_mapped:
             insort(self.free, (block.size, block.address, block))
         else:
             insort(self.unmapped, (block.address, block))
 
     def drop(self, block: AllocatorBlock) -> None:
-        """Take out a block that is in it."""
         if block.is_mapped:
             del self.free[bisect_left(self.free, (block.size, block.address))]
         else:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
     def first_of(self, size: int) -> int:
-        """Index of the smallest free block of at least `size`; of the end if there is none."""
-        return bisect_left(self.free, (size, 0))
+        """Index of the smallest free block of at least `size`; the end if there is none."""
+        return bisect_left(self.free, (size, 0))  # no address is 0
 
 
 @dataclass
 class _Device:
-    """Memory of a device: how much there is, what is taken, and the most that was."""
-
     capacity: int
     reserved: int = 0
     peak_reserved: int = 0
     next_address: int = 1 << 40
 
     def take(self, size: int) -> bool:
-        """Take memory, if there is enough."""
         if self.reserved + size > self.capacity:
             return False
         self.reserved += size
@@ -205,26 +183,22 @@ class _Device:
         return True
 
     def give_back(self, size: int) -> None:
-        """Memory that is no longer taken."""
         self.reserved -= size
 
     def addresses(self, size: int, unit: int) -> int:
-        """Where a new range begins, at a multiple of `unit`; it touches no other range."""
+        """Where a new range begins, at a multiple of `unit`."""
         address = _multiple_above(self.next_address, unit)
+        # A gap of one unit, so that blocks of two ranges are never neighbours.
         self.next_address = address + size + unit
         return address
 
 
-# Where blocks come from: segments of a fixed size, or expandable ones that grow by pages.
-#
-# Both answer `grow` and `give_back`. Expandable segments are those of
+# Where blocks come from: segments of a fixed size, or those of
 # ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``: a range of addresses for each pool, a little
 # longer than the device is large, into which pages of memory are mapped where they are needed.
 
 
 class _Segments(Protocol):
-    """Takes memory from the device and gives it back."""
-
     def grow(self, pool: _Pool, size: int) -> AllocatorBlock | None:
         """A block of at least `size` in no pool; None where the device has no room for it."""
         ...
@@ -235,13 +209,10 @@ class _Segments(Protocol):
 
 
 class _FixedSegments:
-    """Each segment is one allocation; it is given back as a whole."""
-
     def __init__(self, settings: AllocatorSettings, device: _Device) -> None:
         self._settings, self._device = settings, device
 
     def grow(self, pool: _Pool, size: int) -> AllocatorBlock | None:
-        """A new segment as one block."""
         segment = self._settings.segment_bytes(size)
         if not self._device.take(segment):
             return None
@@ -250,37 +221,32 @@ class _FixedSegments:
         )
 
     def give_back(self, block: AllocatorBlock) -> None:
-        """The whole segment, if nothing else lies in it."""
+        # torch returns a segment only as a whole.
         if block.is_whole_segment:
             block.pool.drop(block)
             self._device.give_back(block.size)
 
 
 class _ExpandableSegments:
-    """Each segment is a range of addresses; pages of it are mapped and unmapped."""
-
     def __init__(self, settings: AllocatorSettings, device: _Device) -> None:
         self._settings, self._device = settings, device
 
     def grow(self, pool: _Pool, size: int) -> AllocatorBlock | None:
-        """Map pages behind the last free block of a range with enough room.
-
-        Pages that were mapped stay mapped, and their block free, where a later one finds no memory.
-        """
         first = self._room(pool, size)
         block = first if first.is_mapped else self._map(first, min(first.size, size))
         while block is not None and block.size < size:
             room = block.after
             assert room is not None  # `_room` has made sure of it
+            # If this one finds no memory, the pages mapped so far stay mapped and free.
             block = self._map(room, min(size - block.size, room.size))
         if block is not None:
             pool.drop(block)
         return block
 
     def give_back(self, block: AllocatorBlock) -> None:
-        """The pages that lie in it as a whole."""
         page = self._settings.page_bytes(block.pool.is_small)
         end = block.address + block.size
+        # Only whole pages can be unmapped.
         low, high = _multiple_above(block.address, page), end // page * page
         if high <= low:
             return
@@ -304,15 +270,14 @@ class _ExpandableSegments:
         return self._new_range(pool)
 
     def _new_range(self, pool: _Pool) -> AllocatorBlock:
-        """One more expandable segment, with nothing mapped: 9/8 of the device, as in torch."""
         page = self._settings.page_bytes(pool.is_small)
+        # 9/8 of the device, as in torch.
         length = _multiple_above(self._device.capacity + self._device.capacity // 8, page)
         room = AllocatorBlock(length, self._device.addresses(length, page), pool, is_mapped=False)
         pool.add(room)
         return room
 
     def _map(self, room: AllocatorBlock, size: int) -> AllocatorBlock | None:
-        """Give memory to the first pages of `room`; the free block that they are part of then."""
         page = self._settings.page_bytes(room.pool.is_small)
         mapped = min(_multiple_above(size, page), room.size)
         if not self._device.take(mapped):
@@ -328,7 +293,6 @@ class _ExpandableSegments:
 
 
 def _reaches(first: AllocatorBlock, size: int) -> bool:
-    """Whether neighbours that are not used, from `first` on, have `size` together."""
     found, block = 0, first
     while found < size and not block.is_used:
         found += block.size
@@ -341,12 +305,8 @@ def _reaches(first: AllocatorBlock, size: int) -> bool:
 class CachingAllocator:
     """The allocator of one device, for one stream.
 
-    Attributes
-    ----------
-    allocated_bytes, peak_allocated_bytes : in blocks that are used, now and at most. torch's
-        ``memory_allocated`` counts these whole blocks too.
-    n_retries : how often the device was full, so that all that was free went back to it. torch
-        counts them as ``num_alloc_retries``; each one waits for the device.
+    `allocated_bytes` counts whole blocks, as torch's ``memory_allocated`` does; `n_retries` is
+    torch's ``num_alloc_retries``: each one waits for the device.
 
     >>> allocator = CachingAllocator(AllocatorSettings())
     >>> block = allocator.malloc(3 << 20)
@@ -367,21 +327,17 @@ class CachingAllocator:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes taken from the device now."""
         return self._device.reserved
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """The most bytes that were taken from the device."""
         return self._device.peak_reserved
 
     def malloc(self, asked_bytes: int) -> AllocatorBlock | None:
-        """A block of at least `asked_bytes`, which must be above 0.
-
-        None is out of memory: the device has no room, also after free segments went back to it.
-        """
+        """A block of at least `asked_bytes`, which must be above 0; None is out of memory."""
         size = self._settings.block_bytes(asked_bytes)
         pool = self._small if size <= _SMALL_BYTES else self._large
+        # Ask the device only if no free block is large enough.
         block = self._best_fit(pool, size) or self._from_device(pool, size)
         if block is None:
             return None
@@ -394,7 +350,6 @@ class CachingAllocator:
         return block
 
     def free(self, block: AllocatorBlock) -> None:
-        """Give a block of `malloc` back to its pool, joined with its free neighbours."""
         self.allocated_bytes -= block.size
         block.is_used = False
         block.join()
@@ -403,12 +358,13 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Give to the device all that is free in whole segments, or in whole pages."""
         for pool in (self._large, self._small):
-            for _, _, block in list(pool.free):
+            for _, _, block in list(pool.free):  # a copy: blocks leave the pool meanwhile
                 self._segments.give_back(block)
 
     def _best_fit(self, pool: _Pool, size: int) -> AllocatorBlock | None:
         i = pool.first_of(size)
         if self._settings.expandable_segments:
+            # With expandable segments, torch ranks a block by the size that it can grow to.
             i = _least_reach(pool, i)
         if i == len(pool.free) or not self._may_take(pool.free[i][0], size):
             return None
@@ -417,8 +373,8 @@ class CachingAllocator:
         return block
 
     def _may_take(self, block_bytes: int, size: int) -> bool:
-        """Blocks that are never split are kept for requests of about their size."""
         least = self._settings.max_split_bytes
+        # Oversized blocks are never split, so they are kept for requests of about their size.
         if size < least:
             return block_bytes < least
         settings = self._settings
@@ -429,12 +385,13 @@ class CachingAllocator:
         left_over = block.size - size
         if block.pool.is_small or self._settings.expandable_segments:
             return left_over >= _MIN_BLOCK_BYTES
+        # A rest of up to 1 MiB is useless in the large pool: its requests are larger.
         return left_over > _SMALL_BYTES and size < self._settings.max_split_bytes
 
     def _from_device(self, pool: _Pool, size: int) -> AllocatorBlock | None:
-        """More memory; where there is none, after giving back what others do not use."""
         grow = self._segments.grow
         block = grow(pool, size)
+        # torch's order: first free oversized blocks, then everything that is free.
         if block is None and self._gave_unsplit_back(pool, size):
             block = grow(pool, size)
         if block is None:
@@ -459,8 +416,6 @@ class CachingAllocator:
 
 
 def _least_reach(pool: _Pool, i: int) -> int:
-    """In expandable segments a block counts for as much as it can grow to."""
-
     def reach(block: AllocatorBlock) -> int:
         room = block.after
         return block.size + (room.size if room is not None and not room.is_mapped else 0)

@@ -1,4 +1,4 @@
-"""The graph that a schedule is of: the captured one, with the chunks and levers of the schedule."""
+"""Graphs and schedules made of others: with chunks and levers, before sharding, from blocks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,13 @@ _NONE = "none"
 
 
 def graph_of_schedule(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph:
-    """The graph that `schedule` was made for, from the captured one; `graph` itself if it is that.
-
-    Raises
-    ------
-    ScheduleError : the graph has no such region, or no such number of chunks; or they are neither
-        a graph nor a schedule.
-    """
+    """The graph that `schedule` was made for, from the captured `graph`, or that one itself."""
     check_are_graph_and_schedule(graph, schedule)
     if schedule.graph_hash == graph.hash:
         return graph
     if schedule.chunks:
         return in_chunks(graph, schedule.chunks)
+    # Each lever edits the graph that the one before it made.
     if schedule.captured_hash == graph.hash:
         for one in schedule.levers:
             graph = one.on(graph)
@@ -37,7 +32,6 @@ def graph_of_schedule(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph
 
 
 def check_are_graph_and_schedule(graph: object, schedule: object) -> None:
-    """Raise `ScheduleError` for what else a caller has passed."""
     if not isinstance(graph, TrainingGraph):
         raise ScheduleError(
             f"a schedule goes with a graph, and this is {type(graph).__name__}: pass what "
@@ -51,21 +45,16 @@ def check_are_graph_and_schedule(graph: object, schedule: object) -> None:
 
 
 def in_chunks(graph: TrainingGraph, chosen: tuple[ChunkedRegion, ...]) -> TrainingGraph:
-    """`graph` with regions in chunks; made once for each choice.
-
-    Raises
-    ------
-    ScheduleError : the graph has no such region, or no such number of chunks.
-    """
+    """`graph` with regions in chunks; raises `ScheduleError` for a choice that it has not."""
 
     def made() -> TrainingGraph:
         return with_choices(graph, {one.region: choice_of(graph, one) for one in chosen})
 
-    return cached_on(graph, f"in chunks {chosen}", made)
+    return cached_on(graph, f"in chunks {chosen}", made)  # every simulation asks for it
 
 
 def unchunked(graph: TrainingGraph) -> TrainingGraph:
-    """`graph` whose regions cannot run in chunks; its hash is the same."""
+    # The hash leaves regions out, so schedules of one graph are schedules of the other.
     return msgspec.structs.replace(graph, regions=()) if graph.regions else graph
 
 
@@ -77,11 +66,11 @@ def fastest_us(graph: TrainingGraph) -> float:
         for region in graph.regions
         for choice in region.choices
     )
+    # A schedule runs at most one region in chunks, so savings do not add up.
     return graph.time_us - max(0.0, *saved_us) if graph.regions else graph.time_us
 
 
 def within_split(graph: TrainingGraph, split: str | None) -> TrainingGraph:
-    """`graph` with the chunks that a split allows: all where it is None or ``tolerance``."""
     if split in (None, "tolerance") or not graph.regions:
         return graph
     regions = (
@@ -94,12 +83,7 @@ def within_split(graph: TrainingGraph, split: str | None) -> TrainingGraph:
 
 
 def choice_of(graph: TrainingGraph, wanted: ChunkedRegion) -> Choice:
-    """What the region runs as, in the chunks that are wanted.
-
-    Raises
-    ------
-    ScheduleError : the graph has no such region, or no such number of chunks.
-    """
+    """What the region runs as; raises `ScheduleError` if the graph has not these chunks."""
     region = next((one for one in graph.regions if one.name == wanted.region), None)
     if region is None:
         raise ScheduleError(
@@ -118,7 +102,6 @@ def choice_of(graph: TrainingGraph, wanted: ChunkedRegion) -> Choice:
 
 
 def with_choices(graph: TrainingGraph, choices: Mapping[str, Choice]) -> TrainingGraph:
-    """`graph` with the region of each name run as its choice says."""
     replaced = [region for region in graph.regions if region.name in choices]
     return with_ops_replaced(
         graph,
@@ -128,16 +111,8 @@ def with_choices(graph: TrainingGraph, choices: Mapping[str, Choice]) -> Trainin
     )
 
 
-# From the schedule of a sharded step to that of the step which is rewritten.
-
-
 def before_sharding(schedule: Schedule, graph: TrainingGraph) -> Schedule:
-    """`schedule` without the steps that `graph` does not have; unchanged if made for `graph`.
-
-    The model is sharded as a whole, so communication comes before forward, between it and backward,
-    and last. Steps after the last op of `graph` are left out: freeing gradients once they are
-    reduced is the wrapper's business.
-    """
+    """`schedule` without the steps that `graph` does not have; unchanged if made for `graph`."""
     if graph.hash in (schedule.graph_hash, schedule.captured_hash):
         return schedule
 
@@ -146,7 +121,10 @@ def before_sharding(schedule: Schedule, graph: TrainingGraph) -> Schedule:
             return step.op in graph.op_index
         return step.value in graph.value_by_name
 
+    # The model is sharded as a whole: communication comes before forward, between forward and
+    # backward, and last. So the steps that remain keep their order.
     steps = [step for step in schedule.steps if is_own(step)]
+    # The wrapper frees gradients once it has reduced them.
     end = max(i for i, step in enumerate(steps) if isinstance(step, Compute))
     return Schedule.for_graph(
         graph,
@@ -157,24 +135,8 @@ def before_sharding(schedule: Schedule, graph: TrainingGraph) -> Schedule:
     )
 
 
-# The schedule of a whole step whose blocks are rewritten one by one.
-#
-# The forward of a block is one call, and so is its backward; each follows the block's own schedule.
-# Ops outside blocks run once. Values that cross from one call to another live as autograd has it:
-#
-# - arguments, as long as the call that they are given to;
-# - gradients, as long as the backward that they are given to;
-# - what a backward reads of forward, until it is last read;
-# - buffers of communication, until the communication is done.
-#
-# The simulator judges the schedule that is put together here, not those of the blocks. While it is
-# over the budget, the blocks get less.
-
-
 @dataclass(frozen=True)
 class _Item:
-    """Steps that run as one call."""
-
     steps: tuple[Step, ...]
     is_forward: bool
 
@@ -184,14 +146,10 @@ def assembled(
     steps_of: Mapping[str, tuple[Sequence[Step], Sequence[Step]]],
     path_of: Mapping[str, str],
 ) -> Schedule:
-    """The schedule of the whole step.
+    """The schedule of a whole step whose blocks are rewritten one by one.
 
-    Parameters
-    ----------
-    graph : of the whole step; the ops of each block stand together in it.
-    steps_of : by block, its steps in forward and in backward, in names of `graph`. They free only
-        values that nothing outside the block sees.
-    path_of : the block of each op that is in one.
+    `steps_of` has each block's steps in forward and in backward, in names of `graph`: they free
+    only what nothing outside of it sees. `path_of` is the block of each op that is in one.
     """
     items: list[_Item] = []
     begun: set[tuple[str, str]] = set()
@@ -211,11 +169,13 @@ def _op(graph: TrainingGraph, name: str) -> Op:
 
 
 def _with_frees(graph: TrainingGraph, items: Sequence[_Item]) -> list[Step]:
-    """All steps, and frees for the values that no block frees itself."""
     of_forward = {v for op in graph.ops if op.phase == "forward" for v in op.outputs}
     at_step: dict[tuple[int, int], list[str]] = {}
     at_end: dict[int, list[str]] = {}
     for value, (i, j) in _last_touches(graph, items).items():
+        # As in autograd: arguments and gradients live as long as the call that gets them, and what
+        # forward saved lives until backward last reads it. A collective holds its buffers only
+        # while it runs.
         if (items[i].is_forward or value not in of_forward) and not _lets_go(graph, items[i], j):
             at_end.setdefault(i, []).append(value)
         else:
@@ -230,7 +190,6 @@ def _with_frees(graph: TrainingGraph, items: Sequence[_Item]) -> list[Step]:
 
 
 def _lets_go(graph: TrainingGraph, item: _Item, j: int) -> bool:
-    """Whether a step is communication: it lets go of what it reads as soon as it is done."""
     if j >= len(item.steps):
         return False
     step = item.steps[j]
@@ -238,7 +197,7 @@ def _lets_go(graph: TrainingGraph, item: _Item, j: int) -> bool:
 
 
 def _last_touches(graph: TrainingGraph, items: Sequence[_Item]) -> dict[str, tuple[int, int]]:
-    """For each value that is to be freed: the item and the step that last make or read it."""
+    # Not freed here: resident values, outputs of the step, and values that a block frees itself.
     lasting = {value.name for value in graph.values if not value.producer} | set(graph.outputs)
     lasting |= {step.value for item in items for step in item.steps if isinstance(step, Free)}
     last: dict[str, tuple[int, int]] = {}
@@ -249,6 +208,7 @@ def _last_touches(graph: TrainingGraph, items: Sequence[_Item]) -> dict[str, tup
                 touched = (value for value in (*op.inputs, *op.outputs) if value not in lasting)
                 last.update(dict.fromkeys(touched, (i, j)))
     end = max((i for i, item in enumerate(items) if item.is_forward), default=0)
+    # Forward returns them when it ends, even if their last reader ran earlier.
     for value in graph.forward_outputs:
         if value in last:
             last[value] = max(last[value], (end, len(items[end].steps)))

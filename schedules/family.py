@@ -56,6 +56,7 @@ class Member(msgspec.Struct, frozen=True):
 
     def serves(self, sizes: Sizes) -> bool:
         """Whether its peak is proved to be within the budget at these sizes."""
+        # No value takes more bytes at smaller sizes than at the corner.
         return any(all(sizes[name] <= at for name, at in one.items()) for one in self.corners)
 
 
@@ -100,6 +101,7 @@ class Family(msgspec.Struct, frozen=True, dict=True):
         SignatureError : a size is missing, unknown or out of the range.
         """
         point = require_in_range(self.symbols, sizes)
+        # There always is one: the last member serves every size of the range.
         return next(i for i, member in enumerate(self.members) if member.serves(point))
 
     def at(self, **sizes: int) -> Member:
@@ -112,9 +114,11 @@ class Family(msgspec.Struct, frozen=True, dict=True):
         Of sizes out of the range it says nothing.
         """
         lines = [f"def pick({', '.join(symbol.name for symbol in self.symbols)}):"]
+        # Only the last member is left for all other sizes.
         for i, member in enumerate(self.members[:-1]):
             lines.append(f"    if {_condition(member.corners)}:\n        return {i}")
         lines.append(f"    return {len(self.members) - 1}\n")
+        # Called at every step, so it is compiled to plain comparisons.
         space: dict[str, Any] = {}
         exec(compile("\n".join(lines), "<remat family>", "exec"), space)
         return space["pick"]
@@ -158,8 +162,6 @@ def sizes_text(sizes: Sizes) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
-# A schedule at all sizes of a range: its steps at another size, and its most bytes at any.
-#
 # The structure of a step is the same at all sizes, so that the same steps are valid. While one
 # runs, the bytes live are a sum of what batch, values and a workspace take. If none of these falls
 # where a size grows, no size needs more than the largest ones, and `simulate`'s peak there bounds
@@ -201,13 +203,7 @@ class RangePeak(msgspec.Struct, frozen=True):
 
 
 def resized_schedule(schedule: Schedule, graph: TrainingGraph) -> Schedule:
-    """The steps of `schedule` for `graph`: the same step of a model, at other sizes.
-
-    Raises
-    ------
-    ScheduleError : it was made for other ops or values, or `graph` runs no region in its chunks; or
-        a lever changed which ops run.
-    """
+    """`schedule` for the same step at other sizes; `ScheduleError` if ops differ, or for levers."""
     check_are_graph_and_schedule(graph, schedule)
     if graph.hash in (schedule.graph_hash, schedule.captured_hash):
         return schedule
@@ -218,6 +214,7 @@ def resized_schedule(schedule: Schedule, graph: TrainingGraph) -> Schedule:
         )
     captured_hash = graph.hash if schedule.chunks else ""
     graph = in_chunks(graph, schedule.chunks) if schedule.chunks else graph
+    # Only shapes may differ between sizes.
     mine, theirs = _structure(schedule.signatures), _structure(graph.signatures)
     if mine != theirs:
         pairs = zip(mine, theirs, strict=False)
@@ -259,6 +256,7 @@ def peak_over(
         )
     symbols = symbols or graph.symbols
     number = number_of_points(symbols)
+    # No value takes more at a smaller size, so the largest sizes prove the whole range.
     if graph.rising:
         top = corner(symbols, "high")
         return RangePeak(_peak_bytes(graph, schedule, top), top, "largest sizes", number)
@@ -270,16 +268,19 @@ def peak_over(
 
 
 def _by_parts(graph: RangedGraph, schedule: Schedule, symbols: tuple[Symbol, ...]) -> RangePeak:
-    """Judge the part with the highest bound, and split it, until some size reaches its bound."""
     number = number_of_points(symbols)
     best, best_sizes = 0, corner(symbols, "high")
+    # The unique number breaks ties, as tuples of symbols cannot be compared.
     heap = [(-_bound_bytes(graph, schedule, symbols), 0, symbols)]
     for n in range(1, _MOST_SIMULATED):
         bound, _, part = heapq.heappop(heap)
         top = corner(part, "high")
+        # The peak at a real size is a lower limit of the answer; the bound of a part is an upper
+        # one.
         peak_bytes = _peak_bytes(graph, schedule, top)
         if peak_bytes > best:
             best, best_sizes = peak_bytes, top
+        # All other parts have lower bounds.
         if -bound <= best:
             return RangePeak(best, best_sizes, "parts", number)
         for i, half in enumerate(_halves(part)):
@@ -298,7 +299,6 @@ def _bound_bytes(graph: RangedGraph, schedule: Schedule, part: tuple[Symbol, ...
 
 
 def _halves(part: tuple[Symbol, ...]) -> list[tuple[Symbol, ...]]:
-    """The part cut in two along the size that has most of them."""
     widest = max(part, key=lambda symbol: len(symbol.sizes))
     sizes = widest.sizes
     middle = len(sizes) // 2
@@ -313,17 +313,14 @@ def _peak_bytes(graph: RangedGraph, schedule: Schedule, sizes: dict[str, int]) -
     return simulate(at, resized_schedule(schedule, at)).peak_bytes
 
 
-# The peak of one schedule for many sizes of its values, without a replay for each.
-#
-# Which values are live at which step does not depend on their sizes. So the steps are read once,
-# and the peak for other sizes is a sum along them. `simulate` decides: what a search finds by
-# these books is judged by it before it is used.
-
-
 class FastPeak:
-    """The peak of `schedule`, which is valid for `graph`, for other bytes of its values."""
+    """The peak of `schedule`, valid for `graph`, for other bytes of its values, without a replay.
+
+    `simulate` decides: it judges what a search finds by these books.
+    """
 
     def __init__(self, graph: TrainingGraph, schedule: Schedule) -> None:
+        # Which values are live at a step does not depend on their sizes, so steps are read once.
         self.index = {value.name: i for i, value in enumerate(graph.values)}
         self.op_of_step = np.full(len(schedule.steps), -1, dtype=np.int64)
         # While a step runs: values that it makes. From the next step on: what came or went.
@@ -338,6 +335,7 @@ class FastPeak:
                 fresh = [name for name in outputs if name not in live]
             else:
                 fresh = [fetched_value(step)] if fetched_value(step) else []
+                # A copy takes its memory as soon as it begins.
                 made += [(i, self.index[name], 1) for name in fresh]
             changed += [(i + 1, self.index[name], 1) for name in fresh]
             live.update(fresh)
@@ -347,7 +345,6 @@ class FastPeak:
         self.made, self.changed = _columns(made), _columns(changed)
 
     def peak_bytes(self, size: PartBytes) -> int:
-        """The peak with these bytes of values, workspaces and what is resident."""
         n_steps = len(self.op_of_step)
         change = _sums(self.changed, size.values, n_steps + 1)
         running = np.cumsum(change)[:n_steps] + _sums(self.made, size.values, n_steps)
@@ -361,8 +358,8 @@ def _columns(entries: list[tuple[int, int, int]]) -> Ints:
 
 
 def _sums(entries: Ints, sizes: Ints, n_steps: int) -> Ints:
-    """The signed sizes of the values at each step, added up."""
     found = np.zeros(n_steps, dtype=np.int64)
     steps, values, signs = entries
+    # Unlike `found[steps] +=`, this adds up several values of one step.
     np.add.at(found, steps, signs * sizes[values])
     return found

@@ -1,4 +1,4 @@
-"""What forward keeps for backward under a schedule: the verdict on each op, by its occurrence."""
+"""What forward keeps for backward under a schedule, and the order in which eager runs and frees."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ from remat.schedules.schedule import (
 
 
 def end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int | None:
-    """Index after the first run of the forward op that first runs last; None if one never runs.
-
-    Forward ends there, or right after it with the last value that leaves for the tier below: what
-    is saved for backward then is that copy. A schedule has no marker for the end of forward: what
-    runs again after it runs in the backward graph.
-    """
+    """Index after the first run of the forward op that first runs last; None if one never runs."""
+    # Schedules do not mark the end of forward: ops that run again later run in backward.
     left = {op.name for op in graph.ops if op.phase == "forward"}
     for i, step in enumerate(schedule.steps):
         if not left:
+            # Values that leave for the host right here are saved for backward as their copies
+            # there.
             return _end_of_leaving(schedule.steps, i, graph.forward_outputs)
         if isinstance(step, Compute):
             left.discard(step.op)
@@ -37,13 +35,11 @@ def end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int | None:
 
 
 def _end_of_leaving(steps: Sequence[Step], end: int, results: tuple[str, ...]) -> int:
-    """After the last of the steps from `end` on, before the next op, that frees what has a copy.
-
-    Results of forward are handed out at its end: what frees one comes after it.
-    """
+    """Index after the last step from `end` on, before the next op, that frees what has a copy."""
     below = {step.value for step in steps[:end] if isinstance(step, Offload)}
     for i in range(end, len(steps)):
         step = steps[i]
+        # Forward returns its results at its end, so they are freed later.
         if isinstance(step, Compute | Fetch) or (isinstance(step, Free) and step.value in results):
             break
         if isinstance(step, Offload):
@@ -54,7 +50,6 @@ def _end_of_leaving(steps: Sequence[Step], end: int, results: tuple[str, ...]) -
 
 
 def live_after_forward(graph: TrainingGraph, schedule: Schedule) -> frozenset[str]:
-    """Values that are live right after the last forward op first runs."""
     live: set[str] = set()
     for step in schedule.steps[: end_of_forward(graph, schedule)]:
         if isinstance(step, Compute):
@@ -70,16 +65,18 @@ def kept_occurrences(
 ) -> dict[str, tuple[bool, ...]]:
     """By target, such as ``aten.mm.default``: whether each of its runs in forward is kept.
 
-    An op is kept if it runs once and leaves something live for backward. Entry i is the i-th
-    run of that target in captured order. Of ops that run as one, only the last leaves anything.
-    Only ops in `module`, or in modules below it, count.
+    Entry i is the i-th run of that target in captured order. Only ops in `module`, or in modules
+    below it, count.
     """
     live, times = live_after_forward(graph, schedule), schedule.computations()
     found: dict[str, list[bool]] = {}
     for op in graph.ops[: graph.n_forward]:
         if module and not f"{op.module}.".startswith(f"{module}."):
             continue
+        # An op that runs again saves nothing, and neither does one whose outputs are dead.
         kept = times[op.name] == 1 and not live.isdisjoint(op.outputs)
+        # Of ops that run as one, the others write into the output of the last: only it saves
+        # anything.
         *written_to, last = op.target.split(JOINED)
         for target in written_to:
             found.setdefault(target, []).append(False)
@@ -87,32 +84,25 @@ def kept_occurrences(
     return {target: tuple(kept) for target, kept in found.items()}
 
 
-# The order in which eager runs ops and frees values.
-
-
 def ops_as_eager_runs(graph: TrainingGraph) -> list[int]:
-    """Indices of the ops in the order in which eager runs them.
-
-    What a checkpoint of the user's covers runs again before backward first reads what forward made
-    there, up to the last op whose results backward reads (`torch.utils.checkpoint` without reentry,
-    which stops early). Results that are read outside of the checkpoint stay from the first run, but
-    for weights that autocast has cast: each checkpoint casts them again.
-    """
     casts = _shared_casts(graph)
     covered = _by_checkpoint(graph, casts)
     lost = _lost_within(graph, casts)
     wanted = {v for op in graph.ops if op.phase == "backward" for v in op.inputs if v in lost}
     order: list[int] = []
     for i, op in enumerate(graph.ops):
+        # A checkpoint reruns before backward first reads a value from inside it.
         if op.phase == "backward":
             for again in dict.fromkeys(lost[v] for v in op.inputs if v in lost and v not in casts):
+                # Non-reentrant `torch.utils.checkpoint` stops early, at the last op whose outputs
+                # are read.
                 order += _up_to_last(graph, covered.pop(again, []), wanted)
         order.append(i)
     return order
 
 
 def _shared_casts(graph: TrainingGraph) -> set[str]:
-    """Casts of what is resident that one checkpoint makes and others read."""
+    """Casts of resident values that one checkpoint makes and others read: autocast caches them."""
     of, made = graph.value_by_name, dict[str, int]()
     found: set[str] = set()
     for op in graph.ops:
@@ -126,12 +116,12 @@ def _shared_casts(graph: TrainingGraph) -> set[str]:
 
 
 def _by_checkpoint(graph: TrainingGraph, casts: set[str]) -> dict[int, list[int]]:
-    """The ops that run again for each checkpoint."""
     index = graph.op_index
     covered: defaultdict[int, dict[int, None]] = defaultdict(dict)
     for i, op in enumerate(graph.ops):
         if op.checkpoint:
             own = covered[op.checkpoint]
+            # Autocast's cache is gone by backward, so each checkpoint casts the weights again.
             for name in casts.intersection(op.inputs):
                 own[index[graph.value_by_name[name].producer]] = None
             own[i] = None
@@ -144,6 +134,7 @@ def _lost_within(graph: TrainingGraph, casts: set[str]) -> dict[str, int]:
     kept = {*graph.forward_outputs, *graph.outputs}
     for op in graph.ops:
         if op.phase == "forward":
+            # Values that forward reads outside of the checkpoint stay from the first run.
             away = (name for name in op.inputs if made.get(name, 0) != op.checkpoint)
             kept.update(name for name in away if not op.checkpoint or name not in casts)
     return {name: at for name, at in made.items() if name not in kept}
@@ -155,10 +146,7 @@ def _up_to_last(graph: TrainingGraph, covered: list[int], wanted: set[str]) -> I
 
 
 def as_eager_frees(graph: TrainingGraph, schedule: Schedule) -> Schedule:
-    """`schedule`, which runs ops as eager does, with values freed no sooner than eager frees them.
-
-    What is made again is held by what made it first only until then.
-    """
+    """`schedule`, which runs ops as eager does, with no value freed sooner than eager frees it."""
     until = {v.name: v.held_until for v in graph.values if v.held_until in graph.op_index}
     if not until:
         return schedule
@@ -187,14 +175,11 @@ def _end_of(
     """The place of the run after which eager frees a value; `at`, if it may go there."""
     ends = [one for one in runs.get(until.get(step.value, ""), ()) if one > at]
     anew = [one for one in runs[producer[step.value]] if one > at]
+    # If the value is made again before that, its first copy is held only until then.
     return ends[0] if ends and not (anew and anew[0] < ends[0]) else at
 
 
 def forward_alone(graph: TrainingGraph) -> tuple[TrainingGraph, Schedule]:
-    """Forward of `graph` without its backward, and the schedule that keeps nothing for that.
-
-    A value goes with its last use in forward, or as late as a variable there holds it.
-    """
     ops = graph.ops[: graph.n_forward]
     made = {name for op in ops for name in op.outputs}
     own = msgspec.structs.replace(
@@ -208,9 +193,10 @@ def forward_alone(graph: TrainingGraph) -> tuple[TrainingGraph, Schedule]:
 
 
 def _as_used(graph: TrainingGraph) -> Iterator[Step]:
-    """Each op once, and each value freed where nothing of the graph needs it any more."""
+    # Outputs count too: a value that nothing reads goes right after its op.
     last = {name: i for i, op in enumerate(graph.ops) for name in (*op.inputs, *op.outputs)}
     for value in graph.values:
+        # A variable of the user's code may hold a value beyond its last use.
         until = graph.op_index.get(value.held_until, -1)
         last[value.name] = max(last.get(value.name, -1), until)
     kept = {*graph.outputs, *graph.forward_outputs}

@@ -31,17 +31,9 @@ from remat.schedules.schedule import (
 )
 from remat.schedules.simulate import simulate
 
-# The buffers of a schedule: what is where in time, as the simulator counts it.
-#
-# A schedule is a list of steps. An allocator, a layout and a picture of addresses want the same
-# facts by buffer: so many bytes, from here to there. `buffers_of` gives them. It is one more view
-# of the rules of `simulate`: the most bytes live at once, plus what is resident, is the peak that
-# `simulate` finds, of each schedule.
-#
 # Time counts the steps that bring bytes: runs of ops, and fetches. A buffer is live in
 # [start, end). A run makes each of its outputs anew. The second copy of an output that was live
 # counts while the op runs, as its workspace does.
-
 
 Numbers = Sequence[int] | Ints
 
@@ -87,6 +79,7 @@ class Buffers:
             return
         if int(self.size_bytes.min()) <= 0:
             raise LayoutError("a buffer of 0 bytes or less has no place: leave it out")
+        # Add up as Python integers: in 64 bits the sum could wrap around.
         if sum(self.size_bytes.tolist()) >= MOST_BYTES:
             raise LayoutError("the buffers are too large in all for 64-bit integers")
         if (self.start < 0).any() or (self.start >= self.end).any():
@@ -116,7 +109,7 @@ class Buffers:
         change = np.zeros(self.n_times + 1, np.int64)
         np.add.at(change, self.start, self.size_bytes)
         np.add.at(change, self.end, -self.size_bytes)
-        return np.cumsum(change)[:-1]
+        return np.cumsum(change)[:-1]  # at `n_times` the step is over
 
     @functools.cached_property
     def load_bytes(self) -> int:
@@ -128,6 +121,7 @@ class Buffers:
         """SHA-256 over sizes, starts and ends: what a layout of these buffers relies on."""
         digest = hashlib.sha256(b"%d" % len(self))
         for column in (self.size_bytes, self.start, self.end):
+            # Little-endian, so that every machine computes the same hash.
             digest.update(np.ascontiguousarray(column, "<i8").tobytes())
         return digest.hexdigest()
 
@@ -145,13 +139,12 @@ def buffers_of(graph: TrainingGraph, schedule: Schedule) -> Buffers:
     ScheduleError : the schedule is of another graph, or `simulate` finds a rule broken.
     """
     graph = graph_of_schedule(graph, schedule)
+    # The walk below relies on a valid schedule.
     simulate(graph, schedule)
     return _Walk(graph).run(schedule)
 
 
 class _Walk:
-    """One pass over a valid schedule."""
-
     def __init__(self, graph: TrainingGraph) -> None:
         self.graph = graph
         self.size = {value.name: value.size_bytes for value in graph.values}
@@ -192,12 +185,13 @@ class _Walk:
         self._add(value, self.size[value], BufferKind.VALUE)
 
     def _add(self, name: str, size_bytes: int, kind: BufferKind) -> None:
-        """What is no value is live at this time alone; a value until it is dropped."""
+        # Workspaces and second copies last one unit of time; `run` extends those of values.
         self.rows.append([size_bytes, self.now, self.now + 1, kind])
         self.names.append(name)
 
     def _buffers(self) -> Buffers:
         table = np.array(self.rows, np.int64).reshape(-1, 4)
+        # `Buffers` refuses buffers of 0 bytes.
         has_bytes = table[:, 0] > 0
         size_bytes, start, end, kind = table[has_bytes].T.copy()
         forward = (op.name for op in self.graph.ops if op.phase == "forward")
@@ -295,7 +289,6 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 def check_alignment(alignment_bytes: int) -> None:
-    """Raise `LayoutError` unless `alignment_bytes` is a power of two."""
     is_whole = isinstance(alignment_bytes, int)  # pyright: ignore[reportUnnecessaryIsInstance]
     if not is_whole or alignment_bytes <= 0 or alignment_bytes & (alignment_bytes - 1):
         raise LayoutError(
@@ -305,7 +298,6 @@ def check_alignment(alignment_bytes: int) -> None:
 
 
 def alignment_on(device: str) -> int:
-    """The alignment in bytes of what torch's allocator gives out on `device`."""
     return CPU_ALIGNMENT_BYTES if device == CPU else ALLOCATION_BYTES
 
 
@@ -347,7 +339,6 @@ def _check_place(buffers: Buffers, layout: Layout, i: int, offset: int) -> None:
 
 
 def _sweep(buffers: Buffers, offsets: tuple[int, ...]) -> None:
-    """Keep what is live sorted by address: a newcomer can only overlap its two neighbours."""
     sizes = buffers.size_bytes.tolist()
     live: list[tuple[int, int, int]] = []
     for time, starts, i in _events(buffers):
@@ -356,6 +347,7 @@ def _sweep(buffers: Buffers, offsets: tuple[int, ...]) -> None:
         if not starts:
             del live[at]
             continue
+        # Live buffers do not overlap each other, so a new one can only overlap its two neighbours.
         for other in live[max(at - 1, 0) : at + 1]:
             if other[0] < here[1] and here[0] < other[1]:
                 raise LayoutError(
@@ -367,7 +359,8 @@ def _sweep(buffers: Buffers, offsets: tuple[int, ...]) -> None:
 
 
 def _events(buffers: Buffers) -> Iterable[tuple[int, bool, int]]:
-    """(time, whether it starts, buffer), by time; what ends makes room for what starts."""
+    """(time, whether it starts, buffer), by time."""
     starts = ((int(time), True, i) for i, time in enumerate(buffers.start))
     ends = ((int(time), False, i) for i, time in enumerate(buffers.end))
+    # `False` sorts first: at each time, buffers that end make room for those that start.
     return sorted((*starts, *ends))

@@ -47,8 +47,8 @@ first. Those that are `AppliedLever` stand before the chunks, and a schedule has
 
 
 def attribute_at(path: str) -> Any:
-    """What ``module:name`` names."""
     module, _, name = path.partition(":")
+    # Imported only when called: a machine that trains imports no solver.
     return getattr(importlib.import_module(module), name)
 
 
@@ -80,12 +80,10 @@ class AppliedLever(msgspec.Struct, frozen=True):
         told: Iterable[str],
         tolerance: float = 0.0,
     ) -> AppliedLever:
-        """What `lever` did, from the graph as it was and as it is."""
         dropped, ops = changes_between(before, after)
         made = {name for _, op in ops for name in op.outputs}
         values = tuple(value for value in after.values if value.name in made)
         return cls(lever, tuple(told), dropped, ops, values, tolerance)
 
     def on(self, graph: TrainingGraph) -> TrainingGraph:
-        """The graph that it made of `graph`, which the lever was applied to."""
         return with_ops_replaced(graph, self.dropped, self.ops, self.values)

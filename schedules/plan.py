@@ -199,7 +199,6 @@ class PlanFile(msgspec.Struct, frozen=True):
 
 
 def is_plan(data: bytes) -> bool:
-    """Whether the text says that it is a plan, of any version."""
     try:
         return _header(data).get("kind") == KIND
     except TextError:
@@ -207,7 +206,6 @@ def is_plan(data: bytes) -> bool:
 
 
 def holds_steps(data: bytes) -> bool:
-    """Whether the text has the field that schedules have and graphs have not."""
     try:
         return "steps" in _header(data)
     except TextError:
@@ -215,23 +213,18 @@ def holds_steps(data: bytes) -> bool:
 
 
 def _header(data: bytes | str) -> dict[str, object]:
-    """The fields that say what a file is; of ``steps`` only whether it is there.
-
-    Raises
-    ------
-    TextError : the text is no JSON object.
-    """
-    # Other fields are not looked into, so a large file is not decoded twice.
+    """The fields that say what a file is; of ``steps`` only whether it is there."""
+    # Leave the other fields undecoded, so that a large file is not decoded twice.
     fields = decode_json(data, dict[str, msgspec.Raw])
     said = {name: decode_json(bytes(fields[name]), object) for name in _IDENTITY if name in fields}
     return said | ({"steps": None} if "steps" in fields else {})
 
 
 def _check_header(data: bytes | str, name: str) -> None:
-    """Raise `PlanError` for what is no plan of this schema version."""
     try:
         header = _header(data)
     except ShapeError:
+        # JSON, but no object: refused below, as it has no kind.
         header = dict[str, object]()
     except TextError as error:
         raise PlanError(
@@ -252,32 +245,19 @@ def _check_header(data: bytes | str, name: str) -> None:
         )
 
 
-# Whether a kept plan still is what the simulator says of it.
-#
-# Anyone can edit a file. So what a plan says of its peak and its times is not believed: its
-# schedule is simulated again on the graph that it keeps. Its lower bound cannot be simulated: it is
-# compared with the time, and nobody takes it for proved. What trains is judged on a graph that is
-# traced anew, too.
-
-
 AGREEMENT = 1e-9
 """Largest relative difference of two times that come from the same sum."""
 
 
 def evaluate_plan(plan: PlanFile, name: str = "the plan") -> tuple[TrainingGraph, Simulation]:
-    """The graph that a plan keeps, and what `simulate` says of its schedule now.
-
-    Raises
-    ------
-    PlanError : the plan keeps no graph; or its schedule breaks a rule, or its figures are not
-        those of the simulator, so it was edited or is stale; or its peak is above its budget.
-    """
+    """The graph that a plan keeps, and what `simulate` says now; `PlanError` unless they agree."""
     if plan.graph is None:
         raise PlanError(
             f"{name} keeps no graph with costs: it was rewritten by hand, or made by an older "
             f"release. Name its model too (MODEL --plan {name}), or make it again with "
             "remat run MODEL --budget BUDGET -o FILE"
         )
+    # Anyone can edit a file, so its peak and time are simulated again.
     try:
         simulation = simulate(plan.graph, plan.schedule)
     except ScheduleError as error:
@@ -289,16 +269,11 @@ def evaluate_plan(plan: PlanFile, name: str = "the plan") -> tuple[TrainingGraph
 
 
 def evaluate_family(over: RangeFacts, name: str = "the plan") -> None:
-    """Judge each member of a kept family at the corners of what it serves.
-
-    Raises
-    ------
-    PlanError : a member breaks a rule, or its peak is above the budget at a corner; or the family
-        is not one of the range.
-    """
+    """Raise `PlanError` unless each member of a kept family is valid, and fits, at its corners."""
     family, graph = over.family, over.graph
     top = corner(graph.symbols, "high")
     is_whole = family.symbols == graph.symbols and bool(family.members)
+    # `Family.number_at` relies on the last member to serve every size of the range.
     if not is_whole or top not in family.top.corners:
         raise PlanError(
             f"{name} was edited: its schedules do not serve its range. {MAKE_PLAN_AGAIN}"
@@ -306,6 +281,7 @@ def evaluate_family(over: RangeFacts, name: str = "the plan") -> None:
     try:
         for member in family.members:
             for one in member.corners:
+                # A member serves all sizes up to its corner, so bounds over all of them are judged.
                 part = (Symbol(s.name, s.low, one[s.name], s.multiple) for s in graph.symbols)
                 bounding = graph.bounding(tuple(part))
                 found = simulate(bounding, resized_schedule(member.schedule, bounding))
@@ -315,12 +291,13 @@ def evaluate_family(over: RangeFacts, name: str = "the plan") -> None:
                         f"{found.peak_bytes} bytes, above the {member.peak_bytes} that it says "
                         f"and the budget of {family.budget_bytes}. {MAKE_PLAN_AGAIN}"
                     )
+    # `KeyError`: a corner lacks a size.
     except (ScheduleError, GraphError, SignatureError, KeyError) as error:
         raise PlanError(f"{name} was edited, or is stale: {error}. {MAKE_PLAN_AGAIN}") from error
 
 
 def require_within_budget(schedule: Schedule, peak_bytes: int, name: str) -> None:
-    """Raise `PlanError` if a peak of `simulate` is above the budget that a schedule names."""
+    # A budget of 0 means none.
     if 0 < schedule.budget_bytes < peak_bytes:
         raise PlanError(
             f"the peak of {name} is {peak_bytes} bytes on this graph, above its budget of "
@@ -335,11 +312,14 @@ def _require_same(said: Prediction, found: Simulation, name: str) -> None:
         ("peak_bytes", said.peak_bytes, found.peak_bytes),
         ("time_us", said.time_us, found.time_us),
         ("overhead", said.overhead, found.overhead),
+        # A bound cannot be simulated again: it must only not exceed the time. It counts as
+        # unproved.
         ("lower_bound_us", bound_us, min(bound_us, found.time_us)),
-        # Older plans have a gap of 0 where there is no bound.
+        # Older plans say 0 where there is no bound.
         ("gap", said.gap or 0.0, gap_of(found.time_us, bound_us) or 0.0),
     )
     for figure, planned, real in pairs:
+        # Absolute below 1, since overhead and gap may be 0.
         if abs(planned - real) > AGREEMENT * max(abs(real), 1.0):
             raise PlanError(
                 f"{name} was edited, or is stale: it says {figure} {planned:.10g}, and simulating "

@@ -1,12 +1,10 @@
 """What a schedule makes torch's CUDA caching allocator take from the device, setting by setting.
 
 A budget bounds the bytes that are live. The allocator takes more: it keeps the segments that it
-once took, and a free range between two blocks that are used serves nothing larger. Recomputation
-makes this worse, since what it brings back seldom has the size of what has just gone. The figures
-come from a replay of the allocator (`caching_allocator.py`) over the buffers of the schedule.
-
-They are predictions. Temporaries that an op takes beyond its workspace are in no graph. Resident
-tensors are taken to lie in segments of their own, full to the last byte.
+once took, and a free range between two blocks that are used serves nothing larger. The figures are
+predictions, from a replay of the allocator (`caching_allocator.py`) over the buffers of the
+schedule. Temporaries that an op takes beyond its workspace are in no graph. Resident tensors are
+taken to lie in segments of their own, full to the last byte.
 """
 
 from __future__ import annotations
@@ -21,27 +19,15 @@ from remat.schedules.caching_allocator import AllocatorBlock, AllocatorSettings,
 from remat.schedules.layout import Buffers, buffers_of
 from remat.schedules.schedule import Schedule
 
-# A trace of requests through the allocator: what it reserves, and which request fails.
-#
 # A trace is a list of integers, so that it is a small file: ``n > 0`` asks for n bytes, ``~i``
-# (below 0) frees what request i was given, 0 empties the cache. Requests are numbered from 0 as
-# they come.
+# (below 0) frees what request i was given, 0 empties the cache. Requests count from 0.
 
 
 EMPTY_CACHE = 0
 
 
 class AllocatorReplay(msgspec.Struct, frozen=True):
-    """What became of a trace.
-
-    Attributes
-    ----------
-    peak_allocated_bytes, peak_reserved_bytes : the most in use, and the most that was taken from
-        the device. reserved_bytes : what is taken in the end.
-    n_retries : how often the device was full, so that all that was free went back to it.
-    failed_request : number of the request that found no memory, which ends the replay; None if all
-        were served.
-    """
+    """What became of a trace; `failed_request` ended it, None if all were served."""
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int
@@ -51,7 +37,6 @@ class AllocatorReplay(msgspec.Struct, frozen=True):
 
 
 def serve_trace(trace: Iterable[int], settings: AllocatorSettings) -> AllocatorReplay:
-    """Serve all requests of a trace, or those before the first that fails."""
     allocator, used = CachingAllocator(settings), dict[int, AllocatorBlock]()
     n_requests, failed = 0, None
     for event in trace:
@@ -76,12 +61,8 @@ def serve_trace(trace: Iterable[int], settings: AllocatorSettings) -> AllocatorR
 
 
 def trace_of_steps(buffers: Buffers, n_steps: int = 1) -> list[int]:
-    """The trace of equal steps one after another; each frees all of its buffers in the end.
-
-    At each time, what ends is freed before anything is asked for. What begins is asked for in the
-    order of the buffers.
-    """
     n, sizes = len(buffers), buffers.size_bytes.tolist()
+    # At equal times, buffers that end are freed before new ones are requested.
     is_request = np.repeat([0, 1], n)
     order = np.lexsort((is_request, np.concatenate([buffers.end, buffers.start]))).tolist()
     number = {i - n: count for count, i in enumerate(i for i in order if i >= n)}
@@ -100,11 +81,8 @@ EXPANDABLE = AllocatorSettings(expandable_segments=True)
 class AllocatorPeak(msgspec.Struct, frozen=True):
     """Bytes of a device at their most, resident tensors included.
 
-    Attributes
-    ----------
-    allocated_bytes : in blocks that are used, as ``torch.cuda.max_memory_allocated`` says. Blocks
-        are larger than what is asked for, so it can be above the peak that `simulate` finds.
-    reserved_bytes : taken from the device, as ``torch.cuda.max_memory_reserved`` says.
+    `allocated_bytes` are in whole blocks, as ``torch.cuda.max_memory_allocated`` says, so more than
+    `simulate` finds; `reserved_bytes` as ``torch.cuda.max_memory_reserved`` says.
     """
 
     allocated_bytes: int
@@ -125,25 +103,15 @@ class Reserved(msgspec.Struct, frozen=True):
 
 
 def reserved_of(graph: TrainingGraph, schedule: Schedule) -> Reserved:
-    """What the allocator takes for three steps of `schedule`, one after another.
-
-    Each step drops its gradients before the next one begins.
-
-    Raises
-    ------
-    ScheduleError : the schedule is of another graph, or `simulate` finds a rule broken.
-    """
     buffers = buffers_of(graph, schedule)
+    # Each step drops its gradients before the next one begins.
     return Reserved(allocator_peak(buffers, DEFAULT), allocator_peak(buffers, EXPANDABLE))
 
 
 def allocator_peak(
     buffers: Buffers, settings: AllocatorSettings, n_steps: int = N_STEPS
 ) -> AllocatorPeak:
-    """What the allocator with these settings takes for `n_steps` equal steps of `buffers`.
-
-    `settings` have no limit of capacity, so that every request is served.
-    """
+    """Bytes for `n_steps` equal steps; `settings` have no limit of capacity, so all is served."""
     found = serve_trace(trace_of_steps(buffers, n_steps), settings)
     return AllocatorPeak(
         allocated_bytes=buffers.resident_bytes + found.peak_allocated_bytes,
@@ -154,9 +122,8 @@ def allocator_peak(
 def retries_within(
     buffers: Buffers, settings: AllocatorSettings, device_bytes: int, n_steps: int = N_STEPS
 ) -> int | None:
-    """How often the allocator of a device of that size is full, and gives back all that is free.
+    """How often a device of that size is full, gives back what is free, and waits.
 
-    So a step runs where less is there than it would reserve, and waits for the device each time.
     None where even so a request finds no memory: the step runs out of it.
     """
     left_bytes = device_bytes - buffers.resident_bytes

@@ -42,7 +42,6 @@ class Offload(msgspec.Struct, frozen=True, array_like=True, tag="offload"):
 
     @property
     def source(self) -> Tier:
-        """The tier above."""
         return TIERS[TIERS.index(self.to) - 1]
 
 
@@ -54,7 +53,8 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
 
     @property
     def source(self) -> Tier:
-        """The tier below."""
+        # `nvme` wraps around to the device; no link joins the two, so the simulator refuses the
+        # copy.
         return TIERS[(TIERS.index(self.to) + 1) % len(TIERS)]
 
 
@@ -108,6 +108,7 @@ class Schedule(msgspec.Struct, frozen=True):
                 f"this release reads {_SCHEMA_VERSION}: solve again"
             )
         if self.schema_version == 1:
+            # The struct is frozen. Older plans are upgraded as they are read.
             msgspec.structs.force_setattr(self, "steps", tuple(_upgraded(self.steps)))
             msgspec.structs.force_setattr(self, "schema_version", _SCHEMA_VERSION)
         if not are_figures(self.budget_bytes):
@@ -115,7 +116,7 @@ class Schedule(msgspec.Struct, frozen=True):
         self._check_changes()
 
     def _check_changes(self) -> None:
-        """Raise `ScheduleError` for chunks and levers that no solver gives."""
+        # Anyone can edit a file: no solver writes what is refused here.
         if len({one.region for one in self.chunks}) < len(self.chunks):
             raise ScheduleError("a schedule names the same region in chunks twice")
         if any(one.chunks < 2 for one in self.chunks):
@@ -199,6 +200,7 @@ class Schedule(msgspec.Struct, frozen=True):
             )
 
     def _first_difference(self, graph: TrainingGraph) -> str:
+        # Compare what both have before their lengths: the first difference says more.
         for i, (mine, theirs) in enumerate(zip(self.inputs, graph.inputs, strict=False)):
             if mine != theirs:
                 return f"input {i} was {mine}, is {theirs}"
@@ -211,6 +213,7 @@ class Schedule(msgspec.Struct, frozen=True):
                 return f"op {i} was '{mine}', is '{theirs}'" + (f" ({place})" if place else "")
         if len(self.signatures) != len(graph.signatures):
             return f"it had {len(self.signatures)} ops, the model has {len(graph.signatures)}"
+        # Inputs and ops are equal, so of what the hash covers only the outputs are left.
         return "the outputs of the step differ"
 
     def to_json(self) -> bytes:
@@ -274,45 +277,36 @@ def freed_value(step: Step) -> str:
 
 
 def _upgraded(steps: Iterable[Step]) -> Iterable[Step]:
-    """Steps of version 1, in which a copy moved a value: it left where it came from."""
     for step in steps:
         yield step
+        # In version 1 a copy moved the value: it left its source.
         if isinstance(step, Offload):
             yield Free(step.value)
         elif isinstance(step, Fetch):
             yield Free(step.value, "host")
 
 
-# What updates take where gradients are there before the step: less with each that came earlier.
-#
-# A plan that accumulates counts all of ``.grad`` through the whole step, as it is in each batch but
-# the last. In the last one an update lets go of the ``.grad`` of its parameters. So the bytes that
-# a later update takes are first those that earlier ones gave back, and only the rest is above what
-# the other batches need at that place.
-
-
 def workspaces_of_updates(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
-    """`update_workspaces` in the order in which `schedule` runs the ops of `graph`."""
+    """As `update_workspaces`, in the order of `schedule`."""
     return update_workspaces(
         graph, (step.op for step in schedule.steps if isinstance(step, Compute))
     )
 
 
 def update_workspaces(graph: TrainingGraph, sequence: Iterable[str]) -> dict[str, int]:
-    """Workspace in bytes of each update that is not that of its op; empty without accumulation.
-
-    Parameters
-    ----------
-    sequence : names of ops in the order in which they run.
-    """
+    """Workspace in bytes of each update that is not its op's own; `sequence` of ops as they run."""
     if not graph.resident.gradients_bytes:
-        return {}
+        return {}  # without accumulation each op has its own
     found: dict[str, int] = {}
     given_back_bytes = 0
     for name in sequence:
+        # The simulator refuses unknown ops and names the step.
         op = graph.ops[graph.op_index[name]] if name in graph.op_index else None
         if op is None or op.target != UPDATE:
             continue
+        # A plan that accumulates counts all of ``.grad`` during the whole step, as in every batch
+        # but the last. In the last one, an update frees the ``.grad`` of its parameters, which pays
+        # for the workspaces of later updates.
         found[name] = max(0, op.workspace_bytes - given_back_bytes)
         values = (graph.value_by_name[read] for read in op.inputs)
         given_back_bytes += sum(v.size_bytes for v in values if v.kind == "parameter")

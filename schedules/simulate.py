@@ -47,6 +47,7 @@ def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = Non
             peak_bytes, peak_step, at_peak = live_bytes[-1], i, tuple(replay.live["device"])
             workspace = replay.workspace_bytes
     replay.check_end(len(steps))
+    # The last copy may end after the last op.
     time_us = max(replay.clocks.now.values())
     return Simulation(
         peak_bytes=replay.peak_bytes["device"],
@@ -68,7 +69,6 @@ def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = Non
 
 
 def _moved_bytes(copies: list[Copy]) -> dict[str, int]:
-    """By link."""
     return {
         name: sum(copy.size_bytes for copy in copies if copy.link == name) for name in LINK_NAMES
     }
@@ -77,30 +77,17 @@ def _moved_bytes(copies: list[Copy]) -> dict[str, int]:
 def require_valid(
     graph: TrainingGraph, schedule: Schedule, links: Links | None = None
 ) -> Simulation:
-    """Refuse a schedule that is not one of `graph`, before anything is made of it; judge others.
-
-    `graph` is the very one that is to be carried out, with regions in chunks. A hash says only
-    that a schedule was made for it: steps that were doubled, dropped or moved since train with
-    other gradients than eager's, or hold more than was promised.
-
-    Parameters
-    ----------
-    links : as of `simulate`.
-
-    Raises
-    ------
-    ScheduleError : it was made for another graph, or a step breaks a rule.
-    """
+    """As `simulate`, for the very `graph` that is to be carried out, with regions in chunks."""
+    # `simulate` would accept the captured graph too. A hash only says what the schedule was made
+    # for: with steps doubled, dropped or moved since then, it would give other gradients than
+    # eager, or take more memory than promised.
     schedule.check_made_for(graph)
     return simulate(graph, schedule, links)
 
 
 def overhead_of(time_us: float, base_us: float) -> float:
-    """`time_us` as an overhead over a step of `base_us`: 0 or more, also where that takes no time.
-
-    For times of schedules and for lower bounds on them.
-    """
-    return max(time_us / base_us - 1, 0.0) if base_us else 0.0
+    """An overhead, 0 or more; of times of schedules, and of lower bounds on them."""
+    return max(time_us / base_us - 1, 0.0) if base_us else 0.0  # a step without costs takes no time
 
 
 def bound_of(lower_bound_us: float, base_us: float) -> float | None:
@@ -109,10 +96,7 @@ def bound_of(lower_bound_us: float, base_us: float) -> float | None:
 
 
 def gap_of(time_us: float, lower_bound_us: float) -> float | None:
-    """How far a time may be from the best: the time over the lower bound, minus one.
-
-    None without a bound, which 0 stands for. A step that takes no time is the best there is.
-    """
+    """The time over the lower bound, minus one; None without a bound, which 0 stands for."""
     if lower_bound_us > 0:
         return time_us / lower_bound_us - 1
-    return None if time_us > 0 else 0.0
+    return None if time_us > 0 else 0.0  # a step without time is the best there is

@@ -8,8 +8,6 @@ from remat.graph_capture.graph import LinkName
 
 
 class Stall(msgspec.Struct, frozen=True):
-    """Time that a step waits: `value` has not arrived yet, or copies still read it."""
-
     step: int
     value: str
     us: float

@@ -34,21 +34,12 @@ from remat.schedules.schedule import (
 from remat.schedules.simulation import Copy, Stall
 from remat.schedules.value_report.globs import may_run_twice, recompute_globs
 
-# When each step of a schedule runs: a clock an engine, each in the order of the steps.
-#
-# Engines are the device, the host that computes, and four links. A computation starts when its
-# engine is free and each input has arrived. A copy starts when its link is free, its source has
-# arrived, all computations on the device that were issued before it have ended, and its room is
-# really free. Clocks decide no byte: a wrong rate costs time and never breaks a budget.
-
 
 class _Clocks:
-    """Times of one schedule so far, in microseconds from its start.
+    """When each step runs, in microseconds: a clock an engine, each in the order of the steps.
 
-    Attributes
-    ----------
-    now : of each engine. busy : time in which it worked.
-    copies : those begun so far, in the order of their steps.
+    Engines are the device, the host that computes, and four links. Clocks decide no byte: a wrong
+    rate costs time and never breaks a budget.
     """
 
     def __init__(self) -> None:
@@ -63,16 +54,20 @@ class _Clocks:
         self.left_bytes: dict[Tier, int] = dict.fromkeys(self.leaving, 0)
 
     def compute(self, step: int, at: Tier, op: Op, made: tuple[str, ...], room_us: float) -> None:
-        """Run an op that makes `made` from `room_us` on."""
+        """Run an op; what it makes has room from `room_us` on."""
+        # Always 0 on the device, where bytes go by the order of steps alone.
         for name in made if room_us else ():
             self._wait(step, at, name, room_us)
         for name in op.inputs:
             self._wait(step, at, name, self.arrives.get((at, name), 0.0))
+        # A write in place must wait for copies that still read the old value.
         for name in op.updates:
             self._wait(step, at, name, self.is_read_until.get((at, name), 0.0))
         cost_us = op.cost_us if at == "device" else op.host_cost_us or 0.0
         self.now[at] += cost_us
         self.busy[at] += cost_us
+        # No need to note this for the device: its ops run in order, and its copies wait for all of
+        # them.
         if at != "device":
             for name in (*made, *op.updates):
                 self.arrives[at, name] = self.now[at]
@@ -81,8 +76,9 @@ class _Clocks:
 
     def copy(self, step: int, link: LinkName, took_us: float, name: str, size_bytes: int,
              source: Tier, to: Tier, room_us: float) -> None:  # fmt: skip
-        """Begin a copy whose room is free at `room_us`."""
         start = max(self.now[link], self.arrives.get((source, name), 0.0), room_us)
+        # The copy's stream waits for the ops that were issued before it
+        # (`rewriter/tiers/stream_tier.py`).
         if "device" in (source, to):
             start = max(start, self.now["device"])
         self.now[link] = self.arrives[to, name] = start + took_us
@@ -91,16 +87,18 @@ class _Clocks:
         self._read(source, name, start + took_us)
 
     def drop(self, step: int, at: Tier, name: str, size_bytes: int) -> None:
-        """Drop a copy. The device waits for what reads it; a lower tier has its bytes free then."""
         until = max(self.arrives.pop((at, name), 0.0), self.is_read_until.pop((at, name), 0.0))
         if at == "device":
+            # The next op reuses this memory, so it must wait for copies that still read it.
             self._wait(step, at, name, until)
         else:
+            # Booked as free at once, but copies may still read it until then.
             self.leaving[at].append((until, size_bytes))
             self.left_bytes[at] += size_bytes
 
     def room_us(self, tier: Tier, spare_bytes: float) -> float:
         """When a tier really has room, where its books show `spare_bytes` beyond it."""
+        # Values dropped by the books still take room until their readers end.
         short_bytes = self.left_bytes.get(tier, 0) - spare_bytes
         for until, size_bytes in sorted(self.leaving[tier]) if short_bytes > 0 else ():
             short_bytes -= size_bytes
@@ -117,20 +115,11 @@ class _Clocks:
         self.is_read_until[tier, name] = max(until, self.is_read_until.get((tier, name), 0.0))
 
 
-# The rules on which op may run when, whatever memory holds.
-#
-# First runs may come in any order that gives the same bits. Ops that draw share one random stream,
-# and ops with effects share the buffers: these keep their captured order. `remat.tangents` opens
-# backward. `tests/rewriter/test_reordered.py` trains random orders against eager.
-
-
 class _Order:
-    """The runs of a schedule so far.
+    """The rules on which op may run when, whatever memory holds; `updated` has the op by parameter.
 
-    Attributes
-    ----------
-    computed : names of ops that ran. forward_left : ops of forward that have not.
-    updated : by parameter, the op that has updated it.
+    First runs may come in any order that gives the same bits: `tests/rewriter/test_reordered.py`
+    trains random orders against eager.
     """
 
     def __init__(self, graph: TrainingGraph, schedule: Schedule) -> None:
@@ -155,9 +144,11 @@ class _Order:
         return is_first
 
     def _run_first(self, i: int, op: Op) -> None:
+        # Random ops share one stream, and ops with side effects share buffers.
         if op.name in self._ordered and op.name != (due := next(self._due)):
             _refuse(i, f"op {op.name} must first run after {due}, as captured")
         self.computed.add(op.name)
+        # `remat.tangents` begins backward.
         if op.phase != "forward" and not self._opening <= self.computed:
             _refuse(i, f"op {op.name} runs before tangents")
         if op.target == UPDATE:
@@ -167,32 +158,26 @@ class _Order:
 
 
 def _refuse(i: int, message: str) -> NoReturn:
-    """Raise `ScheduleError` for a step."""
     raise ScheduleError(f"invalid schedule at step {i}: {message}")
 
 
 class ScheduleReplay:
-    """One pass over a schedule.
-
-    Attributes
-    ----------
-    live : by tier, the values that it holds. bytes, peak_bytes : by tier, now and at most.
-    workspace_bytes : of the op of the last step. beside_bytes : all that its op took on the device
-        while it ran, beside what was live before it.
-    """
+    """One pass over a schedule; `live`, `bytes` and `peak_bytes` are by tier."""
 
     def __init__(self, graph: TrainingGraph, schedule: Schedule, links: Links | None) -> None:
         self.graph, self.links = graph, links
         self.order, self.clocks = _Order(graph, schedule), _Clocks()
+        # Of the last op: its workspace, and all that it took on top of what was live before.
         self.workspace_bytes = self.beside_bytes = 0
         self._of_updates = workspaces_of_updates(graph, schedule)
         self.home: dict[str, Tier] = {v.name: v.home for v in graph.values if v.home}
         self.resident = {v.name for v in graph.values if not (v.producer or v.home)}
+        # Resident values are left out: `Resident.total_bytes` has counted them.
         self.size = {v.name: v.size_bytes for v in graph.values if v.name not in self.resident}
         self.live: dict[Tier, dict[str, None]] = {"device": {}, "host": {}, "nvme": {}}
         self.bytes: dict[Tier, int] = {"device": graph.resident.total_bytes, "host": 0, "nvme": 0}
         self.peak_bytes = dict(self.bytes)
-        for name, tier in self.home.items():
+        for name, tier in self.home.items():  # they are there when the step begins
             self._add(0, tier, name)
         # The caller holds outputs of forward until the step ends. New values of buffers are outputs
         # of forward alone: AOTAutograd copies them into the buffers as forward ends.
@@ -209,12 +194,12 @@ class ScheduleReplay:
             self._drop(i, step.at, step.value)
         else:
             self._copy(i, step)
+        # An output that was live already exists twice while the op runs.
         running = max(before + self.beside_bytes, self.bytes["device"])
         self.peak_bytes["device"] = max(self.peak_bytes["device"], running)
         return running
 
     def check_end(self, n_steps: int) -> None:
-        """Raise `ScheduleError` unless the step is whole."""
         for op in self.graph.ops:
             if op.name not in self.order.computed:
                 _refuse(n_steps, f"op {op.name} is never computed")
@@ -237,7 +222,7 @@ class ScheduleReplay:
             self.beside_bytes = self.workspace_bytes + sum(self.size[v] for v in op.outputs)
         room_us = max((self._add(i, at, value) for value in fresh), default=0.0)
         self.clocks.compute(i, at, op, fresh, room_us)
-        # Copies of a value that was rewritten are old.
+        # Copies of a rewritten value are stale.
         for value in op.updates:
             for tier in TIERS:
                 if tier != at and value in self.live[tier]:
@@ -278,6 +263,7 @@ class ScheduleReplay:
         self.live[tier][name] = None
         self.bytes[tier] += self.size[name]
         self.peak_bytes[tier] = max(self.peak_bytes[tier], self.bytes[tier])
+        # The device has no limit here: solvers compare the peak with their budget.
         if tier == "device" or self.links is None:
             return 0.0
         spare = self.links.room_bytes(tier) - self.bytes[tier]

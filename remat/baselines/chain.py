@@ -38,10 +38,7 @@ _Kind = Literal["store", "forward", "save", "backward", "discard"]
 
 
 class ChainRun(NamedTuple):
-    """Some forward ops of a stage, run in order.
-
-    `peak_bytes` leaves out the value that enters the stage.
-    """
+    """Forward ops of a stage, run in order; `peak_bytes` leaves out the value that enters it."""
 
     ops: tuple[int, ...]
     cost_us: float
@@ -50,20 +47,18 @@ class ChainRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChainStage:
-    """One stage.
+    """One stage; each `ChainRun` has the ops that run, first or again.
 
     Attributes
     ----------
-    entry : the value that enters it, -1 if none does. entry_bytes : its size.
+    entry : the value that enters it, -1 if none does.
     saved_bytes : all that its backward reads of it, and its result (rotor's ``abar``).
     pending_bytes : backward values live when its backward begins.
-    first_drop : its first run, which keeps the result alone.
-    first_save : its first run, which keeps what backward reads too.
-    again_drop : the ops that make the result, run again.
-    again_save : the ops that make the result and what backward reads, run again.
-    again_leaf : the ops that make what backward reads, run again.
-    backward : its backward ops. backward_us : their time. backward_peak_bytes : the most
-        live in them, with saved values and without the value that enters.
+    first_drop, again_drop : keep the result alone.
+    first_save, again_save : keep the result and what backward reads.
+    again_leaf : makes what backward reads alone.
+    backward : its ops. backward_peak_bytes : the most live in them, with saved values and without
+        the value that enters.
     """
 
     entry: int
@@ -93,7 +88,6 @@ class Chain:
 
 
 def find_chain(problem: Problem, most_stages: int = 0) -> Chain:
-    """The chain of `problem`, of at most `most_stages` stages if that is not 0."""
     kept = kept_values(problem)
     kept_bytes = sum(size for size, stays in zip(problem.size_bytes, kept, strict=True) if stays)
     base_bytes = problem.resident_bytes + kept_bytes
@@ -118,14 +112,13 @@ def _no_place(problem: Problem) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """Times and bytes of the stages of one split."""
-
     problem: Problem
     kept: bytearray
     split: StageSplit
 
     def stages(self) -> tuple[ChainStage, ...]:
         places, starts = self.split
+        # Nothing enters the first stage, and nothing leaves the last one.
         ends = [*(place.end + 1 for place in places), self.problem.n_forward]
         entries = [-1, *(place.entry for place in places), -1]
         stops = [self.problem.n_ops, *starts]
@@ -157,8 +150,10 @@ class _Model:
         both = list(dict.fromkeys((*saved, *result)))
         first, size_bytes = tuple(forward), problem.size_bytes
         entry_bytes = size_bytes[ports[0]] if ports[0] >= 0 else 0
+        # If the backward of the stage before reads the entry too, it outlives this stage.
         is_lasting = any(ports[0] in problem.inputs[op] for op in before)
         last_entry = problem.n_ops if is_lasting else last_read.get(ports[0], -1)
+        # The entry is counted elsewhere, up to the end of the stage: subtract it once it is dead.
         peak_bytes = (
             running_bytes[op]
             + sum(size_bytes[v] for v in saved if last_read[v] >= op)
@@ -181,26 +176,23 @@ class _Model:
         )
 
     def _makers(self, forward: range, wanted: Iterable[int]) -> tuple[int, ...]:
-        """The ops of `forward` that must run to make `wanted` again."""
         missing, found = set(wanted), list[int]()
         for op in reversed(forward):
             if not missing.isdisjoint(self.problem.outputs[op]):
                 found.append(op)
                 reads = self.problem.inputs[op]
+                # Kept values need not be made again.
                 missing.update(v for v in reads if not self.kept[v])
         return tuple(reversed(found))
 
     def _run(self, ops: tuple[int, ...], wanted: list[int], *, is_first: bool = False) -> ChainRun:
-        """Run `ops`, freeing what is read no more, up to `wanted`.
-
-        In a first run kept values do not count: `base_bytes` has them already.
-        """
         problem, kept = self.problem, self.kept
         last = {v: op for op in ops for v in (*problem.outputs[op], *problem.inputs[op])}
-        last.update(dict.fromkeys(wanted, problem.n_ops))
+        last.update(dict.fromkeys(wanted, problem.n_ops))  # never freed
         live, now, peak_bytes = set[int](), 0, 0
         for op in ops:
             made = [v for v in problem.outputs[op] if not kept[v]]
+            # Kept values are in `base_bytes`, but a second run makes second copies of them.
             here = made if is_first else problem.outputs[op]
             running = sum(problem.size_bytes[v] for v in here) + problem.workspace_bytes[op]
             peak_bytes = max(peak_bytes, now + running)
@@ -214,7 +206,6 @@ class _Model:
 
 
 def _backward_bytes(problem: Problem) -> tuple[list[int], list[int]]:
-    """Bytes of backward values live while each op runs, and right before it."""
     last = list(problem.producer)
     for stage, needs in enumerate(problem.needs):
         for v in needs:
@@ -226,6 +217,7 @@ def _backward_bytes(problem: Problem) -> tuple[list[int], list[int]]:
             change[last[v] + 1] -= problem.size_bytes[v]
     live = list(accumulate(change))
     made_bytes = (*problem.output_bytes, 0)
+    # Right before each op, so without its outputs.
     waiting = [live[op] - made_bytes[op] for op in range(problem.n_ops + 1)]
     waiting[: problem.n_forward] = [0] * problem.n_forward
     running = [live[op] + problem.workspace_bytes[op] for op in range(problem.n_ops)]
@@ -233,11 +225,10 @@ def _backward_bytes(problem: Problem) -> tuple[list[int], list[int]]:
 
 
 class ChainAction(NamedTuple):
-    """One step of a chain schedule.
+    """``forward`` runs a stage and keeps its result alone, ``save`` keeps what backward reads too.
 
-    ``forward`` runs a stage and keeps its result alone, ``save`` keeps what backward reads
-    too, ``backward`` runs the stage's backward ops. ``store`` puts the value that enters the
-    stage into a slot, ``discard`` empties the slot.
+    ``backward`` runs the stage's backward ops. ``store`` puts the value that enters the stage into
+    a slot, ``discard`` empties the slot.
     """
 
     kind: _Kind
@@ -245,10 +236,6 @@ class ChainAction(NamedTuple):
 
 
 def ops_of_actions(chain: Chain, actions: Sequence[ChainAction]) -> list[tuple[int, ...]]:
-    """For each of `actions` the ops that it runs.
-
-    First runs are whole stages; later ones are those ops that make what is asked for.
-    """
     following = (*actions[1:], None)
     reached, runs = 0, list[tuple[int, ...]]()
     for (kind, i), after in zip(actions, following, strict=True):
@@ -256,6 +243,7 @@ def ops_of_actions(chain: Chain, actions: Sequence[ChainAction]) -> list[tuple[i
             runs.append(())
         elif kind == "backward":
             runs.append(chain.stages[i].backward)
+        # First runs are whole stages; later ones only make what is asked for.
         elif i == reached:
             runs.append(chain.stages[i].first_save.ops)
             reached += 1
@@ -267,10 +255,8 @@ def ops_of_actions(chain: Chain, actions: Sequence[ChainAction]) -> list[tuple[i
 def _run_again(stage: ChainStage, kind: _Kind, is_leaf: bool) -> tuple[int, ...]:
     if kind == "forward":
         return stage.again_drop.ops
+    # The backward of a leaf follows at once, so its result need not be made.
     return (stage.again_leaf if is_leaf else stage.again_save).ops
-
-
-# What the chain solvers share: try schedules of a chain on the real graph, fill the best.
 
 
 _NEIGHBOURS = 3
@@ -282,13 +268,9 @@ _FILLED = 3
 
 
 def chain_or_done(search: Search, most_stages: int) -> Chain | None:
-    """The chain of the graph; None if keeping all fits, or if the graph is no chain.
-
-    The search has a schedule then, or a message and the least peak known.
-    """
     search.offer_least(store_all_state(search.problem))
     if search.best is not None:
-        return None
+        return None  # keeping all fits
     search.say("looking for a chain of stages")
     chain = find_chain(search.problem, most_stages)
     if not chain.stages:
@@ -297,10 +279,7 @@ def chain_or_done(search: Search, most_stages: int) -> Chain | None:
 
 
 class ChainSearch:
-    """Tries chain schedules in one search; remembers the ops of those that fit.
-
-    `change`, if any, turns a schedule made from actions into the one to be judged.
-    """
+    """Tries chain schedules in one search; `change`, if any, makes of each the one to be judged."""
 
     def __init__(
         self,
@@ -312,7 +291,6 @@ class ChainSearch:
         self.found: dict[tuple[int, ...], float] = {}
 
     def fits(self, actions: Sequence[ChainAction]) -> bool:
-        """Judge the schedule of `actions` and take it if it is the best; return whether it fits."""
         search = self.search
         sequence = tuple(op for run in ops_of_actions(self.chain, actions) for op in run)
         made = schedule_of(search.problem, sequence)
@@ -321,14 +299,13 @@ class ChainSearch:
         found = simulate(search.graph, made)
         if not search.offer_evaluated(made, found, or_least=True):
             return False
+        # `fill_best` starts from these.
         self.found[sequence] = found.time_us
         return True
 
     def try_rising(self, actions_of: Callable[[int], Sequence[ChainAction]], count: int) -> None:
-        """Find the greatest choice in 0..count - 1 that fits, by bisection if there are many.
-
-        A greater choice takes more memory and less time.
-        """
+        """Find the greatest choice below `count` that fits; it takes most memory and least time."""
+        # If there are few, try all: the peak need not rise from one to the next.
         if count * self.search.problem.n_ops <= _FEW:
             self._try_each(actions_of, range(count))
             return
@@ -348,7 +325,6 @@ class ChainSearch:
             self.fits(actions_of(choice))
 
     def fill_best(self) -> None:
-        """Carry what still fits beside the fastest schedules, and beside the slowest."""
         search = self.search
         search.say("carrying what still fits")
         ranked = sorted(self.found, key=lambda sequence: self.found[sequence])

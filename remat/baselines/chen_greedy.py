@@ -53,7 +53,6 @@ class ChenGreedy:
             raise SolverError(f"sizes must be 1 or more, not {self.sizes}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The fastest such schedule within `budget_bytes`; no bound beyond every op once."""
         search = Search.of(self, "chen_greedy", graph, budget_bytes)
         with search.until_interrupted():
             self._run(search)
@@ -70,15 +69,17 @@ class ChenGreedy:
         tried: set[tuple[int, ...]] = set()
         for size_bytes in _segment_sizes(problem, self.sizes):
             ends = _greedy_ends(problem, places, size_bytes)
+            # No segment can end if there is no place.
             if not places or search.out_of_time():
                 return
+            # Many sizes give the same segments.
             if ends not in tried:
                 tried.add(ends)
                 search.say(f"segments of {size_bytes} bytes")
                 search.offer_least(checkpointed_state(problem, ends))
 
     def _places(self, problem: Problem) -> list[int]:
-        everywhere = list(range(problem.n_forward - 1))
+        everywhere = list(range(problem.n_forward - 1))  # forward ends after the last op anyway
         if self.points == "all":
             return everywhere
         found = [place.end for place in articulation_points(problem, kept_values(problem))]
@@ -86,10 +87,7 @@ class ChenGreedy:
 
 
 def _segment_sizes(problem: Problem, count: int) -> list[int]:
-    """The b to try, from the mean bytes of an op up to those of all, in equal ratios.
-
-    The middle ones, near their geometric mean, come first.
-    """
+    """The b to try, from the mean bytes of an op up to those of all, in equal ratios."""
     most = max(sum(problem.output_bytes[: problem.n_forward]), 1)
     least = max(most // max(problem.n_forward, 1), 1)
     ratio = (most / least) ** (1 / count)
@@ -99,7 +97,6 @@ def _segment_sizes(problem: Problem, count: int) -> list[int]:
 
 
 def _greedy_ends(problem: Problem, places: Iterable[int], size_bytes: int) -> tuple[int, ...]:
-    """Those of `places` at which the bytes made since the last one exceed `size_bytes`."""
     ends: list[int] = []
     allowed, since_bytes = set(places), 0
     for op in range(problem.n_forward):

@@ -17,10 +17,7 @@ from remat.solver.problem import Problem
 
 
 class LruPolicy(Policy):
-    """Least 1 / staleness."""
-
     def scores(self, books: ValueStatistics, values: ValueIds) -> Scores:
-        """In 1 / microseconds."""
         return 1.0 / books.staleness_us(values)
 
 
@@ -43,26 +40,17 @@ class Lru(PolicyPlanner):
     policy = LruPolicy
 
 
-# An address space with a first-fit or best-fit allocator, for policies that count fragmentation.
-#
-# Source: best fit and first fit with immediate coalescing, as in D. Knuth, "The Art of
-# Computer Programming", volume 1, section 2.5, and in the caching allocators of frameworks.
-# Solves: where a block of bytes goes when blocks come and go and none can be moved. A block
-# needs one hole that holds all of it; the sum of the holes does not help.
-# Used by: `dte` and `coop`, whose rules are about addresses. Their arena has the size of the
-# budget. The peak of their plans still counts bytes, as that of every plan.
-# Cost: a placement scans the holes; a release finds its place by bisection.
-
-
+# Source: D. Knuth, "The Art of Computer Programming", volume 1, section 2.5, and the caching
+# allocators of frameworks.
 HoleFit = Literal["best", "low", "high"]
 """The smallest hole that fits; the lowest one, filled from below; the highest, from above."""
 HOLE = -1
 
 
 class AddressSpace:
-    """Blocks 0..n_blocks-1 in an address space of `capacity_bytes`.
+    """Blocks that cannot be moved: one needs a hole that holds all of it.
 
-    Blocks of no bytes have no address: they always fit. A hole's neighbours are blocks.
+    For `dte` and `coop`, whose rules are about addresses. Their plans' peaks still count bytes.
 
     Attributes
     ----------
@@ -83,7 +71,6 @@ class AddressSpace:
 
     @property
     def free_bytes(self) -> int:
-        """Sum of the holes."""
         return sum(self._sizes[start] for start in self._holes)
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
@@ -92,7 +79,7 @@ class AddressSpace:
             yield start, self._sizes[start], self._owners[start]
 
     def place(self, block: int, size_bytes: int, fit: HoleFit = "best") -> bool:
-        """Put `block` into a hole; return whether one was large enough."""
+        # Blocks of 0 bytes have no address, so they always fit.
         if size_bytes == 0:
             return True
         hole = self._find(size_bytes, fit)
@@ -109,12 +96,12 @@ class AddressSpace:
         return True
 
     def release(self, block: int) -> None:
-        """Make a hole of `block`, joined with the holes beside it."""
         if block not in self.at:
             return
         start = self.at.pop(block)
         i = bisect_left(self._starts, start)
         first, last = max(i - 1, 0), i + 2
+        # Join free neighbours, so that between two holes there always is a block.
         merged = [s for s in self._starts[first:last] if s == start or self._owners[s] == HOLE]
         size_bytes = sum(self._sizes[s] for s in merged)
         for s in merged:
@@ -143,8 +130,8 @@ class AddressSpace:
         del self._sizes[start], self._owners[start]
 
     def _note_beside(self, start: int) -> None:
-        """Bring `beside_bytes` up to date around a change at `start`."""
         i = bisect_left(self._starts, start)
+        # A change affects the holes beside it and the blocks beyond these.
         for j in range(max(i - 2, 0), min(i + 3, len(self._starts))):
             owner = self._owners[self._starts[j]]
             if owner != HOLE:
@@ -159,11 +146,9 @@ class AddressSpace:
 def cheapest_window(
     sizes_bytes: Sequence[int], costs: Sequence[float], asked_bytes: int
 ) -> tuple[int, int] | None:
-    """The cheapest run of neighbours of at least `asked_bytes`, as (first, past the last).
+    """The cheapest run of neighbours of at least `asked_bytes`, as (first, past the last), or None.
 
-    Two pointers find, for each last one, the shortest run that is long enough: a longer one
-    costs no less, as no cost is negative. An infinite cost is a barrier. Of equal runs the
-    lowest is taken; None if there is none.
+    Of equal runs the lowest is taken. An infinite cost is a barrier.
     """
     best: tuple[float, int, int] | None = None
     first, held_bytes, cost = 0, 0, 0.0
@@ -173,6 +158,7 @@ def cheapest_window(
             continue
         held_bytes += size_bytes
         cost += costs[last]
+        # Costs are not negative, so the shortest window that is large enough is the cheapest.
         while held_bytes - sizes_bytes[first] >= asked_bytes and first < last:
             held_bytes -= sizes_bytes[first]
             cost -= costs[first]
@@ -187,15 +173,16 @@ _RERUN_FACTOR = 1.0001
 
 
 class DtePolicy(Policy):
-    """Least cost around for the bytes of the hole that the eviction would make."""
-
     def __init__(self, problem: Problem, room_bytes: int) -> None:
+        # The last block is the workspace of the op that runs.
         self.arena = AddressSpace(room_bytes, problem.n_values + 1)
         super().__init__(problem, room_bytes, memory=self.arena, around=EvictedClasses(problem))
 
     def scores(self, books: ValueStatistics, values: ValueIds) -> Scores:
         """In microseconds a MiB and microsecond."""
+        # The hole that the eviction would leave: its bytes and the free ones on both sides.
         hole_mib = (books.size_bytes[values] + self.arena.beside_bytes[values]) / MIB
+        # The constants 10^-3 and 1.0001 are the paper's.
         idle_us = books.clock_us - books.used_us[values] + _OFFSET
         cost_us = self.with_neighbours_us(books, values) + _OFFSET
         return cost_us * _RERUN_FACTOR ** books.reruns[values] / (hole_mib * idle_us)
@@ -225,34 +212,33 @@ class Dte(PolicyPlanner):
 
 
 class CoopPolicy(Policy):
-    """Evicts whole windows; cheap and costly values grow from opposite ends."""
-
     def __init__(self, problem: Problem, room_bytes: int) -> None:
+        # The last block is the workspace of the op that runs.
         self.arena = AddressSpace(room_bytes, problem.n_values + 1)
         super().__init__(problem, room_bytes, memory=self.arena, around=EvictedClasses(problem))
         made_bytes = sum(problem.output_bytes)
         self._mean_us = sum(problem.cost_us) / made_bytes if made_bytes else 0.0
 
     def scores(self, books: ValueStatistics, values: ValueIds) -> Scores:
-        """What each adds to a window: its cost with that around it, over the time unused."""
+        """In microseconds a microsecond: what each adds to a window."""
         return self.with_neighbours_us(books, values) / books.staleness_us(values)
 
     def is_costly(self, op: int) -> bool:
-        """Whether `op` costs more for each byte that it makes than the graph's ops on average."""
         return self.problem.cost_us[op] > self._mean_us * self.problem.output_bytes[op]
 
     def place(self, block: int, size_bytes: int, op: int) -> bool:
-        """First fit from above for a costly op, from below for a cheap one."""
+        # Fill from both ends, so that windows hold values of similar cost.
         return self.arena.place(block, size_bytes, "high" if self.is_costly(op) else "low")
 
     def victims(self, books: ValueStatistics, asked_bytes: int) -> Sequence[int]:
-        """The values of the cheapest window; none if no window is large enough."""
         values = np.flatnonzero(books.evictable)
+        # A value that must not be evicted is a barrier.
         costs = np.full(books.evictable.size + 1, np.inf)
         costs[values] = self.scores(books, values)
         spans = list(self.arena.spans())
         window = cheapest_window(
             [size_bytes for _, size_bytes, _ in spans],
+            # Holes cost nothing.
             [0.0 if owner == HOLE else float(costs[owner]) for _, _, owner in spans],
             asked_bytes,
         )

@@ -50,15 +50,14 @@ class Full:
     progress: Listener | None = None
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The unmodified step if it fits, else every block recomputed, if that does."""
         search = Search.of(self, "full", graph, budget_bytes)
         return solve_templates(search, _full_templates, NO_REPEATED_BLOCK)
 
 
 def _full_templates(problem: Problem) -> Iterator[Template]:
-    """The template with each block a region of its own; none where no block repeats."""
     blocks = module_blocks(problem.graph)
     if blocks.names:
+        # One region a block, so that each block reruns when backward reaches it.
         yield regions(problem, [block != NO_BLOCK for block in blocks.of_op], blocks.of_op)
 
 
@@ -84,16 +83,15 @@ class Selective:
     progress: Listener | None = None
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The unmodified step if it fits, else all attention cores recomputed, if that does."""
         search = Search.of(self, "selective", graph, budget_bytes)
         return solve_templates(search, _selective_templates, NO_ATTENTION)
 
 
 def _selective_templates(problem: Problem) -> Iterator[Template]:
-    """The template with each core a region of its own; none where there is no attention."""
     core = attention_cores(problem)
     again = [part != NO_CORE for part in core]
     if any(again):
+        # One region an attention, so that they rerun one at a time.
         yield regions(problem, again, core)
 
 
@@ -122,7 +120,6 @@ class KeepAttentionOutput:
     progress: Listener | None = None
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The unmodified step if it fits, else the template, if that does."""
         search = Search.of(self, "keep_attention_output", graph, budget_bytes)
         has_blocks = bool(module_blocks(graph).names)
         absent = NO_ATTENTION if has_blocks else NO_REPEATED_BLOCK
@@ -130,12 +127,12 @@ class KeepAttentionOutput:
 
 
 def _keep_attention_output_templates(problem: Problem) -> Iterator[Template]:
-    """The template; none where no block repeats or no block has attention."""
     blocks = module_blocks(problem.graph).of_op
     core = attention_cores(problem)
     ops = range(problem.n_forward)
     if any(blocks[op] != NO_BLOCK and core[op] != NO_CORE for op in ops):
         again = [blocks[op] != NO_BLOCK and core[op] == NO_CORE for op in ops]
+        # One region a block, on both sides of its attention.
         yield regions(problem, again, blocks)
 
 
@@ -182,20 +179,20 @@ class NormsAndActivations:
     progress: Listener | None = None
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The unmodified step if it fits, else the template, if that does."""
         search = Search.of(self, "norms_and_activations", graph, budget_bytes)
         return solve_templates(search, _norms_and_activations_templates, _NONE_FOUND)
 
 
 def _norms_and_activations_templates(problem: Problem) -> Iterator[Template]:
-    """The template; none where there is no such op."""
     again = _cheap_to_recompute(problem)
     if any(again):
+        # One region, so that values passed between these ops are not kept.
         yield regions(problem, again, [0] * problem.n_forward)
 
 
 def _cheap_to_recompute(problem: Problem) -> list[bool]:
-    """Whether each forward op is a norm or an activation whose inputs backward has anyway."""
+    # An op reruns only if its inputs are kept anyway or rerun too: else keeping the input would
+    # replace keeping the output.
     at_hand = unavoidable(problem)
     for v in read_in_backward(problem):
         at_hand[v] = 1
@@ -205,6 +202,7 @@ def _cheap_to_recompute(problem: Problem) -> list[bool]:
         reads = problem.inputs[op]
         sources = [problem.producer[v] for v in reads]
         is_named = kind in _NORMS or kind in _ACTIVATIONS or kind in DROPOUT_OPS
+        # Casts, copies and the addition of an epsilon rerun with the op before them.
         if kind in _FOLLOWING:
             is_named = len(sources) == 1 and again[sources[0]]
         there = all(at_hand[v] for v in reads)

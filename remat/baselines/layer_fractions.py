@@ -43,7 +43,6 @@ class LayerFractions(SteppedPolicy):
     name: ClassVar[str] = "layer_fractions"
 
     def choices(self, saved: Saved) -> Iterator[CopyChoice]:
-        """A choice for each cap that the outer program can meet; none where there are no layers."""
         layers = Layers(saved)
         if not layers.values or not saved.large:
             return
@@ -56,31 +55,28 @@ class LayerFractions(SteppedPolicy):
 
 @dataclass(frozen=True)
 class Layers:
-    """The saved values by layers, and the outer program over them."""
-
     saved: Saved
 
     @cached_property
     def values(self) -> list[list[int]]:
-        """The values of each layer, layers in order."""
         return list(self.saved.in_layers(self.saved.values).values())
 
     @cached_property
     def size_bytes(self) -> list[int]:
-        """Bytes of each layer."""
         return [sum(self.saved.problem.size_bytes[v] for v in layer) for layer in self.values]
 
     def shares(self, cap_bytes: float, time_limit_s: float) -> list[tuple[float, float]] | None:
-        """For each layer the shares kept and hosted, of least recomputation under the cap."""
         program, last = MixedProgram(), len(self.values) - 1
         lost = [self._again_us(layer) for layer in self.values]
         unit_us = max(lost, default=0.0) or 1.0
+        # Values kept or hosted save their share of the layer's recomputation.
         kept = [program.variable(-us / unit_us) for us in lost]
         hosted = [
+            # Backward starts with the last layer, so its copies have no time.
             program.variable(-us / unit_us, upper=0.0 if i == last else 1.0)
             for i, us in enumerate(lost)
         ]
-        for pair in zip(kept, hosted, strict=True):
+        for pair in zip(kept, hosted, strict=True):  # the rest is made again
             program.row([(share, 1.0) for share in pair], upper=1.0)
         self._windows(program, hosted)
         self._peaks(program, kept, hosted, cap_bytes)
@@ -93,11 +89,13 @@ class Layers:
         """Values of each layer by rank: kept, then hosted, as far as the shares go."""
         saved = self.saved
         size_bytes, large = saved.problem.size_bytes, frozenset(saved.large)
+        # Keep everything outside of the layers.
         kept = set(saved.values) - {v for layer in self.values for v in layer}
         hosted: set[int] = set()
         for layer, total_bytes, share in zip(self.values, self.size_bytes, shares, strict=True):
             keep_bytes, host_bytes = (part * total_bytes for part in share)
             for v in sorted(layer, key=lambda v: -saved.again_us[v] / max(size_bytes[v], 1)):
+                # Values that cannot move, or must not be made again, stay.
                 must = v not in large or math.isinf(saved.again_us[v])
                 if must or size_bytes[v] <= keep_bytes:
                     kept.add(v)

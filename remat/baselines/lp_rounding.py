@@ -84,16 +84,15 @@ class LpRounding:
             )
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The best rounded schedule within `budget_bytes`."""
         search = Search.of(self, "lp_rounding", graph, budget_bytes)
         with search.until_interrupted():
             self.run(search)
         return search.result()
 
     def run(self, search: Search) -> None:
-        """Take the schedule that keeps all if it fits, else round at one slack after another."""
         search.offer_least(store_all_state(search.problem))
         if search.best is not None:
+            # Nothing is faster than running each op once.
             return
         n_ops = search.problem.n_ops
         if n_ops > self.most_ops:
@@ -111,19 +110,19 @@ class LpRounding:
                 self._round(search, point)
             if search.best_key < best_key:
                 search.message = f"rounded from the relaxed program at slack {slack:g}"
+            # Slack 0 is solved only for its bound: go on with the slack that was asked for.
             if search.best is not None and slack:
                 return
         if search.best is None and not search.cut_short:
             search.message = "no rounding of the relaxed program fits, at any slack tried"
 
     def _slacks(self) -> list[float]:
-        """The full budget first if its LP is a bound; then the slack asked for, then others."""
+        # The LP of the full budget comes first if it is a bound: its proof may end the search.
         first = [0.0] if self.passes >= EXACT_PASSES else []
         asked = [min(self.slack * step, 0.9) for step in _SLACK_STEPS]
         return list(dict.fromkeys((*first, *asked)))
 
     def _relaxed(self, search: Search, slack: float) -> _Relaxed | None:
-        """The LP's point at that slack; None if there is none, or time is up."""
         search.say(f"solving the relaxed program at slack {slack:g}")
         room_bytes = search.budget_bytes - search.problem.resident_bytes
         tightened = search.problem.resident_bytes + max(int(room_bytes * (1 - slack)), 1)
@@ -141,17 +140,17 @@ class LpRounding:
     def _claim(
         self, search: Search, made: StagedProgram, answer: MipSolution, slack: float
     ) -> None:
-        """Record what the LP at the full budget proves."""
+        # Neither a tightened budget nor fewer sweeps bound all schedules.
         if slack or self.passes < EXACT_PASSES or not answer.finished:
             return
         if answer.proved_infeasible:
             search.proved_infeasible = True
             return
+        # The objective counts only time beyond each op once.
         extra_us = max(answer.bound, 0.0) * made.cost_unit_us
         search.raise_bound(search.graph.time_us + extra_us * (1 - _BOUND_SLACK))
 
     def _round(self, search: Search, point: _Relaxed) -> None:
-        """Offer the schedules of every rounding of `point`."""
         for is_carried in _roundings(self.rounds, self.seed):
             if search.out_of_time():
                 return
@@ -164,7 +163,6 @@ class LpRounding:
 
 
 def _roundings(rounds: int, seed: int) -> Iterator[Callable[[float], bool]]:
-    """Ways to make a relaxed value a bit."""
     for threshold in _THRESHOLDS:
         yield lambda part, threshold=threshold: part > threshold
     source = random.Random(seed)
@@ -173,7 +171,6 @@ def _roundings(rounds: int, seed: int) -> Iterator[Callable[[float], bool]]:
 
 
 def _carried(made: StagedProgram, values: Sequence[float]) -> _Relaxed:
-    """What the point carries into the first sweep of each stage."""
     point: _Relaxed = []
     for row in made.rows[:: made.passes]:
         before = made.values_before(row.stage)
@@ -182,15 +179,14 @@ def _carried(made: StagedProgram, values: Sequence[float]) -> _Relaxed:
 
 
 def rounded_state(problem: Problem, point: _Relaxed, is_carried: Callable[[float], bool]) -> State:
-    """Round what is carried into each stage, and run again what is then missing, no more.
-
-    Values carried without a use are dropped, from the last stage back.
-    """
+    """Round what is carried into each stage, and run again what is then missing, no more."""
     bits = [bytearray(problem.n_values) for _ in range(problem.n_ops + 2)]
     for stage, parts in enumerate(point):
         for v, part in parts.items():
+            # Pinned values, and those that the caller holds, are carried whatever the LP says.
             bits[stage][v] = is_carried(part) or _must_stay(problem, stage, v)
     recomputed: list[list[int]] = [[] for _ in bits[:-1]]
+    # From the last stage back: what stage t must carry depends on what t + 1 needs.
     for t in reversed(range(problem.n_ops + 1)):
         recomputed[t] = recomputed_in(problem, bits[t], _carried_on_anew(problem, bits, t), t)
         _drop_unread(problem, bits, recomputed[t], t)
@@ -200,7 +196,6 @@ def rounded_state(problem: Problem, point: _Relaxed, is_carried: Callable[[float
 def _drop_unread(
     problem: Problem, bits: Sequence[bytearray], recomputed: Sequence[int], t: int
 ) -> None:
-    """Carry into stage t only what is read in it or carried on, and not made in it anyway."""
     read = {*problem.needs[t], *(v for op in recomputed for v in problem.inputs[op])}
     made = {v for op in recomputed for v in problem.outputs[op]}
     for v, bit in enumerate(bits[t]):
@@ -215,5 +210,4 @@ def _must_stay(problem: Problem, stage: int, v: int) -> bool:
 
 
 def _carried_on_anew(problem: Problem, bits: Sequence[bytearray], t: int) -> list[int]:
-    """Values made before stage t that are carried out of it."""
     return [v for v, bit in enumerate(bits[t + 1]) if bit and problem.producer[v] < t]

@@ -1,7 +1,7 @@
 """Fixed policies of offloading: choices tried in turn, their copies placed, all of them judged.
 
-A policy names what is kept, hosted and made again, with a knob. Each gets the recomputation just
-in time and the placing of copies of `placing`, which is more than most have where they come from.
+A policy names what is kept, hosted and made again, with a knob. Each gets recomputation just in
+time and the copies of `copy_placing`, which is more than most have where they come from.
 """
 
 from __future__ import annotations
@@ -33,12 +33,6 @@ from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.state import State, UnreachableError, recomputed_in
 
-# What backward reads of forward, and what becomes of it: kept, hosted or made again.
-#
-# Published policies choose among these for each value. Here such a choice becomes a base with
-# copies to place: what is made again is made just in time, and what is hosted arrives right before
-# its use.
-
 
 class CopyChoice(NamedTuple):
     """Values that leave the device, and values that are made again; all others are kept."""
@@ -49,32 +43,24 @@ class CopyChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class Saved:
-    """What backward reads of forward, with what a policy may ask of each value.
-
-    Attributes
-    ----------
-    least_bytes : smaller values are never released: their copies would be all latency.
-    """
-
     problem: Problem
     links: Links
     least_bytes: int
 
     @cached_property
     def values(self) -> list[int]:
-        """Values that backward reads and that the caller does not hold anyway."""
+        # The caller holds these anyway.
         returned = frozenset(self.problem.forward_outputs)
         return [v for v in read_in_backward(self.problem) if v not in returned]
 
     @cached_property
     def total_bytes(self) -> int:
-        """Bytes of all of them."""
         return sum(self.problem.size_bytes[v] for v in self.values)
 
     @cached_property
     def large(self) -> list[int]:
-        """Those that may leave the device."""
         moves, size_bytes = movable(self.problem), self.problem.size_bytes
+        # Copies of small values are all latency.
         return [v for v in self.values if moves[v] and size_bytes[v] >= self.least_bytes]
 
     @cached_property
@@ -84,12 +70,10 @@ class Saved:
 
     @property
     def forward_us(self) -> float:
-        """When forward ends."""
         return float(self.begin_us[self.problem.n_forward])
 
     @cached_property
     def last_read(self) -> dict[int, int]:
-        """The last forward op that reads each value, or the op that makes it."""
         last = {v: self.problem.producer[v] for v in self.values}
         for stage in range(self.problem.n_forward):
             last.update((v, stage) for v in self.problem.needs[stage] if v in last)
@@ -106,12 +90,10 @@ class Saved:
 
     @cached_property
     def layer(self) -> dict[int, int]:
-        """The repeated block whose op makes each value; `NO_BLOCK` outside of all."""
         of_op = module_blocks(self.problem.graph).of_op
         return {v: of_op[self.problem.producer[v]] for v in self.values}
 
     def in_layers(self, values: Iterable[int]) -> dict[int, list[int]]:
-        """Those of `values` in each layer, layers in order; what is in none is left out."""
         layers: dict[int, list[int]] = {}
         for v in values:
             if self.layer[v] != NO_BLOCK:
@@ -133,6 +115,7 @@ class Saved:
             if problem.no_recompute[op]:
                 return float("inf")
             took_us += problem.cost_us[op]
+            # Other saved values are available.
             for below in (problem.producer[u] for u in problem.inputs[op] if u not in saved):
                 if below not in seen:
                     seen.add(below)
@@ -140,7 +123,6 @@ class Saved:
         return took_us
 
     def released(self, hosted: Collection[int], kept: Collection[int]) -> CopyChoice:
-        """The choice that keeps and hosts these; the rest is made again."""
         again = frozenset(self.values).difference(hosted, kept)
         return CopyChoice(frozenset(hosted), again)
 
@@ -148,11 +130,13 @@ class Saved:
         """What `choice` comes to; None where a pin forbids to make a value again."""
         problem = self.problem
         hosted = frozenset(problem.producer[v] for v in choice.hosted)
+        # A fetch is modelled as a recomputation without inputs.
         mine = with_fetches(problem, hosted, self.links)
         kept = unavoidable(problem)
         for v in (*self.values, *problem.forward_outputs):
             kept[v] = 1
         for v in (*choice.hosted, *choice.again):
+            # Pinned values stay unless they are fetched.
             kept[v] = problem.no_recompute[problem.producer[v]] and v not in choice.hosted
         try:
             state = State.from_recomputed(mine, _just_in_time(mine, kept))
@@ -163,19 +147,19 @@ class Saved:
 
 
 def _carry(state: State, hosted: frozenset[int], kept: bytearray) -> None:
-    """Keep what is kept, also where another result of its op arrives: a run makes all anew."""
     for stage in range(state.problem.n_forward, state.problem.n_ops + 1):
         for op in [op for op in state.stages[stage].recomputed if op in hosted]:
+            # A run makes all outputs of its op, also when only another one is fetched.
             for v, before in carriable(state, op, stage):
                 if kept[v]:
                     apply(state, GapMove(v, before, stage, 1))
 
 
 def _just_in_time(problem: Problem, kept: bytearray) -> list[list[int]]:
-    """Ops to run again in each stage, where backward finds `kept` alone."""
     available = bytearray(b"\1" * problem.n_values)
     stages: list[list[int]] = []
     for t in range(problem.n_ops + 1):
+        # At the start of backward only the kept values are left.
         if t == problem.n_forward:
             available = bytearray(kept)
         stages.append(recomputed_in(problem, available, (), t))
@@ -194,12 +178,6 @@ _Choices = Callable[[Saved], Iterable[CopyChoice]]
 
 
 def _links_of(graph: TrainingGraph, solver: str) -> Links:
-    """The links of `graph`.
-
-    Raises
-    ------
-    SolverError : there are none, or values that are resident elsewhere are to be moved.
-    """
     if graph.links is None:
         raise SolverError(
             f"solver '{solver}' needs a link to the host: capture with "
@@ -211,14 +189,7 @@ def _links_of(graph: TrainingGraph, solver: str) -> Links:
 
 @dataclass(frozen=True)
 class SteppedPolicy(ABC):
-    """A policy with a knob, of which some settings are tried.
-
-    Attributes
-    ----------
-    name : in the table of solvers. steps : settings tried, both ends included.
-    least_bytes : smaller values stay.
-    time_limit_s, progress : as in `remat.solver.solve_within`.
-    """
+    """A policy with a knob, of which some settings are tried, both ends included."""
 
     copies: ClassVar[bool] = True
     name: ClassVar[str]
@@ -232,12 +203,6 @@ class SteppedPolicy(ABC):
         _check_knobs(self.least_bytes, self.steps)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The unmodified step if it fits, else the fastest setting that does.
-
-        Raises
-        ------
-        SolverError : the graph has no links.
-        """
         return _solve_choices(self, self.name, graph, budget_bytes, self.choices)
 
     @abstractmethod
@@ -246,7 +211,6 @@ class SteppedPolicy(ABC):
 
 
 def _check_knobs(least_bytes: int, steps: int = 2) -> None:
-    """Raise `SolverError` unless they are a number of bytes, and of settings to try."""
     if least_bytes < 1:
         raise SolverError(f"least_bytes must be 1 or more, not {least_bytes}")
     if steps < 2:
@@ -256,20 +220,10 @@ def _check_knobs(least_bytes: int, steps: int = 2) -> None:
 def _solve_choices(
     solver: Any, name: str, graph: TrainingGraph, budget_bytes: int, choices: _Choices
 ) -> Result:
-    """The fastest that fits of the unmodified step and of `choices`, all of them tried.
-
-    Parameters
-    ----------
-    solver : the policy, with the option `least_bytes`. name : its name in the table.
-    choices : gives the choices; none where the policy does not apply.
-
-    Raises
-    ------
-    SolverError : the graph has no links, or moves more than activations.
-    """
     links = _links_of(graph, name)
     search = Search.of(solver, name, graph, budget_bytes)
     with search.until_interrupted():
+        # If the step fits as it is, nothing leaves the device.
         if not search.offer_sequence(range(search.problem.n_ops), or_least=True):
             _try_choices(search, Saved(search.problem, links, solver.least_bytes), choices)
     return search.result()
@@ -281,6 +235,7 @@ def _try_choices(search: Search, saved: Saved, choices: _Choices) -> None:
     seen: set[CopyChoice] = set()
     for choice in choices(saved):
         search.message = ""
+        # Neighbouring settings may give the same choice.
         base = None if choice in seen else saved.base(choice)
         seen.add(choice)
         if base is not None and not _take(search, saved.links, base, search.budget_bytes):
@@ -288,13 +243,14 @@ def _try_choices(search: Search, saved: Saved, choices: _Choices) -> None:
         search.say("the next setting of the policy")
         if search.out_of_time():
             return
+    # If nothing fits, report the least budget that does.
     if search.best is None:
         _take_least(search, saved.links, over)
 
 
 def _take_least(search: Search, links: Links, over: list[UntimedSchedule]) -> None:
-    """Name the least budget that a choice fits: no copy needs room beside its base."""
     for base in sorted(over, key=lambda one: one.peak_bytes):
+        # Copies need no room beyond their base, so the base's peak is a budget that it fits.
         if base.peak_bytes >= search.lowest_bytes or _take(search, links, base, base.peak_bytes):
             return
         search.message = _NO_ROOM
@@ -339,17 +295,10 @@ class SwapAll:
         _check_knobs(self.least_bytes)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The unmodified step if it fits, else all on the host, if that does.
-
-        Raises
-        ------
-        SolverError : the graph has no links.
-        """
         return _solve_choices(self, "swap_all", graph, budget_bytes, _swap_all_choices)
 
 
 def _swap_all_choices(saved: Saved) -> Iterator[CopyChoice]:
-    """The one choice; none where nothing is large enough."""
     if saved.large:
         yield CopyChoice(frozenset(saved.large))
 
@@ -382,9 +331,9 @@ class Delta(SteppedPolicy):
     name: ClassVar[str] = "delta"
 
     def choices(self, saved: Saved) -> Iterator[CopyChoice]:
-        """A choice for each share of bytes to release; none where nothing is large enough."""
         size_bytes = saved.problem.size_bytes
         ranked = sorted(saved.large, key=lambda v: cost_per_byte(saved, v))
+        # Releasing nothing is the unmodified step, which has been tried.
         for i in range(1, self.steps if ranked else 0):
             short_bytes = saved.total_bytes * i // (self.steps - 1)
             released: list[int] = []
@@ -398,11 +347,12 @@ class Delta(SteppedPolicy):
 
 
 def cost_per_byte(saved: Saved, v: int) -> tuple[float, float]:
-    """What it costs for each byte to be without `v`; the second entry decides between equals."""
     size_bytes, again_us = saved.problem.size_bytes[v], saved.again_us[v]
+    # Copies are hidden while nothing reads the value.
     unread_us = saved.begin_us[saved.first_read[v]] - saved.begin_us[saved.last_read[v] + 1]
     copies_us = saved.links.d2h.us(size_bytes) + saved.links.h2d.us(size_bytes)
     exposed_us = max(0.0, copies_us - float(unread_us))
+    # The second entry breaks ties.
     return min(again_us, exposed_us) / size_bytes, again_us / size_bytes
 
 
@@ -410,6 +360,7 @@ def hidden_copies(saved: Saved, released: Sequence[int]) -> frozenset[int]:
     """Those of `released` to host: copies that hide, and what no op may make again."""
     links, size_bytes = saved.links, saved.problem.size_bytes
     free_us, hosted = 0.0, list[int]()
+    # Copies leave in the order in which values are made, and return in the order of their reads.
     for v in sorted(released, key=lambda v: saved.problem.producer[v]):
         made_us = float(saved.begin_us[saved.problem.producer[v] + 1])
         out_us = max(free_us, made_us) + links.d2h.us(size_bytes[v])
@@ -418,6 +369,7 @@ def hidden_copies(saved: Saved, released: Sequence[int]) -> frozenset[int]:
         back_us = sum(links.h2d.us(size_bytes[u]) for u in (*sooner, v))
         hides = out_us <= saved.forward_us
         hides = hides and back_us <= saved.begin_us[first] - saved.forward_us
+        # Values that cannot be made again must be hosted.
         if hides or math.isinf(saved.again_us[v]):
             free_us = out_us
             hosted.append(v)
@@ -455,18 +407,17 @@ class Fraction(SteppedPolicy):
     steps: int = 25
 
     def choices(self, saved: Saved) -> Iterator[CopyChoice]:
-        """A choice for each fraction, from 0 on; none where backward reads nothing large."""
         kept = [v for v in saved.values if not is_cheap(saved, v)]
         large = frozenset(saved.large)
         layers = list(saved.in_layers(v for v in kept if v in large).values())
         for i in range(self.steps if saved.large else 0):
             part = i / (self.steps - 1)
+            # Nothing of the last layer is sent: backward starts with it.
             hosted = [v for layer in layers[:-1] for v in largest_of(saved, layer, part)]
             yield saved.released(hosted, kept)
 
 
 def is_cheap(saved: Saved, v: int) -> bool:
-    """Whether the op that makes `v` is one of a norm or an activation function."""
     op = saved.problem.graph.ops[saved.problem.producer[v]]
     return not op.no_recompute and any(word in op.target for word in _CHEAP)
 

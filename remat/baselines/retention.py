@@ -34,12 +34,8 @@ from remat.solver.state import ops_of, recomputed_by_stage
 from remat.solver.stopping import CUT_FIRST, Seconds
 from remat.solver.store_all import store_all_state
 
-# Staged events, and a schedule as retention intervals over them, for `retention_model`.
-#
-# Time is a sequence of events. In stage t any earlier op may run again, in captured order; then
-# op t has its first run. The last event is the end of the step.
-
-
+# Time is a sequence of events. In stage t any earlier op may run again, in captured order; then op
+# t has its first run. The last event is the end of the step.
 Stages = list[list[int]]
 """For each op the stages in which it runs, beginning with that of its first run."""
 _FORWARD_END, _STEP_END = -1, -2
@@ -47,7 +43,7 @@ _FORWARD_END, _STEP_END = -1, -2
 
 
 def event_of(stage: int, op: int) -> int:
-    """Number of the event at which `op` runs in `stage`."""
+    # Stage t has t + 1 events, so t (t + 1) / 2 come before it.
     return stage * (stage + 1) // 2 + op
 
 
@@ -57,17 +53,16 @@ def _last_stages(problem: Problem) -> list[int]:
     for op in reversed(range(problem.n_ops)):
         if not problem.no_recompute[op]:
             for reader in problem.readers[op]:
+                # A reader may itself run as late as its own last stage.
                 last[op] = max(last[op], reader if reader == problem.n_ops else last[reader])
     return last
 
 
 def stage_of(event: int, op: int) -> int:
-    """The stage of an event at which `op` runs: the inverse of `event_of`."""
     return (math.isqrt(8 * (event - op) + 1) - 1) // 2
 
 
 def sequence_of_stages(problem: Problem, stages: Stages) -> list[int]:
-    """The ops in the order in which they run."""
     runs = [(event_of(stage, op), op) for op, times in enumerate(stages) for stage in times]
     return [op for _, op in sorted(runs)]
 
@@ -76,27 +71,20 @@ def stages_of_runs(problem: Problem, sequence: Sequence[int]) -> Stages:
     """Where each op runs in `sequence`, whose first runs are in captured order."""
     stages: Stages = [[op] for op in range(problem.n_ops)]
     for stage, again in enumerate(recomputed_by_stage(problem, sequence)):
-        for op in dict.fromkeys(again):
+        for op in dict.fromkeys(again):  # at most once in a stage
             stages[op].append(stage)
     return stages
 
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """A schedule as intervals: which run each use reads, and when each run is last read.
-
-    Attributes
-    ----------
-    used : (op, its run, value) to the run that made what it reads.
-    end : for each value and each run of its producer, the event of the last use.
-    """
+    """`used` : the run that made what (op, run, value) reads. `end` : the last use of each run."""
 
     used: dict[tuple[int, int, int], int]
     end: list[list[int]]
 
 
 def _shown_by(problem: Problem, stages: Stages) -> _Shown:
-    """The intervals of the schedule with those stages; each use reads the latest run."""
     used: dict[tuple[int, int, int], int] = {}
     end = [[event_of(t, op) for t in stages[op]] for op in problem.producer]
     latest = [-1] * problem.n_ops
@@ -111,6 +99,7 @@ def _shown_by(problem: Problem, stages: Stages) -> _Shown:
         for v in problem.inputs[op]:
             use(op, i, v, event)
         latest[op] = i
+        # From the end of forward on, the caller holds its outputs: later uses read these copies.
         if op == problem.n_forward - 1 and i == 0:
             for v in problem.forward_outputs:
                 use(_FORWARD_END, 0, v, event)
@@ -121,10 +110,9 @@ def _shown_by(problem: Problem, stages: Stages) -> _Shown:
     return _Shown(used, end)
 
 
-# The retention-interval program of `retention`, built and solved with OR-Tools CP-SAT.
-#
-# Run i of an op is at event ``start[op, i]`` of `retention_events`; each of its outputs is
-# then retained up to event ``end[v, i]``.
+# The program, built and solved with OR-Tools CP-SAT.
+# Run i of an op is at event ``start[op, i]``; each of its outputs is then retained up to event
+# ``end[v, i]``.
 #
 # minimise    Σ cost · active[op, i]                                   over i > 0
 # subject to  active[op, i] -> one j: start[p, j] < start[op, i] <= end[v, j]   (op reads v of p)
@@ -137,7 +125,7 @@ def _shown_by(problem: Problem, stages: Stages) -> _Shown:
 
 @dataclass(frozen=True, slots=True)
 class RetentionEffort:
-    """How CP-SAT is run. A seed makes runs equal only if time does not end the search."""
+    """A seed makes runs equal only if time does not end the search."""
 
     seconds: float
     workers: int = 1
@@ -146,8 +134,6 @@ class RetentionEffort:
 
 @dataclass(frozen=True, slots=True)
 class RetentionOutcome:
-    """What CP-SAT found; `finished` if the program was solved to its end."""
-
     stages: Stages | None
     finished: bool
 
@@ -190,6 +176,7 @@ class RetentionModel:
     def __post_init__(self) -> None:
         from ortools.sat.python import cp_model  # pyright: ignore[reportMissingTypeStubs]
 
+        # OR-Tools ships no stubs.
         self.api = cast(Any, cp_model)
         self.model = self.api.CpModel()
         problem = self.problem
@@ -219,6 +206,7 @@ class RetentionModel:
                 model.add_hint(active, i < len(times))
                 model.add_hint(start, event_of(times[i], op) if i < len(times) else events[-1])
                 model.add(start == events[-1]).only_enforce_if(~active)
+                # Order the runs: a permutation of them is the same schedule.
                 if i > 1:
                     model.add_implication(active, self.active[op][i - 1])
                     model.add(self.start[op][i - 1] < start).only_enforce_if(active)
@@ -227,7 +215,7 @@ class RetentionModel:
                 self._occupy(op, i)
 
     def _occupy(self, op: int, i: int) -> None:
-        """While an op runs, its outputs and workspace take memory."""
+        # Outputs and workspace take memory while the op runs.
         own_bytes = self.problem.output_bytes[op] + self.problem.workspace_bytes[op]
         if own_bytes:
             start, active = self.start[op][i], self.active[op][i]
@@ -249,9 +237,11 @@ class RetentionModel:
             model.add(end == start + size)
             if i:
                 model.add(size == 0).only_enforce_if(~active)
+                # A value that nobody holds is dropped before it is made again.
                 if v not in self.problem.held:
                     model.add(ends[-1] < start).only_enforce_if(active)
             if self.problem.size_bytes[v]:
+                # Starts one event later, since `_occupy` counts the outputs at the event itself.
                 kept = model.new_optional_interval_var(start + 1, size, end + 1, active, "")
                 self.intervals.append(kept)
                 self.demands.append(self.problem.size_bytes[v])
@@ -273,6 +263,7 @@ class RetentionModel:
             until = self.end_event if v in problem.held else forward_end
             self._use(v, forward_end, until, True, shown.used.get((_FORWARD_END, 0, v)))
         for v in problem.needs[problem.n_ops]:
+            # Held values have been required above, up to the end of the step.
             if v not in problem.held:
                 self._use(
                     v, self.end_event, self.end_event, True, shown.used.get((_STEP_END, 0, v))
@@ -281,11 +272,11 @@ class RetentionModel:
     def _use(self, v: int, at: Any, until: Any, active: Any, hinted: int | None) -> None:
         """Some run of the producer of `v`, before event `at`, is retained up to `until`."""
         model, op = self.model, self.problem.producer[v]
-        if len(self.start[op]) == 1:
+        if len(self.start[op]) == 1:  # no choice
             model.add(self.end[v][0] >= until).only_enforce_if(active)
             return
         chosen = [model.new_bool_var("") for _ in self.start[op]]
-        model.add(sum(chosen) == active)
+        model.add(sum(chosen) == active)  # each use reads exactly one run
         for j, choice in enumerate(chosen):
             model.add_hint(choice, j == hinted)
             model.add(self.end[v][j] >= until).only_enforce_if(choice)
@@ -295,25 +286,26 @@ class RetentionModel:
 
     def _memory(self) -> None:
         unit = math.gcd(*self.demands) or 1
+        # All demands are multiples of the unit, so nothing is lost.
         demands = [demand // unit for demand in self.demands]
         self.model.add_cumulative(self.intervals, demands, self.room_bytes // unit)
 
     def _objective(self) -> None:
-        """Extra time, no less than what is proved and no more than that of the hint."""
         costs, unit_us = _cost_units(self.problem)
         again = [(active, costs[op]) for op, runs in enumerate(self.active) for active in runs[1:]]
         extra = self.api.LinearExpr.weighted_sum(
             [active for active, _ in again], [cost for _, cost in again]
         )
+        # Each rounded cost may be off by one unit, so the bound is lowered by as much.
         rounding = 0 if unit_us == 1.0 else len(again)
         self.model.add(extra >= max(math.floor(self.least_us / unit_us) - rounding, 0))
+        # If the hint fits, look for nothing slower.
         if self.is_feasible:
             spent = sum(costs[op] * (len(times) - 1) for op, times in enumerate(self.hint))
             self.model.add(extra <= spent)
         self.model.minimize(extra)
 
     def stages_in(self, solution: Any) -> Stages:
-        """The stages of a solution, idle runs left out."""
         return [
             [op]
             + [
@@ -325,13 +317,12 @@ class RetentionModel:
         ]
 
     def solve(self, effort: RetentionEffort) -> RetentionOutcome:
-        """Run CP-SAT; `best` holds what it has found, also after an interrupt."""
         solver = self.api.CpSolver()
         solver.parameters.num_workers = effort.workers
         solver.parameters.random_seed = effort.seed
         solver.parameters.linearization_level = 2
-        # One worker takes turns at all of CP-SAT's strategies: on FCN8 that is 4 to 6 times as
-        # fast as the first strategy alone.
+        # A single worker takes turns at all of CP-SAT's strategies: 4 to 6 times as fast on FCN8 as
+        # the first strategy alone.
         solver.parameters.interleave_search = effort.workers == 1
         # On 200 ops probing costs more seconds than it saves.
         solver.parameters.cp_model_probing_level = 0
@@ -345,8 +336,6 @@ class RetentionModel:
 
 
 def _watcher(made: RetentionModel) -> Any:
-    """A callback that keeps the stages of the best solution in `made.best`."""
-
     class Watcher(made.api.CpSolverSolutionCallback):
         def on_solution_callback(self) -> None:
             made.best = made.stages_in(self)
@@ -392,14 +381,12 @@ class Retention:
                 raise SolverError(f"{name} must be {meaning}, not {value}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The best schedule within `budget_bytes`, and the bound of `cut`."""
         search = Search.of(self, "retention", graph, budget_bytes)
         with search.until_interrupted():
             self.run(search)
         return search.result()
 
     def run(self, search: Search) -> None:
-        """Search from the schedule and bound of `cut`, with more computations if there is time."""
         self._begin(search)
         if search.gap <= _CLOSED or search.proved_infeasible:
             return
@@ -414,14 +401,13 @@ class Retention:
                 self._improve(search, computations)
 
     def _begin(self, search: Search) -> None:
-        """Run `cut` for its part of the time, or all of it on a graph that is too large."""
+        # On graphs that are too large, `cut` gets all of the time.
         part = CUT_FIRST if search.problem.n_ops <= self.most_ops else Seconds()
         with search.clock.limited_to(part.of(search.clock.time_limit_s)):
             Cut(gap=0.0).run(search)
         search.cut_short = search.out_of_time()
 
     def _improve(self, search: Search, computations: int) -> None:
-        """Solve the program of so many computations, from the best schedule known."""
         search.say(f"at most {computations} computations of an op")
         model = RetentionModel(
             search.problem,
@@ -436,15 +422,17 @@ class Retention:
             outcome = model.solve(
                 RetentionEffort(max(search.left_s, 0.01), self.workers, self.seed)
             )
+        # Keep what was found, also after Ctrl-C.
         finally:
             if model.best is not None:
                 search.offer_sequence(sequence_of_stages(search.problem, model.best))
         self._note(search, computations, outcome)
 
     def _note(self, search: Search, computations: int, outcome: RetentionOutcome) -> None:
-        """Say what the end of the program proves."""
         search.cut_short = not outcome.finished
         if not outcome.finished or search.gap <= _CLOSED:
+            # A program that was cut short proves nothing; with a closed gap, the bound of `cut`
+            # says more.
             return
         proved = "optimal" if search.best is not None else "no schedule was found"
         if search.best is not None and outcome.stages is None:
@@ -458,8 +446,8 @@ class Retention:
 
 
 def start_of(search: Search) -> Stages:
-    """The schedule to begin from: the best, else that of the least peak, else every op once."""
     problem = search.problem
+    # Fall back to the least peak known, even above the budget, then to each op once.
     known = search.best or search.lowest
     made: Schedule = known or store_all_state(problem).schedule()
     return stages_of_runs(problem, ops_of(problem, made))

@@ -38,21 +38,13 @@ from remat.solver.problem import Problem
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 
-# Optimal schedules of uniform chains: binomial checkpointing, and with mixed checkpoints.
-#
-# Sources: A. Griewank, A. Walther, "Algorithm 799: Revolve", 2000,
-# https://doi.org/10.1145/347837.347846, for slots that hold the state before a stage;
-# J. R. Maddison, "Step-based checkpointing with high-level algorithmic differentiation", 2024,
-# https://arxiv.org/abs/2305.09568, for slots that may hold what backward reads of a stage
-# instead. Counts are forward runs of stages in the whole step. The state before the first stage
-# takes a slot if it is read again.
-
-
 _Counts = npt.NDArray[np.int64]
 _NEVER = 1 << 60
 """The count of what cannot be done."""
 
 
+# Counts are forward runs of stages in the whole step. The state before the first stage takes a slot
+# if it is read again.
 def _repetitions(stages: int, slots: int) -> int:
     """The least t with C(s + t, s) ≥ n: no stage need run more than t times again."""
     times = 0
@@ -70,32 +62,24 @@ def _check_slots(stages: int, slots: int, least_slots: int) -> None:
 
 
 def _right_start(stages: int, slots: int) -> int:
-    """How many stages to advance before the next state is stored.
-
-    The left part must do with one repetition less and the same slots. The right part must do
-    with the same repetitions and one slot less. Any split that allows both is optimal.
-    """
+    """How many stages to advance before the next state is stored."""
     times = _repetitions(stages, slots)
+    # The left part has one repetition less and all slots; the right part has all repetitions and
+    # one slot less.
     left_most = comb(slots + times - 1, slots)
     right_least = comb(slots + times - 2, slots - 1)
-    return max(1, min(left_most, stages - right_least))
+    return max(1, min(left_most, stages - right_least))  # every such split is optimal
 
 
 def binomial_actions(stages: int, slots: int) -> list[ChainAction]:
-    """A schedule of the fewest forward runs with `slots` states stored.
-
-    Their number is n + t·n - C(s + t, t - 1), with t from `_repetitions`.
-
-    Raises
-    ------
-    SolverError : no stage, or no slot for the first state.
-    """
+    """Fewest forward runs with `slots` states: n + t·n - C(s + t, t - 1), t of `_repetitions`."""
     _check_slots(stages, slots, least_slots=1)
     found, stored = [ChainAction("store", 0)], {0}
     waiting = [(0, stages, slots)]
     while waiting:
         start, count, free = waiting.pop()
         if count == 1:
+            # A single stage: save what its backward reads, and run that at once.
             found += [ChainAction("save", start), ChainAction("backward", start)]
             if start in stored:
                 stored.discard(start)
@@ -103,9 +87,11 @@ def binomial_actions(stages: int, slots: int) -> list[ChainAction]:
             continue
         ahead = _right_start(count, free)
         found += [ChainAction("forward", start + i) for i in range(ahead)]
+        # A part of one stage is saved and used at once, so its state needs no slot.
         if count - ahead > 1:
             stored.add(start + ahead)
             found.append(ChainAction("store", start + ahead))
+        # A stack: the right part is popped first, since backward starts there.
         waiting += [(start, ahead, free), (start + ahead, count - ahead, free - 1)]
     return found
 
@@ -127,23 +113,20 @@ def mixed_table(stages: int, slots: int) -> tuple[_Counts, _Counts]:
             k = int(totals.argmin())
             if totals[k] < steps[held, n]:
                 steps[held, n], choice[held, n] = totals[k], k + 1
+    # Impossible counts may have been added up.
     return np.minimum(steps, _NEVER), choice
 
 
 def mixed_actions(stages: int, slots: int) -> list[ChainAction]:
-    """A schedule of the fewest forward runs where a slot holds a state, or what backward reads.
-
-    Raises
-    ------
-    SolverError : no stage, or more than one and no slot.
-    """
+    """The fewest forward runs where a slot holds a state, or what backward reads."""
     _check_slots(stages, slots, least_slots=1 if stages > 1 else 0)
-    slots = min(slots, stages)
+    slots = min(slots, stages)  # more slots are of no use
     choice = mixed_table(stages, slots)[1]
     found: list[ChainAction] = []
     waiting = [(0, stages, slots)]
     while waiting:
         start, count, free = waiting.pop()
+        # Left to do after the stages behind it: -1 is its backward, -2 empties its slot.
         if count < 0:
             found.append(ChainAction("backward" if count == -1 else "discard", start))
         elif (ahead := int(choice[free, count])) == 0:
@@ -159,19 +142,10 @@ def mixed_actions(stages: int, slots: int) -> list[ChainAction]:
     return found
 
 
-# Two levels of storage for a chain schedule: the states least read go to the host.
-#
-# Source: P. Stumm, A. Walther, "MultiStage Approaches for Optimal Offline Checkpointing",
-# 2009, https://doi.org/10.1137/080718036: each slot keeps its level for the whole run, and
-# the slots that are written and read most stay in memory.
-
-
+# Stumm and Walther 2009: each slot keeps its level for the whole run, and the slots that are
+# written and read most stay in memory.
 class _Stored(NamedTuple):
-    """A state in a slot.
-
-    `position` is that of the action that stores it. `reads` counts how often forward starts
-    again from it.
-    """
+    """A state that the action at `position` stores, and from which forward starts `reads` times."""
 
     position: int
     stage: int
@@ -180,10 +154,7 @@ class _Stored(NamedTuple):
 
 
 def stored_states(actions: Sequence[ChainAction]) -> list[_Stored]:
-    """Each state that `actions` store, in order.
-
-    Slots are a stack: the last one taken is the first one left. Saved stages take slots too.
-    """
+    # Slots are a stack: the last one filled is the first one emptied. Saved stages take slots too.
     slots: list[int | None] = []
     found: list[_Stored] = []
     reached = 0
@@ -197,10 +168,12 @@ def stored_states(actions: Sequence[ChainAction]) -> list[_Stored]:
             slots.pop()
             reached = stage
         elif kind == "backward":
+            # A stage saved right before its backward took no slot.
             if slots and slots[-1] is None and reached != stage + 1:
                 slots.pop()
         else:
             for index in slots:
+                # Forward restarts from this state, unless it just went on from the stage before.
                 if index is not None and stage == found[index].stage != reached:
                     found[index] = found[index]._replace(reads=found[index].reads + 1)
             reached = stage + 1
@@ -210,13 +183,11 @@ def stored_states(actions: Sequence[ChainAction]) -> list[_Stored]:
 
 
 def least_read(states: Sequence[_Stored], count: int) -> list[_Stored]:
-    """The states of the `count` slots that are written and read least.
-
-    The first slot is left out: what enters the first stage is resident.
-    """
+    """The states of the `count` slots that are written and read least."""
     accesses: dict[int, int] = {}
     for state in states:
         accesses[state.slot] = accesses.get(state.slot, 0) + 1 + state.reads
+    # The state before the first stage is resident.
     accesses.pop(0, None)
     chosen = sorted(accesses, key=lambda slot: (accesses[slot], slot))[:count]
     return [state for state in states if state.slot in chosen]
@@ -225,14 +196,15 @@ def least_read(states: Sequence[_Stored], count: int) -> list[_Stored]:
 def _with_disk(
     problem: Problem, chain: Chain, made: Schedule, actions: Sequence[ChainAction], count: int
 ) -> Schedule:
-    """`made` from `actions`, with the states of `count` slots offloaded while they wait."""
     chosen = least_read(stored_states(actions), count)
     runs = ops_of_actions(chain, actions)
     making: dict[str, list[int]] = {}
     for state in chosen:
         entry = chain.stages[state.stage].entry
+        # No op makes what enters the first stage.
         if entry >= 0:
             op = problem.producer[entry]
+            # A state may be made several times, and waits on the host only after some of them.
             times = sum(op in run for run in runs[: state.position])
             making.setdefault(problem.names[entry], []).append(times)
     before: dict[int, list[Step]] = {}
@@ -250,13 +222,10 @@ def _with_disk(
 def _waits(
     problem: Problem, steps: Sequence[Step], name: str, making: Iterable[int]
 ) -> list[tuple[int, int]]:
-    """The pairs of uses between which the value waits while other ops run.
-
-    `making` says after which of its makings, counted from 1; after others it stays.
-    """
     graph = problem.graph
     producer, times, last_use, worked = graph.value_by_name[name].producer, 0, -1, False
     found: list[tuple[int, int]] = []
+    # The makings after which it waits on the host, counted from 1.
     wanted = set(making)
     for position, step in enumerate(steps):
         if isinstance(step, Free):
@@ -304,12 +273,6 @@ class Revolve:
             raise SolverError(f"stages must be 2 or more, not {self.stages}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The best such schedule within `budget_bytes`; no bound beyond every op once.
-
-        Raises
-        ------
-        SolverError : states wait on the host, and the graph has no links.
-        """
         if self.disk_slots and graph.links is None:
             raise SolverError(
                 f"disk_slots needs a link to the host: capture with {option('host', '64GiB')}"
@@ -330,7 +293,7 @@ class Revolve:
         tries = ChainSearch(search, chain, change if self.disk_slots else None)
         search.say(f"chain of {length} stages")
         if self.slots:
-            tries.fits(self._actions(length, min(self.slots, length)))
+            tries.fits(self._actions(length, min(self.slots, length)))  # more slots are of no use
         else:
             tries.try_rising(lambda choice: self._actions(length, choice + 1), length)
         if not self.disk_slots:

@@ -32,12 +32,6 @@ from remat.graph_capture.graph import Floats, TrainingGraph
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 
-# The dynamic program for heterogeneous chains: least time of every sub-chain and memory.
-#
-# Source: O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova, "Optimal
-# checkpointing for heterogeneous chains: how to train deep neural networks with limited
-# memory", 2019, https://arxiv.org/abs/1911.13214, recurrence for persistent schedules.
-#
 # Sub-chain (i, j) with memory m runs stages i..j forward and backward. The value that enters
 # stage i is stored outside m. There are two ways on. Either stage i saves what its backward
 # reads; or the stages before some k drop it, and the value that enters k is stored. Sizes are
@@ -66,7 +60,6 @@ class ChainRuns:
     def of(
         cls, drop: Sequence[ChainRun], save: Sequence[ChainRun], leaf: Sequence[ChainRun]
     ) -> ChainRuns:
-        """From the runs of a chain."""
         drop_us, save_us, leaf_us = (
             tuple(run.cost_us for run in runs) for runs in (drop, save, leaf)
         )
@@ -76,14 +69,7 @@ class ChainRuns:
 
 @dataclass(frozen=True, slots=True)
 class RotorChain:
-    """A chain in numbers, one entry for each stage.
-
-    Attributes
-    ----------
-    entry_bytes, saved_bytes, pending_bytes, backward_us, backward_peak_bytes : as in `ChainStage`.
-    first : forward runs of sub-chains that end with the last stage, which are first runs.
-    again : of all others.
-    """
+    """A chain in numbers, one entry a stage; `first` is of sub-chains that end with the last."""
 
     entry_bytes: tuple[int, ...]
     saved_bytes: tuple[int, ...]
@@ -95,7 +81,6 @@ class RotorChain:
 
     @classmethod
     def of(cls, chain: Chain) -> RotorChain:
-        """The numbers of `chain`."""
         stages = chain.stages
         first_save = [s.first_save for s in stages]
         return cls(
@@ -113,7 +98,6 @@ class RotorChain:
         )
 
     def enough_bytes(self) -> int:
-        """With this much memory nothing runs again."""
         highest = max(
             max(pending + save, backward)
             for pending, save, backward in zip(
@@ -123,11 +107,12 @@ class RotorChain:
                 strict=True,
             )
         )
+        # Every stage saves all that its backward reads, so nothing reruns.
         return sum(self.saved_bytes) + highest
 
     def grain_bytes(self) -> int:
-        """The greatest common divisor of all sizes."""
         runs = (self.first, self.again)
+        # Rounding loses nothing if all sizes are multiples of a slot.
         peaks = (r.drop_peak_bytes + r.save_peak_bytes + r.leaf_peak_bytes for r in runs)
         own = self.entry_bytes + self.saved_bytes + self.pending_bytes + self.backward_peak_bytes
         return max(math.gcd(*own, *(size for peak in peaks for size in peak)), 1)
@@ -147,15 +132,14 @@ class _RotorTable:
 
     @property
     def whole_us(self) -> Floats:
-        """Time of the whole chain for each number of slots."""
         return self.time_us[0, -1]
 
     def actions(self, slots: int) -> list[ChainAction]:
-        """The schedule of the whole chain that takes `whole_us[slots]`."""
         found: list[ChainAction] = []
         waiting = [(0, len(self.model.entry_bytes) - 1, slots)]
         while waiting:
             i, j, left = waiting.pop()
+            # j < i marks the backward of stage i, which follows the stages after it.
             if j < i:
                 found.append(ChainAction("backward", i))
             elif (k := int(self.choice[i, j, left])) == 0:
@@ -166,6 +150,7 @@ class _RotorTable:
                     waiting.append((i + 1, j, rest))
             else:
                 found += [ChainAction("forward", stage) for stage in range(i, k)]
+                # A stack: the right part is popped first, since backward starts there.
                 waiting.append((i, k - 1, left))
                 waiting.append((k, j, left - self._slots(self.model.entry_bytes[k])))
         return found
@@ -177,13 +162,10 @@ class _RotorTable:
 def solve_rotor(
     model: RotorChain, limit_bytes: int, slots: int, stopped: Callable[[], bool] | None = None
 ) -> _RotorTable | None:
-    """The table of all sub-chains for 0..`slots` slots, which make up `limit_bytes`.
-
-    Takes fewer slots if all sizes have a common divisor larger than a slot. None if `stopped`
-    says so.
-    """
+    """The table of all sub-chains for 0..`slots` slots, `limit_bytes` in all; None if `stopped`."""
     slot_bytes = max(-(-limit_bytes // slots), 1)
     grain_bytes = model.grain_bytes()
+    # All sizes are multiples of the larger unit: it is exact, and needs fewer slots.
     if grain_bytes > slot_bytes:
         slot_bytes = grain_bytes
     count, length = max(limit_bytes, 0) // slot_bytes, len(model.entry_bytes)
@@ -201,10 +183,9 @@ def solve_rotor(
 
 
 class _Column:
-    """Fills in the sub-chains that end with stage `j`, the shortest first."""
-
     def __init__(self, table: _RotorTable, j: int) -> None:
         self.table, self.model, self.j = table, table.model, j
+        # Only sub-chains that end with the last stage contain first runs.
         self.runs = table.model.first if j == table.time_us.shape[0] - 1 else table.model.again
         self.slots: _Slots = np.arange(table.time_us.shape[2], dtype=np.int64)
         self.stored = np.full((j + 1, self.slots.size), np.inf)
@@ -225,11 +206,11 @@ class _Column:
             self.stored[i] = self._delayed(best, self.model.entry_bytes[i])
 
     def _saving(self, i: int) -> Floats:
-        """Time if stage i saves what its backward reads."""
         model, runs, j = self.model, self.runs, self.j
         is_leaf = i == j
         run_us = runs.leaf_us[i] if is_leaf else runs.save_us[i]
         rise_bytes = runs.leaf_peak_bytes[i] if is_leaf else runs.save_peak_bytes[i]
+        # Forward of i runs while backward values wait for stage j.
         need_bytes = max(model.pending_bytes[j] + rise_bytes, model.backward_peak_bytes[i])
         own = np.where(self.slots >= self._count(need_bytes), 0.0, np.inf)
         own += run_us + model.backward_us[i]
@@ -241,6 +222,7 @@ class _Column:
         """Rows k = i + 1..j: time if stages i..k - 1 drop and the value that enters k is stored."""
         model, j = self.model, self.j
         peaks = np.array(self.runs.drop_peak_bytes[i:j], np.int64)
+        # A later stage runs beside its entry; the entry of stage i is stored elsewhere.
         peaks[1:] += np.array(model.entry_bytes[i + 1 : j], np.int64)
         need_bytes = np.maximum.accumulate(peaks) + model.pending_bytes[j]
         need = -(-need_bytes // self.table.slot_bytes)
@@ -251,8 +233,8 @@ class _Column:
         return total
 
     def _delayed(self, row: Floats, size_bytes: int) -> Floats:
-        """`row` with `size_bytes` less memory."""
         moved = np.full_like(row, np.inf)
+        # With less memory, the row shifts by as many slots.
         count = self._count(size_bytes)
         if count < row.size:
             moved[count:] = row[: row.size - count]
@@ -294,7 +276,6 @@ class Rotor:
             raise SolverError(f"stages must be 2 or more, not {self.stages}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The best chain schedule within `budget_bytes`; no bound beyond every op once."""
         search = Search.of(self, "rotor", graph, budget_bytes)
         with search.until_interrupted():
             chain = chain_or_done(search, self.stages)
@@ -306,9 +287,11 @@ class Rotor:
         tries = ChainSearch(search, chain)
         model = RotorChain.of(chain)
         enough_bytes = model.enough_bytes()
+        # The model overestimates memory: a schedule that it puts above the budget may fit.
         room_bytes = int((search.budget_bytes - chain.base_bytes) * _BEYOND)
         if room_bytes > 0:
             self._try_table(tries, model, min(room_bytes, enough_bytes))
+        # If nothing fits, report the least peak.
         if search.best is None and not search.out_of_time():
             search.say("looking for the least peak")
             self._try_least(tries, model, enough_bytes)
@@ -322,16 +305,13 @@ class Rotor:
             tries.try_rising(lambda choice: table.actions(steps[choice]), len(steps))
 
     def _try_least(self, tries: ChainSearch, model: RotorChain, limit_bytes: int) -> None:
-        """Try schedules of the least memory; none of them depends on the budget.
-
-        Schedules of a uniform chain with few states are among them. They may need less memory
-        than the model says, since it counts more than is live.
-        """
+        # None of these depends on the budget.
         table = solve_rotor(model, limit_bytes, self.slots, tries.search.out_of_time)
         if table is not None:
             for slots in _breakpoints(table)[:_LEAST_TRIES]:
                 tries.fits(table.actions(slots))
             for slots in range(1, _LEAST_TRIES + 1):
+                # Uniform schedules with few states may need less than the model says.
                 tries.fits(binomial_actions(len(model.entry_bytes), slots))
 
 

@@ -45,14 +45,8 @@ from remat.solver.recompute_summary import DROPOUT_OPS, is_fused_attention, op_k
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 
-# The 0/1 knapsack: which items to save for the most runtime within a memory.
-#
-# Also called: the solvers ``dp``, ``greedy`` and ``ilp`` of PyTorch's activation memory budget
-# (torch/_functorch/_activation_checkpointing/knapsack.py). A `_Selection` has their three results,
-# so that tests can compare the two. ``dp`` rounds each memory to a ten-thousandth of a unit, so
-# its choice may exceed the limit by that much for each item.
-
-
+# torch/_functorch/_activation_checkpointing/knapsack.py; tests compare the results of each method
+# with torch's.
 _SCALE = 10_000
 """Steps into which ``dp`` divides a unit of memory; torch has as many."""
 _RELATIVE_GAP = 1e-4
@@ -69,7 +63,7 @@ class _Selection(NamedTuple):
 class KnapsackTable:
     """Dynamic program over quantised memory (``dp``), for any limit up to `max_memory`.
 
-    Cost: items times 10,000 times `max_memory`.
+    Memories are rounded to ten-thousandths, so a choice may exceed the limit by one for each item.
     """
 
     def __init__(
@@ -77,6 +71,7 @@ class KnapsackTable:
     ) -> None:
         capacity = round(max_memory * _SCALE)
         self.weight = [round(size * _SCALE) for size in memory]
+        # Single precision, as in torch.
         self.runtime = [float(np.float32(time)) for time in runtime]
         self.taken: list[npt.NDArray[np.bool_]] = []
         best = np.zeros(capacity + 1, np.float32)
@@ -84,14 +79,15 @@ class KnapsackTable:
             with_item = np.zeros_like(best)
             if weight <= capacity:
                 with_item[weight:] = best[: capacity + 1 - weight] + np.float32(time)
+            # Strictly more: on ties, earlier items win, as in torch.
             self.taken.append(with_item > best)
             best = np.maximum(best, with_item)
 
     def choose(self, max_memory: float) -> _Selection:
-        """The items to save within `max_memory`; of equal choices, that of earlier items."""
         left = round(max_memory * _SCALE)
         saved: list[int] = []
         other: list[int] = []
+        # From the last item back, as row i knows the best of the items before it.
         for item in reversed(range(len(self.weight))):
             if self.taken[item][left]:
                 saved.append(item)
@@ -105,7 +101,7 @@ class KnapsackTable:
 def greedy_knapsack(
     memory: Sequence[float], runtime: Sequence[float], max_memory: float
 ) -> _Selection:
-    """Items by runtime for their memory, highest first, each saved if it still fits."""
+    # Items without memory come first.
     ratio = [time / size if size else math.inf for size, time in zip(memory, runtime, strict=True)]
     saved: list[int] = []
     other: list[int] = []
@@ -136,30 +132,26 @@ def ilp_knapsack(
     return _Selection(sum(runtime[i] for i in saved), saved, other)
 
 
-# The fewest bytes to save so that backward can make the rest again without banned ops.
-#
-# Source: the partition of joint graphs in PyTorch (torch/_functorch/partitioners.py), a minimum
-# cut between what forward makes and what backward reads. Each value is an arc whose capacity is its
-# bytes. An op that may run again joins what it reads to what it makes without limit. Of several
-# minimum cuts the one nearest to backward is taken, as it recomputes least.
+# torch's partition of joint graphs (torch/_functorch/partitioners.py), a minimum cut between what
+# forward makes and what backward reads: each value is an arc whose capacity is its bytes.
 
 
 _SOURCE, _SINK = 0, 1
 
 
 def cheapest_saved(problem: Problem, banned: Collection[int]) -> list[int]:
-    """Values of least total bytes from which all that backward reads can be made.
-
-    Forward ops that are `banned` or pinned do not run again. What the caller holds is free.
-    """
+    """Values of least total bytes from which all that backward reads can be made."""
     flow = cast(Any, max_flow.SimpleMaxFlow())
+    # Larger than any cut, so such arcs are never cut.
     unlimited = sum(problem.size_bytes) + 1
     for v, op in enumerate(problem.producer):
         if op < problem.n_forward:
-            size_bytes = 0 if v in problem.held else problem.size_bytes[v]
+            size_bytes = 0 if v in problem.held else problem.size_bytes[v]  # held by the caller
             flow.add_arc_with_capacity(_cut_made(v), _cut_at_hand(v), size_bytes)
     for op in range(problem.n_forward):
         fixed = problem.no_recompute[op] or op in banned
+        # An op that may rerun links its inputs to its outputs; outputs of others come from the
+        # source.
         sources = [_SOURCE] if fixed else [_cut_at_hand(v) for v in problem.inputs[op]]
         for v in problem.outputs[op]:
             for source in sources:
@@ -169,13 +161,13 @@ def cheapest_saved(problem: Problem, banned: Collection[int]) -> list[int]:
     if flow.num_arcs() == 0:
         return []
     flow.solve(_SOURCE, _SINK)
+    # Of several minimum cuts, the one nearest to backward recomputes least.
     beyond = set(cast("list[int]", flow.get_sink_side_min_cut()))
     forward = (v for v, op in enumerate(problem.producer) if op < problem.n_forward)
     return [v for v in forward if _cut_made(v) not in beyond and _cut_at_hand(v) in beyond]
 
 
 def _template_kept(problem: Problem, saved: Collection[int]) -> bytearray:
-    """The `saved` values, and those that every template keeps."""
     kept = unavoidable(problem)
     for v in saved:
         kept[v] = 1
@@ -183,7 +175,7 @@ def _template_kept(problem: Problem, saved: Collection[int]) -> bytearray:
 
 
 def _cut_made(v: int) -> int:
-    return 2 * v + 2
+    return 2 * v + 2  # 0 and 1 are source and sink
 
 
 def _cut_at_hand(v: int) -> int:
@@ -222,16 +214,15 @@ class TorchKnapsack:
             raise SolverError(f"steps must be 2 (all and nothing) or more, not {self.steps}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The unmodified step if it fits, else the fastest fraction that does."""
         search = Search.of(self, "torch_knapsack", graph, budget_bytes)
         return solve_templates(search, self.templates, _NOTHING_SAVED)
 
     def templates(self, problem: Problem) -> Iterator[Template]:
-        """One template for each different choice of what to save, from more to less."""
         if store_all_saved_bytes(problem) == 0:
             return
         partition = Partition(problem, self.method, self.time_limit_s / self.steps)
         seen: set[bytes] = set()
+        # Fraction 1 is the unmodified step, which has been tried.
         for i in reversed(range(self.steps - 1)):
             kept = partition.kept(i / (self.steps - 1))
             if bytes(kept) not in seen:
@@ -240,11 +231,10 @@ class TorchKnapsack:
 
 
 class Partition:
-    """What to save for each of several fractions; `time_limit_s` is for one integer program."""
-
     def __init__(self, problem: Problem, method: str = "dp", time_limit_s: float = 60.0) -> None:
         self.problem, self.method, self.time_limit_s = problem, method, time_limit_s
         self.total_bytes = store_all_saved_bytes(problem)
+        # Largest first, as in torch: the order breaks ties in `dp`.
         self.items = sorted(
             banned_ops(problem), key=lambda op: problem.output_bytes[op], reverse=True
         )
@@ -254,15 +244,14 @@ class Partition:
         self.table = KnapsackTable(self.memory, self.runtime, 1.0) if method == "dp" else None
 
     def kept(self, fraction: float) -> bytearray:
-        """Values kept where at most `fraction` of what the unmodified step saves is saved."""
         size_bytes = sum(self.problem.size_bytes[v] for v in self._avoidable(self.frugal))
+        # The first cut already fits the fraction, so no dear op reruns.
         if size_bytes <= fraction * self.total_bytes:
             return _template_kept(self.problem, self.frugal)
         banned = frozenset(self.items[i] for i in self.choose(fraction).saved)
         return _template_kept(self.problem, cheapest_saved(self.problem, banned))
 
     def choose(self, fraction: float) -> _Selection:
-        """The knapsack's choice among `items`."""
         if self.table is not None:
             return self.table.choose(fraction)
         if self.method == "greedy":
@@ -270,12 +259,12 @@ class Partition:
         return ilp_knapsack(self.memory, self.runtime, fraction, self.time_limit_s)
 
     def _avoidable(self, values: Sequence[int]) -> list[int]:
+        # Values that every template keeps do not count.
         fixed = unavoidable(self.problem)
         return [v for v in values if not fixed[v]]
 
 
 def store_all_saved_bytes(problem: Problem) -> int:
-    """Bytes that the unmodified step saves for backward and that could be made again."""
     fixed = unavoidable(problem)
     return sum(problem.size_bytes[v] for v in read_in_backward(problem) if not fixed[v])
 

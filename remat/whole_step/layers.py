@@ -22,21 +22,18 @@ from remat.solver.blocks.repeated import Block, Reads, Shape, find_blocks, shape
 from remat.solver.problem import Problem
 from remat.whole_step.microbatch import Layer, LayerOption, Microbatch, UpdateGroup
 
-# A block's options as those of a layer of the whole step.
-
 
 def _layer_option(
     option: BlockOption, block: Block, held_bytes: int, back_bytes: int, *, turns: bool
 ) -> LayerOption:
-    """A block's option, with what each phase takes beside what the whole step's graph counts.
-
-    The block's own graph holds what others read until the block is done. In the whole step that is
-    a value, which may be gone by then.
-    """
+    """A block's option, with what each phase takes beside what the whole step's graph counts."""
     turn = block.stop - block.start
+    # A block's own graph holds values that others read until the block is done. In the whole step
+    # they are separate values, which may go earlier.
     saved_bytes = 0 if turns else option.saved_bytes - held_bytes
     beside = 0 if turns else saved_bytes + held_bytes
     forward, backward = option.live_bytes[: turn + 1], option.live_bytes[turn:]
+    # Both phases of the last layer are one op, so it saves nothing.
     if turns:
         forward, backward = option.live_bytes[:0], option.live_bytes
         back_bytes += held_bytes
@@ -50,7 +47,6 @@ def _layer_option(
 
 
 def _worth_having(options: Sequence[LayerOption]) -> list[LayerOption]:
-    """Those that save less, or need less in some phase, than each faster one."""
     kept: list[LayerOption] = []
     for one in sorted(options, key=lambda option: (option.extra_us, option.saved_bytes)):
         is_worse = any(
@@ -64,28 +60,15 @@ def _worth_having(options: Sequence[LayerOption]) -> list[LayerOption]:
     return kept
 
 
-# Which gradient is of which parameter, in a graph that does not say it.
-
-
 def _parameter_gradients(graph: TrainingGraph, parameters: Collection[str]) -> dict[str, str]:
-    """The gradient of each parameter that has one.
-
-    Both stand in the order of the model's parameters. Those that are frozen have none.
-
-    Parameters
-    ----------
-    parameters : names of those that an op reads.
-
-    Raises
-    ------
-    SolverError : a gradient is of no parameter.
-    """
+    """The gradient of each parameter that has one; `parameters` are those that an op reads."""
     values, found = graph.value_by_name, dict[str, str]()
     waiting = [v for v in graph.values if v.name in parameters]
     for name in graph.outputs:
         gradient = values[name]
         if gradient.kind != "gradient" or not gradient.producer:
             continue
+        # Gradients come in the order of the parameters; frozen ones have none and are skipped.
         at = next((i for i, one in enumerate(waiting) if _is_of(gradient, one)), None)
         if at is None:
             raise SolverError(
@@ -98,7 +81,6 @@ def _parameter_gradients(graph: TrainingGraph, parameters: Collection[str]) -> d
 
 
 def _elements(value: Value) -> int:
-    """How many numbers a value holds."""
     return math.prod(value.shape)
 
 
@@ -116,15 +98,8 @@ busy the machine is."""
 def microbatch_of(graph: TrainingGraph, gradient_of: Mapping[str, str] | None = None) -> Microbatch:
     """The layers of a captured graph of one batch, each with its options.
 
-    Parameters
-    ----------
-    gradient_of : by the name of each trained parameter, the name of its gradient. Left out, they
-        are told by their order and shapes, which frozen parameters of the same shapes confuse.
-
-    Raises
-    ------
-    SolverError : the graph has no repeated layers, or its layers do not run one after the other
-        and back, or the gradients of one layer's parameters come from several places.
+    `gradient_of` has the gradient of each trained parameter. Left out, they are told by order
+    and shapes, which frozen parameters of the same shapes confuse.
     """
     if gradient_of is not None:
         return _Layers.of(graph, gradient_of).microbatch()
@@ -140,8 +115,8 @@ class _Layers:
     ranges : of each layer, its ops. layer_of : of each op, its layer.
     group_of : of each parameter, the group of those that the same layers read and whose gradients
         the same layer makes whole. readers : of each group, the layers that read it.
-    gradient_of : of each trained parameter, its gradient. given_by : the layer in whose backward
-        that is whole, and after which nothing reads the parameter.
+    given_by : the layer in whose backward the gradient of a parameter is whole, and after which
+        nothing reads the parameter.
     """
 
     graph: TrainingGraph
@@ -173,8 +148,9 @@ class _Layers:
                     read_by.setdefault(name, {})[layer_of[op.name]] = None
         gradient_of = _parameter_gradients(graph, read_by) if known is None else known
         last = {v: layer_of[op.name] for op in graph.ops for v in (*op.inputs, *op.outputs)}
-        # Of tied parameters, a later layer adds in place to what an earlier one made.
+        # With tied parameters, a later layer adds in place to an earlier one's gradient.
         given_by = {
+            # Backward ends with the first layer, so the least number is the latest.
             name: min(last[gradient], *read_by[name])
             for name, gradient in gradient_of.items()
             if name in read_by
@@ -189,7 +165,6 @@ class _Layers:
         )  # fmt: skip
 
     def microbatch(self) -> Microbatch:
-        """Layers, groups and values between layers."""
         graph = self.graph
         crossing = self._crossing()
         tables = self._tables()
@@ -197,6 +172,7 @@ class _Layers:
             self._layer(at, one, tables[at], crossing) for at, one in enumerate(self.ranges)
         )
         outputs = tuple(name for name in graph.forward_outputs if name in crossing)
+        # Parameters, gradients and states are values of the step's graph; all else is resident.
         resident = msgspec.structs.replace(
             graph.resident, parameters_bytes=self._unread_bytes(), gradients_bytes=0,
             optimizer_bytes=0,
@@ -208,12 +184,11 @@ class _Layers:
         )  # fmt: skip
 
     def _unread_bytes(self) -> int:
-        """Bytes of parameters that no op reads: they stay where they are."""
+        # Parameters that no op reads never move.
         parameters = (value for value in self.graph.values if value.kind == "parameter")
         return sum(one.size_bytes for one in parameters if one.name not in self.group_of)
 
     def _crossing(self) -> dict[str, int]:
-        """Bytes of what one layer makes and another reads, and of what forward returns."""
         values, found = self.graph.value_by_name, dict[str, int]()
         for op in self.graph.ops:
             for name in op.inputs:
@@ -258,12 +233,11 @@ class _Layers:
         return ", ".join(dict.fromkeys(path[0] for path in parts)) or f"layer {at}"
 
     def _tables(self) -> list[Options]:
-        """The options of each layer; equal layers share them."""
         known: dict[Shape, Options] = {}
         tables: list[Options] = []
         for one in self.ranges:
             shape = shape_of(self.problem, self.reads, one)
-            if shape not in known:
+            if shape not in known:  # equal layers share their options
                 small = block_graph(self.problem, self.reads, one)
                 known[shape] = block_options(small, _LIMITS, lambda: _UNLIMITED_S)
             tables.append(known[shape])
@@ -283,6 +257,8 @@ class _Layers:
         groups = dict.fromkeys(self.group_of[v] for op in ops for v in op.inputs
                                if v in self.group_of)  # fmt: skip
         given = dict.fromkeys(self.group_of[p] for p, layer in self.given_by.items() if layer == at)
+        # A block on its own may drop a gradient or a loss and make it again at its end. In a whole
+        # step they are added or returned at once.
         lasting = self._makers_of_outputs(block)
         kept = [one for one in options if lasting.isdisjoint(chain(*one.recomputed))]
         held_bytes = sum(crossing[name] for name in makes[0])
@@ -299,11 +275,7 @@ class _Layers:
         )  # fmt: skip
 
     def _makers_of_outputs(self, block: Block) -> set[int]:
-        """Ops of a block, counted with its turn, that make a gradient or a loss.
-
-        A block by itself may drop these and make them again at its end. In a whole step they are
-        added to the sum, or given to the caller, as soon as they are there.
-        """
+        """Ops of a block, counted with its turn, that make a gradient or a loss."""
         ends, turn = set(self.graph.outputs), block.stop - block.start
         return {
             place + (place >= turn)

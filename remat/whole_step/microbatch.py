@@ -46,12 +46,10 @@ class Layer(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    name : the modules that its ops are of.
     groups : indices of the parameter groups that it reads. gives : of those whose gradients its
         backward makes.
     forward_us, backward_us : times of its ops once.
-    reads, makes : values between layers that its forward reads and makes. back_reads, back_makes :
-        the same of its backward.
+    reads, makes : values between layers that its forward reads and makes.
     options : ways to run it, fastest first.
     turns : whether backward begins in it, so that both its phases run as one op.
     forward_ops, backward_ops : names of its ops in the captured graph, in order.
@@ -77,9 +75,8 @@ class UpdateGroup(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    name : of the layer that reads them. trained : how many numbers of them are updated.
-    parameter_bytes : of all. gradient_bytes : of the gradients. Both as the allocator rounds.
-    item_bytes : of one trained number.
+    trained : how many numbers of them are updated. item_bytes : of one of these.
+    parameter_bytes, gradient_bytes : of all, as the allocator rounds.
     gradient_of : by the name of each parameter in the captured graph, the name of its gradient;
         empty for one that is frozen.
     update_workspace_bytes : what the update of any one of them takes meanwhile.
@@ -99,10 +96,9 @@ class Microbatch(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    name : of the model. layers : in forward order; the last one turns.
+    layers : in forward order; the last one turns.
     sizes : bytes of each value between layers. outputs : those that live until the step ends.
     resident : bytes that live throughout: buffers, one batch, what libraries keep.
-    device, inputs, cost_origin : as of the captured graph.
     draws : whether forward draws random numbers or changes buffers, so that microbatches must run
         one after the other.
     """
@@ -130,12 +126,6 @@ class Microbatch(msgspec.Struct, frozen=True):
         return math.prod(int(size) for size in found[1].split(",")) if found else 0
 
 
-# What an optimizer keeps of each parameter, and what its update takes on the device and the host.
-#
-# An update is bound by memory: it reads a gradient and the state, and writes the state and the
-# parameter. So its time is bytes over a memory's rate.
-
-
 StateKind = Literal["float32", "parameter"]
 """``float32``: moments of 4 bytes and, of parameters in fewer, a master copy of 4 bytes, as
 mixed-precision training keeps them (K = 12 for Adam: Rajbhandari et al. 2020,
@@ -150,25 +140,12 @@ of DDR5-4800 have (76.8, JEDEC JESD79-5)."""
 
 
 class ParameterUpdate(msgspec.Struct, frozen=True):
-    """What the update of one parameter takes, where it is run here.
-
-    Attributes
-    ----------
-    state_bytes : kept between steps. workspace_bytes : taken meanwhile.
-    """
-
     state_bytes: int
     workspace_bytes: int
 
 
 class Update(msgspec.Struct, frozen=True):
-    """An optimizer's update.
-
-    Attributes
-    ----------
-    optimizer : its name. state : in which type it is kept.
-    host_gb_s, device_gb_s : rates of the memories that it goes through, in 10^9 bytes a second.
-    """
+    """An optimizer's update; rates of the memories that it goes through, in 10^9 bytes a second."""
 
     optimizer: Optimizer
     state: StateKind
@@ -178,35 +155,26 @@ class Update(msgspec.Struct, frozen=True):
     @classmethod
     def on(cls, device: str, optimizer: Optimizer, state: StateKind = "float32",
            host_gb_s: float = HOST_GB_S) -> Update:  # fmt: skip
-        """The update by an optimizer that is known by its name, on a device of the table.
-
-        Raises
-        ------
-        CaptureError : the optimizer is not known, or there is none. DeviceError : the device is
-            not in the table.
-        """
         if optimizer not in MOMENTS:
             raise CaptureError(
                 f"the update of a whole step is that of an optimizer, and {optimizer!r} is none "
                 f"that is known: choose one of {', '.join(MOMENTS)}"
             )
+        # The share of the bandwidth that ops other than products reach, updates among them.
         share = device_table().classes["other"].bandwidth
         return cls(optimizer, state, host_gb_s, modelled_device(device).bandwidth_gb_s * share)
 
     def state_bytes(self, group: UpdateGroup) -> int:
-        """What is kept of a group between steps, beside the parameters themselves."""
         return int(group.trained * self._state_of_one(group.item_bytes))
 
     def host_us(self, group: UpdateGroup) -> float:
-        """Time of a group's update on the host."""
         return self._touched_bytes(group) / (self.host_gb_s * 1e3)
 
     def device_us(self, group: UpdateGroup) -> float:
-        """Time of a group's update on the device."""
         return self._touched_bytes(group) / (self.device_gb_s * 1e3)
 
     def add_us(self, group: UpdateGroup, *, on_host: bool) -> float:
-        """Time in which one gradient is added to another: two are read, one is written."""
+        # Two are read, one is written.
         return 3 * group.gradient_bytes / ((self.host_gb_s if on_host else self.device_gb_s) * 1e3)
 
     def _state_of_one(self, item_bytes: int) -> float:
@@ -217,11 +185,9 @@ class Update(msgspec.Struct, frozen=True):
         return moments * FLOAT32_BYTES + master
 
     def _touched_bytes(self, group: UpdateGroup) -> float:
-        """The gradient is read, the state read and written, the parameter written.
-
-        Without a master copy in the state, the parameter is read too.
-        """
         item_bytes = group.item_bytes
+        # Without a master copy, the parameter is read as well as written.
         has_master = self.state == "float32" and item_bytes < FLOAT32_BYTES
         parameter = item_bytes if has_master else 2 * item_bytes
+        # Updates are bound by memory: read the gradient, read and write the state.
         return group.trained * (item_bytes + parameter + 2 * self._state_of_one(item_bytes))

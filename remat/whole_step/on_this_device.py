@@ -33,17 +33,14 @@ if TYPE_CHECKING:
     from remat.whole_step.step import WholeStep
 
 
-# What the update of each parameter takes on this machine, for a plan of a whole step.
-
-
 def _parameter_updates(
     optimizer: Optimizer, kind: OptimizerName, parameters: Mapping[str, nn.Parameter], device: str
 ) -> dict[str, ParameterUpdate]:
-    """By name, what the update of each parameter keeps and takes: measured on made data."""
     from remat.graph_capture.devices.known_devices import allocator_rounding
     from remat.graph_capture.devices.local_devices import meter_of
     from remat.graph_capture.joint.optimizers import update_costs
 
+    # Measured on made data, so the user's state stays as it is.
     costs = update_costs(optimizer, parameters, meter_of(device), allocator_rounding(device))
     return {
         name: ParameterUpdate(
@@ -54,10 +51,9 @@ def _parameter_updates(
 
 
 def _with_workspaces(microbatch: Microbatch, updates: Mapping[str, ParameterUpdate]) -> Microbatch:
-    """The microbatch whose groups say what an update takes beside them."""
-
     def workspace_bytes(group: UpdateGroup) -> int:
         found = (updates[name].workspace_bytes for name in group.gradient_of if name in updates)
+        # Parameters are updated one by one, and each update gives its workspace back.
         return max(found, default=0)
 
     groups = (
@@ -83,14 +79,17 @@ def _measured_update(
     make: Any = type(optimizer)
     other: Optimizer = make([{**options, "params": [made]}])
     made.grad = torch.zeros_like(made)
+    # The first step creates the state; only later ones are typical.
     other.step()
     alone = UpdateGroup("", made.numel(), made.nbytes, made.nbytes, made.element_size())
     unit = Update(kind, "parameter", 1.0, 1.0)
+    # At 1 GB/s, an update's time tells its bytes.
     moved_bytes = round(unit.device_us(alone) * BYTES_PER_US_IN_GB_S)
     took_us = meter_of(device).median_us(
         lambda: step_alone(other, made, other.param_groups[0]), moved_bytes
     )
     rate = moved_bytes / took_us / BYTES_PER_US_IN_GB_S
+    # A CPU is its own host.
     return Update(kind, "parameter", rate, rate)
 
 
@@ -100,14 +99,6 @@ _Parameters = dict[str, tuple[str, "nn.Parameter"]]
 
 @dataclass(frozen=True)
 class StepHere:
-    """One batch captured, and what a step of several such batches is to be planned from.
-
-    Attributes
-    ----------
-    guards : of the model and its batches. results : places in the traced graph.
-    graph : of one batch, with costs. updates : of each trained parameter.
-    """
-
     request: StepRequest
     optimizer: Optimizer
     traced: Trace
@@ -131,12 +122,6 @@ class StepHere:
         target: Any = None,
         profile: Profile | None = None,
     ) -> StepHere:
-        """Capture one batch.
-
-        Raises
-        ------
-        CaptureError, SolverError : the step cannot be run so; the message says what can be.
-        """
         from remat.graph_capture.capture_api import add_costs, tiers_for
         from remat.graph_capture.tracing.trace import trace
         from remat.rewriter.guards.forward import Guards
@@ -147,6 +132,7 @@ class StepHere:
             model, args, kwargs, loss_fn=loss_fn, target=target, device=request.device,
             split="none",
         )  # fmt: skip
+        # Refuse before anything is measured.
         refuse_unusual(traced)
         require_no_other_reader(traced, optimizer)
         results = joint_results(traced.joint, traced.recipe.name)
@@ -161,12 +147,6 @@ class StepHere:
         return cls(request, optimizer, traced, guards, results, parameters, graph, task, updates)
 
     def planned(self) -> PlannedStep:
-        """The fastest plan that is found.
-
-        Raises
-        ------
-        BudgetError : none fits; the message says what is too small.
-        """
         found = plan_whole_step(self.task, self.request.microbatches)
         plan = StepPlan(self.request, self.task, found)
         if plan.shortage:
@@ -174,7 +154,6 @@ class StepHere:
         return plan.best
 
     def ready(self, planned: PlannedStep) -> WholeStep:
-        """A plan as an object that is called."""
         from remat.rewriter.tiers.file_tier import FileTier
         from remat.whole_step.program import actions_of
         from remat.whole_step.residents import Residents
@@ -183,6 +162,7 @@ class StepHere:
 
         step, results = op_by_op(self.graph, self.task, planned, self.updates), self.results
         found = step.simulation
+        # The plan was made for whole layers; this checks the step that runs, op by op.
         if found.peak_bytes > self.task.budget_bytes:
             raise BudgetError(
                 f"op by op, this step of {self.graph.name} has a peak of {found.peak_bytes} bytes, "
@@ -212,13 +192,11 @@ def step_here(
     optimizer: Optimizer,
     **given: Any,
 ) -> WholeStep:
-    """Capture one batch, plan a step of as many as asked for, and make it ready to run."""
     captured = StepHere.captured(model, args, kwargs, request, optimizer, **given)
     return captured.ready(captured.planned())
 
 
 def _parameters_of(guards: Guards, results: JointResults) -> _Parameters:
-    """All parameters of the step, each once."""
     from torch import nn
 
     live = guards.live.read()
@@ -227,14 +205,13 @@ def _parameters_of(guards: Guards, results: JointResults) -> _Parameters:
     return {
         names[place]: (path, tensor)
         for place, (path, at) in enumerate(zip(guards.names, guards.taken, strict=True))
-        if isinstance(tensor := live[at], nn.Parameter)
+        if isinstance(tensor := live[at], nn.Parameter)  # buffers are inputs too
     }
 
 
 def _require_in_optimizer(
     guards: Guards, results: JointResults, parameters: _Parameters, optimizer: Optimizer
 ) -> None:
-    """Refuse gradients that no update takes, and updates that keep more than is counted."""
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name in results.gradient_of:
         path, parameter = parameters.get(name, ("an input of the batch", None))
@@ -256,7 +233,6 @@ def _task(
     trained: Mapping[str, nn.Parameter], updates: Mapping[str, ParameterUpdate],
     results: JointResults,
 ) -> StepTask:  # fmt: skip
-    """What is to be planned. A CPU is its own host, so it makes all updates itself."""
     assert graph.links is not None
     largest = max(trained.values(), key=lambda one: one.numel())
     return StepTask(
@@ -264,5 +240,6 @@ def _task(
         _measured_update(optimizer, request.optimizer, largest, request.device),
         request.links(graph.links),
         parse_budget(request.budget).bytes_for(graph),
+        # A CPU is its own host, so the device makes all updates.
         host_computes=False,
     )

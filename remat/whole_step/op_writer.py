@@ -49,7 +49,7 @@ class _OpWriter:
         self.outputs = set(self.captured.forward_outputs) & set(self.captured.outputs)
 
     def steps(self, planned: Sequence[Step]) -> list[Step]:
-        """All steps: runs first, then what is dropped after each."""
+        # What to drop, and what to send down, depends on the runs that follow.
         runs = [list(self._runs(step)) for step in planned]
         self._note_touches([run for each in runs for run in each])
         found, at = list[Step](), 0
@@ -68,7 +68,6 @@ class _OpWriter:
         return found
 
     def _runs(self, step: Step) -> Iterator[str]:
-        """Names of the ops that a step of the plan runs."""
         if not isinstance(step, Compute):
             return
         kind, _, rest = step.op.partition(".")
@@ -81,16 +80,17 @@ class _OpWriter:
         added = self._added_in(layer) if i and kind != "forward" else []
         for name in self._of_layer(kind, layer, self.options[i][at]):
             yield f"{name}.{i}"
+            # Only the first run of an op adds its gradient.
             if name not in done:
                 finished = self.parts.finished_by.get(name, ())
                 yield from (f"add:{parameter}.{i}" for parameter in finished if parameter in added)
                 added = [parameter for parameter in added if parameter not in finished]
             done.add(name)
-        # The layer above has made the rest, as what its input gets is a parameter's gradient too.
+        # The layer above has made the others: the gradient of its input is also that of a
+        # parameter.
         yield from (f"add:{parameter}.{i}" for parameter in added)
 
     def _added_in(self, layer: Layer) -> list[str]:
-        """Parameters whose gradients are whole, and on the device, with a layer's backward."""
         groups = (self.parts.microbatch.groups[at] for at in layer.gives)
         return [p for group in groups for p, gradient in group.gradient_of.items() if gradient]
 
@@ -117,12 +117,9 @@ class _OpWriter:
                 self.touches.setdefault(name, {})[at] = True
 
     def _require_unshared(self, run: str, read: Sequence[str], whole: set[str]) -> None:
-        """Refuse an op that reads a gradient to which others are added, or an updated parameter.
-
-        `whole` are these gradients and parameters; added to here.
-        """
         kind, _, rest = run.partition(":")
         if rest:
+            # After its update, the parameter has other values.
             whole.update([rest] if kind == "update" else ())
             return
         name, i = run.rsplit(".", 1)
@@ -132,6 +129,7 @@ class _OpWriter:
                     f"{run} of {self.captured.name} reads {one} after it was changed in place: "
                     "plan one batch, without microbatches"
                 )
+        # Later microbatches are added to this gradient in place.
         if i == "0":
             whole.update(f"G:{one}" for one in self.parts.finished_by.get(name, ()))
 
@@ -146,6 +144,7 @@ class _OpWriter:
         name, i = run.rsplit(".", 1)
         op, number = self.ops[name], int(i)
         if op.target == TANGENTS:
+            # Outputs of the step are never dropped.
             given = [v for v in self.captured.forward_outputs if v not in self.outputs]
             return [], [self.parts.value(v, number) for v in given]
         value_of = self.captured.value_by_name
@@ -156,19 +155,18 @@ class _OpWriter:
         )
 
     def _dead_after(self, run: str, at: int) -> list[str]:
-        """Values that nothing reads after this run before they are made again."""
         made, read = self._values_of(run)
         names = dict.fromkeys((*read, *made))
         is_update = run.startswith("update:")
         return [
             name for name in names
+            # Gradients and states go where the plan says, or after the update.
             if is_update or (not name.startswith(_LASTING) and not self._is_read_after(name, at))
         ]  # fmt: skip
 
     def _is_read_after(self, name: str, at: int) -> bool:
-        """Whether the next touch of a value after a run reads it."""
         following = (is_made for place, is_made in self.touches[name].items() if place > at)
-        return next(following, True) is False
+        return next(following, True) is False  # never touched again
 
     def _moved(self, step: Free | Fetch | Offload, at: int) -> Iterator[Step]:
         """A copy or a drop of the plan, for each value that it stands for; `at` runs are done."""
@@ -195,7 +193,7 @@ class _OpWriter:
         if kind == "G" and isinstance(step, Offload):
             self.left.add(step.value)
         for name, gradient in group.gradient_of.items():
-            # Of a frozen parameter, the copy below stays as it is.
+            # The host's copy of a frozen parameter stays valid.
             if not gradient and (kind != "W" or isinstance(step, Offload)):
                 continue
             if kind == "O" and not self.parts.updates[name].state_bytes:
@@ -203,10 +201,7 @@ class _OpWriter:
             yield _with_value(step, name if kind == "W" else f"{kind}:{name}")
 
     def _members(self, value: str, at: int) -> list[str]:
-        """The values that one of the plan stands for which forward has made and backward reads.
-
-        The plan of layers has a layer's backward read all that its forward read, since it may.
-        """
+        """The values that one of the plan stands for which forward has made and backward reads."""
         if value not in self.saved:
             *name, i = value.split(".")
             if name[0] == "S":
@@ -216,6 +211,7 @@ class _OpWriter:
             else:
                 names = [".".join(name)]
             found = [self.parts.value(v, int(i)) for v in names]
+            # The plan of layers is coarser: it assumes that backward reads all that forward read.
             self.saved[value] = [v for v in found if self._comes_back(v, at, value)]
         return self.saved[value]
 
@@ -233,13 +229,8 @@ def _with_value(step: Free | Fetch | Offload, value: str) -> Step:
     return Fetch(value, step.to) if isinstance(step, Fetch) else Offload(value, step.to)
 
 
-# A planned step of layers, op by op: what is run, and what the simulator says of it.
-
-
 @dataclass(frozen=True)
 class _StepOfOps:
-    """A step op by op: its parts, its graph and schedule, and what the simulator says of them."""
-
     parts: OpByOp
     graph: TrainingGraph
     schedule: Schedule
@@ -252,19 +243,13 @@ def op_by_op(
     planned: PlannedStep,
     updates: Mapping[str, ParameterUpdate],
 ) -> _StepOfOps:
-    """The step of a plan, op by op.
-
-    Parameters
-    ----------
-    captured : the graph of one batch, of which `task` has the layers with their gradients.
-    updates : by the captured name of each trained parameter, what its update takes.
-    """
     microbatch, config = task.microbatch, planned.config
     places = [GroupPlace("device" if tier == "device" else "host", tier) for tier in config.state]
     parts = OpByOp(captured, microbatch, places, task.update, updates, planned.config.microbatches)
     options = [one.options for one in config.passes for _ in range(one.microbatches)]
     writer = _OpWriter(parts, options)
     steps = writer.steps(planned.schedule.steps)
+    # The graph lists ops in the order of their first runs.
     names = dict.fromkeys(step.op for step in steps if isinstance(step, Compute))
     graph = parts.graph(list(names), task.links)
     schedule = Schedule.for_graph(

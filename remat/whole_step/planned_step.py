@@ -19,24 +19,12 @@ from remat.whole_step.microbatch import Microbatch, Update
 from remat.whole_step.step_config import StepConfig
 from remat.whole_step.step_graph import GROUP_UPDATE, HOST_SUM
 
-# What is on the device while each op of a whole step runs, as if copies took no time.
-#
-# The first of three steps from a `StepConfig` to a schedule; `streams` gives copies their time, and
-# `steps` writes the schedule. A value arrives right before its first use and leaves right after the
-# last before a gap. Gaps are chosen here: what is needed again soonest stays, as far as there is
-# room, which for a known order moves the fewest bytes (Belady 1966,
-# https://doi.org/10.1147/sj.52.0078; of pages of one size).
-
-
 _AHEAD = 3
 """Parameters of so many layers have room kept for them, to arrive before their use."""
 
 
 class _DeviceEvent(NamedTuple):
-    """One event on the device: a value arrives, an op runs, a value is dropped, or it leaves.
-
-    What leaves goes down; what is dropped has a copy below, or no reader.
-    """
+    """What leaves goes down; what is dropped has a copy below, or no reader."""
 
     kind: Literal["arrive", "run", "drop", "leave"]
     name: str
@@ -44,13 +32,7 @@ class _DeviceEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Residence:
-    """The events of one step on the device.
-
-    Attributes
-    ----------
-    items : in order. live_bytes : on the device while each takes place.
-    ops : by name. sizes : of each value. hosted : values of layers that leave and come back.
-    """
+    """The events of one step on the device, as if copies took no time; `hosted` come back."""
 
     items: list[_DeviceEvent]
     live_bytes: npt.NDArray[np.int64]
@@ -62,17 +44,16 @@ class Residence:
     def of(
         cls, graph: TrainingGraph, microbatch: Microbatch, config: StepConfig, budget_bytes: int
     ) -> Residence:
-        """The events for a config; its `live_bytes` may be above the budget."""
         return _Gaps(graph, microbatch, config).residence(budget_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes on the device: no copy adds to it, as each only goes where room is."""
+        # Copies never add to it: each waits until there is room.
         return int(self.live_bytes.max(initial=0))
 
 
 class _Gaps:
-    """Uses of each value on the device, and between which of them it is gone."""
+    """A value arrives right before its first use and leaves right after the last before a gap."""
 
     def __init__(self, graph: TrainingGraph, microbatch: Microbatch, config: StepConfig) -> None:
         self.graph, self.config = graph, config
@@ -83,6 +64,7 @@ class _Gaps:
         self.uses: dict[str, list[int]] = {}
         for at, op in enumerate(self.order):
             for name in dict.fromkeys((*op.inputs, *op.outputs)):
+                # Values whose home is the device never move.
                 if self.home.get(name) != "device":
                     self.uses.setdefault(name, []).append(at)
         self.hosted = frozenset(self._hosted(microbatch))
@@ -93,8 +75,8 @@ class _Gaps:
         )
 
     def residence(self, budget_bytes: int) -> Residence:
-        """With as many gaps closed as there is room for."""
         self._open()
+        # First with all gaps open: the remaining room tells which can be closed.
         items, live_bytes = self._replayed()
         if self.config.keeping == "near":
             self._close(items, live_bytes, budget_bytes)
@@ -102,25 +84,25 @@ class _Gaps:
         return Residence(items, live_bytes, self.ops, self.sizes, self.hosted)
 
     def _hosted(self, microbatch: Microbatch) -> Iterable[str]:
-        """What the first layers of each pass save, and what they read of the layers before."""
         first = 0
         for one in self.config.passes:
             for i in range(first, first + one.microbatches):
                 for at, layer in enumerate(microbatch.layers[: one.hosted]):
                     names = (f"S.{at}.{i}", *(f"{name}.{i}" for name in layer.reads))
+                    # A value with a single use does not come back.
                     yield from (name for name in names if len(self.uses.get(name, ())) > 1)
             first += one.microbatches
 
     def _open(self) -> None:
-        """Gaps of all that may leave: of activations on the host the longest one."""
         above = [at for at, tier in enumerate(self.config.state) if tier == "device"]
         kept = {f"G.{at}" for at in (*self.config.kept_gradients, *above)}
         for name, uses in self.uses.items():
             gaps = [(b - a, a) for a, b in pairwise(uses) if b - a > 1]
             if name in self.hosted and gaps:
+                # An activation leaves only once, in its longest gap.
                 self.gone.add((name, max(gaps)[1]))
             elif name.startswith("G.") and name not in kept:
-                # What the device itself updates waits for that where it is.
+                # A gradient that the device's update reads stays there until then.
                 last = self.order[uses[-1]].target == GROUP_UPDATE
                 self.gone |= {(name, a) for _, a in gaps if not (last and a == uses[-2])}
             elif name in self.home and self.config.keeping != "stay":
@@ -129,7 +111,6 @@ class _Gaps:
     def _close(
         self, items: list[_DeviceEvent], live_bytes: npt.NDArray[np.int64], budget_bytes: int
     ) -> None:
-        """Keep parameters over their gaps, the shortest first, where room is left for others."""
         places: dict[str, list[int]] = {}
         for k, item in enumerate(items):
             if item.kind in ("arrive", "drop") and item.name in self.home:
@@ -138,13 +119,15 @@ class _Gaps:
         for name, at in places.items():
             found += [(b - a, a, b, name) for a, b in pairwise(at) if items[a].kind == "drop"]
         begins = {(item.name, k): place for k, item, place in _run_places(items)}
+        # Keep what is needed again soonest: for a known order this moves the fewest bytes (Belady
+        # 1966, https://doi.org/10.1147/sj.52.0078; for pages of one size).
         for _, a, b, name in sorted(found):
+            # Leave room for the parameters of the layers ahead.
             if int(live_bytes[a:b].max()) + self.sizes[name] + self.weights <= budget_bytes:
                 live_bytes[a:b] += self.sizes[name]
                 self.gone.discard((name, begins[name, a]))
 
     def _replayed(self) -> tuple[list[_DeviceEvent], npt.NDArray[np.int64]]:
-        """The events, and the bytes on the device while each takes place."""
         there = {name for name, tier in self.home.items() if tier == "device"}
         now = self.graph.resident.total_bytes + sum(self.sizes[name] for name in there)
         items, live = list[_DeviceEvent](), list[int]()
@@ -158,6 +141,7 @@ class _Gaps:
             now += sum(self.sizes[name] for name in op.outputs)
             there.update(op.outputs)
             items.append(_DeviceEvent("run", op.name))
+            # The workspace goes when the op ends.
             live.append(now + op.workspace_bytes)
             for item in self._ends(at, op):
                 live.append(now)
@@ -183,6 +167,7 @@ class _Gaps:
     def _goes_down(self, name: str, op: Op, is_last: bool) -> bool:
         """Whether the device holds what no lower tier has."""
         if op.target == GROUP_UPDATE:
+            # For values that it has not rewritten, the lower copy is still valid.
             return name in op.updates
         if name.startswith("G."):
             return True
@@ -190,19 +175,10 @@ class _Gaps:
 
 
 def _run_places(items: list[_DeviceEvent]) -> Iterable[tuple[int, _DeviceEvent, int]]:
-    """Each event with the number of the op that ran last before it."""
     place = -1
     for k, item in enumerate(items):
         place += item.kind == "run"
         yield k, item, place
-
-
-# When copies of a whole step begin and end: one queue each way, and no byte above the budget.
-#
-# The second of three steps from a `StepConfig` to a schedule. What goes down begins when it may,
-# in that order; its bytes leave the device at the end of the copy, or when the room is needed. What
-# comes up begins at the latest moment from which nothing waits, counted back from the last need, or
-# where room begins. The clock is that of the simulator for the schedule before.
 
 
 _Clock = npt.NDArray[np.float64]
@@ -211,20 +187,13 @@ _Clock = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Streams:
-    """Where copies begin and end, as indices of events; one past the last is the end of the step.
-
-    Attributes
-    ----------
-    begins : of each arrival, the event before which its copy is issued.
-    ends : of each departure, the event before which its bytes on the device are free.
-    """
+    """By event: that before which an arrival's copy is issued, or a departure's bytes are free."""
 
     begins: dict[int, int]
     ends: dict[int, int]
 
 
 def _first_clock(residence: Residence) -> _Clock:
-    """The device's time if it never waits."""
     costs = [
         residence.ops[item.name].cost_us if item.kind == "run" else 0.0 for item in residence.items
     ]
@@ -234,7 +203,6 @@ def _first_clock(residence: Residence) -> _Clock:
 def _streams(
     residence: Residence, config: StepConfig, links: Links, clock: _Clock, budget_bytes: int
 ) -> _Streams:
-    """Both queues for a clock."""
     room = budget_bytes - residence.live_bytes
     ends = _departures(residence, links, clock, room)
     return _Streams(_begins_of_arrivals(residence, config, links, clock, room, ends), ends)
@@ -248,13 +216,17 @@ def _departures(
     leaves = [(made.get(item.name, k), k) for k, item in enumerate(items) if item.kind == "leave"]
     whole_us, arrivals, ends = 0.0, _arrivals_of(residence), dict[int, int]()
     for issued, k in sorted(leaves):
+        # One queue, in the order in which copies may begin.
         whole_us = max(whole_us, clock[min(issued + 1, k)])
         whole_us += links.d2h.us(residence.sizes[items[k].name])
+        # Do not lose an event to rounding.
         ends[k] = int(np.searchsorted(clock[:-1], whole_us - 1e-9))
     for k in sorted(ends):
         name = items[k].name
         back = next((at for at in arrivals.get(name, ()) if at > k), len(items))
+        # It must be gone before it comes back.
         end = min(max(ends[k], k), back)
+        # If its room is needed earlier, it is freed earlier, and the device waits for the copy.
         short = np.flatnonzero(room[k:end] < residence.sizes[name])
         ends[k] = k + int(short[0]) if short.size else end
         room[k : ends[k]] -= residence.sizes[name]
@@ -262,7 +234,6 @@ def _departures(
 
 
 def _made_at(residence: Residence) -> dict[str, int]:
-    """The event that makes each value of a layer that leaves: its copy begins there."""
     return {
         name: k
         for k, item in enumerate(residence.items)
@@ -284,12 +255,13 @@ def _begins_of_arrivals(
     residence: Residence, config: StepConfig, links: Links, clock: _Clock,
     room: npt.NDArray[np.int64], ends: dict[int, int],
 ) -> dict[int, int]:  # fmt: skip
-    """Begins of arrivals, in the order of their needs."""
     items = residence.items
     arrivals = [k for k, item in enumerate(items) if item.kind == "arrive"]
     if not config.prefetch:
+        # Without prefetch, each copy is issued at its use.
         return {k: k for k in arrivals}
     latest, following = dict[int, float](), float("inf")
+    # Back from the last need: the latest starts at which nothing waits.
     for k in reversed(arrivals):
         following = min(clock[k], following) - links.h2d.us(residence.sizes[items[k].name])
         latest[k] = following
@@ -299,6 +271,7 @@ def _begins_of_arrivals(
         size_bytes = residence.sizes[items[k].name]
         at = int(np.searchsorted(clock[:-1], latest[k] + 1e-9, side="right")) - 1
         at = min(max(at, last, may[k]), k)
+        # It needs room from here until its use.
         short = np.flatnonzero(room[at:k] < size_bytes)
         at += int(short[-1]) + 1 if short.size else 0
         room[at:k] -= size_bytes
@@ -307,11 +280,6 @@ def _begins_of_arrivals(
 
 
 def _earliest(residence: Residence, config: StepConfig, ends: dict[int, int]) -> dict[int, int]:
-    """The first event before which each arrival may be issued.
-
-    What was there before must be gone; with a window, so must all but the last parameters. States
-    that are on NVMe go through slots on the host.
-    """
     gone, dropped, may, fetched = dict[str, int](), list[int](), dict[int, int](), 0
     read, written = 0, list[int]()
     for k, item in enumerate(residence.items):
@@ -321,14 +289,17 @@ def _earliest(residence: Residence, config: StepConfig, ends: dict[int, int]) ->
             gone[item.name] = k + 1
             dropped += [k + 1] if is_weight else []
         elif item.kind == "leave":
+            # A value may come back once its bytes are free.
             gone[item.name] = max(ends[k], k + 1)
             written += [k + 1] if is_read else []
         elif item.kind == "arrive":
+            # The earlier copy must be gone.
             may[k] = gone.get(item.name, 0)
             if is_read:  # it is read from NVMe once a state before it has made room on the host
                 may[k] = written[read - config.slots] if read >= config.slots else 0
                 read += 1
             if is_weight:
+                # With a window, only the last few parameters may be there.
                 before = fetched - config.window
                 if config.window and 0 <= before < len(dropped):
                     may[k] = max(may[k], dropped[before])
@@ -336,22 +307,9 @@ def _earliest(residence: Residence, config: StepConfig, ends: dict[int, int]) ->
     return may
 
 
-# The schedule of a whole step, written from its events and the places of their copies.
-#
-# The third of three steps from a `StepConfig` to a schedule. What the host computes is issued right
-# after the copy of the gradient that it waits for. States on NVMe come up in the order of their
-# updates, so many ahead as there are slots, and go back down.
-
-
 @dataclass
 class _StepWriter:
-    """Writes one schedule.
-
-    Attributes
-    ----------
-    places : of each step that it wrote, the event at which it stands: how the simulator's clock of
-        steps becomes one of events.
-    """
+    """Writes one schedule. `places` has, of each step written, the event at which it stands."""
 
     graph: TrainingGraph
     residence: Residence
@@ -368,13 +326,13 @@ class _StepWriter:
         self.sums_left = dict[str, int]()
         for op in self.sums.values():
             self.sums_left[op.inputs[0]] = self.sums_left.get(op.inputs[0], 0) + 1
+        # A gradient summed on the device may leave several times; the host waits for the last.
         self.last_leave = {
             item.name: k for k, item in enumerate(self.residence.items) if item.kind == "leave"
         }
         self.waiting = list(self._states_on_nvme())
 
     def steps(self) -> list[Step]:
-        """All steps in order."""
         issued, freed = dict[int, list[str]](), dict[int, list[str]]()
         items = self.residence.items
         for k, at in self.streams.begins.items():
@@ -382,9 +340,11 @@ class _StepWriter:
         for k, at in self.streams.ends.items():
             if at > k:  # what leaves at once is freed where its copy is issued, in `_item`
                 freed.setdefault(at, []).append(items[k].name)
+        # Fill the host's slots before anything runs.
         steps = [step for _ in range(self.slots) for step in self._next_state()]
         self.places += [0] * len(steps)
         for k in range(len(items) + 1):
+            # Free first: the fetches may need that room.
             found: list[Step] = [*map(Free, freed.get(k, ())), *map(Fetch, issued.get(k, ()))]
             if k < len(items):
                 found += self._item(k)
@@ -398,11 +358,12 @@ class _StepWriter:
             yield Compute(name)
             for made in self.residence.ops[name].outputs:
                 if made in self.residence.hosted:
+                    # The copy begins here; the value leaves later.
                     yield Offload(made)
         elif kind == "drop":
             yield Free(name)
             if name in self.residence.hosted:
-                yield Free(name, "host")
+                yield Free(name, "host")  # dropped after its last use
         elif kind == "leave":
             if name not in self.residence.hosted:
                 yield Offload(name)
@@ -414,7 +375,6 @@ class _StepWriter:
                 yield from self._on_host(name)
 
     def _on_host(self, gradient: str) -> Iterator[Step]:
-        """What the host does with a gradient that has left for the last time."""
         total = gradient
         if gradient in self.sums:
             op = self.sums[gradient]
@@ -422,6 +382,7 @@ class _StepWriter:
             yield Compute(op.name, "host")
             yield Free(gradient, "host")
             self.sums_left[total] -= 1
+        # More microbatches are to be added.
         if self.sums_left.get(total, 0) or total not in self.updates:
             return
         op = self.updates[total]
@@ -434,6 +395,7 @@ class _StepWriter:
     def _back_to_nvme(self, state: str) -> Iterator[Step]:
         yield Offload(state, "nvme")
         yield Free(state, "host")
+        # Its slot on the host is free for the next state.
         yield from self._next_state()
 
     def _states_on_nvme(self) -> Iterator[str]:
@@ -458,10 +420,6 @@ class _StepWriter:
 
 
 def host_peak_bytes(graph: TrainingGraph, steps: list[Step]) -> int:
-    """The most bytes on the host, by the order of the steps.
-
-    Asked before the simulator is, which refuses a step that finds the host full.
-    """
     sizes = {value.name: value.size_bytes for value in graph.values}
     ops = {op.name: op for op in graph.ops}
     there = {v.name for v in graph.values if v.home == "host"}
@@ -469,6 +427,7 @@ def host_peak_bytes(graph: TrainingGraph, steps: list[Step]) -> int:
     peak = now
     for step in steps:
         if isinstance(step, Compute):
+            # Host copies of what the device rewrites are stale: the simulator drops them.
             stale = () if step.at == "host" else ops[step.op].updates
             came, went = set[str](), there.intersection(stale)
         elif isinstance(step, Free):
@@ -489,12 +448,9 @@ _HOPELESS = 1.05
 
 @dataclass(frozen=True)
 class StepTask:
-    """What is to be planned: a step, and the machine that it must fit.
+    """A step, and the machine that it must fit; the budget is on the device's true peak.
 
-    Attributes
-    ----------
-    budget_bytes : on the device's true peak. links : with the room on the host and on NVMe.
-    host_computes : whether the host has a processor of its own; else the device makes all updates.
+    `host_computes` says that the host has a processor of its own; else the device updates.
     """
 
     microbatch: Microbatch
@@ -504,7 +460,6 @@ class StepTask:
     host_computes: bool = True
 
     def feasible(self, config: StepConfig) -> StepConfig:
-        """The config with nothing computed on a host that cannot."""
         if self.host_computes:
             return config
         return msgspec.structs.replace(config, sums="device", updates="device")
@@ -512,8 +467,6 @@ class StepTask:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A config with its schedule and what the simulator says of it."""
-
     config: StepConfig
     graph: TrainingGraph
     schedule: Schedule
@@ -531,10 +484,7 @@ class Short:
 def planned_step(
     task: StepTask, config: StepConfig, name: str, limit_us: float = float("inf")
 ) -> PlannedStep | Short:
-    """The fastest schedule of a config in `_ROUNDS` rounds, or what it lacks.
-
-    A first round far beyond `limit_us` is the last: the others gain less than that.
-    """
+    """The fastest schedule of a config in `_ROUNDS` rounds, or what it lacks."""
     graph = config.graph(task.microbatch, task.update, task.links)
     residence = Residence.of(graph, task.microbatch, config, task.budget_bytes)
     if residence.peak_bytes > task.budget_bytes:
@@ -544,6 +494,7 @@ def planned_step(
         found = _streams(residence, config, task.links, clock, task.budget_bytes)
         writer = _StepWriter(graph, residence, found, config.slots)
         steps = writer.steps()
+        # Check first: the simulator refuses a step that finds the host full.
         need_bytes = host_peak_bytes(graph, steps)
         if need_bytes > task.links.host_bytes:
             return Short("host", need_bytes)
@@ -551,15 +502,16 @@ def planned_step(
         simulation = simulate(graph, schedule)
         if best is None or simulation.time_us < best.simulation.time_us:
             best = PlannedStep(config, graph, schedule, simulation)
+        # Without stalls nothing can be gained; far above the limit, later rounds gain too little.
         if not simulation.stalls or simulation.time_us > _HOPELESS * limit_us:
             break
+        # Stalls delay the device, so copies are placed again by the new clock.
         clock = _clock_of(writer.places, simulation, len(residence.items))
     assert best is not None
     return best
 
 
 def device_peak_bytes(task: StepTask, config: StepConfig) -> int:
-    """The device's peak of a config's schedule, which copies do not raise."""
     graph = config.graph(task.microbatch, task.update, task.links)
     return Residence.of(graph, task.microbatch, config, task.budget_bytes).peak_bytes
 
@@ -569,4 +521,4 @@ def _clock_of(places: list[int], simulation: Simulation, n_items: int) -> _Clock
     clock = np.zeros(n_items + 1)
     for at, us in zip(places, simulation.clock_us, strict=True):
         clock[min(at + 1, n_items)] = us
-    return np.maximum.accumulate(clock)
+    return np.maximum.accumulate(clock)  # events without steps keep the clock before

@@ -24,12 +24,9 @@ from remat.whole_step.step_graph import ADD, FORWARD_ENDS, STEP, OpByOp
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of one microbatch's code.
+    """A part of one microbatch's code, in names of the captured graph.
 
-    Attributes
-    ----------
-    steps : in names of the captured graph. ends_forward : whether results are handed out at its
-        end. gradients : the parameters whose gradients are.
+    At its end results are handed out if it `ends_forward`, and the gradients of these parameters.
     """
 
     steps: tuple[Step, ...]
@@ -48,16 +45,12 @@ class Resume:
 
 @dataclass(frozen=True)
 class Add:
-    """Add a microbatch's gradient of a parameter to the sum."""
-
     parameter: str
     microbatch: int
 
 
 @dataclass(frozen=True)
 class StepOf:
-    """Take the optimizer's step for a parameter, and let go of its gradient."""
-
     parameter: str
 
 
@@ -66,8 +59,6 @@ StepAction = Resume | Add | StepOf | Fetch | Offload | Free
 
 @dataclass
 class _Cut:
-    """Cuts one schedule."""
-
     parts: OpByOp
     graph: TrainingGraph
     open: int = -1
@@ -84,14 +75,15 @@ class _Cut:
         self.moving = {v.name for v in self.graph.values if v.home is not None}
 
     def actions(self, steps: Iterable[Step]) -> Iterator[StepAction]:
-        """All actions in order."""
         for step in steps:
             if isinstance(step, Compute):
                 yield from self._compute(step)
+            # Copies and drops of values with a home come between segments.
             elif step.value.startswith("G:") or step.value in self.moving:
                 yield from self._closed()
                 yield step
             else:
+                # All others belong to the code of their microbatch.
                 name, i = self.own[step.value]
                 yield from self._opened(i)
                 self.steps.append(_renamed(step, name))
@@ -112,6 +104,7 @@ class _Cut:
         self.steps.append(Compute(rest))
         self.reads.update(dict.fromkeys(v for v in op.inputs if v in self.moving))
         gradients = tuple(self.parts.finished_by.get(rest, ()))
+        # The generator stops wherever it returns something.
         if op.target == FORWARD_ENDS or gradients:
             yield from self._closed(op.target == FORWARD_ENDS, gradients)
 
@@ -130,7 +123,6 @@ class _Cut:
 
 
 def actions_of(parts: OpByOp, graph: TrainingGraph, schedule: Schedule) -> list[StepAction]:
-    """What a whole step does, in order."""
     return list(_Cut(parts, graph).actions(schedule.steps))
 
 
@@ -138,9 +130,6 @@ def _renamed(step: Free | Fetch | Offload, value: str) -> Step:
     if isinstance(step, Free):
         return Free(value, step.at)
     return Fetch(value, step.to) if isinstance(step, Fetch) else Offload(value, step.to)
-
-
-# What a joint graph of one microbatch takes and gives: parameters, gradients, loss, buffers.
 
 
 _WAY_OUT = "train with remat.rematerialize, or plan for a device of the table"
@@ -152,10 +141,10 @@ class JointResults:
 
     Attributes
     ----------
-    place_of_input : by name, of what is no tangent. gradient_of : by trained parameter or input,
-        the value of its gradient. place_of_gradient : by the same, its place among all results.
-    loss_place : of the loss. written : by the place of a result of forward that is the new value
-        of an input, the place of that input. tangent : of the loss: one.
+    gradient_of : by trained parameter or input, the value of its gradient.
+    place_of_gradient : by the same, its place among all results.
+    written : by the place of a result of forward that is the new value of an input, the place of
+        that input. tangent : of the loss: one.
     """
 
     place_of_input: Mapping[str, int]
@@ -167,13 +156,6 @@ class JointResults:
 
 
 def refuse_unusual(traced: Trace) -> None:
-    """Refuse steps that do more beside their graph than to write to buffers.
-
-    Raises
-    ------
-    CaptureError : the model sets attributes, returns the same twice or a dataclass, or reads
-        numbers anew.
-    """
     name = traced.recipe.name
     if traced.mutated or traced.initialised:
         first = (*traced.mutated, *traced.initialised)[0]
@@ -189,12 +171,7 @@ def refuse_unusual(traced: Trace) -> None:
 
 
 def joint_results(joint: Joint, name: str) -> JointResults:
-    """The places of a joint graph whose forward returns one loss.
-
-    Raises
-    ------
-    CaptureError : it returns something else, or two gradients share a tensor.
-    """
+    """The places of a joint graph whose forward returns one loss; `CaptureError` for others."""
     nodes = joint.module.graph.find_nodes(op="placeholder")
     inputs = [node for node in nodes if not is_tangent(node)]
     results: Any = joint.module.graph.output_node().args[0]
@@ -207,6 +184,7 @@ def joint_results(joint: Joint, name: str) -> JointResults:
             f"{len(losses)} results or a larger one: give loss_fn="
         )
     place_of, gradient_of = dict[str, int](), dict[str, str]()
+    # The results of forward come first, then one gradient for each input, or None.
     for place, node in enumerate(inputs, joint.num_forward_outputs):
         gradient = results[place] if place < len(results) else None
         if isinstance(gradient, fx.Node):
@@ -217,12 +195,12 @@ def joint_results(joint: Joint, name: str) -> JointResults:
     return JointResults(
         {node.name: place for place, node in enumerate(inputs)},
         gradient_of, place_of, losses[0], written,
+        # `loss.backward()` starts from a gradient of one.
         torch.ones(tuple(like.shape), dtype=like.dtype),
     )  # fmt: skip
 
 
 def _written(joint: Joint, inputs: list[fx.Node]) -> dict[int, int]:
-    """By the place of a result of forward, the place of the input that it is the new value of."""
     described = joint.module.graph.output_node().meta["desc"][: joint.num_forward_outputs]
     places = {node.meta["desc"].expr(): place for place, node in enumerate(inputs)}
     found = {place: getattr(what, "mutated_input", None) for place, what in enumerate(described)}

@@ -41,16 +41,9 @@ _Folders = Mapping[Tier, Folder]
 
 
 class Held:
-    """Tensors that move together.
+    """Tensors that move together, each with a storage of its own; `name` says what they are.
 
-    Parameters
-    ----------
-    name : what they are, in words. tensors : the user's, each with a storage of its own.
-    folders : where files of the lower tiers are made.
-
-    Attributes
-    ----------
-    is_in_memory : whether the storages hold the bytes. copied : the tiers whose files hold them.
+    `is_in_memory` is whether the storages hold the bytes, `copied` has the tiers whose files do.
     """
 
     def __init__(self, name: str, tensors: Iterable[Tensor], folders: _Folders) -> None:
@@ -70,6 +63,7 @@ class Held:
         found = list(tensors)
         self.settle()
         self.copied.clear()
+        # Unchanged tensors keep their storages and their files.
         if [id(one) for one in found] == [id(one) for one in self.tensors]:
             return
         self._files.clear()
@@ -77,21 +71,19 @@ class Held:
         for one in found:
             if not one.untyped_storage().resizable():  # such as memory that is mapped from a file
                 one.data = one.data.clone()
+        # Our own tensor on the same storage: the user's is empty while the bytes are below.
         self.whole = [one.data for one in found]
         self.sizes_bytes = [one.untyped_storage().nbytes() for one in found]
 
     def written(self) -> None:
-        """What files hold is not what memory holds any more."""
         self.copied.clear()
 
     def attach(self) -> None:
-        """Let the user's tensors have their storages, filled or not."""
         for one, whole in zip(self.tensors, self.whole, strict=True):
             if one.data_ptr() != whole.data_ptr() or one.shape != whole.shape:
                 one.data = whole
 
     def rest(self) -> None:
-        """Let the user's tensors be empty, if their bytes are below."""
         if not self.is_in_memory:
             for one in self.tensors:
                 one.data = torch.empty(0, dtype=one.dtype)
@@ -102,7 +94,7 @@ class Held:
         return not self.is_in_memory and any(one.numel() for one in self.tensors)
 
     def offload(self, to: Tier) -> None:
-        """Begin to copy one tier down."""
+        # An optimizer has no state before its first step.
         if not self.tensors:
             return
         if to == "host":
@@ -110,6 +102,7 @@ class Held:
             given = [self, to, addresses]
             self._leaving.append(link_thread("d2h").begin(_files_from_memory, given))
         else:
+            # It reads the host's file, which must be complete.
             after = self._leaving[-1] if self._leaving else None
             copy = link_thread("write").begin(_copy_files, [self, "host", to], after)
             self._leaving.append(copy)
@@ -118,6 +111,7 @@ class Held:
         """Begin to copy one tier up; into memory that is taken here."""
         if not self.tensors:
             return
+        # The second copy reads what the first one writes.
         before = self._arriving[-1] if self._arriving else None
         if to == "host":
             copy = link_thread("read").begin(_copy_files, [self, "nvme", to], before)
@@ -128,29 +122,25 @@ class Held:
         self._arriving.append(copy)
 
     def arrive(self) -> None:
-        """Wait for what is on its way into memory."""
         while self._arriving:
             self._arriving[-1].wait()
             self._arriving.clear()
             self.is_in_memory = True
 
     def leave(self) -> None:
-        """Wait for copies out of memory and into it, then give it back.
-
-        A copy that nobody has waited for would write to memory that is another's by then.
-        """
         if not self.tensors:
             return
+        # A pending copy would write to memory that is someone else's by then.
         self._wait_for_all()
         self._arriving.clear()
         if not self.copied:
             raise TierError(f"{self.name} would be dropped, and no file holds it")
         self.is_in_memory = False
         for whole in self.whole:
+            # Keep the storage object, and with it all views; only its bytes go.
             whole.untyped_storage().resize_(0)
 
     def forget_below(self, tier: Tier) -> None:
-        """Nothing needs what a tier holds any more; its file is kept, to be written again."""
         self._wait_for_all()
         self.copied.discard(tier)
         self._files.pop(tier, None)
@@ -171,6 +161,7 @@ class Held:
         """Bring the bytes back into memory from wherever they are, whatever has failed before."""
         self.settle()
         if not self.is_in_memory:
+            # The host is faster than NVMe, and both copies are current.
             tier: Tier = "host" if "host" in self.copied else "nvme"
             copy = link_thread("h2d").begin(_memory_from_files, [self, tier, self._room()])
             copy.wait()
@@ -178,13 +169,13 @@ class Held:
         self.attach()
 
     def close(self) -> None:
-        """Let go of all files; the bytes are in memory."""
         self.settle()
         self.copied.clear()
         self._files.clear()
 
     def _room(self) -> list[int]:
         for whole, size_bytes in zip(self.whole, self.sizes_bytes, strict=True):
+            # A fetch may have taken the memory already.
             if whole.untyped_storage().nbytes() != size_bytes:
                 whole.untyped_storage().resize_(size_bytes)
         return [one.untyped_storage().data_ptr() for one in self.whole]
@@ -197,6 +188,7 @@ class Held:
 
 
 def _files_from_memory(held: Held, to: Tier, addresses: list[int]) -> None:
+    # A file that is being written is no copy: if that fails, it must not be read.
     held.copied.discard(to)
     for file, address in zip(held.files_at(to), addresses, strict=True):
         file.write_from(address)
@@ -209,21 +201,16 @@ def _memory_from_files(held: Held, source: Tier, addresses: list[int]) -> None:
 
 
 def _copy_files(held: Held, source: Tier, to: Tier) -> None:
+    # Likewise: only complete files count.
     held.copied.discard(to)
     for file, other in zip(held.files_at(source), held.files_at(to), strict=True):
         file.copy_to(other)
     held.copied.add(to)
 
 
-# Ctrl-C waits until a few lines of Python have ended: an update is made wholly or not at all.
-
-
 @contextlib.contextmanager
 def uninterrupted() -> Generator[None]:
-    """Hold Ctrl-C back meanwhile, and let it be heard afterwards.
-
-    Python hears it in the main thread alone, so elsewhere nothing is to do.
-    """
+    # Python handles Ctrl-C in the main thread only.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -232,6 +219,7 @@ def uninterrupted() -> Generator[None]:
     try:
         yield
     finally:
+        # None means that the handler was not set from Python.
         signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
         if heard:
             signal.raise_signal(signal.SIGINT)
@@ -242,7 +230,6 @@ _COUNT = "step"
 
 
 def moments(optimizer: Optimizer, parameter: Tensor) -> list[Tensor]:
-    """The tensors that an optimizer keeps of a parameter, beside the count of steps."""
     state: Mapping[str, Any] = optimizer.state.get(parameter, {})
     return [one for key, one in state.items() if key != _COUNT and isinstance(one, Tensor)]
 
@@ -251,10 +238,7 @@ def moments(optimizer: Optimizer, parameter: Tensor) -> list[Tensor]:
 class Residents:
     """All that has a home, by its name in the graph of the step.
 
-    Parameters
-    ----------
-    parameters : by name, with the path that the user knows. homes : of parameters and of states
-        (``O:`` and the parameter's name), the tier between steps.
+    `homes` has the tiers between steps, of parameters and states (``O:`` and the parameter's name).
     """
 
     optimizer: Optimizer
@@ -272,7 +256,6 @@ class Residents:
 
     @property
     def are_all_here(self) -> bool:
-        """Whether everything is in memory."""
         return all(one.is_in_memory for one in self.held.values())
 
     def attach(self) -> None:
@@ -284,47 +267,47 @@ class Residents:
         for name, one in self.held.items():
             if name.startswith("O:"):
                 now = moments(self.optimizer, self.parameters[name[2:]][1])
+                # An optimizer's `load_state_dict` makes new tensors, whose bytes are in memory.
                 if [id(t) for t in now] != [id(t) for t in one.tensors]:
                     one.is_in_memory = True
                     one.adopt(now)
+            # The user has put values into an empty tensor: the files are obsolete.
             elif one.was_replaced:
                 tensors, one.tensors, one.is_in_memory = one.tensors, [], True
                 one.adopt(tensors)
             one.attach()
 
     def send_down(self) -> None:
-        """Send each to its home; nothing moves where all are there."""
         for name, tier in self.homes.items():
             one = self.held[name]
+            # An optimizer without a step has no state.
             if tier == "device" or not one.is_in_memory or not one.tensors:
                 continue
+            # The files are stale: memory may have changed since.
             one.written()
             one.offload("host")
             if tier == "nvme":
                 one.offload("nvme")
             one.leave()
+            # The copy goes to NVMe by way of the host, and leaves nothing there.
             if tier == "nvme":
                 one.forget_below("host")
 
     def rest(self) -> None:
-        """Leave the user's tensors of what is below empty until the next step."""
         with uninterrupted():
             for one in self.held.values():
                 one.rest()
 
     def bring_back(self) -> None:
-        """Bring all into memory, and into the user's tensors; may be called again if it fails.
-
-        Raises
-        ------
-        TierError : a file cannot be read. All others are back, and what is in that file is empty.
-        """
+        """Bring all into memory, and into the user's tensors; may be called again if it fails."""
         failed = list[tuple[str, TierError]]()
         with uninterrupted():
             for one in self.held.values():
+                # One failure must not keep the others from coming back.
                 try:
                     one.restore()
                 except TierError as error:
+                    # Empty, rather than filled with garbage.
                     one.rest()
                     failed.append((one.name, error))
         if failed:
@@ -335,25 +318,18 @@ class Residents:
             ) from failed[0][1]
 
     def close(self) -> None:
-        """Let go of all files, once all is back."""
         for one in self.held.values():
             one.close()
 
 
 class MemoryWatch:
-    """The hooks of one model and its optimizer, while something is below.
-
-    They hold `residents` and not the step, so what is below comes back even after the step itself
-    is gone.
-    """
-
     def __init__(self, model: nn.Module, optimizer: Optimizer, residents: Residents) -> None:
+        # Not the step itself: its values must come back even after it is gone.
         self.residents = residents
         self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
         self._handles: list[RemovableHandle] = []
 
     def begin(self) -> None:
-        """Hear of reads from now on."""
         model, optimizer = self._model(), self._optimizer()
         if self._handles or model is None or optimizer is None:
             return
@@ -367,15 +343,12 @@ class MemoryWatch:
         ]
 
     def end(self) -> None:
-        """Hear of none any more."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
 class _BringBack:
-    """The hook. A copy of a model has one that does nothing, as its tensors are its own."""
-
     def __init__(self, residents: Residents | None = None) -> None:
         self.residents = residents
 
@@ -384,10 +357,11 @@ class _BringBack:
             self.residents.bring_back()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Refuse copies of tensors that are empty, which would be empty for good."""
+        # Copies of empty tensors would stay empty.
         if self.residents is not None and not self.residents.are_all_here:
             raise RewriteError(
                 "a model whose parameters are below the device is copied or pickled: call "
                 "bring_back() of its step first, or save its state_dict()"
             )
+        # A copied model owns its tensors, so its hook does nothing.
         return _BringBack, ()

@@ -25,16 +25,9 @@ from remat.schedules.schedule import Fetch, Offload, Schedule, Step
 from remat.whole_step.program import Add, Resume, Segment, StepAction, StepOf
 from remat.whole_step.residents import Held, Residents, moments, uninterrupted
 
-# The code of one microbatch: forward and backward in one generator, which stops at each segment.
-#
-# It is the code of a rewritten module (`rewriter/graphs`), without autograd around it: the joint
-# graph has eager's own backward ops, and its only tangent is that of the loss.
-
 
 @dataclass(frozen=True)
 class _MicrobatchCode:
-    """The generator's function, which takes all inputs in a list, and the graph behind it."""
-
     run: Steps
     module: fx.GraphModule
 
@@ -42,14 +35,12 @@ class _MicrobatchCode:
 def _microbatch_code(
     joint: Joint, segments: Sequence[Segment], place_of: Mapping[str, int], tier: TierCopies
 ) -> _MicrobatchCode:
-    """Compile the segments of a microbatch.
+    """Compile the segments of a microbatch, all in one generator, which stops after each.
 
-    Parameters
-    ----------
-    place_of : by parameter, the place of its gradient among all results of the joint graph.
-    tier : where values of layers go that leave the device meanwhile.
+    `place_of` has, by parameter, the place of its gradient among all results of the joint graph.
     """
     steps = tuple(step for segment in segments for step in segment.steps)
+    # As in a rewritten module, but without autograd: the joint graph contains backward.
     emitter = _emitter(joint, steps, tier)
     inputs = joint.module.graph.find_nodes(op="placeholder")
     emitter.take_inputs(inputs)
@@ -58,6 +49,7 @@ def _microbatch_code(
     for segment in segments:
         emitter.carry_out(segment.steps, first=begun)
         begun += len(segment.steps)
+        # Forward returns its results once, at its end.
         forward = range(joint.num_forward_outputs) if segment.ends_forward else ()
         places = (*forward, *(place_of[name] for name in segment.gradients))
         given = tuple(emitter.results(results[place] for place in places))
@@ -72,7 +64,6 @@ def _microbatch_code(
 def codes_of(
     joint: Joint, actions: Sequence[StepAction], place_of: Mapping[str, int], tier: TierCopies
 ) -> list[_MicrobatchCode]:
-    """The code of each microbatch of a step; equal ones are compiled once."""
     segments = dict[int, list[Segment]]()
     for action in actions:
         if isinstance(action, Resume):
@@ -80,7 +71,7 @@ def codes_of(
     known = dict[tuple[Segment, ...], _MicrobatchCode]()
     for i in sorted(segments):
         key = tuple(segments[i])
-        if key not in known:
+        if key not in known:  # equal microbatches share code
             known[key] = _microbatch_code(joint, key, place_of, tier)
     return [known[tuple(segments[i])] for i in sorted(segments)]
 
@@ -105,9 +96,9 @@ class StepCode:
 
     Attributes
     ----------
-    actions : in order. codes : of each microbatch. place_of : by parameter, the place of its
-        gradient among all results. loss_place : of the loss. written : by the place of each other
-        result of forward, the input that it is the new value of. tangent : of the loss, one.
+    place_of : by parameter, the place of its gradient among all results.
+    written : by the place of each other result of forward, the input that it is the new value of.
+    tangent : of the loss, one.
     """
 
     actions: Sequence[StepAction]
@@ -122,14 +113,8 @@ class StepCode:
 class StepRun:
     """One step under way.
 
-    Parameters
-    ----------
-    inputs : of each microbatch, all inputs of the joint graph.
-
-    Attributes
-    ----------
-    losses : of the microbatches that have gone forward. updated : parameters that were stepped.
-    updating : the one whose step is being taken.
+    `inputs` has all of the joint graph for each microbatch, `losses` those of forwards that ended.
+    `updated` are the parameters that were stepped, `updating` is the one that is being stepped.
     """
 
     code: StepCode
@@ -147,15 +132,13 @@ class StepRun:
         self.running: dict[int, Iterator[Released]] = {}
 
     def run(self) -> list[Tensor]:
-        """Run all actions; the losses of the microbatches."""
-        # As AOTAutograd runs backward: what autocast asks for stands in the graph.
+        # As AOTAutograd runs backward: the graph already contains autocast's casts.
         with torch.no_grad(), DisableAutocast():
             for action in self.code.actions:
                 self._carry_out(action)
         return self.losses
 
     def stop(self) -> None:
-        """Let go of all that a step that has failed still holds."""
         for one in self.running.values():
             one.close()  # pyright: ignore[reportAttributeAccessIssue]  # it is a generator
         self.running.clear()
@@ -164,6 +147,7 @@ class StepRun:
             if name.startswith("G:"):
                 one.settle()
         if self.updating:
+            # An update that was cut short must not leave a gradient for the next step.
             self.residents.parameters[self.updating][1].grad = None
 
     def _carry_out(self, action: StepAction) -> None:
@@ -173,6 +157,7 @@ class StepRun:
             self._arrived(f"G:{action.parameter}")
             gradient = self.waiting.pop((action.parameter, action.microbatch))
             total = self.held[f"G:{action.parameter}"]
+            # Lower copies lack this addition.
             total.written()
             total.whole[0].add_(gradient)
         elif isinstance(action, StepOf):
@@ -194,6 +179,7 @@ class StepRun:
             self._arrived(name)
         i, segment = action.microbatch, action.segment
         if i not in self.running:
+            # A new list, since the generator clears it.
             self.running[i] = self.code.codes[i].run(list(self.inputs[i]))
         places, given = next(self.running[i])
         found = dict(zip(places, given, strict=True))
@@ -201,9 +187,11 @@ class StepRun:
         if segment.ends_forward:
             self.losses.append(found[self.code.loss_place])
             for place, written in self.code.written.items():
+                # AOTAutograd returns the new values of buffers; eager writes them into the buffers.
                 self.inputs[i][written].copy_(found[place])
         for name in segment.gradients:
             gradient = found.pop(self.code.place_of[name])
+            # The first microbatch's gradient becomes the sum.
             if i:
                 self.waiting[name, i] = gradient
             else:
@@ -216,13 +204,16 @@ class StepRun:
             if one in self.held:
                 self._arrived(one)
         parameter, state = self.residents.parameters[name][1], self.held.get(f"O:{name}")
+        # Ctrl-C waits: an update happens completely or not at all.
         with uninterrupted():
             self.updating = name
+            # Lower copies lack this update.
             self.held[name].written()
             parameter.grad = self.held.pop(f"G:{name}").whole[0]
             step_alone(self.optimizer, parameter, self.groups[id(parameter)])
             parameter.grad = None
             if state is not None:
+                # The first step creates the state.
                 state.adopt(moments(self.optimizer, parameter))
             self.updated.append(name)
             self.updating = ""

@@ -22,15 +22,13 @@ from remat.whole_step.running import StepCode, StepRun
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What was planned: the step op by op, and what the simulator says of it."""
-
     graph: TrainingGraph
     schedule: Schedule
     simulation: Simulation
 
     @property
     def resting_bytes(self) -> int:
-        """Bytes in memory between steps: what is resident, and what has its home there."""
+        """In memory between steps: what is resident, and what has its home there."""
         there = (value.size_bytes for value in self.graph.values if value.home == "device")
         return self.graph.resident.total_bytes + sum(there)
 
@@ -72,6 +70,8 @@ class WholeStep:
         self._watch = MemoryWatch(guards.model, optimizer, residents)
         self._lock = threading.Lock()
         self._is_closed = False
+        # A module-level function: a method would keep this object alive. At exit, nobody reads the
+        # tensors any more.
         end = weakref.finalize(self, _end, self._watch, residents)
         end.atexit = False
 
@@ -97,6 +97,7 @@ class WholeStep:
         at the exception says which of them had been updated.
         """
         batches = self._batches(args, kwargs, targets)
+        # Do not wait: a step called within a step would wait for itself.
         if not self._lock.acquire(blocking=False):
             raise RewriteError(
                 f"a step of this {self._guards.kind} is under way: let it end before the next"
@@ -160,8 +161,10 @@ class WholeStep:
     def _step(self, batches: list[Any]) -> list[Tensor]:
         run: StepRun | None = None
         try:
+            # Guards compare shapes, and tensors at rest are empty.
             self._residents.attach()
             inputs = [self._inputs(batch) for batch in batches]
+            # Refuse before anything leaves the device.
             self._require_ready()
             self._watch.begin()
             run = StepRun(self._code, self._optimizer, self._residents, inputs)
@@ -169,14 +172,15 @@ class WholeStep:
             losses = run.run()
             self._residents.rest()
             return losses
+        # Ctrl-C included.
         except BaseException as error:
             with uninterrupted():
                 self._recover(run, error)
             raise
 
     def _inputs(self, batch: Any) -> list[Any]:
-        """All inputs of the joint graph for one microbatch."""
         state, leaves = self._guards.require(batch)
+        # The graph contains its own backward, so autograd must not record it.
         return [*(t.detach() for t in state), *leaves, self._code.tangent]
 
     def _require_ready(self) -> None:
@@ -192,11 +196,12 @@ class WholeStep:
                 )
 
     def _recover(self, run: StepRun | None, error: BaseException) -> None:
-        """Bring all back, and say what had been done."""
         if run is None:
+            # Nothing has run: empty again what is below.
             self._residents.rest()
             return
         run.stop()
+        # Whatever happened, all tensors are back in memory.
         self._residents.bring_back()
         paths = [self._residents.parameters[name][0] for name in run.updated]
         torn = self._residents.parameters[run.updating][0] if run.updating else ""

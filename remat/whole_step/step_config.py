@@ -66,7 +66,6 @@ class StepConfig(msgspec.Struct, frozen=True):
 
     @property
     def microbatches(self) -> int:
-        """Of the whole step."""
         return sum(one.microbatches for one in self.passes)
 
     @property
@@ -75,11 +74,11 @@ class StepConfig(msgspec.Struct, frozen=True):
         return all(one.microbatches == 1 for one in self.passes)
 
     def graph(self, microbatch: Microbatch, update: Update, links: Links | None) -> TrainingGraph:
-        """The graph of the step whose values these choices are about."""
         places = tuple(
             GroupPlace(
                 parameters="device" if tier == "device" else "host",
                 state=tier,
+                # The device's update reads the sum there.
                 sums="device" if tier == "device" or at in self.kept_gradients else self.sums,
             )
             for at, tier in enumerate(self.state)
@@ -88,21 +87,19 @@ class StepConfig(msgspec.Struct, frozen=True):
         return optimizer_step(microbatch, update, StepShape(options, places), links)
 
     def device_order(self, microbatch: Microbatch, graph: TrainingGraph) -> list[Op]:
-        """What the device computes, in order: passes layer by layer, and its own updates.
-
-        Microbatches keep their order in each layer, in which eager adds their gradients.
-        """
         names = list[str]()
         layers = range(len(microbatch.layers) - 1)
         turn, first = len(microbatch.layers) - 1, 0
         for one in self.passes:
             each = range(first, first + one.microbatches)
             first += one.microbatches
+            # Each layer takes microbatches in order, as eager adds their gradients.
             names += [f"forward.{at}.{i}" for at in layers for i in each]
             names += [f"turn.{turn}.{i}" for i in each]
             is_last = first == self.microbatches
             for at in (turn, *reversed(layers)):
                 names += [f"backward.{at}.{i}" for i in each] if at != turn else []
+                # Gradients are complete only in the last pass.
                 names += self._own_updates(microbatch, at) if is_last else []
         names += [f"update.{at}" for at in self.updated_on_device(microbatch)]
         ops = {op.name: op for op in graph.ops}
@@ -114,50 +111,35 @@ class StepConfig(msgspec.Struct, frozen=True):
             return []
         late = [at for layer in reversed(microbatch.layers) for at in layer.gives]
         here = [at for at in late if self.state[at] == "host" and self._adds_on_device(at)]
+        # The last ones of backward: on the host, nothing would hide their updates.
         return here[-self.device_updates :]
 
     def _adds_on_device(self, group: int) -> bool:
         return self.sums == "device" or group in self.kept_gradients
 
     def _own_updates(self, microbatch: Microbatch, layer: int) -> list[str]:
-        """Updates that the device makes as soon as gradients are whole."""
         gives = microbatch.layers[layer].gives
         here = [at for at in gives if "device" in (self.state[at], self.updates)]
         return [f"update.{at}" for at in here if microbatch.groups[at].trained]
 
     def state_is_on_nvme(self, value: str) -> bool:
-        """Whether a value is the state of a group that is on NVMe between steps."""
         kind, _, at = value.partition(".")
         return kind == "O" and self.state[int(at)] == "nvme"
 
 
-# Published systems as fixed configs of the same step, to compare a plan with.
-#
-# Each decides by rule what the search decides by trial. All compute a layer's inside again in
-# backward, as they advise (gradient checkpointing a layer), and give the same bits. ZeRO-Offload's
-# delayed update is none of them: it steps with the gradients of the step before, which is another
-# training run.
-
-
+# Systems are fixed configs of the same step. All compute a layer's inside again in backward, as
+# they advise, and give the same bits.
 _Rule = Callable[[Microbatch, int], StepConfig]
 
 
 @dataclass(frozen=True)
 class _NamedSystem:
-    """A system and what it would do.
-
-    Attributes
-    ----------
-    title : its name. source : the paper. config : from the layers and the number of microbatches.
-    """
-
     title: str
     source: str
     config: _Rule
 
 
 def full_recompute(microbatch: Microbatch) -> tuple[int, ...]:
-    """The option of each layer that saves the least, the fastest of these."""
     return tuple(
         min(range(len(layer.options)), key=lambda i: (layer.options[i].saved_bytes, i))
         for layer in microbatch.layers
@@ -219,12 +201,6 @@ DELAYED = "zero-offload-delayed"
 
 
 def named_system(name: str) -> _NamedSystem:
-    """The system of that name.
-
-    Raises
-    ------
-    SolverError : there is none, or it trains another run than eager does.
-    """
     if name == DELAYED:
         raise SolverError(
             "a delayed update steps with the gradients of the step before, so it trains another "

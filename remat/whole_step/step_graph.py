@@ -46,13 +46,7 @@ class GroupPlace(msgspec.Struct, frozen=True):
 
 
 class StepShape(msgspec.Struct, frozen=True):
-    """What a graph of the whole step is made for.
-
-    Attributes
-    ----------
-    options : of each microbatch, the option of each layer.
-    places : of each group.
-    """
+    """By microbatch, the option of each layer; and the place of each group."""
 
     options: tuple[tuple[int, ...], ...]
     places: tuple[GroupPlace, ...]
@@ -61,15 +55,6 @@ class StepShape(msgspec.Struct, frozen=True):
 def optimizer_step(
     microbatch: Microbatch, update: Update, shape: StepShape, links: Links | None
 ) -> TrainingGraph:
-    """One step over as many microbatches as `shape` has options for.
-
-    Gradients are added in the order of the microbatches, as eager adds them, so sums have its bits
-    if the schedule keeps that order.
-
-    Raises
-    ------
-    GraphError : no microbatch, or options and places of another number than layers and groups.
-    """
     _check_shape(microbatch, shape)
     made = _Made(microbatch, update, shape)
     return TrainingGraph(
@@ -78,7 +63,9 @@ def optimizer_step(
         values=tuple(made.values()),
         outputs=tuple(f"{name}.{i}" for i in range(made.count) for name in microbatch.outputs),
         resident=msgspec.structs.replace(
-            microbatch.resident, batch_bytes=made.count * microbatch.resident.batch_bytes
+            # All batches are in memory during the whole step.
+            microbatch.resident,
+            batch_bytes=made.count * microbatch.resident.batch_bytes,
         ),
         inputs=microbatch.inputs,
         device=microbatch.device,
@@ -108,8 +95,9 @@ class _Made:
         self.producer: dict[str, str] = {}
 
     def computations(self) -> Iterator[Op]:
-        """Forward and backward of each microbatch in turn."""
         layers = list(enumerate(self.microbatch.layers))
+        # In the order of microbatches, as eager adds gradients: sums have its bits if the schedule
+        # keeps that order.
         for i in range(self.count):
             for at, layer in layers:
                 yield self._turn(at, layer, i) if layer.turns else self._forward(at, layer, i)
@@ -118,7 +106,6 @@ class _Made:
                     yield self._backward(at, layer, i)
 
     def sums(self) -> Iterator[Op]:
-        """Additions on the host, of the gradients of later microbatches to those of the first."""
         for at, group in enumerate(self.microbatch.groups):
             if self.shape.places[at].sums == "device" or not group.trained:
                 continue
@@ -131,15 +118,12 @@ class _Made:
                 )  # fmt: skip
 
     def updates(self) -> Iterator[Op]:
-        """The optimizer's step of each group. A host that rewrites W makes all copies stale.
-
-        Sums have eager's bits on either side. Whether an update has is a matter of its kernel,
-        which may fuse a product and a sum: not known for a host in a GPU's place.
-        """
         for at, group in enumerate(self.microbatch.groups):
             if not group.trained:
                 continue
             state = (f"O.{at}",) if self.update.state_bytes(group) else ()
+            # Sums have eager's bits on device and host. Updates may not: a kernel may fuse a
+            # product and a sum, which is unknown for a host beside a GPU.
             yield Op(
                 f"update.{at}", GROUP_UPDATE, "update", (f"G.{at}", *state, f"W.{at}"), (),
                 self.update.device_us(group), group.update_workspace_bytes, module=group.name,
@@ -148,7 +132,6 @@ class _Made:
             )  # fmt: skip
 
     def values(self) -> Iterator[Value]:
-        """Parameters and state, then what ops make."""
         for at, (group, place) in enumerate(
             zip(self.microbatch.groups, self.shape.places, strict=True)
         ):
@@ -205,19 +188,18 @@ class _Made:
         self, name: str, target: str, layer: Layer, i: int, reads: tuple[str, ...],
         makes: tuple[str, ...], cost_us: float, workspace_bytes: int,
     ) -> Op:  # fmt: skip
-        """An op that makes gradients of parameters: its own, or added to those that are there.
-
-        What it makes anew is in its workspace while it is added, and is an output otherwise.
-        """
+        """An op that makes gradients of parameters: its own, or added to those that are there."""
         made = self._crossing(name, makes, i)
         added = list[str]()
         for at in layer.gives:
             group, place = self.microbatch.groups[at], self.shape.places[at]
+            # While it is added, the new gradient is part of the workspace.
             if i and place.sums == "device":
                 added.append(f"G.{at}")
                 continue
             gradient = f"G.{at}.{i}" if i else f"G.{at}"
             made = (*made, self._made_by(name, gradient, group.gradient_bytes))
+            # Here the gradient is an output, not workspace.
             workspace_bytes -= group.gradient_bytes
         return Op(
             name, target, _COMPUTE, (*_step_weights(layer), *reads, *added), made, cost_us,
@@ -230,11 +212,10 @@ def _step_weights(layer: Layer) -> tuple[str, ...]:
     return tuple(f"W.{at}" for at in layer.groups)
 
 
-# A whole optimizer step as a graph of single ops: those of a captured graph once a microbatch.
-#
-# The graph of layers (`step_graph.py`) is searched over. This one is what runs, so its peak is
-# that of the step to the byte. Names: ``addmm_3.1`` is op or value ``addmm_3`` of microbatch 1. Of
-# a parameter ``primals_4``, ``G:primals_4`` is its gradient, ``O:primals_4`` its state.
+# Below: a step as a graph of single ops, those of a captured graph once a microbatch. The graph of
+# layers is searched over; this one is what runs, so its peak is that of the step to the byte.
+# Names: ``addmm_3.1`` is op or value ``addmm_3`` of microbatch 1. Of a parameter ``primals_4``,
+# ``G:primals_4`` is its gradient, ``O:primals_4`` its state.
 
 
 FORWARD_ENDS, ADD, STEP = "remat.forward_ends", "remat.add_gradient", "remat.parameter_step"
@@ -243,12 +224,9 @@ FORWARD_ENDS, ADD, STEP = "remat.forward_ends", "remat.add_gradient", "remat.par
 
 @dataclass(frozen=True)
 class OpByOp:
-    """The ops and values of one step of `count` microbatches.
+    """The ops and values of one step of `count` microbatches, from the captured graph of one batch.
 
-    Attributes
-    ----------
-    captured : the graph of one batch. microbatch : its layers. places : of each of its groups.
-    updates : by the captured name of each trained parameter, what its update takes.
+    `places` are of the groups of `microbatch`, `updates` by the captured name of each parameter.
     """
 
     captured: TrainingGraph
@@ -260,18 +238,15 @@ class OpByOp:
 
     @cached_property
     def gradient_of(self) -> dict[str, str]:
-        """By trained parameter, its gradient in the captured graph."""
         groups = self.microbatch.groups
         return {p: g for group in groups for p, g in group.gradient_of.items() if g}
 
     @cached_property
     def parameter_of(self) -> dict[str, str]:
-        """By gradient, its parameter."""
         return {gradient: parameter for parameter, gradient in self.gradient_of.items()}
 
     @cached_property
     def finished_by(self) -> dict[str, list[str]]:
-        """By op of the captured graph, the parameters whose gradients it is the last to touch."""
         last = dict[str, str]()
         for op in self.captured.ops:
             for name in (*op.inputs, *op.outputs):
@@ -284,9 +259,11 @@ class OpByOp:
 
     def value(self, name: str, i: int) -> str:
         """The value of microbatch `i` that `name` stands for in the captured graph."""
+        # The first microbatch's gradient becomes the sum.
         if not i and name in self.parameter_of:
             return f"G:{self.parameter_of[name]}"
         found = self.captured.value_by_name[name]
+        # All microbatches share the tangent of the loss.
         return f"{name}.{i}" if found.producer and found.kind != "tangent" else name
 
     def graph(self, names: Sequence[str], links: Links | None) -> TrainingGraph:
@@ -316,6 +293,7 @@ class OpByOp:
         for i in range(self.count):
             for op in self.captured.ops:
                 if op.target == TANGENTS:
+                    # Here forward's results are returned, and backward begins.
                     given = tuple(self.value(v, i) for v in self.captured.forward_outputs)
                     yield Op(f"{op.name}.{i}", FORWARD_ENDS, _COMPUTE, given, (), op.cost_us)
                     continue
@@ -325,7 +303,7 @@ class OpByOp:
                     phase=_COMPUTE,
                     inputs=tuple(dict.fromkeys(self.value(v, i) for v in op.inputs)),
                     outputs=tuple(self.value(v, i) for v in op.outputs),
-                    checkpoint=0,
+                    checkpoint=0,  # the plan decides what reruns
                 )
 
     def _additions(self) -> Iterator[Op]:
@@ -336,6 +314,7 @@ class OpByOp:
                 yield Op(
                     f"add:{parameter}.{i}", ADD, _COMPUTE,
                     (f"G:{parameter}", self.value(gradient, i)), (),
+                    # Two are read, one is written.
                     3 * size_bytes / (self.update.device_gb_s * 1e3), cost_origin="modelled",
                     updates=(f"G:{parameter}",),
                 )  # fmt: skip
@@ -344,6 +323,7 @@ class OpByOp:
         for group in self.microbatch.groups:
             if not group.trained:
                 continue
+            # Share the group's time by bytes: updates are bound by memory.
             us_a_byte = self.update.device_us(group) / group.parameter_bytes
             for name in filter(group.gradient_of.get, group.gradient_of):
                 found = self.updates[name]
@@ -356,7 +336,6 @@ class OpByOp:
                 )  # fmt: skip
 
     def _values(self) -> Iterator[Value]:
-        """What is there before the step, states, and what ops make."""
         homes = {
             name: place.parameters
             for group, place in zip(self.microbatch.groups, self.places, strict=True)
@@ -364,8 +343,10 @@ class OpByOp:
         }
         for value in self.captured.values:
             if value.kind == "tangent" or not value.producer:
+                # The tangent of the loss is given, like an input.
                 kind = "input" if value.kind == "tangent" else value.kind
                 yield msgspec.structs.replace(
+                    # It does not matter here how long eager holds a value.
                     value, producer="", kind=kind, home=homes.get(value.name), held_until="",
                     written_over="",
                 )  # fmt: skip

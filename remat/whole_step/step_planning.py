@@ -33,16 +33,12 @@ if TYPE_CHECKING:
     from remat.graph_capture.costs.profile import Profile
 
 
-# What is asked of a plan of a whole optimizer step, refused before anything runs.
-
-
 @dataclass(frozen=True)
 class StepRequest:
-    """What is asked of a plan of a whole step.
+    """What is asked of a plan of a whole step, refused before anything runs.
 
     Attributes
     ----------
-    device : of the table. microbatches : batches in one optimizer step.
     optimizer, state : whose update it is, and in which type its state is kept.
     budget : of the device, in bytes or ``auto``. host, nvme : as of `remat.capture`.
     nvme_gb_s : sustained rate of NVMe each way, in 10^9 bytes a second; None for that of the drive
@@ -92,12 +88,12 @@ class StepRequest:
                 f"a rate of {self.nvme_gb_s:g} GB/s is that of NVMe: give "
                 f"{option('nvme', '/mnt/nvme:200GiB')} too, and a rate above 0"
             )
-        lower_tiers(self.host, self.nvme, self.device)
+        lower_tiers(self.host, self.nvme, self.device)  # raises if they cannot be read
 
     def links(self, links: Links) -> Links:
-        """The links of the device, with the rate that is asked for."""
         if self.nvme_gb_s is None or links.write is None or links.read is None:
             return links
+        # From GB/s to bytes a microsecond.
         rate = self.nvme_gb_s * 1e3
         return msgspec.structs.replace(
             links,
@@ -112,13 +108,6 @@ def step_request(
     microbatches: int | None, device: str | None, host: str | SupportsIndex | None,
     nvme: str | None,
 ) -> StepRequest:  # fmt: skip
-    """What a call in Python asks for: the update and the state of an optimizer of torch's.
-
-    Raises
-    ------
-    CaptureError : the optimizer is none that is known. BudgetError, DeviceError : an argument is
-        missing or cannot be read; the message says what can be done instead.
-    """
     from remat.graph_capture.devices.placement import resolved_device
     from remat.graph_capture.joint.optimizers import require_known
 
@@ -129,10 +118,12 @@ def step_request(
             "give microbatches=8 too. To move activations of one batch to the host and train, use "
             "remat.rematerialize(model, ..., host=...)"
         )
+    # Adam and AdamW keep two moments; SGD keeps one with momentum, else none.
     moments = "adamw" if "betas" in optimizer.defaults else "sgd"
     if optimizer.defaults.get("momentum"):
         moments = "momentum"
     where = resolved_device(device, model)
+    # torch's optimizers keep moments in the parameter's type.
     return StepRequest(
         where, microbatches, moments, budget, host, nvme, "parameter", is_run=where == CPU
     )
@@ -160,23 +151,19 @@ class StepPlan:
 
     @property
     def best(self) -> PlannedStep:
-        """The plan."""
         assert self.found.plan is not None
         return self.found.plan
 
     @property
     def graph(self) -> TrainingGraph:
-        """The graph of the whole step that the schedule is of."""
         return self.best.graph
 
     @property
     def schedule(self) -> Schedule:
-        """The plan's steps."""
         return self.best.schedule
 
     @property
     def simulation(self) -> Simulation:
-        """What the simulator says of it."""
         return self.best.simulation
 
     @property
@@ -219,12 +206,6 @@ def plan_step(
     profile: Profile | None = None,
     told: _Told = lambda _: None,
 ) -> StepPlan:
-    """Capture one batch, and plan a step of as many such batches as the request asks for.
-
-    Raises
-    ------
-    CaptureError, DeviceError, SolverError : the step cannot be captured or has no layers.
-    """
     from remat.graph_capture.capture_api import add_costs, tiers_for
     from remat.graph_capture.tracing.trace import trace
 
@@ -240,7 +221,6 @@ def plan_step(
 def planned_from(
     graph: TrainingGraph, request: StepRequest, *, told: _Told = lambda _: None
 ) -> StepPlan:
-    """The plan of a step from the captured graph of one batch, which has links."""
     if graph.links is None:
         raise BudgetError(
             f"the graph of {graph.name} has no links to a host: capture it with "
@@ -257,5 +237,4 @@ def planned_from(
 
 
 def too_small_text(short: Short) -> str:
-    """What a config lacks: a tier, and the least that is known to do."""
     return f"the {short.tier} needs {bytes_text(short.need_bytes)}"

@@ -24,7 +24,6 @@ _LABELS_OF_LINKS = {
 
 
 def show_step(console: Console, plan: StepPlan) -> None:
-    """One screen: the plan and the systems, the bound, and what the plan decides."""
     request, microbatch = plan.request, plan.task.microbatch
     tokens = f" of {microbatch.n_tokens:,} tokens" if microbatch.n_tokens else ""
     console.print(
@@ -46,7 +45,6 @@ def _nvme(plan: StepPlan) -> str:
 
 
 def _systems_table(plan: StepPlan) -> Table:
-    """One row a plan, by the simulator."""
     table = plain_table("by the simulator", "step", "tokens/s", "device", "host", "NVMe")
     rows: dict[str, Simulation | None] = {"this plan": plan.simulation}
     for name, found in plan.found.systems.items():
@@ -66,7 +64,6 @@ def _systems_table(plan: StepPlan) -> Table:
 
 
 def _choices(plan: StepPlan) -> Table:
-    """Below the rows: the bound, and each choice of the plan in words."""
     config, simulation, found = plan.best.config, plan.simulation, plan.found
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row(
@@ -98,7 +95,7 @@ def _choices(plan: StepPlan) -> Table:
 
 
 def _order_text(config: StepConfig) -> str:
-    """``6 passes of 1 microbatch, 1 pass of 2 microbatches``, a pass going layer by layer."""
+    """``6 passes of 1 microbatch, 1 pass of 2 microbatches``."""
     parts = []
     for size, same in groupby(one.microbatches for one in config.passes):
         microbatches = _count(size, "microbatch", "microbatches")
@@ -107,8 +104,8 @@ def _order_text(config: StepConfig) -> str:
 
 
 def _saved_texts(plan: StepPlan, config: StepConfig) -> list[str]:
-    """Of each kind of pass, what its layers save in all for one microbatch."""
     found = list[str]()
+    # Equal passes share a line.
     for one, same in groupby(config.passes):
         layers = plan.task.microbatch.layers
         picked = [layer.options[i] for layer, i in zip(layers, one.options, strict=True)]
@@ -126,7 +123,6 @@ def _hosted(one: Pass) -> str:
 
 
 def _state_text(plan: StepPlan, config: StepConfig) -> str:
-    """Where states live, and how those on NVMe come up."""
     tiers = [
         f"{count} of {len(config.state)} groups on {label}"
         for tier, label in (("device", "the device"), ("host", "the host"), ("nvme", "NVMe"))
@@ -139,6 +135,7 @@ def _state_text(plan: StepPlan, config: StepConfig) -> str:
 
 
 def _gradients_text(plan: StepPlan, config: StepConfig) -> str:
+    # A single pass adds up its own microbatches, and states on the device never leave.
     if len(config.passes) == 1 or set(config.state) == {"device"}:
         return "added on the device"
     kept = f", {len(config.kept_gradients)} groups stay there" if config.kept_gradients else ""
@@ -154,7 +151,7 @@ def _costs_text(plan: StepPlan, graph: TrainingGraph) -> str:
 
 
 def _long_time_text(time_us: float) -> str:
-    """``18.65 s``, and as of any step below a second."""
+    """``18.65 s``, and below a second as any step."""
     return f"{time_us / 1e6:.2f} s" if time_us >= 1e6 else time_text(time_us)
 
 
@@ -163,8 +160,8 @@ def _count(number: int, one: str, more: str) -> str:
 
 
 def step_json(plan: StepPlan) -> dict[str, Any]:
-    """The object that ``remat run --microbatches --json`` prints."""
     found, best = plan.found, plan.found.plan
+    # In JSON a config is called ``setting``.
     config = {"setting": msgspec.to_builtins(best.config)} if best else {}
     return {
         "model": plan.task.microbatch.name,

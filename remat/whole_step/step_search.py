@@ -3,7 +3,7 @@
 Also called: heterogeneous memory training, offloaded training. Parameters, gradients and the
 optimizer's state are values of one graph with the activations (`step_graph.py`), so
 that order, recomputation and copies are weighed against each other.
-Papers: the fixed configs of `named_systems` are points of this space, with their sources there.
+Papers: the fixed configs of `NAMED_SYSTEMS` are points of this space, with their sources there.
 Solves: the order of microbatches (passes), what each layer saves, how many layers have that on the
 host, where states live, where gradients are added, what stays on the device between uses. Copies of
 each config are placed on the known trace (`planned_step.py`), and `simulate` judges it.
@@ -34,9 +34,6 @@ from remat.whole_step.planned_step import (
 )
 from remat.whole_step.step_config import NAMED_SYSTEMS, Pass, StepConfig, full_recompute
 
-# Configs brought into the tiers that there are: state goes to NVMe until the host has room.
-
-
 _TRIES = 12
 """How often a config is changed for the host's sake before it is given up."""
 
@@ -48,13 +45,10 @@ def _update_order(microbatch: Microbatch) -> list[int]:
 
 
 def _with_state_on_nvme(microbatch: Microbatch, config: StepConfig, count: int) -> StepConfig:
-    """The config with the states of `count` groups on NVMe.
-
-    These are the first that are updated, or are spread evenly over the updates, so that one is
-    read while the host updates others.
-    """
+    """The config with the states of `count` groups on NVMe, the first updated or spread."""
     movable = [at for at in _update_order(microbatch) if config.state[at] != "device"]
     count = min(count, len(movable))
+    # If spread out, one state is read while the host updates others.
     evenly = [i * len(movable) // count for i in range(count)]
     places = evenly if config.spread else range(count)
     below = {movable[place] for place in places}
@@ -66,18 +60,13 @@ def _with_state_on_nvme(microbatch: Microbatch, config: StepConfig, count: int) 
 
 
 def _on_nvme(config: StepConfig) -> int:
-    """How many groups have their state on NVMe."""
     return config.state.count("nvme")
 
 
 def _fitted(
     task: StepTask, config: StepConfig, name: str, limit_us: float = float("inf")
 ) -> PlannedStep | Short:
-    """The config planned, with as little changed as the host asks for.
-
-    Where the host lacks room, states go to NVMe, in fewer slots if need be; without one, gradients
-    stay on the device. What then still lacks room is named. `limit_us` is as of `planned_step`.
-    """
+    """The config planned, with as little changed as the host asks for; or what it lacks."""
     found = planned_step(task, config, name, limit_us)
     for _ in range(_TRIES):
         if isinstance(found, PlannedStep) or found.tier != "host":
@@ -91,11 +80,12 @@ def _fitted(
 
 
 def _relieved(task: StepTask, config: StepConfig, short: Short) -> StepConfig | None:
-    """The config with less on the host; None where nothing more can go."""
     microbatch, order = task.microbatch, _update_order(task.microbatch)
     states = sorted(task.update.state_bytes(microbatch.groups[at]) for at in order)
     over_bytes = short.need_bytes - task.links.host_bytes
+    # An estimate of how many states make enough room: the median state is the usual layer's.
     usual_bytes = states[len(states) // 2] if states else 0
+    # First move states, then hold fewer of them on the host at once.
     if task.links.write is not None and usual_bytes:
         count = _on_nvme(config) + -(-over_bytes // usual_bytes)
         changed = _with_state_on_nvme(microbatch, config, count)
@@ -103,6 +93,7 @@ def _relieved(task: StepTask, config: StepConfig, short: Short) -> StepConfig | 
             return changed
         if _on_nvme(config) and config.slots > 1:
             return msgspec.structs.replace(config, slots=config.slots - 1)
+    # Gradients kept on the device take no room on the host.
     kept = _more_gradients_kept(microbatch, config)
     return None if kept == config else kept
 
@@ -114,8 +105,7 @@ def _nvme_has_room(task: StepTask, config: StepConfig) -> bool:
 
 
 def _more_gradients_kept(microbatch: Microbatch, config: StepConfig) -> StepConfig:
-    """The config with the gradients of one more group on the device, the largest first."""
-    if len(config.passes) == 1:
+    if len(config.passes) == 1:  # one pass adds up its own gradients
         return config
     order = _gradients_by_size(microbatch)
     rest = [at for at in order if at not in config.kept_gradients]
@@ -129,23 +119,18 @@ def _gradients_by_size(microbatch: Microbatch) -> list[int]:
     return sorted(order, key=lambda at: -microbatch.groups[at].gradient_bytes)
 
 
-# Where the search for a whole step begins: orders of microbatches, each saving as much as fits.
-
-
 _Order = tuple[int, ...]
 """Microbatches of each pass."""
 
 
 def orders(microbatches: int) -> list[_Order]:
-    """Ways to cut microbatches into passes: equal ones, and small ones before a larger last one.
-
-    A large last pass makes gradients whole slowly, so that updates hide behind it; small passes
-    before it hold few activations.
-    """
+    """Ways to cut microbatches into passes: equal ones, and small ones before a larger last one."""
     found: dict[_Order, None] = {}
     for size in range(1, microbatches + 1):
         if microbatches % size == 0:
             found[(size,) * (microbatches // size)] = None
+    # A large last pass completes gradients slowly, so updates hide behind it; small passes before
+    # it hold few activations.
     for size in (1, 2):
         for last in range(size + 1, microbatches):
             if (microbatches - last) % size == 0:
@@ -174,10 +159,9 @@ def _options_at(microbatch: Microbatch, limit_bytes: int) -> tuple[int, ...]:
 
 
 def _starts(task: StepTask, order: _Order) -> list[StepConfig]:
-    """Settings of an order: all state on the host, and all on the device if that fits."""
     microbatch = task.microbatch
     if microbatch.draws and max(order) > 1:
-        # Microbatches of one pass would draw by turns, and eager's draw one after the other.
+        # Microbatches in one pass would draw in turns; eager's draw one after the other.
         return []
     passes = tuple(Pass(count, full_recompute(microbatch)) for count in order)
     below = task.feasible(StepConfig(passes, ("host",) * len(microbatch.groups)))
@@ -190,8 +174,10 @@ def _enriched(task: StepTask, config: StepConfig) -> StepConfig:
     """The config with as much saved as fits: in the passes before the last, then in it."""
     sizes = sorted({o.saved_bytes for one in task.microbatch.layers for o in one.options})[::-1]
     are_equal = len({one.microbatches for one in config.passes}) == 1
+    # Equal passes save alike. A larger last pass holds more, so it is filled separately.
     for places in ((True, True),) if are_equal else ((True, False), (False, True)):
         low, high = 0, len(sizes) - 1
+        # Sizes fall: the first that fits saves most.
         while low < high:
             middle = (low + high) // 2
             richer = _with_options(config, _options_at(task.microbatch, sizes[middle]), places)
@@ -206,7 +192,6 @@ def _enriched(task: StepTask, config: StepConfig) -> StepConfig:
 def _with_options(
     config: StepConfig, options: tuple[int, ...], places: Sequence[bool]
 ) -> StepConfig:
-    """The config with other options in all passes but the last, and in the last, as asked."""
     leading, last = (options if asked else None for asked in places)
     passes = [
         one if leading is None else msgspec.structs.replace(one, options=leading)
@@ -218,12 +203,8 @@ def _with_options(
 
 
 def _fits(task: StepTask, config: StepConfig) -> bool:
-    """Whether the first two passes and the last fit the device: those between are as the first."""
-    few = config.passes[:2] + config.passes[2:][-1:]
+    few = config.passes[:2] + config.passes[2:][-1:]  # the passes between equal the first
     return device_peak_bytes(task, msgspec.structs.replace(config, passes=few)) <= task.budget_bytes
-
-
-# What a climb tries next: the configs that differ from one by a single choice.
 
 
 _SHARES = (1, 2, 8)
@@ -235,7 +216,7 @@ _COUNTS = (1, 4)
 
 
 def _neighbours(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
-    """Settings one choice away; those that save more come first, since the device's time leads."""
+    # Saving more comes first, since the device's time matters most.
     yield from _saving_otherwise(microbatch, config)
     yield from _hosting_otherwise(microbatch, config)
     yield from _updating_otherwise(microbatch, config)
@@ -244,11 +225,7 @@ def _neighbours(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConf
 
 
 def _saving_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
-    """More or less saved: in all passes, the first ones or the last, in all layers or a part.
-
-    Layers that save the least are the first to save more, and the other way round; of equal ones
-    the last, whose values are held for the shortest time.
-    """
+    """More or less saved: in all passes, the first ones or the last, in all layers or a part."""
     n_passes = len(config.passes)
     passes = [range(n_passes)]
     if n_passes > 1:
@@ -269,7 +246,9 @@ def _next_layers(microbatch: Microbatch, options: Sequence[int], part: int, step
     """One layer of so many, those first that save least for less time, or most for more."""
     layers = microbatch.layers
     saved = [layer.options[i].saved_bytes for layer, i in zip(layers, options, strict=True)]
+    # The last layer, which turns, saves nothing.
     able = [at for at, layer in enumerate(layers) if len(layer.options) > 1 and not layer.turns]
+    # On ties the last layer, whose values are held for the shortest time.
     able.sort(key=lambda at: (-step * saved[at], -at))
     return able[: max(len(able) // part, 1)]
 
@@ -288,13 +267,10 @@ def _moved_along(
 
 
 def _hosting_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
-    """More or fewer layers whose saved values are on the host meanwhile.
-
-    More of them make room on the device, so that with this choice one that fills it is tried too.
-    """
     most = len(microbatch.layers) - 1
     part = max(most // _PARTS, 1)
     for which in ({*range(len(config.passes))}, {len(config.passes) - 1}):
+        # Hosting more makes room on the device, so a config that uses it is tried along with it.
         for step, richer in ((part, True), (part, False), (-part, False)):
             passes = list(config.passes)
             for at in which:
@@ -308,15 +284,15 @@ def _hosting_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[S
 
 
 def _updating_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
-    """Gradients added elsewhere or kept, and more or fewer updates on the device."""
     if len(config.passes) > 1:
         yield _more_gradients_kept(microbatch, config)
         yield msgspec.structs.replace(config, kept_gradients=config.kept_gradients[:-1])
-        if config.updates == "host":
+        if config.updates == "host":  # otherwise the host adds nothing
             sums: Tier = "host" if config.sums == "device" else "device"
             yield msgspec.structs.replace(config, sums=sums)
         largest = tuple(_gradients_by_size(microbatch)[: len(config.kept_gradients) + _COUNTS[-1]])
         yield msgspec.structs.replace(config, kept_gradients=largest)
+    # The device makes all updates already.
     if config.updates == "device":
         return
     for count in (*_COUNTS, *(-one for one in _COUNTS)):
@@ -324,7 +300,6 @@ def _updating_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[
 
 
 def _resting_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
-    """States elsewhere between steps, and more or fewer slots for those on NVMe."""
     below = _on_nvme(config)
     if below:
         for slots in (config.slots + 1, config.slots - 1):
@@ -363,14 +338,9 @@ _OTHER_DRAWS = (
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a search found.
+    """What a search found; no plan of the step, in any order, takes less than `lower_bound_us`.
 
-    Attributes
-    ----------
-    plan : the fastest that fits; None where none does. short : then, the tier that was nearest
-        to enough, and the least that was found to do.
-    lower_bound_us : no plan of this step, in any order, takes less. judged : plans that were.
-    systems : each named system, what it lacks, or why it is left out.
+    Without a `plan`, `short` is the tier that was nearest to enough, and the least found to do.
     """
 
     plan: PlannedStep | None
@@ -381,7 +351,6 @@ class StepResult:
 
     @property
     def gap(self) -> float | None:
-        """The plan's time over the bound, minus one; None without a plan or a bound."""
         return gap_of(self.plan.simulation.time_us, self.lower_bound_us) if self.plan else None
 
 
@@ -391,24 +360,19 @@ def plan_whole_step(
 ) -> StepResult:  # fmt: skip
     """Search for the fastest plan, and judge the named systems beside it.
 
-    Parameters
-    ----------
-    microbatches : in one optimizer step. most : plans to judge, which limits the search.
-    progress : told what comes next.
-
-    Raises
-    ------
-    SolverError : there is no microbatch, or no plan may be judged.
+    `most` plans are judged, which limits the search.
     """
     if microbatches < 1 or most < 1:
         raise SolverError(
             f"a step has one microbatch or more, and a search judges one plan or more; asked for "
             f"are {microbatches} microbatches and {most} plans"
         )
+    # Judge the named systems first: the search then only looks for something faster.
     search, systems = _StepSearch(task, microbatches, most, progress), dict[str, _Outcome]()
     for name, system in NAMED_SYSTEMS.items():
         progress(f"judging {system.title}")
         config = task.feasible(system.config(task.microbatch, microbatches))
+        # Microbatches in one pass would draw in turns.
         if task.microbatch.draws and not config.is_batch_major:
             systems[name] = _OTHER_DRAWS
             continue
@@ -419,12 +383,10 @@ def plan_whole_step(
 
 
 def least_step_us(task: StepTask, microbatches: int) -> float:
-    """A time that no plan of the step beats, in any order: the device's work, or NVMe's.
-
-    The device computes each microbatch once. State that is on NVMe as the step begins, since
-    neither device nor host can hold it, comes up once to be updated, and goes back down.
-    """
+    """A time that no plan of the step beats, in any order: the device's work, or NVMe's."""
     microbatch, links = task.microbatch, task.links
+    # The device computes each microbatch once. State that fits neither device nor host starts on
+    # NVMe, comes up once and goes back.
     device_us = microbatches * microbatch.least_us
     resting_bytes = sum(
         group.parameter_bytes + task.update.state_bytes(group) for group in microbatch.groups
@@ -435,20 +397,14 @@ def least_step_us(task: StepTask, microbatches: int) -> float:
 
 
 def _nearest(shorts: Sequence[Short]) -> Short | None:
-    """What was nearest to fitting: configs that fit the device lack room on the host alone."""
+    # Configs that lack room only on the host fit the device, so they are nearer.
     on_host = [one for one in shorts if one.tier == "host"]
     return min(on_host or shorts, key=lambda one: one.need_bytes, default=None)
 
 
 @dataclass
 class _StepSearch:
-    """One search: the best so far, and what was tried.
-
-    Attributes
-    ----------
-    best : the fastest plan. judged : how many were. shorts : what others lacked.
-    times_us : of each config that was judged. became : what it was changed to, to fit.
-    """
+    """One search: `shorts` is what configs lacked, `became` what each was changed to, to fit."""
 
     task: StepTask
     microbatches: int
@@ -461,11 +417,11 @@ class _StepSearch:
     became: dict[StepConfig, StepConfig] = field(default_factory=dict[StepConfig, StepConfig])
 
     def run(self) -> None:
-        """A start for each order, then a climb from the best of them."""
         self.progress("saving as much as fits")
         found = [
             start for order in orders(self.microbatches) for start in _starts(self.task, order)
         ]
+        # Fastest on the device first: the others are judged only if they can still win.
         found.sort(key=self._device_us)
         times = [(self.offer(start), k) for k, start in enumerate(found)]
         for time_us, k in sorted(times)[:_STARTS]:
@@ -473,14 +429,11 @@ class _StepSearch:
                 self._climb(self.became[found[k]])
 
     def offer(self, config: StepConfig) -> float:
-        """Judge a config, and return its time.
-
-        Infinite if it does not fit, or if what the device computes alone takes longer than the
-        best plan.
-        """
+        """Judge a config, and return its time; infinite if it does not fit, or cannot be better."""
         if config in self.times_us:
             return self.times_us[config]
         best_us = self.best.simulation.time_us if self.best else float("inf")
+        # The device's computations alone bound the time of any plan of this config.
         if self.judged >= self.most or self._device_us(config) >= best_us:
             return float("inf")
         self.judged += 1
@@ -493,7 +446,6 @@ class _StepSearch:
         return found.simulation.time_us
 
     def take(self, found: PlannedStep | Short) -> PlannedStep | Short:
-        """Keep a plan if it is the best yet, or what one lacks; return it."""
         if isinstance(found, Short):
             self.shorts.append(found)
         elif self.best is None or found.simulation.time_us < self.best.simulation.time_us:
@@ -504,10 +456,10 @@ class _StepSearch:
         return found
 
     def _climb(self, now: StepConfig) -> None:
-        """Change one choice at a time for as long as that helps."""
         time_us = self.times_us[now]
         changed: StepConfig | None = now
         while changed is not None and self.judged < self.most:
+            # Take the first improvement, since each trial is a simulation.
             better = (
                 one for one in _neighbours(self.task.microbatch, now) if self.offer(one) < time_us
             )
@@ -516,7 +468,6 @@ class _StepSearch:
                 now, time_us = self.became[changed], self.times_us[changed]
 
     def _device_us(self, config: StepConfig) -> float:
-        """Time of what the device computes, with what it computes again."""
         microbatch, total_us = self.task.microbatch, 0.0
         for one in config.passes:
             layers = zip(microbatch.layers, one.options, strict=True)

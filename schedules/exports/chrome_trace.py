@@ -22,14 +22,6 @@ _PROCESS = 1
 
 
 def chrome_trace(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
-    """The trace of a step, with a lane each for forward, backward, what runs again, and each link.
-
-    ``otherData`` holds the figures of `simulate`. If the graph has no costs, each run takes 1 µs.
-
-    Raises
-    ------
-    ScheduleError : the schedule was not made for the graph, or is invalid.
-    """
     line = timeline(graph, schedule)
     found = line.simulation
     return {
@@ -53,13 +45,13 @@ def chrome_trace(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
 
 
 def trace_file(graph: TrainingGraph, schedule: Schedule) -> bytes:
-    """The trace as JSON."""
     return msgspec.json.encode(chrome_trace(graph, schedule))
 
 
 def _name_events(graph: TrainingGraph, found: Simulation) -> list[dict[str, Any]]:
     names = [("process_name", 0, f"{graph.name}, predicted")]
     names += [("thread_name", lane, name) for name, lane in LANES.items()]
+    # Leave out lanes of links that copy nothing.
     used = {copy.link for copy in found.copies}
     names += [
         ("thread_name", LINK_LANES[one], LINK_TITLES[one]) for one in LINK_NAMES if one in used
@@ -71,6 +63,7 @@ def _name_events(graph: TrainingGraph, found: Simulation) -> list[dict[str, Any]
 
 
 def _micros(line: Timeline, run: int) -> float:
+    # Edges are in ms. Without costs they count runs, and each takes 1 µs.
     return float(line.edges[run]) * (1e3 if line.is_timed else 1.0)
 
 
@@ -107,10 +100,10 @@ def _copy_events(graph: TrainingGraph, found: Simulation) -> list[dict[str, Any]
 
 
 def _below_events(found: Simulation) -> list[dict[str, Any]]:
-    """What lies in lower tiers, by the device's clock at the steps that begin or drop copies."""
     events: list[dict[str, Any]] = []
     for tier, there in found.below_bytes.items():
         before = 0
+        # Lower tiers are booked by steps, so the device's clock at that step is shown.
         for at_us, size_bytes in zip(found.clock_us, there, strict=True):
             if size_bytes != before:
                 events.append(

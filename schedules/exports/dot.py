@@ -1,8 +1,4 @@
-"""A graph as text for Graphviz: ops in boxes of their layers, coloured by what a plan does.
-
-Forward, backward and recomputed ops have the colours of the plots. The width of a line grows with
-the logarithm of its value's bytes.
-"""
+"""A graph as text for Graphviz: ops in boxes of their layers, in the colours of the plots."""
 
 from __future__ import annotations
 
@@ -24,16 +20,7 @@ _HEAD = (
 
 
 def to_dot(graph: TrainingGraph, schedule: Schedule | None = None) -> str:
-    """The graph in the DOT language.
-
-    Parameters
-    ----------
-    schedule : if given, ops that run more than once are marked with how often they do.
-
-    Raises
-    ------
-    ScheduleError : the schedule was made for another graph.
-    """
+    """The graph in the DOT language; with a schedule, ops that run again say how often they run."""
     runs = Counter(op.name for op in graph.ops)
     if schedule is not None:
         graph = graph_of_schedule(graph, schedule)
@@ -41,6 +28,7 @@ def to_dot(graph: TrainingGraph, schedule: Schedule | None = None) -> str:
         runs = schedule.computations()
     lines = [f"digraph {_quoted(graph.name)} {{", *_HEAD]
     clusters: dict[str, list[Op]] = {}
+    # Only forward ops are boxed by layer; backward ops are drawn outside.
     for op in graph.ops[: graph.n_forward]:
         clusters.setdefault(layer_of(op.module), []).append(op)
     for i, (title, ops) in enumerate(clusters.items()):
@@ -60,6 +48,7 @@ def _node(graph: TrainingGraph, op: Op, runs: int) -> str:
     if runs > 1:
         facts.append(f"runs {runs} times")
     colour = ROLES["recompute" if runs > 1 else op.phase]
+    # Black text cannot be read on the dark blue of forward.
     ink = "#ffffff" if colour == ROLES["forward"] else "#000000"
     label = "\\n".join(_escaped(fact) for fact in facts)
     tip = _quoted(" ".join(part for part in (op.module, op.source) if part))
@@ -75,6 +64,7 @@ def _edges(graph: TrainingGraph) -> list[str]:
         for name in op.inputs:
             value = graph.value_by_name[name]
             if value.producer:
+                # Sizes span many powers of ten: a factor of 1,000 makes a line wider by 1.
                 width = 0.5 + math.log10(max(value.size_bytes, 1)) / 3
                 ends = f"{_quoted(value.producer)} -> {_quoted(op.name)}"
                 tip = _quoted(f"{name} {bytes_text(value.size_bytes)}")

@@ -51,15 +51,13 @@ class _Arena:
     def give(self, address: int, size: int) -> None:
         insort(self.holes, (address, address + size))
         i = self.holes.index((address, address + size))
-        for j in (i, i - 1):
+        for j in (i, i - 1):  # the upper hole first: joining the lower one shifts indices
             if 0 <= j < len(self.holes) - 1 and self.holes[j][1] == self.holes[j + 1][0]:
                 self.holes[j : j + 2] = [(self.holes[j][0], self.holes[j + 1][1])]
 
 
 @dataclass
 class _Recording:
-    """The trace so far, and what is allocated: address, size and frames by name."""
-
     arena: _Arena = field(default_factory=_Arena)
     events: list[_Event] = field(default_factory=list[_Event])
     blocks: dict[str, tuple[int, int, list[_Frame]]] = field(
@@ -67,6 +65,7 @@ class _Recording:
     )
 
     def alloc(self, name: str, size: int, frames: list[_Frame], time_us: int) -> None:
+        # Values of 0 bytes are never allocated, so `free` skips them too.
         if size:
             address = self.arena.take(size)
             self.blocks[name] = address, size, frames
@@ -74,6 +73,7 @@ class _Recording:
 
     def free(self, name: str, time_us: int) -> None:
         if name in self.blocks:
+            # torch records both; on a single stream they come together.
             self._tell("free_requested", name, time_us)
             self._tell("free_completed", name, time_us)
             address, size, _ = self.blocks.pop(name)
@@ -86,12 +86,6 @@ class _Recording:
 
 
 def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
-    """The snapshot of a step: `segments` as they are at its end, and the trace of device 0.
-
-    Raises
-    ------
-    ScheduleError : the schedule was not made for the graph, or is invalid.
-    """
     graph = graph_of_schedule(graph, schedule)
     line = timeline(graph, schedule)
     updates = workspaces_of_updates(graph, schedule)
@@ -100,6 +94,7 @@ def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
         recording.alloc(f"resident {category}", size, [_frame(category, "", 0)], 0)
     run = 0
     for step in schedule.steps:
+        # Edges are in ms, or count runs if there are no costs. The last one ends the step.
         now_us = int(1e3 * line.edges[run])
         if isinstance(step, Compute):
             op = graph.ops[graph.op_index[step.op]]
@@ -120,16 +115,15 @@ def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
 
 
 def snapshot_file(graph: TrainingGraph, schedule: Schedule) -> bytes:
-    """The snapshot, pickled as torch's viewers read it: dictionaries, lists, texts and numbers."""
     return pickle.dumps(memory_snapshot(graph, schedule), protocol=_VIEWER_PROTOCOL)
 
 
 def _run_op(
     recording: _Recording, graph: TrainingGraph, op: Op, workspace_bytes: int, now_us: int
 ) -> None:
-    """One run. Second copies of live outputs, and the workspace, are freed when it ends."""
     frames = _frames_of(op)
     for name in op.outputs:
+        # If an output is live already, the run makes a second copy, which goes when the run ends.
         copy = f"{name} again" if name in recording.blocks else name
         recording.alloc(copy, graph.value_by_name[name].size_bytes, frames, now_us)
     recording.alloc("workspace", workspace_bytes, [_frame("workspace", "", 0), *frames], now_us)
@@ -139,7 +133,7 @@ def _run_op(
 
 
 def _frames_of(op: Op) -> list[_Frame]:
-    """The op as the innermost frame, its module as the outer one, both at the user's line."""
+    # The op is the innermost frame, its module the outer one; both point to the user's line.
     file, _, line = op.source.rpartition(":")
     if not line.isdigit():
         file, line = op.source, "0"
@@ -159,7 +153,7 @@ def _resident(graph: TrainingGraph) -> list[tuple[str, int]]:
 
 
 def _growth(recording: _Recording) -> _Event:
-    """The one segment, there from the start."""
+    # One segment, there from the start, that reaches to the highest address used.
     size = recording.arena.top - _BASE
     return {
         "action": "segment_alloc", "addr": _BASE, "size": size, "stream": 0, "frames": [],
@@ -168,7 +162,6 @@ def _growth(recording: _Recording) -> _Event:
 
 
 def _segment(recording: _Recording) -> dict[str, Any]:
-    """What is allocated when the step ends, and the holes between."""
     live = [
         _block(address, size, "active_allocated", frames)
         for address, size, frames in recording.blocks.values()

@@ -1,7 +1,7 @@
-"""Pictures with matplotlib, of the extra ``plot``: one function a file, each draws on an ``ax``.
+"""Pictures with matplotlib, of the extra ``plot``: each function draws on an ``ax`` of the user's.
 
-The user arranges and prints the ``ax``. matplotlib is not imported before something is drawn.
-Colours are those of `remat.schedules.views.palette`.
+matplotlib is not imported before something is drawn. Colours are those of
+`remat.schedules.views.palette`.
 """
 
 from __future__ import annotations

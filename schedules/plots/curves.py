@@ -1,4 +1,4 @@
-"""Time against peak: what each solver reaches, the bound, and your budget."""
+"""Curves: time against peak, how a solve went, and predicted against measured costs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# Names as labels of a picture, whatever they hold.
-
-
 def literal(name: str) -> str:
-    """The name for matplotlib, which else reads what is between two dollars as a formula."""
+    # matplotlib reads text between two dollars as a formula.
     return name.replace("$", r"\$")
 
 
-# Units of axes. A picture has one unit, chosen by its largest figure.
-
-
 def scale_of(largest_bytes: float) -> tuple[float, str]:
-    """How many bytes the unit has, and its name: GiB, MiB or KiB."""
+    """Bytes of the one unit of a picture, and its name: GiB, MiB or KiB."""
     for power, name in ((30, "GiB"), (20, "MiB")):
         if largest_bytes >= 2**power:
             return 2.0**power, name
@@ -38,22 +32,16 @@ _MARKERS = "osD^vP*X"
 
 
 class _Outcome(Protocol):
-    """What a picture needs of `remat.solver.result.Result`."""
+    """What a picture needs of `remat.solver.result.Result`, which this package does not import."""
 
     @property
-    def schedule(self) -> Schedule | None:
-        """None if nothing was found."""
-        ...
+    def schedule(self) -> Schedule | None: ...
 
     @property
-    def peak_bytes(self) -> int:
-        """Peak of the schedule."""
-        ...
+    def peak_bytes(self) -> int: ...
 
     @property
-    def time_us(self) -> float:
-        """Time of the schedule."""
-        ...
+    def time_us(self) -> float: ...
 
     @property
     def lower_bound_us(self) -> float:
@@ -65,24 +53,16 @@ class _DrawnFront(Protocol):
     """What a picture needs of `remat.solver.budgets.front.Front`."""
 
     @property
-    def name(self) -> str:
-        """The name of the model."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def base_us(self) -> float:
-        """Time of the step that computes every op once."""
-        ...
+    def base_us(self) -> float: ...
 
     @property
-    def unmodified_bytes(self) -> int:
-        """Peak of the step that keeps everything."""
-        ...
+    def unmodified_bytes(self) -> int: ...
 
     @property
-    def points(self) -> Iterable[tuple[int, _Outcome]]:
-        """Budgets in bytes, and the outcome at each."""
-        ...
+    def points(self) -> Iterable[tuple[int, _Outcome]]: ...
 
 
 def draw_front(
@@ -104,6 +84,7 @@ def draw_front(
     largest = max((curve.unmodified_bytes for curve in curves.values()), default=0)
     scale, unit = scale_of(largest)
     for i, (name, curve) in enumerate(curves.items()):
+        # Sort by peak: a larger budget need not give a larger one.
         found = [(o.peak_bytes, _percent(o.time_us, curve)) for _, o in curve.points if o.schedule]
         found.sort()
         ax.plot(
@@ -136,10 +117,10 @@ def _percent(time_us: float, curve: _DrawnFront) -> float:
 
 
 def _bounds(curves: Iterable[_DrawnFront]) -> tuple[list[int], list[float]]:
-    """The highest bound known at each budget that was solved."""
     best: dict[int, float] = {}
     for curve in curves:
         for budget_bytes, outcome in curve.points:
+            # A bound of 0 means none.
             if outcome.lower_bound_us:
                 bound = _percent(outcome.lower_bound_us, curve)
                 best[budget_bytes] = max(best.get(budget_bytes, 0.0), bound)
@@ -147,26 +128,17 @@ def _bounds(curves: Iterable[_DrawnFront]) -> tuple[list[int], list[float]]:
     return budgets, [best[budget] for budget in budgets]
 
 
-# How a solve went: its best schedule and its bound over time.
-
-
 class _Moment(Protocol):
     """What a picture needs of `remat.solver.Progress`."""
 
     @property
-    def seconds(self) -> float:
-        """Seconds since the solve began."""
-        ...
+    def seconds(self) -> float: ...
 
     @property
-    def best_overhead(self) -> float | None:
-        """Overhead of the best schedule so far; None before there is one."""
-        ...
+    def best_overhead(self) -> float | None: ...
 
     @property
-    def bound_overhead(self) -> float:
-        """No schedule has less overhead."""
-        ...
+    def bound_overhead(self) -> float: ...
 
 
 def draw_convergence(
@@ -197,9 +169,6 @@ def draw_convergence(
     ax.set_ylim(bottom=0)
     ax.legend(fontsize="small", frameon=False)
     return ax
-
-
-# Predicted against measured time of each op.
 
 
 def draw_predicted_measured(ax: Axes, predicted: TrainingGraph, measured: TrainingGraph) -> Axes:
@@ -234,11 +203,11 @@ def draw_predicted_measured(ax: Axes, predicted: TrainingGraph, measured: Traini
 def _paired_costs_us(
     predicted: TrainingGraph, measured: TrainingGraph
 ) -> list[tuple[float, float, str]]:
-    """Predicted and measured time of each op that takes any, and its phase."""
     if predicted.hash != measured.hash:
         raise GraphError(
             f"the two graphs are of different steps ({predicted.name}, hash {predicted.hash[:12]}, "
             f"and {measured.name}, hash {measured.hash[:12]}): capture the same model and batch"
         )
+    # Logarithmic axes cannot show 0.
     ops = zip(predicted.ops, measured.ops, strict=True)
     return [(p.cost_us, m.cost_us, p.phase) for p, m in ops if p.cost_us > 0 and m.cost_us > 0]

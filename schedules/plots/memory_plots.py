@@ -1,4 +1,4 @@
-"""Live bytes through the step: the plan in bands, and curves to compare it with."""
+"""Live bytes through the step, places in an arena, what runs when, and what holds the peak."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ def draw_live_bytes(
     peaks = [line.simulation.peak_bytes, budget_bytes or schedule.budget_bytes]
     baseline = timeline(*unmodified) if unmodified else None
     scale, unit = scale_of(max([*peaks, baseline.simulation.peak_bytes if baseline else 0]))
+    # There is one more edge than runs, so the last entry is repeated up to the end of the step.
     ax.stackplot(
         line.edges,
         [np.append(bands[name], bands[name][-1:]) / scale for name in names],
@@ -94,16 +95,13 @@ def draw_live_bytes(
 
 
 def band_colours(names: list[str], by: BandsBy) -> dict[str, str]:
-    """The colour of each band."""
     if by == "kind":
         return {name: KINDS.get(name, GREY) for name in names}
+    # Modules get the other colours of the palette, so that none looks like these three bands.
     fixed = {RESIDENT: GREY, OTHERS: DARK_GREY, WORKSPACE: KINDS[WORKSPACE]}
     modules = [name for name in names if name not in fixed]
     given = {name: colour for name, colour in fixed.items() if name in names}
     return cycled(modules, without=(KINDS[WORKSPACE],)) | given
-
-
-# The layout of a step: addresses against time, a rectangle for each buffer.
 
 
 _EDGE = 0.15
@@ -121,6 +119,7 @@ def draw_layout(ax: Axes, graph: TrainingGraph, schedule: Schedule, layout: Layo
     ScheduleError : the schedule was not made for the graph, or is invalid. LayoutError : the layout
         is not one of its buffers, or is invalid.
     """
+    # matplotlib is an optional extra, so it is imported only for drawing.
     from matplotlib.collections import PolyCollection
 
     buffers = buffers_of(graph, schedule)
@@ -146,14 +145,11 @@ def draw_layout(ax: Axes, graph: TrainingGraph, schedule: Schedule, layout: Layo
 
 
 def _corners(buffers: Buffers, layout: Layout, scale: float) -> np.ndarray[tuple[int, ...]]:
-    """The four corners of each rectangle, an array of buffers by 4 by 2."""
+    """The four corners of each rectangle, [buffers, 4, 2]."""
     low = np.array(layout.offsets_bytes, np.float64) / scale
     high = low + buffers.size_bytes / scale
     x = np.stack([buffers.start, buffers.start, buffers.end, buffers.end], axis=1)
     return np.stack([x, np.stack([low, high, high, low], axis=1)], axis=2)
-
-
-# The schedule ribbon: what runs when and what is kept when, with one row a layer.
 
 
 _MOST_LABELS = 24
@@ -181,6 +177,7 @@ def draw_ribbon(ax: Axes, graph: TrainingGraph, schedule: Schedule) -> Axes:
     every = -(-len(picture.titles) // _MOST_LABELS)
     titles = [literal(title) for title in picture.titles]
     ax.set_yticks(range(0, len(titles), every), titles[::every], fontsize="small")
+    # Reversed, so that the first layer is on top.
     ax.set(xlabel="runs of ops", xlim=(0, len(line)), ylim=(len(titles) - 0.5, -0.5))
     ax.axvline(line.forward_runs, color=ROLES["unmodified"], lw=0.8, ls=":")
     ax.set_title(literal(graph.name))
@@ -197,12 +194,10 @@ def _draw(
         [span.row for span in spans],
         [span.end - span.begin for span in spans],
         left=[span.begin for span in spans],
+        # matplotlib leaves labels that begin with an underscore out of the legend.
         height=height, facecolor=colour, edgecolor=colour, alpha=alpha, label=label or "_none",
         linewidth=_NARROWEST if label == "recompute" else 0,
     )  # fmt: skip
-
-
-# The largest values at the peak.
 
 
 def draw_peak_values(ax: Axes, graph: TrainingGraph, schedule: Schedule, *, top: int = 15) -> Axes:
@@ -225,6 +220,7 @@ def draw_peak_values(ax: Axes, graph: TrainingGraph, schedule: Schedule, *, top:
         color=[KINDS.get(value.kind, GREY) for value in values],
     )
     for kind in dict.fromkeys(value.kind for value in values):
+        # An empty bar for each kind, as the one call above can have only one label.
         ax.bar([0], [0], color=KINDS.get(kind, GREY), label=kind)
     ax.set_yticks(range(len(values)), names, fontsize="small")
     ax.invert_yaxis()

@@ -1,4 +1,4 @@
-"""The data of the page, made of what is known of a plan. Its form is in `columns`."""
+"""The page of a plan: its data, as columns of plain numbers, its tables, and its HTML."""
 
 from __future__ import annotations
 
@@ -28,14 +28,8 @@ from remat.schedules.views.timeline import (
     timeline,
 )
 
-# The form of the page's data: columns of plain numbers and names, each text once.
-#
-# The page's charts are drawn from one JSON object of this form. Tests compare it with `simulate`.
-
 
 class _Summary(msgspec.Struct, frozen=True):
-    """The figures of the plan, each from `simulate`, and of the step that it replaces."""
-
     peak_bytes: int
     time_us: float
     overhead: float
@@ -55,14 +49,12 @@ class _Summary(msgspec.Struct, frozen=True):
 
 
 class _Texts(msgspec.Struct, frozen=True):
-    """Each text once, and where it is used."""
-
     texts: list[str]
     index: list[int]
 
 
 class _Ops(msgspec.Struct, frozen=True):
-    """Ops in captured order, a column a fact; `backward` is 0 or 1."""
+    """A column a fact, in captured order; `backward` is 0 or 1."""
 
     name: list[str]
     target: _Texts
@@ -83,10 +75,7 @@ class _Values(msgspec.Struct, frozen=True):
 
 
 class _Runs(msgspec.Struct, frozen=True):
-    """Runs in order: which op, and what is live meanwhile. `again` is 1 if the op ran before.
-
-    `edges` are where runs begin, and where the last one ends: one entry more than there are runs.
-    """
+    """Runs in order; `again` is 1 if the op ran before, `edges` has one entry more than runs."""
 
     op: list[int]
     edges: list[float]
@@ -95,18 +84,13 @@ class _Runs(msgspec.Struct, frozen=True):
 
 
 class _Stays(msgspec.Struct, frozen=True):
-    """Value `value` is live from run `begin` to before run `end`."""
-
     value: list[int]
     begin: list[int]
     end: list[int]
 
 
 class _Band(msgspec.Struct, frozen=True):
-    """One band of the timeline. Its bytes at a run are the sum of `changes` up to that run.
-
-    Changes are mostly 0, which is short: the page of a step of 6,000 ops has 1.9 MB.
-    """
+    """Its bytes at a run are the sum of `changes` up to that run."""
 
     name: str
     colour: str
@@ -114,21 +98,19 @@ class _Band(msgspec.Struct, frozen=True):
 
 
 class _Curve(msgspec.Struct, frozen=True):
-    """Bytes live from each moment on."""
-
     edges: list[float]
     live_bytes: list[int]
 
 
 class _RibbonRows(msgspec.Struct, frozen=True):
-    """Titles of rows, and spans in them, each as three numbers: row, begin, end."""
+    """Spans of rows, each as three numbers: row, begin, end."""
 
     titles: list[str]
     spans: dict[str, list[int]]
 
 
 class _Page(msgspec.Struct, frozen=True):
-    """All that the page's script draws; `bound_name` says whose bounds the fronts have."""
+    """What the page's script draws; `bound_name` says whose bounds the fronts have."""
 
     model: str
     axis: str
@@ -154,12 +136,6 @@ _DIGITS = 6
 
 
 def page_data(facts: PageFacts) -> _Page:
-    """The data of the page of a plan.
-
-    Raises
-    ------
-    ScheduleError : a schedule was not made for its graph, or is invalid.
-    """
     line = timeline(facts.graph, facts.schedule)
     eager = timeline(facts.unmodified_graph, facts.unmodified_schedule)
     colours = cycled([name for name, _ in facts.fronts])
@@ -185,7 +161,6 @@ def page_data(facts: PageFacts) -> _Page:
 
 
 def _summary_of(facts: PageFacts, line: Timeline, eager: Timeline) -> _Summary:
-    """The figures of the plan."""
     found, bound_us = line.simulation, facts.lower_bound_us
     return _Summary(
         peak_bytes=found.peak_bytes,
@@ -200,6 +175,7 @@ def _summary_of(facts: PageFacts, line: Timeline, eager: Timeline) -> _Summary:
         workspace_at_peak_bytes=found.workspace_at_peak_bytes,
         runs=len(line),
         runs_again=int(line.again.sum()),
+        # The device either computes or waits: subtract the waits and the first runs.
         again_us=found.time_us - found.stall_us - facts.graph.time_us,
         stall_us=found.stall_us,
         measured_peak_bytes=facts.measured.peak_bytes if facts.measured else None,
@@ -269,14 +245,15 @@ def _bands(line: Timeline, by: BandsBy) -> list[_Band]:
 
 
 def _changes(curve: list[int]) -> list[int]:
+    # Mostly 0, which keeps the page small: 1.9 MB for a step of 6,000 ops.
     return [after - before for before, after in zip([0, *curve], curve, strict=False)]
 
 
 def _measured(facts: PageFacts, line: Timeline) -> _Curve | None:
-    """The measured curve, over the length of the predicted step."""
     step = facts.measured
     if step is None or not len(step.moments):
         return None
+    # Stretch the measured step to the predicted length: both curves share one axis.
     moments = step.moments * (line.edges[-1] / step.moments[-1])
     return _Curve(_rounded(moments), step.live_bytes.tolist())
 
@@ -293,16 +270,13 @@ def _flat(spans: tuple[Span, ...]) -> list[int]:
     return [number for span in spans for number in (span.row, span.begin, span.end)]
 
 
-# The tables of the page, as rows of text. They show without the page's script too.
-
-
 _MOST_ROWS = 30
 _NOTHING = "-"
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table. The first column names the row; columns in `numbers` are aligned right."""
+    """The first column names the row; columns in `numbers` are aligned right."""
 
     name: str
     caption: str
@@ -312,7 +286,6 @@ class Table:
 
 
 def _tables(facts: PageFacts, summary: _Summary) -> list[Table]:
-    """The tables, in the order of the page, without those that have no rows."""
     rows = value_rows(facts.graph, facts.schedule)
     made = (
         _at_peak(facts, rows), _kept(rows), _to_the_host(rows), _computed_again(facts),
@@ -322,7 +295,6 @@ def _tables(facts: PageFacts, summary: _Summary) -> list[Table]:
 
 
 def _steps(summary: _Summary) -> Table:
-    """The unmodified step and the plan, and what was measured."""
     rows = [
         ("unmodified", summary.unmodified_peak_bytes, summary.unmodified_time_us, None),
         ("this plan", summary.peak_bytes, summary.time_us, summary.overhead),
@@ -335,6 +307,7 @@ def _steps(summary: _Summary) -> Table:
             *(_or_nothing(time_us, time_text), _or_nothing(more, percent_text)),
         )
         for name, peak, time_us, more in rows
+        # Skip the measured row if nothing was measured.
         if peak is not None
     )
     return Table("steps", "The step", ("schedule", "peak", "time", "overhead"), texts, (1, 2, 3))
@@ -345,7 +318,6 @@ def _or_nothing(figure: float | None, text: Callable[[float], str]) -> str:
 
 
 def _at_peak(facts: PageFacts, rows: Sequence[ValueRow]) -> Table:
-    """What is live at the peak, equal layers folded."""
     graph = facts.graph
     found = simulate(graph, facts.schedule)
     caption = (
@@ -357,7 +329,6 @@ def _at_peak(facts: PageFacts, rows: Sequence[ValueRow]) -> Table:
 
 
 def _to_the_host(rows: Sequence[ValueRow]) -> Table:
-    """What is copied to the host, equal layers folded."""
     chosen = [row for row in rows if row.verdict == "offload"]
     size_bytes = sum(row.size_bytes for row in chosen)
     caption = f"Copied to the host: {len(chosen)} values, {bytes_text(size_bytes)}"
@@ -365,7 +336,6 @@ def _to_the_host(rows: Sequence[ValueRow]) -> Table:
 
 
 def _kept(rows: Sequence[ValueRow]) -> Table:
-    """What forward keeps for backward, equal layers folded."""
     chosen = [row for row in rows if row.verdict == "keep"]
     size_bytes = sum(row.size_bytes for row in chosen)
     caption = f"Kept from forward for backward: {len(chosen)} values, {bytes_text(size_bytes)}"
@@ -373,8 +343,7 @@ def _kept(rows: Sequence[ValueRow]) -> Table:
 
 
 def _of_values(name: str, caption: str, rows: Sequence[ValueRow]) -> Table:
-    """One row for equal layers, most bytes first."""
-    found = sorted(fold_rows(rows), key=lambda row: -row.size_bytes)
+    found = sorted(fold_rows(rows), key=lambda row: -row.size_bytes)  # one row for equal layers
     rest = found[_MOST_ROWS:]
     if rest:
         rest_bytes = sum(row.size_bytes for row in rest)
@@ -398,12 +367,12 @@ def _value_row(row: FoldedRow) -> tuple[str, ...]:
 
 
 def _computed_again(facts: PageFacts) -> Table:
-    """What is computed again, summed over the same place in all layers."""
     graph, runs = facts.graph, facts.schedule.computations()
     groups: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for op in graph.ops:
         more = runs[op.name] - 1
         if more > 0:
+            # Equal places in all layers share a row.
             key = place_of(op.module), op.target
             groups.setdefault(key, []).append((more, more * op.cost_us))
     ranked = sorted(groups.items(), key=lambda group: -sum(us for _, us in group[1]))
@@ -425,7 +394,6 @@ def _computed_again(facts: PageFacts) -> Table:
 
 
 def _alternatives(facts: PageFacts, summary: _Summary) -> Table:
-    """Other schedules of the step."""
     base_us = facts.graph.base_us
     points = [*facts.rules, *(point for _, curve in facts.fronts for point in curve)]
     rows = [_point_row(point, summary.budget_bytes, base_us) for point in _ranked(points)]
@@ -451,36 +419,23 @@ def _point_row(point: Alternative, budget_bytes: int, base_us: float) -> tuple[s
     )
 
 
-# One page that holds all it needs: style, script, plotting library, data. No network.
-#
-# The page needs hovering and zooming, so it embeds a JavaScript library; `plots/` draws with
-# matplotlib on an ``ax`` that the user arranges and prints. Both take their colours from
-# `views/palette.py`. Tables are HTML and need no script. A content policy in the page forbids it
-# every request.
-
-
+# The page needs hovering and zooming, so it embeds a JavaScript library. Its content policy forbids
+# every request. Tables are HTML and need no script.
 _LIBRARY = "vendor/echarts.common.min.js"
 _SCRIPTS = ("text", "run_chart", "memory", "ribbon", "front", "start")
 """Each script uses only those before it."""
 
 
 class Figure(NamedTuple):
-    """One large figure at the head of the page."""
-
     name: str
     text: str
     note: str
 
 
 def render(facts: PageFacts, page: _Page) -> str:
-    """The page of a plan, as HTML; `page` is its `page_data`.
-
-    Raises
-    ------
-    LayoutError : the layout to be drawn is of another step, or invalid.
-    """
     from jinja2 import Environment, StrictUndefined
 
+    # Names come from the user's code and may contain HTML. An undefined variable is an error.
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters["bytes"] = bytes_text
     return environment.from_string(_file("page.html")).render(
@@ -503,12 +458,11 @@ def _file(name: str) -> str:
 
 
 def script_safe(page: _Page) -> str:
-    """JSON in which nothing can end the script element or begin a comment."""
+    # No text can then close the script element or begin a comment.
     return msgspec.json.encode(page).decode().replace("<", "\\u003c")
 
 
 def _figures(facts: PageFacts, summary: _Summary) -> list[Figure]:
-    """What a reader wants to know first."""
     base, peak = summary.unmodified_peak_bytes, summary.peak_bytes
     of_base = f"{percent_text(peak / base)} of the unmodified {bytes_text(base)}" if base else ""
     budget = bytes_text(summary.budget_bytes) if summary.budget_bytes else "none"

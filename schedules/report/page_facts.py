@@ -12,14 +12,7 @@ from remat.schedules.schedule import Schedule
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """Another schedule of the same step, as `simulate` judges it.
-
-    Attributes
-    ----------
-    name : the rule or the solver that made it.
-    budget_bytes : the budget that it was asked to keep; 0 for a rule that takes none.
-    lower_bound_us : no schedule at that budget takes less; 0 if nothing is known.
-    """
+    """Another schedule of a step; `budget_bytes`, `lower_bound_us` are 0 where there is none."""
 
     name: str
     peak_bytes: int
@@ -31,13 +24,9 @@ class Alternative(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class MeasuredStep:
-    """A real step of the rewritten module.
+    """A real step of the rewritten module; `time_us` is None if it was not timed.
 
-    Attributes
-    ----------
-    moments : from 0 to the end of the step, in any unit, [n].
-    live_bytes : live at each moment, resident ones included, [n].
-    peak_bytes, time_us : of the step; `time_us` is None if the step was not timed.
+    `moments` go from 0 to its end, in any unit, [n]; `live_bytes` has what is live then, [n].
     """
 
     moments: Floats
@@ -52,15 +41,10 @@ class PageFacts:
 
     Attributes
     ----------
-    graph, schedule : the step and its plan.
-    unmodified_graph, unmodified_schedule : the step as eager runs it.
     budget_bytes : 0 if there was none. lower_bound_us : proven; 0 if nothing is known.
-    status, solver : how it was solved.
     rules : schedules of simple rules. fronts : by solver, the best at several budgets.
-    measured : if the step was run. cost_origin : where costs come from, in words.
     note : what to say of the plan beyond its figures, such as that its bound is not proved here.
     stated_by : the file that states the bounds of `fronts`; empty where they were proved just now.
-    layout : where its buffers lie in one arena, to be drawn.
     """
 
     graph: TrainingGraph
@@ -81,5 +65,5 @@ class PageFacts:
 
     @property
     def bound_name(self) -> str:
-        """What bounds of fronts are called: a file that anyone can edit proves nothing."""
+        # Anyone can edit a file, so the bound that it states is unproved.
         return f"bound stated by {self.stated_by}, not proved" if self.stated_by else "bound"

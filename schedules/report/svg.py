@@ -1,4 +1,4 @@
-"""The picture of a layout on the page: an SVG of addresses against time, which needs no script."""
+"""Pictures on the page, of a layout and of copies: SVGs, which need no script."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TICKS = 5
 
 
 class _Shape(NamedTuple):
-    """Rectangles of one colour as the path of an SVG; `title` is empty for those without a name."""
+    """Rectangles of one colour as the path of an SVG; `title` is what pointing at them shows."""
 
     name: str
     colour: str
@@ -42,21 +42,12 @@ class _Shape(NamedTuple):
 
 
 class _Tick(NamedTuple):
-    """A mark at the axis of addresses."""
-
     y: float
     text: str
 
 
 class _ArenaPicture(NamedTuple):
-    """What the page draws of a layout.
-
-    Attributes
-    ----------
-    shapes : rectangles, in the order in which they are drawn. legend : names with colours.
-    live : the path of the bytes live at each time. load_y : where the most of them are.
-    says : the sizes, in words.
-    """
+    """`shapes` in the order in which they are drawn; `live` is the path of live bytes."""
 
     shapes: tuple[_Shape, ...]
     legend: tuple[tuple[str, str], ...]
@@ -69,24 +60,22 @@ class _ArenaPicture(NamedTuple):
 
 
 def arena_picture(facts: PageFacts) -> _ArenaPicture | None:
-    """The picture; None where there is no layout, or nothing in its arena.
-
-    Raises
-    ------
-    LayoutError : the layout is of another step, or invalid.
-    """
+    """None where there is no layout, or nothing in its arena."""
     if facts.layout is None:
         return None
     found = addresses(facts.graph, facts.schedule, facts.layout)
     if not found.layout.arena_bytes:
         return None
     scale = _Scale(found)
+    # Boxes are sorted by area, the largest first.
     named, others = found.boxes[:_NAMED], found.boxes[_NAMED:]
     small = _Shape(_SMALL, GREY, "".join(scale.path(*one) for one in found.merged))
     kinds = [kind for kind in KINDS if any(box.kind == kind for box in found.boxes)]
     legend = [(kind, _colour(kind)) for kind in kinds]
     return _ArenaPicture(
         shapes=(
+            # Merged rectangles also cover the gaps between buffers, so they are drawn below the
+            # others.
             *([small] if found.merged else []),
             *_of_kinds(scale, kinds, others),
             *(_named(scale, box) for box in named),
@@ -103,13 +92,11 @@ _SMALL = "small, merged"
 
 
 def _colour(kind: str) -> str:
-    # What is merged is grey; so is nothing else in an arena, where nothing is resident.
+    # Merged rectangles are grey. Nothing else here is: an arena holds no resident values.
     return KINDS.get(kind, DARK_GREY)
 
 
 class _Scale:
-    """From times and bytes to units of the picture; addresses grow upwards."""
-
     def __init__(self, of: Addresses) -> None:
         self.n_times, self.arena_bytes = of.buffers.n_times, of.layout.arena_bytes
 
@@ -117,17 +104,16 @@ class _Scale:
         return round(time * WIDTH / self.n_times)
 
     def y(self, address: float) -> int:
-        return HEIGHT - round(address * HEIGHT / self.arena_bytes)
+        return HEIGHT - round(address * HEIGHT / self.arena_bytes)  # SVG's y grows downwards
 
     def path(self, start: float, end: float, low: float, high: float) -> str:
-        """One rectangle, of a unit at least."""
         x, y = self.x(start), self.y(high)
+        # At least one unit, so that everything stays visible.
         width, height = max(self.x(end) - x, 1), max(self.y(low) - y, 1)
         return f"M{x} {y}h{width}v{height}h-{width}z"
 
 
 def _of_kinds(scale: _Scale, kinds: Iterable[str], boxes: Iterable[Box]) -> Iterable[_Shape]:
-    """The boxes of each kind as one shape."""
     paths: dict[str, list[str]] = {kind: [] for kind in kinds}
     for box in boxes:
         paths[box.kind].append(scale.path(box.start, box.end, box.low, box.high))
@@ -144,9 +130,9 @@ def _named(scale: _Scale, box: Box) -> _Shape:
 
 
 def _live_path(scale: _Scale, of: Addresses) -> str:
-    """Steps along the most bytes that are live at the times of each unit of width."""
     live = of.buffers.live_bytes
     at = np.array([scale.x(time) for time in range(len(live))])
+    # Several times share one unit of width: draw the most bytes among them.
     firsts = np.flatnonzero(np.diff(at, prepend=-1))
     tops = np.maximum.reduceat(live, firsts)
     return "".join(
@@ -171,9 +157,6 @@ def _says(of: Addresses) -> str:
     )
 
 
-# The picture of copies on the page, an SVG that needs no script: a lane a link, a band a tier.
-
-
 COPIES_WIDTH, LANE, _BAND, _GAP = 2000, 46, 150, 24
 """Units of the picture, which are whole numbers: what is narrower than one is drawn as one."""
 _COLOURS = {"d2h": BLUE, "h2d": SKY, "write": PURPLE, "read": GREEN}
@@ -182,16 +165,12 @@ _TIERS = {"host": "on the host", "nvme": "on NVMe"}
 
 
 class _Bar(NamedTuple):
-    """One copy, or one wait: where it is in its lane, and what it is, in words."""
-
     x: int
     width: int
     title: str
 
 
 class _CopyLane(NamedTuple):
-    """The copies over a link, or the waits for them; `y` is its upper edge."""
-
     name: str
     colour: str
     y: int
@@ -199,8 +178,6 @@ class _CopyLane(NamedTuple):
 
 
 class _TierBand(NamedTuple):
-    """Bytes in a lower tier through the step, as a filled path; `y` is the upper edge."""
-
     name: str
     colour: str
     y: int
@@ -209,15 +186,11 @@ class _TierBand(NamedTuple):
 
 
 class _TimeTick(NamedTuple):
-    """A mark at the axis of time."""
-
     x: int
     text: str
 
 
 class _CopiesPicture(NamedTuple):
-    """What the page draws of a plan that copies; `says` has its figures in words."""
-
     lanes: tuple[_CopyLane, ...]
     bands: tuple[_TierBand, ...]
     ticks: tuple[_TimeTick, ...]
@@ -229,12 +202,7 @@ class _CopiesPicture(NamedTuple):
 
 
 def copies_picture(facts: PageFacts) -> _CopiesPicture | None:
-    """The picture; None where nothing is copied.
-
-    Raises
-    ------
-    ScheduleError : the schedule is invalid.
-    """
+    """None where nothing is copied."""
     if not facts.schedule.moves:
         return None
     found = simulate(facts.graph, facts.schedule)
@@ -258,11 +226,11 @@ def _x(found: Simulation, at_us: float) -> int:
 
 def _bar(found: Simulation, start_us: float, end_us: float, title: str) -> _Bar:
     x = _x(found, start_us)
+    # At least one unit, so that short copies stay visible.
     return _Bar(x, max(_x(found, end_us) - x, 1), title)
 
 
 def _lanes(found: Simulation) -> tuple[_CopyLane, ...]:
-    """The links that copy anything, and the waits of the device where there are some."""
     bars: list[tuple[str, str, tuple[_Bar, ...]]] = []
     for link in LINK_NAMES:
         copies = tuple(
@@ -276,6 +244,7 @@ def _lanes(found: Simulation) -> tuple[_CopyLane, ...]:
         )  # fmt: skip
         bars.append((LINK_TITLES[link], _COLOURS[link], copies))
     bars.append((_WAITS, _WAITS_COLOUR, _waits(found)))
+    # Links that copy nothing get no lane.
     used = [lane for lane in bars if lane[2]]
     return tuple(
         _CopyLane(name, colour, i * (LANE + _GAP), each)
@@ -284,10 +253,10 @@ def _lanes(found: Simulation) -> tuple[_CopyLane, ...]:
 
 
 def _waits(found: Simulation) -> tuple[_Bar, ...]:
-    """Stalls of a step follow one another, from the clock before it on."""
     bars: list[_Bar] = []
     ends: dict[int, float] = {}
     for stall in found.stalls:
+        # The stalls of a step follow one another, starting at the clock before it.
         before_us = found.clock_us[stall.step - 1] if stall.step else 0.0
         start_us = ends.get(stall.step, before_us)
         ends[stall.step] = start_us + stall.us
@@ -300,6 +269,7 @@ def _band(found: Simulation, tier: str, there: Sequence[int], y: int) -> _TierBa
     most_bytes, bottom = max(there), y + _BAND
     path, before = f"M0 {bottom}", 0
     for at_us, size_bytes in zip(found.clock_us, there, strict=True):
+        # Most steps move nothing: leave them out, to keep the page small.
         if size_bytes != before:
             path += f"H{_x(found, at_us)}V{bottom - round(_BAND * size_bytes / most_bytes)}"
         before = size_bytes

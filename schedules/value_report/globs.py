@@ -25,6 +25,7 @@ def names_module(glob: str, module: str) -> bool:
 
 def recompute_globs(schedule: Schedule) -> tuple[str, ...]:
     """The globs of `recompute` that a schedule was made with: an option, as one text."""
+    # Options in a schedule are plain values, so several globs are joined to one text.
     text = str(schedule.options.get("recompute", ""))
     return tuple(text.split(", ")) if text else ()
 
@@ -37,6 +38,5 @@ def may_run_twice(op: Op, globs: Iterable[str]) -> bool:
 
 
 def modules_text(modules: Sequence[str]) -> str:
-    """A sentence with some of the module paths that there are."""
     more = f" and {len(modules) - EXAMPLES} more" if len(modules) > EXAMPLES else ""
     return f"Modules are {', '.join(modules[:EXAMPLES])}{more}"

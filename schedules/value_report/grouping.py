@@ -13,9 +13,6 @@ from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.value_report.rows import ValueRow
 
-# Module paths that differ only in their indices, written as one: ``layers.0-11``.
-
-
 _INDEX = "#"
 """What stands for an index in the pattern of a path."""
 DASH = "\u2013"
@@ -32,18 +29,16 @@ def split_indices(module: str) -> tuple[str, Indices]:
 
 
 def boxes(indices: Iterable[Indices]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Part a set of index tuples, all of one length, into products of sets of indices.
-
-    A set that is a product, such as ``stages.0-3.0-1``, stays whole. Otherwise outer indices with
-    the same inner indices stand together.
-    """
     whole = sorted(set(indices))
+    # A path without indices.
     if whole == [()]:
         yield ()
         return
     tails: dict[int, list[Indices]] = {}
     for first, *rest in whole:
         tails.setdefault(first, []).append(tuple(rest))
+    # Join outer indices that have the same inner ones, so that a full product such as
+    # ``stages.0-3.0-1`` stays whole.
     firsts: dict[tuple[Indices, ...], list[int]] = {}
     for first, inner in tails.items():
         firsts.setdefault(tuple(inner), []).append(first)
@@ -53,7 +48,6 @@ def boxes(indices: Iterable[Indices]) -> Iterator[tuple[tuple[int, ...], ...]]:
 
 
 def _inside(by_index: Mapping[Indices, _T], box: tuple[tuple[int, ...], ...]) -> list[_T]:
-    """What stands at the indices of a product, in order."""
     return [
         one
         for indices, one in by_index.items()
@@ -89,10 +83,8 @@ class Group(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    name : of the group, with ranges for indices. count : how many layers are folded in it.
-    values : how many values it makes. size_bytes : of one copy of each.
+    count : how many layers are folded in it. size_bytes : of one copy of each of its `values`.
     kept_bytes, recomputed_bytes, offloaded_bytes : of those with that verdict in forward.
-    at_peak_bytes : of those that are live at the peak.
     cost_us : of one run of each op. runs_again, recomputed_us : of the runs after the first.
     """
 
@@ -111,8 +103,6 @@ class Group(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Sums:
-    """Sums of one name before layers are folded. Layers fold if `figures` are equal; times vary."""
-
     figures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_FIGURES, 0))
     cost_us: float = 0.0
     recomputed_us: float = 0.0
@@ -130,19 +120,12 @@ _OF_VERDICT = {
 def group_rows(
     graph: TrainingGraph, schedule: Schedule | None, rows: Sequence[ValueRow], by: GroupBy
 ) -> tuple[Group, ...]:
-    """Sum `rows`, and the runs of the ops that make them.
-
-    Layers with equal bytes and runs fold to one group. The group that holds most at the peak
-    comes first; of equal ones, the largest.
-
-    Parameters
-    ----------
-    rows : of `value_rows`, filtered or not. schedule : the one that they were made for.
-    """
+    """Sum `rows`, and the runs of their ops; what holds most at the peak comes first."""
     sums: dict[str, _Sums] = {}
     for row in rows:
         _add(sums.setdefault(_name(row.module, row.target, row.source, by), _Sums()), row)
     runs = schedule.computations() if schedule else Counter[str]()
+    # By op, not by row: an op with several values still runs once.
     for op in _ops_of(graph, rows):
         one = sums[_name(op.module, op.target, op.source, by)]
         again = max(runs[op.name] - 1, 0)
@@ -161,6 +144,7 @@ def _name(module: str, target: str, source: str, by: GroupBy) -> str:
 
 
 def _ops_of(graph: TrainingGraph, rows: Iterable[ValueRow]) -> list[Op]:
+    # An op may make several rows: take it once.
     return [graph.ops[graph.op_index[name]] for name in dict.fromkeys(row.op for row in rows)]
 
 
@@ -177,6 +161,7 @@ def _folded_groups(sums: dict[str, _Sums]) -> list[Group]:
     alike: dict[tuple[str, tuple[int, ...]], dict[Indices, _Sums]] = {}
     for name, one in sums.items():
         pattern, indices = split_indices(name)
+        # Layers with equal bytes and counts fold. Their times may differ, and are added up.
         alike.setdefault((pattern, tuple(one.figures.values())), {})[indices] = one
     return [
         _group(written(pattern, box), _inside(by_index, box))
@@ -196,17 +181,10 @@ def _group(name: str, parts: Sequence[_Sums]) -> Group:
     )
 
 
-# Rows of equal layers folded to one: ``layers.0-11, x12``.
-
-
 class FoldedRow(msgspec.Struct, frozen=True):
     """Rows that differ only in their names and in the indices of their module path.
 
-    Attributes
-    ----------
-    module : with ranges for indices. count : how many rows. first : the first of them.
-    size_bytes, cost_us : summed over the rows, one copy and one run each.
-    recomputed_us : of all runs after the first. values : their names.
+    `size_bytes` and `cost_us` are sums of one copy and one run each; `recomputed_us` of later runs.
     """
 
     module: str
@@ -219,12 +197,8 @@ class FoldedRow(msgspec.Struct, frozen=True):
 
 
 def fold_rows(rows: Sequence[ValueRow]) -> tuple[FoldedRow, ...]:
-    """Fold rows of equal layers: the same op, phase, verdict, size, shape and source line.
-
-    The n-th value of an op in one layer folds with the n-th in the others. Costs may differ,
-    since a folded row holds their sum. Folded rows come in the order of their first rows.
-    """
     alike: dict[Hashable, dict[Indices, ValueRow]] = {}
+    # The n-th value of an op in one layer folds with the n-th in the others.
     for row, ordinal in zip(rows, _ordinals(rows), strict=True):
         pattern, indices = split_indices(row.module)
         alike.setdefault((pattern, ordinal, *_facts(row)), {})[indices] = row
@@ -234,7 +208,6 @@ def fold_rows(rows: Sequence[ValueRow]) -> tuple[FoldedRow, ...]:
 
 
 def _ordinals(rows: Iterable[ValueRow]) -> list[int]:
-    """For each row: how many rows before it have the same op and place in the same module."""
     seen: Counter[tuple[str, ...]] = Counter()
     ordinals: list[int] = []
     for row in rows:
@@ -245,6 +218,7 @@ def _ordinals(rows: Iterable[ValueRow]) -> list[int]:
 
 
 def _facts(row: ValueRow) -> tuple[Hashable, ...]:
+    # Costs are left out: they may differ between layers, and are added up.
     return (
         row.target, row.phase, row.kind, row.verdict, row.again, row.size_bytes, row.dtype,
         row.shape, row.source, row.at_peak, row.cost_origin,

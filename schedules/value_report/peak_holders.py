@@ -22,11 +22,10 @@ class PeakHolders(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    peak_bytes, step : from `simulate`; `step` is the index of the step that reaches the peak.
-    op, target, phase, module, source : of the op that runs then. run : which run of it, from 1.
-    resident : bytes by category, without those of 0. workspace_bytes : of that op.
+    step : index of the step that reaches the peak. run : which run of its op, from 1.
+    resident : bytes by category, without those of 0.
     copies_bytes : second copies that it makes of values that are live already.
-    values : the values that are live, equal layers folded, largest first.
+    values : equal layers folded, largest first.
     """
 
     peak_bytes: int
@@ -44,27 +43,16 @@ class PeakHolders(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> str:
-        """Module path and source line of the op at the peak."""
         return " ".join(part for part in (self.module, self.source) if part) or self.op
 
 
 def peak_holders(
     graph: TrainingGraph, schedule: Schedule, simulation: Simulation | None = None
 ) -> PeakHolders:
-    """What holds the memory at the peak.
-
-    Parameters
-    ----------
-    simulation : of that schedule, if at hand.
-
-    Raises
-    ------
-    ScheduleError : the schedule is not valid on this graph.
-    """
     graph = graph_of_schedule(graph, schedule)
     found = simulation or simulate(graph, schedule)
     step = schedule.steps[found.peak_step]
-    op = graph.ops[graph.op_index[step.op]] if isinstance(step, Compute) else None
+    op = graph.ops[graph.op_index[step.op]] if isinstance(step, Compute) else None  # or a fetch
     rows = tuple(row for row in value_rows(graph, schedule) if row.at_peak)
     resident = {
         name.removesuffix("_bytes"): size
@@ -83,6 +71,7 @@ def peak_holders(
         run=_runs_until(schedule, op, found.peak_step),
         resident=resident,
         workspace_bytes=found.workspace_at_peak_bytes,
+        # The rest is second copies, since the parts sum to the peak.
         copies_bytes=found.peak_bytes - known - found.workspace_at_peak_bytes,
         values=tuple(sorted(fold_rows(rows), key=_smaller)),
     )
@@ -98,9 +87,6 @@ def _smaller(one: FoldedRow) -> int:
     return -one.size_bytes
 
 
-# What no solver may choose, and why: ops that must not run twice, and values that are held.
-
-
 RETURNED_TO_CALLER = "returned to the caller"
 DRAWS = "it draws random numbers, and runs again from a saved state of the stream"
 
@@ -108,11 +94,7 @@ DRAWS = "it draws random numbers, and runs again from a saved state of the strea
 class ForcedOps(msgspec.Struct, frozen=True):
     """Forward ops that one reason leaves no choice for.
 
-    Attributes
-    ----------
-    reason : as the graph says it, or a pin of the user. ops : how many.
-    kept_bytes : of their values that are live when forward ends. cost_us : of one run each.
-    places : folded modules, those that hold most first.
+    `kept_bytes` are live when forward ends; `cost_us` is of one run each; `places` are modules.
     """
 
     reason: str
@@ -123,18 +105,14 @@ class ForcedOps(msgspec.Struct, frozen=True):
 
 
 def forced_ops(graph: TrainingGraph, schedule: Schedule, most: int = 3) -> tuple[ForcedOps, ...]:
-    """What was forced, by reason; the reason that holds most comes first.
-
-    Counted are pinned ops of forward, values in the caller's hands, and the pins of the user that
-    the schedule's options name. Reasons that differ only in their module count as one. An op that
-    draws is not pinned, but the state that its second run draws from is held.
-    """
+    """What was forced, by reason; the reason that holds most comes first."""
     graph = graph_of_schedule(graph, schedule)
     live, runs = live_after_forward(graph, schedule), schedule.computations()
     by_reason: dict[str, list[Op]] = {}
     for op in graph.ops[: graph.n_forward]:
         for reason in _reasons(graph, op, runs):
             by_reason.setdefault(reason, []).append(op)
+    # The user's pins may concern ops that nothing else forces.
     for name in ("keep", "recompute"):
         if name in schedule.options and not any(name in reason for reason in by_reason):
             by_reason[f"pinned by {option(name, schedule.options[name])}"] = []
@@ -143,9 +121,11 @@ def forced_ops(graph: TrainingGraph, schedule: Schedule, most: int = 3) -> tuple
 
 
 def _reasons(graph: TrainingGraph, op: Op, runs: Counter[str]) -> list[str]:
+    # Drop the module's name, so that reasons that differ only in it count as one.
     reasons = [op.no_recompute.replace(f"{op.module}.", "")] if op.no_recompute else []
     if set(graph.outputs).intersection(op.outputs):
         reasons.append(RETURNED_TO_CALLER)
+    # An op that draws may run again, but then the state of its stream is kept.
     states = (graph.value_by_name[name].kind == "rng_state" for name in op.inputs)
     if runs[op.name] > 1 and any(states):
         reasons.append(DRAWS)
@@ -169,15 +149,10 @@ def _forced(
     )
 
 
-# The same schedule with the values of one op kept from their first run to their last use.
-
-
 def counterfactual_schedule(graph: TrainingGraph, schedule: Schedule, op: str) -> Schedule:
-    """`schedule` without the further runs of `op`, and without copies of its values.
-
-    These are kept in between. Nothing else changes: ops that ran again only for the sake of `op`
-    still do. So the peak of the result is what keeping these values takes.
-    """
+    """`schedule` without further runs of `op`: its values are kept until their last use."""
+    # Ops that ran again only to feed `op` still do: the new peak is what keeping these values
+    # costs.
     held = set(graph.ops[graph.op_index[op]].outputs)
     first, *further = [i for i, step in enumerate(schedule.steps) if step == Compute(op)]
     last_there = dict.fromkeys(held, max([first, *further]))
@@ -186,7 +161,7 @@ def counterfactual_schedule(graph: TrainingGraph, schedule: Schedule, op: str) -
             last_there[step.value] = max(last_there[step.value], i)
 
     def stays(i: int, step: Step) -> bool:
-        """Frees of the op's values stay only where they do not come again later."""
+        # Free the op's values only once, after their last use.
         if isinstance(step, Compute):
             return i not in further
         return step.value not in held or (freed_value(step) in held and i > last_there[step.value])

@@ -25,13 +25,10 @@ class ValueRow(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    value : its name. op, target, phase : of the op that makes it.
     verdict : ``keep`` (live when forward ends), ``recompute``, ``offload``, ``free`` (made once,
         and not live when forward ends), or ``run`` for a value of backward. Empty without a
         schedule.
-    again : how often it is made after the first time.
-    size_bytes : of one copy. cost_us : of one run of its op. cost_origin : where that comes from.
-    at_peak : whether it is live at the schedule's peak.
+    again : how often it is made after the first time. size_bytes : of one copy.
     """
 
     value: str
@@ -52,17 +49,11 @@ class ValueRow(msgspec.Struct, frozen=True):
 
     @property
     def verdict_text(self) -> str:
-        """The verdict, and how often the value is made again: ``recompute x2``."""
+        """``recompute x2``."""
         return f"{self.verdict} x{self.again}" if self.again else self.verdict
 
 
 def value_rows(graph: TrainingGraph, schedule: Schedule | None = None) -> tuple[ValueRow, ...]:
-    """One row a value that the step makes, in captured order.
-
-    Raises
-    ------
-    ScheduleError : the schedule is not valid on this graph.
-    """
     if schedule is None:
         return tuple(_row(op, value, "", 0, at_peak=False) for op, value in _made(graph))
     graph = graph_of_schedule(graph, schedule)
@@ -78,13 +69,13 @@ def value_rows(graph: TrainingGraph, schedule: Schedule | None = None) -> tuple[
 
 
 def _times_made(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
-    """How often each value is made: the runs of its op at which it is not live already."""
     graph = graph_of_schedule(graph, schedule)
     made = {value.name: 0 for value in graph.values if value.producer}
     live: set[str] = set()
     for step in schedule.steps:
         if isinstance(step, Compute):
             for name in graph.ops[graph.op_index[step.op]].outputs:
+                # A live output is not made again: the second copy goes when the run ends.
                 made[name] += name not in live
                 live.add(name)
         else:
@@ -94,14 +85,7 @@ def _times_made(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
 
 
 def matching(rows: Sequence[ValueRow], globs: Iterable[str]) -> tuple[ValueRow, ...]:
-    """The rows that a glob names by value, op, source line, module or a module above that.
-
-    Without a glob, all rows.
-
-    Raises
-    ------
-    GlobError : a glob matches nothing.
-    """
+    """The rows that a glob names by value, op, source line or module; all without globs."""
     asked = tuple(globs)
     for glob in asked:
         if not any(_is_named(row, glob) for row in rows):

@@ -35,8 +35,6 @@ class Box(NamedTuple):
 
 
 class _Merged(NamedTuple):
-    """A rectangle that covers small buffers, and room between them."""
-
     start: float
     end: float
     low: float
@@ -45,14 +43,6 @@ class _Merged(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Addresses:
-    """The rectangles of a layout.
-
-    Attributes
-    ----------
-    layout, buffers : what is drawn. boxes : the largest buffers, most bytes times time first.
-    merged : rectangles over the others, `n_merged` buffers.
-    """
-
     layout: Layout
     buffers: Buffers
     boxes: tuple[Box, ...]
@@ -61,17 +51,11 @@ class Addresses:
 
 
 def addresses(graph: TrainingGraph, schedule: Schedule, layout: Layout) -> Addresses:
-    """Where the buffers of `schedule` lie, and when each is live.
-
-    Raises
-    ------
-    ScheduleError : the schedule was not made for the graph, or is invalid. LayoutError : the layout
-        is not one of its buffers, or is invalid.
-    """
     buffers = buffers_of(graph, schedule)
     check_layout(buffers, layout)
     area = buffers.size_bytes.astype(np.float64) * (buffers.end - buffers.start)
     largest = np.argsort(-area, kind="stable")
+    # Buffers lower than one row of the grid are too small to see.
     shown = largest[buffers.size_bytes[largest] * ROWS >= layout.arena_bytes][:MOST_BOXES]
     is_small = np.ones(len(buffers), bool)
     is_small[shown] = False
@@ -89,7 +73,6 @@ def addresses(graph: TrainingGraph, schedule: Schedule, layout: Layout) -> Addre
 
 
 def kinds_of_buffers(graph: TrainingGraph, buffers: Buffers) -> list[str]:
-    """What the bytes of each buffer are for; workspaces are no values of the graph."""
     return [
         "workspace" if kind == BufferKind.WORKSPACE else graph.value_by_name[name].kind
         for name, kind in zip(buffers.names, buffers.kind, strict=True)
@@ -99,12 +82,12 @@ def kinds_of_buffers(graph: TrainingGraph, buffers: Buffers) -> list[str]:
 def _over_small(
     buffers: Buffers, low: Ints, arena_bytes: int, is_small: NDArray[np.bool_]
 ) -> tuple[_Merged, ...]:
-    """Rectangles over the small buffers, on the finest grid on which they are few enough."""
     if not is_small.any():
         return ()
     rows, columns = ROWS, min(_COLUMNS, buffers.n_times)
     top = low + buffers.size_bytes
     edges = [one[is_small].astype(np.float64) for one in (buffers.start, buffers.end, low, top)]
+    # Coarsen the grid until the page can hold all rectangles.
     while True:
         x, y = columns / buffers.n_times, rows / arena_bytes
         on_grid = [edge * scale for edge, scale in zip(edges, (x, x, y, y), strict=True)]
@@ -124,6 +107,7 @@ def _covered(
     x0, y0 = np.floor(start).astype(np.int64), np.floor(low).astype(np.int64)
     x1 = np.minimum(np.ceil(end), columns).astype(np.int64)
     y1 = np.minimum(np.ceil(high), rows).astype(np.int64)
+    # A two-dimensional prefix sum: mark the corners, then add up along both axes.
     change = np.zeros((rows + 1, columns + 1), np.int64)
     for row, column, sign in ((y0, x0, 1), (y0, x1, -1), (y1, x0, -1), (y1, x1, 1)):
         np.add.at(change, (row, column), sign)
@@ -134,6 +118,7 @@ def _rectangles(covered: NDArray[np.bool_]) -> list[tuple[int, int, int, int]]:
     """(start, end, low, high) of runs of cells; runs that are the same in rows above are one."""
     found: list[tuple[int, int, int, int]] = []
     open_since: dict[tuple[int, int], int] = {}
+    # An empty last row closes the rectangles that are still open.
     for row, cells in enumerate([*covered, np.zeros(covered.shape[1], bool)]):
         edges = np.flatnonzero(np.diff(np.concatenate([[False], cells, [False]])))
         runs = [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]

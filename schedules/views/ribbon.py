@@ -29,14 +29,10 @@ class Span:
 
 @dataclass(frozen=True)
 class _Ribbon:
-    """What each row runs and holds.
+    """Spans of first runs by phase, and `recompute` of all later ones.
 
-    Attributes
-    ----------
-    titles : of the rows, in captured order.
-    forward, backward : spans of first runs of ops of that phase. recompute : of all later runs.
-    holds : spans in which a forward value of the row is live.
-    holds_most : where these hold at least half of the most bytes that the row ever holds.
+    In `holds` a forward value of the row is live; in `holds_most` these have at least half of the
+    most bytes that the row ever holds.
     """
 
     titles: tuple[str, ...]
@@ -48,7 +44,6 @@ class _Ribbon:
 
 
 def ribbon(line: Timeline) -> _Ribbon:
-    """The picture of a schedule."""
     titles, row_of_op = rows_of_ops(line.graph)
     rows = np.array(row_of_op, dtype=np.int64)[line.ops]
     is_forward = line.ops < line.graph.n_forward
@@ -60,6 +55,7 @@ def ribbon(line: Timeline) -> _Ribbon:
         backward=_spans_of_runs(rows, ~is_forward & ~line.again),
         recompute=_spans_of_runs(rows, line.again),
         holds=_spans_of_mask(held > 0),
+        # Leave out rows that hold nothing.
         holds_most=_spans_of_mask((held > 0) & (2 * held >= most)),
     )
 
@@ -80,7 +76,6 @@ def _held_bytes(line: Timeline, row_of_op: tuple[int, ...], n_rows: int) -> Ints
 def _spans_of_runs(
     rows: Ints, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]
 ) -> tuple[Span, ...]:
-    """Spans of neighbouring runs in one row."""
     spans: list[Span] = []
     for run in np.flatnonzero(chosen).tolist():
         row = int(rows[run])
@@ -92,7 +87,7 @@ def _spans_of_runs(
 
 
 def _spans_of_mask(mask: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> tuple[Span, ...]:
-    """Where each row of a mask is true."""
+    # Pad, so that spans at either end have two edges too.
     padded = np.pad(mask.astype(np.int8), ((0, 0), (1, 1)))
     edges = np.diff(padded, axis=1)
     spans: list[Span] = []

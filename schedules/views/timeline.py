@@ -35,13 +35,8 @@ class _Residence:
 class Timeline:
     """The runs of a schedule in order. Each array has one entry a run.
 
-    Attributes
-    ----------
-    graph, schedule, simulation : what ran, and what `simulate` said of it.
-    steps : indices into the schedule's steps. ops : indices into the graph's ops.
-    start_us : when the run begins, [runs]; `end_us` is when the last one ends.
-    live_bytes : live while it runs, [runs], as `simulate` has it.
-    again : whether the op has run before, [runs].
+    `steps` and `ops` are indices into those of the schedule and the graph; `again` says whether the
+    op has run before.
     """
 
     graph: TrainingGraph
@@ -57,12 +52,10 @@ class Timeline:
         return len(self.steps)
 
     def op_of(self, run: int) -> Op:
-        """The op of a run."""
         return self.graph.ops[int(self.ops[run])]
 
     @property
     def is_timed(self) -> bool:
-        """Whether the ops have costs."""
         return self.simulation.time_us > 0
 
     @cached_property
@@ -74,17 +67,15 @@ class Timeline:
 
     @property
     def axis_title(self) -> str:
-        """What `edges` count."""
         return "time in the step (ms)" if self.is_timed else "runs of ops"
 
     @cached_property
     def peak_run(self) -> int:
-        """The run at which the peak is first reached."""
+        # If a fetch reaches the peak, take the run before it.
         return max(int(np.searchsorted(self.steps, self.simulation.peak_step, "right")) - 1, 0)
 
     @cached_property
     def forward_runs(self) -> int:
-        """How many runs there are until forward ends."""
         end = end_of_forward(self.graph, self.schedule)
         return len(self) if end is None else int(np.searchsorted(self.steps, end))
 
@@ -97,6 +88,7 @@ class Timeline:
         for step in self.schedule.steps:
             if isinstance(step, Compute):
                 outputs = self.graph.ops[self.graph.op_index[step.op]].outputs
+                # A live value keeps its first copy.
                 since |= {name: run for name in outputs if name not in since}
                 run += 1
             elif fetched_value(step):
@@ -108,20 +100,16 @@ class Timeline:
 
 
 def timeline(graph: TrainingGraph, schedule: Schedule) -> Timeline:
-    """`schedule` as it runs over `graph`.
-
-    Raises
-    ------
-    ScheduleError : the schedule is not one of this graph, or breaks a rule of `simulate`.
-    """
     graph = graph_of_schedule(graph, schedule)
     simulation = simulate(graph, schedule)
     runs = [(i, step.op) for i, step in enumerate(schedule.steps) if isinstance(step, Compute)]
     steps = np.array([i for i, _ in runs], dtype=np.int64)
     ops = np.array([graph.op_index[name] for _, name in runs], dtype=np.int64)
     again = np.ones(len(ops), dtype=np.bool_)
+    # `unique` returns the first run of each op.
     again[np.unique(ops, return_index=True)[1]] = False
     before_us = np.concatenate([[0.0], simulation.clock_us])[steps]
+    # The clock before a run does not include the waits for its inputs.
     waits_us = np.zeros(len(schedule.steps))
     for stall in simulation.stalls:
         waits_us[stall.step] += stall.us
@@ -135,9 +123,6 @@ def timeline(graph: TrainingGraph, schedule: Schedule) -> Timeline:
         live_bytes=np.array(simulation.live_bytes, dtype=np.int64)[steps],
         again=again,
     )
-
-
-# Groups of modules that a picture has room for: by layer, or by place in any layer.
 
 
 OUTSIDE = "(outside modules)"
@@ -162,12 +147,6 @@ def place_of(module: str) -> str:
 
 
 def rows_of_ops(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Titles of rows in captured order, and the row of each op.
-
-    A row is a layer. If that gives too few rows, it is a module; if that does too, a forward op.
-    If there are too many rows, neighbours are merged.
-    """
-
     def module(i: int) -> str:
         return graph.ops[i].module
 
@@ -175,6 +154,7 @@ def rows_of_ops(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[int, ...]]
         lambda i: layer_of(module(i)),
         lambda i: module(i) or OUTSIDE,
     )
+    # Fall back from layers to modules, then to forward ops, if there are too few rows.
     for way in ways:
         names = [way(i) for i in range(len(graph.ops))]
         titles = list(dict.fromkeys(names))
@@ -184,11 +164,11 @@ def rows_of_ops(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[int, ...]]
 
 
 def _by_forward_op(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """One row a forward op. An op of backward is in the row of a forward value that it reads."""
     producer = {v: i for i, op in enumerate(graph.ops[: graph.n_forward]) for v in op.outputs}
     rows: list[int] = []
     for i, op in enumerate(graph.ops):
         read = [producer[name] for name in op.inputs if name in producer]
+        # A backward op joins the row of the last forward value that it reads.
         rows.append(i if i < graph.n_forward else max(read, default=rows[-1] if rows else 0))
     return _merged([op.name for op in graph.ops[: max(graph.n_forward, 1)]], rows)
 
@@ -204,9 +184,6 @@ def _merged(titles: Sequence[str], rows: Sequence[int]) -> tuple[tuple[str, ...]
         for first, last in zip(firsts, lasts, strict=True)
     ]
     return tuple(merged), tuple(row // size for row in rows)
-
-
-# Live bytes through the step, taken apart: by what the bytes are for, or by module.
 
 
 BandsBy = Literal["kind", "module"]
@@ -231,12 +208,11 @@ def live_bands(line: Timeline, by: BandsBy = "kind") -> dict[str, Ints]:
     bands = {RESIDENT: resident} | {name: curves[name] for name in ranked[:_MOST]}
     if ranked[_MOST:]:
         bands[OTHERS] = sum((curves[name] for name in ranked[_MOST:]), np.zeros_like(resident))
-    # The workspace is what no value accounts for, so the bands cannot but sum to the simulator's.
+    # The workspace is the remainder, so the bands always sum to the simulator's bytes.
     return bands | {WORKSPACE: line.live_bytes - held}
 
 
 def _groups(graph: TrainingGraph, by: BandsBy) -> Mapping[str, str]:
-    """The group of each value that an op makes."""
     made = [value for value in graph.values if value.producer]
     if by == "kind":
         return {value.name: value.kind for value in made}

@@ -99,7 +99,7 @@ def plan() -> PlanFile:
 
 def front() -> bytes:
     """A front of two budgets, one of which is infeasible."""
-    return remat.sweep(GRAPH, ["90%", "1B"], solver=SOLVER).to_json()
+    return remat.sweep(GRAPH, ["90%", "1B"], SOLVER).front.to_json()
 
 
 def profile() -> bytes:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import remat
 from remat.blocks.rematerialized import planned_blocks
-from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError
+from remat.graph_capture.errors import BudgetError, CaptureError, PlanError, RewriteError
 from remat.rewriter.user_module.module import RematModule
 from tests.block_models import (
     WIDTH,
@@ -164,8 +164,8 @@ def test_frozen_and_unplanned_blocks_are_refused() -> None:
     whole = torch.nn.Sequential(fast.layers[0])
     with pytest.raises(RewriteError, match="follows a plan already"):
         remat.rematerialize(whole, (x,), blocks="0", budget="80%")
-    with pytest.raises(RewriteError, match="follows no plan for blocks"):
-        planned_blocks(Mlp())
+    with pytest.raises(PlanError, match="follows no plan"):
+        remat.plans(Mlp())
 
 
 def test_a_range_of_sizes_is_refused_and_the_whole_model_takes_it() -> None:

@@ -31,6 +31,7 @@ from remat.rewriter.plans.loading import EXTRA_FILE, load_plan, plan_of, read_pl
 from remat.schedules.plan import KIND, PlanFile
 from tests.models import make
 from tests.rows import each_nth
+from tests.steps import schedules_of
 
 ROOT = Path(__file__).parents[3]
 SCHEMA = ROOT / "docs" / "plan.schema.json"
@@ -42,8 +43,6 @@ import json, sys
 import remat
 from tests.models import make
 from remat.rewriter.checking.check import check
-from tests.steps import schedules_of
-from tests.steps import schedules_of
 
 said = {}
 for name in sys.argv[2:]:
