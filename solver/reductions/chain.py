@@ -16,8 +16,13 @@ import functools
 from typing import Any
 
 from remat.schedules.levers import REDUCTIONS, attribute_at
+from remat.solver.reductions.legal_step import (
+    is_checked,
+    require_legal_answer,
+    require_legal_change,
+)
 from remat.solver.reductions.pairs import refuse_pairs
-from remat.solver.reductions.reduction import Question, Reduction, solve_alone
+from remat.solver.reductions.reduction import Question, Reduction, Rest, solve_alone
 from remat.solver.result import Result, with_time_limit_message
 from remat.solver.search import one_job
 
@@ -35,8 +40,25 @@ def fold(question: Question, levers: tuple[Reduction[Any], ...]) -> Result:
     """The answer of the first lever that accepts, with those behind it as its rest."""
     for i, lever in enumerate(levers):
         if lever.accepts(question):
-            return lever.solve(question, functools.partial(fold, levers=levers[i + 1 :]))
-    return solve_alone(question)
+            rest = functools.partial(fold, levers=levers[i + 1 :])
+            return _checked(lever, question, rest) if is_checked() else lever.solve(question, rest)
+    found = solve_alone(question)
+    if is_checked():
+        require_legal_answer(question, found, question.solver)
+    return found
+
+
+def _checked(lever: Reduction[Any], question: Question, rest: Rest) -> Result:
+    """The answer of a lever, held to the rules on the way in and on the way out."""
+    name = type(lever).__name__
+
+    def held(changed: Question) -> Result:
+        require_legal_change(question, changed, name)
+        return rest(changed)
+
+    answer = lever.solve(question, held)
+    require_legal_answer(question, answer, name)
+    return answer
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 import remat
-from remat.analysis.compare import THIS_PLAN, UNMODIFIED, Comparison
+from remat.analysis.compare import THIS_PLAN, UNMODIFIED, Sweep
 from remat.graph_capture.errors import BudgetError, SolverError
 from remat.solver import solve_within
 from remat.solver.result import Result
@@ -24,7 +24,7 @@ def plan() -> Result:
 
 
 @functools.cache
-def compared() -> Comparison:
+def compared() -> Sweep:
     return remat.sweep(costed_gpt(), BUDGETS, SOLVERS, plan=plan(), time_limit_s=AMPLE_S)
 
 
