@@ -528,7 +528,8 @@ def plans(model: Any = None) -> list[Plan]:
     ------
     PlanError : the module follows no plan.
     """
-    if model is None or hasattr(model, "_torchdynamo_orig_callable"):
+    # What torch.compile returned holds what it compiled; its graphs are not told apart by model.
+    if model is None or hasattr(model, "_orig_mod") or hasattr(model, "_torchdynamo_orig_callable"):
         from remat.compile.graph_context import compiled_plans
 
         return [_of_code(one) for one in compiled_plans()]
