@@ -43,7 +43,8 @@ class Plan(Result, frozen=True):
     Attributes
     ----------
     status : ``optimal`` (proved), ``feasible``, ``infeasible``, or ``time limit``.
-    schedule : what runs when; over a range of sizes, at the largest. None where nothing fits.
+    schedule : what runs when; over a range of sizes, at the largest. None where nothing fits, and
+        of `torch.compile` where torch's own cut does.
     peak_bytes, time_us, overhead : of the schedule. lower_bound_us : of any schedule.
     gap : time over bound, minus one.
     step : of `remat.capture`, that it was made for; None where it is not at hand.
@@ -69,9 +70,8 @@ class Plan(Result, frozen=True):
         ------
         PlanError : it is of another step, or breaks a rule.
         """
-        graph = step.top if isinstance(step, RangedGraph) else step
-        assert isinstance(graph, TrainingGraph)
-        schedule = resized_schedule(schedule, graph) if graph is not step else schedule
+        graph = _of_one_size(step)
+        schedule = schedule if graph is step else resized_schedule(schedule, graph)
         found = simulate(graph, schedule)
         budget_bytes = budget_bytes or schedule.budget_bytes or found.peak_bytes
         result = evaluate_schedule(graph, schedule, budget_bytes=budget_bytes, lower_bound_us=0.0)
@@ -88,9 +88,10 @@ class Plan(Result, frozen=True):
         schedule = family.top.schedule
         figures: dict[str, Any] = {"overhead": family.top.overhead}
         if step is not None:
-            base_us = step.top.time_us
-            figures["time_us"] = base_us * (1 + family.top.overhead)
-            figures["lower_bound_us"] = base_us * (1 + family.top.lower_overhead)
+            graph = _of_one_size(step)
+            schedule = resized_schedule(schedule, graph)
+            figures["time_us"] = simulate(graph, schedule).time_us
+            figures["lower_bound_us"] = graph.time_us * (1 + family.top.lower_overhead)
         return cls(
             status="feasible", solver=schedule.solver, budget_bytes=family.budget_bytes,
             schedule=schedule, peak_bytes=family.peak_bytes, step=step, family=family,
@@ -143,7 +144,7 @@ class Plan(Result, frozen=True):
             return agreed_load(self._file(), model, args, kwargs, compile=compile, **batch)
         if isinstance(self.step, RangedGraph):
             schedule = self.family or self._scheduled()
-            return agreed_rewrite(model, schedule, over=self.step, audit=audit)
+            return agreed_rewrite(model, schedule, over=self.step, compile=compile, audit=audit)
         facts = facts_of(Solved(self._graph(), self))
         return agreed_rewrite(
             model, self._scheduled(), args, kwargs, compile=compile, **batch, **facts
@@ -171,8 +172,7 @@ class Plan(Result, frozen=True):
 
     def simulate(self) -> Simulation:
         """The peak and the time of the schedule, and what is live at each moment of it."""
-        graph, schedule = self._graph(), self._scheduled()
-        return simulate(graph, resized_schedule(schedule, graph) if self.family else schedule)
+        return simulate(self._graph(), self._scheduled())
 
     def values(
         self, *, by: InspectBy = "value", only: str | Iterable[str] = (), at_peak: bool = False
@@ -436,7 +436,7 @@ class Plan(Result, frozen=True):
                 "the step behind this plan is not at hand: ask the plan that remat.solve made of "
                 "what remat.capture returned"
             )
-        return self.step.top if isinstance(self.step, RangedGraph) else self.step
+        return _of_one_size(self.step)
 
     def _scheduled(self) -> Schedule:
         if self.schedule is None:
@@ -489,6 +489,13 @@ class Plan(Result, frozen=True):
         if self.code is not None:
             return repr(self.code)
         return repr(self.family) if self.family is not None else Result.__repr__(self)
+
+
+def _of_one_size(step: TrainingStep) -> TrainingGraph:
+    """The step itself; of a range that of its largest sizes, with bytes that bound all others."""
+    graph = step.bounding(step.symbols) if isinstance(step, RangedGraph) else step
+    assert isinstance(graph, TrainingGraph)
+    return graph
 
 
 _FIGURES = ("peak_bytes", "time_us", "overhead", "lower_bound_us")
