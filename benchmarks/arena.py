@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import remat
 from benchmarks import GAP_OF_FIGURES
+from remat.analysis.memory_figures import use_arena
 from remat.formats import bytes_text, percent_text
-from remat.levers.delivery import use_arena
 from remat.ranks.same_order import agreed_rewrite
 from remat.rewriter.arena.arena import Arena
 

@@ -210,9 +210,9 @@ def rematerialize(
 
         return blocks_planned(spec)
     if spec.optimizer_in_backward is not None:
-        from remat.levers.backward_updates import updated_in_backward
+        from remat.levers.optimizer_in_backward import updated_in_backward
 
         return updated_in_backward(spec)
-    from remat.one_size import plan_one_size
+    from remat.step_planner import plan_one_size
 
     return plan_one_size(spec)

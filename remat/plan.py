@@ -359,7 +359,7 @@ class Plan(Result, frozen=True):
         PlanError : no module follows this plan; no C++ compiler is found; there is no step to
             record. CaptureError : the module is not on a CPU.
         """
-        from remat.levers.delivery import use_arena
+        from remat.analysis.memory_figures import use_arena
 
         return use_arena(self._module(), args, kwargs, loss_fn=loss_fn, target=target)
 

@@ -5,8 +5,8 @@ A budget bounds what is allocated. What runs out is what is reserved: see docs/r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,7 +22,13 @@ from remat.graph_capture.devices.known_devices import (
 from remat.graph_capture.errors import BudgetError, DeviceError, LayoutError, ScheduleError, option
 from remat.graph_capture.graph import LINK_NAMES, Op, PartKind, TrainingGraph
 from remat.schedules.derived import choice_of, graph_of_schedule
-from remat.schedules.layout import Layout, alignment_on, buffers_of, check_layout
+from remat.schedules.layout import (
+    CPU_ALIGNMENT_BYTES,
+    Layout,
+    alignment_on,
+    buffers_of,
+    check_layout,
+)
 from remat.schedules.reserved import (
     DEFAULT,
     EXPANDABLE,
@@ -37,6 +43,11 @@ from remat.schedules.simulation import Simulation
 from remat.solved import infeasible_text
 from remat.solver.layout.placing import place_buffers
 from remat.solver.result import Result
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from remat.rewriter.arena.arena import Arena
 
 
 def predict_reserved(graph: TrainingGraph, plan: Result | Schedule | None = None) -> Reserved:
@@ -340,3 +351,50 @@ def layout_json(layout: Layout) -> dict[str, Any]:
 def arena_text(layout: Layout) -> str:
     """``1.34 GiB, 0.0 % above the most live bytes``."""
     return f"{bytes_text(layout.arena_bytes)}, {percent_text(layout.gap)} above the most live bytes"
+
+
+def use_arena(
+    module: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    target: Any = None,
+) -> Arena:
+    """Serve the training steps of a rewritten module on a CPU from one arena.
+
+    Two steps run, of which the second is recorded; gradients, buffers, the batch and the random
+    streams are put back as they were. Each request gets a place near the least arena, and each
+    training step from then on is served from it. Bits are the same, page faults end. What is not
+    as recorded is served by torch's allocator, and counted (`Arena.counts`).
+
+    torch's allocator for the CPU is wrapped for the rest of the process, which changes nothing for
+    other tensors. The first call compiles the wrapper, in a few seconds, into the cache folder.
+
+    Parameters
+    ----------
+    module : of `rematerialize` or `rewrite`, in training mode, before it is wrapped. Copies that
+        are made of it share the arena; what is pickled has none.
+    args, kwargs, target : a batch, as the module is called with.
+    loss_fn : where the module returns no loss, the one that you apply to what it returns, with the
+        target if there is one. Without it, the layout of its gradients is guessed.
+
+    Returns
+    -------
+    Arena : to look at what it serves, and to close. The module holds it too.
+
+    Raises
+    ------
+    ArenaError : no C++ compiler is found, or the module has no step to record.
+    DeviceError : the module is not on a CPU.
+    """
+    from remat.rewriter.arena.arena import Arena
+    from remat.rewriter.arena.library import arena_library
+    from remat.rewriter.arena.recording import record_step, require_arena_fits
+
+    rewritten = require_arena_fits(module)
+    # Compiled before a step runs, as there may be no compiler.
+    arena_library()
+    requests = record_step(rewritten, args, kwargs, loss_fn, target)
+    layout = place_buffers(requests.buffers, alignment_bytes=CPU_ALIGNMENT_BYTES)
+    return Arena(rewritten._remat_compiled_step.memory, requests, layout)

@@ -34,7 +34,6 @@ from remat.graph_capture.errors import CaptureError, SolverError, TooLargeError,
 from remat.graph_capture.graph import TrainingGraph
 from remat.job import pipeline
 from remat.job.factory import Loaded
-from remat.job.option_texts import parse_dynamic
 from remat.job.pipeline import refuse_beside_dynamic
 from remat.job.plan_source import (
     PLAN_FILES,
@@ -46,7 +45,7 @@ from remat.job.plan_source import (
     read_kept,
     require_model,
 )
-from remat.job.request import Request
+from remat.job.request import Request, parse_dynamic
 from remat.job.screen import (
     checked_json,
     range_report_json,

@@ -193,7 +193,7 @@ def _named_beside(
     """`result`; where nothing fits, with what a head in chunks would need by tolerance."""
     if result.schedule is not None:
         return result
-    from remat.levers.by_tolerance import naming_tolerance
+    from remat.levers.chunks_at_need import naming_tolerance
 
     # In bytes: `auto` or per cents could be others for the graph with chunks.
     within = replace(request, budget=f"{result.budget_bytes}B")

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from remat.analysis.memory_figures import use_arena
 from remat.graph_capture.errors import RewriteError
-from remat.levers.delivery import use_arena
 from remat.rewriter.arena.library import arena_library
 from remat.rewriter.user_module.module import RematModule
 from tests.behaviours.behaviours import BEHAVIOURS

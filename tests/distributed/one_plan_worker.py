@@ -257,7 +257,7 @@ def plan_phases() -> Found:
         "remat.step_planner.trace": ("capture", (0, 1)),
         "remat.graph_capture.costs.op_costs.measure_costs": ("costs", (0,)),
         "remat.step_planner.solver_shown": ("solve", (0,)),
-        "remat.one_size.rewrite": ("rewrite", (0, 1)),
+        "remat.step_planner.rewrite": ("rewrite", (0, 1)),
         "remat.step_planner.require_equal": ("check", (0, 1)),
     }
     model, args = plain()

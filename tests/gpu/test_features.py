@@ -14,13 +14,12 @@ from torch.optim import AdamW
 
 import remat
 from examples.gpt import GPT, Sizes
-from remat.analysis.memory_figures import predict_reserved
+from remat.analysis.memory_figures import predict_reserved, use_arena
 from remat.compile.graph_context import compiled_plans
 from remat.compile.specialize import libraries_bytes
 from remat.graph_capture.devices.local_devices import meter_of
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.tracing.resident import storage_bytes
-from remat.levers.delivery import use_arena
 from remat.ranks.same_order import agreed_rewrite
 from remat.schedules.simulate import simulate
 from tests.links import with_links

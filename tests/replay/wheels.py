@@ -1,8 +1,8 @@
 """Whether two wheels make the same plans: `python -m tests.replay.wheels BEFORE.whl AFTER.whl`.
 
 Each plans ten steps of the examples by modelled costs, which are the same on any machine, and what
-is compared is a hash of the steps of each schedule. Ends with 1 where one differs. Wheels are made by
-`pip wheel --no-deps .`.
+is compared is a hash of the steps of each schedule. Ends with 1 where one differs. Wheels are made
+by `pip wheel --no-deps .`.
 """
 
 from __future__ import annotations

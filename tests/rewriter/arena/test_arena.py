@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import remat
+from remat.analysis.memory_figures import use_arena
 from remat.graph_capture.errors import ArenaError
-from remat.levers.delivery import use_arena
 from remat.rewriter.arena.arena import Arena
 from remat.rewriter.arena.library import Counts, arena_library, built_library
 from remat.rewriter.checking.check import check

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import remat
+from remat.analysis.memory_figures import use_arena
 from remat.graph_capture.errors import ArenaError, DeviceError, RematError
-from remat.levers.delivery import use_arena
 from remat.rewriter.arena.recording import Recorder, recorded
 from remat.rewriter.arena.step_allocator import StepAllocator
 from tests.models import make

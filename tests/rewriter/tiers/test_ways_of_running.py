@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import remat
 from examples.gpt import GPT, Sizes
+from remat.analysis.memory_figures import use_arena
 from remat.graph_capture import capture_api, spill_files
 from remat.graph_capture.graph import TrainingGraph
-from remat.levers.delivery import use_arena
 from remat.ranks.same_order import agreed_load
 from remat.rewriter.checking.check import check
 from remat.rewriter.plans.loading import plan_of, save_plan
