@@ -23,7 +23,10 @@ from torch import Tensor, nn
 
 import remat
 from benchmarks import GAP_OF_FIGURES
+from remat.analysis.memory_figures import use_arena
 from remat.formats import bytes_text, percent_text
+from remat.ranks.same_order import agreed_rewrite
+from remat.rewriter.arena.arena import Arena
 
 EXAMPLES = ("gpt", "resnet", "unet")
 FOLDER = Path(__file__).parents[1] / "examples"
@@ -74,7 +77,7 @@ class Row:
 
     example: str
     budget: str
-    arena: remat.Arena
+    arena: Arena
     faults: tuple[float, float]
     change: float
     is_equal: bool
@@ -97,8 +100,8 @@ def measured(example: str, budget: str, rounds: int, **of_solve: Any) -> Row:
     graph = remat.capture(case["model"], case["args"], split="none", **given)
     schedule = remat.solve(graph, budget, **of_solve).schedule
     assert schedule is not None, f"no plan of {example} fits {budget}"
-    plain, served = (remat.rewrite(case["model"], schedule) for _ in range(2))
-    arena = remat.use_arena(served, case["args"], target=case.get("target"))
+    plain, served = (agreed_rewrite(case["model"], schedule) for _ in range(2))
+    arena = use_arena(served, case["args"], target=case.get("target"))
     steps = {"plain": step_of(plain, case), "arena": step_of(served, case)}
     runs: dict[str, list[Run]] = {name: [] for name in steps}
     found: dict[str, list[Tensor]] = {}

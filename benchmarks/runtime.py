@@ -37,6 +37,9 @@ from benchmarks.running.guards import guards_rows, guards_text
 from benchmarks.running.kept_memory import restart_keeping_memory
 from examples.gpt import GPT, Sizes
 from remat.graph_capture.devices.cpu import cpu_title
+from remat.graph_capture.graph import TrainingGraph
+from remat.ranks.same_order import agreed_rewrite
+from remat.solver.result import Result
 
 SMALL = Sizes(layers=6, width=16, heads=2, seq=8, batch=1, vocab=32, dropout=0.0)
 WIDE = Sizes(layers=6, width=256, heads=4, seq=256, batch=8, vocab=1024, dropout=0.0)
@@ -86,7 +89,7 @@ def ratio(found: dict[str, list[float]], name: str, base: str) -> float:
 
 def rewritten(
     sizes: Sizes, device: str, budgets: dict[str, str], time_limit_s: float
-) -> tuple[remat.TrainingGraph, dict[str, remat.Result], dict[str, Callable[[], None]]]:
+) -> tuple[TrainingGraph, dict[str, Result], dict[str, Callable[[], None]]]:
     """The graph, the results and the steps of plans by name; ``eager`` beside them."""
     model, args = model_and_batch(sizes, device)
     graph = remat.capture(model, args, device=device, split="none")
@@ -96,7 +99,7 @@ def rewritten(
     steps = {"eager": step_of(model, args)}
     for name, result in results.items():
         assert result.schedule is not None, result.message
-        steps[name] = step_of(remat.rewrite(model, result.schedule), args)
+        steps[name] = step_of(agreed_rewrite(model, result.schedule), args)
     return graph, results, steps
 
 

@@ -41,6 +41,10 @@ from examples.gpt import GPT, Sizes
 from remat.caches.per_shape_plans import PlanCache
 from remat.graph_capture.devices.memory_events import measure_live
 from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.sizes.ranged_graph import RangedGraph
+from remat.ranges.curve import overheads_over
+from remat.ranks.same_order import agreed_rewrite
+from remat.schedules.family import Family
 
 SIZES = Sizes(layers=12, width=64, heads=4, seq=512, batch=4, vocab=256, dropout=0.1)
 SEQ = {1: ("seq", 16, SIZES.seq)}
@@ -95,7 +99,7 @@ def planning() -> dict[str, Any]:
     family = remat.solve(graph, BUDGET, gap=GAP_OF_FIGURES)
     marks.append(time.perf_counter() - start)
     print(family)
-    curve = remat.overheads_over(graph, family, alone=True)
+    curve = overheads_over(graph, family, alone=True)
     print(curve)
     return {
         "one_plan_s": marks[0], "range_capture_s": marks[1], "family_s": marks[2],
@@ -110,9 +114,9 @@ def planning() -> dict[str, Any]:
     } | picking(one, graph, family)  # fmt: skip
 
 
-def picking(one: nn.Module, graph: remat.RangedGraph, family: remat.Family) -> dict[str, float]:
+def picking(one: nn.Module, graph: RangedGraph, family: Family) -> dict[str, float]:
     """Microseconds before a step at a new length, and beyond those of a plan for one length."""
-    fast = remat.rewrite(one, family, over=graph)
+    fast = agreed_rewrite(one, family, over=graph)
     members = type(fast)._remat_members
     for member in family.members:  # their code is made once
         members.running((batch(member.corners[0]["seq"]), {}, None))

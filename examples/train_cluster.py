@@ -41,7 +41,7 @@ def tokens_of(replica: int) -> Tensor:
     return torch.randint(SIZES.vocab, (SEQUENCES, SIZES.seq), generator=generator)
 
 
-def train(part: remat.ClusterPart, tokens: Tensor) -> None:
+def train(part: remat.cluster.ClusterPart, tokens: Tensor) -> None:
     """`STEPS` steps; a rank of the last stage prints its loss."""
     optimizer = torch.optim.AdamW(part.parameters(), lr=3e-3)
     for step in range(STEPS):
@@ -53,7 +53,7 @@ def train(part: remat.ClusterPart, tokens: Tensor) -> None:
             print(f"step {step}: loss {torch.stack(losses).mean().item():.4f}", flush=True)
 
 
-def peak_bytes(part: remat.ClusterPart, tokens: Tensor) -> int:
+def peak_bytes(part: remat.cluster.ClusterPart, tokens: Tensor) -> int:
     """Measured peak of a step on this rank, without optimizer states and the batch."""
     held = [
         tensor for module in part.modules for tensor in (*module.parameters(), *module.buffers())
@@ -70,10 +70,10 @@ def main() -> None:
     """Apply the plan, train, and compare the peaks."""
     dist.init_process_group("gloo")
     plan = sys.argv[1]
-    mesh = remat.cluster_mesh(plan)
+    mesh = remat.cluster.cluster_mesh(plan)
     tokens = tokens_of(mesh.get_local_rank("dp_shard"))
     torch.manual_seed(0)  # all ranks build the same model
-    part = remat.parallelize(
+    part = remat.cluster.parallelize(
         Llama(SIZES), plan, mesh, (tokens[:MICROBATCH],), loss_fn=next_token_loss,
         target=tokens[:MICROBATCH], mp_policy=MIXED,
     )  # fmt: skip

@@ -72,7 +72,7 @@ def main() -> None:
         built["model"], batch, blocks="blocks.*", budget=BUDGET, optimizer="adamw",
         sharding=remat.Sharding("fsdp2", world_size), group=dist.group.WORLD,
     )  # fmt: skip
-    plan = remat.block_plan(model).result
+    plan = remat.plans(model)[0]
     for block in model.get_submodule("blocks").children():
         fully_shard(block)
     fully_shard(model)

@@ -48,7 +48,7 @@ class FloatInputError(CaptureError):
     unfit: tuple[str, ...] = ()
 
 
-class DeviceError(RematError):
+class DeviceError(CaptureError):
     """The device is unknown, or is not one that can be planned for here."""
 
 
@@ -56,28 +56,28 @@ class ProfileError(RematError):
     """The profile cannot be read, or is not of the device or the ops it is wanted for."""
 
 
-class FactoryError(RematError):
+class FactoryError(CaptureError):
     """The file or factory that should build the model is missing or fails."""
 
 
-class ScheduleError(RematError):
+class PlanError(RematError):
+    """The plan cannot be read, kept or followed: it is broken, or made for something else."""
+
+
+class ScheduleError(PlanError):
     """The schedule breaks a rule of the graph, or belongs to another graph."""
 
 
-class LayoutError(RematError):
+class LayoutError(PlanError):
     """Buffers or a layout of them break a rule, or the layout is of other buffers."""
 
 
-class TierError(RematError):
+class TierError(PlanError):
     """A value cannot be copied to memory below the device, or back."""
 
 
-class ArenaError(RematError):
+class ArenaError(PlanError):
     """The allocator of arenas cannot be built here, or a step has no arena."""
-
-
-class PlanError(RematError):
-    """The plan file cannot be read, or is of another model, batch, version or device."""
 
 
 class BudgetError(RematError):
@@ -102,11 +102,11 @@ class SolverError(RematError):
     """The solver is unknown or was given options it cannot take."""
 
 
-class RewriteError(RematError):
+class RewriteError(PlanError):
     """The schedule cannot be turned into a module, or the module is misused."""
 
 
-class DifferenceError(RewriteError):
+class CheckError(RewriteError):
     """A check found that a rewritten module gives other results than eager."""
 
 

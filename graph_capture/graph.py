@@ -390,7 +390,15 @@ class Resident(msgspec.Struct, frozen=True):
         )
 
 
-class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
+class TrainingStep(msgspec.Struct, frozen=True):
+    """One training step as `remat.capture` returns it: ops over values, with their costs.
+
+    For one size it is a `TrainingGraph`, for a range of sizes a `RangedGraph`. It holds no tensor,
+    and its figures show in a notebook.
+    """
+
+
+class TrainingGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     """One training step as ops over values, in captured order.
 
     Attributes

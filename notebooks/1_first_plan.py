@@ -55,7 +55,7 @@ again
 # and the peaks that the profiler measures.
 
 # %%
-fast = remat.rewrite(model, result.schedule)
+fast = result.apply(model)
 found = remat.check(model, fast, (x,), loss_fn=loss_fn, target=y, steps=2)
 assert found.equal
 print(f"{found.gradients} of {found.gradients_total} gradients are equal to the last bit")
@@ -79,13 +79,13 @@ for _ in range(3):
 
 # %%
 fast = remat.rematerialize(model, (x,), loss_fn=loss_fn, target=y, budget="60%")
-plan = remat.plan_of(fast)
+plan = remat.plans(fast)[0]
 plan
 
 # %% [markdown]
 # The plan is data. It is kept as a file and loaded in another process, where nothing is solved.
 
 # %%
-remat.save_plan(plan, "plan.json")
-loaded = remat.load("plan.json", model, loss_fn=loss_fn)
+plan.save("plan.json")
+loaded = remat.load("plan.json").apply(model, loss_fn=loss_fn)
 torch.equal(loaded(x, target=y), fast(x, target=y))

@@ -59,10 +59,10 @@ list(steps[:8])
 # bytes that are live. It refuses a schedule that breaks a rule.
 
 # %%
-simulation = remat.simulate(graph, result.schedule)
+simulation = result.simulate()
 everything = remat.solve(graph, "100%", solver="store_all")
 print(simulation)
-print(remat.simulate(graph, everything.schedule))
+print(everything.simulate())
 
 # %% [markdown]
 # What is live while the plan runs, beside the step that keeps everything. The budget bounds the
@@ -104,7 +104,7 @@ _ = draw_ribbon(ax, graph, result.schedule)
 # `remat show plan.json --explain` do the same for a plan that is kept in a file.
 
 # %%
-remat.explain(graph, result, each_s=3)
+result.explain(each_s=3)
 
 # %% [markdown]
 # ## A schedule of your own
@@ -112,8 +112,8 @@ remat.explain(graph, result, each_s=3)
 # that, and says why.
 
 # %%
-wrong = remat.Schedule.for_graph(graph, [*steps[:1], *steps])
+wrong = type(result.schedule).for_graph(graph, [*steps[:1], *steps])
 try:
-    remat.simulate(graph, wrong)
+    remat.Plan.of(graph, wrong)
 except remat.RematError as error:
     print(error)

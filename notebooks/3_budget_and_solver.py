@@ -44,7 +44,7 @@ front
 
 # %%
 result = remat.solve(graph, "60%", time_limit_s=4)
-remat.price_of_gib(graph, result, time_limit_s=4)
+result.price_of(time_limit_s=4)
 
 # %% [markdown]
 # ## Solvers side by side
@@ -54,16 +54,16 @@ remat.price_of_gib(graph, result, time_limit_s=4)
 
 # %%
 names = ["auto", "cut", "dtr", "every_n_layers", "full", "chen_sqrt"]
-fronts = remat.sweep(graph, ["50%", "65%", "80%"], solvers=names, time_limit_s=5)
+sweep = remat.sweep(graph, ["50%", "65%", "80%"], solvers=names, time_limit_s=5)
 figure, ax = plt.subplots(figsize=(9, 4), layout="constrained")
-_ = draw_front(ax, fronts, budget_bytes=result.budget_bytes)
+_ = draw_front(ax, sweep.fronts, budget_bytes=result.budget_bytes)
 # %% [markdown]
 # ## A slider
 # In a running notebook, each move of the slider solves again. The cell below it says the same
 # without a slider.
 
 # %%
-slider = remat.BudgetSlider(graph)
+slider = front.slider()
 slider.widget(60)
 
 # %%

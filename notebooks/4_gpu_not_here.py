@@ -65,7 +65,7 @@ print(costs_text(graph))
 # ## What is the least it needs?
 
 # %%
-least = remat.least_peak(graph, time_limit_s=3)
+least = remat.solve(graph, "min", time_limit_s=3)
 print(f"{least.peak_bytes / 2**30:.1f} GiB, overhead {100 * least.overhead:.1f} %")
 
 # %% [markdown]

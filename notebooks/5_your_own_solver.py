@@ -48,7 +48,7 @@ class DearestBytes:
     time_limit_s: float = 60.0
     progress: Listener | None = None
 
-    def solve(self, graph: remat.TrainingGraph, budget_bytes: int) -> Result:
+    def solve(self, graph: remat.Step, budget_bytes: int) -> Result:
         """The fastest schedule of the rule whose peak is within the budget."""
         search = Search.of(self, "dearest_bytes", graph, budget_bytes)
         search.offer_sequence(range(search.problem.n_ops), or_least=True)
@@ -96,16 +96,14 @@ x, y = torch.randn(4, 64, 64), torch.randn(4, 64, 64)
 loss_fn = nn.functional.mse_loss
 graph = remat.capture(model, (x,), loss_fn=loss_fn, target=y)
 
-remat.compare(
-    graph, ["50%", "65%", "80%"], solvers=["dearest_bytes", "auto", "full"], time_limit_s=6
-)
+remat.sweep(graph, ["50%", "65%", "80%"], solvers=["dearest_bytes", "auto", "full"], time_limit_s=6)
 
 # %% [markdown]
 # Every figure there is one of the simulator, `simulate`, and the bound holds for every solver.
 
 # %%
 mine, best = (remat.solve(graph, "80%", solver=name) for name in ("dearest_bytes", "auto"))
-simulation = remat.simulate(graph, mine.schedule)
+simulation = mine.simulate()
 assert simulation.peak_bytes == mine.peak_bytes <= mine.budget_bytes
 assert simulation.time_us == mine.time_us >= best.lower_bound_us
 print(f"{100 * (mine.time_us / best.lower_bound_us - 1):.2f} % above the bound")
@@ -115,7 +113,7 @@ print(f"{100 * (mine.time_us / best.lower_bound_us - 1):.2f} % above the bound")
 # A schedule is a schedule, whoever made it: it is rewritten and checked like any other.
 
 # %%
-fast = remat.rewrite(model, mine.schedule)
+fast = mine.apply(model)
 found = remat.check(model, fast, (x,), loss_fn=loss_fn, target=y, steps=2)
 assert found.equal
 print(f"{found.gradients} of {found.gradients_total} gradients are equal to the last bit")

@@ -106,9 +106,9 @@ print(f"{'':22}{'predicted':>10}{'measured':>10}{'overhead':>10}")
 for name, levers in names.items():
     fast, step = planned(*levers)
     step()
-    plan = remat.plan_of(fast)
-    found = remat.simulate(plan.graph, plan.schedule)
-    predicted_bytes = found.peak_bytes - plan.graph.resident.total_bytes
+    plan = remat.plans(fast)[0]
+    found = plan.simulate()
+    predicted_bytes = found.peak_bytes - plan.step.resident.total_bytes
     figures = f"{predicted_bytes / MIB:10.2f}{measure_peak(step) / MIB:10.2f}"
     print(f"{name:22}{figures}{100 * found.overhead:9.1f} %")
     modules[name] = plan
@@ -119,7 +119,7 @@ for name, levers in names.items():
 
 # %%
 for name, plan in modules.items():
-    layout = remat.place(plan.graph, plan.schedule)
+    layout = plan.layout()
     print(f"{name:22}{layout.arena_bytes / MIB:8.2f} MiB, {100 * layout.gap:.2f} % above the load")
 
 # %% [markdown]

@@ -46,7 +46,7 @@ batch = (torch.randn(16384, 1024),)
 for host in (None, "1GiB", "4GiB"):
     graph = remat.capture(model, batch, device="rtx4090", host=host)
     result = remat.solve(graph, "50%")
-    found = remat.simulate(graph, result.schedule)
+    found = result.simulate()
     moved, waits_us = found.moved_bytes.get("d2h", 0) / MIB, found.stall_us
     figures = f"overhead {100 * result.overhead:.2f} %, gap {100 * result.gap:.2f} %"
     print(f"host {host or 'none':5} {figures}, {moved:5.0f} MiB copied, {waits_us:.0f} us waited")
@@ -55,7 +55,7 @@ for host in (None, "1GiB", "4GiB"):
 # ## What becomes of each value
 
 # %%
-print(remat.inspect(graph, result, only=("0", "15")))
+print(result.values(only=("0", "15")))
 
 # %% [markdown]
 # ## The same on this CPU

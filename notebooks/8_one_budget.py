@@ -75,7 +75,7 @@ def graph_of(chunks=False, updates=False, host=False):
         fast = remat.rematerialize(
             model, batch, optimizer_in_backward=optimizer, budget="100%", split=split, check=False
         )
-        return remat.plan_of(fast).graph
+        return remat.plans(fast)[0].step
     room = "1GiB" if host else None
     return remat.capture(model, batch, optimizer="adamw", split=split, host=room)
 
@@ -104,7 +104,7 @@ fronts = {}
 print(f"{'':30}{'peak, MiB':>10}{'overhead':>10}{'gap':>8}")
 for name, (kept, levers) in ways.items():
     fronts[name] = remat.sweep(graph_of(**levers), budgets, time_limit_s=40, keep=kept)
-    result = fronts[name].points[0].result
+    result = next(iter(fronts[name]))
     figures = "      does not fit"
     if result.schedule:
         figures = f"{result.peak_bytes / MIB:10.1f}{100 * result.overhead:8.1f} %"
@@ -117,9 +117,9 @@ for name, (kept, levers) in ways.items():
 # %%
 figure, ax = plt.subplots(figsize=(9, 4), layout="constrained")
 for (name, front), marker in zip(fronts.items(), "o^vsDPX", strict=True):
-    results = [point.result for point in front if point.result.schedule]
-    peaks = [result.peak_bytes / MIB for result in results]
-    overheads = [100 * result.overhead for result in results]
+    plans = [plan for plan in front if plan.schedule]
+    peaks = [plan.peak_bytes / MIB for plan in plans]
+    overheads = [100 * plan.overhead for plan in plans]
     ax.plot(peaks, overheads, marker=marker, ms=6, alpha=0.8, label=name)
 ax.axvline(BUDGET / MIB, color="#c0392b", ls="--", label="the budget")
 ax.set(xlabel="peak (MiB)", ylabel="overhead (%)")
@@ -152,6 +152,6 @@ fast = remat.rematerialize(
 optimizers = [torch.optim.AdamW(one.parameters(), fused=True) for one in (fast, eager)]
 print(trained(fast, optimizers[0], batch) == trained(eager, optimizers[1], batch))
 print(all(map(torch.equal, fast.parameters(), eager.parameters())))
-held_bytes = remat.plan_of(fast).graph.resident.total_bytes
+held_bytes = remat.plans(fast)[0].step.resident.total_bytes
 peak_bytes = held_bytes + measure_peak(lambda: fast(*batch).backward())
 print(f"{peak_bytes / MIB:.1f} MiB measured, {BUDGET / MIB:.1f} MiB allowed")

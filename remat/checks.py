@@ -8,17 +8,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from remat.budgets import auto_bytes, unmodified
+from remat.budgets import auto_bytes, saved_elsewhere, unmodified
 from remat.formats import bytes_text
-from remat.graph_capture.devices.memory import is_out_of_memory
+from remat.graph_capture.devices.known_devices import is_cuda
+from remat.graph_capture.devices.memory import free_bytes, is_out_of_memory
 from remat.graph_capture.errors import (
     BudgetError,
-    DifferenceError,
+    CheckError,
     NotComparedError,
     RewriteError,
 )
 from remat.graph_capture.graph import Optimizer, TrainingGraph
-from remat.reference import Reference
+from remat.graph_capture.spill_files import free_on_drive_bytes, host_folder
 from remat.solver.result import INTERRUPTED
 from remat.solver.search import is_interrupted, note_interrupt
 
@@ -203,7 +204,7 @@ def require_equal(
 
     Raises
     ------
-    DifferenceError : they differ. RewriteError : the peak exceeds the budget.
+    CheckError : they differ. RewriteError : the peak exceeds the budget.
     NotComparedError : eager's step cannot be run as `reference` says.
     """
     from remat.rewriter.checking.check import check
@@ -215,7 +216,7 @@ def require_equal(
         saved_elsewhere=reference.room_bytes if reference else None,
     )  # fmt: skip
     if found.differences:
-        raise DifferenceError(
+        raise CheckError(
             f"the rewritten {type(model).__name__} differs from eager in "
             f"{_differences_text(found)}: do not train with it. {cause_text(found)}"
         )
@@ -296,3 +297,87 @@ def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:
             "With torch.use_deterministic_algorithms(True) both repeat"
         )
     return tuple(said)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The unmodified step beside a plan.
+
+    What it holds is moved as far as it has to be: its results and copies of the state, and what it
+    saves for backward. On a CPU these go to files, from a CUDA device to the host's memory.
+
+    Attributes
+    ----------
+    graph : that the plan was solved on. budget_bytes : of the plan.
+    beside_bytes : gradients of earlier batches, beside which a check makes its own.
+    """
+
+    graph: TrainingGraph
+    budget_bytes: int
+    beside_bytes: int = 0
+
+    @property
+    def keeps_results(self) -> bool:
+        """Whether results, and copies of the state, stay on the device while a step runs."""
+        peak_bytes = unmodified(self.graph).peak_bytes + self._results_bytes + self.beside_bytes
+        return peak_bytes <= self.budget_bytes
+
+    @property
+    def keeps_saved(self) -> bool:
+        """Whether what eager saves for backward stays on the device."""
+        return unmodified(self.graph).peak_bytes <= self.budget_bytes
+
+    @property
+    def room_bytes(self) -> float | None:
+        """The most that may be on the device at once of what eager saves; None if it all stays."""
+        if self.keeps_saved:
+            return None
+        fits = saved_elsewhere(self.graph)[0] <= self.budget_bytes
+        return self.budget_bytes - self.graph.resident.total_bytes if fits else math.inf
+
+    def why_not(self) -> str:
+        """Why it cannot run within the budget; empty where it can."""
+        if self.keeps_results:
+            return ""
+        if self.beside_bytes:
+            return "which makes gradients beside those of earlier batches, more than the budget"
+        need_bytes, moved_bytes = saved_elsewhere(self.graph)
+        if self.keeps_saved:
+            moved_bytes = 0
+        elif need_bytes > self.budget_bytes:
+            return (
+                f"which needs {bytes_text(need_bytes)} even while what it saves for backward is "
+                f"kept {self._where}, and the budget is {bytes_text(self.budget_bytes)}"
+            )
+        moved_bytes += 2 * self._results_bytes
+        if moved_bytes > self._free_bytes:
+            return f"of which {bytes_text(moved_bytes)} would have to be kept {self._where}"
+        return ""
+
+    @property
+    def _results_bytes(self) -> int:
+        """What is copied before the steps, and what eager's leaves for the comparison."""
+        graph, resident = self.graph, self.graph.resident
+        before_bytes = resident.batch_bytes + resident.buffers_bytes
+        if is_cuda(graph.device):  # results are on the host in any case
+            return before_bytes
+        left = {*graph.outputs, *graph.forward_outputs}
+        made = sum(value.size_bytes for value in graph.values if value.name in left)
+        return before_bytes + resident.buffers_bytes + made
+
+    @property
+    def _where(self) -> str:
+        return "in the host's memory" if is_cuda(self.graph.device) else f"in {host_folder()}"
+
+    @property
+    def _free_bytes(self) -> int:
+        if is_cuda(self.graph.device):
+            return free_bytes()
+        return free_on_drive_bytes(host_folder())
+
+
+def gradients_there(model: nn.Module) -> int:
+    """Bytes of the gradients that the model's parameters have now."""
+    from remat.graph_capture.tracing.resident import storage_bytes
+
+    return storage_bytes(p.grad for p in model.parameters())

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from remat.budgets import parse_budget
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import SolverError
-from remat.graph_capture.graph import Optimizer, TrainingGraph
+from remat.graph_capture.graph import Optimizer, TrainingGraph, TrainingStep
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
-from remat.schedules.family import Family
+from remat.plan import Plan
 from remat.solver.reductions.pin_globs import Globs, as_globs
-from remat.solver.result import Result
 from remat.solver.table import check_number
 
 if TYPE_CHECKING:
@@ -26,30 +25,8 @@ if TYPE_CHECKING:
     from remat.graph_capture.tracing.recipe import Split
 
 
-@overload
 def solve(
-    graph: RangedGraph,
-    budget: str | SupportsIndex,
-    solver: str = ...,
-    time_limit_s: float = ...,
-    *,
-    keep: Globs = ...,
-    recompute: Globs = ...,
-    **options: Any,
-) -> Family: ...
-@overload
-def solve(
-    graph: TrainingGraph,
-    budget: str | SupportsIndex,
-    solver: str = ...,
-    time_limit_s: float = ...,
-    *,
-    keep: Globs = ...,
-    recompute: Globs = ...,
-    **options: Any,
-) -> Result: ...
-def solve(
-    graph: TrainingGraph | RangedGraph,
+    step: TrainingStep,
     budget: str | SupportsIndex,
     solver: str = "auto",
     time_limit_s: float = 60.0,
@@ -57,13 +34,13 @@ def solve(
     keep: Globs = (),
     recompute: Globs = (),
     **options: Any,
-) -> Result | Family:
-    """The fastest schedule of `graph` within `budget` that `solver` finds.
+) -> Plan:
+    """The fastest schedule of `step` within `budget` that `solver` finds.
 
     Parameters
     ----------
-    graph : with costs. Over a range of sizes, the outcome is a `Family`: a few schedules, of which
-        one serves each size, all within the budget, which is proved.
+    step : of `remat.capture`, with costs. Over a range of sizes the plan has a few schedules, of
+        which one serves each size, all within the budget, which is proved.
     budget : bytes as an int, or ``"8GiB"``, ``"60%"`` of the unmodified peak, ``"auto"`` for what
         is free, ``"min"`` for the least peak known.
     solver : a name of `remat.solver`'s table.
@@ -76,29 +53,29 @@ def solve(
 
     Returns
     -------
-    Result : also where nothing fits; its status then is ``infeasible``.
+    Plan : also where nothing fits; its status then is ``infeasible``.
 
     Raises
     ------
-    TooLargeError : nothing fits at the largest sizes of a range; it names the largest that fit.
-    BudgetError : the budget cannot be read. SolverError : an unknown solver or option, a glob
-        that matches nothing, an op pinned both ways.
+    BudgetError : the budget cannot be read; or nothing fits at the largest sizes of a range, and it
+        names the largest that fit. SolverError : an unknown solver or option, an op pinned both
+        ways. RematError : a glob matches nothing.
     """
     check_number("time_limit_s", time_limit_s)
-    if isinstance(graph, RangedGraph):
+    pins = {"keep": as_globs(keep), "recompute": as_globs(recompute)}
+    if isinstance(step, RangedGraph):
         from remat.ranges.curve import solve_over
 
-        pins = {"keep": as_globs(keep), "recompute": as_globs(recompute)}
-        return solve_over(graph, budget, solver, time_limit_s, **pins, **options)
-    if not isinstance(graph, TrainingGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
+        family = solve_over(step, budget, solver, time_limit_s, **pins, **options)
+        return Plan.from_family(family, step)
+    if not isinstance(step, TrainingGraph):
         raise SolverError(
-            f"a plan is made for a graph, and this is {type(graph).__name__}: pass what "
+            f"a plan is made for a step, and this is {type(step).__name__}: pass what "
             "remat.capture returned"
         )
-    return parse_budget(budget).solve(
-        graph, solver, time_limit_s=time_limit_s,
-        keep=as_globs(keep), recompute=as_globs(recompute), **options,
-    )  # fmt: skip
+    asked = parse_budget(budget)
+    result = asked.solve(step, solver, time_limit_s=time_limit_s, **pins, **options)
+    return Plan.from_result(result, step=step)
 
 
 def rematerialize(
@@ -155,7 +132,8 @@ def rematerialize(
         fused, over parameters of the model. ``backward()`` then takes its step for each parameter
         as soon as the gradient is there and nothing reads the parameter any more, and lets go of
         the gradient; parameters are those of eager to the bit. ``optimizer.step()`` in a loop finds
-        no gradients. With `accumulate`, see `remat.accumulating`.
+        no gradients. With `accumulate`, ``with module.no_update():`` around all batches but the
+        last holds updates back, as ``no_sync`` of DDP does gradients.
     compile : let Inductor make the code, of a plan whose code keeps to the budget. Random numbers
         are eager's; all else is equal to a tolerance, and not to the bit. Ops have eager's costs;
         `torch.compile(model, backend="remat")` plans with those of Inductor's kernels.
@@ -204,14 +182,13 @@ def rematerialize(
 
     Raises
     ------
-    BudgetError : no schedule fits; the message names the least budget that is known to fit.
-    TooLargeError : none fits at the largest sizes of a range; it names the largest that fit.
+    BudgetError : no schedule fits; the message names the least budget that is known to fit, or of
+        a range the largest sizes that fit.
     CaptureError : the model, or the optimizer in backward, cannot be planned exactly; or options
         exclude each other.
-    RewriteError : the check found a difference, or a measured peak above the budget.
-    AgreementError : ranks of the group have different models or batches, one of them has failed,
-        or the model has collectives with ranks outside of the group.
-    RematError : an option is unknown.
+    CheckError : the check found a difference. PlanError : a measured peak is above the budget.
+    RematError : an option is unknown; or ranks of the group have different models or batches, one
+        of them has failed, or the model has collectives with ranks outside of the group.
     """
     given = {**locals()}
     from remat.step_spec import StepSpec, is_default
@@ -233,9 +210,9 @@ def rematerialize(
 
         return blocks_planned(spec)
     if spec.optimizer_in_backward is not None:
-        from remat.levers.backward_updates import updated_in_backward
+        from remat.levers.optimizer_in_backward import updated_in_backward
 
         return updated_in_backward(spec)
-    from remat.one_size import plan_one_size
+    from remat.step_planner import plan_one_size
 
     return plan_one_size(spec)

@@ -27,7 +27,10 @@ _SWITCHES = ("accumulate", "audit", "compile", "verbose")
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "check": ((bool, type(None)), "True, False, or None where it depends on free memory"),
     "sharding": ((Sharding,), "a remat.Sharding, such as remat.Sharding('ddp', world_size=8)"),
-    "profile": ((Profile, str, Path, type(None)), "a remat.Profile, or the path of its file"),
+    "profile": (
+        (Profile, str, Path, type(None)),
+        "what remat.profile returned, or its file's path",
+    ),
 }
 
 

@@ -27,7 +27,7 @@ from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import require_valid
 
 
-class _OccurrencePolicy:
+class OccurrencePolicy:
     """A policy for `create_selective_checkpoint_contexts` around one module.
 
     It saves the runs of ops that the schedule keeps (`kept`, for each run in forward) and counts
@@ -61,7 +61,7 @@ class _OccurrencePolicy:
 def _contexts(
     kept: Mapping[str, tuple[bool, ...]],
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return create_selective_checkpoint_contexts(_OccurrencePolicy(kept, is_fresh=True))
+    return create_selective_checkpoint_contexts(OccurrencePolicy(kept, is_fresh=True))
 
 
 def _functional(op: str) -> tuple[str, bool]:
@@ -72,7 +72,7 @@ def _functional(op: str) -> tuple[str, bool]:
 
 def checkpoint_policy(
     graph: TrainingGraph, schedule: Schedule, module: str = ""
-) -> _OccurrencePolicy:
+) -> OccurrencePolicy:
     """What `schedule` keeps in a module, as a policy for torch's own selective checkpointing.
 
     ``checkpoint(block, x, use_reentrant=False, context_fn=policy.contexts)`` gives eager's
@@ -94,18 +94,18 @@ def checkpoint_policy(
     if schedule.chunks:
         raise RewriteError(
             f"this plan runs {schedule.chunks[0].region} in chunks, which torch's checkpointing "
-            f"cannot: train with remat.rewrite, or plan with {option('split', 'none')}"
+            f"cannot: train with Plan.apply, or plan with {option('split', 'none')}"
         )
     if schedule.levers:
         raise RewriteError(
             f"this plan uses {schedule.levers[0].lever}, which torch's checkpointing cannot: train "
-            "with remat.rewrite, or plan without it"
+            "with Plan.apply, or plan without it"
         )
     require_valid(graph, schedule)
     if schedule.moves:
         raise RewriteError(
             "this plan copies values to the host, and torch's checkpointing copies none: train "
-            "with remat.rewrite, or solve without offloading"
+            "with Plan.apply, or solve without offloading"
         )
     changed = [name for name in graph.forward_outputs if name not in graph.outputs]
     if changed:
@@ -114,10 +114,10 @@ def checkpoint_policy(
         where = ", ".join(dict.fromkeys(places.get(name, name) for name in producers))
         raise RewriteError(
             f"forward changes buffers or its batch, in {where}, and torch's checkpointing would "
-            "change them again when it recomputes: train with remat.rewrite, which does it once"
+            "change them again when it recomputes: train with Plan.apply, which does it once"
         )
     kept = kept_occurrences(graph, schedule, module)
     if not kept:
         paths = ", ".join(list(dict.fromkeys(op.module for op in graph.ops if op.module))[:5])
         raise RewriteError(f"no op of the graph is in module {module!r}: name one such as {paths}")
-    return _OccurrencePolicy(kept)
+    return OccurrencePolicy(kept)

@@ -168,7 +168,7 @@ def rewrite(
         copies values to the host, and `compile` or `over` is given.
     TierError : the schedule copies values to a folder that cannot be written or has no room.
     CaptureError : the model has changed, and cannot be captured any more.
-    AgreementError : by `remat.rewrite`: other ranks would run the collectives in another order.
+    AgreementError : by `Plan.apply`: other ranks would run the collectives in another order.
     """
     require_switches(compile=compile, audit=audit)
     refuse_wrappers(model)
@@ -253,7 +253,7 @@ def _require_schedule(given: Any) -> None:
         return
     found = f"there is no schedule to rewrite to, but {given!r}"
     if isinstance(getattr(given, "schedule", None), Schedule):
-        raise RewriteError(f"{found}: pass the schedule in it, rewrite(model, result.schedule)")
+        raise RewriteError(f"{found}: pass the schedule in it")
     raise RewriteError(
         f"{found}: where nothing fits, result.schedule is None, and result.message says what would"
     )
@@ -273,7 +273,7 @@ def _trace_for(
     if recipe is None:
         raise RewriteError(
             f"this {type(model).__name__} was not captured in this process for this plan: pass "
-            "the batch too, rewrite(model, schedule, args, kwargs, loss_fn=..., target=...)"
+            "the batch too, plan.apply(model, args, kwargs, loss_fn=..., target=...)"
         )
     return _traced_again(model, recipe, schedule)
 

@@ -125,7 +125,7 @@ class RangeFacts(msgspec.Struct, frozen=True):
     graph: RangedGraph
 
 
-class Plan(msgspec.Struct, frozen=True):
+class PlanFile(msgspec.Struct, frozen=True):
     """A schedule, and the step it was made for.
 
     Attributes
@@ -174,7 +174,7 @@ class Plan(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self)
 
     @classmethod
-    def from_json(cls, data: bytes | str, name: str = "the file") -> Plan:
+    def from_json(cls, data: bytes | str, name: str = "the file") -> PlanFile:
         """Read a plan written by `to_json`.
 
         Raises
@@ -191,7 +191,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         return (
-            f"Plan({self.model} on {self.device}: budget {self.budget_bytes} bytes, "
+            f"PlanFile({self.model} on {self.device}: budget {self.budget_bytes} bytes, "
             f"{len(self.state)} parameters and buffers, torch {self.versions.torch}, "
             f"graph {self.schedule.graph_hash[:12]})"
         )
@@ -231,8 +231,8 @@ def _check_header(data: bytes | str, name: str) -> None:
         ) from error
     if "steps" in header and "kind" not in header:
         raise PlanError(
-            f"{name} is a schedule alone, which does not know its batch: rewrite with the batch, "
-            "remat.rewrite(model, schedule, args), or keep a whole plan with "
+            f"{name} is a schedule alone, which does not know its batch: judge it on its step, "
+            "remat.Plan.of(step, schedule).apply(model), or keep a whole plan with "
             "remat run MODEL --budget BUDGET -o FILE"
         )
     if header.get("kind") != KIND:
@@ -248,7 +248,7 @@ AGREEMENT = 1e-9
 """Largest relative difference of two times that come from the same sum."""
 
 
-def evaluate_plan(plan: Plan, name: str = "the plan") -> tuple[TrainingGraph, Simulation]:
+def evaluate_plan(plan: PlanFile, name: str = "the plan") -> tuple[TrainingGraph, Simulation]:
     """The graph that a plan keeps, and what `simulate` says now; `PlanError` unless they agree."""
     if plan.graph is None:
         raise PlanError(

@@ -100,14 +100,15 @@ class Result(msgspec.Struct, frozen=True):
             ]
         elif self.least_feasible_bytes:
             figures.append(("least budget known", bytes_text(self.least_feasible_bytes)))
-        return figures_html("Result", [*figures, ("note", self.message)])
+        return figures_html(type(self).__name__, [*figures, ("note", self.message)])
 
     def __repr__(self) -> str:
+        name = type(self).__name__
         if self.schedule is None:
-            return f"Result({self.status}, {self.solver}, budget {self.budget_bytes} bytes)"
+            return f"{name}({self.status}, {self.solver}, budget {self.budget_bytes} bytes)"
         gap = "no bound" if self.gap is None else f"gap {100 * self.gap:.2f} %"
         return (
-            f"Result({self.status}, {self.solver}: peak {self.peak_bytes} of "
+            f"{name}({self.status}, {self.solver}: peak {self.peak_bytes} of "
             f"{self.budget_bytes} bytes, overhead {100 * self.overhead:.2f} %, "
             f"{gap}, {self.wall_s:.1f} s" + (f", {self.attention})" if self.attention else ")")
         )

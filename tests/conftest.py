@@ -26,6 +26,9 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / "build" / "inductor"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Each lever of each solve is held to the rules of a legal step, in processes that tests start too.
+os.environ.setdefault("REMAT_CHECK", "1")
+
 SIDE_BY_SIDE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if SIDE_BY_SIDE > 1:
     # Before torch is imported, which reads it, as do the processes that tests start.

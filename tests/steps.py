@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+import remat
 from remat import solver
 from remat.graph_capture import TrainingGraph, measure_costs, trace
-from remat.rewriter import RematModule, rewrite
+from remat.rewriter.rewriting import rewrite
+from remat.rewriter.user_module.module import RematModule
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from tests.models import make
@@ -38,3 +40,8 @@ def rewritten(name: str, kind: str = "cut") -> tuple[nn.Module, RematModule, tup
     model, args, kwargs, loss_fn, target = make(name)
     traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target)
     return model, rewrite(model, schedule_of(measure_costs(traced), kind), trace=traced), args
+
+
+def schedules_of(fast: nn.Module) -> list[Any]:
+    """Schedules of the plans that a module follows; of a range of sizes, its family."""
+    return [plan.family or plan.schedule for plan in remat.plans(fast)]

@@ -99,7 +99,7 @@ def by_plan(suite: str, model: str, overhead: float, budget: int) -> dict[str, A
         return {"model": made.model, "args": made.args}
 
     first = (entry.batch, 2 * entry.batch)
-    found = remat.fit(
+    found = remat.largest_batch(
         factory, budget=budget, max_overhead=overhead, sizes=first, each_s=EACH_S, check=True
     )
     planned = {} if found.answer is None else {"planned_overhead": found.answer.overhead}

@@ -26,7 +26,9 @@ from benchmarks.comparison.methods import DoesNotApplyError, Variant
 from benchmarks.comparison.models import Trainee
 from benchmarks.comparison.turns import Quiet
 from remat.budgets import UNBOUNDED_BYTES
+from remat.compile.graph_context import compiled_plans
 from remat.graph_capture.errors import BudgetError
+from remat.ranks.same_order import agreed_rewrite
 from remat.rewriter.inductor import partition
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
 
@@ -76,7 +78,7 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 def rewritten(
     trainee: Trainee, budget_bytes: int, device: str, quiet: Quiet, method: str = "remat"
 ) -> Planned:
-    """`remat.rewrite` of the schedule for a budget, with the levers of a method."""
+    """The schedule applied for a budget, with the levers of a method."""
     seconds: dict[str, float] = {}
     with quiet.timing(), timed(seconds, "capture_and_price_s"):
         graph = remat.capture(trainee.model, trainee.args, device=device, **LEVERS[method])
@@ -85,7 +87,7 @@ def rewritten(
     if result.schedule is None:
         raise DoesNotApplyError(result.message or f"no schedule found in {limit_s():.0f} s")
     with timed(seconds, "rewrite_s"):
-        module = remat.rewrite(trainee.model, result.schedule)
+        module = agreed_rewrite(trainee.model, result.schedule)
     everything = remat.solve(graph, UNBOUNDED_BYTES, "store_all").schedule
     assert everything is not None
     facts = {
@@ -93,7 +95,7 @@ def rewritten(
         "planned_overhead": result.overhead, "gap": result.gap, "ops": len(graph.ops), **seconds,
     }  # fmt: skip
     return Planned(
-        Variant(module), Variant(remat.rewrite(trainee.model, everything)), lambda: facts
+        Variant(module), Variant(agreed_rewrite(trainee.model, everything)), lambda: facts
     )
 
 
@@ -155,7 +157,7 @@ def _everything_kept(step: FusedStep) -> Pair:
 
 
 def _facts_of_last_plan() -> dict[str, Any]:
-    plan = remat.compiled_plans()[-1]
+    plan = compiled_plans()[-1]
     return {
         "budget_bytes": plan.budget_bytes, "predicted_bytes": plan.peak_bytes,
         "planned_overhead": plan.overhead, "gap": plan.gap, "search_s": plan.seconds,

@@ -17,6 +17,7 @@ from typing import Any
 
 import remat
 from remat.graph_capture.errors import BudgetError
+from remat.rewriter.plans.loading import plan_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 ROWS = ("gpt p=0", "gpt p=.1", "resnet")
@@ -47,7 +48,7 @@ def line(row: str, percent: int) -> tuple[str, bool]:
         return f"{head}  {str(error)[:100]}", True
     found = remat.check(model, module, args, **batch, steps=9)
     budget_bytes = percent * found.baseline_peak_bytes // 100
-    peaks = (budget_bytes, remat.plan_of(module).prediction.peak_bytes, found.plan_peak_bytes)  # pyright: ignore
+    peaks = (budget_bytes, plan_of(module).prediction.peak_bytes, found.plan_peak_bytes)  # pyright: ignore
     shown = "".join(f"{peak / 1e6:10.2f}" for peak in peaks)
     slower = 100 * found.overhead
     text = f"{head}{shown}{slower:9.1f} %{found.largest_error:12.1e}"

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-import remat
 from benchmarks.comparison import methods
 from benchmarks.comparison.methods import Variant
 from benchmarks.comparison.row import SMALL, error
 from benchmarks.gpu.device import Bench, asked_of, facts, keep
+from remat.compile.graph_context import compiled_plans
 
 MODELS = ("gpt2-small", "resnet-50")
 BUDGETS = ("100%", "60%", "40%")
@@ -41,7 +41,7 @@ def row(suite: str, name: str, device: str, budget: str) -> dict[str, Any]:
     times_us = bench.times_us({"eager": eager, "step": step})
     found |= {f"{name}_us": us for name, us in times_us.items()}
     if budget:
-        plan = remat.compiled_plans()[-1]
+        plan = compiled_plans()[-1]
         found |= {
             "budget_bytes": plan.budget_bytes, "predicted_peak_bytes": plan.peak_bytes,
             "stock_peak_bytes": plan.baseline_peak_bytes, "planned_overhead": plan.overhead,

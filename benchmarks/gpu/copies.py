@@ -21,7 +21,9 @@ from benchmarks.comparison.methods import Variant
 from benchmarks.gpu.device import Bench, asked_of, facts, keep
 from benchmarks.gpu.steps import text_of
 from remat.graph_capture.graph import TrainingGraph
+from remat.ranks.same_order import agreed_rewrite
 from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import simulate
 
 MODELS, BUDGETS = ("gpt2-small",), ("60%",)
 HOST, HOST_OF_CPU = "16GiB", "1GiB"
@@ -70,12 +72,12 @@ def captured(bench: Bench, host: str | None) -> TrainingGraph:
 def planned(bench: Bench, graph: TrainingGraph, schedule: Schedule) -> Variant:
     """The module that follows the schedule."""
     with bench.autocast():
-        return Variant(remat.rewrite(bench.trainee.model, schedule, costed=graph))
+        return Variant(agreed_rewrite(bench.trainee.model, schedule, costed=graph))
 
 
 def judged(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
     """What `simulate` says."""
-    found = remat.simulate(graph, schedule)
+    found = simulate(graph, schedule)
     return {
         "predicted_peak_bytes": found.peak_bytes, "predicted_step_us": found.time_us,
         "copied_bytes": found.moved_bytes.get("d2h", 0), "stall_us": found.stall_us,

@@ -15,8 +15,10 @@ from benchmarks import GAP_OF_FIGURES
 from benchmarks.comparison import methods
 from benchmarks.comparison.methods import Variant
 from benchmarks.gpu.device import Bench, asked_of, facts, keep
+from remat.analysis.memory_figures import predict_reserved
 from remat.budgets import unmodified_step
 from remat.graph_capture.graph import TrainingGraph
+from remat.ranks.same_order import agreed_rewrite
 from remat.solver.result import Result
 
 MODELS = ("gpt2-small", "vit-b", "resnet-50", "unet", "llama-1b", "gpt2-medium")
@@ -40,7 +42,7 @@ def rows_of(bench: Bench, budgets: list[str]) -> dict[str, Any]:
             rows[budget] = {"status": result.status, "message": result.message}
             continue
         with bench.autocast():
-            variants[budget] = Variant(remat.rewrite(trainee.model, result.schedule))
+            variants[budget] = Variant(agreed_rewrite(trainee.model, result.schedule))
         rows[budget] = {"status": result.status, "gap": result.gap, **_predicted(graph, result)}
     for name, variant in variants.items():
         rows[name] |= bench.memory(variant)
@@ -53,7 +55,7 @@ def _predicted(graph: TrainingGraph, result: Result) -> dict[str, Any]:
     assert result.schedule is not None
     found = {"predicted_peak_bytes": result.peak_bytes, "predicted_step_us": result.time_us}
     if graph.device.startswith("cuda"):
-        reserved = remat.predict_reserved(graph, result)
+        reserved = predict_reserved(graph, result)
         found["predicted_reserved_bytes"] = reserved.default.reserved_bytes
     return found
 

@@ -24,6 +24,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import remat
 from examples.gpt import factory
 from remat.graph_capture.devices.memory_events import measure_peak
+from remat.rewriter.plans.loading import plan_of
 from remat.schedules.simulate import simulate
 
 MIB, SOLVE_S = 2**20, 10.0
@@ -76,7 +77,7 @@ def updating_row(name: str, model: nn.Module, args: tuple[Any, ...]) -> str:
 
 
 def _predicted_bytes(module: nn.Module) -> int:
-    plan = remat.plan_of(module)
+    plan = plan_of(module)
     assert plan.graph is not None
     peak_bytes = simulate(plan.graph, plan.schedule).peak_bytes
     return peak_bytes - plan.graph.resident.total_bytes

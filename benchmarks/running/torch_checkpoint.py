@@ -22,6 +22,8 @@ from benchmarks import GAP_OF_FIGURES
 from remat.analysis.layer_checkpoints import candidates
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.job.factory import load_model
+from remat.rewriter.checkpoint_policy import checkpoint_policy
+from remat.schedules.simulate import simulate
 
 SIZES = {"WIDTH": "64", "HEADS": "2", "SEQ": "128", "BATCH": "8", "VOCAB": "64", "DROPOUT": "0"}
 GPT = f"{Path(__file__).parents[2] / 'examples' / 'gpt.py'}:factory"
@@ -64,9 +66,9 @@ def rows() -> Iterable[tuple[str, ...]]:
     for budget in BUDGETS:
         schedule = remat.solve(graph, budget, gap=GAP_OF_FIGURES).schedule
         assert schedule is not None
-        plan_mb = (remat.simulate(graph, schedule).peak_bytes - resident_bytes) / MB
+        plan_mb = (simulate(graph, schedule).peak_bytes - resident_bytes) / MB
         paths = [f"blocks.{i}" for i in range(len(model.get_submodule("blocks")))]
-        contexts = {path: remat.checkpoint_policy(graph, schedule, path).contexts for path in paths}
+        contexts = {path: checkpoint_policy(graph, schedule, path).contexts for path in paths}
         yield budget, f"{plan_mb:.1f}", f"{measured_mb(model, step, contexts):.1f}"
     yield "every n", "predicted MB", "measured MB"
     for one in candidates(graph, graph.time_us):

@@ -19,10 +19,13 @@ from matplotlib.figure import Figure
 from mkdocs.structure.files import File, Files
 
 import remat
+from remat.analysis.compare import Sweep
 from remat.budgets import unmodified_step
 from remat.formats import bytes_text, percent_text
+from remat.graph_capture.graph import TrainingGraph
 from remat.job.factory import load_model
 from remat.schedules.plots import draw_front, draw_live_bytes, draw_peak_values, draw_ribbon
+from remat.schedules.schedule import Schedule
 from remat.schedules.timeline import place_of
 
 MODEL = "examples/gpt.py:factory"
@@ -37,22 +40,22 @@ _PICTURE = re.compile(r"^!\[[^\]]*\]\(pictures/(\w+)\.svg\)$", re.MULTILINE)
 
 
 @functools.cache
-def graph() -> remat.TrainingGraph:
+def graph() -> TrainingGraph:
     """One training step of the example, with costs of the device."""
     loaded = load_model(MODEL)
     return remat.capture(loaded.model, loaded.args, device=DEVICE)
 
 
 @functools.cache
-def fronts() -> dict[str, remat.Front]:
+def fronts() -> Sweep:
     """Outcomes at several budgets, by solver."""
     return remat.sweep(graph(), BUDGETS, solvers=("auto", *RULES), time_limit_s=15)
 
 
 @functools.cache
-def plan() -> remat.Result:
+def plan() -> remat.Plan:
     """The plan of `auto` at the budget."""
-    return fronts()["auto"].points[BUDGETS.index(BUDGET)].result
+    return list(fronts())[BUDGETS.index(BUDGET)]
 
 
 def live_bytes(ax: Axes) -> str:
@@ -84,7 +87,7 @@ def peak_values(ax: Axes) -> str:
     result = plan()
     assert result.schedule is not None
     draw_peak_values(ax, graph(), result.schedule, top=12)
-    simulation = remat.simulate(graph(), result.schedule)
+    simulation = result.simulate()
     op = graph().ops[graph().op_index[_op_at(result.schedule, simulation.peak_step)]]
     return (
         f"At the peak `{op.target}` of `{place_of(op.module)}` runs, in {op.phase}, and "
@@ -94,15 +97,15 @@ def peak_values(ax: Axes) -> str:
 
 def front(ax: Axes) -> str:
     """Time against memory."""
-    draw_front(ax, fronts(), budget_bytes=plan().budget_bytes)
+    draw_front(ax, fronts().fronts, budget_bytes=plan().budget_bytes)
     told: list[str] = []
-    for name, found in fronts().items():
+    for name, found in fronts().fronts.items():
         best = found.best_within(plan().budget_bytes)
         told.append(f"`{name}` {percent_text(best.overhead) if best else 'does not fit'}")
     return f"More time at {BUDGET.removesuffix('%')} % of the peak: {', '.join(told)}."
 
 
-def _op_at(schedule: remat.Schedule, index: int) -> str:
+def _op_at(schedule: Schedule, index: int) -> str:
     step = schedule.steps[index]
     assert hasattr(step, "op")
     return step.op
@@ -133,7 +136,7 @@ def on_files(files: Files, config: Any) -> Files:
     for name in PICTURES:
         picture, _ = drawn(name)
         files.append(File.generated(config, f"pictures/{name}.svg", content=picture))
-    page = remat.report(graph(), plan(), fronts=fronts())
+    page = plan().report(fronts=fronts().fronts)
     files.append(File.generated(config, REPORT, content=page))
     return files
 

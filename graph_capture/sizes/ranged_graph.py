@@ -17,7 +17,14 @@ import numpy as np
 from remat.graph_capture.devices.known_devices import plan_rounding
 from remat.graph_capture.errors import GraphError, ShapeError, TextError
 from remat.graph_capture.files import decode_json
-from remat.graph_capture.graph import MOST_BYTES, Ints, TrainingGraph, Value, are_figures
+from remat.graph_capture.graph import (
+    MOST_BYTES,
+    Ints,
+    TrainingGraph,
+    TrainingStep,
+    Value,
+    are_figures,
+)
 from remat.graph_capture.sizes.range_costs import (
     NOT_ON_DEVICE,
     CostPoint,
@@ -82,7 +89,7 @@ class Extent(msgspec.Struct, frozen=True):
     size_bytes: str
 
 
-class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
+class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     """One training step for all sizes of a range.
 
     Attributes

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import msgspec
 
@@ -13,7 +13,6 @@ from remat.budgets import parse_budget, unmodified, unmodified_step
 from remat.formats import bytes_text, gap_text, percent_text, time_text
 from remat.graph_capture.errors import BudgetError, SolverError, option
 from remat.graph_capture.graph import TrainingGraph
-from remat.one_call import solve as solve_budget
 from remat.schedules.plots import draw_live_bytes
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front, GibPrice
@@ -34,68 +33,27 @@ Budgets = int | Iterable[str | SupportsIndex] | None
 """How many budgets, or each as `remat.solve` takes it; None for twelve."""
 
 
-@overload
-def sweep(
+def sweep_fronts(
     graph: TrainingGraph,
     budgets: Budgets = None,
-    solver: str = "auto",
+    solvers: Iterable[str] = ("auto",),
     time_limit_s: float = 60.0,
     jobs: int = 1,
     *,
-    solvers: None = None,
+    at_hand: Sequence[Result] = (),
     progress: BudgetsDone | None = None,
     **options: Any,
-) -> Front: ...
-
-
-@overload
-def sweep(
-    graph: TrainingGraph,
-    budgets: Budgets = None,
-    *,
-    solvers: Iterable[str],
-    time_limit_s: float = 60.0,
-    jobs: int = 1,
-    progress: BudgetsDone | None = None,
-    **options: Any,
-) -> dict[str, Front]: ...
-
-
-def sweep(
-    graph: TrainingGraph,
-    budgets: Budgets = None,
-    solver: str = "auto",
-    time_limit_s: float = 60.0,
-    jobs: int = 1,
-    *,
-    solvers: Iterable[str] | None = None,
-    progress: BudgetsDone | None = None,
-    **options: Any,
-) -> Front | dict[str, Front]:
-    """The time of the step against its peak: solve at several budgets.
+) -> dict[str, Front]:
+    """The time of the step against its peak: a front for each solver, all at the same budgets.
 
     Parameters
     ----------
-    budgets : how many, spread from the least peak known to the unmodified one (12 if left
-        out), or a list of budgets as `remat.solve` takes them.
-    solver : a name of `remat.solver`'s table. solvers : several, for a front each, at the
-        same budgets.
-    time_limit_s : in seconds, for all budgets together; each solver has it anew.
-    jobs : how many solves run at once; -1 for as many as there are cores. Inside
-        ``joblib.parallel_config(backend="dask")`` they run on that cluster.
+    at_hand : results known before, where `budgets` are bytes that they were found on the way to.
     progress : called with how many budgets are done, and of how many.
-    **options : as of `remat.solve`, `keep` and `recompute` too.
 
-    Returns
-    -------
-    Front : or, where `solvers` are given, one by each solver's name.
-
-    Raises
-    ------
-    BudgetError : a budget cannot be read. SolverError : an unknown solver or option.
+    Others as of `remat.sweep`; each solver has the time limit anew.
     """
-    names = (solver,) if solvers is None else tuple(solvers)
-    # Words are refused before budgets are named, which may take a solve.
+    names = tuple(solvers)
     for name in names:
         solver_class(name)
     check_jobs(jobs)
@@ -105,15 +63,14 @@ def sweep(
     clock = Clock(time_limit_s)
     unmodified_bytes = unmodified(graph).peak_bytes
     with one_job():
-        asked, at_hand = in_bytes(graph, budgets, NAMING.of(time_limit_s), pins)
-        # Naming the least budget took a part of the limit, and its plan is at hand for the sweep.
+        asked, found = in_bytes(graph, budgets, NAMING.of(time_limit_s), pins)
         left_s = max(clock.left_s, 0.0)
         shared: dict[str, Any] = {
-            "time_limit_s": left_s, "jobs": jobs, "progress": progress, "at_hand": at_hand,
+            "time_limit_s": left_s, "jobs": jobs, "progress": progress,
+            "at_hand": [*at_hand, *found],
             "unmodified_bytes": unmodified_bytes, **options
         }  # fmt: skip
-        fronts = {name: sweep_bytes(graph, asked, name, **shared) for name in names}
-    return fronts[solver] if solvers is None else fronts
+        return {name: sweep_bytes(graph, asked, name, **shared) for name in names}
 
 
 def sweep_hosts(
@@ -125,7 +82,20 @@ def sweep_hosts(
 ) -> dict[str, Front]:
     """Fronts by solver and host, such as ``auto, host 8GiB``, all over the same budgets.
 
-    `hosts` : bytes by what each is called; with 0 nothing leaves the device. Others as of `sweep`.
+    Parameters
+    ----------
+    graph : with links, unless `hosts` are all 0.
+    hosts : bytes by what each is called; with 0 nothing leaves the device.
+    budgets, solvers, **options : as of `sweep_fronts`. A number of budgets is spread as without
+        a host.
+
+    Returns
+    -------
+    dict of Front : by solver and host, such as ``auto, host 8GiB``.
+
+    Raises
+    ------
+    BudgetError : a host is given, and the graph has no links.
     """
     # Budgets are spread as without a host, so that every front has the same.
     alone = msgspec.structs.replace(graph, links=None)
@@ -134,7 +104,7 @@ def sweep_hosts(
     names, fronts = tuple(solvers), dict[str, Front]()
     for text, host_bytes in hosts.items():
         with_host = _with_host(graph, host_bytes) if host_bytes else alone
-        found = sweep(with_host, asked, solvers=names, **options)
+        found = sweep_fronts(with_host, asked, names, **options)
         fronts |= {f"{name}, host {text}": front for name, front in found.items()}
     return fronts
 
@@ -212,7 +182,7 @@ class BudgetSlider:
         """The outcome at that share of the unmodified peak."""
         # Each budget once: a slider comes back to where it was.
         if percent not in self._solved:
-            self._solved[percent] = solve_budget(self.graph, f"{percent}%", **self._asked)
+            self._solved[percent] = parse_budget(f"{percent}%").solve(self.graph, **self._asked)
         return self._solved[percent]
 
     def text(self, percent: int) -> str:

@@ -1,8 +1,8 @@
-"""Makes the answer of `compare`: solves at each budget with each solver and simple rule."""
+"""`remat.sweep`: solves at each budget with each solver and simple rule, and shows them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, SupportsIndex
 
 import msgspec
@@ -10,20 +10,24 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from remat.analysis.budget_sweep import Budgets, in_bytes
-from remat.analysis.budget_sweep import sweep as sweep_graph
+from remat.analysis.budget_sweep import Budgets, BudgetSlider, in_bytes, sweep_fronts
+from remat.analysis.memory_figures import place as place_buffers
 from remat.analysis.plan_report import plain_table, rendered
-from remat.budgets import parse_budget, unmodified_step
+from remat.budgets import unmodified_step
 from remat.formats import bytes_text, percent_text, time_text
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.placed import place as place_buffers
+from remat.plan import Plan
 from remat.schedules.derived import fastest_us
 from remat.schedules.simulate import overhead_of
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front
+from remat.solver.budgets.sweep import PINS, check_jobs
+from remat.solver.reductions.pin_globs import as_globs
 from remat.solver.result import INTERRUPTED, Result
 from remat.solver.search import is_interrupted, one_job
+from remat.solver.stopping import NAMING
+from remat.solver.table import check_number
 
 UNMODIFIED = "unmodified"
 THIS_PLAN = "this plan"
@@ -63,17 +67,21 @@ class _Bound(msgspec.Struct, frozen=True):
     solver: str
 
 
-class Comparison(msgspec.Struct, frozen=True):
-    """Budgets against solvers and baselines, with the bound at each budget.
+class Sweep(msgspec.Struct, frozen=True):
+    """Outcomes at several budgets, of one solver or several, with the bound at each budget.
+
+    Iterating goes over the plans of the first solver, that of the smallest budget first.
 
     Attributes
     ----------
+    step : that was solved.
     base_us, unmodified_bytes : time of every op once, and peak of the unmodified step.
     asked : the budgets as they were written.
     rows : one a solver, in the order asked; the unmodified step, and the plan at hand, come first.
     fronts : by solver, all that it found; without those that refuse this graph.
     """
 
+    step: TrainingGraph
     model: str
     device: str
     cost_origin: str = msgspec.field(name="prices")  # the key of older releases
@@ -83,6 +91,28 @@ class Comparison(msgspec.Struct, frozen=True):
     bounds: tuple[_Bound, ...]
     rows: tuple[_Compared, ...]
     fronts: dict[str, Front]
+
+    @property
+    def front(self) -> Front:
+        """What the first solver found."""
+        return next(iter(self.fronts.values()))
+
+    def __iter__(self) -> Iterator[Plan]:
+        return (Plan.from_result(point.result, step=self.step) for point in self.front)
+
+    def __len__(self) -> int:
+        return len(self.front)
+
+    def best_within(self, budget_bytes: int) -> Plan | None:
+        """The fastest plan of any solver whose peak is within `budget_bytes`; None without one."""
+        fit = [one.best_within(budget_bytes) for one in self.fronts.values()]
+        known = [result for result in fit if result is not None]
+        best = min(known, key=lambda result: (result.time_us, result.peak_bytes), default=None)
+        return None if best is None else Plan.from_result(best, step=self.step)
+
+    def slider(self, time_limit_s: float = 5.0, **options: Any) -> BudgetSlider:
+        """A slider over budgets for notebooks, with `time_limit_s` for each budget."""
+        return BudgetSlider(self.step, self.front.solver, time_limit_s, **options)
 
     def best(self, i: int) -> tuple[str, ...]:
         """The solvers whose plan is the fastest at the i-th budget."""
@@ -94,7 +124,9 @@ class Comparison(msgspec.Struct, frozen=True):
     def as_json(self) -> dict[str, Any]:
         """Plain bytes, microseconds and names, for `--json`."""
         best = [self.best(i) for i in range(len(self.bounds))]
-        return {**msgspec.to_builtins(self), "best": best}
+        fields = [one for one in msgspec.structs.fields(self) if one.name != "step"]
+        plain = {one.encode_name: msgspec.to_builtins(getattr(self, one.name)) for one in fields}
+        return {**plain, "best": best}
 
     def __str__(self) -> str:
         return rendered(comparison_screen(self))
@@ -102,7 +134,8 @@ class Comparison(msgspec.Struct, frozen=True):
     __repr__ = __str__
 
 
-def comparison_screen(found: Comparison, width: int = 100) -> RenderableType:
+def comparison_screen(found: Sweep, width: int = 100) -> RenderableType:
+    """Overheads by solver and budget; the best at each budget is marked."""
     most = max((width - _NAME_COLUMNS) // _CELL_COLUMNS, 1)
     parts: list[RenderableType] = [_compared_line(found)]
     count = len(found.bounds)
@@ -115,7 +148,7 @@ def comparison_screen(found: Comparison, width: int = 100) -> RenderableType:
     return Group(*parts)
 
 
-def _compared_line(found: Comparison) -> Text:
+def _compared_line(found: Sweep) -> Text:
     return Text.assemble(
         (found.model, "bold"),
         f", {found.cost_origin} on {found.device}: "
@@ -124,7 +157,8 @@ def _compared_line(found: Comparison) -> Text:
     )
 
 
-def _table(found: Comparison, columns: range) -> Table:
+def _table(found: Sweep, columns: range) -> Table:
+    """Overheads, and arenas below them where buffers were placed."""
     table = plain_table("budget", *(bytes_text(found.bounds[i].budget_bytes) for i in columns))
     if any(found.asked):
         table.add_row("", *(_asked(found.asked[i]) for i in columns))
@@ -163,53 +197,78 @@ DEFAULT_SOLVERS = (
 """The best of each kind that answers in seconds, and what people write by hand."""
 
 
-def compare(
-    graph: TrainingGraph,
-    budgets: Budgets | Iterable[str | SupportsIndex] = DEFAULT_BUDGETS,
-    solvers: Iterable[str] = DEFAULT_SOLVERS,
+def sweep(
+    step: TrainingGraph,
+    budgets: Budgets | Iterable[str | SupportsIndex] = None,
+    solvers: str | Iterable[str] = ("auto",),
     *,
     plan: Result | None = None,
     time_limit_s: float = 60.0,
+    jobs: int = 1,
+    layouts: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
-    place: bool = False,
     **options: Any,
-) -> Comparison:
-    """Solve at each budget with each solver.
+) -> Sweep:
+    """The time of the step against its peak: solve at each budget with each solver.
 
     Parameters
     ----------
-    budgets : how many, or each as `remat.solve` takes it. solvers : names of the table.
-    plan : a result to set beside them; its budget is one of those compared.
-    time_limit_s : for all budgets of one solver together, in seconds.
+    step : of `remat.capture`, for one size.
+    budgets : how many, spread from the least peak known to the unmodified one (12 if left
+        out), or a list of budgets as `remat.solve` takes them.
+    solvers : names of the table.
+    plan : to set beside them; its budget is one of those compared.
+    time_limit_s : in seconds, for all budgets of one solver together.
+    jobs : how many solves run at once; -1 for as many as there are cores. Inside
+        ``joblib.parallel_config(backend="dask")`` they run on that cluster.
+    layouts : also place the buffers of each plan in one arena (`Plan.layout`).
     progress : called with a solver's name, how many are done, and of how many.
-    place : also place the buffers of each plan in one arena (`remat.place`).
-    **options : as of `remat.sweep`.
+    **options : as of `remat.solve`, `keep` and `recompute` too.
 
     Raises
     ------
-    BudgetError : a budget cannot be read. SolverError : an unknown solver; one that does not take
-        this graph has a row that says so.
+    BudgetError : a budget cannot be read. SolverError : an unknown solver, or none takes this
+        graph; of several, one that does not has a row that says so.
     """
-    # Each once, in the order asked: results are by name.
-    names = tuple(dict.fromkeys(solvers))
+    names = tuple(dict.fromkeys((solvers,) if isinstance(solvers, str) else solvers))
     for name in names:
         solver_class(name)
+    check_jobs(jobs)
+    check_number("time_limit_s", time_limit_s)
+    options["jobs"] = jobs
     with one_job():
-        asked = _budgets(graph, budgets, plan, time_limit_s)
+        asked, options["at_hand"] = _budgets(step, budgets, plan, time_limit_s, options)
         fronts: dict[str, Front | SolverError] = {}
         for i, name in enumerate(names):
             if progress is not None and not is_interrupted():
                 progress(name, i, len(names))
-            fronts[name] = _front(graph, sorted(asked), name, time_limit_s, options)
+            fronts[name] = _front(step, sorted(asked), name, time_limit_s, options)
+    if plan is None:
+        _require_one(fronts)
     # The bound of a plan holds for the captured order, so it says nothing of free ones.
-    bounding = plan if options.get("order", "fixed") == "fixed" else None
-    bounds = tuple(_bound(graph, size_bytes, fronts, bounding) for size_bytes in asked)
-    eager, arena = unmodified_step(graph), _arenas(graph, place)
-    # The unmodified step has buffers of its own graph, as eager has its sizes.
-    rows = [_at_hand(UNMODIFIED, eager.result, bounds, _arenas(eager.graph, place))]
+    is_fixed = options.get("order", "fixed") == "fixed"
+    bounding = plan if is_fixed else None
+    bounds = tuple(_bound(step, size_bytes, fronts, bounding) for size_bytes in asked)
+    return _compared_with(step, asked, fronts, bounds, plan, is_placed=layouts)
+
+
+def _require_one(fronts: Mapping[str, Front | SolverError]) -> None:
+    """Raise what the first solver says where none has an answer: rows would only repeat it."""
+    refusals = [one for one in fronts.values() if isinstance(one, SolverError)]
+    if refusals and len(refusals) == len(fronts):
+        raise refusals[0]
+
+
+def _compared_with(
+    graph: TrainingGraph, asked: Mapping[int, str], fronts: Mapping[str, Front | SolverError],
+    bounds: tuple[_Bound, ...], plan: Result | None, *, is_placed: bool,
+) -> Sweep:  # fmt: skip
+    eager, arena = unmodified_step(graph), _arenas(graph, is_placed)
+    rows = [_at_hand(UNMODIFIED, eager.result, bounds, _arenas(eager.graph, is_placed))]
     rows += [_at_hand(THIS_PLAN, plan, bounds, arena)] if plan is not None else []
     rows += [_compared(name, front, bounds, arena) for name, front in fronts.items()]
-    return Comparison(
+    return Sweep(
+        step=graph,
         model=graph.name,
         device=graph.device,
         cost_origin=graph.cost_origin,
@@ -232,20 +291,20 @@ def _arenas(graph: TrainingGraph, is_placed: bool) -> _Arena:
 
 
 def _budgets(
-    graph: TrainingGraph, budgets: Any, plan: Result | None, time_limit_s: float
-) -> dict[int, str]:
-    """Each budget in bytes with what it was written as, the largest first."""
-    found: dict[int, str] = {}
+    graph: TrainingGraph, budgets: Any, plan: Result | None, time_limit_s: float,
+    options: Mapping[str, Any],
+) -> tuple[dict[int, str], list[Result]]:  # fmt: skip
+    """Each budget in bytes with what it was written as, the largest first; what was found so."""
+    named: dict[int, str] = {}
     if plan is not None and plan.schedule is not None:
-        found[plan.budget_bytes] = THIS_PLAN
-    if budgets is None or isinstance(budgets, int):
-        for size_bytes in in_bytes(graph, budgets, time_limit_s, {})[0]:
-            found.setdefault(size_bytes, "")
-    else:
-        for one in budgets:
-            size_bytes = parse_budget(one).bytes_for(graph, time_limit_s=time_limit_s)
-            found.setdefault(size_bytes, str(one))
-    return dict(sorted(found.items(), reverse=True))
+        named[plan.budget_bytes] = THIS_PLAN
+    texts = None if budgets is None or isinstance(budgets, int | str) else tuple(budgets)
+    pins = {name: as_globs(options[name]) for name in PINS if name in options}
+    wanted = budgets if texts is None else texts
+    sizes, at_hand = in_bytes(graph, wanted, NAMING.of(time_limit_s), pins)
+    for i, size_bytes in enumerate(sizes):
+        named.setdefault(size_bytes, "" if texts is None else str(texts[i]))
+    return dict(sorted(named.items(), reverse=True)), at_hand
 
 
 def _front(
@@ -255,7 +314,7 @@ def _front(
     if is_interrupted():
         return SolverError(f"{INTERRUPTED} before {name} was tried")
     try:
-        return sweep_graph(graph, budgets, name, limit_s, **options)
+        return sweep_fronts(graph, budgets, (name,), limit_s, **options)[name]
     except SolverError as error:
         return error
 
@@ -263,7 +322,7 @@ def _front(
 def _bound(
     graph: TrainingGraph,
     budget_bytes: int,
-    fronts: dict[str, Front | SolverError],
+    fronts: Mapping[str, Front | SolverError],
     plan: Result | None,
 ) -> _Bound:
     # Where no solver proves more: no plan is faster than every op once.

@@ -12,8 +12,14 @@ from typing import TypeVar
 from remat.analysis.explanation import Explanation
 from remat.analysis.levers import LeverEffect, levers_of
 from remat.analysis.memory_figures import chunks_of
-from remat.analysis.solved_options import least_budget, required_schedule, solve_arguments
-from remat.analysis.why import against_greedy, simple_rules, why
+from remat.analysis.why import (
+    against_greedy,
+    least_budget,
+    required_schedule,
+    simple_rules,
+    solve_arguments,
+    why,
+)
 from remat.budgets import unmodified
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph

@@ -22,8 +22,7 @@ from remat.analysis.plan_report import (
     short_target,
     tensor_text,
 )
-from remat.analysis.solved_options import LeastBudget
-from remat.analysis.why import AgainstGreedy, Rule, Turned, Why
+from remat.analysis.why import AgainstGreedy, LeastBudget, Rule, Turned, Why
 from remat.formats import GIB, KIB, NO_BOUND, bytes_text, fine_time_text, gap_text, percent_text
 from remat.schedules.simulate import bound_of
 from remat.schedules.value_report.peak_holders import ForcedOps, PeakHolders

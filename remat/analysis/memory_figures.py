@@ -1,11 +1,12 @@
-"""What a plan makes the allocator of a CUDA device reserve, predicted without one.
+"""What a plan takes of memory: what a CUDA allocator reserves, and its buffers in one arena.
 
 A budget bounds what is allocated. What runs out is what is reserved: see docs/reserved.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,10 +19,16 @@ from remat.graph_capture.devices.known_devices import (
     modelled_device,
 )
 from remat.graph_capture.devices.links import BYTES_PER_US_IN_GB_S
-from remat.graph_capture.errors import BudgetError, DeviceError, ScheduleError, option
+from remat.graph_capture.errors import BudgetError, DeviceError, LayoutError, ScheduleError, option
 from remat.graph_capture.graph import LINK_NAMES, Op, PartKind, TrainingGraph
 from remat.schedules.derived import choice_of, graph_of_schedule
-from remat.schedules.layout import buffers_of
+from remat.schedules.layout import (
+    CPU_ALIGNMENT_BYTES,
+    Layout,
+    alignment_on,
+    buffers_of,
+    check_layout,
+)
 from remat.schedules.reserved import (
     DEFAULT,
     EXPANDABLE,
@@ -33,7 +40,13 @@ from remat.schedules.reserved import (
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solved import infeasible_text
+from remat.solver.layout.placing import place_buffers
 from remat.solver.result import Result
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from remat.rewriter.arena.arena import Arena
 
 
 def predict_reserved(graph: TrainingGraph, plan: Result | Schedule | None = None) -> Reserved:
@@ -279,3 +292,107 @@ def _uses(found: Simulation, graph: TrainingGraph) -> tuple[_LinkUse, ...]:
             gb_s = link.bytes_per_us / BYTES_PER_US_IN_GB_S
             uses.append(_LinkUse(name, len(copies), moved_bytes, gb_s, found.busy_us[name]))
     return tuple(uses)
+
+
+# Where the buffers of a planned step lie in one arena.
+
+
+def place(
+    graph: TrainingGraph, schedule: Schedule, *, alignment_bytes: int | None = None
+) -> Layout:
+    """Offsets for all buffers of `schedule` in one arena, near the most live bytes.
+
+    Parameters
+    ----------
+    schedule : of `graph`; that of a result, or of a plan.
+    alignment_bytes : a power of two that divides each offset; None takes that of torch's allocator
+        for the device of the graph, 512 for CUDA and 64 for a CPU.
+
+    Returns
+    -------
+    Layout : judged by `remat.schedules.layout.check_layout`. What is resident is not in its arena.
+
+    Raises
+    ------
+    ScheduleError : the schedule is of another graph, or invalid, or is none. LayoutError : the
+        alignment is no power of two.
+    """
+    buffers = buffers_of(graph, schedule)
+    if alignment_bytes is None:
+        alignment_bytes = alignment_on(graph.device)
+    return place_buffers(buffers, alignment_bytes=alignment_bytes)
+
+
+def check_kept_layout(layout: Layout, graph: TrainingGraph, schedule: Schedule, name: str) -> None:
+    """Hold a layout from a file to the buffers of `schedule`.
+
+    Raises
+    ------
+    LayoutError : it is one of another plan, or was edited; the message names the file.
+    """
+    try:
+        check_layout(buffers_of(graph, schedule), layout)
+    except LayoutError as error:
+        raise LayoutError(f"{name}: {error}") from error
+
+
+def layout_json(layout: Layout) -> dict[str, Any]:
+    """What is said of a layout with `--json`: all but its offsets."""
+    return {
+        "arena_bytes": layout.arena_bytes,
+        "load_bytes": layout.load_bytes,
+        "gap": layout.gap,
+        "alignment_bytes": layout.alignment_bytes,
+        "placed_by": layout.placed_by,
+    }
+
+
+def arena_text(layout: Layout) -> str:
+    """``1.34 GiB, 0.0 % above the most live bytes``."""
+    return f"{bytes_text(layout.arena_bytes)}, {percent_text(layout.gap)} above the most live bytes"
+
+
+def use_arena(
+    module: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    target: Any = None,
+) -> Arena:
+    """Serve the training steps of a rewritten module on a CPU from one arena.
+
+    Two steps run, of which the second is recorded; gradients, buffers, the batch and the random
+    streams are put back as they were. Each request gets a place near the least arena, and each
+    training step from then on is served from it. Bits are the same, page faults end. What is not
+    as recorded is served by torch's allocator, and counted (`Arena.counts`).
+
+    torch's allocator for the CPU is wrapped for the rest of the process, which changes nothing for
+    other tensors. The first call compiles the wrapper, in a few seconds, into the cache folder.
+
+    Parameters
+    ----------
+    module : of `rematerialize` or `rewrite`, in training mode, before it is wrapped. Copies that
+        are made of it share the arena; what is pickled has none.
+    args, kwargs, target : a batch, as the module is called with.
+    loss_fn : where the module returns no loss, the one that you apply to what it returns, with the
+        target if there is one. Without it, the layout of its gradients is guessed.
+
+    Returns
+    -------
+    Arena : to look at what it serves, and to close. The module holds it too.
+
+    Raises
+    ------
+    ArenaError : no C++ compiler is found, or the module has no step to record.
+    DeviceError : the module is not on a CPU.
+    """
+    from remat.rewriter.arena.arena import Arena, record_step, require_arena_fits
+    from remat.rewriter.arena.library import arena_library
+
+    rewritten = require_arena_fits(module)
+    # Compiled before a step runs, as there may be no compiler.
+    arena_library()
+    requests = record_step(rewritten, args, kwargs, loss_fn, target)
+    layout = place_buffers(requests.buffers, alignment_bytes=CPU_ALIGNMENT_BYTES)
+    return Arena(rewritten._remat_compiled_step.memory, requests, layout)

@@ -152,7 +152,7 @@ def report(
     ----------
     graph : that was solved. fronts : of `remat.sweep`, to draw beside the plan.
     measured : a real step, to draw over the predicted one.
-    layout : of `remat.place`, to draw addresses against time.
+    layout : of `Plan.layout`, to draw addresses against time.
 
     Raises
     ------

@@ -13,7 +13,15 @@ from torch import nn
 
 from remat.blocks.block_planner import BlockPlanner, BlocksPlan, TracedBlocks, trace_blocks
 from remat.budgets import parse_budget
-from remat.checks import Batch, is_checked, require_equal, say_unchecked, unless_short
+from remat.checks import (
+    Batch,
+    Reference,
+    gradients_there,
+    is_checked,
+    require_equal,
+    say_unchecked,
+    unless_short,
+)
 from remat.graph_capture.capture_api import add_costs
 from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.distributed.collectives import collectives_in
@@ -25,7 +33,6 @@ from remat.graph_capture.tracing.trace import trace_recipe
 from remat.progress import stopwatch_of_call
 from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
-from remat.reference import Reference, gradients_there
 from remat.rewriter.checking.audit import Audits
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.forward import constants_of
@@ -111,20 +118,9 @@ def _require_equal_blocks(
         ) from error
 
 
-def block_plan(model: nn.Module) -> BlocksPlan:
-    """The plan that a model follows whose blocks were planned one by one.
-
-    Raises
-    ------
-    RewriteError : it was not made by `remat.rematerialize(..., blocks=...)`.
-    """
-    found = _plans.get(model)
-    if found is None:
-        raise RewriteError(
-            f"this {type(model).__name__} follows no plan for blocks: pass what "
-            "remat.rematerialize(..., blocks=...) returned, before it is wrapped"
-        )
-    return found
+def planned_blocks(model: nn.Module) -> BlocksPlan | None:
+    """The plan that a model of blocks that were planned one by one follows; None if none does."""
+    return _plans.get(model)
 
 
 def _refuse(model: nn.Module) -> None:

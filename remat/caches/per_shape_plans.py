@@ -7,14 +7,13 @@ import itertools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, SupportsIndex
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor, fx, nn
 
 from remat.budgets import parse_budget
-from remat.caches.cached_plan import cached_plan
-from remat.caches.known_plans import KnownPlans
+from remat.caches.known_plans import AtHand, KnownPlans, adopted, keep_solve, kept_solve
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.distributed.dtensors import is_sharded_by_fsdp
 from remat.graph_capture.distributed.rank_refusals import refuse_wrappers
@@ -34,18 +33,22 @@ from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import tensor_facts
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.one_size import plan_one_size
 from remat.option_checks import require_dynamic, require_upto
 from remat.ranges.ranged_call import rematerialize_over
 from remat.ranges.varying import DynamicOrAuto, Upto, VaryingSizes, is_covered_by, planned_over
+from remat.ranks.same_order import require_group
 from remat.rewriter.checking.audit import Audit
-from remat.rewriter.user_module.module import SharedState, original_of
+from remat.rewriter.rewriting import rewrite
+from remat.rewriter.user_module.module import RematModule, SharedState, original_of
 from remat.rewriter.user_module.own_forward import class_of_user
 from remat.rewriter.user_module.ranged import RangedModule
-from remat.schedules.family import Family
-from remat.schedules.schedule import Schedule
+from remat.solved import at_hand_text, facts_of
 from remat.solver.table import make_solver
+from remat.step_planner import StepPlanner, plan_one_size
 from remat.step_spec import StepSpec
+
+if TYPE_CHECKING:
+    from remat.step_spec import StepSpec
 
 
 class _FloatPromotion:
@@ -362,12 +365,9 @@ def _make_cache(
     return kind()
 
 
-def plans_of(cache: PlanCache) -> list[Schedule | Family]:
-    """The schedules that are kept, the last used one last; of a range, a family of them."""
-    return [
-        type(plan)._remat_family if isinstance(plan, RangedModule) else type(plan)._remat_schedule
-        for plan in type(cache)._remat_plans.values()
-    ]
+def planned_modules(cache: PlanCache) -> list[Any]:
+    """The modules that follow the plans of a cache, the last used one last."""
+    return list(type(cache)._remat_plans.values())
 
 
 def _peak_bytes(plan: Any) -> int:
@@ -385,3 +385,60 @@ def _key(batch: Any) -> Hashable:
         for leaf in leaves
     )
     return tuple(facts), spec, autocast_state()
+
+
+def cached_plan(spec: StepSpec, known: KnownPlans) -> RematModule:
+    """The module for a batch, as `remat.rematerialize` makes it; what it solves for is kept."""
+    planner = StepPlanner(spec, float_inputs=spec.float_inputs, split=spec.split)
+    require_group(planner.traced.joint.module, None)
+    found = known.at_hand(planner.traced, spec.parsed_budget, may_keep_all=spec.may_keep_all)
+    if found is not None:
+        return _module_at_hand(planner, found, known)
+    return _solved(planner, known)
+
+
+def _module_at_hand(planner: StepPlanner, found: AtHand, known: KnownPlans) -> RematModule:
+    spec, traced = planner.spec, planner.traced
+    # Once a model, a whole step is compared with eager's; later plans by their first outputs.
+    is_compared = known.is_checked and spec.check is not False
+    module = adopted(
+        spec.model, traced, found.schedule, found.links, audit=spec.audit, is_compared=is_compared
+    )
+    checked = None
+    if not known.is_checked:
+        checked = planner.compared(module, found.graph, found.schedule.budget_bytes)
+    known.took(found.peak_bytes)
+    known.is_checked = True
+    said = at_hand_text(
+        traced.recipe.title, found.schedule, found.peak_bytes, checked,
+        planner.stages.elapsed_s, is_compared=is_compared,
+    )  # fmt: skip
+    planner.stages.say(said)
+    return module
+
+
+def _solved(planner: StepPlanner, known: KnownPlans) -> RematModule:
+    spec, traced = planner.spec, planner.traced
+    graph = planner.costed(traced, chunks=not planner.may_wait())
+    # Sorted, as the order in which options were given asks nothing else.
+    text = repr(sorted(spec.of_solve.items()))
+    kept = kept_solve(graph, spec.parsed_budget, text, planner.in_chunks)
+    found = kept or planner.required(planner.found(graph=graph))
+    result, checked = found.result, None
+    assert result.schedule is not None
+    is_compared = kept is not None and spec.check is not False
+    if kept:  # compared as a whole when it was solved for
+        module = adopted(
+            spec.model, traced, result.schedule, found.graph.links,
+            audit=spec.audit, is_compared=is_compared, **facts_of(found),
+        )  # fmt: skip
+    else:
+        module = rewrite(
+            spec.model, result.schedule, trace=traced, audit=spec.audit, **facts_of(found)
+        )
+        checked = planner.compared(module, found.graph, result.budget_bytes)
+        keep_solve(graph, spec.parsed_budget, text, result)
+    known.note(found)
+    known.is_checked = True
+    planner.say_planned(found, checked, is_compared=is_compared)
+    return module

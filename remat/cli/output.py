@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from remat.analysis.memory_figures import arena_text, layout_json, place
 from remat.cli.session import INFEASIBLE, Session
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.plan_source import Captured, PlanSource, open_plan, plan_of_result, write_plan
 from remat.job.request import Request
-from remat.placed import arena_text, layout_json, place
 from remat.schedules.layout import Layout
-from remat.schedules.plan import Plan
+from remat.schedules.plan import PlanFile
 from remat.schedules.schedule import Schedule
 from remat.solved import infeasible_text
 from remat.solver.result import Result
@@ -38,7 +38,7 @@ def save_result_file(session: Session, path: Path | None, of: Captured, result: 
         session.save(path, result.schedule.to_json(), "plan")
 
 
-def save_plan_file(session: Session, path: Path, plan: Plan | None) -> None:
+def save_plan_file(session: Session, path: Path, plan: PlanFile | None) -> None:
     if plan is not None:
         # Not by `session.save`: the name may ask for an archive.
         write_plan(plan, path)

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from remat.analysis.memory_figures import check_kept_layout
 from remat.cli.output import layout_entry, opened_feasible, place_shown
 from remat.cli.session import Session
 from remat.cli.verb import PlaceOption, PlanOption, Source, more, verb
@@ -20,7 +21,6 @@ from remat.graph_capture.files import read_contents, write_contents
 from remat.job.pipeline import trace_loaded
 from remat.job.plan_source import PLAN_FILES, PlanSource, load_shown
 from remat.job.request import NAMED_BY_TORCH, Request
-from remat.placed import check_kept_layout
 from remat.schedules.layout import Layout
 from remat.schedules.report.page_facts import MeasuredStep
 

@@ -34,7 +34,6 @@ from remat.graph_capture.errors import CaptureError, SolverError, TooLargeError,
 from remat.graph_capture.graph import TrainingGraph
 from remat.job import pipeline
 from remat.job.factory import Loaded
-from remat.job.option_texts import parse_dynamic
 from remat.job.pipeline import refuse_beside_dynamic
 from remat.job.plan_source import (
     PLAN_FILES,
@@ -46,7 +45,7 @@ from remat.job.plan_source import (
     read_kept,
     require_model,
 )
-from remat.job.request import Request
+from remat.job.request import Request, parse_dynamic
 from remat.job.screen import (
     checked_json,
     range_report_json,
@@ -56,7 +55,7 @@ from remat.job.screen import (
     show_run,
 )
 from remat.schedules.layout import Layout
-from remat.schedules.plan import Plan
+from remat.schedules.plan import PlanFile
 from remat.solved import infeasible_text
 from remat.solver.budgets.front import GibPrice
 from remat.solver.budgets.sweep import price_of_gib
@@ -218,7 +217,7 @@ def _run_over(
         raise CaptureError(f"{model} is of sizes that are fixed: --dynamic goes with a model")
     loaded, request = load_shown(model, session.stopwatch, request)
 
-    def keep(plan: Plan) -> None:
+    def keep(plan: PlanFile) -> None:
         if output is not None:
             save_plan_file(session, output, plan)
 
@@ -284,7 +283,7 @@ def check_verb(
     # Read first: a bad file is told before the model is built.
     kept = read_kept(plan)
     loaded, request = load_shown(model, session.stopwatch, request)
-    if isinstance(kept, Plan) and kept.over is not None:
+    if isinstance(kept, PlanFile) and kept.over is not None:
         _check_over(session, loaded, kept, request)
         return
     schedule = fitting_schedule(kept, loaded, str(plan))
@@ -297,12 +296,12 @@ def check_verb(
     _conclude_check(session, found, schedule.budget_bytes)
 
 
-def _check_over(session: Session, loaded: Loaded, kept: Plan, request: Request) -> None:
-    from remat.rewriter.plans.loading import load
+def _check_over(session: Session, loaded: Loaded, kept: PlanFile, request: Request) -> None:
+    from remat.rewriter.plans.loading import load_plan
 
     assert kept.over is not None
     with session.stopwatch.stage("check", "checking the plan against eager"):
-        module = load(kept, loaded.model, loss_fn=loaded.loss_fn)
+        module = load_plan(kept, loaded.model, loss_fn=loaded.loss_fn)
         found = pipeline.compare_with_eager(loaded, module, request)
     _conclude_check(session, found, kept.over.family.budget_bytes)
 

@@ -12,8 +12,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from remat.analysis.budget_sweep import Budgets, sweep, sweep_hosts
-from remat.analysis.compare import DEFAULT_BUDGETS, DEFAULT_SOLVERS, compare, comparison_screen
+from remat.analysis.budget_sweep import Budgets, sweep_fronts, sweep_hosts
+from remat.analysis.compare import DEFAULT_BUDGETS, DEFAULT_SOLVERS, comparison_screen, sweep
 from remat.analysis.plan_report import plain_table
 from remat.budgets import parse_budget
 from remat.cli.session import INFEASIBLE, Session
@@ -105,7 +105,7 @@ def _sweep(
         if len(hosts) > 1:
             fronts = sweep_hosts(graph, hosts, budgets, **shared)
         else:
-            fronts = sweep(graph, budgets, **shared)
+            fronts = sweep_fronts(graph, budgets, **shared)
     _keep(session, output, fronts)
     if session.as_json:
         session.emit({"fronts": {n: msgspec.to_builtins(f) for n, f in fronts.items()}})
@@ -121,10 +121,10 @@ def _compare(
 ) -> None:  # fmt: skip
     opened = open_plan(source, request, session.stopwatch, plan)
     with session.stopwatch.stage("compare", "solving at several budgets") as progress:
-        found = compare(
+        found = sweep(
             opened.graph, budgets, solvers, plan=opened.result, time_limit_s=request.time_limit_s,
             progress=lambda name, done, total: progress(done, total, text=f"solving with {name}"),
-            place=is_placed, jobs=jobs, **request.solving,
+            layouts=is_placed, jobs=jobs, **request.solving,
         )  # fmt: skip
     _keep(session, output, found.fronts)
     if session.as_json:

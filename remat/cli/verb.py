@@ -21,9 +21,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from remat.cli.session import Session
-from remat.job.option_texts import DYNAMIC_METAVAR, parse_sharding
 from remat.job.plan_source import PLAN_FILES
-from remat.job.request import Request
+from remat.job.request import DYNAMIC_METAVAR, Request, parse_sharding
 
 MORE = "More options"
 """The heading of options that few need."""

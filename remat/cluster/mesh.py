@@ -395,7 +395,7 @@ class ClusterRequest:
         if name not in SCHEDULES:
             raise DeviceError(
                 f"--schedule {name!r} is none that is planned: choose {', '.join(SCHEDULES)}; "
-                "remat.parallelize(..., schedule=) runs torch's others by such a plan"
+                "remat.cluster.parallelize(..., schedule=) runs torch's others by such a plan"
             )
         if name == SCHEDULES[2] and (self.asked.tp != 1 or self.asked.cp not in (None, 1)):
             raise DeviceError(

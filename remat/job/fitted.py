@@ -1,4 +1,4 @@
-"""What `remat.fit` found: the largest size that fits, the one after it, and all that were tried."""
+"""What `remat.largest_batch` found: the largest size that fits, the next, and all tried."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from remat.progress import Stopwatch, solver_shown
 from remat.ranges.curve import Curve, overheads_over, solve_over
 from remat.schedules.derived import unchunked
 from remat.schedules.family import Family
-from remat.schedules.plan import Plan
+from remat.schedules.plan import PlanFile
 from remat.schedules.reserved import Reserved
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
@@ -192,7 +192,7 @@ def _named_beside(
     """`result`; where nothing fits, with what a head in chunks would need by tolerance."""
     if result.schedule is not None:
         return result
-    from remat.levers.by_tolerance import naming_tolerance
+    from remat.levers.chunks_at_need import naming_tolerance
 
     # In bytes: `auto` or per cents could be others for the graph with chunks.
     within = replace(request, budget=f"{result.budget_bytes}B")
@@ -364,7 +364,7 @@ def plan_over(
     request: Request,
     dynamic: Dynamic,
     stopwatch: Stopwatch,
-    planned: Callable[[Plan], None] = lambda _: None,
+    planned: Callable[[PlanFile], None] = lambda _: None,
     *,
     check: bool | None = None,
 ) -> RangeReport:
@@ -396,7 +396,7 @@ def _ranged_graph(traced: Trace, request: Request, stopwatch: Stopwatch) -> Rang
     return ranged_graph_of(traced, costed, workspaces)
 
 
-def _plan_of(loaded: Loaded, traced: Trace, family: Family, graph: RangedGraph) -> Plan:
+def _plan_of(loaded: Loaded, traced: Trace, family: Family, graph: RangedGraph) -> PlanFile:
     from remat.graph_capture.sizes.ranged_signature import RangedSignature
     from remat.rewriter.plans.loading import plan_of_family
 

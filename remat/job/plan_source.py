@@ -33,7 +33,7 @@ from remat.progress import Stopwatch
 from remat.schedules.derived import graph_of_schedule, within_split
 from remat.schedules.plan import (
     AGREEMENT,
-    Plan,
+    PlanFile,
     RangeFacts,
     evaluate_family,
     evaluate_plan,
@@ -55,7 +55,7 @@ PLAN_FILES = ".json", ".pt2"
 
 def plan_of_result(
     loaded: Loaded, recipe: Recipe, graph: TrainingGraph, result: Result
-) -> Plan | None:
+) -> PlanFile | None:
     """None where nothing fits."""
     if result.schedule is None:
         return None
@@ -67,14 +67,14 @@ def plan_of_result(
     return make_plan(loaded.model, recipe, result.schedule, prediction, costed)
 
 
-def write_plan(plan: Plan, path: Path) -> None:
+def write_plan(plan: PlanFile, path: Path) -> None:
     """As JSON, or as an archive where the name ends in .pt2."""
     from remat.rewriter.plans.loading import save_plan
 
     save_plan(plan, path)
 
 
-def read_kept(path: Path) -> Plan | Schedule:
+def read_kept(path: Path) -> PlanFile | Schedule:
     """A plan, as `run MODEL -o` keeps it, or a schedule alone, as `run GRAPH -o` does."""
     if path.suffix == ".pt2":
         from remat.rewriter.plans.loading import read_plan
@@ -82,7 +82,7 @@ def read_kept(path: Path) -> Plan | Schedule:
         return read_plan(path)
     data = read_contents(path)
     name = str(path)
-    return Plan.from_json(data, name) if is_plan(data) else Schedule.from_json(data, name)
+    return PlanFile.from_json(data, name) if is_plan(data) else Schedule.from_json(data, name)
 
 
 def _holds_plan(path: Path) -> bool:
@@ -90,18 +90,18 @@ def _holds_plan(path: Path) -> bool:
     return path.suffix == ".pt2" or is_plan(data := read_contents(path)) or holds_steps(data)
 
 
-def schedule_in(kept: Plan | Schedule) -> Schedule:
-    return kept.schedule if isinstance(kept, Plan) else kept
+def schedule_in(kept: PlanFile | Schedule) -> Schedule:
+    return kept.schedule if isinstance(kept, PlanFile) else kept
 
 
-def costed_graph_in(kept: Plan | Schedule) -> TrainingGraph | None:
+def costed_graph_in(kept: PlanFile | Schedule) -> TrainingGraph | None:
     """The graph whose links say where a plan may copy values to; None of a schedule."""
-    return kept.graph if isinstance(kept, Plan) else None
+    return kept.graph if isinstance(kept, PlanFile) else None
 
 
-def fitting_schedule(kept: Plan | Schedule, loaded: Loaded, name: str) -> Schedule:
+def fitting_schedule(kept: PlanFile | Schedule, loaded: Loaded, name: str) -> Schedule:
     """The schedule of a plan that fits the model, its batch and this torch; else a `PlanError`."""
-    if isinstance(kept, Plan):
+    if isinstance(kept, PlanFile):
         # Judged before it is run: anyone can edit the file.
         if kept.graph is not None:
             evaluate_plan(kept, name)
@@ -200,10 +200,10 @@ def _refuse_host(request: Request) -> None:
         )
 
 
-def _opened_plan(kept: Plan | Schedule, name: str, graph: TrainingGraph | None) -> PlanSource:
+def _opened_plan(kept: PlanFile | Schedule, name: str, graph: TrainingGraph | None) -> PlanSource:
     schedule, told_us = schedule_in(kept), 0.0
     over: RangeFacts | None = None
-    if isinstance(kept, Plan) and (graph is None or kept.graph is not None):
+    if isinstance(kept, PlanFile) and (graph is None or kept.graph is not None):
         # Anyone can edit the file, so all that the simulator can say is taken from it alone.
         own, _ = evaluate_plan(kept, name)
         # The file's bound is of its own costs, so it is told of no other graph.
@@ -277,8 +277,8 @@ def _as_asked(graph: TrainingGraph, request: Request) -> TrainingGraph:
     return graph if tiers is None else relinked(graph, tiers)
 
 
-def _graph_in(kept: Plan | Schedule, name: str) -> TrainingGraph:
-    if isinstance(kept, Plan):
+def _graph_in(kept: PlanFile | Schedule, name: str) -> TrainingGraph:
+    if isinstance(kept, PlanFile):
         return evaluate_plan(kept, name)[0]
     raise PlanError(
         f"{name} is a schedule alone: name its model, or a graph kept by show --as graph"

@@ -193,7 +193,7 @@ _GROWTH = 4
 Beyond that, plans take more time than anyone would bear."""
 
 
-def fit(
+def largest_batch(
     factory: _Factory,
     vary: str = "batch",
     *,

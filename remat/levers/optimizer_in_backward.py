@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from remat.graph_capture.errors import CaptureError, option
+from remat.solved import facts_of
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor, fx, nn
     from torch.optim import Optimizer
 
     from remat.graph_capture.joint.gradients import GradientRelease
     from remat.graph_capture.tracing.trace import Trace
+    from remat.step_spec import StepSpec
 
 
 def refuse_clipping(max_grad_norm: float | None) -> None:
@@ -156,3 +158,32 @@ def _parameters(model: nn.Module, loss_fn: Callable[..., Any] | None) -> dict[st
     step = with_loss(model, loss_fn)
     named = step.named_parameters()
     return {n if step is model else path_in_model(n): p for n, p in named}
+
+
+def updated_in_backward(spec: StepSpec) -> fx.GraphModule:
+    from remat.ranks.same_order import ONE_RANK, require_group
+    from remat.rewriter.graphs.updating import Updates
+    from remat.rewriter.rewriting import rewrite
+    from remat.step_planner import StepPlanner
+
+    # All that cannot be right is refused before anything is traced.
+    refuse_clipping(spec.options.get("max_grad_norm"))
+    refuse_scaling()
+    model, optimizer = spec.model, spec.optimizer_in_backward
+    assert optimizer is not None
+    release = optimizer_in_backward_of(model, optimizer, spec.loss_fn, spec.accumulate)
+    planner = StepPlanner(spec, gradient_release=release, split=spec.split)
+    require_no_other_reader(planner.traced, optimizer)
+    require_group(planner.traced.joint.module, None, ONE_RANK.format(what="an update in backward"))
+    found = planner.required(planner.found())
+    assert found.result.schedule is not None
+    updates = Updates(optimizer, type(model).__name__, accumulates=spec.accumulate)
+    facts: Any = facts_of(found)
+    module = rewrite(
+        model, found.result.schedule, trace=planner.traced, updates=updates, audit=spec.audit,
+        **facts,
+    )  # fmt: skip
+    # The check lets parameters be, so that the peak of a step that updates them is not compared.
+    checked = planner.compared(module, found.graph, found.result.budget_bytes, is_bound=False)
+    planner.say_planned(found, checked)
+    return module

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from remat.budgets import Budget
-from remat.checks import Batch, is_checked, require_equal, say_unchecked, unless_short
+from remat.checks import (
+    Batch,
+    Reference,
+    gradients_there,
+    is_checked,
+    require_equal,
+    say_unchecked,
+    unless_short,
+)
 from remat.graph_capture.capture_api import add_costs, workspaces_by
 from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.costs.step_time import is_beyond
@@ -27,7 +35,6 @@ from remat.graph_capture.tracing.trace import Trace, trace
 from remat.progress import stopwatch_of_call
 from remat.ranges.curve import solve_over
 from remat.ranks.same_order import ONE_RANK, require_group
-from remat.reference import Reference, gradients_there
 from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
 from remat.solved import family_text

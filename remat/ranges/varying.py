@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from remat.graph_capture.errors import CaptureError, DifferenceError, TooLargeError
+from remat.graph_capture.errors import CaptureError, CheckError, TooLargeError
 from remat.graph_capture.sizes.ranged_signature import places_in
 from remat.graph_capture.sizes.symbols import Dynamic, RangeError, Symbol
 from remat.graph_capture.torch_private.core import pytree
@@ -365,7 +365,7 @@ def _within_guards(
             break
         try:
             return make(dynamic, as_far_as_fits=wanted.is_guess), ""
-        except DifferenceError as error:
+        except CheckError as error:
             # At any size the model asks for what it knows at one, and runs other ops for it.
             return None, str(error)
         except CaptureError as error:

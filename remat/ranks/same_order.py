@@ -1,6 +1,6 @@
 """Ranks that rewrite a model with collectives by themselves: their plans must run these alike.
 
-Inside `remat.rematerialize` ranks have one plan. By `remat.rewrite` and `remat.load` each follows
+Inside `remat.rematerialize` ranks have one plan. By `Plan.apply` each follows
 what it is given, so they compare the orders of their collectives before a step can wait for ever.
 """
 
@@ -90,8 +90,8 @@ def _agreed(make: Callable[_Given, _Made], what: str) -> Callable[_Given, _Made]
     return compared
 
 
-agreed_rewrite = _agreed(rewrite_alone, "remat.rewrite")
-agreed_load = _agreed(loading.load, "remat.load")
+agreed_rewrite = _agreed(rewrite_alone, "Plan.apply")
+agreed_load = _agreed(loading.load_plan, "Plan.apply")
 
 
 def agree_on_audits(ranks: CollectiveCall, modules: Iterable[nn.Module]) -> None:

@@ -160,7 +160,7 @@ def require_arena_fits(module: nn.Module) -> RematModule:
     if not isinstance(module, RematModule):
         raise ArenaError(
             f"an arena is for one rewritten module, and this is {type(module).__name__}: pass what "
-            "remat.rematerialize or remat.rewrite returned, before it is wrapped"
+            "remat.rematerialize or Plan.apply returned, before it is wrapped"
         )
     tensors = *module.parameters(), *module.buffers()
     others = {tensor.device.type for tensor in tensors} - {CPU}

@@ -120,14 +120,14 @@ class Updates:
             raise RewriteError(
                 f"backward with retain_graph=True through the {self.kind}, which updates its "
                 "parameters meanwhile: another backward would read the new ones. Call backward "
-                "once, or, for all but the last one, within remat.accumulating(module)"
+                "once, or, for all but the last one, within module.no_update()"
             )
         now = current_graph_task_id()
         if self._last_pass == now:
             raise RewriteError(
                 f"one backward through two forwards of the {self.kind}, which updates its "
                 "parameters meanwhile. Call backward for each loss, all but the last within "
-                "remat.accumulating(module)"
+                "module.no_update()"
             )
         self._last_pass = now
 
@@ -152,32 +152,21 @@ class Updates:
             handle.remove()
         self._handles.clear()
 
+    @contextlib.contextmanager
+    def held_back(self) -> Generator[None]:
+        """Backwards meanwhile add to ``.grad`` and update nothing.
 
-@contextlib.contextmanager
-def accumulating(module: nn.Module) -> Generator[None]:
-    """Backwards meanwhile add to ``.grad`` and update nothing: for all batches but the last.
-
-    Parameters
-    ----------
-    module : what `remat.rematerialize` returned.
-
-    Raises
-    ------
-    RewriteError : it does not update its parameters, or its plan has no room for gradients.
-    """
-    updates: Any = getattr(type(module), "_remat_updates", None)
-    if not isinstance(updates, Updates):
-        raise RewriteError(
-            f"this {type(module).__name__} does not update its parameters during backward: "
-            "pass what remat.rematerialize(..., optimizer_in_backward=...) returned"
-        )
-    if not updates.accumulates:
-        raise RewriteError(
-            f"the plan of this {updates.kind} has no room for gradients that stay: make it with "
-            "accumulate=True"
-        )
-    before, updates.paused = updates.paused, True
-    try:
-        yield
-    finally:
-        updates.paused = before
+        Raises
+        ------
+        RewriteError : the plan has no room for gradients.
+        """
+        if not self.accumulates:
+            raise RewriteError(
+                f"the plan of this {self.kind} has no room for gradients that stay: make it with "
+                "accumulate=True"
+            )
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before

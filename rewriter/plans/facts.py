@@ -35,7 +35,7 @@ from remat.rewriter.plans.batch_tree import tree_from
 from remat.schedules.plan import (
     Autocast,
     BatchSignature,
-    Plan,
+    PlanFile,
     Prediction,
     PythonLeaf,
     StateFact,
@@ -195,7 +195,7 @@ def under_autocast(planned: tuple[Autocast, ...]) -> Generator[None]:
         yield
 
 
-def recipe_from(plan: Plan, loss_fn: LossFunction | None, device: str) -> Recipe:
+def recipe_from(plan: PlanFile, loss_fn: LossFunction | None, device: str) -> Recipe:
     return Recipe(
         name=plan.model,
         signature=signature_from(plan.batch),
@@ -211,10 +211,10 @@ def recipe_from(plan: Plan, loss_fn: LossFunction | None, device: str) -> Recipe
 def make_plan(
     model: nn.Module, recipe: Recipe, schedule: Schedule, prediction: Prediction | None = None,
     costed: TrainingGraph | None = None,
-) -> Plan:  # fmt: skip
+) -> PlanFile:  # fmt: skip
     flags = recipe.flags or (False, False)  # None before a first trace
     autocast = tuple(Autocast(kind, on, _dtype_text(t)) for kind, on, t in recipe.autocast)
-    return Plan(
+    return PlanFile(
         model=recipe.name, state=_state_of(model), in_eval=_modules_in_eval(model),
         batch=batch_signature(recipe.signature), loss_fn=_loss_name(recipe.loss_fn),
         autocast=autocast, told_compiling=flags[0], told_exporting=flags[1],
@@ -224,10 +224,10 @@ def make_plan(
     )  # fmt: skip
 
 
-_IN_PYTHON = "remat.save_plan(remat.plan_of(remat.rematerialize(model, args, budget=...)), path)"
+_IN_PYTHON = "remat.plans(remat.rematerialize(model, args, budget=...))[0].save(path)"
 
 
-def require_fit(plan: Plan, model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> None:
+def require_fit(plan: PlanFile, model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> None:
     """Raise `PlanError` with the first difference of torch, device, model, batch or loss.
 
     `batch` is (args, kwargs, target), or None to let the first step compare it.
@@ -253,14 +253,14 @@ def _does_not_fit(why: str) -> PlanError:
     )
 
 
-def _require_torch(plan: Plan) -> None:
+def _require_torch(plan: PlanFile) -> None:
     planned, here = plan.versions.torch, str(torch.__version__)
     # Builds for other devices are the same torch: 2.13.0+cpu is 2.13.0.
     if planned.partition("+")[0] != here.partition("+")[0]:
         raise _differs("torch", planned, here)
 
 
-def _require_device(plan: Plan, model: nn.Module) -> None:
+def _require_device(plan: PlanFile, model: nn.Module) -> None:
     planned = plan.device if plan.device == CPU else CUDA
     here = next((p.device.type for p in model.parameters()), CPU)
     if here not in (planned, "meta"):
@@ -274,7 +274,7 @@ def _require_device(plan: Plan, model: nn.Module) -> None:
         )
 
 
-def _require_model(plan: Plan, model: nn.Module) -> None:
+def _require_model(plan: PlanFile, model: nn.Module) -> None:
     if plan.model != type(model).__name__:
         raise _differs("the model's class", plan.model, type(model).__name__)
     found = _state_of(model)
@@ -311,7 +311,7 @@ def _fact_text(field: str, value: Any) -> str:
     return f"of {field} {list(value) if isinstance(value, tuple) else value}"
 
 
-def _require_batch(plan: Plan, batch: Any) -> None:
+def _require_batch(plan: PlanFile, batch: Any) -> None:
     planned, found = signature_from(plan.batch), Signature(batch)
     if planned.spec != found.spec:
         texts = (f"({', '.join(one.names)})" for one in (planned, found))
@@ -321,12 +321,12 @@ def _require_batch(plan: Plan, batch: Any) -> None:
             raise _differs("the batch", mine, theirs)
 
 
-def _require_loss(plan: Plan, loss_fn: LossFunction | None) -> None:
+def _require_loss(plan: PlanFile, loss_fn: LossFunction | None) -> None:
     given = _loss_name(loss_fn)
     if plan.loss_fn and not given:
         raise PlanError(
             f"the plan's step ends in the loss function {plan.loss_fn}, and no file holds a "
-            f"function: pass it, remat.load(plan, model, loss_fn={plan.loss_fn})"
+            f"function: pass it, remat.load(path).apply(model, loss_fn={plan.loss_fn})"
         )
     if plan.loss_fn != given:
         raise _differs("the loss function", plan.loss_fn or "none", given)

@@ -43,7 +43,13 @@ from remat.rewriter.rewriting import rewrite, trace_of_schedule
 from remat.rewriter.user_module.module import RematModule, SharedState
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
 from remat.schedules.family import Family, resized_schedule
-from remat.schedules.plan import MAKE_PLAN_AGAIN, Plan, RangeFacts, evaluate_family, evaluate_plan
+from remat.schedules.plan import (
+    MAKE_PLAN_AGAIN,
+    PlanFile,
+    RangeFacts,
+    evaluate_family,
+    evaluate_plan,
+)
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -89,7 +95,7 @@ class _Deferring(io.RawIOBase):
             raise self._lost
 
 
-def save_plan(plan: Plan, path: str | Path, program: ExportedProgram | None = None) -> None:
+def save_plan(plan: PlanFile, path: str | Path, program: ExportedProgram | None = None) -> None:
     """Keep a plan as a file.
 
     Parameters
@@ -121,7 +127,7 @@ def save_plan(plan: Plan, path: str | Path, program: ExportedProgram | None = No
         write_contents(path, packed.getvalue())
 
 
-def read_plan(path: str | Path) -> Plan:
+def read_plan(path: str | Path) -> PlanFile:
     """Read a plan from a JSON file or a ``.pt2`` archive.
 
     Raises
@@ -131,7 +137,7 @@ def read_plan(path: str | Path) -> Plan:
     """
     path = Path(path)
     data = read_contents(path) if path.suffix != _ARCHIVE else _from_archive(path)
-    return Plan.from_json(data, str(path))
+    return PlanFile.from_json(data, str(path))
 
 
 def _from_archive(path: Path) -> bytes:
@@ -143,18 +149,18 @@ def _from_archive(path: Path) -> bytes:
         ) from error
     if found is None:
         raise PlanError(
-            f"{path} holds no plan: put it there with remat.save_plan(plan, path, program), or "
+            f"{path} holds no plan: put it there with plan.save(path, program), or "
             f"torch.export.save(program, path, extra_files={{{EXTRA_FILE!r}: ...}})"
         )
     return found
 
 
-def _plan_over_range(kind: type[RangedModule]) -> Plan:
+def _plan_over_range(kind: type[RangedModule]) -> PlanFile:
     members, family, graph = kind._remat_members, kind._remat_family, kind._remat_graph
     if graph is None:
         raise PlanError(
-            f"the graph behind this plan of {family.model} is not at hand: rewrite with it, "
-            "remat.rewrite(model, family, over=graph)"
+            f"the step behind this plan of {family.model} is not at hand: apply one that has "
+            "it, remat.solve(step, budget).apply(model)"
         )
     recipe = members.first._remat_guards.recipe
     places = members.signature.places
@@ -163,7 +169,7 @@ def _plan_over_range(kind: type[RangedModule]) -> Plan:
 
 def plan_of_family(
     model: nn.Module, recipe: Recipe, places: tuple[Place, ...], family: Family, graph: RangedGraph
-) -> Plan:
+) -> PlanFile:
     top = graph.bounding(graph.symbols)
     schedule = resized_schedule(family.top.schedule, top)
     plan = make_plan(model, recipe, schedule, None, top)
@@ -171,7 +177,7 @@ def plan_of_family(
 
 
 def _load_over_range(
-    plan: Plan, over: RangeFacts, model: nn.Module, loss_fn: LossFunction | None, *,
+    plan: PlanFile, over: RangeFacts, model: nn.Module, loss_fn: LossFunction | None, *,
     audit: bool = True,
 ) -> RangedModule:  # fmt: skip
     # The file may have been edited: each member is judged anew.
@@ -192,7 +198,7 @@ def _load_over_range(
     return make_ranged(model, over.family, traced, over.graph, audit=of_steps(audit))
 
 
-def _ranged(plan: Plan, over: RangeFacts) -> RangedSignature:
+def _ranged(plan: PlanFile, over: RangeFacts) -> RangedSignature:
     plain = signature_from(plan.batch)
     batch = plain.example(FakeTensorMode())
     leaves = pytree.tree_leaves(batch)
@@ -209,27 +215,36 @@ def _ranged(plan: Plan, over: RangeFacts) -> RangedSignature:
         raise PlanError(f"the range in the plan file cannot be read ({error})") from error
 
 
-def plan_of(module: nn.Module) -> Plan:
-    """The plan that a rewritten module follows, to be kept with `save_plan`.
+def followed(module: nn.Module) -> type[RematModule] | type[RangedModule]:
+    """The class of the rewritten module that a module follows, of a cache the one used last.
 
-    For a cache of plans, it is the one that was used last.
+    Raises
+    ------
+    PlanError : it follows no plan.
+    """
+    kind = type(module)._remat_last_used() if isinstance(module, SharedState) else None
+    if kind is None or not issubclass(kind, RematModule | RangedModule):
+        raise PlanError(
+            f"a {type(module).__name__} follows no plan: pass what remat.rematerialize "
+            "or Plan.apply returned"
+        )
+    return kind
+
+
+def plan_of(module: nn.Module) -> PlanFile:
+    """What a file keeps of the plan that a rewritten module follows.
 
     Raises
     ------
     PlanError : the module follows no plan, or its batch holds what a file cannot.
     """
-    kind = type(module)._remat_last_used() if isinstance(module, SharedState) else None
-    if kind is not None and issubclass(kind, RangedModule):
+    kind = followed(module)
+    if issubclass(kind, RangedModule):
         return _plan_over_range(kind)
-    if kind is None or not issubclass(kind, RematModule):
-        raise PlanError(
-            f"a {type(module).__name__} follows no plan: pass what remat.rematerialize, "
-            "remat.rewrite or remat.load returned"
-        )
     if isinstance(kind._remat_guards.recipe.signature, RangedSignature):
         raise PlanError(
             f"this {type(module).__name__} runs one schedule over a range of sizes, which no plan "
-            "file holds: keep a family of them, remat.rewrite(model, remat.solve(graph, budget))"
+            "file holds: keep a family of them, remat.solve(step, budget).apply(model)"
         )
     known = (kind._remat_prediction, kind._remat_costed)
     return make_plan(
@@ -237,8 +252,8 @@ def plan_of(module: nn.Module) -> Plan:
     )
 
 
-def load(
-    plan: Plan | str | Path,
+def load_plan(
+    plan: PlanFile | str | Path,
     model: nn.Module,
     args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
@@ -267,9 +282,9 @@ def load(
         schedule breaks a rule of the step.
     """
     require_switches(compile=compile, audit=audit)
-    kept = plan if isinstance(plan, Plan) else read_plan(plan)
+    kept = plan if isinstance(plan, PlanFile) else read_plan(plan)
     if kept.graph is not None:
-        evaluate_plan(kept, "the plan" if isinstance(plan, Plan) else str(plan))
+        evaluate_plan(kept, "the plan" if isinstance(plan, PlanFile) else str(plan))
     if kept.schedule.updates:
         raise PlanError(
             "the plan updates parameters during backward, and a file holds no optimizer: make it "

@@ -195,6 +195,22 @@ class RematModule(SharedState, fx.GraphModule):
             return self._remat_train((args, kwargs, target))
         return self._remat_run_original(args, kwargs, target)
 
+    def no_update(self) -> contextlib.AbstractContextManager[None]:
+        """Within it backwards add to ``.grad`` and update nothing: for all batches but the last.
+
+        For a module whose parameters are updated during backward, with ``accumulate=True``.
+
+        Raises
+        ------
+        PlanError : it does not update its parameters, or its plan has no room for gradients.
+        """
+        if self._remat_updates is None:
+            raise RewriteError(
+                f"this {self._remat_guards.kind} does not update its parameters during backward: "
+                "remat.rematerialize(..., optimizer_in_backward=...) makes one that does"
+            )
+        return self._remat_updates.held_back()
+
     def _remat_train(self, batch: Any) -> Any:
         if batch[2] is None and self._remat_guards.takes_target:
             raise RewriteError(

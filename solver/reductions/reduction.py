@@ -20,6 +20,11 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.levers import REDUCTIONS, AppliedLever, attribute_at
 from remat.schedules.schedule import Schedule
 from remat.solver.problem import can_copy
+from remat.solver.reductions.legal_step import (
+    is_checked,
+    require_legal_answer,
+    require_legal_change,
+)
 from remat.solver.result import Result, evaluate_schedule, with_time_limit_message
 from remat.solver.search import Clock, Listener, one_job
 from remat.solver.table import make_solver, option_names, plans_copies
@@ -213,8 +218,25 @@ def fold(question: Question, levers: tuple[Reduction[Any], ...]) -> Result:
     """The answer of the first lever that accepts, with those behind it as its rest."""
     for i, lever in enumerate(levers):
         if lever.accepts(question):
-            return lever.solve(question, functools.partial(fold, levers=levers[i + 1 :]))
-    return solve_alone(question)
+            rest = functools.partial(fold, levers=levers[i + 1 :])
+            return _checked(lever, question, rest) if is_checked() else lever.solve(question, rest)
+    found = solve_alone(question)
+    if is_checked():
+        require_legal_answer(question.graph, question.budget_bytes, found, question.solver)
+    return found
+
+
+def _checked(lever: Reduction[Any], question: Question, rest: Rest) -> Result:
+    """The answer of a lever, held to the rules on the way in and on the way out."""
+    name = type(lever).__name__
+
+    def held(changed: Question) -> Result:
+        require_legal_change(question.graph, changed.graph, name)
+        return rest(changed)
+
+    answer = lever.solve(question, held)
+    require_legal_answer(question.graph, question.budget_bytes, answer, name)
+    return answer
 
 
 @functools.cache

@@ -8,19 +8,22 @@ enters.
 
 from __future__ import annotations
 
+import argparse
 import ast
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import tarfile
 import tempfile
 import tokenize
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.architecture.import_graph import PACKAGES, arrows, circles, sources
+from tests.architecture.import_graph import PACKAGES, arrows, circles
 from tests.paths import ROOT
 
 WINGS = ("remat/baselines", "remat/cluster", "remat/whole_step", "rewriter/arena")
@@ -84,12 +87,6 @@ def _is_text(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def wing_of(path: Path) -> str:
-    """The wing that a file is in; empty for the core."""
-    within = path.relative_to(ROOT).as_posix()
-    return next((wing for wing in WINGS if within.startswith(f"{wing}/")), "")
-
-
 def walked() -> tuple[int, int]:
     """Files that `remat run` on a small model imports, and enters."""
     with tempfile.TemporaryDirectory() as name:
@@ -102,24 +99,55 @@ def walked() -> tuple[int, int]:
     return imported, entered
 
 
-def main() -> None:
-    """Print the table."""
-    of_place: dict[str, list[Path]] = {name: [] for name in (*PACKAGES, *WINGS)}
-    for path in sources().values():
-        place = wing_of(path) or path.relative_to(ROOT).parts[0]
-        of_place[place].append(path)
-    core = [path for path in sources().values() if not wing_of(path)]
-    rows = {**of_place, "without wings": core, "all": list(sources().values())}
-    print(f"{'':20}{'files':>7}{'lines':>8}{'statements':>12}{'functions':>11}{'reasons/100':>13}")
-    for name, paths in rows.items():
-        size = size_of(paths)
-        share = 100 * size.reasons / size.lines
-        print(
-            f"{name:20}{size.files:7}{size.lines:8}{size.statements:12}{size.functions:11}"
-            f"{share:13.2f}"
+def places(root: Path) -> dict[str, Size]:
+    """The size of each package and wing under a checkout, of the core without wings, and of all."""
+    core: list[Path] = []
+    of: dict[str, list[Path]] = {name: [] for name in (*PACKAGES, *WINGS)}
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            within = path.relative_to(root).as_posix()
+            wing = next((wing for wing in WINGS if within.startswith(f"{wing}/")), "")
+            of[wing or package].append(path)
+            core += [] if wing else [path]
+    sizes = {name: size_of(paths) for name, paths in of.items()}
+    every = Size(*map(sum, zip(*sizes.values(), strict=True)))
+    return sizes | {"without wings": size_of(core), "all": every}
+
+
+def places_at(commit: str) -> dict[str, Size]:
+    """As `places`, of another commit; nothing where this checkout does not have it."""
+    packed = subprocess.run(
+        ["git", "archive", commit, *PACKAGES], cwd=ROOT, capture_output=True, check=False
+    )
+    if packed.returncode:
+        return {}
+    with tempfile.TemporaryDirectory() as name:
+        with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
+            archive.extractall(name, filter="data")
+        return places(Path(name))
+
+
+def size_rows(now: dict[str, Size], before: dict[str, Size]) -> Iterator[str]:
+    """A line a package: how large it is, and in brackets how much larger than before."""
+    yield f"{'':16}" + "".join(f"{name:>16}" for name in Size._fields[:4]) + f"{'reasons/100':>12}"
+    for name, size in now.items():
+        pairs = zip(size[:4], before.get(name, size)[:4], strict=True)
+        texts = (
+            f"{count} ({count - was:+})" if count != was else str(count) for count, was in pairs
         )
-    found = arrows()
-    print(f"circles of imports: {len(circles(found, with_annotations=True))}")
+        share = 100 * size.reasons / max(size.lines, 1)
+        yield f"{name:16}" + "".join(f"{text:>16}" for text in texts) + f"{share:12.2f}"
+
+
+def main() -> None:
+    """Print the table; with `--since COMMIT` what has grown, and nothing is run."""
+    parser = argparse.ArgumentParser(prog="tests.architecture.figures", description=__doc__)
+    parser.add_argument("--since", metavar="COMMIT", default="")
+    since = parser.parse_args().since
+    print(*size_rows(places(ROOT), places_at(since) if since else {}), sep="\n")
+    if since:
+        return
+    print(f"circles of imports: {len(circles(arrows(), with_annotations=True))}")
     imported, entered = walked()
     print(f"remat run on four layers imports {imported} files, and enters {entered}")
 

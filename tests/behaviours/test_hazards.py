@@ -15,7 +15,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from remat.graph_capture import capture
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.errors import CaptureError, RewriteError
-from remat.rewriter import RematModule, rewrite
+from remat.rewriter.rewriting import rewrite
+from remat.rewriter.user_module.module import RematModule
 from remat.schedules.simulate import simulate
 from tests.behaviours.behaviours import Fails
 from tests.behaviours.trainee import Trainee, differences, planned

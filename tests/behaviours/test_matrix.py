@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import remat
+from remat.analysis.memory_figures import use_arena
 from remat.graph_capture.errors import RewriteError
-from remat.rewriter import RematModule
 from remat.rewriter.arena.library import arena_library
+from remat.rewriter.user_module.module import RematModule
 from tests.behaviours.behaviours import BEHAVIOURS
 from tests.behaviours.trainee import Observed, Trainee, differences, planned
 from tests.rewriter.arena.steps_in_arena import needs_compiler
@@ -137,7 +137,7 @@ def test_a_module_in_an_arena_behaves_as_the_eager_one(name: str, behaviour: str
     eager, module = planned(name)
     served = copy.deepcopy(module)
     expected = tried(behaviour, eager.with_module(copy.deepcopy(eager.module)))
-    with remat.use_arena(served, eager.args, eager.kwargs) as arena:
+    with use_arena(served, eager.args, eager.kwargs) as arena:
         found = tried(behaviour, eager.with_module(served))
         assert arena.counts.hits > 0
     assert differences(expected, found) == []

@@ -11,7 +11,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture import measure_costs, trace
-from remat.rewriter import RematModule, rewrite
+from remat.rewriter.rewriting import rewrite
+from remat.rewriter.user_module.module import RematModule
 from tests.models import make
 from tests.steps import schedule_of
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from remat.compile.graph_context import compiled_plans
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import remat
-import remat.one_size
 from remat.compile.plan_search import PlanSearch
 from remat.graph_capture.devices.memory_events import measure_rank_peak
 from remat.graph_capture.tracing.resident import storage_bytes
@@ -64,11 +64,11 @@ def one_plan(wrap: Callable[[nn.Module], nn.Module], make: Any, budget: str) -> 
         if dist.get_rank() in cold:
             for file in cache.glob("*"):
                 file.unlink()
-        before = len(remat.compiled_plans())
+        before = len(compiled_plans())
         with mock.patch.object(partition, "with_kernel_costs", own_costs):
             trained = gradients_of(lambda model: wrap(by_remat(model, budget)), make)
         found["same"] &= all(torch.equal(a, b) for a, b in zip(expected, trained, strict=True))
-        plans = remat.compiled_plans()[before:]
+        plans = compiled_plans()[before:]
         found["within"] &= all(plan.peak_bytes <= plan.budget_bytes for plan in plans)
         found["recomputed"] = sum(plan.recomputed for plan in plans)
         found["plans"].append([[plan.budget_bytes, str(plan.schedule)] for plan in plans])
@@ -149,7 +149,7 @@ def ddp_buckets() -> Found:
     found: Found = {}
     for bucket_mb in (2, 4, 25):
         torch._dynamo.reset()
-        before = len(remat.compiled_plans())
+        before = len(compiled_plans())
         model = nn.Sequential(wide()[0], MeanSquare())
         step = DistributedDataParallel(
             by_remat(model, "min"), bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
@@ -162,7 +162,7 @@ def ddp_buckets() -> Found:
         model.zero_grad()
         resident_bytes = storage_bytes([*model.parameters(), x])
         peak_bytes = measure_rank_peak(lambda one=step: one(x).backward(), model.zero_grad, 20)
-        plans = remat.compiled_plans()[before:]
+        plans = compiled_plans()[before:]
         found[str(bucket_mb)] = {
             "error": error,
             "peak_bytes": resident_bytes + peak_bytes,
@@ -185,7 +185,7 @@ def fsdp2_blocks() -> Found:
     found: Found = {}
     for budget in ("100%", "min"):
         torch._dynamo.reset()
-        before = len(remat.compiled_plans())
+        before = len(compiled_plans())
         model = sharded({"budget": budget, "solver": "cut", "replays": 3})
         for _ in range(2):
             model.zero_grad()
@@ -195,7 +195,7 @@ def fsdp2_blocks() -> Found:
         model.zero_grad()
         resident_bytes = storage_bytes([*map(local, model.parameters()), x])
         peak_bytes = measure_rank_peak(lambda step=model: step(x).backward(), model.zero_grad, 20)
-        plans = remat.compiled_plans()[before:]
+        plans = compiled_plans()[before:]
         found[budget] = {
             "error": error,
             "peak_bytes": resident_bytes + peak_bytes,
@@ -257,7 +257,7 @@ def plan_phases() -> Found:
         "remat.step_planner.trace": ("capture", (0, 1)),
         "remat.graph_capture.costs.op_costs.measure_costs": ("costs", (0,)),
         "remat.step_planner.solver_shown": ("solve", (0,)),
-        "remat.one_size.rewrite": ("rewrite", (0, 1)),
+        "remat.step_planner.rewrite": ("rewrite", (0, 1)),
         "remat.step_planner.require_equal": ("check", (0, 1)),
     }
     model, args = plain()

@@ -19,6 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from remat.ranks.same_order import agreed_rewrite
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import remat
 from remat.graph_capture.errors import RewriteError
@@ -172,9 +174,9 @@ def other_orders() -> Found:
     graph = remat.capture(model, args)
     budget = "min" if dist.get_rank() else "100%"
     result = remat.solve(graph, budget, "cut")
-    own = said(lambda: remat.rewrite(model, result.schedule))
+    own = said(lambda: agreed_rewrite(model, result.schedule))
     alike = remat.solve(graph, "100%", "cut").schedule
-    fast = remat.rewrite(model, alike)
+    fast = agreed_rewrite(model, alike)
     other, _ = parallelised(mesh_of_all(), sequence_parallel)
     return {**own, "same": same(trained(other, args), trained(fast, args))}
 

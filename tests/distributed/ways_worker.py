@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
+from remat.blocks.rematerialized import planned_blocks
 from remat.graph_capture.devices.memory_events import measure_rank_peak
 from remat.graph_capture.tracing.resident import storage_bytes
 
@@ -181,7 +182,7 @@ def by_blocks(model: nn.Module, x: Tensor, sharding: remat.Sharding) -> tuple[nn
         model, (x,), blocks="layers.*", budget="80%", optimizer="adamw", check=False,
         sharding=sharding, group=dist.group.WORLD,
     )  # fmt: skip
-    plan = remat.block_plan(planned)
+    plan = planned_blocks(planned)
     schedules = {path: one.to_json().decode() for path, one in plan.schedules.items()}
     result = {"overhead": plan.result.overhead, "predicted_bytes": plan.result.peak_bytes}
     return planned, {**result, "plan": str(schedules)}

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
+from remat.blocks.rematerialized import planned_blocks
 from remat.graph_capture.devices.memory_events import RUNS, measure_rank_peak
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.ranks.collective_call import CollectiveCall
@@ -123,7 +124,7 @@ def blocks(kind: Any, wrap: Callable[[nn.Module], nn.Module], budget: str = "80%
         model, args, blocks="layers.*", budget=budget, check=False,
         sharding=sharding(kind), group=dist.group.WORLD,
     )  # fmt: skip
-    plan = remat.block_plan(fast)
+    plan = planned_blocks(fast)
     found = compared(eager, wrap(fast), args, plan.result.peak_bytes)
     said = {"predicted_bytes": plan.result.peak_bytes, "overhead": plan.result.overhead}
     schedules = {path: one.to_json().decode() for path, one in plan.schedules.items()}

@@ -9,7 +9,7 @@ import msgspec
 
 import remat
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.plan import Plan
+from remat.schedules.plan import PlanFile
 from tests.files.kinds import GRAPH, SOLVER, plan
 
 NAMES = {"name", "target", "module", "source", "dtype", "device", "prices", "pinned"}
@@ -34,7 +34,7 @@ def _renamed(one: Any, known: set[str], bad: str) -> Any:
     return one + bad if isinstance(one, str) and one in known else one
 
 
-def plan_with_names(bad: str) -> Plan:
+def plan_with_names(bad: str) -> PlanFile:
     """A plan of that graph, with all of its own names like that."""
     graph = with_names(msgspec.structs.replace(GRAPH, ops=_placed()), bad)
     result = remat.solve(graph, "90%", solver=SOLVER)

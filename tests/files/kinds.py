@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import remat
 from benchmarks.cells.instance_format import graph_of, read_instance
+from remat.analysis.inspect import inspect
+from remat.analysis.memory_figures import arena_text, place
 from remat.analysis.plan_report import fronts_in
 from remat.graph_capture.costs.cache import OpWork, Profile, ProfiledOp, WholeStepTimes, as_profile
 from remat.graph_capture.errors import LayoutError, RematError
@@ -23,14 +25,13 @@ from remat.graph_capture.files import read_contents
 from remat.graph_capture.graph import Resident
 from remat.job.plan_source import captured, open_plan, read_kept, schedule_in
 from remat.job.request import NO_BUDGET, Request
-from remat.placed import arena_text
 from remat.progress import Stopwatch
 from remat.rewriter.plans.facts import signature_from
 from remat.schedules.layout import Layout, buffers_of, check_layout
 from remat.schedules.plan import (
     Autocast,
     BatchSignature,
-    Plan,
+    PlanFile,
     Prediction,
     PythonLeaf,
     StateFact,
@@ -69,14 +70,14 @@ def planned() -> Schedule:
     return schedule
 
 
-def plan() -> Plan:
+def plan() -> PlanFile:
     """A plan with one of everything."""
     schedule = planned()
     found = simulate(GRAPH, schedule)
     bound_us, peak = GRAPH.time_us, found.peak_bytes
     gap = found.time_us / bound_us - 1
     leaves = (TensorLeaf((2, 3), (3, 1), "float32", "cpu", False), PythonLeaf("str", "'a'"))
-    return Plan(
+    return PlanFile(
         model="GPT",
         state=(StateFact("w", "parameter", "float32", (2, 3), (3, 1), True),),
         in_eval=("drop",),
@@ -97,7 +98,7 @@ def plan() -> Plan:
 
 def front() -> bytes:
     """A front of two budgets, one of which is infeasible."""
-    return remat.sweep(GRAPH, ["90%", "1B"], solver=SOLVER).to_json()
+    return remat.sweep(GRAPH, ["90%", "1B"], SOLVER).front.to_json()
 
 
 def profile() -> bytes:
@@ -141,10 +142,10 @@ def _read_graph(path: Path) -> object:
 def _read_plan(path: Path) -> object:
     """As the verbs show it, and as `load` traces it."""
     kept = read_kept(path)
-    if isinstance(kept, Plan):
+    if isinstance(kept, PlanFile):
         signature_from(kept.batch)
     opened = open_plan(str(path), Request(budget=NO_BUDGET), Stopwatch())
-    page = str(remat.inspect(opened.graph, opened.result))
+    page = str(inspect(opened.graph, opened.result))
     return kept, page, repr(kept), schedule_in(kept)._repr_html_()
 
 
@@ -187,7 +188,7 @@ def kinds() -> dict[str, FileKind]:
         "schedule": FileKind(".json", planned().to_json(), _read_schedule),
         "front": FileKind(".json", front(), _read_front),
         "fronts": FileKind(".json", json.dumps(both).encode(), _read_front),
-        "layout": FileKind(".json", remat.place(GRAPH, planned()).to_json(), _read_layout),
+        "layout": FileKind(".json", place(GRAPH, planned()).to_json(), _read_layout),
         "profile": FileKind(".json", profile(), as_profile),
         "instance": FileKind(".json", json.dumps(INSTANCE).encode(), _read_instance),
     }

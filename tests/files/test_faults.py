@@ -16,13 +16,16 @@ import pytest
 import torch
 
 import remat
+from remat.analysis.plan_report import report
 from remat.graph_capture import files
+from remat.rewriter.plans.loading import save_plan
+from remat.solver.result import Result
 from tests.files.faults import CALLS, OLD, names_in, require_unharmed, verb
 from tests.files.kinds import GRAPH, SOLVER, plan
 
 
 @functools.cache
-def result() -> remat.Result:
+def result() -> Result:
     return remat.solve(GRAPH, "90%", solver=SOLVER)
 
 
@@ -33,10 +36,10 @@ def program() -> torch.export.ExportedProgram:
 
 SOLVED = ("--budget", "90%", "--solver", SOLVER)
 WRITERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
-    "plan": ("a.json", lambda path: remat.save_plan(plan(), path)),
-    "archive": ("a.pt2", lambda path: remat.save_plan(plan(), path)),
-    "archive with a program": ("a.pt2", lambda path: remat.save_plan(plan(), path, program())),
-    "report": ("a.html", lambda path: remat.report(GRAPH, result(), path)),
+    "plan": ("a.json", lambda path: save_plan(plan(), path)),
+    "archive": ("a.pt2", lambda path: save_plan(plan(), path)),
+    "archive with a program": ("a.pt2", lambda path: save_plan(plan(), path, program())),
+    "report": ("a.html", lambda path: report(GRAPH, result(), path)),
     "report of a verb": ("a.html", verb("report", "PLAN", "-o", "OUT")),
     "snapshot": ("a.pickle", verb("show", "PLAN", "-o", "OUT")),
     "trace": ("a.json", verb("show", "PLAN", "-o", "OUT")),
@@ -82,7 +85,7 @@ def test_a_file_system_without_nameless_files_is_written_by_name(
 
     monkeypatch.setattr(files.os, "open", refusing)
     path = tmp_path / "plan.json"
-    remat.save_plan(plan(), path)
+    save_plan(plan(), path)
     assert path.read_bytes() == plan().to_json() + b"\n"
     assert names_in(tmp_path) == ["plan.json"]
 

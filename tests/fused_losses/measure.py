@@ -10,6 +10,7 @@ import remat
 from remat.budgets import unmodified
 from remat.graph_capture import trace
 from remat.graph_capture.costs.op_costs import measure_costs
+from remat.ranks.same_order import agreed_rewrite
 from tests.fused_losses.variants import Size, Variant
 from tests.limits import AMPLE_S
 
@@ -48,7 +49,7 @@ def measured(variant: Variant, size: Size, solver: str = "auto") -> Found:
         graph = measure_costs(traced)
         found = remat.solve(graph, "100%", solver, time_limit_s=AMPLE_S)
         assert found.schedule is not None
-        module = remat.rewrite(model, found.schedule, trace=traced)
+        module = agreed_rewrite(model, found.schedule, trace=traced)
         check = remat.check(model, module, args, steps=1)
     eager = unmodified(graph)
     return Found(

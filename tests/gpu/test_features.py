@@ -14,10 +14,14 @@ from torch.optim import AdamW
 
 import remat
 from examples.gpt import GPT, Sizes
+from remat.analysis.memory_figures import predict_reserved, use_arena
+from remat.compile.graph_context import compiled_plans
 from remat.compile.specialize import libraries_bytes
 from remat.graph_capture.devices.placement import meter_of
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.tracing.resident import storage_bytes
+from remat.ranks.same_order import agreed_rewrite
+from remat.schedules.simulate import simulate
 from tests.links import with_links
 from tests.rewriter.tiers.copied import out_at_once
 from tests.rewriter.tiers.plans import large
@@ -93,7 +97,7 @@ def test_a_head_in_chunks_gives_eagers_bits() -> None:
     graph = remat.capture(model, args)
     result = remat.solve(graph, "min", solver="cut")
     assert result.schedule is not None
-    module = remat.rewrite(model, result.schedule)
+    module = agreed_rewrite(model, result.schedule)
     found = remat.check(model, module, args)
     assert found.differences == ()
     assert abs(result.peak_bytes / found.plan_peak_bytes - 1) <= PEAK_ERROR
@@ -120,7 +124,7 @@ def test_inductors_code_of_a_plan_is_eagers_to_a_tolerance() -> None:
     graph = remat.capture(model, args, split="none")
     result = remat.solve(graph, "min", solver="cut")
     assert result.schedule is not None
-    module = remat.rewrite(model, result.schedule, compile=True)
+    module = agreed_rewrite(model, result.schedule, compile=True)
     assert remat.check(model, module, args).equal
 
 
@@ -133,7 +137,7 @@ def test_a_compiled_model_keeps_to_its_peak(budget: str) -> None:
     for _ in range(3):
         model.zero_grad()
         step(*args).backward()
-    plan = remat.compiled_plans()[-1]
+    plan = compiled_plans()[-1]
     for found, wanted in zip(model.parameters(), expected, strict=True):
         assert found.grad is not None
         assert float((found.grad - wanted).norm() / wanted.norm()) < GRADIENT_ERROR
@@ -152,7 +156,7 @@ def test_reserved_bytes_are_as_predicted(kind: str) -> None:
     graph = remat.capture(model, args, split="none")
     result = remat.solve(graph, "150%", solver=kind)
     assert result.schedule is not None
-    module = remat.rewrite(model, result.schedule)
+    module = agreed_rewrite(model, result.schedule)
     for _ in range(3):
         model.zero_grad()
         module(*args).backward()
@@ -161,7 +165,7 @@ def test_reserved_bytes_are_as_predicted(kind: str) -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     module(*args).backward()
-    predicted_bytes = remat.predict_reserved(graph, result).default.reserved_bytes
+    predicted_bytes = predict_reserved(graph, result).default.reserved_bytes
     assert abs(predicted_bytes / torch.cuda.max_memory_reserved() - 1) <= RESERVED_ERROR
 
 
@@ -172,10 +176,10 @@ def test_a_plan_with_copies_trains_as_eager_with_the_predicted_peak(kind: str) -
     result = remat.solve(graph, "150%", solver=kind)
     assert result.schedule is not None
     schedule = out_at_once(graph, result.schedule, large(graph))
-    module = remat.rewrite(model, schedule, costed=graph)
+    module = agreed_rewrite(model, schedule, costed=graph)
     found = remat.check(model, module, args)
     assert found.differences == ()
-    assert abs(remat.simulate(graph, schedule).peak_bytes / found.plan_peak_bytes - 1) <= PEAK_ERROR
+    assert abs(simulate(graph, schedule).peak_bytes / found.plan_peak_bytes - 1) <= PEAK_ERROR
     losses = [module(*args) for _ in range(2)]
     for loss in losses:
         loss.backward()
@@ -185,4 +189,4 @@ def test_an_arena_is_refused() -> None:
     model, args = gpt()
     fast = remat.rematerialize(model, args, budget="80%", solver="cut")
     with pytest.raises(DeviceError, match="arenas are for the CPU so far"):
-        remat.use_arena(fast, args)
+        use_arena(fast, args)

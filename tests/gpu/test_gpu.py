@@ -12,7 +12,8 @@ from remat.graph_capture import TrainingGraph, capture
 from remat.graph_capture.devices.cuda import PROBE
 from remat.graph_capture.devices.placement import meter_of
 from remat.job.factory import Loaded, load_model
-from remat.rewriter import Check, check, rewrite
+from remat.rewriter.checking.check import Check, check
+from remat.rewriter.rewriting import rewrite
 from remat.schedules.simulate import simulate
 from remat.solver import make_solver
 

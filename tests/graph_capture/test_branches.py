@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import remat
 from remat.cli.main import app
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.graph import TrainingGraph
 
 ROWS = 4
 LENGTHS = torch.tensor([ROWS])
@@ -30,7 +31,7 @@ class Model(nn.Module):
         return self.step(self.linear(x))
 
 
-def captured(step: Step) -> remat.TrainingGraph:
+def captured(step: Step) -> TrainingGraph:
     return remat.capture(Model(step), (torch.ones(ROWS, 8),))
 
 

@@ -28,10 +28,12 @@ from remat.graph_capture.devices.known_devices import (
 from remat.graph_capture.devices.memory_events import RegionMemory
 from remat.graph_capture.devices.placement import check_placement, resolved_device
 from remat.graph_capture.errors import CaptureError, DeviceError, ProfileError
+from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint import exact_ops
 from remat.graph_capture.refusals import cudnn_rnn_message, refuse_module
 from remat.graph_capture.tracing import signature
-from remat.rewriter import check, rewrite
+from remat.rewriter.checking.check import check
+from remat.rewriter.rewriting import rewrite
 from tests.fake_cuda import TITLE, FakeCuda, cuda
 from tests.models import make
 
@@ -71,7 +73,7 @@ def test_a_graph_of_a_cuda_device_has_its_costs_sizes_and_versions(
     assert graph.resident.total_bytes % ALLOCATION_BYTES == 0
     assert graph.versions["priced_on"] == TITLE
     assert {"cuda", "cudnn", "driver"} <= graph.versions.keys()
-    assert remat.TrainingGraph.from_json(graph.to_json()) == graph
+    assert TrainingGraph.from_json(graph.to_json()) == graph
 
 
 def test_workspaces_are_what_an_op_asks_for_beyond_its_results(

@@ -23,7 +23,8 @@ from remat.graph_capture.devices.known_devices import (
 )
 from remat.graph_capture.errors import CaptureError, DeviceError, RewriteError, ScheduleError
 from remat.graph_capture.graph import TrainingGraph
-from remat.rewriter import check, rewrite
+from remat.rewriter.checking.check import check
+from remat.rewriter.rewriting import rewrite
 from remat.schedules.simulate import simulate
 from tests.limits import AMPLE_S
 from tests.models import make

@@ -10,7 +10,8 @@ from torch import nn
 
 from remat.graph_capture import TrainingGraph, capture, trace
 from remat.graph_capture.eager_step import with_eager_sizes
-from remat.rewriter import check, rewrite
+from remat.rewriter.checking.check import check
+from remat.rewriter.rewriting import rewrite
 from remat.schedules.simulate import simulate
 from tests.models import BATCH, MODELS, WIDTH, make
 from tests.rows import rows

@@ -14,7 +14,8 @@ from remat.budgets import unmodified
 from remat.graph_capture import capture
 from remat.graph_capture.graph import WRITES_FIRST, TrainingGraph
 from remat.graph_capture.joint.in_place_writes import WRITES
-from remat.rewriter import check, rewrite
+from remat.rewriter.checking.check import check
+from remat.rewriter.rewriting import rewrite
 from remat.schedules.simulate import simulate
 from tests.steps import schedule_of
 

@@ -19,6 +19,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 import remat
 from remat.graph_capture import measure_costs, trace
 from remat.graph_capture.errors import CaptureError
+from remat.rewriter.checking.measured_step import measured_step
 from remat.schedules.simulate import simulate
 from tests.fixed_costs import REPLACED, patched
 from tests.steps import schedule_of
@@ -99,7 +100,7 @@ def peaks_of(op: Any) -> Peaks | None:
 
 
 def _measured(name: str, model: OpModel, traced: Any) -> Peaks:
-    eager_bytes = remat.measured_step(model, model, model.batch).peak_bytes
+    eager_bytes = measured_step(model, model, model.batch).peak_bytes
     graph = measure_costs(traced)
     kept_bytes = simulate(graph, schedule_of(graph, "store_all")).peak_bytes
     least_bytes = kept_bytes

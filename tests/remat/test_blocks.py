@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 import remat
-from remat.blocks.rematerialized import block_plan
-from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError
+from remat.blocks.rematerialized import planned_blocks
+from remat.graph_capture.errors import BudgetError, CaptureError, PlanError, RewriteError
 from remat.rewriter.user_module.module import RematModule
 from tests.block_models import (
     WIDTH,
@@ -68,7 +68,7 @@ def test_bits_are_those_of_eager_and_the_peak_is_the_predicted_one(name: str) ->
     model, pattern, batch = make()
     budget = "80%" if name in ("some blocks", "batch norm") else "70%"
     fast = remat.rematerialize(model, blocks=pattern, **batch, budget=budget, check=False)
-    plan = block_plan(fast)
+    plan = planned_blocks(fast)
     assert plan.result.overhead > 0
     assert plan.distinct == n_distinct
     found = remat.check(model, fast, **batch, steps=1)
@@ -90,7 +90,7 @@ def test_autocast_around_the_step_is_followed() -> None:
 def test_the_least_budget_is_reached_and_one_below_it_is_refused() -> None:
     torch.manual_seed(0)
     model, x = Stack(), rows()
-    least = block_plan(
+    least = planned_blocks(
         remat.rematerialize(model, (x,), blocks="layers.*", budget="min", check=False)
     )
     assert least.result.peak_bytes == least.result.budget_bytes
@@ -160,12 +160,12 @@ def test_frozen_and_unplanned_blocks_are_refused() -> None:
     model.layers[1].requires_grad_(True)
     fast = remat.rematerialize(model, (x,), blocks="layers.*", budget="80%", check=False)
     again = remat.rematerialize(fast, (x,), blocks="layers.*", budget="90%", check=False)
-    assert block_plan(again).result.budget_bytes > block_plan(fast).result.budget_bytes
+    assert planned_blocks(again).result.budget_bytes > planned_blocks(fast).result.budget_bytes
     whole = torch.nn.Sequential(fast.layers[0])
     with pytest.raises(RewriteError, match="follows a plan already"):
         remat.rematerialize(whole, (x,), blocks="0", budget="80%")
-    with pytest.raises(RewriteError, match="follows no plan for blocks"):
-        block_plan(Mlp())
+    with pytest.raises(PlanError, match="follows no plan"):
+        remat.plans(Mlp())
 
 
 def test_a_range_of_sizes_is_refused_and_the_whole_model_takes_it() -> None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import remat
-from remat.caches.per_shape_plans import plans_of
 from remat.graph_capture.errors import FloatInputError, RewriteError, StateChangedError
 from tests.rows import rows
 
@@ -109,7 +108,7 @@ WAYS = rows(READ, lambda name: name not in SLOW)
 def test_one_plan_serves_for_all_values_of_a_number(name: str) -> None:
     fast = steps_beside_eager(Net(READ[name], 0.3), set_number)
     # The first one was made before the number was known to change.
-    assert len(plans_of(fast)) == 2
+    assert len(remat.plans(fast)) == 2
 
 
 def set_of_result(m: Net, x: Tensor) -> Tensor:
@@ -133,7 +132,7 @@ PLANNED_EACH: dict[str, Forward] = {
 )
 def test_where_a_number_cannot_be_followed_each_value_has_a_plan(name: str) -> None:
     fast = steps_beside_eager(Net(PLANNED_EACH[name], 0.3), set_number)
-    assert len(plans_of(fast)) >= 2
+    assert len(remat.plans(fast)) >= 2
 
 
 @dataclasses.dataclass
@@ -168,7 +167,7 @@ def test_a_number_is_read_wherever_it_lives() -> None:
     for forward, put in places:
         put(0.3)
         fast = steps_beside_eager(Net(forward, 0.0), lambda m, step, put=put: put(0.3 + 0.1 * step))
-        assert len(plans_of(fast)) == 2
+        assert len(remat.plans(fast)) == 2
 
 
 def test_a_drop_rate_that_ends_at_zero_has_a_plan_for_zero() -> None:
@@ -176,7 +175,7 @@ def test_a_drop_rate_that_ends_at_zero_has_a_plan_for_zero() -> None:
         model.number = [0.3, 0.2, 0.1, 0.0][step]
 
     fast = steps_beside_eager(Net(lambda m, x: functional.dropout(x, m.number), 0.3), change)
-    assert len(plans_of(fast)) == 3
+    assert len(remat.plans(fast)) == 3
 
 
 def test_backward_has_the_numbers_of_its_own_forward() -> None:

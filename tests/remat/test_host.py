@@ -19,6 +19,8 @@ from remat.graph_capture.errors import (
     RewriteError,
     SolverError,
 )
+from remat.graph_capture.graph import TrainingGraph
+from remat.rewriter.plans.loading import plan_of
 from tests.fixed_costs import LINK
 
 GIB = 1 << 30
@@ -44,7 +46,7 @@ def test_a_capture_has_links_only_if_asked(tmp_path: Path) -> None:
     )
     assert links.d2h.bytes_per_us == pytest.approx(PLANNED_SHARE * LINK.both_gb_s * 1e3)
     assert linked.hash == bare.hash
-    again = remat.TrainingGraph.from_json(linked.to_json())
+    again = TrainingGraph.from_json(linked.to_json())
     assert again.links == links
 
 
@@ -126,5 +128,5 @@ def test_a_module_is_planned_with_a_host() -> None:
     loss: Any = module(*args, target=target)
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
-    plan = remat.plan_of(module)
+    plan = plan_of(module)
     assert plan.graph is None or plan.graph.links is not None

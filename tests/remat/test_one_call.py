@@ -12,6 +12,7 @@ import remat
 from remat import checks
 from remat.budgets import parse_budget, unmodified
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
+from remat.ranks.same_order import agreed_rewrite
 from remat.rewriter.checking import check
 from remat.schedules.simulate import simulate
 from tests.limits import AMPLE_S
@@ -25,8 +26,8 @@ def test_step_by_step() -> None:
     result = remat.solve(graph, budget="70%", solver="auto", time_limit_s=AMPLE_S)
     assert result.schedule is not None
     assert result.peak_bytes <= result.budget_bytes
-    assert remat.simulate(graph, result.schedule).peak_bytes == result.peak_bytes
-    module = remat.rewrite(model, result.schedule)
+    assert simulate(graph, result.schedule).peak_bytes == result.peak_bytes
+    module = agreed_rewrite(model, result.schedule)
     found = remat.check(model, module, args, loss_fn=loss_fn, target=target)
     assert found.equal
     assert found.plan_peak_bytes <= result.budget_bytes

@@ -18,6 +18,8 @@ import remat
 from examples.gpt import GPT, Sizes
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.errors import CaptureError, PlanError, RewriteError
+from remat.ranks.same_order import agreed_load, agreed_rewrite
+from remat.rewriter.plans.loading import plan_of
 from remat.schedules.simulate import simulate
 from tests.limits import AMPLE_S
 from tests.models import make
@@ -70,7 +72,7 @@ def trained(
     for _ in range(steps):
         for i in range(batches):
             held = is_planned and i < batches - 1
-            with remat.accumulating(module) if held else contextlib.nullcontext():
+            with module.no_update() if held else contextlib.nullcontext():
                 loss = module(*args) / batches
                 loss.backward()
             losses.append(loss.item())
@@ -128,7 +130,7 @@ def test_the_peak_is_as_predicted_and_lower_by_the_gradients(optimizer: str, bud
         optimizer.zero_grad()
 
     step(eager, others), step(fast, own)
-    plan = remat.plan_of(fast)
+    plan = plan_of(fast)
     assert plan.graph is not None
     resident_bytes = plan.graph.resident.total_bytes
     found = resident_bytes + measure_peak(lambda: step(fast, own))
@@ -152,11 +154,11 @@ def test_the_peak_of_three_batches_is_as_predicted(optimizer: str, budget: str) 
 
     def step() -> None:
         for i in range(3):
-            with remat.accumulating(fast) if i < 2 else contextlib.nullcontext():
+            with fast.no_update() if i < 2 else contextlib.nullcontext():
                 fast(*args).backward()
 
     step()
-    plan = remat.plan_of(fast)
+    plan = plan_of(fast)
     assert plan.graph is not None
     predicted_bytes = simulate(plan.graph, plan.schedule).peak_bytes
     # The gradients are made within what is measured.
@@ -200,7 +202,7 @@ def test_models_of_all_kinds_are_trained_as_by_eager(name: str, optimizer: str) 
             step(module, its)
     for (key, a), b in zip(eager.state_dict().items(), model.state_dict().values(), strict=True):
         assert torch.equal(a, b), key
-    plan = remat.plan_of(fast)
+    plan = plan_of(fast)
     assert plan.graph is not None
     step(fast, own)  # the fourth, which is audited
     found = plan.graph.resident.total_bytes + measure_peak(lambda: step(fast, own))
@@ -288,18 +290,18 @@ def one_rank() -> Iterator[None]:
 def test_what_cannot_be_right_is_refused_before_anything_runs() -> None:
     model, fast, own, args = planned(check=False)
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(RewriteError, match=r"retain_graph=True .* remat.accumulating"):
+    with pytest.raises(RewriteError, match=r"retain_graph=True .* module.no_update"):
         fast(*args).backward(retain_graph=True)
     with pytest.raises(RewriteError, match="one backward through two forwards"):
         (fast(*args) + fast(*args)).backward()
     with (
         pytest.raises(RewriteError, match="no room for gradients that stay"),
-        remat.accumulating(fast),
+        fast.no_update(),
     ):
         pass
     with (
         pytest.raises(RewriteError, match="does not update its parameters"),
-        remat.accumulating(model),
+        model.no_update(),
     ):
         pass
     with one_rank(), pytest.raises(RewriteError, match="DistributedDataParallel"):
@@ -308,9 +310,9 @@ def test_what_cannot_be_right_is_refused_before_anything_runs() -> None:
     with pytest.raises(CaptureError, match="hooks on its step"):
         fast(*args).backward()
     with pytest.raises(PlanError, match="a file holds no optimizer"):
-        remat.load(remat.plan_of(fast), copy.deepcopy(model))
+        agreed_load(plan_of(fast), copy.deepcopy(model))
     with pytest.raises(RewriteError, match="no optimizer is at hand"):
-        remat.rewrite(model, fast.schedule, args)
+        agreed_rewrite(model, fast.schedule, args)
     assert all(map(torch.equal, before, model.parameters()))
     assert all(p.grad is None for p in model.parameters())
 
@@ -354,7 +356,7 @@ def test_what_is_no_module_or_no_optimizer_is_named(wrong: Any) -> None:
     with pytest.raises(CaptureError, match=f"a {kind} cannot update parameters"):
         remat.rematerialize(model, args, optimizer_in_backward=wrong, budget="100%")
     with pytest.raises(RewriteError, match=f"this {kind} does not update"):
-        remat.accumulating(wrong).__enter__()
+        wrong.no_update().__enter__()
 
 
 class ReadsItsData(nn.Module):

@@ -22,7 +22,8 @@ from remat.budgets import unmodified
 from remat.graph_capture import Trace, measure_costs, trace
 from remat.graph_capture.eager_step import CPU_STATE_BYTES
 from remat.graph_capture.graph import TrainingGraph
-from remat.rewriter import check, rewrite
+from remat.rewriter.checking.check import check
+from remat.rewriter.rewriting import rewrite
 from remat.solver import solve_within
 from tests.limits import AMPLE_S
 from tests.rows import rows

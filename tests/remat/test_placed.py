@@ -1,4 +1,4 @@
-"""`remat.place`: the alignment of the device, and what is refused."""
+"""Layouts of plans: the alignment of the device, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import msgspec
 import pytest
 
 import remat
+from remat.analysis.memory_figures import arena_text, place
 from remat.graph_capture.errors import LayoutError, ScheduleError
-from remat.placed import arena_text
 from remat.schedules.layout import Layout
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import simulate
 from tests.graphs import peak_bytes_of
 from tests.solver.graphs.random_graphs import chain, gpt_like
 
 GRAPH = gpt_like(2)
 
 
-def plan() -> remat.Schedule:
+def plan() -> Schedule:
     result = remat.solve(GRAPH, int(0.8 * peak_bytes_of(GRAPH)), "hierarchical")
     assert result.schedule is not None
     return result.schedule
@@ -27,18 +29,16 @@ def plan() -> remat.Schedule:
 def test_offsets_are_aligned_as_torch_aligns_on_the_device(
     device: str, alignment_bytes: int
 ) -> None:
-    layout = remat.place(msgspec.structs.replace(GRAPH, device=device), plan())
+    layout = place(msgspec.structs.replace(GRAPH, device=device), plan())
     assert layout.alignment_bytes == alignment_bytes
-    assert (
-        layout.arena_bytes + GRAPH.resident.total_bytes >= remat.simulate(GRAPH, plan()).peak_bytes
-    )
+    assert layout.arena_bytes + GRAPH.resident.total_bytes >= simulate(GRAPH, plan()).peak_bytes
 
 
 def test_what_cannot_be_placed_is_refused() -> None:
     with pytest.raises(ScheduleError, match="made for another graph"):
-        remat.place(chain(3), plan())
+        place(chain(3), plan())
     with pytest.raises(LayoutError, match="an alignment of 0 bytes is none"):
-        remat.place(GRAPH, plan(), alignment_bytes=0)
+        place(GRAPH, plan(), alignment_bytes=0)
 
 
 def test_the_arena_in_words() -> None:
@@ -57,9 +57,9 @@ def test_the_arena_in_words() -> None:
 )
 def test_what_is_no_graph_or_no_schedule_is_named(graph: Any, schedule: Any, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
-        remat.place(graph, schedule)
+        place(graph, schedule)
     with pytest.raises(LayoutError, match="an alignment of '64' bytes is none"):
-        remat.place(GRAPH, plan(), alignment_bytes="64")  # pyright: ignore[reportArgumentType]
+        place(GRAPH, plan(), alignment_bytes="64")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("power", [55, 62, 64])
@@ -67,9 +67,9 @@ def test_an_alignment_that_no_offsets_can_keep_is_refused_with_the_largest_that_
     power: int,
 ) -> None:
     with pytest.raises(LayoutError, match=r"no offsets of \d+ buffers can keep") as found:
-        remat.place(GRAPH, plan(), alignment_bytes=1 << power)
+        place(GRAPH, plan(), alignment_bytes=1 << power)
     most_bytes = int(str(found.value).split("take at most ")[1].split(",")[0])
-    layout = remat.place(GRAPH, plan(), alignment_bytes=most_bytes)
+    layout = place(GRAPH, plan(), alignment_bytes=most_bytes)
     assert all(offset % most_bytes == 0 for offset in layout.offsets_bytes)
     with pytest.raises(LayoutError, match="no offsets"):
-        remat.place(GRAPH, plan(), alignment_bytes=2 * most_bytes)
+        place(GRAPH, plan(), alignment_bytes=2 * most_bytes)

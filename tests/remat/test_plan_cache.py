@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import remat
-from remat.caches.per_shape_plans import PlanCache, plans_of
+from remat.caches.per_shape_plans import PlanCache
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SolverError
 from remat.graph_capture.spill_files import HOST_FOLDER
-from remat.schedules.schedule import Schedule
 from tests.behaviours.trainee import read_again
 from tests.block_models import WIDTH, Stack
 from tests.rewriter.tiers.plans import is_clean, same, step
+from tests.steps import schedules_of
 
 LENGTHS = (24, 40, 32)
 
@@ -84,7 +84,7 @@ def test_a_loop_over_three_lengths_makes_three_plans_and_trains_as_eager_does() 
         warnings.simplefilter("error")
         found = trained(model, lambda tokens, target: cache(tokens, target=target))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    plans = plans_of(cache)
+    plans = schedules_of(cache)
     assert len(plans) == 3
     assert len({plan.graph_hash for plan in plans}) == 3
     assert all(len(plan.steps) > len(plan.signatures) for plan in plans)
@@ -104,7 +104,7 @@ def test_the_cache_is_the_model_with_its_names() -> None:
     cache.train()
     with torch.no_grad():
         cache(tokens)
-    assert plans_of(cache) == []
+    assert remat.plans(cache) == []
 
 
 def test_autocast_and_other_arguments_have_plans_of_their_own() -> None:
@@ -122,10 +122,10 @@ def test_autocast_and_other_arguments_have_plans_of_their_own() -> None:
     x = torch.randn(64, 32)
     for scale in (1.0, 2.0, 1.0):
         assert torch.equal(cache(x, scale=scale), model(x, scale=scale))
-    assert len(plans_of(cache)) == 2
+    assert len(remat.plans(cache)) == 2
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(cache(x, scale=1.0), model(x, scale=1.0))
-    assert len(plans_of(cache)) == 3
+    assert len(remat.plans(cache)) == 3
 
 
 def test_of_more_plans_than_allowed_the_oldest_is_given_up_and_it_is_said() -> None:
@@ -137,7 +137,7 @@ def test_of_more_plans_than_allowed_the_oldest_is_given_up_and_it_is_said() -> N
         cache(third[0], target=third[1])
     assert warned[0].filename == __file__
     shapes = ["[16, 24]", "[16, 32]"]
-    for shape, plan in zip(shapes, plans_of(cache), strict=True):
+    for shape, plan in zip(shapes, schedules_of(cache), strict=True):
         assert any(shape in line for line in plan.inputs)
 
 
@@ -188,7 +188,7 @@ def test_a_budget_that_nothing_fits_keeps_no_plan() -> None:
     tokens, target = batches()[0]
     with pytest.raises(BudgetError, match="below"):
         cache(tokens, target=target)
-    assert plans_of(cache) == []
+    assert remat.plans(cache) == []
 
 
 @pytest.mark.parametrize(
@@ -204,13 +204,13 @@ def test_a_copy_of_a_cache_makes_its_own_plans_and_trains_as_eager_does(copied: 
     tokens, target = batches()[0]
     cache(tokens, target=target).backward()
     other = copied(cache)
-    assert plans_of(other) == []
+    assert remat.plans(other) == []
     eager = tagger()
     expected = trained(eager, lambda tokens, target: loss_of(eager(tokens), target))
     other.load_state_dict(tagger().state_dict())
     found = trained(other, lambda tokens, target: other(tokens, target=target))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    assert len(plans_of(other)) == len(LENGTHS)
+    assert len(remat.plans(other)) == len(LENGTHS)
 
 
 def test_a_cache_of_a_cache_is_one_of_the_original() -> None:
@@ -220,7 +220,7 @@ def test_a_cache_of_a_cache_is_one_of_the_original() -> None:
     cache(tokens, target=target)
     again = cached(cache)
     assert again.original_module is model
-    assert plans_of(again) == []
+    assert remat.plans(again) == []
     assert torch.equal(again.eval()(tokens), model(tokens))
 
 
@@ -238,7 +238,7 @@ def test_a_last_batch_too_small_for_its_per_cent_takes_what_others_take() -> Non
         model.zero_grad()
         model(x).square().mean().backward()
         assert all(torch.equal(g, p.grad) for g, p in zip(found, model.parameters(), strict=True))
-    assert len(plans_of(fast)) == 2
+    assert len(remat.plans(fast)) == 2
     strict = remat.rematerialize(model, budget="1MiB", solver="cut")
     with pytest.raises(BudgetError, match="is below"):
         strict(torch.randn(2048, 128))
@@ -254,7 +254,7 @@ def test_plans_of_a_cache_have_copies_at_each_shape(
     for count in (64, 128, 64):
         x = torch.randn(count, WIDTH)
         assert same(step(cache, (x,)), step(model, (x,)))
-    assert [plan.moves for plan in plans_of(cache) if isinstance(plan, Schedule)] == [True, True]
+    assert [plan.moves for plan in schedules_of(cache)] == [True, True]
     assert is_clean(tmp_path)
 
 
@@ -283,7 +283,7 @@ def gan_trained(planned: bool) -> list[Tensor]:
         for part in parts:
             part.zero_grad()
     if planned:
-        assert [len(plans_of(part)) for part in parts] == [1, 2]
+        assert [len(remat.plans(part)) for part in parts] == [1, 2]
     return [*losses, *(p.detach() for part in parts for p in part.parameters())]
 
 
@@ -299,7 +299,7 @@ def test_a_frozen_model_that_has_no_backward_runs_its_own_forward_and_says_so_on
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not fast(x).requires_grad
-    assert not plans_of(fast)
+    assert not remat.plans(fast)
     fast(x.requires_grad_()).sum().backward()
-    assert len(plans_of(fast)) == 1
+    assert len(remat.plans(fast)) == 1
     assert x.grad is not None

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 import remat
 from remat import checks, one_size
 from remat.budgets import saved_elsewhere, unmodified
+from remat.checks import Reference
 from remat.graph_capture.costs import step_time
 from remat.graph_capture.costs.step_time import STEP_NOT_TIMED
 from remat.graph_capture.devices.cpu import CpuMeter
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.devices.meter import Run, StepMemory
 from remat.graph_capture.errors import RewriteError
-from remat.reference import Reference
 from remat.rewriter import rewriting
 from remat.rewriter.checking import check
 from tests.limits import AMPLE_S
@@ -161,7 +161,7 @@ def test_where_the_step_does_not_fit_in_files_either_it_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, args = deep()
-    monkeypatch.setattr("remat.reference.saved_elsewhere", lambda _: (1 << 40, 0))
+    monkeypatch.setattr("remat.checks.saved_elsewhere", lambda _: (1 << 40, 0))
     with monkeypatch.context() as patch:
         patch.setattr(check, "check", lambda *_, **__: pytest.fail("ran the step"))
         with pytest.warns(UserWarning, match=r"needs 1024\.00 GiB even while what it saves for"):
@@ -170,7 +170,7 @@ def test_where_the_step_does_not_fit_in_files_either_it_is_said(
 
 
 def test_where_files_have_no_room_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("remat.reference.free_on_drive_bytes", lambda _: 1000)
+    monkeypatch.setattr("remat.checks.free_on_drive_bytes", lambda _: 1000)
     with pytest.warns(UserWarning, match="would have to be kept in"):
         planned("60%", *deep())
 

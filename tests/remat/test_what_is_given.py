@@ -19,6 +19,7 @@ from remat.graph_capture.errors import (
     RewriteError,
     SolverError,
 )
+from remat.ranks.same_order import agreed_load, agreed_rewrite
 
 X = torch.randn(4, 8)
 
@@ -70,8 +71,8 @@ def test_a_batch_or_a_loss_that_is_none_is_refused(entry: str, form: str) -> Non
 PLANS: dict[str, Callable[..., Any]] = {
     **{name: functools.partial(ENTRIES[name], (X,)) for name in ENTRIES if name != "capture"},
     "no batch": lambda **named: remat.rematerialize(model(), budget="min", **named),
-    "rewrite": lambda **named: remat.rewrite(model(), graph(), (X,), **named),
-    "load": lambda **named: remat.load("no such file", model(), **named),
+    "rewrite": lambda **named: agreed_rewrite(model(), graph(), (X,), **named),
+    "load": lambda **named: agreed_load("no such file", model(), **named),
 }
 
 

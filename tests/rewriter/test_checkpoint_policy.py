@@ -16,6 +16,7 @@ import remat
 from remat.graph_capture.devices.memory_events import measure_peak, measure_regions
 from remat.graph_capture.errors import RewriteError, ScheduleError
 from remat.graph_capture.graph import TrainingGraph
+from remat.rewriter.checkpoint_policy import checkpoint_policy
 from remat.schedules.kept_in_forward import kept_occurrences, live_after_forward
 from remat.schedules.schedule import Schedule
 from tests.models import MODELS, make
@@ -79,7 +80,7 @@ def test_blocks_under_the_policy_have_eagers_bits_and_a_lower_peak(p: float) -> 
     model, x = Stack(p), torch.randn(256, 32)
     graph, schedule = planned(model, x, "55%")
     eager, eager_bytes = outcome(model, x)
-    with checkpointed(model, lambda path: remat.checkpoint_policy(graph, schedule, path).contexts):
+    with checkpointed(model, lambda path: checkpoint_policy(graph, schedule, path).contexts):
         found, peak_bytes = outcome(model, x)
     assert same(found, eager)
     assert peak_bytes < 0.8 * eager_bytes
@@ -92,7 +93,7 @@ def test_what_is_saved_is_what_the_plan_keeps() -> None:
     live = live_after_forward(graph, schedule)
     planned_bytes = sum(graph.value_by_name[name].size_bytes for name in live)
     kept: list[Any] = []
-    with checkpointed(model, lambda path: remat.checkpoint_policy(graph, schedule, path).contexts):
+    with checkpointed(model, lambda path: checkpoint_policy(graph, schedule, path).contexts):
         saved_bytes = measure_regions([lambda: kept.append(model(x))])[0].final_bytes
     entering_bytes = BLOCKS * x.nbytes
     state_bytes = BLOCKS * torch.get_rng_state().nbytes
@@ -104,7 +105,7 @@ def test_around_a_whole_model_the_bits_are_eagers_too() -> None:
     for name in ("plain", "attention", "transformer_layers", "lstm_cells", "in_place_views"):
         model, args, *_ = make(name)
         graph, schedule = planned(model, args[0], "85%")
-        policy = remat.checkpoint_policy(graph, schedule)
+        policy = checkpoint_policy(graph, schedule)
         eager, _ = outcome(model, args[0])
         wrapped = functools.partial(
             checkpoint, model.forward, use_reentrant=False, context_fn=policy.contexts
@@ -131,7 +132,7 @@ def test_an_op_is_kept_where_it_runs_once_and_backward_finds_its_result() -> Non
 def test_the_policy_itself_counts_one_forward() -> None:
     model, x = Stack(), torch.randn(256, 32)
     graph, schedule = planned(model, x, "55%")
-    policy = remat.checkpoint_policy(graph, schedule)
+    policy = checkpoint_policy(graph, schedule)
     once = functools.partial(create_selective_checkpoint_contexts, policy)
     checkpoint(model, x, use_reentrant=False, context_fn=once).backward()
     with pytest.raises(
@@ -152,7 +153,7 @@ def test_a_forward_with_effects_is_refused(name: str) -> None:
     with pytest.raises(
         RewriteError, match=r"forward changes buffers or its batch, in .*does it once"
     ):
-        remat.checkpoint_policy(graph, schedule)
+        checkpoint_policy(graph, schedule)
 
 
 def test_a_module_without_ops_and_another_graph_are_refused() -> None:
@@ -161,10 +162,10 @@ def test_a_module_without_ops_and_another_graph_are_refused() -> None:
     with pytest.raises(
         RewriteError, match=r"no op of the graph is in module 'layers\.0': name one"
     ):
-        remat.checkpoint_policy(graph, schedule, "layers.0")
+        checkpoint_policy(graph, schedule, "layers.0")
     other = remat.capture(model, (x[:8],))
     with pytest.raises(ScheduleError, match="made for another graph"):
-        remat.checkpoint_policy(other, schedule)
+        checkpoint_policy(other, schedule)
 
 
 @pytest.mark.slow
@@ -186,4 +187,4 @@ def test_contexts_work_under_torch_compile() -> None:
 
 
 def policy(graph: TrainingGraph, schedule: Schedule, path: str) -> Any:
-    return remat.checkpoint_policy(graph, schedule, path).contexts
+    return checkpoint_policy(graph, schedule, path).contexts

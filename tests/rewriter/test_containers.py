@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import remat
 from remat.graph_capture.errors import CaptureError, SignatureError
 from remat.graph_capture.tracing.signature import leaves_with_paths
+from remat.ranks.same_order import agreed_rewrite
 
 
 @dataclasses.dataclass
@@ -80,7 +81,7 @@ def test_named_paths_are_torchs_own() -> None:
 
 def test_refusals_name_the_numbered_part() -> None:
     model = Model(Sample)
-    module = remat.rewrite(model, schedule_of(model, Sample(torch.randn(64, 32))))
+    module = agreed_rewrite(model, schedule_of(model, Sample(torch.randn(64, 32))))
     with pytest.raises(SignatureError, match=r"planned for args\[0\]\[0\] = float32\[64, 32\]"):
         module(Sample(torch.randn(8, 32)))
     with pytest.raises(CaptureError, match=r"args\[0\]\[1\] is a object, whose tensors"):

@@ -13,10 +13,11 @@ from remat.checks import Batch, advice_of, failures, require_equal
 from remat.graph_capture import capture
 from remat.graph_capture.devices.cuda import CudaMeter
 from remat.graph_capture.errors import RewriteError
-from remat.rewriter import check, rewrite
 from remat.rewriter.checking import check as checking
+from remat.rewriter.checking.check import check
 from remat.rewriter.checking.comparison import EagerVariation, differing_names
 from remat.rewriter.graphs.rng import run_with_rng_state, save_rng_state, set_rng_state
+from remat.rewriter.rewriting import rewrite
 from remat.solver import make_solver
 from tests.fake_cuda import FakeCuda, cuda
 from tests.models import make

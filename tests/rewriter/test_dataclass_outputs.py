@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import remat
 from remat.graph_capture.errors import CaptureError
+from remat.ranks.same_order import agreed_load
+from remat.rewriter.plans.loading import plan_of, save_plan
 
 
 @dataclasses.dataclass
@@ -150,8 +152,8 @@ def test_a_loss_reads_it_and_a_kept_plan_gives_it(tmp_path: Path) -> None:
     fast = remat.rematerialize(model, (x,), loss_fn=loss_fn, target=target, budget="min")
     fast(x, target=target).backward()
     alone = remat.rematerialize(model, (x,), budget="min")
-    remat.save_plan(remat.plan_of(alone), tmp_path / "plan.json")
-    loaded = remat.load(tmp_path / "plan.json", model, (x,))
+    save_plan(plan_of(alone), tmp_path / "plan.json")
+    loaded = agreed_load(tmp_path / "plan.json", model, (x,))
     assert isinstance(loaded(x), Output)
 
 

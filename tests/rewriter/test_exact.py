@@ -12,7 +12,8 @@ from torch import nn
 
 from remat import solver
 from remat.graph_capture import Trace, TrainingGraph, capture, measure_costs, trace
-from remat.rewriter import check, rewrite
+from remat.rewriter.checking.check import check
+from remat.rewriter.rewriting import rewrite
 from remat.schedules.schedule import Compute, Free
 from remat.schedules.simulate import simulate
 from tests.models import MODELS, Case, make

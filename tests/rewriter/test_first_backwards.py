@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import remat
+from remat.ranks.same_order import agreed_rewrite
 
 ROUNDS, THREADS = 12, 3
 
@@ -32,7 +33,7 @@ def test_first_backwards_of_several_threads_give_eagers_gradients() -> None:
     assert schedule is not None
     wanted = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     for _ in range(ROUNDS):
-        module = remat.rewrite(model, schedule)
+        module = agreed_rewrite(model, schedule)
         with ThreadPoolExecutor(THREADS) as threads:
             losses = [module(x) for _ in range(THREADS)]
             tasks = [threads.submit(gradients, module, loss) for loss in losses]

@@ -19,8 +19,10 @@ from remat.graph_capture.errors import (
     SignatureError,
     StateChangedError,
 )
+from remat.ranks.same_order import agreed_rewrite
 from remat.rewriter.user_module.ranged import RangedModule
 from remat.schedules.family import resized_schedule
+from remat.schedules.simulate import simulate
 from tests.beside_eager import most_live_bytes, same_bits
 from tests.sized_models import SIZED, Sized, gpt
 
@@ -51,7 +53,7 @@ def require_as_planned(sized: Sized, module: RangedModule, sizes: dict[str, int]
     assert graph is not None
     assert same_bits(sized.model, module, batch), sizes
     at, member = graph.at(**sizes), module.family.at(**sizes)
-    predicted = remat.simulate(at, resized_schedule(member.schedule, at))
+    predicted = simulate(at, resized_schedule(member.schedule, at))
     measured = most_live_bytes(module, batch) + at.resident.total_bytes
     assert measured <= module.family.budget_bytes, sizes
     assert abs(predicted.peak_bytes / measured - 1) <= 0.01, sizes
@@ -207,9 +209,9 @@ def test_a_family_of_another_model_is_refused_and_no_module_is_planned_twice(
 ) -> None:
     _, module = experts
     with pytest.raises(RewriteError, match="was not captured in this process for the range"):
-        remat.rewrite(gpt().model, module.family)
+        agreed_rewrite(gpt().model, module.family)
     with pytest.raises(CaptureError, match="follows a plan already"):
-        remat.rewrite(module, module.family)
+        agreed_rewrite(module, module.family)
 
 
 def test_the_peak_of_a_batch_at_hand_is_checked_and_other_sizes_may_be_given() -> None:

@@ -20,7 +20,9 @@ from remat.graph_capture.errors import (
     ScheduleError,
     SignatureError,
 )
-from remat.rewriter import RematModule, check, rewrite
+from remat.rewriter.checking.check import check
+from remat.rewriter.rewriting import rewrite
+from remat.rewriter.user_module.module import RematModule
 from tests.models import BATCH, WIDTH, Checkpointed, Scalar, batch, make, mlp
 from tests.steps import rewritten, schedule_of
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import remat
 from remat.graph_capture import TrainingGraph, capture, measure_costs, trace
 from remat.graph_capture.joint.build import STATISTICS
-from remat.rewriter import check, rewrite
+from remat.rewriter.checking.check import check
+from remat.rewriter.rewriting import rewrite
 from remat.rewriter.user_module.module import RematModule
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate

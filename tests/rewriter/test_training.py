@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from remat.graph_capture import capture
-from remat.rewriter import RematModule, rewrite
+from remat.rewriter.rewriting import rewrite
+from remat.rewriter.user_module.module import RematModule
 from tests.models import make
 from tests.steps import rewritten, schedule_of
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-import remat
+from remat.analysis.memory_figures import place
 from remat.analysis.plan_report import page_facts, report
 from remat.formats import bytes_text
 from remat.graph_capture.errors import LayoutError
@@ -32,7 +32,7 @@ from tests.solver.graphs.random_graphs import gpt_like
 
 @pytest.fixture(scope="module")
 def layout(planned: Planned) -> Layout:
-    return remat.place(planned.graph, planned.schedule)
+    return place(planned.graph, planned.schedule)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_the_picture_of_thousands_of_ops_stays_small() -> None:
 
 
 def test_the_picture_fills_its_frame_and_has_the_load_line(planned: Planned) -> None:
-    layout = remat.place(planned.graph, planned.schedule)
+    layout = place(planned.graph, planned.schedule)
     picture = arena_picture(page_facts(planned.graph, planned.result, layout=layout))
     assert picture is not None
     assert bytes_text(layout.arena_bytes) in picture.says
@@ -146,7 +146,7 @@ def test_names_in_the_picture_are_no_markup(planned: Planned) -> None:
     named = msgspec.structs.replace(graph, ops=ops, values=values)
     result = solve_within(named, 1 << 40, "store_all")
     assert result.schedule is not None
-    page = report(named, result, layout=remat.place(named, result.schedule))
+    page = report(named, result, layout=place(named, result.schedule))
     assert "&lt;/title&gt;&lt;script&gt;" in page
     assert "<script>alert" not in page
 

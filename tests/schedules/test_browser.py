@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from remat.analysis.budget_sweep import sweep
+from remat.analysis.budget_sweep import sweep_fronts
 from remat.analysis.plan_report import report
 from remat.formats import bytes_text
 from remat.schedules.timeline import timeline
@@ -194,7 +194,9 @@ def test_names_run_nothing_in_the_page(browser: Any, tmp_path: Path) -> None:
     made = plan_with_names(SCRIPT)
     assert made.graph is not None
     result = solve_within(made.graph, 1 << 40, "store_all")
-    front = msgspec.structs.replace(sweep(made.graph, ["90%"], "chen_sqrt"), solver=SCRIPT)
+    front = msgspec.structs.replace(
+        sweep_fronts(made.graph, ["90%"], ["chen_sqrt"])["chen_sqrt"], solver=SCRIPT
+    )
     path = tmp_path / "report.html"
     report(made.graph, result, path, fronts={SCRIPT: front})
     tab = browser.new_page(viewport={"width": 1200, "height": 850})

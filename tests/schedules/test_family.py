@@ -14,6 +14,7 @@ from remat.graph_capture.sizes.ranged_graph import Extent, RangedGraph
 from remat.graph_capture.sizes.symbols import Symbol, points
 from remat.schedules.family import peak_over, resized_schedule
 from remat.schedules.schedule import Compute, Free, Schedule
+from remat.schedules.simulate import simulate
 
 
 def ranged(size_bytes: str, high: int = 9, batch_bytes: str = "n") -> RangedGraph:
@@ -46,7 +47,7 @@ def judged(graph: RangedGraph, schedule: Schedule) -> dict[int, int]:
     peaks: dict[int, int] = {}
     for sizes in points(graph.symbols):
         at = graph.at(**sizes)
-        peaks[sizes["n"]] = remat.simulate(at, resized_schedule(schedule, at)).peak_bytes
+        peaks[sizes["n"]] = simulate(at, resized_schedule(schedule, at)).peak_bytes
     return peaks
 
 

@@ -8,6 +8,7 @@ import remat
 from remat.graph_capture.sizes.ranged_graph import BytesOver
 from remat.graph_capture.sizes.symbols import Symbol, points
 from remat.schedules.family import FastPeak, resized_schedule
+from remat.schedules.simulate import simulate
 from tests.ranged_graphs import chain
 
 
@@ -21,9 +22,9 @@ def test_they_say_what_the_judge_says_at_each_size(size: str, budget: str) -> No
     for sizes in points(graph.symbols):
         at = graph.at(**sizes)
         alone = (Symbol("n", sizes["n"], sizes["n"]),)
-        judged = remat.simulate(at, resized_schedule(schedule, at)).peak_bytes
+        judged = simulate(at, resized_schedule(schedule, at)).peak_bytes
         assert fast.peak_bytes(known.of(alone)) == judged
         part = (Symbol("n", 2, sizes["n"]),)
         bounding = graph.bounding(part)
-        bound = remat.simulate(bounding, resized_schedule(schedule, bounding)).peak_bytes
+        bound = simulate(bounding, resized_schedule(schedule, bounding)).peak_bytes
         assert fast.peak_bytes(known.of(part)) == bound >= judged

@@ -52,7 +52,8 @@ def solved(bad: str) -> tuple[TrainingGraph, Result]:
 def page_of(bad: str) -> str:
     """A report with a front, named so."""
     graph, result = solved(bad)
-    front = msgspec.structs.replace(remat.sweep(graph, ["90%"], SOLVER), solver=bad, name=bad)
+    swept = remat.sweep(graph, ["90%"], SOLVER).front
+    front = msgspec.structs.replace(swept, solver=bad, name=bad)
     return report(graph, result, fronts={bad: front})
 
 
@@ -77,7 +78,8 @@ def test_names_come_to_the_script_as_they_are() -> None:
 def test_names_add_no_tag_to_the_tables_of_notebooks() -> None:
     def shown(bad: str) -> list[object]:
         graph, result = solved(bad)
-        front = msgspec.structs.replace(remat.sweep(graph, ["90%"], SOLVER), solver=bad, name=bad)
+        swept = remat.sweep(graph, ["90%"], SOLVER).front
+        front = msgspec.structs.replace(swept, solver=bad, name=bad)
         assert result.schedule is not None
         made = (graph, result, result.schedule, front)
         return [Tags(one._repr_html_()).found for one in made]

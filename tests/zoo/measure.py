@@ -11,8 +11,10 @@ import remat
 from remat.budgets import unmodified
 from remat.graph_capture import TrainingGraph, trace
 from remat.graph_capture.costs.op_costs import measure_costs
-from remat.rewriter import Check, check, rewrite
+from remat.rewriter.checking.check import Check, check
+from remat.rewriter.rewriting import rewrite
 from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import simulate
 from remat.solver import make_solver
 from tests.zoo.case import Case, Entry
 from tests.zoo.training import differences
@@ -90,4 +92,4 @@ def _plan(case: Case, graph: TrainingGraph, schedule: Schedule) -> tuple[Plan, n
     batch = {"loss_fn": case.loss_fn, "target": case.target}
     module = rewrite(case.model, schedule)
     found = check(case.model, module, case.args, case.kwargs, **batch, steps=1)
-    return Plan(remat.simulate(graph, schedule).peak_bytes, found), module
+    return Plan(simulate(graph, schedule).peak_bytes, found), module

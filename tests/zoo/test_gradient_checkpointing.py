@@ -10,7 +10,8 @@ import torch
 import remat
 from remat.budgets import unmodified
 from remat.graph_capture import measure_costs, trace
-from remat.rewriter import check, rewrite
+from remat.rewriter.checking.check import check
+from remat.rewriter.rewriting import rewrite
 from tests.limits import AMPLE_S
 from tests.zoo.catalogue import ZOO
 from tests.zoo.hugging_face import checkpoint

@@ -6,7 +6,8 @@ import pytest
 
 import remat
 from remat.graph_capture import measure_costs, trace
-from remat.rewriter import rewrite
+from remat.rewriter.checking.measured_step import measured_step
+from remat.rewriter.rewriting import rewrite
 from tests.zoo.catalogue import ZOO
 
 SEARCH_S = 20.0
@@ -28,9 +29,9 @@ def test_a_plan_for_eagers_peak_takes_no_more(name: str) -> None:
     model, step = case.model, {"loss_fn": case.loss_fn, "target": case.target}
     with case.under_autocast():
         graph = measure_costs(trace(model, case.args, case.kwargs, **step))
-        eager = remat.measured_step(model, model, case.args, case.kwargs, **step).peak_bytes
+        eager = measured_step(model, model, case.args, case.kwargs, **step).peak_bytes
         found = remat.solve(graph, eager, time_limit_s=SEARCH_S)
         assert found.schedule is not None, found.message
         planned = rewrite(model, found.schedule)
-        measured = remat.measured_step(model, planned, case.args, case.kwargs, **step)
+        measured = measured_step(model, planned, case.args, case.kwargs, **step)
     assert measured.peak_bytes <= eager

@@ -9,6 +9,7 @@ import torch
 
 import remat
 from remat.schedules.family import resized_schedule
+from remat.schedules.simulate import simulate
 from tests.zoo.case import Case
 from tests.zoo.catalogue import ZOO
 
@@ -50,5 +51,5 @@ def test_it_trains_as_eager_at_each_length(name: str) -> None:
         assert not found.exceeds(module.family.budget_bytes), length
         assert module.ranged_graph is not None
         graph, member = module.ranged_graph.at(seq=length), module.family.at(seq=length)
-        predicted = remat.simulate(graph, resized_schedule(member.schedule, graph))
+        predicted = simulate(graph, resized_schedule(member.schedule, graph))
         assert abs(predicted.peak_bytes / found.plan_peak_bytes - 1) <= 0.01, length

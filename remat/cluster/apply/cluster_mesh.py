@@ -156,7 +156,7 @@ def shard_over_data_ranks(
 
 @dataclass(frozen=True)
 class Applied:
-    """A plan and what it is applied with; see `remat.parallelize`."""
+    """A plan and what it is applied with; see `remat.cluster.parallelize`."""
 
     plan: ClusterFile
     mesh: DeviceMesh

@@ -1,4 +1,4 @@
-"""Applies a plan for a cluster to a model: `remat.parallelize`.
+"""Applies a plan for a cluster to a model: `remat.cluster.parallelize`.
 
 All that runs is torch's: `parallelize_module`, `fully_shard` and the schedules of
 `torch.distributed.pipelining`, whose stages have blocks that follow the plan's recomputation.
@@ -84,7 +84,8 @@ def _check_mesh(plan: ClusterFile, mesh: DeviceMesh) -> None:
     found = {name: mesh.size(i) for i, name in enumerate(names)}
     if tuple(names) != DIMENSIONS or found != wanted:
         raise PlanError(
-            f"the mesh is {found}, and the plan's {wanted}: make it by remat.cluster_mesh(plan)"
+            f"the mesh is {found}, and the plan's {wanted}: make it by "
+            "remat.cluster.cluster_mesh(plan)"
         )
 
 
@@ -166,7 +167,7 @@ def _rings(parts: RankParts, stage: RingStage, schedule: Any) -> tuple[int, int]
     return rings_of(actions, stage.stage_index, m, keeps_inputs=keeps)
 
 
-_WHAT = "remat.parallelize"
+_WHAT = "remat.cluster.parallelize"
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ def parallelize(
     ----------
     model : with the same weights on all ranks; or on the meta device, with `materialize`.
     plan : of `remat cluster`, or the path of its file.
-    mesh : of `remat.cluster_mesh`.
+    mesh : of `remat.cluster.cluster_mesh`.
     args, target : one microbatch, of [microbatch, ...], for its shapes and dtypes. The whole batch
         that `schedule.step` takes later has as many microbatches as the plan says. Context
         parallel ranks are given the same whole sequences, [microbatch, seq, ...]; each takes its

@@ -65,14 +65,14 @@ def part(
         return rank_parts(*args, **kwargs, eager=eager)
 
     with mock.patch.object(parallelize, "rank_parts", left):
-        return remat.parallelize(
+        return remat.cluster.parallelize(
             made(kind).to(torch.bfloat16 if "mp_policy" not in how else torch.float32),
-            file, remat.cluster_mesh(file, "cpu"), (one,), **asked,
+            file, remat.cluster.cluster_mesh(file, "cpu"), (one,), **asked,
         )  # fmt: skip
 
 
 def replica(plan: str) -> int:
-    mesh = remat.cluster_mesh(FOLDER / plan, "cpu")
+    mesh = remat.cluster.cluster_mesh(FOLDER / plan, "cpu")
     return mesh.get_local_rank("dp_shard")
 
 

@@ -63,7 +63,7 @@ def batch(seed: int, sequences: int) -> Tensor:
 def part(plan: str, *, eager: bool = False, dtype: torch.dtype = torch.bfloat16, **how: Any) -> Any:
     """This rank's part; blocks as they are where `eager`."""
     file = FOLDER / plan
-    mesh = remat.cluster_mesh(file, "cpu")
+    mesh = remat.cluster.cluster_mesh(file, "cpu")
     one = batch(0, MICRO)
 
     def left(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,9 @@ def part(plan: str, *, eager: bool = False, dtype: torch.dtype = torch.bfloat16,
 
     made = model(dtype).to("meta") if "materialize" in how else model(dtype)
     with mock.patch.object(parallelize, "rank_parts", left):
-        return remat.parallelize(made, file, mesh, (one,), loss_fn=token_loss, target=one, **how)
+        return remat.cluster.parallelize(
+            made, file, mesh, (one,), loss_fn=token_loss, target=one, **how
+        )
 
 
 def batches(seed: int = 0) -> list[Tensor]:
@@ -150,16 +152,16 @@ def plain(plan: str) -> Found:
 
 def split(plan: str) -> Found:
     """Tensor and data parallel ranks in each stage, of a model on the meta device."""
-    rank = remat.cluster_mesh(FOLDER / plan, "cpu")["dp_shard"].get_local_rank()
+    rank = remat.cluster.cluster_mesh(FOLDER / plan, "cpu")["dp_shard"].get_local_rank()
     how = {"mp_policy": MIXED, "tp_plan": tensor_plan()}
     return compared(plan, rank, is_loaded=True, dtype=torch.float32, **how)
 
 
 def applied(plan: ClusterFile, model: nn.Module, *, ids: Tensor, **how: Any) -> Found:
     """The error with which a plan is refused."""
-    mesh = remat.cluster_mesh(plan, "cpu")
+    mesh = remat.cluster.cluster_mesh(plan, "cpu")
     given = {"loss_fn": token_loss, "target": ids} | how
-    return refused(lambda: remat.parallelize(model, plan, mesh, (ids,), **given))
+    return refused(lambda: remat.cluster.parallelize(model, plan, mesh, (ids,), **given))
 
 
 def with_hook() -> nn.Module:
@@ -201,7 +203,7 @@ def refusals() -> Found:
         "another_model": applied(plan, other, ids=one),
         "no_tp_plan": applied(tensor, model(), ids=one),
         "replicated": applied(tensor, model(), ids=one, tp_plan={"out": ColwiseParallel()}),
-        "world": refused(lambda: remat.cluster_mesh(changed(plan, gpus=4))),
+        "world": refused(lambda: remat.cluster.cluster_mesh(changed(plan, gpus=4))),
         "on_meta": applied(plan, model().to("meta"), ids=one),
         "no_function": applied(plan, model().to("meta"), ids=one, materialize="weights.pt"),
         "left_on_meta": applied(

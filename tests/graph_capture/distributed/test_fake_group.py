@@ -14,10 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
+from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.devices.links import RankLinks
 from remat.graph_capture.devices.placement import meter_of
 from remat.graph_capture.distributed.collectives import RETURNED, fake_ranks, is_collective_target
 from remat.graph_capture.errors import AgreementError
+from remat.graph_capture.graph import TrainingGraph
 from tests.distributed.parallel_models import ROWS, parallelised, sequence_parallel, tensor_parallel
 
 CHEAP = RankLinks(1e5, 1e5, 0.0, 0.0, 0.0, 1.0, "as fast as can be")
@@ -29,12 +31,12 @@ def step(world_size: int, plan: Any = sequence_parallel) -> tuple[nn.Module, tup
     return parallelised(mesh, plan)
 
 
-def of_links(links: RankLinks) -> remat.Profile:
+def of_links(links: RankLinks) -> Profile:
     title = meter_of("cpu").title
-    return remat.Profile("cpu", title, str(torch.__version__), {}, ranks=links)
+    return Profile("cpu", title, str(torch.__version__), {}, ranks=links)
 
 
-def collectives(graph: remat.TrainingGraph) -> list[Any]:
+def collectives(graph: TrainingGraph) -> list[Any]:
     return [op for op in graph.ops if is_collective_target(op.target)]
 
 

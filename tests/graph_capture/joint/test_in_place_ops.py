@@ -13,7 +13,9 @@ from remat.budgets import unmodified
 from remat.graph_capture import trace
 from remat.graph_capture.graph import JOINED
 from remat.graph_capture.joint.nodes import copy_of
-from remat.rewriter import check, rewrite
+from remat.rewriter.checking.check import check
+from remat.rewriter.checking.measured_step import measured_step
+from remat.rewriter.rewriting import rewrite
 from remat.schedules.simulate import simulate
 from tests.steps import schedule_of
 
@@ -53,7 +55,7 @@ def test_bits_are_eagers_and_its_peak_fits(how: str) -> None:
     given, model = batch(), Picks(how)
     graph = remat.capture(model, given, split="none")
     assert any(JOINED in op.target for op in graph.ops)
-    eager = remat.measured_step(model, model, given).peak_bytes
+    eager = measured_step(model, model, given).peak_bytes
     schedule = schedule_of(graph, "store_all")
     assert simulate(graph, schedule).peak_bytes <= eager
     found = check(model, rewrite(model, schedule), given, steps=1)
@@ -134,7 +136,7 @@ def test_what_no_gradient_needs_is_let_go_of_in_the_prediction(
         pytest.skip("functionalization of this torch ends in a KeyError there")
     model, x = Frozen(how), torch.randn(64, 128)
     graph = remat.capture(model, (x,), split="none")
-    eager = remat.measured_step(model, model, (x,)).peak_bytes
+    eager = measured_step(model, model, (x,)).peak_bytes
     assert unmodified(graph).peak_bytes == eager
 
 
@@ -199,7 +201,7 @@ def test_what_autograd_records_is_written_in_place_too(how: str) -> None:
     assert any(JOINED in op.target for op in graph.ops)
     schedule = schedule_of(graph, "store_all")
     predicted = simulate(graph, schedule).peak_bytes
-    assert predicted <= remat.measured_step(model, model, given).peak_bytes + 64
+    assert predicted <= measured_step(model, model, given).peak_bytes + 64
     found = check(model, rewrite(model, schedule), given, steps=2)
     assert found.equal
     assert found.plan_peak_bytes == predicted

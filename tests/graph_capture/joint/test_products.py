@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import remat
 from remat.graph_capture import measure_costs, trace
-from remat.rewriter import check, rewrite
+from remat.rewriter.checking.check import check
+from remat.rewriter.checking.measured_step import measured_step
+from remat.rewriter.rewriting import rewrite
 from remat.schedules.simulate import simulate
 from tests.steps import schedule_of
 
@@ -66,7 +68,7 @@ def test_one_peak_holds_for_all_numbers_and_is_no_more_than_eagers(how: str) -> 
     schedule = schedule_of(graph, "store_all")
     predicted = simulate(graph, schedule).peak_bytes
     module = rewrite(model, schedule)
-    assert predicted <= remat.measured_step(model, model, (factors(0),)).peak_bytes
+    assert predicted <= measured_step(model, model, (factors(0),)).peak_bytes
     assert check(model, module, (factors(0),), steps=1).plan_peak_bytes == predicted
     for zeros in (1, 3):  # one factor more, to begin with
         found = check(model, module, (factors(zeros),), steps=1).plan_peak_bytes

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.graph_capture.errors import RematError
+from remat.ranks.same_order import agreed_rewrite
 from tests.graph_capture.python_state.kinds import KINDS
 from tests.graph_capture.python_state.places import PLACES, WIDTH, Place
 
@@ -110,7 +111,7 @@ def of_a_cache(place: Place, change: Change) -> str:
         return f"wrong before: {before}"
     change()
     after = beside_eager(place, fast)
-    return "planned anew" if after == "exact" and len(remat.plans_of(fast)) == 2 else after
+    return "planned anew" if after == "exact" and len(remat.plans(fast)) == 2 else after
 
 
 def before_rewriting(place: Place, change: Change) -> str:
@@ -119,7 +120,7 @@ def before_rewriting(place: Place, change: Change) -> str:
     assert schedule is not None
     change()
     try:
-        fast = remat.rewrite(place.model, schedule)
+        fast = agreed_rewrite(place.model, schedule)
     except RematError as error:
         return f"refused: {type(error).__name__}: {error}"
     return beside_eager(place, fast)

@@ -137,7 +137,7 @@ def test_a_cache_plans_for_what_is_there_now(change: str) -> None:
         torch.manual_seed(5)
         assert torch.equal(fast(X), expected)
         CHANGES[change](it)
-    assert len(remat.plans_of(fast)) == 2
+    assert len(remat.plans(fast)) == 2
 
 
 def test_a_loss_that_sets_a_teacher_to_eval_itself_is_planned() -> None:

@@ -82,7 +82,7 @@ def test_a_cache_plans_for_each_number_beside_a_check(where: str) -> None:
         x = X.clone()
         put(model, x, value)
         assert torch.equal(fast(x), model(x))
-    assert len(remat.plans_of(fast)) == 2
+    assert len(remat.plans(fast)) == 2
 
 
 def test_what_no_code_loads_may_be_set() -> None:

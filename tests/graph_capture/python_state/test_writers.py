@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.graph import TrainingGraph
 
 looks, rate = 0, 1.0
 seen: list[int] = []
@@ -87,7 +88,7 @@ def writing() -> Generator[list[Callable[[], None]]]:
         lock.release()
 
 
-def captured(model: nn.Module) -> remat.TrainingGraph:
+def captured(model: nn.Module) -> TrainingGraph:
     return remat.capture(model, (torch.randn(2, 4),))
 
 

@@ -12,6 +12,7 @@ import remat
 from remat.analysis.budget_sweep import BudgetSlider
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.errors import SolverError
+from remat.schedules.simulate import simulate
 from tests.limits import AMPLE_S
 from tests.solver.graphs.random_graphs import chain
 
@@ -25,7 +26,7 @@ def test_each_budget_is_what_solve_finds(slider: BudgetSlider) -> None:
     result, found = slider.at(70), remat.solve(slider.graph, "70%", time_limit_s=AMPLE_S)
     assert result.schedule == found.schedule
     assert result.schedule is not None
-    judged = remat.simulate(slider.graph, result.schedule)
+    judged = simulate(slider.graph, result.schedule)
     text = slider.text(70)
     assert f"peak        {bytes_text(judged.peak_bytes)}" in text
     assert f"overhead    {percent_text(judged.overhead)}" in text
@@ -46,7 +47,7 @@ def test_it_begins_at_the_least_budget_known(slider: BudgetSlider) -> None:
     assert control.min == control.value == slider.least_percent
     found = slider.at(slider.least_percent)
     assert found.schedule is not None
-    assert remat.simulate(slider.graph, found.schedule).peak_bytes <= found.budget_bytes
+    assert simulate(slider.graph, found.schedule).peak_bytes <= found.budget_bytes
 
 
 def test_below_it_says_why_nothing_fits(slider: BudgetSlider) -> None:

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 import remat
-from remat.analysis.compare import THIS_PLAN, UNMODIFIED, Comparison
+from remat.analysis.compare import THIS_PLAN, UNMODIFIED, Sweep
 from remat.graph_capture.errors import BudgetError, SolverError
 from remat.solver import solve_within
 from remat.solver.result import Result
@@ -24,8 +24,8 @@ def plan() -> Result:
 
 
 @functools.cache
-def compared() -> Comparison:
-    return remat.compare(costed_gpt(), BUDGETS, SOLVERS, plan=plan(), time_limit_s=AMPLE_S)
+def compared() -> Sweep:
+    return remat.sweep(costed_gpt(), BUDGETS, SOLVERS, plan=plan(), time_limit_s=AMPLE_S)
 
 
 def test_budgets_are_columns_and_solvers_and_baselines_rows() -> None:
@@ -70,19 +70,19 @@ def test_a_solver_that_does_not_take_the_graph_says_so_in_its_row() -> None:
 
 def test_what_is_unknown_is_refused_first() -> None:
     with pytest.raises(SolverError, match="unknown solver 'cutt': did you mean cut"):
-        remat.compare(costed_gpt(), solvers=["cutt"])
+        remat.sweep(costed_gpt(), solvers=["cutt"])
     with pytest.raises(BudgetError, match="unknown unit 'gigs'"):
-        remat.compare(costed_gpt(), ["8 gigs"], ["full"])
+        remat.sweep(costed_gpt(), ["8 gigs"], ["full"])
 
 
 def test_a_number_of_budgets_is_spread_over_them() -> None:
-    found = remat.compare(costed_gpt(), 3, ["full"], time_limit_s=AMPLE_S)
+    found = remat.sweep(costed_gpt(), 3, ["full"], time_limit_s=AMPLE_S)
     assert len(found.bounds) == 3
     assert found.as_json()["best"]
 
 
 def test_a_bound_in_captured_order_is_not_said_of_free_orders() -> None:
-    found = remat.compare(
+    found = remat.sweep(
         costed_gpt(), ["75%"], ["exhaustive"], plan=plan(), time_limit_s=10, order="free"
     )
     assert plan().lower_bound_us > found.base_us

@@ -9,11 +9,13 @@ import msgspec
 import pytest
 
 import remat
+from remat.analysis.explain import explain
 from remat.analysis.explanation import Explanation, sentences, why_text
 from remat.analysis.why import against_greedy, simple_rules, why
 from remat.graph_capture.errors import BudgetError, GlobError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Free, Schedule
+from remat.schedules.simulate import simulate
 from remat.schedules.value_report.peak_holders import (
     DRAWS,
     RETURNED_TO_CALLER,
@@ -51,7 +53,7 @@ def chain() -> TrainingGraph:
 def explained_chain() -> tuple[TrainingGraph, Result, Explanation]:
     graph = chain()
     result = solve_within(graph, 1160, "exhaustive")
-    return graph, result, remat.explain(graph, result, why_of=["a", "b"], each_s=AMPLE_S)
+    return graph, result, explain(graph, result, why_of=["a", "b"], each_s=AMPLE_S)
 
 
 def said_of(found: Explanation, question: str) -> list[str]:
@@ -111,7 +113,7 @@ def planned() -> tuple[TrainingGraph, Result]:
 
 @functools.cache
 def explained() -> Explanation:
-    return remat.explain(*planned(), why_of="blocks.1.mlp", each_s=AMPLE_S)
+    return explain(*planned(), why_of="blocks.1.mlp", each_s=AMPLE_S)
 
 
 @pytest.mark.slow
@@ -134,7 +136,7 @@ def test_what_memory_is_worth_is_what_two_real_solves_find() -> None:
 def test_everything_said_of_the_plan_is_what_the_simulator_says() -> None:
     graph, result = planned()
     assert result.schedule is not None
-    found, simulated = explained(), remat.simulate(graph, result.schedule)
+    found, simulated = explained(), simulate(graph, result.schedule)
     assert found.peak_bytes == found.at_peak.peak_bytes == simulated.peak_bytes
     assert found.time_us == simulated.time_us
     assert found.overhead == simulated.overhead
@@ -155,7 +157,7 @@ def test_values_that_stay_are_made_once_and_the_schedule_stays_valid() -> None:
     assert again
     for name in again:
         stayed = counterfactual_schedule(graph, result.schedule, name)
-        found = remat.simulate(graph, stayed)
+        found = simulate(graph, stayed)
         assert stayed.computations()[name] == 1
         cost_us = graph.ops[graph.op_index[name]].cost_us
         assert found.time_us == pytest.approx(result.time_us - cost_us * (runs[name] - 1))
@@ -224,7 +226,7 @@ def test_a_rule_within_one_percent_is_named_and_others_are_not() -> None:
     result = solve_within(graph, peak_bytes_of(graph) * 19 // 20, "cut")
     full = solve_within(graph, result.budget_bytes, "full")
     assert full.schedule is not None
-    found = remat.explain(graph, full, each_s=AMPLE_S)
+    found = explain(graph, full, each_s=AMPLE_S)
     assert found.simple is not None
     assert found.simple.slower <= 0.01
     (said,) = said_of(found, "rule")
@@ -239,7 +241,7 @@ def test_a_rule_within_one_percent_is_named_and_others_are_not() -> None:
 
 def test_a_step_that_fits_needs_no_rule() -> None:
     graph = chain()
-    found = remat.explain(graph, solve_within(graph, 2000, "cut"), each_s=AMPLE_S)
+    found = explain(graph, solve_within(graph, 2000, "cut"), each_s=AMPLE_S)
     assert found.simple is None
     assert said_of(found, "rule")[0].startswith("nothing is recomputed: the step fits as it is")
 
@@ -257,7 +259,7 @@ def test_cut_is_set_against_greedy_solvers_by_real_solves() -> None:
 def test_nothing_is_explained_where_nothing_fits() -> None:
     graph = chain()
     with pytest.raises(BudgetError, match="is below"):
-        remat.explain(graph, solve_within(graph, 10, "cut"))
+        explain(graph, solve_within(graph, 10, "cut"))
 
 
 def test_a_whole_gib_is_said_as_such() -> None:
@@ -272,7 +274,7 @@ def test_a_whole_gib_is_said_as_such() -> None:
     steps += [Compute("gb"), Free("b"), Compute("a"), Compute("ga")]
     made = Schedule.for_graph(large, steps, budget_bytes=32 * 2**30, solver="cut")
     result = evaluate_schedule(large, made, budget_bytes=32 * 2**30, lower_bound_us=0.0)
-    found = remat.explain(large, result, each_s=AMPLE_S)
+    found = explain(large, result, each_s=AMPLE_S)
     assert found.is_whole_gib
     assert said_of(found, "memory")[0].startswith("1 GiB more saves")
 
@@ -302,7 +304,7 @@ def test_a_value_of_an_op_that_must_not_run_again_still_goes_to_the_host() -> No
 
 def test_an_explanation_of_copies_has_their_lever_and_all_its_parts() -> None:
     graph = copying_chain()
-    found = remat.explain(graph, copying_result(graph), each_s=AMPLE_S)
+    found = explain(graph, copying_result(graph), each_s=AMPLE_S)
     (lever,) = said_of(found, "levers")
     assert lever.startswith("copies to the host and back: -0.1 KiB for 25.7 % of a step")
     assert lever.endswith("Solved without, the overhead is 14.3 %")
@@ -312,7 +314,7 @@ def test_an_explanation_of_copies_has_their_lever_and_all_its_parts() -> None:
 
 def test_a_step_that_is_copied_for_nothing_needs_no_rule_and_does_not_fit_as_it_is() -> None:
     graph = copying_chain(gb_s=1.0)
-    found = remat.explain(graph, copying_result(graph), each_s=AMPLE_S)
+    found = explain(graph, copying_result(graph), each_s=AMPLE_S)
     assert said_of(found, "rule") == [
         "nothing is recomputed: what does not fit goes to the host and back"
     ]

@@ -8,9 +8,11 @@ import itertools
 import pytest
 
 import remat
+from remat.analysis.inspect import inspect
 from remat.graph_capture.errors import GlobError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule
+from remat.schedules.simulate import simulate
 from remat.schedules.value_report.peak_holders import peak_holders
 from remat.schedules.value_report.rows import (
     GroupBy,
@@ -23,6 +25,7 @@ from remat.schedules.value_report.rows import (
     value_rows,
     written,
 )
+from remat.solver.result import Result
 from tests.links import with_links
 from tests.solver.graphs.traced_gpt import traced_gpt
 
@@ -75,7 +78,7 @@ def test_the_peak_is_the_sum_of_who_holds_it() -> None:
 
 
 @functools.cache
-def solved() -> tuple[TrainingGraph, remat.Result]:
+def solved() -> tuple[TrainingGraph, Result]:
     graph = traced_gpt("written out")
     return graph, remat.solve(graph, "60%", solver="cut", gap=0.02)
 
@@ -100,12 +103,10 @@ def test_a_second_copy_at_the_peak_is_counted() -> None:
 def test_of_a_real_plan_everything_sums_to_what_the_simulator_says() -> None:
     graph, result = solved()
     assert result.schedule is not None
-    found = remat.inspect(graph, result)
+    found = inspect(graph, result)
     held = found.at_peak
     assert held is not None
-    assert (
-        found.peak_bytes == result.peak_bytes == remat.simulate(graph, result.schedule).peak_bytes
-    )
+    assert found.peak_bytes == result.peak_bytes == simulate(graph, result.schedule).peak_bytes
     sizes = sum(held.resident.values()) + sum(row.size_bytes for row in held.values)
     assert sizes + held.workspace_bytes + held.copies_bytes == result.peak_bytes
     assert sum(row.count for row in found.rows) == len(found.values)
@@ -188,5 +189,5 @@ def test_globs_name_modules_and_what_is_below_them_ops_values_and_lines() -> Non
 def test_without_a_plan_there_is_no_peak() -> None:
     graph, _ = solved()
     with pytest.raises(GlobError, match="without a plan there is no peak: name one"):
-        remat.inspect(graph, at_peak=True)
-    assert "with nothing recomputed" in str(remat.inspect(graph))
+        inspect(graph, at_peak=True)
+    assert "with nothing recomputed" in str(inspect(graph))

@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 import remat
-from remat.analysis.memory_figures import reserved_beside, reserved_text, shortage_text
+from remat.analysis.memory_figures import (
+    predict_reserved,
+    reserved_beside,
+    reserved_text,
+    shortage_text,
+)
 from remat.budgets import unmodified, unmodified_step
 from remat.graph_capture.devices.known_devices import GB, Device, device_table
 from remat.graph_capture.errors import ScheduleError
@@ -34,15 +39,15 @@ def graph() -> TrainingGraph:
 def test_a_result_and_its_schedule_reserve_the_same(graph: TrainingGraph) -> None:
     result = remat.solve(graph, "70%", "chen_sqrt", AMPLE_S)
     assert result.schedule is not None
-    said = remat.predict_reserved(graph, result)
-    assert said == remat.predict_reserved(graph, result.schedule) == reserved_beside(graph, result)
+    said = predict_reserved(graph, result)
+    assert said == predict_reserved(graph, result.schedule) == reserved_beside(graph, result)
     assert result.peak_bytes <= said.expandable.reserved_bytes
 
 
 def test_no_plan_is_the_unmodified_step(graph: TrainingGraph) -> None:
     schedule = unmodified(graph).schedule
     assert schedule is not None
-    assert remat.predict_reserved(graph) == reserved_of(graph, schedule)
+    assert predict_reserved(graph) == reserved_of(graph, schedule)
 
 
 @pytest.mark.slow
@@ -53,21 +58,21 @@ def test_what_eager_writes_in_place_takes_no_room_of_its_own() -> None:
     step = unmodified_step(graph)
     schedule = step.result.schedule
     assert schedule is not None
-    assert remat.predict_reserved(graph) == reserved_of(step.graph, schedule)
+    assert predict_reserved(graph) == reserved_of(step.graph, schedule)
     with pytest.raises(ScheduleError):
         reserved_of(graph, schedule)
     of_captured = msgspec.structs.replace(schedule, graph_hash=graph.hash, inputs=graph.inputs)
     more = reserved_of(graph, of_captured).default.reserved_bytes
-    said = remat.predict_reserved(graph).default.reserved_bytes
+    said = predict_reserved(graph).default.reserved_bytes
     assert step.result.peak_bytes <= said < 0.9 * more
     report, _ = planned_report(graph, Request(budget="80%", device="h100"), Stopwatch())
-    assert report.rows[0].reserved == remat.predict_reserved(graph)
+    assert report.rows[0].reserved == predict_reserved(graph)
 
 
 def test_a_graph_of_a_cpu_is_refused_with_a_way_out() -> None:
     graph = msgspec.structs.replace(gpt_like(3), device="cpu")
     with pytest.raises(remat.RematError, match="the graph is of cpu: capture it for one, such as"):
-        remat.predict_reserved(graph)
+        predict_reserved(graph)
     assert reserved_beside(graph, unmodified(graph)) is None
 
 
@@ -75,7 +80,7 @@ def test_where_nothing_fits_there_is_nothing_to_predict(graph: TrainingGraph) ->
     lost = remat.solve(graph, 1, "cut", AMPLE_S)
     assert reserved_beside(graph, lost) is None
     with pytest.raises(remat.RematError, match="is below"):
-        remat.predict_reserved(graph, lost)
+        predict_reserved(graph, lost)
 
 
 def test_a_plan_that_reserves_more_than_the_device_has_is_told_so(graph: TrainingGraph) -> None:
@@ -113,6 +118,6 @@ def test_the_text_has_both_settings_and_the_unmodified_step() -> None:
 @pytest.mark.parametrize("plan", [3, "80%", object()])
 def test_what_is_no_graph_or_no_plan_is_named(graph: TrainingGraph, plan: Any) -> None:
     with pytest.raises(ScheduleError, match=f"no schedule, but {type(plan).__name__}"):
-        remat.predict_reserved(graph, plan)
+        predict_reserved(graph, plan)
     with pytest.raises(ScheduleError, match=f"of a graph, and this is {type(plan).__name__}"):
-        remat.predict_reserved(plan, None)
+        predict_reserved(plan, None)

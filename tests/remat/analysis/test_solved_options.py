@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remat.analysis.solved_options import solve_arguments
+from remat.analysis.why import solve_arguments
 from remat.solver import solve_within
 from tests.solver.graphs.random_graphs import gpt_like
 

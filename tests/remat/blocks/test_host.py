@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import remat
 from examples.gpt import GPT, Sizes
-from remat.blocks.rematerialized import block_plan
+from remat.blocks.rematerialized import planned_blocks
 from remat.graph_capture.errors import BudgetError, FileError, TierError
 from remat.graph_capture.spill_files import HOST_FOLDER, File, Folder
 from remat.schedules.schedule import Offload
@@ -70,13 +70,13 @@ def gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 def sent(made: nn.Module, tier: str = "host") -> int:
     """How many copies the blocks of a planned model begin in one step, down to a tier."""
-    schedule = block_plan(made).result.schedule
+    schedule = planned_blocks(made).result.schedule
     assert schedule is not None
     return sum(isinstance(one, Offload) and one.to == tier for one in schedule.steps)
 
 
 def assert_as_planned(model: nn.Module, made: nn.Module, args: tuple[Tensor, ...]) -> None:
-    result = block_plan(made).result
+    result = planned_blocks(made).result
     found = remat.check(model, made, args, steps=2)
     assert found.differences == ()
     assert found.gradients == found.gradients_total
@@ -90,10 +90,10 @@ def test_bits_are_eagers_and_the_peak_is_the_judges(budget: str) -> None:
     made = remat.rematerialize(model, args, blocks="blocks.*", host="64MiB", **given)
     assert sent(made) > 3
     assert_as_planned(model, made, args)
-    alone = block_plan(remat.rematerialize(model, args, blocks="blocks.*", **given)).result
-    found = block_plan(made).result
+    alone = planned_blocks(remat.rematerialize(model, args, blocks="blocks.*", **given)).result
+    found = planned_blocks(made).result
     assert (found.peak_bytes, found.time_us) < (alone.peak_bytes, alone.time_us)
-    assert block_plan(made).host_bytes > 0
+    assert planned_blocks(made).host_bytes > 0
 
 
 @pytest.mark.slow
@@ -101,12 +101,12 @@ def test_the_host_is_shared_by_all_blocks_and_nvme_takes_the_rest(tmp_path: Path
     model, args = gpt()
     given: dict[str, Any] = {"budget": "50%", "check": False}
     made = remat.rematerialize(model, args, blocks="blocks.*", host="100KiB", **given)
-    assert 0 < block_plan(made).host_bytes <= 100 << 10
+    assert 0 < planned_blocks(made).host_bytes <= 100 << 10
     assert_as_planned(model, made, args)
     nvme = f"{tmp_path}:64MiB"
     lower = remat.rematerialize(model, args, blocks="blocks.*", host="64KiB", nvme=nvme, **given)
     assert sent(lower, "nvme")
-    assert block_plan(lower).nvme_bytes > 0 < block_plan(lower).host_bytes <= 64 << 10
+    assert planned_blocks(lower).nvme_bytes > 0 < planned_blocks(lower).host_bytes <= 64 << 10
     assert_as_planned(model, lower, args)
     assert is_clean(tmp_path)
 
@@ -121,7 +121,7 @@ def test_blocks_that_are_sharded_afterwards_are_planned_with_a_host() -> None:
 
 
 def test_what_does_not_fit_names_the_least_budget_with_this_host(planned: Planned) -> None:
-    least = block_plan(planned.made).result.peak_bytes
+    least = planned_blocks(planned.made).result.peak_bytes
     with pytest.raises(BudgetError, match="the least that a schedule is known to reach") as caught:
         remat.rematerialize(
             planned.model, planned.args, blocks="layers.*", budget=least // 2, host="64MiB"
@@ -134,12 +134,12 @@ def test_a_folder_without_room_for_all_blocks_is_refused(
 ) -> None:
     """Each block alone would have room."""
     monkeypatch.setenv(HOST_FOLDER, str(tmp_path))
-    whole_bytes, asked = block_plan(planned.made).host_bytes, list[int]()
+    whole_bytes, asked = planned_blocks(planned.made).host_bytes, list[int]()
     monkeypatch.setattr(Folder, "require_room", lambda _, size_bytes: asked.append(size_bytes))
     again = remat.rematerialize(
         planned.model, planned.args, blocks="layers.*", budget="min", host="64MiB", check=False
     )
-    assert asked[0] == block_plan(again).host_bytes == whole_bytes == max(asked)
+    assert asked[0] == planned_blocks(again).host_bytes == whole_bytes == max(asked)
     monkeypatch.setenv(HOST_FOLDER, str(tmp_path / "missing"))
     with pytest.raises(FileError, match="missing is no folder: name one") as caught:
         remat.rematerialize(

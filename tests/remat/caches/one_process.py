@@ -6,6 +6,7 @@ import json
 
 import remat
 from tests.remat.caches.counted import ROWS, counted, net, rows, stepped
+from tests.steps import schedules_of
 
 if __name__ == "__main__":
     model = net()
@@ -13,5 +14,5 @@ if __name__ == "__main__":
     with counted() as counts:
         found = [stepped(fast, model, rows(count)) for count in (ROWS, ROWS - 16)]
     losses = [float(step[0]) for step in found]
-    (first, *_) = remat.plans_of(fast)
+    (first, *_) = schedules_of(fast)
     print(json.dumps([counts.solves, counts.costs, losses, repr(first)]))

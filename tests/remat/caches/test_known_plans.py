@@ -25,6 +25,7 @@ from remat.solver.result import Result
 from tests.paths import ROOT
 from tests.remat.caches.counted import ROWS, counted, net, require_eagers_step, rows
 from tests.solver.graphs.random_graphs import chain
+from tests.steps import schedules_of
 
 ASKED = "options"
 WORDS = 4096
@@ -137,7 +138,7 @@ def test_a_second_cache_takes_the_plan_and_compares_its_first_step(planned: Path
         assert counts.solves == (1 if len(made) == 1 else 0)
     assert made[0].audit.audited == 0
     assert made[1].audit.audited == 1
-    first, second = (remat.plans_of(one)[0] for one in made)
+    first, second = (schedules_of(one)[0] for one in made)
     assert first == second
     assert len(list(planned.iterdir())) == 1
 
@@ -166,7 +167,7 @@ def test_a_plan_in_chunks_is_taken_with_the_costs_of_its_chunks(planned: Path) -
         fast = remat.rematerialize(head, budget="50%", loss_fn=loss_of_tokens)
         with counted() as counts:
             fast(tokens, target=tokens).backward()
-        (schedule,) = remat.plans_of(fast)
+        (schedule,) = schedules_of(fast)
         made.append((counts.solves > 0, schedule))
     assert made[0][1].chunks
     assert made == [(True, made[0][1]), (False, made[0][1])]

@@ -11,7 +11,6 @@ from torch import nn
 import remat
 from remat.budgets import unmodified
 from remat.caches.known_plans import KnownPlans
-from remat.caches.per_shape_plans import plans_of
 from remat.graph_capture.costs.op_costs import Sized
 from remat.graph_capture.errors import AuditError, ScheduleError
 from remat.graph_capture.tracing.trace import trace
@@ -30,6 +29,7 @@ from tests.remat.caches.counted import (
     rows,
     stepped,
 )
+from tests.steps import schedules_of
 
 
 def part_of_peak(model: nn.Module, count: int, share: float) -> int:
@@ -37,7 +37,7 @@ def part_of_peak(model: nn.Module, count: int, share: float) -> int:
 
 
 def last_plan(fast: Any) -> Schedule:
-    found = plans_of(fast)[-1]
+    found = schedules_of(fast)[-1]
     assert isinstance(found, Schedule)
     return found
 
@@ -67,7 +67,7 @@ def test_another_size_takes_the_schedule_at_hand(budget: str) -> None:
         assert recomputes(fast)
         require_eagers_step(fast, model, rows(smaller))
         assert counts == Counts(traces=2, costs=1, solves=solves)
-    first, second = plans_of(fast)
+    first, second = schedules_of(fast)
     assert isinstance(first, Schedule)
     assert isinstance(second, Schedule)
     assert first.steps == second.steps
@@ -205,7 +205,7 @@ def test_a_schedule_that_gives_something_else_is_dropped_and_another_is_made(
         patch.setattr(Audit, "differing", lambda *_: ("output",))
         with pytest.raises(AuditError, match="Its own forward gives another output"):
             fast(rows(ROWS - 16))
-    assert len(plans_of(fast)) == 1
+    assert len(remat.plans(fast)) == 1
     with counted() as counts:
         require_eagers_step(fast, model, rows(ROWS - 16))
         assert counts.costs == 1

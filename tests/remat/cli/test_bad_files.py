@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import remat
+from remat.analysis.plan_report import report
 from remat.cli.main import app
 from tests.files.kinds import GRAPH, SOLVER, kinds
 
@@ -118,4 +119,4 @@ def test_what_was_there_survives_a_full_disk(
 def test_a_report_of_python_leaves_the_old_one(tmp_path: Path) -> None:
     result = remat.solve(GRAPH, "90%", solver=SOLVER)
     with pytest.raises(remat.RematError, match="cannot be written: Is a directory"):
-        remat.report(GRAPH, result, tmp_path)
+        report(GRAPH, result, tmp_path)

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-import remat as api
 from remat.job.factory import load_model
-from remat.schedules.plan import Plan
+from remat.ranks.same_order import agreed_load
+from remat.rewriter.plans.loading import plan_of, save_plan
+from remat.schedules.plan import PlanFile
+from remat.schedules.simulate import simulate
 from tests.remat.cli.conftest import Remat, written
 
 QUICK = ("--budget", "70%", "--time-limit", "600")
@@ -41,7 +43,7 @@ def test_a_plan_of_run_is_read_by_every_verb_and_loaded(
     checked = remat("check", remat.gpt, plan, "--json")
     assert checked.exit_code == 0, checked.stderr
     said = json.loads(checked.stdout)
-    made = Plan.from_json(Path(plan).read_bytes())
+    made = PlanFile.from_json(Path(plan).read_bytes())
     assert made.prediction is not None
     assert said["plan"]["measured_peak_bytes"] <= made.prediction.peak_bytes <= made.budget_bytes
     code = tmp_path / "step.py"
@@ -52,13 +54,13 @@ def test_a_plan_of_run_is_read_by_every_verb_and_loaded(
     assert "recompute" in remat("show", plan, "--top", "500").stdout
     assert remat("show", remat.gpt, "--plan", plan).exit_code == 0
     loaded = load_model(remat.gpt)
-    assert api.plan_of(api.load(plan, loaded.model, loss_fn=loaded.loss_fn)) == made
+    assert plan_of(agreed_load(plan, loaded.model, loss_fn=loaded.loss_fn)) == made
 
 
 @pytest.mark.slow
 def test_an_archive_is_read_as_well(remat: Remat, kept: bytes, tmp_path: Path) -> None:
     path = tmp_path / "plan.pt2"
-    api.save_plan(Plan.from_json(kept), path)
+    save_plan(PlanFile.from_json(kept), path)
     assert remat("check", remat.gpt, str(path)).exit_code == 0
     assert "recompute" in remat("show", str(path), "--top", "500").stdout
 
@@ -107,10 +109,10 @@ def test_whole_layers_are_told_of_where_they_would_do(remat: Remat) -> None:
 def test_a_plan_that_was_not_run_stands_alone_too(remat: Remat, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     assert remat("run", remat.gpt, "--no-check", *QUICK, "-o", str(path)).exit_code == 0
-    plan = Plan.from_json(path.read_bytes())
+    plan = PlanFile.from_json(path.read_bytes())
     assert plan.graph is not None
     assert plan.prediction is not None
-    assert plan.prediction.peak_bytes == api.simulate(plan.graph, plan.schedule).peak_bytes
+    assert plan.prediction.peak_bytes == simulate(plan.graph, plan.schedule).peak_bytes
     assert remat("check", remat.gpt, str(path)).exit_code == 0
 
 

@@ -14,9 +14,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch.partitioners import default_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-import remat
 from remat.compile import shared_budget
-from remat.compile.graph_context import CompiledPlan
+from remat.compile.graph_context import CompiledPlan, compiled_plans
 from remat.compile.plan_search import PlanSearch
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.errors import BudgetError, SolverError
@@ -96,7 +95,7 @@ def run(model: nn.Module, compiled: Callable[[Tensor], Tensor], x: Tensor) -> Ra
 def planned(make: Any, **options: Any) -> tuple[CompiledPlan, Ran]:
     model, x = make()
     ran = run(model, torch.compile(model, backend="remat", options={**FEW, **options}), x)
-    return remat.compiled_plans()[-1], ran
+    return compiled_plans()[-1], ran
 
 
 def kept(make: Any) -> Ran:
@@ -232,9 +231,9 @@ def test_several_graphs_share_the_budget() -> None:
         model = Broken()
         return model, model.x
 
-    before = len(remat.compiled_plans())
+    before = len(compiled_plans())
     plan, ran = planned(make, budget="70%")
-    plans = remat.compiled_plans()[before:]
+    plans = compiled_plans()[before:]
     assert len(plans) == 2
     assert ran.peak_bytes <= plan.budget_bytes
     assert max(p.peak_bytes for p in plans) >= 0.97 * ran.peak_bytes
@@ -243,11 +242,11 @@ def test_several_graphs_share_the_budget() -> None:
 @pytest.mark.slow
 def test_inference_is_left_to_inductor() -> None:
     model, x = with_dropout()
-    before = len(remat.compiled_plans())
+    before = len(compiled_plans())
     compiled = torch.compile(model.eval(), backend="remat", options={"budget": 1})
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x))
-    assert len(remat.compiled_plans()) == before
+    assert len(compiled_plans()) == before
 
 
 def refused(options: Any, kind: type[Exception], text: str, **kwargs: Any) -> None:

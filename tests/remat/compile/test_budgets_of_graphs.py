@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import remat
+from remat.compile.graph_context import compiled_plans
 from remat.graph_capture.devices.memory_events import measure_peak
 from tests.limits import AMPLE_S
 
@@ -70,12 +70,12 @@ def test_the_sum_that_is_stated_before_training_is_measured(
     make: Any, n_graphs: int, budget: str
 ) -> None:
     torch.manual_seed(0)
-    before = len(remat.compiled_plans())
+    before = len(compiled_plans())
     models, step = make({**FEW, "budget": budget})
     x = torch.randn(1024, WIDTH)
     parameters = [p for model in models for p in model.parameters()]
     loss = step(x)
-    plans = remat.compiled_plans()[before:]
+    plans = compiled_plans()[before:]
     assert len(plans) == n_graphs, "all are stated before the first backward"
     loss.backward()
     found = gradients(models)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-import remat
+from remat.compile.graph_context import compiled_plans
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.errors import BudgetError, SolverError
 from tests.limits import AMPLE_S
@@ -43,13 +43,13 @@ def peak_of(model: nn.Module, batch: Tensor, step: object) -> int:
 def test_each_shape_has_a_plan_of_its_own() -> None:
     model = Net()
     compiled = torch.compile(model, backend="remat", options={**FEW, "budget": "70%"})
-    before = len(remat.compiled_plans())
+    before = len(compiled_plans())
     for size in (4096, 2048):
         x = torch.randn(size, 32)
         model.zero_grad()
         compiled(x).backward()
-        plan = remat.compiled_plans()[-1]
-        assert len(remat.compiled_plans()) == before + 1
+        plan = compiled_plans()[-1]
+        assert len(compiled_plans()) == before + 1
         before += 1
         assert plan.budget_bytes == int(0.7 * plan.baseline_peak_bytes)
         found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -58,15 +58,15 @@ def test_each_shape_has_a_plan_of_its_own() -> None:
         model(x).backward()
         for gradient, p in zip(found, model.parameters(), strict=True):
             torch.testing.assert_close(gradient, p.grad)
-    larger, smaller = remat.compiled_plans()[-2:]
+    larger, smaller = compiled_plans()[-2:]
     assert smaller.budget_bytes < 0.6 * larger.budget_bytes
     compiled(torch.randn(4096, 32)).backward()
     # Dynamo has made sizes symbols by now, and asks its newest graph first.
-    assert len(remat.compiled_plans()) <= before + 1
-    before = len(remat.compiled_plans())
+    assert len(compiled_plans()) <= before + 1
+    before = len(compiled_plans())
     for size in (2048, 4096):
         compiled(torch.randn(size, 32)).backward()
-    assert len(remat.compiled_plans()) == before, "both plans are at hand"
+    assert len(compiled_plans()) == before, "both plans are at hand"
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_the_last_batch_of_an_epoch_may_take_what_others_take() -> None:
     compiled = torch.compile(model, backend="remat", options={**FEW, "budget": "70%"})
     for rows in (2048, 8):
         compiled(torch.randn(rows, 128)).backward()
-    larger, last = remat.compiled_plans()[-2:]
+    larger, last = compiled_plans()[-2:]
     assert last.budget_bytes == larger.budget_bytes > last.baseline_peak_bytes
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="remat", options={**FEW, "budget": "70%"})
@@ -93,7 +93,7 @@ def test_two_forwards_before_backward_need_room_for_both() -> None:
     compiled = torch.compile(model, backend="remat", options={**FEW, "budget": "60%"})
     compiled(x).backward()
     compiled(x).backward()
-    one = remat.compiled_plans()[-1]
+    one = compiled_plans()[-1]
     with pytest.raises(BudgetError, match=r"its own.*Call backward before.*\"calls\": 2"):
         step()
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_two_forwards_before_backward_need_room_for_both() -> None:
     compiled = torch.compile(model, backend="remat", options={**FEW, "budget": "60%", "calls": 2})
     model.zero_grad()
     step()
-    plan = remat.compiled_plans()[-1]
+    plan = compiled_plans()[-1]
     assert plan.baseline_peak_bytes > 1.3 * one.baseline_peak_bytes
     assert peak_of(model, x, step) <= plan.budget_bytes
     with pytest.raises(BudgetError, match=r"2 forwards open.*\"calls\": 3"):
@@ -128,11 +128,11 @@ def test_gradients_of_all_graphs_of_a_split_model_count() -> None:
         torch._dynamo.reset()
         model = Split(256)
         compiled = torch.compile(model, backend="remat", options={**FEW, "budget": budget})
-        before = len(remat.compiled_plans())
+        before = len(compiled_plans())
         for _ in range(2):
             model.zero_grad()
             compiled(x).backward()
-        plans = remat.compiled_plans()[before:]
+        plans = compiled_plans()[before:]
         measured = peak_of(model, x, lambda run=compiled: run(x).backward())
         assert len(plans) == 2
         handed_to_backward_bytes = 4
@@ -154,7 +154,7 @@ def test_two_models_may_share_their_options() -> None:
         for _ in range(2):
             compiled(x).backward()
         own_bytes = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), x))
-        assert remat.compiled_plans()[-1].held_bytes == own_bytes, "nothing of the other model"
+        assert compiled_plans()[-1].held_bytes == own_bytes, "nothing of the other model"
 
 
 def planned(**options: object) -> set[str]:
@@ -162,7 +162,7 @@ def planned(**options: object) -> set[str]:
     torch._dynamo.reset()
     compiled = torch.compile(Net(), backend="remat", options={**FEW, "budget": "90%", **options})
     compiled(torch.randn(2048, 32)).backward()
-    schedule = remat.compiled_plans()[-1].schedule
+    schedule = compiled_plans()[-1].schedule
     assert schedule is not None
     return {op for op, count in schedule.computations().items() if count > 1}
 

@@ -12,8 +12,8 @@ import torch._dynamo.config as dynamo_config
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-import remat
 from remat.compile import given_up
+from remat.compile.graph_context import compiled_plans
 from remat.graph_capture.errors import CaptureError
 from tests.limits import AMPLE_S
 
@@ -128,7 +128,7 @@ def test_one_compilation_above_the_limit_is_refused() -> None:
 def test_blocks_of_the_users_are_planned_each() -> None:
     model = Logged(Block)
     compiled(model)(X).backward()
-    assert len(remat.compiled_plans()) >= 1
+    assert len(compiled_plans()) >= 1
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
@@ -142,7 +142,7 @@ def test_a_step_around_a_planned_module_runs() -> None:
         return total
 
     compiled(step)(Block(), [X, X])
-    assert len(remat.compiled_plans()) == 1
+    assert len(compiled_plans()) == 1
 
 
 def test_nothing_is_refused_without_gradients() -> None:
@@ -186,7 +186,7 @@ def test_activations_of_a_frame_are_warned_about_once() -> None:
 def test_a_gru_in_the_graph_is_planned_and_an_lstm_refused() -> None:
     with dynamo_config.patch(allow_rnn=True):
         compiled(Recurrent(nn.GRU))(X).backward()
-        assert len(remat.compiled_plans()) == 1
+        assert len(compiled_plans()) == 1
         with pytest.raises(BackendCompilerFailed, match=r"cannot run an nn\.LSTM"):
             compiled(Recurrent(nn.LSTM))(X)
 
@@ -209,7 +209,7 @@ def warnings_of_eager_ops(between: Callable[[Tensor], Tensor]) -> list[str]:
         run = compiled(Parted(between))
         for _ in range(2):
             run(X).backward()
-    assert len(remat.compiled_plans()) == 2
+    assert len(compiled_plans()) == 2
     return [str(one.message) for one in said if "ran eagerly between" in str(one.message)]
 
 

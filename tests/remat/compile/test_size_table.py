@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
-import remat
 from remat.compile.backend import SizeTable
+from remat.compile.graph_context import CompiledPlan, compiled_plans
 from remat.compile.specialize import has_symbols, numbered, symbols_of
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.errors import BudgetError
@@ -57,7 +57,7 @@ def gradients(model: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor]) -> l
 
 
 def require_peak_within(model: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor]) -> None:
-    plan = remat.compiled_plans()[-1]
+    plan = compiled_plans()[-1]
     model.zero_grad()
     held_bytes = x.nbytes + sum(p.nbytes for p in model.parameters())
     measured = held_bytes + measure_peak(lambda: run(x).backward())
@@ -200,19 +200,19 @@ def test_marked_dimensions_are_planned_for_within_one_compilation() -> None:
         found = gradients(model, x, compiled)
         torch.testing.assert_close(found, gradients(model, x, model))
     assert counters["stats"]["unique_graphs"] == 1
-    sizes = [plan.sizes for plan in remat.compiled_plans()]
+    sizes = [plan.sizes for plan in compiled_plans()]
     assert sizes == ["dimension 0 of x = 64", "dimension 0 of x = 48"]
-    assert "at dimension 0 of x = 48: peak" in repr(remat.compiled_plans()[-1])
+    assert "at dimension 0 of x = 48: peak" in repr(compiled_plans()[-1])
 
 
 @functools.cache
-def alone() -> remat.CompiledPlan:
+def alone() -> CompiledPlan:
     """The plan of 2048 rows, compiled for no other number."""
     torch._dynamo.reset()
     options = {**OPTIONS, "warm": False}
     compiled = torch.compile(Net(), backend="remat", dynamic=False, options=options)
     compiled(torch.randn(2048, 32)).backward()
-    return remat.compiled_plans()[-1]
+    return compiled_plans()[-1]
 
 
 @pytest.mark.slow
@@ -224,14 +224,14 @@ def test_every_size_keeps_to_the_budget(how: str) -> None:
     asked = {"dynamic": True} if how == "dynamic" else {}
     compiled = torch.compile(model, backend="remat", options=OPTIONS, **asked)
     counters.clear()
-    by_rows: dict[int, remat.CompiledPlan] = {}
+    by_rows: dict[int, CompiledPlan] = {}
     for rows in (4096, 2048, 512):
         x = marked(rows) if how == "marked" else torch.randn(rows, 32)
         found = gradients(model, x, compiled)
         require_peak_within(model, x, compiled)
         torch.testing.assert_close(found, gradients(model, x, model))
-        by_rows[rows] = remat.compiled_plans()[-1]
-    assert len(remat.compiled_plans()) == 3
+        by_rows[rows] = compiled_plans()[-1]
+    assert len(compiled_plans()) == 3
     assert counters["stats"]["unique_graphs"] == (2 if how == "automatic" else 1)
     assert alone().peak_bytes == by_rows[2048].peak_bytes
     assert alone().schedule == by_rows[2048].schedule
@@ -247,7 +247,7 @@ def test_graphs_of_a_split_model_share_the_budget_at_each_size() -> None:
         found = gradients(model, x, compiled)
         require_peak_within(model, x, compiled)
         torch.testing.assert_close(found, gradients(model, x, model))
-    frames = [plan.frame for plan in remat.compiled_plans()]
+    frames = [plan.frame for plan in compiled_plans()]
     assert len(set(frames)) == 6
     assert {frame.count("/") for frame in frames} == {1, 2}, "what was not marked begins with one"
 
@@ -285,7 +285,7 @@ def test_without_gradients_inductor_serves_all_sizes() -> None:
         for rows in (8, 9, 10):
             x = marked(rows)
             torch.testing.assert_close(compiled(x), model(x))
-    assert remat.compiled_plans() == ()
+    assert compiled_plans() == ()
 
 
 @pytest.mark.slow

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 
-import remat
 from remat import solver
 from remat.compile import start
-from remat.compile.graph_context import CompiledPlan
+from remat.compile.graph_context import CompiledPlan, compiled_plans
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.rewriter.inductor import lowering
 from remat.rewriter.inductor.kernel_costs import CallCosts
@@ -74,13 +73,13 @@ def started(
     """A start from nothing: its plans, its gradients, the compiled step and its batch."""
     torch._dynamo.reset()
     counters.clear()
-    model, before = make(), len(remat.compiled_plans())
+    model, before = make(), len(compiled_plans())
     step = torch.compile(model, backend="remat", options={**FEW, "budget": "70%", **options})
     torch.manual_seed(1)
     x = torch.randn(size, 32)
     step(x).backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return list(remat.compiled_plans()[before:]), gradients, step, x
+    return list(compiled_plans()[before:]), gradients, step, x
 
 
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:
@@ -212,7 +211,7 @@ def test_each_shape_starts_warm_and_keeps_to_its_guards(kept_plans: Path) -> Non
             torch.manual_seed(2)
             step(x[:size]).backward()
             gradients += [p.grad.clone() for p in step.parameters()]  # pyright: ignore
-        plans = list(remat.compiled_plans()[-2:])
+        plans = list(compiled_plans()[-2:])
         found.append((figures(plans), gradients))
     assert [plan.replays for plan in plans] == [0, 0]  # pyright: ignore
     assert found[0][0] == found[1][0]

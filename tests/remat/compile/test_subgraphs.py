@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.parallel import DistributedDataParallel
 
-import remat
 from remat.budgets import parse_budget
+from remat.compile.graph_context import compiled_plans
 from remat.graph_capture.devices.memory_events import measure_peak
 
 WIDTH = 512
@@ -71,9 +71,9 @@ def trained(model: nn.Module, step: nn.Module, x: Tensor) -> tuple[int, float]:
     ],
 )
 def test_the_planned_peak_is_the_measured_one(budget: str, view: bool) -> None:
-    before = len(remat.compiled_plans())
+    before = len(compiled_plans())
     peak_bytes, error = trained(*wrapped(budget, view=view))
-    plans = remat.compiled_plans()[before:]
+    plans = compiled_plans()[before:]
     assert len(plans) > 1, "DDP cuts nothing any more"
     assert error < 1e-5
     assert peak_bytes <= plans[-1].budget_bytes
@@ -83,9 +83,9 @@ def test_the_planned_peak_is_the_measured_one(budget: str, view: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket_mb", [2, 4, 25])
 def test_the_budget_holds_with_larger_buckets(bucket_mb: int) -> None:
-    before = len(remat.compiled_plans())
+    before = len(compiled_plans())
     peak_bytes, error = trained(*wrapped("min", bucket_mb=bucket_mb))
-    plans = remat.compiled_plans()[before:]
+    plans = compiled_plans()[before:]
     assert len(plans) > 1, "DDP cuts nothing any more"
     assert error < 1e-5
     assert peak_bytes <= plans[-1].budget_bytes

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import CaptureError, DeviceError, FileError
-from remat.job.option_texts import SHARDING_KEYS, parse_dynamic, parse_sharding
+from remat.job.request import SHARDING_KEYS, parse_dynamic, parse_sharding
 
 
 def test_what_the_options_say() -> None:

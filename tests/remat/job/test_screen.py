@@ -11,6 +11,7 @@ from rich.console import Console
 from torch import nn
 
 import remat
+from remat.analysis.plan_report import report as remat_report
 from remat.budgets import unmodified
 from remat.formats import percent_text
 from remat.job.pipeline import Report, Row, RunsAgain
@@ -70,7 +71,7 @@ def test_where_nothing_is_proved_everything_that_shows_a_bound_says_so() -> None
     assert bound_json(graph, result) == unknown
     front = Front("", graph.hash, "auto", graph.time_us, 0, 0, (Point(GIB, result),))
     htmls = (result._repr_html_(), front._repr_html_())
-    for said in (repr(result), repr(front), *htmls, remat.report(graph, result)):
+    for said in (repr(result), repr(front), *htmls, remat_report(graph, result)):
         assert "no bound" in said
         assert "gap 0" not in said
     assert bound_json(graph, unmodified(graph))["gap"] == 0.0

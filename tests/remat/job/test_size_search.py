@@ -10,9 +10,12 @@ from torch import nn
 
 import remat
 from remat.graph_capture.errors import BudgetError, FactoryError, SolverError
+from remat.graph_capture.graph import TrainingGraph
 from remat.job import size_search
 from remat.job.fitted import Fit
 from remat.job.size_search import SizeRange, graph_at, is_same_step, largest
+from remat.ranks.same_order import agreed_rewrite
+from remat.solver.budgets.sweep import least_peak
 from remat.solver.result import Result
 from tests.limits import AMPLE_S
 
@@ -28,7 +31,7 @@ def stack(batch: int = 8, layers: int = 3) -> dict[str, Any]:
     return {"model": model, "args": (x,), "loss_fn": nn.functional.mse_loss, "target": y}
 
 
-def captured(batch: int) -> remat.TrainingGraph:
+def captured(batch: int) -> TrainingGraph:
     made = stack(batch)
     return remat.capture(
         made["model"], made["args"], loss_fn=made["loss_fn"], target=made["target"]
@@ -42,7 +45,7 @@ def measured_bytes(batch: int, budget: int | str) -> int:
     result = remat.solve(graph, budget, time_limit_s=AMPLE_S)
     assert result.schedule is not None
     batch_of: dict[str, Any] = {"loss_fn": made["loss_fn"], "target": made["target"]}
-    module = remat.rewrite(made["model"], result.schedule, made["args"], **batch_of)
+    module = agreed_rewrite(made["model"], result.schedule, made["args"], **batch_of)
     found = remat.check(made["model"], module, made["args"], steps=1, **batch_of)
     assert found.equal
     return found.plan_peak_bytes
@@ -50,7 +53,7 @@ def measured_bytes(batch: int, budget: int | str) -> int:
 
 @pytest.fixture(scope="module")
 def without_recomputing() -> Fit:
-    return remat.fit(stack, budget=400_000, max_overhead=0.0, each_s=AMPLE_S)
+    return remat.largest_batch(stack, budget=400_000, max_overhead=0.0, each_s=AMPLE_S)
 
 
 def test_the_batch_it_names_fits_when_run_and_one_more_does_not(
@@ -72,7 +75,7 @@ def test_the_batch_it_names_fits_when_run_and_one_more_does_not(
 def test_with_more_overhead_a_larger_batch_fits_until_nothing_does(
     without_recomputing: Fit,
 ) -> None:
-    found = remat.fit(stack, budget=400_000, max_overhead=10.0, each_s=AMPLE_S)
+    found = remat.largest_batch(stack, budget=400_000, max_overhead=10.0, each_s=AMPLE_S)
     assert found.size > without_recomputing.size
     assert found.limited_by == "memory"
     assert found.next is not None
@@ -80,7 +83,7 @@ def test_with_more_overhead_a_larger_batch_fits_until_nothing_does(
     assert "is below" in found.next.says
     assert found.measured_peak_bytes is not None
     assert found.measured_peak_bytes <= 400_000
-    least = remat.least_peak(captured(found.size + 1), time_limit_s=AMPLE_S)
+    least = least_peak(captured(found.size + 1), time_limit_s=AMPLE_S)
     assert least.peak_bytes > 400_000
     assert found.without_plan < found.size
     assert f"batch {found.size} is the largest that fits" in str(found)
@@ -98,16 +101,16 @@ def test_few_sizes_are_captured_and_few_are_solved_to_guess(
     solved: list[int] = []
     honest = size_search.FitSearch._solve
 
-    def counted(
-        search: size_search.FitSearch, graph: remat.TrainingGraph, limit_s: float
-    ) -> Result:
+    def counted(search: size_search.FitSearch, graph: TrainingGraph, limit_s: float) -> Result:
         solved.append(graph.resident.batch_bytes)
         return honest(search, graph, limit_s)
 
     monkeypatch.setattr(size_search.FitSearch, "_solve", counted)
     # A guess that is cut off by a clock is wrong more often on a busy machine.
     monkeypatch.setattr(size_search, "GUESS_S", AMPLE_S)
-    found = remat.fit(stack, budget="1MiB", max_overhead=overhead, each_s=AMPLE_S, check=False)
+    found = remat.largest_batch(
+        stack, budget="1MiB", max_overhead=overhead, each_s=AMPLE_S, check=False
+    )
     assert found.answer is not None
     assert found.next is not None
     assert found.next.size == found.size + 1 > 10
@@ -151,26 +154,26 @@ def test_the_search_finds_the_largest_whatever_the_guesses(
 
 def test_what_has_no_meaning_is_refused() -> None:
     with pytest.raises(FactoryError, match=r"takes no argument 'sequence', it takes batch, layers"):
-        remat.fit(stack, "sequence", budget="1MiB")
+        remat.largest_batch(stack, "sequence", budget="1MiB")
     for budget in ("60%", "min"):
         with pytest.raises(BudgetError, match="is another one at each size: give bytes"):
-            remat.fit(stack, budget=budget)
+            remat.largest_batch(stack, budget=budget)
     with pytest.raises(BudgetError, match="unknown unit 'gigs'"):
-        remat.fit(stack, budget="8 gigs")
+        remat.largest_batch(stack, budget="8 gigs")
     with pytest.raises(SolverError, match="step must be from 1 to the most"):
-        remat.fit(stack, budget="1MiB", step=0)
+        remat.largest_batch(stack, budget="1MiB", step=0)
     with pytest.raises(SolverError, match="the two first sizes are the same"):
-        remat.fit(stack, budget="1MiB", sizes=(3, 3))
+        remat.largest_batch(stack, budget="1MiB", sizes=(3, 3))
 
 
 def test_where_no_size_fits_it_says_so() -> None:
-    found = remat.fit(stack, budget=50_000, each_s=AMPLE_S)
+    found = remat.largest_batch(stack, budget=50_000, each_s=AMPLE_S)
     assert (found.size, found.answer, found.measured_peak_bytes) == (0, None, None)
     assert "no batch fits 48.8 KiB" in str(found)
     assert found.tried[0].size == 1
 
 
 def test_no_larger_size_is_tried_than_allowed() -> None:
-    found = remat.fit(stack, budget="8MiB", most=6, each_s=AMPLE_S, check=False)
+    found = remat.largest_batch(stack, budget="8MiB", most=6, each_s=AMPLE_S, check=False)
     assert (found.size, found.limited_by, found.measured_peak_bytes) == (6, "most", None)
     assert "no larger batch was to be tried" in str(found)

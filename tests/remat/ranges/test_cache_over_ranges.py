@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import remat
-from remat.caches.per_shape_plans import PlanCache, plans_of
+from remat.caches.per_shape_plans import PlanCache
 from remat.graph_capture.errors import CaptureError, TooLargeError
+from remat.schedules.family import Family
 from tests.beside_eager import same_bits
 from tests.sized_models import SIZED, gpt, resnet
+from tests.steps import schedules_of
 
 
 class Rows(nn.Module):
@@ -46,8 +48,8 @@ def cached(model: nn.Module, budget: Any = "100%", **options: Any) -> PlanCache:
 def planned_ranges(cache: PlanCache) -> list[str]:
     """What the plans are for, in words."""
     return [
-        ", ".join(map(str, plan.symbols)) if isinstance(plan, remat.Family) else "one size"
-        for plan in plans_of(cache)
+        ", ".join(map(str, plan.symbols)) if isinstance(plan, Family) else "one size"
+        for plan in schedules_of(cache)
     ]
 
 
@@ -136,14 +138,14 @@ def test_what_changes_is_traced_again_and_named_where_it_keeps_changing() -> Non
     cache(*rows(4)), cache(*rows(6))
     model.body[1].eval()
     assert same_bits(model, cache, rows(5))
-    assert len(plans_of(cache)) == 2
+    assert len(remat.plans(cache)) == 2
     model.body[1].train()
     assert same_bits(model, cache, rows(3))
-    assert len(plans_of(cache)) == 2
+    assert len(remat.plans(cache)) == 2
     model.body[0].weight.requires_grad_(False)
     model.scale = 3
     cache(*rows(3))
-    assert len(plans_of(cache)) == 3
+    assert len(remat.plans(cache)) == 3
     model.scale = 4
     with pytest.warns(UserWarning, match=r"scale of Rows was 3 .* This is plan 4"):
         cache(*rows(3))
@@ -155,7 +157,7 @@ def test_copies_and_pickles_learn_anew() -> None:
     cache = cached(model, upto={"x": {0: 20}})
     cache(*rows(4))
     for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-        assert plans_of(other) == []
+        assert remat.plans(other) == []
         assert torch.equal(other(*(x := rows(7))), model(*x))
         assert planned_ranges(other) == ["x_0 from 2 to 20"]
 
@@ -264,7 +266,7 @@ def test_sizes_that_are_equal_vary_with_the_one_that_upto_names(kind: str) -> No
             assert torch.equal(loss, result)
             pairs = zip(model.parameters(), expected.parameters(), strict=True)
             assert all(torch.equal(own.grad, other.grad) for own, other in pairs)  # type: ignore[arg-type]
-    assert len(plans_of(cache)) == 1
+    assert len(remat.plans(cache)) == 1
 
 
 def sequence_loss(output: Tensor, target: Tensor) -> Tensor:

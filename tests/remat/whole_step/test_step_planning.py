@@ -11,6 +11,7 @@ from torch import nn
 import remat
 from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError, RematError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.simulate import simulate
 from remat.whole_step.step_planning import StepPlan, StepRequest, planned_from
 from tests.links import with_links
 
@@ -39,7 +40,7 @@ def test_a_whole_step_is_planned_and_judged() -> None:
     # torch keeps two moments in the parameters' own type, and no master copy.
     state = sum(v.size_bytes for v in plan.graph.values if v.kind == "optimizer")
     assert state == 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
-    assert remat.simulate(plan.graph, plan.schedule) == plan.simulation
+    assert simulate(plan.graph, plan.schedule) == plan.simulation
     assert "3 microbatches in" in repr(plan)
 
 

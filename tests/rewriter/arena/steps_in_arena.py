@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import remat
-from remat.rewriter import RematModule
+from remat.analysis.memory_figures import use_arena
+from remat.rewriter.arena.arena import Arena
+from remat.rewriter.user_module.module import RematModule
 from tests.models import make
 from tests.steps import rewritten
 
@@ -21,10 +22,10 @@ def module_of(name: str) -> RematModule:
     return rewritten(name, "chen_sqrt")[1]
 
 
-def in_arena(name: str) -> tuple[RematModule, remat.Arena]:
+def in_arena(name: str) -> tuple[RematModule, Arena]:
     module = module_of(name)
     _, args, kwargs, _, target = make(name)
-    return module, remat.use_arena(module, args, kwargs, target=target)
+    return module, use_arena(module, args, kwargs, target=target)
 
 
 def loss_of(name: str, module: nn.Module) -> Tensor:

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import remat
+from remat.analysis.memory_figures import use_arena
 from remat.graph_capture.errors import ArenaError
-from remat.rewriter import check
 from remat.rewriter.arena.arena import Arena
 from remat.rewriter.arena.library import Counts, arena_library, built_library
+from remat.rewriter.checking.check import check
 from tests.models import MODELS, make
 from tests.rewriter.arena.steps_in_arena import (
     in_arena,
@@ -79,7 +80,7 @@ def test_nothing_of_the_users_is_changed_by_recording() -> None:
     called: list[Any] = []
     parameter.register_post_accumulate_grad_hook(called.append)
     state = torch.get_rng_state()
-    remat.use_arena(module, make("dropout")[1])
+    use_arena(module, make("dropout")[1])
     assert torch.equal(torch.get_rng_state(), state)
     assert parameter.grad is gradient
     assert torch.equal(gradient, torch.ones_like(parameter))
@@ -102,7 +103,7 @@ def test_the_steady_state_has_no_page_faults() -> None:
 
 def test_results_that_the_user_keeps_are_not_in_the_way() -> None:
     module, args = module_of("logits_without_loss"), make("logits_without_loss")[1]
-    arena = remat.use_arena(module, args, loss_fn=torch.sum)
+    arena = use_arena(module, args, loss_fn=torch.sum)
     kept = [module(*args)]
     expected = kept[0].detach().clone()
     for _ in range(3):
@@ -116,7 +117,7 @@ def test_results_that_the_user_keeps_are_not_in_the_way() -> None:
 def test_a_loss_of_another_layout_costs_misses_and_no_bits() -> None:
     module, args = module_of("logits_without_loss"), make("logits_without_loss")[1]
     other = module_of("logits_without_loss")
-    arena = remat.use_arena(module, args)
+    arena = use_arena(module, args)
     with pytest.warns(UserWarning, match="were not planned"):
         module(*args).sum().backward()
     other(*args).sum().backward()
@@ -302,7 +303,7 @@ def test_with_closes_it() -> None:
 def test_inductors_code_in_an_arena() -> None:
     model, args, *_ = make("plain")
     module = remat.rematerialize(model, args, budget="90%", compile=True)
-    arena = remat.use_arena(module, args)
+    arena = use_arena(module, args)
     other = copy.deepcopy(model)
     expected = loss_of("plain", other)
     for _ in range(2):

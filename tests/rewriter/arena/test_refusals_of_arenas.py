@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import remat
+from remat.analysis.memory_figures import use_arena
 from remat.graph_capture.errors import ArenaError, DeviceError, RematError
 from remat.rewriter.arena.arena import Recorder, recorded
 from remat.rewriter.compiled import StepAllocator
@@ -18,24 +19,24 @@ from tests.rewriter.arena.steps_in_arena import in_arena, module_of, needs_compi
 
 def test_a_module_that_is_not_rewritten() -> None:
     with pytest.raises(ArenaError, match=r"this is Linear: pass what remat\.rematerialize"):
-        remat.use_arena(nn.Linear(2, 2), (torch.ones(2),))
+        use_arena(nn.Linear(2, 2), (torch.ones(2),))
 
 
 @pytest.mark.parametrize("wrong", [1, None, "module"])
 def test_what_is_no_module(wrong: Any) -> None:
     with pytest.raises(ArenaError, match=f"this is {type(wrong).__name__}: pass what"):
-        remat.use_arena(wrong)
+        use_arena(wrong)
 
 
 def test_eval_mode() -> None:
     with pytest.raises(ArenaError, match="eval mode"):
-        remat.use_arena(module_of("plain").eval(), make("plain")[1])
+        use_arena(module_of("plain").eval(), make("plain")[1])
 
 
 def test_another_device() -> None:
     module = module_of("plain").to("meta")
     with pytest.raises(DeviceError, match="arenas are for the CPU"):
-        remat.use_arena(module, make("plain")[1])
+        use_arena(module, make("plain")[1])
 
 
 def test_gradients_that_are_released() -> None:
@@ -45,25 +46,25 @@ def test_gradients_that_are_released() -> None:
         check=False,
     )  # fmt: skip
     with pytest.raises(ArenaError, match="releases gradients while backward runs"):
-        remat.use_arena(module, args)
+        use_arena(module, args)
 
 
 @needs_compiler
 def test_a_second_arena() -> None:
     module, arena = in_arena("plain")
     with pytest.raises(ArenaError, match="close that first"):
-        remat.use_arena(module, make("plain")[1])
+        use_arena(module, make("plain")[1])
     arena.close()
-    assert remat.use_arena(module, make("plain")[1]).is_open
+    assert use_arena(module, make("plain")[1]).is_open
 
 
 @needs_compiler
 def test_a_batch_that_the_plan_does_not_know() -> None:
     module = module_of("plain")
     with pytest.raises(RematError):
-        remat.use_arena(module, (torch.ones(3, 3),))
+        use_arena(module, (torch.ones(3, 3),))
     assert module._remat_compiled_step.memory.source is None
-    assert remat.use_arena(module, make("plain")[1]).is_open
+    assert use_arena(module, make("plain")[1]).is_open
 
 
 @needs_compiler

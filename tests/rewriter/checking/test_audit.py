@@ -22,9 +22,11 @@ from remat.graph_capture import measure_costs, trace
 from remat.graph_capture.devices.memory_events import measure_live
 from remat.graph_capture.errors import AuditError, RewriteError
 from remat.graph_capture.tracing.resident import resident_bytes
-from remat.rewriter import RematModule, rewrite
 from remat.rewriter.checking.audit import is_audited, others_may_draw, why_no_room
+from remat.rewriter.checking.measured_step import measured_step
 from remat.rewriter.checking.outcomes import HASH_BLOCK_BYTES, ForwardOutcomes, fingerprint
+from remat.rewriter.rewriting import rewrite
+from remat.rewriter.user_module.module import RematModule
 from tests.behaviours.trainee import Trainee, differences
 from tests.models import MODELS, make
 from tests.rows import each_nth
@@ -191,7 +193,7 @@ def test_a_cache_plans_anew_after_it() -> None:
     trained(module, (x,), 1)
     with pytest.raises(AuditError):
         module(x)
-    assert remat.plans_of(module) == []
+    assert remat.plans(module) == []
     assert torch.equal(module(x), model(x))
 
 
@@ -217,7 +219,7 @@ def test_steps_of_a_check_do_not_count() -> None:
     model, x = Scaled(), torch.randn(4, 4)
     module = planned(model, x)
     assert remat.check(model, module, (x,), steps=2).equal
-    remat.measured_step(model, module, (x,))
+    measured_step(model, module, (x,))
     assert module.audit.steps == 0
     trained(module, (x,), 2)
     assert module.audit.audited == 1

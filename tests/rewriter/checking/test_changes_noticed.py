@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from remat.graph_capture import measure_costs, trace
 from remat.graph_capture.errors import AuditError, CaptureError, RewriteError
-from remat.rewriter import rewrite
+from remat.rewriter.rewriting import rewrite
 from tests.rewriter.checking import state_of_objects, state_of_the_process
 from tests.rewriter.checking.state_of_objects import Case, Read
 from tests.steps import schedule_of

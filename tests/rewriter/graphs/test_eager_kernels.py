@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from remat.graph_capture import measure_costs, trace
 from remat.graph_capture.tracing.fake_tensors import kernels_of_eager
-from remat.rewriter import check, rewrite
+from remat.rewriter.checking.check import check
+from remat.rewriter.rewriting import rewrite
 from remat.solver import solve_within
 from tests.rows import rows
 

@@ -15,6 +15,8 @@ import remat
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.joint.nodes import MADE_IN_FORWARD, is_view
+from remat.ranks.same_order import agreed_load, agreed_rewrite
+from remat.rewriter.plans.loading import plan_of, save_plan
 from remat.schedules.levers import REDUCTIONS, Lever
 from remat.schedules.schedule import ChunkedRegion, Schedule
 from remat.schedules.simulate import simulate
@@ -95,13 +97,13 @@ def test_a_lever_is_solved_judged_and_carried_out(
     assert schedule.captured_hash == graph.hash
     assert schedule.computations()[f"{VALUE}_copied"] == 1
     assert simulate(graph, schedule).peak_bytes == result.peak_bytes
-    module = remat.rewrite(model, schedule, costed=graph)
+    module = agreed_rewrite(model, schedule, costed=graph)
     found = remat.check(model, module, args)
     assert found.differences == ()
     assert (found.rounding, found.tolerance) == ("", 0.0)
     assert found.plan_peak_bytes == result.peak_bytes
-    remat.save_plan(remat.plan_of(module), tmp_path / "plan.json")
-    loaded = remat.load(tmp_path / "plan.json", model)
+    save_plan(plan_of(module), tmp_path / "plan.json")
+    loaded = agreed_load(tmp_path / "plan.json", model)
     assert remat.check(model, loaded, args).differences == ()
 
 
@@ -111,7 +113,7 @@ def test_a_lever_says_how_far_it_is_from_eager(monkeypatch: pytest.MonkeyPatch) 
     model, args, graph, result = planned()
     assert result.schedule is not None
     assert not result.schedule.is_exact
-    found = remat.check(model, remat.rewrite(model, result.schedule, costed=graph), args)
+    found = remat.check(model, agreed_rewrite(model, result.schedule, costed=graph), args)
     assert (found.rounding, found.tolerance) == ("levers", 0.02)
 
 
@@ -122,7 +124,7 @@ def test_ops_that_are_not_those_of_the_schedule_are_refused(
     model, _, _, result = planned()
     assert result.schedule is not None
     with pytest.raises(ScheduleError, match="this plan was made for another graph"):
-        remat.rewrite(model, result.schedule)
+        agreed_rewrite(model, result.schedule)
 
 
 def test_a_plan_with_a_lever_of_another_release_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +133,7 @@ def test_a_plan_with_a_lever_of_another_release_says_so(monkeypatch: pytest.Monk
     assert result.schedule is not None
     monkeypatch.delitem(REDUCTIONS, NAME)
     with pytest.raises(ScheduleError, match=f"uses {NAME}, which this release cannot run"):
-        remat.rewrite(model, Schedule.from_json(result.schedule.to_json()))
+        agreed_rewrite(model, Schedule.from_json(result.schedule.to_json()))
 
 
 def test_a_lever_that_is_not_asked_for_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:

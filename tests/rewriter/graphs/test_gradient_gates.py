@@ -21,7 +21,11 @@ from remat.graph_capture import capture, measure_costs, trace
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.eager_step import with_eager_sizes
 from remat.graph_capture.graph import ACCUMULATE
-from remat.rewriter import RematModule, check, load, plan_of, rewrite, save_plan
+from remat.plan import load
+from remat.rewriter.checking.check import check
+from remat.rewriter.plans.loading import plan_of, save_plan
+from remat.rewriter.rewriting import rewrite
+from remat.rewriter.user_module.module import RematModule
 from remat.schedules.simulate import simulate
 from tests.limits import AMPLE_S
 from tests.models import MODELS, make

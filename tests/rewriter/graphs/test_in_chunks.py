@@ -16,7 +16,10 @@ from remat.budgets import unmodified
 from remat.graph_capture.chunking import same_bits
 from remat.graph_capture.distributed.sharding import Sharding
 from remat.graph_capture.errors import CaptureError, RewriteError, ScheduleError
+from remat.ranks.same_order import agreed_load, agreed_rewrite
 from remat.rewriter.checking.comparison import SPLIT_FLOAT32
+from remat.rewriter.checkpoint_policy import checkpoint_policy
+from remat.rewriter.plans.loading import plan_of, save_plan
 from remat.schedules.derived import in_chunks
 from remat.schedules.schedule import ChunkedRegion
 from remat.schedules.simulate import simulate
@@ -33,6 +36,7 @@ from tests.graph_capture.chunking.language_models import (
 )
 from tests.rewriter.graphs.least_in_chunks import require_lower_peak
 from tests.rows import each_nth
+from tests.steps import schedules_of
 
 
 @pytest.mark.parametrize("name", each_nth(3, SPLIT))
@@ -138,8 +142,8 @@ def test_another_order_of_sums_says_its_tolerance_and_is_held_to_it() -> None:
 def test_a_kept_plan_runs_in_chunks_too(tmp_path: Path, ending: str) -> None:
     model, args = made("shifted")
     module = remat.rematerialize(model, args, budget="min", split="exact", check=False)
-    remat.save_plan(remat.plan_of(module), tmp_path / f"plan.{ending}")
-    loaded = remat.load(tmp_path / f"plan.{ending}", model, args)
+    save_plan(plan_of(module), tmp_path / f"plan.{ending}")
+    loaded = agreed_load(tmp_path / f"plan.{ending}", model, args)
     assert loaded.schedule == module.schedule
     assert remat.check(model, loaded, args, steps=1).differences == ()
 
@@ -150,7 +154,7 @@ def test_a_plan_for_a_device_that_is_not_here_is_compared_here() -> None:
     graph = remat.capture(model, args, split="exact", device="h100")
     result = remat.solve(graph, "min")
     assert result.schedule is not None
-    module = remat.rewrite(model, result.schedule)
+    module = agreed_rewrite(model, result.schedule)
     assert remat.check(model, module, args, steps=1).differences == ()
 
 
@@ -166,7 +170,7 @@ def test_chunks_that_give_other_bits_here_are_refused(
     assert result.schedule is not None
     monkeypatch.setattr(same_bits, "matches_eager_bitwise", lambda _: False)
     with pytest.raises(RewriteError, match=r"in \d+ chunks gives other bits than eager here"):
-        remat.rewrite(model, result.schedule)
+        agreed_rewrite(model, result.schedule)
 
 
 def test_what_does_not_go_together_is_refused() -> None:
@@ -177,7 +181,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     schedule = remat.solve(graph, "min").schedule
     assert schedule is not None
     with pytest.raises(RewriteError, match="in chunks, which torch's checkpointing cannot"):
-        remat.checkpoint_policy(graph, schedule)
+        checkpoint_policy(graph, schedule)
     with pytest.raises(ScheduleError, match=r"the graph has no region of that name"):
         simulate(remat.capture(model, args, split="none"), schedule)
 
@@ -213,7 +217,7 @@ def test_chunks_are_allowed_where_nothing_is_said_and_the_wing_takes_them() -> N
     assert remat.rematerialize(model, args, budget="min", check=True).schedule.chunks
     cached = remat.rematerialize(model, budget="min", check=False)
     cached(*args).backward()
-    (schedule,) = remat.plans_of(cached)
+    (schedule,) = schedules_of(cached)
     assert schedule.chunks
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert remat.rematerialize(
@@ -303,5 +307,5 @@ def test_each_number_of_chunks_of_an_odd_shape_is_exact_or_left_out(
             chosen = (ChunkedRegion(region.name, choice.chunks, exact=True),)
             found = solve_within(in_chunks(graph, chosen), 1 << 60, "store_all").schedule
             assert found is not None
-            module = remat.rewrite(model, named(found, chosen, graph))
+            module = agreed_rewrite(model, named(found, chosen, graph))
             assert remat.check(model, module, args, steps=1).differences == ()

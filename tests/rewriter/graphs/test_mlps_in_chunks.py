@@ -10,6 +10,8 @@ import torch
 
 import remat
 from remat.graph_capture.graph import TrainingGraph
+from remat.ranks.same_order import agreed_load, agreed_rewrite
+from remat.rewriter.plans.loading import plan_of, save_plan
 from remat.schedules.derived import in_chunks
 from remat.schedules.schedule import ChunkedRegion
 from remat.solver import solve_within
@@ -30,7 +32,7 @@ def require_each_choice_exact(
             chosen = (ChunkedRegion(region.name, choice.chunks, exact=True),)
             found = solve_within(in_chunks(graph, chosen), 1 << 60, "store_all").schedule
             assert found is not None
-            module = remat.rewrite(model, named(found, chosen, graph))
+            module = agreed_rewrite(model, named(found, chosen, graph))
             assert remat.check(model, module, args, steps=1).differences == ()
 
 
@@ -74,8 +76,8 @@ def test_a_kept_plan_runs_its_mlps_in_chunks_too(tmp_path: Path) -> None:
     model, args = made("swiglu", n_blocks=2)
     module = remat.rematerialize(model, args, budget="min", split="exact", check=False)
     assert module.schedule.chunks
-    remat.save_plan(remat.plan_of(module), tmp_path / "plan.json")
-    loaded = remat.load(tmp_path / "plan.json", model, args)
+    save_plan(plan_of(module), tmp_path / "plan.json")
+    loaded = agreed_load(tmp_path / "plan.json", model, args)
     assert loaded.schedule == module.schedule
     assert remat.check(model, loaded, args, steps=1).differences == ()
 

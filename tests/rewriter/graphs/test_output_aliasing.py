@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.rewriter import RematModule, check
+from remat.rewriter.checking.check import check
+from remat.rewriter.user_module.module import RematModule
 from tests.rows import each_nth
 
 ROWS, WIDTH = 200, 32

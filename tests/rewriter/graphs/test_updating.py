@@ -15,8 +15,9 @@ from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import UPDATE
 from remat.graph_capture.joint.gradients import GradientRelease
 from remat.graph_capture.tracing.trace import Trace
-from remat.rewriter import RematModule, rewrite
 from remat.rewriter.graphs.updating import Updates
+from remat.rewriter.rewriting import rewrite
+from remat.rewriter.user_module.module import RematModule
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.problem import Problem

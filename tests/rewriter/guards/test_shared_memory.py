@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.graph_capture.errors import PlanError, RewriteError, StateChangedError
+from remat.rewriter.plans.loading import plan_of
 
 WIDTH = 8
 OPTIONS: dict[str, Any] = {"budget": "1GiB", "solver": "store_all"}
@@ -90,7 +91,7 @@ def test_a_cache_is_exact_for_one_tensor_and_for_two(kind: str) -> None:
         model = Net(function)
         fast: Any = remat.rematerialize(model, **OPTIONS)
         assert all(is_exact(fast, model, batch) for batch in batches)
-        assert len(remat.plans_of(fast)) == (1 if kind == "read" else 2)
+        assert len(remat.plans(fast)) == (1 if kind == "read" else 2)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"read"}))
@@ -140,5 +141,5 @@ def test_attention_over_one_tensor_takes_eagers_way() -> None:
 def test_a_plan_file_holds_no_two_arguments_that_are_one() -> None:
     fast: Any = remat.rematerialize(Net(asks), once(), **OPTIONS)
     with pytest.raises(PlanError, match=r"pass a copy \(clone\(\)\) of args\[1\]"):
-        remat.plan_of(fast)
+        plan_of(fast)
     assert torch.equal(copy.deepcopy(fast)(*once()), fast(*once()))

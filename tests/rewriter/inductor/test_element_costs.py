@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch._inductor import inductor_prims
 
-import remat
+from remat.compile.graph_context import compiled_plans
 from remat.compile.plan_search import Candidate, PlanSearch
 from remat.graph_capture.costs.cache import CostCache
 from remat.rewriter.inductor import kernel_costs
@@ -48,7 +48,7 @@ def test_it_is_measured_once_in_the_middle_of_a_compilation(
     state = torch.get_rng_state()
     compiled = torch.compile(model, backend="remat", options={"budget": "100%", "replays": 1})
     compiled(torch.ones(64, 8)).sum().backward()
-    plan = remat.compiled_plans()[-1]
+    plan = compiled_plans()[-1]
     torch._dynamo.reset()
     assert plan.peak_bytes <= plan.budget_bytes
     assert not torch.equal(state, torch.get_rng_state()), "the step has drawn its seed"

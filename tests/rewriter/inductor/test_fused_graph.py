@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import remat
+from remat.compile.graph_context import compiled_plans
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.graph import Resident
 from remat.rewriter.inductor.fused_graph import build_fused
@@ -93,7 +93,7 @@ def test_gradients_of_a_shared_weight_are_not_held_until_the_last() -> None:
     for parameter, grad in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, grad)
     model.zero_grad()
-    plan = remat.compiled_plans()[-1]
+    plan = compiled_plans()[-1]
     measured = measure_peak(lambda: compiled(x).backward())
     assert abs(plan.held_bytes + measured - plan.peak_bytes) <= 64
     assert measured < STEPS // 2 * 4 * WIDTH**2

@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-import remat
-from remat.rewriter.inductor.fused_nodes import LEAST_MASK_ELEMENTS, keep_masks_as_bytes
+from remat.compile.graph_context import compiled_plans
+from remat.rewriter.inductor.fused_nodes import (
+    LEAST_MASK_ELEMENTS,
+    keep_masks_as_bytes,
+)
 
 aten = torch.ops.aten
 
@@ -71,7 +74,7 @@ def test_masks_are_saved_as_bytes_and_seen_as_bool(budget: str) -> None:
     kinds = {tensor.dtype for tensor in saved if tensor.shape == x.shape}
     assert torch.uint8 in kinds
     assert torch.bool not in kinds
-    plan = remat.compiled_plans()[-1]
+    plan = compiled_plans()[-1]
     assert plan.schedule is not None
     if budget == "200%":
         assert plan.recomputed == 0

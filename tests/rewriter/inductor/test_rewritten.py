@@ -15,8 +15,10 @@ import remat.one_call
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.distributed.sharding import Sharding
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError
+from remat.ranks.same_order import agreed_load, agreed_rewrite
 from remat.rewriter.checking.comparison import differing_beyond
 from remat.rewriter.inductor import compiler
+from remat.rewriter.plans.loading import plan_of, save_plan
 from tests.limits import AMPLE_S
 
 CLOSE = 2e-6
@@ -93,7 +95,7 @@ def test_gradients_are_those_of_the_step_that_keeps_everything() -> None:
     graph = remat.capture(model, (x,), loss_fn=squared)
     keep_all = remat.solve(graph, "100%", solver="store_all").schedule
     assert keep_all is not None
-    everything = remat.rewrite(model, keep_all, compile=True)
+    everything = agreed_rewrite(model, keep_all, compile=True)
     expected = trained(model, everything, x)
     peaks = [peak_of(model, everything, x)]
     module = remat.rematerialize(
@@ -169,7 +171,7 @@ def test_a_plan_whose_code_exceeds_its_budget_is_warned_about(
     schedule = remat.solve(graph, "100%").schedule
     assert schedule is not None
     with pytest.warns(UserWarning, match=r"peak of 1099511627776 bytes, above its budget of \d+"):
-        remat.rewrite(model, schedule, compile=True)
+        agreed_rewrite(model, schedule, compile=True)
 
 
 def test_a_budget_that_no_code_keeps_to_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +213,7 @@ def test_a_tensor_that_is_no_parameter_may_change_in_place() -> None:
     graph = remat.capture(model, (x,), loss_fn=squared)
     schedule = remat.solve(graph, "100%").schedule
     assert schedule is not None
-    module = remat.rewrite(model, schedule, compile=True)
+    module = agreed_rewrite(model, schedule, compile=True)
     for _ in range(2):
         torch.testing.assert_close(module(x), squared(model(x)))
         model.scale.mul_(3)
@@ -223,7 +225,7 @@ def test_what_is_unpickled_runs_inductors_code_too() -> None:
     graph = remat.capture(model, (x,), loss_fn=squared)
     schedule = remat.solve(graph, "100%").schedule
     assert schedule is not None
-    module = remat.rewrite(model, schedule, compile=True)
+    module = agreed_rewrite(model, schedule, compile=True)
     copied = pickle.loads(pickle.dumps(module))
     found = remat.check(copied.original_module, copied, (x,), loss_fn=squared, steps=1)
     assert found.tolerance == 0.01
@@ -252,7 +254,7 @@ def test_a_generator_of_its_own_is_refused() -> None:
     schedule = remat.solve(graph, "100%").schedule
     assert schedule is not None
     with pytest.raises(RewriteError, match=r"generator of its own.*rewrite without compile=True"):
-        remat.rewrite(model, schedule, compile=True)
+        agreed_rewrite(model, schedule, compile=True)
 
 
 @pytest.mark.slow
@@ -262,15 +264,15 @@ def test_a_kept_plan_is_loaded_with_inductors_code(tmp_path: Path) -> None:
         model, (x,), loss_fn=squared, budget="60%",
         compile=True, check=False, solver="cut", time_limit_s=AMPLE_S,
     )  # fmt: skip
-    remat.save_plan(remat.plan_of(module), tmp_path / "plan.json")
+    save_plan(plan_of(module), tmp_path / "plan.json")
     expected, peak_bytes = trained(model, module, x), peak_of(model, module, x)
-    loaded = remat.load(
+    loaded = agreed_load(
         tmp_path / "plan.json", model, loss_fn=squared, compile=True
     )  # fmt: skip
     found = trained(model, loaded, x)
     assert furthest(found, expected) < CLOSE, "Inductor adds the embedding's rows up by atomics"
     assert torch.equal(found["stream"], expected["stream"])
     assert peak_of(model, loaded, x) == peak_bytes
-    without = trained(model, remat.load(tmp_path / "plan.json", model, loss_fn=squared), x)
+    without = trained(model, agreed_load(tmp_path / "plan.json", model, loss_fn=squared), x)
     assert torch.equal(without["stream"], found["stream"])
     assert furthest(without, found) < 1e-4

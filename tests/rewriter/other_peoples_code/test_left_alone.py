@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
+from remat.rewriter.plans.loading import plan_of
 from tests.rewriter.other_peoples_code.small_models import WIDTH, Base, batch, planned
 
 
@@ -81,7 +82,7 @@ def test_the_users_names_stay_his() -> None:
     assert (fast.code, fast.graph(1)) == ("mine", 2)
     fast.code = "other"
     assert model.code == "other"
-    assert remat.plan_of(fast).schedule.steps
+    assert plan_of(fast).schedule.steps
 
 
 def test_a_registry_of_subclasses_is_not_told_of_a_plan() -> None:

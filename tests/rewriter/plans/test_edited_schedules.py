@@ -11,12 +11,17 @@ import msgspec
 import pytest
 
 import remat
+from remat.analysis.inspect import inspect
+from remat.analysis.memory_figures import place
 from remat.graph_capture.errors import PlanError, RewriteError, ScheduleError
 from remat.graph_capture.graph import TrainingGraph
-from remat.rewriter.plans.loading import load
+from remat.ranks.same_order import agreed_load, agreed_rewrite
+from remat.rewriter.checkpoint_policy import checkpoint_policy
+from remat.rewriter.plans.loading import load_plan, plan_of, save_plan
 from remat.schedules.exports import to_dot, trace_file
-from remat.schedules.plan import Plan
+from remat.schedules.plan import PlanFile
 from remat.schedules.schedule import ChunkedRegion, Schedule
+from remat.schedules.simulate import simulate
 from tests import models
 from tests.graph_capture.chunking.language_models import made
 from tests.rewriter.plans.edited_schedules import CHUNKS, EDITS, edited, without_frees
@@ -24,13 +29,13 @@ from tests.rows import rows
 
 
 @functools.cache
-def case() -> tuple[Any, Any, TrainingGraph, Schedule, Plan]:
+def case() -> tuple[Any, Any, TrainingGraph, Schedule, PlanFile]:
     """A model with dropout, its batch, its graph, a schedule that recomputes, and the plan."""
     model, args, *_ = models.dropout()
     graph = remat.capture(model, args)
     schedule = remat.solve(graph, 10**12, solver="chen_sqrt").schedule
     assert schedule is not None
-    return model, args, graph, schedule, remat.plan_of(remat.rewrite(model, schedule))
+    return model, args, graph, schedule, plan_of(agreed_rewrite(model, schedule))
 
 
 @functools.cache
@@ -39,27 +44,27 @@ def bad() -> dict[str, Callable[[], Schedule]]:
 
 
 def by_rewrite(schedule: Schedule) -> object:
-    return remat.rewrite(case()[0], schedule)
+    return agreed_rewrite(case()[0], schedule)
 
 
 def by_rewrite_with_a_batch(schedule: Schedule) -> object:
-    return remat.rewrite(case()[0], schedule, case()[1])
+    return agreed_rewrite(case()[0], schedule, case()[1])
 
 
 def by_load(schedule: Schedule) -> object:
-    return load(msgspec.structs.replace(case()[4], schedule=schedule), case()[0])
+    return load_plan(msgspec.structs.replace(case()[4], schedule=schedule), case()[0])
 
 
 def by_policy(schedule: Schedule) -> object:
-    return remat.checkpoint_policy(case()[2], schedule)
+    return checkpoint_policy(case()[2], schedule)
 
 
 def by_inspect(schedule: Schedule) -> object:
-    return remat.inspect(case()[2], schedule)
+    return inspect(case()[2], schedule)
 
 
 def by_place(schedule: Schedule) -> object:
-    return remat.place(case()[2], schedule)
+    return place(case()[2], schedule)
 
 
 def by_drawing(schedule: Schedule) -> object:
@@ -95,21 +100,21 @@ def test_all_frees_removed() -> None:
     """Where something runs again it makes nothing new; elsewhere it holds more than its budget."""
     model, args, graph, schedule, plan = case()
     with pytest.raises(ScheduleError, match="makes nothing that is not live"):
-        remat.rewrite(model, without_frees(schedule), args)
+        agreed_rewrite(model, without_frees(schedule), args)
     kept = remat.solve(graph, 10**12, solver="store_all")
     assert kept.schedule is not None
     full = msgspec.structs.replace(without_frees(kept.schedule), budget_bytes=kept.peak_bytes)
-    assert remat.simulate(graph, full).peak_bytes > kept.peak_bytes
+    assert simulate(graph, full).peak_bytes > kept.peak_bytes
     with pytest.warns(UserWarning, match="above its budget of"):
-        remat.rewrite(model, full, args)
+        agreed_rewrite(model, full, args)
     with pytest.raises(PlanError, match="above its budget"):
-        load(msgspec.structs.replace(plan, schedule=full, graph=graph), model)
+        load_plan(msgspec.structs.replace(plan, schedule=full, graph=graph), model)
 
 
 def test_a_plan_whose_figures_were_edited_does_not_load(tmp_path: Path) -> None:
     model, args, *_ = models.dropout()
     module = remat.rematerialize(model, args, budget="90%", solver="cut", check=False)
-    plan = remat.plan_of(module)
+    plan = plan_of(module)
     assert plan.prediction is not None
     for field, value in (
         ("peak_bytes", plan.prediction.peak_bytes - 1),
@@ -119,11 +124,11 @@ def test_a_plan_whose_figures_were_edited_does_not_load(tmp_path: Path) -> None:
         ("gap", 0.25),
     ):
         prediction = msgspec.structs.replace(plan.prediction, **{field: value})
-        remat.save_plan(msgspec.structs.replace(plan, prediction=prediction), tmp_path / "p.json")
+        save_plan(msgspec.structs.replace(plan, prediction=prediction), tmp_path / "p.json")
         with pytest.raises(PlanError, match=rf"p\.json was edited, or is stale: it says {field}"):
-            remat.load(tmp_path / "p.json", model)
+            agreed_load(tmp_path / "p.json", model)
     alone = msgspec.structs.replace(plan, graph=None)
-    assert remat.plan_of(remat.load(alone, model)).prediction is None
+    assert plan_of(agreed_load(alone, model)).prediction is None
 
 
 @pytest.mark.slow
@@ -139,6 +144,6 @@ def test_chunks_that_were_edited_do_not_train() -> None:
         (ChunkedRegion(one.region, one.chunks, exact=False),),
     ):  # fmt: skip
         with pytest.raises(ScheduleError):
-            remat.rewrite(model, msgspec.structs.replace(schedule, chunks=chunks), args)
+            agreed_rewrite(model, msgspec.structs.replace(schedule, chunks=chunks), args)
     with pytest.raises(ScheduleError, match="the same region in chunks twice"):
         msgspec.structs.replace(schedule, chunks=(one, one))

@@ -14,6 +14,9 @@ import remat
 from remat.graph_capture.errors import RematError, RewriteError, SignatureError
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import corner
+from remat.ranks.same_order import agreed_rewrite
+from remat.rewriter.plans.loading import plan_of
+from remat.schedules.family import peak_over
 from tests.beside_eager import most_live_bytes, same_bits
 from tests.sized_models import SIZED, Sized, gpt
 
@@ -32,7 +35,7 @@ def planned(
     result = remat.solve(graph.top, budget, time_limit_s=5)
     if result.schedule is None:
         result = remat.solve(graph.top, "min", time_limit_s=5)
-    return sized, graph, result, remat.rewrite(sized.model, result.schedule, over=graph)
+    return sized, graph, result, agreed_rewrite(sized.model, result.schedule, over=graph)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +44,7 @@ def planned(
 )
 def test_it_trains_as_eager_at_each_size_and_within_the_budget(name: str) -> None:
     sized, graph, result, module = planned(name, device=None)
-    proved = remat.peak_over(graph, result.schedule)
+    proved = peak_over(graph, result.schedule)
     assert proved.peak_bytes <= result.budget_bytes
     for sizes in [*sized.sizes, corner(graph.symbols, "high")]:
         batch = sized.batch(**sizes)
@@ -92,7 +95,7 @@ def test_gradients_that_are_added_up_at_each_size() -> None:
     graph = remat.capture(
         sized.model, sized.batch(tokens=9), dynamic=sized.dynamic, device="h100", accumulate=True
     )
-    module = remat.rewrite(sized.model, remat.solve(graph.top, "70%").schedule, over=graph)
+    module = agreed_rewrite(sized.model, remat.solve(graph.top, "70%").schedule, over=graph)
     for sizes in sized.sizes:
         assert not remat.check(
             sized.model, module, sized.batch(**sizes), accumulate=True
@@ -110,7 +113,7 @@ def test_a_float_that_is_made_of_a_size_is_made_again() -> None:
 
     model = Scaled()
     graph = remat.capture(model, (torch.randn(5, 8),), dynamic={"x": {0: ("n", 2, 40)}})
-    module = remat.rewrite(model, remat.solve(graph.top, "100%").schedule, over=graph)
+    module = agreed_rewrite(model, remat.solve(graph.top, "100%").schedule, over=graph)
     for n in (2, 3, 7, 11, 40):
         assert same_bits(model, module, (torch.randn(n, 8),))
 
@@ -120,16 +123,16 @@ def test_a_plan_of_another_step_or_process_is_refused() -> None:
     sized, graph, result, _ = planned("experts")
     other = gpt()
     with pytest.raises(RewriteError, match="was not captured in this process for the range"):
-        remat.rewrite(other.model, result.schedule, over=graph)
+        agreed_rewrite(other.model, result.schedule, over=graph)
     plain = remat.capture(other.model, other.batch(batch=2, seq=16), device="h100")
     with pytest.raises(RematError, match="made for other ops"):
-        remat.rewrite(sized.model, remat.solve(plain, "100%").schedule, over=graph)
+        agreed_rewrite(sized.model, remat.solve(plain, "100%").schedule, over=graph)
     with pytest.raises(RematError, match="compile is not taken with dynamic sizes"):
-        remat.rewrite(sized.model, result.schedule, over=graph, compile=True)
+        agreed_rewrite(sized.model, result.schedule, over=graph, compile=True)
 
 
 @pytest.mark.slow
 def test_no_plan_file_is_made_of_it() -> None:
     _, _, _, module = planned("experts")
     with pytest.raises(RematError, match="runs one schedule over a range of sizes"):
-        remat.plan_of(module)
+        plan_of(module)

@@ -26,10 +26,12 @@ from remat.graph_capture.errors import (
     RewriteError,
     ScheduleError,
 )
-from remat.rewriter.plans.loading import EXTRA_FILE, load, plan_of, read_plan, save_plan
-from remat.schedules.plan import KIND, Plan
+from remat.ranks.same_order import agreed_rewrite
+from remat.rewriter.plans.loading import EXTRA_FILE, load_plan, plan_of, read_plan, save_plan
+from remat.schedules.plan import KIND, PlanFile
 from tests.models import make
 from tests.rows import each_nth
+from tests.steps import schedules_of
 
 ROOT = Path(__file__).parents[3]
 SCHEMA = ROOT / "docs" / "plan.schema.json"
@@ -40,7 +42,7 @@ IN_ANOTHER_PROCESS = """
 import json, sys
 import remat
 from tests.models import make
-from remat.rewriter import check
+from remat.rewriter.checking.check import check
 
 said = {}
 for name in sys.argv[2:]:
@@ -54,7 +56,7 @@ print(json.dumps(said))
 """
 
 
-def planned(name: str, budget: str = "70%") -> tuple[Any, Plan, int]:
+def planned(name: str, budget: str = "70%") -> tuple[Any, PlanFile, int]:
     """The case, its plan, and the peak that was measured where it was made."""
     model, args, kwargs, loss_fn, target = case = make(name)
     module: Any = remat.rematerialize(
@@ -75,7 +77,7 @@ LOADED = ("loss_function_with_target", "transformer_layers")
 
 
 @pytest.fixture(scope="module")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Plan, int, Any]]:
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[PlanFile, int, Any]]:
     """Plans, their peaks here, and what was found in one other process that loads them all."""
     folder = tmp_path_factory.mktemp("plans")
     made = {name: planned(name)[1:] for name in LOADED}
@@ -92,7 +94,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Plan,
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOADED)
 def test_loaded_in_another_process_with_the_same_peak_and_gradients(
-    name: str, elsewhere: dict[str, tuple[Plan, int, Any]]
+    name: str, elsewhere: dict[str, tuple[PlanFile, int, Any]]
 ) -> None:
     plan, peak_bytes, said = elsewhere[name]
     assert said["differences"] == []
@@ -113,7 +115,7 @@ def test_plans_of_all_kinds_of_models_read_back_equal_and_train(name: str, tmp_p
     save_plan(plan, tmp_path / "plan.pt2")
     assert read_plan(tmp_path / "plan.pt2") == plan
     fresh = make(name)[0]
-    again = load(tmp_path / "plan.pt2", fresh, args, kwargs, loss_fn=loss_fn, target=target)
+    again = load_plan(tmp_path / "plan.pt2", fresh, args, kwargs, loss_fn=loss_fn, target=target)
     assert plan_of(again) == plan
     found = remat.check(fresh, again, args, kwargs, loss_fn=loss_fn, target=target, steps=1)
     assert found.differences == ()
@@ -123,7 +125,7 @@ def test_a_plan_made_under_autocast_is_loaded_outside_of_it() -> None:
     model, args, *_ = make("plain")
     with torch.autocast("cpu", torch.bfloat16):
         module: Any = remat.rematerialize(model, args, budget="95%", solver="cut", check=False)
-    loaded = load(Plan.from_json(plan_of(module).to_json()), model)
+    loaded = load_plan(PlanFile.from_json(plan_of(module).to_json()), model)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(loaded(*args), model(*args))
     with pytest.raises(RewriteError, match="autocast of Scalar was"):
@@ -140,21 +142,21 @@ class Exported(nn.Module):
 
 
 @functools.cache
-def small_plan() -> Plan:
+def small_plan() -> PlanFile:
     model, x = Exported(), torch.randn(16, 8)
     graph = remat.capture(model, (x,), {"scale": float("inf"), "mode": "a\nb"})
     schedule = remat.solve(graph, "100%", solver="cut").schedule
-    return plan_of(remat.rewrite(model, schedule))
+    return plan_of(agreed_rewrite(model, schedule))
 
 
 @pytest.fixture
-def small() -> tuple[Exported, Tensor, Plan]:
+def small() -> tuple[Exported, Tensor, PlanFile]:
     """A model and a batch of this test's own, which the one plan is for."""
     return Exported(), torch.randn(16, 8), small_plan()
 
 
 def test_an_archive_holds_a_program_beside_the_plan(
-    small: tuple[Exported, Tensor, Plan], tmp_path: Path
+    small: tuple[Exported, Tensor, PlanFile], tmp_path: Path
 ) -> None:
     model, x, plan = small
     path = tmp_path / "model.pt2"
@@ -163,16 +165,16 @@ def test_an_archive_holds_a_program_beside_the_plan(
     assert torch.equal(torch.export.load(path).module()(x), model(x))
     extra = {EXTRA_FILE: ""}
     torch.export.load(path, extra_files=extra)
-    assert Plan.from_json(extra[EXTRA_FILE]) == plan
+    assert PlanFile.from_json(extra[EXTRA_FILE]) == plan
     with pytest.raises(PlanError, match=r"holds no program: name the file with \.pt2"):
         save_plan(plan, tmp_path / "plan.json", torch.export.export(model, (x,)))
 
 
-def test_python_arguments_are_kept_by_value(small: tuple[Exported, Tensor, Plan]) -> None:
+def test_python_arguments_are_kept_by_value(small: tuple[Exported, Tensor, PlanFile]) -> None:
     model, x, plan = small
     assert plan.prediction is None
-    loaded = load(
-        Plan.from_json(plan.to_json()), model, (x,), {"scale": float("inf"), "mode": "a\nb"}
+    loaded = load_plan(
+        PlanFile.from_json(plan.to_json()), model, (x,), {"scale": float("inf"), "mode": "a\nb"}
     )
     loaded(x, scale=float("inf"), mode="a\nb")
     with pytest.raises(RewriteError, match=r"planned for kwargs\['scale'\] = inf"):
@@ -180,20 +182,20 @@ def test_python_arguments_are_kept_by_value(small: tuple[Exported, Tensor, Plan]
 
 
 def test_a_batch_of_another_shape_is_refused_at_loading_or_at_the_first_step(
-    small: tuple[Exported, Tensor, Plan],
+    small: tuple[Exported, Tensor, PlanFile],
 ) -> None:
     model, x, plan = small
     kwargs = {"scale": float("inf"), "mode": "a\nb"}
     with pytest.raises(
         PlanError, match=r"the batch was args\[0\]: float32\[16, 8\] on cpu and is .*\[4, 8\]"
     ):
-        load(plan, model, (x[:4],), kwargs)
+        load_plan(plan, model, (x[:4],), kwargs)
     with pytest.raises(
         PlanError, match=r"structure of the batch was \(args\[0\], .*mode.*\) and is \(args"
     ):
-        load(plan, model, (x,), {"scale": float("inf")})
+        load_plan(plan, model, (x,), {"scale": float("inf")})
     with pytest.raises(RewriteError, match=r"planned for args\[0\] = float32\[16, 8\]"):
-        load(plan, model)(x[:4], **kwargs)
+        load_plan(plan, model)(x[:4], **kwargs)
 
 
 def changed_model(change: str) -> nn.Module:
@@ -233,27 +235,27 @@ def changed_model(change: str) -> nn.Module:
     ],
 )
 def test_a_changed_model_is_refused_with_the_first_difference(
-    small: tuple[Exported, Tensor, Plan], change: str, says: str
+    small: tuple[Exported, Tensor, PlanFile], change: str, says: str
 ) -> None:
-    with pytest.raises(PlanError, match=f"the plan does not fit: {says}.*again.*remat.save_plan"):
-        load(small[2], changed_model(change))
+    with pytest.raises(PlanError, match=f"the plan does not fit: {says}.*again.*remat.plans"):
+        load_plan(small[2], changed_model(change))
 
 
 def test_a_model_that_computes_something_else_is_refused_by_its_graph(
-    small: tuple[Exported, Tensor, Plan],
+    small: tuple[Exported, Tensor, PlanFile],
 ) -> None:
     with pytest.raises(ScheduleError, match=r"op 2 was .*gelu.*, is .*relu"):
-        load(small[2], changed_model("activation"))
+        load_plan(small[2], changed_model("activation"))
 
 
 def test_another_class_and_a_rewritten_module_are_refused(
-    small: tuple[Exported, Tensor, Plan],
+    small: tuple[Exported, Tensor, PlanFile],
 ) -> None:
     model, _, plan = small
     with pytest.raises(PlanError, match="the model's class was Exported and is Linear"):
-        load(plan, nn.Linear(2, 2))
+        load_plan(plan, nn.Linear(2, 2))
     with pytest.raises(CaptureError, match="follows a plan already"):
-        load(plan, load(plan, model))
+        load_plan(plan, load_plan(plan, model))
     with pytest.raises(PlanError, match="a Exported follows no plan"):
         plan_of(model)
 
@@ -266,35 +268,35 @@ def test_of_a_cache_it_is_the_plan_that_was_used_last() -> None:
     for rows in (16, 8, 16):
         cache(x[:rows])
     plan = plan_of(cache)
-    assert plan.schedule == remat.plans_of(cache)[-1]
+    assert plan.schedule == schedules_of(cache)[-1]
     assert plan.schedule.inputs[0] == "args[0]: float32[16, 8] on cpu"
-    assert torch.equal(load(plan, model)(x), model(x))
+    assert torch.equal(load_plan(plan, model)(x), model(x))
 
 
-def edited(plan: Plan, **changes: Any) -> Plan:
+def edited(plan: PlanFile, **changes: Any) -> PlanFile:
     return msgspec.structs.replace(plan, **changes)
 
 
 def test_another_torch_is_refused_another_build_of_it_is_not(
-    small: tuple[Exported, Tensor, Plan],
+    small: tuple[Exported, Tensor, PlanFile],
 ) -> None:
     model, _, plan = small
     older = edited(plan, versions=msgspec.structs.replace(plan.versions, torch="2.10.0+cpu"))
     with pytest.raises(PlanError, match=r"torch was 2\.10\.0\+cpu and is .*remat\.save_plan"):
-        load(older, model)
+        load_plan(older, model)
     public = str(torch.__version__).partition("+")[0]
     versions = msgspec.structs.replace(plan.versions, torch=f"{public}+cu126")
-    load(edited(plan, versions=versions), model)
+    load_plan(edited(plan, versions=versions), model)
 
 
 def test_another_device_is_refused_and_another_machine_is_warned_about(
-    small: tuple[Exported, Tensor, Plan],
+    small: tuple[Exported, Tensor, PlanFile],
 ) -> None:
     model, _, plan = small
     with pytest.raises(PlanError, match="the device was h100 and is cpu"):
-        load(edited(plan, device="h100"), model)
+        load_plan(edited(plan, device="h100"), model)
     with pytest.warns(UserWarning, match="made for another one and is loaded on") as warned:
-        load(edited(plan, title="another one"), model)
+        load_plan(edited(plan, title="another one"), model)
     assert warned[0].filename == __file__
 
 
@@ -302,11 +304,11 @@ def test_the_loss_function_is_given_again() -> None:
     (model, *_), plan, _ = planned("loss_function_with_target", "100%")
     assert plan.loss_fn == "CrossEntropyLoss"
     with pytest.raises(PlanError, match=r"pass it, remat\.load\(plan, model, loss_fn=CrossEntropy"):
-        load(plan, model)
+        load_plan(plan, model)
     with pytest.raises(PlanError, match="loss function was CrossEntropyLoss and is MSELoss"):
-        load(plan, model, loss_fn=nn.MSELoss())
+        load_plan(plan, model, loss_fn=nn.MSELoss())
     with pytest.raises(PlanError, match="loss function was none and is mse_loss"):
-        load(planned("plain", "100%")[1], make("plain")[0], loss_fn=nn.functional.mse_loss)
+        load_plan(planned("plain", "100%")[1], make("plain")[0], loss_fn=nn.functional.mse_loss)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +331,9 @@ def test_files_that_are_no_plans(tmp_path: Path, text: bytes, says: str) -> None
         read_plan(path)
 
 
-def test_archives_that_hold_no_plan(small: tuple[Exported, Tensor, Plan], tmp_path: Path) -> None:
+def test_archives_that_hold_no_plan(
+    small: tuple[Exported, Tensor, PlanFile], tmp_path: Path
+) -> None:
     model, x, plan = small
     path = tmp_path / "model.pt2"
     torch.export.save(torch.export.export(model, (x,)), path)
@@ -343,7 +347,7 @@ def test_archives_that_hold_no_plan(small: tuple[Exported, Tensor, Plan], tmp_pa
 
 @pytest.mark.parametrize("with_program", [False, True])
 def test_an_archive_that_a_full_disk_cuts_short(
-    small: tuple[Exported, Tensor, Plan], tmp_path: Path, with_program: bool
+    small: tuple[Exported, Tensor, PlanFile], tmp_path: Path, with_program: bool
 ) -> None:
     """Its writer ends its file when it is destroyed, where an error would end the process."""
     model, x, plan = small
@@ -398,27 +402,27 @@ def test_a_batch_that_no_file_can_hold_is_refused_when_the_plan_is_made(
 ) -> None:
     model, args = Marked(), (torch.ones(1, 2), mark)
     graph = remat.capture(model, args)
-    module = remat.rewrite(model, remat.solve(graph, "100%", solver="cut").schedule)
+    module = agreed_rewrite(model, remat.solve(graph, "100%", solver="cut").schedule)
     with pytest.raises(PlanError, match=says):
         plan_of(module)
 
 
-def test_a_batch_in_a_file_that_cannot_be_read(small: tuple[Exported, Tensor, Plan]) -> None:
+def test_a_batch_in_a_file_that_cannot_be_read(small: tuple[Exported, Tensor, PlanFile]) -> None:
     model, _, plan = small
     batch = msgspec.structs.replace(plan.batch, tree="[1, {}]")
     with pytest.raises(PlanError, match="the batch in the plan file cannot be read"):
-        load(edited(plan, batch=batch), model)
+        load_plan(edited(plan, batch=batch), model)
 
 
 def json_schema() -> bytes:
     """The JSON schema of plan files, as `SCHEMA` holds it."""
-    return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(Plan)), indent=2) + b"\n"
+    return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(PlanFile)), indent=2) + b"\n"
 
 
-def test_the_published_schema_is_current(small: tuple[Exported, Tensor, Plan]) -> None:
+def test_the_published_schema_is_current(small: tuple[Exported, Tensor, PlanFile]) -> None:
     published = SCHEMA.read_bytes()
     assert published == json_schema(), f'write it anew: python -c "{WRITE_SCHEMA}"'
     schema = json.loads(published)
-    fields = schema["$defs"]["Plan"]["properties"]
+    fields = schema["$defs"]["PlanFile"]["properties"]
     assert fields.keys() == json.loads(small[2].to_json()).keys()
     assert fields["kind"]["default"] == KIND

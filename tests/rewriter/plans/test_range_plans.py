@@ -13,51 +13,54 @@ from torch import nn
 
 import remat
 from remat.graph_capture.errors import PlanError
+from remat.ranks.same_order import agreed_load
+from remat.rewriter.plans.loading import plan_of, read_plan, save_plan
 from remat.rewriter.user_module.ranged import RangedModule
 from remat.schedules.family import Family, Member
-from remat.schedules.plan import Plan
+from remat.schedules.plan import PlanFile
+from remat.schedules.simulate import simulate
 from tests.beside_eager import same_bits
 from tests.rows import each_nth
 from tests.sized_models import SIZED, Experts, Sized
 
 
 @pytest.fixture(scope="module")
-def kept() -> tuple[Sized, RangedModule, Plan]:
+def kept() -> tuple[Sized, RangedModule, PlanFile]:
     torch.manual_seed(0)
     sized = SIZED["experts"]()
     module = remat.rematerialize(
         sized.model, sized.batch(tokens=16), budget="70%", dynamic=sized.dynamic,
         solver="cut", check=False,
     )  # fmt: skip
-    return sized, module, remat.plan_of(module)
+    return sized, module, plan_of(module)
 
 
 @pytest.mark.parametrize("name", each_nth(2, ["plan.json", "plan.pt2"]))
 def test_a_plan_for_a_range_is_read_back_and_trains_another_model(
-    name: str, kept: tuple[Sized, RangedModule, Plan], tmp_path: Path
+    name: str, kept: tuple[Sized, RangedModule, PlanFile], tmp_path: Path
 ) -> None:
     sized, module, plan = kept
-    remat.save_plan(plan, tmp_path / name)
-    assert remat.read_plan(tmp_path / name) == plan
+    save_plan(plan, tmp_path / name)
+    assert read_plan(tmp_path / name) == plan
     torch.manual_seed(1)
     other = Experts()
-    loaded = remat.load(tmp_path / name, other)
+    loaded = agreed_load(tmp_path / name, other)
     assert isinstance(loaded, RangedModule)
     assert loaded.family == module.family
     for tokens in (4, 46, 100, 300):
         assert same_bits(other, loaded, sized.batch(tokens=tokens))
-    assert remat.plan_of(loaded) == plan
+    assert plan_of(loaded) == plan
     with pytest.raises(remat.RematError, match="planned for tokens from 4 to 300"):
         loaded(*sized.batch(tokens=301))
 
 
 def test_it_can_be_shown_as_the_plan_of_the_largest_sizes(
-    kept: tuple[Sized, RangedModule, Plan],
+    kept: tuple[Sized, RangedModule, PlanFile],
 ) -> None:
     _, module, plan = kept
     assert plan.graph is not None
     assert plan.over is not None
-    found = remat.simulate(plan.graph, plan.schedule)
+    found = simulate(plan.graph, plan.schedule)
     assert found.peak_bytes == module.family.top.peak_bytes
 
 
@@ -97,16 +100,16 @@ def _without_members(family: Family) -> Family:
     ],
 )  # fmt: skip
 def test_a_family_that_was_edited_is_refused(
-    edit: Callable[[Family], Family], kept: tuple[Sized, RangedModule, Plan]
+    edit: Callable[[Family], Family], kept: tuple[Sized, RangedModule, PlanFile]
 ) -> None:
     _, _, plan = kept
     assert plan.over is not None
     over = msgspec.structs.replace(plan.over, family=edit(plan.over.family))
     with pytest.raises(PlanError, match="was edited"):
-        remat.load(msgspec.structs.replace(plan, over=over), Experts())
+        agreed_load(msgspec.structs.replace(plan, over=over), Experts())
 
 
-def test_a_range_of_another_batch_is_refused(kept: tuple[Sized, RangedModule, Plan]) -> None:
+def test_a_range_of_another_batch_is_refused(kept: tuple[Sized, RangedModule, PlanFile]) -> None:
     _, _, plan = kept
     assert plan.over is not None
     (place,) = plan.over.places
@@ -117,19 +120,19 @@ def test_a_range_of_another_batch_is_refused(kept: tuple[Sized, RangedModule, Pl
     ):
         over = msgspec.structs.replace(plan.over, places=(wrong,))
         with pytest.raises(PlanError, match="the range in the plan file cannot be read"):
-            remat.load(msgspec.structs.replace(plan, over=over), Experts())
+            agreed_load(msgspec.structs.replace(plan, over=over), Experts())
 
 
 def test_a_model_whose_values_have_other_sizes_is_refused(
-    kept: tuple[Sized, RangedModule, Plan],
+    kept: tuple[Sized, RangedModule, PlanFile],
 ) -> None:
     _, _, plan = kept
     model = Experts()
     with pytest.raises(PlanError, match="the model's class"):
-        remat.load(plan, nn.Linear(16, 16))
+        agreed_load(plan, nn.Linear(16, 16))
     model.gate.weight.requires_grad_(False)
     with pytest.raises(PlanError, match=r"gate.weight was trained and is frozen"):
-        remat.load(plan, model)
+        agreed_load(plan, model)
 
 
 def test_the_plan_of_a_cache_is_that_of_the_range_it_used_last() -> None:
@@ -138,6 +141,6 @@ def test_the_plan_of_a_cache_is_that_of_the_range_it_used_last() -> None:
         sized.model, budget="100%", solver="cut", check=False, upto={"x": {0: 40}}
     )
     cache(*sized.batch(tokens=8))
-    over = remat.plan_of(cache).over
+    over = plan_of(cache).over
     assert over is not None
     assert [str(symbol) for symbol in over.family.symbols] == ["x_0 from 2 to 40"]

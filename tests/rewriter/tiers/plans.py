@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from remat.graph_capture import capture
 from remat.graph_capture.graph import TrainingGraph
-from remat.rewriter import RematModule, rewrite
+from remat.rewriter.rewriting import rewrite
 from remat.rewriter.tiers.file_tier import link_thread
+from remat.rewriter.user_module.module import RematModule
 from remat.schedules.schedule import Schedule
 from tests.links import with_links
 from tests.models import BATCH, WIDTH, make

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from remat.graph_capture import Trace, TrainingGraph, measure_costs, trace
-from remat.rewriter import check, rewrite
+from remat.rewriter.checking.check import check
+from remat.rewriter.rewriting import rewrite
 from remat.schedules.schedule import Fetch, Offload, Schedule
 from remat.schedules.simulate import simulate
 from tests.links import with_links

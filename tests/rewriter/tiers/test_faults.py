@@ -23,7 +23,8 @@ import torch
 
 from remat.graph_capture.errors import TierError
 from remat.graph_capture.spill_files import HOST_FOLDER, File
-from remat.rewriter import RematModule, check
+from remat.rewriter.checking.check import check
+from remat.rewriter.user_module.module import RematModule
 from tests.limits import AMPLE_S
 from tests.paths import ROOT
 from tests.rewriter.tiers.plans import (

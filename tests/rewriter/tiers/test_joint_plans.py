@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import remat
 from examples.gpt import GPT, Sizes
 from remat.graph_capture.graph import TrainingGraph
-from remat.rewriter import check, rewrite
+from remat.rewriter.checking.check import check
+from remat.rewriter.rewriting import rewrite
 from remat.schedules.schedule import Offload
 from remat.schedules.simulate import simulate
 from remat.solver import solve_within

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-import remat
 from remat.graph_capture import capture, spill_files
 from remat.graph_capture.errors import PlanError, RematError, RewriteError, ScheduleError, TierError
-from remat.rewriter import rewrite
+from remat.ranks.same_order import agreed_load
+from remat.rewriter.checkpoint_policy import checkpoint_policy
 from remat.rewriter.compiled import refuse_copies
 from remat.rewriter.graphs.copies import CopyTimes, copy_times
+from remat.rewriter.plans.loading import plan_of
+from remat.rewriter.rewriting import rewrite
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.schedules.simulate import simulate
 from tests.links import links, with_links
@@ -65,17 +67,17 @@ def test_a_range_of_sizes_copies_nothing() -> None:
 
 
 def test_torchs_checkpointing_copies_nothing() -> None:
-    text = "torch's checkpointing copies none: train with remat.rewrite"
-    refused(RewriteError, text, remat.checkpoint_policy, plan().graph, plan().schedule)
+    text = "torch's checkpointing copies none: train with Plan.apply"
+    refused(RewriteError, text, checkpoint_policy, plan().graph, plan().schedule)
 
 
 def test_a_plan_file_whose_graph_has_lost_its_links_is_refused(tmp_path: Path) -> None:
-    kept = remat.plan_of(plan().module())
+    kept = plan_of(plan().module())
     assert kept.graph is not None
     bare = msgspec.structs.replace(kept, graph=msgspec.structs.replace(kept.graph, links=None))
-    refused(PlanError, "no such link: capture with host=", remat.load, bare, plan().model)
+    refused(PlanError, "no such link: capture with host=", agreed_load, bare, plan().model)
     without = msgspec.structs.replace(kept, graph=None)
-    refused(ScheduleError, "no such link: capture with host=", remat.load, without, plan().model)
+    refused(ScheduleError, "no such link: capture with host=", agreed_load, without, plan().model)
 
 
 def test_a_folder_that_is_not_there_is_refused_before_the_step(

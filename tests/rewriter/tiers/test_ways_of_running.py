@@ -14,9 +14,14 @@ from torch import Tensor, nn
 
 import remat
 from examples.gpt import GPT, Sizes
+from remat.analysis.memory_figures import use_arena
 from remat.graph_capture import capture_api, spill_files
 from remat.graph_capture.graph import TrainingGraph
-from remat.rewriter import check, compiled, rewrite
+from remat.ranks.same_order import agreed_load
+from remat.rewriter import compiled
+from remat.rewriter.checking.check import check
+from remat.rewriter.plans.loading import plan_of, save_plan
+from remat.rewriter.rewriting import rewrite
 from remat.rewriter.tiers import stream_tier
 from remat.rewriter.tiers.file_tier import host_places
 from remat.schedules.schedule import Offload, Schedule
@@ -54,8 +59,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_a_kept_plan_with_copies_loads_and_trains(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    remat.save_plan(remat.plan_of(plan().module()), path)
-    module = remat.load(path, plan().model)
+    save_plan(plan_of(plan().module()), path)
+    module = agreed_load(path, plan().model)
     assert module.schedule == plan().schedule
     assert check(plan().model, module, plan().args, steps=1).differences == ()
 
@@ -76,7 +81,7 @@ def test_links_of_a_capture_are_known_when_its_plan_is_rewritten(
 def test_an_arena_serves_a_step_with_copies() -> None:
     module = plan().module()
     wanted = step(plan().model, plan().args)
-    with remat.use_arena(module, plan().args) as arena:
+    with use_arena(module, plan().args) as arena:
         for _ in range(3):
             assert same(step(module, plan().args), wanted)
         assert arena.counts.unplanned == arena.counts.occupied == 0

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 
-from remat.graph_capture.errors import SolverError
+from remat.graph_capture.errors import GraphError, SolverError
 from remat.schedules.levers import REDUCTIONS, attribute_at
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.reductions import reduction
+from remat.solver.reductions.legal_step import VARIABLE
 from remat.solver.reductions.reduction import (
     ASKED,
     LEVER_PAIRS,
@@ -73,6 +75,40 @@ def test_an_answer_is_judged_on_the_graph_that_was_asked() -> None:
 def test_an_option_that_no_lever_takes_is_the_solvers_to_refuse() -> None:
     with pytest.raises(SolverError, match="solver 'store_all' has no option 'first'"):
         fold(asked(first=1), ())
+
+
+class Smaller(Slower):
+    """Says that what ops make takes fewer bytes than it does."""
+
+    def apply(self, question: Question) -> tuple[Question, Question]:
+        changed, inverse = super().apply(question)
+        values = tuple(
+            msgspec.structs.replace(value, size_bytes=value.size_bytes // 2)
+            for value in changed.graph.values
+        )
+        return replace(
+            changed, graph=msgspec.structs.replace(changed.graph, values=values)
+        ), inverse
+
+
+class Boastful(Slower):
+    """Gives an answer whose time is not that of its schedule."""
+
+    def solve(self, question: Question, rest: Any) -> Result:
+        found = super().solve(question, rest)
+        return msgspec.structs.replace(found, time_us=found.time_us / 2, lower_bound_us=0.0)
+
+
+def test_a_lever_that_breaks_a_rule_of_a_legal_step_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    with pytest.raises(GraphError, match=r"lever Smaller broke a rule .*: no value that both have"):
+        fold(asked(first=1), (Smaller("first", []),))
+    with pytest.raises(SolverError, match=r"answer of Boastful breaks a rule: its figures are"):
+        fold(asked(first=1), (Boastful("first", []),))
+    monkeypatch.setenv(VARIABLE, "0")
+    assert fold(asked(first=1), (Boastful("first", []),)).schedule is not None
 
 
 BOTH = {

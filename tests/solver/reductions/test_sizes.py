@@ -9,8 +9,9 @@ import remat
 from remat.graph_capture.errors import BudgetError, SignatureError, TooLargeError
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import Symbol, points
+from remat.ranges.curve import overheads_over
 from remat.schedules.family import Family, resized_schedule
-from remat.schedules.simulate import Simulation
+from remat.schedules.simulate import Simulation, simulate
 from tests.ranged_graphs import chain
 
 SOLVER = "cut"
@@ -26,7 +27,7 @@ GRAPHS = {
 
 def judged(graph: RangedGraph, family: Family, sizes: dict[str, int]) -> Simulation:
     at = graph.at(**sizes)
-    return remat.simulate(at, resized_schedule(family.at(**sizes).schedule, at))
+    return simulate(at, resized_schedule(family.at(**sizes).schedule, at))
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -96,15 +97,15 @@ def test_sizes_out_of_the_range_have_no_member() -> None:
 def test_a_curve_beside_plans_for_each_size() -> None:
     graph = chain()
     family = remat.solve(graph, "60%", SOLVER)
-    curve = remat.overheads_over(graph, family, 5, alone=True, solver=SOLVER)
+    curve = overheads_over(graph, family, 5, alone=True, solver=SOLVER)
     assert [point.sizes["n"] for point in curve.points] == [2, 11, 21, 30, 40]
     for point in curve.points:
         assert point.peak_bytes <= family.budget_bytes
         assert point.alone_overhead is not None
     assert curve.most_above_alone <= 0.09
     assert "n 40 | " in str(curve)
-    bare = remat.overheads_over(graph, family, [{"n": 7}])
+    bare = overheads_over(graph, family, [{"n": 7}])
     assert bare.points[0].alone_overhead is None
     other = msgspec.structs.replace(graph, traced_hash="other")
     with pytest.raises(remat.RematError, match="made for another step"):
-        remat.overheads_over(other, family)
+        overheads_over(other, family)

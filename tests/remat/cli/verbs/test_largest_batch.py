@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from remat.schedules.plan import Plan
+from remat.schedules.plan import PlanFile
 from tests.remat.cli.conftest import Remat
 
 WORDS = ("--max-overhead", "0%", "--time-limit", "600", "--budget")
@@ -23,7 +23,7 @@ def test_the_answer_is_kept_as_a_plan(remat: Remat, tmp_path: Path) -> None:
     assert said["answer"]["fits"]
     assert said["next"]["size"] == said["size"] + 1
     assert not said["next"]["fits"]
-    plan = Plan.from_json(path.read_bytes())
+    plan = PlanFile.from_json(path.read_bytes())
     assert plan.prediction is not None
     assert plan.prediction.peak_bytes == said["answer"]["peak_bytes"] <= 2**20
     assert plan.schedule.inputs[0].startswith(f"args[0]: int64[{said['size']}, 32]")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import remat as api
+from remat.analysis.memory_figures import place
 from remat.schedules.layout import Layout, buffers_of, check_layout
-from remat.schedules.plan import Plan
+from remat.schedules.plan import PlanFile
 from tests.remat.cli.conftest import Remat
 from tests.rows import each_nth
 
@@ -25,10 +25,10 @@ def test_the_layout_is_of_the_plan_beside_it(remat: Remat, tmp_path: Path, check
     assert f"layout written to {layout}" in done.stderr
     line = r"arena  [\d.]+ [KMG]iB, 0\.\d+ % above the most live bytes"
     assert re.search(line, done.stdout)
-    kept, made = Plan.from_json(plan.read_bytes()), Layout.from_json(layout.read_bytes())
+    kept, made = PlanFile.from_json(plan.read_bytes()), Layout.from_json(layout.read_bytes())
     assert kept.graph is not None
     check_layout(buffers_of(kept.graph, kept.schedule), made)
-    assert made == api.place(kept.graph, kept.schedule)
+    assert made == place(kept.graph, kept.schedule)
     assert made.gap <= 0.01
 
 
@@ -72,7 +72,7 @@ def test_show_places_a_kept_plan(remat: Remat, kept: Path, tmp_path: Path) -> No
     done = remat("show", str(kept), "--layout", str(path))
     assert done.exit_code == 0, done.stderr
     assert "above the most live bytes" in done.stdout
-    plan = Plan.from_json(kept.read_bytes())
+    plan = PlanFile.from_json(kept.read_bytes())
     assert plan.graph is not None
     check_layout(buffers_of(plan.graph, plan.schedule), Layout.from_json(path.read_bytes()))
     without = remat("show", remat.gpt, "--layout", str(path))
@@ -88,7 +88,7 @@ def test_largest_batch_places_the_plan_of_its_answer(remat: Remat, tmp_path: Pat
         "largest-batch", remat.gpt, *words, "3", "-o", str(plan), "--layout", str(layout), "--json"
     )
     assert done.exit_code == 0, done.stderr
-    of, made = Plan.from_json(plan.read_bytes()), Layout.from_json(layout.read_bytes())
+    of, made = PlanFile.from_json(plan.read_bytes()), Layout.from_json(layout.read_bytes())
     assert of.graph is not None
     check_layout(buffers_of(of.graph, of.schedule), made)
     assert json.loads(done.stdout)["layout"]["arena_bytes"] == made.arena_bytes
@@ -97,9 +97,9 @@ def test_largest_batch_places_the_plan_of_its_answer(remat: Remat, tmp_path: Pat
 def test_sweep_places_each_plan_that_fits(remat: Remat, kept: Path) -> None:
     words = ("sweep", str(kept), "--budgets", "100%,50%", "--solver", "dtr", "--place")
     found = json.loads(remat(*words, "--json").stdout)
-    plan = Plan.from_json(kept.read_bytes())
+    plan = PlanFile.from_json(kept.read_bytes())
     assert plan.graph is not None
-    placed = api.place(plan.graph, plan.schedule).arena_bytes
+    placed = place(plan.graph, plan.schedule).arena_bytes
     for row in found["rows"]:
         assert all((cell["arena_bytes"] > 0) == cell["fits"] for cell in row["cells"])
     of_plan = next(row for row in found["rows"] if row["solver"] == "this plan")

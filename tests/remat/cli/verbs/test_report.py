@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from remat.formats import bytes_text
-from remat.schedules.plan import Plan
+from remat.schedules.plan import PlanFile
 from remat.schedules.simulate import simulate
 from tests.remat.cli.conftest import SIZES, Remat
 
@@ -47,7 +47,7 @@ def test_a_plan_alone_is_reported_without_torch(kept: Path, tmp_path: Path) -> N
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    plan = Plan.from_json(kept.read_bytes())
+    plan = PlanFile.from_json(kept.read_bytes())
     assert plan.graph is not None
     assert plan.prediction is not None
     found = simulate(plan.graph, plan.schedule)
@@ -65,7 +65,7 @@ def test_a_plan_alone_is_reported_without_torch(kept: Path, tmp_path: Path) -> N
 def test_a_front_goes_into_the_report(remat: Remat, kept: Path, tmp_path: Path) -> None:
     front, page = tmp_path / "front.json", tmp_path / "report.html"
     graph = tmp_path / "graph.json"
-    plan = Plan.from_json(kept.read_bytes())
+    plan = PlanFile.from_json(kept.read_bytes())
     assert plan.graph is not None
     graph.write_bytes(plan.graph.to_json())
     words = ("--budgets", "70%,80%", "--time-limit", "600", "-o", str(front))
@@ -139,7 +139,7 @@ def test_an_edited_or_stale_plan_is_refused(remat: Remat, kept: Path, tmp_path: 
 
 
 def test_nothing_fits_is_no_report(remat: Remat, kept: Path, tmp_path: Path) -> None:
-    plan = Plan.from_json(kept.read_bytes())
+    plan = PlanFile.from_json(kept.read_bytes())
     assert plan.graph is not None
     graph = tmp_path / "graph.json"
     graph.write_bytes(plan.graph.to_json())

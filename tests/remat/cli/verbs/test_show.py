@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from remat.schedules.plan import Plan
+from remat.schedules.plan import PlanFile
 from remat.schedules.simulate import simulate
 from tests.remat.cli.conftest import Remat, written
 from tests.rows import each_nth
@@ -120,7 +120,7 @@ def said(plan: str) -> dict[str, Any]:
 
 
 def test_its_figures_are_the_simulators(plan: str, said: dict[str, Any]) -> None:
-    kept = Plan.from_json(Path(plan).read_bytes())
+    kept = PlanFile.from_json(Path(plan).read_bytes())
     assert kept.graph is not None
     found = simulate(kept.graph, kept.schedule)
     assert said["peak_bytes"] == said["at_peak"]["peak_bytes"] == found.peak_bytes

@@ -13,7 +13,9 @@ from remat.analysis.compare import DEFAULT_SOLVERS
 from remat.cli.sweep import asked_budgets
 from remat.graph_capture.errors import BudgetError, SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.schedule import Schedule
 from remat.solver.budgets.front import Front, GibPrice
+from remat.solver.budgets.sweep import least_peak, price_of_gib
 from tests.graphs import with_modules
 from tests.models import make
 from tests.remat.cli.conftest import Remat
@@ -164,7 +166,7 @@ def test_pins_on_the_command_line(remat: Remat, graph: str, tmp_path: Path) -> N
     words = ("--solver", "cut", *QUICK, "--keep", "*.norm", "--recompute", "*.attn")
     done = remat("run", graph, "--budget", "90%", *words, "-o", str(plan))
     assert done.exit_code == 0, done.stderr
-    schedule = api.Schedule.from_json(plan.read_bytes())
+    schedule = Schedule.from_json(plan.read_bytes())
     assert schedule.options["keep"] == "*.norm"
     real = TrainingGraph.from_json(Path(graph).read_bytes())
     runs = schedule.computations()
@@ -234,9 +236,9 @@ def test_one_call_for_several_solvers() -> None:
 
 @pytest.mark.slow
 def test_the_least_peak_by_the_short_name() -> None:
-    least = api.least_peak(gpt_like(1), 10.0, solver="cut")
+    least = least_peak(gpt_like(1), 10.0, solver="cut")
     assert least.schedule is not None
-    assert api.price_of_gib(gpt_like(1), least, solver="cut").cost is None
+    assert price_of_gib(gpt_like(1), least, solver="cut").cost is None
 
 
 def test_rematerialize_with_pins_is_exact() -> None:
