@@ -73,7 +73,7 @@ def why(
     if not asked:
         return ()
     graph = graph_of_schedule(graph, schedule)
-    pins = Pins.of(graph, **pins_of(schedule))
+    pins = Pins.of(graph, **_pins_of(schedule))
     rows = [row for row in value_rows(graph, schedule) if row.phase == "forward"]
     largest: dict[str, ValueRow] = {}
     for row in sorted(matching(rows, asked), key=_most_telling):
@@ -294,7 +294,7 @@ def _solver_of(schedule: Schedule) -> str:
     return schedule.solver if schedule.solver in TABLE else "auto"
 
 
-def pins_of(schedule: Schedule) -> dict[str, tuple[str, ...]]:
+def _pins_of(schedule: Schedule) -> dict[str, tuple[str, ...]]:
     return {
         name: tuple(part for part in str(schedule.options.get(name, "")).split(", ") if part)
         for name in PINS
@@ -305,7 +305,7 @@ def solve_arguments(schedule: Schedule) -> dict[str, Any]:
     name = _solver_of(schedule)
     known = option_names(name)
     options = {key: value for key, value in schedule.options.items() if key in known}
-    return {"solver": name, **options, **pins_of(schedule)}
+    return {"solver": name, **options, **_pins_of(schedule)}
 
 
 def required_schedule(result: Result) -> Schedule:

@@ -306,7 +306,7 @@ def _too_small(search: PlanSearch, stock: Candidate, budget_bytes: int, held_byt
 
 # Plans of compiled steps on disk, for the processes after this one: one file for each `start_key`.
 #
-# A file is not believed (`graph_capture/cache_files.py`): its schedule is judged by `simulate`
+# A file is not believed (`graph_capture/files.py`): its schedule is judged by `simulate`
 # on the graph in it, and its costs must be those that are measured here.
 
 

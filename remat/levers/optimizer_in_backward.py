@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from remat.step_spec import StepSpec
 
 
-def refuse_clipping(max_grad_norm: float | None) -> None:
+def _refuse_clipping(max_grad_norm: float | None) -> None:
     if max_grad_norm is not None:
         raise CaptureError(
             "gradients cannot be clipped by their global norm where parameters are updated during "
@@ -27,7 +27,7 @@ def refuse_clipping(max_grad_norm: float | None) -> None:
         )
 
 
-def refuse_scaling() -> None:
+def _refuse_scaling() -> None:
     import torch
 
     from remat.graph_capture.tracing.recipe import autocast_state
@@ -84,7 +84,7 @@ def require_no_other_reader(traced: Trace, optimizer: Optimizer) -> None:
             )
 
 
-def optimizer_in_backward_of(
+def _optimizer_in_backward_of(
     model: nn.Module,
     optimizer: Optimizer,
     loss_fn: Callable[..., Any] | None,
@@ -136,7 +136,7 @@ def planned_optimizer_in_backward(
         names = _parameters(model, loss_fn)
         trained = [name for name, parameter in names.items() if parameter.requires_grad]
         return GradientRelease(is_added=accumulate, updates=tuple((name, 0) for name in trained))
-    return optimizer_in_backward_of(
+    return _optimizer_in_backward_of(
         model, _made(optimizer, model.parameters()), loss_fn, accumulate
     )
 
@@ -167,11 +167,11 @@ def updated_in_backward(spec: StepSpec) -> fx.GraphModule:
     from remat.step_planner import StepPlanner
 
     # All that cannot be right is refused before anything is traced.
-    refuse_clipping(spec.options.get("max_grad_norm"))
-    refuse_scaling()
+    _refuse_clipping(spec.options.get("max_grad_norm"))
+    _refuse_scaling()
     model, optimizer = spec.model, spec.optimizer_in_backward
     assert optimizer is not None
-    release = optimizer_in_backward_of(model, optimizer, spec.loss_fn, spec.accumulate)
+    release = _optimizer_in_backward_of(model, optimizer, spec.loss_fn, spec.accumulate)
     planner = StepPlanner(spec, gradient_release=release, split=spec.split)
     require_no_other_reader(planner.traced, optimizer)
     require_group(planner.traced.joint.module, None, ONE_RANK.format(what="an update in backward"))

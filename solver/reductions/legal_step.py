@@ -46,7 +46,7 @@ def _is_subsequence(some: list[str], of: list[str]) -> bool:
     return all(name in names for name in some)
 
 
-CHANGES: tuple[_ChangeRule, ...] = (
+_CHANGES: tuple[_ChangeRule, ...] = (
     _ChangeRule("the batch stays the same", lambda a, b: a.inputs == b.inputs),
     _ChangeRule("the device stays the same", lambda a, b: a.device == b.device),
     _ChangeRule(
@@ -70,7 +70,7 @@ CHANGES: tuple[_ChangeRule, ...] = (
     ),
 )  # fmt: skip
 
-ANSWERS: tuple[_AnswerRule, ...] = (
+_ANSWERS: tuple[_AnswerRule, ...] = (
     _AnswerRule(
         "an answer without a schedule is infeasible or was cut short",
         lambda graph, budget_bytes, r: (
@@ -108,14 +108,14 @@ def _is_judged(graph: TrainingGraph, result: Result) -> bool:
     return found.peak_bytes == result.peak_bytes and same_time
 
 
-def is_checked() -> bool:
+def are_held() -> bool:
     """Whether steps are held to the rules here."""
     return os.environ.get(VARIABLE) == "1"
 
 
 def require_legal_change(before: TrainingGraph, after: TrainingGraph, lever: str) -> None:
     """Raise `GraphError` for the first rule that what a lever asks the rest breaks."""
-    for rule in CHANGES:
+    for rule in _CHANGES:
         if not rule.holds(before, after):
             raise GraphError(f"lever {lever} broke a rule of a legal step: {rule.says}")
 
@@ -124,6 +124,6 @@ def require_legal_answer(
     graph: TrainingGraph, budget_bytes: int, answer: Result, lever: str
 ) -> None:
     """Raise `SolverError` for the first rule that the answer to a question breaks."""
-    for rule in ANSWERS:
+    for rule in _ANSWERS:
         if not rule.holds(graph, budget_bytes, answer):
             raise SolverError(f"the answer of {lever} breaks a rule: {rule.says}")

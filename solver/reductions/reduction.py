@@ -21,7 +21,7 @@ from remat.schedules.levers import REDUCTIONS, AppliedLever, attribute_at
 from remat.schedules.schedule import Schedule
 from remat.solver.problem import can_copy
 from remat.solver.reductions.legal_step import (
-    is_checked,
+    are_held,
     require_legal_answer,
     require_legal_change,
 )
@@ -219,14 +219,16 @@ def fold(question: Question, levers: tuple[Reduction[Any], ...]) -> Result:
     for i, lever in enumerate(levers):
         if lever.accepts(question):
             rest = functools.partial(fold, levers=levers[i + 1 :])
-            return _checked(lever, question, rest) if is_checked() else lever.solve(question, rest)
+            return (
+                _held_to_rules(lever, question, rest) if are_held() else lever.solve(question, rest)
+            )
     found = solve_alone(question)
-    if is_checked():
+    if are_held():
         require_legal_answer(question.graph, question.budget_bytes, found, question.solver)
     return found
 
 
-def _checked(lever: Reduction[Any], question: Question, rest: Rest) -> Result:
+def _held_to_rules(lever: Reduction[Any], question: Question, rest: Rest) -> Result:
     """The answer of a lever, held to the rules on the way in and on the way out."""
     name = type(lever).__name__
 
