@@ -5,7 +5,7 @@ the same op finds less in the caches, and there is work between ops. So a step o
 tenth or two more than the sum of its costs. Without that, overheads are shares of too little: at
 45 % of its peak, a Llama was planned at 12.0 % and took 8.5.
 
-Three runs on made data tell it: the step, which also says when its forward ended (`watched`), the
+Three runs on made data tell it: the step, in which forward is timed too (`with_forward_timed`), the
 step that computes its forward again (`recomputing`), and forward that drops its results
 (`dropping`). They take turns, as a machine that others share is slow for seconds on end, and end
 when their least times stand. `calibrated` says what becomes of these.
@@ -81,7 +81,7 @@ class ForwardWatch:
         self.taken_us = self._timer.taken_us
 
 
-def watched(joint: Joint, watch: ForwardWatch) -> fx.GraphModule:
+def with_forward_timed(joint: Joint, watch: ForwardWatch) -> fx.GraphModule:
     """The step, which tells `watch` when forward begins and ends."""
 
     def tell(graph: fx.Graph) -> None:
@@ -516,7 +516,7 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
     if not _has_room(peak_bytes(graph) + _made_bytes(joint), meter.device):
         return None
     twice, watch = recomputing(joint), ForwardWatch()
-    whole = watched(joint, watch), twice.module, dropping(joint)
+    whole = with_forward_timed(joint, watch), twice.module, dropping(joint)
     made = [without_other_ranks(module) for module in whole]
     try:
         inputs = [_step_input(node) for node in placeholders]

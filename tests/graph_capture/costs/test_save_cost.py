@@ -17,7 +17,7 @@ from remat.graph_capture.costs.step_time import (
     costs_of,
     dropping,
     less_for_kept,
-    watched,
+    with_forward_timed,
 )
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import Joint
@@ -63,7 +63,7 @@ def _made_inputs(joint: Joint) -> list[Any]:
 def test_forward_is_watched_until_what_backward_reads_is_there(name: str) -> None:
     one, watch = traced(name), Bytes()
     inputs = _made_inputs(one.joint)
-    watched(one.joint, watch)(*inputs)
+    with_forward_timed(one.joint, watch)(*inputs)
     before, after = watch.seen
     kept, own = sum(kept_bytes(one.graph).values()), dropping(one.joint)(*inputs)
     assert 0.9 * kept <= after - before <= kept + sum(result.nbytes for result in own)
