@@ -61,7 +61,7 @@ def stage_of(event: int, op: int) -> int:
     return (math.isqrt(8 * (event - op) + 1) - 1) // 2
 
 
-def sequence_of_stages(problem: Problem, stages: Stages) -> list[int]:
+def sequence_of_stages(stages: Stages) -> list[int]:
     runs = [(event_of(stage, op), op) for op, times in enumerate(stages) for stage in times]
     return [op for _, op in sorted(runs)]
 
@@ -420,7 +420,7 @@ class Retention:
         # Keep what was found, also after Ctrl-C.
         finally:
             if model.best is not None:
-                search.offer_sequence(sequence_of_stages(search.problem, model.best))
+                search.offer_sequence(sequence_of_stages(model.best))
         self._note(search, computations, outcome)
 
     def _note(self, search: Search, computations: int, outcome: RetentionOutcome) -> None:

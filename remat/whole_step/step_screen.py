@@ -69,7 +69,7 @@ def _choices(plan: StepPlan) -> Table:
     for words in _saved_texts(plan, config):
         table.add_row("saved", words)
     table.add_row("state", _state_text(plan, config))
-    table.add_row("gradients", _gradients_text(plan, config))
+    table.add_row("gradients", _gradients_text(config))
     moved_bytes = simulation.moved_bytes.items()
     copies = [f"{bytes_text(n)} {_LABELS_OF_LINKS[link]}" for link, n in moved_bytes if n]
     table.add_row("copies", ", ".join(copies) or "none")
@@ -133,7 +133,7 @@ def _state_text(plan: StepPlan, config: StepConfig) -> str:
     return f"{plan.request.state} state: {', '.join(tiers)}{slots}{late}"
 
 
-def _gradients_text(plan: StepPlan, config: StepConfig) -> str:
+def _gradients_text(config: StepConfig) -> str:
     # A single pass adds up its own microbatches, and states on the device never leave.
     if len(config.passes) == 1 or set(config.state) == {"device"}:
         return "added on the device"

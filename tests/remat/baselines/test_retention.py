@@ -62,7 +62,7 @@ def cold(graph: TrainingGraph, budget_bytes: int, computations: int) -> float | 
     assert outcome.finished
     if outcome.stages is None:
         return None
-    assert search.offer_sequence(sequence_of_stages(search.problem, outcome.stages))
+    assert search.offer_sequence(sequence_of_stages(outcome.stages))
     return search.best_key[0]
 
 
@@ -169,13 +169,13 @@ def test_a_schedule_as_a_hint_is_feasible_and_complete(monkeypatch: pytest.Monke
     Cut(gap=0.02).run(search)
     assert search.best is not None
     stages = start_of(search)
-    assert stages == stages_of_runs(search.problem, sequence_of_stages(search.problem, stages))
+    assert stages == stages_of_runs(search.problem, sequence_of_stages(stages))
     room_bytes = search.budget_bytes - search.problem.resident_bytes
     model = RetentionModel(search.problem, room_bytes, 2, stages, is_wide=True)
     stopped_by_the_first(monkeypatch)
     outcome = model.solve(RetentionEffort(AMPLE_S))
     assert outcome.stages is not None
-    assert search.offer_sequence(sequence_of_stages(search.problem, outcome.stages))
+    assert search.offer_sequence(sequence_of_stages(outcome.stages))
 
 
 def test_the_message_says_what_was_proved(monkeypatch: pytest.MonkeyPatch) -> None:
