@@ -289,7 +289,12 @@ class _Labels:
 
     @classmethod
     def room_for(cls, most: int) -> _Labels:
-        return cls(*np.zeros((2, most + 1), np.int64), *np.zeros((2, most + 1)))
+        return cls(
+            np.zeros(most + 1, np.int64),
+            np.zeros(most + 1, np.int64),
+            np.zeros(most + 1),
+            np.zeros(most + 1),
+        )
 
     def add(self, owner: int, parent: _Indices, time_us: _Numbers, kept_bytes: _Numbers) -> None:
         part = slice(self.count, self.count + len(parent))
