@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat import checks, one_size
+from remat import checks, step_planner
 from remat.budgets import saved_elsewhere, unmodified
 from remat.checks import Reference
 from remat.graph_capture.costs import step_time
@@ -152,7 +152,7 @@ def test_a_wrong_plan_is_refused_where_eager_is_run_in_files(
             next(other.parameters())[0] += 1e-3
         return honest(other, *given, **options)
 
-    monkeypatch.setattr(one_size, "rewrite", wrong)
+    monkeypatch.setattr(step_planner, "rewrite", wrong)
     with pytest.raises(RewriteError, match=r"differs from eager in output"):
         planned("60%", *deep())
 
