@@ -73,24 +73,7 @@ def _functional(op: str) -> tuple[str, bool]:
 def checkpoint_policy(
     graph: TrainingGraph, schedule: Schedule, module: str = ""
 ) -> OccurrencePolicy:
-    """What `schedule` keeps in a module, as a policy for torch's own selective checkpointing.
-
-    ``checkpoint(block, x, use_reentrant=False, context_fn=policy.contexts)`` gives eager's
-    gradients. All of `module` is recomputed at once, so the peak may be above the schedule's: name
-    each block rather than the whole model.
-
-    Parameters
-    ----------
-    graph : that `schedule` was made for. module : path of the module that is checkpointed; empty
-        for the whole model.
-
-    Raises
-    ------
-    ScheduleError : the schedule was made for another graph, or breaks a rule of it.
-    RewriteError : forward changes buffers or its batch, which torch would do again when it
-        recomputes; or the graph has no op in `module`; or the schedule runs a region in chunks,
-        has a lever that changes which ops run, or copies values to the host.
-    """
+    """What `schedule` keeps in a module, as a policy for torch's own selective checkpointing."""
     if schedule.chunks:
         raise RewriteError(
             f"this plan runs {schedule.chunks[0].region} in chunks, which torch's checkpointing "

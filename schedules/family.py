@@ -239,19 +239,7 @@ def _structure(signatures: tuple[str, ...]) -> list[str]:
 def peak_over(
     graph: RangedGraph, schedule: Schedule, symbols: tuple[Symbol, ...] | None = None
 ) -> RangePeak:
-    """The most bytes that `schedule` needs at any size of a range, proved.
-
-    Workspaces count as `RangedGraph.at` gives them.
-
-    Parameters
-    ----------
-    symbols : a part of the graph's range; None for all of it.
-
-    Raises
-    ------
-    ScheduleError : it was made for other ops; or sizes that are not the largest may need more, and
-        there are too many to judge each.
-    """
+    """The most bytes that `schedule` needs at any size of a range, proved."""
     if not isinstance(graph, RangedGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ScheduleError(
             f"a peak over a range is one of a graph over a range, and this is "

@@ -44,15 +44,7 @@ def sweep_fronts(
     progress: BudgetsDone | None = None,
     **options: Any,
 ) -> dict[str, Front]:
-    """The time of the step against its peak: a front for each solver, all at the same budgets.
-
-    Parameters
-    ----------
-    at_hand : results known before, where `budgets` are bytes that they were found on the way to.
-    progress : called with how many budgets are done, and of how many.
-
-    Others as of `remat.sweep`; each solver has the time limit anew.
-    """
+    """The time of the step against its peak: a front for each solver, all at the same budgets."""
     names = tuple(solvers)
     for name in names:
         solver_class(name)

@@ -61,24 +61,7 @@ def explain(
     each_s: float = FURTHER_SOLVE_S,
     progress: Callable[[str], None] | None = None,
 ) -> Explanation:
-    """Why a plan is as it is: who holds its peak, the least budget, what memory is worth.
-
-    Also what each lever brings, what left no choice, whether a simple rule would do, and how
-    greedy solvers compare.
-
-    Parameters
-    ----------
-    result : with a schedule of `graph`. Further solves use its solver, options and pins.
-    why_of : globs over modules, values, ops and lines. Up to three of the forward ops that match
-        are asked about, by a solve each in which the op is pinned the other way.
-    each_s : seconds that each further solve may take.
-    progress : called with the name of each part before it begins.
-
-    Raises
-    ------
-    BudgetError : nothing fits, so there is no plan to explain. GlobError : a glob matches nothing.
-    KeyboardInterrupt : Ctrl-C came.
-    """
+    """Why a plan is as it is: who holds its peak, the least budget, what memory is worth."""
     with one_job():
         return _explained(graph, result, why_of, each_s, progress)
 

@@ -195,20 +195,7 @@ def inspect(
     only: str | Iterable[str] = (),
     at_peak: bool = False,
 ) -> Inspection:
-    """What the step holds, and what a plan keeps, makes again, offloads and frees.
-
-    Parameters
-    ----------
-    plan : a schedule or a result of `graph`; without one there are no verdicts.
-    by : also sum the values by module, by op or by source line.
-    only : globs over module paths, values, ops and source lines; a module's covers those below.
-    at_peak : only values that are live at the plan's peak.
-
-    Raises
-    ------
-    GlobError : a glob matches nothing, or `at_peak` is asked for without a plan.
-    ScheduleError : the plan is not one of this graph.
-    """
+    """What the step holds, and what a plan keeps, makes again, offloads and frees."""
     schedule = plan.schedule if isinstance(plan, Result) else plan
     if at_peak and schedule is None:
         raise GlobError(

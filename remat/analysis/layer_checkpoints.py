@@ -56,12 +56,7 @@ class EveryNth(msgspec.Struct, frozen=True):
 
 
 def every_n_layers(graph: TrainingGraph, result: Result) -> EveryNth | None:
-    """The fastest way to checkpoint every n-th layer, if it is within 1 % of the result's time.
-
-    None where the result has no schedule or recomputes nothing, where no layer repeats, and
-    where no n that fits the result's budget comes that close. The peak is that of a step that
-    frees what it no longer reads, as torch's does.
-    """
+    """The fastest way to checkpoint every n-th layer, if it is within 1 % of the result's time."""
     if result.schedule is None or result.time_us <= graph.time_us:
         return None
     close = [

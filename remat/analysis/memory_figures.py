@@ -50,24 +50,7 @@ if TYPE_CHECKING:
 
 
 def predict_reserved(graph: TrainingGraph, plan: Result | Schedule | None = None) -> Reserved:
-    """What torch's CUDA caching allocator takes from the device for three steps of a plan.
-
-    Nothing runs: the allocator is replayed, once as it is and once with expandable segments.
-
-    Parameters
-    ----------
-    graph : captured for a CUDA device of this machine, or for one of the table, as ``"h100"``.
-    plan : of that graph. None is the unmodified step.
-
-    Returns
-    -------
-    Reserved : bytes in both settings, resident tensors included.
-
-    Raises
-    ------
-    DeviceError : the graph is of a device without that allocator. BudgetError : nothing fits, so
-        there is no plan. ScheduleError : the plan is of another graph.
-    """
+    """What torch's CUDA caching allocator takes from the device for three steps of a plan."""
     if not isinstance(graph, TrainingGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ScheduleError(
             f"reserved bytes are predicted of a graph, and this is {type(graph).__name__}: pass "
@@ -300,23 +283,7 @@ def _uses(found: Simulation, graph: TrainingGraph) -> tuple[_LinkUse, ...]:
 def place(
     graph: TrainingGraph, schedule: Schedule, *, alignment_bytes: int | None = None
 ) -> Layout:
-    """Offsets for all buffers of `schedule` in one arena, near the most live bytes.
-
-    Parameters
-    ----------
-    schedule : of `graph`; that of a result, or of a plan.
-    alignment_bytes : a power of two that divides each offset; None takes that of torch's allocator
-        for the device of the graph, 512 for CUDA and 64 for a CPU.
-
-    Returns
-    -------
-    Layout : judged by `remat.schedules.layout.check_layout`. What is resident is not in its arena.
-
-    Raises
-    ------
-    ScheduleError : the schedule is of another graph, or invalid, or is none. LayoutError : the
-        alignment is no power of two.
-    """
+    """Offsets for all buffers of `schedule` in one arena, near the most live bytes."""
     buffers = buffers_of(graph, schedule)
     if alignment_bytes is None:
         alignment_bytes = alignment_on(graph.device)
@@ -360,33 +327,7 @@ def use_arena(
     loss_fn: Callable[..., Any] | None = None,
     target: Any = None,
 ) -> Arena:
-    """Serve the training steps of a rewritten module on a CPU from one arena.
-
-    Two steps run, of which the second is recorded; gradients, buffers, the batch and the random
-    streams are put back as they were. Each request gets a place near the least arena, and each
-    training step from then on is served from it. Bits are the same, page faults end. What is not
-    as recorded is served by torch's allocator, and counted (`Arena.counts`).
-
-    torch's allocator for the CPU is wrapped for the rest of the process, which changes nothing for
-    other tensors. The first call compiles the wrapper, in a few seconds, into the cache folder.
-
-    Parameters
-    ----------
-    module : of `rematerialize` or `rewrite`, in training mode, before it is wrapped. Copies that
-        are made of it share the arena; what is pickled has none.
-    args, kwargs, target : a batch, as the module is called with.
-    loss_fn : where the module returns no loss, the one that you apply to what it returns, with the
-        target if there is one. Without it, the layout of its gradients is guessed.
-
-    Returns
-    -------
-    Arena : to look at what it serves, and to close. The module holds it too.
-
-    Raises
-    ------
-    ArenaError : no C++ compiler is found, or the module has no step to record.
-    DeviceError : the module is not on a CPU.
-    """
+    """Serve the training steps of a rewritten module on a CPU from one arena."""
     from remat.rewriter.arena.arena import Arena, record_step, require_arena_fits
     from remat.rewriter.arena.library import arena_library
 

@@ -146,20 +146,7 @@ def report(
     measured: MeasuredStep | None = None,
     layout: Layout | None = None,
 ) -> str:
-    """The page of a result, as HTML; written to `path` if one is given.
-
-    Parameters
-    ----------
-    graph : that was solved. fronts : of `remat.sweep`, to draw beside the plan.
-    measured : a real step, to draw over the predicted one.
-    layout : of `Plan.layout`, to draw addresses against time.
-
-    Raises
-    ------
-    ScheduleError : nothing fits, so there is no plan; or it was made for another graph.
-    LayoutError : the layout is of another plan, or invalid.
-    FileError : the file cannot be written; an old one is as it was.
-    """
+    """The page of a result, as HTML; written to `path` if one is given."""
     facts = page_facts(graph, result, fronts, measured, layout=layout)
     page = render(facts, page_data(facts))
     if path is not None:

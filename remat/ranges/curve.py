@@ -60,19 +60,7 @@ def overheads_over(
     time_limit_s: float = 60.0,
     **options: Any,
 ) -> Curve:
-    """What a family costs at sizes of its range: a curve that can be printed.
-
-    Parameters
-    ----------
-    graph : with costs, that the family was made for.
-    sizes : such as ``[{"seq": 512}]``; or how many, from the smallest to the largest.
-    alone : also plan for each of these sizes alone, within the same budget, by `solver`, which has
-        `time_limit_s` for each.
-
-    Raises
-    ------
-    ScheduleError : the family was made for another step. SignatureError : a size is out of range.
-    """
+    """What a family costs at sizes of its range: a curve that can be printed."""
     if graph.traced_hash != family.traced_hash:
         raise ScheduleError(
             f"this family was made for another step of {family.model}: pass the graph that it was "
@@ -130,11 +118,7 @@ def solve_over(
     time_limit_s: float = 60.0,
     **options: Any,
 ) -> Family:
-    """A family of schedules within `budget` at every size of the range of `graph`.
-
-    Per cents, and ``min``, are of the largest sizes; else as of `remat.solve`. Where nothing fits
-    there, a `TooLargeError` names the largest sizes that fit.
-    """
+    """A family of schedules within `budget` at every size of the range of `graph`."""
     asked, bounding = parse_budget(budget), graph.bounding(graph.symbols)
     # The largest sizes first: their schedule serves all, and says what the budget is in bytes.
     top = asked.solve(bounding, solver, time_limit_s=time_limit_s, **options)

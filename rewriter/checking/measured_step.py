@@ -39,20 +39,7 @@ def measured_step(
     optimizer: Optimizer = "none",
     accumulate: bool = False,
 ) -> MeasuredStep:
-    """Run steps of `module`: what they have live, by the profiler, and how long they take.
-
-    The first step is not measured, the second is for memory, and `_STEPS` more are for the median
-    time. Gradients, buffers, the batch and the random streams are put back as they were.
-
-    Parameters
-    ----------
-    model, module : the original and the rewritten module; or the original twice.
-    args, kwargs, loss_fn, target, optimizer, accumulate : as given to `capture`.
-
-    Raises
-    ------
-    DeviceError : the model is not on the CPU. Only there can allocations be seen one by one.
-    """
+    """Run steps of `module`: what they have live, by the profiler, and how long they take."""
     device = resolved_device(None, model)
     if device != CPU:
         raise DeviceError(

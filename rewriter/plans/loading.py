@@ -96,19 +96,7 @@ class _Deferring(io.RawIOBase):
 
 
 def save_plan(plan: PlanFile, path: str | Path, program: ExportedProgram | None = None) -> None:
-    """Keep a plan as a file.
-
-    Parameters
-    ----------
-    path : the file. A name that ends in ``.pt2`` gets an archive, any other name JSON.
-    program : of `torch.export.export`, to be kept in the same archive. Without one, the archive
-        holds only the plan: no weights and no program.
-
-    Raises
-    ------
-    PlanError : a program is given for a file that is no archive.
-    FileError : the file cannot be written; an old one is as it was.
-    """
+    """Keep a plan as a file."""
     path = Path(path)
     if path.suffix != _ARCHIVE:
         if program is not None:
@@ -128,13 +116,7 @@ def save_plan(plan: PlanFile, path: str | Path, program: ExportedProgram | None 
 
 
 def read_plan(path: str | Path) -> PlanFile:
-    """Read a plan from a JSON file or a ``.pt2`` archive.
-
-    Raises
-    ------
-    PlanError : the file is no plan, is cut short, or the archive holds none.
-    FileError : the file cannot be read.
-    """
+    """Read a plan from a JSON file or a ``.pt2`` archive."""
     path = Path(path)
     data = read_contents(path) if path.suffix != _ARCHIVE else _from_archive(path)
     return PlanFile.from_json(data, str(path))
@@ -263,24 +245,7 @@ def load_plan(
     compile: bool = False,
     audit: bool = True,
 ) -> RematModule | RangedModule:
-    """Rewrite `model` to a kept plan. Nothing is measured and nothing is solved.
-
-    Parameters
-    ----------
-    plan : a plan, or the file that it is kept in, JSON or ``.pt2``.
-    model : of the class and shapes that the plan was made for, in training mode.
-    args, kwargs, target : a batch to compare with the plan's now. Without one, the first step
-        compares its batch.
-    loss_fn : if the plan was made with a loss function, the one of that name.
-    compile, audit : as in `rewrite`.
-
-    Raises
-    ------
-    PlanError : the file cannot be read, or was edited; or the torch, the device, the model, the
-        batch or the loss differ from the plan's. The message names the first difference.
-    ScheduleError : all these are the same, and yet the model computes something else, or the
-        schedule breaks a rule of the step.
-    """
+    """Rewrite `model` to a kept plan. Nothing is measured and nothing is solved."""
     require_switches(compile=compile, audit=audit)
     kept = plan if isinstance(plan, PlanFile) else read_plan(plan)
     if kept.graph is not None:

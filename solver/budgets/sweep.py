@@ -267,11 +267,7 @@ def _adopting(
 def least_peak(
     graph: TrainingGraph, time_limit_s: float = 60.0, *, solver: str = "auto", **options: Any
 ) -> Result:
-    """The outcome at the least peak that `solver` knows: the least budget to ask for.
-
-    If none is named, the infeasible result that says so. The least peak is one that was
-    found, not one that is proved to be least.
-    """
+    """The outcome at the least peak that `solver` knows: the least budget to ask for."""
     clock = Clock(time_limit_s)
     first_s = FIRST_SOLVE.of(time_limit_s)
     with one_job():
@@ -305,16 +301,7 @@ def price_of_gib(
     time_limit_s: float = 60.0,
     **options: Any,
 ) -> GibPrice:
-    """What a GiB more than the budget of `result` would save, and one less would cost.
-
-    Each takes a solve with `time_limit_s`, unless the answer is known without. `step_bytes` 0
-    stands for one GiB, or 5 % of the peak if that is less. If the smaller budget turns up a
-    faster schedule, that counts at every budget.
-
-    Raises
-    ------
-    SolverError : `result` has no schedule; a negative `step_bytes`.
-    """
+    """What a GiB more than the budget of `result` would save, and one less would cost."""
     if result.schedule is None:
         raise SolverError(
             f"nothing fits {result.budget_bytes} bytes, so memory has no price there: ask at "
