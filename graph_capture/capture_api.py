@@ -123,10 +123,10 @@ def capture(
 
     Raises
     ------
-    CaptureError : the step cannot be one static graph; names module, line and way out.
-    DeviceError : the device is unknown or not here, or a tensor is on another one.
-    ProfileError : the profile cannot be read, or does not serve this device and model.
-    BudgetError : `host` or `nvme` cannot be read, or is more than there is. FileError : the folder
+    CaptureError : the step cannot be one static graph; names module, line and way out. Or the
+        device is unknown or not here, or a tensor is on another one.
+    BudgetError : `host` or `nvme` cannot be read, or is more than there is.
+    RematError : the profile cannot be read, or does not serve this device and model; or the folder
         of `nvme` is not there, or cannot be written.
     """
     # Before the trace, so that a wrong option is refused at once.

@@ -166,8 +166,8 @@ def rematerialize(
         does not. With a sharding the peak is not compared with the budget, as the wrapper's
         buffers are not there yet.
     audit : run the model's own forward, and the loss, beside the planned one at steps 2, 4, 8 and
-        so on and at every thousandth, and raise `AuditError` where results differ: something that
-        forward reads has changed, and no guard knows of it. What forward writes is put back.
+        so on and at every thousandth, and end with a `PlanError` where results differ: something
+        that forward reads has changed, and no guard knows of it. What forward writes is put back.
         ``type(module).audit.why_not`` says why steps are not audited: the forward has no room in
         the plan's peak, or runs ops of yours, which may count. With False nothing is.
     verbose : show on a terminal what is done, and in one line what the plan is; where standard

@@ -206,7 +206,7 @@ def profile(
 
     Raises
     ------
-    DeviceError : `device` is not of this machine. FileError : a folder cannot be written.
+    CaptureError : `device` is not of this machine. RematError : a folder cannot be written.
     """
     if device is not None:
         check_measured(device)

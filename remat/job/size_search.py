@@ -225,7 +225,7 @@ def largest_batch(
 
     Raises
     ------
-    FactoryError : the factory takes no such argument, or fails. BudgetError : the budget is another
+    CaptureError : the factory takes no such argument, or fails. BudgetError : the budget is another
         one at each size. SolverError : the sizes make no sense.
     """
     search = FitSearch(

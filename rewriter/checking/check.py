@@ -193,7 +193,7 @@ def check(
 
     Raises
     ------
-    NotComparedError : there is no room elsewhere; or, with `saved_elsewhere`, the model takes no
+    PlanError : there is no room elsewhere; or, with `saved_elsewhere`, the model takes no
         hooks on what autograd saves, or holds more of it itself.
     """
     given = (tuple(args), dict(kwargs or {}), target)

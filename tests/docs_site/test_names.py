@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import inspect
 import re
@@ -58,6 +59,17 @@ def test_public_names_and_their_methods_are_documented(name: str) -> None:
     missing = [key for key, member in described.items() if not inspect.getdoc(member)]
     assert public.__doc__
     assert missing == []
+
+
+@pytest.mark.parametrize("name", remat.__all__)
+def test_errors_that_a_public_name_says_it_raises_are_public(name: str) -> None:
+    public = getattr(remat, name)
+    members = vars(public) if isinstance(public, type) else {}
+    texts = [inspect.getdoc(one) for one in (public, *members.values()) if not isinstance(one, str)]
+    named = set(re.findall(r"\b[A-Z]\w+Error\b", " ".join(filter(None, texts))))
+    if isinstance(public, type) and issubclass(public, Exception):
+        return  # its own text
+    assert {one for one in named if not hasattr(builtins, one)} <= set(remat.__all__)
 
 
 def _is_method(name: str, member: object) -> bool:
