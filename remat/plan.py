@@ -142,8 +142,10 @@ class Plan(Result, frozen=True):
         if self.source is not None or self.code is not None:
             return agreed_load(self._file(), model, args, kwargs, compile=compile, **batch)
         if isinstance(self.step, RangedGraph):
-            schedule = self.family or self._scheduled()
-            return agreed_rewrite(model, schedule, over=self.step, compile=compile, audit=audit)
+            known: dict[str, Any] = {"over": self.step, "compile": compile, "audit": audit}
+            if self.family is not None:
+                return agreed_rewrite(model, self.family, **known)
+            return agreed_rewrite(model, self._scheduled(), **known)
         facts = facts_of(Solved(self._graph(), self))
         return agreed_rewrite(
             model, self._scheduled(), args, kwargs, compile=compile, **batch, **facts

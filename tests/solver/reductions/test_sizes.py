@@ -9,7 +9,7 @@ import remat
 from remat.graph_capture.errors import BudgetError, SignatureError, TooLargeError
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import Symbol, points
-from remat.ranges.curve import overheads_over
+from remat.ranges.curve import overheads_over, solve_over
 from remat.schedules.family import Family, resized_schedule
 from remat.schedules.simulate import Simulation, simulate
 from tests.ranged_graphs import chain
@@ -34,7 +34,7 @@ def judged(graph: RangedGraph, family: Family, sizes: dict[str, int]) -> Simulat
 @pytest.mark.parametrize("share", ["60%", "80%"])
 def test_the_peak_is_within_the_budget_at_every_size(name: str, share: str) -> None:
     graph = GRAPHS[name]
-    family = remat.solve(graph, share, SOLVER)
+    family = solve_over(graph, share, SOLVER)
     assert family.certificate == ("bounds of parts" if "fall" in name else "largest sizes")
     pick = family.compiled_pick()
     peaks: list[int] = []
@@ -49,7 +49,7 @@ def test_the_peak_is_within_the_budget_at_every_size(name: str, share: str) -> N
 
 def test_small_sizes_recompute_nothing_and_larger_ones_as_a_plan_for_them_would() -> None:
     graph = chain()
-    family = remat.solve(graph, "50%", SOLVER)
+    family = solve_over(graph, "50%", SOLVER)
     assert len(family.members) > 2
     overheads = [member.overhead for member in family.members]
     assert overheads == sorted(overheads)
@@ -62,7 +62,7 @@ def test_small_sizes_recompute_nothing_and_larger_ones_as_a_plan_for_them_would(
 
 
 def test_where_all_fits_one_schedule_keeps_everything() -> None:
-    family = remat.solve(chain(), "100%")
+    family = solve_over(chain(), "100%")
     assert len(family.members) == 1
     assert family.top.overhead == 0
     assert "up to all: overhead 0.0 %" in str(family)
@@ -85,18 +85,18 @@ def test_what_cannot_fit_is_refused_with_the_largest_that_does() -> None:
 
 def test_the_same_graph_and_budget_give_the_same_family() -> None:
     graph = chain("8*n*m", TWO)
-    assert remat.solve(graph, "60%", SOLVER) == remat.solve(graph, "60%", SOLVER)
+    assert solve_over(graph, "60%", SOLVER) == solve_over(graph, "60%", SOLVER)
 
 
 def test_sizes_out_of_the_range_have_no_member() -> None:
-    family = remat.solve(chain(), "60%", SOLVER)
+    family = solve_over(chain(), "60%", SOLVER)
     with pytest.raises(SignatureError, match="n = 41 is out of the range"):
         family.at(n=41)
 
 
 def test_a_curve_beside_plans_for_each_size() -> None:
     graph = chain()
-    family = remat.solve(graph, "60%", SOLVER)
+    family = solve_over(graph, "60%", SOLVER)
     curve = overheads_over(graph, family, 5, alone=True, solver=SOLVER)
     assert [point.sizes["n"] for point in curve.points] == [2, 11, 21, 30, 40]
     for point in curve.points:
