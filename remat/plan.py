@@ -146,10 +146,8 @@ class Plan(Result, frozen=True):
             if self.family is not None:
                 return agreed_rewrite(model, self.family, **known)
             return agreed_rewrite(model, self._scheduled(), **known)
-        facts = facts_of(Solved(self._graph(), self))
-        return agreed_rewrite(
-            model, self._scheduled(), args, kwargs, compile=compile, **batch, **facts
-        )
+        schedule, facts = self._scheduled(), facts_of(Solved(self._graph(), self))
+        return agreed_rewrite(model, schedule, args, kwargs, compile=compile, **batch, **facts)
 
     def save(self, path: str | Path, program: ExportedProgram | None = None) -> None:
         """Keep the plan as a file, for `remat.load` in any process.
@@ -515,6 +513,11 @@ def load(path: str | Path) -> Plan:
     PlanError : the file is no plan, is cut short or was edited, or the archive holds none.
     RematError : the file cannot be read.
     """
+    if not isinstance(path, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PlanError(
+            f"a plan is read from a file, and this is {type(path).__name__}: pass the file's path; "
+            "what a module follows is remat.plans(module)"
+        )
     from remat.rewriter.plans.loading import read_plan
 
     file = read_plan(path)
@@ -541,9 +544,16 @@ def plans(model: Any = None) -> list[Plan]:
         from remat.compile.graph_context import compiled_plans
 
         return [_of_code(one) for one in compiled_plans()]
+    from torch import nn
+
     from remat.blocks.rematerialized import planned_blocks
     from remat.caches.per_shape_plans import PlanCache, planned_modules
 
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            f"a module follows plans, and this is {type(model).__name__}: pass what "
+            "remat.rematerialize or Plan.apply returned"
+        )
     if isinstance(model, PlanCache):
         return [_of_module(one) for one in planned_modules(model)]
     blocks = planned_blocks(model)

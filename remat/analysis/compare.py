@@ -230,6 +230,11 @@ def sweep(
     BudgetError : a budget cannot be read. SolverError : an unknown solver, or none takes this
         graph; of several, one that does not has a row that says so.
     """
+    if not isinstance(step, TrainingGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise SolverError(
+            f"a sweep is of a step of one size, and this is {type(step).__name__}: pass what "
+            "remat.capture returned, of a range its largest sizes, step.top"
+        )
     names = tuple(dict.fromkeys((solvers,) if isinstance(solvers, str) else solvers))
     for name in names:
         solver_class(name)

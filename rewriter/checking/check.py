@@ -25,6 +25,7 @@ from remat.graph_capture.devices.meter import (
     least_agreed,
 )
 from remat.graph_capture.devices.placement import meter_of, resolved_device
+from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.python_state.executed_code import ExecutedCode
 from remat.graph_capture.python_state.state_guards import python_state_kept
@@ -196,6 +197,12 @@ def check(
     PlanError : there is no room elsewhere; or, with `saved_elsewhere`, the model takes no
         hooks on what autograd saves, or holds more of it itself.
     """
+    for one in (model, module):
+        if not isinstance(one, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RewriteError(
+                f"a check runs modules, and this is {type(one).__name__}: pass the model, and what "
+                "remat.rematerialize or Plan.apply returned"
+            )
     given = (tuple(args), dict(kwargs or {}), target)
     if isinstance(module, SharedState):
         # Of a range or a cache, the module that serves this batch.

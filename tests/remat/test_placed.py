@@ -52,7 +52,7 @@ def test_the_arena_in_words() -> None:
         (1, 2, "a schedule goes with a graph, and this is int"),
         (GRAPH, 2, "no schedule, but int: pass result.schedule"),
         (GRAPH, None, "no schedule, but NoneType"),
-        (GRAPH, remat.solve(GRAPH, 1, "hierarchical"), "no schedule, but Result"),
+        (GRAPH, remat.solve(GRAPH, 1, "hierarchical"), "no schedule, but Plan"),
     ],
 )
 def test_what_is_no_graph_or_no_schedule_is_named(graph: Any, schedule: Any, message: str) -> None:

@@ -163,7 +163,7 @@ def test_of_more_plans_than_allowed_the_oldest_is_given_up_and_it_is_said() -> N
         ({"compile": "inductor"}, RewriteError, "compile='inductor' is unknown"),
         ({"compile": True, "split": "exact"}, RewriteError, "split is not taken with compile=True"),
         ({"sharding": "fsdp"}, RewriteError, r"give a remat\.Sharding"),
-        ({"profile": 3}, RewriteError, r"give a remat\.Profile"),
+        ({"profile": 3}, RewriteError, r"give what remat\.profile returned"),
         ({"group": 2}, RewriteError, "group=2 is no group of ranks"),
         ({"time_limit_s": "1"}, SolverError, "time_limit_s must be 0 or more"),
         ({"keep": 3}, SolverError, "keep=3 names no modules"),
