@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import msgspec
-
 from remat.graph_capture.errors import BudgetError, PlanError
 from remat.graph_capture.graph import TrainingGraph, TrainingStep
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
@@ -79,7 +77,8 @@ class Plan(Result, frozen=True):
     @classmethod
     def from_result(cls, result: Result, **known: Any) -> Self:
         """The plan of what a solver returned; `known` are the other fields."""
-        return cls(**msgspec.structs.asdict(result), **known)
+        # Of a result that is a plan, as one at hand is, what it says of another step is left out.
+        return cls(**{name: getattr(result, name) for name in Result.__struct_fields__}, **known)
 
     @classmethod
     def from_family(cls, family: Family, step: RangedGraph | None, source: Any = None) -> Self:

@@ -61,6 +61,13 @@ def test_a_schedule_at_hand_is_a_plan_with_the_simulators_figures() -> None:
     assert remat.check(model, made.apply(model), (x,), steps=0).equal
 
 
+def test_a_plan_at_hand_may_be_the_answer() -> None:
+    model, x = chain()
+    step = remat.capture(model, (x,))
+    plan = remat.solve(step, "80%", "cut")
+    assert remat.solve(step, "80%", "cut", at_hand=plan).schedule is not None
+
+
 def least() -> remat.Plan:
     model, x = chain()
     return remat.solve(remat.capture(model, (x,)), 1, "store_all")
