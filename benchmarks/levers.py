@@ -30,7 +30,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.gradients import GradientRelease
 from remat.graph_capture.tracing.recipe import Split
 from remat.graph_capture.tracing.trace import trace
-from remat.solver.result import Result
+from remat.schedules.outcome import Result
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "levers.json"

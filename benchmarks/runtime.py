@@ -39,7 +39,7 @@ from examples.gpt import GPT, Sizes
 from remat.graph_capture.devices.cpu import cpu_title
 from remat.graph_capture.graph import TrainingGraph
 from remat.ranks.same_order import agreed_rewrite
-from remat.solver.result import Result
+from remat.schedules.outcome import Result
 
 SMALL = Sizes(layers=6, width=16, heads=2, seq=8, batch=1, vocab=32, dropout=0.0)
 WIDE = Sizes(layers=6, width=256, heads=4, seq=256, batch=8, vocab=1024, dropout=0.0)

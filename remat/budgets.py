@@ -26,10 +26,11 @@ from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph, cached_on
 from remat.schedules.derived import unchunked
 from remat.schedules.kept_in_forward import as_eager_frees, ops_as_eager_runs
+from remat.schedules.outcome import Result
 from remat.solved import Solved
 from remat.solver.budgets.sweep import least_peak
 from remat.solver.problem import Problem
-from remat.solver.result import Result, evaluate_schedule
+from remat.solver.result import evaluate_schedule
 from remat.solver.state import schedule_of
 
 # A plan counts what the step allocates. Workspaces of cuBLAS and cuDNN, the CUDA context and

@@ -10,10 +10,10 @@ from remat.graph_capture.errors import BudgetError, PlanError
 from remat.graph_capture.graph import TrainingGraph, TrainingStep
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.schedules.family import Family, RangePeak, peak_over, resized_schedule
+from remat.schedules.outcome import Result
 from remat.schedules.plan import PlanFile, Prediction, evaluate_plan
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
-from remat.solver.result import Result, evaluate_schedule
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,6 +67,8 @@ class Plan(Result, frozen=True):
         ------
         PlanError : it is of another step, or breaks a rule.
         """
+        from remat.solver.result import evaluate_schedule
+
         graph = _of_one_size(step)
         schedule = schedule if graph is step else resized_schedule(schedule, graph)
         found = simulate(graph, schedule)
@@ -135,7 +137,6 @@ class Plan(Result, frozen=True):
         CaptureError : the model has changed, and cannot be captured any more.
         """
         from remat.ranks.same_order import agreed_load, agreed_rewrite
-        from remat.solved import Solved, facts_of
 
         batch: dict[str, Any] = {"loss_fn": loss_fn, "target": target, "audit": audit}
         if self.source is not None or self.code is not None:
@@ -145,6 +146,8 @@ class Plan(Result, frozen=True):
             if self.family is not None:
                 return agreed_rewrite(model, self.family, **known)
             return agreed_rewrite(model, self._scheduled(), **known)
+        from remat.solved import Solved, facts_of  # not above: a kept plan imports no solver
+
         schedule, facts = self._scheduled(), facts_of(Solved(self._graph(), self))
         return agreed_rewrite(model, schedule, args, kwargs, compile=compile, **batch, **facts)
 

@@ -10,9 +10,10 @@ from remat.formats import budget_text, bytes_text, gap_text, percent_text
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.family import Family
+from remat.schedules.outcome import Result
 from remat.schedules.plan import Prediction
 from remat.schedules.schedule import Schedule
-from remat.solver.result import INTERRUPTED, OUT_OF_TIME, Result
+from remat.solver.result import INTERRUPTED, OUT_OF_TIME
 
 if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check

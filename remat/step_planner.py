@@ -34,8 +34,8 @@ from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
 from remat.rewriter.rewriting import rewrite
 from remat.schedules.derived import before_sharding
+from remat.schedules.outcome import Result
 from remat.solved import Solved, facts_of, infeasible_text, planned_text
-from remat.solver.result import Result
 
 if TYPE_CHECKING:
     from torch import fx

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, get_args
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.solver.backends.mip import Limits
 from remat.solver.backends.processes import Task
@@ -41,7 +42,7 @@ from remat.solver.local_search.neighbourhoods import LargeNeighbourhoods
 from remat.solver.local_search.repair import offer_exchanges
 from remat.solver.orders.free_order import FreeOrder, Share
 from remat.solver.problem import can_copy
-from remat.solver.result import INTERRUPTED, Result, renamed
+from remat.solver.result import INTERRUPTED, renamed
 from remat.solver.search import Clock, Listener, Search
 from remat.solver.segments.chen_sqrt import chen_state
 from remat.solver.state import State, ops_of, recomputed_by_stage, store_all_state

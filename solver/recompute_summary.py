@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import msgspec
-
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.derived import graph_of_schedule
+from remat.schedules.outcome import Attention
 from remat.schedules.schedule import Schedule
 from remat.solver.problem import Problem
 
@@ -119,18 +118,6 @@ def _walk(
     return list(reached)
 
 
-class Attention(msgspec.Struct, frozen=True):
-    """How many attention outputs backward needs, and how many of them are computed again."""
-
-    outputs: int
-    recomputed: int
-
-    def __str__(self) -> str:
-        if self.recomputed:
-            return f"recomputes {self.recomputed} of {_outputs(self.outputs)}"
-        return f"keeps {'all ' if self.outputs > 1 else ''}{_outputs(self.outputs)}"
-
-
 class OpKind(NamedTuple):
     """Forward ops of one kind that backward reads from, or that run again."""
 
@@ -197,7 +184,3 @@ def _read_by_backward(problem: Problem) -> set[int]:
     reads = problem.inputs[problem.n_forward :]
     makers = {problem.producer[v] for values in reads for v in values}
     return {op for op in makers if op < problem.n_forward}
-
-
-def _outputs(count: int) -> str:
-    return f"{count} attention output" + ("s" if count != 1 else "")

@@ -12,17 +12,11 @@ from typing import Any
 import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Holding, Result
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import Simulation, overhead_of, simulate
 from remat.solver.problem import Problem, working_set_bytes
-from remat.solver.result import (
-    INTERRUPTED,
-    Holding,
-    Result,
-    evaluate_schedule,
-    infeasible,
-    least_budget_message,
-)
+from remat.solver.result import INTERRUPTED, evaluate_schedule, infeasible, least_budget_message
 from remat.solver.state import State, schedule_of
 from remat.solver.table import options_of
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Option
-from remat.solver.result import Result
 
 
 class Solver(Protocol):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from remat.graph_capture.graph import Link, Links, Op, Resident, TrainingGraph, Value
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule
-from remat.solver.result import Result, evaluate_schedule
+from remat.solver.result import evaluate_schedule
 
 BUDGET_BYTES = 1160
 SIZES = {"a": 100, "b": 40, "c": 100, "gc": 10, "gb": 10, "ga": 10}

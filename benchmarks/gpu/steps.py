@@ -19,7 +19,7 @@ from remat.analysis.memory_figures import predict_reserved
 from remat.budgets import unmodified_step
 from remat.graph_capture.graph import TrainingGraph
 from remat.ranks.same_order import agreed_rewrite
-from remat.solver.result import Result
+from remat.schedules.outcome import Result
 
 MODELS = ("gpt2-small", "vit-b", "resnet-50", "unet", "llama-1b", "gpt2-medium")
 BUDGETS = ("80%", "60%", "40%", "min")

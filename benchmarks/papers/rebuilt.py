@@ -19,8 +19,8 @@ from benchmarks.instance import closing_gap
 from benchmarks.papers.published import Figure, Job
 from remat.budgets import unmodified
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.schedules.simulate import overhead_of
-from remat.solver.result import Result
 
 POLICIES = {"dtr": "dtr", "offload": "swap_all"}
 """The solvers that replay the published rule on the same graph, at the same bytes, by table."""

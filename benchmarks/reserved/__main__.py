@@ -30,7 +30,7 @@ from benchmarks.reserved.allocators import reserved_by, retries_by
 from benchmarks.reserved.steps import STEPS, captured
 from benchmarks.reserved.table import DOCS, write_tables
 from benchmarks.solvers import Results
-from remat.solver.result import Result
+from remat.schedules.outcome import Result
 
 OUT = Path(__file__).parents[1] / "results" / "reserved.json"
 PERCENTS = (100, 50, 35, 25)

@@ -13,6 +13,7 @@ from remat.budgets import parse_budget, unmodified, unmodified_step
 from remat.formats import bytes_text, gap_text, percent_text, time_text
 from remat.graph_capture.errors import BudgetError, SolverError, option
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.schedules.plots import draw_live_bytes
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front, GibPrice
@@ -20,7 +21,6 @@ from remat.solver.budgets.sweep import BUDGETS, PINS, BudgetsDone, check_jobs, s
 from remat.solver.budgets.sweep import sweep_budgets as sweep_bytes
 from remat.solver.recompute_summary import kinds_of, kinds_text
 from remat.solver.reductions.pin_globs import as_globs
-from remat.solver.result import Result
 from remat.solver.search import Clock, one_job
 from remat.solver.stopping import NAMING
 from remat.solver.table import check_number

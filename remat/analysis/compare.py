@@ -19,12 +19,13 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.plan import Plan
 from remat.schedules.derived import fastest_us
+from remat.schedules.outcome import Result
 from remat.schedules.simulate import overhead_of
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.sweep import PINS, check_jobs
 from remat.solver.reductions.pin_globs import as_globs
-from remat.solver.result import INTERRUPTED, Result
+from remat.solver.result import INTERRUPTED
 from remat.solver.search import is_interrupted, one_job
 from remat.solver.stopping import NAMING
 from remat.solver.table import check_number

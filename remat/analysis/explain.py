@@ -23,11 +23,11 @@ from remat.analysis.why import (
 from remat.budgets import unmodified
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.schedules.value_report.peak_holders import forced_ops, peak_holders
 from remat.solved import infeasible_text
 from remat.solver import solve_within
 from remat.solver.budgets.sweep import PINS, price_of_gib
-from remat.solver.result import Result
 from remat.solver.search import Clock, is_interrupted, one_job
 
 FURTHER_SOLVE_S = 10.0

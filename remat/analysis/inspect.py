@@ -24,6 +24,7 @@ from remat.formats import bytes_text, fine_time_text, percent_text, time_text
 from remat.graph_capture.errors import GlobError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.derived import graph_of_schedule
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.value_report.peak_holders import PeakHolders, peak_holders
@@ -36,7 +37,6 @@ from remat.schedules.value_report.rows import (
     value_rows,
 )
 from remat.schedules.value_report.rows import Group as Sums
-from remat.solver.result import Result
 
 _WIDE = 110
 """Columns of the screen from which each fact has a column of its own."""

@@ -9,10 +9,10 @@ import msgspec
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.eager_step import with_eager_sizes
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.schedules.simulate import simulate
 from remat.solver.policies.template import Blocks, module_blocks, nth_blocks, template_sequence
 from remat.solver.problem import Problem
-from remat.solver.result import Result
 from remat.solver.state import schedule_of
 
 SAME_SPEED = 0.01

@@ -10,11 +10,11 @@ from remat.analysis.memory_figures import chunks_of
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op, TrainingGraph
 from remat.schedules.derived import graph_of_schedule, unchunked
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.value_report.peak_holders import counterfactual_schedule
 from remat.solver.problem import Problem
-from remat.solver.result import Result
 from remat.solver.state import schedule_of
 
 # A plan with one of its levers off: the same ops in the same order, for the simulator to compare.

@@ -29,6 +29,7 @@ from remat.schedules.layout import (
     buffers_of,
     check_layout,
 )
+from remat.schedules.outcome import Result
 from remat.schedules.reserved import (
     DEFAULT,
     EXPANDABLE,
@@ -41,7 +42,6 @@ from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solved import infeasible_text
 from remat.solver.layout.placing import place_buffers
-from remat.solver.result import Result
 
 if TYPE_CHECKING:
     from torch import nn

@@ -20,13 +20,14 @@ from remat.graph_capture.files import decode_json, write_contents
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.layout import Layout
+from remat.schedules.outcome import Result
 from remat.schedules.report.page import page_data, render
 from remat.schedules.report.page_facts import Alternative, MeasuredStep, PageFacts
 from remat.schedules.simulate import simulate
 from remat.schedules.value_report.peak_holders import PeakHolders
 from remat.schedules.value_report.rows import DASH, FoldedRow
 from remat.solver.budgets.front import Front
-from remat.solver.result import Result, at_least_budget
+from remat.solver.result import at_least_budget
 
 # Parts that several screens share: tables that fit 60 columns, and words for their cells.
 

@@ -18,6 +18,7 @@ from remat.graph_capture.eager_step import with_eager_sizes
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.derived import graph_of_schedule
+from remat.schedules.outcome import Holding, Result
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.value_report.peak_holders import (
@@ -41,7 +42,6 @@ from remat.solver.budgets.sweep import PINS, least_peak
 from remat.solver.reductions.pin_globs import Pins, why_not_again
 from remat.solver.reductions.pins import PinnedOps
 from remat.solver.reductions.reduction import Question, solve_alone
-from remat.solver.result import Holding, Result
 
 _MOST = 3
 """Most ops that are asked about, those of the largest values first. Each takes a solve."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.solver.policies.template import (
     NO_BLOCK,
     NO_REPEATED_BLOCK,
@@ -26,7 +27,6 @@ from remat.solver.recompute_summary import (
     attention_cores,
     op_kind,
 )
-from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.segments.chen_sqrt import articulation_points, checkpointed_state, kept_values
 from remat.solver.state import store_all_state

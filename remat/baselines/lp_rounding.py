@@ -24,11 +24,12 @@ from dataclasses import dataclass
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.solver.backends.mip import BACKENDS, Backend, Limits, MipSolution, solve_program
 from remat.solver.exact.checkmate import EXACT_PASSES, StagedProgram
 from remat.solver.local_search.repair import Repair, fill
 from remat.solver.problem import Problem
-from remat.solver.result import TOO_LARGE, Result
+from remat.solver.result import TOO_LARGE
 from remat.solver.search import Listener, Search
 from remat.solver.state import State, recomputed_in, store_all_state
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.graph import Links, TrainingGraph
+from remat.schedules.outcome import Result
 from remat.solver.local_search.repair import GapMove, apply, carriable
 from remat.solver.offload.copy_placing import place_copies
 from remat.solver.offload.fetch_as_recompute import (
@@ -29,7 +30,6 @@ from remat.solver.offload.fetch_as_recompute import (
 )
 from remat.solver.policies.template import NO_BLOCK, module_blocks, read_in_backward, unavoidable
 from remat.solver.problem import Problem
-from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.state import State, UnreachableError, recomputed_in
 

@@ -23,12 +23,12 @@ from typing import Any, cast
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.solver.backends.processes import Task
 from remat.solver.cuts.cut import Cut
 from remat.solver.local_search.events import COST_UNITS
 from remat.solver.problem import Problem
-from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.state import ops_of, recomputed_by_stage, store_all_state
 from remat.solver.stopping import CUT_FIRST, Seconds

@@ -33,9 +33,9 @@ import numpy.typing as npt
 from remat.baselines.chain import Chain, ChainAction, ChainSearch, chain_or_done, ops_of_actions
 from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.solver.problem import Problem
-from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 
 _Counts = npt.NDArray[np.int64]

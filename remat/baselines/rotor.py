@@ -29,7 +29,7 @@ from remat.baselines.chain import Chain, ChainAction, ChainRun, ChainSearch, cha
 from remat.baselines.revolve import binomial_actions
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Floats, TrainingGraph
-from remat.solver.result import Result
+from remat.schedules.outcome import Result
 from remat.solver.search import Listener, Search
 
 # Sub-chain (i, j) with memory m runs stages i..j forward and backward. The value that enters

@@ -32,6 +32,7 @@ from ortools.graph.python import max_flow
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, TrainingGraph
+from remat.schedules.outcome import Result
 from remat.solver.backends.mip import Limits, MixedProgram, solve_program
 from remat.solver.policies.template import (
     Template,
@@ -42,7 +43,6 @@ from remat.solver.policies.template import (
 )
 from remat.solver.problem import Problem
 from remat.solver.recompute_summary import DROPOUT_OPS, is_fused_attention, op_kind
-from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 
 # torch/_functorch/_activation_checkpointing/knapsack.py; tests compare the results of each method

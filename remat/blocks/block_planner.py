@@ -39,12 +39,13 @@ from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.trace import Trace, trace, trace_recipe
 from remat.rewriter.guards.live_state import named_state
 from remat.schedules.derived import assembled
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Fetch, Schedule, Step
 from remat.schedules.simulate import simulate
 from remat.solver.blocks.block_budgets import BlockBudgets
 from remat.solver.policies.template import StoreAll
 from remat.solver.problem import Problem
-from remat.solver.result import Result, evaluate_schedule
+from remat.solver.result import evaluate_schedule
 from remat.solver.search import Clock
 from remat.solver.state import last_forward_position, schedule_of
 

@@ -32,11 +32,12 @@ from remat.rewriter.compiled import compile_step
 from remat.rewriter.rewriting import trace_of_schedule
 from remat.rewriter.user_module.module import RematModule, make_module
 from remat.schedules.family import resized_schedule
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solved import Solved
 from remat.solver.policies.template import StoreAll
-from remat.solver.result import INTERRUPTED, Result, evaluate_schedule
+from remat.solver.result import INTERRUPTED, evaluate_schedule
 
 _MOST_SCHEDULES = 16
 """That are tried on a batch of other sizes; the first ones go first."""

@@ -11,10 +11,10 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.job.plan_source import Captured, PlanSource, open_plan, plan_of_result, write_plan
 from remat.job.request import Request
 from remat.schedules.layout import Layout
+from remat.schedules.outcome import Result
 from remat.schedules.plan import PlanFile
 from remat.schedules.schedule import Schedule
 from remat.solved import infeasible_text
-from remat.solver.result import Result
 from remat.solver.search import is_interrupted
 
 

@@ -55,11 +55,11 @@ from remat.job.screen import (
     show_run,
 )
 from remat.schedules.layout import Layout
+from remat.schedules.outcome import Result
 from remat.schedules.plan import PlanFile
 from remat.solved import infeasible_text
 from remat.solver.budgets.front import GibPrice
 from remat.solver.budgets.sweep import price_of_gib
-from remat.solver.result import Result
 from remat.solver.search import is_interrupted
 from remat.whole_step.microbatch import StateKind
 from remat.whole_step.step_planning import StepRequest, plan_step

@@ -29,9 +29,9 @@ from remat.ranks.one_plan import OnePlan
 from remat.rewriter.inductor.lowering import ReplayError
 from remat.rewriter.inductor.partition import FusedStep, Pair
 from remat.rewriter.inductor.replay import ReplayedMemory
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule, Step
 from remat.schedules.simulate import simulate
-from remat.solver.result import Result
 
 _LOG = logging.getLogger("remat")
 CLOSE_ENOUGH = 0.97

@@ -26,12 +26,13 @@ from remat.progress import Stopwatch, solver_shown
 from remat.ranges.curve import Curve, overheads_over, solve_over
 from remat.schedules.derived import unchunked
 from remat.schedules.family import Family
+from remat.schedules.outcome import Result
 from remat.schedules.plan import PlanFile
 from remat.schedules.reserved import Reserved
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver.recompute_summary import OpKind, kinds_of
-from remat.solver.result import INTERRUPTED, Result
+from remat.solver.result import INTERRUPTED
 from remat.solver.search import is_interrupted
 
 if TYPE_CHECKING:

@@ -31,6 +31,7 @@ from remat.job.factory import Loaded, load_model
 from remat.job.request import NO_BUDGET, Request
 from remat.progress import Stopwatch
 from remat.schedules.derived import graph_of_schedule, within_split
+from remat.schedules.outcome import Result
 from remat.schedules.plan import (
     AGREEMENT,
     PlanFile,
@@ -44,7 +45,7 @@ from remat.schedules.plan import (
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import overhead_of, simulate
 from remat.solved import graph_behind, predicted
-from remat.solver.result import Result, evaluate_schedule
+from remat.solver.result import evaluate_schedule
 
 if TYPE_CHECKING:
     from remat.graph_capture.tracing.recipe import Recipe

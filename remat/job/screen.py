@@ -35,11 +35,11 @@ from remat.progress import took_text
 from remat.ranges.curve import Curve
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.family import Family, sizes_text
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, bound_of
 from remat.solved import infeasible_text
 from remat.solver.recompute_summary import kinds_text
-from remat.solver.result import Result
 
 if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check

@@ -25,10 +25,10 @@ from remat.job.pipeline import check_schedule, trace_loaded
 from remat.job.plan_source import Captured, captured_model
 from remat.job.request import Request
 from remat.progress import Stopwatch
+from remat.schedules.outcome import Result
 from remat.schedules.simulate import overhead_of
 from remat.solved import infeasible_text
 from remat.solver.problem import Problem, least_needed_bytes
-from remat.solver.result import Result
 from remat.solver.search import is_interrupted, note_interrupt, one_job
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
 from remat.progress import Stopwatch
+from remat.schedules.outcome import Result
 from remat.solved import Solved
-from remat.solver.result import Result
 from remat.solver.stopping import DEFAULT_GAP
 
 if TYPE_CHECKING:

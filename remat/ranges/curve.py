@@ -14,8 +14,8 @@ from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.schedules.family import Family, simulate_resized, sizes_text
+from remat.schedules.outcome import Result
 from remat.solver.reductions.sizes import Reach, plan_family
-from remat.solver.result import Result
 
 _SIZES = 10
 """Sizes of a curve that names none."""

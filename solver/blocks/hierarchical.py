@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph, cached_on
+from remat.schedules.outcome import Result
 from remat.solver.blocks.block_options import (
     BlockOption,
     Options,
@@ -38,7 +39,6 @@ from remat.solver.blocks.block_options import (
 from remat.solver.blocks.repeated import Block, Reads, Shape, find_blocks, shape_of
 from remat.solver.local_search.repair import Repair, fill
 from remat.solver.problem import Problem, least_needed_bytes
-from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.state import State, store_all_state
 

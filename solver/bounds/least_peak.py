@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Holding
 from remat.schedules.schedule import Schedule
 from remat.solver.problem import Problem, working_set_bytes
-from remat.solver.result import Holding
 from remat.solver.search import Search
 from remat.solver.stopping import REGRESSION
 

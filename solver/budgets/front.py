@@ -11,7 +11,7 @@ from remat.formats import GIB, NO_BOUND, bytes_text, percent_text, proved_text, 
 from remat.graph_capture.errors import ScheduleError, SolverError, TextError
 from remat.graph_capture.files import decode_json
 from remat.graph_capture.graph import are_figures
-from remat.solver.result import Result
+from remat.schedules.outcome import Result
 
 _STEP_SHARE = 20
 """If a GiB is more than one part in so many of the peak, that part is priced instead: on a small

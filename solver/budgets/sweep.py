@@ -23,12 +23,13 @@ import msgspec
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.derived import fastest_us
+from remat.schedules.outcome import Result
 from remat.schedules.simulate import simulate
 from remat.solver import solve_within
 from remat.solver.budgets.front import Front, GibPrice, Point, checked_step
 from remat.solver.policies.template import StoreAll
 from remat.solver.problem import Problem, least_needed_bytes
-from remat.solver.result import INTERRUPTED, Result, at_least_budget, evaluate_schedule
+from remat.solver.result import INTERRUPTED, at_least_budget, evaluate_schedule
 from remat.solver.search import Clock, is_interrupted, note_interrupt, one_job
 from remat.solver.stopping import FIRST_SOLVE, NAMING, ONE_BUDGET, SECOND_SOLVE
 from remat.solver.table import make_solver

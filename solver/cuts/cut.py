@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import COST_SCALE, CutProgram, expand
 from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts, Windows, windows_of
@@ -30,7 +31,6 @@ from remat.solver.bounds.least_peak import note_floor, prove_nothing_fits
 from remat.solver.cuts.initial_solutions import offer_first, offer_least_peak, offer_segments
 from remat.solver.local_search.repair import Repair, fill, offer_exchanges
 from remat.solver.problem import largest_working_set_bytes
-from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.state import State, store_all_state
 from remat.solver.stopping import (

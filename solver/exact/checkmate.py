@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Free, Schedule, Step
 from remat.solver.backends.mip import (
     BACKENDS,
@@ -35,7 +36,6 @@ from remat.solver.backends.mip import (
 from remat.solver.bounds.cut_program import COST_SCALE, ROW_SCALE
 from remat.solver.cuts.cut import Cut
 from remat.solver.problem import Problem
-from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.state import State, ops_of, recomputed_by_stage
 

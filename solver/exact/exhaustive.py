@@ -24,9 +24,9 @@ from typing import Literal, NamedTuple, get_args
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.schedules.simulate import simulate
 from remat.solver.problem import Problem, predecessors
-from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.state import schedule_of, store_all_state
 

@@ -32,6 +32,7 @@ import msgspec
 import numpy as np
 
 from remat.graph_capture.graph import Links, TrainingGraph
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Fetch, Offload, Schedule
 from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import COST_SCALE, CutProgram, CutSolution, expand
@@ -41,7 +42,7 @@ from remat.solver.offload.fetch_as_recompute import movable, require_no_homes, w
 from remat.solver.offload.joint_cut import JointCut
 from remat.solver.offload.with_copies import WEIGHINGS, Hosted, Weighing, flight_of, offer_state
 from remat.solver.problem import Problem, can_copy, largest_working_set_bytes, without_links
-from remat.solver.result import INTERRUPTED, Result, renamed
+from remat.solver.result import INTERRUPTED, renamed
 from remat.solver.search import Listener, Search
 from remat.solver.state import Bytes, State, UnreachableError, store_all_state
 from remat.solver.stopping import ALONE, CLIMBED, DEFAULT_GAP, JOINT_NODES, RELAXED

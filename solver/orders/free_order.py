@@ -26,6 +26,7 @@ from typing import NamedTuple
 import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import overhead_of
 from remat.solver.bounds.any_order_cut import free_bound_us, free_least_peak_bound_bytes
@@ -38,7 +39,7 @@ from remat.solver.orders.reorder import (
     roomier_start,
 )
 from remat.solver.problem import Order, Problem, reordered
-from remat.solver.result import INTERRUPTED, KNOWN, Result, evaluate_schedule
+from remat.solver.result import INTERRUPTED, KNOWN, evaluate_schedule
 from remat.solver.search import Clock, Listener, Progress, note_interrupt
 from remat.solver.stopping import (
     ANY_ORDER_BOUND,

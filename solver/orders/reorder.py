@@ -24,6 +24,7 @@ import numpy as np
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.solver.orders.live_curve import (
     LiveCurve,
@@ -33,7 +34,6 @@ from remat.solver.orders.live_curve import (
     with_end_of_forward,
 )
 from remat.solver.problem import Order, Problem, predecessors, reordered
-from remat.solver.result import Result
 from remat.solver.search import Clock
 from remat.solver.state import last_forward_position, ops_of, schedule_of
 from remat.solver.stopping import DROPPED_RUNS

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.solver.local_search.repair import fill
 from remat.solver.policies.eviction import Policy, ValueStatistics, links
 from remat.solver.problem import Problem, least_needed_bytes
-from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.state import State, recomputed_by_stage, recomputed_in, store_all_state
 from remat.solver.stopping import LEAST_PEAK_TRIES

@@ -7,6 +7,7 @@ from typing import Literal
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.solver.policies.eviction import (
     EvictedClasses,
     EvictedReach,
@@ -18,7 +19,6 @@ from remat.solver.policies.eviction import (
 )
 from remat.solver.policies.online import PolicyPlanner, plan_online
 from remat.solver.problem import Problem
-from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 
 _Variant = Literal["full", "eq", "local"]

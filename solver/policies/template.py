@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.solver.problem import Problem
-from remat.solver.result import Result, evaluate_schedule
+from remat.solver.result import evaluate_schedule
 from remat.solver.search import Listener, Search
 from remat.solver.state import mark_made, recomputed_in, store_all_state
 

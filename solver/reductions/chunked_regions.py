@@ -22,9 +22,10 @@ import msgspec
 
 from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph
 from remat.schedules.derived import in_chunks, unchunked, with_choices
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import ChunkedRegion, Schedule
 from remat.solver.reductions.reduction import Question, Reduction, Rest, within_its_limit
-from remat.solver.result import Result, evaluate_schedule
+from remat.solver.result import evaluate_schedule
 from remat.solver.search import Clock
 from remat.solver.stopping import DEFAULT_GAP, gap_for
 from remat.solver.table import TAKE_CHUNKS, check_number, option_names

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from remat.graph_capture.errors import GraphError, SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.schedules.simulate import simulate
-from remat.solver.result import Result
 
 VARIABLE = "REMAT_CHECK"
 _SAME = 1e-9

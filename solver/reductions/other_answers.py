@@ -9,13 +9,13 @@ import msgspec
 
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.solver.problem import can_copy
 from remat.solver.reductions.reduction import Question, Reduction, Rest
 from remat.solver.result import (
     KNOWN,
     NONE_FITS,
     OUT_OF_TIME,
-    Result,
     least_budget_message,
     without_least_budget,
 )

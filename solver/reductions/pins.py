@@ -27,6 +27,7 @@ import msgspec
 
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import KEPT, Op, TrainingGraph
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Option, Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.schedules.value_report.globs import may_run_twice
@@ -35,7 +36,7 @@ from remat.solver.bounds.least_peak import LEAST_BOUND
 from remat.solver.problem import Problem
 from remat.solver.reductions.pin_globs import Pins
 from remat.solver.reductions.reduction import Question, Reduction, Rest
-from remat.solver.result import KNOWN, Result, evaluate_schedule, infeasible
+from remat.solver.result import KNOWN, evaluate_schedule, infeasible
 from remat.solver.search import Clock, Progress, note_interrupt
 from remat.solver.state import schedule_of
 from remat.solver.stopping import FIRST_PINNED, LEFT_OUT, PINNED_BOUND, PINNED_SOLVE, TIGHTER

@@ -18,6 +18,7 @@ import msgspec
 from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.levers import REDUCTIONS, AppliedLever, attribute_at
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.solver.problem import can_copy
 from remat.solver.reductions.legal_step import (
@@ -25,7 +26,7 @@ from remat.solver.reductions.legal_step import (
     require_legal_answer,
     require_legal_change,
 )
-from remat.solver.result import Result, evaluate_schedule, with_time_limit_message
+from remat.solver.result import evaluate_schedule, with_time_limit_message
 from remat.solver.search import Clock, Listener, one_job
 from remat.solver.table import make_solver, option_names, plans_copies
 

@@ -20,11 +20,11 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import BytesOver, RangedGraph
 from remat.graph_capture.sizes.symbols import Sizes, Symbol, corner
 from remat.schedules.family import Family, FastPeak, Member, simulate_resized, sizes_text
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import overhead_of
 from remat.solver.policies.template import StoreAll
 from remat.solver.problem import Problem, least_needed_bytes
-from remat.solver.result import Result
 
 # How far a schedule reaches in a range of sizes: where its peak is within a budget.
 #

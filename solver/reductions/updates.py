@@ -28,6 +28,7 @@ import msgspec
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op, TrainingGraph
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import (
     Compute,
     Schedule,
@@ -41,7 +42,6 @@ from remat.solver.problem import Problem
 from remat.solver.reductions.reduction import Question, Reduction, Rest, within_its_limit
 from remat.solver.result import (
     NONE_FITS,
-    Result,
     evaluate_schedule,
     least_budget_message,
     without_least_budget,

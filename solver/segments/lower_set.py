@@ -30,9 +30,9 @@ import numpy.typing as npt
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.solver.local_search.repair import fill
 from remat.solver.problem import Problem, bytes_across
-from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.segments.chen_sqrt import NO_SEGMENT, segmented_state
 from remat.solver.state import State, recomputed_in, store_all_state

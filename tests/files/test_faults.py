@@ -19,7 +19,7 @@ import remat
 from remat.analysis.plan_report import report
 from remat.graph_capture import files
 from remat.rewriter.plans.loading import save_plan
-from remat.solver.result import Result
+from remat.schedules.outcome import Result
 from tests.files.faults import CALLS, OLD, names_in, require_unharmed, verb
 from tests.files.kinds import GRAPH, SOLVER, plan
 

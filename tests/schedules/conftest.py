@@ -12,10 +12,10 @@ import pytest
 
 from remat.analysis.plan_report import page_facts
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.schedules.report.page_facts import PageFacts
 from remat.schedules.schedule import Schedule
 from remat.solver import solve_within
-from remat.solver.result import Result
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.solver.graphs.traced_gpt import traced_gpt

@@ -106,5 +106,5 @@ def test_what_is_no_range_or_no_schedule_is_told() -> None:
         peak_over(at, keeping(at))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ScheduleError, match="no schedule, but NoneType"):
         peak_over(graph, None)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(SolverError, match="a plan is made for a graph, and this is int"):
+    with pytest.raises(SolverError, match="a plan is made for a step, and this is int"):
         remat.solve(3, "60%")  # pyright: ignore[reportArgumentType, reportCallIssue]

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from remat.graph_capture.graph import Op, TrainingGraph, Value
+from remat.schedules.outcome import Attention
 from remat.solver import Result, solve_within
-from remat.solver.recompute_summary import Attention, attention_outputs, kinds_of, kinds_text
+from remat.solver.recompute_summary import attention_outputs, kinds_of, kinds_text
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.solver.graphs.traced_gpt import ATTENTION, LAYERS, graph_of_modules, traced_gpt

@@ -9,8 +9,8 @@ import pytest
 import remat
 from remat.analysis.compare import THIS_PLAN, UNMODIFIED, Sweep
 from remat.graph_capture.errors import BudgetError, SolverError
+from remat.schedules.outcome import Result
 from remat.solver import solve_within
-from remat.solver.result import Result
 from tests.limits import AMPLE_S
 from tests.solver.graphs.traced_gpt import costed_gpt
 

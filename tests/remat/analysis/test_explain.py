@@ -14,6 +14,7 @@ from remat.analysis.explanation import Explanation, sentences, why_text
 from remat.analysis.why import against_greedy, simple_rules, why
 from remat.graph_capture.errors import BudgetError, GlobError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.value_report.peak_holders import (
@@ -23,7 +24,7 @@ from remat.schedules.value_report.peak_holders import (
     forced_ops,
 )
 from remat.solver import solve_within
-from remat.solver.result import Result, evaluate_schedule
+from remat.solver.result import evaluate_schedule
 from tests.copying import copying_chain, copying_result
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S

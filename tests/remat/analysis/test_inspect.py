@@ -11,6 +11,7 @@ import remat
 from remat.analysis.inspect import inspect
 from remat.graph_capture.errors import GlobError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.value_report.peak_holders import peak_holders
@@ -25,7 +26,6 @@ from remat.schedules.value_report.rows import (
     value_rows,
     written,
 )
-from remat.solver.result import Result
 from tests.links import with_links
 from tests.solver.graphs.traced_gpt import traced_gpt
 

@@ -20,8 +20,8 @@ from remat.budgets import parse_budget
 from remat.caches import known_plans
 from remat.caches.known_plans import FILES, KeptSolve, keep_solve, kept_solve
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.outcome import Result
 from remat.solver import solve_within
-from remat.solver.result import Result
 from tests.paths import ROOT
 from tests.remat.caches.counted import ROWS, counted, net, require_eagers_step, rows
 from tests.solver.graphs.random_graphs import chain

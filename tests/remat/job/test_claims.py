@@ -23,9 +23,9 @@ from remat.job.request import Request
 from remat.job.screen import report_json, show_run
 from remat.progress import Stopwatch
 from remat.schedules.derived import graph_of_schedule
+from remat.schedules.outcome import Result
 from remat.schedules.reserved import reserved_of
 from remat.schedules.simulate import simulate
-from remat.solver.result import Result
 from remat.solver.table import NEEDS_LINKS, TABLE, TAKE_CHUNKS
 
 DEVICE, BUDGETS, LIMIT_S = "h100", ("min", "60%", "85%"), 0.25

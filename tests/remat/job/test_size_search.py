@@ -15,8 +15,8 @@ from remat.job import size_search
 from remat.job.fitted import Fit
 from remat.job.size_search import SizeRange, graph_at, is_same_step, largest
 from remat.ranks.same_order import agreed_rewrite
+from remat.schedules.outcome import Result
 from remat.solver.budgets.sweep import least_peak
-from remat.solver.result import Result
 from tests.limits import AMPLE_S
 
 WIDTH = 64

@@ -18,10 +18,10 @@ from remat.graph_capture.joint.nodes import MADE_IN_FORWARD, is_view
 from remat.ranks.same_order import agreed_load, agreed_rewrite
 from remat.rewriter.plans.loading import plan_of, save_plan
 from remat.schedules.levers import REDUCTIONS, Lever
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import ChunkedRegion, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.reductions.reduction import OtherOps, Question
-from remat.solver.result import Result
 
 NAME = "a copy for backward"
 VALUE = "tanh"

@@ -47,7 +47,7 @@ from remat.rewriter.checking.check import check
 said = {}
 for name in sys.argv[2:]:
     model, args, kwargs, loss_fn, target = make(name)
-    fast = remat.load(f"{sys.argv[1]}/{name}.json", model, loss_fn=loss_fn)
+    fast = remat.load(f"{sys.argv[1]}/{name}.json").apply(model, loss_fn=loss_fn)
     found = check(model, fast, args, kwargs, loss_fn=loss_fn, target=target, steps=1)
     solvers = [name for name in sys.modules if name.startswith(("ortools", "remat.solver"))]
     said[name] = {"peak": found.plan_peak_bytes, "differences": found.differences,
@@ -303,9 +303,7 @@ def test_another_device_is_refused_and_another_machine_is_warned_about(
 def test_the_loss_function_is_given_again() -> None:
     (model, *_), plan, _ = planned("loss_function_with_target", "100%")
     assert plan.loss_fn == "CrossEntropyLoss"
-    with pytest.raises(
-        PlanError, match=r"pass it, remat\.load\(path\)\.apply\(model, loss_fn=CrossEntropy"
-    ):
+    with pytest.raises(PlanError, match=r"remat\.load\(path\)\.apply\(model, loss_fn=CrossEn"):
         load_plan(plan, model)
     with pytest.raises(PlanError, match="loss function was CrossEntropyLoss and is MSELoss"):
         load_plan(plan, model, loss_fn=nn.MSELoss())
@@ -339,7 +337,7 @@ def test_archives_that_hold_no_plan(
     model, x, plan = small
     path = tmp_path / "model.pt2"
     torch.export.save(torch.export.export(model, (x,)), path)
-    with pytest.raises(PlanError, match="holds no plan: put it there with plan.save"):
+    with pytest.raises(PlanError, match=r"holds no plan: put it there with plan\.save"):
         read_plan(path)
     save_plan(plan, path)
     path.write_bytes(path.read_bytes()[:500])

@@ -10,6 +10,7 @@ import pytest
 
 from remat.graph_capture.errors import GraphError, SolverError
 from remat.schedules.levers import REDUCTIONS, attribute_at
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.reductions import reduction
@@ -22,7 +23,6 @@ from remat.solver.reductions.reduction import (
     fold,
     refuse_pairs,
 )
-from remat.solver.result import Result
 from tests.links import links, with_links
 from tests.solver.graphs.random_graphs import gpt_like
 

@@ -6,6 +6,7 @@ import pytest
 
 from remat.graph_capture.errors import ScheduleError, SolverError
 from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op, TrainingGraph, Value
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import solve_within
@@ -18,7 +19,7 @@ from remat.solver.reductions.updates import (
     with_updates_behind,
     without_rule,
 )
-from remat.solver.result import Result, evaluate_schedule
+from remat.solver.result import evaluate_schedule
 from remat.solver.state import ops_of, schedule_of
 
 
