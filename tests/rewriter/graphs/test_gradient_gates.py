@@ -21,9 +21,8 @@ from remat.graph_capture import capture, measure_costs, trace
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.eager_step import with_eager_sizes
 from remat.graph_capture.graph import ACCUMULATE
-from remat.plan import load
 from remat.rewriter.checking.check import check
-from remat.rewriter.plans.loading import plan_of, save_plan
+from remat.rewriter.plans.loading import load_plan, plan_of, save_plan
 from remat.rewriter.rewriting import rewrite
 from remat.rewriter.user_module.module import RematModule
 from remat.schedules.simulate import simulate
@@ -291,11 +290,11 @@ def test_a_kept_plan_releases_gradients_in_another_module(tmp_path: Path) -> Non
     save_plan(plan_of(module), tmp_path / "plan.json")
     other = copy.deepcopy(model)
     for again in (
-        load(tmp_path / "plan.json", other),
+        load_plan(tmp_path / "plan.json", other),
         rewrite(copy.deepcopy(model), module.schedule, args),
     ):
         assert again._remat_compiled_step.gradient_gates is not None
-        assert check(other, load(plan_of(again), other), args, accumulate=True, steps=1).equal
+        assert check(other, load_plan(plan_of(again), other), args, accumulate=True, steps=1).equal
 
 
 class ReturnsItsInput(nn.Module):

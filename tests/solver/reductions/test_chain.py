@@ -103,7 +103,7 @@ def test_a_lever_that_breaks_a_rule_of_a_legal_step_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(VARIABLE, "1")
-    with pytest.raises(GraphError, match=r"lever Smaller broke a rule .*: no value that both have"):
+    with pytest.raises(GraphError, match=r"Smaller broke a rule .*: no value of the caller's"):
         fold(asked(first=1), (Smaller("first", []),))
     with pytest.raises(SolverError, match=r"answer of Boastful breaks a rule: figures are"):
         fold(asked(first=1), (Boastful("first", []),))
