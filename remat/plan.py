@@ -489,7 +489,11 @@ class Plan(Result, frozen=True):
     def __repr__(self) -> str:
         if self.code is not None:
             return repr(self.code)
-        return repr(self.family) if self.family is not None else Result.__repr__(self)
+        if self.family is not None:
+            return repr(self.family)
+        if self.schedule is not None and not self.peak_bytes:
+            return f"Plan({self.solver}, within {self.budget_bytes} bytes; its costs are not known)"
+        return Result.__repr__(self)
 
 
 def _of_one_size(step: TrainingStep) -> TrainingGraph:

@@ -118,4 +118,6 @@ def test_plans_of_blocks_and_of_a_cache() -> None:
     lazy = remat.rematerialize(model, budget="100%", check=False, verbose=False)
     assert remat.plans(lazy) == []
     lazy(*args)
-    assert [plan.status for plan in remat.plans(lazy)] in (["optimal"], ["feasible"])
+    (plan,) = remat.plans(lazy)
+    assert plan.status in ("optimal", "feasible")
+    assert "peak 0" not in repr(plan)
