@@ -6,6 +6,7 @@ Run as ``torchrun --nproc-per-node 2 tests/distributed/one_plan_worker.py FOLDER
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import random
 import sys
@@ -265,7 +266,7 @@ def plan_phases() -> Found:
     for path, (phase, failing) in phases.items():
         for rank in failing:
             module, _, name = path.rpartition(".")
-            with failing_at(sys.modules[module], name, rank):
+            with failing_at(importlib.import_module(module), name, rank):
                 found[f"{phase} {rank}"] = said(lambda: planned(model, args, check=True))
     return found
 
