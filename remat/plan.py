@@ -241,9 +241,7 @@ class Plan(Result, frozen=True):
         """
         from remat.analysis.plan_report import report
 
-        return report(
-            self._graph(), self, path, fronts=fronts, measured=measured, layout=layout
-        )  # fmt: skip
+        return report(self._graph(), self, path, fronts=fronts, measured=measured, layout=layout)
 
     def price_of(
         self, step_bytes: int = 0, *, solver: str = "auto", time_limit_s: float = 60.0,
@@ -455,7 +453,11 @@ class Plan(Result, frozen=True):
         return self.step
 
     def _members(self) -> Family:
-        assert self.family is not None  # a plan of a range has one
+        if self.family is None:
+            raise PlanError(
+                "this plan has one schedule for its range: a plan that remat.solve makes of the "
+                "range has one for each part of it"
+            )
         return self.family
 
     def _module(self) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -17,8 +17,14 @@ from remat.schedules.outcome import Result
 from remat.schedules.plots import draw_live_bytes
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front, GibPrice
-from remat.solver.budgets.sweep import BUDGETS, PINS, BudgetsDone, check_jobs, spread_budgets
-from remat.solver.budgets.sweep import sweep_budgets as sweep_bytes
+from remat.solver.budgets.sweep import (
+    BUDGETS,
+    PINS,
+    BudgetsDone,
+    check_jobs,
+    spread_budgets,
+    sweep_budgets,
+)
 from remat.solver.recompute_summary import kinds_of, kinds_text
 from remat.solver.reductions.pin_globs import as_globs
 from remat.solver.search import Clock, one_job
@@ -40,12 +46,12 @@ def sweep_fronts(
     time_limit_s: float = 60.0,
     jobs: int = 1,
     *,
-    at_hand: Sequence[Result] = (),
     progress: BudgetsDone | None = None,
     **options: Any,
 ) -> dict[str, Front]:
     """The time of the step against its peak: a front for each solver, all at the same budgets."""
     names = tuple(solvers)
+    # Words are refused before budgets are named, which may take a solve.
     for name in names:
         solver_class(name)
     check_jobs(jobs)
@@ -55,14 +61,14 @@ def sweep_fronts(
     clock = Clock(time_limit_s)
     unmodified_bytes = unmodified(graph).peak_bytes
     with one_job():
-        asked, found = in_bytes(graph, budgets, NAMING.of(time_limit_s), pins)
+        asked, at_hand = in_bytes(graph, budgets, NAMING.of(time_limit_s), pins)
+        # Naming the least budget took a part of the limit, and its plan is at hand for the sweep.
         left_s = max(clock.left_s, 0.0)
         shared: dict[str, Any] = {
-            "time_limit_s": left_s, "jobs": jobs, "progress": progress,
-            "at_hand": [*at_hand, *found],
+            "time_limit_s": left_s, "jobs": jobs, "progress": progress, "at_hand": at_hand,
             "unmodified_bytes": unmodified_bytes, **options
         }  # fmt: skip
-        return {name: sweep_bytes(graph, asked, name, **shared) for name in names}
+        return {name: sweep_budgets(graph, asked, name, **shared) for name in names}
 
 
 def sweep_hosts(
@@ -74,20 +80,8 @@ def sweep_hosts(
 ) -> dict[str, Front]:
     """Fronts by solver and host, such as ``auto, host 8GiB``, all over the same budgets.
 
-    Parameters
-    ----------
-    graph : with links, unless `hosts` are all 0.
-    hosts : bytes by what each is called; with 0 nothing leaves the device.
-    budgets, solvers, **options : as of `sweep_fronts`. A number of budgets is spread as without
-        a host.
-
-    Returns
-    -------
-    dict of Front : by solver and host, such as ``auto, host 8GiB``.
-
-    Raises
-    ------
-    BudgetError : a host is given, and the graph has no links.
+    `hosts` : bytes by what each is called; with 0 nothing leaves the device. Others as of
+    `sweep_fronts`.
     """
     # Budgets are spread as without a host, so that every front has the same.
     alone = msgspec.structs.replace(graph, links=None)

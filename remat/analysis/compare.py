@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from remat.analysis.budget_sweep import Budgets, BudgetSlider, in_bytes, sweep_fronts
+from remat.analysis.budget_sweep import Budgets, BudgetSlider, in_bytes
 from remat.analysis.memory_figures import place as place_buffers
 from remat.analysis.plan_report import plain_table, rendered
 from remat.budgets import unmodified_step
@@ -21,12 +21,13 @@ from remat.plan import Plan
 from remat.schedules.derived import fastest_us
 from remat.schedules.outcome import Result
 from remat.schedules.simulate import overhead_of
+from remat.solved import Solved
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front
-from remat.solver.budgets.sweep import PINS, check_jobs
+from remat.solver.budgets.sweep import PINS, check_jobs, sweep_budgets
 from remat.solver.reductions.pin_globs import as_globs
 from remat.solver.result import INTERRUPTED
-from remat.solver.search import is_interrupted, one_job
+from remat.solver.search import Clock, is_interrupted, one_job
 from remat.solver.stopping import NAMING
 from remat.solver.table import check_number
 
@@ -236,26 +237,33 @@ def sweep(
             f"a sweep is of a step of one size, and this is {type(step).__name__}: pass what "
             "remat.capture returned, of a range its largest sizes, step.top"
         )
+    # Each once, in the order asked: results are by name.
     names = tuple(dict.fromkeys((solvers,) if isinstance(solvers, str) else solvers))
     for name in names:
         solver_class(name)
     check_jobs(jobs)
     check_number("time_limit_s", time_limit_s)
-    options["jobs"] = jobs
+    options |= {name: as_globs(options[name]) for name in PINS if name in options}
+    eager, clock = unmodified_step(step), Clock(time_limit_s)
     with one_job():
-        asked, options["at_hand"] = _budgets(step, budgets, plan, time_limit_s, options)
+        asked, at_hand = _budgets(step, budgets, plan, time_limit_s, options)
+        # Naming the least budget took a part of the limit, and its plan is at hand.
+        shared: dict[str, Any] = {
+            "time_limit_s": max(clock.left_s, 0.0), "jobs": jobs, "at_hand": at_hand,
+            "unmodified_bytes": eager.result.peak_bytes, **options,
+        }  # fmt: skip
         fronts: dict[str, Front | SolverError] = {}
         for i, name in enumerate(names):
             if progress is not None and not is_interrupted():
                 progress(name, i, len(names))
-            fronts[name] = _front(step, sorted(asked), name, time_limit_s, options)
+            fronts[name] = _front(step, sorted(asked), name, shared)
     if plan is None:
         _require_one(fronts)
     # The bound of a plan holds for the captured order, so it says nothing of free ones.
     is_fixed = options.get("order", "fixed") == "fixed"
     bounding = plan if is_fixed else None
     bounds = tuple(_bound(step, size_bytes, fronts, bounding) for size_bytes in asked)
-    return _compared_with(step, asked, fronts, bounds, plan, is_placed=layouts)
+    return _compared_with(step, eager, asked, fronts, bounds, plan, is_placed=layouts)
 
 
 def _require_one(fronts: Mapping[str, Front | SolverError]) -> None:
@@ -266,10 +274,12 @@ def _require_one(fronts: Mapping[str, Front | SolverError]) -> None:
 
 
 def _compared_with(
-    graph: TrainingGraph, asked: Mapping[int, str], fronts: Mapping[str, Front | SolverError],
-    bounds: tuple[_Bound, ...], plan: Result | None, *, is_placed: bool,
+    graph: TrainingGraph, eager: Solved, asked: Mapping[int, str],
+    fronts: Mapping[str, Front | SolverError], bounds: tuple[_Bound, ...], plan: Result | None,
+    *, is_placed: bool,
 ) -> Sweep:  # fmt: skip
-    eager, arena = unmodified_step(graph), _arenas(graph, is_placed)
+    arena = _arenas(graph, is_placed)
+    # The unmodified step has buffers of its own graph, as eager has its sizes.
     rows = [_at_hand(UNMODIFIED, eager.result, bounds, _arenas(eager.graph, is_placed))]
     rows += [_at_hand(THIS_PLAN, plan, bounds, arena)] if plan is not None else []
     rows += [_compared(name, front, bounds, arena) for name, front in fronts.items()]
@@ -305,7 +315,7 @@ def _budgets(
     if plan is not None and plan.schedule is not None:
         named[plan.budget_bytes] = THIS_PLAN
     texts = None if budgets is None or isinstance(budgets, int | str) else tuple(budgets)
-    pins = {name: as_globs(options[name]) for name in PINS if name in options}
+    pins = {name: options[name] for name in PINS if name in options}
     wanted = budgets if texts is None else texts
     sizes, at_hand = in_bytes(graph, wanted, NAMING.of(time_limit_s), pins)
     for i, size_bytes in enumerate(sizes):
@@ -314,13 +324,13 @@ def _budgets(
 
 
 def _front(
-    graph: TrainingGraph, budgets: list[int], name: str, limit_s: float, options: dict[str, Any]
+    graph: TrainingGraph, budgets: list[int], name: str, shared: dict[str, Any]
 ) -> Front | SolverError:
     """The solver's front, or why it does not take this graph or was not asked."""
     if is_interrupted():
         return SolverError(f"{INTERRUPTED} before {name} was tried")
     try:
-        return sweep_fronts(graph, budgets, (name,), limit_s, **options)[name]
+        return sweep_budgets(graph, budgets, name, **shared)
     except SolverError as error:
         return error
 

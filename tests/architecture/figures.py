@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.architecture.import_graph import PACKAGES, arrows, circles
+from tests.architecture.import_graph import PACKAGES, arrows, circles, sources
 from tests.paths import ROOT
 
 WINGS = ("remat/baselines", "remat/cluster", "remat/whole_step", "rewriter/arena")
@@ -103,12 +103,11 @@ def places(root: Path) -> dict[str, Size]:
     """The size of each package and wing under a checkout, of the core without wings, and of all."""
     core: list[Path] = []
     of: dict[str, list[Path]] = {name: [] for name in (*PACKAGES, *WINGS)}
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            within = path.relative_to(root).as_posix()
-            wing = next((wing for wing in WINGS if within.startswith(f"{wing}/")), "")
-            of[wing or package].append(path)
-            core += [] if wing else [path]
+    for path in sources(root).values():
+        within = path.relative_to(root)
+        wing = next((wing for wing in WINGS if within.is_relative_to(wing)), "")
+        of[wing or within.parts[0]].append(path)
+        core += [] if wing else [path]
     sizes = {name: size_of(paths) for name, paths in of.items()}
     every = Size(*map(sum, zip(*sizes.values(), strict=True)))
     return sizes | {"without wings": size_of(core), "all": every}

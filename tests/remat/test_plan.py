@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import remat
+from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from tests.models import make
 
 ROWS = {"input": {0: ("rows", 4, 64)}}
@@ -78,6 +79,15 @@ def solved() -> remat.Plan:
     return remat.solve(remat.capture(model, (x,)), "100%", "store_all")
 
 
+def of_one_schedule() -> remat.Plan:
+    model, x = chain()
+    step = remat.capture(model, (x,), dynamic=ROWS)
+    assert isinstance(step, RangedGraph)
+    schedule = remat.solve(step.top, "100%", "store_all").schedule
+    assert schedule is not None
+    return remat.Plan.of(step, schedule)
+
+
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "apply where nothing fits": (
         lambda: least().apply(chain()[0]), remat.BudgetError, "no schedule within|is below",
@@ -94,6 +104,9 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "this is Plan: pass the file's path",
     ),
     "a range of one size": (lambda: solved().overheads(), remat.PlanError, "is for one size"),
+    "a curve of one schedule": (
+        lambda: of_one_schedule().overheads(), remat.PlanError, "has one schedule for its range",
+    ),
     "an arena of no module": (lambda: solved().use_arena(), remat.PlanError, "apply it, and ask"),
     "a check of a plan": (
         lambda: remat.check(chain()[0], solved()),  # pyright: ignore[reportArgumentType]

@@ -102,16 +102,16 @@ def test_compare_begins_no_solver_after_ctrl_c(
     graph: TrainingGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    swept = compare.sweep_fronts
+    swept = compare.sweep_budgets
 
-    def ended(one: TrainingGraph, budgets: Any, names: Any, *args: Any, **options: Any) -> Any:
-        asked.extend(names)
-        found = swept(one, budgets, names, *args, **options)
-        if names == ("cut",):
+    def ended(one: TrainingGraph, budgets: Any, name: str, *args: Any, **options: Any) -> Any:
+        asked.append(name)
+        found = swept(one, budgets, name, *args, **options)
+        if name == "cut":
             note_interrupt()
         return found
 
-    monkeypatch.setattr(compare, "sweep_fronts", ended)
+    monkeypatch.setattr(compare, "sweep_budgets", ended)
     found = remat.sweep(graph, ["70%"], ["chen_sqrt", "cut", "msps"], time_limit_s=AMPLE_S)
     assert asked == ["chen_sqrt", "cut"]
     rows = {row.solver: row for row in found.rows}
