@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.costs.cache import CostCache, Profile, WholeStepTimes
+from remat.graph_capture.costs.op_times import KERNEL_ERRORS
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.memory import free_bytes, is_out_of_memory
 from remat.graph_capture.devices.meter import LoadAwareTimer, Meter, have_agreed, least_agreed
@@ -522,7 +523,7 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
         inputs = [_step_input(node) for node in placeholders]
         runs = [partial(module, *inputs) for module in made]
         first_us = *[_first_us(run) for run in runs], watch.taken_us
-    except (RuntimeError, IndexError, ValueError, MemoryError) as error:
+    except KERNEL_ERRORS as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
         why = "was not run: memory ran out" if is_out_of_memory(error) else _WHOLE
         warnings.warn(
