@@ -19,9 +19,9 @@ from pathlib import Path
 from tests.paths import ROOT
 
 ASKED = (
-    ("gpt", "l4", "60%"), ("gpt", "l4", "40%"), ("gpt", "h100", "min"), ("gpt", "rtx4090", "80%"),
-    ("resnet", "l4", "60%"), ("resnet", "h100", "40%"), ("resnet", "l4", "min"),
-    ("unet", "l4", "60%"), ("unet", "h100", "40%"), ("unet", "l4", "min"),
+    ("gpt", "l4", "60%"), ("gpt", "l4", "min"), ("gpt", "h100", "70%"), ("gpt", "rtx4090", "80%"),
+    ("resnet", "l4", "60%"), ("resnet", "h100", "80%"), ("resnet", "l4", "min"),
+    ("unet", "l4", "60%"), ("unet", "h100", "80%"), ("unet", "l4", "min"),
 )  # fmt: skip
 """Model, device of the table and budget."""
 
