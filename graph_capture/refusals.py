@@ -420,7 +420,7 @@ def refusal(
     place = f"module {module or '(root)'} of {type(model).__name__}, {source or 'unknown line'}"
     kind = type(error).__name__
     if isinstance(error, DeviceError):
-        return CaptureError(f"{error} ({place})")
+        return DeviceError(f"{error} ({place})")
     # Before other looks at values: torch's own function has a switch.
     if way := _known_way_out(error):
         return CaptureError(f"torch looks at the values of a tensor ({place}): {way}")

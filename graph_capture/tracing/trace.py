@@ -25,7 +25,7 @@ from remat.graph_capture.distributed.rank_refusals import (
     refuse_range_of_dtensors,
 )
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
-from remat.graph_capture.errors import CaptureError, FloatInputError
+from remat.graph_capture.errors import CaptureError, DeviceError, FloatInputError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.joint.autocast_cache import cast_weights_once
 from remat.graph_capture.joint.build import Joint, build_joint
@@ -199,9 +199,10 @@ def _trace_once(
                 stack, step, _example(recipe, fake, env), {}, decompositions={}
             )
             writes.require_that_backward_writes_nothing()
-        except CaptureError:
-            raise
         except Exception as error:  # whatever a model raises is refused, with its place
+            # What watches the ops knows the device, and not where it is in the user's code.
+            if isinstance(error, CaptureError) and not isinstance(error, DeviceError):
+                raise
             place = provenance.module_of(error)
             refused = refusal(error, model, place, step.known.read)
             raise CaptureError(env.in_words(str(refused))) if env else refused from error
