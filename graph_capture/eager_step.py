@@ -16,8 +16,7 @@ from remat.graph_capture.distributed.sharding import element_bytes
 from remat.graph_capture.graph import TANGENTS, WRITES_FIRST, Op, TrainingGraph, Value
 
 _DROPOUTS = ("aten.native_dropout.default", "remat.dropout.default")
-_MASK = 1
-"""The place of its mask among a dropout's results."""
+_MASK = 1  # the place of its mask among a dropout's results
 _STATE = "remat.state_of_checkpoint"
 CPU_STATE_BYTES = 5056
 """What `torch.get_rng_state()` takes. That of a CUDA device is kept on the host, by eager too."""
@@ -169,8 +168,7 @@ def _mask_bytes(graph: TrainingGraph, dropout: Op) -> int:
 # last use in forward, and comes back for each node of autograd that reads it. Not predicted:
 # variables that hold it longer in forward, which a trace does not tell from autograd.
 
-LEAST_BYTES = 1024
-"""What is smaller stays on the device."""
+LEAST_BYTES = 1024  # what is smaller stays on the device
 _BACK = "remat.back"
 _OFTEN = 2
 """A node of autograd runs an op so often at most, as that of a product, which has two gradients."""

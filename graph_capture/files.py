@@ -38,8 +38,7 @@ _NO_NAMELESS = errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL
 """What file systems and old kernels answer that know no files without a name."""
 IN_USE = 5, 32
 """Windows: access denied, and a sharing violation. It says either of a file that is open."""
-WAITS_S = (0.01, 0.05, 0.2, 0.5)
-"""Readers have a file for milliseconds."""
+WAITS_S = (0.01, 0.05, 0.2, 0.5)  # readers have a file for milliseconds
 
 
 def read_contents(path: str | Path) -> bytes:
@@ -253,8 +252,7 @@ def file_lock(path: Path) -> Generator[None]:
 
 _MOST_RATIO = 100
 """Bytes of all members to bytes of the file. torch packs nothing; a packed plan stays below 30."""
-_FORMAT = "archive_format", b"pt2"
-"""A member of every archive of `torch.export`, and what it holds."""
+_FORMAT = "archive_format", b"pt2"  # a member of every archive of `torch.export`, and what it holds
 _BROKEN = (
     zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError,
     OverflowError,
@@ -277,7 +275,11 @@ def read_archive_member(path: Path, name: str) -> bytes | None:
             # directory of the archive, and only the wanted one is unpacked. Torch's readers would
             # unpickle what they find.
             members = archive.infolist()
-            _check_sizes(members, size_bytes)
+            # More than a file of that size can hold in earnest.
+            unpacked_bytes = sum(member.file_size for member in members)
+            if unpacked_bytes > _MOST_RATIO * size_bytes:
+                said = f"it says that it unpacks to {unpacked_bytes} bytes"
+                raise ArchiveError(f"{said}, from a file of {size_bytes}")
             root = _checked_root(members)
             if _read(archive, members, f"{root}/{_FORMAT[0]}") != _FORMAT[1]:
                 raise ArchiveError(f"it has no {_FORMAT[0]} that says {_FORMAT[1].decode()}")
@@ -286,15 +288,6 @@ def read_archive_member(path: Path, name: str) -> bytes | None:
         raise FileError(f"{path}: {error.strerror or error}") from error
     except _BROKEN as error:
         raise ArchiveError(str(error) or type(error).__name__) from error
-
-
-def _check_sizes(members: list[zipfile.ZipInfo], file_bytes: int) -> None:
-    # More than a file of that size can hold in earnest.
-    unpacked_bytes = sum(member.file_size for member in members)
-    if unpacked_bytes > _MOST_RATIO * file_bytes:
-        raise ArchiveError(
-            f"it says that it unpacks to {unpacked_bytes} bytes, from a file of {file_bytes}"
-        )
 
 
 def _checked_root(members: list[zipfile.ZipInfo]) -> str:
@@ -331,8 +324,7 @@ def _read(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], name: str) -
 # again what would have been kept.
 
 _T = TypeVar("_T")
-_SEAL_BYTES = 65
-"""Of the first line of a sealed file, which is a digest of the rest."""
+_SEAL_BYTES = 65  # of the first line of a sealed file, which is a digest of the rest
 _unwritable: set[tuple[str, Path]] = set()
 """Kinds of file and their folders that were said not to be writable."""
 

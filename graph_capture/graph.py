@@ -25,10 +25,8 @@ from remat.graph_capture.files import decode_json
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 FLOAT32_BYTES = 4
-MOST_BYTES = 1 << 62
-"""Sums below it stay exact in 64-bit integers, and so does twice a sum."""
-MOST_US = 1e100
-"""Sums and squares of what is below it are finite."""
+MOST_BYTES = 1 << 62  # sums below it stay exact in 64-bit integers, and so does twice a sum
+MOST_US = 1e100  # sums and squares of what is below it are finite
 _MOST_FIGURE = 10**300
 """What is below it can be shown, since floats reach further. Budgets may be that large."""
 
@@ -232,8 +230,7 @@ class Links(msgspec.Struct, frozen=True):
 
 
 _SCHEMA_VERSION = 2
-_READ_VERSIONS = (1, 2)
-"""Version 1 had no links, and no values with a home."""
+_READ_VERSIONS = (1, 2)  # version 1 had no links, and no values with a home
 KEPT = "kept by"
 """How `Op.no_recompute` begins where only the user wants that the op does not run twice."""
 CUSTOM = "a custom op"

@@ -264,8 +264,7 @@ def _known_way_out(error: Exception) -> str:
 
 _VECTORS_BYTES = {"AVX512": 128}
 """What CPU kernels compute at a time, two vectors, by torch's name for what the CPU can do."""
-_OTHER_VECTORS_BYTES = 64
-"""Of AVX2, and no less of others."""
+_OTHER_VECTORS_BYTES = 64  # of AVX2, and no less of others
 
 Hooked = tuple[str, nn.Module, str, Any]
 """Path and module, and the name of a table of its hooks, with the table."""
@@ -347,7 +346,9 @@ def _refuse_kind(path: str, module: nn.Module, device: str) -> None:
     if is_cuda(device) and isinstance(module, nn.RNNBase) and torch.backends.cudnn.enabled:
         raise CaptureError(cudnn_rnn_message(path))
     if device == CPU and isinstance(module, (nn.GRU, nn.GRUCell)):
-        lanes = _elements_at_a_time(module)
+        capability = torch.backends.cpu.get_cpu_capability()
+        at_a_time = _VECTORS_BYTES.get(capability, _OTHER_VECTORS_BYTES)
+        lanes = at_a_time // next(module.parameters()).element_size()
         if module.hidden_size % lanes:
             raise CaptureError(
                 f"{path} is a {type(module).__name__} of hidden_size {module.hidden_size}. A CPU "
@@ -356,12 +357,6 @@ def _refuse_kind(path: str, module: nn.Module, device: str) -> None:
                 f"hidden_size {-(-module.hidden_size // lanes) * lanes}, or write the cell in "
                 "tensor ops"
             )
-
-
-def _elements_at_a_time(module: nn.Module) -> int:
-    capability = torch.backends.cpu.get_cpu_capability()
-    at_a_time = _VECTORS_BYTES.get(capability, _OTHER_VECTORS_BYTES)
-    return at_a_time // next(module.parameters()).element_size()
 
 
 def distributed_message(path: str) -> str:

@@ -104,8 +104,7 @@ BLOCK_BYTES = 4096
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.ENOSYS)
 """What systems answer that do not know a way of opening or writing."""
 
-_Range = tuple[int, int]
-"""Where it begins, and where it ends, in bytes of the file."""
+_Range = tuple[int, int]  # where it begins, and where it ends, in bytes of the file
 
 
 class _SharedFile:
@@ -173,10 +172,8 @@ class _SharedFile:
         self._give_back((end, self.size_bytes))
 
 
-HOST_FOLDER = "REMAT_OFFLOAD"
-"""The environment variable that names the folder of a CPU's host tier."""
-CHUNK_BYTES = 4 << 20
-"""One write or read. On an NVMe disk, larger ones were no faster."""
+HOST_FOLDER = "REMAT_OFFLOAD"  # the environment variable that names the folder of a CPU's host tier
+CHUNK_BYTES = 4 << 20  # one write or read. On an NVMe disk, larger ones were no faster.
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NAMELESS = getattr(os, "O_TMPFILE", 0)
 _CALLS = ("posix_fallocate", "preadv", "pwrite", "statvfs")

@@ -42,16 +42,23 @@ def linear_above(node: Any) -> Linear:
 def linear_of(product: fx.Node) -> Linear | None:
     if product.target not in PRODUCTS or product.kwargs:
         return None
-    bias, x, weight = (None, *product.args) if len(product.args) == 2 else product.args[:3]
+    bias, x, weight = _factors(product)
     if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
         return None
-    if weight.target is not aten.t.default or len(product.args) > 3:
-        return None
-    if bias is not None and (not isinstance(bias, fx.Node) or bias.meta["val"].dim() != 1):
+    if weight.target is not aten.t.default or len(product.args) > 3 or not _may_be_bias(bias):
         return None
     source = weight.args[0]
     assert isinstance(source, fx.Node)
     return Linear(product, x, source, bias)
+
+
+def _factors(product: fx.Node) -> tuple[Any, Any, Any]:
+    """Bias, input and transposed weight: `mm` has no bias; `addmm` has it first."""
+    return (None, *product.args) if len(product.args) == 2 else product.args[:3]
+
+
+def _may_be_bias(bias: Any) -> bool:
+    return bias is None or (isinstance(bias, fx.Node) and bias.meta["val"].dim() == 1)
 
 
 def linear_below(node: fx.Node) -> Linear | None:
@@ -126,10 +133,7 @@ class _Smoothing:
 def _find_smoothing(
     readers: Sequence[fx.Node], of_softmax: fx.Node, of_loss: fx.Node, class_weight: Any
 ) -> _Smoothing | None:
-    """The label smoothing among `readers` of the log-probabilities; None if none is known.
-
-    `of_softmax` and `of_loss` are the nodes of the softmax's and of the loss's backward.
-    """
+    """The label smoothing among `readers` of the log-probabilities; None if none is known."""
     total = of_softmax.args[0]
     if not isinstance(total, fx.Node) or total.target is not aten.add.Tensor or total.kwargs:
         return None
@@ -196,33 +200,26 @@ class _NoHeadError(Exception):
 
 @dataclass
 class Head:
-    """One head with its loss, and the nodes that its forward and its backward consist of.
-
-    Attributes
-    ----------
-    softmax : its `_log_softmax`. product : the node of all logits. loss : `nll_loss_forward`.
-    weight : (classes, d).
-    grid, start, stop : the logits' rows that the loss takes; empty for all.
-    gradient : what backward hands to the loss.
-    of_x, of_weight, of_bias : nodes that make the gradients, None where nobody needs one.
-    forward, backward : nodes that only serve these, each before those that read it.
-    """
+    """One head with its loss, and the nodes that its forward and its backward consist of."""
 
     softmax: fx.Node
-    product: fx.Node
+    product: fx.Node  # of all logits
     x: fx.Node
-    weight: fx.Node
+    weight: fx.Node  # (classes, d)
     bias: fx.Node | None
-    loss: fx.Node
+    loss: fx.Node  # its `nll_loss_forward`
+    # The logits' rows that the loss takes; empty for all.
     grid: list[int] = field(default_factory=list[int])
     start: list[int] = field(default_factory=list[int])
     stop: list[int] = field(default_factory=list[int])
-    gradient: fx.Node | None = None
+    gradient: fx.Node | None = None  # what backward hands to the loss
     total_weight: fx.Node | None = None
     smoothing: _Smoothing | None = None
+    # Nodes that make the gradients, None where nobody needs one.
     of_x: fx.Node | None = None
     of_weight: fx.Node | None = None
     of_bias: fx.Node | None = None
+    # Nodes that only serve these, each before those that read it.
     forward: list[fx.Node] = field(default_factory=list[fx.Node])
     backward: list[fx.Node] = field(default_factory=list[fx.Node])
 
@@ -255,15 +252,18 @@ def _head_of(softmax: fx.Node) -> Head:
         raise _NoHeadError("its softmax is not over the last of two dimensions: flatten the logits")
     chain = list(_up_to_product(softmax))
     product = chain[-1]
-    # `mm` has no bias; `addmm` has it first.
-    bias, x, weight = (None, *product.args) if len(product.args) == 2 else product.args[:3]
+    bias, x, weight = _factors(product)
     if product.kwargs or not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
         raise _NoHeadError(f"{product.name} scales its terms")
-    if bias is not None and (not isinstance(bias, fx.Node) or bias.meta["val"].dim() != 1):
+    if not _may_be_bias(bias):
         raise _NoHeadError(f"{product.name} adds what is no bias")
     losses = [user for user in _reading(softmax) if user.target is aten.nll_loss_forward.default]
     loss = _only(losses, softmax)
-    head = Head(softmax, product, x, _transposed(weight), bias, loss)
+    if weight.target is not aten.t.default:
+        raise _NoHeadError(f"{weight.name} is no transposed weight")
+    source = weight.args[0]
+    assert isinstance(source, fx.Node)
+    head = Head(softmax, product, x, source, bias, loss)
     _take_rows(head, chain[::-1])
     head.forward = [*chain[::-1], *_names_of(softmax), loss, *loss.users]
     _find_backward(head)
@@ -277,11 +277,9 @@ def _up_to_product(softmax: fx.Node) -> Iterator[fx.Node]:
         above = node.args[0]
         if not isinstance(above, fx.Node) or above.op != "call_function":
             raise _NoHeadError(f"{node.name} reads what no linear layer has made")
-        known = (*PRODUCTS, *SHAPES, *_COPIES, aten.slice.Tensor)
-        if above.target not in known:
+        if above.target not in (*PRODUCTS, *SHAPES, *_COPIES, aten.slice.Tensor):
             raise _NoHeadError(f"its logits go through {above.target} ({above.name})")
-        others = [user for user in above.users if user is not node]
-        if others:
+        if others := [user for user in above.users if user is not node]:
             raise _NoHeadError(f"its logits are read by {others[0].name} as well")
         node = above
     yield node
@@ -305,14 +303,6 @@ def _only(found: list[fx.Node], of: fx.Node) -> fx.Node:
         names = ", ".join(sorted(user.name for user in _reading(of)))
         raise _NoHeadError(f"{of.name} is read by {names}, where one loss is expected")
     return found[0]
-
-
-def _transposed(weight: fx.Node) -> fx.Node:
-    if weight.target is not aten.t.default:
-        raise _NoHeadError(f"{weight.name} is no transposed weight")
-    source = weight.args[0]
-    assert isinstance(source, fx.Node)
-    return source
 
 
 def _take_rows(head: Head, chain: list[fx.Node]) -> None:
@@ -352,11 +342,9 @@ def _find_backward(head: Head) -> None:
     )
     smoothing = _find_smoothing(readers, of_softmax, of_loss, head.loss.args[2])
     known = (of_loss, of_softmax, *(smoothing.forward if smoothing else ()))
-    others = [user for user in readers if user not in known]
-    if others:
-        raise _NoHeadError(
-            f"the logarithms of its probabilities are read by {others[0].name} as well"
-        )
+    if others := [user for user in readers if user not in known]:
+        who = others[0].name
+        raise _NoHeadError(f"the logarithms of its probabilities are read by {who} as well")
     # By what they are: each reader of a constant may have a node of its own for it.
     if list(map(identity_of, head.loss.args[1:5])) != list(map(identity_of, of_loss.args[2:6])):
         raise _NoHeadError(f"{of_loss.name} reads something else than {head.loss.name}")
@@ -369,9 +357,8 @@ def _find_backward(head: Head) -> None:
         head.smoothing = smoothing
         head.forward += smoothing.forward
     parts = smoothing.backward if smoothing else ()
-    down = [of_loss, *parts, of_softmax, *_down(of_softmax)]
-    of_logits = down[-1]
-    head.backward = down
+    head.backward = [of_loss, *parts, of_softmax, *_down(of_softmax)]
+    of_logits = head.backward[-1]
     for user in of_logits.users:
         _add_gradient(head, of_logits, user)
     if head.of_x is None and head.of_weight is None:

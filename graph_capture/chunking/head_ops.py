@@ -33,24 +33,19 @@ from remat.graph_capture.joint.nodes import aten
 
 @dataclass(frozen=True)
 class _HeadLoss:
-    """One head and its loss.
+    """One head and its loss."""
 
-    Attributes
-    ----------
-    x : (n, d). weight : (classes, d). bias, class_weight : (classes,) or None. target : (m,).
-    grid : where the loss takes a part of the logits' rows, these as a grid, which is sliced from
-        `start` to `stop`; empty where it takes all. dtype : of the loss.
-    """
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    target: Tensor
-    class_weight: Tensor | None
+    x: Tensor  # (n, d)
+    weight: Tensor  # (classes, d)
+    bias: Tensor | None  # (classes,)
+    target: Tensor  # (m,)
+    class_weight: Tensor | None  # (classes,)
+    # Where the loss takes a part of the logits' rows, these as a grid, which is sliced from `start`
+    # to `stop`; empty where it takes all.
     grid: Sequence[int]
     start: Sequence[int]
     stop: Sequence[int]
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the loss
     reduction: int
     ignore_index: int
     chunks: int
@@ -87,11 +82,6 @@ class _HeadLoss:
         """Of those of the block's rows that the loss takes, in the dtype of the loss."""
         x = self.x[rows.a : rows.b]
         return self._taken(_product(x, self.weight, self.bias), rows.inside)
-
-    def class_logits(self, a: int, b: int) -> Tensor:
-        """Of all rows that the loss takes, for the classes from `a` to `b`."""
-        bias = None if self.bias is None else self.bias[a:b]
-        return self._taken(_product(self.x, self.weight[a:b], bias), self.chosen_here)
 
     def _taken(self, logits: Tensor, chosen: Tensor | None) -> Tensor:
         if chosen is not None:
@@ -215,7 +205,8 @@ def _class_gradients(
     n_block = b - a
     # One column more holds what a row's sum has outside of this block.
     log_p = torch.zeros(len(top), n_block + 1, dtype=one.dtype, device=top.device)
-    log_p[:, :n_block] = one.class_logits(a, b)
+    bias = None if one.bias is None else one.bias[a:b]
+    log_p[:, :n_block] = one._taken(_product(one.x, one.weight[a:b], bias), one.chosen_here)
     # One by one, as torch's softmax kernel does: to subtract their sum would round otherwise.
     log_p[:, :n_block].sub_(top).sub_(log_sum)
     at = torch.where((one.target >= a) & (one.target < b), one.target - a, n_block)
@@ -224,10 +215,8 @@ def _class_gradients(
     return aten._log_softmax_backward_data(of_log_p, log_p, 1, one.dtype)[:, :n_block]
 
 
-_NONE, _MEAN, _SUM = 0, 1, 2
-"""Reductions, as torch numbers them."""
-_NO_CLASS = -1
-"""The target of a row that the loss ignores, where a loss has only the class 0."""
+_NONE, _MEAN, _SUM = 0, 1, 2  # reductions, as torch numbers them
+_NO_CLASS = -1  # the target of a row that the loss ignores, where a loss has only the class 0
 CLASSES_MULTIPLE = 64
 """Blocks of classes are multiples of it, so that each begins at a line of the caches."""
 
@@ -319,10 +308,8 @@ def _linear_cross_entropy_input(*given: Any) -> Tensor:
     one, of, _, _ = _opened(given)
     made = torch.empty_like(one.x)
     for rows in one.row_blocks():
-        of_logits = _rows_gradient(one, of, rows)
         # `out`, so that no block's product is there beside the whole.
-        torch.mm(of_logits, one.weight, out=made[rows.a : rows.b])
-        del of_logits
+        torch.mm(_rows_gradient(one, of, rows), one.weight, out=made[rows.a : rows.b])
     return made
 
 
@@ -332,11 +319,9 @@ def _linear_cross_entropy_weight(*given: Any) -> tuple[Tensor, Tensor]:
     one, of, top, log_sum = _opened(given)
     of_weight = torch.empty_like(one.weight)
     of_bias = one.weight.new_empty((0,) if one.bias is None else (1, one.n_classes))
+    is_cut = cuts_classes_out_of_rows(one.dtype, of.row_term)
     # From a range of classes to their part of the gradient of all rows, in x's dtype.
-    if cuts_classes_out_of_rows(one.dtype, of.row_term):
-        block = _cut_out_of_rows(one, of)
-    else:
-        block = _of_classes(one, of, top, log_sum)
+    block = _cut_out_of_rows(one, of) if is_cut else _of_classes(one, of, top, log_sum)
     for a, b in blocks(one.n_classes, one.chunks, CLASSES_MULTIPLE):
         made = block(a, b)
         torch.mm(made.t(), one.x, out=of_weight[a:b])

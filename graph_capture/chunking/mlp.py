@@ -39,8 +39,7 @@ _VECTOR_ELEMENTS = 64
 """A multiple of what any CPU's vectorized loop takes at once: two vectors of 64 bytes."""
 _GRAIN_ELEMENTS = 1 << 15
 """From so many elements a thread on, torch gives each of its threads a part (`GRAIN_SIZE`)."""
-_COMPARED = 1 << 20
-"""Elements that show whether a function has other bits one by one."""
+_COMPARED = 1 << 20  # elements that show whether a function has other bits one by one
 
 
 @dataclass(frozen=True)
@@ -117,9 +116,8 @@ def _is_the_same_one_by_one(name: str, dtype: torch.dtype) -> bool:
     if not torch.equal(one(x), result):
         return False
     read = x if not one.of_result else torch.stack([result, result], 1)[:, 0]
-    made = one.gradient(of_result, read)
     expected = one.gradient(of_close, result if one.of_result else close)
-    return torch.equal(made, expected)
+    return torch.equal(one.gradient(of_result, read), expected)
 
 
 def _fills_vectors(size: int) -> bool:
@@ -242,9 +240,9 @@ def _gradient_of(function: fx.Node, activation: str, gate: Linear) -> fx.Node:
 
 
 def _collect(mlp: Mlp, hidden: list[fx.Node], order: dict[fx.Node, int]) -> None:
-    if mlp.of_gate.weight is None and mlp.of_down.weight is None:
-        raise NoMlpError
-    if _trains_a_bias_alone(mlp.of_gate) or _trains_a_bias_alone(mlp.of_up):
+    if (mlp.of_gate.weight or mlp.of_down.weight) is None or any(
+        of.bias is not None and of.weight is None for of in (mlp.of_gate, mlp.of_up)
+    ):
         raise NoMlpError
     width = mlp.gate.product.meta["val"].shape[-1]
     names = [one for node in hidden for one in aliases_of(node)]
@@ -259,10 +257,6 @@ def _collect(mlp: Mlp, hidden: list[fx.Node], order: dict[fx.Node, int]) -> None
     after = order[mlp.down.product]
     mlp.forward = [one for one in every if order[one] <= after]
     mlp.backward = [one for one in every if order[one] > after]
-
-
-def _trains_a_bias_alone(of: _MlpGradients) -> bool:
-    return of.bias is not None and of.weight is None
 
 
 def _gating(function: fx.Node, gate: Linear) -> tuple[fx.Node, Linear]:

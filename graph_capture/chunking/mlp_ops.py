@@ -39,8 +39,7 @@ _library.define(
     f"mlp_weights({_BACK.removesuffix(', int chunks')}, bool[] wanted, int chunks) -> (Tensor "
     "weight, Tensor bias, Tensor up_weight, Tensor up_bias, Tensor down_weight)"
 )
-_Taken = Callable[[Tensor], Any]
-"""Takes a block of the gradient, which lives no longer."""
+_Taken = Callable[[Tensor], Any]  # takes a block of the gradient, which lives no longer
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class _SplitMlp:
         return [slice(a, b) for a, b in blocks(self.x.shape[0], self.chunks)]
 
     def columns(self) -> list[slice]:
-        cut = blocks(self.weight.shape[0], self.chunks, COLUMNS_MULTIPLE)
-        return [slice(a, b) for a, b in cut]
+        n = self.weight.shape[0]
+        return [slice(a, b) for a, b in blocks(n, self.chunks, COLUMNS_MULTIPLE)]
 
     def inner(self, rows: slice) -> Tensor:
         result = ACTIVATIONS[self.activation](self._gate(rows, _ALL))

@@ -27,14 +27,12 @@ from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.nodes import NodeOrigins, copy_of
 from remat.graph_capture.tracing.trace import Trace
 
-COUNTS = (2, 4, 8, 16)
-"""Numbers of chunks that are costed."""
+COUNTS = (2, 4, 8, 16)  # numbers of chunks that are costed
 _HELD, _LARGE_BYTES, _LARGE_PART = 3, 1 << 20, 1 / 50
 """Tensors of the logits' size that a head's backward holds. By default a head is taken if these are
 so many bytes, and so large a part of what is resident and forward makes. The part is low: where
 most is computed again, what is left of a step is a fraction of that."""
-AND = ", "
-"""Between the names of parts, which run in the same number of chunks."""
+AND = ", "  # between the names of parts, which run in the same number of chunks
 
 
 @dataclass(frozen=True)
@@ -55,10 +53,8 @@ class RegionCandidate:
 
     @property
     def kinds(self) -> tuple[PartKind, ...]:
-        kinds: dict[PartKind, None] = {}
-        for one in self.parts:
-            kinds["head" if isinstance(one, Head) else "mlp"] = None
-        return tuple(kinds)
+        kinds: list[PartKind] = ["head" if isinstance(one, Head) else "mlp" for one in self.parts]
+        return tuple(dict.fromkeys(kinds))
 
     @property
     def chunks(self) -> int:
@@ -88,24 +84,20 @@ def requested_regions(trace: Trace) -> list[RegionCandidate]:
         # Nobody asked, so only what pays is measured, and nobody is warned of the rest.
         heads, least_bytes = _large(trace, heads), _LARGE_BYTES
     else:
-        _warn_of_whole_heads(trace)
+        places = NodeOrigins(trace.joint.module.graph)
+        for softmax, reason in find_heads(trace.joint.module.graph)[1]:
+            where = " ".join(part for part in places.of(softmax) if part)
+            warnings.warn(
+                f"the loss of {softmax.name} ({where or trace.recipe.name}) cannot run in chunks: "
+                f"{reason}. It stays whole",
+                stacklevel=2,
+            )
     mlps = [one for one in _that_set_the_peak(trace, parts) if one.transient_bytes >= least_bytes]
     taken = [group for group in (heads, mlps, [*heads, *mlps]) if group]
     if not (heads and mlps):
         # Both together would be the same parts once more.
         taken = taken[:1]
     return [_found(trace, asked != "tolerance", group) for group in taken]
-
-
-def _warn_of_whole_heads(trace: Trace) -> None:
-    places = NodeOrigins(trace.joint.module.graph)
-    for softmax, reason in find_heads(trace.joint.module.graph)[1]:
-        where = " ".join(part for part in places.of(softmax) if part)
-        warnings.warn(
-            f"the loss of {softmax.name} ({where or trace.recipe.name}) cannot run in chunks: "
-            f"{reason}. It stays whole",
-            stacklevel=3,
-        )
 
 
 def _large(trace: Trace, heads: Iterable[Head]) -> list[Head]:

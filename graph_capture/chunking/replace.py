@@ -70,8 +70,7 @@ def _replace_head(head: Head, chunks: int, is_exact: bool) -> list[fx.Node]:
     return made
 
 
-_SAVED = {2: "top", 3: "log_sum"}
-"""Results of forward that backward reads, by their place."""
+_SAVED = {2: "top", 3: "log_sum"}  # results of forward that backward reads, by their place
 
 _Gradients = tuple[fx.Node | None, ...]
 
@@ -90,10 +89,9 @@ def _backward_ops(head: Head, is_exact: bool) -> list[tuple[Any, str, _Gradients
 
 
 def _forward(head: Head, args: tuple[Any, ...]) -> fx.Node:
-    graph, results = head.loss.graph, loss_results(head.loss)
-    with graph.inserting_before(head.loss):
-        op = SMOOTHED if head.smoothing else FORWARD
-        node = graph.create_node("call_function", op, args, {}, f"{head.softmax.name}_in_pieces")
+    results = loss_results(head.loss)
+    op = SMOOTHED if head.smoothing else FORWARD
+    node = _node_before(head.loss, op, f"{head.softmax.name}_in_pieces", args)
     loss, total = head.loss.meta["val"]
     log_p: Tensor = head.softmax.meta["val"]
     with log_p.fake_mode:  # pyright: ignore
@@ -118,9 +116,7 @@ def _backward(
     wanted = [node for node in gradients if node is not None]
     order = {node: i for i, node in enumerate(head.loss.graph.nodes)}
     first = min(wanted, key=order.__getitem__)
-    graph = first.graph
-    with graph.inserting_before(first):
-        node = graph.create_node("call_function", op, args, {}, name)
+    node = _node_before(first, op, name, args)
     node.meta = dict(first.meta)
     if op is INPUT:
         _replace_node(wanted[0], node)
@@ -186,9 +182,8 @@ def _ops_of_backward(mlp: Mlp) -> list[tuple[Any, str, tuple[Any, ...]]]:
 
 
 def _node_before(before: fx.Node, op: Any, name: str, args: tuple[Any, ...]) -> fx.Node:
-    graph = before.graph
-    with graph.inserting_before(before):
-        return graph.create_node("call_function", op, args, {}, name)
+    with before.graph.inserting_before(before):
+        return before.graph.create_node("call_function", op, args, {}, name)
 
 
 def _take_places(mlp: Mlp, node: fx.Node) -> None:
@@ -212,8 +207,7 @@ def _values(mlp: Mlp, op: Any, old: Sequence[fx.Node | None]) -> list[Tensor]:
     return [none if one is None else one.meta["val"] for one in old]
 
 
-HeadOrMlp = Head | Mlp
-"""A part of a region, all of which run in the same number of chunks."""
+HeadOrMlp = Head | Mlp  # a part of a region, all of which run in the same number of chunks
 
 
 def find_parts(graph: fx.Graph, names: Container[str] | None = None) -> list[HeadOrMlp]:

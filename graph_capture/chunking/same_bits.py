@@ -25,8 +25,7 @@ from remat.graph_capture.costs.cache import CostCache
 from remat.graph_capture.costs.op_times import cost_key
 from remat.graph_capture.devices.meter import Meter
 
-_IGNORED_PART = 0.1
-"""Of the made targets: rows that the loss ignores."""
+_IGNORED_PART = 0.1  # of the made targets: rows that the loss ignores
 
 
 def _made_inputs(part: HeadOrMlp, seed: int) -> dict[fx.Node, Tensor]:
@@ -42,15 +41,14 @@ def _of_mlp(mlp: Mlp) -> dict[fx.Node, Tensor]:
     weights = (node for one in layers for node in (one.weight, one.bias))
     made = {node: _normal(node) for node in (mlp.gradient, *weights) if node is not None}
     x = _normal(mlp.gate.x)
-    return made | {one.x: x for one in layers if one is not mlp.down} | _other_names_of_x(mlp, x)
-
-
-def _other_names_of_x(mlp: Mlp, x: Tensor) -> dict[fx.Node, Tensor]:
-    """What the gradients of the first weights read: x, by nodes of their own perhaps."""
     products = [one.weight for one in (mlp.of_gate, mlp.of_up) if one.weight is not None]
     read = [node for product in products for node in product.all_input_nodes]
     own = {*mlp.forward, *mlp.backward}
-    return {node: x for node in read if node not in own}
+    return (
+        made
+        | {one.x: x for one in layers if one is not mlp.down}
+        | {node: x for node in read if node not in own}
+    )
 
 
 def _of_head(head: Head) -> dict[fx.Node, Tensor]:
@@ -65,16 +63,14 @@ def _of_head(head: Head) -> dict[fx.Node, Tensor]:
     class_weight = head.loss.args[2]
     if isinstance(class_weight, fx.Node):
         # Several nodes of the head read the same constant by nodes of their own.
-        same = [class_weight, *_constants_alike(head, class_weight)]
+        read = (one for node in (*head.forward, *head.backward) for one in node.all_input_nodes)
+        same = [
+            class_weight,
+            *[one for one in read if identity_of(one) == identity_of(class_weight)],
+        ]
         # No weight of a class is negative.
         made |= dict.fromkeys(same, _normal(class_weight).abs())
     return made
-
-
-def _constants_alike(head: Head, constant: fx.Node) -> list[fx.Node]:
-    """Nodes that the head reads and that stand for the same tensor."""
-    read = (one for node in (*head.forward, *head.backward) for one in node.all_input_nodes)
-    return [one for one in read if identity_of(one) == identity_of(constant)]
 
 
 def _normal(node: fx.Node) -> Tensor:
@@ -146,7 +142,12 @@ def _draws(part: HeadOrMlp) -> int:
 
 def _are_same_once(part: HeadOrMlp, nodes: Sequence[fx.Node], seed: int) -> bool:
     made = _made_inputs(part, seed)
-    expected = _run_captured(part, [*part.forward, *part.backward], dict(made))
+    results = _Results(dict(made))
+    order = {node: i for i, node in enumerate([*part.forward, *part.backward][0].graph.nodes)}
+    # In graph order, so that no result asks for a long chain of others.
+    for node in sorted([*part.forward, *part.backward], key=order.__getitem__):
+        results[node]
+    expected = {node.name: results[node] for node in part.ends}
     found = _run_chunks(nodes, dict(made))
     return all(torch.equal(value, found[name]) for name, value in expected.items() if name in found)
 
@@ -157,17 +158,6 @@ def _has_equal_blocks(mlp: Mlp, chunks: int) -> bool:
     sizes = {(b - a) * columns for a, b in blocks(rows, chunks)}
     sizes |= {(b - a) * rows for a, b in blocks(columns, chunks, COLUMNS_MULTIPLE)}
     return has_equal_blocks(mlp.activation, like, [rows * columns, *sizes])
-
-
-def _run_captured(
-    part: HeadOrMlp, nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]
-) -> dict[str, Tensor]:
-    results = _Results(known)
-    order = {node: i for i, node in enumerate(nodes[0].graph.nodes)}
-    # In graph order, so that no result asks for a long chain of others.
-    for node in sorted(nodes, key=order.__getitem__):
-        results[node]
-    return {node.name: results[node] for node in part.ends}
 
 
 class _Results(dict[fx.Node, Any]):

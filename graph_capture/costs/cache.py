@@ -28,8 +28,7 @@ from remat.graph_capture.graph import MOST_BYTES, MOST_US, are_figures
 from remat.graph_capture.joint.in_place_ops import STEP_METAS, JoinedTarget
 from remat.graph_capture.joint.nodes import argument, target_name, tensors_of
 
-_SCHEMA_VERSION = 6
-"""Of the file. One of another version is not read, and is written anew."""
+_SCHEMA_VERSION = 6  # of the file. One of another version is not read, and is written anew.
 _FILES = CacheFiles("costs", "they are measured again each time", is_sealed=False)
 BUSY = 0.05
 """Of the time: what was measured while others had the core for longer is measured again, once the
@@ -212,8 +211,7 @@ class CostCache:
 # The work of an op is the same on every device, so a profile of one can fit a model of another.
 
 ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
-FUSED_ATTENTION = "aten._scaled_dot_product_"
-"""How the names of all fused attention ops begin."""
+FUSED_ATTENTION = "aten._scaled_dot_product_"  # how the names of all fused attention ops begin
 
 _COUNTS = cast("Any", flop_counter)
 

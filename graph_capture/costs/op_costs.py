@@ -64,8 +64,7 @@ from remat.graph_capture.tracing.trace import ProgressCallback, Trace
 
 # The cost of each distinct op, measured by running it alone on made data.
 
-ESTIMATED_BYTES_PER_US = 5_000
-"""A guess, for ops that do not run on made data."""
+ESTIMATED_BYTES_PER_US = 5_000  # a guess, for ops that do not run on made data
 SAVE_RNG_KEY = "remat.save_rng_state()"
 """Stands for a `cost_key`, as saving a random state is no op of torch."""
 

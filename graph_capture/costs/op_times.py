@@ -24,11 +24,9 @@ from remat.graph_capture.joint.nodes import aten, is_alias_of_input, is_getitem,
 from remat.graph_capture.torch_private.core import OpOverload, pytree
 
 KERNEL_ERRORS = RuntimeError, IndexError, ValueError, MemoryError
-KernelError = RuntimeError | IndexError | ValueError | MemoryError
-"""How kernels refuse made data."""
+KernelError = RuntimeError | IndexError | ValueError | MemoryError  # how kernels refuse made data
 _Failed = Callable[[str, KernelError], None]
-_Times = dict[str, list[float]]
-"""Microseconds that each op took, one a pass."""
+_Times = dict[str, list[float]]  # microseconds that each op took, one a pass
 MORE_PASSES = 2
 """Beyond the meter's own, where it has several, for ops whose times do not agree by then."""
 
@@ -38,8 +36,7 @@ class _OpTime(NamedTuple):
     away: float  # the least part of a time that went to other programs
 
 
-KEEP_S = 2.0
-"""Seconds after which times are handed out to be kept, in case the process is ended."""
+KEEP_S = 2.0  # seconds after which times are handed out to be kept, in case the process is ended
 
 
 def times_us(
@@ -128,8 +125,7 @@ def _take(
 # device (which may be on the host where a trace has it on the device), what cuDNN's batch norm
 # reserves. All others are zero.
 
-_BLOCK = 4096
-"""Elements of the random pattern that made data repeats."""
+_BLOCK = 4096  # elements of the random pattern that made data repeats
 _LINE_BYTES = 64
 """Of a line of the caches. No kernel's speed hangs on more of an address than its place in one."""
 _CHECKED = (

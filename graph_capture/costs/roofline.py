@@ -45,8 +45,7 @@ from remat.graph_capture.graph import TANGENTS, Op, Resident, TrainingGraph, Val
 from remat.graph_capture.joint.nodes import argument, tensors_of
 from remat.graph_capture.tracing.trace import Trace
 
-_LAUNCH_PART = 0.1
-"""An op whose work is a smaller part of a launch shows how long a launch is."""
+_LAUNCH_PART = 0.1  # an op whose work is a smaller part of a launch shows how long a launch is
 _LEAST_WORK = 0.5
 """In launches. An op of less work says too little of the rates to be part of a fit."""
 
@@ -79,12 +78,9 @@ class Roofline:
         return _Fit(self, profile).errors()
 
     def _work_us(self, work: OpWork, share: Efficiency) -> float:
-        arithmetic_us, traffic_us = self._peak_us(work)
+        arithmetic_us = work.flops / self.device.flops_per_us(self._rate(work))
+        traffic_us = work.moved_bytes / self.device.bytes_per_us
         return max(arithmetic_us / share.rate, traffic_us / share.bandwidth)
-
-    def _peak_us(self, work: OpWork) -> tuple[float, float]:
-        flops_per_us = self.device.flops_per_us(self._rate(work))
-        return work.flops / flops_per_us, work.moved_bytes / self.device.bytes_per_us
 
     def _rate(self, work: OpWork) -> str:
         # torch lets tensor cores round float32 to TF32 by a switch for each kind of op.
@@ -160,10 +156,8 @@ def _groups(key: str, one: ProfiledOp) -> Iterable[str]:
 # does. Not counted: workspaces of cuBLAS and cuDNN, the context, fragmentation. Budget ``auto``
 # leaves a tenth of the memory for these.
 
-_RNG_STATE_BYTES = 16
-"""Of a CUDA generator: seed and offset."""
-_MOST = 0.9
-"""Part of the measured ops whose largest error is told."""
+_RNG_STATE_BYTES = 16  # of a CUDA generator: seed and offset
+_MOST = 0.9  # part of the measured ops whose largest error is told
 _ATTENTION_ROWS, _ATTENTION_COLUMNS = 128, 32
 """Flash attention pads the sequence and the head of its float32 sums to multiples of these."""
 

@@ -58,10 +58,8 @@ from remat.graph_capture.joint.nodes import copy_of, is_getitem
 # Tried and not taken: costs with caches warm, and a cost for each byte that is read again.
 
 
-Costs = Mapping[str, float]
-"""The time of one run of each op, in us, by its name."""
-LEAST_KEPT_PART = 0.5
-"""Part of its cost that every op keeps at least."""
+Costs = Mapping[str, float]  # the time of one run of each op, in us, by its name
+LEAST_KEPT_PART = 0.5  # part of its cost that every op keeps at least
 
 
 class ForwardWatch:
@@ -104,7 +102,7 @@ def dropping(joint: Joint) -> fx.GraphModule:
         output = nodes[-1]
         # A node with several results is no tensor to return: its parts are.
         own = [n for n in nodes[:end] if output in n.users and n.op == "call_function"]
-        output.args = (tuple(node for node in own if not _has_parts(node)),)
+        output.args = (tuple(node for node in own if not any(map(is_getitem, node.users))),)
         for node in reversed(nodes[end:-1]):
             if node.op != "placeholder":
                 graph.erase_node(node)
@@ -141,10 +139,6 @@ def _end_of_forward(joint: Joint, nodes: Sequence[fx.Node]) -> int:
     phases = {op.name: op.phase for op in joint.graph.ops}
     backward = {n.name for name, n in joint.node_of_op.items() if phases[name] == "backward"}
     return next((i for i, node in enumerate(nodes) if node.name in backward), len(nodes) - 1)
-
-
-def _has_parts(node: fx.Node) -> bool:
-    return any(is_getitem(user) for user in node.users)
 
 
 # What computing again really takes: a step that makes its forward again in segments.
@@ -323,14 +317,10 @@ def with_costs(graph: TrainingGraph, costs: Costs) -> TrainingGraph:
     return msgspec.structs.replace(graph, ops=ops)
 
 
-_LEAST_ROUNDS, ROUNDS, _ENOUGH_US = 3, 24, 3e6
-"""Rounds are fewer the longer they are."""
-_SOON_US = 5e5
-"""Rounds that have taken less go on in any case: they cost nothing."""
-_MORE_SHARES = 1
-"""Shares beyond the passes over the ops, for times that do not agree by then."""
-_ROOM = 0.5
-"""Part of the free memory that a run may take."""
+_LEAST_ROUNDS, ROUNDS, _ENOUGH_US = 3, 24, 3e6  # rounds are fewer the longer they are
+_SOON_US = 5e5  # rounds that have taken less go on in any case: they cost nothing
+_MORE_SHARES = 1  # shares beyond the passes over the ops, for times that do not agree by then
+_ROOM = 0.5  # part of the free memory that a run may take
 _SPREAD = 0.02
 """Deviation of made inputs: small, so that values neither swell nor vanish in deep models."""
 

@@ -38,8 +38,7 @@ _SETTLED, _MOST_WARM_UPS = 0.05, 10
 """An op is warm once two runs in a row differ by no more than this part, or after so many runs."""
 CYCLES_PER_US, MOST_SLEEP_US = 2_000, 10_000
 """The first is more than a microsecond has at the clocks of today's devices."""
-PROBE = 64
-"""Rows and columns of the product that makes cuBLAS allocate what it keeps."""
+PROBE = 64  # rows and columns of the product that makes cuBLAS allocate what it keeps
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -219,8 +218,7 @@ def _driver_version() -> str:
 
 # How fast a CUDA device copies to and from pinned memory of its host, and to memory that is not.
 
-SIZES = tuple(1 << shift for shift in (16, 20, 24, 26, 28))
-"""64 KiB to 256 MiB."""
+SIZES = tuple(1 << shift for shift in (16, 20, 24, 26, 28))  # 64 KiB to 256 MiB
 REPEATS = 10
 
 

@@ -27,13 +27,11 @@ from remat.graph_capture.files import decode_json, read_contents
 CPU, CUDA = "cpu", "cuda"
 MODELLED = "modelled"
 """What `TrainingGraph.cost_origin` says where costs are those of a device of the table."""
-ALLOCATION_BYTES = 512
-"""The CUDA caching allocator rounds every size up to a multiple of it."""
+ALLOCATION_BYTES = 512  # the CUDA caching allocator rounds every size up to a multiple of it
 GB = 1e9
 DEVICES_FILE = Path(__file__).with_name("devices.json")
 
-Allocated = Callable[[int], int]
-"""From bytes that are asked for to bytes that the allocator takes."""
+Allocated = Callable[[int], int]  # from bytes that are asked for to bytes that the allocator takes
 
 
 class Efficiency(msgspec.Struct, frozen=True):

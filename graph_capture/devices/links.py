@@ -28,8 +28,7 @@ PLANNED_SHARE = 0.9
 """Of a measured rate, with which plans are made. A GPT on an RTX 4090 that was planned at the full
 rate took 7.7 % more than eager on a link of 95 % of it, and 11.3 % on one of 90 %, where 5.3 % were
 planned."""
-BYTES_PER_US_IN_GB_S = 1e3
-"""Bytes a microsecond in a GB/s."""
+BYTES_PER_US_IN_GB_S = 1e3  # bytes a microsecond in a GB/s
 _MOST_GB_S = 1e6
 PINNED_MEMORY = "pinned memory"
 """The place below a CUDA device. Copies to memory that is not pinned are slow, and wait."""
@@ -266,8 +265,7 @@ def wrong_in(links: RankLinks) -> str:
 
 SIZES = (MIB, 4 * MIB, 16 * MIB)
 MORE_THREADS = (2, 4)
-REPEATS, MOST_S = 3, 1.0
-"""Of one series, which is copies of one size one way."""
+REPEATS, MOST_S = 3, 1.0  # of one series, which is copies of one size one way
 _COPIES_BESIDE = 24
 """Copies of the largest size the other way, after which a very uneven link is alone."""
 

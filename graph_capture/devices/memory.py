@@ -32,8 +32,7 @@ MEMINFO = Path("/proc/meminfo")
 STATUS = Path("/proc/self/status")
 CGROUP_OF_SELF = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
-VM_STAT = ("/usr/bin/vm_stat",)
-"""Says it on macOS."""
+VM_STAT = ("/usr/bin/vm_stat",)  # says it on macOS
 _SHORT = (
     "can't allocate memory", "not enough memory", "out of memory", "bad_alloc",
     "can't start new thread", "Resource temporarily unavailable",
@@ -195,8 +194,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 # How much memory below the device a plan may use: `host="120GiB"`, `nvme="/mnt/nvme:200GiB"`.
 
-AUTO, AUTO_SHARE = "auto", 0.9
-"""Of what is free; the rest is for others."""
+AUTO, AUTO_SHARE = "auto", 0.9  # of what is free; the rest is for others
 _HOST_FORMS = "120GiB, 64GB or auto"
 _NVME_FORM = "/mnt/nvme:200GiB"
 
@@ -260,7 +258,12 @@ class _Machine(NamedTuple):
 
     def size_bytes(self, given: str | SupportsIndex, what: str, forms: str, folder: str) -> int:
         if isinstance(given, str) and given.strip().lower() == AUTO:
-            return self._auto_bytes(what, forms, folder)
+            if not self.is_here:
+                raise BudgetError(
+                    f"{what} 'auto' is what this machine has free, and {self.device} is not here: "
+                    f"give a size, such as {forms.partition(',')[0]}"
+                )
+            return int(self._free_bytes(what, folder) * AUTO_SHARE)
         if isinstance(given, str):
             size_bytes = parse_bytes(given.strip(), what, forms)
         else:
@@ -277,14 +280,6 @@ class _Machine(NamedTuple):
                 f"{self._where(what, folder)}: give less, or {auto}"
             )
         return size_bytes
-
-    def _auto_bytes(self, what: str, forms: str, folder: str) -> int:
-        if not self.is_here:
-            raise BudgetError(
-                f"{what} 'auto' is what this machine has free, and {self.device} is not here: "
-                f"give a size, such as {forms.partition(',')[0]}"
-            )
-        return int(self._free_bytes(what, folder) * AUTO_SHARE)
 
     def _free_bytes(self, what: str, folder: str) -> int:
         # On a CPU the host's tier is files.

@@ -20,8 +20,7 @@ from remat.graph_capture.torch_private.core import (
     prepare_profiler,
 )
 
-RUNS = 40
-"""Steps of which one is looked for whose frees before the peak were all seen."""
+RUNS = 40  # steps of which one is looked for whose frees before the peak were all seen
 _MARK = "remat::region::"
 
 

@@ -25,8 +25,7 @@ _MIN_RUNS, _MAX_RUNS, _ENOUGH_US = 3, 25, 50_000.0
 """Runs of an op in all its passes, and the time after which no more are made."""
 _SOON_US = 2_000.0
 """Runs of a pass that have taken as long are enough once two agree: other passes confirm them."""
-PASSES = 3
-"""Of a CPU: of three, two agree though one falls into a slow spell (`op_times.py`)."""
+PASSES = 3  # of a CPU: of three, two agree though one falls into a slow spell (`op_times.py`)
 _AGREE, _ABOUT_US = 0.02, 10.0
 """Two times that differ by less, as a part or in microseconds, are one figure twice."""
 

@@ -41,16 +41,12 @@ def traffic_of(node: fx.Node, node_size: int) -> Traffic:
     read_bytes = sum(_tensor_bytes(source) for source in node.all_input_nodes)
     # Gathers return the whole, scatters read it.
     whole_bytes = max(read_bytes, _tensor_bytes(node))
-    return Traffic(_collective_of(node), whole_bytes, len(ranks), here)
-
-
-def _collective_of(node: fx.Node) -> Collective:
     name = op_name(node)
     kinds: list[Collective] = [kind for begin, kind in _KINDS.items() if name.startswith(begin)]
     # By `permute_tensor` each rank gives all that it has to one other.
     parts = node.args[2] if kinds == ["all_to_all"] and len(node.args) > 3 else None
     is_to_one = isinstance(parts, (list, tuple)) and len([n for n in parts if n != 0]) <= 1
-    return kinds[0] if kinds and not is_to_one else "send"
+    return Traffic(kinds[0] if kinds and not is_to_one else "send", whole_bytes, len(ranks), here)
 
 
 def members_of(node: fx.Node) -> Sequence[int]:
@@ -70,8 +66,7 @@ def _tensor_bytes(node: fx.Node) -> int:
     return sum(t.numel() * t.element_size() for t in tensors_of(node) if t is not None)
 
 
-RANKS_OF_NODE = "LOCAL_WORLD_SIZE"
-"""The variable in which torchrun says how many ranks a node has."""
+RANKS_OF_NODE = "LOCAL_WORLD_SIZE"  # the variable in which torchrun says how many ranks a node has
 
 
 def with_collective_costs(
@@ -108,8 +103,7 @@ def links_of_step(device: str, title: str, profile: Profile | None = None) -> Ra
 _SIZES = tuple(1 << shift for shift in (14, 16, 18, 20, 22, 24))
 """Bytes of the gathered whole: 16 KiB to 16 MiB."""
 _RUNS = 9
-_WARM = 2
-"""Runs before, in which connections are made."""
+_WARM = 2  # runs before, in which connections are made
 
 
 def measured_rank_links(group: dist.ProcessGroup, device: str, title: str) -> RankLinks:

@@ -308,8 +308,7 @@ def wait_all(tree: Any) -> Any:
 # thousand runs.
 
 _BACKEND = "fake"
-_WORLD = 4096
-"""Ranks of the fake world. It has no threads and no memory of its own."""
+_WORLD = 4096  # ranks of the fake world. It has no threads and no memory of its own.
 
 
 class FakeGroups:

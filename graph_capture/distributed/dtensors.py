@@ -19,8 +19,7 @@ from remat.graph_capture.distributed.sharding import Sharding
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.torch_private.core import pytree
 
-_LOCAL = "_local_tensor"
-"""The attribute of a DTensor that holds this rank's part."""
+_LOCAL = "_local_tensor"  # the attribute of a DTensor that holds this rank's part
 _FSDP = "FSDPModule"
 
 
@@ -84,8 +83,7 @@ def _of_whole(description: Any) -> Any:
 # floating point inputs of what it wraps. So a plan is made of the cast model, which then gets its
 # float32 parameters back.
 
-_MASTER = torch.float32
-"""What parameters are held in that a policy casts."""
+_MASTER = torch.float32  # what parameters are held in that a policy casts
 
 
 @contextlib.contextmanager

@@ -178,8 +178,7 @@ def _listed(words: Sequence[str], link: str) -> str:
     return f"{', '.join(words[:-1])} {link} {words[-1]}" if len(words) > 1 else words[0]
 
 
-_Item = tuple[Op, ...]
-"""Ops that run as one: those of a block in one phase, or one op alone."""
+_Item = tuple[Op, ...]  # ops that run as one: those of a block in one phase, or one op alone
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,12 @@ def _share(
         chain = _chain_of(ends)
         if type(weight.meta["desc"]).__name__ != "ParamAOTInput" or chain is None:
             raise _refused(weight, casts)
-        if not _is_eagers_order(chain, ends, back.get(_made_as(casts[0]), ()), order):
+        # Autograd runs what was made last first. The one cast was made before the first use, so that
+        # its backward runs where that of the first of many casts runs: after all others, as a rule.
+        own = [order[_gradient(term)] for term in chain.terms if term in ends]
+        is_alone = len(ends) == len(chain.terms)
+        last = next(term for term in reversed(chain.terms) if term in ends)
+        if not (own == sorted(own) and (is_alone or last in back.get(_made_as(casts[0]), ()))):
             raise _refused(weight, casts)
         _add_before_the_cast(graph, chain, ends)
     for cast in casts[1:]:
@@ -178,21 +183,6 @@ def _only_addition(node: fx.Node) -> fx.Node | None:
     return users[0] if len(users[0].all_input_nodes) == len(users[0].args) == 2 else None
 
 
-def _is_eagers_order(
-    chain: _Chain,
-    ends: Collection[fx.Node],
-    of_first: Collection[fx.Node],
-    order: Mapping[fx.Node, int],
-) -> bool:
-    """Whether eager adds the gradients of the one cast in this order, and casts their sum last."""
-    # Autograd runs what was made last first. The one cast was made before the first use, so that
-    # its backward runs where that of the first of many casts runs: after all others, as a rule.
-    own = [order[_gradient(term)] for term in chain.terms if term in ends]
-    is_alone = len(ends) == len(chain.terms)
-    last = next(term for term in reversed(chain.terms) if term in ends)
-    return own == sorted(own) and (is_alone or last in of_first)
-
-
 def _gradient(end: fx.Node) -> fx.Node:
     source = end.args[0]
     assert isinstance(source, fx.Node)
@@ -209,7 +199,9 @@ def _add_before_the_cast(graph: fx.Graph, chain: _Chain, ends: Collection[fx.Nod
                 continue
             low, left = _added(graph, low, _gradient(term), join), left - 1
             if not left:
-                high = _added(graph, high, _cast_like(graph, term, low), join)
+                node = graph.call_function(aten._to_copy.default, (low,), dict(term.kwargs))
+                node.meta = {**term.meta, "val": low.meta["val"].to(term.meta["val"].dtype)}
+                high = _added(graph, high, node, join)
     total = chain.joins[-1]
     assert high is not None
     total.replace_all_uses_with(high)
@@ -224,12 +216,6 @@ def _added(graph: fx.Graph, total: fx.Node | None, term: fx.Node, like: fx.Node)
         return term
     node = graph.call_function(aten.add.Tensor, (total, term))
     node.meta = {**like.meta, "val": total.meta["val"] + term.meta["val"]}
-    return node
-
-
-def _cast_like(graph: fx.Graph, end: fx.Node, total: fx.Node) -> fx.Node:
-    node = graph.call_function(aten._to_copy.default, (total,), dict(end.kwargs))
-    node.meta = {**end.meta, "val": total.meta["val"].to(end.meta["val"].dtype)}
     return node
 
 

@@ -112,7 +112,9 @@ class _Builder:
         for node in self.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.values.add_resident(node)
-        tangents = self._add_tangents()
+        tangents = self.values.add_tangents(self.nodes, self.several_gradients)
+        pin = "its results arrive from autograd"
+        self.backward.append(Op("tangents", TANGENTS, "backward", (), tangents, no_recompute=pin))
         for node in self.nodes:
             if node.op == "call_function":
                 self._add_call(node)
@@ -175,12 +177,6 @@ class _Builder:
         # Autograd's engine holds the tangents to the end.
         ends = (*kept, *gradients, *tangents)
         return tuple(dict.fromkeys(given)), tuple(dict.fromkeys(ends))
-
-    def _add_tangents(self) -> tuple[str, ...]:
-        names = self.values.add_tangents(self.nodes, self.several_gradients)
-        pin = "its results arrive from autograd"
-        self.backward.append(Op("tangents", TANGENTS, "backward", (), names, no_recompute=pin))
-        return names
 
     def _add_call(self, node: fx.Node) -> None:
         if is_mesh(node):

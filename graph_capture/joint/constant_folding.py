@@ -31,8 +31,7 @@ from remat.graph_capture.torch_private.core import (
     pytree,
 )
 
-RANDOM = "a random number"
-"""Among what the values that code looks at come from."""
+RANDOM = "a random number"  # among what the values that code looks at come from
 
 _MOST_ELEMENTS = 1 << 20
 """Of a tensor whose values are kept: more would make tracing slow, and nobody branches on them."""

@@ -179,8 +179,7 @@ _TRACED_WITHOUT_STATISTICS = aten._native_batch_norm_legit.no_stats
 _TRACED_BACKWARD = aten.native_batch_norm_backward.default
 _CHOSEN = aten._batch_norm_with_update_functional.default
 CHOSEN_BACKWARD = aten.batch_norm_backward.default
-MEAN, _RESERVE = 1, 3
-"""Places among the results."""
+MEAN, _RESERVE = 1, 3  # places among the results
 
 RECOMPUTED_BY: dict[Any, tuple[Any, int]] = {
     _TRACED: (_TRACED_WITHOUT_STATISTICS, 3),
@@ -278,7 +277,9 @@ def gradient_of_product(
     if whole and zeros > 1:
         return input.new_zeros(input.numel())
     if zeros:
-        others = _products_of_all_others(input, dim, whole)
+        # In place where it can be, so that never more than two tensors as large as `factors` exist.
+        after = _shifted(input, dim, whole, reverse=True).cumprod_(dim).flip(dim)
+        others = _shifted(input, dim, whole, reverse=False).cumprod_(dim).mul_(after)
     else:
         others = (result if result.dim() == input.dim() or whole else result.unsqueeze(dim)) / input
     # Laid out as the node in the trace, which `make_products_exact` takes only if contiguous.
@@ -290,12 +291,6 @@ def gradient_of_product(
 @torch.library.impl(_library, "gradient_of_product", "Meta")
 def _like_factors(grad: Tensor, input: Tensor, result: Tensor, dim: int, whole: bool) -> Tensor:
     return input.new_empty([input.numel()] if whole else input.shape)
-
-
-def _products_of_all_others(factors: Tensor, dim: int, whole: bool) -> Tensor:
-    # In place where it can be, so that never more than two tensors as large as `factors` exist.
-    after = _shifted(factors, dim, whole, reverse=True).cumprod_(dim).flip(dim)
-    return _shifted(factors, dim, whole, reverse=False).cumprod_(dim).mul_(after)
 
 
 def _shifted(factors: Tensor, dim: int, whole: bool, *, reverse: bool) -> Tensor:

@@ -28,8 +28,7 @@ from remat.graph_capture.joint.provenance import path_in_model
 from remat.graph_capture.joint.values import ValueTable
 from remat.graph_capture.torch_private.aot import OutputType, ViewAndMutationMeta
 
-_PARTS = 256
-"""Updates wait until their gradients are this part of all: each place costs a call."""
+_PARTS = 256  # updates wait until their gradients are this part of all: each place costs a call
 
 _ALIASES_OF_INPUTS = (OutputType.alias_of_input, OutputType.is_input)
 

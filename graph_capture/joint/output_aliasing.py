@@ -36,7 +36,11 @@ def views_told_apart(results: Any) -> Any:
     """The results, with an op behind each of several views of one tensor of the graph."""
     leaves, spec = pytree.tree_flatten(results)
     distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-    viewed = {storage_key(leaf) for leaf in distinct.values() if _is_view_of_result(leaf)}
+    viewed = {
+        storage_key(leaf)
+        for leaf in distinct.values()
+        if leaf.requires_grad and leaf._base is not None and leaf._base.grad_fn is not None
+    }
     sharing = Counter(storage_key(leaf) for leaf in distinct.values())
     told = {
         # AOTAutograd returns views from an op of several results as they are.
@@ -47,10 +51,6 @@ def views_told_apart(results: Any) -> Any:
         if not (leaf.requires_grad and leaf._base is None)
     }
     return pytree.tree_unflatten([told.get(id(leaf), leaf) for leaf in leaves], spec)
-
-
-def _is_view_of_result(leaf: Tensor) -> bool:
-    return leaf.requires_grad and leaf._base is not None and leaf._base.grad_fn is not None
 
 
 def take_out_of(graph: fx.Graph) -> None:

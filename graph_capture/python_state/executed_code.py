@@ -161,8 +161,7 @@ _LAYERS = os.path.join(_TORCH, "nn", "")
 _OF_EACH_MODULE = os.path.join("modules", "module.py")
 _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _STANDARD = os.path.join(sysconfig.get_path("stdlib"), "")
-_DYNAMO = os.path.join(_TORCH, "_dynamo", "symbolic_convert.py")
-"""It reads code without running it."""
+_DYNAMO = os.path.join(_TORCH, "_dynamo", "symbolic_convert.py")  # it reads code without running it
 _HOOKS_ARE_SET = (
     torch.Tensor.register_hook.__code__,
     graph.register_multi_grad_hook.__code__,

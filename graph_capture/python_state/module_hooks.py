@@ -151,8 +151,7 @@ FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 ALL_HOOKS = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
 _BY_VALUE = (int, float, complex, str, bytes, enum.Enum)
-_DEPTH = 5
-"""How far functions are compared inside functions: one may hold itself."""
+_DEPTH = 5  # how far functions are compared inside functions: one may hold itself
 
 
 @dataclass(frozen=True)

@@ -45,13 +45,10 @@ OF_DATA = frozenset({"types", "argparse", "collections", "_thread"})
 """Modules of Python whose objects hold a user's data, as a `SimpleNamespace` or a thread's own."""
 AROUND_DATA = (UserDict, UserList, UserString, ChainMap)
 """Of these, Python's own code reads all attributes, whatever a user's code names."""
-CLASSES_OF_A_TRACE = (FunctionalTensor, FakeTensor)
-"""Of tensors, while a step is traced."""
+CLASSES_OF_A_TRACE = (FunctionalTensor, FakeTensor)  # of tensors, while a step is traced
 _OF_A_TRACE = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, torch.fx.Proxy)
-_MOST_HELD = 10_000
-"""So many objects are looked at for one of these."""
-LONGEST_NAME = 64
-"""Of a text that may name an attribute."""
+_MOST_HELD = 10_000  # so many objects are looked at for one of these
+LONGEST_NAME = 64  # of a text that may name an attribute
 LruCache = type(functools.lru_cache(lambda: None))
 
 Absent = tuple[str, dict[str, Any], set[str]]

@@ -77,8 +77,7 @@ def _compiled_check(terms: Iterable[str], names: ObjectNames) -> Callable[[], bo
 # dictionary, 40 ns for a tensor. In Python, one entry of a dictionary takes 20 ns. They are private
 # to torch; the tests run them on each release that is supported.
 
-_PART = 64
-"""Objects below one node of the tree. To add one, torch looks at all that are there."""
+_PART = 64  # objects below one node of the tree. To add one, torch looks at all that are there.
 
 
 def unwritten(dictionaries: Sequence[dict[Any, Any]]) -> Callable[[], bool]:
@@ -135,8 +134,7 @@ def versions_tell() -> bool:
 Watched = tuple[dict[Any, Any], list[str]]
 """A dictionary, and the terms that are true while it holds what it holds now."""
 
-CALLS_A_TREE = 64
-"""A tree of versions takes as long to make as so many comparisons of terms."""
+CALLS_A_TREE = 64  # a tree of versions takes as long to make as so many comparisons of terms
 
 
 class WatchedDicts:
@@ -158,7 +156,14 @@ class WatchedDicts:
             return False
         # Not more often than a new tree pays.
         if self._calls >= CALLS_A_TREE * (self._trees - 1):
-            self._watch_again()
+            # What one step was enough to write to, as a loss that a layer leaves in an attribute,
+            # is compared by its terms from then on.
+            if self._is_new:
+                pairs = list(zip(self._still, self._versions, strict=True))
+                moved = [one for one, version in pairs if dict_version(one[0]) != version]
+                self._restless = [*self._restless, *moved]
+                self._still = [one for one, version in pairs if dict_version(one[0]) == version]
+            self._watch()
         return True
 
     @functools.cached_property
@@ -173,16 +178,6 @@ class WatchedDicts:
         self._others_hold = _compiled_check(_terms(self._restless), self._names)
         self._is_new = True
         self._trees += 1
-
-    def _watch_again(self) -> None:
-        # What one step was enough to write to, as a loss that a layer leaves in an attribute, is
-        # compared by its terms from then on.
-        if self._is_new:
-            pairs = list(zip(self._still, self._versions, strict=True))
-            moved = [one for one, version in pairs if dict_version(one[0]) != version]
-            self._restless = [*self._restless, *moved]
-            self._still = [one for one, version in pairs if dict_version(one[0]) == version]
-        self._watch()
 
 
 def _terms(watched: Iterable[Watched]) -> Iterable[str]:
@@ -471,16 +466,15 @@ def added_to_library(change: Change) -> LibraryCache | None:
         return None
     # What a first call finds out: einops keeps which backend is meant for which type of tensor.
     added = {key: now[key] for key in now if key not in before}
-    if not (_is_global_of_library(place.owner) and all(map(_is_of_library, added.values()))):
+    installed = [module for module in list(sys.modules.values()) if is_installed(module)]
+    if not (
+        any(place.owner is value for module in installed for value in list(vars(module).values()))
+        and all(map(_is_of_library, added.values()))
+    ):
         return None
     # Types of tensors that only a trace has come to no step.
     kept = {key: value for key, value in added.items() if key not in CLASSES_OF_A_TRACE}
     return LibraryCache(place, now, kept)
-
-
-def _is_global_of_library(owner: Any) -> bool:
-    installed = [module for module in list(sys.modules.values()) if is_installed(module)]
-    return any(owner is value for module in installed for value in list(vars(module).values()))
 
 
 def _is_of_library(value: Any) -> bool:

@@ -263,8 +263,7 @@ _SETTINGS = frozenset({
 _OF_ALL = (random._inst, np.random.mtrand._rand)  # pyright: ignore
 """The streams behind `random` and `numpy.random`, which are watched while forward is traced."""
 
-_ENDLESS = -1
-"""How much is left of an iterator that does not end, such as `itertools.repeat`."""
+_ENDLESS = -1  # how much is left of an iterator that does not end, such as `itertools.repeat`
 
 
 @dataclass(frozen=True)

@@ -66,10 +66,8 @@ from remat.graph_capture.python_state.state_slots import (
     stream,
 )
 
-_BY_TEXT = {"globals", "eval"}
-"""Functions that find what a text names among the globals."""
-MOST_PLACES = 30_000
-"""A walk ends when it has found more: all that is compared takes a second then."""
+_BY_TEXT = {"globals", "eval"}  # functions that find what a text names among the globals
+MOST_PLACES = 30_000  # a walk ends when it has found more: all that is compared takes a second then
 _LOG = logging.getLogger(__name__)
 _HAS_STATE = STATE.union(BACKWARD_HOOKS)
 _NAMES_OF_ATTRIBUTES = (operator.attrgetter, operator.methodcaller)

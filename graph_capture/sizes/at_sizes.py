@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from remat.graph_capture.costs.cache import flops_of
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.graph import Op, TrainingGraph, Value
+from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.joint.nodes import is_tangent, result_bytes, tensors_of
 from remat.graph_capture.sizes.range_costs import WorkspacePoint, off_lines, point_of
 from remat.graph_capture.sizes.ranged_graph import Extent, RangedGraph, structure_of
@@ -42,7 +42,11 @@ def _extents_of(
             if all(text.isdigit() for text in (*texts.shape, texts.size_bytes)):
                 continue
         extent = traced.get(first.name) or traced.get(first.name.rpartition(".")[0])
-        if extent is None or not _holds_at(extent, same, graphs):
+        if extent is None or not all(
+            tuple(evaluated(text, sizes) for text in extent.shape) == value.shape
+            and evaluated(extent.size_bytes, sizes) == value.size_bytes
+            for value, (sizes, _) in zip(same, graphs, strict=True)
+        ):
             raise CaptureError(
                 f"how the shape of {first.name}, which {first.producer or 'the batch'} makes, "
                 "follows from the sizes that vary is not known: leave out of dynamic what it "
@@ -52,14 +56,6 @@ def _extents_of(
     return found
 
 
-def _holds_at(extent: Extent, values: Sequence[Value], graphs: Sequence[_Evaluated]) -> bool:
-    return all(
-        tuple(evaluated(text, sizes) for text in extent.shape) == value.shape
-        and evaluated(extent.size_bytes, sizes) == value.size_bytes
-        for value, (sizes, _) in zip(values, graphs, strict=True)
-    )
-
-
 def _traced_values(gm: fx.GraphModule, env: Environment) -> Iterator[tuple[str, Extent]]:
     """Extents by the names that values of each node may have."""
     for node in gm.graph.nodes:
@@ -67,15 +63,12 @@ def _traced_values(gm: fx.GraphModule, env: Environment) -> Iterator[tuple[str, 
         several = isinstance(value, (tuple, list))
         for i, tensor in enumerate(tensors_of(node)):
             if isinstance(tensor, Tensor):
-                yield (f"{node.name}.{i}" if several else node.name), _extent(node, tensor, env)
-
-
-def _extent(node: fx.Node, tensor: Tensor, env: Environment) -> Extent:
-    shape = tuple(env.text(n) for n in tensor.shape)
-    size_bytes: Any = result_bytes(node, tensor)
-    if is_tangent(node):  # see `ValueTable.add_tangents`
-        size_bytes = tensor.numel() * tensor.element_size()
-    return Extent(shape, env.text(size_bytes))
+                shape = tuple(env.text(n) for n in tensor.shape)
+                size_bytes: Any = result_bytes(node, tensor)
+                if is_tangent(node):  # see `ValueTable.add_tangents`
+                    size_bytes = tensor.numel() * tensor.element_size()
+                name = f"{node.name}.{i}" if several else node.name
+                yield name, Extent(shape, env.text(size_bytes))
 
 
 _CostModel = Callable[[Trace], TrainingGraph]

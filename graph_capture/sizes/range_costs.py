@@ -27,11 +27,9 @@ from remat.graph_capture.sizes.symbols import Sizes
 # op reads or makes, beside a constant, from one size to another: where that gives what was measured
 # to the byte at three sizes in a row, it is taken to hold between them.
 
-_ON_LINE = 3
-"""Points in a row that make a line: any two are on one."""
+_ON_LINE = 3  # points in a row that make a line: any two are on one
 _NONE_YET = np.iinfo(np.int64).min
-_SLACK = 1e-6
-"""Of a byte: what floats may be off."""
+_SLACK = 1e-6  # of a byte: what floats may be off
 
 
 class WorkspacePoint(msgspec.Struct, frozen=True):
@@ -273,11 +271,12 @@ class RangeCosts:
         extra = {pair for one in points for pair in one.extra_bytes.items()}
         self._off_device = {name: kept for name, kept in extra if kept == NOT_ON_DEVICE}
         self._with_extra = sorted({name for name, _ in extra} - self._off_device.keys())
+        makers = {name: (*op.inputs, *op.outputs) for op in graphs[0].ops for name in op.outputs}
         self._kept = Workspaces(
             [one.sizes for one in points],
             [[one.extra_bytes.get(name, 0) for name in self._with_extra] for one in points],
             graphs,
-            beside=_made_with(graphs[0], self._with_extra),
+            beside=[makers.get(name, ()) for name in self._with_extra],
         )
         self._works = np.log(np.maximum(self._moved.sum(axis=1), 1.0))
         self._form = _fitted(self._costs, self._flops, self._moved)
@@ -378,12 +377,6 @@ def point_of(
         notes=costed.notes,
         versions=costed.versions,
     )
-
-
-def _made_with(graph: TrainingGraph, names: Sequence[str]) -> list[tuple[str, ...]]:
-    """For each value, what its op reads and makes; nothing for what is resident."""
-    makers = {name: (*op.inputs, *op.outputs) for op in graph.ops for name in op.outputs}
-    return [makers.get(name, ()) for name in names]
 
 
 def _between(at: float, known: Floats, rows: Floats) -> Floats:

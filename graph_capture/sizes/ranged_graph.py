@@ -78,8 +78,7 @@ def _require_figures(
 
 
 _RANGED_VERSION = 1
-_SHOWN = 5
-"""Values that a range's text shows: the largest ones."""
+_SHOWN = 5  # values that a range's text shows: the largest ones
 
 
 class Extent(msgspec.Struct, frozen=True):

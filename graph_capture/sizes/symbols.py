@@ -242,10 +242,8 @@ class Place(msgspec.Struct, frozen=True):
     symbol: str
 
 
-_NEAR = 64
-"""How far from the middle of a range, in steps, a size to trace with may lie."""
-Sizes = Mapping[str, int]
-"""A size for each symbol, by name."""
+_NEAR = 64  # how far from the middle of a range, in steps, a size to trace with may lie
+Sizes = Mapping[str, int]  # a size for each symbol, by name
 
 
 def as_symbol(given: Any, where: str, size: int) -> Symbol:
@@ -352,8 +350,7 @@ def _rank(size: int, symbol: Symbol, taken: Collection[int]) -> tuple[bool, bool
     return size in taken, is_end, divisors, abs(size - symbol.middle)
 
 
-_MOST_POINTS = 20_000
-"""Combinations of sizes that a guard is tried at; one with more is refused."""
+_MOST_POINTS = 20_000  # combinations of sizes that a guard is tried at; one with more is refused
 
 
 class Guard(msgspec.Struct, frozen=True):

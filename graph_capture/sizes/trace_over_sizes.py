@@ -179,8 +179,7 @@ def _who_asks() -> tuple[str, str]:
     return op, line
 
 
-SYMBOLIC = "remat_symbolic"
-"""Key of a node's meta: its traced value, with symbols."""
+SYMBOLIC = "remat_symbolic"  # key of a node's meta: its traced value, with symbols
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _NO_NAMES: dict[str, Any] = {"__builtins__": {}, "max": max, "min": min}
 

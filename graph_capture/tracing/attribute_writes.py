@@ -82,9 +82,6 @@ class InitialisedOnce:
     def is_first(self, now: Any) -> bool:
         return is_same(now, self.place.value)
 
-    def is_left(self, now: Any) -> bool:
-        return is_same(now, self.value)
-
 
 def out_of_step(initialised: Iterable[InitialisedOnce]) -> tuple[InitialisedOnce, Any] | None:
     """The first place that is neither as before the first call nor as after it, and its value."""
@@ -94,7 +91,7 @@ def out_of_step(initialised: Iterable[InitialisedOnce]) -> tuple[InitialisedOnce
     for one, now in found:
         # Forward sets hooks at its first call alone: once any place is set, they must be there.
         may_be_first = not isinstance(one.place, ModuleHooks)
-        if not one.is_left(now) and not (may_be_first and one.is_first(now)):
+        if not is_same(now, one.value) and not (may_be_first and one.is_first(now)):
             return one, now
     return None
 

@@ -22,8 +22,7 @@ from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.signature import Signature
 
-_SHOWN = 5
-"""Module paths that an error shows."""
+_SHOWN = 5  # module paths that an error shows
 
 
 @dataclass

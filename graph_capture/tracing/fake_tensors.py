@@ -264,7 +264,11 @@ def as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> Generator[None]:
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     if is_distributed(tensor):
-        return _fake_dtensor(tensor, mode)
+        fake = type(tensor).from_local(
+            _fake(tensor.to_local().detach(), mode), tensor.device_mesh, tensor.placements,
+            run_check=False, shape=tensor.shape, stride=tensor.stride(),
+        )  # fmt: skip
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     with mode:
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         if isinstance(tensor, nn.Parameter):
@@ -272,20 +276,11 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     return empty
 
 
-def _fake_dtensor(tensor: Any, mode: FakeTensorMode) -> Tensor:
-    fake = type(tensor).from_local(
-        _fake(tensor.to_local().detach(), mode), tensor.device_mesh, tensor.placements,
-        run_check=False, shape=tensor.shape, stride=tensor.stride(),
-    )  # fmt: skip
-    return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-
-
 def has_storage(model: nn.Module) -> bool:
     return not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 
-_DROPOUT_POSITION = 4
-"""Of ``dropout_p`` among the arguments of `scaled_dot_product_attention`."""
+_DROPOUT_POSITION = 4  # of ``dropout_p`` among the arguments of `scaled_dot_product_attention`
 _KEYS = DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd
 _FAMILIES = (
     "rnn_tanh", "rnn_relu", "gru", "lstm", "softshrink", "hardshrink", "multi_margin_loss",

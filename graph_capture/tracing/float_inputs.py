@@ -24,8 +24,7 @@ from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.traced_float import FloatStep, Log, run_float_steps, traced_by_math
 
 FloatPlace = DictItem | ClosureCell | SlotAttr
-_SHOWN = 8
-"""Names that an error shows."""
+_SHOWN = 8  # names that an error shows
 _SPECIAL = (0.0, 1.0)
 """Values for which torch may leave out ops, as dropout's. Only those of the trace are taken."""
 

@@ -66,8 +66,7 @@ def require_split(given: object) -> None:
         )
 
 
-JointEdit = Callable[[fx.Graph], None]
-"""Changes which ops a traced step runs."""
+JointEdit = Callable[[fx.Graph], None]  # changes which ops a traced step runs
 
 
 @dataclass(frozen=True)

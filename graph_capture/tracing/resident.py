@@ -18,8 +18,7 @@ from remat.graph_capture.torch_private.core import pytree
 
 _STATES_PER_PARAMETER: dict[str, int] = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
 """Buffers as large as the parameter that an optimizer keeps."""
-_ADAMW_STEP_BYTES = 4
-"""Of the step counter, one a parameter."""
+_ADAMW_STEP_BYTES = 4  # of the step counter, one a parameter
 
 
 def require_optimizer(optimizer: object) -> None:
@@ -137,8 +136,7 @@ def storage_bytes(
     return total
 
 
-_Slot = tuple[nn.Module, str]
-"""A place that holds a parameter: the module, and the name in it."""
+_Slot = tuple[nn.Module, str]  # a place that holds a parameter: the module, and the name in it
 
 
 class _Shared(dict[str, Any]):

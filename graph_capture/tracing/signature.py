@@ -79,8 +79,7 @@ _OTHER_VALUE = (
     "remat.rematerialize without a batch make a plan for each; what changes at every step should "
     "be a tensor"
 )
-_MOST_SHOWN = 3
-"""Of the shapes of a batch, in one line."""
+_MOST_SHOWN = 3  # of the shapes of a batch, in one line
 _NO_TENSOR = "Pass a tensor there, as at capture, or make another plan for this call"
 
 
