@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-import msgspec
+from msgspec.structs import replace
 
 from remat.graph_capture.distributed.sharding import element_bytes
 from remat.graph_capture.graph import TANGENTS, WRITES_FIRST, Op, TrainingGraph, Value
@@ -37,8 +37,8 @@ def _with_own_checkpoints(graph: TrainingGraph, values: dict[str, Value]) -> Ite
         # Its ops run again from the checkpoint's state, and need none of their own.
         for name in op.inputs:
             if values[name].kind == "rng_state":
-                values[name] = msgspec.structs.replace(values[name], size_bytes=0)
-        op = msgspec.structs.replace(op, no_recompute="")
+                values[name] = replace(values[name], size_bytes=0)
+        op = replace(op, no_recompute="")
         if graph.device != "cpu":  # eager keeps that device's state on the host
             yield op
             continue
@@ -47,7 +47,7 @@ def _with_own_checkpoints(graph: TrainingGraph, values: dict[str, Value]) -> Ite
             state = _state_kept(op.checkpoint, until.get(op.checkpoint, ""))
             values[state.name] = state
             yield Op(state.name, _STATE, "forward", (), (state.name,), cost_origin=op.cost_origin)
-            op = msgspec.structs.replace(op, inputs=(*op.inputs, state.name))
+            op = replace(op, inputs=(*op.inputs, state.name))
         yield from _masked_apart(op, values)
 
 
@@ -75,9 +75,9 @@ def _masked_apart(op: Op, values: dict[str, Value]) -> Iterator[Op]:
     # On a CPU, a mask is drawn, then multiplied by. Where backward wants the mask alone, a second
     # run stops between the two.
     result, mask = op.outputs
-    yield msgspec.structs.replace(op, outputs=(mask,))
+    yield replace(op, outputs=(mask,))
     name = f"{op.name}_masked"
-    values[result] = msgspec.structs.replace(values[result], producer=name)
+    values[result] = replace(values[result], producer=name)
     yield Op(
         name, "aten.mul.Tensor", "forward", (op.inputs[0], mask), (result,),
         cost_origin=op.cost_origin, checkpoint=op.checkpoint, module=op.module, source=op.source,
@@ -96,7 +96,7 @@ def with_eager_sizes(graph: TrainingGraph) -> TrainingGraph:
     ops = tuple(_summing_apart(graph, op) for op in graph.ops)
     if values == graph.values and ops == graph.ops:  # the same, with what solvers found about it
         return graph
-    return msgspec.structs.replace(graph, values=values, ops=ops)
+    return replace(graph, values=values, ops=ops)
 
 
 def baseline_graph(graph: TrainingGraph) -> TrainingGraph:
@@ -113,7 +113,7 @@ def with_eager_writes(eager: TrainingGraph) -> TrainingGraph:
     if tuple(values.values()) == eager.values and ops == eager.ops:
         return eager
     # Another hash, so that no schedule is replayed on the sizes of the other graph.
-    return msgspec.structs.replace(
+    return replace(
         eager, ops=ops, values=tuple(values.values()), inputs=(*eager.inputs, _EAGER_SIZES)
     )
 
@@ -130,11 +130,11 @@ def _write_over(graph: TrainingGraph, values: dict[str, Value]) -> None:
             root = values[root.written_over]
         if root is value:
             continue
-        values[value.name] = msgspec.structs.replace(values[value.name], size_bytes=0)
+        values[value.name] = replace(values[value.name], size_bytes=0)
         until = [values[root.name].held_until, last_use.get(value.name, ""), value.held_until]
         last = max(until, key=lambda name: index.get(name, -1))
         if root.producer:
-            values[root.name] = msgspec.structs.replace(values[root.name], held_until=last)
+            values[root.name] = replace(values[root.name], held_until=last)
 
 
 def _with_wide_masks(graph: TrainingGraph) -> tuple[Value, ...]:
@@ -145,8 +145,7 @@ def _with_wide_masks(graph: TrainingGraph) -> tuple[Value, ...]:
         op.outputs[_MASK]: _mask_bytes(graph, op) for op in dropouts if len(op.outputs) > _MASK
     }
     return tuple(
-        msgspec.structs.replace(v, size_bytes=wider[v.name]) if v.name in wider else v
-        for v in graph.values
+        replace(v, size_bytes=wider[v.name]) if v.name in wider else v for v in graph.values
     )
 
 
@@ -155,7 +154,7 @@ def _summing_apart(graph: TrainingGraph, op: Op) -> Op:
         return op
     # Eager's new tensor stands beside what the op reads and writes here.
     size_bytes = graph.value_by_name[op.inputs[0]].size_bytes
-    return msgspec.structs.replace(op, workspace_bytes=op.workspace_bytes + size_bytes)
+    return replace(op, workspace_bytes=op.workspace_bytes + size_bytes)
 
 
 def _mask_bytes(graph: TrainingGraph, dropout: Op) -> int:
@@ -185,7 +184,7 @@ def with_saved_elsewhere(graph: TrainingGraph) -> tuple[TrainingGraph, int]:
         ops += _reading_back(together, back)
     backward = {op.name for op in graph.ops if op.phase != "forward"}
     values = (*(_let_go(value, moved, backward) for value in graph.values), *made)
-    changed = msgspec.structs.replace(graph, ops=tuple(ops), values=values)
+    changed = replace(graph, ops=tuple(ops), values=values)
     return changed, sum(value.size_bytes for value in moved.values())
 
 
@@ -225,7 +224,7 @@ def _moved(graph: TrainingGraph) -> Iterator[Value]:
 def _let_go(value: Value, moved: dict[str, Value], backward: set[str]) -> Value:
     if value.name not in moved or value.held_until not in backward:
         return value
-    return msgspec.structs.replace(value, held_until="")
+    return replace(value, held_until="")
 
 
 def _back(together: list[Op], moved: dict[str, Value]) -> dict[str, Value]:
@@ -234,7 +233,7 @@ def _back(together: list[Op], moved: dict[str, Value]) -> dict[str, Value]:
     if first.phase != "backward" or first.target == TANGENTS:
         return {}
     return {
-        name: msgspec.structs.replace(
+        name: replace(
             # A node has all that it saved for as long as it runs.
             moved[name], name=f"{name} for {first.name}", held_until=together[-1].name,
             producer=f"{name} comes back for {first.name}", written_over="",
@@ -250,7 +249,7 @@ def _reading_back(together: list[Op], back: dict[str, Value]) -> Iterator[Op]:
         )
     for op in together:
         inputs = tuple(back[name].name if name in back else name for name in op.inputs)
-        yield msgspec.structs.replace(op, inputs=inputs)
+        yield replace(op, inputs=inputs)
 
 
 # What turns one training graph into another, as the captured one into that with regions in chunks:
@@ -294,7 +293,7 @@ def with_ops_replaced(
     kept = [op for op in graph.ops if op.name not in gone]
     ops = (*(one for op in kept for one in (*at.get(op.name, ()), op)), *at.get("", ()))
     values = (v for v in graph.values if v.producer not in gone and v.name not in own)
-    return msgspec.structs.replace(
+    return replace(
         graph,
         ops=ops,
         values=(*values, *own.values()),

@@ -263,10 +263,8 @@ _BROKEN = (
 def read_archive_member(path: Path, name: str) -> bytes | None:
     """A member of a ``.pt2`` archive, by its name below the archive's root; None without one.
 
-    Raises
-    ------
-    ArchiveError : it is no such archive, is cut short, or is not what `torch.export` writes.
-    FileError : it cannot be read.
+    Raises ArchiveError if it is no such archive, is cut short, or is not what `torch.export`
+    writes, FileError if it cannot be read.
     """
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from typing import Any, cast
 
-import msgspec
+from msgspec.structs import replace
 from torch import Tensor, fx
 
 from remat.graph_capture.chunking.head import Head, find_heads
@@ -238,7 +238,7 @@ def with_regions(
                 f"bits than eager here. {option('split', 'tolerance')} takes them",
                 stacklevel=2,
             )
-    return msgspec.structs.replace(graph, regions=tuple(one for one in regions if one.choices))
+    return replace(graph, regions=tuple(one for one in regions if one.choices))
 
 
 def _region(
@@ -276,9 +276,7 @@ def _whole_us(graph: TrainingGraph, found: RegionCandidate) -> float:
 
 def _taking(all_us: float, ours: Mapping[str, Op]) -> Mapping[str, Op]:
     factor = all_us / sum(op.cost_us for op in ours.values())
-    return {
-        name: msgspec.structs.replace(op, cost_us=factor * op.cost_us) for name, op in ours.items()
-    }
+    return {name: replace(op, cost_us=factor * op.cost_us) for name, op in ours.items()}
 
 
 def _as_captured(graph: TrainingGraph, op: Op) -> Op:
@@ -286,7 +284,7 @@ def _as_captured(graph: TrainingGraph, op: Op) -> Op:
     same = [one for one in graph.ops if one.target == op.target]
     # An update is named by the gradient that it waits for.
     before = next((one for one in same if one.name == op.name), same[0])
-    return msgspec.structs.replace(op, cost_us=before.cost_us, cost_origin=before.cost_origin)
+    return replace(op, cost_us=before.cost_us, cost_origin=before.cost_origin)
 
 
 def modelled(
@@ -298,7 +296,7 @@ def modelled(
         ops = {op.name: op for op in found.joint.graph.ops}
         more_us = (found.chunks - 1) * launch_us
         ours = {
-            node.name: msgspec.structs.replace(
+            node.name: replace(
                 ops[node.name],
                 cost_us=_cost_us(_captured_ops(part, node, found.chunks), costs, more_us),
                 workspace_bytes=rounded(_workspace_bytes(part, node, found.chunks)),
@@ -307,7 +305,7 @@ def modelled(
             for part, node in found.by_node()
         }
         return ours, [
-            msgspec.structs.replace(value, size_bytes=rounded(value.size_bytes))
+            replace(value, size_bytes=rounded(value.size_bytes))
             for value in found.joint.graph.values
         ]
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch import fx
 from torch.utils import flop_counter
 
@@ -56,12 +57,8 @@ class WholeStepTimes(msgspec.Struct, frozen=True):
 
 def _is_valid_cost(cost: OpCost) -> bool:
     # A file that was edited may say anything.
-    sizes = cost.workspace_bytes, cost.kept_bytes
-    return (
-        0 <= cost.cost_us <= MOST_US
-        and 0 <= cost.away <= 1
-        and all(0 <= size < MOST_BYTES for size in sizes)
-    )
+    is_size = all(0 <= size < MOST_BYTES for size in (cost.workspace_bytes, cost.kept_bytes))
+    return 0 <= cost.cost_us <= MOST_US and 0 <= cost.away <= 1 and is_size
 
 
 def _are_times(step: WholeStepTimes) -> bool:
@@ -111,17 +108,14 @@ class CostCache:
 
     Without a title it is of this machine's CPU. Costs differ by the device's `settings`.
 
-    Attributes
-    ----------
-    costs : by `cost_key`. steps : by the hash of the step's graph. bits : as of `kept_bits`.
-    begun : times of ops that have no cost yet, in microseconds. links : by their place.
+    `costs` are by `cost_key`, `steps` by the hash of the step's graph, `bits` as of `kept_bits`,
+    `links` by their place. `begun` has times of ops that have no cost yet, in microseconds.
     """
 
     def __init__(self, title: str | None = None, settings: str = "") -> None:
         self.title = title or cpu_title()
         self._name = file_name(" ".join(filter(None, (self.title, settings))))
-        self.path = _FILES.path(self._name)
-        file = self._read()
+        self.path, file = _FILES.path(self._name), self._read()
         self.costs, self.steps, self.bits = file.costs, file.steps, file.bits
         self.begun, self.links = file.begun, file.links
         self._saved, self._is_anew = set(self.costs), False
@@ -161,10 +155,10 @@ class CostCache:
         """Steps are quicker than these costs say: they were taken in a busy time."""
         # As busy as can be, so that `settled` asks for them again once the machine is quiet.
         for key in self.costs.keys() & set(keys):
-            self.costs[key] = msgspec.structs.replace(self.costs[key], away=1.0)
+            self.costs[key] = replace(self.costs[key], away=1.0)
             self._own.add(key)
         if step_key in self.steps:
-            self.steps[step_key] = msgspec.structs.replace(self.steps[step_key], away=1.0)
+            self.steps[step_key] = replace(self.steps[step_key], away=1.0)
         self.save()
 
     def forget(self) -> None:
@@ -228,8 +222,7 @@ class OpWork(msgspec.Struct, frozen=True):
 
 
 def work_of(node: fx.Node) -> OpWork:
-    kind = _kind_of(target_name(node))
-    flops = flops_of(node)
+    kind, flops = _kind_of(target_name(node)), flops_of(node)
     # torch counts all of causal attention; its kernels skip the half above the diagonal.
     if kind == "attention" and argument(node, "is_causal"):
         flops //= 2
@@ -246,24 +239,23 @@ def _kind_of(target: str) -> _WorkKind:
 
 
 def _dtype_of(node: fx.Node) -> str:
-    tensors = [t for n in (*node.all_input_nodes, node) for t in tensors_of(n) if t is not None]
-    dtypes = (str(t.dtype).removeprefix("torch.") for t in tensors if t.is_floating_point())
-    return next(dtypes, "float32")
+    floats = (t for t in _read_and_made(node) if t.is_floating_point())
+    return next((str(t.dtype).removeprefix("torch.") for t in floats), "float32")
+
+
+def _read_and_made(node: fx.Node) -> list[torch.Tensor]:
+    return [t for n in (*node.all_input_nodes, node) for t in tensors_of(n) if t is not None]
 
 
 def moved_bytes(node: fx.Node) -> int:
     """Bytes of the node's arguments and results; of an expanded tensor, those of its storage."""
-    tensors = [t for n in (*node.all_input_nodes, node) for t in tensors_of(n) if t is not None]
-    # What a joined op changes in place, number by number, is read and written once more.
-    tensors += 2 * [meta["val"] for meta in _changed_in_place(node)]
+    tensors = _read_and_made(node)
+    if isinstance(node.target, JoinedTarget):
+        for one, meta in zip(node.target.steps, node.meta[STEP_METAS], strict=True):
+            # What is changed in place, number by number, is read and written once more.
+            if one.in_place and torch.Tag.pointwise in one.op.tags:
+                tensors += 2 * [meta["val"]]
     return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
-
-
-def _changed_in_place(node: fx.Node) -> list[dict[str, Any]]:
-    if not isinstance(node.target, JoinedTarget):
-        return []
-    steps = zip(node.target.steps, node.meta[STEP_METAS], strict=True)
-    return [m for one, m in steps if one.in_place and torch.Tag.pointwise in one.op.tags]
 
 
 def flops_of(node: fx.Node) -> int:
@@ -344,29 +336,26 @@ class Profile(msgspec.Struct, frozen=True):
         try:
             found = decode_json(data, cls)
         except TextError as error:
-            raise ProfileError(
-                f"{name} is no profile of this release ({error}): {again}"
-            ) from error
-        if found.schema_version != _PROFILE_VERSION:
-            raise ProfileError(
-                f"{name} has schema version {found.schema_version}, this release reads "
-                f"{_PROFILE_VERSION}: {again}"
-            )
-        wrong = [
-            key
-            for key, one in found.ops.items()
-            if not (_is_valid_cost(one) and are_figures(one.work.flops, one.work.moved_bytes))
-        ]
-        if wrong:
-            raise ProfileError(f"{name} has a cost that cannot be, of {wrong[0]}: {again}")
-        if not all(_are_times(step) for step in found.steps.values()):
-            raise ProfileError(f"{name} has a time that cannot be, of a whole step: {again}")
-        links = found.links and [pair for pair in (found.links.host, found.links.nvme) if pair]
-        if not all(map(are_speeds, links or ())):
-            raise ProfileError(f"{name} has a link that cannot be: {again}")
-        if found.ranks is not None and wrong_in(found.ranks):
-            raise ProfileError(f"{name} has a link that cannot be, between ranks: {again}")
+            why = f"is no profile of this release ({error})"
+            raise ProfileError(f"{name} {why}: {again}") from error
+        if why := found._why_wrong():
+            raise ProfileError(f"{name} {why}: {again}")
         return found
+
+    def _why_wrong(self) -> str:
+        if self.schema_version != _PROFILE_VERSION:
+            reads = f"this release reads {_PROFILE_VERSION}"
+            return f"has schema version {self.schema_version}, {reads}"
+        for key, one in self.ops.items():
+            if not (_is_valid_cost(one) and are_figures(one.work.flops, one.work.moved_bytes)):
+                return f"has a cost that cannot be, of {key}"
+        if not all(map(_are_times, self.steps.values())):
+            return "has a time that cannot be, of a whole step"
+        links = (self.links.host, self.links.nvme) if self.links else ()
+        if not all(are_speeds(pair) for pair in links if pair):
+            return "has a link that cannot be"
+        is_wrong = self.ranks is not None and wrong_in(self.ranks)
+        return "has a link that cannot be, between ranks" if is_wrong else ""
 
 
 def as_profile(profile: Profile | str | Path | None) -> Profile | None:

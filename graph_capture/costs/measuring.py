@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from remat.graph_capture.costs.cache import CostCache, OpWork, Profile, ProfiledOp, work_of
@@ -91,10 +92,10 @@ def relinked(graph: TrainingGraph, tiers: LowerTiers) -> TrainingGraph:
     if own is not None and tiers.nvme_path in ("", own.nvme_path):
         room = {"host_bytes": tiers.host_bytes, "nvme_bytes": tiers.nvme_bytes}
         below = {} if tiers.nvme_path else {"write": None, "read": None, "nvme_path": ""}
-        return msgspec.structs.replace(graph, links=msgspec.structs.replace(own, **room, **below))
+        return replace(graph, links=replace(own, **room, **below))
     if not is_of_here(graph):
         raise ProfileError(_missing_text(graph.versions.get("priced_on", "-"), tiers.nvme_path))
-    return msgspec.structs.replace(graph, links=links_below(graph.device, tiers))
+    return replace(graph, links=links_below(graph.device, tiers))
 
 
 def is_of_here(graph: TrainingGraph) -> bool:
@@ -110,13 +111,10 @@ def measured_pair(device: str, nvme_path: str = "", *, measure_again: bool = Fal
     cache = CostCache.of(meter)
     place = nvme_path or (PINNED_MEMORY if is_cuda(device) else host_folder())
     key = f"NVMe at {place}" if nvme_path else f"host: {place}"
-    known = cache.links.get(key)
-    if known is not None and not measure_again:
-        return known
-    found = _pair_now(device, nvme_path)
-    cache.links[key] = found
-    cache.save()
-    return found
+    if measure_again or key not in cache.links:
+        cache.links[key] = _pair_now(device, nvme_path)
+        cache.save()
+    return cache.links[key]
 
 
 def _pair_now(device: str, nvme_path: str) -> LinkPair:
@@ -131,8 +129,7 @@ def _pair_now(device: str, nvme_path: str) -> LinkPair:
 
 
 def kept_links(device: str) -> dict[str, LinkPair]:
-    meter = meter_of(device)
-    return dict(CostCache.of(meter).links)
+    return dict(CostCache.of(meter_of(device)).links)
 
 
 def _profiled(profile: Profile, nvme_path: str) -> LinkPair | None:
@@ -152,33 +149,30 @@ def _planned(pair: LinkPair, title: str) -> _PlannedPair:
 
 def _modelled(device: str) -> _PlannedPair:
     table, one = device_table(), modelled_device(device)
-    link = Link(table.link_share * one.link_gb_s * BYTES_PER_US_IN_GB_S, table.link_latency_us)
+    link = _as_stated(one.link_gb_s, table.link_latency_us)
     source = f"{table.link_share} of the {one.link_gb_s:g} GB/s that are stated for {one.title}"
     return _PlannedPair(link, link, source)
 
 
 def _modelled_drive() -> _PlannedPair:
     table, drive = device_table(), device_table().nvme
-    down, up = (
-        Link(table.link_share * gb_s * BYTES_PER_US_IN_GB_S, drive.latency_us)
-        for gb_s in (drive.write_gb_s, drive.read_gb_s)
-    )
     source = (
         f"NVMe {table.link_share} of the {drive.write_gb_s:g} GB/s to write and "
         f"{drive.read_gb_s:g} to read that are stated for {drive.title}"
     )
-    return _PlannedPair(down, up, source)
+    ways = (_as_stated(gb_s, drive.latency_us) for gb_s in (drive.write_gb_s, drive.read_gb_s))
+    return _PlannedPair(*ways, source)
+
+
+def _as_stated(gb_s: float, latency_us: float) -> Link:
+    return Link(device_table().link_share * gb_s * BYTES_PER_US_IN_GB_S, latency_us)
 
 
 def _missing_text(title: str, nvme_path: str) -> str:
-    if nvme_path:
-        return (
-            f"what is known of {title} has no links to {nvme_path}: measure them there, with "
-            f"remat profile MODEL --nvme {nvme_path} -o FILE, or leave out {option('nvme')}"
-        )
+    to, flag = (nvme_path, f" --nvme {nvme_path}") if nvme_path else ("its host", "")
     return (
-        f"what is known of {title} has no links to its host: measure them there, with remat "
-        f"profile MODEL -o FILE, or leave out {option('host')}"
+        f"what is known of {title} has no links to {to}: measure them there, with remat profile "
+        f"MODEL{flag} -o FILE, or leave out {option('nvme' if nvme_path else 'host')}"
     )
 
 
@@ -219,7 +213,7 @@ def profile(
         ranks = measured_rank_links(group, here, meter_of(here).title)
     traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target, device=device)
     found = measure(traced, nvme_path=nvme or "", progress=progress)
-    return msgspec.structs.replace(found, ranks=ranks)
+    return replace(found, ranks=ranks)
 
 
 def measure(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 from torch import fx
 
 from remat.graph_capture.chunking.regions import (
@@ -40,6 +40,7 @@ from remat.graph_capture.costs.op_times import (
     cost_key,
     sample_arguments,
     times_us,
+    why_not_run,
 )
 from remat.graph_capture.costs.step_time import (
     STEP_NOT_TIMED,
@@ -87,9 +88,7 @@ def time_ops(
     meter.settle()
     # `median_us` takes what has run before.
     meter.rng_state()
-    op_costs = {SAVE_RNG_KEY: OpCost(meter.median_us(meter.rng_state))}
-
-    no_room: set[str] = set()
+    op_costs, no_room = {SAVE_RNG_KEY: OpCost(meter.median_us(meter.rng_state))}, set[str]()
 
     def failed(key: str, error: KernelError) -> None:
         _refuse_broken_device(missing[key], error)
@@ -107,7 +106,6 @@ def time_ops(
             progress(done // meter.passes, len(missing))
 
     progress(0, len(missing), text=f"timing {len(missing)} kinds of op")
-
     costs = times_us(
         {key: partial(_runner_of, joint, node) for key, node in missing.items()},
         {key: moved_bytes(node) for key, node in missing.items()},
@@ -147,12 +145,8 @@ def _refuse_broken_device(node: fx.Node, error: Exception) -> None:
 
 
 def _estimated(node: fx.Node, error: KernelError) -> OpCost:
-    said = (str(error).splitlines() or [type(error).__name__])[0]
-    why = "cannot be timed on made data"
-    if is_out_of_memory(error):
-        why = "was not run: memory ran out"
     warnings.warn(
-        f"{target_name(node)} {why} ({said}); "
+        f"{target_name(node)} {why_not_run(error, 'cannot be timed on made data')}; "
         "its cost is an estimate from the bytes it moves, without workspace",
         stacklevel=2,
     )
@@ -171,11 +165,7 @@ def _runner_of(joint: Joint, node: fx.Node) -> Callable[[], Any]:
     # Outside of `run`, so that making data is not timed.
     args, kwargs = sample_arguments(node, joint.module)
     target = local_runner(node)
-
-    def run() -> Any:
-        return target(*args, **kwargs)
-
-    return run
+    return lambda: target(*args, **kwargs)
 
 
 def _place(joint: Joint, node: fx.Node) -> str:
@@ -204,8 +194,6 @@ def measure_costs(
     Each distinct op is run on made data. On a CPU the step is run as a whole too, for what it takes
     beyond its ops (`step_time.py`). Both are kept on disk (`cache.py`).
 
-    Parameters
-    ----------
     progress : called with (distinct ops timed, distinct ops to time), and with what is done.
     profile : its costs are taken, whatever machine measured them. Ops that it lacks are
         measured if it is of this machine.
@@ -214,18 +202,21 @@ def measure_costs(
         case, with what it needs itself.
     chunks : left out, the graph has no regions in chunks; `with_measured_chunks` adds them.
 
-    Raises
-    ------
-    ProfileError : `profile` is of another machine and lacks ops of the step.
+    Raises ProfileError where `profile` is of another machine and lacks ops of the step.
     """
-    meter = meter_of(trace.recipe.device)
-    cache = CostCache.of(meter)
-    if measure_again:
-        cache.forget()
+    meter, cache = _meter_and_cache(trace, measure_again)
     graph = measure_costs_with(trace, meter, cache, progress, profile, most_bytes)[0]
     if not chunks:
         return graph
     return with_measured_chunks(trace, graph, progress, measure_again=measure_again)
+
+
+def _meter_and_cache(trace: Trace, measure_again: bool) -> tuple[Meter, CostCache]:
+    meter = meter_of(trace.recipe.device)
+    cache = CostCache.of(meter)
+    if measure_again:
+        cache.forget()
+    return meter, cache
 
 
 def with_measured_chunks(
@@ -239,10 +230,7 @@ def with_measured_chunks(
     found = requested_regions(trace)
     if not found:
         return graph
-    meter = meter_of(trace.recipe.device)
-    cache = CostCache.of(meter)
-    if measure_again:
-        cache.forget()
+    meter, cache = _meter_and_cache(trace, measure_again)
     with trace.python_state.streams_kept():
         in_chunks = _measured_chunks(meter, cache, progress or _silent)
         return with_regions(graph, found, in_chunks, kept_bits(meter, cache))
@@ -277,8 +265,7 @@ def _measured(
     most_bytes: int | None,
 ) -> tuple[TrainingGraph, _GraphCosts]:
     joint, graph = trace.joint, trace.graph
-    keys = _keys(joint)
-    nodes = _first_nodes(joint, keys)
+    keys, nodes = _keys_and_nodes(joint)
     known: Mapping[str, OpCost] = {} if profile is None else costs_of_profile(nodes, profile, meter)
     rounds = step_rounds(joint, graph, meter, cache, profile, most_bytes)
     # Whole steps are timed between the passes over ops, so that a slow spell is one of both.
@@ -287,11 +274,11 @@ def _measured(
     # These have no node, and so no key of their own.
     keys |= {op.name: SAVE_RNG_KEY for op in graph.ops if op.target == SAVE_RNG}
     of_op = {name: costs[key] for name, key in keys.items()}
-    costed = msgspec.structs.replace(
+    costed = replace(
         graph,
         ops=tuple(_costed(op, of_op.get(op.name)) for op in graph.ops),
         values=_values_as_allocated(joint, of_op),
-        resident=msgspec.structs.replace(graph.resident, libraries_bytes=meter.library_bytes()),
+        resident=replace(graph.resident, libraries_bytes=meter.library_bytes()),
         cost_origin="measured",
         versions={
             **graph.versions,
@@ -306,7 +293,7 @@ def _measured(
     if step is not None:
         costed = calibrated(costed, step)
     elif is_beyond(joint, graph, most_bytes):
-        costed = msgspec.structs.replace(costed, notes=(*costed.notes, STEP_NOT_TIMED))
+        costed = replace(costed, notes=(*costed.notes, STEP_NOT_TIMED))
     # After that, as the step is run with the stand-ins of collectives, at what these take.
     links = links_of_step(trace.recipe.device, meter.title, profile)
     costed = with_collective_costs(costed, joint.node_of_op, links)
@@ -333,17 +320,15 @@ def _measured_chunks(meter: Meter, cache: CostCache, told: ProgressCallback) -> 
     return chunk_costs
 
 
-def _keys(joint: Joint) -> dict[str, str]:
-    return {name: cost_key(node) for name, node in joint.node_of_op.items()}
-
-
 def examples(joint: Joint) -> dict[str, fx.Node]:
-    return _first_nodes(joint, _keys(joint))
+    return _keys_and_nodes(joint)[1]
 
 
-def _first_nodes(joint: Joint, keys: dict[str, str]) -> dict[str, fx.Node]:
+def _keys_and_nodes(joint: Joint) -> tuple[dict[str, str], dict[str, fx.Node]]:
+    """The `cost_key` of each op by its name, and a node for each of these keys."""
+    keys = {name: cost_key(node) for name, node in joint.node_of_op.items()}
     # Reversed, so that of equal keys the first node is the one that stays.
-    return {keys[name]: node for name, node in reversed(joint.node_of_op.items())}
+    return keys, {keys[name]: node for name, node in reversed(joint.node_of_op.items())}
 
 
 def _known_or_measured(
@@ -378,17 +363,14 @@ def _values_as_allocated(joint: Joint, costs: dict[str, OpCost]) -> tuple[Value,
     # Some results are larger than a trace says: mse_loss returns a scalar in the storage of all
     # its terms. So the first result of an op grows by what the op was seen to keep. A graph's hash
     # covers shapes and not sizes for this reason.
-    kept = {
-        op.outputs[0]: costs[op.name].kept_bytes
-        for op in graph.ops
-        if op.name in costs and op.outputs
-    }
+    costed = (op for op in graph.ops if op.name in costs and op.outputs)
+    kept = {op.outputs[0]: costs[op.name].kept_bytes for op in costed}
 
     def size_bytes(value: Value) -> int:
         return allocated(value.size_bytes + kept.get(value.name, 0))
 
     return tuple(
-        msgspec.structs.replace(value, size_bytes=0 if value.name in host else size_bytes(value))
+        replace(value, size_bytes=0 if value.name in host else size_bytes(value))
         for value in graph.values
     )
 
@@ -405,7 +387,7 @@ def _silent(done: int = 0, total: int | None = None, *, text: str = "") -> None:
 def _costed(op: Op, cost: OpCost | None) -> Op:
     if cost is None:  # the arrival of tangents and new statistics are no ops of torch
         return op
-    return msgspec.structs.replace(
+    return replace(
         op,
         cost_us=cost.cost_us,
         cost_origin="estimated" if cost.is_estimate else "measured",
@@ -440,11 +422,10 @@ class Sized:
         self._trace, self._meter = trace, meter_of(trace.recipe.device)
         self._cache = CostCache.of(self._meter)
         with trace.python_state.streams_kept():
-            self.graph = self._of_ops(trace.joint)
-            resident = self.graph.resident
+            graph = self._of_ops(trace.joint)
         library_bytes = self._meter.library_bytes()
-        resident = msgspec.structs.replace(resident, libraries_bytes=library_bytes)
-        self.graph = msgspec.structs.replace(self.graph, resident=resident)
+        resident = replace(graph.resident, libraries_bytes=library_bytes)
+        self.graph = replace(graph, resident=resident)
 
     def with_region(self, region: str, chunks: int, *, is_exact: bool) -> TrainingGraph:
         """The graph with a region that may run in so many chunks.
@@ -465,25 +446,22 @@ class Sized:
             )  # fmt: skip
 
     def _of_ops(self, joint: Joint) -> TrainingGraph:
-        keys = _keys(joint)
-        nodes = _first_nodes(joint, keys)
+        keys, nodes = _keys_and_nodes(joint)
         known = self._cache.costs
         new = {key: node for key, node in nodes.items() if key not in known}
         regions = _regions(joint, new, self._meter)
-        found = {
-            key: OpCost(0.0, *_bytes_taken(new[key], one, self._meter))
-            for key, one in regions.items()
-        }
-        every = {**found, **{key: known[key] for key in nodes if key in known}}
+        every = {key: known[key] for key in nodes if key in known}
+        for key, one in regions.items():
+            every[key] = OpCost(0.0, *_bytes_taken(new[key], one, self._meter))
         of_op = {name: every[key] for name, key in keys.items() if key in every}
         ops = (
-            msgspec.structs.replace(op, workspace_bytes=op.workspace_bytes + one.workspace_bytes)
+            replace(op, workspace_bytes=op.workspace_bytes + one.workspace_bytes)
             if (one := of_op.get(op.name))
             else op
             for op in joint.graph.ops
         )
         values = _values_as_allocated(joint, of_op)
-        return msgspec.structs.replace(joint.graph, ops=tuple(ops), values=values)
+        return replace(joint.graph, ops=tuple(ops), values=values)
 
 
 def _regions(joint: Joint, nodes: Mapping[str, fx.Node], meter: Meter) -> dict[str, RegionMemory]:
@@ -501,11 +479,9 @@ def _warm(
 ) -> Iterator[Callable[[], Any]]:
     """Runs of ops that have run once; the keys of those that do run are added to `ran`."""
     for key, node in nodes.items():
-        try:
+        with contextlib.suppress(*KERNEL_ERRORS):
             run = _runner_of(joint, node)
             # What libraries allocate at their first use is then no op's.
             run_locally(run)
-        except KERNEL_ERRORS:
-            continue
-        ran.append(key)
-        yield run
+            ran.append(key)
+            yield run

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.devices.known_devices import CPU
+from remat.graph_capture.devices.memory import is_out_of_memory
 from remat.graph_capture.devices.meter import LoadAwareTimer, Meter, Run, have_agreed, least_agreed
 from remat.graph_capture.distributed.collectives import run_locally
 from remat.graph_capture.joint.in_place_ops import calls_of, joined_op_names
@@ -29,6 +30,13 @@ _Failed = Callable[[str, KernelError], None]
 _Times = dict[str, list[float]]  # microseconds that each op took, one a pass
 MORE_PASSES = 2
 """Beyond the meter's own, where it has several, for ops whose times do not agree by then."""
+
+
+def why_not_run(error: KernelError, otherwise: str) -> str:
+    """Whether memory ran out, or `otherwise`, with the first line of what was said."""
+    said = (str(error).splitlines() or [type(error).__name__])[0]
+    why = "was not run: memory ran out" if is_out_of_memory(error) else otherwise
+    return f"{why} ({said})"
 
 
 class _OpTime(NamedTuple):
@@ -53,8 +61,6 @@ def times_us(
 ) -> dict[str, _OpTime]:
     """The time of each op that runs: the least over the passes that another one confirms.
 
-    Parameters
-    ----------
     made : makes the run of an op, with its inputs.
     failed : called with an op that cannot be run, and the error. The op is not tried again.
     first : called with an op and its run before the op is timed. It must run it.
@@ -184,15 +190,19 @@ def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], di
         value = leaf.meta.get("val")
         if not isinstance(value, Tensor):
             return value
-        if not _is_integer(value) or target_name(node).startswith(_ASSERTIONS):
+        is_asserted, dtype = target_name(node).startswith(_ASSERTIONS), value.dtype
+        is_number = dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
+        if is_number or is_asserted:
             tensor = _sample_tensor(value, 1).to(_dtype_of_kernel(leaf, value))
-            return tensor.fill_(1) if target_name(node).startswith(_ASSERTIONS) else tensor
+            return tensor.fill_(1) if is_asserted else tensor
         if leaf is indices or _is_checked(node, leaf):
             return _sample_tensor(value, _index_bound(node))
-        source = _maker(leaf)
-        if source is None:
+        if (source := _maker(leaf)) is None:
             return _as(value, _storage_for(value).zero_())
-        return _made_by(source, leaf, constants)
+        args, kwargs = sample_arguments(source, constants)
+        target: Any = source.target
+        found = run_locally(lambda: target(*args, **kwargs))
+        return found if source is leaf else found[leaf.args[1]]
 
     return pytree.tree_map(made, (tuple(node.args), dict(node.kwargs)))
 
@@ -202,11 +212,6 @@ def _is_checked(node: fx.Node, indices: fx.Node) -> bool:
     calls = zip(joined_op_names(node), calls_of(node), strict=True)
     readers = (op for op, call in calls if indices in pytree.tree_leaves(call))
     return all(op.startswith(_CHECKED) for op in readers)
-
-
-def _is_integer(value: Tensor) -> bool:
-    dtype = value.dtype
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _dtype_of_kernel(leaf: fx.Node, value: Tensor) -> torch.dtype:
@@ -231,31 +236,13 @@ def _maker(leaf: fx.Node) -> fx.Node | None:
     return source if is_getitem(leaf) or not leaf.all_input_nodes else None
 
 
-def _made_by(source: fx.Node, leaf: fx.Node, constants: Any) -> Any:
-    args, kwargs = sample_arguments(source, constants)
-    target: Any = source.target
-    found = run_locally(lambda: target(*args, **kwargs))
-    return found if source is leaf else found[leaf.args[1]]
-
-
 def _index_bound(node: fx.Node) -> int:
     if node.target in _BOUND:
         return max(1, int(_BOUND[node.target](node)))
     # An op that also makes what it writes to reads no tensor as large as that.
     values = [leaf.meta.get("val") for leaf in (*node.all_input_nodes, node)]
-    sizes = [
-        size
-        for value in values
-        if isinstance(value, Tensor) and value.is_floating_point()
-        for size in value.shape
-    ]
-    return max(1, min(sizes, default=1))
-
-
-def _sample_tensor(like: Tensor, bound: int) -> Tensor:
-    flat = _storage_for(like)
-    _fill(flat, bound)
-    return _as(like, flat)
+    floats = (one for one in values if isinstance(one, Tensor) and one.is_floating_point())
+    return max(1, min((size for one in floats for size in one.shape), default=1))
 
 
 def _storage_for(like: Tensor) -> Tensor:
@@ -267,7 +254,8 @@ def _as(like: Tensor, flat: Tensor) -> Tensor:
     return torch.as_strided(flat, like.shape, like.stride(), like.storage_offset())
 
 
-def _fill(flat: Tensor, bound: int) -> None:
+def _sample_tensor(like: Tensor, bound: int) -> Tensor:
+    flat = _storage_for(like)
     # Between 0.1 and 0.9: probabilities, as some kernels ask for, and no denormals, which are slow.
     # A block repeated is far quicker to make than random numbers for all.
     if flat.dtype == torch.bool:
@@ -279,3 +267,4 @@ def _fill(flat: Tensor, bound: int) -> None:
     whole = flat.numel() // _BLOCK * _BLOCK
     flat[:whole].view(-1, _BLOCK).copy_(block)
     flat[whole:].copy_(block[: flat.numel() - whole])
+    return _as(like, flat)

@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor, fx
 
 from remat.graph_capture.chunking.regions import modelled, requested_regions, with_regions
@@ -169,41 +169,29 @@ def model_costs(
 
     `ranks` left out are those of the profile, or of the table.
 
-    Raises
-    ------
-    DeviceError : there is no such device. ProfileError : `profile` is of another.
+    Raises DeviceError where there is no such device, ProfileError where `profile` is of another.
     """
     roofline = assumed = Roofline.assumed(modelled_device(name))
     known: Mapping[str, OpCost] = {}
     if profile is not None:
-        if name not in (profile.device, _name_of(profile)):
+        # One that was measured on CUDA is of the device that its title names, too.
+        own = table_name(profile.title) if profile.device == CUDA else profile.device
+        if name not in (profile.device, own):
             raise ProfileError(f"the profile is of {profile.device}, not of {name}")
         roofline, known = assumed.fitted(profile), profile.ops
     graph, nodes = trace.graph, trace.joint.node_of_op
     op_costs = _OpCosts(roofline, known)
     ops = tuple(op_costs.costed(op, nodes.get(op.name)) for op in graph.ops)
     is_mixed = any(op.cost_origin == "measured" for op in ops)
-    costed = msgspec.structs.replace(
-        graph,
-        ops=ops,
-        values=tuple(_rounded_value(value) for value in graph.values),
-        resident=_resident(graph),
-        device=name,
-        cost_origin="mixed" if is_mixed else MODELLED,
+    costed = replace(
+        graph, ops=ops, values=tuple(_rounded_value(value) for value in graph.values),
+        resident=_resident(graph), device=name, cost_origin="mixed" if is_mixed else MODELLED,
         notes=() if profile is None else _notes(ops, assumed, profile),
-    )
+    )  # fmt: skip
     costed = with_collective_costs(costed, nodes, ranks or links_of_step(name, "", profile))
-    found = requested_regions(trace)
-    if not found:
-        return costed
     # Bits are compared where the plan is rewritten, on the device that will train.
     in_chunks = modelled(costed, roofline.launch_us, rounded)
-    return with_regions(costed, found, in_chunks, lambda _: True)
-
-
-def _name_of(profile: Profile) -> str:
-    """The device of the table that `profile` was measured on, if it was measured on CUDA."""
-    return table_name(profile.title) if profile.device == CUDA else profile.device
+    return with_regions(costed, requested_regions(trace), in_chunks, lambda _: True)
 
 
 @dataclass(frozen=True)
@@ -218,7 +206,7 @@ class _OpCosts:
         base_bytes = rounded(_RNG_STATE_BYTES) if op.workspace_bytes else 0
         one = None if node is None or not self.known else self.known.get(cost_key(node))
         if one is not None:
-            return msgspec.structs.replace(
+            return replace(
                 op, cost_us=one.cost_us, workspace_bytes=base_bytes + one.workspace_bytes,
                 cost_origin="estimated" if one.is_estimate else "measured",
             )  # fmt: skip
@@ -228,9 +216,7 @@ class _OpCosts:
             # It stands for the device's flash form, which keeps sums beside its results.
             if op.target == ATTENTION_BACKWARD:
                 base_bytes += _attention_sums_bytes(node)
-        return msgspec.structs.replace(
-            op, cost_us=cost_us, workspace_bytes=base_bytes, cost_origin=MODELLED
-        )
+        return replace(op, cost_us=cost_us, workspace_bytes=base_bytes, cost_origin=MODELLED)
 
 
 def _notes(ops: tuple[Op, ...], assumed: Roofline, profile: Profile) -> tuple[str, ...]:
@@ -241,8 +227,7 @@ def _notes(ops: tuple[Op, ...], assumed: Roofline, profile: Profile) -> tuple[st
         f"{len(measured)} of {len(ops)} ops, {100 * part:.0f} % of the step's time, were measured "
         f"on {profile.title} with torch {profile.torch}"
     ]
-    errors = assumed.errors(profile)
-    if errors:
+    if errors := assumed.errors(profile):
         median, most = statistics.median(errors), errors[int(_MOST * (len(errors) - 1))]
         notes.append(
             f"the model of the others is fitted to {len(errors)} measured ops; each left out in "
@@ -267,19 +252,19 @@ def _attention_sums_bytes(node: fx.Node) -> int:
 
 def _rounded_value(value: Value) -> Value:
     size_bytes = _RNG_STATE_BYTES if value.kind == "rng_state" else value.size_bytes
-    return msgspec.structs.replace(value, size_bytes=rounded(size_bytes))
+    return replace(value, size_bytes=rounded(size_bytes))
 
 
 def _resident(graph: TrainingGraph) -> Resident:
     extra = dict.fromkeys(("parameter", "buffer", "constant", "input"), 0)
     for value in graph.values:
+        # Only what the step reads is known tensor by tensor.
         if not value.producer and value.kind in extra:
-            # Only what the step reads is known tensor by tensor.
             extra[value.kind] += rounded(value.size_bytes) - value.size_bytes
     known = graph.resident
     if not known.parameters_bytes:  # a sharding keeps them on the host
         extra["parameter"] = 0
-    return msgspec.structs.replace(
+    return replace(
         known,
         parameters_bytes=known.parameters_bytes + extra["parameter"],
         buffers_bytes=known.buffers_bytes + extra["buffer"] + extra["constant"],

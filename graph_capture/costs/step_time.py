@@ -25,12 +25,12 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor, fx
 
 from remat.graph_capture.costs.cache import CostCache, Profile, WholeStepTimes
-from remat.graph_capture.costs.op_times import KERNEL_ERRORS
+from remat.graph_capture.costs.op_times import KERNEL_ERRORS, why_not_run
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.memory import free_bytes, is_out_of_memory
 from remat.graph_capture.devices.meter import LoadAwareTimer, Meter, have_agreed, least_agreed
@@ -63,20 +63,15 @@ LEAST_KEPT_PART = 0.5  # part of its cost that every op keeps at least
 
 
 class ForwardWatch:
-    """Times forward within a step: `begin` and `end` are called where it does.
-
-    `taken_us` is of the step that ran last.
-    """
+    """Times forward within a step: `taken_us` is of the step that ran last."""
 
     def __init__(self) -> None:
         self.taken_us, self._timer = 0.0, LoadAwareTimer()
 
     def begin(self) -> None:
-        """Forward begins."""
         self._timer = LoadAwareTimer()
 
     def end(self) -> None:
-        """Forward has ended."""
         self.taken_us = self._timer.taken_us
 
 
@@ -186,9 +181,7 @@ stretches, 0 where each result is made again right before it is read."""
 class _Recomputing:
     """A step that computes forward again.
 
-    Attributes
-    ----------
-    module : called as the joint module. again : names of the ops that run twice.
+    `module` is called as the joint module. `again` has the names of the ops that run twice.
     """
 
     module: fx.GraphModule
@@ -212,13 +205,8 @@ def _in_segments(joint: Joint, graph: fx.Graph) -> list[str]:
     for segment in segments:
         inside = set(segment)
         # What another segment reads is kept, or making one again would make those before it again.
-        dropped = [
-            node
-            for node in segment
-            if node.op == "call_function"
-            and node.name not in pinned
-            and all(user in inside or user in later for user in node.users)
-        ]
+        calls = (n for n in segment if n.op == "call_function" and n.name not in pinned)
+        dropped = [n for n in calls if all(user in inside or user in later for user in n.users)]
         again += _make_again(graph, dropped, later)
     return again
 
@@ -226,16 +214,13 @@ def _in_segments(joint: Joint, graph: fx.Graph) -> list[str]:
 def as_recomputed(graph: TrainingGraph, costs: Costs, again_us: float, expected_us: float) -> Costs:
     """`costs` with forward between the costs of its ops and what they took in segments.
 
-    Parameters
-    ----------
-    again_us : what the ops that ran again took. expected_us : what they take by their costs; 0
-        if none ran.
+    `again_us` is what the ops that ran again took, `expected_us` what they take by their costs; 0
+    if none ran.
     """
-    factor = (
-        min(MOST_OF_RECOMPUTING, max(LEAST_OF_RECOMPUTING, again_us / expected_us)) ** _SEGMENTED
-        if expected_us
-        else 1.0
-    )
+    factor = 1.0
+    if expected_us:
+        ratio = max(LEAST_OF_RECOMPUTING, again_us / expected_us)
+        factor = min(MOST_OF_RECOMPUTING, ratio) ** _SEGMENTED
     forward = {op.name for op in graph.ops if op.phase == "forward"}
     return {
         name: factor * cost_us if name in forward else cost_us for name, cost_us in costs.items()
@@ -287,12 +272,7 @@ def _make_again(
 
 
 def calibrated(graph: TrainingGraph, step: WholeStepTimes) -> TrainingGraph:
-    """`graph` taking the step's time in all, unless its ops alone take longer.
-
-    Parameters
-    ----------
-    graph : with each op at the cost of a run on its own.
-    """
+    """`graph`, with ops at their costs alone, taking the step's time unless its ops take longer."""
     alone = costs_of(graph)
     # Keeping comes first: the step in segments was held against costs that are cheaper by it.
     cheaper = less_for_kept(graph, alone, step.keeping_us)
@@ -313,8 +293,8 @@ def costs_of(graph: TrainingGraph) -> dict[str, float]:
 
 def with_costs(graph: TrainingGraph, costs: Costs) -> TrainingGraph:
     """`graph` with these costs of its ops."""
-    ops = tuple(msgspec.structs.replace(op, cost_us=costs[op.name]) for op in graph.ops)
-    return msgspec.structs.replace(graph, ops=ops)
+    ops = tuple(replace(op, cost_us=costs[op.name]) for op in graph.ops)
+    return replace(graph, ops=ops)
 
 
 _LEAST_ROUNDS, ROUNDS, _ENOUGH_US = 3, 24, 3e6  # rounds are fewer the longer they are
@@ -329,7 +309,6 @@ STEP_NOT_TIMED = (
     "too high"
 )
 """What a graph notes on its costs, where they lack what the step takes beyond its ops."""
-_WHOLE = "cannot be timed as a whole on made data"
 
 
 def whole_step(
@@ -341,11 +320,7 @@ def whole_step(
 ) -> WholeStepTimes | None:
     """The times of the whole step, of `profile`, of `rounds` or of `cache`; None if of none.
 
-    What `rounds` find is kept in `cache`, and so on disk.
-
-    Parameters
-    ----------
-    graph : with each op at the cost of a run on its own.
+    What `rounds` find is kept in `cache`, and so on disk. `graph` has each op at its cost alone.
     """
     if graph.device != CPU:
         return None
@@ -367,23 +342,14 @@ def _is_of(profile: Profile | None, title: str) -> bool:
 
 @dataclass(frozen=True)
 class WholeRuns:
-    """The three runs of a step.
+    """The three runs of a step."""
 
-    Attributes
-    ----------
-    step : as it is. recomputing : with forward computed again. plain : forward alone, which drops
-        its results.
-    forward_us : what forward took of the step that ran last.
-    again : names of the ops that `recomputing` runs twice.
-    first_us : of the first round, as `StepRounds` has it; empty where nobody took it.
-    """
-
-    step: Callable[[], Any]
-    recomputing: Callable[[], Any]
-    plain: Callable[[], Any]
-    forward_us: Callable[[], float]
-    again: tuple[str, ...] = ()
-    first_us: tuple[float, ...] = ()
+    step: Callable[[], Any]  # as it is
+    recomputing: Callable[[], Any]  # with forward computed again
+    plain: Callable[[], Any]  # forward alone, which drops its results
+    forward_us: Callable[[], float]  # of the step that ran last
+    again: tuple[str, ...] = ()  # names of the ops that `recomputing` runs twice
+    first_us: tuple[float, ...] = ()  # of the first round; empty where nobody took it
 
 
 class StepRounds:
@@ -398,9 +364,8 @@ class StepRounds:
     def __init__(self, meter: Meter, made: Callable[[], WholeRuns | None]) -> None:
         self._meter, self._made = meter, made
         self._runs: WholeRuns | None = None
-        self._shares = 0
         self._rounds: list[list[float]] = []
-        self._away = 1.0
+        self._shares, self._away = 0, 1.0
 
     @property
     def _is_settled(self) -> bool:
@@ -437,12 +402,7 @@ class StepRounds:
         return len(own) < least or (len(own) < most and taken_us < enough_us)
 
     def whole(self, graph: TrainingGraph) -> WholeStepTimes | None:
-        """The least times, after the shares that are still to come; None if nothing ran.
-
-        Parameters
-        ----------
-        graph : with each op at the cost of a run on its own.
-        """
+        """The least times, after the shares that are still to come; None if nothing ran."""
         with self._meter.quiet():
             while self._shares < self._meter.passes:
                 self.some()
@@ -492,9 +452,8 @@ def step_rounds(
     is_known = cache.has_step(key, meter) or (profile is not None and key in profile.steps)
     if graph.device != CPU or is_known or not _is_of(profile, meter.title):
         return None
-    if is_beyond(joint, graph, most_bytes):
-        return None
-    return StepRounds(meter, lambda: _runs_of(joint, graph, meter))
+    is_out = is_beyond(joint, graph, most_bytes)
+    return None if is_out else StepRounds(meter, lambda: _runs_of(joint, graph, meter))
 
 
 def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | None:
@@ -503,22 +462,19 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
     None for a step that needs more than half of the free memory, or fails on made data; where the
     system does not say what is free, for any.
     """
-    placeholders = joint.module.graph.find_nodes(op="placeholder")
     if not _has_room(peak_bytes(graph) + _made_bytes(joint), meter.device):
         return None
     twice, watch = recomputing(joint), ForwardWatch()
     whole = with_forward_timed(joint, watch), twice.module, dropping(joint)
     made = [without_other_ranks(module) for module in whole]
     try:
-        inputs = [_step_input(node) for node in placeholders]
+        inputs = [_step_input(n) for n in joint.module.graph.find_nodes(op="placeholder")]
         runs = [partial(module, *inputs) for module in made]
         first_us = *[_first_us(run) for run in runs], watch.taken_us
     except KERNEL_ERRORS as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        why = "was not run: memory ran out" if is_out_of_memory(error) else _WHOLE
         warnings.warn(
-            f"the step {why} ({said}); what it takes beyond "
-            "its ops is not counted, so that overheads may be shown too high",
+            f"the step {why_not_run(error, 'cannot be timed as a whole on made data')}; what it "
+            "takes beyond its ops is not counted, so that overheads may be shown too high",
             stacklevel=2,
         )
         return None
@@ -542,8 +498,8 @@ def _has_room(size_bytes: int, device: str) -> bool:
 
 def _made_bytes(joint: Joint) -> int:
     """Bytes of the inputs that a run on made data has of its own."""
-    placeholders = joint.module.graph.find_nodes(op="placeholder")
-    return sum(n.meta["val"].untyped_storage().nbytes() for n in _tensors(placeholders))
+    given = (n.meta.get("val") for n in joint.module.graph.find_nodes(op="placeholder"))
+    return sum(one.untyped_storage().nbytes() for one in given if isinstance(one, Tensor))
 
 
 def peak_bytes(graph: TrainingGraph) -> int:
@@ -562,10 +518,6 @@ def peak_bytes(graph: TrainingGraph) -> int:
         readers.subtract(read)
         live -= sum(sizes[name] for name in read.union(op.outputs) if not readers[name])
     return most
-
-
-def _tensors(nodes: list[fx.Node]) -> list[fx.Node]:
-    return [node for node in nodes if isinstance(node.meta.get("val"), Tensor)]
 
 
 def _step_input(node: fx.Node) -> Any:

@@ -44,8 +44,7 @@ def cpu_title() -> str:
 
 class CpuMeter:
     def __init__(self) -> None:
-        self.passes = PASSES
-        self.device, self.title = CPU, cpu_title()
+        self.passes, self.device, self.title = PASSES, CPU, cpu_title()
         self.cache_bytes = _cache_bytes()
 
     @functools.cached_property
@@ -89,9 +88,9 @@ class CpuMeter:
 
     def often_us(self, *runs: Run) -> list[float]:
         """The median of many `median_us` of each, for numbers that later costs are made of."""
-        # In turn, so that a slow spell is one of all.
         found: list[list[float]] = []
         for _ in range(_OFTEN):
+            # In turn, so that a slow spell is one of all.
             found.append([self.median_us(run) for run in runs])
             time.sleep(_APART_S)
         return [statistics.median(times) for times in zip(*found, strict=True)]
@@ -102,10 +101,8 @@ class CpuMeter:
     def step_us(self, run: Run) -> float:
         """By the clock, without what others had of the core."""
         watch = LoadAwareTimer()
-        result = run()
-        taken_us = watch.taken_us
-        del result
-        return taken_us
+        _result = run()  # held, so that it is not freed in that time
+        return watch.taken_us
 
     def step_memory(self, run: Run) -> StepMemory:
         return StepMemory(measure_peak(run))

@@ -115,10 +115,8 @@ class CudaMeter:
                 torch.cuda.reset_peak_memory_stats(self.device)
                 before_bytes = self._requested_bytes("current")
                 kept = region()
-                peak_bytes = self._requested_bytes("peak") - before_bytes
-                found.append(
-                    RegionMemory(peak_bytes, self._requested_bytes("current") - before_bytes)
-                )
+                after_bytes = [self._requested_bytes(which) for which in ("peak", "current")]
+                found.append(RegionMemory(*(size - before_bytes for size in after_bytes)))
                 del kept, region
         return found
 
@@ -139,11 +137,9 @@ class CudaMeter:
         del result
         peak_bytes = torch.cuda.max_memory_allocated(self.device) - before_bytes
         asked_bytes = self._requested_bytes("peak") - before_asked_bytes
-        reserved_bytes = torch.cuda.max_memory_reserved(self.device) - before_bytes
+        slack_bytes = torch.cuda.max_memory_reserved(self.device) - before_bytes - peak_bytes
         # Blocks may be larger than what was asked for.
-        return StepMemory(
-            peak_bytes, max(0, peak_bytes - asked_bytes), max(0, reserved_bytes - peak_bytes)
-        )
+        return StepMemory(peak_bytes, max(0, peak_bytes - asked_bytes), max(0, slack_bytes))
 
     def library_bytes(self) -> int:
         """What cuBLAS and cuBLASLt keep: for the thread of forward, and for that of backward."""
@@ -169,9 +165,9 @@ class CudaMeter:
         torch.cuda.synchronize()
         start = time.perf_counter()
         result = run()
-        end = time.perf_counter()
+        taken_us = 1e6 * (time.perf_counter() - start)
         del result
-        return 1e6 * (end - start)
+        return taken_us
 
     def _warm_up(self, run: Run, is_flushed: bool, host_us: float) -> None:
         last_us = float("inf")
@@ -241,16 +237,11 @@ class _Row(NamedTuple):
 def pinned_pair(device: str) -> LinkPair:
     with torch.cuda.device(device):
         rows = {size: copies_us(device, size) for size in SIZES}
-    by_size = {
-        case: {size: getattr(row, case) for size, row in rows.items()} for case in _Row._fields
-    }
-    largest = SIZES[-1]
-    return LinkPair(
-        speed_of(by_size["down"], by_size["both_down"]),
-        speed_of(by_size["up"], by_size["both_up"]),
-        PINNED_MEMORY,
-        largest / by_size["pageable"][largest] / BYTES_PER_US_IN_GB_S,
+    down, up, both_down, both_up, pageable = (
+        {size: row[case] for size, row in rows.items()} for case in range(len(_Row._fields))
     )
+    pageable_gb_s = SIZES[-1] / pageable[SIZES[-1]] / BYTES_PER_US_IN_GB_S
+    return LinkPair(speed_of(down, both_down), speed_of(up, both_up), PINNED_MEMORY, pageable_gb_s)
 
 
 def copies_us(device: str, size_bytes: int) -> _Row:

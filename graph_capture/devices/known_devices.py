@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import SupportsIndex
 
 import msgspec
+from msgspec.structs import replace
 
 from remat.graph_capture.devices.links import RankLinks, wrong_in
 from remat.graph_capture.errors import BudgetError, DeviceError, TextError, option
@@ -130,12 +131,10 @@ def table_name(title: str) -> str:
     words = re.split(r"[^a-z0-9]+", title.lower())
     shown = f" {' '.join(words)} ".replace(" rtx ", " rtx")
     # The longest first, as a100 is in the title of an a100-40gb too.
-    names = sorted(device_table().devices, key=len, reverse=True)
-    return next((name for name in names if _is_named(shown, name)), "")
-
-
-def _is_named(shown: str, name: str) -> bool:
-    return re.search(".*".join(rf" {part}\b" for part in name.split("-")), shown) is not None
+    for name in sorted(device_table().devices, key=len, reverse=True):
+        if re.search(".*".join(rf" {part}\b" for part in name.split("-")), shown):
+            return name
+    return ""
 
 
 def is_cuda(name: str) -> bool:
@@ -199,16 +198,9 @@ def allocator_rounding(device: str) -> Allocated:
 # How a number of bytes is written: `8GiB`, `1.5GB`, or an int.
 
 _UNITS = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+    "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20,
+    "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
 NUMBER = r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)"
 
 
@@ -272,14 +264,12 @@ def links_between_ranks(device: str, title: str = "") -> RankLinks:
     if found.network_gb_s:
         return _as_reached(found, found.ranks_source)
     network_gb_s = min(one.network_gb_s for one in table.devices.values() if one.network_gb_s)
-    lacking = msgspec.structs.replace(
-        found, peer_gb_s=found.peer_gb_s or found.link_gb_s, network_gb_s=network_gb_s
-    )
+    peer_gb_s = found.peer_gb_s or found.link_gb_s
     way = "by links" if found.peer_gb_s else "over the host"
     return _as_reached(
-        lacking,
-        f"{lacking.peer_gb_s:g} GB/s {way} as stated for {found.title}, and between nodes the "
-        f"slowest card of the table, {network_gb_s:g} GB/s",
+        replace(found, peer_gb_s=peer_gb_s, network_gb_s=network_gb_s),
+        f"{peer_gb_s:g} GB/s {way} as stated for {found.title}, and between nodes the slowest card "
+        f"of the table, {network_gb_s:g} GB/s",
     )
 
 
@@ -291,7 +281,7 @@ def datasheet_links(device: str, node_size: int) -> RankLinks:
             f"no links between {device} GPUs are known: choose {', '.join(known)}, "
             f"or give a file of measured ones by {option('links')}"
         )
-    return msgspec.structs.replace(links_between_ranks(device), node_size=node_size)
+    return replace(links_between_ranks(device), node_size=node_size)
 
 
 def _as_reached(device: Device, source: str) -> RankLinks:
@@ -316,7 +306,6 @@ def read_rank_links(path: Path, node_size: int) -> RankLinks:
             "group=...), or has inside_gb_s, between_gb_s, inside_us, between_us, hop_us, beside, "
             "source, and measured where collectives were timed"
         ) from error
-    wrong = wrong_in(found)
-    if wrong:
+    if wrong := wrong_in(found):
         raise DeviceError(f"{path} has {wrong}")
-    return msgspec.structs.replace(found, node_size=node_size)
+    return replace(found, node_size=node_size)

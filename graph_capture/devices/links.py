@@ -75,13 +75,12 @@ class LinkSpeeds(msgspec.Struct, frozen=True):
 
 
 def are_speeds(pair: LinkPair) -> bool:
-    ways = pair.down, pair.up
-    others = (pair.pageable_gb_s, *pair.threads_gb_s.values())
-    return all(0 <= gb_s <= _MOST_GB_S for gb_s in others) and all(
-        0 < way.gb_s <= _MOST_GB_S
-        and 0 < way.both_gb_s <= _MOST_GB_S
-        and 0 <= way.latency_us <= MOST_US
-        for way in ways
+    ways, others = (pair.down, pair.up), (pair.pageable_gb_s, *pair.threads_gb_s.values())
+    rates = [gb_s for way in ways for gb_s in (way.gb_s, way.both_gb_s)]
+    return (
+        all(0 <= gb_s <= _MOST_GB_S for gb_s in others)
+        and all(0 < gb_s <= _MOST_GB_S for gb_s in rates)
+        and all(0 <= way.latency_us <= MOST_US for way in ways)
     )
 
 
@@ -208,14 +207,17 @@ class RankLinks(msgspec.Struct, frozen=True, omit_defaults=True):
             at = one.kind, one.ranks, self._in_node(one.ranks, one.apart)
             if at == (traffic.kind, traffic.ranks, traffic.here):
                 return one.us(traffic.whole_bytes)
-        inside, between = traffic.shares
+        ways = zip(traffic.shares, (self.inside_gb_s, self.between_gb_s), strict=True)
         moving_us = max(
-            traffic.whole_bytes * inside / (self.inside_gb_s * BYTES_PER_US_IN_GB_S),
-            traffic.whole_bytes * between / (self.between_gb_s * BYTES_PER_US_IN_GB_S),
+            traffic.whole_bytes * share / (gb_s * BYTES_PER_US_IN_GB_S) for share, gb_s in ways
         )
+        start_us = self.inside_us
+        if traffic.nodes > 1:
+            # A ring takes one hop for each further node.
+            hops = 0 if traffic.kind == "send" else traffic.nodes - 1
+            start_us = self.between_us + self.hop_us * hops
         # A sum that all get is reduced in shards, and these are then gathered.
-        passes = 2 if traffic.kind == "all_reduce" else 1
-        return passes * (self._start_us(traffic) + moving_us)
+        return (2 if traffic.kind == "all_reduce" else 1) * (start_us + moving_us)
 
     def send_us(self, size_bytes: float, *, far: bool) -> float:
         return self.collective_us(Traffic("send", size_bytes, 2, 1 if far else 2))
@@ -229,21 +231,12 @@ class RankLinks(msgspec.Struct, frozen=True, omit_defaults=True):
     def _in_node(self, ranks: int, apart: int) -> int:
         return max(1, min(ranks, self.node_size // apart))
 
-    def _start_us(self, traffic: Traffic) -> float:
-        if traffic.nodes == 1:
-            return self.inside_us
-        # A ring takes one hop for each further node.
-        hops = 0 if traffic.kind == "send" else traffic.nodes - 1
-        return self.between_us + self.hop_us * hops
-
 
 def wrong_in(links: RankLinks) -> str:
     """What of links cannot be, in words, or empty: a file that was edited may say anything."""
-    rates = links.inside_gb_s, links.between_gb_s
     starts = links.inside_us, links.between_us, links.hop_us
-    if not all(0 < rate <= _MOST_GB_S for rate in rates) or not all(
-        0 <= us <= MOST_US for us in starts
-    ):
+    is_rate = all(0 < rate <= _MOST_GB_S for rate in (links.inside_gb_s, links.between_gb_s))
+    if not is_rate or not all(0 <= us <= MOST_US for us in starts):
         return "a rate or a start that cannot be: rates are above 0 GB/s"
     if not 1 <= links.beside <= _MOST_BESIDE:
         return f"beside {links.beside}: it is 1, for no loss, or a bit more"
@@ -281,9 +274,7 @@ class FileMeter:
         self.folder, self.threads = Folder(folder, "host"), threads
         # Threads, files and memory of their own for each way, as both may copy at once.
         self.pools = {is_down: ThreadPoolExecutor(threads) for is_down in (True, False)}
-        self.files = {
-            (is_down, size): self._parts(size) for is_down in (True, False) for size in SIZES
-        }
+        self.files = {(way, size): self._parts(size) for way in (True, False) for size in SIZES}
         # Ones, so that all pages are there.
         self.memory = {is_down: bytearray(b"1" * max(SIZES)) for is_down in (True, False)}
         self.moved_bytes = 0
@@ -306,17 +297,24 @@ class FileMeter:
         return speed_of(self.times_us(is_down), self._times_beside_us(is_down))
 
     def times_us(self, is_down: bool, sizes: tuple[int, ...] = SIZES) -> dict[int, float]:
-        return {size: self._best_us(is_down, size) for size in sizes}
+        found = dict[int, float]()
+        for size in sizes:
+            times, end = list[float](), time.perf_counter() + MOST_S
+            while len(times) < REPEATS and not (times and time.perf_counter() > end):
+                start = time.perf_counter()
+                self._share(is_down, is_down, size)
+                times.append(1e6 * (time.perf_counter() - start))
+            found[size] = min(times)
+        return found
 
     def _times_beside_us(self, is_down: bool) -> dict[int, float]:
         ended = threading.Event()
 
         def other() -> None:
-            copies = 0
             # Not for ever: a drive's cache must not be exhausted.
-            while copies < _COPIES_BESIDE and not ended.is_set():
-                self._share(not is_down, not is_down, max(SIZES))
-                copies += 1
+            for _ in range(_COPIES_BESIDE):
+                if not ended.is_set():
+                    self._share(not is_down, not is_down, max(SIZES))
 
         with ThreadPoolExecutor(1) as busy:
             beside = busy.submit(other)
@@ -326,14 +324,6 @@ class FileMeter:
                 ended.set()
             beside.result()
         return found
-
-    def _best_us(self, is_down: bool, size_bytes: int) -> float:
-        times, end = list[float](), time.perf_counter() + MOST_S
-        while len(times) < REPEATS and not (times and time.perf_counter() > end):
-            start = time.perf_counter()
-            self._share(is_down, is_down, size_bytes)
-            times.append(1e6 * (time.perf_counter() - start))
-        return min(times)
 
     def _share(self, is_down: bool, which: bool, size_bytes: int) -> None:
         """One copy of memory into the files `which` of that size, or of them into memory."""
@@ -357,9 +347,8 @@ def file_pair(folder: str, threads: Sequence[int] = ()) -> LinkPair:
         with contextlib.closing(FileMeter(folder)) as meter:
             meter.fill()
             down, up = meter.speed(is_down=True), meter.speed(is_down=False)
-        return LinkPair(
-            down, up, folder, threads_gb_s={n: _threads_gb_s(folder, n) for n in threads}
-        )
+        by_threads = {n: _threads_gb_s(folder, n) for n in threads}
+        return LinkPair(down, up, folder, threads_gb_s=by_threads)
     except FileError:
         raise
     except OSError as error:

@@ -63,12 +63,9 @@ class _WindowsMemory(ctypes.Structure):
     """``MEMORYSTATUSEX``: two words of 32 bits, then seven of 64."""
 
     _fields_ = (
-        ("length", ctypes.c_uint32),
-        ("load", ctypes.c_uint32),
-        ("total", ctypes.c_uint64),
-        ("available", ctypes.c_uint64),
-        ("others", ctypes.c_uint64 * 5),
-    )
+        ("length", ctypes.c_uint32), ("load", ctypes.c_uint32), ("total", ctypes.c_uint64),
+        ("available", ctypes.c_uint64), ("others", ctypes.c_uint64 * 5),
+    )  # fmt: skip
 
 
 def _free_on_windows() -> int | None:
@@ -95,10 +92,8 @@ def _free_on_macos() -> int | None:
 
 
 def _free_by_sysconf() -> int | None:
-    pages = "SC_AVPHYS_PAGES"
-    if pages not in getattr(os, "sysconf_names", ()):
-        return None
-    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    pages, names = "SC_AVPHYS_PAGES", getattr(os, "sysconf_names", ())
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") if pages in names else None
 
 
 def _free_of_the_process() -> Iterator[int]:
@@ -139,21 +134,18 @@ def _left_in(root: Path, path: str, limit: str, usage: str, cached: str) -> Iter
         most_bytes, used_bytes = _number(folder / limit), _number(folder / usage)
         if most_bytes is not None and used_bytes is not None:
             # Pages of files that nobody uses are given back before the limit is held to be hit.
-            yield most_bytes - used_bytes + (_stat(folder / "memory.stat", cached) or 0)
+            unused_bytes = _found_in(folder / "memory.stat", rf"^{cached} (\d+)$") or 0
+            yield most_bytes - used_bytes + unused_bytes
 
 
 def _number(path: Path) -> int | None:
     """The number in a file; None where it is not there, or says ``max``."""
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
+    return _found_in(path, r"\A\s*(\d+)\s*\Z")
 
 
-def _stat(path: Path, name: str) -> int | None:
+def _found_in(path: Path, pattern: str) -> int | None:
     try:
-        found = re.search(rf"^{name} (\d+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        found = re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         return None
     return int(found[1]) if found else None
@@ -161,11 +153,8 @@ def _stat(path: Path, name: str) -> int | None:
 
 def _field(path: Path, name: str) -> int | None:
     """A field in kB of a file in /proc, in bytes; None where it is not there."""
-    try:
-        found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        return None
-    return int(found[1]) * KIB if found else None
+    found = _found_in(path, rf"^{name}:\s+(\d+) kB")
+    return None if found is None else found * KIB
 
 
 def _free_on_cuda(device: str) -> int:
@@ -212,11 +201,9 @@ def lower_tiers(
 ) -> LowerTiers | None:
     """What is asked for in bytes, looked at on this machine; None where nothing is asked for.
 
-    Raises
-    ------
-    BudgetError : a size cannot be read, is 0 or less, or is more than there is.
-    FileError : the folder is not there, or cannot be written.
-    TierError : it takes files, and the system cannot keep values in them.
+    Raises BudgetError if a size cannot be read, is 0 or less, or is more than there is; FileError
+    if the folder is not there, or cannot be written; TierError if it takes files, and the system
+    cannot keep values in them.
     """
     if host is None and nvme is None:
         return None
@@ -275,17 +262,16 @@ class _Machine(NamedTuple):
         free = self._free_bytes(what, folder) if self.is_here else size_bytes
         if size_bytes > free:
             auto = AUTO if what == "host" else f"{folder}:{AUTO}"
+            where = "the memory of this machine" if self._is_memory(what) else folder
             raise BudgetError(
-                f"{what} {given!r} is more than the {bytes_text(free)} that are free "
-                f"{self._where(what, folder)}: give less, or {auto}"
+                f"{what} {given!r} is more than the {bytes_text(free)} that are free in {where}: "
+                f"give less, or {auto}"
             )
         return size_bytes
 
-    def _free_bytes(self, what: str, folder: str) -> int:
+    def _is_memory(self, what: str) -> bool:
         # On a CPU the host's tier is files.
-        is_memory = what == "host" and is_cuda(self.device)
-        return free_bytes(CPU) if is_memory else free_on_drive_bytes(folder)
+        return what == "host" and is_cuda(self.device)
 
-    def _where(self, what: str, folder: str) -> str:
-        is_memory = what == "host" and is_cuda(self.device)
-        return "in the memory of this machine" if is_memory else f"in {folder}"
+    def _free_bytes(self, what: str, folder: str) -> int:
+        return free_bytes(CPU) if self._is_memory(what) else free_on_drive_bytes(folder)

@@ -67,11 +67,9 @@ def _watched(
                 kept = region()
             del kept, region
             count = i + 1
-    (results,) = found
-    events = results.events()
     spans: dict[int, tuple[int, int]] = {}
     deltas: list[tuple[int, int]] = []
-    for event in events:
+    for event in found[0].events():
         name = event.name()
         if name == "[memory]":
             deltas.append((event.start_ns(), event.nbytes()))  # pyright: ignore[reportAttributeAccessIssue]

@@ -40,17 +40,11 @@ class StepMemory:
 
 
 class Meter(Protocol):
-    """How one device is measured.
+    """How one device is measured."""
 
-    Attributes
-    ----------
-    device : such as ``cpu`` or ``cuda:0``. title : of the machine, as profiles name it.
-    passes : over the distinct ops of a step, in each of which all are timed.
-    """
-
-    device: str
-    title: str
-    passes: int
+    device: str  # such as ``cpu`` or ``cuda:0``
+    title: str  # of the machine, as profiles name it
+    passes: int  # over the distinct ops of a step, in each of which all are timed
 
     @property
     def settings(self) -> str:
@@ -66,9 +60,7 @@ class Meter(Protocol):
         """While ops run on made data: no gradients, no autocast, the random streams kept."""
         ...
 
-    def settle(self) -> None:
-        """Let the clocks settle."""
-        ...
+    def settle(self) -> None: ...  # the clocks
 
     def is_quiet(self) -> bool:
         """Whether what is measured now would be truer than what was measured in a busy time."""
@@ -86,21 +78,15 @@ class Meter(Protocol):
         """Memory of each callable, without what the iterable allocates between two."""
         ...
 
-    def step_us(self, run: Run) -> float:
-        """Time of one step."""
-        ...
+    def step_us(self, run: Run) -> float: ...
 
-    def step_memory(self, run: Run) -> StepMemory:
-        """Memory of one step."""
-        ...
+    def step_memory(self, run: Run) -> StepMemory: ...
 
     def library_bytes(self) -> int:
         """What the device's libraries keep allocated once they were used."""
         ...
 
-    def rng_state(self) -> Tensor:
-        """State of the device's default generator."""
-        ...
+    def rng_state(self) -> Tensor: ...  # of the device's default generator
 
 
 def have_agreed(times: Sequence[float]) -> bool:

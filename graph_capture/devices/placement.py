@@ -53,8 +53,7 @@ def check_placement(what: str, found: torch.device, device: str) -> None:
     if found.type not in _HOST and not torch.get_device_module(found).is_available():
         raise DeviceError(
             f"{what} is on {found}, which this torch cannot run: move the model and the batch to "
-            "cpu, and plan for a model of the device by name, such as "
-            f"{option('device', 'h100')}"
+            f"cpu, and plan for a model of the device by name, such as {option('device', 'h100')}"
         )
     if is_cuda(device) and str(found) != device:
         raise DeviceError(

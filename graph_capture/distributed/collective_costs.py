@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor, fx
 
 from remat.graph_capture.costs.cache import Profile
@@ -80,14 +80,13 @@ def with_collective_costs(
         if op.name not in nodes:
             return op
         cost_us = links.collective_us(traffic_of(nodes[op.name], links.node_size))
-        return msgspec.structs.replace(op, cost_us=cost_us, cost_origin=MODELLED)
+        return replace(op, cost_us=cost_us, cost_origin=MODELLED)
 
-    return msgspec.structs.replace(
-        graph,
-        ops=tuple(map(costed, graph.ops)),
+    return replace(
+        graph, ops=tuple(map(costed, graph.ops)),
         cost_origin=graph.cost_origin if graph.cost_origin == MODELLED else "mixed",
         notes=(*graph.notes, f"{len(nodes)} collectives are modelled: {links}"),
-    )
+    )  # fmt: skip
 
 
 def links_of_step(device: str, title: str, profile: Profile | None = None) -> RankLinks:
@@ -95,7 +94,7 @@ def links_of_step(device: str, title: str, profile: Profile | None = None) -> Ra
     found = profile.ranks if profile is not None else None
     found = found or links_between_ranks(device, title)
     node_size = int(os.environ.get(RANKS_OF_NODE, found.node_size))
-    return msgspec.structs.replace(found, node_size=node_size)
+    return replace(found, node_size=node_size)
 
 
 # This is the only place where a collective is timed.
@@ -113,13 +112,10 @@ def measured_rank_links(group: dist.ProcessGroup, device: str, title: str) -> Ra
     moved_us = {size * (n - 1) // n: _gather_us(group, device, size) for size in _SIZES}
     gb_s, latency_us = fitted(moved_us)
     # Ranks are taken to be in one node; the links between nodes stay the table's.
-    return msgspec.structs.replace(
-        links_between_ranks(device, title),
-        inside_gb_s=gb_s,
-        inside_us=latency_us,
-        node_size=n,
+    return replace(
+        links_between_ranks(device, title), inside_gb_s=gb_s, inside_us=latency_us, node_size=n,
         source=f"in a node measured over {n} ranks by {dist.get_backend(group)} on {title}",
-    )
+    )  # fmt: skip
 
 
 def _gather_us(group: dist.ProcessGroup, device: str, size_bytes: int) -> float:

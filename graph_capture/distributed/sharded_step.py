@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-import msgspec
+from msgspec.structs import replace
 
 from remat.graph_capture.distributed.sharding import (
     UNTIMED,
@@ -48,7 +48,7 @@ def _communication_op(
 ) -> tuple[Op, tuple[Value, ...]]:
     """With the values that it makes. `place`: what it is for, which names it; None: `module`."""
     name = f"{target.removeprefix('remat.')}_{phase}_{module if place is None else place}"
-    values = tuple(msgspec.structs.replace(value, producer=name) for value in made)
+    values = tuple(replace(value, producer=name) for value in made)
     op = Op(
         name, target, phase, inputs, tuple(value.name for value in values),
         workspace_bytes=workspace_bytes, module=module, cost_origin="estimated",
@@ -71,12 +71,11 @@ def _into_buckets(graph: TrainingGraph, nodes: Sequence[Unit]) -> TrainingGraph:
         for name in graph.outputs
         if graph.value_by_name[name].kind == "gradient" and graph.value_by_name[name].producer
     }
-    return msgspec.structs.replace(
-        graph,
-        ops=tuple(_with_copies(graph, nodes, gradients)),
+    return replace(
+        graph, ops=tuple(_with_copies(graph, nodes, gradients)),
         outputs=tuple(name for name in graph.outputs if name not in gradients),
         notes=(*graph.notes, UNTIMED),
-    )
+    )  # fmt: skip
 
 
 def _with_copies(graph: TrainingGraph, nodes: Sequence[Unit], gradients: set[str]) -> Iterator[Op]:
@@ -128,13 +127,10 @@ class _FsdpStep:
         reduced = {v.name for group in (*self.groups, self.root) for v in group.gradients}
         ops = (*self._forward(), *self._backward())
         kept = tuple(name for name in self.given.outputs if name not in reduced)
-        return msgspec.structs.replace(
-            self.given,
-            ops=ops,
-            values=(*self.given.values, *self.values),
-            outputs=(*kept, *self.lasting),
-            notes=(*self.given.notes, UNTIMED),
-        )
+        return replace(
+            self.given, ops=ops, values=(*self.given.values, *self.values),
+            outputs=(*kept, *self.lasting), notes=(*self.given.notes, UNTIMED),
+        )  # fmt: skip
 
     def _kept(self, group: ParameterGroup) -> _Kept:
         """What `reshard_after_forward` leaves of a group; by default the root stays whole."""
@@ -309,7 +305,7 @@ def local_step(
         return graph
     # One node hands over all gradients at its end: buckets stand beside them, views or not.
     if sharding.has_buckets and (is_rewritten or not sharding.bucket_views):
-        return msgspec.structs.replace(graph, notes=(*graph.notes, UNTIMED))
+        return replace(graph, notes=(*graph.notes, UNTIMED))
     if not sharding.blocks:
         return sharded(graph, (), sharding)
     found = with_units(graph, ops_by_block(graph, sharding.blocks))

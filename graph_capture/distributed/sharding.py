@@ -22,15 +22,11 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 ShardingKind = Literal["none", "ddp", "zero1", "replicate", "fsdp2"]
 _KINDS: tuple[str, ...] = get_args(ShardingKind)
 _TAKEN_BY: dict[str, tuple[str, ...]] = {
-    "blocks": ("fsdp2", "replicate"),
-    "replicas": ("fsdp2",),
-    "reshard_after_forward": ("fsdp2",),
-    "bucket_views": ("ddp", "zero1"),
-    "param_dtype": ("fsdp2", "replicate"),
-    "reduce_dtype": ("fsdp2", "replicate"),
-    "cpu_offload": ("fsdp2",),
+    "blocks": ("fsdp2", "replicate"), "replicas": ("fsdp2",), "reshard_after_forward": ("fsdp2",),
+    "bucket_views": ("ddp", "zero1"), "param_dtype": ("fsdp2", "replicate"),
+    "reduce_dtype": ("fsdp2", "replicate"), "cpu_offload": ("fsdp2",),
     "states_over": ("fsdp2", "zero1"),
-}
+}  # fmt: skip
 """By option, the kinds of sharding that have it."""
 _PARAM_DTYPES = ("bfloat16", "float16")
 _REDUCE_DTYPES = ("float32", *_PARAM_DTYPES)

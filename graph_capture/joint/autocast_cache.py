@@ -35,7 +35,11 @@ def cast_weights_once(gm: fx.GraphModule) -> None:
     if not repeated:  # making code of the graph anew takes long for thousands of nodes
         return
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    back = _casts_back(gm.graph)
+    # The backward of each cast; none of one that no gradient reaches.
+    back: dict[Any, list[fx.Node]] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=aten._to_copy.default):
+        if made_by_autograd(node):
+            back.setdefault(_made_as(node), []).append(node)
     for weight, casts in repeated:
         _share(gm.graph, weight, sorted(casts, key=order.__getitem__), back, order)
     gm.recompile()
@@ -56,12 +60,11 @@ CachedCast = tuple[list[str], int]
 
 
 def cached_casts(ops: Sequence[Op], node_of_op: Mapping[str, fx.Node]) -> Iterator[CachedCast]:
-    """What autocast's cache holds while forward runs."""
     end: dict[str, int] = {}
     same: dict[tuple[fx.Node, str, str], list[str]] = {}
     for i, op in enumerate(ops):
         node = node_of_op.get(op.name)
-        region = _region_of_casts(node) if node is not None and op.phase == "forward" else None
+        region = _custom(node).get(CASTS_KEY) if node and op.phase == "forward" else None
         if node is None or region is None:
             continue
         end[region] = i
@@ -82,11 +85,7 @@ def _is_cast_of_weight(node: fx.Node) -> bool:
     is_float = getattr(source.meta.get("val"), "dtype", None) == torch.float32
     is_explicit = _custom(node).get(FUNCTION_KEY) in _EXPLICIT_CASTS
     is_kept = kind in _KEPT_BY_AUTOCAST and is_float and not is_explicit
-    return is_kept and _region_of_casts(node) is not None
-
-
-def _region_of_casts(node: fx.Node) -> str | None:
-    return _custom(node).get(CASTS_KEY)
+    return is_kept and _custom(node).get(CASTS_KEY) is not None
 
 
 def _custom(node: fx.Node) -> dict[str, Any]:
@@ -108,8 +107,8 @@ def _share(
         chain = _chain_of(ends)
         if type(weight.meta["desc"]).__name__ != "ParamAOTInput" or chain is None:
             raise _refused(weight, casts)
-        # Autograd runs what was made last first. The one cast was made before the first use, so that
-        # its backward runs where that of the first of many casts runs: after all others, as a rule.
+        # Autograd runs what was made last first. The one cast was made before the first use, so
+        # its backward runs where that of the first of many casts does: after all others, as a rule.
         own = [order[_gradient(term)] for term in chain.terms if term in ends]
         is_alone = len(ends) == len(chain.terms)
         last = next(term for term in reversed(chain.terms) if term in ends)
@@ -129,15 +128,6 @@ def _let_views_share(node: fx.Node) -> None:
             args, kwargs = fx.map_arg((view.args, view.kwargs), lambda n: n.meta["val"])
             view.meta["val"] = view.target(*args, **kwargs)  # pyright: ignore
             _let_views_share(view)
-
-
-def _casts_back(graph: fx.Graph) -> Mapping[Any, list[fx.Node]]:
-    """The backward of each cast; none of one that no gradient reaches."""
-    found: dict[Any, list[fx.Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):
-        if made_by_autograd(node):
-            found.setdefault(_made_as(node), []).append(node)
-    return found
 
 
 def _made_as(cast: fx.Node) -> tuple[Any, ...]:

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch import fx
 
 from remat.graph_capture.devices.known_devices import CUDA
@@ -132,14 +132,9 @@ class _Builder:
             self.values.changed(value, written_over=over)
         buffers_bytes = resident.buffers_bytes + sum(self.values.constants_bytes.values())
         graph = TrainingGraph(
-            name=name,
-            ops=ops,
-            values=tuple(self.values.by_name.values()),
-            forward_outputs=given,
-            outputs=ends,
-            resident=msgspec.structs.replace(resident, buffers_bytes=buffers_bytes),
-            **facts,
-        )
+            name=name, ops=ops, values=tuple(self.values.by_name.values()), forward_outputs=given,
+            outputs=ends, resident=replace(resident, buffers_bytes=buffers_bytes), **facts,
+        )  # fmt: skip
         return Joint(
             self.gm, self.num_forward_outputs, graph,
             self.node_of_op, self.values.of_node, self.values.base_of, self.in_place,
@@ -154,7 +149,7 @@ class _Builder:
         given, ends = self._ends(tangents, self.accumulations.gradients)
         ops = (*self.forward, *self.backward)
         ops = with_returned_run_once(ops, self.node_of_op, (*given, *ends))
-        return msgspec.structs.replace(graph, ops=ops, outputs=ends).hash
+        return replace(graph, ops=ops, outputs=ends).hash
 
     def _ends(
         self, tangents: tuple[str, ...], returned: Sequence[Any]
@@ -320,9 +315,7 @@ def build_joint(
 
     `gm` is changed to run eager's ops. `several_gradients` is of `DuplicateOutputs.gradients`.
 
-    Raises
-    ------
-    CaptureError : the graph mutates a tensor, or uses one whose gradient would be lost.
+    Raises CaptureError where the graph mutates a tensor, or uses one whose gradient would be lost.
     """
     # A trace decomposes these otherwise than eager runs them; the results differ in the last bits.
     make_dropout_exact(gm)

@@ -48,8 +48,6 @@ _MODEL = ""  # the source of what parameters and buffers have a part in
 class ConstantFolder(TraceObserver):
     """Runs ops on known values too, beside the trace, and answers code that looks at them.
 
-    Attributes
-    ----------
     failure : what was raised when code first looked at unknown values.
     read : the arguments that those values come from, and `RANDOM` if numbers were drawn; empty
         if parameters or buffers have a part in them.

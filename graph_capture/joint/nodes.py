@@ -28,12 +28,9 @@ TORCHS_NAMESPACES = frozenset(
 )  # fmt: skip
 _PROBABILITY_ARGUMENTS = ("dropout_p", "p")
 _CLONES_WHOLE_STORAGE = (
-    aten.copy.default,
-    aten.slice_scatter.default,
-    aten.select_scatter.default,
-    aten.diagonal_scatter.default,
-    aten.as_strided_scatter.default,
-)
+    aten.copy.default, aten.slice_scatter.default, aten.select_scatter.default,
+    aten.diagonal_scatter.default, aten.as_strided_scatter.default,
+)  # fmt: skip
 """They clone all of their argument's storage, even where the argument is a small view of it."""
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor, fx
 
 from remat.graph_capture.errors import CaptureError
@@ -44,18 +44,15 @@ class ValueTable:
         return self.of_node.get(node, "")
 
     def changed(self, name: str, **fields: Any) -> None:
-        self.by_name[name] = msgspec.structs.replace(self.by_name[name], **fields)
+        self.by_name[name] = replace(self.by_name[name], **fields)
 
     def register(self, name: str, node: fx.Node, tensor: Tensor, producer: str, kind: Kind) -> None:
         self.of_storage[storage_key(tensor)] = name
         self.by_name[name] = Value(
-            name=name,
-            size_bytes=result_bytes(node, tensor),
-            producer=producer,
-            kind=kind,
+            name=name, size_bytes=result_bytes(node, tensor), producer=producer, kind=kind,
             dtype=str(tensor.dtype).removeprefix("torch."),
             shape=tuple(int(n) for n in tensor.shape),
-        )
+        )  # fmt: skip
 
     def add_resident(self, node: fx.Node) -> None:
         if is_tangent(node):
@@ -105,7 +102,7 @@ class ValueTable:
     def _add_summands(self, tangent: fx.Node, number: int) -> list[str]:
         names = [f"{tangent.name}.{i}" for i in range(number)]
         for name in names:
-            self.by_name[name] = msgspec.structs.replace(self.by_name[tangent.name], name=name)
+            self.by_name[name] = replace(self.by_name[tangent.name], name=name)
         return names
 
     def add_outputs(self, node: fx.Node, phase: Phase) -> tuple[str, ...]:

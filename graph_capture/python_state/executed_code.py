@@ -150,12 +150,10 @@ def is_related(kind: type, asking: type | None) -> bool:
 _BY_OTHER_THREADS = frozenset(
     id(function.__code__)
     for function in (
-        threading.Thread.start,
-        threading.Condition.notify,
-        threading.Condition.wait,
+        threading.Thread.start, threading.Condition.notify, threading.Condition.wait,
         ThreadPoolExecutor.submit,
     )
-)
+)  # fmt: skip
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _LAYERS = os.path.join(_TORCH, "nn", "")
 _OF_EACH_MODULE = os.path.join("modules", "module.py")

@@ -25,22 +25,11 @@ STATE = frozenset({"_parameters", "_buffers", "_modules", "training"})
 RUN_BY_TORCH = frozenset({"forward", "backward", "setup_context", "jvp", "vjp"})
 NOT_RUN = frozenset(
     [
-        "__init_subclass__",
-        "__repr__",
-        "__str__",
-        "__del__",
-        "__reduce__",
-        "__reduce_ex__",
-        "__getstate__",
-        "__setstate__",
-        "__dir__",
-        "__copy__",
-        "__deepcopy__",
-        "__class_getitem__",
-        "__setattr__",
-        "__delattr__",
+        "__init_subclass__", "__repr__", "__str__", "__del__", "__reduce__", "__reduce_ex__",
+        "__getstate__", "__setstate__", "__dir__", "__copy__", "__deepcopy__", "__class_getitem__",
+        "__setattr__", "__delattr__",
     ]
-)
+)  # fmt: skip
 OF_DATA = frozenset({"types", "argparse", "collections", "_thread"})
 """Modules of Python whose objects hold a user's data, as a `SimpleNamespace` or a thread's own."""
 AROUND_DATA = (UserDict, UserList, UserString, ChainMap)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 from torch import Tensor, fx
 
 from remat.graph_capture.costs.cache import flops_of
@@ -112,14 +112,10 @@ def ranged_graph_of(
     graphs = [(sizes, one.graph) for sizes, one in traces]
     extents = _extents_of(trace.descriptors.graph_module, env, graphs)
     ranged = RangedGraph(
-        base=graphs[-1][1],
-        symbols=env.symbols,
-        extents=extents,
-        inputs=signature.templates(),
-        batch_bytes=signature.bytes_of_leaves(),
-        guards=signature.guards,
+        base=graphs[-1][1], symbols=env.symbols, extents=extents, inputs=signature.templates(),
+        batch_bytes=signature.bytes_of_leaves(), guards=signature.guards,
         traced_hash=trace.graph.hash,
-    )
+    )  # fmt: skip
     # The formulas must give, field by field, what was traced at each of these sizes.
     for sizes, graph in graphs:
         if ranged.at(**sizes) != graph:
@@ -128,19 +124,17 @@ def ranged_graph_of(
                 "leave out of dynamic what is laid out unlike its batch"
             )
     costed = [cost_model(one) for _, one in reversed(traces)][::-1]
-    base = msgspec.structs.replace(
-        ranged.base, device=costed[-1].device, resident=costed[-1].resident
-    )
+    base = replace(ranged.base, device=costed[-1].device, resident=costed[-1].resident)
     points = tuple(
         point_of(
             sizes,
-            msgspec.structs.replace(one.graph, device=base.device),
+            replace(one.graph, device=base.device),
             costed_one,
             [_flops(one, op) for op in one.graph.ops],
         )
         for (sizes, one), costed_one in zip(traces, costed, strict=True)
     )
-    ranged = msgspec.structs.replace(ranged, base=base, points=points)
+    ranged = replace(ranged, base=base, points=points)
     if workspaces is None:
         return ranged
     return _with_workspaces(trace, ranged, [graph for _, graph in graphs], workspaces)
@@ -162,7 +156,7 @@ def _with_workspaces(
         for name, workspace_bytes in found.items():
             made[index[name]] = workspace_bytes
         more.append(WorkspacePoint(sizes, tuple(made)))
-    return msgspec.structs.replace(ranged, workspaces=tuple(more))
+    return replace(ranged, workspaces=tuple(more))
 
 
 def _flops(trace: Trace, op: Op) -> int:

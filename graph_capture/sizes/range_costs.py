@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from remat.graph_capture.devices.known_devices import plan_rounding
@@ -305,22 +306,18 @@ class RangeCosts:
         plain = np.array([value.size_bytes for value in graph.values], dtype=np.int64)
         workspaces = self.workspaces_at(sizes, plain, is_bound=is_bound)
         ops = tuple(
-            msgspec.structs.replace(
-                op, cost_us=float(c), workspace_bytes=int(w), cost_origin=origin
-            )
+            replace(op, cost_us=float(c), workspace_bytes=int(w), cost_origin=origin)
             for op, c, w, origin in zip(graph.ops, costs, workspaces, last.origins, strict=True)
         )
         extra = self.extra_at(sizes, plain, is_bound=is_bound)
         allocated = plan_rounding(graph.device)
         values = tuple(
-            msgspec.structs.replace(
-                v, size_bytes=_bytes_kept(allocated(v.size_bytes), extra, v.name)
-            )
+            replace(v, size_bytes=_bytes_kept(allocated(v.size_bytes), extra, v.name))
             for v in graph.values
         )
         libraries_bytes = self.libraries_at(sizes)
-        resident = msgspec.structs.replace(graph.resident, libraries_bytes=libraries_bytes)
-        return msgspec.structs.replace(
+        resident = replace(graph.resident, libraries_bytes=libraries_bytes)
+        return replace(
             graph, ops=ops, values=values, resident=resident, cost_origin=last.cost_origin,
             notes=last.notes, versions=last.versions,
         )  # fmt: skip
@@ -366,17 +363,12 @@ def point_of(
         if more:
             extra[before.name] = more if after.size_bytes else NOT_ON_DEVICE
     return CostPoint(
-        sizes=dict(sizes),
-        cost_us=tuple(op.cost_us for op in costed.ops),
-        workspace_bytes=tuple(op.workspace_bytes for op in costed.ops),
-        flops=tuple(flops),
-        extra_bytes=extra,
-        libraries_bytes=costed.resident.libraries_bytes,
-        cost_origin=costed.cost_origin,
-        origins=tuple(op.cost_origin for op in costed.ops),
-        notes=costed.notes,
-        versions=costed.versions,
-    )
+        sizes=dict(sizes), cost_us=tuple(op.cost_us for op in costed.ops),
+        workspace_bytes=tuple(op.workspace_bytes for op in costed.ops), flops=tuple(flops),
+        extra_bytes=extra, libraries_bytes=costed.resident.libraries_bytes,
+        cost_origin=costed.cost_origin, origins=tuple(op.cost_origin for op in costed.ops),
+        notes=costed.notes, versions=costed.versions,
+    )  # fmt: skip
 
 
 def _between(at: float, known: Floats, rows: Floats) -> Floats:

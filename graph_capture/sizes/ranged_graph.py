@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from remat.graph_capture.devices.known_devices import plan_rounding
 from remat.graph_capture.errors import GraphError, ShapeError, TextError
@@ -170,11 +171,11 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     ) -> TrainingGraph:
         shape_of = functools.cache(lambda text: evaluated(text, point))
         counted = plan_rounding(self.base.device)
-        graph = msgspec.structs.replace(
+        graph = replace(
             self.base,
             values=tuple(self._value(value, shape_of, bytes_of) for value in self.base.values),
             inputs=tuple(line.format(**point) for line in self.inputs),
-            resident=msgspec.structs.replace(
+            resident=replace(
                 self.base.resident,
                 batch_bytes=sum(counted(bytes_of(text)) for text in self.batch_bytes),
             ),
@@ -185,7 +186,7 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     def costs(self) -> RangeCosts:
         """The costs of ops at any size, from those at `points`."""
         # Of graphs without costs, as these are what costs are made from.
-        plain = msgspec.structs.replace(self, points=())
+        plain = replace(self, points=())
         # They may be out of the range, where it is a part of the one that was timed.
         graphs, more = (
             [plain._graph(one.sizes, functools.partial(evaluated, sizes=one.sizes)) for one in each]
@@ -199,7 +200,7 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
         extent = self.extents.get(value.name)
         if extent is None:
             return value
-        return msgspec.structs.replace(
+        return replace(
             value, shape=tuple(map(shape_of, extent.shape)), size_bytes=bytes_of(extent.size_bytes)
         )
 
@@ -329,7 +330,7 @@ class BytesOver:
                 i = self._index[name]
                 values[i] = 0 if extra == NOT_ON_DEVICE else values[i] + extra
         batch_bytes = sum(self._counted(self._bytes(text, part)) for text in graph.batch_bytes)
-        resident = msgspec.structs.replace(
+        resident = replace(
             graph.base.resident, batch_bytes=batch_bytes, libraries_bytes=libraries_bytes
         )
         return PartBytes(values, workspaces, resident.total_bytes)

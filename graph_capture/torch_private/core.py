@@ -132,12 +132,9 @@ def enabled_backends() -> tuple[bool, ...]:
     """Of mkldnn, cuDNN, and flash, memory-efficient and plain attention."""
     # `torch.backends` answers the same in ten times the time, 7 us, and each step asks.
     return (
-        _C._get_mkldnn_enabled(),
-        _C._get_cudnn_enabled(),
-        _C._get_flash_sdp_enabled(),
-        _C._get_mem_efficient_sdp_enabled(),
-        _C._get_math_sdp_enabled(),
-    )
+        _C._get_mkldnn_enabled(), _C._get_cudnn_enabled(), _C._get_flash_sdp_enabled(),
+        _C._get_mem_efficient_sdp_enabled(), _C._get_math_sdp_enabled(),
+    )  # fmt: skip
 
 
 fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")

@@ -188,23 +188,15 @@ RULES: dict[Any, _Rule] = {
 }
 
 _CPU_ONLY = {
-    aten.native_batch_norm.default,
-    aten._native_batch_norm_legit.default,
-    aten._native_batch_norm_legit.no_stats,
-    aten._native_batch_norm_legit_functional.default,
-    aten.native_group_norm.default,
-    aten.native_dropout_backward.default,
-    aten.log_sigmoid_forward.default,
-    aten.roll.default,
-    aten.reflection_pad2d_backward.default,
-    aten.replication_pad2d_backward.default,
-    aten.max_unpool2d.default,
-    aten.reflection_pad3d.default,
-    aten.replication_pad3d.default,
-    aten.reflection_pad3d_backward.default,
-    aten.replication_pad3d_backward.default,
+    aten.native_batch_norm.default, aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats, aten._native_batch_norm_legit_functional.default,
+    aten.native_group_norm.default, aten.native_dropout_backward.default,
+    aten.log_sigmoid_forward.default, aten.roll.default, aten.reflection_pad2d_backward.default,
+    aten.replication_pad2d_backward.default, aten.max_unpool2d.default,
+    aten.reflection_pad3d.default, aten.replication_pad3d.default,
+    aten.reflection_pad3d_backward.default, aten.replication_pad3d_backward.default,
     aten.channel_shuffle.default,
-}
+}  # fmt: skip
 """Ops whose fake kernels state the strides of CUDA's kernels."""
 
 _WEIGHTS: dict[Any, slice] = {

@@ -113,15 +113,10 @@ def _why_unfit(place: FloatPlace | None) -> str:
 _PRECISIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _RULES: tuple[Callable[[float], float], ...] = (
-    lambda x: x,
-    lambda x: -x,
-    lambda x: 1 - x,
-    lambda x: 1.0 / (1.0 - x),
-    lambda x: 1.0 / x,
-    lambda x: x - 1,
-    lambda x: x * x,
+    lambda x: x, lambda x: -x, lambda x: 1 - x, lambda x: 1.0 / (1.0 - x), lambda x: 1.0 / x,
+    lambda x: x - 1, lambda x: x * x,
     *(functools.partial(scale_of_eager, dtype=dtype) for dtype in _PRECISIONS),
-)
+)  # fmt: skip
 """What torch itself computes of a number before it becomes an op's argument."""
 
 

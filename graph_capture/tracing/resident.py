@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from remat.graph_capture.devices.known_devices import Allocated, allocator_rounding
@@ -70,14 +70,12 @@ def resident_bytes(
     )
     if not is_on_host:
         return resident
-    return msgspec.structs.replace(
-        resident, parameters_bytes=0, gradients_bytes=0, optimizer_bytes=0
-    )
+    return replace(resident, parameters_bytes=0, gradients_bytes=0, optimizer_bytes=0)
 
 
 def resident_of_batch(resident: Resident, batch: Any, device: str) -> Resident:
     batch_bytes = storage_bytes(pytree.tree_leaves(batch), allocated=allocator_rounding(device))
-    return msgspec.structs.replace(resident, batch_bytes=batch_bytes)
+    return replace(resident, batch_bytes=batch_bytes)
 
 
 def _own_bytes(parameter: Tensor, sharding: Sharding) -> int:

@@ -286,14 +286,9 @@ def joint_of(
 ) -> Joint:
     several = duplicate_outputs.gradients() if duplicate_outputs else None
     return build_joint(
-        gm,
-        results,
-        recipe.name,
-        recipe.resident,
-        several,
-        recipe.gradient_release,
+        gm, results, recipe.name, recipe.resident, several, recipe.gradient_release,
         **recipe.facts(),
-    )
+    )  # fmt: skip
 
 
 def with_edits(trace: Trace, edits: tuple[JointEdit, ...]) -> Trace:
@@ -362,10 +357,8 @@ def trace(
         lets them be added to others where they are accumulated on one rank.
     dynamic : sizes of the batch that vary; the trace is then for all sizes of their ranges.
 
-    Raises
-    ------
-    CaptureError : the step cannot be one static graph; names module, line and way out.
-    DeviceError : the device is unknown or not here, or a tensor is on another one.
+    Raises CaptureError, with module, line and way out, if the step cannot be one static graph;
+    DeviceError if the device is unknown or not here, or a tensor is on another one.
     """
     require_split(split)
     check_arguments(args, kwargs, loss_fn, target)
@@ -401,16 +394,12 @@ def trace(
     if release and release.state_bytes:
         resident = msgspec.structs.replace(resident, optimizer_bytes=release.state_bytes)
     recipe = Recipe(
-        name=type(model).__name__,
-        signature=signature,
-        loss_fn=loss_fn,
-        resident=resident,
-        autocast=autocast_state(),
-        device=device,
+        name=type(model).__name__, signature=signature, loss_fn=loss_fn, resident=resident,
+        autocast=autocast_state(), device=device,
         float_inputs=tuple((place.text, place.value) for place in numbers),
         split="none" if split is None and (dynamic or sharding.kind != "none") else split,
         gradient_release=release,
-    )
+    )  # fmt: skip
     try:
         done = trace_recipe(model, recipe)
     except CaptureError as error:
