@@ -35,37 +35,29 @@ def _with_own_checkpoints(graph: TrainingGraph, values: dict[str, Value]) -> Ite
             yield op
             continue
         # Its ops run again from the checkpoint's state, and need none of their own.
-        for name in op.inputs:
-            if values[name].kind == "rng_state":
-                values[name] = replace(values[name], size_bytes=0)
+        for read in op.inputs:
+            if values[read].kind == "rng_state":
+                values[read] = replace(values[read], size_bytes=0)
         op = replace(op, no_recompute="")
         if graph.device != "cpu":  # eager keeps that device's state on the host
             yield op
             continue
         if op.checkpoint not in begun:
             begun.add(op.checkpoint)
-            state = _state_kept(op.checkpoint, until.get(op.checkpoint, ""))
-            values[state.name] = state
-            yield Op(state.name, _STATE, "forward", (), (state.name,), cost_origin=op.cost_origin)
-            op = replace(op, inputs=(*op.inputs, state.name))
+            name, size = f"state_of_checkpoint_{op.checkpoint}", CPU_STATE_BYTES
+            last = until.get(op.checkpoint, "")
+            kept = Value(name, size, name, "rng_state", "uint8", (size,), held_until=last)
+            values[name] = kept
+            yield Op(name, _STATE, "forward", (), (name,), cost_origin=op.cost_origin)
+            op = replace(op, inputs=(*op.inputs, name))
         yield from _masked_apart(op, values)
 
 
 def _last_readers(graph: TrainingGraph) -> dict[int, str]:
     """For each checkpoint the op of backward that is the last to read what it made."""
     made = {name: op.checkpoint for op in graph.ops if op.checkpoint for name in op.outputs}
-    return {
-        made[name]: op.name
-        for op in graph.ops
-        if op.phase == "backward"
-        for name in op.inputs
-        if name in made
-    }
-
-
-def _state_kept(checkpoint: int, until: str) -> Value:
-    name, size = f"state_of_checkpoint_{checkpoint}", CPU_STATE_BYTES
-    return Value(name, size, name, "rng_state", "uint8", (size,), held_until=until)
+    backward = (op for op in graph.ops if op.phase == "backward")
+    return {made[name]: op.name for op in backward for name in op.inputs if name in made}
 
 
 def _masked_apart(op: Op, values: dict[str, Value]) -> Iterator[Op]:
@@ -140,12 +132,13 @@ def _write_over(graph: TrainingGraph, values: dict[str, Value]) -> None:
 def _with_wide_masks(graph: TrainingGraph) -> tuple[Value, ...]:
     if graph.device != "cpu":
         return graph.values
-    dropouts = [op for op in graph.ops if op.target in _DROPOUTS]
-    wider = {
-        op.outputs[_MASK]: _mask_bytes(graph, op) for op in dropouts if len(op.outputs) > _MASK
-    }
+    sizes: dict[str, int] = {}
+    for op in graph.ops:
+        if op.target in _DROPOUTS and len(op.outputs) > _MASK:
+            result, mask = (graph.value_by_name[name] for name in op.outputs[:2])
+            sizes[mask.name] = math.prod(mask.shape) * element_bytes(result.dtype)
     return tuple(
-        replace(v, size_bytes=wider[v.name]) if v.name in wider else v for v in graph.values
+        replace(v, size_bytes=sizes[v.name]) if v.name in sizes else v for v in graph.values
     )
 
 
@@ -155,11 +148,6 @@ def _summing_apart(graph: TrainingGraph, op: Op) -> Op:
     # Eager's new tensor stands beside what the op reads and writes here.
     size_bytes = graph.value_by_name[op.inputs[0]].size_bytes
     return replace(op, workspace_bytes=op.workspace_bytes + size_bytes)
-
-
-def _mask_bytes(graph: TrainingGraph, dropout: Op) -> int:
-    result, mask = (graph.value_by_name[name] for name in dropout.outputs[:2])
-    return math.prod(mask.shape) * element_bytes(result.dtype)
 
 
 # A check keeps what eager saves for backward off the device, where the unmodified step is larger
@@ -222,9 +210,8 @@ def _moved(graph: TrainingGraph) -> Iterator[Value]:
 
 
 def _let_go(value: Value, moved: dict[str, Value], backward: set[str]) -> Value:
-    if value.name not in moved or value.held_until not in backward:
-        return value
-    return replace(value, held_until="")
+    is_moved = value.name in moved and value.held_until in backward
+    return replace(value, held_until="") if is_moved else value
 
 
 def _back(together: list[Op], moved: dict[str, Value]) -> dict[str, Value]:
@@ -244,9 +231,7 @@ def _back(together: list[Op], moved: dict[str, Value]) -> dict[str, Value]:
 
 def _reading_back(together: list[Op], back: dict[str, Value]) -> Iterator[Op]:
     for value in back.values():
-        yield Op(
-            name=value.producer, target=_BACK, phase="backward", inputs=(), outputs=(value.name,)
-        )
+        yield Op(value.producer, _BACK, "backward", (), (value.name,))
     for op in together:
         inputs = tuple(back[name].name if name in back else name for name in op.inputs)
         yield replace(op, inputs=inputs)

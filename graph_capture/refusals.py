@@ -20,7 +20,7 @@ from remat.graph_capture.distributed.dtensors import is_distributed, is_sharded_
 from remat.graph_capture.distributed.rank_refusals import refuse_wrappers
 from remat.graph_capture.errors import CaptureError, DeviceError, option
 from remat.graph_capture.joint.constant_folding import RANDOM
-from remat.graph_capture.joint.nodes import mutates, target_name, tensors_of
+from remat.graph_capture.joint.nodes import target_name, tensors_of, writes
 from remat.graph_capture.joint.provenance import source_of_error
 from remat.graph_capture.python_state.module_hooks import (
     BACKWARD_HOOKS,
@@ -53,7 +53,7 @@ def refuse_op(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> 
             "form without: torch.linalg.cholesky_ex in place of cholesky, inv_ex of inv, "
             "solve_ex of solve"
         )
-    if mutates(node):
+    if writes(node.target):
         raise CaptureError(
             f"{name} {_where(*place_of(node))} writes to its input inside the graph, which cannot "
             "be replayed. Use its out-of-place form"

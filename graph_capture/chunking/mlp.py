@@ -80,11 +80,8 @@ def _activation_of(node: fx.Node) -> str | None:
 
 def _is_gradient_of(name: str, node: fx.Node) -> bool:
     one = ACTIVATIONS[name]
-    return (
-        node.target is one.backward
-        and tuple(node.args[2:]) == one.more
-        and _options(node) == one.options
-    )
+    same = node.target is one.backward and tuple(node.args[2:]) == one.more
+    return same and _options(node) == one.options
 
 
 def _options(node: fx.Node) -> dict[str, Any]:
@@ -94,9 +91,8 @@ def _options(node: fx.Node) -> dict[str, Any]:
 
 def has_equal_blocks(name: str, like: Tensor, sizes: list[int]) -> bool:
     """Whether no element of tensors of these `sizes` hangs on how many there are."""
-    if like.device.type != "cpu" or _is_the_same_one_by_one(name, like.dtype):
-        return True
-    return all(_fills_vectors(size) for size in sizes)
+    is_same = like.device.type != "cpu" or _is_the_same_one_by_one(name, like.dtype)
+    return is_same or all(map(_fills_vectors, sizes))
 
 
 @functools.cache
@@ -123,10 +119,8 @@ def _is_the_same_one_by_one(name: str, dtype: torch.dtype) -> bool:
 def _fills_vectors(size: int) -> bool:
     most = torch.get_num_threads()
     # A smaller tensor may go to fewer threads.
-    counts = [most] if size >= most * _GRAIN_ELEMENTS else range(1, most + 1)
-    return size % _VECTOR_ELEMENTS == 0 and all(
-        -(-size // count) % _VECTOR_ELEMENTS == 0 for count in counts
-    )
+    counts = [1, most] if size >= most * _GRAIN_ELEMENTS else range(1, most + 1)
+    return all(-(-size // count) % _VECTOR_ELEMENTS == 0 for count in counts)
 
 
 # An MLP of a joint graph: its layers, and the nodes of its forward and its backward.
@@ -175,9 +169,8 @@ class Mlp:
 
     @property
     def transient_bytes(self) -> int:
-        held = _HIDDEN if self.up is None else _HIDDEN_GATED
         value: Tensor = self.gate.product.meta["val"]
-        return held * value.nbytes
+        return (_HIDDEN if self.up is None else _HIDDEN_GATED) * value.nbytes
 
 
 def find_mlps(graph: fx.Graph) -> list[Mlp]:
@@ -193,8 +186,9 @@ def find_mlps(graph: fx.Graph) -> list[Mlp]:
             mlp = _mlp_of(node, activation, order)
         except NoMlpError:
             continue
-        if taken.isdisjoint((*mlp.forward, *mlp.backward)):
-            taken.update((*mlp.forward, *mlp.backward))
+        own = (*mlp.forward, *mlp.backward)
+        if taken.isdisjoint(own):
+            taken.update(own)
             found.append(mlp)
     return found
 
@@ -228,21 +222,18 @@ def _mlp_of(function: fx.Node, activation: str, order: dict[fx.Node, int]) -> Ml
 
 
 def _gradient_of(function: fx.Node, activation: str, gate: Linear) -> fx.Node:
-    of_result = ACTIVATIONS[activation].of_result
-    made = the_only(
-        user
-        for user in dict.fromkeys((*readers_of(function), *readers_of(gate.product)))
-        if _is_gradient_of(activation, user)
-    )
-    if sources_of(made.args[1])[-1] is not (function if of_result else gate.product):
+    readers = (*readers_of(function), *readers_of(gate.product))
+    made = the_only(user for user in readers if _is_gradient_of(activation, user))
+    read = function if ACTIVATIONS[activation].of_result else gate.product
+    if sources_of(made.args[1])[-1] is not read:
         raise NoMlpError
     return made
 
 
 def _collect(mlp: Mlp, hidden: list[fx.Node], order: dict[fx.Node, int]) -> None:
-    if (mlp.of_gate.weight or mlp.of_down.weight) is None or any(
-        of.bias is not None and of.weight is None for of in (mlp.of_gate, mlp.of_up)
-    ):
+    is_trained = mlp.of_gate.weight is not None or mlp.of_down.weight is not None
+    # No bias is trained alone.
+    if not is_trained or any(of.bias and not of.weight for of in (mlp.of_gate, mlp.of_up)):
         raise NoMlpError
     width = mlp.gate.product.meta["val"].shape[-1]
     names = [one for node in hidden for one in aliases_of(node)]
@@ -264,9 +255,7 @@ def _gating(function: fx.Node, gate: Linear) -> tuple[fx.Node, Linear]:
         if user.target is not aten.mul.Tensor or user.args[0] is user.args[1]:
             continue
         other: Any = user.args[1] if user.args[0] is function else user.args[0]
-        if not isinstance(other, fx.Node):
-            continue
-        up = linear_of(sources_of(other)[-1])
+        up = linear_of(sources_of(other)[-1]) if isinstance(other, fx.Node) else None
         if up is not None and _is_beside(up, gate):
             return user, up
     raise NoMlpError
@@ -294,11 +283,8 @@ def _require_factors(product: fx.Node, first: fx.Node, second: fx.Node) -> None:
 
 def _other_factor(of_inner: fx.Node, handed: fx.Node, function: fx.Node) -> fx.Node:
     """The gradient of what up returns: that of the product, times the activation."""
-    made = the_only(
-        user
-        for user in readers_of(of_inner)
-        if user is not handed and user.target is aten.mul.Tensor
-    )
+    products = (user for user in readers_of(of_inner) if user.target is aten.mul.Tensor)
+    made = the_only(user for user in products if user is not handed)
     _require_factors(made, of_inner, function)
     return made
 
@@ -331,9 +317,9 @@ def _gradients(layer: Linear, of_product: fx.Node) -> _MlpGradients:
                 made.bias = user
             elif user.target is aten.t.default:
                 made.weight = the_only(iter(user.users))
-                read = made.weight.args
-                if made.weight.target is not aten.mm.default or read[0] is not user:
+                is_product = made.weight.target is aten.mm.default
+                if not is_product or made.weight.args[0] is not user:
                     raise NoMlpError
-                if sources_of(read[1])[-1] is not sources_of(layer.x)[-1]:
+                if sources_of(made.weight.args[1])[-1] is not sources_of(layer.x)[-1]:
                     raise NoMlpError
     return made

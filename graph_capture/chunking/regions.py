@@ -77,40 +77,30 @@ def requested_regions(trace: Trace) -> list[RegionCandidate]:
     if asked == "none" or trace.recipe.edits:
         return []
     parts = find_parts(trace.joint.module.graph)
-    heads = [one for one in parts if isinstance(one, Head)]
-    mlps = [one for one in parts if isinstance(one, Mlp)]
-    least_bytes = 0
+    heads, least_bytes = [one for one in parts if isinstance(one, Head)], 0
     if asked is None:
         # Nobody asked, so only what pays is measured, and nobody is warned of the rest.
         heads, least_bytes = _large(trace, heads), _LARGE_BYTES
     else:
         places = NodeOrigins(trace.joint.module.graph)
         for softmax, reason in find_heads(trace.joint.module.graph)[1]:
-            where = " ".join(part for part in places.of(softmax) if part)
+            where = " ".join(filter(None, places.of(softmax)))
             warnings.warn(
                 f"the loss of {softmax.name} ({where or trace.recipe.name}) cannot run in chunks: "
                 f"{reason}. It stays whole",
                 stacklevel=2,
             )
     mlps = [one for one in _that_set_the_peak(trace, parts) if one.transient_bytes >= least_bytes]
-    taken = [group for group in (heads, mlps, [*heads, *mlps]) if group]
-    if not (heads and mlps):
-        # Both together would be the same parts once more.
-        taken = taken[:1]
-    return [_found(trace, asked != "tolerance", group) for group in taken]
+    # Both together would be the same parts once more where there are only some of one kind.
+    taken = [heads, mlps, [*heads, *mlps]] if heads and mlps else [heads or mlps]
+    return [_found(trace, asked != "tolerance", group) for group in taken if group]
 
 
 def _large(trace: Trace, heads: Iterable[Head]) -> list[Head]:
-    graph = trace.graph
-    at = graph.op_index
+    graph, at = trace.graph, trace.graph.op_index
     of_forward = [v for v in graph.values if at.get(v.producer, -1) < graph.n_forward]
     large_bytes = max(_LARGE_BYTES, _LARGE_PART * sum(value.size_bytes for value in of_forward))
-
-    def held_bytes(head: Head) -> int:
-        logits: Tensor = head.softmax.meta["val"]
-        return _HELD * logits.nbytes
-
-    return [head for head in heads if held_bytes(head) >= large_bytes]
+    return [one for one in heads if _HELD * one.softmax.meta["val"].nbytes >= large_bytes]
 
 
 def _that_set_the_peak(trace: Trace, parts: Sequence[HeadOrMlp]) -> list[Mlp]:
@@ -119,13 +109,12 @@ def _that_set_the_peak(trace: Trace, parts: Sequence[HeadOrMlp]) -> list[Mlp]:
     mlps = [one for one in parts if isinstance(one, Mlp)]
     own = {node.name for one in parts for node in (*one.forward, *one.backward)}
     size = {value.name: value.size_bytes for value in graph.values if value.producer}
-    held = (
-        op.workspace_bytes + sum(size.get(name, 0) for name in {*op.inputs, *op.outputs})
-        for op in graph.ops
-        if op.name not in own
-    )
+
+    def held_bytes(op: Op) -> int:
+        return op.workspace_bytes + sum(size.get(name, 0) for name in {*op.inputs, *op.outputs})
+
     # Where another op holds more, chunks of an MLP lower no peak.
-    most_bytes = max(held, default=0) if mlps else 0
+    most_bytes = max((held_bytes(op) for op in graph.ops if op.name not in own), default=0)
     return [one for one in mlps if one.transient_bytes >= most_bytes]
 
 
@@ -257,12 +246,11 @@ def _region(
 def _choice(
     graph: TrainingGraph, found: RegionCandidate, ours: Mapping[str, Op], values: Sequence[Value]
 ) -> Choice:
-    if found.is_exact:
-        # They do the same work, and some of it twice. They seem quicker where blocks fit into
-        # caches or a clock was off, and a step that fits as it was captured would not stay so.
-        least_us = _whole_us(graph, found)
-        if sum(op.cost_us for op in ours.values()) < least_us:
-            ours = _taking(least_us, ours)
+    # They do the same work, and some of it twice. They seem quicker where blocks fit into caches
+    # or a clock was off, and a step that fits as it was captured would not stay so.
+    least_us = _whole_us(graph, found)
+    if found.is_exact and sum(op.cost_us for op in ours.values()) < least_us:
+        ours = _taking(least_us, ours)
     ops = [(place, ours.get(op.name) or _as_captured(graph, op)) for place, op in found.added]
     made = {name for _, op in ops for name in op.outputs}
     own = tuple(value for value in values if value.name in made)
@@ -293,21 +281,20 @@ def modelled(
     costs = {op.name: op.cost_us for op in captured.ops}
 
     def chunk_costs(found: RegionCandidate) -> tuple[Mapping[str, Op], Sequence[Value]]:
-        ops = {op.name: op for op in found.joint.graph.ops}
-        more_us = (found.chunks - 1) * launch_us
-        ours = {
-            node.name: replace(
-                ops[node.name],
-                cost_us=_cost_us(_captured_ops(part, node, found.chunks), costs, more_us),
+        graph, more_us = found.joint.graph, (found.chunks - 1) * launch_us
+
+        def modelled_op(part: HeadOrMlp, node: fx.Node) -> Op:
+            captured = _captured_ops(part, node, found.chunks)
+            # Views and names among them run nothing.
+            ran = [costs[node.name] for node in captured if node.name in costs]
+            return replace(
+                graph.ops[graph.op_index[node.name]],
+                cost_us=sum(ran) + more_us * len(ran), cost_origin="modelled",
                 workspace_bytes=rounded(_workspace_bytes(part, node, found.chunks)),
-                cost_origin="modelled",
-            )
-            for part, node in found.by_node()
-        }
-        return ours, [
-            replace(value, size_bytes=rounded(value.size_bytes))
-            for value in found.joint.graph.values
-        ]
+            )  # fmt: skip
+
+        ours = {node.name: modelled_op(part, node) for part, node in found.by_node()}
+        return ours, [replace(v, size_bytes=rounded(v.size_bytes)) for v in graph.values]
 
     return chunk_costs
 
@@ -323,10 +310,3 @@ def hoped(captured: TrainingGraph, rounded: Callable[[int], int]) -> ChunkCosts:
         return (_taking(least_us, ours) if us > 0 else ours), values
 
     return chunk_costs
-
-
-def _cost_us(nodes: Sequence[fx.Node], costs: Mapping[str, float], more_us: float) -> float:
-    """Time of captured nodes, and of the launches of each beyond one."""
-    # Views and names among them run nothing.
-    ran = [node for node in nodes if node.name in costs]
-    return sum(costs[node.name] for node in ran) + more_us * len(ran)

@@ -55,18 +55,15 @@ def _erase_unread_nodes(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
 def _replace_head(head: Head, chunks: int, is_exact: bool) -> list[fx.Node]:
     target, class_weight, reduction, ignore_index = head.loss.args[1:5]
     read = (head.x, head.weight, head.bias, target, class_weight)
-    facts = (
-        head.grid, head.start, head.stop, head.softmax.meta["val"].dtype, reduction, ignore_index,
-        chunks,
-    )  # fmt: skip
+    dtype = head.softmax.meta["val"].dtype
+    facts = (head.grid, head.start, head.stop, dtype, reduction, ignore_index, chunks)
     made = [_forward(head, (*read, *facts))]
     saved = [picked(made[0], i, f"{head.softmax.name}_{name}") for i, name in _SAVED.items()]
     row_term = head.smoothing.row_term if head.smoothing else None
     backward = (head.gradient, *read, head.total_weight, *saved, row_term, *facts)
     for op, name, gradients in _backward_ops(head, is_exact):
         made.append(_backward(head, op, f"{head.softmax.name}_{name}", backward, gradients))
-    graph = head.loss.graph
-    _erase_unread_nodes(graph, reversed([*head.forward, *head.backward]))
+    _erase_unread_nodes(head.loss.graph, reversed([*head.forward, *head.backward]))
     return made
 
 
@@ -113,26 +110,27 @@ def _forward(head: Head, args: tuple[Any, ...]) -> fx.Node:
 def _backward(
     head: Head, op: Any, name: str, args: tuple[Any, ...], gradients: _Gradients
 ) -> fx.Node:
-    wanted = [node for node in gradients if node is not None]
-    order = {node: i for i, node in enumerate(head.loss.graph.nodes)}
-    first = min(wanted, key=order.__getitem__)
+    first = _first_of([node for node in gradients if node is not None])
     node = _node_before(first, op, name, args)
     node.meta = dict(first.meta)
     if op is INPUT:
-        _replace_node(wanted[0], node)
-        return node
-    node.meta["val"] = tuple(_value_of(head, gradient) for gradient in gradients)
-    _replace_results(node, gradients)
+        _replace_node(first, node)
+    else:
+        node.meta["val"] = tuple(_values(gradients, head.weight.meta["val"], 0))
+        _replace_results(node, gradients)
     return node
 
 
-def _value_of(head: Head, gradient: fx.Node | None) -> Tensor:
-    """The traced value of a result; one without elements where there is no such gradient."""
-    if gradient is not None:
-        return gradient.meta["val"]
-    weight: Tensor = head.weight.meta["val"]
-    with weight.fake_mode:  # pyright: ignore
-        return torch.empty(0, dtype=weight.dtype, device=weight.device)
+def _first_of(nodes: Sequence[fx.Node]) -> fx.Node:
+    order = {node: i for i, node in enumerate(nodes[0].graph.nodes)}
+    return min(nodes, key=order.__getitem__)
+
+
+def _values(nodes: Sequence[fx.Node | None], like: Tensor, shape: Any) -> list[Tensor]:
+    """Traced values of results; a tensor of this shape where nobody needs one."""
+    with like.fake_mode:  # pyright: ignore
+        none = torch.empty(shape, dtype=like.dtype, device=like.device)
+    return [none if node is None else node.meta["val"] for node in nodes]
 
 
 def _replace_mlp(mlp: Mlp, chunks: int) -> list[fx.Node]:
@@ -147,9 +145,7 @@ def _replace_mlp(mlp: Mlp, chunks: int) -> list[fx.Node]:
     made = [_node_before(down.product, MLP, mlp.name, (*read, down.bias, mlp.activation, chunks))]
     made[0].meta = dict(down.product.meta)
     _replace_node(down.product, made[0])
-    ends = [*mlp.of_gate.all(), *mlp.of_up.all(), *mlp.of_down.all()]
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    first = min(ends, key=order.__getitem__)
+    first = _first_of([*mlp.of_gate.all(), *mlp.of_up.all(), *mlp.of_down.all()])
     # The input's gradient comes first: it reads the weights, whose updates wait for it.
     given = (gradient, *read, mlp.activation)
     made += [
@@ -193,18 +189,11 @@ def _take_places(mlp: Mlp, node: fx.Node) -> None:
     if node.target is MLP_INPUT:
         _replace_node(wanted[0], node)
         return
-    node.meta["val"] = tuple(_values(mlp, node.target, old))
-    _replace_results(node, old)
-
-
-def _values(mlp: Mlp, op: Any, old: Sequence[fx.Node | None]) -> list[Tensor]:
     # A weight's gradient that nobody needs is left out (`wanted`); a term of x's is made anyway.
-    like: Tensor = mlp.gate.weight.meta["val"] if op is MLP_WEIGHTS else mlp.gate.x.meta["val"]
-    with like.fake_mode:  # pyright: ignore
-        none = torch.empty(
-            0 if op is MLP_WEIGHTS else like.shape, dtype=like.dtype, device=like.device
-        )
-    return [none if one is None else one.meta["val"] for one in old]
+    is_left_out = node.target is MLP_WEIGHTS
+    like: Tensor = (mlp.gate.weight if is_left_out else mlp.gate.x).meta["val"]
+    node.meta["val"] = tuple(_values(old, like, 0 if is_left_out else like.shape))
+    _replace_results(node, old)
 
 
 HeadOrMlp = Head | Mlp  # a part of a region, all of which run in the same number of chunks

@@ -41,14 +41,11 @@ def _of_mlp(mlp: Mlp) -> dict[fx.Node, Tensor]:
     weights = (node for one in layers for node in (one.weight, one.bias))
     made = {node: _normal(node) for node in (mlp.gradient, *weights) if node is not None}
     x = _normal(mlp.gate.x)
+    made |= {one.x: x for one in layers if one is not mlp.down}
+    # The gradients of the first weights read x too, by nodes of their own perhaps.
     products = [one.weight for one in (mlp.of_gate, mlp.of_up) if one.weight is not None]
     read = [node for product in products for node in product.all_input_nodes]
-    own = {*mlp.forward, *mlp.backward}
-    return (
-        made
-        | {one.x: x for one in layers if one is not mlp.down}
-        | {node: x for node in read if node not in own}
-    )
+    return made | dict.fromkeys({*read}.difference(mlp.forward, mlp.backward), x)
 
 
 def _of_head(head: Head) -> dict[fx.Node, Tensor]:
@@ -63,13 +60,10 @@ def _of_head(head: Head) -> dict[fx.Node, Tensor]:
     class_weight = head.loss.args[2]
     if isinstance(class_weight, fx.Node):
         # Several nodes of the head read the same constant by nodes of their own.
-        read = (one for node in (*head.forward, *head.backward) for one in node.all_input_nodes)
-        same = [
-            class_weight,
-            *[one for one in read if identity_of(one) == identity_of(class_weight)],
-        ]
+        every = {one for n in (*head.forward, *head.backward) for one in n.all_input_nodes}
+        same = [one for one in every if identity_of(one) == identity_of(class_weight)]
         # No weight of a class is negative.
-        made |= dict.fromkeys(same, _normal(class_weight).abs())
+        made |= dict.fromkeys([class_weight, *same], _normal(class_weight).abs())
     return made
 
 
@@ -129,25 +123,23 @@ def _are_same_bits(part: HeadOrMlp, nodes: Sequence[fx.Node]) -> bool:
     # Made data might not show the few elements that differ.
     if isinstance(part, Mlp) and not _has_equal_blocks(part, cast("int", nodes[0].args[-1])):
         return False
-    return all(_are_same_once(part, nodes, seed) for seed in range(_draws(part)))
-
-
-def _draws(part: HeadOrMlp) -> int:
     like: Tensor = (part.gate.product if isinstance(part, Mlp) else part.product).meta["val"]
-    if like.dtype.itemsize >= torch.float32.itemsize:
-        return 1
-    # Another order of sums seldom shows in 16 bits of few numbers.
-    return min(max(_SEEN_NUMBERS // max(like.numel(), 1), 1), _MOST_DRAWS)
+    draws = 1
+    if like.dtype.itemsize < torch.float32.itemsize:
+        # Another order of sums seldom shows in 16 bits of few numbers.
+        draws = min(max(_SEEN_NUMBERS // max(like.numel(), 1), 1), _MOST_DRAWS)
+    return all(_are_same_once(part, nodes, seed) for seed in range(draws))
 
 
 def _are_same_once(part: HeadOrMlp, nodes: Sequence[fx.Node], seed: int) -> bool:
     made = _made_inputs(part, seed)
-    results = _Results(dict(made))
-    order = {node: i for i, node in enumerate([*part.forward, *part.backward][0].graph.nodes)}
+    captured, results = [*part.forward, *part.backward], _Results(dict(made))
+    order = {node: i for i, node in enumerate(captured[0].graph.nodes)}
     # In graph order, so that no result asks for a long chain of others.
-    for node in sorted([*part.forward, *part.backward], key=order.__getitem__):
+    for node in sorted(captured, key=order.__getitem__):
         results[node]
     expected = {node.name: results[node] for node in part.ends}
+    del results  # or what is in between would be there beside the chunks
     found = _run_chunks(nodes, dict(made))
     return all(torch.equal(value, found[name]) for name, value in expected.items() if name in found)
 

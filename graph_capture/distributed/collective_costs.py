@@ -20,7 +20,12 @@ from torch import Tensor, fx
 from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.devices.known_devices import MODELLED, links_between_ranks
 from remat.graph_capture.devices.links import Collective, RankLinks, Traffic, fitted
-from remat.graph_capture.distributed.collectives import groups_of, is_collective, op_name
+from remat.graph_capture.distributed.collectives import (
+    groups_of,
+    is_collective,
+    op_name,
+    resolved_group,
+)
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.joint.nodes import tensors_of
 
@@ -51,15 +56,8 @@ def traffic_of(node: fx.Node, node_size: int) -> Traffic:
 
 def members_of(node: fx.Node) -> Sequence[int]:
     """The ranks of its group, by their numbers among all; this one alone if it names no group."""
-    groups: tuple[Any, ...] = groups_of([node])
-    named: Any = dist.distributed_c10d
-    found = [
-        dist.get_process_group_ranks(
-            named._resolve_process_group(group) if isinstance(group, str) else group
-        )
-        for group in groups
-    ]
-    return sorted(set().union(*found)) or [0]
+    found = [dist.get_process_group_ranks(resolved_group(group)) for group in groups_of([node])]
+    return sorted(set[int]().union(*found)) or [0]
 
 
 def _tensor_bytes(node: fx.Node) -> int:

@@ -23,7 +23,7 @@ from torch.autograd import Function
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Op
-from remat.graph_capture.joint.nodes import TORCHS_NAMESPACES, tensors_of
+from remat.graph_capture.joint.nodes import TORCHS_NAMESPACES, argument, tensors_of
 from remat.graph_capture.torch_private.core import (
     REDUCE_OP_TO_STR,
     DispatchKey,
@@ -80,16 +80,15 @@ def with_returned_run_once(
 ) -> tuple[Op, ...]:
     """`ops`, of which the collectives that make a value of `ends`, the outputs, run once."""
 
-    def is_returned(op: Op) -> bool:
-        node = node_of_op.get(op.name)
-        return node is not None and is_collective(node) and not set(ends).isdisjoint(op.outputs)
+    returned = set(ends)
 
-    return tuple(
-        msgspec.structs.replace(op, no_recompute=op.no_recompute or RETURNED)
-        if is_returned(op)
-        else op
-        for op in ops
-    )
+    def pinned(op: Op) -> Op:
+        node = node_of_op.get(op.name)
+        if node is None or not is_collective(node) or returned.isdisjoint(op.outputs):
+            return op
+        return msgspec.structs.replace(op, no_recompute=op.no_recompute or RETURNED)
+
+    return tuple(map(pinned, ops))
 
 
 def is_collective_target(target: str) -> bool:
@@ -100,27 +99,22 @@ def is_collective_target(target: str) -> bool:
 
 def groups_of(nodes: Iterable[fx.Node]) -> tuple[Any, ...]:
     """The distinct groups of some collectives, by name or as they are, in their order."""
-    named = (_group_of(node) for node in nodes)
+    named = (argument(node, "group_name", _overload(node)) for node in nodes)
     return tuple(dict.fromkeys(group for group in named if group is not None))
-
-
-def _group_of(node: fx.Node) -> Any:
-    parameters = _overload(node)._schema.arguments
-    names = [parameter.name for parameter in parameters]
-    if "group_name" not in names:
-        return None
-    at = names.index("group_name")
-    return node.args[at] if at < len(node.args) else node.kwargs.get("group_name")
 
 
 def any_rank(collectives: Iterable[fx.Node], said: bool, device: str) -> bool:
     """Whether one of the ranks says so that these collectives bring together. All must ask."""
     flag = torch.tensor(int(said), device=device)
-    named: Any = dist.distributed_c10d
     for group in groups_of(collectives):
-        whole = named._resolve_process_group(group) if isinstance(group, str) else group
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=whole)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=resolved_group(group))
     return bool(flag.item())
+
+
+def resolved_group(group: Any) -> Any:
+    """A group of `groups_of` itself."""
+    named: Any = dist.distributed_c10d
+    return named._resolve_process_group(group) if isinstance(group, str) else group
 
 
 def local_runner(node: fx.Node) -> Callable[..., Any]:
@@ -173,17 +167,16 @@ def _copied_bytes(node: fx.Node) -> int:
     read = [t for source in node.all_input_nodes for t in tensors_of(source) if t is not None]
     # gloo, on a CPU, gathers, scatters and coalesces in one buffer.
     name = op_name(node)
-    whole = read if name.startswith("reduce_scatter") else made
-    is_copied = name.startswith(_THROUGH_A_BUFFER) or name.endswith("coalesced")
-    return sum(t.nbytes for t in whole) if is_copied else 0
+    if not name.startswith(_THROUGH_A_BUFFER) and not name.endswith("coalesced"):
+        return 0
+    return sum(t.nbytes for t in (read if name.startswith("reduce_scatter") else made))
 
 
 def _made_up(layouts: Any, copied_bytes: int) -> Any:
     """Zeros of the given layouts."""
     made = [_zeros(*one) for one in layouts] if isinstance(layouts, list) else _zeros(*layouts)
     # As gloo has its buffer, so that the measured peak is that of the collective.
-    buffer = torch.empty(copied_bytes, dtype=torch.uint8)
-    del buffer
+    torch.empty(copied_bytes, dtype=torch.uint8)
     return made
 
 
@@ -196,56 +189,49 @@ def _zeros(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) ->
 
 NAMESPACE = "c10d"
 NAMES = {
-    "allreduce_": "all_reduce",
-    "broadcast_": "broadcast",
-    "_allgather_base_": "all_gather_into_tensor",
-    "_reduce_scatter_base_": "reduce_scatter_tensor",
-}
+    "allreduce_": "all_reduce", "broadcast_": "broadcast",
+    "_allgather_base_": "all_gather_into_tensor", "_reduce_scatter_base_": "reduce_scatter_tensor",
+}  # fmt: skip
 """Of the ops that have a functional form here: what users call them by."""
 
 
 def run_functionally(func: Any, args: tuple[Any, ...]) -> Any:
     """The results of an op of `NAMES`, run by a functional collective; None for an unknown sum."""
-    form = _FORMS[func._opname]
-    return form(*args)
+    return _FORMS[func._opname](*args)
 
 
-def _all_reduce(tensors: list[Tensor], group: Any, op: Any, *_: Any) -> Any:
-    name = _reduction(op)
-    if not name:
+def _all_reduce(tensors: list[Tensor], boxed: Any, op: Any, *_: Any) -> Any:
+    if not (name := _reduction(op)):
         return None
     for tensor in tensors:
-        _write(tensor, c10d_ops.all_reduce(tensor, name, _group_name(group)))
+        _write(tensor, c10d_ops.all_reduce(tensor, name, _group(boxed).group_name))
     return tensors, _done()
 
 
-def _broadcast(tensors: list[Tensor], group: Any, root: int, *_: Any) -> Any:
+def _broadcast(tensors: list[Tensor], boxed: Any, root: int, *_: Any) -> Any:
     for tensor in tensors:
-        _write(tensor, c10d_ops.broadcast(tensor, root, _group_name(group)))
+        _write(tensor, c10d_ops.broadcast(tensor, root, _group(boxed).group_name))
     return tensors, _done()
 
 
-def _all_gather(output: Tensor, given: Tensor, group: Any, *_: Any) -> Any:
-    _write(output, c10d_ops.all_gather_into_tensor(given, _group_size(group), _group_name(group)))
+def _all_gather(output: Tensor, given: Tensor, boxed: Any, *_: Any) -> Any:
+    group = _group(boxed)
+    _write(output, c10d_ops.all_gather_into_tensor(given, group.size(), group.group_name))
     return output, _done()
 
 
-def _reduce_scatter(output: Tensor, given: Tensor, group: Any, op: Any, *_: Any) -> Any:
-    name = _reduction(op)
-    if not name:
+def _reduce_scatter(output: Tensor, given: Tensor, boxed: Any, op: Any, *_: Any) -> Any:
+    if not (name := _reduction(op)):
         return None
-    _write(
-        output, c10d_ops.reduce_scatter_tensor(given, name, _group_size(group), _group_name(group))
-    )
+    group = _group(boxed)
+    _write(output, c10d_ops.reduce_scatter_tensor(given, name, group.size(), group.group_name))
     return output, _done()
 
 
 _FORMS: dict[str, Callable[..., Any]] = {
-    "allreduce_": _all_reduce,
-    "broadcast_": _broadcast,
-    "_allgather_base_": _all_gather,
+    "allreduce_": _all_reduce, "broadcast_": _broadcast, "_allgather_base_": _all_gather,
     "_reduce_scatter_base_": _reduce_scatter,
-}
+}  # fmt: skip
 
 
 def _write(tensor: Tensor, found: Any) -> None:
@@ -254,14 +240,6 @@ def _write(tensor: Tensor, found: Any) -> None:
 
 def _group(boxed: Any) -> dist.ProcessGroup:
     return ProcessGroup.unbox(boxed) if not isinstance(boxed, ProcessGroup) else boxed
-
-
-def _group_name(boxed: Any) -> str:
-    return _group(boxed).group_name
-
-
-def _group_size(boxed: Any) -> int:
-    return _group(boxed).size()
 
 
 def _reduction(boxed: Any) -> str:

@@ -9,7 +9,7 @@ described as the parameter here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch
@@ -94,10 +94,10 @@ def parameters_cast(model: nn.Module, sharding: Sharding) -> Generator[None]:
         return
     dtype = _dtype(sharding.param_dtype)
     # Buffers keep their dtype, as under `fully_shard`.
-    held = [
-        (p, p.data) for p in model.parameters() if p.is_floating_point() and not is_distributed(p)
-    ]
-    split = list(_split_over_ranks(model))
+    floats = (p for p in model.parameters() if p.is_floating_point())
+    held = [(p, p.data) for p in floats if not is_distributed(p)]
+    own = [(m, *pair) for m in model.modules() for pair in m._parameters.items()]
+    split = [(m, name, p) for m, name, p in own if p is not None and is_distributed(p)]
     for path, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != _MASTER:
             raise CaptureError(
@@ -110,21 +110,14 @@ def parameters_cast(model: nn.Module, sharding: Sharding) -> Generator[None]:
             parameter.data = data.to(dtype)
         # The data of a DTensor cannot be set, so another parameter takes its place.
         for module, name, parameter in split:
-            cast = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-            module._parameters[name] = cast
+            data = parameter.detach().to(dtype)
+            module._parameters[name] = nn.Parameter(data, parameter.requires_grad)
         yield
     finally:
         for module, name, parameter in split:
             module._parameters[name] = parameter
         for parameter, data in held:
             parameter.data = data
-
-
-def _split_over_ranks(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and is_distributed(parameter):
-                yield module, name, parameter
 
 
 def inputs_cast(

@@ -31,8 +31,7 @@ _FUNCTIONAL = "torch.distributed._functional_collectives"
 
 def modes_among_ranks(kind: str) -> tuple[AbstractContextManager[Any], ...]:
     """What watches a trace where there are other ranks; `kind` is the class of the model."""
-    has_ranks = dist.is_available() and dist.is_initialized()
-    return (_AmongRanks(kind),) if has_ranks else ()
+    return (_AmongRanks(kind),) if dist.is_available() and dist.is_initialized() else ()
 
 
 class _AmongRanks(TraceObserver):
@@ -108,13 +107,13 @@ def _in_place_text(kind: str, name: str) -> str:
     )
 
 
-_AFTER = "plan the model that it was made of, {inside}, and wrap what you get: {wrapped}"
+def _after(wrapped: str) -> str:
+    return f"plan the model that it was made of, .module of it, and wrap what you get: {wrapped}"
+
+
 _WAYS_OUT = {
     "DistributedDataParallel": (
-        _AFTER.format(
-            inside=".module of it",
-            wrapped="DistributedDataParallel(remat.rematerialize(model, ...))",
-        ),
+        _after("DistributedDataParallel(remat.rematerialize(model, ...))"),
         "its gradients would be reduced in the first step alone",
     ),
     "FullyShardedDataParallel": (
@@ -123,21 +122,15 @@ _WAYS_OUT = {
         "it gathers and reduces by hooks outside of a plan",
     ),
     "ShardedDataParallel": (
-        _AFTER.format(inside=".module of it", wrapped="DistributedDataParallel(...)"),
+        _after("DistributedDataParallel(...)"),
         "its gradients would be reduced in the first step alone",
     ),
     "DataParallel": (
-        _AFTER.format(
-            inside=".module of it",
-            wrapped="DistributedDataParallel(remat.rematerialize(model, ...))",
-        ),
+        _after("DistributedDataParallel(remat.rematerialize(model, ...))"),
         "it copies the model to other devices at each step",
     ),
     "DeepSpeedEngine": (
-        _AFTER.format(
-            inside=".module of it",
-            wrapped="deepspeed.initialize(model=remat.rematerialize(model, ...))",
-        ),
+        _after("deepspeed.initialize(model=remat.rematerialize(model, ...))"),
         "its backward and step would not be those of a plan",
     ),
     "OptimizedModule": (

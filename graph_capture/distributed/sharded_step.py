@@ -66,11 +66,8 @@ def _communication_op(
 
 def _into_buckets(graph: TrainingGraph, nodes: Sequence[Unit]) -> TrainingGraph:
     """`graph` with gradients in buckets; `nodes` are blocks of one autograd node each."""
-    gradients = {
-        name
-        for name in graph.outputs
-        if graph.value_by_name[name].kind == "gradient" and graph.value_by_name[name].producer
-    }
+    returned = [graph.value_by_name[name] for name in graph.outputs]
+    gradients = {one.name for one in returned if one.kind == "gradient" and one.producer}
     return replace(
         graph, ops=tuple(_with_copies(graph, nodes, gradients)),
         outputs=tuple(name for name in graph.outputs if name not in gradients),
@@ -84,12 +81,10 @@ def _with_copies(graph: TrainingGraph, nodes: Sequence[Unit], gradients: set[str
     for i, op in enumerate(graph.ops):
         yield op
         made.extend(name for name in op.outputs if name in gradients)
-        k = node_of.get(i, -1)
+        node = nodes[node_of[i]] if i in node_of else None
         # An autograd node holds its gradients until it ends.
-        is_inside = k >= 0 and i != nodes[k].back_stop - 1
-        if made and not is_inside:
-            module = "" if k < 0 else nodes[k].path
-            place = op.name if k < 0 else module
+        if made and (node is None or i == node.back_stop - 1):
+            module, place = (node.path, node.path) if node else ("", op.name)
             yield _communication_op(COPY_IN, "backward", module, tuple(made), place=place)[0]
             made = []
 
@@ -168,12 +163,9 @@ class _FsdpStep:
         freed = () if kept == "whole" else (f"unsharded_forward_{group.path}",)
         if buffer and not self.is_copy:
             freed = (*freed, buffer)
-        if not freed:
-            return
-        part: tuple[Value, ...] = ()
-        if kept == "part":
-            part = (Value(f"part_{group.path}", group.gathered_bytes // self._members),)
-        yield self._op(RESHARD, "forward", group.path, freed, *part)
+        part = [Value(f"part_{group.path}", group.gathered_bytes // self._members)]
+        if freed:
+            yield self._op(RESHARD, "forward", group.path, freed, *(part if kept == "part" else ()))
 
     def _backward(self) -> Iterator[Op]:
         reduced: tuple[str, ...] = ()

@@ -201,7 +201,10 @@ def with_units(
     for i, op in enumerate(ordered):
         if op.name in path_of:
             places[path_of[op.name]].append(i)
-    units = [_unit(path, found, n) for path, found in places.items()]
+    units: list[Unit] = []
+    for path, found in places.items():
+        forward, backward = [i for i in found if i < n], [i for i in found if i >= n]
+        units.append(Unit(path, forward[0], forward[-1] + 1, backward[0], backward[-1] + 1))
     units.sort(key=lambda unit: unit.start)
     # Backward runs a chain in reverse.
     for before, after in pairwise(units):
@@ -212,12 +215,6 @@ def with_units(
                 "another, or plan the whole model with remat.rematerialize"
             )
     return msgspec.structs.replace(graph, ops=ordered), units
-
-
-def _unit(path: str, places: Sequence[int], n_forward: int) -> Unit:
-    forward = [i for i in places if i < n_forward]
-    backward = [i for i in places if i >= n_forward]
-    return Unit(path, forward[0], forward[-1] + 1, backward[0], backward[-1] + 1)
 
 
 def _items(ops: Sequence[Op], path_of: Mapping[str, str]) -> list[_Item]:

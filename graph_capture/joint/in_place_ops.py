@@ -41,10 +41,10 @@ from remat.graph_capture.joint.nodes import (
     erase_unread,
     is_getitem,
     is_view,
-    mutates,
     storage_key,
     target_name,
     tensors_of,
+    writes,
 )
 from remat.graph_capture.torch_private.core import OpOverload, pytree
 
@@ -173,7 +173,7 @@ def _may_begin(node: fx.Node) -> bool:
 def _is_plain(node: fx.Node) -> bool:
     target = node.target
     is_aten = isinstance(target, OpOverload) and target.namespace == "aten"
-    return is_aten and not draws_randomness(node) and not mutates(node)
+    return is_aten and not draws_randomness(node) and not writes(target)
 
 
 def _writes_after(

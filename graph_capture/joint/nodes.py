@@ -88,9 +88,9 @@ def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and str(node.target).startswith("tangents")
 
 
-def argument(node: fx.Node, name: str) -> Any:
+def argument(node: fx.Node, name: str, overload: Any = None) -> Any:
     """By schema name, defaults included; None where the op has no such argument."""
-    schema = getattr(node.target, "_schema", None)
+    schema = getattr(overload or node.target, "_schema", None)
     for i, parameter in enumerate(schema.arguments if schema else ()):
         if parameter.name == name:
             given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
@@ -109,10 +109,6 @@ def draws_randomness(node: fx.Node) -> bool:
 
 def drawn_on(node: fx.Node) -> torch.device:
     return next(tensor for tensor in tensors_of(node) if tensor is not None).device
-
-
-def mutates(node: fx.Node) -> bool:
-    return writes(node.target)
 
 
 def writes(func: Any) -> bool:
@@ -186,11 +182,8 @@ class NodeOrigins:
 
 
 def node_inputs(node: fx.Node) -> list[fx.Node]:
-    found: dict[fx.Node, None] = {}
-    for leaf in pytree.tree_leaves((node.args, node.kwargs)):
-        if isinstance(leaf, fx.Node):
-            found.setdefault(leaf)
-    return list(found)
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    return list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, fx.Node)))
 
 
 def copy_of(
@@ -215,10 +208,9 @@ def written_inputs(graph: fx.Graph, results: int) -> tuple[Any, ...]:
     """
     said = graph.output_node().meta["desc"][:results]
     written = {what.mutated_input for what in said if hasattr(what, "mutated_input")}
-    given = [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
-    descriptions = [node.meta["desc"] for node in given]
+    given = [n.meta["desc"] for n in graph.find_nodes(op="placeholder") if not is_tangent(n)]
     # A DTensor is one input with two nodes: its local part and its mesh.
-    own = [one for one in descriptions if not is_beside_local_part(one)]
+    own = [one for one in given if not is_beside_local_part(one)]
     return tuple(one if one in written else None for one in own)
 
 
@@ -252,17 +244,17 @@ def forward_nodes(nodes: Sequence[fx.Node], forward_results: Sequence[Any]) -> s
     """Ancestors of forward's outputs, and of ops without tangents that draw, act or are marked."""
     # What forward has made stays there, though only backward reads it: a loss that makes its
     # gradient in forward, by chunks, frees each chunk there.
-    from_tangents = _descendants_of_tangents(nodes)
+    from_tangents = {node for node in nodes if is_tangent(node)}
+    for node in nodes:
+        if node.op == "call_function" and not from_tangents.isdisjoint(node.all_input_nodes):
+            from_tangents.add(node)
+    calls = (n for n in nodes if n.op == "call_function" and n not in from_tangents)
     effects = [
         node
-        for node in nodes
-        if node.op == "call_function"
-        and node not in from_tangents
-        and (
-            MADE_IN_FORWARD in node.meta
-            or draws_randomness(node)
-            or not any(t is not None for t in tensors_of(node))
-        )
+        for node in calls
+        if MADE_IN_FORWARD in node.meta
+        or draws_randomness(node)
+        or all(t is None for t in tensors_of(node))
     ]
     found: set[fx.Node] = set()
     stack = [n for n in forward_results if isinstance(n, fx.Node)] + effects
@@ -271,12 +263,4 @@ def forward_nodes(nodes: Sequence[fx.Node], forward_results: Sequence[Any]) -> s
         if node not in found:
             found.add(node)
             stack.extend(node.all_input_nodes)
-    return found
-
-
-def _descendants_of_tangents(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    found = {node for node in nodes if is_tangent(node)}
-    for node in nodes:
-        if node.op == "call_function" and any(a in found for a in node.all_input_nodes):
-            found.add(node)
     return found

@@ -99,9 +99,8 @@ class LoadedNames:
 
     def is_loaded_of(self, kind: type) -> Callable[[str], bool]:
         """Whether code loads a name of objects of that class; methods of its bases do too."""
-        related = self._related(kind)
-        own = [self._own[one] for one in related if one in self._own]
-        sets = [self.others, self.texts, *own]
+        sets = [self.others, self.texts]
+        sets += [self._own[one] for one in self._related(kind) if one in self._own]
         is_open = any(map(is_looked_into, kind.__mro__))
         if is_open:
             sets.append(self.by_libraries)
@@ -147,13 +146,11 @@ def is_related(kind: type, asking: type | None) -> bool:
     return asking is None or asking in kind.__mro__ or kind in asking.__mro__
 
 
-_BY_OTHER_THREADS = frozenset(
-    id(function.__code__)
-    for function in (
-        threading.Thread.start, threading.Condition.notify, threading.Condition.wait,
-        ThreadPoolExecutor.submit,
-    )
+_LETS_OTHERS_RUN = (
+    threading.Thread.start, threading.Condition.notify, threading.Condition.wait,
+    ThreadPoolExecutor.submit,
 )  # fmt: skip
+_BY_OTHER_THREADS = frozenset(id(function.__code__) for function in _LETS_OTHERS_RUN)
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _LAYERS = os.path.join(_TORCH, "nn", "")
 _OF_EACH_MODULE = os.path.join("modules", "module.py")
@@ -204,8 +201,7 @@ class ExecutedCode:
 
     def asks_identity(self) -> bool:
         """Whether code of the user's, or of torch's layers, may ask if two objects are one."""
-        codes = list(self._codes.values())
-        theirs = [code for code in codes if _is_of_layer(code)]
+        theirs = filter(_is_of_layer, list(self._codes.values()))
         return not self.is_all or any(map(_asks_identity, [*self.own_codes(), *theirs]))
 
     @contextlib.contextmanager
@@ -249,11 +245,8 @@ class ExecutedCode:
         if any(code in self for code in (*_HOOKS_ARE_SET, *forwards)):
             return True
         # These methods are not written in Python, so that only their names tell.
-        return any(
-            not _HOOKS_OF_NODES.isdisjoint(code.co_names)
-            and not code.co_filename.startswith(_TORCH)
-            for code in self._codes.values()
-        )
+        others = (c for c in self._codes.values() if not c.co_filename.startswith(_TORCH))
+        return not all(_HOOKS_OF_NODES.isdisjoint(code.co_names) for code in others)
 
     def _tracer(self) -> _Tracer:
         codes = self._codes

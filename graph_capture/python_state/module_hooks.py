@@ -76,17 +76,14 @@ def _add(found: Names, instructions: list[dis.Instruction], line: int, first: st
         elif name == "LOAD_SUPER_ATTR":
             found.own.add(str(instruction.argval))
         elif name == "IMPORT_NAME":
-            found.modules.add((str(instruction.argval), _level(instructions[:i])))
+            # It takes two arguments, of which the level of a relative import was pushed first.
+            level = instructions[i - 2].argval if i > 1 else 0
+            is_level = isinstance(level, int)
+            found.modules.add((str(instruction.argval), level if is_level else 0))
         elif name == "IMPORT_FROM":
             found.others.add(str(instruction.argval))
         elif name in _STORE:
             found.stored.setdefault(str(instruction.argval), line)
-
-
-def _level(before: list[dis.Instruction]) -> int:
-    # IMPORT_NAME takes two arguments, of which the level was pushed first.
-    level = before[-2].argval if len(before) > 1 else 0
-    return level if isinstance(level, int) else 0
 
 
 def _add_asked(found: Names, instructions: list[dis.Instruction], first: str | None) -> None:
@@ -169,10 +166,9 @@ class Hook:
 
     def is_like(self, other: Hook) -> bool:
         """Whether both do the same: of one code, with equal values around it."""
-        how = (self.table, self.with_kwargs, self.always)
-        return how == (other.table, other.with_kwargs, other.always) and _is_like(
-            self.function, other.function, _DEPTH
-        )
+        same = (self.table, self.with_kwargs) == (other.table, other.with_kwargs)
+        same = same and self.always == other.always
+        return same and _is_like(self.function, other.function, _DEPTH)
 
 
 _Registered = tuple[Hook, ...]
@@ -233,9 +229,8 @@ def hooked_modules(model: nn.Module, loss_fn: Any = None) -> Iterator[tuple[str,
     # Not the model itself: each call of a planned module runs its hooks around the step.
     yield from ((path, module) for path, module in model.named_modules() if path)
     if isinstance(loss_fn, nn.Module):
-        for path, module in loss_fn.named_modules(prefix="loss_fn"):
-            if module is not model:
-                yield path, module
+        named = loss_fn.named_modules(prefix="loss_fn")
+        yield from ((path, module) for path, module in named if module is not model)
 
 
 def place_of_hooks(path: str, module: nn.Module) -> ModuleHooks:
@@ -252,8 +247,8 @@ def _is_like(one: Any, other: Any, depth: int) -> bool:
     if not is_pair or one.__code__ is not other.__code__ or not depth:
         return False
     mine, theirs = _around(one), _around(other)
-    alike = all(_is_like(a, b, depth - 1) for a, b in zip(mine, theirs, strict=False))
-    return len(mine) == len(theirs) and alike
+    pairs = zip(mine, theirs, strict=False)
+    return len(mine) == len(theirs) and all(_is_like(a, b, depth - 1) for a, b in pairs)
 
 
 def _around(function: FunctionType) -> list[Any]:

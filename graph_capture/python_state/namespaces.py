@@ -102,7 +102,8 @@ class Namespaces:
         if isinstance(space.value, type):
             self._read_class(space, space.value, keys)
         elif isinstance(space.value, ModuleType):
-            self._read_module(space, keys)
+            for key in sorted(self._names.others.intersection(keys)):
+                self._add_key(space, key, f"{key} of {space.text}")
         else:
             self._read_instance(space, keys)
 
@@ -135,15 +136,11 @@ class Namespaces:
             is_loaded, is_asked = self._names.is_loaded_of(kind), self._names.is_asked_of(kind)
             keys = [key for key in keys if is_loaded(key) or is_asked(key, space.before[key])]
         for key in sorted(keys):
-            space.done.add(key)
-            text = f"{space.text}.{key}".lstrip(".")
-            self._add(DictItem(text, space.space, key, space.before[key]))
+            self._add_key(space, key, f"{space.text}.{key}".lstrip("."))
 
-    def _read_module(self, space: Namespace, keys: Iterable[str]) -> None:
-        for key in sorted(self._names.others.intersection(keys)):
-            space.done.add(key)
-            text = f"{key} of {space.text}"
-            self._add(DictItem(text, space.space, key, space.before[key]))
+    def _add_key(self, space: Namespace, key: str, text: str) -> None:
+        space.done.add(key)
+        self._add(DictItem(text, space.space, key, space.before[key]))
 
     def absent(self, reached: ReachableObjects) -> list[Absent]:
         """Names that code loads of each instance and that it lacks; all are noted in `reached`."""
@@ -156,21 +153,16 @@ class Namespaces:
                 has = frozenset(one.before)
                 if has not in missing:
                     missing[has] = named - has
-                space = cast("dict[str, Any]", one.space)
-                found.append((one.text, space, missing[has]))
+                found.append((one.text, cast("dict[str, Any]", one.space), missing[has]))
                 reached.reads[id(one.space)] = named
                 reached.kinds[id(one.space)] = kind
         return found
 
     def hiding(self) -> Iterator[DictItem]:
         """Places of what would hide what a class has from its bases."""
-        for kind in self._classes:
-            yield from self._hiding(kind)
-
-    def _hiding(self, kind: type) -> Iterator[DictItem]:
-        if is_library(kind.__module__):
-            return
-        space, own = vars(kind), self._classes[kind].before
-        bases = [self._classes[base].done for base in kind.__mro__[1:] if base in self._classes]
-        for key in sorted(set[str]().union(*bases) - own.keys()):
-            yield DictItem(f"{kind.__name__}.{key}", space, key, MISSING, owner=kind)
+        for kind, known in self._classes.items():
+            if is_library(kind.__module__):
+                continue
+            bases = [self._classes[base].done for base in kind.__mro__[1:] if base in self._classes]
+            for key in sorted(set[str]().union(*bases) - known.before.keys()):
+                yield DictItem(f"{kind.__name__}.{key}", vars(kind), key, MISSING, owner=kind)

@@ -23,13 +23,11 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "remat", "bu
 STATE = frozenset({"_parameters", "_buffers", "_modules", "training"})
 """Of a module's ``__dict__``: compared by guards of their own."""
 RUN_BY_TORCH = frozenset({"forward", "backward", "setup_context", "jvp", "vjp"})
-NOT_RUN = frozenset(
-    [
-        "__init_subclass__", "__repr__", "__str__", "__del__", "__reduce__", "__reduce_ex__",
-        "__getstate__", "__setstate__", "__dir__", "__copy__", "__deepcopy__", "__class_getitem__",
-        "__setattr__", "__delattr__",
-    ]
-)  # fmt: skip
+NOT_RUN = frozenset({
+    "__init_subclass__", "__repr__", "__str__", "__del__", "__reduce__", "__reduce_ex__",
+    "__getstate__", "__setstate__", "__dir__", "__copy__", "__deepcopy__", "__class_getitem__",
+    "__setattr__", "__delattr__",
+})  # fmt: skip
 OF_DATA = frozenset({"types", "argparse", "collections", "_thread"})
 """Modules of Python whose objects hold a user's data, as a `SimpleNamespace` or a thread's own."""
 AROUND_DATA = (UserDict, UserList, UserString, ChainMap)
@@ -127,8 +125,7 @@ def modules_of(function: FunctionType, names: Names) -> Iterator[ModuleType]:
         below = package.split(".")[: len(package.split(".")) + 1 - level] if level else []
         parts = [*below, *filter(None, name.split("."))]
         for i in range(len(below) or 1, len(parts) + 1):
-            module = sys.modules.get(".".join(parts[:i]))
-            if module is not None:
+            if (module := sys.modules.get(".".join(parts[:i]))) is not None:
                 yield module
 
 

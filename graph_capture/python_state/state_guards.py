@@ -56,11 +56,10 @@ class ObjectNames:
         self._known: dict[int, str] = {}
 
     def __call__(self, value: Any) -> str:
-        if id(value) not in self._known:
-            self._known[id(value)] = f"v{len(self._known)}"
-            # Kept alive here, so that no other object gets its id.
-            self.space[self._known[id(value)]] = value
-        return self._known[id(value)]
+        name = self._known.setdefault(id(value), f"v{len(self._known)}")
+        # Kept alive here, so that no other object gets its id.
+        self.space[name] = value
+        return name
 
 
 def _compiled_check(terms: Iterable[str], names: ObjectNames) -> Callable[[], bool]:
@@ -265,8 +264,7 @@ class PythonState:
         walks = self._walk, *self._behind
         # In reverse, so that of two places that are one the first walk's stays.
         found = {_key_of(one): one for walk in reversed(walks) for one in walk.all_places()}
-        self._places = [one for key, one in found.items() if key not in self._gone]
-        self._places += self._added
+        self._places = [one for key, one in found.items() if key not in self._gone] + self._added
         self._of_tensors = set[str]().union(*(walk.of_tensors() for walk in walks))
         gone_from: dict[int, set[Any]] = {}
         for holder, name in self._gone:
@@ -329,9 +327,9 @@ class PythonState:
         for _, space, names in self.watched:
             of_library = self._found.is_of_library(space)
             for name in space.keys() & names:
-                if of_library and not holds_tensors(space[name]):
-                    continue
-                if self.writer(DictItem(name, space, name, MISSING)) is Writer.FORWARD:
+                is_kept = of_library and not holds_tensors(space[name])
+                item = DictItem(name, space, name, MISSING)
+                if not is_kept and self.writer(item) is Writer.FORWARD:
                     del space[name]
         for one in self.streams:
             one.put_back()
@@ -466,11 +464,9 @@ def added_to_library(change: Change) -> LibraryCache | None:
         return None
     # What a first call finds out: einops keeps which backend is meant for which type of tensor.
     added = {key: now[key] for key in now if key not in before}
-    installed = [module for module in list(sys.modules.values()) if is_installed(module)]
-    if not (
-        any(place.owner is value for module in installed for value in list(vars(module).values()))
-        and all(map(_is_of_library, added.values()))
-    ):
+    installed = [vars(module) for module in list(sys.modules.values()) if is_installed(module)]
+    is_global = any(place.owner is value for space in installed for value in list(space.values()))
+    if not is_global or not all(map(_is_of_library, added.values())):
         return None
     # Types of tensors that only a trace has come to no step.
     kept = {key: value for key, value in added.items() if key not in CLASSES_OF_A_TRACE}

@@ -54,9 +54,7 @@ class DictItem:
     def put(self, value: Any) -> None:
         """Set it, or remove it where `value` is `MISSING`."""
         if isinstance(self.owner, type):
-            delattr(self.owner, self.key) if value is MISSING else setattr(
-                self.owner, self.key, value
-            )
+            _put_attribute(self.owner, self.key, value)
         elif value is MISSING:
             self.space.pop(self.key, None)
         else:
@@ -69,6 +67,13 @@ class DictItem:
         return f"{name(self.space)}[{name(self.key)}] is {name(self.value)}"
 
 
+def _put_attribute(owner: Any, name: str, value: Any) -> None:
+    if value is MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
 @dataclass(frozen=True)
 class ClosureCell:
     """A variable that a function has from the one around it."""
@@ -78,16 +83,13 @@ class ClosureCell:
     value: Any
 
     def now(self) -> Any:
-        try:
+        # An empty cell raises a ValueError.
+        with contextlib.suppress(ValueError):
             return self.cell.cell_contents
-        except ValueError:
-            return MISSING
+        return MISSING
 
     def put(self, value: Any) -> None:
-        if value is MISSING:
-            del self.cell.cell_contents
-        else:
-            self.cell.cell_contents = value
+        _put_attribute(self.cell, "cell_contents", value)
 
     def term(self, name: Callable[[Any], str]) -> str:
         return f"{name(self.cell)}.cell_contents is {name(self.value)}"
@@ -106,10 +108,7 @@ class SlotAttr:
         return getattr(self.owner, self.key, MISSING)
 
     def put(self, value: Any) -> None:
-        if value is MISSING:
-            delattr(self.owner, self.key)
-        else:
-            setattr(self.owner, self.key, value)
+        _put_attribute(self.owner, self.key, value)
 
     def term(self, name: Callable[[Any], str]) -> str:
         return f"{name(self.owner)}.{self.key} is {name(self.value)}"
@@ -242,11 +241,8 @@ def is_same_function(now: Any, before: Any) -> bool:
         return True
     # Each look-up makes a bound method anew.
     function = getattr(now, "__func__", None)
-    return (
-        function is not None
-        and function is getattr(before, "__func__", None)
-        and now.__self__ is before.__self__
-    )
+    is_one = function is not None and function is getattr(before, "__func__", None)
+    return is_one and now.__self__ is before.__self__
 
 
 def _without_fx(value: Any) -> Any:

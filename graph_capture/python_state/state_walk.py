@@ -132,11 +132,9 @@ class StateWalk:
 
     def behind_caches(self) -> list[FunctionType]:
         """Functions that did not run, as a cache had their results."""
-        caches = self.found.caches
-        hit = [cache for cache, before in caches if cache.cache_info().hits != before.hits]
-        functions = [cache.__wrapped__ for cache in hit]
         waiting = {id(one) for some in self._waiting.values() for one, _ in some}
-        return [one for one in functions if id(one) in waiting]
+        hit = [one for one, before in self.found.caches if one.cache_info().hits != before.hits]
+        return [one.__wrapped__ for one in hit if id(one.__wrapped__) in waiting]
 
     def _go_on(self) -> None:
         # Names that code loads make more code reachable, which loads more names.
@@ -188,7 +186,10 @@ class StateWalk:
         if isinstance(value, Tensor):
             self._spaces.add_instance(text, value, attributes_of(value))
         elif isinstance(value, FunctionType):
-            self._visit_function(value)
+            # A function is an object too, which may keep something between calls.
+            if not is_library(value.__module__):
+                self._spaces.add_instance(value.__qualname__, value, vars(value))
+                self._read_when_run(value, None)
         elif isinstance(value, MethodType):
             self._visit_method(value, text)
         elif isinstance(value, LruCache):
@@ -270,16 +271,6 @@ class StateWalk:
             for key, value in space.items():
                 self._add_entry(DictItem(f"{key} of the {place.text}", space, key, value))
 
-    def _visit_function(self, function: FunctionType) -> None:
-        if is_library(function.__module__):
-            return
-        # A function is an object too, which may keep something between calls.
-        self._spaces.add_instance(function.__qualname__, function, vars(function))
-        self._read_when_run(function, None)
-
-    def _waits(self, function: FunctionType) -> bool:
-        return any(function is one for one, _ in self._waiting.get(id(function.__code__), ()))
-
     def _read_function(self, function: FunctionType, kind: type | None) -> None:
         """As a method of a class, or with all that it has at hand."""
         if kind is not None:
@@ -293,13 +284,13 @@ class StateWalk:
     def _read_places(self, function: FunctionType, names: Names) -> None:
         for module in modules_of(function, names):
             self._visit(module, module.__name__)
-        self._note_stores(function, names)
-        for name, cell in zip(
-            function.__code__.co_freevars, function.__closure__ or (), strict=True
-        ):
-            if name == "__class__":
-                continue  # what `super()` needs
-            self._add_cell(f"variable {name} of {function.__qualname__}", cell)
+        for name, line in names.stored.items():
+            place = f"{os.path.relpath(function.__code__.co_filename)}:{line}"
+            self.found.stores.setdefault(name, place)
+        code, cells = function.__code__, function.__closure__ or ()
+        for name, cell in zip(code.co_freevars, cells, strict=True):
+            if name != "__class__":  # what `super()` needs
+                self._add_cell(f"variable {name} of {function.__qualname__}", cell)
         # A notebook that loads edited files anew puts other code into the functions that are there.
         self._add_slot(f"the code of {function.__qualname__}", function, "__code__")
         for key in ("__defaults__", "__kwdefaults__"):
@@ -307,17 +298,12 @@ class StateWalk:
                 self._add_slot(f"a default of {function.__qualname__}", function, key)
         # `globals` and `eval` find what a text names: it may be any name that is read.
         by_text = names.others if names.global_names & _BY_TEXT else set[str]()
-        where = function.__globals__.get("__name__", "its file")
         space = function.__globals__
+        where = space.get("__name__", "its file")
         self._holds(space, self._in_library)
         before = self._spaces.as_before(space)
         for name in sorted((names.global_names | by_text) & before.keys()):
             self._add_entry(DictItem(f"global {name} of {where}", space, name, before[name]))
-
-    def _note_stores(self, function: FunctionType, names: Names) -> None:
-        for name, line in names.stored.items():
-            place = f"{os.path.relpath(function.__code__.co_filename)}:{line}"
-            self.found.stores.setdefault(name, place)
 
     def _visit_items(self, value: Any, text: str) -> None:
         if isinstance(value, CONTAINERS):

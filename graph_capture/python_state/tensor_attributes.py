@@ -108,10 +108,8 @@ class StandIns:
     """
 
     def __init__(self, step: nn.Module, on_batch: Sequence[tuple[str, _Attributes]]) -> None:
-        self._on_batch, self._of_state = on_batch, dict[str, _Attributes]()
-        for path, tensor in _tensors_of(step).items():
-            if given := attributes_of(tensor):
-                self._of_state[path] = dict(given)
+        self._on_batch = on_batch
+        self._of_state = {path: dict(attributes_of(t)) for path, t in _tensors_of(step).items()}
         self._given: list[tuple[str, Tensor, _Attributes]] = []
 
     def give(self, step: nn.Module, leaves: Sequence[Any]) -> None:
