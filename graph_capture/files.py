@@ -93,9 +93,8 @@ def check_writable(path: Path) -> None:
         if path.is_dir():
             raise FileError(f"{path} is a folder: name a file in it")
         if not path.parent.is_dir():
-            raise FileError(
-                f"{path.parent}: No such folder, so {path.name} cannot be written there"
-            )
+            text = f"{path.parent}: No such folder, so {path.name} cannot be written there"
+            raise FileError(text)
         if _is_stream(path):
             return
         target = Path(os.path.realpath(path))
@@ -124,8 +123,8 @@ def _is_stream(path: str | Path) -> bool:
 @contextlib.contextmanager
 def _beside(target: Path) -> Generator[BinaryIO]:
     old = target.stat() if target.exists() else None
+    # Its folder would allow to replace it. But who protected it meant that nobody writes it.
     if old and not os.access(target, os.W_OK):
-        # Its folder would allow to replace it. But who protected it meant that nobody writes it.
         raise PermissionError("it is write-protected")
     # Not named after the target, whose name may be as long as the file system allows.
     fresh = target.with_name(f".remat-{secrets.token_hex(8)}.tmp")
@@ -184,9 +183,8 @@ def _take_over(handle: int, old: os.stat_result) -> None:
 
 
 def _told(error: OSError, what: str) -> FileError:
-    return (
-        error if isinstance(error, FileError) else FileError(f"{what}: {error.strerror or error}")
-    )
+    is_told = isinstance(error, FileError)
+    return error if is_told else FileError(f"{what}: {error.strerror or error}")
 
 
 def _require_name(path: str | Path) -> None:
@@ -292,15 +290,13 @@ def _checked_root(members: list[zipfile.ZipInfo]) -> str:
     """The folder that all members are in; raises `ArchiveError` for a name out of place."""
     # As it stands in the file: `filename` is cut at a NUL, and may have other separators.
     names = [member.orig_filename for member in members]
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ArchiveError(f"it has two members {twice[0]!r}")
     roots = {name.partition("/")[0] for name in names}
     for name in names:
         parts = PurePosixPath(name).parts
-        if len(parts) < 2 or parts[0] == "/" or ".." in parts or not name.isprintable():
-            raise ArchiveError(f"it has a member of the name {name!r}")
-        if "\\" in name or "//" in name:
+        is_odd = len(parts) < 2 or parts[0] == "/" or ".." in parts
+        if is_odd or not name.isprintable() or "\\" in name or "//" in name:
             raise ArchiveError(f"it has a member of the name {name!r}")
     if len(roots) != 1:
         raise ArchiveError(f"its members are in {len(roots)} folders, not in one")
@@ -332,8 +328,7 @@ def cache_folder() -> Path:
 
     For a user without a home it is a folder of this process, which goes with it.
     """
-    own = os.environ.get("REMAT_CACHE")
-    if own:
+    if own := os.environ.get("REMAT_CACHE"):
         return Path(own)
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

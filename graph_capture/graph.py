@@ -85,9 +85,8 @@ def _check_op(op: Op, values: dict[str, Value], present: set[str]) -> None:
     _check_host(op)
     for name in op.outputs:
         if name not in values or values[name].producer != op.name:
-            raise GraphError(
-                f"op {op.name} lists output {name}, which does not name it as producer"
-            )
+            text = f"op {op.name} lists output {name}, which does not name it as producer"
+            raise GraphError(text)
     if len(set(op.outputs)) < len(op.outputs):
         twice = next(name for name in op.outputs if op.outputs.count(name) > 1)
         raise GraphError(f"op {op.name} lists output {twice} twice: list each value once")
@@ -108,9 +107,7 @@ def _check_host(op: Op) -> None:
 
 def _check_producers(graph: TrainingGraph) -> None:
     made = {name for op in graph.ops for name in op.outputs}
-    for value in graph.values:
-        if not value.producer or value.name in made:
-            continue
+    for value in (value for value in graph.values if value.producer and value.name not in made):
         if any(op.name == value.producer for op in graph.ops):
             raise GraphError(
                 f"value {value.name} names op {value.producer} as its producer, which does not "
@@ -216,16 +213,11 @@ class Links(msgspec.Struct, frozen=True):
 
     def room_bytes(self, tier: Tier) -> float:
         # The room of the device is a budget's matter.
-        rooms = {"device": math.inf, "host": self.host_bytes, "nvme": self.nvme_bytes}
-        return rooms[tier]
+        return {"device": math.inf, "host": self.host_bytes, "nvme": self.nvme_bytes}[tier]
 
     def slower(self, share: float) -> Links:
-        slow = {
-            name: Link(link.bytes_per_us * share, link.latency_us)
-            for name in LINK_NAMES
-            for link in (self.link(name),)
-            if link is not None
-        }
+        known = {name: link for name in LINK_NAMES if (link := self.link(name))}
+        slow = {k: Link(link.bytes_per_us * share, link.latency_us) for k, link in known.items()}
         return msgspec.structs.replace(self, **slow)
 
 
@@ -376,15 +368,7 @@ class Resident(msgspec.Struct, frozen=True):
     @property
     def total_bytes(self) -> int:
         """Sum of all categories."""
-        return (
-            self.parameters_bytes
-            + self.buffers_bytes
-            + self.batch_bytes
-            + self.gradients_bytes
-            + self.optimizer_bytes
-            + self.libraries_bytes
-            + self.communication_bytes
-        )
+        return sum(msgspec.structs.astuple(self))
 
 
 class TrainingStep(msgspec.Struct, frozen=True):
@@ -471,12 +455,12 @@ class TrainingGraph(TrainingStep, frozen=True, dict=True, weakref=True):
         # They share one random stream and the buffers. An op that only the user wants kept is not
         # among them, nor one that updates parameters, each of which stands for itself.
         states = {value.name for value in self.values if value.kind == "rng_state"}
-        return tuple(
-            op.name
-            for op in self.ops
-            if (op.no_recompute and op.target != UPDATE and not op.no_recompute.startswith(KEPT))
-            or states.intersection(op.inputs)
-        )
+
+        def is_ordered(op: Op) -> bool:
+            is_pinned = op.no_recompute and not op.no_recompute.startswith(KEPT)
+            return bool(is_pinned and op.target != UPDATE) or not states.isdisjoint(op.inputs)
+
+        return tuple(op.name for op in self.ops if is_ordered(op))
 
     @functools.cached_property
     def signatures(self) -> tuple[str, ...]:
@@ -549,8 +533,7 @@ PREFIX = "remat kept: "
 def cached_on(graph: TrainingGraph, name: str, make: Callable[[], _T]) -> _T:
     """What `make` returned when it was first asked under `name` for this graph object."""
     # Kept as long as the object, and no field: files, copies and other processes do not see it.
-    known = vars(graph)
-    key = PREFIX + name
+    known, key = vars(graph), PREFIX + name
     if key not in known:
         known[key] = make()
     return cast("_T", known[key])

@@ -20,7 +20,7 @@ from remat.graph_capture.distributed.dtensors import is_distributed, is_sharded_
 from remat.graph_capture.distributed.rank_refusals import refuse_wrappers
 from remat.graph_capture.errors import CaptureError, DeviceError, option
 from remat.graph_capture.joint.constant_folding import RANDOM
-from remat.graph_capture.joint.nodes import target_name, tensors_of, writes
+from remat.graph_capture.joint.nodes import mutates, target_name, tensors_of
 from remat.graph_capture.joint.provenance import source_of_error
 from remat.graph_capture.python_state.module_hooks import (
     BACKWARD_HOOKS,
@@ -53,7 +53,7 @@ def refuse_op(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> 
             "form without: torch.linalg.cholesky_ex in place of cholesky, inv_ex of inv, "
             "solve_ex of solve"
         )
-    if writes(node.target):
+    if mutates(node):
         raise CaptureError(
             f"{name} {_where(*place_of(node))} writes to its input inside the graph, which cannot "
             "be replayed. Use its out-of-place form"
@@ -144,11 +144,6 @@ _SAID = {
 """By a part of what torch says."""
 
 
-def _in_words(said: str) -> str:
-    # Torch speaks of stand-ins for tensors, which a user has never made.
-    return next((words for part, words in _SAID.items() if part in said), "")
-
-
 def refuse_subclass(what: str, tensor: Tensor) -> None:
     if is_distributed(tensor):
         raise CaptureError(
@@ -223,9 +218,8 @@ def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureErro
     `read`: the arguments whose values were looked at, and `RANDOM`, if nothing else had a part.
     `said`: the first line of what torch says.
     """
-    named = " and ".join(name for name in read if name != RANDOM)
     what, ways = "", list[str]()
-    if named:
+    if named := " and ".join(name for name in read if name != RANDOM):
         what = f", the values of {named},"
         ways.append(f"leave {named} out, if the model can do without it.")
     elif read:
@@ -381,10 +375,8 @@ def unheard_hook(tables: list[Hooked]) -> str:
 
 def registered_hook(tables: list[Hooked]) -> str:
     """The refusal of the first hook in these tables; empty if there is none."""
-    for path, module, table, registered in tables:
-        if registered:
-            return _hook_message(path, module, table)
-    return ""
+    found = (_hook_message(path, m, table) for path, m, table, registered in tables if registered)
+    return next(found, "")
 
 
 def _foreign_global_hooks() -> bool:
@@ -407,10 +399,7 @@ def _hook_message(path: str, module: nn.Module, table: str) -> str:
 def refusal(
     error: Exception, model: nn.Module, module: str, read: Sequence[str] = ()
 ) -> CaptureError:
-    """A `CaptureError` for what the trace raised, with its place and a way out.
-
-    `read` is as of `_branch_on_values`.
-    """
+    """What the trace raised, with its place and a way out; `read`: as of `_branch_on_values`."""
     source = source_of_error(error.__traceback__)
     place = f"module {module or '(root)'} of {type(model).__name__}, {source or 'unknown line'}"
     kind = type(error).__name__
@@ -437,7 +426,8 @@ def refusal(
         )
     if "mkldnn_rnn" in str(error):
         return CaptureError(_fused_lstm_message(place))
-    if words := _in_words(str(error)):
+    # Torch speaks of stand-ins for tensors, which a user has never made.
+    if words := next((words for part, words in _SAID.items() if part in str(error)), ""):
         # An assertion of torch's says nothing to a user.
         is_assertion = kind == "AssertionError" or "INTERNAL ASSERT" in str(error)
         said = "" if is_assertion else f". torch said: {_first_line(error)}"

@@ -127,7 +127,10 @@ class _SharedFile:
         """Where a free range of so many bytes begins; it is free again once `holder` has ended."""
         size_bytes = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
         with self._taking:
-            self._gather()
+            while not self._ended.empty():
+                ending = self._ended.get()
+                del self._held[id(ending)]
+                self._give_back(ending.fact)
             gaps = [gap for gap in self._gaps if gap[1] - gap[0] >= size_bytes]
             if not gaps:
                 self._grow(size_bytes)
@@ -141,12 +144,6 @@ class _SharedFile:
             self._held[id(ending)] = ending
         return start
 
-    def _gather(self) -> None:
-        while not self._ended.empty():
-            ending = self._ended.get()
-            del self._held[id(ending)]
-            self._give_back(ending.fact)
-
     def _give_back(self, given: _Range) -> None:
         start, end = given
         if start == end:
@@ -159,8 +156,7 @@ class _SharedFile:
 
     def _grow(self, size_bytes: int) -> None:
         end = self.size_bytes
-        at_end = (gap[1] - gap[0] for gap in self._gaps if gap[1] == end)
-        more_bytes = size_bytes - sum(at_end)
+        more_bytes = size_bytes - sum(b - a for a, b in self._gaps if b == end)
         try:
             if more_bytes:
                 # A full disk is an error now, not amid a copy.
@@ -246,9 +242,8 @@ class Folder:
 
     @property
     def _way_out(self) -> str:
-        where = (
-            f"give {option('nvme')} another folder" if self.tier == "nvme" else f"set {HOST_FOLDER}"
-        )
+        is_nvme = self.tier == "nvme"
+        where = f"give {option('nvme')} another folder" if is_nvme else f"set {HOST_FOLDER}"
         return f"Make room or {where}, or solve without offloading"
 
     def file(self) -> _SharedFile:
@@ -269,11 +264,8 @@ class Folder:
         try:
             if not self.is_direct:
                 return descriptor
-            try:
+            with os.fdopen(descriptor):  # opened again, as `mkstemp` takes no flags
                 return os.open(name, flags)
-            finally:
-                # Opened again, as `mkstemp` takes no flags.
-                os.close(descriptor)
         finally:
             os.unlink(name)
 

@@ -92,15 +92,13 @@ class _Builder:
         self.nodes = list(self.gm.graph.nodes)
         self.values = ValueTable(self.gm)
         self.places = NodeOrigins(self.gm.graph)
-        outputs = self.nodes[-1].args[0]
+        outputs, n = self.nodes[-1].args[0], self.num_forward_outputs
         assert isinstance(outputs, (tuple, list))
-        self.forward_results = list(outputs[: self.num_forward_outputs])
-        gradients = outputs[self.num_forward_outputs :]
-        how = self.gradient_release or GradientRelease()
+        self.forward_results, how = list(outputs[:n]), self.gradient_release or GradientRelease()
         self.accumulations = GradientAccumulation(
-            gradients, self.released, dict(how.updates), how.is_added
+            outputs[n:], self.released, dict(how.updates), how.is_added
         )
-        descriptions = self.nodes[-1].meta["desc"][: self.num_forward_outputs]
+        descriptions = self.nodes[-1].meta["desc"][:n]
         self.overwritten_inputs = [getattr(what, "mutated_input", None) for what in descriptions]
         self.in_forward = forward_nodes(self.nodes, self.forward_results)
         self.in_place = writes_in_place(self.nodes, self.in_forward)
@@ -142,8 +140,8 @@ class _Builder:
         )  # fmt: skip
 
     def _timed_hash(self, graph: TrainingGraph, tangents: tuple[str, ...]) -> str:
+        # Where nothing is released, the step is timed as it is.
         if not self.accumulations.of_op:
-            # Nothing is released, so the step is timed as it is.
             return graph.hash
         # A step is timed with its gradients returned together: its time is kept under that graph.
         given, ends = self._ends(tangents, self.accumulations.gradients)
@@ -157,13 +155,8 @@ class _Builder:
         given = self.values.made_by_ops(self.forward_results)
         # AOTAutograd copies new values of buffers into the buffers when forward ends, so they need
         # not be live any longer. All else that forward returns is in the caller's hands.
-        kept = self.values.made_by_ops(
-            result
-            for result, overwrites in zip(
-                self.forward_results, self.overwritten_inputs, strict=True
-            )
-            if overwrites is None
-        )
+        pairs = zip(self.forward_results, self.overwritten_inputs, strict=True)
+        kept = self.values.made_by_ops(result for result, over in pairs if over is None)
         for name in kept:
             self.values.changed(name, kind="output")
         gradients = self.values.made_by_ops(returned)
@@ -194,16 +187,27 @@ class _Builder:
         # Scatters that put a written part back: in place, there is nothing to put back.
         if node not in self.in_place.targets:
             return
-        module, source = self.places.of(node)
-        read = self.values.read_by(node)
-        phase, ops = self._phase_of(node)
-        inputs = (*read, *self.values.writes_before(read, phase))
+        phase, inputs = self._phase_and_inputs(node)
         token = self.values.add_write((node, *self.in_place.scattered[node]), phase)
+        why = self.in_place.why_no_recompute(node)
+        self._append(node, phase, inputs, (token,), why, self.places.of(node))
+
+    def _phase_and_inputs(self, node: fx.Node) -> tuple[Phase, tuple[str, ...]]:
+        phase: Phase = "forward" if node in self.in_forward else "backward"
+        read = self.values.read_by(node)
+        return phase, (*read, *self.values.writes_before(read, phase))
+
+    def _append(
+        self, node: fx.Node, phase: Phase, inputs: tuple[str, ...], outputs: tuple[str, ...],
+        no_recompute: str, place: tuple[str, str], workspace_bytes: int = 0,
+    ) -> None:  # fmt: skip
         self.node_of_op[node.name] = node
+        ops = self.forward if phase == "forward" else self.backward
         ops.append(
             Op(
-                node.name, target_name(node), phase, inputs, (token,),
-                no_recompute=self.in_place.why_no_recompute(node), module=module, source=source,
+                node.name, target_name(node), phase, inputs, outputs,
+                workspace_bytes=workspace_bytes, no_recompute=no_recompute,
+                module=place[0], source=place[1],
             )
         )  # fmt: skip
 
@@ -227,21 +231,18 @@ class _Builder:
             values.base_of[known] = node
 
     def _add_op(self, node: fx.Node) -> None:
-        module, source = self.places.of(node)
-        phase, ops = self._phase_of(node)
+        place, workspace_bytes = self.places.of(node), 0
+        phase, inputs = self._phase_and_inputs(node)
         outputs = self.values.add_outputs(node, phase)
-        inputs = self.values.read_by(node)
-        inputs = (*inputs, *self.values.writes_before(inputs, phase))
-        workspace_bytes = 0
-        no_recompute = why_no_recompute(node, phase, inputs, self.overwritten, (module, source))
+        no_recompute = why_no_recompute(node, phase, inputs, self.overwritten, place)
         if phase == "forward" and draws_randomness(node):
-            state = self._add_rng_state(node, module, source)
+            state = self._add_rng_state(node, *place)
             inputs = (*inputs, state)
             # A run that draws again holds the generator's present state, to put it back.
             workspace_bytes = self.values.by_name[state].size_bytes
         statistics: Op | None = None
         if makes_statistics(node):
-            inputs, outputs, statistics = self._split_batch_norm(node, outputs, module, source)
+            inputs, outputs, statistics = self._split_batch_norm(node, outputs, *place)
             # Only the update of the statistics must not run twice, and it is an op of its own now.
             no_recompute = ""
         if node in self.in_place.begins:
@@ -250,20 +251,9 @@ class _Builder:
         # Made again, it would lack what was written to it since.
         if any(made in self.in_place.begins for made in (node, *filter(is_getitem, node.users))):
             no_recompute = no_recompute or BEGUN
-        self.node_of_op[node.name] = node
-        ops.append(
-            Op(
-                node.name, target_name(node), phase, inputs, outputs,
-                workspace_bytes=workspace_bytes, no_recompute=no_recompute,
-                module=module, source=source,
-            )
-        )  # fmt: skip
+        self._append(node, phase, inputs, outputs, no_recompute, place, workspace_bytes)
         if statistics is not None:
-            ops.append(statistics)
-
-    def _phase_of(self, node: fx.Node) -> tuple[Phase, list[Op]]:
-        is_forward = node in self.in_forward
-        return ("forward", self.forward) if is_forward else ("backward", self.backward)
+            (self.forward if phase == "forward" else self.backward).append(statistics)
 
     def _add_rng_state(self, node: fx.Node, module: str, source: str) -> str:
         name = f"rng_state_{node.name}"
@@ -315,7 +305,7 @@ def build_joint(
 
     `gm` is changed to run eager's ops. `several_gradients` is of `DuplicateOutputs.gradients`.
 
-    Raises CaptureError where the graph mutates a tensor, or uses one whose gradient would be lost.
+    Raises CaptureError if the graph mutates a tensor, or uses one whose gradient would be lost.
     """
     # A trace decomposes these otherwise than eager runs them; the results differ in the last bits.
     make_dropout_exact(gm)
@@ -324,9 +314,8 @@ def build_joint(
     run_by_kernels_of_eager(gm)
     released = of_parameters(gm, num_forward_outputs) if gradient_release else {}
     # Autograd copies no gradient that it adds to what .grad holds.
-    lay_out_gradients(
-        gm, num_forward_outputs, released if gradient_release and gradient_release.is_added else ()
-    )
+    is_added = gradient_release is not None and gradient_release.is_added
+    lay_out_gradients(gm, num_forward_outputs, released if is_added else ())
     several = several_gradients or {}
     builder = _Builder(gm, num_forward_outputs, several, released, gradient_release)
     return builder.build(name, resident, **facts)

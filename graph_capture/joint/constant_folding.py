@@ -48,9 +48,9 @@ _MODEL = ""  # the source of what parameters and buffers have a part in
 class ConstantFolder(TraceObserver):
     """Runs ops on known values too, beside the trace, and answers code that looks at them.
 
-    failure : what was raised when code first looked at unknown values.
-    read : the arguments that those values come from, and `RANDOM` if numbers were drawn; empty
-        if parameters or buffers have a part in them.
+    `failure` is what was raised when code first looked at unknown values; `read` are the arguments
+    that those values come from, and `RANDOM` if numbers were drawn; empty if parameters or buffers
+    have a part in them.
     """
 
     def __init__(
@@ -58,8 +58,7 @@ class ConstantFolder(TraceObserver):
     ) -> None:
         super().__init__()
         self._over = over
-        self._values = WeakTensorKeyDictionary()
-        self._formulas = WeakTensorKeyDictionary()
+        self._values, self._formulas = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self._lost: dict[int, frozenset[str]] = {}
         self._sources = WeakTensorKeyDictionary()
         self.failure: Exception | None = None
@@ -129,7 +128,12 @@ class ConstantFolder(TraceObserver):
     def _unknown(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]
     ) -> Any:
-        sources = self._sources_of(func, inputs)
+        # Where the values that the op gives come from, as far as they are not known.
+        sources = frozenset([RANDOM] if _is_random(func) else [])
+        sources = sources.union(
+            *(self._sources_of(one) for one in inputs if not self._is_known(one))
+        )
+        sources = sources or frozenset([_MODEL])
         self._forget_written(func, args, kwargs, sources)
         try:
             traced = without_recording(func, *args, **kwargs)
@@ -142,15 +146,7 @@ class ConstantFolder(TraceObserver):
             self._sources[tensor] = sources
         return traced
 
-    def _sources_of(self, func: OpOverload, inputs: list[Tensor]) -> frozenset[str]:
-        """Where the values that an op gives come from, as far as they are not known."""
-        found = frozenset([RANDOM] if _is_random(func) else [])
-        for tensor in inputs:
-            if not self._is_known(tensor):
-                found |= self._sources_of_one(tensor)
-        return found or frozenset([_MODEL])
-
-    def _sources_of_one(self, tensor: Tensor) -> frozenset[str]:
+    def _sources_of(self, tensor: Tensor) -> frozenset[str]:
         real, formula = self._values.get(tensor), self._formulas.get(tensor)
         if formula is not None and formula.root.lost:
             return formula.root.lost
@@ -173,16 +169,12 @@ class ConstantFolder(TraceObserver):
                 self._values[tensor.elem] = value  # what `tolist` reads
 
     def _forget_written(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        sources: frozenset[str],
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], to: frozenset[str]
     ) -> None:
         if func.namespace in NAMESPACES:  # whose schemas do not say what they write to
-            self._lose(_tensors_in((args, kwargs)), sources)
+            self._lose(_tensors_in((args, kwargs)), to)
         for written in written_arguments(func, args, kwargs):
-            self._lose(_tensors_in(written), sources)
+            self._lose(_tensors_in(written), to)
 
     def _lose(self, tensors: Iterable[Tensor], sources: frozenset[str]) -> None:
         for tensor in tensors:
@@ -194,10 +186,9 @@ class ConstantFolder(TraceObserver):
 
 
 def _repeats(func: OpOverload) -> bool:
-    name = func._schema.name.partition("::")[2]
-    if func.namespace in NAMESPACES:  # by itself, a rank would wait for the others
+    if func.namespace in NAMESPACES or _is_random(func):  # alone, a rank would wait for the others
         return False
-    return not _is_random(func) and not name.startswith(_UNFILLED)
+    return not func._schema.name.partition("::")[2].startswith(_UNFILLED)
 
 
 def _is_random(func: OpOverload) -> bool:
@@ -302,10 +293,8 @@ def answer(formula: _Formula, over: TraceSizes, run: _Run) -> Any:
     for i, sizes in enumerate(reversed(points)):
         one = _Evaluation(over, sizes, run)
         said = one.of(formula)
-        if not i:
-            found = said
-            if one.work * len(points) > _MOST_WORK:
-                return None
-        elif type(said) is not type(found) or said != found:
+        found = found if i else said
+        is_too_much = not i and one.work * len(points) > _MOST_WORK
+        if is_too_much or type(said) is not type(found) or (i and said != found):
             return None
     return found

@@ -14,7 +14,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
 import msgspec
@@ -64,8 +64,7 @@ class EagerMemory(TraceObserver):
         self._tracer: Any = None
         self._held: dict[int, _Held] = {}
         self._alive: set[int] = set()
-        self._n_nodes = 0
-        self._collects = False
+        self._n_nodes, self._collects = 0, False
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = get_proxy_mode()
@@ -136,13 +135,9 @@ class EagerMemory(TraceObserver):
 
     def _numbered(self) -> int:
         """Number the nodes that have none yet; how many there are."""
-        nodes: list[fx.Node] = []
         # A trace only appends, so all before the first numbered node are numbered.
-        for node in reversed(self._tracer.graph.nodes):
-            if MADE_AS in node.meta:
-                break
-            nodes.append(node)
-        for node in reversed(nodes):
+        nodes = reversed(self._tracer.graph.nodes)
+        for node in reversed(list(takewhile(lambda node: MADE_AS not in node.meta, nodes))):
             node.meta[MADE_AS] = self._n_nodes
             self._n_nodes += 1
         return self._n_nodes
@@ -197,12 +192,9 @@ def held_until(
     # Autocast keeps the cast of a weight to the end of the region, whoever lets it go.
     for (value, *_), last in casts:
         ends[value] = max(ends.get(value, 0), last)
-    found: dict[str, str] = {}
-    for value, last in ends.items():
-        # A released gradient goes with the op that releases it.
-        if last > last_use.get(value, len(ops)) and value not in released:
-            found[value] = ops[last].name
-    return found
+    # A released gradient goes with the op that releases it.
+    late = ((v, last) for v, last in ends.items() if last > last_use.get(v, len(ops)))
+    return {value: ops[last].name for value, last in late if value not in released}
 
 
 def written_over(

@@ -37,16 +37,10 @@ def can_release_gradients(metadata: ViewAndMutationMeta) -> bool:
     # A step that releases gradients is given views of what it differentiates. It can then neither
     # write to one of them nor return a part of one.
     inputs = metadata.input_info
-    written = any(
-        one.requires_grad and (one.mutates_data or one.mutates_metadata) for one in inputs
-    )
-    returned = any(
-        one.output_type in _ALIASES_OF_INPUTS
-        and one.base_idx is not None
-        and inputs[one.base_idx].requires_grad
-        for one in metadata.output_info
-    )
-    return not written and not returned
+    aliases = (one for one in metadata.output_info if one.output_type in _ALIASES_OF_INPUTS)
+    returned = [inputs[one.base_idx] for one in aliases if one.base_idx is not None]
+    written = [one for one in inputs if one.mutates_data or one.mutates_metadata]
+    return not any(one.requires_grad for one in (*written, *returned))
 
 
 def of_parameters(gm: fx.GraphModule, num_forward_outputs: int) -> dict[int, fx.Node]:
@@ -125,13 +119,9 @@ class GradientAccumulation:
         return final
 
     def _op(
-        self,
-        behind: Op,
-        values: ValueTable,
-        held: Sequence[str],
-        places: Sequence[int],
+        self, behind: Op, values: ValueTable, held: Sequence[str], places: Sequence[int],
         shared: Sequence[str],
-    ) -> Op:
+    ) -> Op:  # fmt: skip
         target, no_recompute = ACCUMULATE, "it adds to what .grad holds"
         read = (*held, *values.writes_before(held, "backward"))
         workspace_bytes = 0
@@ -203,15 +193,11 @@ def lay_out_gradients(
     """Copy the gradients of parameters that autograd would copy, but for those at `released`."""
     end = gm.graph.output_node()
     given: Any = end.args[0]
-    results = list(given)
-    inputs = gm.graph.find_nodes(op="placeholder")
+    results, inputs = list(given), gm.graph.find_nodes(op="placeholder")
     parameter = _described_parameters(inputs)
+    held = [node.meta.get("val") for node in inputs if not is_tangent(node)]
     # The caller holds the inputs, so autograd would copy a gradient that aliases one.
-    taken = {
-        storage_key(node.meta["val"])
-        for node in inputs
-        if _is_strided(node.meta.get("val")) and not is_tangent(node)
-    }
+    taken = {storage_key(value) for value in held if _is_strided(value)}
     for i in range(num_forward_outputs, len(results)):
         node, what = results[i], end.meta["desc"][i]
         like = parameter.get(getattr(what, "grad_of", None))
@@ -267,9 +253,8 @@ def _before_copy(gradient: fx.Node, parameter: fx.Node) -> fx.Node:
         return gradient
     # Eager copies once the backward of the op that reads the parameter is over. Ops of forward are
     # numbered, and autograd goes through them downwards.
-    read_at = min(
-        (n for user in parameter.users if (n := _sequence_of(user)) is not None), default=0
-    )
+    numbers = (_sequence_of(user) for user in parameter.users)
+    read_at = min((n for n in numbers if n is not None), default=0)
     last = gradient
     while last.next.op == "call_function" and (_sequence_of(last.next) or 0) >= read_at > 0:
         last = last.next
@@ -338,17 +323,17 @@ def update_costs(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], meter: Meter, allocated: Allocated
 ) -> dict[str, _UpdateCost]:
     groups = parameter_groups(optimizer)
-    keys = {
-        name: (_same_update(p, groups[id(p)]), p, groups[id(p)])
-        for name, p in parameters.items()
-        if p.requires_grad and id(p) in groups
-    }
+    # Models have many parameters alike, and each measurement runs two steps.
     found: dict[_Alike, _UpdateCost] = {}
-    for key, parameter, group in keys.values():
-        if key not in found:
-            # Models have many parameters alike, and each measurement runs two steps.
-            found[key] = _cost_of(optimizer, parameter, group, meter, allocated)
-    return {name: found[key] for name, (key, _, _) in keys.items()}
+    costs: dict[str, _UpdateCost] = {}
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and id(parameter) in groups:
+            group = groups[id(parameter)]
+            key = _same_update(parameter, group)
+            if key not in found:
+                found[key] = _cost_of(optimizer, parameter, group, meter, allocated)
+            costs[name] = found[key]
+    return costs
 
 
 def _same_update(parameter: Tensor, group: Mapping[str, Any]) -> _Alike:
@@ -363,12 +348,9 @@ def _same_update(parameter: Tensor, group: Mapping[str, Any]) -> _Alike:
 
 
 def _cost_of(
-    optimizer: Optimizer,
-    parameter: Tensor,
-    group: Mapping[str, Any],
-    meter: Meter,
+    optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any], meter: Meter,
     allocated: Allocated,
-) -> _UpdateCost:
+) -> _UpdateCost:  # fmt: skip
     made = nn.Parameter(torch.zeros_like(parameter))
     options = {name: value for name, value in group.items() if name != "params"}
     kind: Any = type(optimizer)
@@ -377,13 +359,9 @@ def _cost_of(
     # The first step makes the state, so only the second takes what all later ones take.
     other.step()
     memory = meter.step_memory(lambda: step_alone(other, made, other.param_groups[0]))
-    state: Iterable[Any] = other.state[made].values()
-    state_bytes = sum(
-        allocated(kept.nbytes)
-        for kept in state
-        if isinstance(kept, Tensor) and kept.device == parameter.device
-    )
-    return _UpdateCost(state_bytes, memory.peak_bytes)
+    state = [one for one in other.state[made].values() if isinstance(one, Tensor)]
+    own = (one for one in state if one.device == parameter.device)
+    return _UpdateCost(sum(allocated(one.nbytes) for one in own), memory.peak_bytes)
 
 
 @dataclass(frozen=True)

@@ -41,10 +41,10 @@ from remat.graph_capture.joint.nodes import (
     erase_unread,
     is_getitem,
     is_view,
+    mutates,
     storage_key,
     target_name,
     tensors_of,
-    writes,
 )
 from remat.graph_capture.torch_private.core import OpOverload, pytree
 
@@ -82,9 +82,7 @@ class JoinedTarget:
         return self.carried_out(calls, lambda _, step, args, kwargs: _carry_out(step, args, kwargs))
 
     def carried_out(
-        self,
-        calls: Sequence[Any],
-        run: Callable[[int, JoinedOp, tuple[Any, ...], dict[str, Any]], Any],
+        self, calls: Sequence[Any], run: Callable[[int, JoinedOp, tuple[Any, ...], Any], Any]
     ) -> Any:
         """Have `run` carry out each step, given its index and its arguments; the last result."""
         made: list[Any] = []
@@ -157,23 +155,18 @@ def join_writes(graph: fx.Graph, in_forward: Collection[fx.Node], sums: InPlace)
     apart.update(node for scattered in sums.scattered.values() for node in scattered)
     for node in list(graph.nodes):
         begins = node.op == "call_function" and node not in apart and node not in sums.begins
-        if begins and _may_begin(node):
+        begins = begins and _is_plain(node) and not is_getitem(node) and has_own_storage(node)
+        # Flops are looked up by what a node calls, so a joined product would count none.
+        if begins and getattr(node.target, "overloadpacket", None) not in flop_registry:
             writes = list(_writes_after(node, in_forward, apart))
             if writes:
                 _join(node, writes)
 
 
-def _may_begin(node: fx.Node) -> bool:
-    if not _is_plain(node) or is_getitem(node) or not has_own_storage(node):
-        return False
-    # Flops are looked up by what a node calls, so a joined product would count none.
-    return getattr(node.target, "overloadpacket", None) not in flop_registry
-
-
 def _is_plain(node: fx.Node) -> bool:
     target = node.target
     is_aten = isinstance(target, OpOverload) and target.namespace == "aten"
-    return is_aten and not draws_randomness(node) and not writes(target)
+    return is_aten and not draws_randomness(node) and not mutates(node)
 
 
 def _writes_after(
@@ -211,9 +204,9 @@ def _any_form(node: fx.Node) -> Any:
     op = in_place_form(node)
     if op is None or torch.Tag.inplace_view in op.tags or not _is_plain(node) or is_view(node):
         return None
-    names = [argument.name for argument in op._schema.arguments]
-    same = names == [argument.name for argument in node.target._schema.arguments]  # pyright: ignore
-    return op if same else None
+    target: Any = node.target
+    taken, given = ([one.name for one in of._schema.arguments] for of in (op, target))
+    return op if taken == given else None
 
 
 def _is_eagers(node: fx.Node) -> bool:
@@ -240,11 +233,9 @@ def _runs_next(before: fx.Node, node: fx.Node, in_forward: Collection[fx.Node]) 
     """Whether no op of the same phase runs between the two. What makes no storage is no op."""
     between = before.next
     while between is not node:
-        if between.op == "call_function" and (between in in_forward) == (node in in_forward):
-            known = _storages_read(between)
-            made = (t for t in tensors_of(between) if t is not None)
-            if any(storage_key(tensor) not in known for tensor in made):
-                return False
+        is_alike = between.op == "call_function" and (between in in_forward) == (node in in_forward)
+        if is_alike and not _storages_of(between) <= _storages_read(between):
+            return False
         between = between.next
     return True
 
@@ -261,15 +252,11 @@ def _join(node: fx.Node, writes: list[Write]) -> None:
         members |= reads_of(tensor)[1]
     # Views that a trace has made again, and nothing reads now that the write is in place.
     erase_unread(*(one for one in members if not one.users))
-    order = [one for one in _from(node, result) if one in members]
+    order = [node]
+    while order[-1] is not result:
+        order.append(order[-1].next)
+    order = [one for one in order if one in members]
     _join_members(order, [steps.get(one) or JoinedOp(one.target) for one in order])
-
-
-def _from(node: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
-    while node is not last:
-        yield node
-        node = node.next
-    yield last
 
 
 # What a write in place reads, without the copies that a trace adds.

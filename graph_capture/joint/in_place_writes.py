@@ -74,9 +74,8 @@ def is_made_for_writes(node: fx.Node) -> bool:
 def has_own_storage(node: fx.Node) -> bool:
     """Whether `node` makes or picks a tensor with a storage of its own, which it fills."""
     value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, Tensor):
-        return False
-    if value.layout != torch.strided:
+    is_tensor = isinstance(value, Tensor) and value.layout == torch.strided
+    if node.op != "call_function" or not is_tensor:
         return False
     # A part of a storage, as a split's, may share it with what others read.
     is_full = value.untyped_storage().nbytes() == value.numel() * value.itemsize
@@ -164,11 +163,8 @@ def _is_all_of(view: Any, tensor: Any) -> bool:
     if not isinstance(view, fx.Node) or not isinstance(tensor, fx.Node):
         return False
     a, b = view.meta["val"], tensor.meta["val"]
-    is_as_it_is = (a.storage_offset(), a.is_conj(), a.is_neg()) == (
-        b.storage_offset(), b.is_conj(), b.is_neg(),
-    )  # fmt: skip
-    same = storage_key(a) == storage_key(b)
-    return same and is_as_it_is and is_laid_out_as(view, tensor)
+    mine, theirs = ((t.storage_offset(), t.is_conj(), t.is_neg()) for t in (a, b))
+    return storage_key(a) == storage_key(b) and mine == theirs and is_laid_out_as(view, tensor)
 
 
 def _is_split(node: fx.Node) -> bool:
@@ -229,9 +225,7 @@ class InPlace:
     # For each tensor after a write, the tensor before it, of the same storage.
     before: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
     # For each node that writes to a part, those that put it back into the whole in a trace.
-    scattered: dict[fx.Node, tuple[fx.Node, ...]] = field(
-        default_factory=dict[fx.Node, tuple[fx.Node, ...]]
-    )
+    scattered: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
 
     def why_no_recompute(self, write: fx.Node) -> str:
         # Eager does not write there if the term is a view: autograd's engine adds in place only to

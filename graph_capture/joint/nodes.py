@@ -111,6 +111,10 @@ def drawn_on(node: fx.Node) -> torch.device:
     return next(tensor for tensor in tensors_of(node) if tensor is not None).device
 
 
+def mutates(node: fx.Node) -> bool:
+    return writes(node.target)
+
+
 def writes(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
     return bool(schema is not None and schema.is_mutable)

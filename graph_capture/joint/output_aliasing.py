@@ -87,29 +87,21 @@ def _lay_out_again(graph: fx.Graph, changed: set[fx.Node]) -> None:
         if node.op != "call_function" or changed.isdisjoint(node.all_input_nodes):
             continue
         before: Any = node.meta["val"]
-        args, kwargs = pytree.tree_map_only(
-            fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs)
-        )
+        given = node.args, node.kwargs
+        args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], given)
+        leaves = pytree.tree_leaves(args)
         try:
-            leaves = pytree.tree_leaves(args)
             with next(t.fake_mode for t in leaves if isinstance(t, FakeTensor)):
                 now = node.target(*args, **kwargs)
         except RuntimeError:  # no view in these strides: backward copies there, as eager does
             continue
         # A view shares its storage with its new source, even if its strides are the same.
-        if _is_view(now, args) or not _is_alike(now, before):
+        read = {storage_key(t) for t in leaves if isinstance(t, Tensor)}
+        pairs = zip(pytree.tree_leaves(now), pytree.tree_leaves(before), strict=True)
+        tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor)]
+        if any(storage_key(a) in read or a.stride() != b.stride() for a, b in tensors):
             node.meta["val"] = now
             changed.add(node)
-
-
-def _is_view(made: Any, args: tuple[Any, ...]) -> bool:
-    read = {storage_key(t) for t in pytree.tree_leaves(args) if isinstance(t, Tensor)}
-    return any(storage_key(t) in read for t in pytree.tree_leaves(made) if isinstance(t, Tensor))
-
-
-def _is_alike(made: Any, before: Any) -> bool:
-    pairs = zip(pytree.tree_leaves(made), pytree.tree_leaves(before), strict=True)
-    return all(a.stride() == b.stride() for a, b in pairs if isinstance(a, Tensor))
 
 
 # Which ops must not run twice, and why.

@@ -122,7 +122,7 @@ def source_of(frame: FrameType | None) -> str:
     while frame is not None:
         filename = frame.f_code.co_filename
         if filename.startswith(_OWN):
-            return ""
+            break
         # Names in angle brackets are of generated code, as fx's.
         if not filename.startswith((_TORCH, "<")):
             return f"{_short_path(filename)}:{frame.f_lineno}"

@@ -48,11 +48,9 @@ class ValueTable:
 
     def register(self, name: str, node: fx.Node, tensor: Tensor, producer: str, kind: Kind) -> None:
         self.of_storage[storage_key(tensor)] = name
-        self.by_name[name] = Value(
-            name=name, size_bytes=result_bytes(node, tensor), producer=producer, kind=kind,
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=tuple(int(n) for n in tensor.shape),
-        )  # fmt: skip
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(map(int, tensor.shape))
+        size_bytes = result_bytes(node, tensor)
+        self.by_name[name] = Value(name, size_bytes, producer, kind, dtype, shape)
 
     def add_resident(self, node: fx.Node) -> None:
         if is_tangent(node):
@@ -96,14 +94,10 @@ class ValueTable:
                 # Autograd's engine holds the gradients of a tensor that is returned several times
                 # beside the sum that it hands on.
                 result = getattr(getattr(node.meta.get("desc"), "output", None), "idx", -1)
-                names += self._add_summands(node, several.get(result, 0))
+                for name in (f"{node.name}.{i}" for i in range(several.get(result, 0))):
+                    self.by_name[name] = replace(self.by_name[node.name], name=name)
+                    names.append(name)
         return tuple(names)
-
-    def _add_summands(self, tangent: fx.Node, number: int) -> list[str]:
-        names = [f"{tangent.name}.{i}" for i in range(number)]
-        for name in names:
-            self.by_name[name] = replace(self.by_name[tangent.name], name=name)
-        return names
 
     def add_outputs(self, node: fx.Node, phase: Phase) -> tuple[str, ...]:
         several = isinstance(node.meta.get("val"), (tuple, list))
@@ -127,17 +121,15 @@ class ValueTable:
 
     def read_by(self, node: fx.Node) -> tuple[str, ...]:
         """Distinct, in argument order."""
-        names: dict[str, None] = {}
+        names: list[str] = []
         for source in node_inputs(node):
-            name = self.of(source)
-            if name:
-                names.setdefault(name)
-            elif any(t is not None for t in tensors_of(source)):
-                # A node of several tensors, read as a whole, stands for all of them.
-                for tensor in tensors_of(source):
-                    if tensor is not None:
-                        names.setdefault(self.of_storage[storage_key(tensor)])
-        return tuple(names)
+            if name := self.of(source):
+                names.append(name)
+                continue
+            # A node of several tensors, read as a whole, stands for all of them.
+            tensors = (tensor for tensor in tensors_of(source) if tensor is not None)
+            names += [self.of_storage[storage_key(tensor)] for tensor in tensors]
+        return tuple(dict.fromkeys(names))
 
     def writes_before(self, names: Iterable[str], phase: Phase) -> tuple[str, ...]:
         # By phase: the writes of forward are over when backward begins.

@@ -13,7 +13,7 @@ from remat.graph_capture.costs.cache import flops_of
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.joint.nodes import is_tangent, result_bytes, tensors_of
-from remat.graph_capture.sizes.range_costs import WorkspacePoint, off_lines, point_of
+from remat.graph_capture.sizes.range_costs import CostPoint, WorkspacePoint, off_lines, point_of
 from remat.graph_capture.sizes.ranged_graph import Extent, RangedGraph, structure_of
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Sizes, corner, evaluated, spread
@@ -76,17 +76,19 @@ WorkspacesOf = Callable[[Trace, Collection[str]], Mapping[str, int]]
 _MOST_SIZES = 16
 
 
-def _trace_at(trace: Trace, sizes: Sizes) -> Trace:
-    """The trace of a range at one of its sizes. Its ops can be timed; it cannot be compiled."""
+def _range_of(trace: Trace) -> tuple[Environment, RangedSignature]:
     env, signature = trace.env, trace.recipe.signature
     assert env is not None
     assert isinstance(signature, RangedSignature)
+    return env, signature
+
+
+def _trace_at(trace: Trace, sizes: Sizes) -> Trace:
+    """The trace of a range at one of its sizes. Its ops can be timed; it cannot be compiled."""
+    env, signature = _range_of(trace)
     batch, device = signature.example_at(sizes), trace.recipe.device
-    recipe = dataclasses.replace(
-        trace.recipe,
-        signature=signature.at(sizes),
-        resident=resident_of_batch(trace.recipe.resident, batch, device),
-    )
+    resident = resident_of_batch(trace.recipe.resident, batch, device)
+    recipe = dataclasses.replace(trace.recipe, signature=signature.at(sizes), resident=resident)
     gm = at_sizes(trace.descriptors.graph_module, env, sizes)
     edit_traced(gm, recipe)
     joint = joint_of(gm, num_forward_outputs(trace.descriptors), recipe, trace.duplicate_outputs)
@@ -104,9 +106,7 @@ def ranged_graph_of(
     others at their largest. `cost_model` is asked for the largest sizes first; without `workspaces`
     none are measured beside costs.
     """
-    env, signature = trace.env, trace.recipe.signature
-    assert env is not None
-    assert isinstance(signature, RangedSignature)
+    env, signature = _range_of(trace)
     corners = [corner(env.symbols, which) for which in ("low", "middle", "high")]
     traces = [(sizes, _trace_at(trace, sizes)) for sizes in corners]
     graphs = [(sizes, one.graph) for sizes, one in traces]
@@ -125,16 +125,13 @@ def ranged_graph_of(
             )
     costed = [cost_model(one) for _, one in reversed(traces)][::-1]
     base = replace(ranged.base, device=costed[-1].device, resident=costed[-1].resident)
-    points = tuple(
-        point_of(
-            sizes,
-            replace(one.graph, device=base.device),
-            costed_one,
-            [_flops(one, op) for op in one.graph.ops],
-        )
-        for (sizes, one), costed_one in zip(traces, costed, strict=True)
-    )
-    ranged = replace(ranged, base=base, points=points)
+    points: list[CostPoint] = []
+    for (sizes, one), with_costs in zip(traces, costed, strict=True):
+        nodes = (one.joint.node_of_op.get(op.name) for op in one.graph.ops)
+        flops = [0 if node is None else flops_of(node) for node in nodes]
+        plain = replace(one.graph, device=base.device)
+        points.append(point_of(sizes, plain, with_costs, flops))
+    ranged = replace(ranged, base=base, points=tuple(points))
     if workspaces is None:
         return ranged
     return _with_workspaces(trace, ranged, [graph for _, graph in graphs], workspaces)
@@ -157,11 +154,6 @@ def _with_workspaces(
             made[index[name]] = workspace_bytes
         more.append(WorkspacePoint(sizes, tuple(made)))
     return replace(ranged, workspaces=tuple(more))
-
-
-def _flops(trace: Trace, op: Op) -> int:
-    node = trace.joint.node_of_op.get(op.name)
-    return 0 if node is None else flops_of(node)
 
 
 def _require_same_structure(traced: TrainingGraph, graph: TrainingGraph, sizes: Sizes) -> None:

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from remat.graph_capture.devices.known_devices import plan_rounding
-from remat.graph_capture.graph import TANGENTS, Floats, Ints, Origin, TrainingGraph
+from remat.graph_capture.graph import TANGENTS, Floats, Ints, Origin, TrainingGraph, Value
 from remat.graph_capture.sizes.symbols import Sizes
 
 # A kernel may choose by the size, so that its workspace follows no formula: then it is taken to be
@@ -76,15 +75,10 @@ class Workspaces:
         self._measured: Ints = np.array(measured, dtype=np.int64)
         # At a point or any before it: a bound for all smaller sizes.
         self._most: Ints = np.maximum.accumulate(self._measured, axis=0)
-        if along:
+        lines = [] if along else _lines(self._measured, graphs, beside)
+        for i in self.varying().tolist() if along else ():
             at = [one[along] for one in sizes]
-            lines = [
-                line
-                for i in self.varying().tolist()
-                for line in _lines_of(i, 0, at, self._measured[:, i].tolist())
-            ]
-        else:
-            lines = _lines(self._measured, graphs, beside)
+            lines += _lines_of(i, 0, at, self._measured[:, i].tolist())
         self._lines: Ints = np.array(lines, dtype=np.int64).reshape(-1, len(_Line._fields))
 
     def at(self, sizes: Sizes, value_bytes: Ints, *, is_bound: bool) -> Ints:
@@ -224,12 +218,8 @@ def _in_a_row(
     points: Sequence[WorkspacePoint], graphs: Sequence[TrainingGraph], along: str = ""
 ) -> Workspaces:
     pairs = sorted(zip(points, graphs, strict=True), key=lambda pair: tuple(pair[0].sizes.values()))
-    return Workspaces(
-        [one.sizes for one, _ in pairs],
-        [one.workspace_bytes for one, _ in pairs],
-        [graph for _, graph in pairs],
-        along,
-    )
+    measured = [one.workspace_bytes for one, _ in pairs]
+    return Workspaces([one.sizes for one, _ in pairs], measured, [g for _, g in pairs], along)
 
 
 NOT_ON_DEVICE = -1
@@ -311,29 +301,26 @@ class RangeCosts:
         )
         extra = self.extra_at(sizes, plain, is_bound=is_bound)
         allocated = plan_rounding(graph.device)
-        values = tuple(
-            replace(v, size_bytes=_bytes_kept(allocated(v.size_bytes), extra, v.name))
-            for v in graph.values
-        )
-        libraries_bytes = self.libraries_at(sizes)
-        resident = replace(graph.resident, libraries_bytes=libraries_bytes)
+
+        def kept_bytes(value: Value) -> int:
+            more = extra.get(value.name, 0)
+            return 0 if more == NOT_ON_DEVICE else allocated(value.size_bytes) + more
+
+        values = (replace(value, size_bytes=kept_bytes(value)) for value in graph.values)
         return replace(
-            graph, ops=ops, values=values, resident=resident, cost_origin=last.cost_origin,
-            notes=last.notes, versions=last.versions,
+            graph, ops=ops, values=tuple(values),
+            resident=replace(graph.resident, libraries_bytes=self.libraries_at(sizes)),
+            cost_origin=last.cost_origin, notes=last.notes, versions=last.versions,
         )  # fmt: skip
 
-    def workspaces_at(
-        self, sizes: Sizes, value_bytes: NDArray[np.int64], *, is_bound: bool
-    ) -> NDArray[np.int64]:
+    def workspaces_at(self, sizes: Sizes, value_bytes: Ints, *, is_bound: bool) -> Ints:
         return self._workspaces.at(sizes, value_bytes, is_bound=is_bound)
 
     def libraries_at(self, sizes: Sizes) -> int:
         """What libraries hold: the most that was measured up to the next larger point."""
         return max(one.libraries_bytes for one in self.points[: self._upper(sizes) + 1])
 
-    def extra_at(
-        self, sizes: Sizes, value_bytes: NDArray[np.int64], *, is_bound: bool
-    ) -> dict[str, int]:
+    def extra_at(self, sizes: Sizes, value_bytes: Ints, *, is_bound: bool) -> dict[str, int]:
         """What values take beyond what their shapes say; found as workspaces are."""
         found = self._kept.at(sizes, value_bytes, is_bound=is_bound).tolist()
         named = zip(self._with_extra, found, strict=True)
@@ -347,11 +334,6 @@ class RangeCosts:
         return a + b * flops + c * moved
 
 
-def _bytes_kept(size_bytes: int, extra: Mapping[str, int], name: str) -> int:
-    more = extra.get(name, 0)
-    return 0 if more == NOT_ON_DEVICE else size_bytes + more
-
-
 def point_of(
     sizes: Sizes, plain: TrainingGraph, costed: TrainingGraph, flops: Sequence[int]
 ) -> CostPoint:
@@ -359,8 +341,7 @@ def point_of(
     allocated = plan_rounding(plain.device)
     extra: dict[str, int] = {}
     for before, after in zip(plain.values, costed.values, strict=True):
-        more = after.size_bytes - allocated(before.size_bytes)
-        if more:
+        if more := after.size_bytes - allocated(before.size_bytes):
             extra[before.name] = more if after.size_bytes else NOT_ON_DEVICE
     return CostPoint(
         sizes=dict(sizes), cost_us=tuple(op.cost_us for op in costed.ops),
@@ -384,9 +365,8 @@ def _between(at: float, known: Floats, rows: Floats) -> Floats:
 
 def _moved_bytes(graph: TrainingGraph) -> Floats:
     size = {value.name: value.size_bytes for value in graph.values}
-    moved = np.array(
-        [float(sum(size[name] for name in (*op.inputs, *op.outputs))) for op in graph.ops]
-    )
+    named = ((*op.inputs, *op.outputs) for op in graph.ops)
+    moved = np.array([float(sum(size[name] for name in names)) for names in named])
     # What the whole step takes beyond its ops is added to the arrival of the tangents.
     is_whole = np.array([op.target == TANGENTS for op in graph.ops])
     return np.where(is_whole, moved.sum(), moved)

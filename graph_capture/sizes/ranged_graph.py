@@ -64,9 +64,8 @@ def _check_points(
         if point.libraries_bytes < 0 or not all(abs(one) < MOST_BYTES for one in kept):
             raise GraphError(f"bytes at {point.sizes} are negative, or too many")
     if points and not is_within(corner(symbols, "high"), points[-1].sizes):
-        raise GraphError(
-            f"the ops of a range were timed up to {points[-1].sizes}, and it goes further"
-        )
+        text = f"the ops of a range were timed up to {points[-1].sizes}, and it goes further"
+        raise GraphError(text)
 
 
 def _require_figures(
@@ -295,11 +294,9 @@ class BytesOver:
         # They are those of `RangedGraph.bounding`, without a graph being made: searches over sizes
         # ask for them at hundreds of points.
         self.graph = graph
-        named = [graph.extents.get(value.name) for value in graph.base.values]
-        texts = [
-            str(value.size_bytes) if extent is None else extent.size_bytes
-            for value, extent in zip(graph.base.values, named, strict=True)
-        ]
+        fixed = {value.name: str(value.size_bytes) for value in graph.base.values}
+        varying = {name: extent.size_bytes for name, extent in graph.extents.items()}
+        texts = [varying.get(name, text) for name, text in fixed.items()]
         # Many values have the same text, which is evaluated once.
         self._texts = list(dict.fromkeys(texts))
         place = {text: i for i, text in enumerate(self._texts)}

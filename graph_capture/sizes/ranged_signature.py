@@ -28,7 +28,7 @@ from remat.graph_capture.sizes.symbols import (
     require_one_range,
 )
 from remat.graph_capture.torch_private.core import FakeTensorMode, pytree
-from remat.graph_capture.tracing.signature import Signature, TensorFacts, empty_tensor
+from remat.graph_capture.tracing.signature import Signature, TensorFacts
 
 
 class RangedSignature(Signature):
@@ -97,12 +97,7 @@ class RangedSignature(Signature):
     def example(self, mode: FakeTensorMode, size: Mapping[str, Any] | None = None) -> Any:
         """A batch of fake tensors; of the sizes in `size`, which may be symbols."""
         tensors = self._tensors(size or self.hints)
-        with mode:
-            leaves = [
-                other if facts is None else empty_tensor(facts)
-                for facts, other in zip(tensors, self.others, strict=True)
-            ]
-        return pytree.tree_unflatten(leaves, self.spec)
+        return self._example(mode, tensors)
 
     def example_at(self, sizes: Sizes) -> Any:
         return self.example(FakeTensorMode(), sizes)
@@ -141,8 +136,7 @@ class RangedSignature(Signature):
         """The size of each symbol in a batch, from the first place that has it."""
         found: dict[str, int] = {}
         for one in self.places:
-            facts, leaf = self.tensors[one.leaf], leaves[one.leaf]
-            assert facts is not None
+            facts, leaf = self._facts(one.leaf), leaves[one.leaf]
             if not isinstance(leaf, Tensor) or leaf.dim() != len(facts.shape):
                 raise SignatureError(
                     f"{self.names[one.leaf]} was planned as a tensor of {len(facts.shape)} "
@@ -184,23 +178,24 @@ class RangedSignature(Signature):
     def _tensors(self, size: Mapping[str, Any]) -> list[TensorFacts | None]:
         changed = list(self.tensors)
         for i in self._orders:
-            facts = self.tensors[i]
-            assert facts is not None
-            changed[i] = facts._replace(shape=self._shape(i, size), stride=self._stride(i, size))
+            shape, stride = self._shape(i, size), self._stride(i, size)
+            changed[i] = self._facts(i)._replace(shape=shape, stride=stride)
         return changed
 
-    def _shape(self, i: int, size: Mapping[str, Any]) -> Any:
+    def _facts(self, i: int) -> TensorFacts:
         facts = self.tensors[i]
         assert facts is not None
+        return facts
+
+    def _shape(self, i: int, size: Mapping[str, Any]) -> Any:
+        facts = self._facts(i)
         own = {one.dim: size[one.symbol] for one in self.places if one.leaf == i}
         shape = tuple(own.get(dim, n) for dim, n in enumerate(facts.shape))
         return torch.Size(shape) if all(type(n) is int for n in shape) else shape
 
     def _stride(self, i: int, size: Mapping[str, Any]) -> tuple[Any, ...]:
-        facts = self.tensors[i]
-        assert facts is not None
         if i not in self._orders:
-            return facts.stride
+            return self._facts(i).stride
         shape, step = self._shape(i, size), 1
         stride: list[Any] = [1] * len(shape)
         for dim in self._orders[i]:
@@ -253,11 +248,9 @@ def places_in(
     """The sizes of a batch, (args, kwargs, target), that vary, and where they are."""
     signature = Signature(batch)
     leaf_of = {name: i for i, name in enumerate(signature.names)}
-    positions = [
-        name
-        for name, parameter in inspect.signature(model.forward).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
+    parameters = inspect.signature(model.forward).parameters.values()
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    positions = [one.name for one in parameters if one.kind in kinds]
     symbols: list[Symbol] = []
     places: list[Place] = []
     for argument, dims in _as_mapping(dynamic, "dynamic").items():

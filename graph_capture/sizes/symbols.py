@@ -292,11 +292,9 @@ def require_one_range(symbols: Collection[Symbol]) -> tuple[Symbol, ...]:
 
 def require_in_range(symbols: Sequence[Symbol], sizes: Sizes) -> dict[str, int]:
     """In the order of the symbols; refuses sizes that are missing, unknown or out of range."""
-    unknown = set(sizes) - {symbol.name for symbol in symbols}
-    missing = [symbol.name for symbol in symbols if symbol.name not in sizes]
-    if unknown or missing:
-        given = ", ".join(f"{name}=..." for name in (symbol.name for symbol in symbols))
-        raise SignatureError(f"sizes are given as {dict(sizes)}: give {given}")
+    if set(sizes) != {symbol.name for symbol in symbols}:
+        wanted = ", ".join(f"{symbol.name}=..." for symbol in symbols)
+        raise SignatureError(f"sizes are given as {dict(sizes)}: give {wanted}")
     for symbol in symbols:
         if sizes[symbol.name] not in symbol.sizes:
             raise SignatureError(
@@ -324,9 +322,8 @@ def number_of_points(symbols: Sequence[Symbol]) -> int:
 
 
 def points(symbols: Sequence[Symbol]) -> Iterator[dict[str, int]]:
-    names = [symbol.name for symbol in symbols]
     for sizes in itertools.product(*(symbol.sizes for symbol in symbols)):
-        yield dict(zip(names, sizes, strict=True))
+        yield {symbol.name: size for symbol, size in zip(symbols, sizes, strict=True)}
 
 
 def generic_sizes(symbols: Sequence[Symbol], fixed: Collection[int]) -> dict[str, int]:
@@ -390,16 +387,11 @@ def _parts_of_range(
     guard: Guard, symbol: Symbol, others: Mapping[str, int]
 ) -> tuple[tuple[int, int], ...]:
     """Parts of the range without a gap in which the guard gives one answer, whichever it is."""
-    parts: list[tuple[int, int]] = []
-    before: bool | None = None
-    for size in symbol.sizes:
-        now = guard.holds({**others, symbol.name: size})
-        if now is before:
-            parts[-1] = parts[-1][0], size
-        else:
-            parts.append((size, size))
-        before = now
-    return tuple(parts)
+    grouped = itertools.groupby(
+        symbol.sizes, lambda size: guard.holds({**others, symbol.name: size})
+    )
+    each = [list(sizes) for _, sizes in grouped]
+    return tuple((sizes[0], sizes[-1]) for sizes in each)
 
 
 def _range_error(

@@ -52,9 +52,8 @@ class Environment:
         self._multiple: dict[sympy.Symbol, Symbol] = {}
         self._values: dict[tuple[Any, ...], dict[sympy.Expr, int]] = {}
         self._texts: dict[sympy.Expr, str] = {}
-        self.size: dict[str, Any] = {}  # torch's symbolic size, by name
-        for symbol in self.symbols:
-            self.size[symbol.name] = self._size_of(symbol)
+        # Torch's symbolic size, by name.
+        self.size = {symbol.name: self._size_of(symbol) for symbol in self.symbols}
 
     def _size_of(self, symbol: Symbol) -> Any:
         steps, source = self.hints[symbol.name] // symbol.multiple, ConstantSource(symbol.name)
@@ -90,9 +89,8 @@ class Environment:
         return [{**self.hints, **sizes} for sizes in points(symbols)]
 
     def text(self, number: Any) -> str:
-        if not isinstance(number, torch.SymInt):
-            return str(number)
-        return self.text_of(number.node.expr)
+        is_symbolic = isinstance(number, torch.SymInt)
+        return self.text_of(number.node.expr) if is_symbolic else str(number)
 
     def text_of(self, expr: Any) -> str:
         if expr not in self._texts:
@@ -118,13 +116,9 @@ class Environment:
         is_whole = all(number.is_Integer for number in whole.atoms(sympy.Rational))
         if is_whole and not expr.atoms(sympy.Function):
             return PythonPrinter().doprint(whole)
-        return self._with_multiples(
-            PythonPrinter().doprint(sympy.expand(expr.xreplace(self._named)))
-        )
-
-    def _with_multiples(self, printed: str) -> str:
-        # In steps of more than 1, torch's symbol is the number of steps.
+        printed = PythonPrinter().doprint(sympy.expand(expr.xreplace(self._named)))
         for symbol in self.symbols:
+            # In steps of more than 1, torch's symbol is the number of steps.
             if symbol.multiple > 1:
                 steps = f"({symbol.name}//{symbol.multiple})"
                 printed = re.sub(rf"\b{symbol.name}\b", steps, printed)
@@ -148,9 +142,8 @@ class Environment:
 
 def environment_of(signature: Signature) -> Environment | None:
     """None for a signature of one size."""
-    if not isinstance(signature, RangedSignature):
-        return None
-    return Environment(signature.symbols, signature.hints)
+    is_ranged = isinstance(signature, RangedSignature)
+    return Environment(signature.symbols, signature.hints) if is_ranged else None
 
 
 class _NotedGuards(list[Any]):
@@ -233,8 +226,8 @@ class _AtSizes:
             )
         bound: dict[str, Any] = {}
         text = self._code(node, bound)
-        names = {**bound, **self.sizes}
-        return FloatOfSizes(float(eval(text, dict(_NO_NAMES), names)), text, bound)
+        number = float(eval(text, dict(_NO_NAMES), {**bound, **self.sizes}))
+        return FloatOfSizes(number, text, bound)
 
     def _code(self, leaf: Any, bound: dict[str, Any]) -> str:
         """Python that computes what the trace has computed of sizes, by the same functions."""

@@ -85,8 +85,7 @@ def functional_mode() -> Any:
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FUNCTIONAL)
 
 
-# Ops that only raise an error for some values.
-_CHECKING_OPS = ("aten::_linalg_check_errors",)
+_CHECKING_OPS = ("aten::_linalg_check_errors",)  # they only raise an error for some values
 
 
 @contextlib.contextmanager
@@ -222,8 +221,7 @@ def _minor(version: str) -> tuple[int, int]:
 
 
 def require_tested_release() -> None:
-    reason = refused_release(importlib.metadata.version("torch"))
-    if reason:
+    if reason := refused_release(importlib.metadata.version("torch")):
         raise RewriteError(reason)
 
 

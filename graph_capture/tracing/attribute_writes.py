@@ -136,9 +136,7 @@ _HELD_BY_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
 class ForwardWrites:
     """Follows the runs of forward in one trace: each begins alike, and what it wrote is kept."""
 
-    def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any] | None, state: PythonState
-    ) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Any, state: PythonState) -> None:
         self._kind, self._state = type(model).__name__, state
         self._attributes = ModuleAttributes(model, but=_HELD_BY_TORCH)
         self._hooked = list(hooked_modules(model, loss_fn))
@@ -173,14 +171,11 @@ class ForwardWrites:
             if not _can_be_set(leaves, is_read=is_read):
                 raise self._refused(written)
             own = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            kept = [(isinstance(x, Tensor), None if isinstance(x, Tensor) else x) for x in leaves]
+            kept = tuple((True, None) if isinstance(x, Tensor) else (False, x) for x in leaves)
             # A graph that holds one of these as a constant has read what an earlier step left.
             before = storages_in(pytree.tree_leaves(written.held))
-            self.mutated.append(
-                MutatedAttribute(
-                    written.path, written.name, spec, tuple(kept), len(own), is_read, before
-                )
-            )
+            facts = spec, kept, len(own), is_read, before
+            self.mutated.append(MutatedAttribute(written.path, written.name, *facts))
             tensors += own
         self._note_hooks()
         self._require_nothing_else()
@@ -221,16 +216,13 @@ class ForwardWrites:
 
     def require_that_backward_writes_nothing(self) -> None:
         # A hook that forward sets on a tensor runs while backward is traced, and never again.
-        texts = {mutated.text for mutated in self.mutated}
-        texts |= {initialised.place.text for initialised in self.initialised}
+        texts = self._texts()
         late = [one.text for one in self._attributes.written() if one.text not in texts]
         # What forward itself changed was judged when it ended.
-        late += [
-            one.text
-            for one in self._state.changes()
-            if one.text not in self._in_forward
-            and self._state.writer(one.place, in_backward=True) is Writer.FORWARD
-        ]
+        changed = [one for one in self._state.changes() if one.text not in self._in_forward]
+        writers = (self._state.writer(one.place, in_backward=True) for one in changed)
+        pairs = zip(changed, writers, strict=True)
+        late += [one.text for one, writer in pairs if writer is Writer.FORWARD]
         if late:
             raise CaptureError(
                 f"backward of {self._kind} changes {late[0]}, as by a hook that forward sets on a "
@@ -238,10 +230,12 @@ class ForwardWrites:
                 "outside forward, or return the tensor and set the hook on the result"
             )
 
+    def _texts(self) -> list[str]:
+        own = [mutated.text for mutated in self.mutated]
+        return own + [initialised.place.text for initialised in self.initialised]
+
     def _require_nothing_else(self) -> None:
-        texts = [mutated.text for mutated in self.mutated]
-        texts += [initialised.place.text for initialised in self.initialised]
-        changes = self._state.changes()
+        texts, changes = self._texts(), self._state.changes()
         self._in_forward = {change.text for change in changes}
         for change in changes:
             # Noted already, or inside what was: "an item of ...".
@@ -307,10 +301,10 @@ def _is_mode(place: object) -> bool:
 
 
 def _can_be_set(leaves: list[Any], *, is_read: bool) -> bool:
-    tensors = [isinstance(leaf, Tensor) for leaf in leaves]
+    has_tensors = any(isinstance(leaf, Tensor) for leaf in leaves)
     # A constant that forward reads may choose another way through it at the next step.
-    known = all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
-    return known and (any(tensors) or not is_read)
+    is_known = all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
+    return is_known and (has_tensors or not is_read)
 
 
 class UnreadSentinel:
@@ -321,12 +315,9 @@ class UnreadSentinel:
 
 
 def find_loop_carried(
-    mutated: Iterable[MutatedAttribute],
-    results: int,
-    end: fx.Node,
-    duplicate_outputs: DuplicateOutputs | None,
-    constants: frozenset[int],
-) -> list[MutatedAttribute]:
+    mutated: Iterable[MutatedAttribute], results: int, end: fx.Node,
+    duplicate_outputs: DuplicateOutputs | None, constants: frozenset[int],
+) -> list[MutatedAttribute]:  # fmt: skip
     """Attributes that forward may read from an earlier step, and sets to something else.
 
     `results` is how many of the joint graph's outputs, at `end`, are forward's; the last of them
@@ -366,9 +357,9 @@ def _depends_on_input(node: Any) -> bool:
 
 
 def is_same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
-    if len(a.graph.nodes) != len(b.graph.nodes):
-        return False
-    return all(_is_same_node(a, m, b, n) for m, n in zip(a.graph.nodes, b.graph.nodes, strict=True))
+    pairs = zip(a.graph.nodes, b.graph.nodes, strict=False)
+    same = len(a.graph.nodes) == len(b.graph.nodes)
+    return same and all(_is_same_node(a, m, b, n) for m, n in pairs)
 
 
 def _is_same_node(a: fx.GraphModule, m: fx.Node, b: fx.GraphModule, n: fx.Node) -> bool:

@@ -94,13 +94,13 @@ def watching_calls(model: nn.Module, blocks: dict[str, nn.Module]) -> Generator[
     """Note how forward calls `blocks`."""
     calls = _BlockCalls(blocks)
 
-    def start() -> None:
+    def start(args: Any, kwargs: Any) -> None:
         # A trace runs forward more than once, and the last run counts.
         calls.signatures.clear()
         calls.autocast.clear()
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_told_first(model, lambda args, kwargs: start()))
+        stack.enter_context(_told_first(model, start))
         for path, block in blocks.items():
             stack.enter_context(_told_first(block, _noting(calls, path)))
         yield calls
@@ -118,21 +118,19 @@ def _noting(calls: _BlockCalls, path: str) -> Callable[[Any, Any], None]:
 
 @contextlib.contextmanager
 def _told_first(module: nn.Module, tell: Callable[[Any, Any], None]) -> Generator[None]:
-    own = vars(module).get("forward")
-    run = module.forward
+    space, run = vars(module), module.forward
+    before = {"forward": space["forward"]} if "forward" in space else {}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         tell(args, kwargs)
         return run(*args, **kwargs)
 
-    module.__dict__["forward"] = forward
+    space["forward"] = forward
     try:
         yield
     finally:
-        if own is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = own
+        del space["forward"]
+        space.update(before)
 
 
 @dataclass
@@ -163,22 +161,20 @@ class _Matcher:
         else:
             self.trail.clear()
             is_same = self._same_call(a, b)
-            if not is_same:
-                for node in self.trail:
-                    del self.of_node[node]
-        if is_same and len(mine.outputs) == len(theirs.outputs):
+            for node in () if is_same else self.trail:
+                del self.of_node[node]
+        is_same = is_same and len(mine.outputs) == len(theirs.outputs)
+        if is_same:
             self.op_of[mine.name] = theirs.name
-            return True
-        return False
+        return is_same
 
     def _same_call(self, a: fx.Node, b: fx.Node) -> bool:
         if a.op != b.op or a.target != b.target:
             return False
         mine, spec = pytree.tree_flatten((a.args, a.kwargs))
         theirs, other_spec = pytree.tree_flatten((b.args, b.kwargs))
-        if spec != other_spec or not all(map(self._same_leaf, mine, theirs)):
-            return False
-        return self._bind(a, b)
+        same = spec == other_spec and all(map(self._same_leaf, mine, theirs))
+        return same and self._bind(a, b)
 
     def _same_leaf(self, a: Any, b: Any) -> bool:
         if isinstance(a, fx.Node) and isinstance(b, fx.Node):
@@ -197,9 +193,7 @@ class _Matcher:
         if a.op == "get_attr":
             return b.op == "get_attr" and self._same_constant(a, b) and self._bind(a, b)
         # Ops are compared in the order of the graph, so one that is not bound by now has no match.
-        if a.name in self.block.node_of_op:
-            return False
-        return self._same_call(a, b)
+        return a.name not in self.block.node_of_op and self._same_call(a, b)
 
     def _same_constant(self, a: fx.Node, b: fx.Node) -> bool:
         mine = getattr(self.block.module, str(a.target))

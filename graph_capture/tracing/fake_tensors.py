@@ -74,27 +74,24 @@ def _with_true_statistics(mode: FakeTensorMode, func: Any, args: Sequence[Any], 
     wanted = [results[0], *(given for _ in results[1:])]
     if func is _FUNCTIONAL:
         wanted[3:] = args[3:5]  # new running statistics, as those that they replace
-    pairs = zip(results, wanted, strict=True)
-    return tuple(_of_dtype(mode, one, like) for one, like in pairs)
-
-
-def _of_dtype(mode: FakeTensorMode, found: Any, like: Any) -> Any:
-    if not isinstance(found, Tensor) or found.dtype == like.dtype:
-        return found
     with mode:
-        return torch.empty_like(found, dtype=like.dtype)
+        return tuple(
+            torch.empty_like(one, dtype=like.dtype)
+            if isinstance(one, Tensor) and one.dtype != like.dtype
+            else one
+            for one, like in zip(results, wanted, strict=True)
+        )
 
 
 def _mended(mode: FakeTensorMode, found: Any, true: Tensor) -> Any:
     # Lengths first: entries of other dimensions, compared, would be taken for sizes that differ.
     if not isinstance(found, Tensor) or found.dim() != true.dim() or found.shape != true.shape:
         return found
-    if found.stride() == true.stride():
+    shape, stride = found.shape, true.stride()
+    if found.stride() == stride:
         return found
     with mode:
-        return torch.empty_strided(
-            found.shape, true.stride(), dtype=found.dtype, device=found.device
-        )
+        return torch.empty_strided(shape, stride, dtype=found.dtype, device=found.device)
 
 
 def _holds(func: Any, found: Any) -> bool:
@@ -103,13 +100,14 @@ def _holds(func: Any, found: Any) -> bool:
     return on_cpu or func not in _CPU_ONLY
 
 
-def _contiguous(shape: Sequence[int]) -> Tensor:
-    return torch.empty(shape, device="meta")
+def _in_format_of(x: Tensor, shape: Sequence[int]) -> Tensor:
+    # Channels last stays channels last; all else comes out contiguous.
+    empty = torch.empty(shape, device="meta")
+    return empty.contiguous(memory_format=suggest_memory_format(x))
 
 
 def _like_input(x: Tensor, *_: Any) -> Tensor:
-    # Channels last stays channels last; all else comes out contiguous.
-    return _contiguous(x.shape).contiguous(memory_format=suggest_memory_format(x))
+    return _in_format_of(x, x.shape)
 
 
 def _like_second(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
@@ -127,16 +125,15 @@ def _padded(x: Tensor, padding: Sequence[int]) -> Tensor:
     # Pairs of numbers begin with the last dimension.
     for place, (before, after) in enumerate(zip(padding[::2], padding[1::2], strict=True)):
         shape[-1 - place] += before + after
-    return _contiguous(shape).contiguous(memory_format=suggest_memory_format(x))
+    return _in_format_of(x, shape)
 
 
 def _unpooled(x: Tensor, _indices: Tensor, size: Sequence[int]) -> Tensor:
-    shape = [*x.shape[:-2], *size]
-    return _contiguous(shape).contiguous(memory_format=suggest_memory_format(x))
+    return _in_format_of(x, [*x.shape[:-2], *size])
 
 
 def _plain(x: Tensor, *_: Any) -> Tensor:
-    return _contiguous(x.shape)
+    return torch.empty(x.shape, device="meta")
 
 
 def _plain_second(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
@@ -215,7 +212,11 @@ def require_layout(node: fx.Node, result: Any, place: Callable[[], str]) -> None
     """Raise `CaptureError` if `result`, of the op on made data, is laid out otherwise."""
     results = result if isinstance(result, (tuple, list)) else (result,)
     for traced, real in zip(tensors_of(node), cast("Sequence[Any]", results), strict=False):
-        if traced is not None and isinstance(real, Tensor) and not _same_layout(traced, real):
+        if (
+            isinstance(traced, Tensor)
+            and isinstance(real, Tensor)
+            and not _same_layout(traced, real)
+        ):
             raise CaptureError(
                 f"{target_name(node)} {place()} gives strides {list(real.stride())}, where torch's "
                 f"trace has {list(traced.stride())}, so the step cannot be traced exactly. "
@@ -224,11 +225,9 @@ def require_layout(node: fx.Node, result: Any, place: Callable[[], str]) -> None
 
 
 def _same_layout(traced: Tensor, real: Tensor) -> bool:
+    triples = zip(traced.shape, traced.stride(), real.stride(), strict=True)
     # Strides of an empty tensor, or along a size of 1, address nothing.
-    if traced.numel() == 0:
-        return True
-    pairs = zip(traced.shape, traced.stride(), real.stride(), strict=True)
-    return all(size == 1 or expected == found for size, expected, found in pairs)
+    return traced.numel() == 0 or all(size == 1 or own == other for size, own, other in triples)
 
 
 @contextlib.contextmanager
@@ -237,11 +236,8 @@ def as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> Generator[None]:
     made: dict[int, Tensor] = {}
     kept: list[tuple[dict[str, Any], str, Tensor]] = []
     # On ``meta`` itself attention would be traced in its math form.
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None and tensor.is_meta:
-                    kept.append((held, name, tensor))
+    for held in (table for m in model.modules() for table in (m._parameters, m._buffers)):
+        kept += [(held, name, t) for name, t in held.items() if t is not None and t.is_meta]
     try:
         for held, name, tensor in kept:
             # Tied ones stay tied.
@@ -286,12 +282,8 @@ def kernels_of_eager() -> Generator[None]:
     # Under the Python dispatcher, which AOTAutograd turns on, torch decomposes these in Python
     # where eager runs compiled code: other last bits, and `rnn_tanh` and `rnn_relu` lose their
     # dropout (torch 2.13).
-    taken = [
-        (op, key, op.py_kernels.pop(key))
-        for op in _decomposed()
-        for key in _KEYS
-        if key in op.py_kernels
-    ]
+    found = [(op, key) for op in _decomposed() for key in _KEYS if key in op.py_kernels]
+    taken = [(op, key, op.py_kernels.pop(key)) for op, key in found]
     for op, _, _ in taken:
         # The op's cache may still hold the Python kernel.
         op._dispatch_cache.clear()

@@ -159,7 +159,8 @@ class _Arguments:
             return "torch runs other ops for a value nearby"
         if first.op == "get_attr":
             held = [getattr(gm, str(first.target)) for gm in gms]
-            return "" if _are_equal_constants(held) else "a constant tensor depends on it"
+            is_equal = all(_are_equal(one, held[0]) for one in held)
+            return "" if is_equal else "a constant tensor depends on it"
         for i, leaves in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
             if all(_is_same_leaf(leaf, leaves[0]) for leaf in leaves):
                 continue
@@ -196,11 +197,7 @@ def _scaled(value: float, constant: float) -> Iterator[Callable[[float], float]]
         whole = round(big / small) if small and math.isfinite(big / small) else 0
         if abs(whole) > 1:
             scale = operator.truediv if big is value else operator.mul
-            yield functools.partial(_swapped, scale, whole)
-
-
-def _swapped(scale: Callable[[float, int], float], whole: int, x: float) -> float:
-    return scale(x, whole)
+            yield lambda x, scale=scale, whole=whole: scale(x, whole)
 
 
 def _fits(rule: Callable[[float], float], values: Sequence[float], found: Sequence[float]) -> bool:
@@ -217,17 +214,12 @@ def _is_same_leaf(one: Any, other: Any) -> bool:
     return type(one) is type(other) and (repr(one) == repr(other))
 
 
-def _are_equal_constants(held: Sequence[Any]) -> bool:
-    first = held[0]
-    if isinstance(first, fx.GraphModule):
-        return all(one.code == first.code for one in held)
-    return all(_are_equal(one, first) for one in held)
-
-
 def _are_equal(one: Any, other: Any) -> bool:
     """Whether two constants, or trees of them, are the same; tensors by their bits."""
     if one is other:
         return True
+    if isinstance(other, fx.GraphModule):
+        return one.code == other.code
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         is_alike = (one.shape, one.dtype) == (other.shape, other.dtype)
         return is_alike and torch.equal(bits_of(one), bits_of(other))

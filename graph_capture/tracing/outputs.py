@@ -66,9 +66,8 @@ def flatten_dataclasses(tree: Any) -> Any:
         fields = [field.name for field in dataclasses.fields(leaf)]
         # What was set beside the fields reaches the caller too.
         others = [name for name in getattr(leaf, "__dict__", ()) if name not in fields]
-        held = {
-            k: flatten_dataclasses(getattr(leaf, k)) for k in (*fields, *others) if hasattr(leaf, k)
-        }
+        names = (name for name in (*fields, *others) if hasattr(leaf, name))
+        held = {name: flatten_dataclasses(getattr(leaf, name)) for name in names}
         return _FlatDataclass(type(leaf), held)
 
     if not any(map(_is_plain_dataclass, pytree.tree_leaves(tree))):
@@ -77,26 +76,17 @@ def flatten_dataclasses(tree: Any) -> Any:
 
 
 def leaves_in(tree: Any) -> list[Any]:
-    leaves = pytree.tree_leaves(tree)
-    return (
-        pytree.tree_leaves(flatten_dataclasses(tree))
-        if any(map(_is_plain_dataclass, leaves))
-        else leaves
-    )
+    return pytree.tree_leaves(flatten_dataclasses(tree))
 
 
 def _unflatten_dataclasses(tree: Any) -> Any:
-    def is_opened(part: Any) -> bool:
-        return isinstance(part, _FlatDataclass)
-
     def close(part: Any) -> Any:
         if not isinstance(part, _FlatDataclass):
             return part
-        return _FlatDataclass(
-            part.kind, {k: _unflatten_dataclasses(v) for k, v in part.values.items()}
-        ).closed()
+        values = {k: _unflatten_dataclasses(v) for k, v in part.values.items()}
+        return _FlatDataclass(part.kind, values).closed()
 
-    return pytree.tree_map(close, tree, is_leaf=is_opened)
+    return pytree.tree_map(close, tree, is_leaf=lambda part: isinstance(part, _FlatDataclass))
 
 
 def _has_flat_dataclass(spec: pytree.TreeSpec) -> bool:
@@ -130,9 +120,7 @@ class DuplicateOutputs:
 def distinct_results(results: Any, own: int) -> tuple[Any, DuplicateOutputs | None]:
     """The results with each tensor once; None beside them where they can stay as they are."""
     leaves, spec = pytree.tree_flatten(results)
-    seen: dict[int, int] = {}
-    distinct: list[Any] = []
-    which: list[int] = []
+    seen, distinct, which = dict[int, int](), list[Any](), list[int]()
     for leaf in leaves:
         # Equal numbers may be one object by chance, so only tensors count.
         known = seen.get(id(leaf)) if isinstance(leaf, Tensor) else None

@@ -41,8 +41,7 @@ FLAGS: tuple[_Flags, ...] = (False, False), (True, False), (True, True)
 @contextlib.contextmanager
 def silenced_logs() -> Generator[None]:
     # Torch logs each op that it cannot trace: we raise that, or try another way.
-    before = fake_tensor_log.disabled
-    fake_tensor_log.disabled = True
+    before, fake_tensor_log.disabled = fake_tensor_log.disabled, True
     try:
         yield
     finally:
@@ -111,10 +110,8 @@ class Recipe:
 
 def autocast_state() -> tuple[Any, ...]:
     """Autocast as it stands: enabled and dtype, by device type."""
-    kinds = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-    return tuple(
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
-    )
+    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
 
 
 _recipes: weakref.WeakKeyDictionary[nn.Module, dict[str, Recipe]] = weakref.WeakKeyDictionary()
@@ -187,8 +184,7 @@ def call_error(
         return ""
     # `__call__` of a module takes anything.
     called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
-    results = (None,) if target is None else (None, None)
-    why = _unbound(called, results, {})
+    why = _unbound(called, (None,) if target is None else (None, None), {})
     if not why:
         return ""
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
@@ -198,10 +194,9 @@ def call_error(
 
 
 def _unbound(called: Callable[..., Any], args: Any, kwargs: Any) -> str:
-    try:
-        inspect.signature(called).bind(*args, **kwargs)
-    except TypeError as error:
-        return str(error)
-    except ValueError:  # it has no signature that Python knows
-        return ""
+    with contextlib.suppress(ValueError):  # it has no signature that Python knows
+        try:
+            inspect.signature(called).bind(*args, **kwargs)
+        except TypeError as error:
+            return str(error)
     return ""

@@ -22,10 +22,10 @@ _ADAMW_STEP_BYTES = 4  # of the step counter, one a parameter
 
 
 def require_optimizer(optimizer: object) -> None:
-    if isinstance(optimizer, str) and optimizer in _STATES_PER_PARAMETER:
-        return
     given = f"optimizer is a {type(optimizer).__name__}, and is asked for by a name"
     if isinstance(optimizer, str):
+        if optimizer in _STATES_PER_PARAMETER:
+            return
         given = f"unknown optimizer {optimizer!r}"
     raise CaptureError(
         f"{given}: choose one of {', '.join(_STATES_PER_PARAMETER)} by what it keeps for a "
@@ -55,12 +55,13 @@ def resident_bytes(
     seen: set[int] = set()
     # What FSDP2 gathers is added by `distributed/sharded_step.py`.
     is_held_otherwise = sharding.kind in ("fsdp2", "replicate")
+    parameters_bytes = (
+        sum(allocated(_own_bytes(p, sharding)) for p in parameters)
+        if is_held_otherwise
+        else storage_bytes(parameters, seen, allocated)
+    )
     resident = Resident(
-        parameters_bytes=(
-            sum(allocated(_own_bytes(p, sharding)) for p in parameters)
-            if is_held_otherwise
-            else storage_bytes(parameters, seen, allocated)
-        ),
+        parameters_bytes,
         buffers_bytes=storage_bytes(model.buffers(), seen, allocated),
         batch_bytes=storage_bytes(pytree.tree_leaves(batch), seen, allocated),
         # Gradients that are views of DDP's buckets count once, as communication.
@@ -123,9 +124,7 @@ def storage_bytes(
     """Bytes of the storages on this rank, each counted once; new ones are added to `seen`."""
     seen = set() if seen is None else seen
     total = 0
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            continue
+    for tensor in (one for one in tensors if isinstance(one, Tensor)):
         # Of a DTensor, only its part is here.
         storage = local_part(tensor).untyped_storage()
         if storage._cdata not in seen:
@@ -186,12 +185,8 @@ def _slots(model: nn.Module) -> list[_Slot]:
 def _later_slots(model: nn.Module) -> dict[_Slot, _Slot]:
     """Every slot of a parameter but its first, with that first one."""
     firsts: dict[int, _Slot] = {}
-    later: dict[_Slot, _Slot] = {}
-    for slot in _slots(model):
-        first = firsts.setdefault(id(slot[0]._parameters[slot[1]]), slot)
-        if first != slot:
-            later[slot] = first
-    return later
+    pairs = {s: firsts.setdefault(id(s[0]._parameters[s[1]]), s) for s in _slots(model)}
+    return {slot: first for slot, first in pairs.items() if first != slot}
 
 
 def tied_places(model: nn.Module) -> dict[int, int]:

@@ -147,12 +147,11 @@ def require_unmoved(kind: str, before: dict[str, Any], again: Callable[[], Any])
     if moved is None:
         return
     line = _line_that_draws(again, moved)
-    place = f" ({line})" if line else ""
     raise CaptureError(
-        f"forward of {kind} draws from {moved}{place}, and a plan would have the same numbers at "
-        "each step. Draw with torch (torch.rand, torch.randint) and use the tensor without "
-        ".item(); or draw outside forward and pass the number as an argument, where "
-        "remat.rematerialize without a batch makes a plan for each value"
+        f"forward of {kind} draws from {moved}{f' ({line})' if line else ''}, and a plan would "
+        "have the same numbers at each step. Draw with torch (torch.rand, torch.randint) and use "
+        "the tensor without .item(); or draw outside forward and pass the number as an argument, "
+        "where remat.rematerialize without a batch makes a plan for each value"
     )
 
 
@@ -233,12 +232,9 @@ class NoForeignWrites(CallWatcher):
         name = next(self._names_of(tensor), f"a tensor of shape {list(tensor.shape)}")
         owner, _, of = name.rpartition(".")
         # Those of a batch norm that is not a submodule: they are buffers already.
+        way = f"register {name} as a buffer (register_buffer) of the model, or pass it to forward"
         if of in _STATISTICS:
             way = f"call eval() on {owner}, or make it a submodule of the model"
-        else:
-            way = (
-                f"register {name} as a buffer (register_buffer) of the model, or pass it to forward"
-            )
         return CaptureError(
             f"{way}: forward of {self.kind} writes into {of if of in _STATISTICS else 'it'}{line}, "
             "which is neither parameter, buffer nor argument of the step, so that a step of a plan "
@@ -269,10 +265,11 @@ def _written_by(
 
 def _owner(tensor: Tensor) -> Tensor | None:
     """The constant that a tensor is, or is a view of; None for what the trace has made."""
-    base = tensor._base if isinstance(tensor, FakeTensor) else None
-    while base is not None and isinstance(base, FakeTensor):
-        base = base._base
-    owner = tensor if base is None else base
+    owner = tensor
+    while isinstance(owner, FakeTensor):
+        if owner._base is None:
+            return None
+        owner = owner._base
     return owner if type(owner) in (Tensor, nn.Parameter) else None
 
 

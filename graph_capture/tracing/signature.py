@@ -40,11 +40,9 @@ def _below(path: _Path, tree: Any) -> Iterator[tuple[_Path, Any]]:
     # Torch gives paths only through containers that were registered with names for their parts.
     # Many libraries register theirs without, as diffusers its outputs: those parts are numbered.
     named = pytree.SUPPORTED_NODES[spec.type].flatten_with_keys_fn
-    keys = (
-        [pytree.SequenceKey(i) for i in range(len(parts))]
-        if named is None
-        else [key for key, _ in named(tree)[0]]
-    )
+    keys = map(pytree.SequenceKey, range(len(parts)))
+    if named is not None:
+        keys = (key for key, _ in named(tree)[0])
     for key, part in zip(keys, parts, strict=True):
         yield from _below((*path, key), part)
 
@@ -103,10 +101,8 @@ class Signature:
     @property
     def has_target(self) -> bool:
         leaves = zip(self.names, self.tensors, self.others, strict=True)
-        return any(
-            name.startswith("target") and (tensor is not None or other is not None)
-            for name, tensor, other in leaves
-        )
+        of_target = (values for name, *values in leaves if name.startswith("target"))
+        return any(one is not None for values in of_target for one in values)
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -127,12 +123,9 @@ class Signature:
 
     @property
     def title(self) -> str:
-        shapes = [
-            f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}"
-            for one in self.tensors
-            if one
-        ]
-        distinct = list(dict.fromkeys(shapes))
+        shapes = ((str(one.dtype), list(one.shape)) for one in self.tensors if one)
+        texts = (f"{dtype.removeprefix('torch.')}{shape}" for dtype, shape in shapes)
+        distinct = list(dict.fromkeys(texts))
         more = f" and {len(distinct) - _MOST_SHOWN} more" * (len(distinct) > _MOST_SHOWN)
         return ", ".join(distinct[:_MOST_SHOWN]) + more or "no tensors"
 
@@ -144,10 +137,13 @@ class Signature:
         )
 
     def example(self, mode: FakeTensorMode) -> Any:
+        return self._example(mode, self.tensors)
+
+    def _example(self, mode: FakeTensorMode, tensors: Sequence[TensorFacts | None]) -> Any:
         with mode:
             leaves = [
                 other if facts is None else empty_tensor(facts)
-                for facts, other in zip(self.tensors, self.others, strict=True)
+                for facts, other in zip(tensors, self.others, strict=True)
             ]
         return pytree.tree_unflatten(leaves, self.spec)
 
@@ -238,9 +234,8 @@ def _facts_text(facts: TensorFacts) -> str:
 
 def empty_tensor(facts: TensorFacts) -> Tensor:
     shape, stride, dtype, device, requires_grad = facts
-    return torch.empty_strided(
-        shape, stride, dtype=dtype, device=device, requires_grad=requires_grad
-    )
+    made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    return made.requires_grad_(requires_grad)
 
 
 def argument_name(path: Any) -> str:
@@ -284,7 +279,6 @@ def check_batch(batch: Any, device: str) -> None:
             raise CaptureError(unknown_leaf_message(name, leaf))
         if isinstance(leaf, Tensor):
             refuse_subclass(name, leaf)
-        if isinstance(leaf, Tensor) and leaf.is_meta:
-            raise CaptureError(f"{name} is on the meta device: pass a tensor with storage")
-        if isinstance(leaf, Tensor):
+            if leaf.is_meta:
+                raise CaptureError(f"{name} is on the meta device: pass a tensor with storage")
             check_placement(name, leaf.device, device)

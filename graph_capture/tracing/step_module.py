@@ -86,10 +86,9 @@ def checkpoints_noted(provenance: Provenance) -> Generator[None]:
         yield
     finally:
         for name in ("__enter__", "__exit__"):
-            if name in own:
+            delattr(CheckpointHook, name)
+            if name in own:  # else it is that of a base class
                 setattr(CheckpointHook, name, own[name])
-            else:  # it is that of a base class
-                delattr(CheckpointHook, name)
 
 
 def refuse_checkpointed_writes(graph: fx.Graph, results: int, paths: set[str]) -> None:
@@ -155,10 +154,8 @@ class StepModule(nn.Module):
         signature: Signature | None = None,
     ) -> None:
         super().__init__()
-        self.model = model
-        self.loss_fn = loss_fn
-        self._writes, self._ran, self._over = writes, ran, over
-        self._signature = signature
+        self.model, self.loss_fn = model, loss_fn
+        self._writes, self._ran, self._over, self._signature = writes, ran, over, signature
         on_batch = zip(signature.names, signature.attributes, strict=True) if signature else ()
         self._stand_ins = StandIns(self, list(on_batch))
         # As the caller has it: while AOTAutograd traces, it is off.
@@ -194,10 +191,10 @@ class StepModule(nn.Module):
         replaced = [name for name, tensor in before.items() if now.get(name) is not tensor]
         if replaced:
             raise CaptureError(
-                f"forward of {type(self.model).__name__} puts another tensor in the place of "
-                f"{', '.join(replaced)}, which no graph can carry out. Write into it instead: "
-                "self.name.copy_(...) under torch.no_grad(). Or, if only the first call does it, "
-                "call the model once on a batch, then plan"
+                f"forward of {kind} puts another tensor in the place of {', '.join(replaced)}, "
+                "which no graph can carry out. Write into it instead: self.name.copy_(...) under "
+                "torch.no_grad(). Or, if only the first call does it, call the model once on a "
+                "batch, then plan"
             )
         result = flatten_dataclasses(apply_loss(self.loss_fn, output, target))
         if self.known.failure is not None and not torch.compiler.is_compiling():
@@ -208,8 +205,8 @@ class StepModule(nn.Module):
             return apply_loss(self.loss_fn, self.model(*args, **kwargs), target)
 
         self._stand_ins.require_unwritten(kind)
-        require_unmoved(type(self.model).__name__, stand, again)
-        _require_known(type(self.model).__name__, result)
+        require_unmoved(kind, stand, again)
+        _require_known(kind, result)
         mutated = self._writes.end()
         for tensor in filter(is_distributed, mutated):
             refuse_subclass(f"what forward of {kind} sets on an attribute", tensor)

@@ -209,9 +209,8 @@ def _trace_once(
     _refuse_no_backward(model, descriptors)
     # Attributes of the batch's tensors that no code reads may differ from step to step.
     signature = recipe.signature.with_attributes_of(state.of_tensors)
-    recipe = _with_gradient_release(
-        dataclasses.replace(recipe, signature=signature), model, descriptors
-    )
+    recipe = dataclasses.replace(recipe, signature=signature)
+    recipe = _with_gradient_release(recipe, model, descriptors)
     gm = descriptors.graph_module
     if env:
         recipe = _with_guards(recipe, env)
@@ -221,19 +220,15 @@ def _trace_once(
     edit_traced(gm, recipe)
     held = (getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr"))
     constants = storages_in(held)
-    loop_carried = tuple(
-        find_loop_carried(writes.mutated, results, end, step.duplicate_outputs, constants)
-    )
+    carried = find_loop_carried(writes.mutated, results, end, step.duplicate_outputs, constants)
     # Each step sets these, so no guard may compare them.
     state.leave_out([*places_of(model, writes.mutated), *(one.place for one in writes.initialised)])
     state.compare_items_of(one.place for one in writes.library_caches)
     joint = joint_of(gm, results, recipe, step.duplicate_outputs)
     sets = tuple(writes.mutated), tuple(writes.initialised), tuple(writes.library_caches)
-    looked_at = step.known.looked_at
-    gradient_order = tuple(step.gradient_order.places)
     return Trace(
-        joint, recipe, descriptors, state, *sets, loop_carried, step.duplicate_outputs, looked_at,
-        gradient_order=gradient_order, env=env,
+        joint, recipe, descriptors, state, *sets, tuple(carried), step.duplicate_outputs,
+        step.known.looked_at, gradient_order=tuple(step.gradient_order.places), env=env,
     )  # fmt: skip
 
 
@@ -245,18 +240,18 @@ def _with_gradient_release(
     is_of_parts = has_dtensors(model)
     if not is_of_parts and can_release_gradients(descriptors._aot_state.fw_metadata):
         return recipe
-    if recipe.gradient_release.updates:
-        if is_of_parts:
-            raise CaptureError(
-                f"{recipe.name} has parameters that are DTensors, which cannot be updated during "
-                "backward: update after backward"
-            )
+    if not recipe.gradient_release.updates:
+        return dataclasses.replace(recipe, gradient_release=None)
+    if is_of_parts:
         raise CaptureError(
-            f"{recipe.name} writes to a parameter or an input that it differentiates, or "
-            "returns a part of one, so that parameters cannot be updated during backward: give "
-            "forward or the caller a copy (clone()), or update after backward"
+            f"{recipe.name} has parameters that are DTensors, which cannot be updated during "
+            "backward: update after backward"
         )
-    return dataclasses.replace(recipe, gradient_release=None)
+    raise CaptureError(
+        f"{recipe.name} writes to a parameter or an input that it differentiates, or "
+        "returns a part of one, so that parameters cannot be updated during backward: give "
+        "forward or the caller a copy (clone()), or update after backward"
+    )
 
 
 def _with_guards(recipe: Recipe, env: Environment) -> Recipe:
@@ -366,7 +361,6 @@ def trace(
     refuse_module(model, device, loss_fn)
     args, kwargs, target = wait_all((tuple(args), dict(kwargs or {}), target))
     refuse_all_frozen(model, (args, kwargs, target))
-    given = args, kwargs
     batch = (*inputs_cast(args, kwargs, sharding), target)
     numbers: list[FloatPlace] = []
     if float_inputs:
@@ -385,7 +379,7 @@ def trace(
     asked = accumulate and sharding.kind == "none" if gradient_release is None else gradient_release
     release = asked if isinstance(asked, GradientRelease) else GradientRelease() if asked else None
     # The caller holds the batch that was cast, beside the one that the step reads.
-    counted = (batch, given) if sharding.param_dtype else batch
+    counted = (batch, (args, kwargs)) if sharding.param_dtype else batch
     resident = resident_bytes(
         with_loss(model, loss_fn), counted, optimizer=optimizer, accumulate=accumulate,
         sharding=sharding, is_on_host=sharding.cpu_offload and device != CPU,
@@ -427,9 +421,12 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     with holding(places, values):
         done = _trace_recipe(model, recipe)
         # Traces with other numbers show whether the step is the same but for them.
-        found = probed(
-            places, state, _probe(done, Log()), lambda log: _probe(_traced_anew(model, done), log)
-        )
+        whole = not done.python_state.code_in_scope
+
+        def traced_anew(log: Log) -> Probe:
+            return _probe(_traced_once(model, done.recipe, ExecutedCode(), whole=whole), log)
+
+        found = probed(places, state, _probe(done, Log()), traced_anew)
     if isinstance(found, str):
         raise FloatInputError(
             f"{', '.join(names)} of {recipe.name} cannot be an input of the step: {found}. Plan "
@@ -441,10 +438,8 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
 
 
 def _probe(done: Trace, log: Log) -> Probe:
-    left = (
-        [(one.text, one.leaves) for one in done.mutated],
-        [one.value for one in done.initialised],
-    )
+    mutated = [(one.text, one.leaves) for one in done.mutated]
+    left = mutated, [one.value for one in done.initialised]
     return Probe(done.descriptors.graph_module, left, done.looked_at, log)
 
 
@@ -458,11 +453,6 @@ def _traced_once(model: nn.Module, recipe: Recipe, ran: ExecutedCode, *, whole: 
         vars(refused).update(vars(error))
         cause = error.__cause__
         raise refused.caused_by(cause if isinstance(cause, Exception) else error) from None
-
-
-def _traced_anew(model: nn.Module, done: Trace) -> Trace:
-    whole = not done.python_state.code_in_scope
-    return _traced_once(model, done.recipe, ExecutedCode(), whole=whole)
 
 
 def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
@@ -502,9 +492,8 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     first, last = failed[0], failed[-1]
     if str(last) == str(first):
         raise first
-    raise CaptureError(
-        f"{first}. Traced as if it were compiled, it fails as well: {last}"
-    ).caused_by(first)
+    text = f"{first}. Traced as if it were compiled, it fails as well: {last}"
+    raise CaptureError(text).caused_by(first)
 
 
 def _counts_as_one(done: Trace) -> bool:
@@ -514,13 +503,9 @@ def _counts_as_one(done: Trace) -> bool:
         return False
     twice = [i for i, first in enumerate(signature.firsts) if i != first]
     places = {*twice, *(signature.firsts[i] for i in twice)}
-    facts = [signature.tensors[i] for i in places]
+    facts = [one for i in places if (one := signature.tensors[i])]
     # Code may ask whether two are one; and one tensor has one gradient, the sum of both.
-    if (
-        not twice
-        or done.python_state.asks_identity
-        or any(one and one.requires_grad for one in facts)
-    ):
+    if not twice or done.python_state.asks_identity or any(one.requires_grad for one in facts):
         return bool(twice)
     written = written_inputs(done.joint.module.graph, done.joint.num_forward_outputs)
     # Parameters and buffers come first among the inputs.
@@ -549,13 +534,12 @@ def _require_the_same_again(model: nn.Module, done: Trace, ran: ExecutedCode) ->
     finally:
         for place, value in (*kept, *((entry, entry.value) for entry in before)):
             place.put(value)
-    is_same = again is not None and is_same_graph(again.joint.module, done.joint.module)
-    if (
-        again is None
-        or not is_same
-        or again.initialised
-        or any(memo.added for memo in again.library_caches)
-    ):
+    is_same = (
+        again is not None
+        and is_same_graph(again.joint.module, done.joint.module)
+        and not any(memo.added for memo in again.library_caches)
+    )
+    if again is None or not is_same or again.initialised:
         text = first_only[0].place.text if first_only else done.loop_carried[0].text
         raise CaptureError(
             f"forward of {done.recipe.name} sets {text} at its first call, and its next call does "

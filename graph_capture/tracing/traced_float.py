@@ -112,12 +112,12 @@ _LOST = (
 )  # fmt: skip
 
 
-def _operation(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _operation(
+    name: str, function: Callable[..., Any], *, is_reflected: bool = False
+) -> Callable[..., Any]:
+    if is_reflected:
+        return lambda self, other: _applied(name, function, other, self)
     return lambda self, *others: _applied(name, function, self, *others)
-
-
-def _reflected(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, other: _applied(name, function, other, self)
 
 
 def _asked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,7 +143,7 @@ def _losing(name: str) -> Callable[..., Any]:
 
 for _name, _function in _TWO.items():
     setattr(_TracedFloat, f"__{_name}__", _operation(_name, _function))
-    setattr(_TracedFloat, f"__r{_name}__", _reflected(_name, _function))
+    setattr(_TracedFloat, f"__r{_name}__", _operation(_name, _function, is_reflected=True))
 for _name, _function in _ASKED.items():
     setattr(_TracedFloat, f"__{_name}__", _asked(_name, _function))
 for _name, _function in _ONE.items():
