@@ -23,11 +23,9 @@ CPU_STATE_BYTES = 5056
 
 
 def _with_own_checkpoints(graph: TrainingGraph, values: dict[str, Value]) -> Iterator[Op]:
-    """The ops of a step, those that checkpoints cover as eager runs them there.
-
-    Each checkpoint keeps the state of the random stream where it begins, from then until backward
-    is through with it. `values`, by name, are changed with the ops.
-    """
+    """The ops of a step, those that checkpoints cover as eager runs them there. Each checkpoint
+    keeps the state of the random stream where it begins, from then until backward is through with
+    it. `values`, by name, are changed with the ops."""
     begun: set[int] = set()
     until = _last_readers(graph)
     for op in graph.ops:
@@ -268,9 +266,7 @@ def with_ops_replaced(
     made: Iterable[Value],
 ) -> TrainingGraph:
     """`graph` without the ops of `dropped`; `added` ops, which make `made`, stand in their places.
-
-    Each comes with the name of the op that follows it, "" at the end. No region is left.
-    """
+    Each comes with the name of the op that follows it, "" at the end. No region is left."""
     gone, own = set(dropped), {value.name: value for value in made}
     at: dict[str, list[Op]] = {}
     for place, op in added:

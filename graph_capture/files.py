@@ -232,11 +232,9 @@ NO_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF
 
 @contextlib.contextmanager
 def file_lock(path: Path) -> Generator[None]:
-    """Hold a file against other processes and threads that do so too, by a lock beside it.
-
-    Where a file system has no locks, or one is held for too long, the block runs without. `OSError`
-    where the lock cannot be made, as in a folder that cannot be written.
-    """
+    """Hold a file against other processes and threads that do so too, by a lock beside it. Where a
+    file system has no locks, or one is held for too long, the block runs without. `OSError` where
+    the lock cannot be made, as in a folder that cannot be written."""
     with contextlib.ExitStack() as held:
         try:
             # The system lets go of the lock of a process that dies.
@@ -260,10 +258,8 @@ _BROKEN = (
 
 def read_archive_member(path: Path, name: str) -> bytes | None:
     """A member of a ``.pt2`` archive, by its name below the archive's root; None without one.
-
     Raises ArchiveError if it is no such archive, is cut short, or is not what `torch.export`
-    writes, FileError if it cannot be read.
-    """
+    writes, FileError if it cannot be read."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             size_bytes = file.seek(0, 2)
@@ -324,10 +320,8 @@ _unwritable: set[tuple[str, Path]] = set()
 
 
 def cache_folder() -> Path:
-    """``$REMAT_CACHE``, or the folder ``remat`` in the user's cache folder.
-
-    For a user without a home it is a folder of this process, which goes with it.
-    """
+    """``$REMAT_CACHE``, or the folder ``remat`` in the user's cache folder. For a user without a
+    home it is a folder of this process, which goes with it."""
     if own := os.environ.get("REMAT_CACHE"):
         return Path(own)
     try:

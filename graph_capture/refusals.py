@@ -213,11 +213,8 @@ _ANY = "replace the `if`, `.item()` or index by tensor ops such as torch.where o
 
 
 def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureError:
-    """The refusal of code that looks at values.
-
-    `read`: the arguments whose values were looked at, and `RANDOM`, if nothing else had a part.
-    `said`: the first line of what torch says.
-    """
+    """The refusal of code that looks at values. `read`: the arguments whose values were looked at,
+    and `RANDOM`, if nothing else had a part. `said`: the first line of what torch says."""
     what, ways = "", list[str]()
     if named := " and ".join(name for name in read if name != RANDOM):
         what = f", the values of {named},"

@@ -192,10 +192,8 @@ def _require_calls(tier: str) -> None:
 
 
 class Folder:
-    """A folder for nameless files, and the way in which it takes them.
-
-    Raises `TierError` where no file can be made, or the system has no such files.
-    """
+    """A folder for nameless files, and the way in which it takes them. Raises `TierError` where no
+    file can be made, or the system has no such files."""
 
     def __init__(self, path: str, tier: str) -> None:
         _require_calls(tier)
@@ -305,11 +303,9 @@ class File:
         return self.size_bytes - start
 
     def _blocks(self, address: int) -> Iterator[tuple[int, memoryview, int]]:
-        """Parts of the file: where each starts, what is written or read, and its address.
-
-        Memory goes through this thread's aligned buffer where it does not lie as a direct write
-        wants it; the address is 0 where it is used as it is.
-        """
+        """Parts of the file: where each starts, what is written or read, and its address. Memory
+        goes through this thread's aligned buffer where it does not lie as a direct write wants it;
+        the address is 0 where it is used as it is."""
         bounce, aligned = _bounce()
         for start in range(0, self.size_bytes, CHUNK_BYTES):
             size_bytes = min(CHUNK_BYTES, self.left(start))

@@ -81,9 +81,7 @@ class _SplitMlp:
         use_gate: _Taken, use_up: _Taken, use_inner: _Taken | None = None,
     ) -> None:  # fmt: skip
         """Hand on a block of the gradients of what gate and up return, from that of the output.
-
-        `use_inner` takes what down is given itself.
-        """
+        `use_inner` takes what down is given itself."""
         if self.up_weight is not None:
             self._gated_backward(gradient, rows, columns, use_gate, use_up, use_inner)
             return

@@ -83,10 +83,8 @@ _known: dict[_Key, bool] = {}
 
 
 def matches_eager_bitwise(found: RegionCandidate) -> bool | None:
-    """Whether parts in their chunks give the same bits as their own nodes; None: memory ran out.
-
-    It takes the memory of four times the logits, or what an MLP holds.
-    """
+    """Whether parts in their chunks give the same bits as their own nodes; None: memory ran out. It
+    takes the memory of four times the logits, or what an MLP holds."""
     # Equal kernels on equal shapes: of parts that are alike, one is compared.
     alike = {_likeness(*pair): pair for pair in zip(found.parts, found.nodes, strict=True)}
     try:

@@ -105,12 +105,9 @@ def file_name(which: str) -> str:
 
 class CostCache:
     """What is known of a device and a torch version; `save` merges what is new into the file.
-
-    Without a title it is of this machine's CPU. Costs differ by the device's `settings`.
-
-    `costs` are by `cost_key`, `steps` by the hash of the step's graph, `bits` as of `kept_bits`,
-    `links` by their place. `begun` has times of ops that have no cost yet, in microseconds.
-    """
+    Without a title it is of this machine's CPU. Costs differ by the device's `settings`. `costs`
+    are by `cost_key`, `steps` by the hash of the step's graph, `bits` as of `kept_bits`, `links` by
+    their place. `begun` has times of ops that have no cost yet, in microseconds."""
 
     def __init__(self, title: str | None = None, settings: str = "") -> None:
         self.title = title or cpu_title()
@@ -368,10 +365,8 @@ def as_profile(profile: Profile | str | Path | None) -> Profile | None:
 def costs_of_profile(
     needed: dict[str, fx.Node], profile: Profile, meter: Meter
 ) -> Mapping[str, OpCost]:
-    """The costs of `profile`, by `cost_key`.
-
-    Raises ProfileError if it is of another kind of device; or of another machine, and lacks ops.
-    """
+    """The costs of `profile`, by `cost_key`. Raises ProfileError if it is of another kind of
+    device; or of another machine, and lacks ops."""
     kind, shown = (CUDA, "a CUDA device") if is_cuda(meter.device) else (CPU, "a CPU")
     if profile.device != kind:
         raise ProfileError(

@@ -56,10 +56,8 @@ def links_below(
     device: str, tiers: LowerTiers, profile: Profile | None = None, *, measure_again: bool = False
 ) -> Links:
     """The links of `device`, with as much room as `tiers` has: of the profile, or table, or here.
-
     Those of this machine are taken from disk, or else measured now. Raises ProfileError where the
-    profile is of another machine and lacks them, FileError where a folder cannot be written.
-    """
+    profile is of another machine and lacks them, FileError where a folder cannot be written."""
 
     def pair(nvme_path: str) -> _PlannedPair:
         found = None if profile is None else _profiled(profile, nvme_path)
@@ -84,10 +82,8 @@ def links_below(
 
 
 def relinked(graph: TrainingGraph, tiers: LowerTiers) -> TrainingGraph:
-    """A graph of a file, with links to `tiers`: its own with that room, if it has them.
-
-    Raises ProfileError if it was measured on another machine, whose links are not known.
-    """
+    """A graph of a file, with links to `tiers`: its own with that room, if it has them. Raises
+    ProfileError if it was measured on another machine, whose links are not known."""
     own = graph.links
     if own is not None and tiers.nvme_path in ("", own.nvme_path):
         room = {"host_bytes": tiers.host_bytes, "nvme_bytes": tiers.nvme_bytes}

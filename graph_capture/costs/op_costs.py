@@ -79,12 +79,9 @@ def time_ops(
     cache: CostCache,
 ) -> tuple[dict[str, OpCost], frozenset[str]]:
     """Costs of the `missing` ops and of saving a random state, and which ops had no room to run.
-
     `between` is called after each pass over the ops. `cache` keeps times meanwhile, and has those
-    that a process took that was ended.
-
-    Raises CaptureError if memory runs out that ops had when they were timed.
-    """
+    that a process took that was ended. Raises CaptureError if memory runs out that ops had when
+    they were timed."""
     meter.settle()
     # `median_us` takes what has run before.
     meter.rng_state()
@@ -412,11 +409,8 @@ def measured_workspaces(trace: Trace, names: Collection[str]) -> dict[str, int]:
 
 
 class Sized:
-    """The graph of a trace with the bytes that its ops take, and without times.
-
-    So a schedule is judged at the sizes of a batch for which nothing was timed. Ops without known
-    costs run once.
-    """
+    """The graph of a trace with the bytes that its ops take, and without times. So a schedule is
+    judged at the sizes of a batch for which nothing was timed. Ops without known costs run once."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace, self._meter = trace, meter_of(trace.recipe.device)
@@ -428,10 +422,8 @@ class Sized:
         self.graph = replace(graph, resident=resident)
 
     def with_region(self, region: str, chunks: int, *, is_exact: bool) -> TrainingGraph:
-        """The graph with a region that may run in so many chunks.
-
-        Without one where the step has other parts, or where `is_exact` and bits are not eager's.
-        """
+        """The graph with a region that may run in so many chunks. Without one where the step has
+        other parts, or where `is_exact` and bits are not eager's."""
         has_them = kept_bits(self._meter, self._cache)
 
         def of_chunks(found: RegionCandidate) -> tuple[dict[str, Op], tuple[Value, ...]]:

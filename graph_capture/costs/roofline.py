@@ -71,10 +71,8 @@ class Roofline:
         return _Fit(self, profile).roofline()
 
     def errors(self, profile: Profile) -> list[float]:
-        """How far the model fitted to the others is off on each op of `profile`, ascending.
-
-        Each error is a part of the measured time.
-        """
+        """How far the model fitted to the others is off on each op of `profile`, ascending. Each
+        error is a part of the measured time."""
         return _Fit(self, profile).errors()
 
     def _work_us(self, work: OpWork, share: Efficiency) -> float:
@@ -165,12 +163,9 @@ _ATTENTION_ROWS, _ATTENTION_COLUMNS = 128, 32
 def model_costs(
     trace: Trace, name: str, profile: Profile | None = None, ranks: RankLinks | None = None
 ) -> TrainingGraph:
-    """The trace's graph with the costs, workspaces and sizes of a device of the table.
-
-    `ranks` left out are those of the profile, or of the table.
-
-    Raises DeviceError where there is no such device, ProfileError where `profile` is of another.
-    """
+    """The trace's graph with the costs, workspaces and sizes of a device of the table. `ranks` left
+    out are those of the profile, or of the table. Raises DeviceError where there is no such device,
+    ProfileError where `profile` is of another."""
     roofline = assumed = Roofline.assumed(modelled_device(name))
     known: Mapping[str, OpCost] = {}
     if profile is not None:

@@ -107,9 +107,7 @@ def dropping(joint: Joint) -> fx.GraphModule:
 
 def less_for_kept(graph: TrainingGraph, costs: Costs, saved_us: float) -> Costs:
     """`costs` with `saved_us` taken off those of values kept for backward, in proportion to bytes.
-
-    Every op keeps `LEAST_KEPT_PART` of its cost, so that less than `saved_us` may be taken off.
-    """
+    Every op keeps `LEAST_KEPT_PART` of its cost, so that less than `saved_us` may be taken off."""
     of_op = bytes_for_backward(graph)
     us_per_byte = saved_us / max(1, sum(of_op.values()))
     return {
@@ -179,10 +177,8 @@ stretches, 0 where each result is made again right before it is read."""
 
 @dataclass(frozen=True)
 class _Recomputing:
-    """A step that computes forward again.
-
-    `module` is called as the joint module. `again` has the names of the ops that run twice.
-    """
+    """A step that computes forward again. `module` is called as the joint module. `again` has the
+    names of the ops that run twice."""
 
     module: fx.GraphModule
     again: tuple[str, ...]
@@ -212,11 +208,9 @@ def _in_segments(joint: Joint, graph: fx.Graph) -> list[str]:
 
 
 def as_recomputed(graph: TrainingGraph, costs: Costs, again_us: float, expected_us: float) -> Costs:
-    """`costs` with forward between the costs of its ops and what they took in segments.
-
-    `again_us` is what the ops that ran again took, `expected_us` what they take by their costs; 0
-    if none ran.
-    """
+    """`costs` with forward between the costs of its ops and what they took in segments. `again_us`
+    is what the ops that ran again took, `expected_us` what they take by their costs; 0 if none
+    ran."""
     factor = 1.0
     if expected_us:
         ratio = max(LEAST_OF_RECOMPUTING, again_us / expected_us)
@@ -241,9 +235,7 @@ def _make_again(
     graph: fx.Graph, dropped: Sequence[fx.Node], later: dict[fx.Node, int]
 ) -> list[str]:
     """Let nodes of `later` read copies of `dropped`; returns the names of those that are copied.
-
-    The copies stand before the first node that reads one.
-    """
+    The copies stand before the first node that reads one."""
     readers = {node: [user for user in node.users if user in later] for node in dropped}
     needed = {node for node in dropped if readers[node]}
     if not needed:
@@ -318,10 +310,8 @@ def whole_step(
     rounds: StepRounds | None,
     profile: Profile | None,
 ) -> WholeStepTimes | None:
-    """The times of the whole step, of `profile`, of `rounds` or of `cache`; None if of none.
-
-    What `rounds` find is kept in `cache`, and so on disk. `graph` has each op at its cost alone.
-    """
+    """The times of the whole step, of `profile`, of `rounds` or of `cache`; None if of none. What
+    `rounds` find is kept in `cache`, and so on disk. `graph` has each op at its cost alone."""
     if graph.device != CPU:
         return None
     key = joint.timed_hash
@@ -426,9 +416,7 @@ class StepRounds:
 
 def is_beyond(joint: Joint, graph: TrainingGraph, most_bytes: int | None) -> bool:
     """Whether runs of the step on made data, beside the model and its batch, take more than that.
-
-    The step keeps all that backward reads.
-    """
+    The step keeps all that backward reads."""
     if most_bytes is None or graph.device != CPU:
         return False
     needed_bytes = graph.resident.total_bytes + peak_bytes(graph) + _made_bytes(joint)
@@ -443,11 +431,8 @@ def step_rounds(
     profile: Profile | None,
     most_bytes: int | None = None,
 ) -> StepRounds | None:
-    """The rounds of a step on a CPU.
-
-    None where its times are known, where a `profile` of another machine is used, and where they
-    take more than `most_bytes`.
-    """
+    """The rounds of a step on a CPU. None where its times are known, where a `profile` of another
+    machine is used, and where they take more than `most_bytes`."""
     key = joint.timed_hash
     is_known = cache.has_step(key, meter) or (profile is not None and key in profile.steps)
     if graph.device != CPU or is_known or not _is_of(profile, meter.title):
@@ -457,11 +442,9 @@ def step_rounds(
 
 
 def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | None:
-    """The runs of a step, each of which has been run once.
-
-    None for a step that needs more than half of the free memory, or fails on made data; where the
-    system does not say what is free, for any.
-    """
+    """The runs of a step, each of which has been run once. None for a step that needs more than
+    half of the free memory, or fails on made data; where the system does not say what is free, for
+    any."""
     if not _has_room(peak_bytes(graph) + _made_bytes(joint), meter.device):
         return None
     twice, watch = recomputing(joint), ForwardWatch()
@@ -503,10 +486,8 @@ def _made_bytes(joint: Joint) -> int:
 
 
 def peak_bytes(graph: TrainingGraph) -> int:
-    """The most bytes live when every op runs once, without resident ones.
-
-    The judge of schedules says the same (a test holds that); this package does not import it.
-    """
+    """The most bytes live when every op runs once, without resident ones. The judge of schedules
+    says the same (a test holds that); this package does not import it."""
     sizes = {value.name: value.size_bytes for value in graph.values if value.producer}
     readers = Counter(name for op in graph.ops for name in {*op.inputs} if name in sizes)
     readers.update(name for name in graph.outputs if name in sizes)

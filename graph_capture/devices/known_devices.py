@@ -205,10 +205,8 @@ NUMBER = r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)"
 
 
 def checked_bytes(given: SupportsIndex, what: str, forms: str) -> int:
-    """An int as bytes. `what` is its name in errors, `forms` how it may be written.
-
-    Raises BudgetError if it is no int.
-    """
+    """An int as bytes. `what` is its name in errors, `forms` how it may be written. Raises
+    BudgetError if it is no int."""
     # A bool has an index too, and is no size.
     if isinstance(given, bool):
         raise BudgetError(f"{what} {given!r} is no size: give bytes as an int, or {forms}")
@@ -223,9 +221,7 @@ def checked_bytes(given: SupportsIndex, what: str, forms: str) -> int:
 
 def parse_bytes(text: str, what: str, forms: str, unless: str = "") -> int:
     """A text with a unit as bytes. `unless` is what it could have meant without one, such as ``%``.
-
-    Raises BudgetError if it is no number, or has no unit or an unknown one.
-    """
+    Raises BudgetError if it is no number, or has no unit or an unknown one."""
     match = re.fullmatch(rf"{NUMBER}\s*([a-z]*)", text.lower())
     if match is None:
         raise BudgetError(f"{what} {text!r} cannot be read: write it like {forms}")
@@ -293,10 +289,8 @@ def _as_reached(device: Device, source: str) -> RankLinks:
 
 
 def read_rank_links(path: Path, node_size: int) -> RankLinks:
-    """Links from a file of the fields of `RankLinks`, or from a profile that has some.
-
-    Raises DeviceError if it is no such file or a figure cannot be, FileError if it is not readable.
-    """
+    """Links from a file of the fields of `RankLinks`, or from a profile that has some. Raises
+    DeviceError if it is no such file or a figure cannot be, FileError if it is not readable."""
     contents = read_contents(path)
     try:
         found = decode_json(contents, _OfProfile).ranks or decode_json(contents, RankLinks)

@@ -143,10 +143,8 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 class CollectiveTimes(msgspec.Struct, frozen=True):
-    """Times of one collective over so many ranks, by its whole bytes, ascending.
-
-    `apart` is how many ranks lie between two neighbours of the group.
-    """
+    """Times of one collective over so many ranks, by its whole bytes, ascending. `apart` is how
+    many ranks lie between two neighbours of the group."""
 
     kind: Collective
     ranks: int
@@ -194,9 +192,7 @@ class RankLinks(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def us(self, kind: Collective, size_bytes: float, ranks: int, apart: int = 1) -> float:
         """Time of a collective over ranks that lie evenly, `apart` between two neighbours.
-
-        `size_bytes` are of the whole, all shards together.
-        """
+        `size_bytes` are of the whole, all shards together."""
         return self.collective_us(Traffic(kind, size_bytes, ranks, self._in_node(ranks, apart)))
 
     def collective_us(self, traffic: Traffic) -> float:
@@ -264,10 +260,8 @@ _COPIES_BESIDE = 24
 
 
 class FileMeter:
-    """Copies between memory and files of a folder; `threads` share each copy.
-
-    Raises FileError if the folder is not there or cannot be written, OSError if it has no room.
-    """
+    """Copies between memory and files of a folder; `threads` share each copy. Raises FileError if
+    the folder is not there or cannot be written, OSError if it has no room."""
 
     def __init__(self, folder: str, threads: int = 1) -> None:
         require_writable(folder)
@@ -340,9 +334,7 @@ class FileMeter:
 
 def file_pair(folder: str, threads: Sequence[int] = ()) -> LinkPair:
     """Both ways between memory and files in `folder`, by one thread each, as a step copies.
-
-    `threads` are tried only for a look at what they would reach. Raises FileError.
-    """
+    `threads` are tried only for a look at what they would reach. Raises FileError."""
     try:
         with contextlib.closing(FileMeter(folder)) as meter:
             meter.fill()

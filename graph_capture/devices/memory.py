@@ -41,10 +41,8 @@ _SHORT = (
 
 
 def free_bytes(device: str = CPU) -> int:
-    """Bytes that new work may take on a device of this machine; on a CPU, without swapping.
-
-    Raises BudgetError if the device is not here, or the system does not say what is free.
-    """
+    """Bytes that new work may take on a device of this machine; on a CPU, without swapping. Raises
+    BudgetError if the device is not here, or the system does not say what is free."""
     if is_cuda(device):
         return _free_on_cuda(device)
     return max(0, min([_free_on_the_machine(), *_free_in_cgroups(), *_free_of_the_process()]))
@@ -200,11 +198,9 @@ def lower_tiers(
     host: str | SupportsIndex | None, nvme: str | None, device: str, *, is_here: bool | None = None
 ) -> LowerTiers | None:
     """What is asked for in bytes, looked at on this machine; None where nothing is asked for.
-
     Raises BudgetError if a size cannot be read, is 0 or less, or is more than there is; FileError
     if the folder is not there, or cannot be written; TierError if it takes files, and the system
-    cannot keep values in them.
-    """
+    cannot keep values in them."""
     if host is None and nvme is None:
         return None
     if host is None:

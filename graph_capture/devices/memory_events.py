@@ -34,10 +34,8 @@ class RegionMemory:
 
 def measure_regions(regions: Iterable[Callable[[], Any]]) -> list[RegionMemory]:
     """Run each callable once under one profiler, and account for its allocations alone; CPU only.
-
     `final_bytes` counts what a callable returns. What the iterable allocates between two callables
-    counts for neither.
-    """
+    counts for neither."""
     deltas, spans = _watched(regions)
     times = [time for time, _ in deltas]
     return [_account(deltas, times, *span) for span in spans]
@@ -138,10 +136,8 @@ def measure_peak(run: Callable[[], Any]) -> int:
 
 
 def measure_rank_peak(run: Callable[[], Any], reset: Callable[[], Any], runs: int = RUNS) -> int:
-    """As `measure_peak`, for a step that communicates through gloo, on every rank.
-
-    `reset` is called before each of `runs` steps, unmeasured. It has to drop the gradients.
-    """
+    """As `measure_peak`, for a step that communicates through gloo, on every rank. `reset` is
+    called before each of `runs` steps, unmeasured. It has to drop the gradients."""
     seen: list[RegionMemory] = []
     for _ in range(runs):
         reset()

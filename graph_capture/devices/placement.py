@@ -26,9 +26,7 @@ _HOST = (CPU, "meta")
 
 def resolved_device(name: str | None, model: nn.Module) -> str:
     """`name`, with its index if it is ``cuda``; if it is None, the device that the model is on.
-
-    Raises CaptureError for what is no module, DeviceError for a device that is not here.
-    """
+    Raises CaptureError for what is no module, DeviceError for a device that is not here."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise CaptureError(
             f"a step is captured of a torch.nn.Module, and this is {type(model).__name__}: pass "

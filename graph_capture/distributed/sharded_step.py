@@ -274,11 +274,9 @@ class _FsdpStep:
 def sharded(
     graph: TrainingGraph, units: Sequence[Unit], sharding: Sharding, *, is_eager: bool = False
 ) -> TrainingGraph:
-    """`graph` as it runs on one rank, where each unit is wrapped by itself, then the model.
-
-    `graph` has `resident` counted for the sharding already. `is_eager`: units run op by op, so that
-    each gradient leaves backward on its own.
-    """
+    """`graph` as it runs on one rank, where each unit is wrapped by itself, then the model. `graph`
+    has `resident` counted for the sharding already. `is_eager`: units run op by op, so that each
+    gradient leaves backward on its own."""
     if sharding.kind in ("fsdp2", "replicate"):
         return _FsdpStep(graph, units, sharding).graph()
     if sharding.bucket_views:
@@ -289,10 +287,8 @@ def sharded(
 def local_step(
     graph: TrainingGraph, sharding: Sharding, *, is_rewritten: bool = False
 ) -> TrainingGraph:
-    """The step of one rank, with blocks found by the module paths of ops.
-
-    `is_rewritten`: the whole step is to be one autograd node, whose gradients come at its end.
-    """
+    """The step of one rank, with blocks found by the module paths of ops. `is_rewritten`: the whole
+    step is to be one autograd node, whose gradients come at its end."""
     if sharding.kind == "none":
         return graph
     # One node hands over all gradients at its end: buckets stand beside them, views or not.

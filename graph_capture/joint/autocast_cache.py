@@ -25,11 +25,9 @@ _KEPT_BY_AUTOCAST = ("ParamAOTInput", "PlainAOTInput")
 
 
 def cast_weights_once(gm: fx.GraphModule) -> None:
-    """Let all uses of a weight in one region of autocast share a cast.
-
-    Raises CaptureError if the order in which eager adds up a gradient cannot be told; or if it is
-    that of an input of the step, which eager casts once only if it is a leaf.
-    """
+    """Let all uses of a weight in one region of autocast share a cast. Raises CaptureError if the
+    order in which eager adds up a gradient cannot be told; or if it is that of an input of the
+    step, which eager casts once only if it is a leaf."""
     weights = gm.graph.find_nodes(op="placeholder")
     repeated = [(weight, casts) for weight in weights for casts in _repeated(weight)]
     if not repeated:  # making code of the graph anew takes long for thousands of nodes

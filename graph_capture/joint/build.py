@@ -301,12 +301,9 @@ def build_joint(
     gradient_release: GradientRelease | None = None,
     **facts: Any,
 ) -> Joint:
-    """Analyse a joint graph: storages become values, nodes become ops, views become nothing.
-
-    `gm` is changed to run eager's ops. `several_gradients` is of `DuplicateOutputs.gradients`.
-
-    Raises CaptureError if the graph mutates a tensor, or uses one whose gradient would be lost.
-    """
+    """Analyse a joint graph: storages become values, nodes become ops, views become nothing. `gm`
+    is changed to run eager's ops. `several_gradients` is of `DuplicateOutputs.gradients`. Raises
+    CaptureError if the graph mutates a tensor, or uses one whose gradient would be lost."""
     # A trace decomposes these otherwise than eager runs them; the results differ in the last bits.
     make_dropout_exact(gm)
     make_class_weights_exact(gm)

@@ -47,11 +47,9 @@ _MODEL = ""  # the source of what parameters and buffers have a part in
 
 class ConstantFolder(TraceObserver):
     """Runs ops on known values too, beside the trace, and answers code that looks at them.
-
     `failure` is what was raised when code first looked at unknown values; `read` are the arguments
     that those values come from, and `RANDOM` if numbers were drawn; empty if parameters or buffers
-    have a part in them.
-    """
+    have a part in them."""
 
     def __init__(
         self, batch: Iterable[tuple[str, Any]] = (), over: TraceSizes | None = None

@@ -53,11 +53,9 @@ def of_parameters(gm: fx.GraphModule, num_forward_outputs: int) -> dict[int, fx.
 
 @dataclass
 class GradientAccumulation:
-    """Adds the ops that release gradients, or that update parameters.
-
-    `updated` has the bytes of each update in backward, by name. If there are some, only the
-    gradients of these parameters are released.
-    """
+    """Adds the ops that release gradients, or that update parameters. `updated` has the bytes of
+    each update in backward, by name. If there are some, only the gradients of these parameters are
+    released."""
 
     gradients: Sequence[Any]
     parameters: Mapping[int, fx.Node]  # by place, those whose gradients may be released
@@ -366,11 +364,9 @@ def _cost_of(
 
 @dataclass(frozen=True)
 class GradientRelease:
-    """Gradients of parameters leave backward one by one.
-
-    `updates` are of the parameters that the optimizer updates in backward, with the bytes that each
-    takes. Other gradients then stay to the end. Empty: gradients are only released.
-    """
+    """Gradients of parameters leave backward one by one. `updates` are of the parameters that the
+    optimizer updates in backward, with the bytes that each takes. Other gradients then stay to the
+    end. Empty: gradients are only released."""
 
     is_added: bool = True  # to a ``.grad`` that is there before the step
     updates: tuple[tuple[str, int], ...] = ()

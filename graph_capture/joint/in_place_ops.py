@@ -59,10 +59,8 @@ STEP_METAS = "remat_step_metas"
 
 @dataclass(frozen=True)
 class JoinedOp:
-    """`op` of the trace; `in_place` runs instead, if given; or, if `is_whole`, nothing runs.
-
-    Then the first argument is the result, as an earlier step has written to it.
-    """
+    """`op` of the trace; `in_place` runs instead, if given; or, if `is_whole`, nothing runs. Then
+    the first argument is the result, as an earlier step has written to it."""
 
     op: Any
     in_place: Any = None
@@ -124,10 +122,8 @@ def _carry_out(step: JoinedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _join_members(members: Sequence[fx.Node], steps: Sequence[JoinedOp]) -> None:
-    """Let the last of `members`, which stand in graph order, do what all of them do.
-
-    Nothing else may read any of them but the last. `steps` says what each does.
-    """
+    """Let the last of `members`, which stand in graph order, do what all of them do. Nothing else
+    may read any of them but the last. `steps` says what each does."""
     index = {node: i for i, node in enumerate(members)}
     *others, last = members
 
@@ -147,10 +143,8 @@ def _join_members(members: Sequence[fx.Node], steps: Sequence[JoinedOp]) -> None
 
 
 def join_writes(graph: fx.Graph, in_forward: Collection[fx.Node], sums: InPlace) -> None:
-    """Change each tensor that is made only to be written to, and its writes, to one op.
-
-    `sums` are those that are added up in place otherwise, and stay as they are.
-    """
+    """Change each tensor that is made only to be written to, and its writes, to one op. `sums` are
+    those that are added up in place otherwise, and stay as they are."""
     apart = {*sums.targets, *sums.before}
     apart.update(node for scattered in sums.scattered.values() for node in scattered)
     for node in list(graph.nodes):

@@ -42,10 +42,8 @@ _InPlaceOf = Callable[[fx.Node], Any]
 
 @dataclass(frozen=True)
 class Write:
-    """`node` writes to a tensor or a view of it, and `target` does so in place.
-
-    `scattered` puts the part that was written back into the whole.
-    """
+    """`node` writes to a tensor or a view of it, and `target` does so in place. `scattered` puts
+    the part that was written back into the whole."""
 
     node: fx.Node
     target: Any
@@ -99,10 +97,8 @@ def as_written(node: fx.Node) -> fx.Node:
 def only_write(
     tensor: fx.Node, in_place: _InPlaceOf, may_read_it: Callable[[fx.Node], bool] = lambda _: False
 ) -> Write | None:
-    """The write to `tensor`, if that is all that reads it.
-
-    `may_read_it` says whether a node that writes to a part may read other parts too.
-    """
+    """The write to `tensor`, if that is all that reads it. `may_read_it` says whether a node that
+    writes to a part may read other parts too."""
     readers, views = reads_of(tensor)
     writers = [node for node in readers if in_place(node) is not None]
     if len(writers) != 1:

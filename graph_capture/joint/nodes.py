@@ -206,10 +206,8 @@ def copy_of(
 
 
 def written_inputs(graph: fx.Graph, results: int) -> tuple[Any, ...]:
-    """For each input that the step writes to, AOTAutograd's description; None for the others.
-
-    Of the graph's outputs, the first `results` are forward's.
-    """
+    """For each input that the step writes to, AOTAutograd's description; None for the others. Of
+    the graph's outputs, the first `results` are forward's."""
     said = graph.output_node().meta["desc"][:results]
     written = {what.mutated_input for what in said if hasattr(what, "mutated_input")}
     given = [n.meta["desc"] for n in graph.find_nodes(op="placeholder") if not is_tangent(n)]
@@ -219,10 +217,8 @@ def written_inputs(graph: fx.Graph, results: int) -> tuple[Any, ...]:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The bytes of a strided tensor in the order of its elements: shape (bytes,), dtype uint8.
-
-    By these values are compared, since a NaN equals a NaN of the same bits. Copied only if needed.
-    """
+    """The bytes of a strided tensor in the order of its elements: shape (bytes,), dtype uint8. By
+    these values are compared, since a NaN equals a NaN of the same bits. Copied only if needed."""
     # One element is contiguous whatever its stride is, 0 where it was expanded. `view` to another
     # dtype needs a stride of 1, hence `as_strided`.
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()

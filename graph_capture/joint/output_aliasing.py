@@ -114,10 +114,8 @@ def why_no_recompute(
     overwritten: Mapping[str, str],
     place: tuple[str, str],
 ) -> str:
-    """Empty if the op of `node` may run twice. `place` is its module and its line.
-
-    Raises CaptureError if it reads in backward what forward overwrites.
-    """
+    """Empty if the op of `node` may run twice. `place` is its module and its line. Raises
+    CaptureError if it reads in backward what forward overwrites."""
     for name in inputs:
         if name in overwritten and phase == "forward":
             return f"it reads {overwritten[name]}, which the step overwrites"
@@ -151,9 +149,7 @@ def overwritten_values(
     nodes: Sequence[fx.Node], overwritten_inputs: Sequence[Any]
 ) -> dict[str, str]:
     """Resident values that the step overwrites, with the names that users know them by.
-
-    `overwritten_inputs` has for each result of forward the input that it overwrites, or None.
-    """
+    `overwritten_inputs` has for each result of forward the input that it overwrites, or None."""
     overwritten = {what for what in overwritten_inputs if what is not None}
     return {
         node.name: path_in_model(str(getattr(node.meta["desc"], "target", node.name)))

@@ -114,10 +114,8 @@ class LoadedNames:
         return is_loaded
 
     def is_asked_of(self, kind: type) -> Callable[[str, Any], bool]:
-        """Whether code may ask for a name of objects of that class that it puts together.
-
-        By a method's own first argument, or of what holds data.
-        """
+        """Whether code may ask for a name of objects of that class that it puts together. By a
+        method's own first argument, or of what holds data."""
         is_own = not self._asking.isdisjoint(self._related(kind))
         holds_data = kind.__module__ in OF_DATA or dataclasses.is_dataclass(kind)
         is_asked = is_own or (None in self._asking and holds_data)

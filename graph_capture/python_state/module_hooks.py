@@ -100,11 +100,9 @@ def _add_asked(found: Names, instructions: list[dis.Instruction], first: str | N
 
 
 def _second_argument(after: list[dis.Instruction]) -> tuple[int, bool]:
-    """Where the second argument of a call begins whose function was loaded just now.
-
-    And whether something else than the call takes what is there, to make a name of it. The first
-    argument is complete where it is alone on the stack for the last time.
-    """
+    """Where the second argument of a call begins whose function was loaded just now. And whether
+    something else than the call takes what is there, to make a name of it. The first argument is
+    complete where it is alone on the stack for the last time."""
     depth, second, is_taken = 0, 0, False
     for i, one in enumerate(after):
         before, depth = depth, depth + dis.stack_effect(one.opcode, one.arg, jump=False)

@@ -194,11 +194,9 @@ class Change:
 
 
 class PythonState:
-    """Python's state that forward and the loss may read, as it is when this is made.
-
-    `ran`: compare what this code may read, also what runs later; each state that it comes by is as
-    it was before. None: what any code may read, whether it runs or not.
-    """
+    """Python's state that forward and the loss may read, as it is when this is made. `ran`: compare
+    what this code may read, also what runs later; each state that it comes by is as it was before.
+    None: what any code may read, whether it runs or not."""
 
     def __init__(
         self,

@@ -75,10 +75,8 @@ _NAMES_OF_ATTRIBUTES = (operator.attrgetter, operator.methodcaller)
 
 class StateWalk:
     """One walk from a model and its loss, breadth first. `found` has what it has come by so far.
-
     `loss_fn` may be other functions that are called. `ran`: follow this code alone, and what
-    `begins` later; None: all.
-    """
+    `begins` later; None: all."""
 
     def __init__(self, model: nn.Module, loss_fn: Any, ran: ExecutedCode | None = None) -> None:
         self.found = ReachableObjects()

@@ -86,9 +86,7 @@ def first_other(
     before: Mapping[str, Any], tensor: Tensor, names: Collection[str]
 ) -> tuple[str, Any, Any] | None:
     """The first attribute of a tensor that is not as it was: its name, what it was and what it is.
-
-    `names` are those that code may load.
-    """
+    `names` are those that code may load."""
     now = attributes_of(tensor)
     for name in sorted((before.keys() | now.keys()) & set(names)):
         if name.startswith(_BY_TORCH):
@@ -102,10 +100,8 @@ def first_other(
 
 
 class StandIns:
-    """Gives the tensors of a trace the attributes of those that they stand for.
-
-    `on_batch`: the names of the batch's leaves, each with what was set on it.
-    """
+    """Gives the tensors of a trace the attributes of those that they stand for. `on_batch`: the
+    names of the batch's leaves, each with what was set on it."""
 
     def __init__(self, step: nn.Module, on_batch: Sequence[tuple[str, _Attributes]]) -> None:
         self._on_batch = on_batch

@@ -40,10 +40,8 @@ class WorkspacePoint(msgspec.Struct, frozen=True):
 
 
 class _Line(NamedTuple):
-    """Workspace `made` at `size` bytes of a value, and `more` for each further `step` bytes.
-
-    It holds up to the point `last`, from the point before `first` on.
-    """
+    """Workspace `made` at `size` bytes of a value, and `more` for each further `step` bytes. It
+    holds up to the point `last`, from the point before `first` on."""
 
     op: int
     value: int
@@ -56,12 +54,10 @@ class _Line(NamedTuple):
 
 
 class Workspaces:
-    """Workspaces between points, which go from the smallest sizes to the largest.
-
-    `beside`: for each that was measured the values with which it may grow; left out, those that the
-    op reads or makes. `along`: the only size that varies from point to point, in which lines then
-    are; left out, they are in bytes of values.
-    """
+    """Workspaces between points, which go from the smallest sizes to the largest. `beside`: for
+    each that was measured the values with which it may grow; left out, those that the op reads or
+    makes. `along`: the only size that varies from point to point, in which lines then are; left
+    out, they are in bytes of values."""
 
     def __init__(
         self,

@@ -178,10 +178,8 @@ _NO_NAMES: dict[str, Any] = {"__builtins__": {}, "max": max, "min": min}
 
 
 def at_sizes(gm: fx.GraphModule, env: Environment, sizes: Mapping[str, int]) -> fx.GraphModule:
-    """A copy of the joint graph with numbers for symbols, as a trace at these sizes has it.
-
-    Tensors that share memory still do. Numbers that follow from the sizes are `SizeArgument`s.
-    """
+    """A copy of the joint graph with numbers for symbols, as a trace at these sizes has it. Tensors
+    that share memory still do. Numbers that follow from the sizes are `SizeArgument`s."""
     return _AtSizes(gm, env, sizes).copy()
 
 

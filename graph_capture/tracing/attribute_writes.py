@@ -318,11 +318,9 @@ def find_loop_carried(
     mutated: Iterable[MutatedAttribute], results: int, end: fx.Node,
     duplicate_outputs: DuplicateOutputs | None, constants: frozenset[int],
 ) -> list[MutatedAttribute]:  # fmt: skip
-    """Attributes that forward may read from an earlier step, and sets to something else.
-
-    `results` is how many of the joint graph's outputs, at `end`, are forward's; the last of them
-    are the mutated tensors. `constants` are the storages of tensors that the graph holds itself.
-    """
+    """Attributes that forward may read from an earlier step, and sets to something else. `results`
+    is how many of the joint graph's outputs, at `end`, are forward's; the last of them are the
+    mutated tensors. `constants` are the storages of tensors that the graph holds itself."""
     number = sum(one.tensors for one in mutated)
     if not number:
         return []

@@ -252,10 +252,8 @@ def holding(places: Sequence[FloatPlace], values: Sequence[float]) -> Generator[
 def probed(
     places: Sequence[FloatPlace], state: PythonState, base: Probe, trace: Callable[[Log], Probe]
 ) -> FloatInputs | str:
-    """Where the numbers go, by two further traces; or why they cannot be inputs.
-
-    `base` is the trace with their own values, `state` all that forward reads.
-    """
+    """Where the numbers go, by two further traces; or why they cannot be inputs. `base` is the
+    trace with their own values, `state` all that forward reads."""
     others: list[Probe] = []
     for first, more in _PROBES:
         log = Log()

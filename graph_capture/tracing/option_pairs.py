@@ -12,10 +12,8 @@ from remat.graph_capture.errors import CaptureError, RematError, RewriteError
 
 
 class OptionPair(NamedTuple):
-    """Two options of which one call takes one, spelled as in Python.
-
-    The message says that `other` is not taken with `one`; `why` and `instead` are a clause each.
-    """
+    """Two options of which one call takes one, spelled as in Python. The message says that `other`
+    is not taken with `one`; `why` and `instead` are a clause each."""
 
     other: str
     one: str

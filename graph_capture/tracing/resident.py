@@ -44,10 +44,8 @@ def resident_bytes(
     is_on_host: bool = False,
 ) -> Resident:
     """Resident bytes of one rank, by category; a storage shared by two tensors counts once.
-
     `accumulate`: gradient buffers exist before the step, as where several batches are summed.
-    `is_on_host`: parameters, gradients and state are, as with `CPUOffloadPolicy`.
-    """
+    `is_on_host`: parameters, gradients and state are, as with `CPUOffloadPolicy`."""
     require_optimizer(optimizer)
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
@@ -190,10 +188,8 @@ def _later_slots(model: nn.Module) -> dict[_Slot, _Slot]:
 
 
 def tied_places(model: nn.Module) -> dict[int, int]:
-    """Places in ``named_parameters(remove_duplicate=False)`` that a trace leaves out.
-
-    Each with the place of the parameter's first name.
-    """
+    """Places in ``named_parameters(remove_duplicate=False)`` that a trace leaves out. Each with the
+    place of the parameter's first name."""
     slots = _slots(model)
     later = _later_slots(model)
     # Reversed, so that the first place counts of a module that comes twice.

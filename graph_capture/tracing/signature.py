@@ -83,9 +83,7 @@ _NO_TENSOR = "Pass a tensor there, as at capture, or make another plan for this 
 
 class Signature:
     """Shapes, strides, dtypes and devices of a batch's tensors, and its other leaves as they are.
-
-    It holds no tensor of the batch.
-    """
+    It holds no tensor of the batch."""
 
     def __init__(self, batch: Any) -> None:
         paths, self.spec = leaves_with_paths(batch), pytree.tree_structure(batch)

@@ -93,9 +93,7 @@ def checkpoints_noted(provenance: Provenance) -> Generator[None]:
 
 def refuse_checkpointed_writes(graph: fx.Graph, results: int, paths: set[str]) -> None:
     """Raise `CaptureError` if forward writes to a buffer of a module that a checkpoint covers.
-
-    `results` is how many of the joint graph's outputs are forward's.
-    """
+    `results` is how many of the joint graph's outputs are forward's."""
     # Eager runs what a checkpoint covers twice, and so writes such a buffer twice: a batch norm
     # counts each batch double. A plan runs forward as without the checkpoint.
     for what in graph.output_node().meta["desc"][:results]:
@@ -138,11 +136,9 @@ LossFunction = Callable[..., Any]
 
 
 class StepModule(nn.Module):
-    """``loss_fn(model(*args, **kwargs), target)``, or the model alone.
-
-    As in `torch.distributed.pipelining`, `loss_fn` takes the output, and the target where there is
-    one. Where forward sets tensors on attributes, the result is a pair: with those.
-    """
+    """``loss_fn(model(*args, **kwargs), target)``, or the model alone. As in
+    `torch.distributed.pipelining`, `loss_fn` takes the output, and the target where there is one.
+    Where forward sets tensors on attributes, the result is a pair: with those."""
 
     def __init__(
         self,

@@ -407,11 +407,8 @@ def trace(
 
 
 def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
-    """Trace `model` on fake tensors with the recipe's signature.
-
-    Raises `CaptureError` as `trace` does, or where a number of the recipe cannot be an input of the
-    step.
-    """
+    """Trace `model` on fake tensors with the recipe's signature. Raises `CaptureError` as `trace`
+    does, or where a number of the recipe cannot be an input of the step."""
     if not recipe.float_inputs:
         return _trace_recipe(model, recipe)
     names, values = zip(*recipe.float_inputs, strict=True)
