@@ -32,44 +32,22 @@ from remat.graph_capture.tracing.trace import ProgressCallback, Trace, trace
 
 @overload
 def capture(
-    model: nn.Module,
-    args: tuple[Any, ...] = ...,
-    kwargs: Mapping[str, Any] | None = ...,
-    *,
-    loss_fn: LossFunction | None = ...,
-    target: Any = ...,
-    optimizer: Optimizer = ...,
-    accumulate: bool = ...,
-    device: str | None = ...,
-    sharding: Sharding = ...,
-    profile: Profile | str | Path | None = ...,
-    progress: ProgressCallback | None = ...,
-    split: Split | None = ...,
-    measure_again: bool = ...,
-    host: str | SupportsIndex | None = ...,
-    nvme: str | None = ...,
-    dynamic: Dynamic,
-) -> RangedGraph: ...
+    model: nn.Module, args: tuple[Any, ...] = ..., kwargs: Mapping[str, Any] | None = ..., *,
+    loss_fn: LossFunction | None = ..., target: Any = ..., optimizer: Optimizer = ...,
+    accumulate: bool = ..., device: str | None = ..., sharding: Sharding = ...,
+    profile: Profile | str | Path | None = ..., progress: ProgressCallback | None = ...,
+    split: Split | None = ..., measure_again: bool = ..., host: str | SupportsIndex | None = ...,
+    nvme: str | None = ..., dynamic: Dynamic,
+) -> RangedGraph: ...  # fmt: skip
 @overload
 def capture(
-    model: nn.Module,
-    args: tuple[Any, ...] = ...,
-    kwargs: Mapping[str, Any] | None = ...,
-    *,
-    loss_fn: LossFunction | None = ...,
-    target: Any = ...,
-    optimizer: Optimizer = ...,
-    accumulate: bool = ...,
-    device: str | None = ...,
-    sharding: Sharding = ...,
-    profile: Profile | str | Path | None = ...,
-    progress: ProgressCallback | None = ...,
-    split: Split | None = ...,
-    measure_again: bool = ...,
-    host: str | SupportsIndex | None = ...,
-    nvme: str | None = ...,
-    dynamic: None = ...,
-) -> TrainingGraph: ...
+    model: nn.Module, args: tuple[Any, ...] = ..., kwargs: Mapping[str, Any] | None = ..., *,
+    loss_fn: LossFunction | None = ..., target: Any = ..., optimizer: Optimizer = ...,
+    accumulate: bool = ..., device: str | None = ..., sharding: Sharding = ...,
+    profile: Profile | str | Path | None = ..., progress: ProgressCallback | None = ...,
+    split: Split | None = ..., measure_again: bool = ..., host: str | SupportsIndex | None = ...,
+    nvme: str | None = ..., dynamic: None = ...,
+) -> TrainingGraph: ...  # fmt: skip
 def capture(
     model: nn.Module,
     args: tuple[Any, ...] = (),
@@ -162,15 +140,10 @@ def tiers_for(
 
 
 def add_costs(
-    traced: Trace,
-    *,
-    progress: ProgressCallback | None = None,
-    profile: Profile | None = None,
-    measure_again: bool = False,
-    tiers: LowerTiers | None = None,
-    most_bytes: int | None = None,
+    traced: Trace, *, progress: ProgressCallback | None = None, profile: Profile | None = None,
+    measure_again: bool = False, tiers: LowerTiers | None = None, most_bytes: int | None = None,
     chunks: bool = True,
-) -> TrainingGraph:
+) -> TrainingGraph:  # fmt: skip
     """The trace's graph with the costs of its device: measured here, or modelled by name.
 
     A cost that `profile` has is taken. `measure_again` leaves aside those that are kept on disk.

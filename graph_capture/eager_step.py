@@ -260,11 +260,9 @@ def changes_between(
 
 
 def with_ops_replaced(
-    graph: TrainingGraph,
-    dropped: Iterable[str],
-    added: Iterable[tuple[str, Op]],
+    graph: TrainingGraph, dropped: Iterable[str], added: Iterable[tuple[str, Op]],
     made: Iterable[Value],
-) -> TrainingGraph:
+) -> TrainingGraph:  # fmt: skip
     """`graph` without the ops of `dropped`; `added` ops, which make `made`, stand in their places.
     Each comes with the name of the op that follows it, "" at the end. No region is left."""
     gone, own = set(dropped), {value.name: value for value in made}

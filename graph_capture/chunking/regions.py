@@ -213,11 +213,9 @@ IsExact = Callable[[RegionCandidate], bool]
 
 
 def with_regions(
-    graph: TrainingGraph,
-    found: Sequence[RegionCandidate],
-    chunk_costs: ChunkCosts,
+    graph: TrainingGraph, found: Sequence[RegionCandidate], chunk_costs: ChunkCosts,
     is_exact: IsExact,
-) -> TrainingGraph:
+) -> TrainingGraph:  # fmt: skip
     """`graph` with the regions found and their choices; without choices a region is none."""
     regions = [_region(graph, one, chunk_costs, is_exact) for one in found]
     for one, region in zip(found, regions, strict=True):

@@ -71,13 +71,9 @@ SAVE_RNG_KEY = "remat.save_rng_state()"
 
 
 def time_ops(
-    joint: Joint,
-    missing: dict[str, fx.Node],
-    meter: Meter,
-    progress: ProgressCallback,
-    between: Callable[[], None] | None,
-    cache: CostCache,
-) -> tuple[dict[str, OpCost], frozenset[str]]:
+    joint: Joint, missing: dict[str, fx.Node], meter: Meter, progress: ProgressCallback,
+    between: Callable[[], None] | None, cache: CostCache,
+) -> tuple[dict[str, OpCost], frozenset[str]]:  # fmt: skip
     """Costs of the `missing` ops and of saving a random state, and which ops had no room to run.
     `between` is called after each pass over the ops. `cache` keeps times meanwhile, and has those
     that a process took that was ended. Raises CaptureError if memory runs out that ops had when
@@ -217,12 +213,9 @@ def _meter_and_cache(trace: Trace, measure_again: bool) -> tuple[Meter, CostCach
 
 
 def with_measured_chunks(
-    trace: Trace,
-    graph: TrainingGraph,
-    progress: ProgressCallback | None = None,
-    *,
+    trace: Trace, graph: TrainingGraph, progress: ProgressCallback | None = None, *,
     measure_again: bool = False,
-) -> TrainingGraph:
+) -> TrainingGraph:  # fmt: skip
     """`graph`, and regions that may run in chunks, measured and compared for bits."""
     found = requested_regions(trace)
     if not found:
@@ -241,26 +234,18 @@ def with_optimistic_chunks(trace: Trace, graph: TrainingGraph) -> TrainingGraph:
 
 
 def measure_costs_with(
-    trace: Trace,
-    meter: Meter,
-    cache: CostCache,
-    progress: ProgressCallback | None = None,
-    profile: Profile | None = None,
-    most_bytes: int | None = None,
-) -> tuple[TrainingGraph, _GraphCosts]:
+    trace: Trace, meter: Meter, cache: CostCache, progress: ProgressCallback | None = None,
+    profile: Profile | None = None, most_bytes: int | None = None,
+) -> tuple[TrainingGraph, _GraphCosts]:  # fmt: skip
     """`measure_costs` by this `meter`, and the costs; what it measures is added to `cache`."""
     with trace.python_state.streams_kept():  # an op that draws from one draws when it is measured
         return _measured(trace, meter, cache, progress or _silent, profile, most_bytes)
 
 
 def _measured(
-    trace: Trace,
-    meter: Meter,
-    cache: CostCache,
-    told: ProgressCallback,
-    profile: Profile | None,
+    trace: Trace, meter: Meter, cache: CostCache, told: ProgressCallback, profile: Profile | None,
     most_bytes: int | None,
-) -> tuple[TrainingGraph, _GraphCosts]:
+) -> tuple[TrainingGraph, _GraphCosts]:  # fmt: skip
     joint, graph = trace.joint, trace.graph
     keys, nodes = _keys_and_nodes(joint)
     known: Mapping[str, OpCost] = {} if profile is None else costs_of_profile(nodes, profile, meter)
@@ -329,14 +314,9 @@ def _keys_and_nodes(joint: Joint) -> tuple[dict[str, str], dict[str, fx.Node]]:
 
 
 def _known_or_measured(
-    joint: Joint,
-    nodes: dict[str, fx.Node],
-    meter: Meter,
-    cache: CostCache,
-    known: Mapping[str, OpCost],
-    progress: ProgressCallback,
-    between: Callable[[], None] | None,
-) -> dict[str, OpCost]:
+    joint: Joint, nodes: dict[str, fx.Node], meter: Meter, cache: CostCache,
+    known: Mapping[str, OpCost], progress: ProgressCallback, between: Callable[[], None] | None,
+) -> dict[str, OpCost]:  # fmt: skip
     """Costs of `nodes` and of saving a random state: those `known`, else kept, else measured."""
     wanted = (*nodes, SAVE_RNG_KEY)
     missing = {key for key in wanted if key not in known} - cache.settled(wanted, meter)

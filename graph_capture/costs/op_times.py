@@ -48,17 +48,12 @@ KEEP_S = 2.0  # seconds after which times are handed out to be kept, in case the
 
 
 def times_us(
-    made: Mapping[str, Callable[[], Run]],
-    moved_bytes: Mapping[str, int],
-    meter: Meter,
-    failed: _Failed,
-    *,
-    first: Callable[[str, Run], None] = lambda _, run: run(),
-    after: Callable[[int], None] = lambda _: None,
-    between: Callable[[], None] | None = None,
+    made: Mapping[str, Callable[[], Run]], moved_bytes: Mapping[str, int], meter: Meter,
+    failed: _Failed, *, first: Callable[[str, Run], None] = lambda _, run: run(),
+    after: Callable[[int], None] = lambda _: None, between: Callable[[], None] | None = None,
     begun: Mapping[str, Sequence[float]] | None = None,
     keep: Callable[[_Times], None] = lambda _: None,
-) -> dict[str, _OpTime]:
+) -> dict[str, _OpTime]:  # fmt: skip
     """The time of each op that runs: the least over the passes that another one confirms.
 
     made : makes the run of an op, with its inputs.
@@ -80,17 +75,11 @@ def times_us(
 
 
 def _take(
-    found: _Times,
-    away: dict[str, float],
-    made: Mapping[str, Callable[[], Run]],
-    moved_bytes: Mapping[str, int],
-    meter: Meter,
-    failed: _Failed,
-    first: Callable[[str, Run], None],
-    after: Callable[[int], None],
-    between: Callable[[], None] | None,
-    keep: Callable[[_Times], None],
-) -> None:
+    found: _Times, away: dict[str, float], made: Mapping[str, Callable[[], Run]],
+    moved_bytes: Mapping[str, int], meter: Meter, failed: _Failed,
+    first: Callable[[str, Run], None], after: Callable[[int], None],
+    between: Callable[[], None] | None, keep: Callable[[_Times], None],
+) -> None:  # fmt: skip
     kept_s = time.monotonic()
     # While another device runs, this thread waits.
     is_here = meter.device == CPU

@@ -304,12 +304,9 @@ STEP_NOT_TIMED = (
 
 
 def whole_step(
-    joint: Joint,
-    graph: TrainingGraph,
-    cache: CostCache,
-    rounds: StepRounds | None,
+    joint: Joint, graph: TrainingGraph, cache: CostCache, rounds: StepRounds | None,
     profile: Profile | None,
-) -> WholeStepTimes | None:
+) -> WholeStepTimes | None:  # fmt: skip
     """The times of the whole step, of `profile`, of `rounds` or of `cache`; None if of none. What
     `rounds` find is kept in `cache`, and so on disk. `graph` has each op at its cost alone."""
     if graph.device != CPU:
@@ -424,13 +421,9 @@ def is_beyond(joint: Joint, graph: TrainingGraph, most_bytes: int | None) -> boo
 
 
 def step_rounds(
-    joint: Joint,
-    graph: TrainingGraph,
-    meter: Meter,
-    cache: CostCache,
-    profile: Profile | None,
+    joint: Joint, graph: TrainingGraph, meter: Meter, cache: CostCache, profile: Profile | None,
     most_bytes: int | None = None,
-) -> StepRounds | None:
+) -> StepRounds | None:  # fmt: skip
     """The rounds of a step on a CPU. None where its times are known, where a `profile` of another
     machine is used, and where they take more than `most_bytes`."""
     key = joint.timed_hash

@@ -38,14 +38,9 @@ _GLOO_COPIES = 1
 
 
 def _communication_op(
-    target: str,
-    phase: Phase,
-    module: str,
-    inputs: tuple[str, ...],
-    made: tuple[Value, ...] = (),
-    workspace_bytes: int = 0,
-    place: str | None = None,
-) -> tuple[Op, tuple[Value, ...]]:
+    target: str, phase: Phase, module: str, inputs: tuple[str, ...], made: tuple[Value, ...] = (),
+    workspace_bytes: int = 0, place: str | None = None,
+) -> tuple[Op, tuple[Value, ...]]:  # fmt: skip
     """With the values that it makes. `place`: what it is for, which names it; None: `module`."""
     name = f"{target.removeprefix('remat.')}_{phase}_{module if place is None else place}"
     values = tuple(replace(value, producer=name) for value in made)
@@ -257,15 +252,9 @@ class _FsdpStep:
         return (f"reduced_{group.path}",) if group.gradients else ()
 
     def _op(
-        self,
-        target: str,
-        phase: Phase,
-        module: str,
-        inputs: tuple[str, ...],
-        *made: Value,
-        workspace_bytes: int = 0,
-        place: str | None = None,
-    ) -> Op:
+        self, target: str, phase: Phase, module: str, inputs: tuple[str, ...], *made: Value,
+        workspace_bytes: int = 0, place: str | None = None,
+    ) -> Op:  # fmt: skip
         op, values = _communication_op(target, phase, module, inputs, made, workspace_bytes, place)
         self.values.extend(values)
         return op

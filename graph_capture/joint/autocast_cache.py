@@ -91,12 +91,9 @@ def _custom(node: fx.Node) -> dict[str, Any]:
 
 
 def _share(
-    graph: fx.Graph,
-    weight: fx.Node,
-    casts: list[fx.Node],
-    back: Mapping[Any, list[fx.Node]],
+    graph: fx.Graph, weight: fx.Node, casts: list[fx.Node], back: Mapping[Any, list[fx.Node]],
     order: Mapping[fx.Node, int],
-) -> None:
+) -> None:  # fmt: skip
     ends = dict.fromkeys(end for cast in casts for end in back.get(_made_as(cast), ()))
     # Autocast keeps only casts of what is trained.
     if not ends:

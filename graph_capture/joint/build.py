@@ -293,14 +293,10 @@ def rng_state_bytes(device: torch.device) -> int:
 
 
 def build_joint(
-    gm: fx.GraphModule,
-    num_forward_outputs: int,
-    name: str,
-    resident: Resident,
+    gm: fx.GraphModule, num_forward_outputs: int, name: str, resident: Resident,
     several_gradients: Mapping[int, int] | None = None,
-    gradient_release: GradientRelease | None = None,
-    **facts: Any,
-) -> Joint:
+    gradient_release: GradientRelease | None = None, **facts: Any,
+) -> Joint:  # fmt: skip
     """Analyse a joint graph: storages become values, nodes become ops, views become nothing. `gm`
     is changed to run eager's ops. `several_gradients` is of `DuplicateOutputs.gradients`. Raises
     CaptureError if the graph mutates a tensor, or uses one whose gradient would be lost."""

@@ -174,11 +174,9 @@ def _with_sources(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def held_until(
-    ops: Sequence[Op],
-    node_of_op: Mapping[str, fx.Node],
-    value_of_node: Mapping[fx.Node, str],
+    ops: Sequence[Op], node_of_op: Mapping[str, fx.Node], value_of_node: Mapping[fx.Node, str],
     casts: Sequence[CachedCast],
-) -> dict[str, str]:
+) -> dict[str, str]:  # fmt: skip
     """For values that eager holds after their last use: the op that is the last to find them."""
     ends: dict[str, int] = {}
     for node, value in value_of_node.items():

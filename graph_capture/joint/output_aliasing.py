@@ -108,12 +108,9 @@ def _lay_out_again(graph: fx.Graph, changed: set[fx.Node]) -> None:
 
 
 def why_no_recompute(
-    node: fx.Node,
-    phase: Phase,
-    inputs: Sequence[str],
-    overwritten: Mapping[str, str],
+    node: fx.Node, phase: Phase, inputs: Sequence[str], overwritten: Mapping[str, str],
     place: tuple[str, str],
-) -> str:
+) -> str:  # fmt: skip
     """Empty if the op of `node` may run twice. `place` is its module and its line. Raises
     CaptureError if it reads in backward what forward overwrites."""
     for name in inputs:

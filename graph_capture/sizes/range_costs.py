@@ -60,13 +60,10 @@ class Workspaces:
     out, they are in bytes of values."""
 
     def __init__(
-        self,
-        sizes: Sequence[Sizes],
-        measured: Sequence[Sequence[int]],
-        graphs: Sequence[TrainingGraph],
-        along: str = "",
+        self, sizes: Sequence[Sizes], measured: Sequence[Sequence[int]],
+        graphs: Sequence[TrainingGraph], along: str = "",
         beside: Sequence[Sequence[str]] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._sizes, self._along = sizes, along
         self._measured: Ints = np.array(measured, dtype=np.int64)
         # At a point or any before it: a bound for all smaller sizes.
@@ -165,12 +162,9 @@ class WorkspacesOfRange:
     """Workspaces between the points of a range, in which one or several sizes vary."""
 
     def __init__(
-        self,
-        points: Sequence[WorkspacePoint],
-        graphs: Sequence[TrainingGraph],
-        more: Sequence[WorkspacePoint],
-        more_graphs: Sequence[TrainingGraph],
-    ) -> None:
+        self, points: Sequence[WorkspacePoint], graphs: Sequence[TrainingGraph],
+        more: Sequence[WorkspacePoint], more_graphs: Sequence[TrainingGraph],
+    ) -> None:  # fmt: skip
         names = list(points[0].sizes)
         if len(names) == 1:
             self._diagonal = _in_a_row([*points, *more], [*graphs, *more_graphs])
@@ -241,12 +235,9 @@ class RangeCosts:
     """Costs between points, which go from the smallest sizes to the largest."""
 
     def __init__(
-        self,
-        points: Sequence[CostPoint],
-        graphs: Sequence[TrainingGraph],
-        more: Sequence[WorkspacePoint] = (),
-        more_graphs: Sequence[TrainingGraph] = (),
-    ) -> None:
+        self, points: Sequence[CostPoint], graphs: Sequence[TrainingGraph],
+        more: Sequence[WorkspacePoint] = (), more_graphs: Sequence[TrainingGraph] = (),
+    ) -> None:  # fmt: skip
         self.points = points
         self._costs = np.array([one.cost_us for one in points])
         self._flops = np.array([one.flops for one in points], dtype=np.float64)

@@ -46,11 +46,9 @@ from remat.graph_capture.sizes.symbols import (
 
 
 def _check_points(
-    n_ops: int,
-    symbols: Sequence[Symbol],
-    points: Sequence[CostPoint],
+    n_ops: int, symbols: Sequence[Symbol], points: Sequence[CostPoint],
     workspaces: Sequence[WorkspacePoint],
-) -> None:
+) -> None:  # fmt: skip
     for one in (*points, *workspaces):
         if set(one.sizes) != {symbol.name for symbol in symbols}:
             raise GraphError(f"a range was measured at {one.sizes}, which are not its sizes")

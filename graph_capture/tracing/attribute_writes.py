@@ -104,11 +104,9 @@ def short(value: Any) -> str:
 
 
 def state_guarded(
-    model: nn.Module,
-    loss_fn: Callable[..., Any] | None,
-    mutated: Iterable[MutatedAttribute],
+    model: nn.Module, loss_fn: Callable[..., Any] | None, mutated: Iterable[MutatedAttribute],
     traced: PythonState,
-) -> PythonState:
+) -> PythonState:  # fmt: skip
     """Python's state now, without what each step sets; `traced`: that of the model as traced."""
     state = PythonState(model, loss_fn, traced.code_in_scope)
     state.compare_as(traced)

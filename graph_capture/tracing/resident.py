@@ -34,15 +34,9 @@ def require_optimizer(optimizer: object) -> None:
 
 
 def resident_bytes(
-    model: nn.Module,
-    batch: Any,
-    *,
-    optimizer: Optimizer,
-    accumulate: bool,
-    allocated: Allocated = int,
-    sharding: Sharding = NO_SHARDING,
-    is_on_host: bool = False,
-) -> Resident:
+    model: nn.Module, batch: Any, *, optimizer: Optimizer, accumulate: bool,
+    allocated: Allocated = int, sharding: Sharding = NO_SHARDING, is_on_host: bool = False,
+) -> Resident:  # fmt: skip
     """Resident bytes of one rank, by category; a storage shared by two tensors counts once.
     `accumulate`: gradient buffers exist before the step, as where several batches are summed.
     `is_on_host`: parameters, gradients and state are, as with `CPUOffloadPolicy`."""

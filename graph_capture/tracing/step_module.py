@@ -141,14 +141,10 @@ class StepModule(nn.Module):
     Where forward sets tensors on attributes, the result is a pair: with those."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFunction | None,
-        writes: ForwardWrites,
-        ran: ExecutedCode | None = None,
-        over: TraceSizes | None = None,
+        self, model: nn.Module, loss_fn: LossFunction | None, writes: ForwardWrites,
+        ran: ExecutedCode | None = None, over: TraceSizes | None = None,
         signature: Signature | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.model, self.loss_fn = model, loss_fn
         self._writes, self._ran, self._over, self._signature = writes, ran, over, signature
