@@ -60,8 +60,10 @@ def links_below(
     profile is of another machine and lacks them, FileError where a folder cannot be written."""
 
     def pair(nvme_path: str) -> _PlannedPair:
-        found = None if profile is None else _profiled(profile, nvme_path)
-        if found is not None and profile is not None:
+        known = profile.links if profile is not None else None
+        found = (known.nvme if nvme_path else known.host) if known else None
+        # A folder's links say nothing of another one.
+        if profile is not None and found and nvme_path in ("", found.place):
             return _planned(found, profile.title)
         if is_in_table(device):
             return _modelled_drive() if nvme_path else _modelled(device)
@@ -126,13 +128,6 @@ def _pair_now(device: str, nvme_path: str) -> LinkPair:
 
 def kept_links(device: str) -> dict[str, LinkPair]:
     return dict(CostCache.of(meter_of(device)).links)
-
-
-def _profiled(profile: Profile, nvme_path: str) -> LinkPair | None:
-    if profile.links is None or not nvme_path:
-        return profile.links and profile.links.host
-    drive = profile.links.nvme
-    return drive if drive is not None and drive.place == nvme_path else None
 
 
 def _planned(pair: LinkPair, title: str) -> _PlannedPair:

@@ -446,7 +446,13 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
     try:
         inputs = [_step_input(n) for n in joint.module.graph.find_nodes(op="placeholder")]
         runs = [partial(module, *inputs) for module in made]
-        first_us = *[_first_us(run) for run in runs], watch.taken_us
+        taken_us: list[float] = []
+        for run in runs:
+            # The first run of all, which may also find that there is no memory for it.
+            timer = LoadAwareTimer()
+            run_locally(run)
+            taken_us.append(timer.taken_us)
+        first_us = *taken_us, watch.taken_us
     except KERNEL_ERRORS as error:
         warnings.warn(
             f"the step {why_not_run(error, 'cannot be timed as a whole on made data')}; what it "
@@ -456,13 +462,6 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
         return None
     step, longer, plain = runs
     return WholeRuns(step, longer, plain, lambda: watch.taken_us, twice.again, first_us)
-
-
-def _first_us(run: Callable[[], Any]) -> float:
-    """The time of the first run of all, which may also find that there is no memory for it."""
-    watch = LoadAwareTimer()
-    run_locally(run)
-    return watch.taken_us
 
 
 def _has_room(size_bytes: int, device: str) -> bool:

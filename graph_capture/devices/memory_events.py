@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from torch.autograd.profiler import profile
@@ -37,19 +38,21 @@ def measure_regions(regions: Iterable[Callable[[], Any]]) -> list[RegionMemory]:
     `final_bytes` counts what a callable returns. What the iterable allocates between two callables
     counts for neither."""
     deltas, spans = _watched(regions)
-    times = [time for time, _ in deltas]
-    return [_account(deltas, times, *span) for span in spans]
+    times, found = [time for time, _ in deltas], list[RegionMemory]()
+    for start_ns, end_ns in spans:
+        sizes = deltas[bisect_left(times, start_ns) : bisect_left(times, end_ns)]
+        live = [0, *accumulate(size for _, size in sizes)]
+        found.append(RegionMemory(max(live), live[-1]))
+    return found
 
 
 def measure_live(run: Callable[[], Any]) -> tuple[list[int], list[int]]:
     """Moments of `run`, in ns from 0 to its end; and from each on, bytes live above its start."""
     deltas, ((start_ns, end_ns),) = _watched([run])
-    moments, live = [0], [0]
-    for time, size in deltas:
-        if start_ns <= time < end_ns:
-            moments.append(time - start_ns)
-            live.append(live[-1] + size)
-    return [*moments, end_ns - start_ns], [*live, live[-1]]
+    inside = [(time, size) for time, size in deltas if start_ns <= time < end_ns]
+    live = [0, *accumulate(size for _, size in inside)]
+    moments = [0, *(time - start_ns for time, _ in inside), end_ns - start_ns]
+    return moments, [*live, live[-1]]
 
 
 def _watched(
@@ -119,16 +122,6 @@ def without_garbage() -> Generator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _account(
-    deltas: list[tuple[int, int]], times: list[int], start_ns: int, end_ns: int
-) -> RegionMemory:
-    live = peak = 0
-    for _, size in deltas[bisect_left(times, start_ns) : bisect_left(times, end_ns)]:
-        live += size
-        peak = max(peak, live)
-    return RegionMemory(peak, live)
 
 
 def measure_peak(run: Callable[[], Any]) -> int:

@@ -72,7 +72,11 @@ class EagerMemory(TraceObserver):
             return func(*args, **kwargs)
         self._tracer = mode.tracer
         if torch.is_inference_mode_enabled():
-            _let_bases_go()
+            # Functionalization would hold all that inference mode makes to the end of the trace.
+            functional = functional_mode()
+            held = getattr(functional, "_storage_to_base", None)
+            if held is not None and not isinstance(held, _WeakBases):
+                functional._storage_to_base = _WeakBases()
         # Before the call, which gives what it writes to other nodes.
         given = pytree.tree_leaves(list(written_arguments(func, args, kwargs)))
         own = [leaf for leaf in given if isinstance(leaf, FunctionalTensor)]
@@ -111,7 +115,10 @@ class EagerMemory(TraceObserver):
         key = storage_key(tensor)
         held = self._held.setdefault(key, _Held())
         if id(tensor) in self._alive:  # it was written to, and what it was before is no more
-            held.nodes = list(_with_sources(node))
+            held.nodes = [node]
+            # Functionalization makes views anew after a write through one of them.
+            while is_view(held.nodes[-1]):
+                held.nodes.append(held.nodes[-1].args[0])  # pyright: ignore
             return
         held.nodes.append(node)
         self._alive.add(id(tensor))
@@ -153,24 +160,6 @@ class _WeakBases:
     def get(self, storage: Any) -> FunctionalTensor | None:
         found = self._bases.get(storage)
         return None if found is None else found()
-
-
-def _let_bases_go() -> None:
-    # Functionalization would hold all that inference mode makes to the end of the trace.
-    mode = functional_mode()
-    held = getattr(mode, "_storage_to_base", None)
-    if held is not None and not isinstance(held, _WeakBases):
-        mode._storage_to_base = _WeakBases()
-
-
-def _with_sources(node: fx.Node) -> Iterator[fx.Node]:
-    # Functionalization makes views anew after a write through one of them.
-    yield node
-    while is_view(node):
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
-        yield node
 
 
 def held_until(

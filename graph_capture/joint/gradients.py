@@ -203,8 +203,12 @@ def lay_out_gradients(
         is_own = i - num_forward_outputs not in released and isinstance(node, fx.Node)
         if not is_own or like is None or not _is_strided(node.meta["val"]):
             continue  # others are refused elsewhere
-        key = storage_key(node.meta["val"])
-        if key in taken or not _autograd_keeps(node.meta["val"], like.meta["val"]):
+        value = node.meta["val"]
+        key, wanted = storage_key(value), _strides_for(like.meta["val"])
+        # As `obeys_layout_contract` of torch's grad_layout_contract.h.
+        triples = zip(value.shape, value.stride(), wanted, strict=True)
+        is_kept = all(size == 1 or own == other for size, own, other in triples)
+        if key in taken or not is_kept:
             results[i] = _laid_out_copy(gm, node, like)
         # Of two parameters with one gradient, as where they are added up, the first keeps it.
         taken.add(key)
@@ -215,12 +219,6 @@ def lay_out_gradients(
 
 def _is_strided(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided
-
-
-def _autograd_keeps(gradient: Tensor, parameter: Tensor) -> bool:
-    # As `obeys_layout_contract` of torch's grad_layout_contract.h.
-    strides = zip(gradient.shape, gradient.stride(), _strides_for(parameter), strict=True)
-    return all(size == 1 or own == wanted for size, own, wanted in strides)
 
 
 def _strides_for(parameter: Tensor) -> Sequence[int]:

@@ -172,7 +172,9 @@ def _writes_after(
     members = [node]
     # Into equal numbers or none any op may write; what has numbers only where eager does.
     form = _any_form if is_empty else written_by_eager
-    while (write := only_write(tensor, form, _is_eagers)) is not None:
+    while (
+        write := only_write(tensor, form, lambda n: written_by_eager(n) is not None)
+    ) is not None:
         is_alike = _is_plain(write.node) and (write.node in in_forward) == (node in in_forward)
         # One op has one phase, and what `sums` has taken is changed by its own rules.
         if not is_alike or not apart.isdisjoint((write.node, write.result)):
@@ -201,10 +203,6 @@ def _any_form(node: fx.Node) -> Any:
     target: Any = node.target
     taken, given = ([one.name for one in of._schema.arguments] for of in (op, target))
     return op if taken == given else None
-
-
-def _is_eagers(node: fx.Node) -> bool:
-    return written_by_eager(node) is not None
 
 
 def _is_held_anyway(members: Collection[fx.Node], write: Write) -> bool:
@@ -274,7 +272,11 @@ def read_past_copies(graph: fx.Graph) -> None:
     for copy in graph.find_nodes(op="call_function", target=aten.copy.default):
         _copy_conjugate_at_once(copy)
         written = copy.args[1]
-        if isinstance(written, fx.Node) and _is_copy_of(copy, written):
+        if not isinstance(written, fx.Node):
+            continue
+        a, b = copy.meta["val"], written.meta["val"]
+        is_same = (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
+        if is_same and not (b.is_conj() or b.is_neg()):
             for read in list(_reads_before_write(copy, written)):
                 _read_from(read, copy, written)
 
@@ -289,12 +291,6 @@ def _copy_conjugate_at_once(copy: fx.Node) -> None:
     if (value.is_conj() or value.is_neg()) and list(made.users) == [copy]:
         copy.replace_input_with(made, source)
         erase_unread(made)
-
-
-def _is_copy_of(copy: fx.Node, written: fx.Node) -> bool:
-    a, b = copy.meta["val"], written.meta["val"]
-    same = (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
-    return same and not (b.is_conj() or b.is_neg())
 
 
 def _reads_before_write(copy: fx.Node, written: fx.Node) -> Iterator[fx.Node]:

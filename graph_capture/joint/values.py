@@ -22,6 +22,8 @@ from remat.graph_capture.joint.nodes import (
     tensors_of,
 )
 
+_KINDS_OF_INPUTS: dict[str, Kind] = {"ParamAOTInput": "parameter", "BufferAOTInput": "buffer"}
+
 
 @dataclass
 class ValueTable:
@@ -74,7 +76,10 @@ class ValueTable:
         # Inputs that share a storage, as views of one tensor, are one value.
         key = storage_key(tensor)
         if key not in self.of_storage:
-            self.register(node.name, node, tensor, "", _kind_of_input(node))
+            # By the names of classes that are private to torch.
+            described = type(node.meta.get("desc")).__name__
+            kind = "constant" if is_constant else _KINDS_OF_INPUTS.get(described, "input")
+            self.register(node.name, node, tensor, "", kind)
             self.base_of[node.name] = node
         self.of_node[node] = self.of_storage[key]
 
@@ -162,11 +167,3 @@ def _check_constant(tensor: Tensor) -> None:
             "neither a parameter nor an argument, so its gradient would be lost. Register it "
             "as a parameter of the model, or pass it as an argument"
         )
-
-
-def _kind_of_input(node: fx.Node) -> Kind:
-    # By the names of classes that are private to torch.
-    described: dict[str, Kind] = {"ParamAOTInput": "parameter", "BufferAOTInput": "buffer"}
-    if node.op == "get_attr":
-        return "constant"
-    return described.get(type(node.meta.get("desc")).__name__, "input")

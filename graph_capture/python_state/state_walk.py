@@ -216,7 +216,10 @@ class StateWalk:
         elif isinstance(value, GENERATORS):
             if (found := stream(text, value)) is not None:
                 self.found.streams.append(found)
-        elif self._may_hide(value) and (place := opaque_state(text, value)):
+        # A user's class shows its state in attributes, unless it is a structure of C.
+        elif (is_library(type(value).__module__) or isinstance(value, NUMBERS_OF_C)) and (
+            place := opaque_state(text, value)
+        ):
             self.found.places.append(place)
         elif isinstance(value, nn.Module) and id(value) not in self._of_step:
             self._visit_other_module(value, text)
@@ -226,11 +229,6 @@ class StateWalk:
                 self._visit(value.__self__, text)
         else:
             self._visit_instance(value, text)
-
-    @staticmethod
-    def _may_hide(value: Any) -> bool:
-        # A user's class shows its state in attributes, unless it is a structure of C.
-        return is_library(type(value).__module__) or isinstance(value, NUMBERS_OF_C)
 
     def _visit_method(self, method: MethodType, text: str) -> None:
         kind, function = type(method.__self__), method.__func__

@@ -254,8 +254,12 @@ def places_in(
     symbols: list[Symbol] = []
     places: list[Place] = []
     for argument, dims in _as_mapping(dynamic, "dynamic").items():
-        name = _path_of(argument, positions)
-        i = next((leaf_of[one] for one in name if one in leaf_of), None)
+        # Names under which a signature may have it.
+        names = [f"args[{argument}]"]
+        if not isinstance(argument, int):
+            at = positions.index(argument) if argument in positions else None
+            names = [argument, f"kwargs[{argument!r}]", f"args[{at}]"]
+        i = next((leaf_of[one] for one in names if one in leaf_of), None)
         facts = None if i is None else signature.tensors[i]
         if i is None or facts is None:
             raise CaptureError(
@@ -279,16 +283,6 @@ def _as_mapping(given: Any, what: str) -> Mapping[Any, Any]:
             '{"tokens": {1: ("seq", 16, 2048)}}'
         )
     return cast("Mapping[Any, Any]", given)
-
-
-def _path_of(argument: str | int, positions: Sequence[str]) -> tuple[str, ...]:
-    """Names under which a signature may have an argument."""
-    if isinstance(argument, int):
-        return (f"args[{argument}]",)
-    found = [argument, f"kwargs[{argument!r}]"]
-    if argument in positions:
-        found.append(f"args[{positions.index(argument)}]")
-    return tuple(found)
 
 
 def ranged_signature(model: nn.Module, batch: Any, dynamic: Dynamic) -> RangedSignature:

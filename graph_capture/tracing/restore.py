@@ -222,8 +222,12 @@ class NoForeignWrites(CallWatcher):
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Parameters, buffers and arguments are inputs, which each step writes as eager does. A
         # plain tensor of a module, of a global or of a module that is no submodule is a constant.
-        for tensor in _written_by(func, args, kwargs):
-            owner = _owner(tensor)
+        name = getattr(func, "__name__", "")
+        is_in_place = name.endswith("_") and not name.endswith("__")
+        is_in_place = is_in_place and name not in _WRITES_NO_VALUES
+        targets = args[:1] if is_in_place or name in _IN_PLACE else ()
+        for leaf in pytree.tree_leaves([*targets, kwargs.get("out")]):
+            owner = _owner(leaf) if isinstance(leaf, Tensor) else None
             if owner is not None and (line := line_of_user()):
                 raise self._refused(owner, line)
         return func(*args, **kwargs)
@@ -249,18 +253,6 @@ class NoForeignWrites(CallWatcher):
             items = list(value.values()) if isinstance(value, Mapping) else value
             if isinstance(items, (list, tuple)) and any(item is tensor for item in items):
                 yield place.text
-
-
-def _written_by(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[Tensor]:
-    """The tensors that a function of torch writes to, as far as its name says so."""
-    name = getattr(func, "__name__", "")
-    is_in_place = name.endswith("_") and not name.endswith("__") and name not in _WRITES_NO_VALUES
-    targets = [*args[:1]] if is_in_place or name in _IN_PLACE else []
-    for leaf in pytree.tree_leaves([*targets, kwargs.get("out")]):
-        if isinstance(leaf, Tensor):
-            yield leaf
 
 
 def _owner(tensor: Tensor) -> Tensor | None:

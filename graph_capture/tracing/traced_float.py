@@ -59,9 +59,8 @@ def run_float_steps(steps: Sequence[FloatStep], inputs: Sequence[float]) -> list
     """The results of all steps of a program, whose first ones are the inputs."""
     found: list[Any] = list(inputs)
     for step in steps[len(inputs) :]:
-        found.append(
-            step.function(*(found[o.index] if isinstance(o, _Ref) else o for o in step.operands))
-        )
+        given = (found[o.index] if isinstance(o, _Ref) else o for o in step.operands)
+        found.append(step.function(*given))
     return found
 
 
