@@ -130,14 +130,12 @@ def _write_over(graph: TrainingGraph, values: dict[str, Value]) -> None:
 def _with_wide_masks(graph: TrainingGraph) -> tuple[Value, ...]:
     if graph.device != "cpu":
         return graph.values
-    sizes: dict[str, int] = {}
+    wide: dict[str, int] = {}
     for op in graph.ops:
         if op.target in _DROPOUTS and len(op.outputs) > _MASK:
             result, mask = (graph.value_by_name[name] for name in op.outputs[:2])
-            sizes[mask.name] = math.prod(mask.shape) * element_bytes(result.dtype)
-    return tuple(
-        replace(v, size_bytes=sizes[v.name]) if v.name in sizes else v for v in graph.values
-    )
+            wide[mask.name] = math.prod(mask.shape) * element_bytes(result.dtype)
+    return tuple(replace(v, size_bytes=wide[v.name]) if v.name in wide else v for v in graph.values)
 
 
 def _summing_apart(graph: TrainingGraph, op: Op) -> Op:

@@ -99,10 +99,8 @@ def has_equal_blocks(name: str, like: Tensor, sizes: list[int]) -> bool:
 def _is_the_same_one_by_one(name: str, dtype: torch.dtype) -> bool:
     """Whether function and derivative have the same bits by vectors and one by one, on this CPU."""
     # Every second of a tensor's elements: kernels read a tensor with gaps one by one.
-    one, generator = ACTIVATIONS[name], torch.Generator().manual_seed(0)
-    x, of_result = (
-        torch.randn(_COMPARED, 2, generator=generator).to(dtype)[:, 0] for _ in range(2)
-    )
+    one, random = ACTIVATIONS[name], torch.Generator().manual_seed(0)
+    x, of_result = (torch.randn(_COMPARED, 2, generator=random).to(dtype)[:, 0] for _ in range(2))
     if dtype.itemsize == 2:
         # All of its values that are finite and more: NaNs are compared by none.
         every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)

@@ -107,9 +107,7 @@ def _forward(head: Head, args: tuple[Any, ...]) -> fx.Node:
     return node
 
 
-def _backward(
-    head: Head, op: Any, name: str, args: tuple[Any, ...], gradients: _Gradients
-) -> fx.Node:
+def _backward(head: Head, op: Any, name: str, args: Any, gradients: _Gradients) -> fx.Node:
     first = _first_of([node for node in gradients if node is not None])
     node = _node_before(first, op, name, args)
     node.meta = dict(first.meta)

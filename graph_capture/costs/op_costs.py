@@ -446,9 +446,7 @@ def _regions(joint: Joint, nodes: Mapping[str, fx.Node], meter: Meter) -> dict[s
     return dict(zip(ran, regions, strict=True))
 
 
-def _warm(
-    joint: Joint, nodes: Mapping[str, fx.Node], ran: list[str]
-) -> Iterator[Callable[[], Any]]:
+def _warm(joint: Joint, nodes: Mapping[str, fx.Node], ran: list[str]) -> Iterator[Run]:
     """Runs of ops that have run once; the keys of those that do run are added to `ran`."""
     for key, node in nodes.items():
         with contextlib.suppress(*KERNEL_ERRORS):

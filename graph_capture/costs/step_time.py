@@ -216,9 +216,7 @@ def as_recomputed(graph: TrainingGraph, costs: Costs, again_us: float, expected_
         ratio = max(LEAST_OF_RECOMPUTING, again_us / expected_us)
         factor = min(MOST_OF_RECOMPUTING, ratio) ** _SEGMENTED
     forward = {op.name for op in graph.ops if op.phase == "forward"}
-    return {
-        name: factor * cost_us if name in forward else cost_us for name, cost_us in costs.items()
-    }
+    return {name: factor * us if name in forward else us for name, us in costs.items()}
 
 
 def _segments(joint: Joint, nodes: Sequence[fx.Node]) -> list[Sequence[fx.Node]]:
@@ -231,9 +229,7 @@ def _segments(joint: Joint, nodes: Sequence[fx.Node]) -> list[Sequence[fx.Node]]
     return [nodes[begin:end] for begin, end in pairwise(ends)]
 
 
-def _make_again(
-    graph: fx.Graph, dropped: Sequence[fx.Node], later: dict[fx.Node, int]
-) -> list[str]:
+def _make_again(graph: fx.Graph, dropped: list[fx.Node], later: dict[fx.Node, int]) -> list[str]:
     """Let nodes of `later` read copies of `dropped`; returns the names of those that are copied.
     The copies stand before the first node that reads one."""
     readers = {node: [user for user in node.users if user in later] for node in dropped}

@@ -127,11 +127,9 @@ class ConstantFolder(TraceObserver):
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]
     ) -> Any:
         # Where the values that the op gives come from, as far as they are not known.
-        sources = frozenset([RANDOM] if _is_random(func) else [])
-        sources = sources.union(
-            *(self._sources_of(one) for one in inputs if not self._is_known(one))
-        )
-        sources = sources or frozenset([_MODEL])
+        found = frozenset([RANDOM] if _is_random(func) else [])
+        unknown = (one for one in inputs if not self._is_known(one))
+        sources = found.union(*map(self._sources_of, unknown)) or frozenset([_MODEL])
         self._forget_written(func, args, kwargs, sources)
         try:
             traced = without_recording(func, *args, **kwargs)

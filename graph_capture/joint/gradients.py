@@ -117,7 +117,7 @@ class GradientAccumulation:
         return final
 
     def _op(
-        self, behind: Op, values: ValueTable, held: Sequence[str], places: Sequence[int],
+        self, behind: Op, values: ValueTable, held: Sequence[str], places: list[int],
         shared: Sequence[str],
     ) -> Op:  # fmt: skip
         target, no_recompute = ACCUMULATE, "it adds to what .grad holds"
@@ -135,9 +135,7 @@ class GradientAccumulation:
             module=behind.module, source=behind.source,
         )  # fmt: skip
 
-    def _update_bytes(
-        self, values: ValueTable, places: Sequence[int], shared: Sequence[str]
-    ) -> int:
+    def _update_bytes(self, values: ValueTable, places: list[int], shared: Sequence[str]) -> int:
         """What the updates take beside the gradients, at most: they come one after another."""
         took = {place: self.updated[_parameter_name(self.parameters[place])] for place in places}
         # Autograd copies a gradient that others read, unless it adds it to what is there.
@@ -185,9 +183,7 @@ def laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
 _LAID_OUT = torch.ops.remat.laid_out.default
 
 
-def lay_out_gradients(
-    gm: fx.GraphModule, num_forward_outputs: int, released: Collection[int] = ()
-) -> None:
+def lay_out_gradients(gm: fx.GraphModule, n_forward: int, released: Collection[int] = ()) -> None:
     """Copy the gradients of parameters that autograd would copy, but for those at `released`."""
     end = gm.graph.output_node()
     given: Any = end.args[0]
@@ -196,11 +192,11 @@ def lay_out_gradients(
     held = [node.meta.get("val") for node in inputs if not is_tangent(node)]
     # The caller holds the inputs, so autograd would copy a gradient that aliases one.
     taken = {storage_key(value) for value in held if _is_strided(value)}
-    for i in range(num_forward_outputs, len(results)):
+    for i in range(n_forward, len(results)):
         node, what = results[i], end.meta["desc"][i]
         like = parameter.get(getattr(what, "grad_of", None))
         # Autograd adds released gradients to others at once, and copies itself if it must.
-        is_own = i - num_forward_outputs not in released and isinstance(node, fx.Node)
+        is_own = i - n_forward not in released and isinstance(node, fx.Node)
         if not is_own or like is None or not _is_strided(node.meta["val"]):
             continue  # others are refused elsewhere
         value = node.meta["val"]

@@ -204,9 +204,7 @@ def _is_put_there(scatter: fx.Node, view: fx.Node) -> bool:
 
 BEGUN = "what follows writes to its result in place"
 WRITES = "it writes in place"
-_ADD = frozenset(
-    {"add", "sub", "addmm", "addbmm", "baddbmm", "addmv", "addr", "addcmul", "index_add"}
-)
+_ADD = {"add", "sub", "addmm", "addbmm", "baddbmm", "addmv", "addr", "addcmul", "index_add"}
 
 
 @dataclass

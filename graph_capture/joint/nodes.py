@@ -190,9 +190,7 @@ def node_inputs(node: fx.Node) -> list[fx.Node]:
     return list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, fx.Node)))
 
 
-def copy_of(
-    gm: fx.GraphModule, edit: Callable[[fx.Graph], None] = lambda _: None
-) -> fx.GraphModule:
+def copy_of(gm: fx.GraphModule, edit: Callable[[fx.Graph], Any] = lambda _: None) -> fx.GraphModule:
     """A copy with the same constants and `meta`, changed by `edit`. It takes its inputs flat."""
     # A new graph has fx's plain calling convention, whatever that of `gm` is.
     graph = fx.Graph()

@@ -142,12 +142,10 @@ def why_custom(node: fx.Node) -> str:
     return f"{CUSTOM} may draw or act without a tag, unless recompute names its module"
 
 
-def overwritten_values(
-    nodes: Sequence[fx.Node], overwritten_inputs: Sequence[Any]
-) -> dict[str, str]:
+def overwritten_values(nodes: Sequence[fx.Node], inputs: Sequence[Any]) -> dict[str, str]:
     """Resident values that the step overwrites, with the names that users know them by.
-    `overwritten_inputs` has for each result of forward the input that it overwrites, or None."""
-    overwritten = {what for what in overwritten_inputs if what is not None}
+    `inputs` has for each result of forward the input that it overwrites, or None."""
+    overwritten = {what for what in inputs if what is not None}
     return {
         node.name: path_in_model(str(getattr(node.meta["desc"], "target", node.name)))
         for node in nodes

@@ -114,9 +114,7 @@ def _tree(objects: Sequence[Any], add: Callable[[GuardManager, Any], None]) -> C
 
 def _nodes_below(node: GuardManager, values: tuple[Any, ...]) -> list[tuple[Any, GuardManager]]:
     kind: Any = GuardManagerType.GUARD_MANAGER
-    return [
-        (value, node.tuple_getitem_manager(i, "", value, kind)) for i, value in enumerate(values)
-    ]
+    return [(one, node.tuple_getitem_manager(i, "", one, kind)) for i, one in enumerate(values)]
 
 
 @functools.cache

@@ -147,9 +147,7 @@ def _tensors_of(step: nn.Module) -> dict[str, Tensor]:
     }
 
 
-_BY_TEXT = frozenset(
-    {"setattr", "delattr", "globals", "vars", "exec", "eval", "__dict__", "__setattr__"}
-)
+_BY_TEXT = {"setattr", "delattr", "globals", "vars", "exec", "eval", "__dict__", "__setattr__"}
 """Names by which code writes to a namespace without naming what it writes."""
 
 

@@ -66,9 +66,7 @@ def _check_points(
         raise GraphError(text)
 
 
-def _require_figures(
-    n_ops: int, sizes: dict[str, int], figures: Sequence[float], most: float
-) -> None:
+def _require_figures(n_ops: int, sizes: Sizes, figures: Sequence[float], most: float) -> None:
     if len(figures) != n_ops:
         raise GraphError(f"at {sizes} there are figures of {len(figures)} ops, not of {n_ops}")
     if not are_figures(*figures) or any(one >= most for one in figures):

@@ -120,9 +120,7 @@ def bounds_of(text: str, low: Mapping[str, int], high: Mapping[str, int]) -> _In
     return _bounds(parsed(text), low, high, text)
 
 
-def _bounds(
-    node: ast.expr, low: Mapping[str, int], high: Mapping[str, int], text: str
-) -> _Interval:
+def _bounds(node: ast.expr, low: Sizes, high: Sizes, text: str) -> _Interval:
     if not names_in(node):
         value = evaluated(ast.unparse(node), {})
         return value, value
@@ -383,13 +381,9 @@ def require_guards(guards: Sequence[Guard], symbols: Sequence[Symbol], model: st
         raise _range_error(guard, used[0], parts, model, "does not hold at each size")
 
 
-def _parts_of_range(
-    guard: Guard, symbol: Symbol, others: Mapping[str, int]
-) -> tuple[tuple[int, int], ...]:
+def _parts_of_range(guard: Guard, symbol: Symbol, others: Sizes) -> tuple[tuple[int, int], ...]:
     """Parts of the range without a gap in which the guard gives one answer, whichever it is."""
-    grouped = itertools.groupby(
-        symbol.sizes, lambda size: guard.holds({**others, symbol.name: size})
-    )
+    grouped = itertools.groupby(symbol.sizes, lambda n: guard.holds({**others, symbol.name: n}))
     each = [list(sizes) for _, sizes in grouped]
     return tuple((sizes[0], sizes[-1]) for sizes in each)
 

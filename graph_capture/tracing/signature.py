@@ -189,10 +189,8 @@ class TensorFacts(NamedTuple):
     requires_grad: bool
 
 
-def tensor_facts(tensor: Tensor) -> TensorFacts:
-    return TensorFacts(
-        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-    )
+def tensor_facts(t: Tensor) -> TensorFacts:
+    return TensorFacts(t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
 
 
 def _way_out(planned: TensorFacts, found: TensorFacts) -> str:

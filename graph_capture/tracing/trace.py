@@ -210,7 +210,7 @@ def _trace_once(
     # Attributes of the batch's tensors that no code reads may differ from step to step.
     signature = recipe.signature.with_attributes_of(state.of_tensors)
     recipe = dataclasses.replace(recipe, signature=signature)
-    recipe = _with_gradient_release(recipe, model, descriptors)
+    recipe = _with_release(recipe, model, descriptors)
     gm = descriptors.graph_module
     if env:
         recipe = _with_guards(recipe, env)
@@ -232,9 +232,7 @@ def _trace_once(
     )  # fmt: skip
 
 
-def _with_gradient_release(
-    recipe: Recipe, model: nn.Module, descriptors: JointWithDescriptors
-) -> Recipe:
+def _with_release(recipe: Recipe, model: nn.Module, descriptors: JointWithDescriptors) -> Recipe:
     if not recipe.gradient_release:
         return recipe
     is_of_parts = has_dtensors(model)
