@@ -76,12 +76,9 @@ def atomic_write(path: str | Path) -> Generator[BinaryIO]:
     """
     _require_name(path)
     try:
-        if _is_stream(path):
-            with open(path, "wb") as out:
-                yield out
-        else:
-            with _beside(Path(os.path.realpath(path))) as out:
-                yield out
+        is_stream = _is_stream(path)
+        with open(path, "wb") if is_stream else _beside(Path(os.path.realpath(path))) as out:
+            yield out
     except OSError as error:
         raise _told(error, f"{path} cannot be written") from error
 
@@ -149,14 +146,12 @@ def _put_in_place(fresh: Path, target: Path) -> None:
     # Windows replaces no file that somebody has open.
     for wait_s in WAITS_S:
         try:
-            os.replace(fresh, target)
+            return os.replace(fresh, target)
         except PermissionError as error:
             if getattr(error, "winerror", None) not in IN_USE:
                 raise
             time.sleep(wait_s)
-        else:
-            return
-    os.replace(fresh, target)
+    return os.replace(fresh, target)
 
 
 def _fresh_file(fresh: Path) -> tuple[int, bool]:

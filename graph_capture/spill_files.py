@@ -117,8 +117,7 @@ class _SharedFile:
         _file_closer().watch(self, descriptor)
         # Of all ranges, and of the gaps between them.
         self.size_bytes, self._gaps = 0, list[_Range]()
-        # That a value has ended is noted by a method of C, and looked at when the next range is
-        # taken.
+        # That a value has ended a method of C notes; it is looked at when the next range is taken.
         self._ended: queue.SimpleQueue[Finalizer[_Range]] = queue.SimpleQueue()
         self._held: dict[int, Finalizer[_Range]] = {}
         self._taking = threading.Lock()

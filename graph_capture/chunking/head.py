@@ -32,9 +32,7 @@ class Linear(NamedTuple):
 
 def linear_above(node: Any) -> Linear:
     """The layer whose result `node` is, in another shape at most."""
-    product = sources_of(node)[-1]
-    found = linear_of(product)
-    if found is None:
+    if (found := linear_of(sources_of(node)[-1])) is None:
         raise NoMlpError
     return found
 
@@ -63,13 +61,8 @@ def _may_be_bias(bias: Any) -> bool:
 
 def linear_below(node: fx.Node) -> Linear | None:
     """The one layer that is given `node`, in another shape at most."""
-    names = aliases_of(node)
-    found = [
-        layer
-        for one in names
-        for user in one.users
-        if (layer := linear_of(user)) is not None and layer.x is one
-    ]
+    pairs = [(one, linear_of(user)) for one in aliases_of(node) for user in one.users]
+    found = [layer for one, layer in pairs if layer is not None and layer.x is one]
     return found[0] if len(found) == 1 else None
 
 
@@ -139,10 +132,8 @@ def _find_smoothing(
         return None
     if total.args.count(of_loss) != 1:
         return None
-    part = next(one for one in total.args if one is not of_loss)
-    scaled = _unscaled(part, class_weight)
-    summed = [_summed(reader, class_weight) for reader in readers]
-    found = [one for one in summed if one is not None]
+    scaled = _unscaled(next(one for one in total.args if one is not of_loss), class_weight)
+    found = [one for r in readers if (one := _summed(r, class_weight)) is not None]
     if scaled is None or len(found) != 1 or list(total.users) != [of_softmax]:
         return None
     expanded, *back = scaled
@@ -257,8 +248,8 @@ def _head_of(softmax: fx.Node) -> Head:
         raise _NoHeadError(f"{product.name} scales its terms")
     if not _may_be_bias(bias):
         raise _NoHeadError(f"{product.name} adds what is no bias")
-    losses = [user for user in _reading(softmax) if user.target is aten.nll_loss_forward.default]
-    loss = _only(losses, softmax)
+    readers = _reading(softmax)
+    loss = _only([u for u in readers if u.target is aten.nll_loss_forward.default], softmax)
     if weight.target is not aten.t.default:
         raise _NoHeadError(f"{weight.name} is no transposed weight")
     source = weight.args[0]
@@ -335,10 +326,9 @@ def _slice(head: Head, node: fx.Node, before: Tensor) -> None:
 
 def _find_backward(head: Head) -> None:
     readers = [user for user in _reading(head.softmax) if user is not head.loss]
-    losses = [user for user in readers if user.target is aten.nll_loss_backward.default]
-    of_loss = _only(losses, head.softmax)
-    of_softmax = _only(
-        [u for u in readers if u.target is aten._log_softmax_backward_data.default], head.softmax
+    of_loss, of_softmax = (
+        _only([user for user in readers if user.target is target], head.softmax)
+        for target in (aten.nll_loss_backward.default, aten._log_softmax_backward_data.default)
     )
     smoothing = _find_smoothing(readers, of_softmax, of_loss, head.loss.args[2])
     known = (of_loss, of_softmax, *(smoothing.forward if smoothing else ()))
@@ -382,14 +372,14 @@ def _add_gradient(head: Head, of_logits: fx.Node, user: fx.Node) -> None:
     elif user.target is aten.sum.dim_IntList and list(user.args[1:]) == [[0], True]:
         head.of_bias = user
     elif user.target is aten.t.default and len(user.users) == 1:
-        product = next(iter(user.users))
+        (product,) = user.users
         if product.target is not aten.mm.default or product.args != (user, head.x):
             raise _NoHeadError(f"{product.name} reads the logits' gradient as well")
-        head.of_weight = product
         head.backward.append(user)
+        head.of_weight = user = product
     else:
         raise _NoHeadError(f"{user.name} reads the logits' gradient as well")
-    head.backward.append(user if user.target is not aten.t.default else next(iter(user.users)))
+    head.backward.append(user)
 
 
 def loss_results(loss: fx.Node) -> dict[int, fx.Node]:

@@ -27,9 +27,8 @@ COLUMNS_MULTIPLE = 64
 """Blocks of hidden columns are multiples of it, so that each begins at a line of the caches."""
 _ALL = slice(None)
 
-_MLP = (
-    "Tensor x, Tensor weight, Tensor? bias, Tensor? up_weight, Tensor? up_bias, Tensor down_weight"
-)
+_LAYERS = "Tensor weight, Tensor? bias, Tensor? up_weight, Tensor? up_bias, Tensor down_weight"
+_MLP = f"Tensor x, {_LAYERS}"
 _BACK = f"Tensor gradient, {_MLP}, str activation, int chunks"
 _library = torch.library.Library("remat", "FRAGMENT")
 _library.define(f"mlp({_MLP}, Tensor? down_bias, str activation, int chunks) -> Tensor")
@@ -82,24 +81,16 @@ class _SplitMlp:
     ) -> None:  # fmt: skip
         """Hand on a block of the gradients of what gate and up return, from that of the output.
         `use_inner` takes what down is given itself."""
-        if self.up_weight is not None:
-            self._gated_backward(gradient, rows, columns, use_gate, use_up, use_inner)
+        function = ACTIVATIONS[self.activation]
+        read = self._gate(rows, columns)
+        if self.up_weight is None:
+            if function.of_result:
+                read = function(read)
+            if use_inner:
+                use_inner(read if function.of_result else function(read))
+            made = torch.mm(gradient[rows], self.down_weight[:, columns])
+            use_gate(function.gradient(made, read))
             return
-        function = ACTIVATIONS[self.activation]
-        read = self._gate(rows, columns)
-        if function.of_result:
-            read = function(read)
-        if use_inner:
-            use_inner(read if function.of_result else function(read))
-        made = torch.mm(gradient[rows], self.down_weight[:, columns])
-        use_gate(function.gradient(made, read))
-
-    def _gated_backward(
-        self, gradient: Tensor, rows: slice, columns: slice,
-        use_gate: _Taken, use_up: _Taken, use_inner: _Taken | None,
-    ) -> None:  # fmt: skip
-        function = ACTIVATIONS[self.activation]
-        read = self._gate(rows, columns)
         result = function(read)
         if function.of_result:
             read = result

@@ -270,6 +270,7 @@ def gradient_of_product(
         # In place where it can be, so that never more than two tensors as large as `factors` exist.
         after = _shifted(input, dim, whole, reverse=True).cumprod_(dim).flip(dim)
         others = _shifted(input, dim, whole, reverse=False).cumprod_(dim).mul_(after)
+        del after
     else:
         others = (result if result.dim() == input.dim() or whole else result.unsqueeze(dim)) / input
     # Laid out as the node in the trace, which `make_products_exact` takes only if contiguous.

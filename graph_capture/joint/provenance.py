@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from remat.graph_capture.torch_private.core import (
     CallWatcher,
@@ -76,11 +75,7 @@ class Provenance(CallWatcher):
 
     @contextlib.contextmanager
     def watching_modules(self) -> Generator[Provenance]:
-        handles: list[RemovableHandle] = [
-            nn.modules.module.register_module_forward_pre_hook(self._enter),
-            # `always_call`: a module that raises leaves the stack too.
-            nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
-        ]
+        hooks = nn.modules.module
         # autocast calls it where its outermost region ends, so each call opens the next region.
         forget = torch.clear_autocast_cache
 
@@ -90,11 +85,14 @@ class Provenance(CallWatcher):
 
         torch.clear_autocast_cache = next_region
         try:
-            yield self
+            with (
+                hooks.register_module_forward_pre_hook(self._enter),
+                # `always_call`: a module that raises leaves the stack too.
+                hooks.register_module_forward_hook(self._leave, always_call=True),
+            ):
+                yield self
         finally:
             torch.clear_autocast_cache = forget
-            for handle in handles:
-                handle.remove()
 
     def module_of(self, error: BaseException) -> str:
         return path_in_model(self.failed_in if error is self.failure else self.stack[-1])

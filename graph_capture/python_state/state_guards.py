@@ -202,7 +202,6 @@ class PythonState:
         loss_fn: Callable[..., Any] | None = None,
         ran: ExecutedCode | None = None,
     ) -> None:
-        self._roots: tuple[nn.Module, Any] = model, loss_fn
         self._walk = StateWalk(model, loss_fn, ran)
         self._found = self._walk.found
         self.grown: list[ContainerItems] = []
@@ -312,11 +311,10 @@ class PythonState:
             # What another thread has written stays.
             if is_changed and self.writer(place) is not Writer.FORWARD:
                 continue
+            of_trace = is_changed and holds_tensors(now)
             # So does what a library has found out at its first call: caches of its own, which
             # nobody sees, may rest on it. Tensors of the trace go.
-            if self._found.is_of_library(_holder(place)) and not (
-                is_changed and holds_tensors(now)
-            ):
+            if not of_trace and self._found.is_of_library(_holder(place)):
                 continue
             if isinstance(place, ContainerItems) or not is_same_function(now, place.value):
                 place.put(place.value)
@@ -390,9 +388,7 @@ class PythonState:
         return change
 
     def _compile(self) -> None:
-        names = ObjectNames()
-        by_space: dict[int, Watched] = {}
-        others: list[str] = []
+        names, by_space, others = ObjectNames(), dict[int, Watched](), list[str]()
         for space, term in self._terms(names):
             # Only a plain dictionary tells of writes by its version.
             if type(space) is dict:
@@ -431,11 +427,10 @@ def _holder(place: StateSlot | OpaqueState) -> Any:
 def python_state_kept(
     model: nn.Module, loss_fn: Callable[..., Any] | None, ran: ExecutedCode | None = None
 ) -> Generator[PythonState]:
-    state = PythonState(model, loss_fn, ran)
-    try:
+    with contextlib.ExitStack() as stack:
+        state = PythonState(model, loss_fn, ran)
+        stack.callback(state.restore)
         yield state
-    finally:
-        state.restore()
 
 
 @dataclass(frozen=True)

@@ -141,10 +141,8 @@ def _own(tensor: Tensor) -> _Attributes:
 
 
 def _tensors_of(step: nn.Module) -> dict[str, Tensor]:
-    return {
-        **dict(step.named_parameters(remove_duplicate=False)),
-        **dict(step.named_buffers(remove_duplicate=False)),
-    }
+    parameters = dict(step.named_parameters(remove_duplicate=False))
+    return parameters | dict(step.named_buffers(remove_duplicate=False))
 
 
 _BY_TEXT = {"setattr", "delattr", "globals", "vars", "exec", "eval", "__dict__", "__setattr__"}

@@ -135,10 +135,9 @@ def _bounds(node: ast.expr, low: Sizes, high: Sizes, text: str) -> _Interval:
             found = _BINARY_INTERVALS[type(op)](a, b)
             if found is not None:
                 return found
-        case ast.Call(func=ast.Name(id=name), args=args) if name in ("max", "min") and args:
-            of = max if name == "max" else min
+        case ast.Call(func=ast.Name(id=name), args=args) if name in _CALLS and args:
             each = [_bounds(arg, low, high, text) for arg in args]
-            return of(one[0] for one in each), of(one[1] for one in each)
+            return _CALLS[name](one[0] for one in each), _CALLS[name](one[1] for one in each)
         case _:
             pass
     raise GraphError(f"{text[:80]!r} cannot be bounded over a range: capture again")
@@ -196,9 +195,7 @@ class FloatOfSizes(float):
     text: str
     bound: dict[str, Any]
 
-    def __new__(
-        cls, value: float, text: str = "", bound: dict[str, Any] | None = None
-    ) -> FloatOfSizes:
+    def __new__(cls, value: float, text: str = "", bound: Any = None) -> FloatOfSizes:
         made = super().__new__(cls, value)
         made.text, made.bound = text, bound or {}
         return made

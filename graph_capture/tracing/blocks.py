@@ -230,12 +230,11 @@ def match_block(block: Joint, whole: Joint, path: str) -> BlockMatch:
     matcher = _Matcher(block, whole)
     _match_forward(matcher, path)
     _match_backward(matcher, path)
-    value_of: dict[str, str] = {}
+    value_of, state_of = dict[str, str](), dict[str, str]()
     for op in block.graph.ops:
         if op.name in matcher.op_of:
             theirs = whole.graph.ops[whole.graph.op_index[matcher.op_of[op.name]]]
             value_of.update(zip(op.outputs, theirs.outputs, strict=True))
-    state_of: dict[str, str] = {}
     for mine, theirs in matcher.of_node.items():
         if mine.op == "placeholder":
             value_of[block.value_of_node[mine]] = whole.value_of_node[theirs]

@@ -69,9 +69,9 @@ class FloatInputs:
         return given
 
     def mark(self, gm: fx.GraphModule) -> None:
-        by_name: dict[str, list[tuple[int, int]]] = {name: [] for name, _ in self.at}
+        by_name: dict[str, list[tuple[int, int]]] = {}
         for (name, leaf), index in self.at.items():
-            by_name[name].append((leaf, index))
+            by_name.setdefault(name, []).append((leaf, index))
         for node in [node for node in gm.graph.nodes if node.name in by_name]:
             leaves, spec = pytree.tree_flatten((tuple(node.args), dict(node.kwargs)))
             for leaf, index in by_name.pop(node.name):
@@ -173,13 +173,10 @@ class _Arguments:
     def _argument(self, constants: Sequence[float]) -> int | None:
         # One argument serves every op that takes the same number.
         key = tuple(map(repr, constants))
-        if key not in self._known:
-            found = self._rule(constants)
-            if found is None:
-                return None
+        if key not in self._known and (found := self._rule(constants)) is not None:
             self._known[key] = len(self.arguments)
             self.arguments.append(found)
-        return self._known[key]
+        return self._known.get(key)
 
     def _rule(self, constants: Sequence[float]) -> _Argument | None:
         for step in self._numbers:
@@ -211,7 +208,7 @@ def _fits(rule: Callable[[float], float], values: Sequence[float], found: Sequen
 def _is_same_leaf(one: Any, other: Any) -> bool:
     if isinstance(one, fx.Node):
         return isinstance(other, fx.Node) and one.name == other.name
-    return type(one) is type(other) and (repr(one) == repr(other))
+    return type(one) is type(other) and repr(one) == repr(other)
 
 
 def _are_equal(one: Any, other: Any) -> bool:
@@ -291,8 +288,8 @@ def _unfollowed(state: PythonState, others: Sequence[Probe]) -> str:
         if _reads_past_methods(place.value):
             return f"{place.text} may read it, which cannot be followed"
     one, other = (probe.log for probe in others)
-    if one.lost or other.lost:
-        return one.lost or other.lost
+    if lost := one.lost or other.lost:
+        return lost
     if one.steps != other.steps:
         return "forward computes something else for another value"
     asked = [i for i, step in enumerate(one.steps) if step.is_asked]

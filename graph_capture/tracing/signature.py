@@ -154,22 +154,19 @@ class Signature:
                 "capture and solve again"
             )
         for i, leaf in enumerate(leaves):
-            planned = self.tensors[i]
-            if planned is None:
-                if not is_same(leaf, self.others[i]):
-                    is_tensor = isinstance(leaf, Tensor)
-                    shown = _facts_text(tensor_facts(leaf)) if is_tensor else repr(leaf)
-                    raise self._mismatch(i, repr(self.others[i]), shown, model, _OTHER_VALUE)
-            elif not isinstance(leaf, Tensor):
-                raise self._mismatch(i, _facts_text(planned), repr(leaf), model, _NO_TENSOR)
-            elif (found := tensor_facts(leaf)) != planned:
-                way = _way_out(planned, found)
-                raise self._mismatch(i, _facts_text(planned), _facts_text(found), model, way)
-
-    def _mismatch(self, i: int, planned: str, found: str, model: str, way: str) -> SignatureError:
-        return SignatureError(
-            f"{model} was planned for {self.names[i]} = {planned} and is called with {found}. {way}"
-        )
+            planned, found = self.tensors[i], None
+            if isinstance(leaf, Tensor):
+                found = tensor_facts(leaf)
+            if planned == found and (found is not None or is_same(leaf, self.others[i])):
+                continue
+            way = _OTHER_VALUE
+            if planned is not None:
+                way = _NO_TENSOR if found is None else _way_out(planned, found)
+            was = repr(self.others[i]) if planned is None else _facts_text(planned)
+            now = repr(leaf) if found is None else _facts_text(found)
+            raise SignatureError(
+                f"{model} was planned for {self.names[i]} = {was} and is called with {now}. {way}"
+            )
 
 
 def first_places(leaves: Sequence[Any]) -> list[int]:

@@ -53,11 +53,8 @@ def checkpointed_modules(path: Mapping[int, str]) -> Generator[set[str]]:
         if id(module) in path and is_inside_checkpoint():
             found.add(path[id(module)])
 
-    handle = nn.modules.module.register_module_forward_pre_hook(note)
-    try:
+    with nn.modules.module.register_module_forward_pre_hook(note):
         yield found
-    finally:
-        handle.remove()
 
 
 @contextlib.contextmanager
