@@ -83,7 +83,13 @@ def with_eager_sizes(graph: TrainingGraph) -> TrainingGraph:
     # On a CPU, eager dropout keeps a mask of the input's dtype; a trace has a byte an element.
     values = _with_wide_masks(graph)
     # Autograd adds a gradient to a view in a new tensor. No other difference is known.
-    ops = tuple(_summing_apart(graph, op) for op in graph.ops)
+    sizes = {value.name: value.size_bytes for value in graph.values}
+    ops = tuple(
+        replace(op, workspace_bytes=op.workspace_bytes + sizes[op.inputs[0]])
+        if op.no_recompute == WRITES_FIRST
+        else op
+        for op in graph.ops
+    )
     if values == graph.values and ops == graph.ops:  # the same, with what solvers found about it
         return graph
     return replace(graph, values=values, ops=ops)
@@ -138,14 +144,6 @@ def _with_wide_masks(graph: TrainingGraph) -> tuple[Value, ...]:
     return tuple(replace(v, size_bytes=wide[v.name]) if v.name in wide else v for v in graph.values)
 
 
-def _summing_apart(graph: TrainingGraph, op: Op) -> Op:
-    if op.no_recompute != WRITES_FIRST:
-        return op
-    # Eager's new tensor stands beside what the op reads and writes here.
-    size_bytes = graph.value_by_name[op.inputs[0]].size_bytes
-    return replace(op, workspace_bytes=op.workspace_bytes + size_bytes)
-
-
 # A check keeps what eager saves for backward off the device, where the unmodified step is larger
 # than the budget (`rewriter/checking/off_device.py`). What forward makes leaves the device with its
 # last use in forward, and comes back for each node of autograd that reads it. Not predicted:
@@ -165,10 +163,14 @@ def with_saved_elsewhere(graph: TrainingGraph) -> tuple[TrainingGraph, int]:
     for together in _nodes(graph):
         back = _back(together, moved)
         made += back.values()
-        ops += _reading_back(together, back)
+        ops += (Op(one.producer, _BACK, "backward", (), (one.name,)) for one in back.values())
+        for op in together:
+            inputs = tuple(back[name].name if name in back else name for name in op.inputs)
+            ops.append(replace(op, inputs=inputs))
     backward = {op.name for op in graph.ops if op.phase != "forward"}
-    values = (*(_let_go(value, moved, backward) for value in graph.values), *made)
-    changed = replace(graph, ops=tuple(ops), values=values)
+    late = {name for name, value in moved.items() if value.held_until in backward}
+    kept = [replace(v, held_until="") if v.name in late else v for v in graph.values]
+    changed = replace(graph, ops=tuple(ops), values=(*kept, *made))
     return changed, sum(value.size_bytes for value in moved.values())
 
 
@@ -205,11 +207,6 @@ def _moved(graph: TrainingGraph) -> Iterator[Value]:
             yield value
 
 
-def _let_go(value: Value, moved: dict[str, Value], backward: set[str]) -> Value:
-    is_moved = value.name in moved and value.held_until in backward
-    return replace(value, held_until="") if is_moved else value
-
-
 def _back(together: list[Op], moved: dict[str, Value]) -> dict[str, Value]:
     """For what the ops of one group read of what was moved: the values that come back for them."""
     first = together[0]
@@ -223,14 +220,6 @@ def _back(together: list[Op], moved: dict[str, Value]) -> dict[str, Value]:
         )
         for name in dict.fromkeys(name for op in together for name in op.inputs if name in moved)
     }  # fmt: skip
-
-
-def _reading_back(together: list[Op], back: dict[str, Value]) -> Iterator[Op]:
-    for value in back.values():
-        yield Op(value.producer, _BACK, "backward", (), (value.name,))
-    for op in together:
-        inputs = tuple(back[name].name if name in back else name for name in op.inputs)
-        yield replace(op, inputs=inputs)
 
 
 # What turns one training graph into another, as the captured one into that with regions in chunks:

@@ -361,7 +361,9 @@ def distributed_message(path: str) -> str:
 
 def unheard_hook(tables: list[Hooked]) -> str:
     """The refusal of a hook that a rewritten step would not call; empty if there is none."""
-    if has_global_hook() and _foreign_global_hooks():
+    # Torch's own, as those of `FlopCounterMode`, only watch.
+    homes = (str(getattr(hook, "__module__", "")).partition(".")[0] for hook in global_hooks())
+    if has_global_hook() and any(home != "torch" for home in homes):
         return (
             "a global module hook is registered (register_module_forward_hook or its like): the "
             "rewritten step runs ops, not submodules, so it would not be called for them. Remove "
@@ -374,12 +376,6 @@ def registered_hook(tables: list[Hooked]) -> str:
     """The refusal of the first hook in these tables; empty if there is none."""
     found = (_hook_message(path, m, table) for path, m, table, registered in tables if registered)
     return next(found, "")
-
-
-def _foreign_global_hooks() -> bool:
-    # Torch's own, as those of `FlopCounterMode`, only watch.
-    modules = (str(getattr(hook, "__module__", "")) for hook in global_hooks())
-    return any(module.partition(".")[0] != "torch" for module in modules)
 
 
 def _hook_message(path: str, module: nn.Module, table: str) -> str:

@@ -52,7 +52,8 @@ def linear_of(product: fx.Node) -> Linear | None:
 
 def _factors(product: fx.Node) -> tuple[Any, Any, Any]:
     """Bias, input and transposed weight: `mm` has no bias; `addmm` has it first."""
-    return (None, *product.args) if len(product.args) == 2 else product.args[:3]
+    args: Any = product.args
+    return (None, *args) if len(args) == 2 else args[:3]
 
 
 def _may_be_bias(bias: Any) -> bool:

@@ -71,13 +71,6 @@ ACTIVATIONS: dict[str, _Activation] = {
 }
 
 
-def _activation_of(node: fx.Node) -> str | None:
-    for name, one in ACTIVATIONS.items():
-        if node.target is one.forward and len(node.args) == 1 and _options(node) == one.options:
-            return name
-    return None
-
-
 def _is_gradient_of(name: str, node: fx.Node) -> bool:
     one = ACTIVATIONS[name]
     same = node.target is one.backward and tuple(node.args[2:]) == one.more
@@ -91,8 +84,15 @@ def _options(node: fx.Node) -> dict[str, Any]:
 
 def has_equal_blocks(name: str, like: Tensor, sizes: list[int]) -> bool:
     """Whether no element of tensors of these `sizes` hangs on how many there are."""
-    is_same = like.device.type != "cpu" or _is_the_same_one_by_one(name, like.dtype)
-    return is_same or all(map(_fills_vectors, sizes))
+    if like.device.type != "cpu" or _is_the_same_one_by_one(name, like.dtype):
+        return True
+    most = torch.get_num_threads()
+    for size in sizes:
+        # A smaller tensor may go to fewer threads.
+        counts = [1, most] if size >= most * _GRAIN_ELEMENTS else range(1, most + 1)
+        if any(-(-size // count) % _VECTOR_ELEMENTS for count in counts):
+            return False
+    return True
 
 
 @functools.cache
@@ -112,13 +112,6 @@ def _is_the_same_one_by_one(name: str, dtype: torch.dtype) -> bool:
     read = x if not one.of_result else torch.stack([result, result], 1)[:, 0]
     expected = one.gradient(of_close, result if one.of_result else close)
     return torch.equal(one.gradient(of_result, read), expected)
-
-
-def _fills_vectors(size: int) -> bool:
-    most = torch.get_num_threads()
-    # A smaller tensor may go to fewer threads.
-    counts = [1, most] if size >= most * _GRAIN_ELEMENTS else range(1, most + 1)
-    return all(-(-size // count) % _VECTOR_ELEMENTS == 0 for count in counts)
 
 
 # An MLP of a joint graph: its layers, and the nodes of its forward and its backward.
@@ -177,8 +170,9 @@ def find_mlps(graph: fx.Graph) -> list[Mlp]:
     taken: set[fx.Node] = set()
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        activation = _activation_of(node)
-        if activation is None:
+        known = (name for name, one in ACTIVATIONS.items() if node.target is one.forward)
+        activation = next((n for n in known if _options(node) == ACTIVATIONS[n].options), None)
+        if activation is None or len(node.args) != 1:
             continue
         try:
             mlp = _mlp_of(node, activation, order)
@@ -254,15 +248,12 @@ def _gating(function: fx.Node, gate: Linear) -> tuple[fx.Node, Linear]:
             continue
         other: Any = user.args[1] if user.args[0] is function else user.args[0]
         up = linear_of(sources_of(other)[-1]) if isinstance(other, fx.Node) else None
-        if up is not None and _is_beside(up, gate):
+        if up is None or up.product is gate.product:
+            continue
+        shapes = [(one.x.meta["val"].shape, one.product.meta["val"].shape) for one in (up, gate)]
+        if sources_of(up.x)[-1] is sources_of(gate.x)[-1] and shapes[0] == shapes[1]:
             return user, up
     raise NoMlpError
-
-
-def _is_beside(up: Linear, gate: Linear) -> bool:
-    same = sources_of(up.x)[-1] is sources_of(gate.x)[-1] and up.product is not gate.product
-    shapes = [(one.x.meta["val"].shape, one.product.meta["val"].shape) for one in (up, gate)]
-    return same and shapes[0] == shapes[1]
 
 
 def _product_above(handed: fx.Node, down: Linear) -> fx.Node:

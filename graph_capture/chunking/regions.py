@@ -169,11 +169,17 @@ def _captured_ops(part: HeadOrMlp, node: fx.Node, chunks: int) -> list[fx.Node]:
 
 
 def _workspace_bytes(part: HeadOrMlp, node: fx.Node, chunks: int) -> int:
-    if isinstance(part, Head):
-        return _head_workspace_bytes(part, node, chunks)
-    value: Tensor = part.gate.product.meta["val"]
-    n_blocks = (_BLOCKS if part.up is None else _BLOCKS_GATED)[node.target]
-    return n_blocks * -(-value.nbytes // chunks)
+    if isinstance(part, Mlp):
+        value: Tensor = part.gate.product.meta["val"]
+        n_blocks = (_BLOCKS if part.up is None else _BLOCKS_GATED)[node.target]
+        return n_blocks * -(-value.nbytes // chunks)
+    # In backward, three blocks in the dtype of the loss: the logarithms of the probabilities, their
+    # gradient and that of the logits. A block of classes that is cut out of rows is one more.
+    value, of_x = part.softmax.meta["val"], part.product.meta["val"]
+    blocks_bytes = 3 * (-(-value.numel() // chunks)) * value.element_size()
+    if not _is_cut_out_of_rows(part, node):
+        return blocks_bytes
+    return blocks_bytes + -(-of_x.numel() // chunks) * of_x.element_size()
 
 
 def _nodes_of_head(head: Head, node: fx.Node, chunks: int) -> list[fx.Node]:
@@ -191,16 +197,6 @@ def _nodes_of_head(head: Head, node: fx.Node, chunks: int) -> list[fx.Node]:
 def _is_cut_out_of_rows(head: Head, node: fx.Node) -> bool:
     dtype = head.softmax.meta["val"].dtype
     return node.target is WEIGHT and cuts_classes_out_of_rows(dtype, head.smoothing)
-
-
-def _head_workspace_bytes(head: Head, node: fx.Node, chunks: int) -> int:
-    # In backward, three blocks in the dtype of the loss: the logarithms of the probabilities, their
-    # gradient and that of the logits. A block of classes that is cut out of rows is one more.
-    value, of_x = head.softmax.meta["val"], head.product.meta["val"]
-    blocks_bytes = 3 * (-(-value.numel() // chunks)) * value.element_size()
-    if not _is_cut_out_of_rows(head, node):
-        return blocks_bytes
-    return blocks_bytes + -(-of_x.numel() // chunks) * of_x.element_size()
 
 
 # Costs of what may run in chunks: measured if the device is here, else of the captured ops.

@@ -223,7 +223,9 @@ def work_of(node: fx.Node) -> OpWork:
     # torch counts all of causal attention; its kernels skip the half above the diagonal.
     if kind == "attention" and argument(node, "is_causal"):
         flops //= 2
-    return OpWork(kind, _dtype_of(node), flops, moved_bytes(node))
+    floats = (t for t in _read_and_made(node) if t.is_floating_point())
+    dtype = next((str(t.dtype).removeprefix("torch.") for t in floats), "float32")
+    return OpWork(kind, dtype, flops, moved_bytes(node))
 
 
 def _kind_of(target: str) -> _WorkKind:
@@ -233,11 +235,6 @@ def _kind_of(target: str) -> _WorkKind:
         return "convolution"
     is_matmul = target.split(".")[1:2] in (["mm"], ["addmm"], ["bmm"], ["baddbmm"])
     return "matmul" if is_matmul else "other"
-
-
-def _dtype_of(node: fx.Node) -> str:
-    floats = (t for t in _read_and_made(node) if t.is_floating_point())
-    return next((str(t.dtype).removeprefix("torch.") for t in floats), "float32")
 
 
 def _read_and_made(node: fx.Node) -> list[torch.Tensor]:

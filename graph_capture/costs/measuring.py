@@ -110,20 +110,14 @@ def measured_pair(device: str, nvme_path: str = "", *, measure_again: bool = Fal
     place = nvme_path or (PINNED_MEMORY if is_cuda(device) else host_folder())
     key = f"NVMe at {place}" if nvme_path else f"host: {place}"
     if measure_again or key not in cache.links:
-        cache.links[key] = _pair_now(device, nvme_path)
+        if is_cuda(device) and not nvme_path:
+            from remat.graph_capture.devices.cuda import pinned_pair
+
+            cache.links[key] = pinned_pair(device)
+        else:  # below a CPU's memory there are only files
+            cache.links[key] = file_pair(place, MORE_THREADS if nvme_path else ())
         cache.save()
     return cache.links[key]
-
-
-def _pair_now(device: str, nvme_path: str) -> LinkPair:
-    if nvme_path:
-        return file_pair(nvme_path, MORE_THREADS)
-    if is_cuda(device):
-        from remat.graph_capture.devices.cuda import pinned_pair
-
-        return pinned_pair(device)
-    # Below a CPU's memory there are only files.
-    return file_pair(host_folder())
 
 
 def kept_links(device: str) -> dict[str, LinkPair]:
@@ -151,8 +145,8 @@ def _modelled_drive() -> _PlannedPair:
         f"NVMe {table.link_share} of the {drive.write_gb_s:g} GB/s to write and "
         f"{drive.read_gb_s:g} to read that are stated for {drive.title}"
     )
-    ways = (_as_stated(gb_s, drive.latency_us) for gb_s in (drive.write_gb_s, drive.read_gb_s))
-    return _PlannedPair(*ways, source)
+    down, up = (_as_stated(one, drive.latency_us) for one in (drive.write_gb_s, drive.read_gb_s))
+    return _PlannedPair(down, up, source)
 
 
 def _as_stated(gb_s: float, latency_us: float) -> Link:

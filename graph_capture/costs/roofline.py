@@ -76,17 +76,14 @@ class Roofline:
         return _Fit(self, profile).errors()
 
     def _work_us(self, work: OpWork, share: Efficiency) -> float:
-        arithmetic_us = work.flops / self.device.flops_per_us(self._rate(work))
-        traffic_us = work.moved_bytes / self.device.bytes_per_us
-        return max(arithmetic_us / share.rate, traffic_us / share.bandwidth)
-
-    def _rate(self, work: OpWork) -> str:
         # torch lets tensor cores round float32 to TF32 by a switch for each kind of op.
-        if work.dtype != "float32" or "tf32" not in self.device.tflops:
-            return work.dtype
         is_rounded = work.kind == "convolution" and torch.backends.cudnn.allow_tf32
         is_rounded |= work.kind == "matmul" and torch.get_float32_matmul_precision() != "highest"
-        return "tf32" if is_rounded else work.dtype
+        is_rounded &= work.dtype == "float32" and "tf32" in self.device.tflops
+        rate = "tf32" if is_rounded else work.dtype
+        arithmetic_us = work.flops / self.device.flops_per_us(rate)
+        traffic_us = work.moved_bytes / self.device.bytes_per_us
+        return max(arithmetic_us / share.rate, traffic_us / share.bandwidth)
 
 
 @dataclass

@@ -11,14 +11,14 @@ import functools
 import platform
 import statistics
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from remat.graph_capture.devices.known_devices import CPU
-from remat.graph_capture.devices.memory_events import RegionMemory, measure_peak, measure_regions
+from remat.graph_capture.devices.memory_events import measure_peak, measure_regions
 from remat.graph_capture.devices.meter import PASSES, LoadAwareTimer, Run, StepMemory, median_of
 
 _TRIED_S, _QUIET = 0.05, 0.02
@@ -46,18 +46,11 @@ class CpuMeter:
     def __init__(self) -> None:
         self.passes, self.device, self.title = PASSES, CPU, cpu_title()
         self.cache_bytes = _cache_bytes()
+        self.settings, self.versions = "", dict[str, str]()
 
     @functools.cached_property
     def _others(self) -> Tensor:
         return torch.zeros(2 * self.cache_bytes, dtype=torch.uint8)
-
-    @property
-    def settings(self) -> str:
-        return ""
-
-    @property
-    def versions(self) -> dict[str, str]:
-        return {}
 
     @contextlib.contextmanager
     def quiet(self) -> Generator[None]:
@@ -95,9 +88,6 @@ class CpuMeter:
             time.sleep(_APART_S)
         return [statistics.median(times) for times in zip(*found, strict=True)]
 
-    def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
-        return measure_regions(regions)
-
     def step_us(self, run: Run) -> float:
         """By the clock, without what others had of the core."""
         watch = LoadAwareTimer()
@@ -110,8 +100,8 @@ class CpuMeter:
     def library_bytes(self) -> int:
         return 0
 
-    def rng_state(self) -> Tensor:
-        return torch.get_rng_state()
+    regions = staticmethod(measure_regions)
+    rng_state = staticmethod(torch.get_rng_state)
 
 
 def _cache_bytes() -> int:

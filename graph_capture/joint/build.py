@@ -170,8 +170,13 @@ class _Builder:
         if is_mesh(node):
             return
         refuse_op(node, self.places.of)
+        if node in self.in_place.targets:
+            phase, inputs = self._phase_and_inputs(node)
+            token = self.values.add_write((node, *self.in_place.scattered[node]), phase)
+            why = self.in_place.why_no_recompute(node)
+            self._append(node, phase, inputs, (token,), why, self.places.of(node))
+        # Scatters that put a written part back: in place, there is nothing to put back.
         if node in self.in_place.targets or node in self.in_place.before:
-            self._add_write(node)
             return
         keys = {storage_key(t) for t in tensors_of(node) if t is not None}
         if is_getitem(node) or is_alias_of_input(node) or is_wait(node):
@@ -182,15 +187,6 @@ class _Builder:
                 self.values.of_node[node] = self.values.of_storage[keys.pop()]
         else:
             self._add_op(node)
-
-    def _add_write(self, node: fx.Node) -> None:
-        # Scatters that put a written part back: in place, there is nothing to put back.
-        if node not in self.in_place.targets:
-            return
-        phase, inputs = self._phase_and_inputs(node)
-        token = self.values.add_write((node, *self.in_place.scattered[node]), phase)
-        why = self.in_place.why_no_recompute(node)
-        self._append(node, phase, inputs, (token,), why, self.places.of(node))
 
     def _phase_and_inputs(self, node: fx.Node) -> tuple[Phase, tuple[str, ...]]:
         phase: Phase = "forward" if node in self.in_forward else "backward"

@@ -46,10 +46,6 @@ def _dropout_as_eager(
 
 
 @torch.library.impl(_library, "dropout_backward", "CompositeExplicitAutograd")
-def _dropout_backward_as_eager(gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
-    return _dropped(gradient, mask, scale)
-
-
 def _dropped(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     """`x` times eager's noise, in the storage of the noise if that is laid out as the product."""
     # As uint8, since CPU kernels convert bool much slower: for 512 x 768 elements on AVX-512,
@@ -74,20 +70,16 @@ def scale_of_eager(p: float, dtype: torch.dtype) -> float:
 def make_dropout_exact(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         x, p = node.args[0], node.args[1]
-        value = x.meta["val"] if isinstance(x, fx.Node) else None
+        value: Any = x.meta["val"] if isinstance(x, fx.Node) else None
         is_on_cpu = isinstance(value, Tensor) and value.device.type == "cpu"
         # p = 1 has no scale, and p = 0 needs none.
         if is_on_cpu and isinstance(p, float) and 0 < p < 1:
             scale = scale_of_eager(p, value.dtype)
             node.target, node.args = DROPOUT, (x, p, scale)
-            _change_backward(node, scale)
-
-
-def _change_backward(dropout: fx.Node, scale: float) -> None:
-    for user in _reading_result(dropout, 1):
-        if user.target is aten.native_dropout_backward.default:
-            args: tuple[Any, ...] = (*user.args[:2], scale)
-            user.target, user.args = DROPOUT_BACKWARD, args
+            for user in _reading_result(node, 1):
+                if user.target is aten.native_dropout_backward.default:
+                    args: tuple[Any, ...] = (*user.args[:2], scale)
+                    user.target, user.args = DROPOUT_BACKWARD, args
 
 
 def _reading_result(node: fx.Node, place: int) -> Iterator[fx.Node]:

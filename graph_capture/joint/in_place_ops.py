@@ -48,8 +48,8 @@ from remat.graph_capture.joint.nodes import (
 )
 from remat.graph_capture.torch_private.core import OpOverload, pytree
 
-# A node that runs several ops as one has one argument a step, ``(args, kwargs)``. A text of
-# `_step_result` stands there for what an earlier step has made: the code that fx writes of a
+# A node that runs several ops as one has one argument a step, ``(args, kwargs)``. A text that
+# begins with `_MADE` stands there for what an earlier step has made: the code that fx writes of a
 # graph can hold that.
 
 _MADE = "remat.made_by_step_"
@@ -97,10 +97,6 @@ class JoinedTarget:
         return JOINED.join(map(str, named))
 
 
-def _step_result(step: int) -> str:
-    return f"{_MADE}{step}"
-
-
 def _is_made(argument: Any) -> bool:
     return isinstance(argument, str) and argument.startswith(_MADE)
 
@@ -130,7 +126,7 @@ def _join_members(members: Sequence[fx.Node], steps: Sequence[JoinedOp]) -> None
     def given(node: fx.Node) -> tuple[Any, Any]:
         call = tuple(node.args), tuple(node.kwargs.items())
         return pytree.tree_map_only(
-            fx.Node, lambda one: _step_result(index[one]) if one in index else one, call
+            fx.Node, lambda one: f"{_MADE}{index[one]}" if one in index else one, call
         )
 
     calls = tuple(map(given, members))

@@ -6,7 +6,7 @@ new part, and a scatter that makes a new whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +71,7 @@ def is_made_for_writes(node: fx.Node) -> bool:
 
 def has_own_storage(node: fx.Node) -> bool:
     """Whether `node` makes or picks a tensor with a storage of its own, which it fills."""
-    value = node.meta.get("val")
+    value: Any = node.meta.get("val")
     is_tensor = isinstance(value, Tensor) and value.layout == torch.strided
     if node.op != "call_function" or not is_tensor:
         return False
@@ -106,8 +106,11 @@ def only_write(
     (node,) = writers
     source: Any = node.args[0] if node.args else None
     reads_it = [a for a in pytree.tree_leaves((node.args, node.kwargs)) if a in views]
+    if source not in views:
+        return None
+    a, b = node.meta["val"], source.meta["val"]
     # In place, no op can promote or broadcast its first argument.
-    if source not in views or not _has_numbers_of(node, source):
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
         return None
     if len(reads_it) > 1 and not (may_read_it(node) and all(one in node.args for one in reads_it)):
         return None
@@ -145,11 +148,6 @@ def _whole_of(view: fx.Node) -> Any:
 def is_laid_out_as(one: fx.Node, other: Any) -> bool:
     a, b = one.meta["val"], other.meta["val"]
     return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-
-
-def _has_numbers_of(one: fx.Node, other: fx.Node) -> bool:
-    a, b = one.meta["val"], other.meta["val"]
-    return (a.dtype, a.shape) == (b.dtype, b.shape)
 
 
 def _is_all_of(view: Any, tensor: Any) -> bool:
@@ -243,7 +241,8 @@ def writes_in_place(nodes: Sequence[fx.Node], in_forward: Collection[fx.Node]) -
             # A picked result is itself the base of its value (`_add_name` in build.py).
             first = node if is_getitem(node) else as_written(node)
             writers = in_forward if node in in_forward else by_autograd
-            for before, write in _writes_to(first, writers):
+            before = first
+            while (write := only_write(before, _in_place)) is not None and write.node in writers:
                 if not (is_made_for_writes(node) or _adds_to_term(node, write.node)):
                     break
                 found.begins[node] = first
@@ -251,13 +250,8 @@ def writes_in_place(nodes: Sequence[fx.Node], in_forward: Collection[fx.Node]) -
                 found.before[write.result] = before
                 found.scattered[write.node] = write.scattered
                 known.update((write.node, *write.scattered))
+                before = write.result
     return found
-
-
-def _writes_to(first: fx.Node, writers: Collection[fx.Node]) -> Iterator[tuple[fx.Node, Write]]:
-    while (write := only_write(first, _in_place)) is not None and write.node in writers:
-        yield first, write
-        first = write.result
 
 
 def _adds_to_term(node: fx.Node, write: fx.Node) -> bool:

@@ -62,7 +62,13 @@ class ValueTable:
         if not isinstance(tensor, Tensor):
             return
         if is_constant:
-            _check_constant(tensor)
+            if tensor.requires_grad:
+                shape = list(tensor.shape)
+                raise CaptureError(
+                    f"forward uses a tensor of shape {shape} that requires grad and is neither a "
+                    "parameter nor an argument, so its gradient would be lost. Register it as a "
+                    "parameter of the model, or pass it as an argument"
+                )
             if tensor.layout != torch.strided:
                 raise CaptureError(
                     f"the model holds a {tensor.layout} tensor that is neither parameter nor "
@@ -158,12 +164,3 @@ class ValueTable:
         """Values of those results that are not resident."""
         names = [self.of(n) for n in results if isinstance(n, fx.Node)]
         return [name for name in names if name and self.by_name[name].producer]
-
-
-def _check_constant(tensor: Tensor) -> None:
-    if tensor.requires_grad:
-        raise CaptureError(
-            f"forward uses a tensor of shape {list(tensor.shape)} that requires grad and is "
-            "neither a parameter nor an argument, so its gradient would be lost. Register it "
-            "as a parameter of the model, or pass it as an argument"
-        )

@@ -199,7 +199,9 @@ class ExecutedCode:
 
     def asks_identity(self) -> bool:
         """Whether code of the user's, or of torch's layers, may ask if two objects are one."""
-        theirs = filter(_is_of_layer, list(self._codes.values()))
+        codes = (c for c in list(self._codes.values()) if c.co_filename.startswith(_LAYERS))
+        # Code of the base class of all layers is not theirs.
+        theirs = (c for c in codes if not c.co_filename.endswith(_OF_EACH_MODULE))
         return not self.is_all or any(map(_asks_identity, [*self.own_codes(), *theirs]))
 
     @contextlib.contextmanager
@@ -264,12 +266,6 @@ class ExecutedCode:
 def runs_unseen(code: CodeType) -> bool:
     """Whether code lets other threads run code, or takes code apart that it does not run."""
     return id(code) in _BY_OTHER_THREADS or code.co_filename == _DYNAMO
-
-
-def _is_of_layer(code: CodeType) -> bool:
-    """Whether it is of a layer of torch's, and not of the base class of all."""
-    file = code.co_filename
-    return file.startswith(_LAYERS) and not file.endswith(_OF_EACH_MODULE)
 
 
 def _asks_identity(code: CodeType) -> bool:

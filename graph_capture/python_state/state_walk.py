@@ -138,7 +138,10 @@ class StateWalk:
         # Names that code loads make more code reachable, which loads more names.
         while self._queue or self._names.new or self._names.new_asking:
             if len(self.found.places) > MOST_PLACES:
-                self._end_here()
+                n, text = len(self._queue), self._queue[0][1] if self._queue else "names alone"
+                _LOG.debug("%d objects in reach are not walked, beginning with %s", n, text)
+                for rest in (self._queue, self._names.new, self._names.new_asking):
+                    rest.clear()
             elif self._queue:
                 value, text = self._queue.popleft()
                 with self._within(value):
@@ -147,12 +150,6 @@ class StateWalk:
                 self._spaces.read_named(self._names.new.pop())
             else:
                 self._spaces.read_asking(self._names.new_asking.pop())
-
-    def _end_here(self) -> None:
-        text = self._queue[0][1] if self._queue else "names alone"
-        _LOG.debug("%d objects in reach are not walked, beginning with %s", len(self._queue), text)
-        for rest in (self._queue, self._names.new, self._names.new_asking):
-            rest.clear()
 
     def _visit(self, value: Any, text: str) -> None:
         # `getattr(self, self.key)` reads the attribute that a text in reach names; `attrgetter`

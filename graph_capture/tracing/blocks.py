@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,21 +100,17 @@ def watching_calls(model: nn.Module, blocks: dict[str, nn.Module]) -> Generator[
         calls.signatures.clear()
         calls.autocast.clear()
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_told_first(model, start))
-        for path, block in blocks.items():
-            stack.enter_context(_told_first(block, _noting(calls, path)))
-        yield calls
-
-
-def _noting(calls: _BlockCalls, path: str) -> Callable[[Any, Any], None]:
-    def note(args: Any, kwargs: Any) -> None:
+    def note(path: str, args: Any, kwargs: Any) -> None:
         for leaf in filter(is_distributed, pytree.tree_leaves((args, kwargs))):
             refuse_subclass(f"an argument of block {path}", leaf)
         calls.signatures.setdefault(path, []).append(Signature((args, kwargs, None)))
         calls.autocast[path] = autocast_state()
 
-    return note
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_told_first(model, start))
+        for path, block in blocks.items():
+            stack.enter_context(_told_first(block, functools.partial(note, path)))
+        yield calls
 
 
 @contextlib.contextmanager

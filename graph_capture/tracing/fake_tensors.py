@@ -53,8 +53,9 @@ def fake_with_eager_strides(shape_env: ShapeEnv | None = None) -> FakeTensorMode
             # Its fake kernel takes views of the gradient, which fail for some strides.
             args = (dispatch(aten.clone.default, types, args[:1], _CONTIGUOUS), *args[1:])
         found = _with_true_statistics(mode, func, args, dispatch(func, types, args, kwargs or {}))
-        rule = RULES.get(func)
-        if rule is None or not _holds(func, found):
+        rule, first = RULES.get(func), found[0] if isinstance(found, tuple) else found
+        on_cpu = isinstance(first, Tensor) and first.device.type == CPU
+        if rule is None or (func in _CPU_ONLY and not on_cpu):
             return found
         true = rule(*args)
         if isinstance(found, tuple):
@@ -94,12 +95,6 @@ def _mended(mode: FakeTensorMode, found: Any, true: Tensor) -> Any:
         return torch.empty_strided(shape, stride, dtype=found.dtype, device=found.device)
 
 
-def _holds(func: Any, found: Any) -> bool:
-    first = found[0] if isinstance(found, tuple) else found
-    on_cpu = isinstance(first, Tensor) and first.device.type == CPU
-    return on_cpu or func not in _CPU_ONLY
-
-
 def _in_format_of(x: Tensor, shape: Sequence[int]) -> Tensor:
     # Channels last stays channels last; all else comes out contiguous.
     empty = torch.empty(shape, device="meta")
@@ -108,10 +103,6 @@ def _in_format_of(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _like_input(x: Tensor, *_: Any) -> Tensor:
     return _in_format_of(x, x.shape)
-
-
-def _like_second(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
-    return _like_input(x)
 
 
 def _rolled(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
@@ -136,8 +127,11 @@ def _plain(x: Tensor, *_: Any) -> Tensor:
     return torch.empty(x.shape, device="meta")
 
 
-def _plain_second(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
-    return _plain(x)
+def _of_second(rule: _Rule) -> _Rule:
+    return lambda _grad, x, *_: rule(x)
+
+
+_like_second, _plain_second = _of_second(_like_input), _of_second(_plain)
 
 
 def _pointwise(x: Tensor, y: Tensor, *_: Any) -> Tensor:
@@ -252,8 +246,9 @@ def as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> Generator[None]:
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     if is_distributed(tensor):
-        fake = type(tensor).from_local(
-            _fake(tensor.to_local().detach(), mode), tensor.device_mesh, tensor.placements,
+        whole: Any = tensor
+        fake = type(whole).from_local(
+            _fake(whole.to_local().detach(), mode), whole.device_mesh, whole.placements,
             run_check=False, shape=tensor.shape, stride=tensor.stride(),
         )  # fmt: skip
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)

@@ -148,10 +148,15 @@ class Signature:
     def require(self, leaves: list[Any], spec: Any, model: str) -> None:
         """Raise `SignatureError`, naming the first leaf that differs from capture."""
         if spec != self.spec:
+            given = leaves_with_paths(pytree.tree_unflatten(leaves, spec))
+            names = [argument_name(path) for path, _ in given]
+            more = ", ".join(name for name in names if name not in self.names)
+            less = ", ".join(name for name in self.names if name not in names)
+            parts = ", ".join([f"with {more}"] * bool(more) + [f"without {less}"] * bool(less))
             raise SignatureError(
                 f"{model} was planned for arguments ({', '.join(self.names)}) and is called with "
-                f"other ones{_others_text(self.names, leaves, spec)}. Call it as at capture, or "
-                "capture and solve again"
+                f"other ones{f' ({parts})' if parts else ''}. Call it as at capture, or capture "
+                "and solve again"
             )
         for i, leaf in enumerate(leaves):
             planned, found = self.tensors[i], None
@@ -206,15 +211,6 @@ def _way_out(planned: TensorFacts, found: TensorFacts) -> str:
         is_plain = planned.stride == torch.empty(planned.shape, device="meta").stride()
         return _OTHER_LAYOUT.format(way=".contiguous()" if is_plain else "laid out as at capture")
     return _NEEDS_NONE if planned.requires_grad else _NEEDS_GRADIENT
-
-
-def _others_text(planned: list[str], leaves: list[Any], spec: Any) -> str:
-    given = pytree.tree_unflatten(leaves, spec)
-    names = [argument_name(path) for path, _ in leaves_with_paths(given)]
-    more = [name for name in names if name not in planned]
-    less = [name for name in planned if name not in names]
-    parts = [f"with {', '.join(more)}"] * bool(more) + [f"without {', '.join(less)}"] * bool(less)
-    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _facts_text(facts: TensorFacts) -> str:
