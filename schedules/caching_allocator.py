@@ -28,16 +28,13 @@ from remat.formats import MIB
 
 # ``c10/core/AllocatorConfig.h``; ``PYTORCH_ALLOC_CONF`` names settings, such as
 # ``large_segment_size_mb``, in MiB.
-_MIN_BLOCK_BYTES = 512
-"""Every block is a multiple of it."""
-_SMALL_BYTES = MIB
-"""Blocks up to it come from the small pool, larger ones from the large pool."""
+_MIN_BLOCK_BYTES = 512  # every block is a multiple of it
+_SMALL_BYTES = MIB  # blocks up to it come from the small pool, larger ones from the large pool
 _SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
 _OWN_SEGMENT_BYTES = 10 * MIB
 """From this size on, a block that finds no room gets a segment of its own size."""
-_SEGMENT_MULTIPLE_BYTES = 2 * MIB
-"""Segments of their own size are a multiple of it."""
+_SEGMENT_MULTIPLE_BYTES = 2 * MIB  # segments of their own size are a multiple of it
 UNLIMITED_BYTES = 1 << 50
 
 

@@ -224,8 +224,7 @@ def _counter_events(line: Timeline) -> list[dict[str, Any]]:
 _BASE = 0x7F00_0000_0000
 """Where addresses begin. Any number would do."""
 
-_VIEWER_PROTOCOL = 4
-"""The newest version of pickles that the viewer in the browser reads."""
+_VIEWER_PROTOCOL = 4  # the newest version of pickles that the viewer in the browser reads
 
 _Frame = dict[str, Any]
 _Event = dict[str, Any]

@@ -32,8 +32,7 @@ from remat.schedules.schedule import Compute, Schedule, arriving_values, freed_v
 from remat.schedules.simulate import Simulation, simulate
 
 _FAMILY_VERSION = 1
-_SHOWN = 2
-"""Corners of a member that a family's text shows."""
+_SHOWN = 2  # corners of a member that a family's text shows
 _Certificate = Literal["largest sizes", "bounds of parts"]
 
 

@@ -215,8 +215,7 @@ class _Walk:
 
 
 _SCHEMA_VERSION = 1
-CPU_ALIGNMENT_BYTES = 64
-"""torch's allocator for the CPU aligns to it (`c10/core/alignment.h`)."""
+CPU_ALIGNMENT_BYTES = 64  # torch's allocator for the CPU aligns to it (`c10/core/alignment.h`)
 
 
 class Layout(msgspec.Struct, frozen=True):

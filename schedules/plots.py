@@ -310,8 +310,7 @@ def band_colours(names: list[str], by: BandsBy) -> dict[str, str]:
     return cycled(modules, without=(KINDS[WORKSPACE],)) | given
 
 
-_EDGE = 0.15
-"""Width in points of the line around a rectangle, so that neighbours can be told apart."""
+_EDGE = 0.15  # width in points of the line around a rectangle, so that neighbours can be told apart
 
 
 def draw_layout(ax: Axes, graph: TrainingGraph, schedule: Schedule, layout: Layout) -> Axes:

@@ -69,10 +69,8 @@ _ITERATION_S = 4e-4
 
 Both only turn counted effort into about seconds; a faster machine does the same work sooner.
 """
-_GROWTH = 1.5
-"""How much longer the next program of cuts is expected to take."""
-_PATIENCE = 1.6
-"""Growth of what a program of cuts may take, after one that did not end in it."""
+_GROWTH = 1.5  # how much longer the next program of cuts is expected to take
+_PATIENCE = 1.6  # growth of what a program of cuts may take, after one that did not end in it
 
 
 @dataclass(slots=True)
@@ -174,8 +172,7 @@ class Improvement:
 
 _PATIENT_S = 20.0
 """Above this time limit, `hierarchical` tries larger blocks too if nothing fits yet."""
-_TINY_OPS = 14
-"""Graphs of at most so many ops are searched exhaustively."""
+_TINY_OPS = 14  # graphs of at most so many ops are searched exhaustively
 
 
 @dataclass(frozen=True)

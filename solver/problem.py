@@ -18,8 +18,7 @@ class Problem:
     """The graph in integers: ops 0..n-1 in captured order, values with a producer 0..m-1."""
 
     graph: TrainingGraph
-    # Resident values are left out.
-    inputs: tuple[tuple[int, ...], ...]
+    inputs: tuple[tuple[int, ...], ...]  # resident values are left out
     outputs: tuple[tuple[int, ...], ...]
     # What must be live when op t first runs beside its outputs: its inputs, and for the last
     # forward op the forward outputs. Entry n: what must be live at the end.
@@ -30,10 +29,8 @@ class Problem:
     workspace_bytes: tuple[int, ...]
     output_bytes: tuple[int, ...]
     no_recompute: tuple[bool, ...]
-    # Live when forward ends.
-    forward_outputs: tuple[int, ...]
-    # In the caller's hands from stage `n_forward` on.
-    held: frozenset[int]
+    forward_outputs: tuple[int, ...]  # live when forward ends
+    held: frozenset[int]  # in the caller's hands from stage `n_forward` on
     n_forward: int
     resident_bytes: int  # live throughout
     names: tuple[str, ...]

@@ -12,12 +12,10 @@ from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver.recompute_summary import attention_of
 
-INTERRUPTED = "interrupted"
-"""How the message of a solve begins that Ctrl-C ended."""
+INTERRUPTED = "interrupted"  # how the message of a solve begins that Ctrl-C ended
 OUT_OF_TIME = "the time limit of"
 """How the message of a solve begins that the clock ended before it had a schedule that fits."""
-NONE_FITS = "no schedule fits"
-"""How the message of a solve begins that has proved it."""
+NONE_FITS = "no schedule fits"  # how the message of a solve begins that has proved it
 KNOWN = "bytes are known to do"
 """In the message of a solve without a schedule, behind a peak that it has one of."""
 TOO_LARGE = "more than most_ops"

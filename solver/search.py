@@ -26,8 +26,7 @@ from remat.solver.table import options_of
 
 @dataclass(slots=True)
 class _Job:
-    # One a process, as Python gives Ctrl-C to one thread alone.
-    depth: int = 0
+    depth: int = 0  # one a process, as Python gives Ctrl-C to one thread alone
     is_interrupted: bool = False
 
 
@@ -132,11 +131,9 @@ class Search:
     # finds it again.
     lowest: Schedule | None = field(default=None, init=False)
     lowest_bytes: int = field(default=1 << 62, init=False)
-    # No schedule within the budget takes less.
-    bound_us: float = field(init=False)
+    bound_us: float = field(init=False)  # no schedule within the budget takes less
     proved_infeasible: bool = field(default=False, init=False)
-    # By the clock or Ctrl-C.
-    cut_short: bool = field(default=False, init=False)
+    cut_short: bool = field(default=False, init=False)  # by the clock or Ctrl-C
     message: str = field(default="", init=False)
     doing: str = field(default="keeping everything", init=False)
     floor: Holding | None = field(default=None, init=False)

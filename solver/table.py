@@ -79,8 +79,7 @@ class Solver(Protocol):
 
 _INTEGER = (int, np.integer)
 REAL = (int, float, np.integer, np.floating)
-_MOST_SEED = (1 << 31) - 1
-"""CP-SAT takes no larger one."""
+_MOST_SEED = (1 << 31) - 1  # CP-SAT takes no larger one
 _WHOLE: dict[str, tuple[int, float]] = {
     "cuts": (1, math.inf),
     "seed": (0, _MOST_SEED),
@@ -89,8 +88,7 @@ _WHOLE: dict[str, tuple[int, float]] = {
 """Least and most of options that are whole numbers."""
 NO_OPTIONS = ("time_limit_s", "progress", "known_us")
 """Fields of a solver that are no options of a plan: they say how to search, not for what."""
-_NUMBERS = ("gap", "time_limit_s")
-"""Options that are finite numbers from 0 on."""
+_NUMBERS = ("gap", "time_limit_s")  # options that are finite numbers from 0 on
 
 
 def _check_options(solver: Any) -> None:

@@ -169,8 +169,7 @@ def _just_in_time(problem: Problem, kept: bytearray) -> list[list[int]]:
     return stages
 
 
-_LEAST_BYTES = 1 << 20
-"""Smaller values stay, unless a policy is told otherwise."""
+_LEAST_BYTES = 1 << 20  # smaller values stay, unless a policy is told otherwise
 _NOTHING_LARGE = "backward reads nothing of forward that is large enough to leave the device"
 _NO_ROOM = "the host has no room for what the policy sends there"
 

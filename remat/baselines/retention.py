@@ -344,8 +344,7 @@ def _watcher(made: RetentionModel) -> Any:
 
 _RAISED = (2, 3)
 """Most computations of an op, one after the other, where that is chosen for the user."""
-_CLOSED = 1e-9
-"""With a gap of at most this, nothing is left to find."""
+_CLOSED = 1e-9  # with a gap of at most this, nothing is left to find
 
 
 @dataclass(frozen=True)

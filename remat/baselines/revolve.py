@@ -39,8 +39,7 @@ from remat.solver.problem import Problem
 from remat.solver.search import Listener, Search
 
 _Counts = npt.NDArray[np.int64]
-_NEVER = 1 << 60
-"""The count of what cannot be done."""
+_NEVER = 1 << 60  # the count of what cannot be done
 
 
 # Counts are forward runs of stages in the whole step. The state before the first stage takes a slot

@@ -250,8 +250,7 @@ _BEYOND = 1.25
 The model counts more bytes than are live. A schedule that it puts beyond the budget may fit,
 and the simulator says so.
 """
-_LEAST_TRIES = 3
-"""Schedules of least memory that are judged where nothing else fits."""
+_LEAST_TRIES = 3  # schedules of least memory that are judged where nothing else fits
 
 
 @dataclass(frozen=True)

@@ -131,8 +131,7 @@ class _Page(msgspec.Struct, frozen=True):
     bound_name: str = "bound"
 
 
-_DIGITS = 6
-"""Digits of times in ms after the point, which is to the nanosecond."""
+_DIGITS = 6  # digits of times in ms after the point, which is to the nanosecond
 
 
 def page_data(facts: PageFacts) -> _Page:

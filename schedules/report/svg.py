@@ -35,8 +35,7 @@ from remat.schedules.simulate import Simulation, simulate
 
 ROWS, _COLUMNS = 256, 1024
 """Of the grid on which small buffers are merged; a buffer below one row is small."""
-MOST_BOXES, MOST_MERGED = 3000, 2000
-"""Rectangles of buffers of their own, and of merged ones."""
+MOST_BOXES, MOST_MERGED = 3000, 2000  # rectangles of buffers of their own, and of merged ones
 
 
 class _Box(NamedTuple):
@@ -140,8 +139,7 @@ def _rectangles(covered: NDArray[np.bool_]) -> list[tuple[int, int, int, int]]:
 
 WIDTH, HEIGHT = 2000, 700
 """Units of the picture: whole numbers keep the page small."""
-_NAMED = 150
-"""Boxes that say what they are when pointed at, the largest."""
+_NAMED = 150  # boxes that say what they are when pointed at, the largest
 _TICKS = 5
 
 

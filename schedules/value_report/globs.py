@@ -8,8 +8,7 @@ from fnmatch import fnmatchcase
 from remat.graph_capture.graph import CUSTOM, Op
 from remat.schedules.schedule import Schedule
 
-EXAMPLES = 5
-"""Names that an error shows."""
+EXAMPLES = 5  # names that an error shows
 
 
 def paths_above(module: str) -> list[str]:

@@ -32,8 +32,7 @@ Backend = Literal["mathopt", "pulp"]
 BACKENDS: tuple[Backend, ...] = ("mathopt", "pulp")
 _LONGEST_S = 1e9
 """Durations have an end; this is 30 years."""
-_OVERTIME_S = 0.5
-"""What HiGHS may take beyond its limit."""
+_OVERTIME_S = 0.5  # what HiGHS may take beyond its limit
 
 
 @dataclass(slots=True)

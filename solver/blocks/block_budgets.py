@@ -181,18 +181,14 @@ class BlockBudgets:
     """What given blocks can do, each distinct one solved once."""
 
     problem: Problem
-    # The given ones and what lies between, in forward order.
-    blocks: list[Block]
+    blocks: list[Block]  # the given ones and what lies between, in forward order
     graphs: list[TrainingGraph]
-    # Of the equal block, perhaps itself, that the table was made for.
-    solved: list[TrainingGraph]
+    solved: list[TrainingGraph]  # of the equal block, perhaps itself, that the table was made for
     tables: list[Options]
     is_given: list[bool]
     choices: list[list[BlockChoice]]
-    # How many distinct blocks were given.
-    distinct: int
-    # Rooms on the host and on NVMe for what waits there.
-    below_bytes: LowerBytes
+    distinct: int  # how many distinct blocks were given
+    below_bytes: LowerBytes  # rooms on the host and on NVMe for what waits there
 
     @classmethod
     def of(

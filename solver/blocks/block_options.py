@@ -32,30 +32,24 @@ from remat.solver.search import Search
 from remat.solver.state import State, mark_made, recomputed_in, store_all_state
 from remat.solver.stopping import BLOCK_NODES
 
-GAP = 2.0
-"""Absolute gap of each program, in ten-thousandths of the block's time."""
+GAP = 2.0  # absolute gap of each program, in ten-thousandths of the block's time
 _LOW_PEAK = 0.5
 """How far a low-peak option goes: this share of the way from its peak to the least possible."""
 
-LowerBytes = tuple[int, int]
-"""Bytes on the host, and on NVMe."""
+LowerBytes = tuple[int, int]  # bytes on the host, and on NVMe
 NO_LOWER_BYTES: LowerBytes = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockOption:
-    # Of its values that are live from its forward to its backward.
-    saved_bytes: int
+    saved_bytes: int  # of its values that are live from its forward to its backward
     # The most in each stage of the block's graph: its values, and the workspaces of its ops.
     live_bytes: npt.NDArray[np.int64]
     extra_us: float  # of recomputations and waits for copies
     recomputed: tuple[tuple[int, ...], ...]  # by stage of the block's graph
-    # Only where values are copied below the device.
-    steps: tuple[Step, ...] = ()
-    # There from the block's forward to its backward.
-    below_bytes: LowerBytes = NO_LOWER_BYTES
-    # The most on the host beyond those, of values on their way.
-    passing_bytes: int = 0
+    steps: tuple[Step, ...] = ()  # only where values are copied below the device
+    below_bytes: LowerBytes = NO_LOWER_BYTES  # there from the block's forward to its backward
+    passing_bytes: int = 0  # the most on the host beyond those, of values on their way
 
     def is_no_worse(self, other: BlockOption) -> bool:
         is_cheap = self.saved_bytes <= other.saved_bytes and self.extra_us <= other.extra_us
@@ -182,8 +176,7 @@ def _with_lower_peak(problem: Problem, option: BlockOption, left_s: float) -> St
 # Optimal on the grid. Cost: blocks x options x slots, in vector operations, times `_BELOW_SLOTS`
 # for each tier that binds.
 
-_BELOW_SLOTS = 64
-"""Steps of the grid of a tier below the device."""
+_BELOW_SLOTS = 64  # steps of the grid of a tier below the device
 PlacedBlock = tuple[Block, Options]
 """A block in its place, and the options that it shares with its equals."""
 

@@ -34,8 +34,7 @@ from remat.solver.problem import Problem, bytes_across
 # Shortcomings: a period is missed if each entry in it occurs more than `_LOOK_BACK` times, or if
 # `_PERIODS` others have more votes.
 
-_LOOK_BACK = 3
-"""So many earlier ops of an op's class vote for a period, each by its distance."""
+_LOOK_BACK = 3  # so many earlier ops of an op's class vote for a period, each by its distance
 _PERIODS = 16
 """Periods tried for each run: those with most votes."""
 _LEAST_OPS = 4

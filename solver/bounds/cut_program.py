@@ -20,8 +20,7 @@ from remat.solver.state import mark_made, recomputed_in
 
 COST_SCALE = 1e4
 """The time of the step in the program's unit: HiGHS's tolerances are absolute."""
-ROW_SCALE = 1e3
-"""The right-hand side of a memory row in the program's unit, for the same reason."""
+ROW_SCALE = 1e3  # the right-hand side of a memory row in the program's unit, for the same reason
 MOST_SIZE = 1e12
 """Most that a coefficient of a memory row may be: this is far beyond the right-hand side, and
 HiGHS refuses 1e15."""

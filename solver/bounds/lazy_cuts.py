@@ -28,14 +28,12 @@ from remat.solver.bounds.cut_program import (
 from remat.solver.problem import Problem
 from remat.solver.state import Bytes, State, fullest_op
 
-_PLACES = 30
-"""Stages over the budget that are looked at for the next cut."""
+_PLACES = 30  # stages over the budget that are looked at for the next cut
 _FAR, _AT_A_CUT = 4.0, 0.01
 """Bytes over the budget count times the stages to the nearest cut, up to `_FAR` of them: a cut
 beside another says little that is new."""
 
-_FLOOR_SLACK = 1e-6
-"""Part of a proved time by which a row that says it is looser."""
+_FLOOR_SLACK = 1e-6  # part of a proved time by which a row that says it is looser
 
 _Interval = tuple[int, int]
 _Floor = tuple[int, int, float]

@@ -72,8 +72,7 @@ def effort_for(problem: Problem) -> int:
 class _Open(NamedTuple):
     """What was live just before `op` ran, with `live` live after it; not explored yet."""
 
-    # In the order in which sets are explored.
-    peak_bytes: int
+    peak_bytes: int  # in the order in which sets are explored
     total_bytes: int
     opened: int  # unique, so that `live` is never compared
     live: frozenset[int]

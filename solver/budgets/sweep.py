@@ -34,8 +34,7 @@ from remat.solver.search import Clock, is_interrupted, note_interrupt, one_job
 from remat.solver.stopping import FIRST_SOLVE, NAMING, ONE_BUDGET, SECOND_SOLVE
 from remat.solver.table import make_solver
 
-PINS = ("keep", "recompute")
-"""Options that every solver takes."""
+PINS = ("keep", "recompute")  # options that every solver takes
 
 
 def spread_budgets(
@@ -67,11 +66,9 @@ def _keeping_all_bytes(graph: TrainingGraph) -> int:
     return simulate(graph, StoreAll().schedule(graph)).peak_bytes
 
 
-BUDGETS = 12
-"""Budgets of a sweep that names none."""
+BUDGETS = 12  # budgets of a sweep that names none
 
-BudgetsDone = Callable[[int, int], None]
-"""Called with how many budgets are done, and of how many."""
+BudgetsDone = Callable[[int, int], None]  # called with how many budgets are done, and of how many
 
 
 def sweep_budgets(

@@ -241,8 +241,7 @@ def repair_from(search: Search, start: State, most_work: float = float("inf")) -
 # to do. The windows (`remat.solver.bounds.lazy_cuts`) are each solved once; they are kept if their
 # bound is the higher one.
 
-_NEARLY_ALL = 0.9
-"""Part of what all windows say together."""
+_NEARLY_ALL = 0.9  # part of what all windows say together
 
 
 def begin_window_cuts(

@@ -167,8 +167,7 @@ def _repair_ever_lower(search: Search, state: State, power: float) -> None:
             return
 
 
-_QUICK_OPS = 128
-"""On graphs of at most so many ops policies take less than the way from above."""
+_QUICK_OPS = 128  # on graphs of at most so many ops policies take less than the way from above
 _FEW_OPS = 3000
 """Beyond this many ops `largest`, which scans all that is live each time, takes too long."""
 

@@ -312,8 +312,7 @@ def _free(problem: Problem, spare: list[int], live: dict[int, None], steps: list
         steps.append(Free(problem.names[v]))
 
 
-_PASSES = ((8, 4), (12, 3), (24, 2))
-"""Sweeps a stage has by default, by the most ops of the graph."""
+_PASSES = ((8, 4), (12, 3), (24, 2))  # sweeps a stage has by default, by the most ops of the graph
 EXACT_PASSES = 3
 """With so many sweeps no optimum was seen to be missed. Fewer prove nothing of all schedules."""
 

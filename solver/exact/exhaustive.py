@@ -147,8 +147,7 @@ def _members(bits: int) -> Iterator[int]:
         bits ^= lowest
 
 
-_CHECKS_EVERY = 256
-"""States between two looks at the clock."""
+_CHECKS_EVERY = 256  # states between two looks at the clock
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,7 @@ def _area(boxes: Boxes) -> Floats:
 NO_CEILING = 1 << 62
 GREEDY_WORK = 100_000
 """Boxes placed greedily in all: some two seconds of NumPy."""
-_LEAST_PLACEMENTS = 6
-"""Of however many boxes."""
+_LEAST_PLACEMENTS = 6  # of however many boxes
 
 
 class _Shelf:
@@ -175,14 +174,12 @@ def placements_of(boxes: Boxes) -> int:
 # eject others becomes dearer to eject, so that what is hard to place is placed first in the end. A
 # step looks only at what is live during one box, so its cost is that of one greedy placement.
 
-_GROWTH = 1.3
-"""Of the penalty of a box, each time that it ejects others."""
+_GROWTH = 1.3  # of the penalty of a box, each time that it ejects others
 MOST_PENALTY = 1e6
 """Of any box, in areas of the largest: sums of penalties keep the bits of the small ones."""
 _NOISE = 0.3
 """By up to which part penalties of places seem higher than they are, so that no round repeats."""
-_NEVER = 1 << 62
-"""When a box starts that is not placed."""
+_NEVER = 1 << 62  # when a box starts that is not placed
 
 
 class _Arena:
@@ -261,10 +258,8 @@ def _sums(numbers: Floats) -> Floats:
 # all places, and noise of the temperature decides among them, as a heat bath does. A step costs two
 # sweeps, so thousands of them want compiled code.
 
-_CHUNK = 100
-"""Steps whose random numbers are drawn together."""
-_COLDEST = 1e-3
-"""Of the first temperature, the last one."""
+_CHUNK = 100  # steps whose random numbers are drawn together
+_COLDEST = 1e-3  # of the first temperature, the last one
 
 
 @compiled

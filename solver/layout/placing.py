@@ -106,8 +106,7 @@ _TRIES = 3500
 """Placements tried in each dive, or 1.25 a box: most that succeed take little above one a box."""
 _ALL_TRIES, DIVE_WORK = 30_000, 30_000_000
 """Placements tried in all dives at the goal, and those times boxes: some two seconds of NumPy."""
-_RELAXED_PART = 4
-"""Of the dives at the goal, so many as one part are taken above it."""
+_RELAXED_PART = 4  # of the dives at the goal, so many as one part are taken above it
 
 
 class _PlacedOffsets(NamedTuple):
@@ -163,16 +162,13 @@ class Searches:
         return _PlacedOffsets(found.offsets, f"canonical search, {found.preorder.keys}")
 
 
-SMALL_PART = 4096
-"""A buffer below this part of the most live bytes is small."""
-SLACK_PART = 2048
-"""A placement is low enough at this part of the most live bytes above them, .05 %."""
+SMALL_PART = 4096  # a buffer below this part of the most live bytes is small
+SLACK_PART = 2048  # a placement is low enough at this part of the most live bytes above them, .05 %
 _RELAXED = 0.0, 0.0004, 0.004, 0.009, 0.016
 """Of the load: by how much searches may be above the goal, if nothing is found at it."""
 _ANNEALING_STEPS, _ANNEALING_WORK = 20_000, 16_000_000
 """Steps of each annealing, and boxes in all of them: some seconds of compiled code."""
-_HOTTEST_PARTS = 300, 300, 500, 200
-"""Of the load, the first temperature of each annealing."""
+_HOTTEST_PARTS = 300, 300, 500, 200  # of the load, the first temperature of each annealing
 
 
 def place_buffers(buffers: Buffers, *, alignment_bytes: int = 512) -> Layout:

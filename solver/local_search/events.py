@@ -23,10 +23,8 @@ from typing import Any, cast
 
 from remat.solver.problem import Problem
 
-Runs = Sequence[Sequence[int]]
-"""For each stage the ops that run again in it, in captured order."""
-_Literal = int
-"""Index of a 0-1 variable, or one of the two constants below."""
+Runs = Sequence[Sequence[int]]  # for each stage the ops that run again in it, in captured order
+_Literal = int  # index of a 0-1 variable, or one of the two constants below
 _NEVER, _ALWAYS = -2, -1
 
 

@@ -39,13 +39,11 @@ from remat.solver.search import Search
 from remat.solver.state import State, ops_of, recomputed_by_stage
 from remat.solver.stopping import NEIGHBOURHOOD
 
-_FIRST_SIZE = 40
-"""Ops in the first sets."""
+_FIRST_SIZE = 40  # ops in the first sets
 _GROWTH, _SHRINKAGE = 1.15, 0.85
 _FEW_STAGES = 3
 """Stages in which an op may run again, beside those where it does, until all is searched."""
-_FULL = 0.98
-"""A stage is full from this part of the budget on."""
+_FULL = 0.98  # a stage is full from this part of the budget on
 
 
 @dataclass(slots=True)

@@ -53,8 +53,7 @@ class _PlacingRound:
     base: UntimedSchedule
     links: Links
     size: dict[str, int]
-    # The device's clock before each item, and at the end.
-    clock_us: _Times
+    clock_us: _Times  # the device's clock before each item, and at the end
     # Free on the device while each item runs; it shrinks by what is in flight.
     room_bytes: Bytes
     # In which values go down; by default that of their making.
@@ -225,8 +224,7 @@ def _host_room(
 
 _ROUNDS = 3
 """How often copies are placed anew; more rounds hardly ever shorten a step."""
-_BOUNDLESS = 1 << 60
-"""Room in bytes that no step fills."""
+_BOUNDLESS = 1 << 60  # room in bytes that no step fills
 
 
 class PlacedSchedule(NamedTuple):

@@ -41,8 +41,7 @@ class UntimedSchedule:
     """Copies take no time: values leave right after a use, and are back at once."""
 
     items: tuple[_UntimedStep, ...]
-    # On the device while each item runs, resident bytes included.
-    live_bytes: Bytes
+    live_bytes: Bytes  # on the device while each item runs, resident bytes included
     off_spans: tuple[OffDeviceSpan, ...]  # in the order in which values leave
     made: dict[str, int]  # the item that makes each value that is ever absent
 

@@ -65,8 +65,7 @@ class _LinkWindows:
     problem: Problem
     cuts: tuple[int, ...]
     unit_us: float
-    # By interval, the variables of ops that run again there.
-    again: list[dict[int, int]]
+    again: list[dict[int, int]]  # by interval, the variables of ops that run again there
     # By interval, from -1 on, the variable of its time beyond first runs and `again`.
     waits: dict[int, int]
     # Whether a copy takes its latency too. Without, a window holds for any link.

@@ -176,8 +176,7 @@ _AIMS = (1.0, 0.9, 0.0)
 """Parts of the budget that orders aim for. Below 1 leaves room to recompute; 0: lowest peak."""
 _FEW_OPS = 300
 """Larger graphs get one other order at first. Refining that is a better use of the time."""
-_TIGHTNESS = (0.98, 0.97, 0.99, 0.96)
-"""Parts of the budget that refined orders aim for, in turn."""
+_TIGHTNESS = (0.98, 0.97, 0.99, 0.96)  # parts of the budget that refined orders aim for, in turn
 _GIVEN, _LOWEST = "the given order", "the order of lowest peak"
 _REPEATABLE = (_GIVEN, _LOWEST)
 """Orders that do not depend on the budget. A least budget is named from these alone.

@@ -32,8 +32,7 @@ class OpFacts:
     before: list[list[int]]  # must first run before an op
     after: list[list[int]]  # must first run after it
     own_bytes: list[int]  # outputs and workspace
-    # Outputs that something reads, or that are live at the end.
-    lasting_bytes: list[int]
+    lasting_bytes: list[int]  # outputs that something reads, or that are live at the end
     # By op, of each value that it reads and that dies with its last reader: the bytes, and the
     # other readers.
     spendable: list[list[tuple[int, tuple[int, ...]]]]

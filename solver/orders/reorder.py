@@ -45,8 +45,7 @@ from remat.solver.stopping import DROPPED_RUNS
 # the ops, plus `weight` times the most at any op.
 # Cost: some 40,000 moves a second if ops move by up to a hundred places.
 
-_CHECKS_EVERY = 1000
-"""Moves between two looks at the clock."""
+_CHECKS_EVERY = 1000  # moves between two looks at the clock
 _FULL_EVERY, _FULL_SHARE = 100, 0.7
 """Every how many moves to look which places are over the limit; share of moves from one."""
 

@@ -54,8 +54,7 @@ class OnlineRun:
         self._live = bytearray(problem.n_values)
         self._fixed = bytearray(problem.n_values)
         self._locks = [0] * problem.n_values
-        self._stages_left = [0] * problem.n_values
-        """Stages to come that need the value."""
+        self._stages_left = [0] * problem.n_values  # stages to come that need the value
         self._awaited = [0] * problem.n_values
         """Recomputations planned for this stage that will read the value."""
         self._planned: set[int] = set()

@@ -29,8 +29,7 @@ class Template:
 
     # 1 for values that backward finds; 0 for those that it makes, again or first.
     kept: bytearray
-    # Backward makes again only what it reads next, not a whole segment.
-    just_in_time: bool = False
+    just_in_time: bool = False  # backward makes again only what it reads next, not a whole segment
 
 
 _Templates = Callable[[Problem], Iterable[Template]]

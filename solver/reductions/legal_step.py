@@ -16,8 +16,7 @@ from remat.schedules.outcome import Result
 from remat.schedules.simulate import simulate
 
 VARIABLE = "REMAT_CHECK"
-_SAME = 1e-9
-"""Largest relative difference of two times that come from the same sum."""
+_SAME = 1e-9  # largest relative difference of two times that come from the same sum
 
 
 def _broken_by_change(before: TrainingGraph, after: TrainingGraph) -> Iterator[str]:

@@ -116,8 +116,7 @@ def _naming_the_lowest(lost: Result, made: Sequence[Result]) -> Result:
 
 # What holds, for a graph that is planned with copies, of solvers that copy nothing.
 
-_ALONE = "Without copies"
-"""How a proof begins that holds for recomputation alone."""
+_ALONE = "Without copies"  # how a proof begins that holds for recomputation alone
 
 
 class WithoutCopies(Reduction[None]):

@@ -13,8 +13,7 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.value_report.globs import EXAMPLES, modules_text, names_module, paths_above
 
-Globs = str | Iterable[str]
-"""One glob over module paths, or several."""
+Globs = str | Iterable[str]  # one glob over module paths, or several
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,8 +123,7 @@ def _some(symbol: Symbol, count: int, *, repeated: bool = False) -> list[int]:
 
 _MOST_MEMBERS = 10
 """Schedules of a family. Each has code of its own, which is made when a size first needs it."""
-_APART = 0.0075
-"""Overheads of neighbours that are no further apart need no cut between them."""
+_APART = 0.0075  # overheads of neighbours that are no further apart need no cut between them
 
 _Solve = Callable[[TrainingGraph, int], Result]
 """A solver with all its options: from a graph and bytes."""

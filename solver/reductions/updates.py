@@ -177,12 +177,10 @@ def _brings(problem: Problem, step: Step, held: dict[str, int], at: int) -> bool
     return fetched_value(step) in waiting
 
 
-_ROUNDS = 5
-"""How often a solver is asked for one budget."""
+_ROUNDS = 5  # how often a solver is asked for one budget
 _MORE = (1 / 400, 1 / 100, 1 / 25)
 """Parts of the least peak without the rule by which a solver is asked for more."""
-_PART = 1 / 2
-"""Of the time that is left, for each solve."""
+_PART = 1 / 2  # of the time that is left, for each solve
 _Ask = Callable[[TrainingGraph, int, float], Result]
 
 

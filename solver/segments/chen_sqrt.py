@@ -155,11 +155,9 @@ def _sweep(
     return assigned, [count > 0 for count in accumulate(joins[: len(places)])]
 
 
-NO_SEGMENT = -1
-"""Of ops that never run again, those of backward among them."""
+NO_SEGMENT = -1  # of ops that never run again, those of backward among them
 
-_Read = tuple[int, int]
-"""A stage of backward, and a value that it reads."""
+_Read = tuple[int, int]  # a stage of backward, and a value that it reads
 
 
 def segmented_state(problem: Problem, segment: Sequence[int], kept: bytes | bytearray) -> State:

@@ -353,12 +353,9 @@ class SequenceProgram:
 
 
 LowerSetFamily = Literal["auto", "exact", "approximate"]
-_APPROXIMATE_SETS = 150
-"""Most lower sets of the approximate family."""
-_LIMITS = 16
-"""Limits of the sweep, evenly spread and the same whatever the budget."""
-_HALVINGS = 8
-"""Bisections for the least limit of the sweep."""
+_APPROXIMATE_SETS = 150  # most lower sets of the approximate family
+_LIMITS = 16  # limits of the sweep, evenly spread and the same whatever the budget
+_HALVINGS = 8  # bisections for the least limit of the sweep
 _REFINEMENTS = 4
 """Bisections between the last limit whose schedule is too high and the first that fits."""
 
