@@ -107,15 +107,10 @@ def infeasible(
         for value in (graph.value_by_name[name],)
     ]
     return Result(
-        status="infeasible",
-        solver=schedule.solver,
-        budget_bytes=budget_bytes,
-        wall_s=wall_s,
-        least_feasible_bytes=simulation.peak_bytes,
-        least_schedule=schedule,
-        held_at_peak=tuple(held),
-        message=message,
-    )
+        status="infeasible", solver=schedule.solver, budget_bytes=budget_bytes, wall_s=wall_s,
+        least_feasible_bytes=simulation.peak_bytes, least_schedule=schedule,
+        held_at_peak=tuple(held), message=message,
+    )  # fmt: skip
 
 
 def at_least_budget(graph: TrainingGraph, lost: Result) -> Result | None:
@@ -126,10 +121,6 @@ def at_least_budget(graph: TrainingGraph, lost: Result) -> Result | None:
         return None
     budget_bytes = lost.least_feasible_bytes
     return evaluate_schedule(
-        graph,
-        msgspec.structs.replace(least, budget_bytes=budget_bytes),
-        budget_bytes=budget_bytes,
-        lower_bound_us=0.0,
-        wall_s=lost.wall_s,
-        cut_short=True,
-    )
+        graph, msgspec.structs.replace(least, budget_bytes=budget_bytes),
+        budget_bytes=budget_bytes, lower_bound_us=0.0, wall_s=lost.wall_s, cut_short=True,
+    )  # fmt: skip

@@ -175,25 +175,22 @@ class Search:
 
     def has_room(self) -> bool:
         """Whether each op's working set, and the end, fit; `message` says what does not."""
-        need_bytes, what = self._worst_working_set()
-        end_bytes = sum(self.problem.size_bytes[v] for v in self.problem.needs[self.problem.n_ops])
-        room_bytes = self.budget_bytes - self.problem.resident_bytes
+        problem, resident_bytes = self.problem, self.problem.resident_bytes
+        worst = max(range(problem.n_ops), key=lambda t: working_set_bytes(problem, t))
+        need_bytes = working_set_bytes(problem, worst)
+        end_bytes = sum(problem.size_bytes[v] for v in problem.needs[problem.n_ops])
+        room_bytes = self.budget_bytes - resident_bytes
         if need_bytes > room_bytes:
-            need_bytes += self.problem.resident_bytes
-            self.message = f"{what} alone needs {need_bytes} bytes with what is resident"
+            op = self.graph.ops[worst]
+            place = f" ({op.module})" if op.module else ""
+            needed = f"{need_bytes + resident_bytes} bytes with what is resident"
+            self.message = f"op {op.name}{place} alone needs {needed}"
         elif end_bytes > room_bytes:
             self.message = (
                 f"what must be live when the step ends, gradients above all, takes {end_bytes} "
-                f"bytes beside {self.problem.resident_bytes} that are resident"
+                f"bytes beside {resident_bytes} that are resident"
             )
         return max(need_bytes, end_bytes) <= room_bytes
-
-    def _worst_working_set(self) -> tuple[int, str]:
-        problem = self.problem
-        worst = max(range(problem.n_ops), key=lambda t: working_set_bytes(problem, t))
-        op = self.graph.ops[worst]
-        place = f" ({op.module})" if op.module else ""
-        return working_set_bytes(problem, worst), f"op {op.name}{place}"
 
     def out_of_time(self) -> bool:
         """Whether the time limit has been hit, which the result will then say."""
@@ -244,15 +241,19 @@ class Search:
         if peak_bytes > self.budget_bytes:
             return False
         if key < self.best_key:
-            self.best, self.best_key = self._schedule(state), key
+            self.best, self.best_key = self._own(state.schedule()), key
             self.best_state = state.copy()
             self.tell()
         return True
 
-    def offer_least(self, state: State) -> None:
+    def offer_least(self, state: State) -> bool:
+        """As `offer`; one that does not fit may be the `lowest`."""
+        if self.offer(state):
+            return True
         peak_bytes = int(state.peak_bytes.max(initial=self.problem.resident_bytes))
-        if not self.offer(state) and peak_bytes < self.lowest_bytes:
-            self.lowest, self.lowest_bytes = self._schedule(state), peak_bytes
+        if peak_bytes < self.lowest_bytes:
+            self.lowest, self.lowest_bytes = self._own(state.schedule()), peak_bytes
+        return False
 
     def offer_schedule(self, schedule: Schedule, *, or_least: bool = False) -> bool:
         return self.offer_evaluated(schedule, simulate(self.graph, schedule), or_least=or_least)
@@ -279,8 +280,11 @@ class Search:
     def offer_sequence(self, sequence: Sequence[int], *, or_least: bool = False) -> bool:
         return self.offer_schedule(schedule_of(self.problem, sequence), or_least=or_least)
 
-    def _schedule(self, state: State) -> Schedule:
-        return self._own(state.schedule())
+    def result_of(self, run: Callable[[Search], object]) -> Result:
+        """What `run` has found here when it ends, or Ctrl-C ends it."""
+        with self.until_interrupted():
+            run(self)
+        return self.result()
 
     def result(self) -> Result:
         if self.best is not None:
@@ -305,15 +309,11 @@ class Search:
 
     def _without_schedule(self) -> Result:
         if self.lowest is None:
-            status = "infeasible" if self.proved_infeasible else "time limit"
             return Result(
-                status=status,
-                solver=self.solver,
-                budget_bytes=self.budget_bytes,
-                lower_bound_us=self.bound_us,
-                wall_s=self.clock.elapsed_s,
-                message=self.message,
-            )
+                status="infeasible" if self.proved_infeasible else "time limit",
+                solver=self.solver, budget_bytes=self.budget_bytes, lower_bound_us=self.bound_us,
+                wall_s=self.clock.elapsed_s, message=self.message,
+            )  # fmt: skip
         found = simulate(self.graph, self.lowest)
         assert self.least_bound_bytes <= found.peak_bytes, "a proven bound exceeds a peak"
         text = least_budget_message(

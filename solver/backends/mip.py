@@ -35,6 +35,9 @@ _LONGEST_S = 1e9
 _OVERTIME_S = 0.5  # what HiGHS may take beyond its limit
 
 
+_Row = tuple[float, float, list[tuple[int, float]]]
+
+
 @dataclass(slots=True)
 class MixedProgram:
     """Minimise `objective` · x subject to rows and bounds; variables are 0, 1, 2, ..."""
@@ -43,9 +46,7 @@ class MixedProgram:
     upper: list[float] = field(default_factory=list[float])
     objective: list[float] = field(default_factory=list[float])
     integer: list[bool] = field(default_factory=list[bool])
-    rows: list[tuple[float, float, list[tuple[int, float]]]] = field(
-        default_factory=list[tuple[float, float, list[tuple[int, float]]]]
-    )
+    rows: list[_Row] = field(default_factory=list[_Row])
 
     def variable(
         self, cost: float = 0.0, *, lower: float = 0.0, upper: float = 1.0, integer: bool = False
@@ -130,14 +131,10 @@ def _with_mathopt(
     hints = []
     if start is not None and not limits.relaxed:
         hints = [api.SolutionHint(variable_values=dict(zip(variables, start, strict=True)))]
+    own = api.ModelSolveParameters(solution_hints=hints)
     # Timers refuse to wait longer than `TIMEOUT_MAX`.
     with ended_after(min(limit_s + _OVERTIME_S, threading.TIMEOUT_MAX)):
-        result = api.solve(
-            model,
-            api.SolverType.HIGHS,
-            params=parameters,
-            model_params=api.ModelSolveParameters(solution_hints=hints),
-        )
+        result = api.solve(model, api.SolverType.HIGHS, params=parameters, model_params=own)
     return _mathopt_answer(api, result, variables)
 
 
@@ -211,13 +208,9 @@ def _run_pulp(
         objective = sum(c * x for c, x in zip(program.objective, values, strict=True))
     # PuLP does not pass on CBC's bound: optimal means within the gap that was allowed.
     slack = max(abs(objective) * limits.relative_gap, limits.absolute_gap)
-    return MipSolution(
-        values=values,
-        objective=objective,
-        bound=objective - slack if optimal else -math.inf,
-        proved_infeasible=problem.status == api.LpStatusInfeasible,
-        finished=optimal or problem.status == api.LpStatusInfeasible,
-    )
+    bound = objective - slack if optimal else -math.inf
+    is_infeasible = problem.status == api.LpStatusInfeasible
+    return MipSolution(values, objective, bound, is_infeasible, optimal or is_infeasible)
 
 
 def _pulp_model(api: Any, program: MixedProgram, relaxed: bool) -> tuple[Any, list[Any]]:

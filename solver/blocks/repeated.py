@@ -187,14 +187,9 @@ def shape_of(problem: Problem, reads: Reads, block: Block) -> Shape:
 
 
 def _class_key(problem: Problem, op: int) -> Shape:
-    return (
-        problem.graph.ops[op].target,
-        problem.cost_us[op],
-        problem.workspace_bytes[op],
-        problem.no_recompute[op],
-        len(problem.inputs[op]),
-        tuple(problem.size_bytes[v] for v in problem.outputs[op]),
-    )
+    sizes = tuple(problem.size_bytes[v] for v in problem.outputs[op])
+    own = problem.graph.ops[op].target, problem.cost_us[op], problem.workspace_bytes[op]
+    return (*own, problem.no_recompute[op], len(problem.inputs[op]), sizes)
 
 
 def _runs(problem: Problem, reads: Reads) -> list[list[int]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 import msgspec
 import numpy as np
@@ -60,11 +61,7 @@ class Ancestry:
 
 
 def free_bound_us(
-    graph: TrainingGraph,
-    budget_bytes: int,
-    *,
-    time_limit_s: float = 10.0,
-    enough_us: float = float("inf"),
+    graph: TrainingGraph, budget_bytes: int, *, time_limit_s: float = 10.0, enough_us: float = inf
 ) -> float:
     """No schedule in any order takes less; infinite where nothing fits."""
     clock = Clock(time_limit_s)
@@ -76,7 +73,7 @@ def free_bound_us(
         if best is not None and (best[0] >= enough_us or left_s <= 0):
             return max(best[0], graph.time_us)
         bound_us = FreeCut.at(graph, t, budget_bytes, ancestry).relaxed_us(RELAXED.of(left_s))
-        if bound_us == float("inf"):
+        if bound_us == inf:
             return bound_us
         if best is None or bound_us > best[0]:
             best = bound_us, t
@@ -171,10 +168,8 @@ def crossing_bytes(graph: TrainingGraph, ancestry: Ancestry) -> npt.NDArray[np.i
             needed |= ancestry.before[op] | 1 << op
         needed |= forward if v in returned else 0
         needed |= everywhere if v in wanted else 0
-        load += np.int64(problem.size_bytes[v]) * _as_array(ancestry.after[source] & needed, n)
+        after = ancestry.after[source] & needed
+        packed = np.frombuffer(after.to_bytes((n + 7) // 8, "little"), np.uint8)
+        live = np.unpackbits(packed, bitorder="little")[:n].astype(np.int64)
+        load += np.int64(problem.size_bytes[v]) * live
     return load
-
-
-def _as_array(bits: int, n: int) -> npt.NDArray[np.int64]:
-    packed = np.frombuffer(bits.to_bytes((n + 7) // 8, "little"), np.uint8)
-    return np.unpackbits(packed, bitorder="little")[:n].astype(np.int64)

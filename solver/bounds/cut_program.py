@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from remat.solver.backends.mip import Limits, MipSolution, MixedProgram, solve_program
 from remat.solver.problem import Problem, working_set_bytes
@@ -168,34 +169,27 @@ class CutProgram:
 
     def relaxed(self, time_limit_s: float) -> CutSolution:
         """Solve the linear relaxation; its bound holds, its point is no cover as it stands."""
-        if self.is_empty:
-            return CutSolution(self, None, float("inf"), float("inf"))
-        answer = solve_program(self.program, Limits(time_limit_s, relaxed=True))
-        if answer.proved_infeasible:
-            return CutSolution(self, None, float("inf"), float("inf"))
-        # The bound is -inf where nothing was proved.
-        bound_us = sum(self.problem.cost_us) + max(answer.bound, 0.0) * self.cost_unit_us
-        return CutSolution(self, answer.values, bound_us, float("inf"), is_relaxed=True)
+        return self.solve(Limits(time_limit_s, relaxed=True))
 
     def solve(self, limits: Limits) -> CutSolution:
         if self.is_empty:
-            return CutSolution(self, None, float("inf"), float("inf"))
+            return CutSolution(self, None, inf, inf)
         answer = solve_program(self.program, limits)
         if answer.proved_infeasible:
-            return CutSolution(self, None, float("inf"), float("inf"))
+            return CutSolution(self, None, inf, inf)
         base_us = sum(self.problem.cost_us)
+        # The bound is -inf where nothing was proved.
         bound_us = base_us + max(answer.bound, 0.0) * self.cost_unit_us
+        if limits.relaxed:
+            return CutSolution(self, answer.values, bound_us, inf, is_relaxed=True)
+        effort = answer.finished, answer.iterations
         if answer.values is None:
-            return CutSolution(
-                self, None, bound_us, float("inf"), answer.finished, answer.iterations
-            )
+            return CutSolution(self, None, bound_us, inf, *effort)
         cost_us = base_us + self._rounded_cost_us(answer)
         # Of a program solved without any gap the cost is the bound, free of HiGHS's rounding.
         is_tight = limits.relative_gap == limits.absolute_gap == 0.0 and answer.finished
         best_us = cost_us if is_tight else bound_us
-        return CutSolution(
-            self, answer.values, best_us, cost_us, answer.finished, answer.iterations
-        )
+        return CutSolution(self, answer.values, best_us, cost_us, *effort)
 
     def _rounded_cost_us(self, answer: MipSolution) -> float:
         assert answer.values is not None

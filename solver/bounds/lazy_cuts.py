@@ -262,9 +262,11 @@ class Windows:
         if climbed.solution.values is not None:
             self.solutions[at] = climbed.solution
         self.late[at] += not climbed.solution.finished
-        self._add_up()
+        is_one = len(self.parts) == 1
+        summed_us = self.base_us + sum(map(self._least_us, self.parts))
+        self.bound_us = max(self.bound_us, self.parts[0].bound_us if is_one else summed_us)
         start = climbed.start
-        if len(self.parts) > 1:
+        if not is_one:
             all_settled = all(map(self._is_settled, self.parts))
             # A start takes all windows: once each was tried, and whenever two are merged.
             is_due = all_settled or is_last_untried
@@ -296,13 +298,6 @@ class Windows:
         gap = min(limits.absolute_gap, _CLOSE * COST_SCALE) / len(self.parts)
         return replace(limits, absolute_gap=gap, node_limit=nodes)
 
-    def _add_up(self) -> None:
-        if len(self.parts) == 1:
-            found_us = self.parts[0].bound_us
-        else:
-            found_us = self.base_us + sum(map(self._least_us, self.parts))
-        self.bound_us = max(self.bound_us, found_us)
-
     def _is_settled(self, part: LazyCuts) -> bool:
         # The last window is solved exactly too.
         return part.is_done or (part.is_exact and len(self.parts) > 1)
@@ -329,17 +324,12 @@ class Windows:
         at = max(range(len(self.parts) - 1), key=lambda i: (slack_us[i] + slack_us[i + 1], -i))
         left, right = self.parts[at : at + 2]
         merged = LazyCuts(
-            self.problem,
-            left.budget_bytes,
-            (*left.cuts, *right.cuts),
-            (*left.rows, *right.rows),
+            self.problem, left.budget_bytes, (*left.cuts, *right.cuts), (*left.rows, *right.rows),
             self.base_us + self._least_us(left) + self._least_us(right),
-            begin=left.begin,
-            end=right.end,
+            begin=left.begin, end=right.end, added=(*left.added, *right.added),
             # So that the merged program begins with what was proved of its parts.
             floors=(*self._floors(left), *self._floors(right)),
-            added=(*left.added, *right.added),
-        )
+        )  # fmt: skip
         self.parts[at : at + 2] = [merged]
         self.solutions[at : at + 2] = [None]
         self.late[at : at + 2] = [0]

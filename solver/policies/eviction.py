@@ -32,27 +32,20 @@ _Links = tuple[tuple[int, ...], ...]
 
 
 class Neighbourhood(Protocol):
-    """Costs of evicted neighbourhoods, kept up to date.
+    """Costs of evicted neighbourhoods, kept up to date."""
 
-    Attributes
-    ----------
-    cost_us : of each value's neighbourhood, without the value itself. It may be only a lower
-        bound for values that are not evicted, until `refresh` is called.
-    """
-
+    # Of each value's neighbourhood, without the value itself. It may be only a lower bound for
+    # values that are not evicted, until `refresh` is called.
     cost_us: _Costs
 
     def add(self, v: int) -> None:
         """Value v has been evicted."""
-        ...
 
     def remove(self, v: int) -> None:
         """Value v is no longer evicted."""
-        ...
 
     def refresh(self, v: int) -> bool:
         """Make ``cost_us[v]`` exact; return whether it already was."""
-        ...
 
 
 def links(problem: Problem) -> tuple[_Links, _Links]:
@@ -205,11 +198,9 @@ class _Memory(Protocol):
 
     def place(self, block: int, size_bytes: int) -> bool:
         """Put a block; return whether it fits."""
-        ...
 
     def release(self, block: int) -> None:
         """Take a block away."""
-        ...
 
 
 class ByteCount:

@@ -69,7 +69,11 @@ class OnlineRun:
         """Raises NoRoomError: no room could be made, the policy thrashes, or `is_over` says so."""
         for t in range(self.problem.n_ops + 1):
             self._stage = t
-            self._plan(t)
+            # So that nothing is taken for dead that these will read.
+            for op in recomputed_in(self.problem, self._live, (), t):
+                self._planned.add(op)
+                for v in self.problem.inputs[op]:
+                    self._awaited[v] += 1
             self._run_with_inputs(t)
             if t < self.problem.n_ops:
                 self._leave(t)
@@ -84,13 +88,6 @@ class OnlineRun:
             self._mark(v)
         for v in (*self.problem.needs[t], *self.problem.outputs[t]):
             self._free_if_dead(v)
-
-    def _plan(self, t: int) -> None:
-        # So that nothing is taken for dead that these will read.
-        for op in recomputed_in(self.problem, self._live, (), t):
-            self._planned.add(op)
-            for v in self.problem.inputs[op]:
-                self._awaited[v] += 1
 
     def _run_with_inputs(self, t: int) -> None:
         """Run op t, after the ops that make its missing inputs again, depth first."""
@@ -277,9 +274,7 @@ def plan_online(search: Search, make: _MakePolicy, *, prune: bool) -> Result:
     """Run the policy at the search's budget; if it fails, look for its least peak."""
     with search.until_interrupted():
         plain = store_all_state(search.problem)
-        # If this fits, a policy evicts nothing.
-        search.offer_least(plain)
-        if search.best is None:
+        if not search.offer_least(plain):
             _plan(search, make, prune, int(plain.peak_bytes.max()))
     return search.result()
 

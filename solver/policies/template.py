@@ -38,21 +38,16 @@ _Templates = Callable[[Problem], Iterable[Template]]
 def solve_templates(search: Search, templates: _Templates, absent: str) -> Result:
     """The fastest of `templates` that fits; `absent` is the message where there are none."""
     with search.until_interrupted():
-        # Where the step fits as it is, no template is faster.
-        if not search.offer_sequence(range(search.problem.n_ops), or_least=True):
-            _try_templates(search, templates, absent)
+        if search.offer_sequence(range(search.problem.n_ops), or_least=True):
+            return search.result()
+        search.message = absent
+        for template in templates(search.problem):
+            search.message = ""
+            search.offer_sequence(template_sequence(search.problem, template), or_least=True)
+            search.say("the next setting of the template")
+            if search.out_of_time():
+                break
     return search.result()
-
-
-def _try_templates(search: Search, templates: _Templates, absent: str) -> None:
-    search.message = absent
-    for template in templates(search.problem):
-        search.message = ""
-        sequence = template_sequence(search.problem, template)
-        search.offer_sequence(sequence, or_least=True)
-        search.say("the next setting of the template")
-        if search.out_of_time():
-            return
 
 
 def template_sequence(problem: Problem, template: Template) -> list[int]:
@@ -308,8 +303,6 @@ class StoreAll:
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         made = store_all_state(Problem.of(graph))
         return evaluate_schedule(
-            graph,
-            made.schedule(budget_bytes=budget_bytes, solver="store_all"),
-            budget_bytes=budget_bytes,
-            lower_bound_us=graph.time_us,
-        )
+            graph, made.schedule(budget_bytes=budget_bytes, solver="store_all"),
+            budget_bytes=budget_bytes, lower_bound_us=graph.time_us,
+        )  # fmt: skip

@@ -157,15 +157,18 @@ def _sweep(
 
 NO_SEGMENT = -1  # of ops that never run again, those of backward among them
 
-_Read = tuple[int, int]  # a stage of backward, and a value that it reads
-
 
 def segmented_state(problem: Problem, segment: Sequence[int], kept: bytes | bytearray) -> State:
     """The state in which a segment runs again, as a whole, when backward first reads from it."""
     # Stays until its last use: what is not made in forward, what cannot be made again, and what the
     # segments are to keep.
     available = bytearray(kept)
-    reads = _reads_by_segment(problem, segment)
+    # For each segment what backward, or the end of the step, reads of it: stages and values.
+    reads: list[list[tuple[int, int]]] = [[] for _ in range(max(segment, default=NO_SEGMENT) + 1)]
+    for stage in range(problem.n_forward, problem.n_ops + 1):
+        for v in problem.needs[stage]:
+            if segment[problem.producer[v]] != NO_SEGMENT:
+                reads[segment[problem.producer[v]]].append((stage, v))
     recomputed: list[list[int]] = [[] for _ in range(problem.n_forward)]
     for t in range(problem.n_forward, problem.n_ops + 1):
         gone = [v for v in problem.needs[t] if not available[v]]
@@ -177,16 +180,6 @@ def segmented_state(problem: Problem, segment: Sequence[int], kept: bytes | byte
         recomputed.append(recomputed_in(problem, available, list(wanted), t, own_needs=False))
         mark_made(problem, available, recomputed[-1])
     return State.from_recomputed(problem, recomputed)
-
-
-def _reads_by_segment(problem: Problem, segment: Sequence[int]) -> list[list[_Read]]:
-    """For each segment what backward, or the end of the step, reads of it, by stage."""
-    reads: list[list[_Read]] = [[] for _ in range(max(segment, default=NO_SEGMENT) + 1)]
-    for stage in range(problem.n_forward, problem.n_ops + 1):
-        for v in problem.needs[stage]:
-            if segment[problem.producer[v]] != NO_SEGMENT:
-                reads[segment[problem.producer[v]]].append((stage, v))
-    return reads
 
 
 @dataclass(frozen=True)

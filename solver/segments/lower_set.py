@@ -277,24 +277,15 @@ def _own_bytes(problem: Problem) -> list[int]:
     return [live + own for live, own in zip(live_bytes, problem.own_bytes, strict=False)]
 
 
-@dataclass(slots=True)
 class _Labels:
     """Labels of one run of the program, in one array each; label 0 is the empty set's."""
 
-    owner: _Indices  # index of the label's lower set
-    parent: _Indices  # the label it was made from
-    time_us: _Numbers
-    kept_bytes: _Numbers
-    count: int = 1  # in use
-
-    @classmethod
-    def room_for(cls, most: int) -> _Labels:
-        return cls(
-            np.zeros(most + 1, np.int64),
-            np.zeros(most + 1, np.int64),
-            np.zeros(most + 1),
-            np.zeros(most + 1),
-        )
+    def __init__(self, most: int) -> None:
+        self.owner: _Indices = np.zeros(most + 1, np.int64)  # index of the label's lower set
+        self.parent: _Indices = np.zeros(most + 1, np.int64)  # the label it was made from
+        self.time_us: _Numbers = np.zeros(most + 1)
+        self.kept_bytes: _Numbers = np.zeros(most + 1)
+        self.count = 1  # in use
 
     def add(self, owner: int, parent: _Indices, time_us: _Numbers, kept_bytes: _Numbers) -> None:
         part = slice(self.count, self.count + len(parent))
@@ -314,7 +305,7 @@ class SequenceProgram:
     def fastest(self, limit_bytes: float) -> tuple[float, tuple[int, ...]] | None:
         """Time run again and the lower sets; None where no sequence is within the limit."""
         table, last = self.table, len(self.table.masks) - 1
-        labels = _Labels.room_for(len(table.masks) * self.most_labels)
+        labels = _Labels(len(table.masks) * self.most_labels)
         for j in range(1, last + 1):
             self._extend(labels, j, limit_bytes)
         ends = np.flatnonzero(labels.owner[: labels.count] == last)
@@ -391,15 +382,10 @@ class LowerSet:
             raise SolverError(f"labels must be 2 or more, not {self.labels}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        search = Search.of(self, "lower_set", graph, budget_bytes)
-        with search.until_interrupted():
-            self.run(search)
-        return search.result()
+        return Search.of(self, "lower_set", graph, budget_bytes).result_of(self.run)
 
     def run(self, search: Search) -> None:
-        plain = store_all_state(search.problem)
-        search.offer_least(plain)
-        if search.best is not None:
+        if search.offer_least(store_all_state(search.problem)):
             return
         forward = ForwardGraph.of(search.problem)
         if not forward.ops:
@@ -442,7 +428,10 @@ class _Sweep:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if self._is_over(limits[middle]) else (low, middle)
         if 0 < high < len(limits):
-            self._refine(limits[high - 1], limits[high])
+            over, under = limits[high - 1], limits[high]
+            for _ in range(_REFINEMENTS):
+                between = (over + under) / 2
+                over, under = (between, under) if self._is_over(between) else (over, between)
         # On large graphs only limits next to the budget are tried, and one schedule is filled.
         if not self.search.is_large or self.search.best is None:
             for limit_bytes in limits:
@@ -458,19 +447,9 @@ class _Sweep:
             if self.search.out_of_time():
                 break
             middle = (low + least) / 2
-            if self.program.fastest(middle) is None:
-                low = middle
-            else:
-                least = middle
+            fits = self.program.fastest(middle) is not None
+            low, least = (low, middle) if fits else (middle, least)
         return [high - (high - least) * i / _LIMITS for i in range(1, _LIMITS + 1)]
-
-    def _refine(self, over_bytes: float, under_bytes: float) -> None:
-        for _ in range(_REFINEMENTS):
-            middle = (over_bytes + under_bytes) / 2
-            if self._is_over(middle):
-                over_bytes = middle
-            else:
-                under_bytes = middle
 
     def _is_over(self, limit_bytes: float) -> bool:
         """Returns whether the schedule found needs more than the budget."""
@@ -485,15 +464,12 @@ class _Sweep:
         # Several limits lead to one sequence.
         if sequence not in self.over:
             state = lower_set_state(self.forward, sequence)
-            self.over[sequence] = not self._offer(state)
+            search.offer_least(state)
+            does_fit = int(state.peak_bytes.max()) <= search.budget_bytes
+            if does_fit and not search.is_large:
+                self._fill(state)
+            self.over[sequence] = not does_fit
         return self.over[sequence]
-
-    def _offer(self, state: State) -> bool:
-        self.search.offer_least(state)
-        does_fit = int(state.peak_bytes.max()) <= self.search.budget_bytes
-        if does_fit and not self.search.is_large:
-            self._fill(state)
-        return does_fit
 
     def _fill(self, state: State) -> None:
         if self.does_fill:
