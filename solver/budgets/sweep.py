@@ -98,36 +98,25 @@ def sweep_budgets(
                 graph, budgets, unmodified_bytes, time_limit_s=limit_s, **options
             )
             at_hand = (*at_hand, *least)
-        asked = _checked(budgets)
+        asked = sorted(set(budgets))
+        if not asked or asked[0] < 0:
+            raise SolverError(f"budgets must be one or more sizes in bytes, not {asked}")
         # Workers take seconds to begin, which is too long after Ctrl-C.
         if jobs == 1 or is_interrupted():
             found = _one_by_one(graph, asked, solver, options, clock, progress)
         else:
             found = _side_by_side(graph, asked, solver, options, clock, jobs)
+    known = merge_results(graph, found, [r for r in at_hand if r.solver == solver])
+    points = (Point(r.budget_bytes, msgspec.structs.replace(r, least_schedule=None)) for r in known)
+    least_bytes = least_needed_bytes(Problem.of(graph))
     return Front(
-        name=graph.name,
-        graph_hash=graph.hash,
-        solver=solver,
-        base_us=graph.time_us,
-        least_needed_bytes=least_needed_bytes(Problem.of(graph)),
-        unmodified_bytes=unmodified_bytes,
-        points=tuple(
-            Point(result.budget_bytes, msgspec.structs.replace(result, least_schedule=None))
-            for result in merge_results(graph, found, [r for r in at_hand if r.solver == solver])
-        ),
-    )  # fmt: skip
+        graph.name, graph.hash, solver, graph.time_us, least_bytes, unmodified_bytes, tuple(points)
+    )
 
 
 def check_jobs(jobs: int) -> None:
     if jobs == 0 or jobs < -1:
         raise SolverError(f"jobs must be 1 or more, or -1 for every core, not {jobs}")
-
-
-def _checked(budgets: Iterable[int]) -> list[int]:
-    asked = sorted(set(budgets))
-    if not asked or asked[0] < 0:
-        raise SolverError(f"budgets must be one or more sizes in bytes, not {asked}")
-    return asked
 
 
 def _one_by_one(
@@ -251,14 +240,11 @@ def _adopting(
     if better is None or better.schedule is None:
         return own
     adopted = evaluate_schedule(
-        graph,
-        msgspec.structs.replace(better.schedule, budget_bytes=own.budget_bytes),
-        budget_bytes=own.budget_bytes,
-        lower_bound_us=min(bound_us, better.time_us),
-        wall_s=own.wall_s,
-        cut_short=own.status == "time limit",
+        graph, msgspec.structs.replace(better.schedule, budget_bytes=own.budget_bytes),
+        budget_bytes=own.budget_bytes, lower_bound_us=min(bound_us, better.time_us),
+        wall_s=own.wall_s, cut_short=own.status == "time limit",
         message=own.message if better is own else "",
-    )
+    )  # fmt: skip
     return msgspec.structs.replace(adopted, floor=own.floor)
 
 
@@ -315,8 +301,7 @@ def price_of_gib(
         more = solve_within(graph, above_bytes, solver, time_limit_s=time_limit_s, **options)
     if result.peak_bytes > low_bytes:
         less = solve_within(graph, low_bytes, solver, time_limit_s=time_limit_s, **options)
-    times_us = [r.time_us for r in (result, less) if r.schedule is not None]
-    here_us = min(times_us)
+    here_us = min(r.time_us for r in (result, less) if r.schedule is not None)
     more_us = min(here_us, more.time_us) if more.schedule is not None else here_us
     less_us = less.time_us if less.schedule is not None else None
     return GibPrice(result.budget_bytes, step_bytes, here_us, more_us, less_us)

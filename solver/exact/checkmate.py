@@ -24,15 +24,7 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Free, Schedule, Step
-from remat.solver.backends.mip import (
-    BACKENDS,
-    Backend,
-    Limits,
-    MipSolution,
-    MixedProgram,
-    satisfies,
-    solve_program,
-)
+from remat.solver.backends import mip
 from remat.solver.bounds.cut_program import COST_SCALE, ROW_SCALE
 from remat.solver.cuts.cut import Cut
 from remat.solver.problem import Problem
@@ -67,7 +59,7 @@ class StagedProgram:
     problem: Problem
     budget_bytes: int
     passes: int
-    program: MixedProgram = field(default_factory=MixedProgram)
+    program: mip.MixedProgram = field(default_factory=mip.MixedProgram)
     rows: list[_Row] = field(default_factory=list[_Row])
     users: list[list[int]] = field(default_factory=list[list[int]])
     runs: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
@@ -143,17 +135,14 @@ class StagedProgram:
 
     def presence(self, row: _Row, v: int) -> _Terms:
         """carried[row, v] + runs[row, producer of v]."""
-        keys = [
-            self.carried.get((row.index, v)),
-            self.runs.get((row.index, self.problem.producer[v])),
-        ]
+        op = self.problem.producer[v]
+        keys = self.carried.get((row.index, v)), self.runs.get((row.index, op))
         return [(key, 1.0) for key in keys if key is not None]
 
     def _inputs_are_there(self, row: _Row) -> None:
         """runs[row, op] <= carried[row, u] + runs[row, producer of u], u in inputs of op."""
         for op in self.slots(row):
-            reads = self.problem.needs[op] if op == row.stage else self.problem.inputs[op]
-            for u in reads:
+            for u in self.problem.needs[op] if op == row.stage else self.problem.inputs[op]:
                 terms = [*self.presence(row, u), (self.runs[row.index, op], -1.0)]
                 self.program.row(terms, lower=0.0)
 
@@ -204,40 +193,28 @@ class StagedProgram:
 
         Before the first op: sum of carried[row, v].
         """
-        problem, size = self.problem, self._scaled
-        before: _Terms = [
-            (self.carried[row.index, v], size(problem.size_bytes[v]))
-            for v in self.values_before(row.stage)
-        ]
-        room = size(self.budget_bytes - problem.resident_bytes)
+        problem, carried = self.problem, self.values_before(row.stage)
+        sizes = [size_bytes / self.unit_bytes for size_bytes in problem.size_bytes]
+        before: _Terms = [(self.carried[row.index, v], sizes[v]) for v in carried]
+        room = (self.budget_bytes - problem.resident_bytes) / self.unit_bytes
         for op in self.slots(row):
-            own = size(problem.own_bytes[op])
             run = self.runs[row.index, op]
+            own = problem.own_bytes[op] / self.unit_bytes
             self.program.row([*before, (run, own)], upper=room)
             after: _Terms = [(self.live_bytes[row.index, op], -1.0), *before]
-            after += [
-                (self.made[row.index, v], size(problem.size_bytes[v])) for v in problem.outputs[op]
-            ]
-            after += [
-                (self.freed[row.index, op, v], -size(problem.size_bytes[v]))
-                for v in self.freeable(row, op)
-            ]
+            after += [(self.made[row.index, v], sizes[v]) for v in problem.outputs[op]]
+            after += [(self.freed[row.index, op, v], -sizes[v]) for v in self.freeable(row, op)]
             self.program.row(after, lower=0.0, upper=0.0)
             before = [(self.live_bytes[row.index, op], 1.0)]
-
-    def _scaled(self, count_bytes: int) -> float:
-        return count_bytes / self.unit_bytes
 
     def extra_time(self, *, lower_us: float, upper_us: float) -> None:
         """Bound the objective: time beyond one run of each op."""
         # Times are sums of floats: without slack, rounding could cut off the optimum.
         slack = 1e-6
         terms = [(i, cost) for i, cost in enumerate(self.program.objective) if cost]
-        self.program.row(
-            terms,
-            lower=max(lower_us, 0.0) / self.cost_unit_us * (1 - slack),
-            upper=upper_us / self.cost_unit_us * (1 + slack) + slack,
-        )
+        lower = max(lower_us, 0.0) / self.cost_unit_us * (1 - slack)
+        upper = upper_us / self.cost_unit_us * (1 + slack) + slack
+        self.program.row(terms, lower=lower, upper=upper)
 
 
 def _point_of(made: StagedProgram, schedule: Schedule) -> list[float]:
@@ -299,11 +276,9 @@ def _is_needed_after(
     made: StagedProgram, row: _Row, op: int, v: int, ran: list[int], values: list[float]
 ) -> bool:
     following = made.carried.get((row.index + 1, v))
-    if following is not None and values[following] > 0.5:
-        return True
-    if made.is_end_output(row, v):
-        return True
-    return any(user in ran for user in made.hazards(row, op, v))
+    is_carried = following is not None and values[following] > 0.5
+    later = made.hazards(row, op, v)
+    return is_carried or made.is_end_output(row, v) or any(user in ran for user in later)
 
 
 def _free(problem: Problem, spare: list[int], live: dict[int, None], steps: list[Step]) -> None:
@@ -331,7 +306,7 @@ class Checkmate:
     time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
-    backend: Backend = "mathopt"
+    backend: mip.Backend = "mathopt"
     passes: int = 0
     start: bool = True
     most_ops: int = 300
@@ -339,9 +314,9 @@ class Checkmate:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
+        if self.backend not in mip.BACKENDS:
             raise SolverError(
-                f"unknown MIP backend '{self.backend}'; there are {', '.join(BACKENDS)}"
+                f"unknown MIP backend '{self.backend}'; there are {', '.join(mip.BACKENDS)}"
             )
         if self.passes < 0:
             raise SolverError(f"passes must be 0 (chosen for you) or more, not {self.passes}")
@@ -366,7 +341,9 @@ class Checkmate:
             )
             return
         search.say("solving the exact program")
-        made = StagedProgram(search.problem, search.budget_bytes, self._passes_for(graph))
+        n_ops = len(graph.ops)
+        passes = self.passes or next((count for most, count in _PASSES if n_ops <= most), 1)
+        made = StagedProgram(search.problem, search.budget_bytes, passes)
         start: list[float] | None = None
         upper_us = float("inf")
         if search.best is not None:
@@ -374,18 +351,13 @@ class Checkmate:
             start = _point_of(made, search.best)
         made.extra_time(lower_us=search.bound_us - graph.time_us, upper_us=upper_us)
         # One that runs an op twice in a stage is no point of the program.
-        if start is not None and not satisfies(made.program, start):
+        if start is not None and not mip.satisfies(made.program, start):
             start = None
-        limits = Limits(time_limit_s=time_limit_s)
-        answer = solve_program(made.program, limits, backend=self.backend, start=start)
+        limits = mip.Limits(time_limit_s)
+        answer = mip.solve_program(made.program, limits, backend=self.backend, start=start)
         self._take(search, made, answer)
 
-    def _passes_for(self, graph: TrainingGraph) -> int:
-        if self.passes:
-            return self.passes
-        return next((count for most, count in _PASSES if len(graph.ops) <= most), 1)
-
-    def _take(self, search: Search, made: StagedProgram, answer: MipSolution) -> None:
+    def _take(self, search: Search, made: StagedProgram, answer: mip.MipSolution) -> None:
         if answer.values is not None:
             steps = _steps_of_point(made, answer.values)
             search.offer_schedule(Schedule.for_graph(search.graph, steps))

@@ -109,13 +109,9 @@ class _Shelf:
 
 
 def place_in_order(
-    boxes: Boxes,
-    order: Ints,
-    *,
-    is_best_fit: bool = False,
-    ceiling: int = NO_CEILING,
+    boxes: Boxes, order: Ints, *, is_best_fit: bool = False, ceiling: int = NO_CEILING,
     given: Ints | None = None,
-) -> Ints | None:
+) -> Ints | None:  # fmt: skip
     """Offsets, or None once one reaches `ceiling`; others than `order` lie where `given` says."""
     offsets = np.zeros(len(boxes), np.int64) if given is None else given.copy()
     shelf = _Shelf(len(boxes))
@@ -287,16 +283,9 @@ def stacked(
 
 @compiled
 def _anneal_chunk(
-    size: Ints,
-    start: Ints,
-    end: Ints,
-    order: Ints,
-    best: Ints,
-    best_top: int,
-    picks: Ints,
-    noise: Floats,
-    goal: int,
-) -> int:
+    size: Ints, start: Ints, end: Ints, order: Ints, best: Ints, best_top: int,
+    picks: Ints, noise: Floats, goal: int,
+) -> int:  # fmt: skip
     """One step a pick, from `order` on, in place; the least height, whose order is in `best`."""
     n = order.size
     below, above, heights = np.empty(n, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)

@@ -22,17 +22,9 @@ import numpy as np
 from remat.graph_capture.errors import LayoutError
 from remat.graph_capture.graph import MOST_BYTES, Ints
 from remat.schedules.layout import Buffers, Layout, check_alignment, check_layout
+from remat.solver.layout import heuristics
 from remat.solver.layout.boxes import IS_COMPILED, MOST_OVERLAPS, Boxes, Mask, overlaps_in
 from remat.solver.layout.canonical import FAILED, FOUND, CanonicalSearch, Preorder
-from remat.solver.layout.heuristics import (
-    NO_CEILING,
-    box_orders,
-    greedy,
-    guided_ejection,
-    insertion_annealing,
-    place_in_order,
-    placements_of,
-)
 
 STEP_PREORDERS = tuple(map(Preorder, ("WAT", "TAW", "TsW", "WTs", "TWA", "TSW", "WTS")))
 """For training steps, where what starts together is read together."""
@@ -130,9 +122,9 @@ class Searches:
 
     @functools.cached_property
     def _starts(self) -> list[_PlacedOffsets]:
-        orders = box_orders(self.boxes)
+        orders = heuristics.box_orders(self.boxes)
         names = STARTS[: max(LEAST_STARTS, START_WORK // len(self.boxes))]
-        placed = {name: place_in_order(self.boxes, orders[name]) for name in names}
+        placed = {name: heuristics.place_in_order(self.boxes, orders[name]) for name in names}
         return [
             _PlacedOffsets(offsets, name) for name, offsets in placed.items() if offsets is not None
         ]
@@ -144,7 +136,9 @@ class Searches:
     def _ejected(self, capacity: int, is_relaxed: bool) -> _PlacedOffsets | None:
         starts = self._starts[:LEAST_STARTS] if is_relaxed else self._starts
         for seed, start in enumerate(starts):
-            offsets = guided_ejection(self.boxes, start.offsets, capacity, steps=STEPS, seed=seed)
+            offsets = heuristics.guided_ejection(
+                self.boxes, start.offsets, capacity, steps=STEPS, seed=seed
+            )
             if offsets is not None:
                 return _PlacedOffsets(offsets, f"guided ejection, {start.by}")
         return None
@@ -180,13 +174,10 @@ def place_buffers(buffers: Buffers, *, alignment_bytes: int = 512) -> Layout:
     # Offsets are aligned; the end of the last buffer need not be.
     arena_bytes = int((found.offsets + buffers.size_bytes).max(initial=0))
     layout = Layout(
-        offsets_bytes=tuple(found.offsets.tolist()),
-        arena_bytes=arena_bytes,
-        load_bytes=buffers.load_bytes,
-        alignment_bytes=alignment_bytes,
-        buffers_hash=buffers.hash,
-        placed_by=found.by,
-    )
+        offsets_bytes=tuple(found.offsets.tolist()), arena_bytes=arena_bytes,
+        load_bytes=buffers.load_bytes, alignment_bytes=alignment_bytes,
+        buffers_hash=buffers.hash, placed_by=found.by,
+    )  # fmt: skip
     check_layout(buffers, layout)
     return layout
 
@@ -209,13 +200,13 @@ def _place(boxes: Boxes) -> _PlacedOffsets:
     # On top of large ones at this goal, the small ones are low enough without any hole.
     large = boxes.those(is_large)
     goal = max(large.load, low_enough - boxes.those(~is_large).load)
-    found = _PlacedOffsets(*greedy(large, goal))
+    found = _PlacedOffsets(*heuristics.greedy(large, goal))
     whole = _with_small(boxes, is_large, found, low_enough)
     if large.top(found.offsets) > goal and boxes.top(whole.offsets) > low_enough:
         other = _with_small(boxes, is_large, _searched(large, found, goal), low_enough)
         whole = min(whole, other, key=lambda found: boxes.top(found.offsets))
     if boxes.top(whole.offsets) > low_enough:
-        repaired = guided_ejection(boxes, whole.offsets, low_enough, steps=STEPS, seed=0)
+        repaired = heuristics.guided_ejection(boxes, whole.offsets, low_enough, steps=STEPS, seed=0)
         whole = whole if repaired is None else _PlacedOffsets(repaired, f"{whole.by}, ejection")
     return whole
 
@@ -239,7 +230,7 @@ def _annealed(boxes: Boxes, best: _PlacedOffsets, goal: int) -> _PlacedOffsets:
     for seed, part in enumerate(_HOTTEST_PARTS):
         if boxes.top(best.offsets) <= goal:
             break
-        cooled = insertion_annealing(
+        cooled = heuristics.insertion_annealing(
             boxes, best.offsets, goal, steps=steps, hottest=boxes.load / part, seed=seed
         )
         if boxes.top(cooled) < boxes.top(best.offsets):
@@ -253,10 +244,11 @@ def _with_small(boxes: Boxes, is_large: Mask, large: _PlacedOffsets, goal: int) 
         return large
     given = np.zeros(len(boxes), np.int64)
     given[is_large] = large.offsets
-    best, best_top = given, NO_CEILING
-    for order in list(box_orders(boxes).values())[: placements_of(boxes)]:
+    best, best_top = given, heuristics.NO_CEILING
+    orders = list(heuristics.box_orders(boxes).values())
+    for order in orders[: heuristics.placements_of(boxes)]:
         small = order[~is_large[order]]
-        filled = place_in_order(boxes, small, given=given, ceiling=best_top)
+        filled = heuristics.place_in_order(boxes, small, given=given, ceiling=best_top)
         if filled is not None:
             best, best_top = filled, boxes.top(filled)
         if best_top <= goal:

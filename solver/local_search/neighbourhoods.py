@@ -22,17 +22,8 @@ import numpy as np
 
 from remat.schedules.schedule import Schedule
 from remat.solver.backends.processes import Task
-from remat.solver.local_search.events import (
-    EventBuilder,
-    RunningSolvers,
-    Runs,
-    Tried,
-    TryLimits,
-    again_us,
-    candidate_stages,
-    solve_events,
-    stages_by_op,
-)
+from remat.solver.local_search import events
+from remat.solver.local_search.events import RunningSolvers, Runs, again_us, stages_by_op
 from remat.solver.local_search.repair import fill
 from remat.solver.problem import Problem
 from remat.solver.search import Search
@@ -90,13 +81,10 @@ class LargeNeighbourhoods:
         # Drawn here and not in the threads, so that it does not count which of them is first.
         seeds = [self.source.randrange(1 << 30) for _ in sets]
         running = RunningSolvers()
+        drawn = zip(sets, seeds, strict=True)
+        calls = [functools.partial(self._try, chosen, seed, running) for chosen, seed in drawn]
         with contextlib.ExitStack() as stack:
-            tasks = [
-                stack.enter_context(
-                    Task(functools.partial(self._try, chosen, seed, running), running.stop)
-                )
-                for chosen, seed in zip(sets, seeds, strict=True)
-            ]
+            tasks = [stack.enter_context(Task(call, running.stop)) for call in calls]
             outcomes = [task.wait() for task in tasks]
         better = [found.runs for found in outcomes if found.runs is not None]
         for runs in better:
@@ -114,17 +102,16 @@ class LargeNeighbourhoods:
             self.size = _FIRST_SIZE
         return max(found.effort for found in outcomes)  # they ran side by side
 
-    def _try(self, chosen: Sequence[int], seed: int, running: RunningSolvers) -> Tried:
+    def _try(self, chosen: Sequence[int], seed: int, running: RunningSolvers) -> events.Tried:
         search, problem = self.search, self.search.problem
-        stages_of = candidate_stages(problem, self.runs, chosen, self.most_stages, self.guide)
-        program = EventBuilder(problem, self.runs, stages_of).build(
-            search.budget_bytes - problem.resident_bytes
-        )
+        most, room_bytes = self.most_stages, search.budget_bytes - problem.resident_bytes
+        stages_of = events.candidate_stages(problem, self.runs, chosen, most, self.guide)
+        program = events.EventBuilder(problem, self.runs, stages_of).build(room_bytes)
         fixed = [op for op in range(problem.n_ops) if op not in stages_of]
-        effort = TryLimits(NEIGHBOURHOOD.most, search.left_s, seed)
+        effort = events.TryLimits(NEIGHBOURHOOD.most, search.left_s, seed)
         # Better by more than rounding, or rounds would go on for nothing.
         below_us = self.cost_us * (1 - 1e-9)
-        return solve_events(program, self.runs, fixed, below_us, effort, running)
+        return events.solve_events(program, self.runs, fixed, below_us, effort, running)
 
     def _take(self, runs: Runs) -> None:
         """Make `runs` the schedule at hand, with what still fits carried, and offer it."""
@@ -143,8 +130,7 @@ class LargeNeighbourhoods:
         rules = [self._at_moment, self._around, self._near_moment, self._window]
         if self.guide:
             rules += [self._unlike_guide]
-        rule = self.source.choice(rules)
-        chosen = rule(size)
+        chosen = self.source.choice(rules)(size)
         return sorted(dict.fromkeys(chosen))[: 2 * size]
 
     def _full_stage(self) -> int:

@@ -185,7 +185,7 @@ def carriable(state: State, op: int, stage: int) -> list[tuple[int, int]]:
     return found
 
 
-def _drop_cost_us(state: State, move: GapMove, most_us: float = float("inf")) -> float | None:
+def _drop_cost_us(state: State, move: GapMove, most_us: float) -> float | None:
     """What the drop makes its stage run again; None if pinned, or more than `most_us`."""
     row = state.rows[move.stage]
     # Put back below, in place of a copy of the row.

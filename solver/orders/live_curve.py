@@ -58,13 +58,9 @@ class OpFacts:
 
     @classmethod
     def made(
-        cls,
-        before: list[list[int]],
-        own_bytes: list[int],
-        values: Sequence[ValueLifetime],
-        n_forward: int,
-        resident_bytes: int,
-    ) -> OpFacts:
+        cls, before: list[list[int]], own_bytes: list[int], values: Sequence[ValueLifetime],
+        n_forward: int, resident_bytes: int,
+    ) -> OpFacts:  # fmt: skip
         n = len(before)
         after: list[list[int]] = [[] for _ in range(n)]
         for op, earlier in enumerate(before):

@@ -21,11 +21,7 @@ from remat.schedules.levers import REDUCTIONS, AppliedLever, attribute_at
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.solver.problem import can_copy
-from remat.solver.reductions.legal_step import (
-    are_held,
-    require_legal_answer,
-    require_legal_change,
-)
+from remat.solver.reductions.legal_step import are_held, require_legal_answer, require_legal_change
 from remat.solver.result import evaluate_schedule, with_time_limit_message
 from remat.solver.search import Clock, Listener, one_job
 from remat.solver.table import make_solver, option_names, plans_copies
@@ -83,29 +79,18 @@ class Reduction(ABC, Generic[_Inverse]):
         return found.lower_bound_us
 
     def solve(self, question: Question, rest: Rest) -> Result:
-        """The answer to `question`: judged on its graph, with a bound for it.
-
-        Parameters
-        ----------
-        rest : answers a question by what is behind this lever.
-        """
+        """The answer, judged on the question's graph, with a bound for it; `rest` is behind."""
         clock = Clock(question.time_limit_s)
         changed, inverse = self.apply(question)
         found = rest(changed)
         if found.schedule is None:
-            least = found.least_schedule
-            return msgspec.structs.replace(
-                found, least_schedule=least and self.invert(least, inverse)
-            )
+            least = found.least_schedule and self.invert(found.least_schedule, inverse)
+            return msgspec.structs.replace(found, least_schedule=least)
         answer = evaluate_schedule(
-            question.graph,
-            self.invert(found.schedule, inverse),
-            budget_bytes=question.budget_bytes,
-            lower_bound_us=self.bound_us(found, inverse),
-            wall_s=clock.elapsed_s,
-            cut_short=found.status == "time limit",
-            message=found.message,
-        )
+            question.graph, self.invert(found.schedule, inverse),
+            budget_bytes=question.budget_bytes, lower_bound_us=self.bound_us(found, inverse),
+            wall_s=clock.elapsed_s, cut_short=found.status == "time limit", message=found.message,
+        )  # fmt: skip
         return msgspec.structs.replace(answer, floor=found.floor)
 
 
@@ -191,12 +176,8 @@ def refuse_pairs(question: Question) -> None:
     """Raises SolverError, which says why they do not go together and what to do instead."""
     for one, other in LEVER_PAIRS:
         if ASKED[one](question) and ASKED[other](question):
-            raise SolverError(_text_of(one, other))
-
-
-def _text_of(one: str, other: str) -> str:
-    named = {name: option(name) for name in ("recompute", "host")}
-    return LEVER_PAIRS[one, other].format_map(named)
+            named = {name: option(name) for name in ("recompute", "host")}
+            raise SolverError(LEVER_PAIRS[one, other].format_map(named))
 
 
 # A solve: levers, in the order of `REDUCTIONS`, around a solver that knows of none of them.

@@ -197,7 +197,12 @@ class _FamilySearch:
         # `upper` serves there too, at some overhead.
         if made.overhead < simulate_resized(self._bounding(level), upper.schedule).overhead:
             self.found.insert(self.found.index(upper), made)
-            self.found = _useful(self.found)
+            # Without those that a faster one replaces at all their sizes.
+            self.found = [
+                one
+                for i, one in enumerate(self.found)
+                if not any(other.reach >= one.reach for other in self.found[:i])
+            ]
 
     def _found(self, result: Result, level: int) -> _Found:
         schedule = result.schedule
@@ -220,14 +225,11 @@ class _FamilySearch:
                 members.append(Member(one.schedule, sizes, corners, peak_bytes, *overheads))
         graph = self.graph
         return Family(
-            model=graph.name,
-            symbols=graph.symbols,
-            budget_bytes=self.budget_bytes,
-            members=tuple(members),
+            model=graph.name, symbols=graph.symbols, budget_bytes=self.budget_bytes,
+            members=tuple(members), traced_hash=graph.traced_hash,
             certificate="largest sizes" if graph.rising else "bounds of parts",
             cost_error=graph.costs.error_at_middle if graph.points else 0.0,
-            traced_hash=graph.traced_hash,
-        )
+        )  # fmt: skip
 
     def _too_large(self, top: Result) -> TooLargeError:
         largest = self._largest()
@@ -262,12 +264,3 @@ class _FamilySearch:
             else:
                 high = level
         return self.levels[low] if low >= 0 else None
-
-
-def _useful(found: list[_Found]) -> list[_Found]:
-    """Leaves out schedules that a faster one replaces at all their sizes."""
-    return [
-        one
-        for i, one in enumerate(found)
-        if not any(other.reach >= one.reach for other in found[:i])
-    ]
