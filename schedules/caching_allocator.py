@@ -43,24 +43,19 @@ def _multiple_above(size_bytes: int, unit_bytes: int) -> int:
 
 
 class AllocatorSettings(msgspec.Struct, frozen=True):
-    """How the allocator is set, and how large its device is.
+    """How the allocator is set, and how large its device is."""
 
-    Attributes
-    ----------
-    expandable_segments : one growing range of addresses for each pool, in place of segments.
-    max_split_bytes : blocks from this size on are not split, and not given to smaller requests.
-    max_non_split_rounding_bytes : by how much such a block may be larger than its request; at least
-        `large_segment_bytes`, which it is where torch is not told.
-    roundup_power2_divisions : sizes are rounded up to so many steps between two powers of two; a
-        power of two itself. 0 rounds to multiples of 512 bytes.
-    large_segment_bytes : size of the segments that several large blocks share, and of the pages of
-        an expandable one.
-    """
-
+    # One growing range of addresses for each pool, in place of segments.
     expandable_segments: bool = False
+    # Blocks from this size on are not split, and not given to smaller requests.
     max_split_bytes: int = UNLIMITED_BYTES
+    # By how much such a block may be larger than its request; at least `large_segment_bytes`, which
+    # it is where torch is not told.
     max_non_split_rounding_bytes: int = 0
+    # Sizes are rounded up to so many steps between two powers of two; a power of two itself. 0
+    # rounds to multiples of 512 bytes.
     roundup_power2_divisions: int = 0
+    # Of the segments that several large blocks share, and of the pages of an expandable one.
     large_segment_bytes: int = LARGE_SEGMENT_BYTES
     capacity_bytes: int = UNLIMITED_BYTES
 
@@ -210,9 +205,8 @@ class _FixedSegments(_Segments):
         segment = self._settings.segment_bytes(size)
         if not self._device.take(segment):
             return None
-        return AllocatorBlock(
-            segment, self._device.addresses(segment, _SEGMENT_MULTIPLE_BYTES), pool
-        )
+        address = self._device.addresses(segment, _SEGMENT_MULTIPLE_BYTES)
+        return AllocatorBlock(segment, address, pool)
 
     def give_back(self, block: AllocatorBlock) -> None:
         # torch returns a segment only as a whole.

@@ -62,8 +62,7 @@ def kept_occurrences(
 ) -> dict[str, tuple[bool, ...]]:
     """By target, such as ``aten.mm.default``: whether each of its runs in forward is kept.
 
-    Entry i is the i-th run of that target in captured order. Only ops in `module`, or in modules
-    below it, count.
+    Runs are in captured order, and of ops in `module` and below it alone.
     """
     live, times = live_after_forward(graph, schedule), schedule.computations()
     found: dict[str, list[bool]] = {}
@@ -179,12 +178,9 @@ def _end_of(
 def forward_alone(graph: TrainingGraph) -> tuple[TrainingGraph, Schedule]:
     ops = graph.ops[: graph.n_forward]
     made = {name for op in ops for name in op.outputs}
+    values = tuple(v for v in graph.values if not v.producer or v.name in made)
     own = msgspec.structs.replace(
-        graph,
-        ops=ops,
-        values=tuple(v for v in graph.values if not v.producer or v.name in made),
-        outputs=graph.forward_outputs,
-        regions=(),
+        graph, ops=ops, values=values, outputs=graph.forward_outputs, regions=()
     )
     return own, Schedule.for_graph(own, _as_used(own))
 

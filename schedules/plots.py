@@ -67,7 +67,6 @@ class _Outcome(Protocol):
     @property
     def lower_bound_us(self) -> float:
         """No schedule takes less at this budget."""
-        ...
 
 
 class _DrawnFront(Protocol):
@@ -87,12 +86,9 @@ class _DrawnFront(Protocol):
 
 
 def draw_front(
-    ax: Axes,
-    fronts: _DrawnFront | Mapping[str, _DrawnFront],
-    *,
-    budget_bytes: int = 0,
+    ax: Axes, fronts: _DrawnFront | Mapping[str, _DrawnFront], *, budget_bytes: int = 0,
     plan: _Outcome | None = None,
-) -> Axes:
+) -> Axes:  # fmt: skip
     """Draw overhead against peak, one line a solver, and the best bound at each budget.
 
     Parameters
@@ -239,15 +235,10 @@ _ALPHA = 0.75
 
 
 def draw_live_bytes(
-    ax: Axes,
-    graph: TrainingGraph,
-    schedule: Schedule,
-    *,
-    by: BandsBy = "kind",
+    ax: Axes, graph: TrainingGraph, schedule: Schedule, *, by: BandsBy = "kind",
     unmodified: tuple[TrainingGraph, Schedule] | None = None,
-    measured: tuple[Floats, Ints] | None = None,
-    budget_bytes: int | None = None,
-) -> Axes:
+    measured: tuple[Floats, Ints] | None = None, budget_bytes: int | None = None,
+) -> Axes:  # fmt: skip
     """Draw what is live while each op runs.
 
     Parameters
@@ -271,14 +262,10 @@ def draw_live_bytes(
     scale, unit = _scale_of(max([*peaks, baseline.simulation.peak_bytes if baseline else 0]))
     # There is one more edge than runs, so the last entry is repeated up to the end of the step.
     ax.stackplot(
-        line.edges,
-        [np.append(bands[name], bands[name][-1:]) / scale for name in names],
-        labels=[literal(name) for name in names],
-        colors=[colours[name] for name in names],
-        alpha=_ALPHA,
-        step="post",
-        linewidth=0,
-    )
+        line.edges, [np.append(bands[name], bands[name][-1:]) / scale for name in names],
+        labels=[literal(name) for name in names], colors=[colours[name] for name in names],
+        alpha=_ALPHA, step="post", linewidth=0,
+    )  # fmt: skip
     if baseline:
         curve = baseline.live_bytes / scale
         ax.stairs(
@@ -334,14 +321,12 @@ def draw_layout(ax: Axes, graph: TrainingGraph, schedule: Schedule, layout: Layo
     for kind, colour in KINDS.items():
         corners = _corners(buffers, layout, scale)[kinds == kind]
         if len(corners):
-            drawn = PolyCollection(
-                list(corners), facecolors=colour, edgecolors="white", linewidths=_EDGE
-            )
+            boxes = list(corners)
+            drawn = PolyCollection(boxes, facecolors=colour, edgecolors="white", linewidths=_EDGE)
             drawn.set_label(kind)
             ax.add_collection(drawn)
-    ax.axhline(
-        layout.load_bytes / scale, color=ROLES["bound"], lw=0.8, ls="--", label="most live bytes"
-    )
+    load, colour = layout.load_bytes / scale, ROLES["bound"]
+    ax.axhline(load, color=colour, lw=0.8, ls="--", label="most live bytes")
     ax.set(xlabel="runs of ops", ylabel=f"address in the arena, {unit}")
     ax.set(xlim=(0, buffers.n_times), ylim=(0, 1.02 * layout.arena_bytes / scale))
     ax.set_title(literal(graph.name))

@@ -50,13 +50,8 @@ def serve_trace(trace: Iterable[int], settings: AllocatorSettings) -> AllocatorR
             allocator.free(used.pop(~event))
         else:
             allocator.empty_cache()
-    return AllocatorReplay(
-        peak_allocated_bytes=allocator.peak_allocated_bytes,
-        peak_reserved_bytes=allocator.peak_reserved_bytes,
-        reserved_bytes=allocator.reserved_bytes,
-        n_retries=allocator.n_retries,
-        failed_request=failed,
-    )
+    peaks = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
+    return AllocatorReplay(*peaks, allocator.reserved_bytes, allocator.n_retries, failed)
 
 
 def trace_of_steps(buffers: Buffers, n_steps: int = 1) -> list[int]:

@@ -113,16 +113,9 @@ def timeline(graph: TrainingGraph, schedule: Schedule) -> Timeline:
     waits_us = np.zeros(len(schedule.steps))
     for stall in simulation.stalls:
         waits_us[stall.step] += stall.us
-    return Timeline(
-        graph=graph,
-        schedule=schedule,
-        simulation=simulation,
-        steps=steps,
-        ops=ops,
-        start_us=before_us + waits_us[steps],
-        live_bytes=np.array(simulation.live_bytes, dtype=np.int64)[steps],
-        again=again,
-    )
+    start_us = before_us + waits_us[steps]
+    live_bytes = np.array(simulation.live_bytes, dtype=np.int64)[steps]
+    return Timeline(graph, schedule, simulation, steps, ops, start_us, live_bytes, again)
 
 
 OUTSIDE = "(outside modules)"
@@ -289,9 +282,7 @@ def _held_bytes(line: Timeline, row_of_op: tuple[int, ...], n_rows: int) -> Ints
     return np.cumsum(change, axis=1)[:, :-1]
 
 
-def _spans_of_runs(
-    rows: Ints, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]
-) -> tuple[Span, ...]:
+def _spans_of_runs(rows: Ints, chosen: NDArray[np.bool_]) -> tuple[Span, ...]:
     spans: list[Span] = []
     for run in np.flatnonzero(chosen).tolist():
         row = int(rows[run])
@@ -302,7 +293,7 @@ def _spans_of_runs(
     return tuple(spans)
 
 
-def _spans_of_mask(mask: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> tuple[Span, ...]:
+def _spans_of_mask(mask: NDArray[np.bool_]) -> tuple[Span, ...]:
     # Pad, so that spans at either end have two edges too.
     padded = np.pad(mask.astype(np.int8), ((0, 0), (1, 1)))
     edges = np.diff(padded, axis=1)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.local_search.repair import fill
@@ -46,43 +47,29 @@ class ChainRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _ChainStage:
-    """One stage; each `ChainRun` has the ops that run, first or again.
+    """One stage; each `ChainRun` has the ops that run, first or again."""
 
-    Attributes
-    ----------
-    entry : the value that enters it, -1 if none does.
-    saved_bytes : all that its backward reads of it, and its result (rotor's ``abar``).
-    pending_bytes : backward values live when its backward begins.
-    first_drop, again_drop : keep the result alone.
-    first_save, again_save : keep the result and what backward reads.
-    again_leaf : makes what backward reads alone.
-    backward : its ops. backward_peak_bytes : the most live in them, with saved values and without
-        the value that enters.
-    """
-
-    entry: int
+    entry: int  # the value that enters it, -1 if none does
     entry_bytes: int
-    saved_bytes: int
-    pending_bytes: int
-    first_drop: ChainRun
-    first_save: ChainRun
+    saved_bytes: int  # all that its backward reads of it, and its result (rotor's ``abar``)
+    pending_bytes: int  # backward values live when its backward begins
+    first_drop: ChainRun  # keeps the result alone
+    first_save: ChainRun  # keeps the result and what backward reads
     again_drop: ChainRun
     again_save: ChainRun
-    again_leaf: ChainRun
+    again_leaf: ChainRun  # makes what backward reads alone
     backward: tuple[int, ...]
     backward_us: float
+    # The most live in its ops, with saved values and without the value that enters.
     backward_peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Stages in forward order, none if the graph is no chain: `why_not` says so in words.
-
-    `base_bytes` are resident or kept throughout.
-    """
+    """Stages in forward order, none if the graph is no chain: `why_not` says so in words."""
 
     stages: tuple[_ChainStage, ...]
-    base_bytes: int
+    base_bytes: int  # resident, or kept throughout
     why_not: str = ""
 
 
@@ -258,26 +245,28 @@ _FILLED = 3
 """How many of the fastest schedules are filled, beside the slowest, which leaves most room."""
 
 
-def chain_or_done(search: Search, most_stages: int) -> Chain | None:
-    search.offer_least(store_all_state(search.problem))
-    if search.best is not None:
-        return None  # keeping all fits
-    search.say("looking for a chain of stages")
-    chain = find_chain(search.problem, most_stages)
-    if not chain.stages:
-        search.message = chain.why_not
-    return chain if chain.stages else None
+def solve_on_chain(
+    search: Search, most_stages: int, solve: Callable[[Search, Chain], object]
+) -> Result:
+    """What `solve` finds on the chain of the graph, if it is one and keeping all does not fit."""
+    with search.until_interrupted():
+        if not search.offer_least(store_all_state(search.problem)):
+            search.say("looking for a chain of stages")
+            chain = find_chain(search.problem, most_stages)
+            if chain.stages:
+                solve(search, chain)
+            else:
+                search.message = chain.why_not
+    return search.result()
+
+
+_Change = Callable[[Schedule, Sequence[ChainAction]], Schedule]
 
 
 class ChainSearch:
     """Tries chain schedules in one search; `change`, if any, makes of each the one to be judged."""
 
-    def __init__(
-        self,
-        search: Search,
-        chain: Chain,
-        change: Callable[[Schedule, Sequence[ChainAction]], Schedule] | None = None,
-    ) -> None:
+    def __init__(self, search: Search, chain: Chain, change: _Change | None = None) -> None:
         self.search, self.chain, self.change = search, chain, change
         self.found: dict[tuple[int, ...], float] = {}
 
@@ -303,10 +292,8 @@ class ChainSearch:
         low, high = 1, count - 1 if self.fits(actions_of(0)) else 0
         while low <= high and not self.search.out_of_time():
             middle = (low + high) // 2
-            if self.fits(actions_of(middle)):
-                low = middle + 1
-            else:
-                high = middle - 1
+            fits = self.fits(actions_of(middle))
+            low, high = (middle + 1, high) if fits else (low, middle - 1)
         self._try_each(actions_of, range(low, min(low + _NEIGHBOURS, count)))
 
     def _try_each(self, actions_of: Callable[[int], Sequence[ChainAction]], choices: range) -> None:

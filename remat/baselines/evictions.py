@@ -51,16 +51,12 @@ class AddressSpace:
     """Blocks that cannot be moved: one needs a hole that holds all of it.
 
     For `dte` and `coop`, whose rules are about addresses. Their plans' peaks still count bytes.
-
-    Attributes
-    ----------
-    at : address of each block present.
-    beside_bytes : for each block present the bytes of the holes on both its sides.
     """
 
     def __init__(self, capacity_bytes: int, n_blocks: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self.at: dict[int, int] = {}
+        self.at: dict[int, int] = {}  # address of each block present
+        # For each block present the bytes of the holes on both its sides.
         self.beside_bytes: npt.NDArray[np.int64] = np.zeros(n_blocks, np.int64)
         self._starts: list[int] = []
         self._sizes: dict[int, int] = {}
@@ -236,12 +232,9 @@ class CoopPolicy(Policy):
         costs = np.full(books.evictable.size + 1, np.inf)
         costs[values] = self.scores(books, values)
         spans = list(self.arena.spans())
-        window = cheapest_window(
-            [size_bytes for _, size_bytes, _ in spans],
-            # Holes cost nothing.
-            [0.0 if owner == HOLE else float(costs[owner]) for _, _, owner in spans],
-            asked_bytes,
-        )
+        # Holes cost nothing.
+        own = [0.0 if owner == HOLE else float(costs[owner]) for _, _, owner in spans]
+        window = cheapest_window([size_bytes for _, size_bytes, _ in spans], own, asked_bytes)
         if window is None:
             return ()
         return [owner for _, _, owner in spans[slice(*window)] if owner != HOLE]

@@ -125,8 +125,7 @@ class KeepAttentionOutput:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         search = Search.of(self, "keep_attention_output", graph, budget_bytes)
-        has_blocks = bool(module_blocks(graph).names)
-        absent = NO_ATTENTION if has_blocks else NO_REPEATED_BLOCK
+        absent = NO_ATTENTION if module_blocks(graph).names else NO_REPEATED_BLOCK
         return solve_templates(search, _keep_attention_output_templates, absent)
 
 
@@ -254,15 +253,11 @@ class ChenGreedy:
             raise SolverError(f"sizes must be 1 or more, not {self.sizes}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        search = Search.of(self, "chen_greedy", graph, budget_bytes)
-        with search.until_interrupted():
-            self._run(search)
-        return search.result()
+        return Search.of(self, "chen_greedy", graph, budget_bytes).result_of(self._run)
 
     def _run(self, search: Search) -> None:
         problem = search.problem
-        search.offer_least(store_all_state(problem))
-        if search.best is not None:
+        if search.offer_least(store_all_state(problem)):
             return
         places = self._places(problem)
         if not places:

@@ -84,15 +84,11 @@ class LpRounding:
             )
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        search = Search.of(self, "lp_rounding", graph, budget_bytes)
-        with search.until_interrupted():
-            self.run(search)
-        return search.result()
+        return Search.of(self, "lp_rounding", graph, budget_bytes).result_of(self.run)
 
     def run(self, search: Search) -> None:
-        search.offer_least(store_all_state(search.problem))
-        if search.best is not None:
-            # Nothing is faster than running each op once.
+        # Nothing is faster than running each op once.
+        if search.offer_least(store_all_state(search.problem)):
             return
         n_ops = search.problem.n_ops
         if n_ops > self.most_ops:
@@ -133,9 +129,13 @@ class LpRounding:
         if not answer.finished:
             search.cut_short = True
             search.message = "the relaxed program did not finish within the time limit"
-        if answer.values is None or not answer.finished:
+        values = answer.values
+        if values is None or not answer.finished:
             return None
-        return _carried(made, answer.values)
+        return [
+            {v: values[made.carried[row.index, v]] for v in made.values_before(row.stage)}
+            for row in made.rows[:: made.passes]
+        ]
 
     def _claim(
         self, search: Search, made: StagedProgram, answer: MipSolution, slack: float
@@ -168,14 +168,6 @@ def _roundings(rounds: int, seed: int) -> Iterator[Callable[[float], bool]]:
     source = random.Random(seed)
     for _ in range(rounds):
         yield lambda part: source.random() < part
-
-
-def _carried(made: StagedProgram, values: Sequence[float]) -> _Relaxed:
-    point: _Relaxed = []
-    for row in made.rows[:: made.passes]:
-        before = made.values_before(row.stage)
-        point.append({v: values[made.carried[row.index, v]] for v in before})
-    return point
 
 
 def rounded_state(problem: Problem, point: _Relaxed, is_carried: Callable[[float], bool]) -> State:

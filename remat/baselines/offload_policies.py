@@ -31,7 +31,7 @@ from remat.solver.offload.fetch_as_recompute import (
 from remat.solver.policies.template import NO_BLOCK, module_blocks, read_in_backward, unavoidable
 from remat.solver.problem import Problem
 from remat.solver.search import Listener, Search
-from remat.solver.state import State, UnreachableError, recomputed_in
+from remat.solver.state import State, UnreachableError, mark_made, recomputed_in
 
 
 class CopyChoice(NamedTuple):
@@ -163,9 +163,7 @@ def _just_in_time(problem: Problem, kept: bytearray) -> list[list[int]]:
         if t == problem.n_forward:
             available = bytearray(kept)
         stages.append(recomputed_in(problem, available, (), t))
-        for op in (*stages[-1], t) if t < problem.n_ops else stages[-1]:
-            for v in problem.outputs[op]:
-                available[v] = 1
+        mark_made(problem, available, (*stages[-1], t) if t < problem.n_ops else stages[-1])
     return stages
 
 
@@ -174,16 +172,6 @@ _NOTHING_LARGE = "backward reads nothing of forward that is large enough to leav
 _NO_ROOM = "the host has no room for what the policy sends there"
 
 _Choices = Callable[[Saved], Iterable[CopyChoice]]
-
-
-def _links_of(graph: TrainingGraph, solver: str) -> Links:
-    if graph.links is None:
-        raise SolverError(
-            f"solver '{solver}' needs a link to the host: capture with "
-            f"{option('host', '64GiB')}, or take solver auto"
-        )
-    require_no_homes(graph, solver)
-    return graph.links
 
 
 @dataclass(frozen=True)
@@ -219,7 +207,13 @@ def _check_knobs(least_bytes: int, steps: int = 2) -> None:
 def _solve_choices(
     solver: Any, name: str, graph: TrainingGraph, budget_bytes: int, choices: _Choices
 ) -> Result:
-    links = _links_of(graph, name)
+    links = graph.links
+    if links is None:
+        raise SolverError(
+            f"solver '{name}' needs a link to the host: capture with "
+            f"{option('host', '64GiB')}, or take solver auto"
+        )
+    require_no_homes(graph, name)
     search = Search.of(solver, name, graph, budget_bytes)
     with search.until_interrupted():
         # If the step fits as it is, nothing leaves the device.
@@ -243,14 +237,10 @@ def _try_choices(search: Search, saved: Saved, choices: _Choices) -> None:
         if search.out_of_time():
             return
     # If nothing fits, report the least budget that does.
-    if search.best is None:
-        _take_least(search, saved.links, over)
-
-
-def _take_least(search: Search, links: Links, over: list[UntimedSchedule]) -> None:
-    for base in sorted(over, key=lambda one: one.peak_bytes):
+    for base in sorted(over, key=lambda one: one.peak_bytes) if search.best is None else ():
+        least_bytes = base.peak_bytes
         # Copies need no room beyond their base, so the base's peak is a budget that it fits.
-        if base.peak_bytes >= search.lowest_bytes or _take(search, links, base, base.peak_bytes):
+        if least_bytes >= search.lowest_bytes or _take(search, saved.links, base, least_bytes):
             return
         search.message = _NO_ROOM
 
@@ -366,8 +356,7 @@ def hidden_copies(saved: Saved, released: Sequence[int]) -> frozenset[int]:
         first = saved.first_read[v]
         sooner = [u for u in hosted if saved.first_read[u] <= first]
         back_us = sum(links.h2d.us(size_bytes[u]) for u in (*sooner, v))
-        hides = out_us <= saved.forward_us
-        hides = hides and back_us <= saved.begin_us[first] - saved.forward_us
+        hides = out_us <= saved.forward_us and back_us <= saved.begin_us[first] - saved.forward_us
         # Values that cannot be made again must be hosted.
         if hides or math.isinf(saved.again_us[v]):
             free_us = out_us

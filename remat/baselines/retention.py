@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
@@ -122,17 +122,7 @@ def _shown_by(problem: Problem, stages: Stages) -> _Shown:
 # written in the same way.
 
 
-@dataclass(frozen=True, slots=True)
-class RetentionEffort:
-    """A seed makes runs equal only if time does not end the search."""
-
-    seconds: float
-    workers: int = 1
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RetentionOutcome:
+class RetentionOutcome(NamedTuple):
     stages: Stages | None
     finished: bool
 
@@ -226,11 +216,12 @@ class RetentionModel:
         """The last use of `v` from each run of its op; an idle run ends where it starts."""
         op, model = self.problem.producer[v], self.model
         ends: list[Any] = []
+        times = self.hint[op]
         for i, (start, active) in enumerate(zip(self.start[op], self.active[op], strict=True)):
             end = model.new_int_var(event_of(op, op), self.end_event, "")
             size = model.new_int_var(0, self.end_event, "")
             hinted = shown.end[v][i] if i < len(shown.end[v]) else None
-            begin = self._hinted_start(op, i)
+            begin = event_of(times[i] if i < len(times) else self.last[op], op)
             model.add_hint(end, begin if hinted is None else hinted)
             model.add_hint(size, 0 if hinted is None else hinted - begin)
             model.add(end == start + size)
@@ -246,10 +237,6 @@ class RetentionModel:
                 self.demands.append(self.problem.size_bytes[v])
             ends.append(end)
         return ends
-
-    def _hinted_start(self, op: int, i: int) -> int:
-        times = self.hint[op]
-        return event_of(times[i] if i < len(times) else self.last[op], op)
 
     def _uses(self, shown: _Shown) -> None:
         problem = self.problem
@@ -315,20 +302,21 @@ class RetentionModel:
             for op in range(self.problem.n_ops)
         ]
 
-    def solve(self, effort: RetentionEffort) -> RetentionOutcome:
+    def solve(self, seconds: float, workers: int = 1, seed: int = 0) -> RetentionOutcome:
+        """A seed makes runs equal only if time does not end the search."""
         solver = self.api.CpSolver()
-        solver.parameters.num_workers = effort.workers
-        solver.parameters.random_seed = effort.seed
+        solver.parameters.num_workers = workers
+        solver.parameters.random_seed = seed
         solver.parameters.linearization_level = 2
         # A single worker takes turns at all of CP-SAT's strategies: 4 to 6 times as fast on FCN8 as
         # the first strategy alone.
-        solver.parameters.interleave_search = effort.workers == 1
+        solver.parameters.interleave_search = workers == 1
         # On 200 ops probing costs more seconds than it saves.
         solver.parameters.cp_model_probing_level = 0
         solver.parameters.max_presolve_iterations = 1
         # Ctrl-C goes to `Task`, which stops the search and keeps what was found.
         solver.parameters.catch_sigint_signal = False
-        solver.parameters.max_time_in_seconds = max(effort.seconds, 0.01)
+        solver.parameters.max_time_in_seconds = max(seconds, 0.01)
         watch = _watcher(self)
         status = Task(lambda: solver.solve(self.model, watch), solver.stop_search).wait()
         return RetentionOutcome(self.best, status in (self.api.OPTIMAL, self.api.INFEASIBLE))
@@ -379,10 +367,7 @@ class Retention:
                 raise SolverError(f"{name} must be {meaning}, not {value}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        search = Search.of(self, "retention", graph, budget_bytes)
-        with search.until_interrupted():
-            self.run(search)
-        return search.result()
+        return Search.of(self, "retention", graph, budget_bytes).result_of(self.run)
 
     def run(self, search: Search) -> None:
         self._begin(search)
@@ -413,9 +398,7 @@ class Retention:
             is_feasible=search.best is not None, is_wide=not self.computations,
         )  # fmt: skip
         try:
-            outcome = model.solve(
-                RetentionEffort(max(search.left_s, 0.01), self.workers, self.seed)
-            )
+            outcome = model.solve(max(search.left_s, 0.01), self.workers, self.seed)
         # Keep what was found, also after Ctrl-C.
         finally:
             if model.best is not None:

@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from remat.baselines.chain import Chain, ChainAction, ChainSearch, chain_or_done, ops_of_actions
+from remat.baselines.chain import Chain, ChainAction, ChainSearch, ops_of_actions, solve_on_chain
 from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
@@ -157,9 +157,8 @@ def stored_states(actions: Sequence[ChainAction]) -> list[_Stored]:
     slots: list[int | None] = []
     found: list[_Stored] = []
     reached = 0
-    for position, ((kind, stage), after) in enumerate(
-        pairwise((*actions, ChainAction("discard", -1)))
-    ):
+    following = pairwise((*actions, ChainAction("discard", -1)))
+    for position, ((kind, stage), after) in enumerate(following):
         if kind == "store":
             found.append(_Stored(position, stage, len(slots), 0))
             slots.append(len(found) - 1)
@@ -277,11 +276,7 @@ class Revolve:
                 f"disk_slots needs a link to the host: capture with {option('host', '64GiB')}"
             )
         search = Search.of(self, "revolve", graph, budget_bytes)
-        with search.until_interrupted():
-            chain = chain_or_done(search, self.stages)
-            if chain is not None:
-                self._solve_chain(search, chain)
-        return search.result()
+        return solve_on_chain(search, self.stages, self._solve_chain)
 
     def _solve_chain(self, search: Search, chain: Chain) -> None:
         length = len(chain.stages)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from remat.baselines.chain import Chain, ChainAction, ChainRun, ChainSearch, chain_or_done
+from remat.baselines.chain import Chain, ChainAction, ChainRun, ChainSearch, solve_on_chain
 from remat.baselines.revolve import binomial_actions
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Floats, TrainingGraph
@@ -98,15 +98,9 @@ class RotorChain:
         )
 
     def enough_bytes(self) -> int:
-        highest = max(
-            max(pending + save, backward)
-            for pending, save, backward in zip(
-                self.pending_bytes,
-                self.first.save_peak_bytes,
-                self.backward_peak_bytes,
-                strict=True,
-            )
-        )
+        saves = self.first.save_peak_bytes
+        parts = zip(self.pending_bytes, saves, self.backward_peak_bytes, strict=True)
+        highest = max(max(pending + save, backward) for pending, save, backward in parts)
         # Every stage saves all that its backward reads, so nothing reruns.
         return sum(self.saved_bytes) + highest
 
@@ -146,16 +140,16 @@ class _RotorTable:
                 found.append(ChainAction("save", i))
                 waiting.append((i, -1, 0))
                 if i < j:
-                    rest = left - self._slots(self.model.saved_bytes[i])
+                    rest = left - self.slots_of(self.model.saved_bytes[i])
                     waiting.append((i + 1, j, rest))
             else:
                 found += [ChainAction("forward", stage) for stage in range(i, k)]
                 # A stack: the right part is popped first, since backward starts there.
                 waiting.append((i, k - 1, left))
-                waiting.append((k, j, left - self._slots(self.model.entry_bytes[k])))
+                waiting.append((k, j, left - self.slots_of(self.model.entry_bytes[k])))
         return found
 
-    def _slots(self, size_bytes: int) -> int:
+    def slots_of(self, size_bytes: int) -> int:
         return -(-size_bytes // self.slot_bytes)
 
 
@@ -163,18 +157,11 @@ def solve_rotor(
     model: RotorChain, limit_bytes: int, slots: int, stopped: Callable[[], bool] | None = None
 ) -> _RotorTable | None:
     """The table of all sub-chains for 0..`slots` slots, `limit_bytes` in all; None if `stopped`."""
-    slot_bytes = max(-(-limit_bytes // slots), 1)
-    grain_bytes = model.grain_bytes()
-    # All sizes are multiples of the larger unit: it is exact, and needs fewer slots.
-    if grain_bytes > slot_bytes:
-        slot_bytes = grain_bytes
+    # Where all sizes are multiples of a larger unit, it is exact, and needs fewer slots.
+    slot_bytes = max(-(-limit_bytes // slots), 1, model.grain_bytes())
     count, length = max(limit_bytes, 0) // slot_bytes, len(model.entry_bytes)
-    table = _RotorTable(
-        model,
-        slot_bytes,
-        np.full((length, length, count + 1), np.inf),
-        np.zeros((length, length, count + 1), np.int16),
-    )
+    shape = length, length, count + 1
+    table = _RotorTable(model, slot_bytes, np.full(shape, np.inf), np.zeros(shape, np.int16))
     for j in range(length):
         if stopped is not None and stopped():
             return None
@@ -212,7 +199,7 @@ class _Column:
         rise_bytes = runs.leaf_peak_bytes[i] if is_leaf else runs.save_peak_bytes[i]
         # Forward of i runs while backward values wait for stage j.
         need_bytes = max(model.pending_bytes[j] + rise_bytes, model.backward_peak_bytes[i])
-        own = np.where(self.slots >= self._count(need_bytes), 0.0, np.inf)
+        own = np.where(self.slots >= self.table.slots_of(need_bytes), 0.0, np.inf)
         own += run_us + model.backward_us[i]
         if is_leaf:
             return own
@@ -235,21 +222,15 @@ class _Column:
     def _delayed(self, row: Floats, size_bytes: int) -> Floats:
         moved = np.full_like(row, np.inf)
         # With less memory, the row shifts by as many slots.
-        count = self._count(size_bytes)
+        count = self.table.slots_of(size_bytes)
         if count < row.size:
             moved[count:] = row[: row.size - count]
         return moved
 
-    def _count(self, size_bytes: int) -> int:
-        return -(-size_bytes // self.table.slot_bytes)
-
 
 _BEYOND = 1.25
-"""The model's limit goes up to this multiple of the budget.
-
-The model counts more bytes than are live. A schedule that it puts beyond the budget may fit,
-and the simulator says so.
-"""
+"""The model's limit goes up to this multiple of the budget. The model counts more bytes than are
+live: a schedule that it puts beyond the budget may fit, and the simulator says so."""
 _LEAST_TRIES = 3  # schedules of least memory that are judged where nothing else fits
 
 
@@ -276,11 +257,7 @@ class Rotor:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         search = Search.of(self, "rotor", graph, budget_bytes)
-        with search.until_interrupted():
-            chain = chain_or_done(search, self.stages)
-            if chain is not None:
-                self._solve_chain(search, chain)
-        return search.result()
+        return solve_on_chain(search, self.stages, self._solve_chain)
 
     def _solve_chain(self, search: Search, chain: Chain) -> None:
         tries = ChainSearch(search, chain)

@@ -240,7 +240,9 @@ class Partition:
         self.table = KnapsackTable(self.memory, self.runtime, 1.0) if method == "dp" else None
 
     def kept(self, fraction: float) -> bytearray:
-        size_bytes = sum(self.problem.size_bytes[v] for v in self._avoidable(self.frugal))
+        # Values that every template keeps do not count.
+        fixed = unavoidable(self.problem)
+        size_bytes = sum(self.problem.size_bytes[v] for v in self.frugal if not fixed[v])
         # The first cut already fits the fraction, so no dear op reruns.
         if size_bytes <= fraction * self.total_bytes:
             return _template_kept(self.problem, self.frugal)
@@ -253,11 +255,6 @@ class Partition:
         if self.method == "greedy":
             return greedy_knapsack(self.memory, self.runtime, fraction)
         return ilp_knapsack(self.memory, self.runtime, fraction, self.time_limit_s)
-
-    def _avoidable(self, values: Sequence[int]) -> list[int]:
-        # Values that every template keeps do not count.
-        fixed = unavoidable(self.problem)
-        return [v for v in values if not fixed[v]]
 
 
 def store_all_saved_bytes(problem: Problem) -> int:

@@ -11,19 +11,9 @@ from numpy.typing import NDArray
 
 from remat.formats import bytes_text, fine_time_text, percent_text, time_text
 from remat.graph_capture.graph import LINK_NAMES, LINK_TITLES, Ints, TrainingGraph
+from remat.schedules import palette
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.layout import Buffers, Layout, buffers_of, check_layout, kinds_of_buffers
-from remat.schedules.palette import (
-    BLUE,
-    DARK_GREY,
-    GREEN,
-    GREY,
-    KINDS,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILLION,
-)
 from remat.schedules.report.page_facts import PageFacts
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
@@ -180,8 +170,8 @@ def arena_picture(facts: PageFacts) -> _ArenaPicture | None:
     scale = _Scale(found)
     # Boxes are sorted by area, the largest first.
     named, others = found.boxes[:_NAMED], found.boxes[_NAMED:]
-    small = _Shape(_SMALL, GREY, "".join(scale.path(*one) for one in found.merged))
-    kinds = [kind for kind in KINDS if any(box.kind == kind for box in found.boxes)]
+    small = _Shape(_SMALL, palette.GREY, "".join(scale.path(*one) for one in found.merged))
+    kinds = [kind for kind in palette.KINDS if any(box.kind == kind for box in found.boxes)]
     legend = [(kind, _colour(kind)) for kind in kinds]
     return _ArenaPicture(
         shapes=(
@@ -191,7 +181,7 @@ def arena_picture(facts: PageFacts) -> _ArenaPicture | None:
             *_of_kinds(scale, kinds, others),
             *(_named(scale, box) for box in named),
         ),
-        legend=(*legend, *([(_SMALL, GREY)] if found.merged else [])),
+        legend=(*legend, *([(_SMALL, palette.GREY)] if found.merged else [])),
         live=_live_path(scale, found),
         load_y=scale.y(found.layout.load_bytes),
         ticks=_ticks(scale, found.layout.arena_bytes),
@@ -204,7 +194,7 @@ _SMALL = "small, merged"
 
 def _colour(kind: str) -> str:
     # Merged rectangles are grey. Nothing else here is: an arena holds no resident values.
-    return KINDS.get(kind, DARK_GREY)
+    return palette.KINDS.get(kind, palette.DARK_GREY)
 
 
 class _Scale:
@@ -246,11 +236,10 @@ def _live_path(scale: _Scale, of: Addresses) -> str:
     # Several times share one unit of width: draw the most bytes among them.
     firsts = np.flatnonzero(np.diff(at, prepend=-1))
     tops = np.maximum.reduceat(live, firsts)
+    spans = zip(firsts, tops, [*at[firsts[1:]], WIDTH], strict=True)
     return "".join(
         f"{'L' if i else 'M'}{at[first]} {scale.y(int(top))}H{end}"
-        for i, (first, top, end) in enumerate(
-            zip(firsts, tops, [*at[firsts[1:]], WIDTH], strict=True)
-        )
+        for i, (first, top, end) in enumerate(spans)
     )
 
 
@@ -270,8 +259,10 @@ def _says(of: Addresses) -> str:
 
 COPIES_WIDTH, LANE, _BAND, _GAP = 2000, 46, 150, 24
 """Units of the picture, which are whole numbers: what is narrower than one is drawn as one."""
-_COLOURS = {"d2h": BLUE, "h2d": SKY, "write": PURPLE, "read": GREEN}
-_WAITS, _WAITS_COLOUR = "device waits", VERMILLION
+_COLOURS = {
+    "d2h": palette.BLUE, "h2d": palette.SKY, "write": palette.PURPLE, "read": palette.GREEN
+}  # fmt: skip
+_WAITS, _WAITS_COLOUR = "device waits", palette.VERMILLION
 _TIERS = {"host": "on the host", "nvme": "on NVMe"}
 
 
@@ -384,9 +375,8 @@ def _band(found: Simulation, tier: str, there: Sequence[int], y: int) -> _TierBa
         if size_bytes != before:
             path += f"H{_x(found, at_us)}V{bottom - round(_BAND * size_bytes / most_bytes)}"
         before = size_bytes
-    return _TierBand(
-        _TIERS[tier], ORANGE, y, f"{path}H{COPIES_WIDTH}V{bottom}Z", bytes_text(most_bytes)
-    )
+    path = f"{path}H{COPIES_WIDTH}V{bottom}Z"
+    return _TierBand(_TIERS[tier], palette.ORANGE, y, path, bytes_text(most_bytes))
 
 
 def _copies_said(found: Simulation) -> str:

@@ -58,21 +58,14 @@ def peak_holders(
         if size
     }
     known = sum(resident.values()) + sum(row.size_bytes for row in rows)
-    return PeakHolders(
-        peak_bytes=found.peak_bytes,
-        step=found.peak_step,
-        op=op.name if op else "",
-        target=op.target if op else "",
-        phase=op.phase if op else "",
-        module=op.module if op else "",
-        source=op.source if op else "",
-        run=sum(one == step for one in schedule.steps[: found.peak_step + 1]) if op else 0,
-        resident=resident,
-        workspace_bytes=found.workspace_at_peak_bytes,
-        # The rest is second copies, since the parts sum to the peak.
-        copies_bytes=found.peak_bytes - known - found.workspace_at_peak_bytes,
-        values=tuple(sorted(fold_rows(rows), key=lambda row: -row.size_bytes)),
-    )
+    facts = (op.name, op.target, op.phase, op.module, op.source) if op else ("", "", "", "", "")
+    run = sum(one == step for one in schedule.steps[: found.peak_step + 1]) if op else 0
+    workspace_bytes = found.workspace_at_peak_bytes
+    # The rest is second copies, since the parts sum to the peak.
+    copies_bytes = found.peak_bytes - known - workspace_bytes
+    values = tuple(sorted(fold_rows(rows), key=lambda row: -row.size_bytes))
+    peak = found.peak_bytes, found.peak_step
+    return PeakHolders(*peak, *facts, run, resident, workspace_bytes, copies_bytes, values)
 
 
 RETURNED_TO_CALLER = "returned to the caller"

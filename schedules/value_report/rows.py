@@ -109,22 +109,11 @@ def _verdict(op: Op, name: str, again: int, live: frozenset[str], moved: set[str
 
 def _row(op: Op, value: Value, verdict: str, again: int, *, at_peak: bool) -> ValueRow:
     return ValueRow(
-        value=value.name,
-        op=op.name,
-        target=op.target,
-        phase=op.phase,
-        kind=value.kind,
-        verdict=verdict,
-        again=again,
-        size_bytes=value.size_bytes,
-        cost_us=op.cost_us,
-        cost_origin=op.cost_origin,
-        dtype=value.dtype,
-        shape=value.shape,
-        module=op.module,
-        source=op.source,
-        at_peak=at_peak,
-    )
+        value=value.name, op=op.name, target=op.target, phase=op.phase, kind=value.kind,
+        verdict=verdict, again=again, size_bytes=value.size_bytes, cost_us=op.cost_us,
+        cost_origin=op.cost_origin, dtype=value.dtype, shape=value.shape, module=op.module,
+        source=op.source, at_peak=at_peak,
+    )  # fmt: skip
 
 
 def _is_named(row: ValueRow, glob: str) -> bool:
@@ -296,12 +285,9 @@ def _folded_groups(sums: dict[str, _Sums]) -> list[Group]:
 def _group(name: str, parts: Sequence[_Sums]) -> Group:
     whole = {figure: sum(part.figures[figure] for part in parts) for figure in _FIGURES}
     return Group(
-        name=name,
-        count=len(parts),
-        cost_us=sum(part.cost_us for part in parts),
-        recomputed_us=sum(part.recomputed_us for part in parts),
-        **whole,
-    )
+        name=name, count=len(parts), cost_us=sum(part.cost_us for part in parts),
+        recomputed_us=sum(part.recomputed_us for part in parts), **whole,
+    )  # fmt: skip
 
 
 class FoldedRow(msgspec.Struct, frozen=True):
@@ -354,11 +340,7 @@ def _facts(row: ValueRow) -> tuple[Hashable, ...]:
 
 def _folded_row(module: str, rows: Sequence[ValueRow]) -> FoldedRow:
     return FoldedRow(
-        module=module,
-        count=len(rows),
-        first=rows[0],
-        size_bytes=sum(row.size_bytes for row in rows),
-        cost_us=sum(row.cost_us for row in rows),
+        module=module, count=len(rows), first=rows[0], values=tuple(row.value for row in rows),
+        size_bytes=sum(row.size_bytes for row in rows), cost_us=sum(row.cost_us for row in rows),
         recomputed_us=sum(row.again * row.cost_us for row in rows),
-        values=tuple(row.value for row in rows),
-    )
+    )  # fmt: skip

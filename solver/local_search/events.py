@@ -37,6 +37,7 @@ class EventProgram:
     problem: Problem
     room_bytes: int
     costs: list[float] = field(default_factory=list[float])  # of each variable, 0 for gaps
+    hint: list[bool] = field(default_factory=list[bool])  # the schedule at hand
     # (a, terms): a <= sum of the terms.
     implications: list[_Clause] = field(default_factory=list[_Clause])
     # (terms, room): Σ bytes · x <= room.
