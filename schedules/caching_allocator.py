@@ -81,15 +81,13 @@ class AllocatorSettings(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class AllocatorBlock:
-    """A range of addresses in one segment; `before` and `after` are its neighbours there.
-
-    One that is not mapped is room in an expandable segment: addresses without memory.
-    """
+    """A range of addresses in one segment; `before` and `after` are its neighbours there."""
 
     size: int
     address: int
     pool: _Pool
     is_used: bool = False
+    # Else it is room in an expandable segment: addresses without memory.
     is_mapped: bool = True
     before: AllocatorBlock | None = None
     after: AllocatorBlock | None = None

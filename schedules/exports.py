@@ -252,8 +252,7 @@ class _Recording:
     def alloc(self, name: str, size: int, frames: list[_Frame], time_us: int) -> None:
         # Values of 0 bytes are never allocated, so `free` skips them too.
         if size:
-            address = self.arena.take(size)
-            self.blocks[name] = address, size, frames
+            self.blocks[name] = self.arena.take(size), size, frames
             self._tell("alloc", name, time_us)
 
     def free(self, name: str, time_us: int) -> None:
@@ -283,8 +282,7 @@ def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
         now_us = int(1e3 * line.edges[run])
         if isinstance(step, Compute):
             op = graph.ops[graph.op_index[step.op]]
-            workspace_bytes = updates.get(op.name, op.workspace_bytes)
-            _run_op(recording, graph, op, workspace_bytes, now_us)
+            _run_op(recording, graph, op, updates.get(op.name, op.workspace_bytes), now_us)
             run += 1
         elif fetched_value(step):
             value = graph.value_by_name[step.value]

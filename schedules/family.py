@@ -302,10 +302,9 @@ def _peak_bytes(graph: RangedGraph, schedule: Schedule, sizes: dict[str, int]) -
 
 
 class FastPeak:
-    """The peak of `schedule`, valid for `graph`, for other bytes of its values, without a replay.
+    """The peak of `schedule`, valid for `graph`, for other bytes of values, without a replay."""
 
-    `simulate` decides: it judges what a search finds by these books.
-    """
+    # `simulate` decides: it judges what a search finds by these books.
 
     def __init__(self, graph: TrainingGraph, schedule: Schedule) -> None:
         # Which values are live at a step does not depend on their sizes, so steps are read once.

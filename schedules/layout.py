@@ -202,24 +202,15 @@ CPU_ALIGNMENT_BYTES = 64  # torch's allocator for the CPU aligns to it (`c10/cor
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Where each buffer lies in an arena.
+    """Where each buffer lies in an arena."""
 
-    Attributes
-    ----------
-    offsets_bytes : of each buffer, in the order of `Buffers`, from the start of the arena.
-    arena_bytes : bytes from the start of the arena to the end of the buffer that ends last.
-    load_bytes : the most bytes live at once: no arena is smaller.
-    alignment_bytes : a power of two that divides each offset.
-    buffers_hash : `Buffers.hash` of what it is a layout of.
-    placed_by : what found it.
-    """
-
+    # Of each buffer, in the order of `Buffers`, from the start of the arena.
     offsets_bytes: tuple[int, ...]
-    arena_bytes: int
-    load_bytes: int
-    alignment_bytes: int
-    buffers_hash: str
-    placed_by: str = ""
+    arena_bytes: int  # from its start to the end of the buffer that ends last
+    load_bytes: int  # the most bytes live at once: no arena is smaller
+    alignment_bytes: int  # a power of two that divides each offset
+    buffers_hash: str  # `Buffers.hash` of what it is a layout of
+    placed_by: str = ""  # what found it
     schema_version: int = _SCHEMA_VERSION
 
     def __post_init__(self) -> None:

@@ -101,8 +101,7 @@ def draw_front(
     else:
         curves = {str(getattr(fronts, "solver", "plans")): fronts}
     colours = cycled(list(curves))
-    largest = max((curve.unmodified_bytes for curve in curves.values()), default=0)
-    scale, unit = _scale_of(largest)
+    scale, unit = _scale_of(max((curve.unmodified_bytes for curve in curves.values()), default=0))
     for i, (name, curve) in enumerate(curves.items()):
         # Sort by peak: a larger budget need not give a larger one.
         found = [(o.peak_bytes, _percent(o.time_us, curve)) for _, o in curve.points if o.schedule]

@@ -59,8 +59,7 @@ def _replay_stage(
             order, rise_bytes = captured, other_bytes
     read = (v for op in order for v in problem.inputs[op])
     touched = sorted({*problem.needs[t], *starts, *outputs, *read})
-    cost_us = sum(problem.cost_us[op] for op in order)
-    return Stage(tuple(order), cost_us, rise_bytes, tuple(touched))
+    return Stage(tuple(order), sum(problem.cost_us[op] for op in order), rise_bytes, tuple(touched))
 
 
 def recomputed_in(
@@ -318,8 +317,7 @@ class State:
         while waiting:
             # Latest first: a carriage that is dropped changes its own stage and an earlier one.
             t = waiting.pop()
-            lost = self._replace(t)
-            for v in lost:
+            for v in self._replace(t):
                 if self.rows[t][v] and not self.rows[t + 1][v]:
                     touches = self.touches[v]
                     before = touches[bisect_left(touches, t) - 1]
@@ -409,8 +407,7 @@ def _lost_after(problem: Problem, sequence: Sequence[int]) -> list[list[int]]:
         # Forward's caller reads its outputs when the last of its ops has first run.
         extra = problem.forward_outputs if position == ends else ()
         reads = (*problem.inputs[op], *extra)
-        touched = dict.fromkeys((*problem.outputs[op], *reads))
-        lost[position] = [v for v in touched if not wanted[v]]
+        lost[position] = [v for v in dict.fromkeys((*problem.outputs[op], *reads)) if not wanted[v]]
         for v in problem.outputs[op]:
             # In the caller's hands after forward: the first value stays, whatever runs again.
             if position <= ends or v not in problem.held:

@@ -292,8 +292,7 @@ class ChainSearch:
         low, high = 1, count - 1 if self.fits(actions_of(0)) else 0
         while low <= high and not self.search.out_of_time():
             middle = (low + high) // 2
-            fits = self.fits(actions_of(middle))
-            low, high = (middle + 1, high) if fits else (low, middle - 1)
+            low, high = (middle + 1, high) if self.fits(actions_of(middle)) else (low, middle - 1)
         self._try_each(actions_of, range(low, min(low + _NEIGHBOURS, count)))
 
     def _try_each(self, actions_of: Callable[[int], Sequence[ChainAction]], choices: range) -> None:

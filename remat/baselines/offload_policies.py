@@ -123,8 +123,7 @@ class Saved:
         return took_us
 
     def released(self, hosted: Collection[int], kept: Collection[int]) -> CopyChoice:
-        again = frozenset(self.values).difference(hosted, kept)
-        return CopyChoice(frozenset(hosted), again)
+        return CopyChoice(frozenset(hosted), frozenset(self.values).difference(hosted, kept))
 
     def base(self, choice: CopyChoice) -> UntimedSchedule | None:
         """What `choice` comes to; None where a pin forbids to make a value again."""

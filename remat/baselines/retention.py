@@ -138,19 +138,15 @@ def _cost_units(problem: Problem) -> tuple[list[int], float]:
 
 @dataclass(slots=True)
 class RetentionModel:
-    """The program for at most `computations` runs of an op, within `room_bytes`.
-
-    `hint` is a schedule to begin from. If `is_wide`, an op may also run as often as in the hint.
-    Extra time is at least `least_us`. If the hint `is_feasible`, it is at most the hint's.
-    """
+    """The program for at most `computations` runs of an op, within `room_bytes`."""
 
     problem: Problem
     room_bytes: int
     computations: int
-    hint: Stages
-    least_us: float = 0.0
-    is_feasible: bool = True
-    is_wide: bool = False
+    hint: Stages  # a schedule to begin from
+    least_us: float = 0.0  # of extra time
+    is_feasible: bool = True  # the hint's extra time is then the most
+    is_wide: bool = False  # an op may also run as often as in the hint
     last: list[int] = field(init=False)
     api: Any = field(init=False)
     model: Any = field(init=False)

@@ -96,11 +96,9 @@ def binomial_actions(stages: int, slots: int) -> list[ChainAction]:
 
 
 def mixed_table(stages: int, slots: int) -> tuple[_Counts, _Counts]:
-    """Fewest forward runs for [slots, stages], and the first choice.
-
-    Choice 0: save what backward reads of the first stage; k > 0: store the state before it
-    and run k stages forward.
-    """
+    """Fewest forward runs for [slots, stages], and the first choice."""
+    # Choice 0: save what backward reads of the first stage; k > 0: store the state before it, and
+    # run k stages forward.
     steps = np.full((slots + 1, stages + 1), _NEVER, np.int64)
     choice = np.zeros((slots + 1, stages + 1), np.int64)
     steps[:, 0], steps[:, 1] = 0, 1

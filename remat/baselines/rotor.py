@@ -44,13 +44,11 @@ _Slots = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ChainRuns:
-    """Times and peaks of the forward runs of each stage, by what a run keeps.
-
-    A leaf is a save right before the backward of the same stage.
-    """
+    """Times and peaks of the forward runs of each stage, by what a run keeps."""
 
     drop_us: tuple[float, ...]
     save_us: tuple[float, ...]
+    # A leaf is a save right before the backward of the same stage.
     leaf_us: tuple[float, ...]
     drop_peak_bytes: tuple[int, ...]
     save_peak_bytes: tuple[int, ...]
@@ -114,15 +112,12 @@ class RotorChain:
 
 @dataclass(frozen=True, slots=True)
 class _RotorTable:
-    """Least time (infinite: impossible) of sub-chain [i, j] with m slots, and the choice.
-
-    Choice 0: stage i saves; k > i: the value that enters stage k is stored.
-    """
+    """Least time (infinite: impossible) of sub-chain [i, j] with m slots, and the choice."""
 
     model: RotorChain
     slot_bytes: int
     time_us: Floats
-    choice: _Choices
+    choice: _Choices  # 0: stage i saves; k > i: the value that enters stage k is stored
 
     @property
     def whole_us(self) -> Floats:
@@ -140,8 +135,7 @@ class _RotorTable:
                 found.append(ChainAction("save", i))
                 waiting.append((i, -1, 0))
                 if i < j:
-                    rest = left - self.slots_of(self.model.saved_bytes[i])
-                    waiting.append((i + 1, j, rest))
+                    waiting.append((i + 1, j, left - self.slots_of(self.model.saved_bytes[i])))
             else:
                 found += [ChainAction("forward", stage) for stage in range(i, k)]
                 # A stack: the right part is popped first, since backward starts there.

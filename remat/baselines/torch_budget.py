@@ -61,15 +61,13 @@ class _Selection(NamedTuple):
 
 
 class KnapsackTable:
-    """Dynamic program over quantised memory (``dp``), for any limit up to `max_memory`.
-
-    Memories are rounded to ten-thousandths, so a choice may exceed the limit by one for each item.
-    """
+    """Dynamic program over quantised memory (``dp``), for any limit up to `max_memory`."""
 
     def __init__(
         self, memory: Sequence[float], runtime: Sequence[float], max_memory: float
     ) -> None:
         capacity = round(max_memory * _SCALE)
+        # Rounded, so a choice may exceed the limit by one ten-thousandth for each item.
         self.weight = [round(size * _SCALE) for size in memory]
         # Single precision, as in torch.
         self.runtime = [float(np.float32(time)) for time in runtime]

@@ -359,8 +359,7 @@ def _waits(found: Simulation) -> tuple[_Bar, ...]:
     ends: dict[int, float] = {}
     for stall in found.stalls:
         # The stalls of a step follow one another, starting at the clock before it.
-        before_us = found.clock_us[stall.step - 1] if stall.step else 0.0
-        start_us = ends.get(stall.step, before_us)
+        start_us = ends.get(stall.step, found.clock_us[stall.step - 1] if stall.step else 0.0)
         ends[stall.step] = start_us + stall.us
         title = f"{fine_time_text(stall.us)} for {stall.value}"
         bars.append(_bar(found, start_us, ends[stall.step], title))

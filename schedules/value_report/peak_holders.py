@@ -16,28 +16,20 @@ from remat.schedules.value_report.rows import FoldedRow, fold_rows, value_rows
 
 
 class PeakHolders(msgspec.Struct, frozen=True):
-    """What is live at the moment of the peak.
-
-    Attributes
-    ----------
-    step : index of the step that reaches the peak. run : which run of its op, from 1.
-    resident : bytes by category, without those of 0.
-    copies_bytes : second copies that it makes of values that are live already.
-    values : equal layers folded, largest first.
-    """
+    """What is live at the moment of the peak."""
 
     peak_bytes: int
-    step: int
+    step: int  # index of the step that reaches the peak
     op: str
     target: str
     phase: str
     module: str
     source: str
-    run: int
-    resident: dict[str, int]
+    run: int  # which run of its op, from 1
+    resident: dict[str, int]  # bytes by category, without those of 0
     workspace_bytes: int
-    copies_bytes: int
-    values: tuple[FoldedRow, ...]
+    copies_bytes: int  # second copies that it makes of values that are live already
+    values: tuple[FoldedRow, ...]  # equal layers folded, largest first
 
     @property
     def place(self) -> str:
@@ -73,16 +65,13 @@ DRAWS = "it draws random numbers, and runs again from a saved state of the strea
 
 
 class ForcedOps(msgspec.Struct, frozen=True):
-    """Forward ops that one reason leaves no choice for.
-
-    `kept_bytes` are live when forward ends; `cost_us` is of one run each; `places` are modules.
-    """
+    """Forward ops that one reason leaves no choice for."""
 
     reason: str
     ops: int
-    kept_bytes: int
-    cost_us: float
-    places: tuple[str, ...]
+    kept_bytes: int  # live when forward ends
+    cost_us: float  # of one run each
+    places: tuple[str, ...]  # modules
 
 
 def forced_ops(graph: TrainingGraph, schedule: Schedule, most: int = 3) -> tuple[ForcedOps, ...]:

@@ -24,24 +24,18 @@ from remat.schedules.value_report.globs import EXAMPLES, modules_text, names_mod
 
 
 class ValueRow(msgspec.Struct, frozen=True):
-    """One value that an op makes, and the verdict of a schedule, if there is one.
-
-    Attributes
-    ----------
-    verdict : ``keep`` (live when forward ends), ``recompute``, ``offload``, ``free`` (made once,
-        and not live when forward ends), or ``run`` for a value of backward. Empty without a
-        schedule.
-    again : how often it is made after the first time. size_bytes : of one copy.
-    """
+    """One value that an op makes, and the verdict of a schedule, if there is one."""
 
     value: str
     op: str
     target: str
     phase: str
     kind: str
+    # ``keep`` (live when forward ends), ``recompute``, ``offload``, ``free`` (made once, and not
+    # live when forward ends), or ``run`` for a value of backward. Empty without a schedule.
     verdict: str
-    again: int
-    size_bytes: int
+    again: int  # how often it is made after the first time
+    size_bytes: int  # of one copy
     cost_us: float
     cost_origin: str = msgspec.field(name="price")
     dtype: str
@@ -197,26 +191,19 @@ _WITHOUT = {"module": "(no module)", "op": "(no op)", "line": "(no line)"}
 
 
 class Group(msgspec.Struct, frozen=True):
-    """What the ops of one module, of one kind or of one line make, and what they do again.
-
-    Attributes
-    ----------
-    count : how many layers are folded in it. size_bytes : of one copy of each of its `values`.
-    kept_bytes, recomputed_bytes, offloaded_bytes : of those with that verdict in forward.
-    cost_us : of one run of each op. runs_again, recomputed_us : of the runs after the first.
-    """
+    """What the ops of one module, of one kind or of one line make, and what they do again."""
 
     name: str
-    count: int
+    count: int  # how many layers are folded in it
     values: int
-    size_bytes: int
-    kept_bytes: int
+    size_bytes: int  # of one copy of each of its `values`
+    kept_bytes: int  # of those with that verdict in forward, as the next two
     recomputed_bytes: int
     offloaded_bytes: int
     at_peak_bytes: int
-    cost_us: float
-    runs_again: int
-    recomputed_us: float
+    cost_us: float  # of one run of each op
+    runs_again: int  # after the first
+    recomputed_us: float  # of these runs
 
 
 @dataclass
@@ -291,17 +278,14 @@ def _group(name: str, parts: Sequence[_Sums]) -> Group:
 
 
 class FoldedRow(msgspec.Struct, frozen=True):
-    """Rows that differ only in their names and in the indices of their module path.
-
-    `size_bytes` and `cost_us` are sums of one copy and one run each; `recomputed_us` of later runs.
-    """
+    """Rows that differ only in their names and in the indices of their module path."""
 
     module: str
     count: int
     first: ValueRow
-    size_bytes: int
-    cost_us: float
-    recomputed_us: float
+    size_bytes: int  # of one copy each, in all
+    cost_us: float  # of one run each, in all
+    recomputed_us: float  # of later runs
     values: tuple[str, ...]
 
 

@@ -86,8 +86,7 @@ def _ways_down(links: Links) -> Iterator[tuple[Links, bool]]:
 
 def _both(one: Link, other: Link) -> Link:
     # A value passes both: the slower one sets the rate, latencies add up.
-    slower = min(one.bytes_per_us, other.bytes_per_us)
-    return Link(slower, one.latency_us + other.latency_us)
+    return Link(min(one.bytes_per_us, other.bytes_per_us), one.latency_us + other.latency_us)
 
 
 def _state(

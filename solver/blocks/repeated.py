@@ -211,8 +211,7 @@ def _runs(problem: Problem, reads: Reads) -> list[list[int]]:
 
 def _backward_cuts(problem: Problem, reads: Reads, ends: Sequence[int]) -> list[int]:
     """For each forward boundary the first backward op of what is before it."""
-    backward = range(problem.n_forward, problem.n_ops)
-    crossing = bytes_across(problem, reads.last_backward, backward)
+    crossing = bytes_across(problem, reads.last_backward, range(problem.n_forward, problem.n_ops))
     gaps = list(_gaps(problem, reads, ends))
     keys = [*(_class_key(problem, op) for op in range(problem.n_ops)), ()]
     firsts = [min(range(low, high + 1), key=lambda at: (crossing[at], at)) for low, high in gaps]

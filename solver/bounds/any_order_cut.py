@@ -147,8 +147,7 @@ def _candidates(graph: TrainingGraph, ancestry: Ancestry, budget_bytes: int) -> 
     """Ops past which most must be carried if nothing is computed again, fullest first."""
     load_bytes = crossing_bytes(graph, ancestry)
     over = load_bytes > budget_bytes - graph.resident.total_bytes
-    order = np.argsort(-load_bytes, kind="stable")
-    return [int(t) for t in order if over[t]][:_PLACES]
+    return [int(t) for t in np.argsort(-load_bytes, kind="stable") if over[t]][:_PLACES]
 
 
 def crossing_bytes(graph: TrainingGraph, ancestry: Ancestry) -> npt.NDArray[np.int64]:

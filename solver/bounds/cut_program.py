@@ -45,8 +45,7 @@ class CutProgram:
     def __post_init__(self) -> None:
         total_us = sum(self.problem.cost_us)
         self.cost_unit_us = total_us / COST_SCALE if total_us else 1.0
-        relevant = self._relevant()
-        for k, values in enumerate(relevant):
+        for k, values in enumerate(self._relevant()):
             self._variables(k, values)
         for k in range(len(self.cuts)):
             self.cover(k, self.wanted_in(k), self.again[k])
@@ -188,8 +187,7 @@ class CutProgram:
         cost_us = base_us + self._rounded_cost_us(answer)
         # Of a program solved without any gap the cost is the bound, free of HiGHS's rounding.
         is_tight = limits.relative_gap == limits.absolute_gap == 0.0 and answer.finished
-        best_us = cost_us if is_tight else bound_us
-        return CutSolution(self, answer.values, best_us, cost_us, *effort)
+        return CutSolution(self, answer.values, cost_us if is_tight else bound_us, cost_us, *effort)
 
     def _rounded_cost_us(self, answer: MipSolution) -> float:
         assert answer.values is not None

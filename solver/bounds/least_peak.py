@@ -39,12 +39,10 @@ other moments one in `_OTHER_PART`."""
 
 
 def floor_of(problem: Problem) -> Holding:
-    """What any schedule in captured order needs that never computes an output of the step again.
-
-    Resident bytes are included; the name is that of the op that sets it.
-    """
+    """What any schedule in captured order needs that never computes an output of the step again."""
     kept = set(problem.needs[problem.n_ops])
     made_bytes = 0
+    # Resident bytes included, under the name of the op that sets it.
     best = Holding("", problem.resident_bytes)
     for t in range(problem.n_ops):
         # Outputs made so far are all live; those that op t reads are in its working set already.

@@ -88,8 +88,7 @@ class Cut:
         while lazy is not None and not lazy.is_done and len(lazy.cuts) <= self.cuts:
             if not search.is_open(self.gap):
                 break
-            last = search.graph.ops[lazy.cuts[-1]].name
-            search.say(f"{len(lazy.cuts)} cuts, the last at {last}")
+            search.say(f"{len(lazy.cuts)} cuts, the last at {search.graph.ops[lazy.cuts[-1]].name}")
             offer_climbed(search, lazy.climb(limits_of(search, lazy, self.gap, search.gap)))
         if search.is_open(self.gap):
             offer_exchanges(search)
@@ -163,8 +162,7 @@ def limits_of(
     tolerance = max(gap, _GAP_PART * open_gap if open_gap < 1 else 0.0) / 4
     absolute_gap = 0.0 if lazy.is_exact else tolerance * COST_SCALE
     most = (stopping.LARGE_CUT_NODES if search.is_large else nodes).most
-    limit_s = stopping.RELAXED.of(search.left_s)
-    return Limits(limit_s, absolute_gap=absolute_gap, node_limit=most)
+    return Limits(stopping.RELAXED.of(search.left_s), absolute_gap=absolute_gap, node_limit=most)
 
 
 def _targets(search: Search) -> Iterator[int]:
@@ -241,8 +239,7 @@ def begin_window_cuts(search: Search, plain: State, gap: float, has_start: bool)
     has_several = len(windows.parts) > 1 and not search.is_large
     # Repairs of the single cut's starts take long, and found none on narrow graphs, so they are
     # left out where windows give some.
-    has_others = has_start or has_several
-    lazy = begin(search, plain, gap, has_start=has_others, with_policies=True)
+    lazy = begin(search, plain, gap, has_start=has_start or has_several, with_policies=True)
     if lazy is None:
         return None
     is_best = has_several and _say_more(search, windows, lazy, gap)

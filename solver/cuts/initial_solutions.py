@@ -91,8 +91,7 @@ def _improved(search: Search, state: State, budget_bytes: int, effort: float) ->
     inner = Search(search.graph, budget_bytes, search.solver, search.left_s)
     if not inner.offer(state):
         return state
-    around = LargeNeighbourhoods(inner, search.out_of_time, workers=_WORKERS)
-    around.run(effort)
+    LargeNeighbourhoods(inner, search.out_of_time, workers=_WORKERS).run(effort)
     assert inner.best is not None
     return State.from_recomputed(search.problem, runs_by_stage(search.problem, inner.best))
 
@@ -152,8 +151,7 @@ def _repair_ever_lower(search: Search, state: State, power: float) -> None:
     while not search.out_of_time():
         peak_bytes = int(state.peak_bytes.max())
         search.offer_least(state)
-        limit_bytes = peak_bytes - max(peak_bytes // 50, 1)
-        if not Repair(state, limit_bytes, power, search).run():
+        if not Repair(state, peak_bytes - max(peak_bytes // 50, 1), power, search).run():
             # It may have come lower before it failed.
             search.offer_least(state)
             return

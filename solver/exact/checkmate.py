@@ -91,8 +91,7 @@ class StagedProgram:
             self._memory(row)
 
     def slots(self, row: _Row) -> range:
-        n = self.problem.n_ops
-        return range(row.stage + 1 if row.is_last and row.stage < n else row.stage)
+        return range(row.stage + 1 if row.is_last and row.stage < self.problem.n_ops else row.stage)
 
     def values_before(self, stage: int) -> list[int]:
         return [v for v in range(self.problem.n_values) if self.problem.producer[v] < stage]
@@ -189,18 +188,15 @@ class StagedProgram:
         return later if following is None else [*later, following]
 
     def _memory(self, row: _Row) -> None:
-        """live_bytes after op = before + sum made - sum freed; before + op's own <= budget.
-
-        Before the first op: sum of carried[row, v].
-        """
+        """live_bytes after op = before + sum made - sum freed; before + op's own <= budget."""
         problem, carried = self.problem, self.values_before(row.stage)
         sizes = [size_bytes / self.unit_bytes for size_bytes in problem.size_bytes]
+        # Before the first op, what is carried.
         before: _Terms = [(self.carried[row.index, v], sizes[v]) for v in carried]
         room = (self.budget_bytes - problem.resident_bytes) / self.unit_bytes
         for op in self.slots(row):
             run = self.runs[row.index, op]
-            own = problem.own_bytes[op] / self.unit_bytes
-            self.program.row([*before, (run, own)], upper=room)
+            self.program.row([*before, (run, problem.own_bytes[op] / self.unit_bytes)], upper=room)
             after: _Terms = [(self.live_bytes[row.index, op], -1.0), *before]
             after += [(self.made[row.index, v], sizes[v]) for v in problem.outputs[op]]
             after += [(self.freed[row.index, op, v], -sizes[v]) for v in self.freeable(row, op)]

@@ -144,8 +144,7 @@ def _stand(shelf: _Shelf, boxes: Boxes, given: Ints, order: Ints) -> None:
 def greedy(boxes: Boxes, goal: int) -> tuple[Ints, str]:
     """The lowest placement and its name; the first that does not exceed `goal`."""
     best, name, top = np.zeros(len(boxes), np.int64), "nothing to place", NO_CEILING
-    orders = box_orders(boxes).items()
-    tried = [(fit, *named) for fit in ("first", "best") for named in orders]
+    tried = [(fit, *named) for fit in ("first", "best") for named in box_orders(boxes).items()]
     for fit, order_name, order in tried[: placements_of(boxes)]:
         # Each ends where it can no longer be the lowest.
         found = place_in_order(boxes, order, is_best_fit=fit == "best", ceiling=top)

@@ -70,8 +70,7 @@ def dive(
         used += more
         # A search that ends without a layout has seen all of them.
         if outcome in (FOUND, FAILED):
-            found = offsets if outcome == FOUND else None
-            return _Fitted(found, preorder, used, outcome == FAILED)
+            return _Fitted(offsets if outcome == FOUND else None, preorder, used, outcome == FAILED)
         if used == tries:
             break
     return _Fitted(None, preorders[-1], used, is_proved=False)
@@ -134,8 +133,7 @@ class Searches:
         return CanonicalSearch(self.boxes)
 
     def _ejected(self, capacity: int, is_relaxed: bool) -> _PlacedOffsets | None:
-        starts = self._starts[:LEAST_STARTS] if is_relaxed else self._starts
-        for seed, start in enumerate(starts):
+        for seed, start in enumerate(self._starts[:LEAST_STARTS] if is_relaxed else self._starts):
             offsets = heuristics.guided_ejection(
                 self.boxes, start.offsets, capacity, steps=STEPS, seed=seed
             )
@@ -169,8 +167,7 @@ def place_buffers(buffers: Buffers, *, alignment_bytes: int = 512) -> Layout:
     """As low a layout as was found, judged; LayoutError if the alignment cannot be kept."""
     check_alignment(alignment_bytes)
     _check_offsets_exist(buffers, alignment_bytes)
-    boxes = Boxes.of(buffers, alignment_bytes)
-    found = _place(boxes)
+    found = _place(Boxes.of(buffers, alignment_bytes))
     # Offsets are aligned; the end of the last buffer need not be.
     arena_bytes = int((found.offsets + buffers.size_bytes).max(initial=0))
     layout = Layout(

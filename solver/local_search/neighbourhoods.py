@@ -199,8 +199,7 @@ class LargeNeighbourhoods:
 
 def runs_by_stage(problem: Problem, schedule: Schedule) -> Runs:
     """What runs again in each stage of `schedule`, in captured order."""
-    stages = recomputed_by_stage(problem, ops_of(problem, schedule))
-    return [sorted(set(again)) for again in stages]
+    return [sorted(set(again)) for again in recomputed_by_stage(problem, ops_of(problem, schedule))]
 
 
 def sequence_of_runs(problem: Problem, runs: Runs) -> list[int]:

@@ -85,8 +85,7 @@ class _PlacingRound:
     def arrived_us(self) -> dict[str, float]:
         """When the copy of each value to the host ends, in the order in which they begin."""
         ready = ((float(self.clock_us[k + 1]), self.size[name]) for name, k in self.down.items())
-        ends = _earliest_ends(ready, self.links.d2h)
-        return dict(zip(self.down, ends, strict=True))
+        return dict(zip(self.down, _earliest_ends(ready, self.links.d2h), strict=True))
 
     def _leaving(self) -> dict[OffDeviceSpan, int]:
         whole_us = self.arrived_us()

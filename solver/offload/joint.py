@@ -242,8 +242,7 @@ class _JointSearch:
         found = made.solve(self._limits())
         if found.values is None:
             return
-        producer = search.problem.producer
-        ops = frozenset(producer[v] for v in made.copied(found.values, made.fetched))
+        ops = frozenset(search.problem.producer[v] for v in made.copied(found.values, made.fetched))
         if part == _PARTS[0] and links is self.links:
             state = self._state(found, ops, WEIGHINGS[0])
             # Of all the room, as the next cut is for the real budget.

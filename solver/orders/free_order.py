@@ -256,8 +256,7 @@ class FreeOrder:
 
     def _solve_in_full(self) -> None:
         """Solve the best look in full and refine it, then other looks, then the best again."""
-        looks = sorted(self.attempts.made, key=lambda attempt: attempt.rank)
-        for i, look in enumerate(looks):
+        for i, look in enumerate(sorted(self.attempts.made, key=lambda attempt: attempt.rank)):
             if self._is_open() and self._may_be_better(look):
                 limit = stopping.FULL_SOLVE if look.result.schedule else stopping.FULL_SOLVE_IN_NEED
                 self._take_further(look, limit)

@@ -72,8 +72,7 @@ class OpFacts:
             if readers or is_wanted:
                 lasting_bytes[producer] += size_bytes
             for op in () if is_wanted else readers:
-                others = tuple(other for other in readers if other != op)
-                spendable[op].append((size_bytes, others))
+                spendable[op].append((size_bytes, tuple(other for other in readers if other != op)))
         return cls(before, after, own_bytes, lasting_bytes, spendable, n_forward, resident_bytes)
 
 
@@ -199,8 +198,7 @@ class LiveCurve:
         return entry
 
     def apply(self, move: OrderMove) -> None:
-        op = self.order.pop(move.start)
-        self.order.insert(move.stop, op)
+        self.order.insert(move.stop, self.order.pop(move.start))
         last = max(move.start, move.stop)
         for i in range(move.first, last + 1):
             self.place[self.order[i]] = i

@@ -309,8 +309,7 @@ def _roomier_order(
     facts: OpFacts, limit_bytes: int, cooling: _Cooling, seed: int, time_limit_s: float
 ) -> Order:
     """An order of the runs that exceeds `limit_bytes` by less than the present one, if found."""
-    runs = len(facts.before) - 1
-    curve = LiveCurve(facts, range(runs), limit_bytes)
+    curve = LiveCurve(facts, range(len(facts.before) - 1), limit_bytes)
     return _anneal(curve, cooling, random.Random(seed), time_limit_s)
 
 

@@ -238,10 +238,7 @@ class ValueStatistics:
 
 
 class Policy(ABC):
-    """Evicts the value of least score, one at a time, from a count of bytes.
-
-    Subclasses give `scores`, and what else they watch.
-    """
+    """Evicts the value of least score, one at a time, from a count of bytes; subclasses score."""
 
     def __init__(
         self,

@@ -64,8 +64,7 @@ class Dtr:
         def policy(problem: Problem, room_bytes: int) -> Policy:
             return DtrPolicy(problem, room_bytes, around=neighbourhood(problem, self.variant))
 
-        search = Search.of(self, "dtr", graph, budget_bytes)
-        return plan_online(search, policy, prune=self.prune)
+        return plan_online(Search.of(self, "dtr", graph, budget_bytes), policy, prune=self.prune)
 
 
 def neighbourhood(problem: Problem, variant: _Variant) -> Neighbourhood | None:

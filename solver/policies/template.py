@@ -94,8 +94,7 @@ def unavoidable(problem: Problem) -> bytearray:
 
 def read_in_backward(problem: Problem) -> list[int]:
     """Values of forward that backward reads, or that must be live at the end."""
-    needs = problem.needs[problem.n_forward :]
-    read = dict.fromkeys(v for values in needs for v in values)
+    read = dict.fromkeys(v for values in problem.needs[problem.n_forward :] for v in values)
     return [v for v in read if problem.producer[v] < problem.n_forward]
 
 

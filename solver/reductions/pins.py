@@ -143,8 +143,7 @@ def _leave_out_runs(
         if clock.left_s < 0:
             break
         trial = _without(sequence, left_out | {position})
-        found = simulate(problem.graph, schedule_of(problem, trial))
-        if found.peak_bytes <= budget_bytes:
+        if simulate(problem.graph, schedule_of(problem, trial)).peak_bytes <= budget_bytes:
             left_out.add(position)
     return _without(sequence, left_out)
 
@@ -222,8 +221,7 @@ class PinnedOps(Reduction[_Stamp]):
         return inverse.on(schedule)
 
     def solve(self, question: Question, rest: Rest) -> Result:
-        graph = _freed_graph(question.graph, question.recompute)
-        question = replace(question, graph=graph)
+        question = replace(question, graph=_freed_graph(question.graph, question.recompute))
         pins = self._pins(question)
         # With `keep` alone there are no clones, and one solve does.
         if not pins.again:

@@ -71,11 +71,8 @@ class Reduction(ABC, Generic[_Inverse]):
         raise NotImplementedError
 
     def bound_us(self, found: Result, inverse: _Inverse) -> float:
-        """What `found` proves of the graph that was asked, in microseconds; 0 for nothing.
-
-        Unless this says otherwise, no schedule that the lever allows is faster than the bound of
-        the changed graph.
-        """
+        """What `found` proves of the graph that was asked, in microseconds; 0 for nothing."""
+        # Unless overridden: no schedule that the lever allows is faster than that bound.
         return found.lower_bound_us
 
     def solve(self, question: Question, rest: Rest) -> Result:
@@ -112,10 +109,8 @@ class OtherOps(Reduction[tuple[AppliedLever, str]]):
 
     @abstractmethod
     def change(self, question: Question) -> tuple[Question, tuple[str, ...]]:
-        """The question on the changed graph, without the lever's option; what its emitter is told.
-
-        Ops that stay as they are must stay in their order.
-        """
+        """The question on the changed graph, without the lever's option; what its emitter hears."""
+        # Ops that stay as they are must stay in their order.
 
     def apply(self, question: Question) -> tuple[Question, tuple[AppliedLever, str]]:
         """As `change` says, on the graph that the schedule will give again."""

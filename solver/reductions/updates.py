@@ -246,8 +246,7 @@ class _Rounds:
 
     def take(self, placed: TrainingGraph, target_bytes: int) -> Result:
         """Ask for `placed`, `graph` with updates elsewhere, and keep the outcome if it is lower."""
-        limit_s = _PART * max(self.clock.left_s, 0.0)
-        result = self.ask(without_rule(placed), target_bytes, limit_s)
+        result = self.ask(without_rule(placed), target_bytes, _PART * max(self.clock.left_s, 0.0))
         self.is_cut_short |= result.status == "time limit"
         if result.schedule is None and placed is self.graph:
             self.lost = result

@@ -272,8 +272,7 @@ def _needed_bytes(graph: ForwardGraph, member: _Flags) -> _Numbers:
 
 def _own_bytes(problem: Problem) -> list[int]:
     """Bytes of backward's own values while each stage runs, its op's outputs included."""
-    backward = range(problem.n_forward, problem.n_ops)
-    live_bytes = bytes_across(problem, problem.last_need, backward)
+    live_bytes = bytes_across(problem, problem.last_need, range(problem.n_forward, problem.n_ops))
     return [live + own for live, own in zip(live_bytes, problem.own_bytes, strict=False)]
 
 
