@@ -90,9 +90,11 @@ def ops_as_eager_runs(graph: TrainingGraph) -> list[int]:
         # A checkpoint reruns before backward first reads a value from inside it.
         if op.phase == "backward":
             for again in dict.fromkeys(lost[v] for v in op.inputs if v in lost and v not in casts):
+                ops = covered.pop(again, [])
+                makes = [not wanted.isdisjoint(graph.ops[i].outputs) for i in ops]
                 # Non-reentrant `torch.utils.checkpoint` stops early, at the last op whose outputs
                 # are read.
-                order += _up_to_last(graph, covered.pop(again, []), wanted)
+                order += ops[: len(ops) - makes[::-1].index(True)] if any(makes) else []
         order.append(i)
     return order
 
@@ -134,11 +136,6 @@ def _lost_within(graph: TrainingGraph, casts: set[str]) -> dict[str, int]:
             away = (name for name in op.inputs if made.get(name, 0) != op.checkpoint)
             kept.update(name for name in away if not op.checkpoint or name not in casts)
     return {name: at for name, at in made.items() if name not in kept}
-
-
-def _up_to_last(graph: TrainingGraph, covered: list[int], wanted: set[str]) -> Iterator[int]:
-    making = [at for at, i in enumerate(covered) if not wanted.isdisjoint(graph.ops[i].outputs)]
-    return iter(covered[: making[-1] + 1] if making else ())
 
 
 def as_eager_frees(graph: TrainingGraph, schedule: Schedule) -> Schedule:

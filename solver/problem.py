@@ -115,6 +115,15 @@ class Problem:
         )
 
 
+def inverted(lists: Iterable[Iterable[int]], count: int) -> list[list[int]]:
+    """For each of `count` numbers the places of the lists that have it, ascending."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    for place, numbers in enumerate(lists):
+        for number in numbers:
+            found[number].append(place)
+    return found
+
+
 def _indices(names: Iterable[str], index: dict[str, int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(index[name] for name in names if name in index))
 

@@ -13,7 +13,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.outcome import Attention
 from remat.schedules.schedule import Schedule
-from remat.solver.problem import Problem
+from remat.solver.problem import Problem, inverted
 
 # The attention cores of a graph, found by the ATen names of its ops.
 #
@@ -59,10 +59,7 @@ def attention_cores(problem: Problem) -> list[int]:
     """The core of each forward op, numbered in captured order; `NO_CORE` outside."""
     kinds = [op_kind(op.target) for op in problem.graph.ops[: problem.n_forward]]
     sources = [[problem.producer[v] for v in problem.inputs[op]] for op in range(problem.n_forward)]
-    readers: list[list[int]] = [[] for _ in sources]
-    for op, below in enumerate(sources):
-        for source in below:
-            readers[source].append(op)
+    readers = inverted(sources, problem.n_forward)
     core = [NO_CORE] * problem.n_forward
     found = 0
     for op, kind in enumerate(kinds):

@@ -23,13 +23,7 @@ from remat.schedules.simulate import simulate
 from remat.solver.local_search.repair import fill
 from remat.solver.problem import Problem
 from remat.solver.search import Search
-from remat.solver.segments.chen_sqrt import (
-    StageSplit,
-    articulation_points,
-    coarsened,
-    kept_values,
-    split_by_backward,
-)
+from remat.solver.segments import chen_sqrt
 from remat.solver.state import State, recomputed_by_stage, schedule_of, store_all_state
 
 _NO_SPLIT = "the graph is no chain: the backward ops do not split by stages of forward"
@@ -74,15 +68,15 @@ class Chain:
 
 
 def find_chain(problem: Problem, most_stages: int = 0) -> Chain:
-    kept = kept_values(problem)
+    kept = chen_sqrt.kept_values(problem)
     kept_bytes = sum(size for size, stays in zip(problem.size_bytes, kept, strict=True) if stays)
     base_bytes = problem.resident_bytes + kept_bytes
-    places = articulation_points(problem, kept)
+    places = chen_sqrt.articulation_points(problem, kept)
     if not places:
         return Chain((), base_bytes, _no_place(problem))
     if most_stages:
-        places = coarsened(problem, places, most_stages)
-    split = split_by_backward(problem, kept, places)
+        places = chen_sqrt.coarsened(problem, places, most_stages)
+    split = chen_sqrt.split_by_backward(problem, kept, places)
     if not split.places:
         return Chain((), base_bytes, _NO_SPLIT)
     return Chain(_Model(problem, kept, split).stages(), base_bytes)
@@ -100,7 +94,7 @@ def _no_place(problem: Problem) -> str:
 class _Model:
     problem: Problem
     kept: bytearray
-    split: StageSplit
+    split: chen_sqrt.StageSplit
 
     def stages(self) -> tuple[_ChainStage, ...]:
         places, starts = self.split
@@ -225,16 +219,14 @@ def ops_of_actions(chain: Chain, actions: Sequence[ChainAction]) -> list[tuple[i
         elif i == reached:
             runs.append(chain.stages[i].first_save.ops)
             reached += 1
+        elif kind == "forward":
+            runs.append(chain.stages[i].again_drop.ops)
         else:
-            runs.append(_run_again(chain.stages[i], kind, after == ChainAction("backward", i)))
+            # The backward of a leaf follows at once, so its result need not be made.
+            is_leaf = after == ChainAction("backward", i)
+            stage = chain.stages[i]
+            runs.append((stage.again_leaf if is_leaf else stage.again_save).ops)
     return runs
-
-
-def _run_again(stage: _ChainStage, kind: _Kind, is_leaf: bool) -> tuple[int, ...]:
-    if kind == "forward":
-        return stage.again_drop.ops
-    # The backward of a leaf follows at once, so its result need not be made.
-    return (stage.again_leaf if is_leaf else stage.again_save).ops
 
 
 _NEIGHBOURS = 3

@@ -78,7 +78,12 @@ class AddressSpace:
         # Blocks of 0 bytes have no address, so they always fit.
         if size_bytes == 0:
             return True
-        hole = self._find(size_bytes, fit)
+        holes = reversed(self._holes) if fit == "high" else self._holes
+        enough = (hole for hole in holes if self._sizes[hole] >= size_bytes)
+        if fit == "best":
+            hole = min(enough, key=lambda hole: (self._sizes[hole], hole), default=None)
+        else:
+            hole = next(enough, None)
         if hole is None:
             return False
         rest_bytes = self._sizes[hole] - size_bytes
@@ -104,13 +109,6 @@ class AddressSpace:
             self._remove(s)
         self._insert(merged[0], size_bytes, HOLE)
         self._note_beside(merged[0])
-
-    def _find(self, size_bytes: int, fit: HoleFit) -> int | None:
-        holes = reversed(self._holes) if fit == "high" else self._holes
-        enough = (hole for hole in holes if self._sizes[hole] >= size_bytes)
-        if fit == "best":
-            return min(enough, key=lambda hole: (self._sizes[hole], hole), default=None)
-        return next(enough, None)
 
     def _insert(self, start: int, size_bytes: int, owner: int) -> None:
         insort(self._starts, start)

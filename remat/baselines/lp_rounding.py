@@ -98,7 +98,10 @@ class LpRounding:
         if search.budget_bytes <= search.problem.resident_bytes:
             search.message = "what is resident takes the whole budget"
             return
-        for slack in self._slacks():
+        # The LP of the full budget comes first if it is a bound: its proof may end the search.
+        first = [0.0] if self.passes >= EXACT_PASSES else []
+        asked = [min(self.slack * step, 0.9) for step in _SLACK_STEPS]
+        for slack in dict.fromkeys((*first, *asked)):
             if search.out_of_time() or search.proved_infeasible:
                 return
             point, best_key = self._relaxed(search, slack), search.best_key
@@ -111,12 +114,6 @@ class LpRounding:
                 return
         if search.best is None and not search.cut_short:
             search.message = "no rounding of the relaxed program fits, at any slack tried"
-
-    def _slacks(self) -> list[float]:
-        # The LP of the full budget comes first if it is a bound: its proof may end the search.
-        first = [0.0] if self.passes >= EXACT_PASSES else []
-        asked = [min(self.slack * step, 0.9) for step in _SLACK_STEPS]
-        return list(dict.fromkeys((*first, *asked)))
 
     def _relaxed(self, search: Search, slack: float) -> _Relaxed | None:
         search.say(f"solving the relaxed program at slack {slack:g}")

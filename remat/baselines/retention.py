@@ -174,7 +174,10 @@ class RetentionModel:
         shown = _shown_by(problem, within)
         self.end = [self._retentions(v, shown) for v in range(problem.n_values)]
         self._uses(shown)
-        self._memory()
+        # All demands are multiples of the unit, so nothing is lost.
+        unit = math.gcd(*self.demands) or 1
+        demands = [demand // unit for demand in self.demands]
+        self.model.add_cumulative(self.intervals, demands, self.room_bytes // unit)
         self._objective()
 
     def _runs(self) -> None:
@@ -265,12 +268,6 @@ class RetentionModel:
             if j:
                 model.add_implication(choice, self.active[op][j])
                 model.add(self.start[op][j] < at).only_enforce_if(choice)
-
-    def _memory(self) -> None:
-        unit = math.gcd(*self.demands) or 1
-        # All demands are multiples of the unit, so nothing is lost.
-        demands = [demand // unit for demand in self.demands]
-        self.model.add_cumulative(self.intervals, demands, self.room_bytes // unit)
 
     def _objective(self) -> None:
         costs, unit_us = _cost_units(self.problem)
@@ -366,7 +363,11 @@ class Retention:
         return Search.of(self, "retention", graph, budget_bytes).result_of(self.run)
 
     def run(self, search: Search) -> None:
-        self._begin(search)
+        # On graphs that are too large, `cut` gets all of the time.
+        part = CUT_FIRST if search.problem.n_ops <= self.most_ops else Seconds()
+        with search.clock.limited_to(part.of(search.clock.time_limit_s)):
+            Cut(gap=0.0).run(search)
+        search.cut_short = search.out_of_time()
         if search.gap <= _CLOSED or search.proved_infeasible:
             return
         if search.problem.n_ops > self.most_ops:
@@ -378,13 +379,6 @@ class Retention:
         for computations in (self.computations,) if self.computations else _RAISED:
             if search.gap > _CLOSED and not search.out_of_time():
                 self._improve(search, computations)
-
-    def _begin(self, search: Search) -> None:
-        # On graphs that are too large, `cut` gets all of the time.
-        part = CUT_FIRST if search.problem.n_ops <= self.most_ops else Seconds()
-        with search.clock.limited_to(part.of(search.clock.time_limit_s)):
-            Cut(gap=0.0).run(search)
-        search.cut_short = search.out_of_time()
 
     def _improve(self, search: Search, computations: int) -> None:
         search.say(f"at most {computations} computations of an op")

@@ -260,19 +260,17 @@ class Rotor:
         # The model overestimates memory: a schedule that it puts above the budget may fit.
         room_bytes = int((search.budget_bytes - chain.base_bytes) * _BEYOND)
         if room_bytes > 0:
-            self._try_table(tries, model, min(room_bytes, enough_bytes))
+            search.say(f"chain of {len(model.entry_bytes)} stages")
+            limit_bytes = min(room_bytes, enough_bytes)
+            table = solve_rotor(model, limit_bytes, self.slots, search.out_of_time)
+            if table is not None:
+                steps = _breakpoints(table)
+                tries.try_rising(lambda choice: table.actions(steps[choice]), len(steps))
         # If nothing fits, report the least peak.
         if search.best is None and not search.out_of_time():
             search.say("looking for the least peak")
             self._try_least(tries, model, enough_bytes)
         tries.fill_best()
-
-    def _try_table(self, tries: ChainSearch, model: RotorChain, limit_bytes: int) -> None:
-        tries.search.say(f"chain of {len(model.entry_bytes)} stages")
-        table = solve_rotor(model, limit_bytes, self.slots, tries.search.out_of_time)
-        if table is not None:
-            steps = _breakpoints(table)
-            tries.try_rising(lambda choice: table.actions(steps[choice]), len(steps))
 
     def _try_least(self, tries: ChainSearch, model: RotorChain, limit_bytes: int) -> None:
         # None of these depends on the budget.

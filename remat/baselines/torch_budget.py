@@ -34,13 +34,7 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.outcome import Result
 from remat.solver.backends.mip import Limits, MixedProgram, solve_program
-from remat.solver.policies.template import (
-    Template,
-    check_choice,
-    read_in_backward,
-    solve_templates,
-    unavoidable,
-)
+from remat.solver.policies import template
 from remat.solver.problem import Problem
 from remat.solver.recompute_summary import DROPOUT_OPS, is_fused_attention, op_kind
 from remat.solver.search import Listener, Search
@@ -151,7 +145,7 @@ def cheapest_saved(problem: Problem, banned: Collection[int]) -> list[int]:
         for v in problem.outputs[op]:
             for source in sources:
                 flow.add_arc_with_capacity(source, _cut_made(v), unlimited)
-    for v in read_in_backward(problem):
+    for v in template.read_in_backward(problem):
         flow.add_arc_with_capacity(_cut_at_hand(v), _SINK, unlimited)
     if flow.num_arcs() == 0:
         return []
@@ -163,7 +157,7 @@ def cheapest_saved(problem: Problem, banned: Collection[int]) -> list[int]:
 
 
 def _template_kept(problem: Problem, saved: Collection[int]) -> bytearray:
-    kept = unavoidable(problem)
+    kept = template.unavoidable(problem)
     for v in saved:
         kept[v] = 1
     return kept
@@ -203,15 +197,15 @@ class TorchKnapsack:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        check_choice("method", self.method, _METHODS)
+        template.check_choice("method", self.method, _METHODS)
         if self.steps < 2:
             raise SolverError(f"steps must be 2 (all and nothing) or more, not {self.steps}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         search = Search.of(self, "torch_knapsack", graph, budget_bytes)
-        return solve_templates(search, self.templates, _NOTHING_SAVED)
+        return template.solve_templates(search, self.templates, _NOTHING_SAVED)
 
-    def templates(self, problem: Problem) -> Iterator[Template]:
+    def templates(self, problem: Problem) -> Iterator[template.Template]:
         if store_all_saved_bytes(problem) == 0:
             return
         partition = Partition(problem, self.method, self.time_limit_s / self.steps)
@@ -221,7 +215,7 @@ class TorchKnapsack:
             kept = partition.kept(i / (self.steps - 1))
             if bytes(kept) not in seen:
                 seen.add(bytes(kept))
-                yield Template(kept, just_in_time=True)
+                yield template.Template(kept, just_in_time=True)
 
 
 class Partition:
@@ -239,7 +233,7 @@ class Partition:
 
     def kept(self, fraction: float) -> bytearray:
         # Values that every template keeps do not count.
-        fixed = unavoidable(self.problem)
+        fixed = template.unavoidable(self.problem)
         size_bytes = sum(self.problem.size_bytes[v] for v in self.frugal if not fixed[v])
         # The first cut already fits the fraction, so no dear op reruns.
         if size_bytes <= fraction * self.total_bytes:
@@ -256,14 +250,14 @@ class Partition:
 
 
 def store_all_saved_bytes(problem: Problem) -> int:
-    fixed = unavoidable(problem)
-    return sum(problem.size_bytes[v] for v in read_in_backward(problem) if not fixed[v])
+    fixed = template.unavoidable(problem)
+    return sum(problem.size_bytes[v] for v in template.read_in_backward(problem) if not fixed[v])
 
 
 def banned_ops(problem: Problem) -> list[int]:
     """Forward ops that backward depends on and that torch does not run again for free."""
     wanted = bytearray(problem.n_ops)
-    for v in read_in_backward(problem):
+    for v in template.read_in_backward(problem):
         wanted[problem.producer[v]] = 1
     for op in reversed(range(problem.n_forward)):
         for v in problem.inputs[op] if wanted[op] else ():

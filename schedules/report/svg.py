@@ -173,20 +173,13 @@ def arena_picture(facts: PageFacts) -> _ArenaPicture | None:
     small = _Shape(_SMALL, palette.GREY, "".join(scale.path(*one) for one in found.merged))
     kinds = [kind for kind in palette.KINDS if any(box.kind == kind for box in found.boxes)]
     legend = [(kind, _colour(kind)) for kind in kinds]
-    return _ArenaPicture(
-        shapes=(
-            # Merged rectangles also cover the gaps between buffers, so they are drawn below the
-            # others.
-            *([small] if found.merged else []),
-            *_of_kinds(scale, kinds, others),
-            *(_named(scale, box) for box in named),
-        ),
-        legend=(*legend, *([(_SMALL, palette.GREY)] if found.merged else [])),
-        live=_live_path(scale, found),
-        load_y=scale.y(found.layout.load_bytes),
-        ticks=_ticks(scale, found.layout.arena_bytes),
-        says=_says(found),
-    )
+    # Merged rectangles also cover the gaps between buffers, so they are drawn below the others.
+    shapes = [small] if found.merged else []
+    shapes += [*_of_kinds(scale, kinds, others), *(_named(scale, box) for box in named)]
+    legend += [(_SMALL, palette.GREY)] if found.merged else []
+    load_y, ticks = scale.y(found.layout.load_bytes), _ticks(scale, found.layout.arena_bytes)
+    live = _live_path(scale, found)
+    return _ArenaPicture(tuple(shapes), tuple(legend), live, load_y, ticks, _says(found))
 
 
 _SMALL = "small, merged"

@@ -27,7 +27,7 @@ from remat.graph_capture.graph import Op, TrainingGraph
 from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import COST_SCALE, CutProgram
 from remat.solver.bounds.least_peak import effort_for, least_peak_bound_bytes
-from remat.solver.problem import Problem, predecessors
+from remat.solver.problem import Problem, inverted, predecessors
 from remat.solver.search import Clock
 from remat.solver.stopping import ANY_ORDER_NODES, RELAXED
 
@@ -155,10 +155,7 @@ def crossing_bytes(graph: TrainingGraph, ancestry: Ancestry) -> npt.NDArray[np.i
     problem = Problem.of(graph)
     n = problem.n_ops
     load = np.array(problem.own_bytes[:n], np.int64)
-    readers: list[list[int]] = [[] for _ in range(problem.n_values)]
-    for op, inputs in enumerate(problem.inputs):
-        for v in inputs:
-            readers[v].append(op)
+    readers = inverted(problem.inputs, problem.n_values)
     everywhere, forward = (1 << n) - 1, (1 << problem.n_forward) - 1
     returned, wanted = frozenset(problem.forward_outputs), frozenset(problem.needs[n])
     for v, source in enumerate(problem.producer):

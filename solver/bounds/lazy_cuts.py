@@ -86,20 +86,17 @@ class LazyCuts:
         self.bound_us = max(self.bound_us, solution.bound_us)
         start = None
         if solution.values is not None:
-            start = State.from_recomputed(self._until_end(), expand(solution))
+            problem = self.problem
+            # The program carries nothing for later stages, and nor must the expansion of its point.
+            if self.end is not None:
+                later = ((),) * (problem.n_ops - self.end)
+                problem = replace(problem, needs=(*problem.needs[: self.end + 1], *later))
+            start = State.from_recomputed(problem, expand(solution))
         # A program that a limit ended stays as it is, and is taken further next time.
         if solution.finished and (start is None or not self._refine(start)):
             self.is_done = start is None or self.is_exact
             self.is_exact = True
         return Climbed(solution, start)
-
-    def _until_end(self) -> Problem:
-        # The program carries nothing for later stages, and nor must the expansion of its point.
-        if self.end is None:
-            return self.problem
-        needs = self.problem.needs[: self.end + 1]
-        later = ((),) * (self.problem.n_ops - self.end)
-        return replace(self.problem, needs=(*needs, *later))
 
     def _refine(self, state: State) -> bool:
         """Returns whether there was anything to add."""

@@ -27,7 +27,7 @@ from remat.schedules.schedule import Compute, Free, Schedule, Step
 from remat.solver.backends import mip
 from remat.solver.bounds.cut_program import COST_SCALE, ROW_SCALE
 from remat.solver.cuts.cut import Cut
-from remat.solver.problem import Problem
+from remat.solver.problem import Problem, inverted
 from remat.solver.search import Listener, Search
 from remat.solver.state import State, ops_of, recomputed_by_stage
 
@@ -74,10 +74,7 @@ class StagedProgram:
         problem = self.problem
         self.cost_unit_us = sum(problem.cost_us) / COST_SCALE or 1.0
         self.unit_bytes = max(self.budget_bytes - problem.resident_bytes, 1) / ROW_SCALE
-        self.users = [[] for _ in range(problem.n_values)]
-        for op, inputs in enumerate(problem.inputs):
-            for v in inputs:
-                self.users[v].append(op)
+        self.users = inverted(problem.inputs, problem.n_values)
         for stage in range(problem.n_ops + 1):
             for sweep in range(self.passes):
                 self.rows.append(_Row(len(self.rows), stage, sweep == self.passes - 1))

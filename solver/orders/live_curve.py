@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from remat.solver.problem import Problem, predecessors
+from remat.solver.problem import Problem, inverted, predecessors
 from remat.solver.state import Bytes
 
 
@@ -43,11 +43,8 @@ class OpFacts:
     def of(cls, problem: Problem) -> OpFacts:
         n = problem.n_ops
         before = with_end_of_forward(predecessors(problem.graph), problem.n_forward)
-        readers: list[list[int]] = [[] for _ in range(problem.n_values)]
         # The end of forward, op n, reads what forward returns.
-        for op, inputs in enumerate((*problem.inputs, problem.forward_outputs)):
-            for v in inputs:
-                readers[v].append(op)
+        readers = inverted((*problem.inputs, problem.forward_outputs), problem.n_values)
         wanted = frozenset(problem.needs[n])
         values = [
             ValueLifetime(size_bytes, problem.producer[v], tuple(readers[v]), v in wanted)
@@ -62,10 +59,7 @@ class OpFacts:
         n_forward: int, resident_bytes: int,
     ) -> OpFacts:  # fmt: skip
         n = len(before)
-        after: list[list[int]] = [[] for _ in range(n)]
-        for op, earlier in enumerate(before):
-            for other in earlier:
-                after[other].append(op)
+        after = inverted(before, n)
         lasting_bytes = [0] * n
         spendable: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(n)]
         for size_bytes, producer, readers, is_wanted in values:
@@ -110,7 +104,13 @@ class LiveCurve:
         for i, op in enumerate(self.order):
             self.place[op] = i
         self.own_bytes: Bytes = np.array([facts.own_bytes[op] for op in self.order], np.int64)
-        self.entry_bytes = self._entries()  # before each place
+        change = [facts.lasting_bytes[op] for op in self.order]
+        for i, op in enumerate(self.order):
+            for size_bytes, others in facts.spendable[op]:
+                if all(self.place[other] < i for other in others):
+                    change[i] -= size_bytes
+        # Before each place.
+        self.entry_bytes: Bytes = np.concatenate(([0], np.cumsum(np.array(change, np.int64))))
         self.limit(limit_bytes)
 
     def limit(self, limit_bytes: int) -> None:
@@ -120,14 +120,6 @@ class LiveCurve:
         self.over_bytes: Bytes = np.maximum(running - self.room_bytes, 0)
         self.overload_bytes = int(self.over_bytes.sum())
         self.worst_bytes = int(self.over_bytes.max(initial=0))
-
-    def _entries(self) -> Bytes:
-        change = [self.facts.lasting_bytes[op] for op in self.order]
-        for i, op in enumerate(self.order):
-            for size_bytes, others in self.facts.spendable[op]:
-                if all(self.place[other] < i for other in others):
-                    change[i] -= size_bytes
-        return np.concatenate((np.zeros(1, np.int64), np.cumsum(np.array(change, np.int64))))
 
     @property
     def peak_bytes(self) -> int:

@@ -32,7 +32,7 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.solver.local_search.repair import fill
-from remat.solver.problem import Problem, bytes_across
+from remat.solver.problem import Problem, bytes_across, inverted
 from remat.solver.search import Listener, Search
 from remat.solver.segments.chen_sqrt import NO_SEGMENT, segmented_state
 from remat.solver.state import State, recomputed_in, store_all_state
@@ -82,11 +82,8 @@ class ForwardGraph:
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in range(self.problem.n_values)]
-        for p, op in enumerate(self.ops):
-            for v in self.problem.inputs[op]:
-                found[v].append(p)
-        return tuple(tuple(positions) for positions in found)
+        reads = (self.problem.inputs[op] for op in self.ops)
+        return tuple(map(tuple, inverted(reads, self.problem.n_values)))
 
     @cached_property
     def read_in_backward(self) -> frozenset[int]:
@@ -478,26 +475,17 @@ class _Sweep:
 
 
 def lower_set_state(forward: ForwardGraph, sequence: Sequence[int]) -> State:
-    segment = _segments_of(forward, sequence)
-    return segmented_state(forward.problem, segment, _crossing(forward, segment, len(sequence) - 1))
-
-
-def _segments_of(forward: ForwardGraph, sequence: Sequence[int]) -> list[int]:
-    """For each op the index of the first lower set that holds it, or `NO_SEGMENT`."""
-    found = [NO_SEGMENT] * forward.problem.n_ops
-    # The first set that holds an op is written last.
-    for i in reversed(range(len(sequence))):
+    # For each op the index of the first lower set that holds it: that set is written last.
+    segment = [NO_SEGMENT] * forward.problem.n_ops
+    last = len(sequence) - 1
+    for i in range(last, -1, -1):
         for p, op in enumerate(forward.ops):
             if sequence[i] >> p & 1:
-                found[op] = i
-    return found
-
-
-def _crossing(forward: ForwardGraph, segment: Sequence[int], last: int) -> bytearray:
-    """1 for values that stay: of the last segment, read in another one, or never made again."""
+                segment[op] = i
+    # What stays: of the last segment, read in another one, or never made again.
     kept = bytearray(forward.fixed)
     for v, op in enumerate(forward.problem.producer):
         crosses = any(segment[forward.ops[q]] != segment[op] for q in forward.readers[v])
         if segment[op] in (NO_SEGMENT, last) or crosses:
             kept[v] = 1
-    return kept
+    return segmented_state(forward.problem, segment, kept)
