@@ -68,13 +68,9 @@ class AppliedLever(msgspec.Struct, frozen=True):
 
     @classmethod
     def between(
-        cls,
-        lever: str,
-        before: TrainingGraph,
-        after: TrainingGraph,
-        told: Iterable[str],
+        cls, lever: str, before: TrainingGraph, after: TrainingGraph, told: Iterable[str],
         tolerance: float = 0.0,
-    ) -> AppliedLever:
+    ) -> AppliedLever:  # fmt: skip
         dropped, ops = changes_between(before, after)
         made = {name for _, op in ops for name in op.outputs}
         values = tuple(value for value in after.values if value.name in made)

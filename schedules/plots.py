@@ -18,6 +18,7 @@ from remat.graph_capture.errors import GraphError
 from remat.graph_capture.graph import Floats, Ints, TrainingGraph
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.layout import Buffers, Layout, buffers_of, check_layout, kinds_of_buffers
+from remat.schedules.outcome import Result
 from remat.schedules.palette import DARK_GREY, GREY, KINDS, ROLES, cycled
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import overhead_of, simulate
@@ -52,23 +53,6 @@ def _scale_of(largest_bytes: float) -> tuple[float, str]:
 _MARKERS = "osD^vP*X"
 
 
-class _Outcome(Protocol):
-    """What a picture needs of `remat.solver.result.Result`, which this package does not import."""
-
-    @property
-    def schedule(self) -> Schedule | None: ...
-
-    @property
-    def peak_bytes(self) -> int: ...
-
-    @property
-    def time_us(self) -> float: ...
-
-    @property
-    def lower_bound_us(self) -> float:
-        """No schedule takes less at this budget."""
-
-
 class _DrawnFront(Protocol):
     """What a picture needs of `remat.solver.budgets.front.Front`."""
 
@@ -82,12 +66,12 @@ class _DrawnFront(Protocol):
     def unmodified_bytes(self) -> int: ...
 
     @property
-    def points(self) -> Iterable[tuple[int, _Outcome]]: ...
+    def points(self) -> Iterable[tuple[int, Result]]: ...
 
 
 def draw_front(
     ax: Axes, fronts: _DrawnFront | Mapping[str, _DrawnFront], *, budget_bytes: int = 0,
-    plan: _Outcome | None = None,
+    plan: Result | None = None,
 ) -> Axes:  # fmt: skip
     """Draw overhead against peak, one line a solver, and the best bound at each budget.
 

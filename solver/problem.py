@@ -97,22 +97,17 @@ class Problem:
             needs[last] = tuple(dict.fromkeys((*needs[last], *extra)))
         size_bytes = tuple(value.size_bytes for value in made)
         return cls(
-            graph=graph,
-            inputs=inputs,
-            outputs=outputs,
-            needs=tuple(needs),
+            graph=graph, inputs=inputs, outputs=outputs, needs=tuple(needs),
             producer=tuple(graph.op_index[value.producer] for value in made),
-            size_bytes=size_bytes,
-            cost_us=tuple(op.cost_us for op in graph.ops),
+            size_bytes=size_bytes, cost_us=tuple(op.cost_us for op in graph.ops),
             workspace_bytes=tuple(op.workspace_bytes for op in graph.ops),
             output_bytes=tuple(sum(size_bytes[v] for v in made_by) for made_by in outputs),
             no_recompute=tuple(bool(op.no_recompute) for op in graph.ops),
             forward_outputs=forward_outputs,
             held=frozenset(forward_outputs) & frozenset(_indices(graph.outputs, index)),
-            n_forward=graph.n_forward,
-            resident_bytes=graph.resident.total_bytes,
+            n_forward=graph.n_forward, resident_bytes=graph.resident.total_bytes,
             names=tuple(value.name for value in made),
-        )
+        )  # fmt: skip
 
 
 def inverted(lists: Iterable[Iterable[int]], count: int) -> list[list[int]]:

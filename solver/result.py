@@ -23,15 +23,9 @@ TOO_LARGE = "more than most_ops"
 
 
 def evaluate_schedule(
-    graph: TrainingGraph,
-    schedule: Schedule,
-    *,
-    budget_bytes: int,
-    lower_bound_us: float,
-    wall_s: float = 0.0,
-    cut_short: bool = False,
-    message: str = "",
-) -> Result:
+    graph: TrainingGraph, schedule: Schedule, *, budget_bytes: int, lower_bound_us: float,
+    wall_s: float = 0.0, cut_short: bool = False, message: str = "",
+) -> Result:  # fmt: skip
     """Judge a schedule; if it does not fit, infeasible, with its peak as the least budget known."""
     simulation = simulate(graph, schedule)
     if simulation.peak_bytes > budget_bytes:
@@ -93,13 +87,9 @@ def renamed(result: Result, solver: str, options: dict[str, Option]) -> Result:
 
 
 def infeasible(
-    graph: TrainingGraph,
-    schedule: Schedule,
-    simulation: Simulation,
-    budget_bytes: int,
-    wall_s: float,
-    message: str = "",
-) -> Result:
+    graph: TrainingGraph, schedule: Schedule, simulation: Simulation, budget_bytes: int,
+    wall_s: float, message: str,
+) -> Result:  # fmt: skip
     module = {op.name: op.module for op in graph.ops}
     held = [
         Holding(name, value.size_bytes, module.get(value.producer, ""))

@@ -297,15 +297,11 @@ class Search:
         best_us = self.best_key[0]
         assert self.bound_us <= best_us * (1 + 1e-6), "a proven bound exceeds a schedule's time"
         return evaluate_schedule(
-            self.graph,
-            best,
-            budget_bytes=self.budget_bytes,
             # Rounding may leave the bound a little above.
-            lower_bound_us=min(self.bound_us, best_us),
-            wall_s=self.clock.elapsed_s,
-            cut_short=self.cut_short,
+            self.graph, best, lower_bound_us=min(self.bound_us, best_us),
+            budget_bytes=self.budget_bytes, wall_s=self.clock.elapsed_s, cut_short=self.cut_short,
             message=self.message,
-        )
+        )  # fmt: skip
 
     def _without_schedule(self) -> Result:
         if self.lowest is None:

@@ -94,12 +94,9 @@ class Limits:
 
 
 def solve_program(
-    program: MixedProgram,
-    limits: Limits,
-    *,
-    backend: Backend = "mathopt",
+    program: MixedProgram, limits: Limits, *, backend: Backend = "mathopt",
     start: Sequence[float] | None = None,
-) -> MipSolution:
+) -> MipSolution:  # fmt: skip
     """`start` is a feasible point, used where the backend takes one."""
     if backend == "mathopt":
         try:
@@ -188,15 +185,11 @@ def _run_pulp(
     for variable, value in zip(variables, start or (), strict=False):
         variable.setInitialValue(round(value) if variable.cat == "Integer" else value)
     command = api.PULP_CBC_CMD(
-        msg=False,
         # Several threads may end at different points.
-        threads=1,
-        timeLimit=max(limits.time_limit_s, 0.1),
-        gapRel=limits.relative_gap,
-        gapAbs=limits.absolute_gap,
-        maxNodes=limits.node_limit,
+        msg=False, threads=1, timeLimit=max(limits.time_limit_s, 0.1),
+        gapRel=limits.relative_gap, gapAbs=limits.absolute_gap, maxNodes=limits.node_limit,
         warmStart=start is not None,
-    )
+    )  # fmt: skip
     began = time.monotonic()
     problem.solve(command)
     cut_short = time.monotonic() - began >= limits.time_limit_s

@@ -174,13 +174,9 @@ class BlockBudgets:
 
     @classmethod
     def of(
-        cls,
-        graph: TrainingGraph,
-        spans: Sequence[BlockSpan],
-        beside_bytes: Sequence[int],
-        time_limit_s: float,
-        staying: Collection[str] = (),
-    ) -> BlockBudgets:
+        cls, graph: TrainingGraph, spans: Sequence[BlockSpan], beside_bytes: Sequence[int],
+        time_limit_s: float, staying: Collection[str] = (),
+    ) -> BlockBudgets:  # fmt: skip
         """Solve each distinct block once; copies leave `staying`, which blocks hand out."""
         clock = Clock(time_limit_s)
         problem = Problem.of(graph)

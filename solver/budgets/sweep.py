@@ -38,13 +38,9 @@ PINS = ("keep", "recompute")  # options that every solver takes
 
 
 def spread_budgets(
-    graph: TrainingGraph,
-    count: int,
-    unmodified_bytes: int = 0,
-    *,
-    time_limit_s: float = 60.0,
+    graph: TrainingGraph, count: int, unmodified_bytes: int = 0, *, time_limit_s: float = 60.0,
     **options: object,
-) -> tuple[list[int], list[Result]]:
+) -> tuple[list[int], list[Result]]:  # fmt: skip
     """The same budgets for each solver, and the outcome at the least if it is at hand."""
     if count < 1:
         raise SolverError(f"budgets must be 1 or more in number, not {count}")
@@ -72,17 +68,10 @@ BudgetsDone = Callable[[int, int], None]  # called with how many budgets are don
 
 
 def sweep_budgets(
-    graph: TrainingGraph,
-    budgets: int | Iterable[int] = BUDGETS,
-    solver: str = "auto",
-    *,
-    time_limit_s: float = 60.0,
-    jobs: int = 1,
-    progress: BudgetsDone | None = None,
-    at_hand: Sequence[Result] = (),
-    unmodified_bytes: int = 0,
-    **options: object,
-) -> Front:
+    graph: TrainingGraph, budgets: int | Iterable[int] = BUDGETS, solver: str = "auto", *,
+    time_limit_s: float = 60.0, jobs: int = 1, progress: BudgetsDone | None = None,
+    at_hand: Sequence[Result] = (), unmodified_bytes: int = 0, **options: object,
+) -> Front:  # fmt: skip
     """Solve at several budgets and merge what is found; `time_limit_s` is for all together."""
     clock = Clock(time_limit_s)
     check_jobs(jobs)
@@ -120,13 +109,9 @@ def check_jobs(jobs: int) -> None:
 
 
 def _one_by_one(
-    graph: TrainingGraph,
-    budgets: Sequence[int],
-    solver: str,
-    options: dict[str, Any],
-    clock: Clock,
-    progress: BudgetsDone | None,
-) -> list[Result]:
+    graph: TrainingGraph, budgets: Sequence[int], solver: str, options: dict[str, Any],
+    clock: Clock, progress: BudgetsDone | None,
+) -> list[Result]:  # fmt: skip
     found: list[Result] = []
     # From tight to loose: a schedule that runs nothing again serves all the rest.
     for budget_bytes in budgets:
@@ -165,22 +150,15 @@ def _is_ideal(graph: TrainingGraph, result: Result) -> bool:
 
 def _untried(graph: TrainingGraph, solver: str, budget_bytes: int) -> Result:
     return Result(
-        status="time limit",
-        solver=solver,
-        budget_bytes=budget_bytes,
-        lower_bound_us=fastest_us(graph),
-        message=f"{INTERRUPTED} before this budget was tried",
-    )
+        status="time limit", solver=solver, budget_bytes=budget_bytes,
+        lower_bound_us=fastest_us(graph), message=f"{INTERRUPTED} before this budget was tried",
+    )  # fmt: skip
 
 
 def _side_by_side(
-    graph: TrainingGraph,
-    budgets: Sequence[int],
-    solver: str,
-    options: dict[str, Any],
-    clock: Clock,
-    jobs: int,
-) -> list[Result]:
+    graph: TrainingGraph, budgets: Sequence[int], solver: str, options: dict[str, Any],
+    clock: Clock, jobs: int,
+) -> list[Result]:  # fmt: skip
     # joblib ships no types, and is not needed for one job.
     joblib: Any = importlib.import_module("joblib")
     at_once = min(joblib.effective_n_jobs(jobs), len(budgets))
@@ -277,14 +255,9 @@ def least_peak(
 
 
 def price_of_gib(
-    graph: TrainingGraph,
-    result: Result,
-    *,
-    solver: str = "auto",
-    step_bytes: int = 0,
-    time_limit_s: float = 60.0,
-    **options: Any,
-) -> GibPrice:
+    graph: TrainingGraph, result: Result, *, solver: str = "auto", step_bytes: int = 0,
+    time_limit_s: float = 60.0, **options: Any,
+) -> GibPrice:  # fmt: skip
     """What a GiB more than the budget of `result` would save, and one less would cost."""
     if result.schedule is None:
         raise SolverError(

@@ -57,12 +57,9 @@ def fit_into(boxes: Boxes, capacity: int, tries: int) -> _Fitted:
 
 
 def dive(
-    search: CanonicalSearch,
-    capacity: int,
-    share: int,
-    tries: int,
+    search: CanonicalSearch, capacity: int, share: int, tries: int,
     preorders: tuple[Preorder, ...] = STEP_PREORDERS,
-) -> _Fitted:
+) -> _Fitted:  # fmt: skip
     """One search by each of `preorders`, with `share` tries each, at most `tries` in all."""
     used = 0
     for preorder in preorders:
