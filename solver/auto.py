@@ -225,9 +225,8 @@ class Auto:
         return search.result()
 
     def _search(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Search:
-        search = Search(
-            graph, budget_bytes, "auto", share.time_limit_s, share.progress, options_of(self)
-        )
+        limit_s, options = share.time_limit_s, options_of(self)
+        search = Search(graph, budget_bytes, "auto", limit_s, share.progress, options)
         # The known schedule keeps captured order; in a free order others may be faster.
         if self.order == "fixed":
             search.enough_us = self.known_us / (1 + gap_for(len(graph.ops), self.gap))

@@ -86,12 +86,10 @@ def _around_softmax(
     return [*before, softmax, *after] if all(products) else []
 
 
-def _walk(
-    start: int, near: list[list[int]], kinds: list[str], through: frozenset[str]
-) -> list[int]:
-    """Ops reached from `start` over ops of the kinds `through`, up to batched products."""
+def _walk(root: int, near: list[list[int]], kinds: list[str], through: frozenset[str]) -> list[int]:
+    """Ops reached from `root` over ops of the kinds `through`, up to batched products."""
     reached: dict[int, None] = {}
-    stack = [start]
+    stack = [root]
     while stack:
         for op in near[stack.pop()]:
             if op not in reached and kinds[op] in through | _BATCHED_PRODUCT:

@@ -151,9 +151,8 @@ class Search:
     @classmethod
     def of(cls, solver: Any, name: str, graph: TrainingGraph, budget_bytes: int) -> Search:
         """`solver` is a dataclass as `Solver` describes it, `name` its name in the table."""
-        return cls(
-            graph, budget_bytes, name, solver.time_limit_s, solver.progress, options_of(solver)
-        )
+        options = options_of(solver)
+        return cls(graph, budget_bytes, name, solver.time_limit_s, solver.progress, options)
 
     @property
     def left_s(self) -> float:
@@ -304,20 +303,19 @@ class Search:
         )  # fmt: skip
 
     def _without_schedule(self) -> Result:
+        wall_s = self.clock.elapsed_s
         if self.lowest is None:
             return Result(
                 status="infeasible" if self.proved_infeasible else "time limit",
                 solver=self.solver, budget_bytes=self.budget_bytes, lower_bound_us=self.bound_us,
-                wall_s=self.clock.elapsed_s, message=self.message,
+                wall_s=wall_s, message=self.message,
             )  # fmt: skip
         found = simulate(self.graph, self.lowest)
         assert self.least_bound_bytes <= found.peak_bytes, "a proven bound exceeds a peak"
         text = least_budget_message(
             self.budget_bytes, found.peak_bytes, self.message, is_proved=self.proved_infeasible
         )
-        lost = infeasible(
-            self.graph, self.lowest, found, self.budget_bytes, self.clock.elapsed_s, text
-        )
+        lost = infeasible(self.graph, self.lowest, found, self.budget_bytes, wall_s, text)
         # With more time a schedule might have been found: nothing is said of the budget.
         if self.cut_short and not self.proved_infeasible:
             return msgspec.structs.replace(lost, status="time limit", lower_bound_us=self.bound_us)

@@ -183,11 +183,9 @@ def rounded_state(problem: Problem, point: _Relaxed, is_carried: Callable[[float
     return State.from_recomputed(problem, recomputed)
 
 
-def _drop_unread(
-    problem: Problem, bits: Sequence[bytearray], recomputed: Sequence[int], t: int
-) -> None:
-    read = {*problem.needs[t], *(v for op in recomputed for v in problem.inputs[op])}
-    made = {v for op in recomputed for v in problem.outputs[op]}
+def _drop_unread(problem: Problem, bits: Sequence[bytearray], again: Sequence[int], t: int) -> None:
+    read = {*problem.needs[t], *(v for op in again for v in problem.inputs[op])}
+    made = {v for op in again for v in problem.outputs[op]}
     for v, bit in enumerate(bits[t]):
         is_idle = v not in read and not bits[t + 1][v]
         if bit and (is_idle or (v in made and not _must_stay(problem, t, v))):

@@ -58,9 +58,7 @@ class ChainRuns:
     def of(
         cls, drop: Sequence[ChainRun], save: Sequence[ChainRun], leaf: Sequence[ChainRun]
     ) -> ChainRuns:
-        drop_us, save_us, leaf_us = (
-            tuple(run.cost_us for run in runs) for runs in (drop, save, leaf)
-        )
+        drop_us, save_us, leaf_us = (tuple(r.cost_us for r in runs) for runs in (drop, save, leaf))
         peaks = (tuple(run.peak_bytes for run in runs) for runs in (drop, save, leaf))
         return cls(drop_us, save_us, leaf_us, *peaks)
 

@@ -223,9 +223,8 @@ class Partition:
         self.problem, self.method, self.time_limit_s = problem, method, time_limit_s
         self.total_bytes = store_all_saved_bytes(problem)
         # Largest first, as in torch: the order breaks ties in `dp`.
-        self.items = sorted(
-            banned_ops(problem), key=lambda op: problem.output_bytes[op], reverse=True
-        )
+        by_bytes = problem.output_bytes.__getitem__
+        self.items = sorted(banned_ops(problem), key=by_bytes, reverse=True)
         self.memory = [problem.output_bytes[op] / self.total_bytes for op in self.items]
         self.runtime = [problem.cost_us[op] for op in self.items]
         self.frugal = cheapest_saved(problem, frozenset(self.items))

@@ -31,9 +31,7 @@ def recompute_globs(schedule: Schedule) -> tuple[str, ...]:
 
 def may_run_twice(op: Op, globs: Iterable[str]) -> bool:
     """Whether `op` is a custom op that these globs of `recompute` allow to run twice."""
-    return op.no_recompute.startswith(CUSTOM) and any(
-        names_module(glob, op.module) for glob in globs
-    )
+    return op.no_recompute.startswith(CUSTOM) and any(names_module(one, op.module) for one in globs)
 
 
 def modules_text(modules: Sequence[str]) -> str:

@@ -107,9 +107,8 @@ def _forced(
 ) -> ForcedOps:
     names = {name for op in ops for name in op.outputs}
     rows = fold_rows([row for row in value_rows(graph) if row.value in names])
-    places = dict.fromkeys(
-        row.module for row in sorted(rows, key=lambda row: -row.size_bytes) if row.module
-    )
+    ranked = sorted(rows, key=lambda row: -row.size_bytes)
+    places = dict.fromkeys(row.module for row in ranked if row.module)
     return ForcedOps(
         reason=reason,
         ops=len(ops),

@@ -199,10 +199,8 @@ class BlockBudgets:
         # `beside_bytes` is live beside each op and in no block's graph, as buffers of FSDP2 are.
         choices = choices_in_place(problem, layers, beside_bytes)
         distinct = sum(bool(shape[0]) for shape in known)
-        below_bytes = _rooms_below(graph.links, tables)
-        return cls(
-            problem, blocks, graphs, solved, tables, is_given, choices, distinct, below_bytes
-        )
+        rooms = _rooms_below(graph.links, tables)
+        return cls(problem, blocks, graphs, solved, tables, is_given, choices, distinct, rooms)
 
     def runs(self, room_bytes: int) -> list[list[Step]] | None:
         """The computations and copies of each given block; None if nothing fits."""

@@ -141,9 +141,8 @@ def _with_lower_peak(problem: Problem, option: BlockOption, left_s: float) -> St
     ops = list(problem.graph.ops)
     turn = ops[problem.n_forward]
     # All but what the option keeps is taken at the turn, so the repair keeps no more.
-    ops[problem.n_forward] = msgspec.structs.replace(
-        turn, workspace_bytes=limit_bytes - option.saved_bytes
-    )
+    taken_bytes = limit_bytes - option.saved_bytes
+    ops[problem.n_forward] = msgspec.structs.replace(turn, workspace_bytes=taken_bytes)
     graph = msgspec.structs.replace(problem.graph, ops=tuple(ops))
     search = Search(graph, limit_bytes, "hierarchical", left_s)
     state = State.from_recomputed(search.problem, option.recomputed)

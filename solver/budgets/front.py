@@ -131,9 +131,8 @@ class Front(msgspec.Struct, frozen=True):
         step_bytes = checked_step(step_bytes, here.peak_bytes)
         more = self.best_within(budget_bytes + step_bytes) or here
         less = self.best_within(budget_bytes - step_bytes)
-        return GibPrice(
-            budget_bytes, step_bytes, here.time_us, more.time_us, less.time_us if less else None
-        )
+        less_us = less.time_us if less else None
+        return GibPrice(budget_bytes, step_bytes, here.time_us, more.time_us, less_us)
 
     def to_json(self) -> bytes:
         """Encode as JSON; `from_json` reads it back to an equal front."""

@@ -97,10 +97,8 @@ def sweep_budgets(
             found = _side_by_side(graph, asked, solver, options, clock, jobs)
     known = merge_results(graph, found, [r for r in at_hand if r.solver == solver])
     points = (Point(r.budget_bytes, msgspec.structs.replace(r, least_schedule=None)) for r in known)
-    least_bytes = least_needed_bytes(Problem.of(graph))
-    return Front(
-        graph.name, graph.hash, solver, graph.time_us, least_bytes, unmodified_bytes, tuple(points)
-    )
+    sizes = least_needed_bytes(Problem.of(graph)), unmodified_bytes
+    return Front(graph.name, graph.hash, solver, graph.time_us, *sizes, tuple(points))
 
 
 def check_jobs(jobs: int) -> None:

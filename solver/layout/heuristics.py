@@ -314,6 +314,7 @@ def insertion_annealing(
     source, n = np.random.default_rng(seed), len(boxes)
     order = np.argsort(offsets, kind="stable")
     best, best_top = order.copy(), boxes.top(offsets)
+    columns = boxes.size, boxes.start, boxes.end
     temperatures = hottest * _COLDEST ** (np.arange(steps) / steps)
     for first in range(0, steps, _CHUNK):
         hot = temperatures[first : first + _CHUNK, None]
@@ -321,14 +322,12 @@ def insertion_annealing(
         # Gumbel noise: taking the least of the sums draws a place by its Boltzmann weight. 1e-300
         # keeps the logarithms finite.
         noise = -hot * np.log(-np.log(source.uniform(1e-300, 1.0, (len(hot), n))))
-        best_top = _anneal_chunk(
-            boxes.size, boxes.start, boxes.end, order, best, best_top, picks, noise, goal
-        )
+        best_top = _anneal_chunk(*columns, order, best, best_top, picks, noise, goal)
         if best_top <= goal:
             break
     # Falling in the order of `offsets`, boxes may come to lie higher than these.
     if best_top == boxes.top(offsets):
         return offsets
     heights = np.empty(n, np.int64)
-    stacked(boxes.size, boxes.start, boxes.end, best, 0, np.empty(n + 1, np.int64), heights)
+    stacked(*columns, best, 0, np.empty(n + 1, np.int64), heights)
     return heights - boxes.size

@@ -121,9 +121,7 @@ class Searches:
         orders = heuristics.box_orders(self.boxes)
         names = STARTS[: max(LEAST_STARTS, START_WORK // len(self.boxes))]
         placed = {name: heuristics.place_in_order(self.boxes, orders[name]) for name in names}
-        return [
-            _PlacedOffsets(offsets, name) for name, offsets in placed.items() if offsets is not None
-        ]
+        return [_PlacedOffsets(at, name) for name, at in placed.items() if at is not None]
 
     @functools.cached_property
     def _canonical(self) -> CanonicalSearch:

@@ -92,14 +92,13 @@ class _Climb:
         return False
 
     def _try(self, hosted: Hosted, runs: list[list[int]], one: Weighing) -> None:
-        problem = with_fetches(
-            self.search.problem, hosted.ops, self.links, cost_factor=one.cost_factor
-        )
+        search, factor = self.search, one.cost_factor
+        problem = with_fetches(search.problem, hosted.ops, self.links, cost_factor=factor)
         try:
             state = State.from_recomputed(problem, runs)
         except UnreachableError:  # an op that must run once arrives no longer
             return
-        offer_state(self.search, state, hosted, self.links, one.power)
+        offer_state(search, state, hosted, self.links, one.power)
 
     def _near(self, hosted: _Ops, runs: list[list[int]]) -> Iterator[_Ops]:
         """Sets to try: one op more, one less, one for another; what saves most a byte first."""

@@ -190,9 +190,8 @@ class JointCut(CutProgram):
 
     def _variables(self, k: int, values: list[int]) -> None:
         CutProgram._variables(self, k, values)
-        fetched = {
-            v: self.program.variable(integer=True) for v in self.carried[k] if self._may_leave(k, v)
-        }
+        leaving = (v for v in self.carried[k] if self._may_leave(k, v))
+        fetched = {v: self.program.variable(integer=True) for v in leaving}
         self.fetched.append(fetched)
         self.hosted.append({v: self.program.variable() for v in fetched})
         spilled = fetched if self.has_nvme else ()

@@ -29,6 +29,7 @@ from remat.solver.state import State, recomputed_by_stage, recomputed_in, store_
 from remat.solver.stopping import LEAST_PEAK_TRIES
 
 _Status = Literal["unmade", "live", "evicted", "lost"]
+_Stack = list[tuple[int, tuple[int, ...]]]
 _THRASHING = 30
 """A policy is given up when it has run this many times the number of ops in the graph."""
 
@@ -92,7 +93,7 @@ class OnlineRun:
     def _run_with_inputs(self, t: int) -> None:
         """Run op t, after the ops that make its missing inputs again, depth first."""
         # No recursion: missing inputs may be as deep as the graph.
-        stack: list[tuple[int, tuple[int, ...]]] = []
+        stack: _Stack = []
         self._open(t, self.problem.needs[t], stack)
         while stack:
             op, reads = stack[-1]
@@ -106,9 +107,7 @@ class OnlineRun:
             stack.pop()
             self._close(op, reads)
 
-    def _open(
-        self, op: int, reads: tuple[int, ...], stack: list[tuple[int, tuple[int, ...]]]
-    ) -> None:
+    def _open(self, op: int, reads: tuple[int, ...], stack: _Stack) -> None:
         stack.append((op, reads))
         for v in reads:
             # What an op in progress reads is not evicted.

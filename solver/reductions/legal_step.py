@@ -72,9 +72,7 @@ def require_legal_change(before: TrainingGraph, after: TrainingGraph, lever: str
         raise GraphError(f"lever {lever} broke a rule of a legal step: {rule}")
 
 
-def require_legal_answer(
-    graph: TrainingGraph, budget_bytes: int, answer: Result, lever: str
-) -> None:
+def require_legal_answer(graph: TrainingGraph, budget_bytes: int, answer: Result, who: str) -> None:
     """Raise `SolverError` for the first rule that the answer to a question breaks."""
     for rule in _broken_by_answer(graph, budget_bytes, answer):
-        raise SolverError(f"the answer of {lever} breaks a rule: {rule}")
+        raise SolverError(f"the answer of {who} breaks a rule: {rule}")

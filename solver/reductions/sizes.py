@@ -139,9 +139,7 @@ class _Found(NamedTuple):
     lower_overhead: float
 
 
-def plan_family(
-    graph: RangedGraph, budget_bytes: int, solve: _Solve, top: Result | None = None
-) -> Family:
+def plan_family(graph: RangedGraph, budget_bytes: int, solve: _Solve, top: Result | None) -> Family:
     """Schedules that fit at all sizes; else TooLargeError, which names the largest that fit."""
     search = _FamilySearch(graph, budget_bytes, solve)
     search.begin(top or solve(graph.bounding(graph.symbols), budget_bytes))

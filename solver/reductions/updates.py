@@ -188,9 +188,8 @@ class UpdatePlacement(Reduction[None]):
         rest, unknown = within_its_limit(rest), replace(question, known_us=inf, at_hand=None)
 
         def ask(graph: TrainingGraph, budget_bytes: int, limit_s: float) -> Result:
-            return rest(
-                replace(unknown, graph=graph, budget_bytes=budget_bytes, time_limit_s=limit_s)
-            )
+            asked = replace(unknown, graph=graph, budget_bytes=budget_bytes, time_limit_s=limit_s)
+            return rest(asked)
 
         return solve_with_updates(question.graph, question.budget_bytes, ask, question.time_limit_s)
 

@@ -240,7 +240,6 @@ def _checkpoints(problem: Problem, segment: Sequence[int]) -> bytearray:
     for v, last in enumerate(problem.last_forward_read):
         op = problem.producer[v]
         crosses = last >= 0 and segment[last] != segment[op]
-        kept[v] = (
-            op >= problem.n_forward or crosses or problem.no_recompute[op] or v in problem.held
-        )
+        must_stay = problem.no_recompute[op] or v in problem.held
+        kept[v] = op >= problem.n_forward or crosses or must_stay
     return kept
