@@ -377,26 +377,17 @@ def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = Non
     replay.check_end(len(steps))
     # The last copy may end after the last op.
     time_us = max(replay.clocks.now.values())
+    copies = tuple(replay.clocks.copies)
     return Simulation(
-        peak_bytes=replay.peak_bytes["device"],
-        peak_step=peak_step,
-        time_us=time_us,
-        overhead=overhead_of(time_us, graph.base_us),
-        live_bytes=tuple(live_bytes),
+        peak_bytes=replay.peak_bytes["device"], peak_step=peak_step, time_us=time_us,
+        overhead=overhead_of(time_us, graph.base_us), live_bytes=tuple(live_bytes),
         held_at_peak=tuple(sorted(at_peak, key=lambda name: -replay.size[name])),
-        workspace_at_peak_bytes=workspace,
-        clock_us=tuple(clock_us),
-        stalls=tuple(replay.clocks.stalls),
-        copies=tuple(replay.clocks.copies),
-        busy_us=replay.clocks.busy,
-        moved_bytes={
-            name: sum(copy.size_bytes for copy in replay.clocks.copies if copy.link == name)
-            for name in LINK_NAMES
-        },
-        host_peak_bytes=replay.peak_bytes["host"],
-        nvme_peak_bytes=replay.peak_bytes["nvme"],
+        workspace_at_peak_bytes=workspace, clock_us=tuple(clock_us),
+        stalls=tuple(replay.clocks.stalls), copies=copies, busy_us=replay.clocks.busy,
+        moved_bytes={n: sum(c.size_bytes for c in copies if c.link == n) for n in LINK_NAMES},
+        host_peak_bytes=replay.peak_bytes["host"], nvme_peak_bytes=replay.peak_bytes["nvme"],
         below_bytes={str(tier): tuple(each) for tier, each in below.items() if any(each)},
-    )
+    )  # fmt: skip
 
 
 def require_valid(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from remat.graph_capture.errors import SolverError
@@ -136,48 +136,39 @@ def _cost_units(problem: Problem) -> tuple[list[int], float]:
     return [round(cost / unit_us) for cost in problem.cost_us], unit_us
 
 
-@dataclass(slots=True)
 class RetentionModel:
     """The program for at most `computations` runs of an op, within `room_bytes`."""
 
-    problem: Problem
-    room_bytes: int
-    computations: int
-    hint: Stages  # a schedule to begin from
-    least_us: float = 0.0  # of extra time
-    is_feasible: bool = True  # the hint's extra time is then the most
-    is_wide: bool = False  # an op may also run as often as in the hint
-    last: list[int] = field(init=False)
-    api: Any = field(init=False)
-    model: Any = field(init=False)
-    start: list[list[Any]] = field(init=False)
-    active: list[list[Any]] = field(init=False)
-    end: list[list[Any]] = field(init=False)
-    end_event: int = field(init=False)
-    intervals: list[Any] = field(default_factory=list[Any], init=False)
-    demands: list[int] = field(default_factory=list[int], init=False)
-    best: Stages | None = field(default=None, init=False)
+    def __init__(
+        self, problem: Problem, room_bytes: int, computations: int, hint: Stages,
+        least_us: float = 0.0, *, is_feasible: bool = True, is_wide: bool = False,
+    ) -> None:  # fmt: skip
+        """`hint` is a schedule to begin from, whose extra time is the most if it `is_feasible`.
 
-    def __post_init__(self) -> None:
+        Extra time is at least `least_us`. If `is_wide`, an op may run as often as in the hint.
+        """
         from ortools.sat.python import cp_model  # pyright: ignore[reportMissingTypeStubs]
 
         # OR-Tools ships no stubs.
         self.api = cast(Any, cp_model)
         self.model = self.api.CpModel()
-        problem = self.problem
+        self.problem, self.computations, self.hint = problem, computations, hint
+        self.least_us, self.is_feasible, self.is_wide = least_us, is_feasible, is_wide
+        self.intervals, self.demands = list[Any](), list[int]()
+        self.best: Stages | None = None
         self.last = _last_stages(problem)
         self.end_event = event_of(problem.n_ops, problem.n_ops)
-        self.start = [[event_of(op, op)] for op in range(problem.n_ops)]
-        self.active = [[True] for _ in range(problem.n_ops)]
+        self.start: list[list[Any]] = [[event_of(op, op)] for op in range(problem.n_ops)]
+        self.active: list[list[Any]] = [[True] for _ in range(problem.n_ops)]
         self._runs()
-        within = [times[: len(self.start[op])] for op, times in enumerate(self.hint)]
+        within = [times[: len(self.start[op])] for op, times in enumerate(hint)]
         shown = _shown_by(problem, within)
         self.end = [self._retentions(v, shown) for v in range(problem.n_values)]
         self._uses(shown)
         # All demands are multiples of the unit, so nothing is lost.
         unit = math.gcd(*self.demands) or 1
         demands = [demand // unit for demand in self.demands]
-        self.model.add_cumulative(self.intervals, demands, self.room_bytes // unit)
+        self.model.add_cumulative(self.intervals, demands, room_bytes // unit)
         self._objective()
 
     def _runs(self) -> None:

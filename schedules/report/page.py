@@ -413,16 +413,13 @@ def _figures(facts: PageFacts, summary: _Summary) -> list[Figure]:
 
 
 def _more(summary: _Summary) -> str:
-    text = f"{time_text(summary.again_us)} for {summary.runs_again} further runs of ops"
-    if not summary.stall_us:
-        return text
-    return f"{text}, {time_text(summary.stall_us)} of waits for copies"
+    waits = f", {time_text(summary.stall_us)} of waits for copies" if summary.stall_us else ""
+    return f"{time_text(summary.again_us)} for {summary.runs_again} further runs of ops{waits}"
 
 
 def _bound(facts: PageFacts, summary: _Summary) -> str:
     least = bound_of(summary.lower_bound_us, facts.graph.base_us)
     if least is None:
         return NO_BOUND
-    return (
-        f"no schedule at this budget has less than {percent_text(least)}; {gap_text(summary.gap)}"
-    )
+    gap = gap_text(summary.gap)
+    return f"no schedule at this budget has less than {percent_text(least)}; {gap}"

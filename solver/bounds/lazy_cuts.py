@@ -11,7 +11,7 @@ first computations, for any number of recomputations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -224,24 +224,17 @@ _PATIENCE = 0.5
 """How much less a window is worth another try, each time that a limit ended its program."""
 
 
-@dataclass(slots=True)
 class Windows:
     """Windows in the order of their stages, and their bound together."""
 
-    problem: Problem
-    parts: list[LazyCuts]
-    # What the best schedule known runs again in each stage, empty while there is none: windows in
-    # which that is far above what is proved come first.
-    spent_us: Sequence[float] = ()
-    bound_us: float = 0.0
-    solutions: list[CutSolution | None] = field(init=False)  # the last one of each
-    late: list[int] = field(init=False)  # how often limits ended each
-    base_us: float = field(init=False)  # of computing every op once
-
-    def __post_init__(self) -> None:
-        self.solutions = [None] * len(self.parts)
-        self.late = [0] * len(self.parts)
-        self.base_us = sum(self.problem.cost_us)
+    def __init__(self, problem: Problem, parts: list[LazyCuts], bound_us: float = 0.0) -> None:
+        self.problem, self.parts, self.bound_us = problem, parts, bound_us
+        # What the best schedule known runs again in each stage, empty while there is none: windows
+        # in which that is far above what is proved come first.
+        self.spent_us: Sequence[float] = ()
+        self.solutions: list[CutSolution | None] = [None] * len(parts)  # the last one of each
+        self.late = [0] * len(parts)  # how often limits ended each
+        self.base_us = sum(problem.cost_us)  # of computing every op once
 
     @property
     def is_done(self) -> bool:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from remat.graph_capture.errors import SolverError
@@ -77,17 +76,11 @@ class _Open(NamedTuple):
     op: int
 
 
-@dataclass(slots=True)
 class _Regression:
     """The search backwards; `best_bytes` is the bound so far, resident bytes left out."""
 
-    problem: Problem
-    best_bytes: int = 0
-    held: tuple[int, ...] = field(init=False)
-    n_opened: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        problem = self.problem
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.best_bytes, self.n_opened = problem, 0, 0
         early = (v for v in problem.held if problem.producer[v] < problem.n_forward)
         self.held = tuple(sorted(early))
 

@@ -18,7 +18,7 @@ The formulation is in `StagedProgram`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
@@ -52,32 +52,24 @@ class _Row:
     is_last: bool
 
 
-@dataclass(slots=True)
 class StagedProgram:
     """Variables, constraints and objective; every index by (row, ...)."""
 
-    problem: Problem
-    budget_bytes: int
-    passes: int
-    program: mip.MixedProgram = field(default_factory=mip.MixedProgram)
-    rows: list[_Row] = field(default_factory=list[_Row])
-    users: list[list[int]] = field(default_factory=list[list[int]])
-    runs: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    carried: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    made: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    freed: dict[tuple[int, int, int], int] = field(default_factory=dict[tuple[int, int, int], int])
-    live_bytes: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    cost_unit_us: float = 1.0
-    unit_bytes: float = 1.0
-
-    def __post_init__(self) -> None:
-        problem = self.problem
+    def __init__(self, problem: Problem, budget_bytes: int, passes: int) -> None:
+        self.problem, self.budget_bytes, self.passes = problem, budget_bytes, passes
+        self.program = mip.MixedProgram()
+        self.runs: dict[tuple[int, int], int] = {}
+        self.carried: dict[tuple[int, int], int] = {}
+        self.made: dict[tuple[int, int], int] = {}
+        self.freed: dict[tuple[int, int, int], int] = {}
+        self.live_bytes: dict[tuple[int, int], int] = {}
         self.cost_unit_us = sum(problem.cost_us) / COST_SCALE or 1.0
-        self.unit_bytes = max(self.budget_bytes - problem.resident_bytes, 1) / ROW_SCALE
+        self.unit_bytes = max(budget_bytes - problem.resident_bytes, 1) / ROW_SCALE
         self.users = inverted(problem.inputs, problem.n_values)
+        self.rows: list[_Row] = []
         for stage in range(problem.n_ops + 1):
-            for sweep in range(self.passes):
-                self.rows.append(_Row(len(self.rows), stage, sweep == self.passes - 1))
+            for sweep in range(passes):
+                self.rows.append(_Row(len(self.rows), stage, sweep == passes - 1))
         for row in self.rows:
             self._variables(row)
         for row in self.rows:

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -58,14 +59,14 @@ class _PlacingRound:
     room_bytes: Bytes
     # In which values go down; by default that of their making.
     order: tuple[str, ...] = ()
-    # By value, in that order, the item after which its copy down stands.
-    down: dict[str, int] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def down(self) -> dict[str, int]:
+        """By value, in `order`, the item after which its copy down stands."""
         order = self.order or order_of_making(self.base)
         # A copy stands no earlier than those before it in the order.
         stands = accumulate((self.base.made[name] for name in order), max)
-        object.__setattr__(self, "down", dict(zip(order, stands, strict=True)))
+        return dict(zip(order, stands, strict=True))
 
     def transfers(self) -> list[_Transfer]:
         """Spans that are left, by return; a value for which there is room all the way stays."""

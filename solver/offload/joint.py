@@ -33,7 +33,7 @@ import numpy as np
 
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.schedules.outcome import Result
-from remat.schedules.schedule import Compute, Fetch, Offload, Schedule
+from remat.schedules.schedule import Compute, Fetch, Offload, Schedule, fetched_value
 from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import COST_SCALE, CutProgram, CutSolution, expand
 from remat.solver.bounds.lazy_cuts import crowding
@@ -130,11 +130,8 @@ def hosted_ops(search: Search) -> _Ops:
     """Ops whose values the best schedule fetches."""
     assert search.best is not None
     producer = dict(zip(search.problem.names, search.problem.producer, strict=True))
-    return frozenset(
-        producer[step.value]
-        for step in search.best.steps
-        if isinstance(step, Fetch) and step.to == "device"
-    )
+    fetched = map(fetched_value, search.best.steps)
+    return frozenset(producer[name] for name in fetched if name)
 
 
 def arrivals_and_runs(problem: Problem, schedule: Schedule) -> list[list[int]]:

@@ -19,7 +19,7 @@ Shortcomings: with `recompute` the gap is rarely closed, and clones come just in
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
@@ -226,7 +226,7 @@ class PinnedOps(Reduction[_Stamp]):
         # With `keep` alone there are no clones, and one solve does.
         if not pins.again:
             return super().solve(question, rest)
-        return _PinnedSearch(question, pins, rest, Clock(question.time_limit_s)).solve()
+        return _PinnedSearch(question, pins, rest).solve()
 
     def _pins(self, question: Question) -> Pins:
         return self.pins or Pins.of(question.graph, question.keep, question.recompute)
@@ -242,27 +242,15 @@ def _stamp(question: Question) -> _Stamp:
     return _Stamp(question.graph, question.budget_bytes, named)
 
 
-@dataclass(slots=True)
 class _PinnedSearch:
     """Asks for the graph with clones, for less and less, until its schedule fits."""
 
-    question: Question
-    pins: Pins
-    rest: Rest
-    clock: Clock
-    cut_short: bool = False
-    graph: TrainingGraph = field(init=False)
-    budget_bytes: int = field(init=False)
-    kept: TrainingGraph = field(init=False)
-    cloned_graph: TrainingGraph = field(init=False)
-    problem: Problem = field(init=False)
-    again: frozenset[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.graph, self.budget_bytes = self.question.graph, self.question.budget_bytes
-        self.kept = kept_graph(self.graph, self.pins.kept)
+    def __init__(self, question: Question, pins: Pins, rest: Rest) -> None:
+        self.question, self.rest, self.clock = question, rest, Clock(question.time_limit_s)
+        self.graph, self.budget_bytes, self.cut_short = question.graph, question.budget_bytes, False
+        self.kept = kept_graph(self.graph, pins.kept)
         self.problem = Problem.of(self.graph)
-        self.again = frozenset(self.graph.op_index[name] for name in self.pins.again)
+        self.again = frozenset(self.graph.op_index[name] for name in pins.again)
         self.cloned_graph = with_clones(self.kept, self.again)
 
     def solve(self) -> Result:
