@@ -20,7 +20,7 @@ the rule on transformers; else the time limit. Shortcomings: those of its parts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, ClassVar, get_args
 
@@ -46,7 +46,7 @@ from remat.solver.result import INTERRUPTED, renamed
 from remat.solver.search import Clock, Listener, Search
 from remat.solver.segments.chen_sqrt import chen_state
 from remat.solver.state import State, ops_of, recomputed_by_stage, store_all_state
-from remat.solver.stopping import DEFAULT_GAP, EXACT_OPS, Seconds, gap_for
+from remat.solver.stopping import DEFAULT_GAP, EXACT_OPS, gap_for
 from remat.solver.table import REAL, make_solver, options_of
 
 _CP_SAT_S = 2.5
@@ -60,24 +60,18 @@ _GROWTH = 1.5  # how much longer the next program of cuts is expected to take
 _PATIENCE = 1.6  # growth of what a program of cuts may take, after one that did not end in it
 
 
-@dataclass(slots=True)
 class Improvement:
     """Works on `search` until its gap is closed to `gap`, time is up or ideas run out."""
 
-    search: Search
-    lazy: Windows
-    gap: float
-    seed: int = 0
-    workers: int = 2
-    stalled: int = 0
-    cuts_limit: Seconds = field(init=False)
-    effort: float = 0.0
-    least_effort: float = stopping.FIRST_ROUND.most
-    guide: Runs = ()
-    around: LargeNeighbourhoods | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self.cuts_limit = stopping.LARGE_CUTS if self.search.is_large else stopping.CUTS
+    def __init__(
+        self, search: Search, lazy: Windows, gap: float, seed: int = 0, workers: int = 2
+    ) -> None:
+        self.search, self.lazy, self.gap = search, lazy, gap
+        self.seed, self.workers, self.stalled = seed, workers, 0
+        self.cuts_limit = stopping.LARGE_CUTS if search.is_large else stopping.CUTS
+        self.effort, self.least_effort = 0.0, stopping.FIRST_ROUND.most
+        self.guide: Runs = ()
+        self.around: LargeNeighbourhoods | None = None
 
     def run(self) -> None:
         is_slow = False

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -110,43 +110,33 @@ MANY_OPS = 1000
 """Graphs of more ops are large: what takes seconds there comes last, is done less often or not."""
 
 
-@dataclass(slots=True)
 class Search:
     """One solve of one graph at one budget."""
 
-    graph: TrainingGraph
-    budget_bytes: int
-    solver: str
-    time_limit_s: InitVar[float] = 60.0
-    # Called with each better schedule and bound at once, and with what is done next.
-    progress: Listener | None = None
-    options: dict[str, Option] = field(default_factory=dict[str, Option])
-    clock: Clock = field(init=False)
-    problem: Problem = field(init=False)
-    best: Schedule | None = field(default=None, init=False)
-    # None where `best` was offered as a schedule.
-    best_state: State | None = field(default=None, init=False)
-    best_key: tuple[float, int] = field(default=(float("inf"), 0), init=False)  # time, peak
-    # Of least peak among those found without looking at the budget, so that a solve at that peak
-    # finds it again.
-    lowest: Schedule | None = field(default=None, init=False)
-    lowest_bytes: int = field(default=1 << 62, init=False)
-    bound_us: float = field(init=False)  # no schedule within the budget takes less
-    proved_infeasible: bool = field(default=False, init=False)
-    cut_short: bool = field(default=False, init=False)  # by the clock or Ctrl-C
-    message: str = field(default="", init=False)
-    doing: str = field(default="keeping everything", init=False)
-    floor: Holding | None = field(default=None, init=False)
-    least_bound_bytes: int = field(default=0, init=False)
-    # A schedule that takes no less is of no use: the search ends once the bound says so.
-    enough_us: float = field(default=float("inf"), init=False)
-    # Moves that repairs weighed: effort that is the same on every machine.
-    work: int = field(default=0, init=False)
-
-    def __post_init__(self, time_limit_s: float) -> None:
-        self.clock = Clock(time_limit_s)
-        self.problem = Problem.of(self.graph)
-        self.bound_us = self.graph.time_us
+    def __init__(
+        self, graph: TrainingGraph, budget_bytes: int, solver: str, time_limit_s: float = 60.0,
+        progress: Listener | None = None, options: dict[str, Option] | None = None,
+    ) -> None:  # fmt: skip
+        self.graph, self.budget_bytes, self.solver = graph, budget_bytes, solver
+        # Called with each better schedule and bound at once, and with what is done next.
+        self.progress, self.options = progress, options or {}
+        self.clock, self.problem = Clock(time_limit_s), Problem.of(graph)
+        self.best: Schedule | None = None
+        self.best_state: State | None = None  # None too where `best` was offered as a schedule
+        self.best_key: tuple[float, int] = (float("inf"), 0)  # time, peak
+        # Of least peak among those found without looking at the budget, so that a solve at that
+        # peak finds it again.
+        self.lowest: Schedule | None = None
+        self.lowest_bytes = 1 << 62
+        self.bound_us = graph.time_us  # no schedule within the budget takes less
+        self.proved_infeasible = False
+        self.cut_short = False  # by the clock or Ctrl-C
+        self.message, self.doing = "", "keeping everything"
+        self.floor: Holding | None = None
+        self.least_bound_bytes = 0
+        # A schedule that takes no less is of no use: the search ends once the bound says so.
+        self.enough_us = float("inf")
+        self.work = 0  # moves that repairs weighed: effort that is the same on every machine
 
     @classmethod
     def of(cls, solver: Any, name: str, graph: TrainingGraph, budget_bytes: int) -> Search:

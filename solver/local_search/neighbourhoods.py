@@ -16,7 +16,6 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -37,24 +36,16 @@ _FEW_STAGES = 3
 _FULL = 0.98  # a stage is full from this part of the budget on
 
 
-@dataclass(slots=True)
 class LargeNeighbourhoods:
     """Improves `search`'s best schedule; `stop` says when it is good enough."""
 
-    search: Search
-    stop: Callable[[], bool]
-    seed: int = 0
-    workers: int = 1
-    size: float = _FIRST_SIZE
-    most_stages: int = _FEW_STAGES
-    is_exhausted: bool = False
-    guide: Runs = ()
-    source: random.Random = field(init=False)
-    runs: Runs = field(init=False)
-    state: State = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.source = random.Random(self.seed)
+    def __init__(
+        self, search: Search, stop: Callable[[], bool], seed: int = 0, workers: int = 1
+    ) -> None:
+        self.search, self.stop, self.workers = search, stop, workers
+        self.size: float = _FIRST_SIZE
+        self.most_stages, self.source = _FEW_STAGES, random.Random(seed)
+        self.guide: Runs = ()
         self.restart()
 
     def restart(self) -> None:
@@ -121,7 +112,7 @@ class LargeNeighbourhoods:
         fill(self.state, self.search.budget_bytes, self.search)
         if self.search.offer(self.state):
             runs = [sorted(stage.recomputed) for stage in self.state.stages]
-        self.runs = runs
+        self.runs: Runs = runs
 
     def _pick(self) -> list[int]:
         size = int(self.size)
