@@ -74,6 +74,7 @@ class Solver(Protocol):
         resident bytes included, and may be any int. SolverError: the solver refuses the graph, as
         `exhaustive` refuses large ones.
         """
+        ...
 
 
 _INTEGER = (int, np.integer)

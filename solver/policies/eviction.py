@@ -187,6 +187,7 @@ class _Memory(Protocol):
 
     def place(self, block: int, size_bytes: int) -> bool:
         """Put a block; return whether it fits."""
+        ...
 
     def release(self, block: int) -> None:
         """Take a block away."""
