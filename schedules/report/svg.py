@@ -177,8 +177,9 @@ def arena_picture(facts: PageFacts) -> _ArenaPicture | None:
     shapes = [small] if found.merged else []
     shapes += [*_of_kinds(scale, kinds, others), *(_named(scale, box) for box in named)]
     legend += [(_SMALL, palette.GREY)] if found.merged else []
-    load_y, ticks = scale.y(found.layout.load_bytes), _ticks(scale, found.layout.arena_bytes)
-    live = _live_path(scale, found)
+    marks = [found.layout.arena_bytes * i // (_TICKS - 1) for i in range(_TICKS)]
+    ticks = tuple(_Tick(scale.y(mark), bytes_text(mark) if mark else "0") for mark in marks)
+    live, load_y = _live_path(scale, found), scale.y(found.layout.load_bytes)
     return _ArenaPicture(tuple(shapes), tuple(legend), live, load_y, ticks, _says(found))
 
 
@@ -234,11 +235,6 @@ def _live_path(scale: _Scale, of: Addresses) -> str:
         f"{'L' if i else 'M'}{at[first]} {scale.y(int(top))}H{end}"
         for i, (first, top, end) in enumerate(spans)
     )
-
-
-def _ticks(scale: _Scale, arena_bytes: int) -> tuple[_Tick, ...]:
-    marks = [arena_bytes * i // (_TICKS - 1) for i in range(_TICKS)]
-    return tuple(_Tick(scale.y(mark), bytes_text(mark) if mark else "0") for mark in marks)
 
 
 def _says(of: Addresses) -> str:
