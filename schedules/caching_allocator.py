@@ -28,16 +28,13 @@ from remat.formats import MIB
 
 # ``c10/core/AllocatorConfig.h``; ``PYTORCH_ALLOC_CONF`` names settings, such as
 # ``large_segment_size_mb``, in MiB.
-_MIN_BLOCK_BYTES = 512
-"""Every block is a multiple of it."""
-_SMALL_BYTES = MIB
-"""Blocks up to it come from the small pool, larger ones from the large pool."""
+_MIN_BLOCK_BYTES = 512  # every block is a multiple of it
+_SMALL_BYTES = MIB  # blocks up to it come from the small pool, larger ones from the large pool
 _SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
 _OWN_SEGMENT_BYTES = 10 * MIB
 """From this size on, a block that finds no room gets a segment of its own size."""
-_SEGMENT_MULTIPLE_BYTES = 2 * MIB
-"""Segments of their own size are a multiple of it."""
+_SEGMENT_MULTIPLE_BYTES = 2 * MIB  # segments of their own size are a multiple of it
 UNLIMITED_BYTES = 1 << 50
 
 
@@ -46,24 +43,19 @@ def _multiple_above(size_bytes: int, unit_bytes: int) -> int:
 
 
 class AllocatorSettings(msgspec.Struct, frozen=True):
-    """How the allocator is set, and how large its device is.
+    """How the allocator is set, and how large its device is."""
 
-    Attributes
-    ----------
-    expandable_segments : one growing range of addresses for each pool, in place of segments.
-    max_split_bytes : blocks from this size on are not split, and not given to smaller requests.
-    max_non_split_rounding_bytes : by how much such a block may be larger than its request; at least
-        `large_segment_bytes`, which it is where torch is not told.
-    roundup_power2_divisions : sizes are rounded up to so many steps between two powers of two; a
-        power of two itself. 0 rounds to multiples of 512 bytes.
-    large_segment_bytes : size of the segments that several large blocks share, and of the pages of
-        an expandable one.
-    """
-
+    # One growing range of addresses for each pool, in place of segments.
     expandable_segments: bool = False
+    # Blocks from this size on are not split, and not given to smaller requests.
     max_split_bytes: int = UNLIMITED_BYTES
+    # By how much such a block may be larger than its request; at least `large_segment_bytes`, which
+    # it is where torch is not told.
     max_non_split_rounding_bytes: int = 0
+    # Sizes are rounded up to so many steps between two powers of two; a power of two itself. 0
+    # rounds to multiples of 512 bytes.
     roundup_power2_divisions: int = 0
+    # Of the segments that several large blocks share, and of the pages of an expandable one.
     large_segment_bytes: int = LARGE_SEGMENT_BYTES
     capacity_bytes: int = UNLIMITED_BYTES
 
@@ -89,15 +81,13 @@ class AllocatorSettings(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class AllocatorBlock:
-    """A range of addresses in one segment; `before` and `after` are its neighbours there.
-
-    One that is not mapped is room in an expandable segment: addresses without memory.
-    """
+    """A range of addresses in one segment; `before` and `after` are its neighbours there."""
 
     size: int
     address: int
     pool: _Pool
     is_used: bool = False
+    # Else it is room in an expandable segment: addresses without memory.
     is_mapped: bool = True
     before: AllocatorBlock | None = None
     after: AllocatorBlock | None = None
@@ -213,9 +203,8 @@ class _FixedSegments(_Segments):
         segment = self._settings.segment_bytes(size)
         if not self._device.take(segment):
             return None
-        return AllocatorBlock(
-            segment, self._device.addresses(segment, _SEGMENT_MULTIPLE_BYTES), pool
-        )
+        address = self._device.addresses(segment, _SEGMENT_MULTIPLE_BYTES)
+        return AllocatorBlock(segment, address, pool)
 
     def give_back(self, block: AllocatorBlock) -> None:
         # torch returns a segment only as a whole.

@@ -71,10 +71,8 @@ def within_split(graph: TrainingGraph, split: str | None) -> TrainingGraph:
     if split in (None, "tolerance") or not graph.regions:
         return graph
     # With "none" nothing runs in chunks.
-    chosen = [
-        (r, tuple(c for c in r.choices if c.exact and split != "none")) for r in graph.regions
-    ]
-    regions = tuple(msgspec.structs.replace(r, choices=choices) for r, choices in chosen if choices)
+    kept = [(r, tuple(c for c in r.choices if c.exact and split != "none")) for r in graph.regions]
+    regions = tuple(msgspec.structs.replace(r, choices=choices) for r, choices in kept if choices)
     return msgspec.structs.replace(graph, regions=regions)
 
 

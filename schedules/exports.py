@@ -116,21 +116,14 @@ def chrome_trace(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
     return {
         "displayTimeUnit": "ms",
         "otherData": {
-            "model": graph.name,
-            "peak_bytes": found.peak_bytes,
-            "time_us": found.time_us,
-            "overhead": found.overhead,
-            "budget_bytes": schedule.budget_bytes,
-            "colours": ROLES,
+            "model": graph.name, "peak_bytes": found.peak_bytes, "time_us": found.time_us,
+            "overhead": found.overhead, "budget_bytes": schedule.budget_bytes, "colours": ROLES,
         },
         "traceEvents": [
-            *_name_events(graph, found),
-            *_run_events(line),
-            *_copy_events(graph, found),
-            *_counter_events(line),
-            *_below_events(found),
+            *_name_events(graph, found), *_run_events(line), *_copy_events(graph, found),
+            *_counter_events(line), *_below_events(found),
         ],
-    }
+    }  # fmt: skip
 
 
 def trace_file(graph: TrainingGraph, schedule: Schedule) -> bytes:
@@ -142,9 +135,7 @@ def _name_events(graph: TrainingGraph, found: Simulation) -> list[dict[str, Any]
     names += [("thread_name", lane, name) for name, lane in LANES.items()]
     # Leave out lanes of links that copy nothing.
     used = {copy.link for copy in found.copies}
-    names += [
-        ("thread_name", LINK_LANES[one], LINK_TITLES[one]) for one in LINK_NAMES if one in used
-    ]
+    names += [("thread_name", LINK_LANES[n], LINK_TITLES[n]) for n in LINK_NAMES if n in used]
     return [
         {"ph": "M", "pid": _PROCESS, "tid": lane, "name": kind, "args": {"name": name}}
         for kind, lane, name in names
@@ -195,12 +186,9 @@ def _below_events(found: Simulation) -> list[dict[str, Any]]:
         # Lower tiers are booked by steps, so the device's clock at that step is shown.
         for at_us, size_bytes in zip(found.clock_us, there, strict=True):
             if size_bytes != before:
-                events.append(
-                    {
-                        "ph": "C", "pid": _PROCESS, "name": f"{tier} bytes", "ts": at_us,
-                        "args": {"bytes": size_bytes},
-                    }
-                )  # fmt: skip
+                args = {"bytes": size_bytes}
+                event = {"ph": "C", "pid": _PROCESS, "name": f"{tier} bytes", "ts": at_us}
+                events.append(event | {"args": args})
             before = size_bytes
     return events
 
@@ -224,8 +212,7 @@ def _counter_events(line: Timeline) -> list[dict[str, Any]]:
 _BASE = 0x7F00_0000_0000
 """Where addresses begin. Any number would do."""
 
-_VIEWER_PROTOCOL = 4
-"""The newest version of pickles that the viewer in the browser reads."""
+_VIEWER_PROTOCOL = 4  # the newest version of pickles that the viewer in the browser reads
 
 _Frame = dict[str, Any]
 _Event = dict[str, Any]
@@ -265,8 +252,7 @@ class _Recording:
     def alloc(self, name: str, size: int, frames: list[_Frame], time_us: int) -> None:
         # Values of 0 bytes are never allocated, so `free` skips them too.
         if size:
-            address = self.arena.take(size)
-            self.blocks[name] = address, size, frames
+            self.blocks[name] = self.arena.take(size), size, frames
             self._tell("alloc", name, time_us)
 
     def free(self, name: str, time_us: int) -> None:
@@ -296,8 +282,7 @@ def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
         now_us = int(1e3 * line.edges[run])
         if isinstance(step, Compute):
             op = graph.ops[graph.op_index[step.op]]
-            workspace_bytes = updates.get(op.name, op.workspace_bytes)
-            _run_op(recording, graph, op, workspace_bytes, now_us)
+            _run_op(recording, graph, op, updates.get(op.name, op.workspace_bytes), now_us)
             run += 1
         elif fetched_value(step):
             value = graph.value_by_name[step.value]
@@ -360,26 +345,16 @@ def _growth(recording: _Recording) -> _Event:
 
 
 def _segment(recording: _Recording) -> dict[str, Any]:
-    live = [
-        _block(address, size, "active_allocated", frames)
-        for address, size, frames in recording.blocks.values()
-    ]
+    blocks = recording.blocks.values()
+    live = [_block(address, size, "active_allocated", frames) for address, size, frames in blocks]
     gaps = [_block(begin, end - begin, "inactive", []) for begin, end in recording.arena.holes]
-    allocated = sum(size for _, size, _ in recording.blocks.values())
+    allocated = sum(size for _, size, _ in blocks)
     return {
-        "device": 0,
-        "address": _BASE,
-        "total_size": recording.arena.top - _BASE,
-        "stream": 0,
-        "segment_type": "large",
-        "segment_pool_id": (0, 0),
-        "allocated_size": allocated,
-        "active_size": allocated,
-        "requested_size": allocated,
-        "is_expandable": False,
-        "frames": [],
-        "blocks": sorted([*live, *gaps], key=lambda block: block["address"]),
-    }
+        "device": 0, "address": _BASE, "total_size": recording.arena.top - _BASE, "stream": 0,
+        "segment_type": "large", "segment_pool_id": (0, 0), "allocated_size": allocated,
+        "active_size": allocated, "requested_size": allocated, "is_expandable": False,
+        "frames": [], "blocks": sorted([*live, *gaps], key=lambda block: block["address"]),
+    }  # fmt: skip
 
 
 def _block(address: int, size: int, state: str, frames: list[_Frame]) -> dict[str, Any]:

@@ -32,8 +32,7 @@ from remat.schedules.schedule import Compute, Schedule, arriving_values, freed_v
 from remat.schedules.simulate import Simulation, simulate
 
 _FAMILY_VERSION = 1
-_SHOWN = 2
-"""Corners of a member that a family's text shows."""
+_SHOWN = 2  # corners of a member that a family's text shows
 _Certificate = Literal["largest sizes", "bounds of parts"]
 
 
@@ -214,7 +213,9 @@ def resized_schedule(schedule: Schedule, graph: TrainingGraph) -> Schedule:
     captured_hash = graph.hash if schedule.chunks else ""
     graph = in_chunks(graph, schedule.chunks) if schedule.chunks else graph
     # Only shapes may differ between sizes.
-    mine, theirs = _structure(schedule.signatures), _structure(graph.signatures)
+    mine, theirs = (
+        [_SHAPE.sub("[]", line) for line in one.signatures] for one in (schedule, graph)
+    )
     if mine != theirs:
         pairs = zip(mine, theirs, strict=False)
         first = next((f"'{a}', is '{b}'" for a, b in pairs if a != b), "of another number of ops")
@@ -230,10 +231,6 @@ def resized_schedule(schedule: Schedule, graph: TrainingGraph) -> Schedule:
 
 def simulate_resized(graph: TrainingGraph, schedule: Schedule) -> Simulation:
     return simulate(graph, resized_schedule(schedule, graph))
-
-
-def _structure(signatures: tuple[str, ...]) -> list[str]:
-    return [_SHAPE.sub("[]", line) for line in signatures]
 
 
 def peak_over(
@@ -303,10 +300,9 @@ def _peak_bytes(graph: RangedGraph, schedule: Schedule, sizes: dict[str, int]) -
 
 
 class FastPeak:
-    """The peak of `schedule`, valid for `graph`, for other bytes of its values, without a replay.
+    """The peak of `schedule`, valid for `graph`, for other bytes of values, without a replay."""
 
-    `simulate` decides: it judges what a search finds by these books.
-    """
+    # `simulate` decides: it judges what a search finds by these books.
 
     def __init__(self, graph: TrainingGraph, schedule: Schedule) -> None:
         # Which values are live at a step does not depend on their sizes, so steps are read once.
@@ -327,7 +323,8 @@ class FastPeak:
             if gone := freed_value(step):
                 changed.append((i + 1, self.index[gone], -1))
                 live.discard(gone)
-        self.made, self.changed = _columns(made), _columns(changed)
+        columns = (np.array(found, np.int64).reshape(-1, 3).T for found in (made, changed))
+        self.made, self.changed = columns
 
     def peak_bytes(self, size: PartBytes) -> int:
         n_steps = len(self.op_of_step)
@@ -336,10 +333,6 @@ class FastPeak:
         is_op = self.op_of_step >= 0
         running[is_op] += size.workspaces[self.op_of_step[is_op]]
         return size.resident_bytes + int(running.max(initial=0))
-
-
-def _columns(entries: list[tuple[int, int, int]]) -> Ints:
-    return np.array(entries, dtype=np.int64).reshape(-1, 3).T
 
 
 def _sums(entries: Ints, sizes: Ints, n_steps: int) -> Ints:

@@ -62,8 +62,7 @@ def kept_occurrences(
 ) -> dict[str, tuple[bool, ...]]:
     """By target, such as ``aten.mm.default``: whether each of its runs in forward is kept.
 
-    Entry i is the i-th run of that target in captured order. Only ops in `module`, or in modules
-    below it, count.
+    Runs are in captured order, and of ops in `module` and below it alone.
     """
     live, times = live_after_forward(graph, schedule), schedule.computations()
     found: dict[str, list[bool]] = {}
@@ -91,9 +90,11 @@ def ops_as_eager_runs(graph: TrainingGraph) -> list[int]:
         # A checkpoint reruns before backward first reads a value from inside it.
         if op.phase == "backward":
             for again in dict.fromkeys(lost[v] for v in op.inputs if v in lost and v not in casts):
+                ops = covered.pop(again, [])
+                makes = [not wanted.isdisjoint(graph.ops[i].outputs) for i in ops]
                 # Non-reentrant `torch.utils.checkpoint` stops early, at the last op whose outputs
                 # are read.
-                order += _up_to_last(graph, covered.pop(again, []), wanted)
+                order += ops[: len(ops) - makes[::-1].index(True)] if any(makes) else []
         order.append(i)
     return order
 
@@ -137,11 +138,6 @@ def _lost_within(graph: TrainingGraph, casts: set[str]) -> dict[str, int]:
     return {name: at for name, at in made.items() if name not in kept}
 
 
-def _up_to_last(graph: TrainingGraph, covered: list[int], wanted: set[str]) -> Iterator[int]:
-    making = [at for at, i in enumerate(covered) if not wanted.isdisjoint(graph.ops[i].outputs)]
-    return iter(covered[: making[-1] + 1] if making else ())
-
-
 def as_eager_frees(graph: TrainingGraph, schedule: Schedule) -> Schedule:
     """`schedule`, which runs ops as eager does, with no value freed sooner than eager frees it."""
     until = {v.name: v.held_until for v in graph.values if v.held_until in graph.op_index}
@@ -179,12 +175,9 @@ def _end_of(
 def forward_alone(graph: TrainingGraph) -> tuple[TrainingGraph, Schedule]:
     ops = graph.ops[: graph.n_forward]
     made = {name for op in ops for name in op.outputs}
+    values = tuple(v for v in graph.values if not v.producer or v.name in made)
     own = msgspec.structs.replace(
-        graph,
-        ops=ops,
-        values=tuple(v for v in graph.values if not v.producer or v.name in made),
-        outputs=graph.forward_outputs,
-        regions=(),
+        graph, ops=ops, values=values, outputs=graph.forward_outputs, regions=()
     )
     return own, Schedule.for_graph(own, _as_used(own))
 

@@ -49,27 +49,16 @@ class BufferKind(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Buffers:
-    """Buffers of one step by start; those of one run in the order of its outputs, workspace last.
+    """Buffers of one step by start; those of one run in the order of outputs, workspace last."""
 
-    Attributes
-    ----------
-    size_bytes : bytes of each, as the graph has them; none is 0.
-    start, end : time from which it is live, and first time at which it no longer is.
-    kind : a `BufferKind` each.
-    names : the value that each holds, or the op whose workspace it is.
-    n_times : length of time; `end` of what outlives the step.
-    forward_end : first time after the last first run of a forward op.
-    resident_bytes : bytes that live through the step and are no buffers.
-    """
-
-    size_bytes: Ints
-    start: Ints
-    end: Ints
-    kind: Ints
-    names: tuple[str, ...]
-    n_times: int
-    forward_end: int = 0
-    resident_bytes: int = 0
+    size_bytes: Ints  # as the graph has them; none is 0
+    start: Ints  # time from which each is live
+    end: Ints  # first time at which it no longer is
+    kind: Ints  # a `BufferKind` each
+    names: tuple[str, ...]  # the value that each holds, or the op whose workspace it is
+    n_times: int  # length of time; `end` of what outlives the step
+    forward_end: int = 0  # first time after the last first run of a forward op
+    resident_bytes: int = 0  # that live through the step and are no buffers
 
     def __post_init__(self) -> None:
         lengths = {len(self.start), len(self.end), len(self.kind), len(self.names)}
@@ -202,42 +191,26 @@ class _Walk:
         has_bytes = table[:, 0] > 0
         size_bytes, start, end, kind = table[has_bytes].T.copy()
         forward = (op.name for op in self.graph.ops if op.phase == "forward")
-        return Buffers(
-            size_bytes,
-            start,
-            end,
-            kind,
-            tuple(name for name, stays in zip(self.names, has_bytes, strict=True) if stays),
-            n_times=self.now,
-            forward_end=max((self.first_runs[name] + 1 for name in forward), default=0),
-            resident_bytes=self.graph.resident.total_bytes,
-        )
+        names = tuple(name for name, stays in zip(self.names, has_bytes, strict=True) if stays)
+        forward_end = max((self.first_runs[name] + 1 for name in forward), default=0)
+        resident_bytes = self.graph.resident.total_bytes
+        return Buffers(size_bytes, start, end, kind, names, self.now, forward_end, resident_bytes)
 
 
 _SCHEMA_VERSION = 1
-CPU_ALIGNMENT_BYTES = 64
-"""torch's allocator for the CPU aligns to it (`c10/core/alignment.h`)."""
+CPU_ALIGNMENT_BYTES = 64  # torch's allocator for the CPU aligns to it (`c10/core/alignment.h`)
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Where each buffer lies in an arena.
+    """Where each buffer lies in an arena."""
 
-    Attributes
-    ----------
-    offsets_bytes : of each buffer, in the order of `Buffers`, from the start of the arena.
-    arena_bytes : bytes from the start of the arena to the end of the buffer that ends last.
-    load_bytes : the most bytes live at once: no arena is smaller.
-    alignment_bytes : a power of two that divides each offset.
-    buffers_hash : `Buffers.hash` of what it is a layout of.
-    placed_by : what found it.
-    """
-
+    # Of each buffer, in the order of `Buffers`, from the start of the arena.
     offsets_bytes: tuple[int, ...]
-    arena_bytes: int
-    load_bytes: int
-    alignment_bytes: int
-    buffers_hash: str
-    placed_by: str = ""
+    arena_bytes: int  # from its start to the end of the buffer that ends last
+    load_bytes: int  # the most bytes live at once: no arena is smaller
+    alignment_bytes: int  # a power of two that divides each offset
+    buffers_hash: str  # `Buffers.hash` of what it is a layout of
+    placed_by: str = ""  # what found it
     schema_version: int = _SCHEMA_VERSION
 
     def __post_init__(self) -> None:

@@ -17,17 +17,12 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 
 
 class Lever(NamedTuple):
-    """Where the two halves of a lever are, each as ``module:name``.
+    """Where the two halves of a lever are, each as ``module:name``."""
 
-    Attributes
-    ----------
-    reduction : a `remat.solver.reductions.reduction.Reduction`, which changes the graph that is
-        solved.
-    emitter : a function that changes the joint fx graph in the same way; empty where the lever
-        leaves the ops as they are. It takes the fx graph, and what the schedule tells it.
-    """
-
+    # A `remat.solver.reductions.reduction.Reduction`, which changes the graph that is solved.
     reduction: str
+    # A function that changes the joint fx graph in the same way; empty where the lever leaves the
+    # ops as they are. It takes the fx graph, and what the schedule tells it.
     emitter: str = ""
 
 
@@ -73,13 +68,9 @@ class AppliedLever(msgspec.Struct, frozen=True):
 
     @classmethod
     def between(
-        cls,
-        lever: str,
-        before: TrainingGraph,
-        after: TrainingGraph,
-        told: Iterable[str],
+        cls, lever: str, before: TrainingGraph, after: TrainingGraph, told: Iterable[str],
         tolerance: float = 0.0,
-    ) -> AppliedLever:
+    ) -> AppliedLever:  # fmt: skip
         dropped, ops = changes_between(before, after)
         made = {name for _, op in ops for name in op.outputs}
         values = tuple(value for value in after.values if value.name in made)

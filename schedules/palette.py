@@ -6,39 +6,20 @@ common kinds of colour blindness can tell its colours apart.
 
 from __future__ import annotations
 
-GREY = "#999999"
-DARK_GREY = "#666666"
-ORANGE = "#E69F00"
-SKY = "#56B4E9"
-GREEN = "#009E73"
-YELLOW = "#F0E442"
-BLUE = "#0072B2"
-VERMILLION = "#D55E00"
-PURPLE = "#CC79A7"
+GREY, DARK_GREY, ORANGE = "#999999", "#666666", "#E69F00"
+SKY, GREEN, YELLOW = "#56B4E9", "#009E73", "#F0E442"
+BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 
 ROLES: dict[str, str] = {
-    "plan": BLUE,
-    "unmodified": GREY,
-    "measured": PURPLE,
-    "budget": VERMILLION,
-    "bound": GREEN,
-    "forward": BLUE,
-    "backward": SKY,
-    "recompute": ORANGE,
-    "kept": GREEN,
-}
+    "plan": BLUE, "unmodified": GREY, "measured": PURPLE, "budget": VERMILLION, "bound": GREEN,
+    "forward": BLUE, "backward": SKY, "recompute": ORANGE, "kept": GREEN,
+}  # fmt: skip
 """Colours of what is drawn in more than one picture."""
 
 KINDS: dict[str, str] = {
-    "resident": GREY,
-    "activation": BLUE,
-    "gradient": GREEN,
-    "tangent": YELLOW,
-    "output": SKY,
-    "rng_state": PURPLE,
-    "buffer": DARK_GREY,
-    "workspace": ORANGE,
-}
+    "resident": GREY, "activation": BLUE, "gradient": GREEN, "tangent": YELLOW, "output": SKY,
+    "rng_state": PURPLE, "buffer": DARK_GREY, "workspace": ORANGE,
+}  # fmt: skip
 """Colours of what bytes are for."""
 
 CYCLE = (BLUE, ORANGE, PURPLE, SKY, YELLOW, GREEN, VERMILLION)

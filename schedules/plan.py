@@ -244,8 +244,7 @@ def _check_header(data: bytes | str, name: str) -> None:
         )
 
 
-AGREEMENT = 1e-9
-"""Largest relative difference of two times that come from the same sum."""
+AGREEMENT = 1e-9  # largest relative difference of two times that come from the same sum
 
 
 def evaluate_plan(plan: PlanFile, name: str = "the plan") -> tuple[TrainingGraph, Simulation]:

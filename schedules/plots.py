@@ -18,6 +18,7 @@ from remat.graph_capture.errors import GraphError
 from remat.graph_capture.graph import Floats, Ints, TrainingGraph
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.layout import Buffers, Layout, buffers_of, check_layout, kinds_of_buffers
+from remat.schedules.outcome import Result
 from remat.schedules.palette import DARK_GREY, GREY, KINDS, ROLES, cycled
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import overhead_of, simulate
@@ -52,24 +53,6 @@ def _scale_of(largest_bytes: float) -> tuple[float, str]:
 _MARKERS = "osD^vP*X"
 
 
-class _Outcome(Protocol):
-    """What a picture needs of `remat.solver.result.Result`, which this package does not import."""
-
-    @property
-    def schedule(self) -> Schedule | None: ...
-
-    @property
-    def peak_bytes(self) -> int: ...
-
-    @property
-    def time_us(self) -> float: ...
-
-    @property
-    def lower_bound_us(self) -> float:
-        """No schedule takes less at this budget."""
-        ...
-
-
 class _DrawnFront(Protocol):
     """What a picture needs of `remat.solver.budgets.front.Front`."""
 
@@ -83,16 +66,13 @@ class _DrawnFront(Protocol):
     def unmodified_bytes(self) -> int: ...
 
     @property
-    def points(self) -> Iterable[tuple[int, _Outcome]]: ...
+    def points(self) -> Iterable[tuple[int, Result]]: ...
 
 
 def draw_front(
-    ax: Axes,
-    fronts: _DrawnFront | Mapping[str, _DrawnFront],
-    *,
-    budget_bytes: int = 0,
-    plan: _Outcome | None = None,
-) -> Axes:
+    ax: Axes, fronts: _DrawnFront | Mapping[str, _DrawnFront], *, budget_bytes: int = 0,
+    plan: Result | None = None,
+) -> Axes:  # fmt: skip
     """Draw overhead against peak, one line a solver, and the best bound at each budget.
 
     Parameters
@@ -105,8 +85,7 @@ def draw_front(
     else:
         curves = {str(getattr(fronts, "solver", "plans")): fronts}
     colours = cycled(list(curves))
-    largest = max((curve.unmodified_bytes for curve in curves.values()), default=0)
-    scale, unit = _scale_of(largest)
+    scale, unit = _scale_of(max((curve.unmodified_bytes for curve in curves.values()), default=0))
     for i, (name, curve) in enumerate(curves.items()):
         # Sort by peak: a larger budget need not give a larger one.
         found = [(o.peak_bytes, _percent(o.time_us, curve)) for _, o in curve.points if o.schedule]
@@ -239,15 +218,10 @@ _ALPHA = 0.75
 
 
 def draw_live_bytes(
-    ax: Axes,
-    graph: TrainingGraph,
-    schedule: Schedule,
-    *,
-    by: BandsBy = "kind",
+    ax: Axes, graph: TrainingGraph, schedule: Schedule, *, by: BandsBy = "kind",
     unmodified: tuple[TrainingGraph, Schedule] | None = None,
-    measured: tuple[Floats, Ints] | None = None,
-    budget_bytes: int | None = None,
-) -> Axes:
+    measured: tuple[Floats, Ints] | None = None, budget_bytes: int | None = None,
+) -> Axes:  # fmt: skip
     """Draw what is live while each op runs.
 
     Parameters
@@ -271,14 +245,10 @@ def draw_live_bytes(
     scale, unit = _scale_of(max([*peaks, baseline.simulation.peak_bytes if baseline else 0]))
     # There is one more edge than runs, so the last entry is repeated up to the end of the step.
     ax.stackplot(
-        line.edges,
-        [np.append(bands[name], bands[name][-1:]) / scale for name in names],
-        labels=[literal(name) for name in names],
-        colors=[colours[name] for name in names],
-        alpha=_ALPHA,
-        step="post",
-        linewidth=0,
-    )
+        line.edges, [np.append(bands[name], bands[name][-1:]) / scale for name in names],
+        labels=[literal(name) for name in names], colors=[colours[name] for name in names],
+        alpha=_ALPHA, step="post", linewidth=0,
+    )  # fmt: skip
     if baseline:
         curve = baseline.live_bytes / scale
         ax.stairs(
@@ -310,8 +280,7 @@ def band_colours(names: list[str], by: BandsBy) -> dict[str, str]:
     return cycled(modules, without=(KINDS[WORKSPACE],)) | given
 
 
-_EDGE = 0.15
-"""Width in points of the line around a rectangle, so that neighbours can be told apart."""
+_EDGE = 0.15  # width in points of the line around a rectangle, so that neighbours can be told apart
 
 
 def draw_layout(ax: Axes, graph: TrainingGraph, schedule: Schedule, layout: Layout) -> Axes:
@@ -335,14 +304,12 @@ def draw_layout(ax: Axes, graph: TrainingGraph, schedule: Schedule, layout: Layo
     for kind, colour in KINDS.items():
         corners = _corners(buffers, layout, scale)[kinds == kind]
         if len(corners):
-            drawn = PolyCollection(
-                list(corners), facecolors=colour, edgecolors="white", linewidths=_EDGE
-            )
+            boxes = list(corners)
+            drawn = PolyCollection(boxes, facecolors=colour, edgecolors="white", linewidths=_EDGE)
             drawn.set_label(kind)
             ax.add_collection(drawn)
-    ax.axhline(
-        layout.load_bytes / scale, color=ROLES["bound"], lw=0.8, ls="--", label="most live bytes"
-    )
+    load, colour = layout.load_bytes / scale, ROLES["bound"]
+    ax.axhline(load, color=colour, lw=0.8, ls="--", label="most live bytes")
     ax.set(xlabel="runs of ops", ylabel=f"address in the arena, {unit}")
     ax.set(xlim=(0, buffers.n_times), ylim=(0, 1.02 * layout.arena_bytes / scale))
     ax.set_title(literal(graph.name))

@@ -50,13 +50,8 @@ def serve_trace(trace: Iterable[int], settings: AllocatorSettings) -> AllocatorR
             allocator.free(used.pop(~event))
         else:
             allocator.empty_cache()
-    return AllocatorReplay(
-        peak_allocated_bytes=allocator.peak_allocated_bytes,
-        peak_reserved_bytes=allocator.peak_reserved_bytes,
-        reserved_bytes=allocator.reserved_bytes,
-        n_retries=allocator.n_retries,
-        failed_request=failed,
-    )
+    peaks = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
+    return AllocatorReplay(*peaks, allocator.reserved_bytes, allocator.n_retries, failed)
 
 
 def trace_of_steps(buffers: Buffers, n_steps: int = 1) -> list[int]:
@@ -78,27 +73,18 @@ EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
 
 class AllocatorPeak(msgspec.Struct, frozen=True):
-    """Bytes of a device at their most, resident tensors included.
+    """Bytes of a device at their most, resident tensors included."""
 
-    `allocated_bytes` are in whole blocks, as ``torch.cuda.max_memory_allocated`` says, so more than
-    `simulate` finds; `reserved_bytes` as ``torch.cuda.max_memory_reserved`` says.
-    """
-
+    # In whole blocks, as ``torch.cuda.max_memory_allocated`` says, so more than `simulate` finds.
     allocated_bytes: int
-    reserved_bytes: int
+    reserved_bytes: int  # as ``torch.cuda.max_memory_reserved`` says
 
 
 class Reserved(msgspec.Struct, frozen=True):
-    """What the allocator takes for a schedule.
+    """What the allocator takes for a schedule."""
 
-    Attributes
-    ----------
-    default : with the allocator as it is. expandable : with
-        ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
-    """
-
-    default: AllocatorPeak
-    expandable: AllocatorPeak
+    default: AllocatorPeak  # with the allocator as it is
+    expandable: AllocatorPeak  # with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``
 
 
 def reserved_of(graph: TrainingGraph, schedule: Schedule) -> Reserved:
@@ -121,10 +107,7 @@ def allocator_peak(
 def retries_within(
     buffers: Buffers, settings: AllocatorSettings, device_bytes: int, n_steps: int = N_STEPS
 ) -> int | None:
-    """How often a device of that size is full, gives back what is free, and waits.
-
-    None where even so a request finds no memory: the step runs out of it.
-    """
+    """How often a device of that size is full, frees and waits; None if it runs out of memory."""
     left_bytes = device_bytes - buffers.resident_bytes
     settings = msgspec.structs.replace(settings, capacity_bytes=left_bytes)
     found = serve_trace(trace_of_steps(buffers, n_steps), settings)

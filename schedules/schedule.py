@@ -136,24 +136,12 @@ class Schedule(msgspec.Struct, frozen=True):
 
     @classmethod
     def for_graph(
-        cls,
-        graph: TrainingGraph,
-        steps: Iterable[Step],
-        *,
-        budget_bytes: int = 0,
-        solver: str = "",
-        options: dict[str, Option] | None = None,
-    ) -> Schedule:
+        cls, graph: TrainingGraph, steps: Iterable[Step], *, budget_bytes: int = 0,
+        solver: str = "", options: dict[str, Option] | None = None,
+    ) -> Schedule:  # fmt: skip
         """A schedule of `steps` that carries the identity of `graph`."""
-        return cls(
-            steps=tuple(steps),
-            graph_hash=graph.hash,
-            inputs=graph.inputs,
-            signatures=graph.signatures,
-            budget_bytes=budget_bytes,
-            solver=solver,
-            options=options or {},
-        )
+        identity = graph.hash, graph.inputs, graph.signatures
+        return cls(tuple(steps), *identity, budget_bytes, solver, options or {})
 
     def with_steps(self, graph: TrainingGraph, steps: Iterable[Step]) -> Schedule:
         """Of `graph`, with other steps; the budget, the solver and its options stay."""
@@ -300,9 +288,8 @@ def _upgraded(steps: Iterable[Step]) -> Iterable[Step]:
 
 def workspaces_of_updates(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
     """As `update_workspaces`, in the order of `schedule`."""
-    return update_workspaces(
-        graph, (step.op for step in schedule.steps if isinstance(step, Compute))
-    )
+    runs = (step.op for step in schedule.steps if isinstance(step, Compute))
+    return update_workspaces(graph, runs)
 
 
 def update_workspaces(graph: TrainingGraph, sequence: Iterable[str]) -> dict[str, int]:

@@ -56,40 +56,26 @@ class Copy(msgspec.Struct, frozen=True):
 
 
 class Simulation(msgspec.Struct, frozen=True):
-    """What `simulate` found.
+    """What `simulate` found."""
 
-    Attributes
-    ----------
-    peak_bytes : the most bytes live on the device at once, resident ones included.
-    peak_step : index of the step at which the peak is first reached.
-    time_us : of the step, until its last computation or copy ends. Where nothing is copied, this is
-        the sum of the costs of all computations.
-    overhead : `time_us` over the time of computing every op once, minus one.
-    live_bytes : one number a step: bytes live while it runs.
-    held_at_peak : values live at the peak, largest first, outputs of its op included.
-    workspace_at_peak_bytes : workspace of the op at the peak.
-    clock_us : one number a step: the device's clock after it.
-    stalls : waits for copies. busy_us : by engine, time in which it works.
-    copies : each copy, with its link, in the order of their steps.
-    moved_bytes : by link. host_peak_bytes, nvme_peak_bytes : most bytes live in these tiers.
-    below_bytes : by tier below the device, one number a step: bytes there after it. Empty where
-        nothing ever is.
-    """
-
-    peak_bytes: int
-    peak_step: int
+    peak_bytes: int  # the most bytes live on the device at once, resident ones included
+    peak_step: int  # index of the step at which the peak is first reached
+    # Until the last computation or copy of the step ends. Where nothing is copied, this is the sum
+    # of the costs of all computations.
     time_us: float
-    overhead: float
-    live_bytes: tuple[int, ...]
-    held_at_peak: tuple[str, ...]
+    overhead: float  # `time_us` over the time of computing every op once, minus one
+    live_bytes: tuple[int, ...]  # one number a step: bytes live while it runs
+    held_at_peak: tuple[str, ...]  # largest first, outputs of the op at the peak included
     workspace_at_peak_bytes: int
-    clock_us: tuple[float, ...] = ()
-    stalls: tuple[_Stall, ...] = ()
-    copies: tuple[Copy, ...] = ()
-    busy_us: dict[str, float] = {}
-    moved_bytes: dict[str, int] = {}
+    clock_us: tuple[float, ...] = ()  # one number a step: the device's clock after it
+    stalls: tuple[_Stall, ...] = ()  # waits for copies
+    copies: tuple[Copy, ...] = ()  # in the order of their steps
+    busy_us: dict[str, float] = {}  # by engine, time in which it works
+    moved_bytes: dict[str, int] = {}  # by link
     host_peak_bytes: int = 0
     nvme_peak_bytes: int = 0
+    # By tier below the device, one number a step: bytes there after it. Empty where nothing ever
+    # is.
     below_bytes: dict[str, tuple[int, ...]] = {}
 
     @property
@@ -391,26 +377,17 @@ def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = Non
     replay.check_end(len(steps))
     # The last copy may end after the last op.
     time_us = max(replay.clocks.now.values())
+    copies = tuple(replay.clocks.copies)
     return Simulation(
-        peak_bytes=replay.peak_bytes["device"],
-        peak_step=peak_step,
-        time_us=time_us,
-        overhead=overhead_of(time_us, graph.base_us),
-        live_bytes=tuple(live_bytes),
+        peak_bytes=replay.peak_bytes["device"], peak_step=peak_step, time_us=time_us,
+        overhead=overhead_of(time_us, graph.base_us), live_bytes=tuple(live_bytes),
         held_at_peak=tuple(sorted(at_peak, key=lambda name: -replay.size[name])),
-        workspace_at_peak_bytes=workspace,
-        clock_us=tuple(clock_us),
-        stalls=tuple(replay.clocks.stalls),
-        copies=tuple(replay.clocks.copies),
-        busy_us=replay.clocks.busy,
-        moved_bytes={
-            name: sum(copy.size_bytes for copy in replay.clocks.copies if copy.link == name)
-            for name in LINK_NAMES
-        },
-        host_peak_bytes=replay.peak_bytes["host"],
-        nvme_peak_bytes=replay.peak_bytes["nvme"],
+        workspace_at_peak_bytes=workspace, clock_us=tuple(clock_us),
+        stalls=tuple(replay.clocks.stalls), copies=copies, busy_us=replay.clocks.busy,
+        moved_bytes={n: sum(c.size_bytes for c in copies if c.link == n) for n in LINK_NAMES},
+        host_peak_bytes=replay.peak_bytes["host"], nvme_peak_bytes=replay.peak_bytes["nvme"],
         below_bytes={str(tier): tuple(each) for tier, each in below.items() if any(each)},
-    )
+    )  # fmt: skip
 
 
 def require_valid(

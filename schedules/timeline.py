@@ -32,20 +32,16 @@ class _Residence:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """The runs of a schedule in order. Each array has one entry a run.
-
-    `steps` and `ops` are indices into those of the schedule and the graph; `again` says whether the
-    op has run before.
-    """
+    """The runs of a schedule in order. Each array has one entry a run."""
 
     graph: TrainingGraph
     schedule: Schedule
     simulation: Simulation
-    steps: Ints
-    ops: Ints
+    steps: Ints  # indices into those of the schedule
+    ops: Ints  # indices into those of the graph
     start_us: Floats
     live_bytes: Ints
-    again: NDArray[np.bool_]
+    again: NDArray[np.bool_]  # whether the op has run before
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -90,8 +86,7 @@ class Timeline:
         run = 0
         for step in self.schedule.steps:
             # A live value keeps its first copy.
-            came = arriving_values(self.graph, step)
-            since |= {name: run for name in came if name not in since}
+            since |= {name: run for name in arriving_values(self.graph, step) if name not in since}
             run += isinstance(step, Compute)
             if gone := freed_value(step):
                 found.append(_Residence(gone, since.pop(gone), run))
@@ -113,16 +108,9 @@ def timeline(graph: TrainingGraph, schedule: Schedule) -> Timeline:
     waits_us = np.zeros(len(schedule.steps))
     for stall in simulation.stalls:
         waits_us[stall.step] += stall.us
-    return Timeline(
-        graph=graph,
-        schedule=schedule,
-        simulation=simulation,
-        steps=steps,
-        ops=ops,
-        start_us=before_us + waits_us[steps],
-        live_bytes=np.array(simulation.live_bytes, dtype=np.int64)[steps],
-        again=again,
-    )
+    start_us = before_us + waits_us[steps]
+    live_bytes = np.array(simulation.live_bytes, dtype=np.int64)[steps]
+    return Timeline(graph, schedule, simulation, steps, ops, start_us, live_bytes, again)
 
 
 OUTSIDE = "(outside modules)"
@@ -193,8 +181,7 @@ def live_bands(line: Timeline, by: BandsBy = "kind") -> dict[str, Ints]:
     while it runs, and the second copy of a value that it makes again. Between them are the kinds
     of values, or the modules that make them, largest first.
     """
-    groups = _groups(line.graph, by)
-    curves = _curves(line, groups)
+    curves = _curves(line, _groups(line.graph, by))
     resident = np.full(len(line), line.graph.resident.total_bytes, dtype=np.int64)
     held = sum(curves.values(), resident)
     ranked = sorted(curves, key=lambda name: -int(curves[name].sum()))
@@ -245,17 +232,14 @@ class Span:
 
 @dataclass(frozen=True)
 class _Ribbon:
-    """Spans of first runs by phase, and `recompute` of all later ones.
-
-    In `holds` a forward value of the row is live; in `holds_most` these have at least half of the
-    most bytes that the row ever holds.
-    """
+    """Spans of first runs by phase, and `recompute` of all later ones."""
 
     titles: tuple[str, ...]
     forward: tuple[Span, ...]
     backward: tuple[Span, ...]
     recompute: tuple[Span, ...]
-    holds: tuple[Span, ...]
+    holds: tuple[Span, ...]  # a forward value of the row is live
+    # These have at least half of the most bytes that the row ever holds.
     holds_most: tuple[Span, ...]
 
 
@@ -289,9 +273,7 @@ def _held_bytes(line: Timeline, row_of_op: tuple[int, ...], n_rows: int) -> Ints
     return np.cumsum(change, axis=1)[:, :-1]
 
 
-def _spans_of_runs(
-    rows: Ints, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]
-) -> tuple[Span, ...]:
+def _spans_of_runs(rows: Ints, chosen: NDArray[np.bool_]) -> tuple[Span, ...]:
     spans: list[Span] = []
     for run in np.flatnonzero(chosen).tolist():
         row = int(rows[run])
@@ -302,10 +284,9 @@ def _spans_of_runs(
     return tuple(spans)
 
 
-def _spans_of_mask(mask: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> tuple[Span, ...]:
+def _spans_of_mask(mask: NDArray[np.bool_]) -> tuple[Span, ...]:
     # Pad, so that spans at either end have two edges too.
-    padded = np.pad(mask.astype(np.int8), ((0, 0), (1, 1)))
-    edges = np.diff(padded, axis=1)
+    edges = np.diff(np.pad(mask.astype(np.int8), ((0, 0), (1, 1))), axis=1)
     spans: list[Span] = []
     for row, edge in enumerate(edges):
         begins, ends = np.flatnonzero(edge == 1), np.flatnonzero(edge == -1)

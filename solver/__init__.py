@@ -38,18 +38,10 @@ __all__ = [
 
 
 def solve_within(
-    graph: TrainingGraph,
-    budget_bytes: int,
-    solver: str = "auto",
-    *,
-    time_limit_s: float = 60.0,
-    progress: Listener | None = None,
-    keep: Globs = (),
-    recompute: Globs = (),
-    known_us: float = inf,
-    at_hand: Result | None = None,
-    **options: object,
-) -> Result:
+    graph: TrainingGraph, budget_bytes: int, solver: str = "auto", *, time_limit_s: float = 60.0,
+    progress: Listener | None = None, keep: Globs = (), recompute: Globs = (),
+    known_us: float = inf, at_hand: Result | None = None, **options: object,
+) -> Result:  # fmt: skip
     """Find the schedule of least time whose true peak is within `budget_bytes`.
 
     Parameters

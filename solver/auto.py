@@ -20,7 +20,7 @@ the rule on transformers; else the time limit. Shortcomings: those of its parts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, ClassVar, get_args
 
@@ -28,7 +28,7 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
-from remat.solver.backends.mip import Limits
+from remat.solver import stopping
 from remat.solver.backends.processes import Task
 from remat.solver.blocks.hierarchical import Hierarchical
 from remat.solver.bounds.lazy_cuts import Climbed, Windows
@@ -43,23 +43,10 @@ from remat.solver.local_search.repair import offer_exchanges
 from remat.solver.orders.free_order import FreeOrder, Share
 from remat.solver.problem import can_copy
 from remat.solver.result import INTERRUPTED, renamed
-from remat.solver.search import Clock, Listener, Search
+from remat.solver.search import Clock, Listener, Search, check_least
 from remat.solver.segments.chen_sqrt import chen_state
 from remat.solver.state import State, ops_of, recomputed_by_stage, store_all_state
-from remat.solver.stopping import (
-    CUTS,
-    DEFAULT_GAP,
-    EXACT,
-    EXACT_OPS,
-    FIRST_ROUND,
-    LARGE_CUTS,
-    LAST_LARGE_ROUND,
-    ROUND,
-    STALLED_CUTS,
-    TINY,
-    Seconds,
-    gap_for,
-)
+from remat.solver.stopping import DEFAULT_GAP, EXACT_OPS, gap_for
 from remat.solver.table import REAL, make_solver, options_of
 
 _CP_SAT_S = 2.5
@@ -69,37 +56,29 @@ _ITERATION_S = 4e-4
 
 Both only turn counted effort into about seconds; a faster machine does the same work sooner.
 """
-_GROWTH = 1.5
-"""How much longer the next program of cuts is expected to take."""
-_PATIENCE = 1.6
-"""Growth of what a program of cuts may take, after one that did not end in it."""
+_GROWTH = 1.5  # how much longer the next program of cuts is expected to take
+_PATIENCE = 1.6  # growth of what a program of cuts may take, after one that did not end in it
 
 
-@dataclass(slots=True)
 class Improvement:
     """Works on `search` until its gap is closed to `gap`, time is up or ideas run out."""
 
-    search: Search
-    lazy: Windows
-    gap: float
-    seed: int = 0
-    workers: int = 2
-    stalled: int = 0
-    cuts_limit: Seconds = field(init=False)
-    effort: float = 0.0
-    least_effort: float = FIRST_ROUND.most
-    guide: Runs = ()
-    around: LargeNeighbourhoods | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self.cuts_limit = LARGE_CUTS if self.search.is_large else CUTS
+    def __init__(
+        self, search: Search, lazy: Windows, gap: float, seed: int = 0, workers: int = 2
+    ) -> None:
+        self.search, self.lazy, self.gap = search, lazy, gap
+        self.seed, self.workers, self.stalled = seed, workers, 0
+        self.cuts_limit = stopping.LARGE_CUTS if search.is_large else stopping.CUTS
+        self.effort, self.least_effort = 0.0, stopping.FIRST_ROUND.most
+        self.guide: Runs = ()
+        self.around: LargeNeighbourhoods | None = None
 
     def run(self) -> None:
         is_slow = False
         while self.search.is_open(self.gap) and not is_slow:
             open_gap = self.search.gap
-            self.least_effort = min(2 * self.least_effort, ROUND.most)
-            most_stalled = STALLED_CUTS.most * len(self.lazy.parts)
+            self.least_effort = min(2 * self.least_effort, stopping.ROUND.most)
+            most_stalled = stopping.STALLED_CUTS.most * len(self.lazy.parts)
             has_cuts = not self.lazy.is_done and self.stalled < most_stalled
             is_searched = self.around is not None and self.around.is_exhausted
             # Neighbourhoods need a schedule to search around.
@@ -109,7 +88,8 @@ class Improvement:
                 self._round_of_both()
             else:
                 self._search_around(self.workers, self.least_effort / _CP_SAT_S)
-            is_slow = self.search.is_large and LAST_LARGE_ROUND.is_last(self.search.gap, open_gap)
+            is_last = stopping.LAST_LARGE_ROUND.is_last(self.search.gap, open_gap)
+            is_slow = self.search.is_large and is_last
 
     def _round_of_both(self) -> None:
         before_us, open_gap = self.lazy.bound_us, self.search.gap
@@ -142,17 +122,15 @@ class Improvement:
         spent = 0.0
         while spent < self.least_effort and not self.lazy.is_done:
             # The gap at the start of the round: when neighbourhoods narrow it depends on the clock.
-            found.append(self.lazy.climb(self._limits(open_gap)))
+            limits = limits_of(self.search, self.lazy, self.gap, open_gap)
+            limit_s = self.cuts_limit.of(limits.time_limit_s)
+            found.append(self.lazy.climb(replace(limits, time_limit_s=limit_s)))
             self.effort = _GROWTH * _ITERATION_S * found[-1].solution.iterations
             # At least a little each, as presolve may solve a program without an iteration.
-            spent += max(self.effort, FIRST_ROUND.most / 10)
+            spent += max(self.effort, stopping.FIRST_ROUND.most / 10)
             if not found[-1].solution.finished:
                 break
         return found
-
-    def _limits(self, open_gap: float) -> Limits:
-        limits = limits_of(self.search, self.lazy, self.gap, open_gap)
-        return replace(limits, time_limit_s=self.cuts_limit.of(limits.time_limit_s))
 
     def _spent_us(self, best: Schedule) -> list[float]:
         problem = self.search.problem
@@ -174,8 +152,7 @@ class Improvement:
 
 _PATIENT_S = 20.0
 """Above this time limit, `hierarchical` tries larger blocks too if nothing fits yet."""
-_TINY_OPS = 14
-"""Graphs of at most so many ops are searched exhaustively."""
+_TINY_OPS = 14  # graphs of at most so many ops are searched exhaustively
 
 
 @dataclass(frozen=True)
@@ -205,8 +182,7 @@ class Auto:
     known_us: float = inf
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise SolverError(f"workers must be 1 or more, not {self.workers}")
+        check_least("workers", self.workers, 1)
         gap: Any = self.gap
         if not isinstance(gap, REAL) or not gap >= 0:
             raise SolverError(f"gap must be 0 or more, not {gap}")
@@ -215,24 +191,24 @@ class Auto:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         if can_copy(graph):
-            return self._solve_with_copies(graph, budget_bytes)
-        if self.order == "free":
-            return self._solve_free(graph, budget_bytes)
-        share = Share(self.time_limit_s, self.progress)
-        if len(graph.ops) <= _TINY_OPS:
-            found = self._solve_tiny(graph, budget_bytes, share)
-            if _is_settled(found):
-                return found
-            share = share._replace(time_limit_s=(1 - TINY.part) * self.time_limit_s)
-        return self._solve_fixed(graph, budget_bytes, share)
-
-    def _solve_with_copies(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        made = make_solver(
-            "joint", gap=self.gap, seed=self.seed, workers=self.workers,
-            time_limit_s=self.time_limit_s, progress=self.progress,
-        )  # fmt: skip
-        # A plan names the solver and options that were asked for, so that it can be asked again.
-        return renamed(made.solve(graph, budget_bytes), "auto", options_of(self))
+            made = make_solver(
+                "joint", gap=self.gap, seed=self.seed, workers=self.workers,
+                time_limit_s=self.time_limit_s, progress=self.progress,
+            )  # fmt: skip
+            # A plan names the solver and options asked for, so that it can be asked again.
+            return renamed(made.solve(graph, budget_bytes), "auto", options_of(self))
+        clock = Clock(self.time_limit_s)
+        is_tiny = len(graph.ops) <= _TINY_OPS
+        found = self._solve_tiny(graph, budget_bytes) if is_tiny else None
+        if found is not None:
+            return found
+        if self.order == "fixed":
+            limit_s = ((1 - stopping.TINY.part) if is_tiny else 1.0) * self.time_limit_s
+            return self._solve_fixed(graph, budget_bytes, Share(limit_s, self.progress))
+        return FreeOrder(
+            graph, budget_bytes, self._solve_fixed, gap_for(len(graph.ops), self.gap),
+            self.seed, clock=clock, progress=self.progress,
+        ).solve()  # fmt: skip
 
     def _solve_fixed(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Result:
         search = self._search(graph, budget_bytes, share)
@@ -242,9 +218,8 @@ class Auto:
         return search.result()
 
     def _search(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Search:
-        search = Search(
-            graph, budget_bytes, "auto", share.time_limit_s, share.progress, options_of(self)
-        )
+        limit_s, options = share.time_limit_s, options_of(self)
+        search = Search(graph, budget_bytes, "auto", limit_s, share.progress, options)
         # The known schedule keeps captured order; in a free order others may be faster.
         if self.order == "fixed":
             search.enough_us = self.known_us / (1 + gap_for(len(graph.ops), self.gap))
@@ -290,7 +265,7 @@ class Auto:
         if windows is not None and not search.proved_infeasible:
             Improvement(search, windows, gap, self.seed, self.workers).run()
         if len(search.graph.ops) <= EXACT_OPS and search.is_open(gap):
-            Checkmate().run(search, EXACT.of(search.left_s))
+            Checkmate().run(search, stopping.EXACT.of(search.left_s))
 
     def _take_more_starts(self, search: Search) -> None:
         # On an unrolled LSTM of 1,091 ops at 15 % of its peak, exchanges brought 95 % of overhead
@@ -300,29 +275,16 @@ class Auto:
         else:
             offer_policies(search)
 
-    def _solve_free(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        clock = Clock(self.time_limit_s)
-        if len(graph.ops) <= _TINY_OPS:
-            share = Share(self.time_limit_s, self.progress)
-            found = self._solve_tiny(graph, budget_bytes, share)
-            if _is_settled(found):
-                return found
-        return FreeOrder(
-            graph, budget_bytes, self._solve_fixed, gap_for(len(graph.ops), self.gap),
-            self.seed, clock=clock, progress=self.progress,
-        ).solve()  # fmt: skip
-
-    def _solve_tiny(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Result:
-        part = share._replace(time_limit_s=TINY.of(share.time_limit_s))
-        search = self._search(graph, budget_bytes, part)
+    def _solve_tiny(self, graph: TrainingGraph, budget_bytes: int) -> Result | None:
+        """By exhaustive search; None where its part of the time did not do."""
+        limit_s = stopping.TINY.of(self.time_limit_s)
+        search = self._search(graph, budget_bytes, Share(limit_s, self.progress))
         with search.until_interrupted():
             Exhaustive(order=self.order).run(search)
         if search.proved_infeasible and self.order == "free":
             search.note("That holds for every order of first computations")
         note_floor(search)
-        return search.result()
-
-
-def _is_settled(found: Result) -> bool:
-    # Ctrl-C ends the whole solve, not this part of it alone.
-    return found.status != "time limit" or found.message.startswith(INTERRUPTED)
+        found = search.result()
+        # Ctrl-C ends the whole solve, not this part of it alone.
+        is_settled = found.status != "time limit" or found.message.startswith(INTERRUPTED)
+        return found if is_settled else None

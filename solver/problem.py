@@ -18,8 +18,7 @@ class Problem:
     """The graph in integers: ops 0..n-1 in captured order, values with a producer 0..m-1."""
 
     graph: TrainingGraph
-    # Resident values are left out.
-    inputs: tuple[tuple[int, ...], ...]
+    inputs: tuple[tuple[int, ...], ...]  # resident values are left out
     outputs: tuple[tuple[int, ...], ...]
     # What must be live when op t first runs beside its outputs: its inputs, and for the last
     # forward op the forward outputs. Entry n: what must be live at the end.
@@ -30,10 +29,8 @@ class Problem:
     workspace_bytes: tuple[int, ...]
     output_bytes: tuple[int, ...]
     no_recompute: tuple[bool, ...]
-    # Live when forward ends.
-    forward_outputs: tuple[int, ...]
-    # In the caller's hands from stage `n_forward` on.
-    held: frozenset[int]
+    forward_outputs: tuple[int, ...]  # live when forward ends
+    held: frozenset[int]  # in the caller's hands from stage `n_forward` on
     n_forward: int
     resident_bytes: int  # live throughout
     names: tuple[str, ...]
@@ -100,22 +97,26 @@ class Problem:
             needs[last] = tuple(dict.fromkeys((*needs[last], *extra)))
         size_bytes = tuple(value.size_bytes for value in made)
         return cls(
-            graph=graph,
-            inputs=inputs,
-            outputs=outputs,
-            needs=tuple(needs),
+            graph=graph, inputs=inputs, outputs=outputs, needs=tuple(needs),
             producer=tuple(graph.op_index[value.producer] for value in made),
-            size_bytes=size_bytes,
-            cost_us=tuple(op.cost_us for op in graph.ops),
+            size_bytes=size_bytes, cost_us=tuple(op.cost_us for op in graph.ops),
             workspace_bytes=tuple(op.workspace_bytes for op in graph.ops),
             output_bytes=tuple(sum(size_bytes[v] for v in made_by) for made_by in outputs),
             no_recompute=tuple(bool(op.no_recompute) for op in graph.ops),
             forward_outputs=forward_outputs,
             held=frozenset(forward_outputs) & frozenset(_indices(graph.outputs, index)),
-            n_forward=graph.n_forward,
-            resident_bytes=graph.resident.total_bytes,
+            n_forward=graph.n_forward, resident_bytes=graph.resident.total_bytes,
             names=tuple(value.name for value in made),
-        )
+        )  # fmt: skip
+
+
+def inverted(lists: Iterable[Iterable[int]], count: int) -> list[list[int]]:
+    """For each of `count` numbers the places of the lists that have it, ascending."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    for place, numbers in enumerate(lists):
+        for number in numbers:
+            found[number].append(place)
+    return found
 
 
 def _indices(names: Iterable[str], index: dict[str, int]) -> tuple[int, ...]:

@@ -6,14 +6,14 @@ output is kept if the op that makes it runs once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.outcome import Attention
 from remat.schedules.schedule import Schedule
-from remat.solver.problem import Problem
+from remat.solver.problem import Problem, inverted
 
 # The attention cores of a graph, found by the ATen names of its ops.
 #
@@ -58,7 +58,8 @@ def is_fused_attention(kind: str) -> bool:
 def attention_cores(problem: Problem) -> list[int]:
     """The core of each forward op, numbered in captured order; `NO_CORE` outside."""
     kinds = [op_kind(op.target) for op in problem.graph.ops[: problem.n_forward]]
-    readers = _forward_readers(problem)
+    sources = [[problem.producer[v] for v in problem.inputs[op]] for op in range(problem.n_forward)]
+    readers = inverted(sources, problem.n_forward)
     core = [NO_CORE] * problem.n_forward
     found = 0
     for op, kind in enumerate(kinds):
@@ -66,7 +67,7 @@ def attention_cores(problem: Problem) -> list[int]:
         if is_fused_attention(kind):
             members = (op,)
         elif kind in _SOFTMAX:
-            members = _around_softmax(problem, kinds, readers, op)
+            members = _around_softmax(kinds, sources, readers, op)
         # An op is of the first core that reaches it.
         fresh = [member for member in members if core[member] == NO_CORE]
         for member in fresh:
@@ -75,42 +76,22 @@ def attention_cores(problem: Problem) -> list[int]:
     return core
 
 
-def _forward_readers(problem: Problem) -> list[list[int]]:
-    readers: list[list[int]] = [[] for _ in range(problem.n_forward)]
-    for op in range(problem.n_forward):
-        for v in problem.inputs[op]:
-            readers[problem.producer[v]].append(op)
-    return readers
-
-
 def _around_softmax(
-    problem: Problem, kinds: list[str], readers: list[list[int]], softmax: int
+    kinds: list[str], sources: list[list[int]], readers: list[list[int]], softmax: int
 ) -> list[int]:
     """Both batched products of a softmax and what lies between; empty if one is missing."""
-    before = _walk(
-        softmax,
-        lambda op: [problem.producer[v] for v in problem.inputs[op]],
-        kinds,
-        _BEFORE_SOFTMAX,
-    )
-    after = _walk(softmax, lambda op: readers[op], kinds, _AFTER_SOFTMAX)
-    if not _has_product(before, kinds) or not _has_product(after, kinds):
-        return []
-    return [*before, softmax, *after]
+    before = _walk(softmax, sources, kinds, _BEFORE_SOFTMAX)
+    after = _walk(softmax, readers, kinds, _AFTER_SOFTMAX)
+    products = [sum(kinds[op] in _BATCHED_PRODUCT for op in ops) for ops in (before, after)]
+    return [*before, softmax, *after] if all(products) else []
 
 
-def _has_product(ops: Iterable[int], kinds: list[str]) -> bool:
-    return any(kinds[op] in _BATCHED_PRODUCT for op in ops)
-
-
-def _walk(
-    start: int, near: Callable[[int], list[int]], kinds: list[str], through: frozenset[str]
-) -> list[int]:
-    """Ops reached from `start` over ops of the kinds `through`, up to batched products."""
+def _walk(root: int, near: list[list[int]], kinds: list[str], through: frozenset[str]) -> list[int]:
+    """Ops reached from `root` over ops of the kinds `through`, up to batched products."""
     reached: dict[int, None] = {}
-    stack = [start]
+    stack = [root]
     while stack:
-        for op in near(stack.pop()):
+        for op in near[stack.pop()]:
             if op not in reached and kinds[op] in through | _BATCHED_PRODUCT:
                 reached[op] = None
                 if kinds[op] in through:

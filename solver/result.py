@@ -12,12 +12,10 @@ from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver.recompute_summary import attention_of
 
-INTERRUPTED = "interrupted"
-"""How the message of a solve begins that Ctrl-C ended."""
+INTERRUPTED = "interrupted"  # how the message of a solve begins that Ctrl-C ended
 OUT_OF_TIME = "the time limit of"
 """How the message of a solve begins that the clock ended before it had a schedule that fits."""
-NONE_FITS = "no schedule fits"
-"""How the message of a solve begins that has proved it."""
+NONE_FITS = "no schedule fits"  # how the message of a solve begins that has proved it
 KNOWN = "bytes are known to do"
 """In the message of a solve without a schedule, behind a peak that it has one of."""
 TOO_LARGE = "more than most_ops"
@@ -25,15 +23,9 @@ TOO_LARGE = "more than most_ops"
 
 
 def evaluate_schedule(
-    graph: TrainingGraph,
-    schedule: Schedule,
-    *,
-    budget_bytes: int,
-    lower_bound_us: float,
-    wall_s: float = 0.0,
-    cut_short: bool = False,
-    message: str = "",
-) -> Result:
+    graph: TrainingGraph, schedule: Schedule, *, budget_bytes: int, lower_bound_us: float,
+    wall_s: float = 0.0, cut_short: bool = False, message: str = "",
+) -> Result:  # fmt: skip
     """Judge a schedule; if it does not fit, infeasible, with its peak as the least budget known."""
     simulation = simulate(graph, schedule)
     if simulation.peak_bytes > budget_bytes:
@@ -95,13 +87,9 @@ def renamed(result: Result, solver: str, options: dict[str, Option]) -> Result:
 
 
 def infeasible(
-    graph: TrainingGraph,
-    schedule: Schedule,
-    simulation: Simulation,
-    budget_bytes: int,
-    wall_s: float,
-    message: str = "",
-) -> Result:
+    graph: TrainingGraph, schedule: Schedule, simulation: Simulation, budget_bytes: int,
+    wall_s: float, message: str,
+) -> Result:  # fmt: skip
     module = {op.name: op.module for op in graph.ops}
     held = [
         Holding(name, value.size_bytes, module.get(value.producer, ""))
@@ -109,15 +97,10 @@ def infeasible(
         for value in (graph.value_by_name[name],)
     ]
     return Result(
-        status="infeasible",
-        solver=schedule.solver,
-        budget_bytes=budget_bytes,
-        wall_s=wall_s,
-        least_feasible_bytes=simulation.peak_bytes,
-        least_schedule=schedule,
-        held_at_peak=tuple(held),
-        message=message,
-    )
+        status="infeasible", solver=schedule.solver, budget_bytes=budget_bytes, wall_s=wall_s,
+        least_feasible_bytes=simulation.peak_bytes, least_schedule=schedule,
+        held_at_peak=tuple(held), message=message,
+    )  # fmt: skip
 
 
 def at_least_budget(graph: TrainingGraph, lost: Result) -> Result | None:
@@ -128,10 +111,6 @@ def at_least_budget(graph: TrainingGraph, lost: Result) -> Result | None:
         return None
     budget_bytes = lost.least_feasible_bytes
     return evaluate_schedule(
-        graph,
-        msgspec.structs.replace(least, budget_bytes=budget_bytes),
-        budget_bytes=budget_bytes,
-        lower_bound_us=0.0,
-        wall_s=lost.wall_s,
-        cut_short=True,
-    )
+        graph, msgspec.structs.replace(least, budget_bytes=budget_bytes),
+        budget_bytes=budget_bytes, lower_bound_us=0.0, wall_s=lost.wall_s, cut_short=True,
+    )  # fmt: skip

@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Holding, Result
 from remat.schedules.schedule import Option, Schedule
@@ -20,14 +21,25 @@ from remat.solver.result import INTERRUPTED, evaluate_schedule, infeasible, leas
 from remat.solver.state import State, schedule_of
 from remat.solver.table import options_of
 
+
+def check_least(name: str, value: int, least: int, note: str = "") -> None:
+    if value < least:
+        noted = f"{least} ({note})" if note else str(least)
+        raise SolverError(f"{name} must be {noted} or more, not {value}")
+
+
+def check_known(noun: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise SolverError(f"unknown {noun} '{value}'; there are {', '.join(known)}")
+
+
 # Ctrl-C over many searches: one that it ends returns its best. A job of several, such as a sweep,
 # must know of it, or it would begin the next.
 
 
 @dataclass(slots=True)
 class _Job:
-    # One a process, as Python gives Ctrl-C to one thread alone.
-    depth: int = 0
+    depth: int = 0  # one a process, as Python gives Ctrl-C to one thread alone
     is_interrupted: bool = False
 
 
@@ -111,52 +123,39 @@ MANY_OPS = 1000
 """Graphs of more ops are large: what takes seconds there comes last, is done less often or not."""
 
 
-@dataclass(slots=True)
 class Search:
     """One solve of one graph at one budget."""
 
-    graph: TrainingGraph
-    budget_bytes: int
-    solver: str
-    time_limit_s: InitVar[float] = 60.0
-    # Called with each better schedule and bound at once, and with what is done next.
-    progress: Listener | None = None
-    options: dict[str, Option] = field(default_factory=dict[str, Option])
-    clock: Clock = field(init=False)
-    problem: Problem = field(init=False)
-    best: Schedule | None = field(default=None, init=False)
-    # None where `best` was offered as a schedule.
-    best_state: State | None = field(default=None, init=False)
-    best_key: tuple[float, int] = field(default=(float("inf"), 0), init=False)  # time, peak
-    # Of least peak among those found without looking at the budget, so that a solve at that peak
-    # finds it again.
-    lowest: Schedule | None = field(default=None, init=False)
-    lowest_bytes: int = field(default=1 << 62, init=False)
-    # No schedule within the budget takes less.
-    bound_us: float = field(init=False)
-    proved_infeasible: bool = field(default=False, init=False)
-    # By the clock or Ctrl-C.
-    cut_short: bool = field(default=False, init=False)
-    message: str = field(default="", init=False)
-    doing: str = field(default="keeping everything", init=False)
-    floor: Holding | None = field(default=None, init=False)
-    least_bound_bytes: int = field(default=0, init=False)
-    # A schedule that takes no less is of no use: the search ends once the bound says so.
-    enough_us: float = field(default=float("inf"), init=False)
-    # Moves that repairs weighed: effort that is the same on every machine.
-    work: int = field(default=0, init=False)
-
-    def __post_init__(self, time_limit_s: float) -> None:
-        self.clock = Clock(time_limit_s)
-        self.problem = Problem.of(self.graph)
-        self.bound_us = self.graph.time_us
+    def __init__(
+        self, graph: TrainingGraph, budget_bytes: int, solver: str, time_limit_s: float = 60.0,
+        progress: Listener | None = None, options: dict[str, Option] | None = None,
+    ) -> None:  # fmt: skip
+        self.graph, self.budget_bytes, self.solver = graph, budget_bytes, solver
+        # Called with each better schedule and bound at once, and with what is done next.
+        self.progress, self.options = progress, options or {}
+        self.clock, self.problem = Clock(time_limit_s), Problem.of(graph)
+        self.best: Schedule | None = None
+        self.best_state: State | None = None  # None too where `best` was offered as a schedule
+        self.best_key: tuple[float, int] = (float("inf"), 0)  # time, peak
+        # Of least peak among those found without looking at the budget, so that a solve at that
+        # peak finds it again.
+        self.lowest: Schedule | None = None
+        self.lowest_bytes = 1 << 62
+        self.bound_us = graph.time_us  # no schedule within the budget takes less
+        self.proved_infeasible = False
+        self.cut_short = False  # by the clock or Ctrl-C
+        self.message, self.doing = "", "keeping everything"
+        self.floor: Holding | None = None
+        self.least_bound_bytes = 0
+        # A schedule that takes no less is of no use: the search ends once the bound says so.
+        self.enough_us = float("inf")
+        self.work = 0  # moves that repairs weighed: effort that is the same on every machine
 
     @classmethod
     def of(cls, solver: Any, name: str, graph: TrainingGraph, budget_bytes: int) -> Search:
         """`solver` is a dataclass as `Solver` describes it, `name` its name in the table."""
-        return cls(
-            graph, budget_bytes, name, solver.time_limit_s, solver.progress, options_of(solver)
-        )
+        options = options_of(solver)
+        return cls(graph, budget_bytes, name, solver.time_limit_s, solver.progress, options)
 
     @property
     def left_s(self) -> float:
@@ -178,25 +177,22 @@ class Search:
 
     def has_room(self) -> bool:
         """Whether each op's working set, and the end, fit; `message` says what does not."""
-        need_bytes, what = self._worst_working_set()
-        end_bytes = sum(self.problem.size_bytes[v] for v in self.problem.needs[self.problem.n_ops])
-        room_bytes = self.budget_bytes - self.problem.resident_bytes
+        problem, resident_bytes = self.problem, self.problem.resident_bytes
+        worst = max(range(problem.n_ops), key=lambda t: working_set_bytes(problem, t))
+        need_bytes = working_set_bytes(problem, worst)
+        end_bytes = sum(problem.size_bytes[v] for v in problem.needs[problem.n_ops])
+        room_bytes = self.budget_bytes - resident_bytes
         if need_bytes > room_bytes:
-            need_bytes += self.problem.resident_bytes
-            self.message = f"{what} alone needs {need_bytes} bytes with what is resident"
+            op = self.graph.ops[worst]
+            place = f" ({op.module})" if op.module else ""
+            needed = f"{need_bytes + resident_bytes} bytes with what is resident"
+            self.message = f"op {op.name}{place} alone needs {needed}"
         elif end_bytes > room_bytes:
             self.message = (
                 f"what must be live when the step ends, gradients above all, takes {end_bytes} "
-                f"bytes beside {self.problem.resident_bytes} that are resident"
+                f"bytes beside {resident_bytes} that are resident"
             )
         return max(need_bytes, end_bytes) <= room_bytes
-
-    def _worst_working_set(self) -> tuple[int, str]:
-        problem = self.problem
-        worst = max(range(problem.n_ops), key=lambda t: working_set_bytes(problem, t))
-        op = self.graph.ops[worst]
-        place = f" ({op.module})" if op.module else ""
-        return working_set_bytes(problem, worst), f"op {op.name}{place}"
 
     def out_of_time(self) -> bool:
         """Whether the time limit has been hit, which the result will then say."""
@@ -247,15 +243,19 @@ class Search:
         if peak_bytes > self.budget_bytes:
             return False
         if key < self.best_key:
-            self.best, self.best_key = self._schedule(state), key
+            self.best, self.best_key = self._own(state.schedule()), key
             self.best_state = state.copy()
             self.tell()
         return True
 
-    def offer_least(self, state: State) -> None:
+    def offer_least(self, state: State) -> bool:
+        """As `offer`; one that does not fit may be the `lowest`."""
+        if self.offer(state):
+            return True
         peak_bytes = int(state.peak_bytes.max(initial=self.problem.resident_bytes))
-        if not self.offer(state) and peak_bytes < self.lowest_bytes:
-            self.lowest, self.lowest_bytes = self._schedule(state), peak_bytes
+        if peak_bytes < self.lowest_bytes:
+            self.lowest, self.lowest_bytes = self._own(state.schedule()), peak_bytes
+        return False
 
     def offer_schedule(self, schedule: Schedule, *, or_least: bool = False) -> bool:
         return self.offer_evaluated(schedule, simulate(self.graph, schedule), or_least=or_least)
@@ -282,8 +282,11 @@ class Search:
     def offer_sequence(self, sequence: Sequence[int], *, or_least: bool = False) -> bool:
         return self.offer_schedule(schedule_of(self.problem, sequence), or_least=or_least)
 
-    def _schedule(self, state: State) -> Schedule:
-        return self._own(state.schedule())
+    def result_of(self, run: Callable[[Search], object]) -> Result:
+        """What `run` has found here when it ends, or Ctrl-C ends it."""
+        with self.until_interrupted():
+            run(self)
+        return self.result()
 
     def result(self) -> Result:
         if self.best is not None:
@@ -296,35 +299,26 @@ class Search:
         best_us = self.best_key[0]
         assert self.bound_us <= best_us * (1 + 1e-6), "a proven bound exceeds a schedule's time"
         return evaluate_schedule(
-            self.graph,
-            best,
-            budget_bytes=self.budget_bytes,
             # Rounding may leave the bound a little above.
-            lower_bound_us=min(self.bound_us, best_us),
-            wall_s=self.clock.elapsed_s,
-            cut_short=self.cut_short,
+            self.graph, best, lower_bound_us=min(self.bound_us, best_us),
+            budget_bytes=self.budget_bytes, wall_s=self.clock.elapsed_s, cut_short=self.cut_short,
             message=self.message,
-        )
+        )  # fmt: skip
 
     def _without_schedule(self) -> Result:
+        wall_s = self.clock.elapsed_s
         if self.lowest is None:
-            status = "infeasible" if self.proved_infeasible else "time limit"
             return Result(
-                status=status,
-                solver=self.solver,
-                budget_bytes=self.budget_bytes,
-                lower_bound_us=self.bound_us,
-                wall_s=self.clock.elapsed_s,
-                message=self.message,
-            )
+                status="infeasible" if self.proved_infeasible else "time limit",
+                solver=self.solver, budget_bytes=self.budget_bytes, lower_bound_us=self.bound_us,
+                wall_s=wall_s, message=self.message,
+            )  # fmt: skip
         found = simulate(self.graph, self.lowest)
         assert self.least_bound_bytes <= found.peak_bytes, "a proven bound exceeds a peak"
         text = least_budget_message(
             self.budget_bytes, found.peak_bytes, self.message, is_proved=self.proved_infeasible
         )
-        lost = infeasible(
-            self.graph, self.lowest, found, self.budget_bytes, self.clock.elapsed_s, text
-        )
+        lost = infeasible(self.graph, self.lowest, found, self.budget_bytes, wall_s, text)
         # With more time a schedule might have been found: nothing is said of the budget.
         if self.cut_short and not self.proved_infeasible:
             return msgspec.structs.replace(lost, status="time limit", lower_bound_us=self.bound_us)

@@ -44,39 +44,22 @@ def _replay_stage(
     problem: Problem, carried_in: _Row, carried_on: _Row, starts: Sequence[int], t: int
 ) -> Stage:
     """Raises UnreachableError where an op that must not run twice would have to."""
-    depth_first = recomputed_in(problem, carried_in, starts, t)
-    if not depth_first:
-        return _plain_stage(problem, t)
-    order, rise_bytes = depth_first, _rise_bytes(problem, carried_in, carried_on, t, depth_first)
+    # The stage that closes the step has no op of its own.
+    outputs = problem.outputs[t] if t < problem.n_ops else ()
+    order = recomputed_in(problem, carried_in, starts, t)
+    if not order:
+        touched = sorted((*problem.needs[t], *outputs))
+        return Stage((), 0.0, problem.own_bytes[t], tuple(touched))
+    rise_bytes = max(_heights_bytes(problem, carried_in, carried_on, t, order))
     # Just in time, depth first, unless captured order needs less.
     if len(order) > 1:
         captured = sorted(order)
-        other_bytes = _rise_bytes(problem, carried_in, carried_on, t, captured)
+        other_bytes = max(_heights_bytes(problem, carried_in, carried_on, t, captured))
         if other_bytes < rise_bytes:
             order, rise_bytes = captured, other_bytes
-    return Stage(
-        tuple(order),
-        sum(problem.cost_us[op] for op in order),
-        rise_bytes,
-        tuple(sorted(_touched(problem, starts, t, order))),
-    )
-
-
-def _plain_stage(problem: Problem, t: int) -> Stage:
-    # The stage that closes the step has no op of its own.
-    if t == problem.n_ops:
-        return Stage((), 0.0, 0, tuple(sorted(problem.needs[t])))
-    touched = tuple(sorted((*problem.needs[t], *problem.outputs[t])))
-    return Stage((), 0.0, problem.own_bytes[t], touched)
-
-
-def _touched(problem: Problem, starts: Sequence[int], t: int, order: Sequence[int]) -> set[int]:
-    touched = {*problem.needs[t], *starts}
-    for op in order:
-        touched.update(problem.inputs[op])
-    if t < problem.n_ops:
-        touched.update(problem.outputs[t])
-    return touched
+    read = (v for op in order for v in problem.inputs[op])
+    touched = sorted({*problem.needs[t], *starts, *outputs, *read})
+    return Stage(tuple(order), sum(problem.cost_us[op] for op in order), rise_bytes, tuple(touched))
 
 
 def recomputed_in(
@@ -154,12 +137,6 @@ def _last_uses(problem: Problem, t: int, order: Sequence[int]) -> dict[int, int]
     for v in problem.needs[t]:
         last[v] = len(order)
     return last
-
-
-def _rise_bytes(
-    problem: Problem, carried_in: _Row, carried_on: _Row, t: int, order: Sequence[int]
-) -> int:
-    return max(_heights_bytes(problem, carried_in, carried_on, t, order))
 
 
 def _heights_bytes(
@@ -340,8 +317,7 @@ class State:
         while waiting:
             # Latest first: a carriage that is dropped changes its own stage and an earlier one.
             t = waiting.pop()
-            lost = self._replace(t)
-            for v in lost:
+            for v in self._replace(t):
                 if self.rows[t][v] and not self.rows[t + 1][v]:
                     touches = self.touches[v]
                     before = touches[bisect_left(touches, t) - 1]
@@ -429,12 +405,9 @@ def _lost_after(problem: Problem, sequence: Sequence[int]) -> list[list[int]]:
     for position in reversed(range(len(sequence))):
         op = sequence[position]
         # Forward's caller reads its outputs when the last of its ops has first run.
-        if position == ends:
-            reads = (*problem.inputs[op], *problem.forward_outputs)
-        else:
-            reads = problem.inputs[op]
-        touched = dict.fromkeys((*problem.outputs[op], *reads))
-        lost[position] = [v for v in touched if not wanted[v]]
+        extra = problem.forward_outputs if position == ends else ()
+        reads = (*problem.inputs[op], *extra)
+        lost[position] = [v for v in dict.fromkeys((*problem.outputs[op], *reads)) if not wanted[v]]
         for v in problem.outputs[op]:
             # In the caller's hands after forward: the first value stays, whatever runs again.
             if position <= ends or v not in problem.held:

@@ -92,32 +92,26 @@ CUT_NODES = Nodes(500)
 """A program of cuts. The next cut replaces it anyway."""
 FIRST_CUT_NODES = Nodes(50)
 """The first program, of one cut. The starts that come after it are often better ones."""
-LARGE_CUT_NODES = Nodes(20)
-"""A program of a large graph, whose nodes are slow."""
+LARGE_CUT_NODES = Nodes(20)  # a program of a large graph, whose nodes are slow
 JOINT_NODES = Nodes(20)
 """A program of cuts with copies. Nearly all of its gap is closed at the root."""
-ANY_ORDER_NODES = Nodes(100)
-"""The one integer program of the bound for every order."""
+ANY_ORDER_NODES = Nodes(100)  # the one integer program of the bound for every order
 BEST_CUT = Seconds(least_s=1.0)
 """Each linear program that chooses the first cut. Without one there is no bound, so even a
 late search has time for the first."""
-RELAXED = Seconds(least_s=0.1)
-"""Each linear program that gives a start, or a bound for every order."""
+RELAXED = Seconds(least_s=0.1)  # each linear program that gives a start, or a bound for every order
 CUTS = Seconds(most_s=25.0)
 """One program of several cuts beside neighbourhoods. When one does not end in time, the next
 has longer. The status of a result does not say that this clock ended a program, so on a slower
 machine another schedule may be found."""
-LARGE_CUTS = Seconds(most_s=4.0)
-"""The same on large graphs, where one cut says nearly all."""
-STALLED_CUTS = Rounds(3)
-"""Rounds in a row that raise no bound, after which cuts are given up."""
+LARGE_CUTS = Seconds(most_s=4.0)  # the same on large graphs, where one cut says nearly all
+STALLED_CUTS = Rounds(3)  # rounds in a row that raise no bound, after which cuts are given up
 FIRST_ROUND, ROUND = _CountedTime(0.5), _CountedTime(3.0)
 """A round of cuts and neighbourhoods: the first one, and, after doubling, the later ones."""
 LAST_LARGE_ROUND = SlowRound(narrow=0.01, part=0.9)
 """Rounds on large graphs. With a wider gap the time limit alone ends them."""
 
-BUDGET_CONTINUATION = Seconds(part=0.7)
-"""The way down from the peak, where nothing fits yet."""
+BUDGET_CONTINUATION = Seconds(part=0.7)  # the way down from the peak, where nothing fits yet
 CONTINUATION_REPAIR = WorkLimit(30_000)
 """One repair on that way. Where it takes more, a smaller step is the quicker one."""
 FIRST_DESCENT, SOON_DESCENT, LAST_DESCENT = _CountedTime(0.25), _CountedTime(0.5), _CountedTime(2.0)
@@ -141,8 +135,7 @@ REPAIRS_OF_A_START = WorkLimit(20_000)
 VAIN_MOVES = WorkLimit(60_000)
 """Moves weighed at one stage without finding one. On large graphs, whose ops run a long way back
 again, each takes long."""
-EXCHANGES = WorkLimit(300_000)
-"""Exchanges of what is kept."""
+EXCHANGES = WorkLimit(300_000)  # exchanges of what is kept
 VAIN_EXCHANGES = Rounds(times_ops=100_000, least=20)
 """Exchanges in a row that do not help. Each costs about as much as there are ops."""
 
@@ -160,10 +153,8 @@ REGRESSION = Rounds(2000, times_ops=4_000_000)
 
 TINY = Seconds(part=0.5)
 """Exhaustive search on tiny graphs; the rest of the limit is for what finds a schedule sooner."""
-EXACT = Seconds(most_s=10.0)
-"""The exact program that ends a solve of a small graph."""
-ALONE = Seconds(part=0.75)
-"""Recomputation alone, where a graph has links."""
+EXACT = Seconds(most_s=10.0)  # the exact program that ends a solve of a small graph
+ALONE = Seconds(part=0.75)  # recomputation alone, where a graph has links
 START = Seconds(part=0.2)
 """Another solver that gives a start: a policy, or segments between lower sets."""
 
@@ -173,10 +164,8 @@ TIGHTER = Rounds(4)
 """Budgets tried, each lower, until the schedule fits with the runs that are put in."""
 FIRST_PINNED = Seconds(part=0.6)
 """The first of these solves: it is the last one where nothing has to be put in."""
-PINNED_SOLVE = Seconds(least_s=0.5)
-"""Each of these solves, and the one that names the least budget."""
-PINNED_BOUND = Seconds(most_s=5.0)
-"""The bound of the graph with `keep` alone."""
+PINNED_SOLVE = Seconds(least_s=0.5)  # each of these solves, and the one that names the least budget
+PINNED_BOUND = Seconds(most_s=5.0)  # the bound of the graph with `keep` alone
 LEFT_OUT = Rounds(times_ops=200_000, least=20)
 """Runs that are tried to be left out. Each trial costs about as much as there are ops."""
 
@@ -192,28 +181,20 @@ FIRST_SOLVE, SECOND_SOLVE = Seconds(part=0.75), Seconds(least_s=0.5)
 
 # ---- orders (`orders`), chosen on layered graphs
 
-FIRST_LOOK = Seconds(part=0.3)
-"""The first look at the given order, of the whole limit."""
-ANY_ORDER_BOUND = Seconds(most_s=10.0, part=0.1)
-"""The bound for every order, of the whole limit."""
+FIRST_LOOK = Seconds(part=0.3)  # the first look at the given order, of the whole limit
+ANY_ORDER_BOUND = Seconds(most_s=10.0, part=0.1)  # the bound for every order, of the whole limit
 OTHER_ORDER = Seconds(part=0.3)
 """Each other order: half to find it, half for a first look at it."""
 FULL_SOLVE, FULL_SOLVE_IN_NEED = Seconds(part=0.2), Seconds(part=0.75)
 """A full solve before others: where there is a schedule, and where there is none."""
-REFINED_ORDER = Seconds(part=0.05)
-"""The solve in a refined order, of the whole limit."""
-LEAST_SOLVE_S = 0.2
-"""Seconds left below which no further solve is begun."""
-VAIN_ORDERS = Rounds(12)
-"""Refined orders in a row that do not help."""
-DROPPED_RUNS = Rounds(12)
-"""Repeated runs that are tried to be left out of an order."""
+REFINED_ORDER = Seconds(part=0.05)  # the solve in a refined order, of the whole limit
+LEAST_SOLVE_S = 0.2  # seconds left below which no further solve is begun
+VAIN_ORDERS = Rounds(12)  # refined orders in a row that do not help
+DROPPED_RUNS = Rounds(12)  # repeated runs that are tried to be left out of an order
 
 # ---- other solvers (`blocks`, `exact`, `policies`)
 
-BLOCK_NODES = Nodes(200)
-"""A program that makes an option of a block."""
-CUT_FIRST = Seconds(part=1 / 3)
-"""`cut`, from which `retention` starts."""
+BLOCK_NODES = Nodes(200)  # a program that makes an option of a block
+CUT_FIRST = Seconds(part=1 / 3)  # `cut`, from which `retention` starts
 LEAST_PEAK_TRIES = Rounds(10)
 """Budgets at which a policy is run to find its least peak. Each halves the range."""

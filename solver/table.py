@@ -79,8 +79,7 @@ class Solver(Protocol):
 
 _INTEGER = (int, np.integer)
 REAL = (int, float, np.integer, np.floating)
-_MOST_SEED = (1 << 31) - 1
-"""CP-SAT takes no larger one."""
+_MOST_SEED = (1 << 31) - 1  # CP-SAT takes no larger one
 _WHOLE: dict[str, tuple[int, float]] = {
     "cuts": (1, math.inf),
     "seed": (0, _MOST_SEED),
@@ -89,17 +88,21 @@ _WHOLE: dict[str, tuple[int, float]] = {
 """Least and most of options that are whole numbers."""
 NO_OPTIONS = ("time_limit_s", "progress", "known_us")
 """Fields of a solver that are no options of a plan: they say how to search, not for what."""
-_NUMBERS = ("gap", "time_limit_s")
-"""Options that are finite numbers from 0 on."""
+_NUMBERS = ("gap", "time_limit_s")  # options that are finite numbers from 0 on
 
 
 def _check_options(solver: Any) -> None:
     for option in dataclasses.fields(solver):
         value = getattr(solver, option.name)
-        if option.name in _WHOLE:
-            _check_whole(option.name, value, *_WHOLE[option.name])
-        elif option.name in _NUMBERS:
+        if option.name in _NUMBERS:
             check_number(option.name, value)
+        elif option.name in _WHOLE:
+            least, most = _WHOLE[option.name]
+            is_whole = isinstance(value, _INTEGER) and not isinstance(value, bool)
+            if not is_whole or not least <= value <= most:
+                upper = f", at most {most}" if most < math.inf else ""
+                allowed = f"a whole number, {least} or more{upper}"
+                raise SolverError(f"{option.name} must be {allowed}, not {value}")
 
 
 def options_of(solver: Any) -> dict[str, Option]:
@@ -125,12 +128,6 @@ def budget_as_int(budget_bytes: object) -> int:
             f"budget_bytes must be a whole number of bytes, not {budget_bytes!r}: "
             "round it down, or give a text such as '8GiB' to remat.solve"
         ) from None
-
-
-def _check_whole(name: str, value: Any, least: int, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, _INTEGER) or not least <= value <= most:
-        upper = f", at most {most}" if most < math.inf else ""
-        raise SolverError(f"{name} must be a whole number, {least} or more{upper}, not {value}")
 
 
 TABLE: dict[str, str] = {

@@ -17,18 +17,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
+from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.local_search.repair import fill
 from remat.solver.problem import Problem
 from remat.solver.search import Search
-from remat.solver.segments.chen_sqrt import (
-    StageSplit,
-    articulation_points,
-    coarsened,
-    kept_values,
-    split_by_backward,
-)
+from remat.solver.segments import chen_sqrt
 from remat.solver.state import State, recomputed_by_stage, schedule_of, store_all_state
 
 _NO_SPLIT = "the graph is no chain: the backward ops do not split by stages of forward"
@@ -46,56 +41,42 @@ class ChainRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _ChainStage:
-    """One stage; each `ChainRun` has the ops that run, first or again.
+    """One stage; each `ChainRun` has the ops that run, first or again."""
 
-    Attributes
-    ----------
-    entry : the value that enters it, -1 if none does.
-    saved_bytes : all that its backward reads of it, and its result (rotor's ``abar``).
-    pending_bytes : backward values live when its backward begins.
-    first_drop, again_drop : keep the result alone.
-    first_save, again_save : keep the result and what backward reads.
-    again_leaf : makes what backward reads alone.
-    backward : its ops. backward_peak_bytes : the most live in them, with saved values and without
-        the value that enters.
-    """
-
-    entry: int
+    entry: int  # the value that enters it, -1 if none does
     entry_bytes: int
-    saved_bytes: int
-    pending_bytes: int
-    first_drop: ChainRun
-    first_save: ChainRun
+    saved_bytes: int  # all that its backward reads of it, and its result (rotor's ``abar``)
+    pending_bytes: int  # backward values live when its backward begins
+    first_drop: ChainRun  # keeps the result alone
+    first_save: ChainRun  # keeps the result and what backward reads
     again_drop: ChainRun
     again_save: ChainRun
-    again_leaf: ChainRun
+    again_leaf: ChainRun  # makes what backward reads alone
     backward: tuple[int, ...]
     backward_us: float
+    # The most live in its ops, with saved values and without the value that enters.
     backward_peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Stages in forward order, none if the graph is no chain: `why_not` says so in words.
-
-    `base_bytes` are resident or kept throughout.
-    """
+    """Stages in forward order, none if the graph is no chain: `why_not` says so in words."""
 
     stages: tuple[_ChainStage, ...]
-    base_bytes: int
+    base_bytes: int  # resident, or kept throughout
     why_not: str = ""
 
 
 def find_chain(problem: Problem, most_stages: int = 0) -> Chain:
-    kept = kept_values(problem)
+    kept = chen_sqrt.kept_values(problem)
     kept_bytes = sum(size for size, stays in zip(problem.size_bytes, kept, strict=True) if stays)
     base_bytes = problem.resident_bytes + kept_bytes
-    places = articulation_points(problem, kept)
+    places = chen_sqrt.articulation_points(problem, kept)
     if not places:
         return Chain((), base_bytes, _no_place(problem))
     if most_stages:
-        places = coarsened(problem, places, most_stages)
-    split = split_by_backward(problem, kept, places)
+        places = chen_sqrt.coarsened(problem, places, most_stages)
+    split = chen_sqrt.split_by_backward(problem, kept, places)
     if not split.places:
         return Chain((), base_bytes, _NO_SPLIT)
     return Chain(_Model(problem, kept, split).stages(), base_bytes)
@@ -113,7 +94,7 @@ def _no_place(problem: Problem) -> str:
 class _Model:
     problem: Problem
     kept: bytearray
-    split: StageSplit
+    split: chen_sqrt.StageSplit
 
     def stages(self) -> tuple[_ChainStage, ...]:
         places, starts = self.split
@@ -238,16 +219,14 @@ def ops_of_actions(chain: Chain, actions: Sequence[ChainAction]) -> list[tuple[i
         elif i == reached:
             runs.append(chain.stages[i].first_save.ops)
             reached += 1
+        elif kind == "forward":
+            runs.append(chain.stages[i].again_drop.ops)
         else:
-            runs.append(_run_again(chain.stages[i], kind, after == ChainAction("backward", i)))
+            # The backward of a leaf follows at once, so its result need not be made.
+            is_leaf = after == ChainAction("backward", i)
+            stage = chain.stages[i]
+            runs.append((stage.again_leaf if is_leaf else stage.again_save).ops)
     return runs
-
-
-def _run_again(stage: _ChainStage, kind: _Kind, is_leaf: bool) -> tuple[int, ...]:
-    if kind == "forward":
-        return stage.again_drop.ops
-    # The backward of a leaf follows at once, so its result need not be made.
-    return (stage.again_leaf if is_leaf else stage.again_save).ops
 
 
 _NEIGHBOURS = 3
@@ -258,26 +237,28 @@ _FILLED = 3
 """How many of the fastest schedules are filled, beside the slowest, which leaves most room."""
 
 
-def chain_or_done(search: Search, most_stages: int) -> Chain | None:
-    search.offer_least(store_all_state(search.problem))
-    if search.best is not None:
-        return None  # keeping all fits
-    search.say("looking for a chain of stages")
-    chain = find_chain(search.problem, most_stages)
-    if not chain.stages:
-        search.message = chain.why_not
-    return chain if chain.stages else None
+def solve_on_chain(
+    search: Search, most_stages: int, solve: Callable[[Search, Chain], object]
+) -> Result:
+    """What `solve` finds on the chain of the graph, if it is one and keeping all does not fit."""
+    with search.until_interrupted():
+        if not search.offer_least(store_all_state(search.problem)):
+            search.say("looking for a chain of stages")
+            chain = find_chain(search.problem, most_stages)
+            if chain.stages:
+                solve(search, chain)
+            else:
+                search.message = chain.why_not
+    return search.result()
+
+
+_Change = Callable[[Schedule, Sequence[ChainAction]], Schedule]
 
 
 class ChainSearch:
     """Tries chain schedules in one search; `change`, if any, makes of each the one to be judged."""
 
-    def __init__(
-        self,
-        search: Search,
-        chain: Chain,
-        change: Callable[[Schedule, Sequence[ChainAction]], Schedule] | None = None,
-    ) -> None:
+    def __init__(self, search: Search, chain: Chain, change: _Change | None = None) -> None:
         self.search, self.chain, self.change = search, chain, change
         self.found: dict[tuple[int, ...], float] = {}
 
@@ -303,10 +284,7 @@ class ChainSearch:
         low, high = 1, count - 1 if self.fits(actions_of(0)) else 0
         while low <= high and not self.search.out_of_time():
             middle = (low + high) // 2
-            if self.fits(actions_of(middle)):
-                low = middle + 1
-            else:
-                high = middle - 1
+            low, high = (middle + 1, high) if self.fits(actions_of(middle)) else (low, middle - 1)
         self._try_each(actions_of, range(low, min(low + _NEIGHBOURS, count)))
 
     def _try_each(self, actions_of: Callable[[int], Sequence[ChainAction]], choices: range) -> None:

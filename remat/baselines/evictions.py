@@ -51,16 +51,12 @@ class AddressSpace:
     """Blocks that cannot be moved: one needs a hole that holds all of it.
 
     For `dte` and `coop`, whose rules are about addresses. Their plans' peaks still count bytes.
-
-    Attributes
-    ----------
-    at : address of each block present.
-    beside_bytes : for each block present the bytes of the holes on both its sides.
     """
 
     def __init__(self, capacity_bytes: int, n_blocks: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self.at: dict[int, int] = {}
+        self.at: dict[int, int] = {}  # address of each block present
+        # For each block present the bytes of the holes on both its sides.
         self.beside_bytes: npt.NDArray[np.int64] = np.zeros(n_blocks, np.int64)
         self._starts: list[int] = []
         self._sizes: dict[int, int] = {}
@@ -82,7 +78,12 @@ class AddressSpace:
         # Blocks of 0 bytes have no address, so they always fit.
         if size_bytes == 0:
             return True
-        hole = self._find(size_bytes, fit)
+        holes = reversed(self._holes) if fit == "high" else self._holes
+        enough = (hole for hole in holes if self._sizes[hole] >= size_bytes)
+        if fit == "best":
+            hole = min(enough, key=lambda hole: (self._sizes[hole], hole), default=None)
+        else:
+            hole = next(enough, None)
         if hole is None:
             return False
         rest_bytes = self._sizes[hole] - size_bytes
@@ -108,13 +109,6 @@ class AddressSpace:
             self._remove(s)
         self._insert(merged[0], size_bytes, HOLE)
         self._note_beside(merged[0])
-
-    def _find(self, size_bytes: int, fit: HoleFit) -> int | None:
-        holes = reversed(self._holes) if fit == "high" else self._holes
-        enough = (hole for hole in holes if self._sizes[hole] >= size_bytes)
-        if fit == "best":
-            return min(enough, key=lambda hole: (self._sizes[hole], hole), default=None)
-        return next(enough, None)
 
     def _insert(self, start: int, size_bytes: int, owner: int) -> None:
         insort(self._starts, start)
@@ -236,12 +230,9 @@ class CoopPolicy(Policy):
         costs = np.full(books.evictable.size + 1, np.inf)
         costs[values] = self.scores(books, values)
         spans = list(self.arena.spans())
-        window = cheapest_window(
-            [size_bytes for _, size_bytes, _ in spans],
-            # Holes cost nothing.
-            [0.0 if owner == HOLE else float(costs[owner]) for _, _, owner in spans],
-            asked_bytes,
-        )
+        # Holes cost nothing.
+        own = [0.0 if owner == HOLE else float(costs[owner]) for _, _, owner in spans]
+        window = cheapest_window([size_bytes for _, size_bytes, _ in spans], own, asked_bytes)
         if window is None:
             return ()
         return [owner for _, _, owner in spans[slice(*window)] if owner != HOLE]

@@ -6,19 +6,9 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
-from remat.solver.policies.template import (
-    NO_BLOCK,
-    NO_REPEATED_BLOCK,
-    Template,
-    module_blocks,
-    read_in_backward,
-    regions,
-    solve_templates,
-    unavoidable,
-)
+from remat.solver.policies import template
 from remat.solver.problem import Problem
 from remat.solver.recompute_summary import (
     DROPOUT_OPS,
@@ -27,7 +17,7 @@ from remat.solver.recompute_summary import (
     attention_cores,
     op_kind,
 )
-from remat.solver.search import Listener, Search
+from remat.solver.search import Listener, Search, check_least
 from remat.solver.segments.chen_sqrt import articulation_points, checkpointed_state, kept_values
 from remat.solver.state import store_all_state
 
@@ -55,14 +45,16 @@ class Full:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         search = Search.of(self, "full", graph, budget_bytes)
-        return solve_templates(search, _full_templates, NO_REPEATED_BLOCK)
+        return template.solve_templates(search, _full_templates, template.NO_REPEATED_BLOCK)
 
 
-def _full_templates(problem: Problem) -> Iterator[Template]:
-    blocks = module_blocks(problem.graph)
+def _full_templates(problem: Problem) -> Iterator[template.Template]:
+    blocks = template.module_blocks(problem.graph)
     if blocks.names:
         # One region a block, so that each block reruns when backward reaches it.
-        yield regions(problem, [block != NO_BLOCK for block in blocks.of_op], blocks.of_op)
+        yield template.regions(
+            problem, [block != template.NO_BLOCK for block in blocks.of_op], blocks.of_op
+        )
 
 
 @dataclass(frozen=True)
@@ -88,15 +80,15 @@ class Selective:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         search = Search.of(self, "selective", graph, budget_bytes)
-        return solve_templates(search, _selective_templates, NO_ATTENTION)
+        return template.solve_templates(search, _selective_templates, NO_ATTENTION)
 
 
-def _selective_templates(problem: Problem) -> Iterator[Template]:
+def _selective_templates(problem: Problem) -> Iterator[template.Template]:
     core = attention_cores(problem)
     again = [part != NO_CORE for part in core]
     if any(again):
         # One region an attention, so that they rerun one at a time.
-        yield regions(problem, again, core)
+        yield template.regions(problem, again, core)
 
 
 @dataclass(frozen=True)
@@ -125,19 +117,18 @@ class KeepAttentionOutput:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         search = Search.of(self, "keep_attention_output", graph, budget_bytes)
-        has_blocks = bool(module_blocks(graph).names)
-        absent = NO_ATTENTION if has_blocks else NO_REPEATED_BLOCK
-        return solve_templates(search, _keep_attention_output_templates, absent)
+        absent = NO_ATTENTION if template.module_blocks(graph).names else template.NO_REPEATED_BLOCK
+        return template.solve_templates(search, _keep_attention_output_templates, absent)
 
 
-def _keep_attention_output_templates(problem: Problem) -> Iterator[Template]:
-    blocks = module_blocks(problem.graph).of_op
+def _keep_attention_output_templates(problem: Problem) -> Iterator[template.Template]:
+    blocks = template.module_blocks(problem.graph).of_op
     core = attention_cores(problem)
     ops = range(problem.n_forward)
-    if any(blocks[op] != NO_BLOCK and core[op] != NO_CORE for op in ops):
-        again = [blocks[op] != NO_BLOCK and core[op] == NO_CORE for op in ops]
+    if any(blocks[op] != template.NO_BLOCK and core[op] != NO_CORE for op in ops):
+        again = [blocks[op] != template.NO_BLOCK and core[op] == NO_CORE for op in ops]
         # One region a block, on both sides of its attention.
-        yield regions(problem, again, blocks)
+        yield template.regions(problem, again, blocks)
 
 
 _NORMS = frozenset(
@@ -184,21 +175,21 @@ class NormsAndActivations:
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         search = Search.of(self, "norms_and_activations", graph, budget_bytes)
-        return solve_templates(search, _norms_and_activations_templates, _NONE_FOUND)
+        return template.solve_templates(search, _norms_and_activations_templates, _NONE_FOUND)
 
 
-def _norms_and_activations_templates(problem: Problem) -> Iterator[Template]:
+def _norms_and_activations_templates(problem: Problem) -> Iterator[template.Template]:
     again = _cheap_to_recompute(problem)
     if any(again):
         # One region, so that values passed between these ops are not kept.
-        yield regions(problem, again, [0] * problem.n_forward)
+        yield template.regions(problem, again, [0] * problem.n_forward)
 
 
 def _cheap_to_recompute(problem: Problem) -> list[bool]:
     # An op reruns only if its inputs are kept anyway or rerun too: else keeping the input would
     # replace keeping the output.
-    at_hand = unavoidable(problem)
-    for v in read_in_backward(problem):
+    at_hand = template.unavoidable(problem)
+    for v in template.read_in_backward(problem):
         at_hand[v] = 1
     again: list[bool] = []
     for op in range(problem.n_forward):
@@ -248,21 +239,15 @@ class ChenGreedy:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        if self.points not in _POINTS:
-            raise SolverError(f"points must be one of {', '.join(_POINTS)}, not '{self.points}'")
-        if self.sizes < 1:
-            raise SolverError(f"sizes must be 1 or more, not {self.sizes}")
+        template.check_choice("points", self.points, _POINTS)
+        check_least("sizes", self.sizes, 1)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        search = Search.of(self, "chen_greedy", graph, budget_bytes)
-        with search.until_interrupted():
-            self._run(search)
-        return search.result()
+        return Search.of(self, "chen_greedy", graph, budget_bytes).result_of(self._run)
 
     def _run(self, search: Search) -> None:
         problem = search.problem
-        search.offer_least(store_all_state(problem))
-        if search.best is not None:
+        if search.offer_least(store_all_state(problem)):
             return
         places = self._places(problem)
         if not places:

@@ -110,10 +110,7 @@ class Layers:
         return sum(us for us in again if not math.isinf(us))
 
     def _windows(self, program: MixedProgram, hosted: list[int]) -> None:
-        """Σ of layers ≥ i: size · hosted ≤ rate · the time from layer i to the end of forward.
-
-        The same on the way back, with the time from there to the backward of layer i.
-        """
+        """Σ of layers ≥ i: size · hosted ≤ rate · the time from layer i to the end of forward."""
         saved = self.saved
         for i, layer in enumerate(self.values):
             terms = [(hosted[j], self.size_bytes[j] / _UNIT) for j in range(i, len(hosted))]
@@ -121,6 +118,7 @@ class Layers:
             read_us = saved.begin_us[min(saved.first_read[v] for v in layer)]
             out_us, back_us = saved.forward_us - made_us, read_us - saved.forward_us
             program.row(terms, upper=float(out_us) * saved.links.d2h.bytes_per_us / _UNIT)
+            # The same on the way back, with the time from there to the backward of the layer.
             program.row(terms, upper=float(back_us) * saved.links.h2d.bytes_per_us / _UNIT)
 
     def _peaks(

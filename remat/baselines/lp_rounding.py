@@ -30,7 +30,7 @@ from remat.solver.exact.checkmate import EXACT_PASSES, StagedProgram
 from remat.solver.local_search.repair import Repair, fill
 from remat.solver.problem import Problem
 from remat.solver.result import TOO_LARGE
-from remat.solver.search import Listener, Search
+from remat.solver.search import Listener, Search, check_known, check_least
 from remat.solver.state import State, recomputed_in, store_all_state
 
 _THRESHOLDS = (0.5, 0.4, 0.6, 0.25, 0.75, 0.1, 0.9)
@@ -72,27 +72,17 @@ class LpRounding:
     def __post_init__(self) -> None:
         if not 0 <= self.slack < 1:
             raise SolverError(f"slack must be at least 0 and below 1, not {self.slack}")
-        if self.rounds < 0:
-            raise SolverError(f"rounds must be 0 or more, not {self.rounds}")
-        if self.passes < 1:
-            raise SolverError(f"passes must be 1 or more, not {self.passes}")
-        if self.most_ops < 1:
-            raise SolverError(f"most_ops must be 1 or more, not {self.most_ops}")
-        if self.backend not in BACKENDS:
-            raise SolverError(
-                f"unknown LP backend '{self.backend}'; there are {', '.join(BACKENDS)}"
-            )
+        check_least("rounds", self.rounds, 0)
+        check_least("passes", self.passes, 1)
+        check_least("most_ops", self.most_ops, 1)
+        check_known("LP backend", self.backend, BACKENDS)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        search = Search.of(self, "lp_rounding", graph, budget_bytes)
-        with search.until_interrupted():
-            self.run(search)
-        return search.result()
+        return Search.of(self, "lp_rounding", graph, budget_bytes).result_of(self.run)
 
     def run(self, search: Search) -> None:
-        search.offer_least(store_all_state(search.problem))
-        if search.best is not None:
-            # Nothing is faster than running each op once.
+        # Nothing is faster than running each op once.
+        if search.offer_least(store_all_state(search.problem)):
             return
         n_ops = search.problem.n_ops
         if n_ops > self.most_ops:
@@ -102,7 +92,10 @@ class LpRounding:
         if search.budget_bytes <= search.problem.resident_bytes:
             search.message = "what is resident takes the whole budget"
             return
-        for slack in self._slacks():
+        # The LP of the full budget comes first if it is a bound: its proof may end the search.
+        first = [0.0] if self.passes >= EXACT_PASSES else []
+        asked = [min(self.slack * step, 0.9) for step in _SLACK_STEPS]
+        for slack in dict.fromkeys((*first, *asked)):
             if search.out_of_time() or search.proved_infeasible:
                 return
             point, best_key = self._relaxed(search, slack), search.best_key
@@ -116,12 +109,6 @@ class LpRounding:
         if search.best is None and not search.cut_short:
             search.message = "no rounding of the relaxed program fits, at any slack tried"
 
-    def _slacks(self) -> list[float]:
-        # The LP of the full budget comes first if it is a bound: its proof may end the search.
-        first = [0.0] if self.passes >= EXACT_PASSES else []
-        asked = [min(self.slack * step, 0.9) for step in _SLACK_STEPS]
-        return list(dict.fromkeys((*first, *asked)))
-
     def _relaxed(self, search: Search, slack: float) -> _Relaxed | None:
         search.say(f"solving the relaxed program at slack {slack:g}")
         room_bytes = search.budget_bytes - search.problem.resident_bytes
@@ -133,9 +120,13 @@ class LpRounding:
         if not answer.finished:
             search.cut_short = True
             search.message = "the relaxed program did not finish within the time limit"
-        if answer.values is None or not answer.finished:
+        values = answer.values
+        if values is None or not answer.finished:
             return None
-        return _carried(made, answer.values)
+        return [
+            {v: values[made.carried[row.index, v]] for v in made.values_before(row.stage)}
+            for row in made.rows[:: made.passes]
+        ]
 
     def _claim(
         self, search: Search, made: StagedProgram, answer: MipSolution, slack: float
@@ -170,14 +161,6 @@ def _roundings(rounds: int, seed: int) -> Iterator[Callable[[float], bool]]:
         yield lambda part: source.random() < part
 
 
-def _carried(made: StagedProgram, values: Sequence[float]) -> _Relaxed:
-    point: _Relaxed = []
-    for row in made.rows[:: made.passes]:
-        before = made.values_before(row.stage)
-        point.append({v: values[made.carried[row.index, v]] for v in before})
-    return point
-
-
 def rounded_state(problem: Problem, point: _Relaxed, is_carried: Callable[[float], bool]) -> State:
     """Round what is carried into each stage, and run again what is then missing, no more."""
     bits = [bytearray(problem.n_values) for _ in range(problem.n_ops + 2)]
@@ -194,11 +177,9 @@ def rounded_state(problem: Problem, point: _Relaxed, is_carried: Callable[[float
     return State.from_recomputed(problem, recomputed)
 
 
-def _drop_unread(
-    problem: Problem, bits: Sequence[bytearray], recomputed: Sequence[int], t: int
-) -> None:
-    read = {*problem.needs[t], *(v for op in recomputed for v in problem.inputs[op])}
-    made = {v for op in recomputed for v in problem.outputs[op]}
+def _drop_unread(problem: Problem, bits: Sequence[bytearray], again: Sequence[int], t: int) -> None:
+    read = {*problem.needs[t], *(v for op in again for v in problem.inputs[op])}
+    made = {v for op in again for v in problem.outputs[op]}
     for v, bit in enumerate(bits[t]):
         is_idle = v not in read and not bits[t + 1][v]
         if bit and (is_idle or (v in made and not _must_stay(problem, t, v))):

@@ -30,8 +30,8 @@ from remat.solver.offload.fetch_as_recompute import (
 )
 from remat.solver.policies.template import NO_BLOCK, module_blocks, read_in_backward, unavoidable
 from remat.solver.problem import Problem
-from remat.solver.search import Listener, Search
-from remat.solver.state import State, UnreachableError, recomputed_in
+from remat.solver.search import Listener, Search, check_least
+from remat.solver.state import State, UnreachableError, mark_made, recomputed_in
 
 
 class CopyChoice(NamedTuple):
@@ -123,8 +123,7 @@ class Saved:
         return took_us
 
     def released(self, hosted: Collection[int], kept: Collection[int]) -> CopyChoice:
-        again = frozenset(self.values).difference(hosted, kept)
-        return CopyChoice(frozenset(hosted), again)
+        return CopyChoice(frozenset(hosted), frozenset(self.values).difference(hosted, kept))
 
     def base(self, choice: CopyChoice) -> UntimedSchedule | None:
         """What `choice` comes to; None where a pin forbids to make a value again."""
@@ -163,28 +162,15 @@ def _just_in_time(problem: Problem, kept: bytearray) -> list[list[int]]:
         if t == problem.n_forward:
             available = bytearray(kept)
         stages.append(recomputed_in(problem, available, (), t))
-        for op in (*stages[-1], t) if t < problem.n_ops else stages[-1]:
-            for v in problem.outputs[op]:
-                available[v] = 1
+        mark_made(problem, available, (*stages[-1], t) if t < problem.n_ops else stages[-1])
     return stages
 
 
-_LEAST_BYTES = 1 << 20
-"""Smaller values stay, unless a policy is told otherwise."""
+_LEAST_BYTES = 1 << 20  # smaller values stay, unless a policy is told otherwise
 _NOTHING_LARGE = "backward reads nothing of forward that is large enough to leave the device"
 _NO_ROOM = "the host has no room for what the policy sends there"
 
 _Choices = Callable[[Saved], Iterable[CopyChoice]]
-
-
-def _links_of(graph: TrainingGraph, solver: str) -> Links:
-    if graph.links is None:
-        raise SolverError(
-            f"solver '{solver}' needs a link to the host: capture with "
-            f"{option('host', '64GiB')}, or take solver auto"
-        )
-    require_no_homes(graph, solver)
-    return graph.links
 
 
 @dataclass(frozen=True)
@@ -200,7 +186,8 @@ class SteppedPolicy(ABC):
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        _check_knobs(self.least_bytes, self.steps)
+        check_least("least_bytes", self.least_bytes, 1)
+        check_least("steps", self.steps, 2, "all and nothing")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         return _solve_choices(self, self.name, graph, budget_bytes, self.choices)
@@ -210,17 +197,16 @@ class SteppedPolicy(ABC):
         """A choice for each setting."""
 
 
-def _check_knobs(least_bytes: int, steps: int = 2) -> None:
-    if least_bytes < 1:
-        raise SolverError(f"least_bytes must be 1 or more, not {least_bytes}")
-    if steps < 2:
-        raise SolverError(f"steps must be 2 (all and nothing) or more, not {steps}")
-
-
 def _solve_choices(
     solver: Any, name: str, graph: TrainingGraph, budget_bytes: int, choices: _Choices
 ) -> Result:
-    links = _links_of(graph, name)
+    links = graph.links
+    if links is None:
+        raise SolverError(
+            f"solver '{name}' needs a link to the host: capture with "
+            f"{option('host', '64GiB')}, or take solver auto"
+        )
+    require_no_homes(graph, name)
     search = Search.of(solver, name, graph, budget_bytes)
     with search.until_interrupted():
         # If the step fits as it is, nothing leaves the device.
@@ -244,14 +230,10 @@ def _try_choices(search: Search, saved: Saved, choices: _Choices) -> None:
         if search.out_of_time():
             return
     # If nothing fits, report the least budget that does.
-    if search.best is None:
-        _take_least(search, saved.links, over)
-
-
-def _take_least(search: Search, links: Links, over: list[UntimedSchedule]) -> None:
-    for base in sorted(over, key=lambda one: one.peak_bytes):
+    for base in sorted(over, key=lambda one: one.peak_bytes) if search.best is None else ():
+        least_bytes = base.peak_bytes
         # Copies need no room beyond their base, so the base's peak is a budget that it fits.
-        if base.peak_bytes >= search.lowest_bytes or _take(search, links, base, base.peak_bytes):
+        if least_bytes >= search.lowest_bytes or _take(search, saved.links, base, least_bytes):
             return
         search.message = _NO_ROOM
 
@@ -292,7 +274,7 @@ class SwapAll:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        _check_knobs(self.least_bytes)
+        check_least("least_bytes", self.least_bytes, 1)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         return _solve_choices(self, "swap_all", graph, budget_bytes, _swap_all_choices)
@@ -367,8 +349,7 @@ def hidden_copies(saved: Saved, released: Sequence[int]) -> frozenset[int]:
         first = saved.first_read[v]
         sooner = [u for u in hosted if saved.first_read[u] <= first]
         back_us = sum(links.h2d.us(size_bytes[u]) for u in (*sooner, v))
-        hides = out_us <= saved.forward_us
-        hides = hides and back_us <= saved.begin_us[first] - saved.forward_us
+        hides = out_us <= saved.forward_us and back_us <= saved.begin_us[first] - saved.forward_us
         # Values that cannot be made again must be hosted.
         if hides or math.isinf(saved.again_us[v]):
             free_us = out_us

@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
-from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
@@ -29,7 +28,7 @@ from remat.solver.backends.processes import Task
 from remat.solver.cuts.cut import Cut
 from remat.solver.local_search.events import COST_UNITS
 from remat.solver.problem import Problem
-from remat.solver.search import Listener, Search
+from remat.solver.search import Listener, Search, check_least
 from remat.solver.state import ops_of, recomputed_by_stage, store_all_state
 from remat.solver.stopping import CUT_FIRST, Seconds
 
@@ -122,17 +121,7 @@ def _shown_by(problem: Problem, stages: Stages) -> _Shown:
 # written in the same way.
 
 
-@dataclass(frozen=True, slots=True)
-class RetentionEffort:
-    """A seed makes runs equal only if time does not end the search."""
-
-    seconds: float
-    workers: int = 1
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RetentionOutcome:
+class RetentionOutcome(NamedTuple):
     stages: Stages | None
     finished: bool
 
@@ -146,49 +135,39 @@ def _cost_units(problem: Problem) -> tuple[list[int], float]:
     return [round(cost / unit_us) for cost in problem.cost_us], unit_us
 
 
-@dataclass(slots=True)
 class RetentionModel:
-    """The program for at most `computations` runs of an op, within `room_bytes`.
+    """The program for at most `computations` runs of an op, within `room_bytes`."""
 
-    `hint` is a schedule to begin from. If `is_wide`, an op may also run as often as in the hint.
-    Extra time is at least `least_us`. If the hint `is_feasible`, it is at most the hint's.
-    """
+    def __init__(
+        self, problem: Problem, room_bytes: int, computations: int, hint: Stages,
+        least_us: float = 0.0, *, is_feasible: bool = True, is_wide: bool = False,
+    ) -> None:  # fmt: skip
+        """`hint` is a schedule to begin from, whose extra time is the most if it `is_feasible`.
 
-    problem: Problem
-    room_bytes: int
-    computations: int
-    hint: Stages
-    least_us: float = 0.0
-    is_feasible: bool = True
-    is_wide: bool = False
-    last: list[int] = field(init=False)
-    api: Any = field(init=False)
-    model: Any = field(init=False)
-    start: list[list[Any]] = field(init=False)
-    active: list[list[Any]] = field(init=False)
-    end: list[list[Any]] = field(init=False)
-    end_event: int = field(init=False)
-    intervals: list[Any] = field(default_factory=list[Any], init=False)
-    demands: list[int] = field(default_factory=list[int], init=False)
-    best: Stages | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
+        Extra time is at least `least_us`. If `is_wide`, an op may run as often as in the hint.
+        """
         from ortools.sat.python import cp_model  # pyright: ignore[reportMissingTypeStubs]
 
         # OR-Tools ships no stubs.
         self.api = cast(Any, cp_model)
         self.model = self.api.CpModel()
-        problem = self.problem
+        self.problem, self.computations, self.hint = problem, computations, hint
+        self.least_us, self.is_feasible, self.is_wide = least_us, is_feasible, is_wide
+        self.intervals, self.demands = list[Any](), list[int]()
+        self.best: Stages | None = None
         self.last = _last_stages(problem)
         self.end_event = event_of(problem.n_ops, problem.n_ops)
-        self.start = [[event_of(op, op)] for op in range(problem.n_ops)]
-        self.active = [[True] for _ in range(problem.n_ops)]
+        self.start: list[list[Any]] = [[event_of(op, op)] for op in range(problem.n_ops)]
+        self.active: list[list[Any]] = [[True] for _ in range(problem.n_ops)]
         self._runs()
-        within = [times[: len(self.start[op])] for op, times in enumerate(self.hint)]
+        within = [times[: len(self.start[op])] for op, times in enumerate(hint)]
         shown = _shown_by(problem, within)
         self.end = [self._retentions(v, shown) for v in range(problem.n_values)]
         self._uses(shown)
-        self._memory()
+        # All demands are multiples of the unit, so nothing is lost.
+        unit = math.gcd(*self.demands) or 1
+        demands = [demand // unit for demand in self.demands]
+        self.model.add_cumulative(self.intervals, demands, room_bytes // unit)
         self._objective()
 
     def _runs(self) -> None:
@@ -226,11 +205,12 @@ class RetentionModel:
         """The last use of `v` from each run of its op; an idle run ends where it starts."""
         op, model = self.problem.producer[v], self.model
         ends: list[Any] = []
+        times = self.hint[op]
         for i, (start, active) in enumerate(zip(self.start[op], self.active[op], strict=True)):
             end = model.new_int_var(event_of(op, op), self.end_event, "")
             size = model.new_int_var(0, self.end_event, "")
             hinted = shown.end[v][i] if i < len(shown.end[v]) else None
-            begin = self._hinted_start(op, i)
+            begin = event_of(times[i] if i < len(times) else self.last[op], op)
             model.add_hint(end, begin if hinted is None else hinted)
             model.add_hint(size, 0 if hinted is None else hinted - begin)
             model.add(end == start + size)
@@ -246,10 +226,6 @@ class RetentionModel:
                 self.demands.append(self.problem.size_bytes[v])
             ends.append(end)
         return ends
-
-    def _hinted_start(self, op: int, i: int) -> int:
-        times = self.hint[op]
-        return event_of(times[i] if i < len(times) else self.last[op], op)
 
     def _uses(self, shown: _Shown) -> None:
         problem = self.problem
@@ -283,12 +259,6 @@ class RetentionModel:
                 model.add_implication(choice, self.active[op][j])
                 model.add(self.start[op][j] < at).only_enforce_if(choice)
 
-    def _memory(self) -> None:
-        unit = math.gcd(*self.demands) or 1
-        # All demands are multiples of the unit, so nothing is lost.
-        demands = [demand // unit for demand in self.demands]
-        self.model.add_cumulative(self.intervals, demands, self.room_bytes // unit)
-
     def _objective(self) -> None:
         costs, unit_us = _cost_units(self.problem)
         again = [(active, costs[op]) for op, runs in enumerate(self.active) for active in runs[1:]]
@@ -315,20 +285,21 @@ class RetentionModel:
             for op in range(self.problem.n_ops)
         ]
 
-    def solve(self, effort: RetentionEffort) -> RetentionOutcome:
+    def solve(self, seconds: float, workers: int = 1, seed: int = 0) -> RetentionOutcome:
+        """A seed makes runs equal only if time does not end the search."""
         solver = self.api.CpSolver()
-        solver.parameters.num_workers = effort.workers
-        solver.parameters.random_seed = effort.seed
+        solver.parameters.num_workers = workers
+        solver.parameters.random_seed = seed
         solver.parameters.linearization_level = 2
         # A single worker takes turns at all of CP-SAT's strategies: 4 to 6 times as fast on FCN8 as
         # the first strategy alone.
-        solver.parameters.interleave_search = effort.workers == 1
+        solver.parameters.interleave_search = workers == 1
         # On 200 ops probing costs more seconds than it saves.
         solver.parameters.cp_model_probing_level = 0
         solver.parameters.max_presolve_iterations = 1
         # Ctrl-C goes to `Task`, which stops the search and keeps what was found.
         solver.parameters.catch_sigint_signal = False
-        solver.parameters.max_time_in_seconds = max(effort.seconds, 0.01)
+        solver.parameters.max_time_in_seconds = max(seconds, 0.01)
         watch = _watcher(self)
         status = Task(lambda: solver.solve(self.model, watch), solver.stop_search).wait()
         return RetentionOutcome(self.best, status in (self.api.OPTIMAL, self.api.INFEASIBLE))
@@ -344,8 +315,7 @@ def _watcher(made: RetentionModel) -> Any:
 
 _RAISED = (2, 3)
 """Most computations of an op, one after the other, where that is chosen for the user."""
-_CLOSED = 1e-9
-"""With a gap of at most this, nothing is left to find."""
+_CLOSED = 1e-9  # with a gap of at most this, nothing is left to find
 
 
 @dataclass(frozen=True)
@@ -370,23 +340,20 @@ class Retention:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        for name, value, least, meaning in (
-            ("computations", self.computations, 0, "0 (2, then 3) or more"),
-            ("workers", self.workers, 1, "1 or more"),
-            ("seed", self.seed, 0, "0 or more"),
-            ("most_ops", self.most_ops, 0, "0 or more"),
-        ):
-            if value < least:
-                raise SolverError(f"{name} must be {meaning}, not {value}")
+        check_least("computations", self.computations, 0, "2, then 3")
+        check_least("workers", self.workers, 1)
+        check_least("seed", self.seed, 0)
+        check_least("most_ops", self.most_ops, 0)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        search = Search.of(self, "retention", graph, budget_bytes)
-        with search.until_interrupted():
-            self.run(search)
-        return search.result()
+        return Search.of(self, "retention", graph, budget_bytes).result_of(self.run)
 
     def run(self, search: Search) -> None:
-        self._begin(search)
+        # On graphs that are too large, `cut` gets all of the time.
+        part = CUT_FIRST if search.problem.n_ops <= self.most_ops else Seconds()
+        with search.clock.limited_to(part.of(search.clock.time_limit_s)):
+            Cut(gap=0.0).run(search)
+        search.cut_short = search.out_of_time()
         if search.gap <= _CLOSED or search.proved_infeasible:
             return
         if search.problem.n_ops > self.most_ops:
@@ -399,13 +366,6 @@ class Retention:
             if search.gap > _CLOSED and not search.out_of_time():
                 self._improve(search, computations)
 
-    def _begin(self, search: Search) -> None:
-        # On graphs that are too large, `cut` gets all of the time.
-        part = CUT_FIRST if search.problem.n_ops <= self.most_ops else Seconds()
-        with search.clock.limited_to(part.of(search.clock.time_limit_s)):
-            Cut(gap=0.0).run(search)
-        search.cut_short = search.out_of_time()
-
     def _improve(self, search: Search, computations: int) -> None:
         search.say(f"at most {computations} computations of an op")
         model = RetentionModel(
@@ -414,9 +374,7 @@ class Retention:
             is_feasible=search.best is not None, is_wide=not self.computations,
         )  # fmt: skip
         try:
-            outcome = model.solve(
-                RetentionEffort(max(search.left_s, 0.01), self.workers, self.seed)
-            )
+            outcome = model.solve(max(search.left_s, 0.01), self.workers, self.seed)
         # Keep what was found, also after Ctrl-C.
         finally:
             if model.best is not None:

@@ -30,17 +30,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from remat.baselines.chain import Chain, ChainAction, ChainSearch, chain_or_done, ops_of_actions
+from remat.baselines.chain import Chain, ChainAction, ChainSearch, ops_of_actions, solve_on_chain
 from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.solver.problem import Problem
-from remat.solver.search import Listener, Search
+from remat.solver.search import Listener, Search, check_least
 
 _Counts = npt.NDArray[np.int64]
-_NEVER = 1 << 60
-"""The count of what cannot be done."""
+_NEVER = 1 << 60  # the count of what cannot be done
 
 
 # Counts are forward runs of stages in the whole step. The state before the first stage takes a slot
@@ -97,11 +96,9 @@ def binomial_actions(stages: int, slots: int) -> list[ChainAction]:
 
 
 def mixed_table(stages: int, slots: int) -> tuple[_Counts, _Counts]:
-    """Fewest forward runs for [slots, stages], and the first choice.
-
-    Choice 0: save what backward reads of the first stage; k > 0: store the state before it
-    and run k stages forward.
-    """
+    """Fewest forward runs for [slots, stages], and the first choice."""
+    # Choice 0: save what backward reads of the first stage; k > 0: store the state before it, and
+    # run k stages forward.
     steps = np.full((slots + 1, stages + 1), _NEVER, np.int64)
     choice = np.zeros((slots + 1, stages + 1), np.int64)
     steps[:, 0], steps[:, 1] = 0, 1
@@ -158,9 +155,8 @@ def stored_states(actions: Sequence[ChainAction]) -> list[_Stored]:
     slots: list[int | None] = []
     found: list[_Stored] = []
     reached = 0
-    for position, ((kind, stage), after) in enumerate(
-        pairwise((*actions, ChainAction("discard", -1)))
-    ):
+    following = pairwise((*actions, ChainAction("discard", -1)))
+    for position, ((kind, stage), after) in enumerate(following):
         if kind == "store":
             found.append(_Stored(position, stage, len(slots), 0))
             slots.append(len(found) - 1)
@@ -265,12 +261,9 @@ class Revolve:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        if self.slots < 0:
-            raise SolverError(f"slots must be 0 (chosen for you) or more, not {self.slots}")
-        if self.disk_slots < 0:
-            raise SolverError(f"disk_slots must be 0 or more, not {self.disk_slots}")
-        if self.stages < 2:
-            raise SolverError(f"stages must be 2 or more, not {self.stages}")
+        check_least("slots", self.slots, 0, "chosen for you")
+        check_least("disk_slots", self.disk_slots, 0)
+        check_least("stages", self.stages, 2)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         if self.disk_slots and graph.links is None:
@@ -278,11 +271,7 @@ class Revolve:
                 f"disk_slots needs a link to the host: capture with {option('host', '64GiB')}"
             )
         search = Search.of(self, "revolve", graph, budget_bytes)
-        with search.until_interrupted():
-            chain = chain_or_done(search, self.stages)
-            if chain is not None:
-                self._solve_chain(search, chain)
-        return search.result()
+        return solve_on_chain(search, self.stages, self._solve_chain)
 
     def _solve_chain(self, search: Search, chain: Chain) -> None:
         length = len(chain.stages)

@@ -25,12 +25,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from remat.baselines.chain import Chain, ChainAction, ChainRun, ChainSearch, chain_or_done
+from remat.baselines.chain import Chain, ChainAction, ChainRun, ChainSearch, solve_on_chain
 from remat.baselines.revolve import binomial_actions
-from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Floats, TrainingGraph
 from remat.schedules.outcome import Result
-from remat.solver.search import Listener, Search
+from remat.solver.search import Listener, Search, check_least
 
 # Sub-chain (i, j) with memory m runs stages i..j forward and backward. The value that enters
 # stage i is stored outside m. There are two ways on. Either stage i saves what its backward
@@ -44,13 +43,11 @@ _Slots = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ChainRuns:
-    """Times and peaks of the forward runs of each stage, by what a run keeps.
-
-    A leaf is a save right before the backward of the same stage.
-    """
+    """Times and peaks of the forward runs of each stage, by what a run keeps."""
 
     drop_us: tuple[float, ...]
     save_us: tuple[float, ...]
+    # A leaf is a save right before the backward of the same stage.
     leaf_us: tuple[float, ...]
     drop_peak_bytes: tuple[int, ...]
     save_peak_bytes: tuple[int, ...]
@@ -60,9 +57,7 @@ class ChainRuns:
     def of(
         cls, drop: Sequence[ChainRun], save: Sequence[ChainRun], leaf: Sequence[ChainRun]
     ) -> ChainRuns:
-        drop_us, save_us, leaf_us = (
-            tuple(run.cost_us for run in runs) for runs in (drop, save, leaf)
-        )
+        drop_us, save_us, leaf_us = (tuple(r.cost_us for r in runs) for runs in (drop, save, leaf))
         peaks = (tuple(run.peak_bytes for run in runs) for runs in (drop, save, leaf))
         return cls(drop_us, save_us, leaf_us, *peaks)
 
@@ -98,15 +93,9 @@ class RotorChain:
         )
 
     def enough_bytes(self) -> int:
-        highest = max(
-            max(pending + save, backward)
-            for pending, save, backward in zip(
-                self.pending_bytes,
-                self.first.save_peak_bytes,
-                self.backward_peak_bytes,
-                strict=True,
-            )
-        )
+        saves = self.first.save_peak_bytes
+        parts = zip(self.pending_bytes, saves, self.backward_peak_bytes, strict=True)
+        highest = max(max(pending + save, backward) for pending, save, backward in parts)
         # Every stage saves all that its backward reads, so nothing reruns.
         return sum(self.saved_bytes) + highest
 
@@ -120,15 +109,12 @@ class RotorChain:
 
 @dataclass(frozen=True, slots=True)
 class _RotorTable:
-    """Least time (infinite: impossible) of sub-chain [i, j] with m slots, and the choice.
-
-    Choice 0: stage i saves; k > i: the value that enters stage k is stored.
-    """
+    """Least time (infinite: impossible) of sub-chain [i, j] with m slots, and the choice."""
 
     model: RotorChain
     slot_bytes: int
     time_us: Floats
-    choice: _Choices
+    choice: _Choices  # 0: stage i saves; k > i: the value that enters stage k is stored
 
     @property
     def whole_us(self) -> Floats:
@@ -146,16 +132,15 @@ class _RotorTable:
                 found.append(ChainAction("save", i))
                 waiting.append((i, -1, 0))
                 if i < j:
-                    rest = left - self._slots(self.model.saved_bytes[i])
-                    waiting.append((i + 1, j, rest))
+                    waiting.append((i + 1, j, left - self.slots_of(self.model.saved_bytes[i])))
             else:
                 found += [ChainAction("forward", stage) for stage in range(i, k)]
                 # A stack: the right part is popped first, since backward starts there.
                 waiting.append((i, k - 1, left))
-                waiting.append((k, j, left - self._slots(self.model.entry_bytes[k])))
+                waiting.append((k, j, left - self.slots_of(self.model.entry_bytes[k])))
         return found
 
-    def _slots(self, size_bytes: int) -> int:
+    def slots_of(self, size_bytes: int) -> int:
         return -(-size_bytes // self.slot_bytes)
 
 
@@ -163,18 +148,11 @@ def solve_rotor(
     model: RotorChain, limit_bytes: int, slots: int, stopped: Callable[[], bool] | None = None
 ) -> _RotorTable | None:
     """The table of all sub-chains for 0..`slots` slots, `limit_bytes` in all; None if `stopped`."""
-    slot_bytes = max(-(-limit_bytes // slots), 1)
-    grain_bytes = model.grain_bytes()
-    # All sizes are multiples of the larger unit: it is exact, and needs fewer slots.
-    if grain_bytes > slot_bytes:
-        slot_bytes = grain_bytes
+    # Where all sizes are multiples of a larger unit, it is exact, and needs fewer slots.
+    slot_bytes = max(-(-limit_bytes // slots), 1, model.grain_bytes())
     count, length = max(limit_bytes, 0) // slot_bytes, len(model.entry_bytes)
-    table = _RotorTable(
-        model,
-        slot_bytes,
-        np.full((length, length, count + 1), np.inf),
-        np.zeros((length, length, count + 1), np.int16),
-    )
+    shape = length, length, count + 1
+    table = _RotorTable(model, slot_bytes, np.full(shape, np.inf), np.zeros(shape, np.int16))
     for j in range(length):
         if stopped is not None and stopped():
             return None
@@ -212,7 +190,7 @@ class _Column:
         rise_bytes = runs.leaf_peak_bytes[i] if is_leaf else runs.save_peak_bytes[i]
         # Forward of i runs while backward values wait for stage j.
         need_bytes = max(model.pending_bytes[j] + rise_bytes, model.backward_peak_bytes[i])
-        own = np.where(self.slots >= self._count(need_bytes), 0.0, np.inf)
+        own = np.where(self.slots >= self.table.slots_of(need_bytes), 0.0, np.inf)
         own += run_us + model.backward_us[i]
         if is_leaf:
             return own
@@ -235,23 +213,16 @@ class _Column:
     def _delayed(self, row: Floats, size_bytes: int) -> Floats:
         moved = np.full_like(row, np.inf)
         # With less memory, the row shifts by as many slots.
-        count = self._count(size_bytes)
+        count = self.table.slots_of(size_bytes)
         if count < row.size:
             moved[count:] = row[: row.size - count]
         return moved
 
-    def _count(self, size_bytes: int) -> int:
-        return -(-size_bytes // self.table.slot_bytes)
-
 
 _BEYOND = 1.25
-"""The model's limit goes up to this multiple of the budget.
-
-The model counts more bytes than are live. A schedule that it puts beyond the budget may fit,
-and the simulator says so.
-"""
-_LEAST_TRIES = 3
-"""Schedules of least memory that are judged where nothing else fits."""
+"""The model's limit goes up to this multiple of the budget. The model counts more bytes than are
+live: a schedule that it puts beyond the budget may fit, and the simulator says so."""
+_LEAST_TRIES = 3  # schedules of least memory that are judged where nothing else fits
 
 
 @dataclass(frozen=True)
@@ -270,18 +241,12 @@ class Rotor:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        if self.slots < 1:
-            raise SolverError(f"slots must be 1 or more, not {self.slots}")
-        if self.stages < 2:
-            raise SolverError(f"stages must be 2 or more, not {self.stages}")
+        check_least("slots", self.slots, 1)
+        check_least("stages", self.stages, 2)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         search = Search.of(self, "rotor", graph, budget_bytes)
-        with search.until_interrupted():
-            chain = chain_or_done(search, self.stages)
-            if chain is not None:
-                self._solve_chain(search, chain)
-        return search.result()
+        return solve_on_chain(search, self.stages, self._solve_chain)
 
     def _solve_chain(self, search: Search, chain: Chain) -> None:
         tries = ChainSearch(search, chain)
@@ -290,19 +255,17 @@ class Rotor:
         # The model overestimates memory: a schedule that it puts above the budget may fit.
         room_bytes = int((search.budget_bytes - chain.base_bytes) * _BEYOND)
         if room_bytes > 0:
-            self._try_table(tries, model, min(room_bytes, enough_bytes))
+            search.say(f"chain of {len(model.entry_bytes)} stages")
+            limit_bytes = min(room_bytes, enough_bytes)
+            table = solve_rotor(model, limit_bytes, self.slots, search.out_of_time)
+            if table is not None:
+                steps = _breakpoints(table)
+                tries.try_rising(lambda choice: table.actions(steps[choice]), len(steps))
         # If nothing fits, report the least peak.
         if search.best is None and not search.out_of_time():
             search.say("looking for the least peak")
             self._try_least(tries, model, enough_bytes)
         tries.fill_best()
-
-    def _try_table(self, tries: ChainSearch, model: RotorChain, limit_bytes: int) -> None:
-        tries.search.say(f"chain of {len(model.entry_bytes)} stages")
-        table = solve_rotor(model, limit_bytes, self.slots, tries.search.out_of_time)
-        if table is not None:
-            steps = _breakpoints(table)
-            tries.try_rising(lambda choice: table.actions(steps[choice]), len(steps))
 
     def _try_least(self, tries: ChainSearch, model: RotorChain, limit_bytes: int) -> None:
         # None of these depends on the budget.

@@ -30,20 +30,13 @@ import numpy as np
 import numpy.typing as npt
 from ortools.graph.python import max_flow
 
-from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.outcome import Result
 from remat.solver.backends.mip import Limits, MixedProgram, solve_program
-from remat.solver.policies.template import (
-    Template,
-    check_choice,
-    read_in_backward,
-    solve_templates,
-    unavoidable,
-)
+from remat.solver.policies import template
 from remat.solver.problem import Problem
 from remat.solver.recompute_summary import DROPOUT_OPS, is_fused_attention, op_kind
-from remat.solver.search import Listener, Search
+from remat.solver.search import Listener, Search, check_least
 
 # torch/_functorch/_activation_checkpointing/knapsack.py; tests compare the results of each method
 # with torch's.
@@ -61,15 +54,13 @@ class _Selection(NamedTuple):
 
 
 class KnapsackTable:
-    """Dynamic program over quantised memory (``dp``), for any limit up to `max_memory`.
-
-    Memories are rounded to ten-thousandths, so a choice may exceed the limit by one for each item.
-    """
+    """Dynamic program over quantised memory (``dp``), for any limit up to `max_memory`."""
 
     def __init__(
         self, memory: Sequence[float], runtime: Sequence[float], max_memory: float
     ) -> None:
         capacity = round(max_memory * _SCALE)
+        # Rounded, so a choice may exceed the limit by one ten-thousandth for each item.
         self.weight = [round(size * _SCALE) for size in memory]
         # Single precision, as in torch.
         self.runtime = [float(np.float32(time)) for time in runtime]
@@ -153,7 +144,7 @@ def cheapest_saved(problem: Problem, banned: Collection[int]) -> list[int]:
         for v in problem.outputs[op]:
             for source in sources:
                 flow.add_arc_with_capacity(source, _cut_made(v), unlimited)
-    for v in read_in_backward(problem):
+    for v in template.read_in_backward(problem):
         flow.add_arc_with_capacity(_cut_at_hand(v), _SINK, unlimited)
     if flow.num_arcs() == 0:
         return []
@@ -165,7 +156,7 @@ def cheapest_saved(problem: Problem, banned: Collection[int]) -> list[int]:
 
 
 def _template_kept(problem: Problem, saved: Collection[int]) -> bytearray:
-    kept = unavoidable(problem)
+    kept = template.unavoidable(problem)
     for v in saved:
         kept[v] = 1
     return kept
@@ -184,8 +175,7 @@ _COMPUTE_INTENSIVE = frozenset(
     {"mm", "convolution", "bmm", "addmm", "upsample_bilinear2d", "_scaled_mm"}
 )
 _RANDOM = DROPOUT_OPS | {"rand_like", "randn_like"}
-_REDUCTION = 4
-"""An op whose inputs are more than so many times its outputs is not to run again."""
+_REDUCTION = 4  # an op whose inputs are more than so many times its outputs is not to run again
 _NOTHING_SAVED = "the step saves nothing for backward that could be made again"
 
 
@@ -206,15 +196,14 @@ class TorchKnapsack:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        check_choice("method", self.method, _METHODS)
-        if self.steps < 2:
-            raise SolverError(f"steps must be 2 (all and nothing) or more, not {self.steps}")
+        template.check_choice("method", self.method, _METHODS)
+        check_least("steps", self.steps, 2, "all and nothing")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         search = Search.of(self, "torch_knapsack", graph, budget_bytes)
-        return solve_templates(search, self.templates, _NOTHING_SAVED)
+        return template.solve_templates(search, self.templates, _NOTHING_SAVED)
 
-    def templates(self, problem: Problem) -> Iterator[Template]:
+    def templates(self, problem: Problem) -> Iterator[template.Template]:
         if store_all_saved_bytes(problem) == 0:
             return
         partition = Partition(problem, self.method, self.time_limit_s / self.steps)
@@ -224,7 +213,7 @@ class TorchKnapsack:
             kept = partition.kept(i / (self.steps - 1))
             if bytes(kept) not in seen:
                 seen.add(bytes(kept))
-                yield Template(kept, just_in_time=True)
+                yield template.Template(kept, just_in_time=True)
 
 
 class Partition:
@@ -232,16 +221,17 @@ class Partition:
         self.problem, self.method, self.time_limit_s = problem, method, time_limit_s
         self.total_bytes = store_all_saved_bytes(problem)
         # Largest first, as in torch: the order breaks ties in `dp`.
-        self.items = sorted(
-            banned_ops(problem), key=lambda op: problem.output_bytes[op], reverse=True
-        )
+        by_bytes = problem.output_bytes.__getitem__
+        self.items = sorted(banned_ops(problem), key=by_bytes, reverse=True)
         self.memory = [problem.output_bytes[op] / self.total_bytes for op in self.items]
         self.runtime = [problem.cost_us[op] for op in self.items]
         self.frugal = cheapest_saved(problem, frozenset(self.items))
         self.table = KnapsackTable(self.memory, self.runtime, 1.0) if method == "dp" else None
 
     def kept(self, fraction: float) -> bytearray:
-        size_bytes = sum(self.problem.size_bytes[v] for v in self._avoidable(self.frugal))
+        # Values that every template keeps do not count.
+        fixed = template.unavoidable(self.problem)
+        size_bytes = sum(self.problem.size_bytes[v] for v in self.frugal if not fixed[v])
         # The first cut already fits the fraction, so no dear op reruns.
         if size_bytes <= fraction * self.total_bytes:
             return _template_kept(self.problem, self.frugal)
@@ -255,21 +245,16 @@ class Partition:
             return greedy_knapsack(self.memory, self.runtime, fraction)
         return ilp_knapsack(self.memory, self.runtime, fraction, self.time_limit_s)
 
-    def _avoidable(self, values: Sequence[int]) -> list[int]:
-        # Values that every template keeps do not count.
-        fixed = unavoidable(self.problem)
-        return [v for v in values if not fixed[v]]
-
 
 def store_all_saved_bytes(problem: Problem) -> int:
-    fixed = unavoidable(problem)
-    return sum(problem.size_bytes[v] for v in read_in_backward(problem) if not fixed[v])
+    fixed = template.unavoidable(problem)
+    return sum(problem.size_bytes[v] for v in template.read_in_backward(problem) if not fixed[v])
 
 
 def banned_ops(problem: Problem) -> list[int]:
     """Forward ops that backward depends on and that torch does not run again for free."""
     wanted = bytearray(problem.n_ops)
-    for v in read_in_backward(problem):
+    for v in template.read_in_backward(problem):
         wanted[problem.producer[v]] = 1
     for op in reversed(range(problem.n_forward)):
         for v in problem.inputs[op] if wanted[op] else ():

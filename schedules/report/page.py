@@ -131,8 +131,7 @@ class _Page(msgspec.Struct, frozen=True):
     bound_name: str = "bound"
 
 
-_DIGITS = 6
-"""Digits of times in ms after the point, which is to the nanosecond."""
+_DIGITS = 6  # digits of times in ms after the point, which is to the nanosecond
 
 
 def page_data(facts: PageFacts) -> _Page:
@@ -140,47 +139,34 @@ def page_data(facts: PageFacts) -> _Page:
     eager = timeline(facts.unmodified_graph, facts.unmodified_schedule)
     colours = cycled([name for name, _ in facts.fronts])
     return _Page(
-        model=facts.graph.name,
-        axis=line.axis_title,
-        summary=_summary_of(facts, line, eager),
-        peak_run=line.peak_run,
-        forward_runs=line.forward_runs,
-        ops=_ops(facts.graph),
-        values=_values(facts.graph),
-        runs=_runs(line),
-        stays=_stays(line),
+        model=facts.graph.name, axis=line.axis_title, summary=_summary_of(facts, line, eager),
+        peak_run=line.peak_run, forward_runs=line.forward_runs, ops=_ops(facts.graph),
+        values=_values(facts.graph), runs=_runs(line), stays=_stays(line),
         bands={by: _bands(line, by) for by in ("kind", "module")},
         unmodified=_Curve(_rounded(eager.edges), eager.live_bytes.tolist()),
-        measured=_measured(facts, line),
-        ribbon=_ribbon(line),
-        rules=list(facts.rules),
+        measured=_measured(facts, line), ribbon=_ribbon(line), rules=list(facts.rules),
         fronts={name: list(points) for name, points in facts.fronts},
         colours=ROLES | {f"front {name}": colour for name, colour in colours.items()},
         bound_name=facts.bound_name,
-    )
+    )  # fmt: skip
 
 
 def _summary_of(facts: PageFacts, line: Timeline, eager: Timeline) -> _Summary:
     found, bound_us = line.simulation, facts.lower_bound_us
     return _Summary(
-        peak_bytes=found.peak_bytes,
-        time_us=found.time_us,
-        overhead=found.overhead,
-        budget_bytes=facts.budget_bytes,
-        lower_bound_us=bound_us,
-        gap=gap_of(found.time_us, bound_us),
+        peak_bytes=found.peak_bytes, time_us=found.time_us, overhead=found.overhead,
+        budget_bytes=facts.budget_bytes, lower_bound_us=bound_us,
+        gap=gap_of(found.time_us, bound_us), stall_us=found.stall_us,
         unmodified_peak_bytes=eager.simulation.peak_bytes,
         unmodified_time_us=eager.simulation.time_us,
         resident_bytes=facts.graph.resident.total_bytes,
         workspace_at_peak_bytes=found.workspace_at_peak_bytes,
-        runs=len(line),
-        runs_again=int(line.again.sum()),
+        runs=len(line), runs_again=int(line.again.sum()),
         # The device either computes or waits: subtract the waits and the first runs.
         again_us=found.time_us - found.stall_us - facts.graph.time_us,
-        stall_us=found.stall_us,
         measured_peak_bytes=facts.measured.peak_bytes if facts.measured else None,
         measured_time_us=facts.measured.time_us if facts.measured else None,
-    )
+    )  # fmt: skip
 
 
 def _texts(texts: Iterable[str]) -> _Texts:
@@ -216,23 +202,16 @@ def _rounded(edges: Floats) -> list[float]:
 
 
 def _runs(line: Timeline) -> _Runs:
-    return _Runs(
-        op=line.ops.tolist(),
-        edges=_rounded(line.edges),
-        live_bytes=line.live_bytes.tolist(),
-        again=[int(again) for again in line.again],
-    )
+    again = [int(is_again) for is_again in line.again]
+    return _Runs(line.ops.tolist(), _rounded(line.edges), line.live_bytes.tolist(), again)
 
 
 def _stays(line: Timeline) -> _Stays:
     made = [value.name for value in line.graph.values if value.producer]
     place = {name: i for i, name in enumerate(made)}
     stays = line.residences
-    return _Stays(
-        value=[place[stay.value] for stay in stays],
-        begin=[stay.begin for stay in stays],
-        end=[stay.end for stay in stays],
-    )
+    value = [place[stay.value] for stay in stays]
+    return _Stays(value, [stay.begin for stay in stays], [stay.end for stay in stays])
 
 
 def _bands(line: Timeline, by: BandsBy) -> list[_Band]:
@@ -377,15 +356,12 @@ def _alternatives(facts: PageFacts, summary: _Summary) -> Table:
 
 def _point_row(point: Alternative, budget_bytes: int, base_us: float) -> tuple[str, ...]:
     fits = "yes" if point.peak_bytes <= budget_bytes else "no"
+    budget = bytes_text(point.budget_bytes) if point.budget_bytes else _NOTHING
     return (
-        point.name,
-        bytes_text(point.budget_bytes) if point.budget_bytes else _NOTHING,
-        bytes_text(point.peak_bytes),
-        time_text(point.time_us),
-        percent_text(point.overhead),
-        proved_text(bound_of(point.lower_bound_us, base_us)),
+        point.name, budget, bytes_text(point.peak_bytes), time_text(point.time_us),
+        percent_text(point.overhead), proved_text(bound_of(point.lower_bound_us, base_us)),
         fits if budget_bytes else _NOTHING,
-    )
+    )  # fmt: skip
 
 
 # The page needs hovering and zooming, so it embeds a JavaScript library. Its content policy forbids
@@ -408,18 +384,11 @@ def render(facts: PageFacts, page: _Page) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters["bytes"] = bytes_text
     return environment.from_string(_file("page.html")).render(
-        facts=facts,
-        page=page,
-        arena=arena_picture(facts),
-        copies=copies_picture(facts),
-        figures=_figures(facts, page.summary),
-        steps=_steps(page.summary),
-        tables=_tables(facts, page.summary),
-        data=script_safe(page),
-        style=_file("page.css"),
-        script="\n".join(_file(f"scripts/{name}.js") for name in _SCRIPTS),
-        library=_file(_LIBRARY),
-    )
+        facts=facts, page=page, arena=arena_picture(facts), copies=copies_picture(facts),
+        figures=_figures(facts, page.summary), steps=_steps(page.summary),
+        tables=_tables(facts, page.summary), data=script_safe(page), style=_file("page.css"),
+        script="\n".join(_file(f"scripts/{name}.js") for name in _SCRIPTS), library=_file(_LIBRARY),
+    )  # fmt: skip
 
 
 def _file(name: str) -> str:
@@ -444,16 +413,13 @@ def _figures(facts: PageFacts, summary: _Summary) -> list[Figure]:
 
 
 def _more(summary: _Summary) -> str:
-    text = f"{time_text(summary.again_us)} for {summary.runs_again} further runs of ops"
-    if not summary.stall_us:
-        return text
-    return f"{text}, {time_text(summary.stall_us)} of waits for copies"
+    waits = f", {time_text(summary.stall_us)} of waits for copies" if summary.stall_us else ""
+    return f"{time_text(summary.again_us)} for {summary.runs_again} further runs of ops{waits}"
 
 
 def _bound(facts: PageFacts, summary: _Summary) -> str:
     least = bound_of(summary.lower_bound_us, facts.graph.base_us)
     if least is None:
         return NO_BOUND
-    return (
-        f"no schedule at this budget has less than {percent_text(least)}; {gap_text(summary.gap)}"
-    )
+    gap = gap_text(summary.gap)
+    return f"no schedule at this budget has less than {percent_text(least)}; {gap}"

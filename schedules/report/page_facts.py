@@ -24,42 +24,34 @@ class Alternative(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class MeasuredStep:
-    """A real step of the rewritten module; `time_us` is None if it was not timed.
+    """A real step of the rewritten module."""
 
-    `moments` go from 0 to its end, in any unit, [n]; `live_bytes` has what is live then, [n].
-    """
-
-    moments: Floats
-    live_bytes: Ints
+    moments: Floats  # from 0 to its end, in any unit, [n]
+    live_bytes: Ints  # what is live then, [n]
     peak_bytes: int
-    time_us: float | None = None
+    time_us: float | None = None  # None if it was not timed
 
 
 @dataclass(frozen=True, eq=False)
 class PageFacts:
-    """A plan, and what it is compared with.
-
-    Attributes
-    ----------
-    budget_bytes : 0 if there was none. lower_bound_us : proven; 0 if nothing is known.
-    rules : schedules of simple rules. fronts : by solver, the best at several budgets.
-    note : what to say of the plan beyond its figures, such as that its bound is not proved here.
-    stated_by : the file that states the bounds of `fronts`; empty where they were proved just now.
-    """
+    """A plan, and what it is compared with."""
 
     graph: TrainingGraph
     schedule: Schedule
     unmodified_graph: TrainingGraph
     unmodified_schedule: Schedule
-    budget_bytes: int
-    lower_bound_us: float
+    budget_bytes: int  # 0 if there was none
+    lower_bound_us: float  # proven; 0 if nothing is known
     status: str
     solver: str
-    rules: tuple[Alternative, ...] = ()
+    rules: tuple[Alternative, ...] = ()  # schedules of simple rules
+    # By solver, the best at several budgets.
     fronts: tuple[tuple[str, tuple[Alternative, ...]], ...] = ()
     measured: MeasuredStep | None = None
     cost_origin: str = ""
+    # What to say of the plan beyond its figures, such as that its bound is not proved here.
     note: str = ""
+    # The file that states the bounds of `fronts`; empty where they were proved just now.
     stated_by: str = ""
     layout: Layout | None = None
 

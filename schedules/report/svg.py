@@ -11,19 +11,9 @@ from numpy.typing import NDArray
 
 from remat.formats import bytes_text, fine_time_text, percent_text, time_text
 from remat.graph_capture.graph import LINK_NAMES, LINK_TITLES, Ints, TrainingGraph
+from remat.schedules import palette
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.layout import Buffers, Layout, buffers_of, check_layout, kinds_of_buffers
-from remat.schedules.palette import (
-    BLUE,
-    DARK_GREY,
-    GREEN,
-    GREY,
-    KINDS,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILLION,
-)
 from remat.schedules.report.page_facts import PageFacts
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
@@ -35,8 +25,7 @@ from remat.schedules.simulate import Simulation, simulate
 
 ROWS, _COLUMNS = 256, 1024
 """Of the grid on which small buffers are merged; a buffer below one row is small."""
-MOST_BOXES, MOST_MERGED = 3000, 2000
-"""Rectangles of buffers of their own, and of merged ones."""
+MOST_BOXES, MOST_MERGED = 3000, 2000  # rectangles of buffers of their own, and of merged ones
 
 
 class _Box(NamedTuple):
@@ -140,8 +129,7 @@ def _rectangles(covered: NDArray[np.bool_]) -> list[tuple[int, int, int, int]]:
 
 WIDTH, HEIGHT = 2000, 700
 """Units of the picture: whole numbers keep the page small."""
-_NAMED = 150
-"""Boxes that say what they are when pointed at, the largest."""
+_NAMED = 150  # boxes that say what they are when pointed at, the largest
 _TICKS = 5
 
 
@@ -182,23 +170,17 @@ def arena_picture(facts: PageFacts) -> _ArenaPicture | None:
     scale = _Scale(found)
     # Boxes are sorted by area, the largest first.
     named, others = found.boxes[:_NAMED], found.boxes[_NAMED:]
-    small = _Shape(_SMALL, GREY, "".join(scale.path(*one) for one in found.merged))
-    kinds = [kind for kind in KINDS if any(box.kind == kind for box in found.boxes)]
+    small = _Shape(_SMALL, palette.GREY, "".join(scale.path(*one) for one in found.merged))
+    kinds = [kind for kind in palette.KINDS if any(box.kind == kind for box in found.boxes)]
     legend = [(kind, _colour(kind)) for kind in kinds]
-    return _ArenaPicture(
-        shapes=(
-            # Merged rectangles also cover the gaps between buffers, so they are drawn below the
-            # others.
-            *([small] if found.merged else []),
-            *_of_kinds(scale, kinds, others),
-            *(_named(scale, box) for box in named),
-        ),
-        legend=(*legend, *([(_SMALL, GREY)] if found.merged else [])),
-        live=_live_path(scale, found),
-        load_y=scale.y(found.layout.load_bytes),
-        ticks=_ticks(scale, found.layout.arena_bytes),
-        says=_says(found),
-    )
+    # Merged rectangles also cover the gaps between buffers, so they are drawn below the others.
+    shapes = [small] if found.merged else []
+    shapes += [*_of_kinds(scale, kinds, others), *(_named(scale, box) for box in named)]
+    legend += [(_SMALL, palette.GREY)] if found.merged else []
+    marks = [found.layout.arena_bytes * i // (_TICKS - 1) for i in range(_TICKS)]
+    ticks = tuple(_Tick(scale.y(mark), bytes_text(mark) if mark else "0") for mark in marks)
+    live, load_y = _live_path(scale, found), scale.y(found.layout.load_bytes)
+    return _ArenaPicture(tuple(shapes), tuple(legend), live, load_y, ticks, _says(found))
 
 
 _SMALL = "small, merged"
@@ -206,7 +188,7 @@ _SMALL = "small, merged"
 
 def _colour(kind: str) -> str:
     # Merged rectangles are grey. Nothing else here is: an arena holds no resident values.
-    return KINDS.get(kind, DARK_GREY)
+    return palette.KINDS.get(kind, palette.DARK_GREY)
 
 
 class _Scale:
@@ -248,17 +230,11 @@ def _live_path(scale: _Scale, of: Addresses) -> str:
     # Several times share one unit of width: draw the most bytes among them.
     firsts = np.flatnonzero(np.diff(at, prepend=-1))
     tops = np.maximum.reduceat(live, firsts)
+    spans = zip(firsts, tops, [*at[firsts[1:]], WIDTH], strict=True)
     return "".join(
         f"{'L' if i else 'M'}{at[first]} {scale.y(int(top))}H{end}"
-        for i, (first, top, end) in enumerate(
-            zip(firsts, tops, [*at[firsts[1:]], WIDTH], strict=True)
-        )
+        for i, (first, top, end) in enumerate(spans)
     )
-
-
-def _ticks(scale: _Scale, arena_bytes: int) -> tuple[_Tick, ...]:
-    marks = [arena_bytes * i // (_TICKS - 1) for i in range(_TICKS)]
-    return tuple(_Tick(scale.y(mark), bytes_text(mark) if mark else "0") for mark in marks)
 
 
 def _says(of: Addresses) -> str:
@@ -272,8 +248,10 @@ def _says(of: Addresses) -> str:
 
 COPIES_WIDTH, LANE, _BAND, _GAP = 2000, 46, 150, 24
 """Units of the picture, which are whole numbers: what is narrower than one is drawn as one."""
-_COLOURS = {"d2h": BLUE, "h2d": SKY, "write": PURPLE, "read": GREEN}
-_WAITS, _WAITS_COLOUR = "device waits", VERMILLION
+_COLOURS = {
+    "d2h": palette.BLUE, "h2d": palette.SKY, "write": palette.PURPLE, "read": palette.GREEN
+}  # fmt: skip
+_WAITS, _WAITS_COLOUR = "device waits", palette.VERMILLION
 _TIERS = {"host": "on the host", "nvme": "on NVMe"}
 
 
@@ -370,8 +348,7 @@ def _waits(found: Simulation) -> tuple[_Bar, ...]:
     ends: dict[int, float] = {}
     for stall in found.stalls:
         # The stalls of a step follow one another, starting at the clock before it.
-        before_us = found.clock_us[stall.step - 1] if stall.step else 0.0
-        start_us = ends.get(stall.step, before_us)
+        start_us = ends.get(stall.step, found.clock_us[stall.step - 1] if stall.step else 0.0)
         ends[stall.step] = start_us + stall.us
         title = f"{fine_time_text(stall.us)} for {stall.value}"
         bars.append(_bar(found, start_us, ends[stall.step], title))
@@ -386,9 +363,8 @@ def _band(found: Simulation, tier: str, there: Sequence[int], y: int) -> _TierBa
         if size_bytes != before:
             path += f"H{_x(found, at_us)}V{bottom - round(_BAND * size_bytes / most_bytes)}"
         before = size_bytes
-    return _TierBand(
-        _TIERS[tier], ORANGE, y, f"{path}H{COPIES_WIDTH}V{bottom}Z", bytes_text(most_bytes)
-    )
+    path = f"{path}H{COPIES_WIDTH}V{bottom}Z"
+    return _TierBand(_TIERS[tier], palette.ORANGE, y, path, bytes_text(most_bytes))
 
 
 def _copies_said(found: Simulation) -> str:

@@ -8,8 +8,7 @@ from fnmatch import fnmatchcase
 from remat.graph_capture.graph import CUSTOM, Op
 from remat.schedules.schedule import Schedule
 
-EXAMPLES = 5
-"""Names that an error shows."""
+EXAMPLES = 5  # names that an error shows
 
 
 def paths_above(module: str) -> list[str]:
@@ -32,9 +31,7 @@ def recompute_globs(schedule: Schedule) -> tuple[str, ...]:
 
 def may_run_twice(op: Op, globs: Iterable[str]) -> bool:
     """Whether `op` is a custom op that these globs of `recompute` allow to run twice."""
-    return op.no_recompute.startswith(CUSTOM) and any(
-        names_module(glob, op.module) for glob in globs
-    )
+    return op.no_recompute.startswith(CUSTOM) and any(names_module(one, op.module) for one in globs)
 
 
 def modules_text(modules: Sequence[str]) -> str:

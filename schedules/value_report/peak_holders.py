@@ -16,28 +16,20 @@ from remat.schedules.value_report.rows import FoldedRow, fold_rows, value_rows
 
 
 class PeakHolders(msgspec.Struct, frozen=True):
-    """What is live at the moment of the peak.
-
-    Attributes
-    ----------
-    step : index of the step that reaches the peak. run : which run of its op, from 1.
-    resident : bytes by category, without those of 0.
-    copies_bytes : second copies that it makes of values that are live already.
-    values : equal layers folded, largest first.
-    """
+    """What is live at the moment of the peak."""
 
     peak_bytes: int
-    step: int
+    step: int  # index of the step that reaches the peak
     op: str
     target: str
     phase: str
     module: str
     source: str
-    run: int
-    resident: dict[str, int]
+    run: int  # which run of its op, from 1
+    resident: dict[str, int]  # bytes by category, without those of 0
     workspace_bytes: int
-    copies_bytes: int
-    values: tuple[FoldedRow, ...]
+    copies_bytes: int  # second copies that it makes of values that are live already
+    values: tuple[FoldedRow, ...]  # equal layers folded, largest first
 
     @property
     def place(self) -> str:
@@ -58,21 +50,14 @@ def peak_holders(
         if size
     }
     known = sum(resident.values()) + sum(row.size_bytes for row in rows)
-    return PeakHolders(
-        peak_bytes=found.peak_bytes,
-        step=found.peak_step,
-        op=op.name if op else "",
-        target=op.target if op else "",
-        phase=op.phase if op else "",
-        module=op.module if op else "",
-        source=op.source if op else "",
-        run=sum(one == step for one in schedule.steps[: found.peak_step + 1]) if op else 0,
-        resident=resident,
-        workspace_bytes=found.workspace_at_peak_bytes,
-        # The rest is second copies, since the parts sum to the peak.
-        copies_bytes=found.peak_bytes - known - found.workspace_at_peak_bytes,
-        values=tuple(sorted(fold_rows(rows), key=lambda row: -row.size_bytes)),
-    )
+    facts = (op.name, op.target, op.phase, op.module, op.source) if op else ("", "", "", "", "")
+    run = sum(one == step for one in schedule.steps[: found.peak_step + 1]) if op else 0
+    workspace_bytes = found.workspace_at_peak_bytes
+    # The rest is second copies, since the parts sum to the peak.
+    copies_bytes = found.peak_bytes - known - workspace_bytes
+    values = tuple(sorted(fold_rows(rows), key=lambda row: -row.size_bytes))
+    peak = found.peak_bytes, found.peak_step
+    return PeakHolders(*peak, *facts, run, resident, workspace_bytes, copies_bytes, values)
 
 
 RETURNED_TO_CALLER = "returned to the caller"
@@ -80,16 +65,13 @@ DRAWS = "it draws random numbers, and runs again from a saved state of the strea
 
 
 class ForcedOps(msgspec.Struct, frozen=True):
-    """Forward ops that one reason leaves no choice for.
-
-    `kept_bytes` are live when forward ends; `cost_us` is of one run each; `places` are modules.
-    """
+    """Forward ops that one reason leaves no choice for."""
 
     reason: str
     ops: int
-    kept_bytes: int
-    cost_us: float
-    places: tuple[str, ...]
+    kept_bytes: int  # live when forward ends
+    cost_us: float  # of one run each
+    places: tuple[str, ...]  # modules
 
 
 def forced_ops(graph: TrainingGraph, schedule: Schedule, most: int = 3) -> tuple[ForcedOps, ...]:
@@ -125,9 +107,8 @@ def _forced(
 ) -> ForcedOps:
     names = {name for op in ops for name in op.outputs}
     rows = fold_rows([row for row in value_rows(graph) if row.value in names])
-    places = dict.fromkeys(
-        row.module for row in sorted(rows, key=lambda row: -row.size_bytes) if row.module
-    )
+    ranked = sorted(rows, key=lambda row: -row.size_bytes)
+    places = dict.fromkeys(row.module for row in ranked if row.module)
     return ForcedOps(
         reason=reason,
         ops=len(ops),

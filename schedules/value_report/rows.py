@@ -24,24 +24,18 @@ from remat.schedules.value_report.globs import EXAMPLES, modules_text, names_mod
 
 
 class ValueRow(msgspec.Struct, frozen=True):
-    """One value that an op makes, and the verdict of a schedule, if there is one.
-
-    Attributes
-    ----------
-    verdict : ``keep`` (live when forward ends), ``recompute``, ``offload``, ``free`` (made once,
-        and not live when forward ends), or ``run`` for a value of backward. Empty without a
-        schedule.
-    again : how often it is made after the first time. size_bytes : of one copy.
-    """
+    """One value that an op makes, and the verdict of a schedule, if there is one."""
 
     value: str
     op: str
     target: str
     phase: str
     kind: str
+    # ``keep`` (live when forward ends), ``recompute``, ``offload``, ``free`` (made once, and not
+    # live when forward ends), or ``run`` for a value of backward. Empty without a schedule.
     verdict: str
-    again: int
-    size_bytes: int
+    again: int  # how often it is made after the first time
+    size_bytes: int  # of one copy
     cost_us: float
     cost_origin: str = msgspec.field(name="price")
     dtype: str
@@ -109,22 +103,11 @@ def _verdict(op: Op, name: str, again: int, live: frozenset[str], moved: set[str
 
 def _row(op: Op, value: Value, verdict: str, again: int, *, at_peak: bool) -> ValueRow:
     return ValueRow(
-        value=value.name,
-        op=op.name,
-        target=op.target,
-        phase=op.phase,
-        kind=value.kind,
-        verdict=verdict,
-        again=again,
-        size_bytes=value.size_bytes,
-        cost_us=op.cost_us,
-        cost_origin=op.cost_origin,
-        dtype=value.dtype,
-        shape=value.shape,
-        module=op.module,
-        source=op.source,
-        at_peak=at_peak,
-    )
+        value=value.name, op=op.name, target=op.target, phase=op.phase, kind=value.kind,
+        verdict=verdict, again=again, size_bytes=value.size_bytes, cost_us=op.cost_us,
+        cost_origin=op.cost_origin, dtype=value.dtype, shape=value.shape, module=op.module,
+        source=op.source, at_peak=at_peak,
+    )  # fmt: skip
 
 
 def _is_named(row: ValueRow, glob: str) -> bool:
@@ -208,26 +191,19 @@ _WITHOUT = {"module": "(no module)", "op": "(no op)", "line": "(no line)"}
 
 
 class Group(msgspec.Struct, frozen=True):
-    """What the ops of one module, of one kind or of one line make, and what they do again.
-
-    Attributes
-    ----------
-    count : how many layers are folded in it. size_bytes : of one copy of each of its `values`.
-    kept_bytes, recomputed_bytes, offloaded_bytes : of those with that verdict in forward.
-    cost_us : of one run of each op. runs_again, recomputed_us : of the runs after the first.
-    """
+    """What the ops of one module, of one kind or of one line make, and what they do again."""
 
     name: str
-    count: int
+    count: int  # how many layers are folded in it
     values: int
-    size_bytes: int
-    kept_bytes: int
+    size_bytes: int  # of one copy of each of its `values`
+    kept_bytes: int  # of those with that verdict in forward, as the next two
     recomputed_bytes: int
     offloaded_bytes: int
     at_peak_bytes: int
-    cost_us: float
-    runs_again: int
-    recomputed_us: float
+    cost_us: float  # of one run of each op
+    runs_again: int  # after the first
+    recomputed_us: float  # of these runs
 
 
 @dataclass
@@ -296,26 +272,20 @@ def _folded_groups(sums: dict[str, _Sums]) -> list[Group]:
 def _group(name: str, parts: Sequence[_Sums]) -> Group:
     whole = {figure: sum(part.figures[figure] for part in parts) for figure in _FIGURES}
     return Group(
-        name=name,
-        count=len(parts),
-        cost_us=sum(part.cost_us for part in parts),
-        recomputed_us=sum(part.recomputed_us for part in parts),
-        **whole,
-    )
+        name=name, count=len(parts), cost_us=sum(part.cost_us for part in parts),
+        recomputed_us=sum(part.recomputed_us for part in parts), **whole,
+    )  # fmt: skip
 
 
 class FoldedRow(msgspec.Struct, frozen=True):
-    """Rows that differ only in their names and in the indices of their module path.
-
-    `size_bytes` and `cost_us` are sums of one copy and one run each; `recomputed_us` of later runs.
-    """
+    """Rows that differ only in their names and in the indices of their module path."""
 
     module: str
     count: int
     first: ValueRow
-    size_bytes: int
-    cost_us: float
-    recomputed_us: float
+    size_bytes: int  # of one copy each, in all
+    cost_us: float  # of one run each, in all
+    recomputed_us: float  # of later runs
     values: tuple[str, ...]
 
 
@@ -354,11 +324,7 @@ def _facts(row: ValueRow) -> tuple[Hashable, ...]:
 
 def _folded_row(module: str, rows: Sequence[ValueRow]) -> FoldedRow:
     return FoldedRow(
-        module=module,
-        count=len(rows),
-        first=rows[0],
-        size_bytes=sum(row.size_bytes for row in rows),
-        cost_us=sum(row.cost_us for row in rows),
+        module=module, count=len(rows), first=rows[0], values=tuple(row.value for row in rows),
+        size_bytes=sum(row.size_bytes for row in rows), cost_us=sum(row.cost_us for row in rows),
         recomputed_us=sum(row.again * row.cost_us for row in rows),
-        values=tuple(row.value for row in rows),
-    )
+    )  # fmt: skip

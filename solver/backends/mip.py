@@ -32,8 +32,10 @@ Backend = Literal["mathopt", "pulp"]
 BACKENDS: tuple[Backend, ...] = ("mathopt", "pulp")
 _LONGEST_S = 1e9
 """Durations have an end; this is 30 years."""
-_OVERTIME_S = 0.5
-"""What HiGHS may take beyond its limit."""
+_OVERTIME_S = 0.5  # what HiGHS may take beyond its limit
+
+
+_Row = tuple[float, float, list[tuple[int, float]]]
 
 
 @dataclass(slots=True)
@@ -44,9 +46,7 @@ class MixedProgram:
     upper: list[float] = field(default_factory=list[float])
     objective: list[float] = field(default_factory=list[float])
     integer: list[bool] = field(default_factory=list[bool])
-    rows: list[tuple[float, float, list[tuple[int, float]]]] = field(
-        default_factory=list[tuple[float, float, list[tuple[int, float]]]]
-    )
+    rows: list[_Row] = field(default_factory=list[_Row])
 
     def variable(
         self, cost: float = 0.0, *, lower: float = 0.0, upper: float = 1.0, integer: bool = False
@@ -94,12 +94,9 @@ class Limits:
 
 
 def solve_program(
-    program: MixedProgram,
-    limits: Limits,
-    *,
-    backend: Backend = "mathopt",
+    program: MixedProgram, limits: Limits, *, backend: Backend = "mathopt",
     start: Sequence[float] | None = None,
-) -> MipSolution:
+) -> MipSolution:  # fmt: skip
     """`start` is a feasible point, used where the backend takes one."""
     if backend == "mathopt":
         try:
@@ -131,14 +128,10 @@ def _with_mathopt(
     hints = []
     if start is not None and not limits.relaxed:
         hints = [api.SolutionHint(variable_values=dict(zip(variables, start, strict=True)))]
+    own = api.ModelSolveParameters(solution_hints=hints)
     # Timers refuse to wait longer than `TIMEOUT_MAX`.
     with ended_after(min(limit_s + _OVERTIME_S, threading.TIMEOUT_MAX)):
-        result = api.solve(
-            model,
-            api.SolverType.HIGHS,
-            params=parameters,
-            model_params=api.ModelSolveParameters(solution_hints=hints),
-        )
+        result = api.solve(model, api.SolverType.HIGHS, params=parameters, model_params=own)
     return _mathopt_answer(api, result, variables)
 
 
@@ -192,15 +185,11 @@ def _run_pulp(
     for variable, value in zip(variables, start or (), strict=False):
         variable.setInitialValue(round(value) if variable.cat == "Integer" else value)
     command = api.PULP_CBC_CMD(
-        msg=False,
         # Several threads may end at different points.
-        threads=1,
-        timeLimit=max(limits.time_limit_s, 0.1),
-        gapRel=limits.relative_gap,
-        gapAbs=limits.absolute_gap,
-        maxNodes=limits.node_limit,
+        msg=False, threads=1, timeLimit=max(limits.time_limit_s, 0.1),
+        gapRel=limits.relative_gap, gapAbs=limits.absolute_gap, maxNodes=limits.node_limit,
         warmStart=start is not None,
-    )
+    )  # fmt: skip
     began = time.monotonic()
     problem.solve(command)
     cut_short = time.monotonic() - began >= limits.time_limit_s
@@ -212,13 +201,9 @@ def _run_pulp(
         objective = sum(c * x for c, x in zip(program.objective, values, strict=True))
     # PuLP does not pass on CBC's bound: optimal means within the gap that was allowed.
     slack = max(abs(objective) * limits.relative_gap, limits.absolute_gap)
-    return MipSolution(
-        values=values,
-        objective=objective,
-        bound=objective - slack if optimal else -math.inf,
-        proved_infeasible=problem.status == api.LpStatusInfeasible,
-        finished=optimal or problem.status == api.LpStatusInfeasible,
-    )
+    bound = objective - slack if optimal else -math.inf
+    is_infeasible = problem.status == api.LpStatusInfeasible
+    return MipSolution(values, objective, bound, is_infeasible, optimal or is_infeasible)
 
 
 def _pulp_model(api: Any, program: MixedProgram, relaxed: bool) -> tuple[Any, list[Any]]:

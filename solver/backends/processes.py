@@ -33,8 +33,7 @@ from remat.graph_capture.errors import SolverError
 
 _T = TypeVar("_T")
 _SPELL_S = 0.05
-STOPPING_S = 5.0
-"""Longest wait for what was told to stop."""
+STOPPING_S = 5.0  # longest wait for what was told to stop
 
 
 class Task(Generic[_T]):

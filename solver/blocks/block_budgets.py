@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 
 from remat.graph_capture.graph import TANGENTS, Link, Links, TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Step
@@ -34,11 +33,15 @@ from remat.solver.blocks.block_options import (
 from remat.solver.blocks.repeated import Block, Reads, Shape, shape_of
 from remat.solver.bounds.cut_program import expand
 from remat.solver.offload.copy_placing import PlacedSchedule, in_flight_bytes, place_copies
-from remat.solver.offload.fetch_as_recompute import UntimedSchedule, untimed_schedule, with_fetches
+from remat.solver.offload.fetch_as_recompute import (
+    most_by_stage,
+    untimed_schedule,
+    with_fetches,
+)
 from remat.solver.offload.joint_cut import JointCut
 from remat.solver.problem import Problem
 from remat.solver.search import Clock
-from remat.solver.state import Bytes, State, UnreachableError
+from remat.solver.state import State, UnreachableError
 from remat.solver.stopping import BLOCK_NODES
 
 # Options of a block that copy what it keeps below the device. For each limit on the kept bytes, the
@@ -83,8 +86,7 @@ def _ways_down(links: Links) -> Iterator[tuple[Links, bool]]:
 
 def _both(one: Link, other: Link) -> Link:
     # A value passes both: the slower one sets the rate, latencies add up.
-    slower = min(one.bytes_per_us, other.bytes_per_us)
-    return Link(slower, one.latency_us + other.latency_us)
+    return Link(min(one.bytes_per_us, other.bytes_per_us), one.latency_us + other.latency_us)
 
 
 def _state(
@@ -116,27 +118,20 @@ def _placed(
     flight_bytes = int(in_flight_bytes(graph, base, links).max(initial=0))
     spilled = [value for value in base.made if to_nvme]
     seen: set[tuple[Step, ...]] = set()
+    # A block runs as one call each way. What goes below has left when its forward ends, and comes
+    # back after its backward has begun: nothing in flight has room on the device at the turn.
+    turns = {op.name for op in graph.ops if op.target == TANGENTS}
+    at_turn = [k for k, (kind, op) in enumerate(base.items) if kind == "compute" and op in turns]
     # With all the room that the copies want in flight, and with no more than the state's own peak.
     for room_bytes in (base.peak_bytes + flight_bytes, base.peak_bytes):
-        full = _full_at_turn(graph, base, room_bytes)
+        live_bytes = base.live_bytes.copy()
+        live_bytes[at_turn] = room_bytes
+        full = dataclasses.replace(base, live_bytes=live_bytes)
         placed = place_copies(graph, full, room_bytes, links, spilled=spilled)
         if placed is None or placed.schedule.steps in seen or not placed.schedule.moves:
             continue
         seen.add(placed.schedule.steps)
         yield _placed_option(state, placed)
-
-
-def _full_at_turn(graph: TrainingGraph, base: UntimedSchedule, room_bytes: int) -> UntimedSchedule:
-    """`base` with no room at the turn, so that no value in flight is on the device then."""
-    # A block runs as one call each way. What goes below has left when its forward ends, and comes
-    # back after its backward has begun.
-    live_bytes = base.live_bytes.copy()
-    turns = {op.name for op in graph.ops if op.target == TANGENTS}
-    at_turn = [
-        k for k, (kind, name) in enumerate(base.items) if kind == "compute" and name in turns
-    ]
-    live_bytes[at_turn] = room_bytes
-    return dataclasses.replace(base, live_bytes=live_bytes)
 
 
 def _placed_option(state: State, placed: PlacedSchedule) -> BlockOption:
@@ -146,27 +141,14 @@ def _placed_option(state: State, placed: PlacedSchedule) -> BlockOption:
     at = steps.index(Compute(name))
     below = {tier: each[at] for tier, each in found.below_bytes.items()}
     waiting = below.get("host", 0), below.get("nvme", 0)
+    ran = (step.op if isinstance(step, Compute) else "" for step in steps)
+    live_bytes = most_by_stage(graph, ran, found.live_bytes)
+    live_bytes[-1] = max(live_bytes[-1], state.peak_bytes[-1])
     return BlockOption(
-        saved_bytes=int(state.entry_bytes[turn + 1]),
-        live_bytes=_by_stage(state, placed),
-        extra_us=found.time_us - graph.time_us,
-        recomputed=tuple(stage.recomputed for stage in state.stages),
-        steps=steps,
-        below_bytes=waiting,
-        passing_bytes=found.host_peak_bytes - waiting[0],
-    )
-
-
-def _by_stage(state: State, placed: PlacedSchedule) -> Bytes:
-    index = state.problem.graph.op_index
-    most = np.zeros(state.problem.n_ops + 1, np.int64)
-    most[-1] = state.peak_bytes[-1]
-    stage = 0
-    for step, live_bytes in zip(placed.schedule.steps, placed.found.live_bytes, strict=True):
-        most[stage] = max(most[stage], live_bytes)
-        # A stage ends with the first run of its op.
-        stage += isinstance(step, Compute) and index[step.op] == stage
-    return most
+        int(state.entry_bytes[turn + 1]), live_bytes, found.time_us - graph.time_us,
+        tuple(stage.recomputed for stage in state.stages), steps,
+        below_bytes=waiting, passing_bytes=found.host_peak_bytes - waiting[0],
+    )  # fmt: skip
 
 
 _LIMITS, _SLOTS = 12, 4096
@@ -181,28 +163,20 @@ class BlockBudgets:
     """What given blocks can do, each distinct one solved once."""
 
     problem: Problem
-    # The given ones and what lies between, in forward order.
-    blocks: list[Block]
+    blocks: list[Block]  # the given ones and what lies between, in forward order
     graphs: list[TrainingGraph]
-    # Of the equal block, perhaps itself, that the table was made for.
-    solved: list[TrainingGraph]
+    solved: list[TrainingGraph]  # of the equal block, perhaps itself, that the table was made for
     tables: list[Options]
     is_given: list[bool]
     choices: list[list[BlockChoice]]
-    # How many distinct blocks were given.
-    distinct: int
-    # Rooms on the host and on NVMe for what waits there.
-    below_bytes: LowerBytes
+    distinct: int  # how many distinct blocks were given
+    below_bytes: LowerBytes  # rooms on the host and on NVMe for what waits there
 
     @classmethod
     def of(
-        cls,
-        graph: TrainingGraph,
-        spans: Sequence[BlockSpan],
-        beside_bytes: Sequence[int],
-        time_limit_s: float,
-        staying: Collection[str] = (),
-    ) -> BlockBudgets:
+        cls, graph: TrainingGraph, spans: Sequence[BlockSpan], beside_bytes: Sequence[int],
+        time_limit_s: float, staying: Collection[str] = (),
+    ) -> BlockBudgets:  # fmt: skip
         """Solve each distinct block once; copies leave `staying`, which blocks hand out."""
         clock = Clock(time_limit_s)
         problem = Problem.of(graph)
@@ -225,10 +199,8 @@ class BlockBudgets:
         # `beside_bytes` is live beside each op and in no block's graph, as buffers of FSDP2 are.
         choices = choices_in_place(problem, layers, beside_bytes)
         distinct = sum(bool(shape[0]) for shape in known)
-        below_bytes = _rooms_below(graph.links, tables)
-        return cls(
-            problem, blocks, graphs, solved, tables, is_given, choices, distinct, below_bytes
-        )
+        rooms = _rooms_below(graph.links, tables)
+        return cls(problem, blocks, graphs, solved, tables, is_given, choices, distinct, rooms)
 
     def runs(self, room_bytes: int) -> list[list[Step]] | None:
         """The computations and copies of each given block; None if nothing fits."""
@@ -250,10 +222,8 @@ class BlockBudgets:
         step = max(high // _SLOTS, 1)
         while high - low > step:
             middle = (low + high) // 2
-            if self._composed(middle) is None:
-                low = middle
-            else:
-                high = middle
+            fits = self._composed(middle) is not None
+            low, high = (low, middle) if fits else (middle, high)
         return high
 
     def _composed(self, room_bytes: int) -> list[int] | None:
@@ -288,14 +258,10 @@ def _options(
         return plain
     forward = {name for op in graph.ops[: graph.n_forward] for name in op.outputs}
     # Copies take no output from the device: what a block hands out is named as one.
-    handing_out = msgspec.structs.replace(
-        graph,
-        forward_outputs=tuple(
-            dict.fromkeys((*graph.forward_outputs, *(name for name in held if name in forward)))
-        ),
-        outputs=tuple(dict.fromkeys((*graph.outputs, *held))),
-    )
-    return with_copied(handing_out, plain, links, _LIMITS, lambda: clock.left_s)
+    handed = dict.fromkeys((*graph.forward_outputs, *(name for name in held if name in forward)))
+    outputs = tuple(dict.fromkeys((*graph.outputs, *held)))
+    named = msgspec.structs.replace(graph, forward_outputs=tuple(handed), outputs=outputs)
+    return with_copied(named, plain, links, _LIMITS, lambda: clock.left_s)
 
 
 def _rooms_below(links: Links | None, tables: Sequence[Options]) -> LowerBytes:

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from remat.graph_capture.graph import TANGENTS, Op, TrainingGraph
+from remat.graph_capture.graph import TANGENTS, Floats, Op, TrainingGraph
 from remat.schedules.schedule import Step
 from remat.solver.backends.mip import Limits
 from remat.solver.blocks.repeated import Block, Reads
@@ -32,30 +32,24 @@ from remat.solver.search import Search
 from remat.solver.state import State, mark_made, recomputed_in, store_all_state
 from remat.solver.stopping import BLOCK_NODES
 
-GAP = 2.0
-"""Absolute gap of each program, in ten-thousandths of the block's time."""
+GAP = 2.0  # absolute gap of each program, in ten-thousandths of the block's time
 _LOW_PEAK = 0.5
 """How far a low-peak option goes: this share of the way from its peak to the least possible."""
 
-LowerBytes = tuple[int, int]
-"""Bytes on the host, and on NVMe."""
+LowerBytes = tuple[int, int]  # bytes on the host, and on NVMe
 NO_LOWER_BYTES: LowerBytes = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockOption:
-    # Of its values that are live from its forward to its backward.
-    saved_bytes: int
+    saved_bytes: int  # of its values that are live from its forward to its backward
     # The most in each stage of the block's graph: its values, and the workspaces of its ops.
     live_bytes: npt.NDArray[np.int64]
     extra_us: float  # of recomputations and waits for copies
     recomputed: tuple[tuple[int, ...], ...]  # by stage of the block's graph
-    # Only where values are copied below the device.
-    steps: tuple[Step, ...] = ()
-    # There from the block's forward to its backward.
-    below_bytes: LowerBytes = NO_LOWER_BYTES
-    # The most on the host beyond those, of values on their way.
-    passing_bytes: int = 0
+    steps: tuple[Step, ...] = ()  # only where values are copied below the device
+    below_bytes: LowerBytes = NO_LOWER_BYTES  # there from the block's forward to its backward
+    passing_bytes: int = 0  # the most on the host beyond those, of values on their way
 
     def is_no_worse(self, other: BlockOption) -> bool:
         is_cheap = self.saved_bytes <= other.saved_bytes and self.extra_us <= other.extra_us
@@ -99,9 +93,11 @@ def block_options(graph: TrainingGraph, limits: int, left_s: Callable[[], float]
     for i in range(1, limits if most_bytes > least_bytes else 0):
         if left_s() <= 0:
             break
-        state = _keep(problem, most_bytes - (most_bytes - least_bytes) * i // limits, left_s())
-        if state is not None:
-            _add(found, state)
+        limit_bytes = most_bytes - (most_bytes - least_bytes) * i // limits
+        program = CutProgram(problem, (problem.n_forward,), limit_bytes)
+        solution = program.solve(Limits(left_s(), absolute_gap=GAP, node_limit=BLOCK_NODES.most))
+        if solution.values is not None:
+            _add(found, State.from_recomputed(problem, expand(solution)))
     for option in tuple(found):
         lower = _with_lower_peak(problem, option, left_s())
         if lower is not None:
@@ -110,32 +106,15 @@ def block_options(graph: TrainingGraph, limits: int, left_s: Callable[[], float]
 
 
 def _add(found: list[BlockOption], state: State) -> None:
-    option = _option_of(state)
-    if not any(other.is_no_worse(option) for other in found):
-        found[1:] = [other for other in found[1:] if not option.is_no_worse(other)]
-        found.append(option)
-
-
-def _option_of(state: State) -> BlockOption:
     turn = state.problem.n_forward
     live_bytes = state.peak_bytes.copy()
     # `_with_lower_peak` gives the turn a workspace that is not the block's.
     live_bytes[turn] -= state.problem.workspace_bytes[turn]
-    return BlockOption(
-        saved_bytes=int(state.entry_bytes[turn + 1]),
-        live_bytes=live_bytes,
-        extra_us=state.cost_us,
-        recomputed=tuple(stage.recomputed for stage in state.stages),
-    )
-
-
-def _keep(problem: Problem, limit_bytes: int, left_s: float) -> State | None:
-    program = CutProgram(problem, (problem.n_forward,), limit_bytes)
-    limits = Limits(time_limit_s=left_s, absolute_gap=GAP, node_limit=BLOCK_NODES.most)
-    solution = program.solve(limits)
-    if solution.values is None:
-        return None
-    return State.from_recomputed(problem, expand(solution))
+    recomputed = tuple(stage.recomputed for stage in state.stages)
+    option = BlockOption(int(state.entry_bytes[turn + 1]), live_bytes, state.cost_us, recomputed)
+    if not any(other.is_no_worse(option) for other in found):
+        found[1:] = [other for other in found[1:] if not option.is_no_worse(other)]
+        found.append(option)
 
 
 def _keep_least(problem: Problem) -> State:
@@ -162,9 +141,8 @@ def _with_lower_peak(problem: Problem, option: BlockOption, left_s: float) -> St
     ops = list(problem.graph.ops)
     turn = ops[problem.n_forward]
     # All but what the option keeps is taken at the turn, so the repair keeps no more.
-    ops[problem.n_forward] = msgspec.structs.replace(
-        turn, workspace_bytes=limit_bytes - option.saved_bytes
-    )
+    taken_bytes = limit_bytes - option.saved_bytes
+    ops[problem.n_forward] = msgspec.structs.replace(turn, workspace_bytes=taken_bytes)
     graph = msgspec.structs.replace(problem.graph, ops=tuple(ops))
     search = Search(graph, limit_bytes, "hierarchical", left_s)
     state = State.from_recomputed(search.problem, option.recomputed)
@@ -182,10 +160,8 @@ def _with_lower_peak(problem: Problem, option: BlockOption, left_s: float) -> St
 # Optimal on the grid. Cost: blocks x options x slots, in vector operations, times `_BELOW_SLOTS`
 # for each tier that binds.
 
-_BELOW_SLOTS = 64
-"""Steps of the grid of a tier below the device."""
-PlacedBlock = tuple[Block, Options]
-"""A block in its place, and the options that it shares with its equals."""
+_BELOW_SLOTS = 64  # steps of the grid of a tier below the device
+PlacedBlock = tuple[Block, Options]  # in its place, with the options that it shares with its equals
 
 
 class BlockChoice(NamedTuple):
@@ -220,32 +196,24 @@ def _choices(block: Block, table: Options, fixed: npt.NDArray[np.int64]) -> list
     beside = fixed[stages_of_block(block)]
     # What the block itself leaves is in its `live_bytes` already.
     beside[-1] = beside[-2]
+    needs = (int((option.live_bytes + beside).max()) for option in table)
     return [
-        BlockChoice(
-            option.saved_bytes,
-            int((option.live_bytes + beside).max()),
-            option.extra_us,
-            option.below_bytes,
-        )
-        for option in table
+        BlockChoice(option.saved_bytes, need_bytes, option.extra_us, option.below_bytes)
+        for option, need_bytes in zip(table, needs, strict=True)
     ]
 
 
 def stages_of_block(block: Block) -> list[int]:
     """The graph's stage for each stage of the block's graph, its turn and end included."""
-    return [
-        *range(block.start, block.stop),
-        block.back_start,
-        *range(block.back_start, block.back_stop),
-        block.back_stop,
-    ]
+    forward, backward = range(block.start, block.stop), range(block.back_start, block.back_stop)
+    return [*forward, block.back_start, *backward, block.back_stop]
+
+
+_Tables = Sequence[Sequence[BlockChoice]]
 
 
 def compose(
-    choices: Sequence[Sequence[BlockChoice]],
-    room_bytes: int,
-    slots: int,
-    below_bytes: LowerBytes = NO_LOWER_BYTES,
+    choices: _Tables, room_bytes: int, slots: int, below_bytes: LowerBytes = NO_LOWER_BYTES
 ) -> list[int] | None:
     """One choice a block, of least extra time; None if nothing fits."""
     if room_bytes < 0 or min(below_bytes) < 0:
@@ -282,13 +250,7 @@ class _Grid(NamedTuple):
     shape: tuple[int, int, int]
 
     @classmethod
-    def of(
-        cls,
-        choices: Sequence[Sequence[BlockChoice]],
-        room_bytes: int,
-        slots: int,
-        below_bytes: LowerBytes,
-    ) -> _Grid:
+    def of(cls, choices: _Tables, room_bytes: int, slots: int, below_bytes: LowerBytes) -> _Grid:
         unit = max(-(-room_bytes // slots), 1)
         units, shape = [unit], [room_bytes // unit + 1]
         for tier, most_bytes in enumerate(below_bytes):
@@ -303,17 +265,13 @@ class _Grid(NamedTuple):
         host_bytes, nvme_bytes = choice.below_bytes
         sizes = choice.saved_bytes, host_bytes, nvme_bytes
         # Rounded up, so that what fits on the grid fits in bytes.
-        first, second, third = (
-            -(-size // unit) if unit else 0 for size, unit in zip(sizes, self.units, strict=True)
-        )
+        pairs = zip(sizes, self.units, strict=True)
+        first, second, third = (-(-size // unit) if unit else 0 for size, unit in pairs)
         return first, second, third
 
 
 def _traced(
-    choices: Sequence[Sequence[BlockChoice]],
-    steps: Sequence[npt.NDArray[np.int16]],
-    best_us: npt.NDArray[np.float64],
-    grid: _Grid,
+    choices: _Tables, steps: Sequence[npt.NDArray[np.int16]], best_us: Floats, grid: _Grid
 ) -> list[int] | None:
     place = tuple(int(at) for at in np.unravel_index(int(np.argmin(best_us)), grid.shape))
     if not np.isfinite(best_us[place]):

@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph, cached_on
 from remat.schedules.outcome import Result
 from remat.solver.blocks.block_options import (
@@ -39,16 +38,14 @@ from remat.solver.blocks.block_options import (
 from remat.solver.blocks.repeated import Block, Reads, Shape, find_blocks, shape_of
 from remat.solver.local_search.repair import Repair, fill
 from remat.solver.problem import Problem, least_needed_bytes
-from remat.solver.search import Listener, Search
+from remat.solver.search import Listener, Search, check_least
 from remat.solver.state import State, store_all_state
 
 _GROUPS = (1, 2, 4)
 """How many repetitions make one block: tried in turn until something fits."""
 _PARTS = (1.0, 0.99, 0.97, 0.94, 0.9, 0.85)
-"""Shares of the room that the knapsack gets, tried until its schedule truly fits.
-
-The knapsack's memory is a model, and the simulator decides.
-"""
+"""Shares of the room that the knapsack gets, tried until its schedule fits as it is simulated: the
+knapsack's memory is a model."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +64,11 @@ class Hierarchical:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        for name, value, least in (("limits", self.limits, 1), ("slots", self.slots, 16)):
-            if value < least:
-                raise SolverError(f"{name} must be {least} or more, not {value}")
+        check_least("limits", self.limits, 1)
+        check_least("slots", self.slots, 16)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        search = Search.of(self, "hierarchical", graph, budget_bytes)
-        with search.until_interrupted():
-            self._run(search)
-        return search.result()
+        return Search.of(self, "hierarchical", graph, budget_bytes).result_of(self._run)
 
     def first(self, search: Search, *, is_thorough: bool) -> None:
         """Offer blocks of one repetition; if `is_thorough`, go on as `solve` does."""
@@ -97,9 +90,7 @@ class Hierarchical:
             yield _least_state(search.problem, layers)
 
     def _run(self, search: Search) -> None:
-        plain = store_all_state(search.problem)
-        search.offer_least(plain)
-        if search.best is not None:
+        if search.offer_least(store_all_state(search.problem)):
             return
         starts: list[State] = []
         for group in _GROUPS:
@@ -126,10 +117,13 @@ class Hierarchical:
         reads = Reads.of(search.problem)
         blocks = find_blocks(search.problem, reads, group)
         shapes = [shape_of(search.problem, reads, block) for block in blocks]
-        if len(set(shapes)) == len(shapes):
+        counts = Counter(shapes)
+        if len(counts) == len(shapes):
             search.message = search.message or "no repeated block: the solver 'cut' needs none"
             return None
-        search.message = search.message or _description(shapes)
+        repeated = sum(count for count in counts.values() if count > 1)
+        text = f"{len(shapes)} blocks, {repeated} of them repeated, {len(counts)} distinct"
+        search.message = search.message or text
         blocks_by_shape: dict[Shape, Block] = {}
         for block, shape in zip(blocks, shapes, strict=True):
             blocks_by_shape.setdefault(shape, block)
@@ -199,9 +193,3 @@ def _fill(search: Search, state: State) -> None:
     search.offer(state)
     fill(state, search.budget_bytes, search)
     search.offer(state)
-
-
-def _description(shapes: Sequence[Shape]) -> str:
-    counts = Counter(shapes)
-    repeated = sum(count for count in counts.values() if count > 1)
-    return f"{len(shapes)} blocks, {repeated} of them repeated, {len(counts)} distinct"

@@ -34,8 +34,7 @@ from remat.solver.problem import Problem, bytes_across
 # Shortcomings: a period is missed if each entry in it occurs more than `_LOOK_BACK` times, or if
 # `_PERIODS` others have more votes.
 
-_LOOK_BACK = 3
-"""So many earlier ops of an op's class vote for a period, each by its distance."""
+_LOOK_BACK = 3  # so many earlier ops of an op's class vote for a period, each by its distance
 _PERIODS = 16
 """Periods tried for each run: those with most votes."""
 _LEAST_OPS = 4
@@ -188,14 +187,9 @@ def shape_of(problem: Problem, reads: Reads, block: Block) -> Shape:
 
 
 def _class_key(problem: Problem, op: int) -> Shape:
-    return (
-        problem.graph.ops[op].target,
-        problem.cost_us[op],
-        problem.workspace_bytes[op],
-        problem.no_recompute[op],
-        len(problem.inputs[op]),
-        tuple(problem.size_bytes[v] for v in problem.outputs[op]),
-    )
+    sizes = tuple(problem.size_bytes[v] for v in problem.outputs[op])
+    own = problem.graph.ops[op].target, problem.cost_us[op], problem.workspace_bytes[op]
+    return (*own, problem.no_recompute[op], len(problem.inputs[op]), sizes)
 
 
 def _runs(problem: Problem, reads: Reads) -> list[list[int]]:
@@ -217,8 +211,7 @@ def _runs(problem: Problem, reads: Reads) -> list[list[int]]:
 
 def _backward_cuts(problem: Problem, reads: Reads, ends: Sequence[int]) -> list[int]:
     """For each forward boundary the first backward op of what is before it."""
-    backward = range(problem.n_forward, problem.n_ops)
-    crossing = bytes_across(problem, reads.last_backward, backward)
+    crossing = bytes_across(problem, reads.last_backward, range(problem.n_forward, problem.n_ops))
     gaps = list(_gaps(problem, reads, ends))
     keys = [*(_class_key(problem, op) for op in range(problem.n_ops)), ()]
     firsts = [min(range(low, high + 1), key=lambda at: (crossing[at], at)) for low, high in gaps]

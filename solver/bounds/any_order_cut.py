@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 import msgspec
 import numpy as np
@@ -26,7 +27,7 @@ from remat.graph_capture.graph import Op, TrainingGraph
 from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import COST_SCALE, CutProgram
 from remat.solver.bounds.least_peak import effort_for, least_peak_bound_bytes
-from remat.solver.problem import Problem, predecessors
+from remat.solver.problem import Problem, inverted, predecessors
 from remat.solver.search import Clock
 from remat.solver.stopping import ANY_ORDER_NODES, RELAXED
 
@@ -60,11 +61,7 @@ class Ancestry:
 
 
 def free_bound_us(
-    graph: TrainingGraph,
-    budget_bytes: int,
-    *,
-    time_limit_s: float = 10.0,
-    enough_us: float = float("inf"),
+    graph: TrainingGraph, budget_bytes: int, *, time_limit_s: float = 10.0, enough_us: float = inf
 ) -> float:
     """No schedule in any order takes less; infinite where nothing fits."""
     clock = Clock(time_limit_s)
@@ -76,7 +73,7 @@ def free_bound_us(
         if best is not None and (best[0] >= enough_us or left_s <= 0):
             return max(best[0], graph.time_us)
         bound_us = FreeCut.at(graph, t, budget_bytes, ancestry).relaxed_us(RELAXED.of(left_s))
-        if bound_us == float("inf"):
+        if bound_us == inf:
             return bound_us
         if best is None or bound_us > best[0]:
             best = bound_us, t
@@ -150,8 +147,7 @@ def _candidates(graph: TrainingGraph, ancestry: Ancestry, budget_bytes: int) -> 
     """Ops past which most must be carried if nothing is computed again, fullest first."""
     load_bytes = crossing_bytes(graph, ancestry)
     over = load_bytes > budget_bytes - graph.resident.total_bytes
-    order = np.argsort(-load_bytes, kind="stable")
-    return [int(t) for t in order if over[t]][:_PLACES]
+    return [int(t) for t in np.argsort(-load_bytes, kind="stable") if over[t]][:_PLACES]
 
 
 def crossing_bytes(graph: TrainingGraph, ancestry: Ancestry) -> npt.NDArray[np.int64]:
@@ -159,10 +155,7 @@ def crossing_bytes(graph: TrainingGraph, ancestry: Ancestry) -> npt.NDArray[np.i
     problem = Problem.of(graph)
     n = problem.n_ops
     load = np.array(problem.own_bytes[:n], np.int64)
-    readers: list[list[int]] = [[] for _ in range(problem.n_values)]
-    for op, inputs in enumerate(problem.inputs):
-        for v in inputs:
-            readers[v].append(op)
+    readers = inverted(problem.inputs, problem.n_values)
     everywhere, forward = (1 << n) - 1, (1 << problem.n_forward) - 1
     returned, wanted = frozenset(problem.forward_outputs), frozenset(problem.needs[n])
     for v, source in enumerate(problem.producer):
@@ -171,10 +164,8 @@ def crossing_bytes(graph: TrainingGraph, ancestry: Ancestry) -> npt.NDArray[np.i
             needed |= ancestry.before[op] | 1 << op
         needed |= forward if v in returned else 0
         needed |= everywhere if v in wanted else 0
-        load += np.int64(problem.size_bytes[v]) * _as_array(ancestry.after[source] & needed, n)
+        after = ancestry.after[source] & needed
+        packed = np.frombuffer(after.to_bytes((n + 7) // 8, "little"), np.uint8)
+        live = np.unpackbits(packed, bitorder="little")[:n].astype(np.int64)
+        load += np.int64(problem.size_bytes[v]) * live
     return load
-
-
-def _as_array(bits: int, n: int) -> npt.NDArray[np.int64]:
-    packed = np.frombuffer(bits.to_bytes((n + 7) // 8, "little"), np.uint8)
-    return np.unpackbits(packed, bitorder="little")[:n].astype(np.int64)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from remat.solver.backends.mip import Limits, MipSolution, MixedProgram, solve_program
 from remat.solver.problem import Problem, working_set_bytes
@@ -20,8 +21,7 @@ from remat.solver.state import mark_made, recomputed_in
 
 COST_SCALE = 1e4
 """The time of the step in the program's unit: HiGHS's tolerances are absolute."""
-ROW_SCALE = 1e3
-"""The right-hand side of a memory row in the program's unit, for the same reason."""
+ROW_SCALE = 1e3  # the right-hand side of a memory row in the program's unit, for the same reason
 MOST_SIZE = 1e12
 """Most that a coefficient of a memory row may be: this is far beyond the right-hand side, and
 HiGHS refuses 1e15."""
@@ -45,8 +45,7 @@ class CutProgram:
     def __post_init__(self) -> None:
         total_us = sum(self.problem.cost_us)
         self.cost_unit_us = total_us / COST_SCALE if total_us else 1.0
-        relevant = self._relevant()
-        for k, values in enumerate(relevant):
+        for k, values in enumerate(self._relevant()):
             self._variables(k, values)
         for k in range(len(self.cuts)):
             self.cover(k, self.wanted_in(k), self.again[k])
@@ -169,34 +168,26 @@ class CutProgram:
 
     def relaxed(self, time_limit_s: float) -> CutSolution:
         """Solve the linear relaxation; its bound holds, its point is no cover as it stands."""
-        if self.is_empty:
-            return CutSolution(self, None, float("inf"), float("inf"))
-        answer = solve_program(self.program, Limits(time_limit_s, relaxed=True))
-        if answer.proved_infeasible:
-            return CutSolution(self, None, float("inf"), float("inf"))
-        # The bound is -inf where nothing was proved.
-        bound_us = sum(self.problem.cost_us) + max(answer.bound, 0.0) * self.cost_unit_us
-        return CutSolution(self, answer.values, bound_us, float("inf"), is_relaxed=True)
+        return self.solve(Limits(time_limit_s, relaxed=True))
 
     def solve(self, limits: Limits) -> CutSolution:
         if self.is_empty:
-            return CutSolution(self, None, float("inf"), float("inf"))
+            return CutSolution(self, None, inf, inf)
         answer = solve_program(self.program, limits)
         if answer.proved_infeasible:
-            return CutSolution(self, None, float("inf"), float("inf"))
+            return CutSolution(self, None, inf, inf)
         base_us = sum(self.problem.cost_us)
+        # The bound is -inf where nothing was proved.
         bound_us = base_us + max(answer.bound, 0.0) * self.cost_unit_us
+        if limits.relaxed:
+            return CutSolution(self, answer.values, bound_us, inf, is_relaxed=True)
+        effort = answer.finished, answer.iterations
         if answer.values is None:
-            return CutSolution(
-                self, None, bound_us, float("inf"), answer.finished, answer.iterations
-            )
+            return CutSolution(self, None, bound_us, inf, *effort)
         cost_us = base_us + self._rounded_cost_us(answer)
         # Of a program solved without any gap the cost is the bound, free of HiGHS's rounding.
         is_tight = limits.relative_gap == limits.absolute_gap == 0.0 and answer.finished
-        best_us = cost_us if is_tight else bound_us
-        return CutSolution(
-            self, answer.values, best_us, cost_us, answer.finished, answer.iterations
-        )
+        return CutSolution(self, answer.values, cost_us if is_tight else bound_us, cost_us, *effort)
 
     def _rounded_cost_us(self, answer: MipSolution) -> float:
         assert answer.values is not None

@@ -11,7 +11,7 @@ first computations, for any number of recomputations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,14 +28,12 @@ from remat.solver.bounds.cut_program import (
 from remat.solver.problem import Problem
 from remat.solver.state import Bytes, State, fullest_op
 
-_PLACES = 30
-"""Stages over the budget that are looked at for the next cut."""
+_PLACES = 30  # stages over the budget that are looked at for the next cut
 _FAR, _AT_A_CUT = 4.0, 0.01
 """Bytes over the budget count times the stages to the nearest cut, up to `_FAR` of them: a cut
 beside another says little that is new."""
 
-_FLOOR_SLACK = 1e-6
-"""Part of a proved time by which a row that says it is looser."""
+_FLOOR_SLACK = 1e-6  # part of a proved time by which a row that says it is looser
 
 _Interval = tuple[int, int]
 _Floor = tuple[int, int, float]
@@ -88,20 +86,17 @@ class LazyCuts:
         self.bound_us = max(self.bound_us, solution.bound_us)
         start = None
         if solution.values is not None:
-            start = State.from_recomputed(self._until_end(), expand(solution))
+            problem = self.problem
+            # The program carries nothing for later stages, and nor must the expansion of its point.
+            if self.end is not None:
+                later = ((),) * (problem.n_ops - self.end)
+                problem = replace(problem, needs=(*problem.needs[: self.end + 1], *later))
+            start = State.from_recomputed(problem, expand(solution))
         # A program that a limit ended stays as it is, and is taken further next time.
         if solution.finished and (start is None or not self._refine(start)):
             self.is_done = start is None or self.is_exact
             self.is_exact = True
         return Climbed(solution, start)
-
-    def _until_end(self) -> Problem:
-        # The program carries nothing for later stages, and nor must the expansion of its point.
-        if self.end is None:
-            return self.problem
-        needs = self.problem.needs[: self.end + 1]
-        later = ((),) * (self.problem.n_ops - self.end)
-        return replace(self.problem, needs=(*needs, *later))
 
     def _refine(self, state: State) -> bool:
         """Returns whether there was anything to add."""
@@ -229,24 +224,17 @@ _PATIENCE = 0.5
 """How much less a window is worth another try, each time that a limit ended its program."""
 
 
-@dataclass(slots=True)
 class Windows:
     """Windows in the order of their stages, and their bound together."""
 
-    problem: Problem
-    parts: list[LazyCuts]
-    # What the best schedule known runs again in each stage, empty while there is none: windows in
-    # which that is far above what is proved come first.
-    spent_us: Sequence[float] = ()
-    bound_us: float = 0.0
-    solutions: list[CutSolution | None] = field(init=False)  # the last one of each
-    late: list[int] = field(init=False)  # how often limits ended each
-    base_us: float = field(init=False)  # of computing every op once
-
-    def __post_init__(self) -> None:
-        self.solutions = [None] * len(self.parts)
-        self.late = [0] * len(self.parts)
-        self.base_us = sum(self.problem.cost_us)
+    def __init__(self, problem: Problem, parts: list[LazyCuts], bound_us: float = 0.0) -> None:
+        self.problem, self.parts, self.bound_us = problem, parts, bound_us
+        # What the best schedule known runs again in each stage, empty while there is none: windows
+        # in which that is far above what is proved come first.
+        self.spent_us: Sequence[float] = ()
+        self.solutions: list[CutSolution | None] = [None] * len(parts)  # the last one of each
+        self.late = [0] * len(parts)  # how often limits ended each
+        self.base_us = sum(problem.cost_us)  # of computing every op once
 
     @property
     def is_done(self) -> bool:
@@ -264,9 +252,11 @@ class Windows:
         if climbed.solution.values is not None:
             self.solutions[at] = climbed.solution
         self.late[at] += not climbed.solution.finished
-        self._add_up()
+        is_one = len(self.parts) == 1
+        summed_us = self.base_us + sum(map(self._least_us, self.parts))
+        self.bound_us = max(self.bound_us, self.parts[0].bound_us if is_one else summed_us)
         start = climbed.start
-        if len(self.parts) > 1:
+        if not is_one:
             all_settled = all(map(self._is_settled, self.parts))
             # A start takes all windows: once each was tried, and whenever two are merged.
             is_due = all_settled or is_last_untried
@@ -298,13 +288,6 @@ class Windows:
         gap = min(limits.absolute_gap, _CLOSE * COST_SCALE) / len(self.parts)
         return replace(limits, absolute_gap=gap, node_limit=nodes)
 
-    def _add_up(self) -> None:
-        if len(self.parts) == 1:
-            found_us = self.parts[0].bound_us
-        else:
-            found_us = self.base_us + sum(map(self._least_us, self.parts))
-        self.bound_us = max(self.bound_us, found_us)
-
     def _is_settled(self, part: LazyCuts) -> bool:
         # The last window is solved exactly too.
         return part.is_done or (part.is_exact and len(self.parts) > 1)
@@ -331,17 +314,12 @@ class Windows:
         at = max(range(len(self.parts) - 1), key=lambda i: (slack_us[i] + slack_us[i + 1], -i))
         left, right = self.parts[at : at + 2]
         merged = LazyCuts(
-            self.problem,
-            left.budget_bytes,
-            (*left.cuts, *right.cuts),
-            (*left.rows, *right.rows),
+            self.problem, left.budget_bytes, (*left.cuts, *right.cuts), (*left.rows, *right.rows),
             self.base_us + self._least_us(left) + self._least_us(right),
-            begin=left.begin,
-            end=right.end,
+            begin=left.begin, end=right.end, added=(*left.added, *right.added),
             # So that the merged program begins with what was proved of its parts.
             floors=(*self._floors(left), *self._floors(right)),
-            added=(*left.added, *right.added),
-        )
+        )  # fmt: skip
         self.parts[at : at + 2] = [merged]
         self.solutions[at : at + 2] = [None]
         self.late[at : at + 2] = [0]

@@ -20,7 +20,6 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from remat.graph_capture.errors import SolverError
@@ -39,12 +38,10 @@ other moments one in `_OTHER_PART`."""
 
 
 def floor_of(problem: Problem) -> Holding:
-    """What any schedule in captured order needs that never computes an output of the step again.
-
-    Resident bytes are included; the name is that of the op that sets it.
-    """
+    """What any schedule in captured order needs that never computes an output of the step again."""
     kept = set(problem.needs[problem.n_ops])
     made_bytes = 0
+    # Resident bytes included, under the name of the op that sets it.
     best = Holding("", problem.resident_bytes)
     for t in range(problem.n_ops):
         # Outputs made so far are all live; those that op t reads are in its working set already.
@@ -72,25 +69,18 @@ def effort_for(problem: Problem) -> int:
 class _Open(NamedTuple):
     """What was live just before `op` ran, with `live` live after it; not explored yet."""
 
-    # In the order in which sets are explored.
-    peak_bytes: int
+    peak_bytes: int  # in the order in which sets are explored
     total_bytes: int
     opened: int  # unique, so that `live` is never compared
     live: frozenset[int]
     op: int
 
 
-@dataclass(slots=True)
 class _Regression:
     """The search backwards; `best_bytes` is the bound so far, resident bytes left out."""
 
-    problem: Problem
-    best_bytes: int = 0
-    held: tuple[int, ...] = field(init=False)
-    n_opened: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        problem = self.problem
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.best_bytes, self.n_opened = problem, 0, 0
         early = (v for v in problem.held if problem.producer[v] < problem.n_forward)
         self.held = tuple(sorted(early))
 

@@ -110,11 +110,7 @@ class Front(msgspec.Struct, frozen=True):
 
     def best_within(self, budget_bytes: int) -> Result | None:
         """The fastest outcome of the front whose peak is within `budget_bytes`."""
-        fit = [
-            point.result
-            for point in self.points
-            if point.result.schedule is not None and point.result.peak_bytes <= budget_bytes
-        ]
+        fit = [r for _, r in self.points if r.schedule is not None and r.peak_bytes <= budget_bytes]
         return min(fit, key=lambda result: (result.time_us, result.peak_bytes), default=None)
 
     def price_of_gib(self, budget_bytes: int, step_bytes: int = 0) -> GibPrice:
@@ -129,18 +125,14 @@ class Front(msgspec.Struct, frozen=True):
         """
         here = self.best_within(budget_bytes)
         if here is None:
-            raise SolverError(self._nothing_fits(budget_bytes))
+            peaks = [p.result.peak_bytes for p in self.points if p.result.schedule is not None]
+            least = f"the least peak in it is {min(peaks)} bytes" if peaks else "it has no schedule"
+            raise SolverError(f"no schedule of this front fits {budget_bytes} bytes: {least}")
         step_bytes = checked_step(step_bytes, here.peak_bytes)
         more = self.best_within(budget_bytes + step_bytes) or here
         less = self.best_within(budget_bytes - step_bytes)
-        return GibPrice(
-            budget_bytes, step_bytes, here.time_us, more.time_us, less.time_us if less else None
-        )
-
-    def _nothing_fits(self, budget_bytes: int) -> str:
-        peaks = [p.result.peak_bytes for p in self.points if p.result.schedule is not None]
-        least = f"the least peak in it is {min(peaks)} bytes" if peaks else "it has no schedule"
-        return f"no schedule of this front fits {budget_bytes} bytes: {least}"
+        less_us = less.time_us if less else None
+        return GibPrice(budget_bytes, step_bytes, here.time_us, more.time_us, less_us)
 
     def to_json(self) -> bytes:
         """Encode as JSON; `from_json` reads it back to an equal front."""

@@ -34,18 +34,13 @@ from remat.solver.search import Clock, is_interrupted, note_interrupt, one_job
 from remat.solver.stopping import FIRST_SOLVE, NAMING, ONE_BUDGET, SECOND_SOLVE
 from remat.solver.table import make_solver
 
-PINS = ("keep", "recompute")
-"""Options that every solver takes."""
+PINS = ("keep", "recompute")  # options that every solver takes
 
 
 def spread_budgets(
-    graph: TrainingGraph,
-    count: int,
-    unmodified_bytes: int = 0,
-    *,
-    time_limit_s: float = 60.0,
+    graph: TrainingGraph, count: int, unmodified_bytes: int = 0, *, time_limit_s: float = 60.0,
     **options: object,
-) -> tuple[list[int], list[Result]]:
+) -> tuple[list[int], list[Result]]:  # fmt: skip
     """The same budgets for each solver, and the outcome at the least if it is at hand."""
     if count < 1:
         raise SolverError(f"budgets must be 1 or more in number, not {count}")
@@ -67,25 +62,16 @@ def _keeping_all_bytes(graph: TrainingGraph) -> int:
     return simulate(graph, StoreAll().schedule(graph)).peak_bytes
 
 
-BUDGETS = 12
-"""Budgets of a sweep that names none."""
+BUDGETS = 12  # budgets of a sweep that names none
 
-BudgetsDone = Callable[[int, int], None]
-"""Called with how many budgets are done, and of how many."""
+BudgetsDone = Callable[[int, int], None]  # called with how many budgets are done, and of how many
 
 
 def sweep_budgets(
-    graph: TrainingGraph,
-    budgets: int | Iterable[int] = BUDGETS,
-    solver: str = "auto",
-    *,
-    time_limit_s: float = 60.0,
-    jobs: int = 1,
-    progress: BudgetsDone | None = None,
-    at_hand: Sequence[Result] = (),
-    unmodified_bytes: int = 0,
-    **options: object,
-) -> Front:
+    graph: TrainingGraph, budgets: int | Iterable[int] = BUDGETS, solver: str = "auto", *,
+    time_limit_s: float = 60.0, jobs: int = 1, progress: BudgetsDone | None = None,
+    at_hand: Sequence[Result] = (), unmodified_bytes: int = 0, **options: object,
+) -> Front:  # fmt: skip
     """Solve at several budgets and merge what is found; `time_limit_s` is for all together."""
     clock = Clock(time_limit_s)
     check_jobs(jobs)
@@ -101,24 +87,18 @@ def sweep_budgets(
                 graph, budgets, unmodified_bytes, time_limit_s=limit_s, **options
             )
             at_hand = (*at_hand, *least)
-        asked = _checked(budgets)
+        asked = sorted(set(budgets))
+        if not asked or asked[0] < 0:
+            raise SolverError(f"budgets must be one or more sizes in bytes, not {asked}")
         # Workers take seconds to begin, which is too long after Ctrl-C.
         if jobs == 1 or is_interrupted():
             found = _one_by_one(graph, asked, solver, options, clock, progress)
         else:
             found = _side_by_side(graph, asked, solver, options, clock, jobs)
-    return Front(
-        name=graph.name,
-        graph_hash=graph.hash,
-        solver=solver,
-        base_us=graph.time_us,
-        least_needed_bytes=least_needed_bytes(Problem.of(graph)),
-        unmodified_bytes=unmodified_bytes,
-        points=tuple(
-            Point(result.budget_bytes, msgspec.structs.replace(result, least_schedule=None))
-            for result in merge_results(graph, found, [r for r in at_hand if r.solver == solver])
-        ),
-    )  # fmt: skip
+    known = merge_results(graph, found, [r for r in at_hand if r.solver == solver])
+    points = (Point(r.budget_bytes, msgspec.structs.replace(r, least_schedule=None)) for r in known)
+    sizes = least_needed_bytes(Problem.of(graph)), unmodified_bytes
+    return Front(graph.name, graph.hash, solver, graph.time_us, *sizes, tuple(points))
 
 
 def check_jobs(jobs: int) -> None:
@@ -126,21 +106,10 @@ def check_jobs(jobs: int) -> None:
         raise SolverError(f"jobs must be 1 or more, or -1 for every core, not {jobs}")
 
 
-def _checked(budgets: Iterable[int]) -> list[int]:
-    asked = sorted(set(budgets))
-    if not asked or asked[0] < 0:
-        raise SolverError(f"budgets must be one or more sizes in bytes, not {asked}")
-    return asked
-
-
 def _one_by_one(
-    graph: TrainingGraph,
-    budgets: Sequence[int],
-    solver: str,
-    options: dict[str, Any],
-    clock: Clock,
-    progress: BudgetsDone | None,
-) -> list[Result]:
+    graph: TrainingGraph, budgets: Sequence[int], solver: str, options: dict[str, Any],
+    clock: Clock, progress: BudgetsDone | None,
+) -> list[Result]:  # fmt: skip
     found: list[Result] = []
     # From tight to loose: a schedule that runs nothing again serves all the rest.
     for budget_bytes in budgets:
@@ -179,22 +148,15 @@ def _is_ideal(graph: TrainingGraph, result: Result) -> bool:
 
 def _untried(graph: TrainingGraph, solver: str, budget_bytes: int) -> Result:
     return Result(
-        status="time limit",
-        solver=solver,
-        budget_bytes=budget_bytes,
-        lower_bound_us=fastest_us(graph),
-        message=f"{INTERRUPTED} before this budget was tried",
-    )
+        status="time limit", solver=solver, budget_bytes=budget_bytes,
+        lower_bound_us=fastest_us(graph), message=f"{INTERRUPTED} before this budget was tried",
+    )  # fmt: skip
 
 
 def _side_by_side(
-    graph: TrainingGraph,
-    budgets: Sequence[int],
-    solver: str,
-    options: dict[str, Any],
-    clock: Clock,
-    jobs: int,
-) -> list[Result]:
+    graph: TrainingGraph, budgets: Sequence[int], solver: str, options: dict[str, Any],
+    clock: Clock, jobs: int,
+) -> list[Result]:  # fmt: skip
     # joblib ships no types, and is not needed for one job.
     joblib: Any = importlib.import_module("joblib")
     at_once = min(joblib.effective_n_jobs(jobs), len(budgets))
@@ -254,14 +216,11 @@ def _adopting(
     if better is None or better.schedule is None:
         return own
     adopted = evaluate_schedule(
-        graph,
-        msgspec.structs.replace(better.schedule, budget_bytes=own.budget_bytes),
-        budget_bytes=own.budget_bytes,
-        lower_bound_us=min(bound_us, better.time_us),
-        wall_s=own.wall_s,
-        cut_short=own.status == "time limit",
+        graph, msgspec.structs.replace(better.schedule, budget_bytes=own.budget_bytes),
+        budget_bytes=own.budget_bytes, lower_bound_us=min(bound_us, better.time_us),
+        wall_s=own.wall_s, cut_short=own.status == "time limit",
         message=own.message if better is own else "",
-    )
+    )  # fmt: skip
     return msgspec.structs.replace(adopted, floor=own.floor)
 
 
@@ -294,14 +253,9 @@ def least_peak(
 
 
 def price_of_gib(
-    graph: TrainingGraph,
-    result: Result,
-    *,
-    solver: str = "auto",
-    step_bytes: int = 0,
-    time_limit_s: float = 60.0,
-    **options: Any,
-) -> GibPrice:
+    graph: TrainingGraph, result: Result, *, solver: str = "auto", step_bytes: int = 0,
+    time_limit_s: float = 60.0, **options: Any,
+) -> GibPrice:  # fmt: skip
     """What a GiB more than the budget of `result` would save, and one less would cost."""
     if result.schedule is None:
         raise SolverError(
@@ -318,8 +272,7 @@ def price_of_gib(
         more = solve_within(graph, above_bytes, solver, time_limit_s=time_limit_s, **options)
     if result.peak_bytes > low_bytes:
         less = solve_within(graph, low_bytes, solver, time_limit_s=time_limit_s, **options)
-    times_us = [r.time_us for r in (result, less) if r.schedule is not None]
-    here_us = min(times_us)
+    here_us = min(r.time_us for r in (result, less) if r.schedule is not None)
     more_us = min(here_us, more.time_us) if more.schedule is not None else here_us
     less_us = less.time_us if less.schedule is not None else None
     return GibPrice(result.budget_bytes, step_bytes, here_us, more_us, less_us)

@@ -24,6 +24,7 @@ import numpy as np
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
+from remat.solver import stopping
 from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import COST_SCALE, CutProgram, expand
 from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts, Windows, windows_of
@@ -33,18 +34,7 @@ from remat.solver.local_search.repair import Repair, fill, offer_exchanges
 from remat.solver.problem import largest_working_set_bytes
 from remat.solver.search import Listener, Search
 from remat.solver.state import State, store_all_state
-from remat.solver.stopping import (
-    BEST_CUT,
-    CUT_NODES,
-    CUTS,
-    DEFAULT_GAP,
-    FIRST_CUT_NODES,
-    FIRST_REPAIRS,
-    LARGE_CUT_NODES,
-    RELAXED,
-    REPAIRS_OF_A_START,
-    Nodes,
-)
+from remat.solver.stopping import CUT_NODES, Nodes
 
 TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)
 """Parts of the room above the largest working set at which the cut is solved for more starts."""
@@ -68,7 +58,7 @@ class Cut:
     time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
-    gap: float = DEFAULT_GAP
+    gap: float = stopping.DEFAULT_GAP
     cuts: int = 5
     time_limit_s: float = 60.0
     progress: Listener | None = None
@@ -98,8 +88,7 @@ class Cut:
         while lazy is not None and not lazy.is_done and len(lazy.cuts) <= self.cuts:
             if not search.is_open(self.gap):
                 break
-            last = search.graph.ops[lazy.cuts[-1]].name
-            search.say(f"{len(lazy.cuts)} cuts, the last at {last}")
+            search.say(f"{len(lazy.cuts)} cuts, the last at {search.graph.ops[lazy.cuts[-1]].name}")
             offer_climbed(search, lazy.climb(limits_of(search, lazy, self.gap, search.gap)))
         if search.is_open(self.gap):
             offer_exchanges(search)
@@ -116,17 +105,15 @@ def begin(
     """The best single cut; None where nothing fits, or time ends early on a large graph."""
     search.say("choosing where to cut")
     place = best_cut(search, plain, lambda t: CutProgram(search.problem, (t,), search.budget_bytes))
-    if place is None:
-        return None
-    # All else takes long on such graphs.
-    if search.is_large and search.out_of_time():
+    # On a large graph, all else takes long.
+    if place is None or (search.is_large and search.out_of_time()):
         return None
     lazy = LazyCuts(search.problem, search.budget_bytes, (place,))
     search.say(f"1 cut, at {search.graph.ops[place].name}")
-    first = lazy.climb(limits_of(search, lazy, gap, search.gap, FIRST_CUT_NODES))
+    first = lazy.climb(limits_of(search, lazy, gap, search.gap, stopping.FIRST_CUT_NODES))
     # A first repair that takes long waits: segments may have a better start, and on an unrolled
     # LSTM of 819 ops they had it in less than a second.
-    is_repaired = offer_climbed(search, first, FIRST_REPAIRS.from_now(search.work))
+    is_repaired = offer_climbed(search, first, stopping.FIRST_REPAIRS.from_now(search.work))
     if search.is_open(gap) and search.gap > _WIDE and (search.best is None or not has_start):
         offer_segments(search)
     if search.best is None:
@@ -142,10 +129,10 @@ def begin(
 def _offer_targets(search: Search, place: int, gap: float) -> None:
     # Cuts for lower targets make starts that differ, which was worth more than annealing a start.
     for target_bytes in _targets(search):
-        if search.is_open(gap) and not _has_worked(search, FIRST_REPAIRS.most):
+        if search.is_open(gap) and not _has_worked(search, stopping.FIRST_REPAIRS.most):
             search.say(f"start for {target_bytes} bytes")
             program = CutProgram(search.problem, (place,), target_bytes)
-            solution = program.relaxed(RELAXED.of(search.left_s))
+            solution = program.relaxed(stopping.RELAXED.of(search.left_s))
             if solution.values is not None:
                 repair_from(search, State.from_recomputed(search.problem, expand(solution)))
 
@@ -164,16 +151,18 @@ def offer_climbed(search: Search, climbed: Climbed, most_work: float = float("in
 
 
 def limits_of(
-    search: Search, lazy: LazyCuts | Windows, gap: float, open_gap: float, nodes: Nodes = CUT_NODES
+    search: Search,
+    lazy: LazyCuts | Windows,
+    gap: float,
+    open_gap: float,
+    nodes: Nodes = CUT_NODES,
 ) -> Limits:
     # Much closer than the open gap is of no use, since the next cut replaces the program. An exact
     # one is the last.
     tolerance = max(gap, _GAP_PART * open_gap if open_gap < 1 else 0.0) / 4
-    return Limits(
-        time_limit_s=RELAXED.of(search.left_s),
-        absolute_gap=0.0 if lazy.is_exact else tolerance * COST_SCALE,
-        node_limit=(LARGE_CUT_NODES if search.is_large else nodes).most,
-    )
+    absolute_gap = 0.0 if lazy.is_exact else tolerance * COST_SCALE
+    most = (stopping.LARGE_CUT_NODES if search.is_large else nodes).most
+    return Limits(stopping.RELAXED.of(search.left_s), absolute_gap=absolute_gap, node_limit=most)
 
 
 def _targets(search: Search) -> Iterator[int]:
@@ -189,7 +178,7 @@ def best_cut(search: Search, plain: State, program_at: Callable[[int], CutProgra
     for t in _candidate_cuts(search, plain):
         if search.out_of_time() and best is not None:
             break
-        bound_us = program_at(t).relaxed(BEST_CUT.of(search.left_s)).bound_us
+        bound_us = program_at(t).relaxed(stopping.BEST_CUT.of(search.left_s)).bound_us
         if bound_us == float("inf"):
             search.proved_infeasible = True
             search.message = f"what must be live while {search.graph.ops[t].name} runs is more"
@@ -221,7 +210,7 @@ def _has_worked(search: Search, most_work: int) -> bool:
 
 def repair_from(search: Search, start: State, most_work: float = float("inf")) -> bool:
     """Offer repairs of `start`; False when `search.work` comes to `most_work`."""
-    enough_work = REPAIRS_OF_A_START.from_now(search.work)
+    enough_work = stopping.REPAIRS_OF_A_START.from_now(search.work)
     for power in _POWERS:
         if search.out_of_time() or _has_worked(search, enough_work):
             break
@@ -241,20 +230,16 @@ def repair_from(search: Search, start: State, most_work: float = float("inf")) -
 # to do. The windows (`remat.solver.bounds.lazy_cuts`) are each solved once; they are kept if their
 # bound is the higher one.
 
-_NEARLY_ALL = 0.9
-"""Part of what all windows say together."""
+_NEARLY_ALL = 0.9  # part of what all windows say together
 
 
-def begin_window_cuts(
-    search: Search, plain: State, gap: float, *, has_start: bool = False
-) -> Windows | None:
+def begin_window_cuts(search: Search, plain: State, gap: float, has_start: bool) -> Windows | None:
     """As `begin`; then windows if they say more than its cut, else that cut as the only one."""
     windows = windows_of(search.problem, search.budget_bytes, plain.peak_bytes)
     has_several = len(windows.parts) > 1 and not search.is_large
     # Repairs of the single cut's starts take long, and found none on narrow graphs, so they are
     # left out where windows give some.
-    has_others = has_start or has_several
-    lazy = begin(search, plain, gap, has_start=has_others, with_policies=True)
+    lazy = begin(search, plain, gap, has_start=has_start or has_several, with_policies=True)
     if lazy is None:
         return None
     is_best = has_several and _say_more(search, windows, lazy, gap)
@@ -273,7 +258,7 @@ def _say_more(search: Search, windows: Windows, lazy: LazyCuts, gap: float) -> b
     """Climb each of the windows once; whether their bound is above that of `lazy`."""
     if not search.is_open(gap):
         return False
-    relaxed_us = windows.relaxed_us(RELAXED.of(search.left_s))
+    relaxed_us = windows.relaxed_us(stopping.RELAXED.of(search.left_s))
     # One says nearly all: then the cut is better, to which others are added as they are needed.
     if max(relaxed_us) >= _NEARLY_ALL * sum(relaxed_us):
         return False
@@ -281,9 +266,9 @@ def _say_more(search: Search, windows: Windows, lazy: LazyCuts, gap: float) -> b
         if not search.is_open(gap):
             return False
         search.say(f"{len(windows.parts)} windows of cuts")
-        limits = limits_of(search, windows, gap, search.gap, FIRST_CUT_NODES)
-        climbed = windows.climb(replace(limits, time_limit_s=CUTS.of(search.left_s)))
-        offer_climbed(search, climbed, FIRST_REPAIRS.from_now(search.work))
+        limits = limits_of(search, windows, gap, search.gap, stopping.FIRST_CUT_NODES)
+        climbed = windows.climb(replace(limits, time_limit_s=stopping.CUTS.of(search.left_s)))
+        offer_climbed(search, climbed, stopping.FIRST_REPAIRS.from_now(search.work))
     return windows.bound_us > lazy.bound_us
 
 
@@ -292,6 +277,6 @@ def _take_relaxed(search: Search, windows: Windows, gap: float) -> None:
         if search.best is not None or not search.is_open(gap):
             return
         search.say(f"start of windows for {target_bytes} bytes")
-        start = windows.relaxed_start(target_bytes, RELAXED.of(search.left_s))
+        start = windows.relaxed_start(target_bytes, stopping.RELAXED.of(search.left_s))
         if start is not None:
-            repair_from(search, start, FIRST_REPAIRS.from_now(search.work))
+            repair_from(search, start, stopping.FIRST_REPAIRS.from_now(search.work))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from remat.solver import stopping
 from remat.solver.blocks.hierarchical import Hierarchical
 from remat.solver.bounds.cut_program import CutProgram, expand
 from remat.solver.bounds.least_peak import prove_nothing_fits
@@ -21,15 +22,6 @@ from remat.solver.problem import largest_working_set_bytes
 from remat.solver.search import Search
 from remat.solver.segments.lower_set import LowerSet
 from remat.solver.state import State
-from remat.solver.stopping import (
-    BUDGET_CONTINUATION,
-    CONTINUATION_REPAIR,
-    FIRST_DESCENT,
-    LAST_DESCENT,
-    RELAXED,
-    SOON_DESCENT,
-    START,
-)
 from remat.solver.table import Solver
 
 # Down from the peak, budget by budget: each schedule is improved before the next is asked for.
@@ -55,10 +47,10 @@ def offer_budget_continuation(search: Search, plain: State, *, is_patient: bool)
     """Come down from the peak; `is_patient` goes on where the way is hard."""
     # Where nothing fits there is no way.
     prove_nothing_fits(search)
-    end_s = search.left_s - BUDGET_CONTINUATION.of(search.left_s)
+    end_s = search.left_s - stopping.BUDGET_CONTINUATION.of(search.left_s)
     peak_bytes = int(plain.peak_bytes.max())
     way_bytes = peak_bytes - search.budget_bytes
-    state, level_bytes, step, effort = plain, peak_bytes, _STEP, FIRST_DESCENT.most
+    state, level_bytes, step, effort = plain, peak_bytes, _STEP, stopping.FIRST_DESCENT.most
     while search.left_s > end_s and not search.proved_infeasible:
         below_bytes = max(level_bytes - max(int(step * way_bytes), 1), search.budget_bytes)
         search.say(f"from above, by a schedule for {below_bytes} bytes")
@@ -67,11 +59,11 @@ def offer_budget_continuation(search: Search, plain: State, *, is_patient: bool)
             search.offer(found)
             return
         if found is not None:
-            effort = FIRST_DESCENT.most
+            effort = stopping.FIRST_DESCENT.most
             state, level_bytes = _improved(search, found, below_bytes, effort), below_bytes
         elif step > _LEAST_STEP:
             step /= 2
-        elif effort < (LAST_DESCENT if is_patient else SOON_DESCENT).most:
+        elif effort < (stopping.LAST_DESCENT if is_patient else stopping.SOON_DESCENT).most:
             # Smaller steps do not help: improve the schedule for longer, to leave repair more to
             # drop.
             effort, step = 2 * effort, _NEXT_STEP
@@ -85,7 +77,7 @@ def _repaired(search: Search, start: State, limit_bytes: int) -> State | None:
     best: State | None = None
     for power in POWERS:
         state = start.copy()
-        most_work = CONTINUATION_REPAIR.from_now(search.work)
+        most_work = stopping.CONTINUATION_REPAIR.from_now(search.work)
         if Repair(state, limit_bytes, power, search, most_work=most_work).run():
             # Repair drops more than it must.
             fill(state, limit_bytes, search)
@@ -99,8 +91,7 @@ def _improved(search: Search, state: State, budget_bytes: int, effort: float) ->
     inner = Search(search.graph, budget_bytes, search.solver, search.left_s)
     if not inner.offer(state):
         return state
-    around = LargeNeighbourhoods(inner, search.out_of_time, workers=_WORKERS)
-    around.run(effort)
+    LargeNeighbourhoods(inner, search.out_of_time, workers=_WORKERS).run(effort)
     assert inner.best is not None
     return State.from_recomputed(search.problem, runs_by_stage(search.problem, inner.best))
 
@@ -151,7 +142,7 @@ def _least_peak_starts(search: Search, plain: State) -> Iterator[State]:
             return
         target_bytes = problem.resident_bytes + least_bytes + int(part * room)
         program = CutProgram(problem, (place,), target_bytes)
-        solution = program.relaxed(RELAXED.of(search.left_s))
+        solution = program.relaxed(stopping.RELAXED.of(search.left_s))
         if solution.values is not None:
             yield State.from_recomputed(problem, expand(solution))
 
@@ -160,15 +151,13 @@ def _repair_ever_lower(search: Search, state: State, power: float) -> None:
     while not search.out_of_time():
         peak_bytes = int(state.peak_bytes.max())
         search.offer_least(state)
-        limit_bytes = peak_bytes - max(peak_bytes // 50, 1)
-        if not Repair(state, limit_bytes, power, search).run():
+        if not Repair(state, peak_bytes - max(peak_bytes // 50, 1), power, search).run():
             # It may have come lower before it failed.
             search.offer_least(state)
             return
 
 
-_QUICK_OPS = 128
-"""On graphs of at most so many ops policies take less than the way from above."""
+_QUICK_OPS = 128  # on graphs of at most so many ops policies take less than the way from above
 _FEW_OPS = 3000
 """Beyond this many ops `largest`, which scans all that is live each time, takes too long."""
 
@@ -199,7 +188,8 @@ def _offer_start(search: Search, solver: Callable[..., Solver], doing: str) -> N
     if search.out_of_time():
         return
     search.say(doing)
-    found = solver(time_limit_s=START.of(search.left_s)).solve(search.graph, search.budget_bytes)
+    limit_s = stopping.START.of(search.left_s)
+    found = solver(time_limit_s=limit_s).solve(search.graph, search.budget_bytes)
     if found.schedule is not None:
         search.offer_schedule(found.schedule)
 

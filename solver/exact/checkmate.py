@@ -18,25 +18,16 @@ The formulation is in `StagedProgram`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Free, Schedule, Step
-from remat.solver.backends.mip import (
-    BACKENDS,
-    Backend,
-    Limits,
-    MipSolution,
-    MixedProgram,
-    satisfies,
-    solve_program,
-)
+from remat.solver.backends import mip
 from remat.solver.bounds.cut_program import COST_SCALE, ROW_SCALE
 from remat.solver.cuts.cut import Cut
-from remat.solver.problem import Problem
-from remat.solver.search import Listener, Search
+from remat.solver.problem import Problem, inverted
+from remat.solver.search import Listener, Search, check_known, check_least
 from remat.solver.state import State, ops_of, recomputed_by_stage
 
 # The R-S-U-FREE program of Checkmate, generalised.
@@ -60,35 +51,24 @@ class _Row:
     is_last: bool
 
 
-@dataclass(slots=True)
 class StagedProgram:
     """Variables, constraints and objective; every index by (row, ...)."""
 
-    problem: Problem
-    budget_bytes: int
-    passes: int
-    program: MixedProgram = field(default_factory=MixedProgram)
-    rows: list[_Row] = field(default_factory=list[_Row])
-    users: list[list[int]] = field(default_factory=list[list[int]])
-    runs: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    carried: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    made: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    freed: dict[tuple[int, int, int], int] = field(default_factory=dict[tuple[int, int, int], int])
-    live_bytes: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    cost_unit_us: float = 1.0
-    unit_bytes: float = 1.0
-
-    def __post_init__(self) -> None:
-        problem = self.problem
+    def __init__(self, problem: Problem, budget_bytes: int, passes: int) -> None:
+        self.problem, self.budget_bytes, self.passes = problem, budget_bytes, passes
+        self.program = mip.MixedProgram()
+        self.runs: dict[tuple[int, int], int] = {}
+        self.carried: dict[tuple[int, int], int] = {}
+        self.made: dict[tuple[int, int], int] = {}
+        self.freed: dict[tuple[int, int, int], int] = {}
+        self.live_bytes: dict[tuple[int, int], int] = {}
         self.cost_unit_us = sum(problem.cost_us) / COST_SCALE or 1.0
-        self.unit_bytes = max(self.budget_bytes - problem.resident_bytes, 1) / ROW_SCALE
-        self.users = [[] for _ in range(problem.n_values)]
-        for op, inputs in enumerate(problem.inputs):
-            for v in inputs:
-                self.users[v].append(op)
+        self.unit_bytes = max(budget_bytes - problem.resident_bytes, 1) / ROW_SCALE
+        self.users = inverted(problem.inputs, problem.n_values)
+        self.rows: list[_Row] = []
         for stage in range(problem.n_ops + 1):
-            for sweep in range(self.passes):
-                self.rows.append(_Row(len(self.rows), stage, sweep == self.passes - 1))
+            for sweep in range(passes):
+                self.rows.append(_Row(len(self.rows), stage, sweep == passes - 1))
         for row in self.rows:
             self._variables(row)
         for row in self.rows:
@@ -99,8 +79,7 @@ class StagedProgram:
             self._memory(row)
 
     def slots(self, row: _Row) -> range:
-        n = self.problem.n_ops
-        return range(row.stage + 1 if row.is_last and row.stage < n else row.stage)
+        return range(row.stage + 1 if row.is_last and row.stage < self.problem.n_ops else row.stage)
 
     def values_before(self, stage: int) -> list[int]:
         return [v for v in range(self.problem.n_values) if self.problem.producer[v] < stage]
@@ -143,17 +122,14 @@ class StagedProgram:
 
     def presence(self, row: _Row, v: int) -> _Terms:
         """carried[row, v] + runs[row, producer of v]."""
-        keys = [
-            self.carried.get((row.index, v)),
-            self.runs.get((row.index, self.problem.producer[v])),
-        ]
+        op = self.problem.producer[v]
+        keys = self.carried.get((row.index, v)), self.runs.get((row.index, op))
         return [(key, 1.0) for key in keys if key is not None]
 
     def _inputs_are_there(self, row: _Row) -> None:
         """runs[row, op] <= carried[row, u] + runs[row, producer of u], u in inputs of op."""
         for op in self.slots(row):
-            reads = self.problem.needs[op] if op == row.stage else self.problem.inputs[op]
-            for u in reads:
+            for u in self.problem.needs[op] if op == row.stage else self.problem.inputs[op]:
                 terms = [*self.presence(row, u), (self.runs[row.index, op], -1.0)]
                 self.program.row(terms, lower=0.0)
 
@@ -200,44 +176,29 @@ class StagedProgram:
         return later if following is None else [*later, following]
 
     def _memory(self, row: _Row) -> None:
-        """live_bytes after op = before + sum made - sum freed; before + op's own <= budget.
-
-        Before the first op: sum of carried[row, v].
-        """
-        problem, size = self.problem, self._scaled
-        before: _Terms = [
-            (self.carried[row.index, v], size(problem.size_bytes[v]))
-            for v in self.values_before(row.stage)
-        ]
-        room = size(self.budget_bytes - problem.resident_bytes)
+        """live_bytes after op = before + sum made - sum freed; before + op's own <= budget."""
+        problem, carried = self.problem, self.values_before(row.stage)
+        sizes = [size_bytes / self.unit_bytes for size_bytes in problem.size_bytes]
+        # Before the first op, what is carried.
+        before: _Terms = [(self.carried[row.index, v], sizes[v]) for v in carried]
+        room = (self.budget_bytes - problem.resident_bytes) / self.unit_bytes
         for op in self.slots(row):
-            own = size(problem.own_bytes[op])
             run = self.runs[row.index, op]
-            self.program.row([*before, (run, own)], upper=room)
+            self.program.row([*before, (run, problem.own_bytes[op] / self.unit_bytes)], upper=room)
             after: _Terms = [(self.live_bytes[row.index, op], -1.0), *before]
-            after += [
-                (self.made[row.index, v], size(problem.size_bytes[v])) for v in problem.outputs[op]
-            ]
-            after += [
-                (self.freed[row.index, op, v], -size(problem.size_bytes[v]))
-                for v in self.freeable(row, op)
-            ]
+            after += [(self.made[row.index, v], sizes[v]) for v in problem.outputs[op]]
+            after += [(self.freed[row.index, op, v], -sizes[v]) for v in self.freeable(row, op)]
             self.program.row(after, lower=0.0, upper=0.0)
             before = [(self.live_bytes[row.index, op], 1.0)]
-
-    def _scaled(self, count_bytes: int) -> float:
-        return count_bytes / self.unit_bytes
 
     def extra_time(self, *, lower_us: float, upper_us: float) -> None:
         """Bound the objective: time beyond one run of each op."""
         # Times are sums of floats: without slack, rounding could cut off the optimum.
         slack = 1e-6
         terms = [(i, cost) for i, cost in enumerate(self.program.objective) if cost]
-        self.program.row(
-            terms,
-            lower=max(lower_us, 0.0) / self.cost_unit_us * (1 - slack),
-            upper=upper_us / self.cost_unit_us * (1 + slack) + slack,
-        )
+        lower = max(lower_us, 0.0) / self.cost_unit_us * (1 - slack)
+        upper = upper_us / self.cost_unit_us * (1 + slack) + slack
+        self.program.row(terms, lower=lower, upper=upper)
 
 
 def _point_of(made: StagedProgram, schedule: Schedule) -> list[float]:
@@ -299,11 +260,9 @@ def _is_needed_after(
     made: StagedProgram, row: _Row, op: int, v: int, ran: list[int], values: list[float]
 ) -> bool:
     following = made.carried.get((row.index + 1, v))
-    if following is not None and values[following] > 0.5:
-        return True
-    if made.is_end_output(row, v):
-        return True
-    return any(user in ran for user in made.hazards(row, op, v))
+    is_carried = following is not None and values[following] > 0.5
+    later = made.hazards(row, op, v)
+    return is_carried or made.is_end_output(row, v) or any(user in ran for user in later)
 
 
 def _free(problem: Problem, spare: list[int], live: dict[int, None], steps: list[Step]) -> None:
@@ -312,8 +271,7 @@ def _free(problem: Problem, spare: list[int], live: dict[int, None], steps: list
         steps.append(Free(problem.names[v]))
 
 
-_PASSES = ((8, 4), (12, 3), (24, 2))
-"""Sweeps a stage has by default, by the most ops of the graph."""
+_PASSES = ((8, 4), (12, 3), (24, 2))  # sweeps a stage has by default, by the most ops of the graph
 EXACT_PASSES = 3
 """With so many sweeps no optimum was seen to be missed. Fewer prove nothing of all schedules."""
 
@@ -332,7 +290,7 @@ class Checkmate:
     time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
-    backend: Backend = "mathopt"
+    backend: mip.Backend = "mathopt"
     passes: int = 0
     start: bool = True
     most_ops: int = 300
@@ -340,14 +298,9 @@ class Checkmate:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise SolverError(
-                f"unknown MIP backend '{self.backend}'; there are {', '.join(BACKENDS)}"
-            )
-        if self.passes < 0:
-            raise SolverError(f"passes must be 0 (chosen for you) or more, not {self.passes}")
-        if self.most_ops < 1:
-            raise SolverError(f"most_ops must be 1 or more, not {self.most_ops}")
+        check_known("MIP backend", self.backend, mip.BACKENDS)
+        check_least("passes", self.passes, 0, "chosen for you")
+        check_least("most_ops", self.most_ops, 1)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         search = Search.of(self, "checkmate", graph, budget_bytes)
@@ -367,7 +320,9 @@ class Checkmate:
             )
             return
         search.say("solving the exact program")
-        made = StagedProgram(search.problem, search.budget_bytes, self._passes_for(graph))
+        n_ops = len(graph.ops)
+        passes = self.passes or next((count for most, count in _PASSES if n_ops <= most), 1)
+        made = StagedProgram(search.problem, search.budget_bytes, passes)
         start: list[float] | None = None
         upper_us = float("inf")
         if search.best is not None:
@@ -375,18 +330,13 @@ class Checkmate:
             start = _point_of(made, search.best)
         made.extra_time(lower_us=search.bound_us - graph.time_us, upper_us=upper_us)
         # One that runs an op twice in a stage is no point of the program.
-        if start is not None and not satisfies(made.program, start):
+        if start is not None and not mip.satisfies(made.program, start):
             start = None
-        limits = Limits(time_limit_s=time_limit_s)
-        answer = solve_program(made.program, limits, backend=self.backend, start=start)
+        limits = mip.Limits(time_limit_s)
+        answer = mip.solve_program(made.program, limits, backend=self.backend, start=start)
         self._take(search, made, answer)
 
-    def _passes_for(self, graph: TrainingGraph) -> int:
-        if self.passes:
-            return self.passes
-        return next((count for most, count in _PASSES if len(graph.ops) <= most), 1)
-
-    def _take(self, search: Search, made: StagedProgram, answer: MipSolution) -> None:
+    def _take(self, search: Search, made: StagedProgram, answer: mip.MipSolution) -> None:
         if answer.values is not None:
             steps = _steps_of_point(made, answer.values)
             search.offer_schedule(Schedule.for_graph(search.graph, steps))

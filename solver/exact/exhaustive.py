@@ -27,7 +27,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.schedules.simulate import simulate
 from remat.solver.problem import Problem, predecessors
-from remat.solver.search import Listener, Search
+from remat.solver.search import Listener, Search, check_least
 from remat.solver.state import schedule_of, store_all_state
 
 # States of a step under way: which ops have run and which values are live, as bits.
@@ -61,15 +61,9 @@ class _StateSpace:
         else:
             before = [_bits(ops) for ops in predecessors(problem.graph)]
             before[problem.n_forward :] = [b | forward for b in before[problem.n_forward :]]
-        return cls(
-            problem=problem,
-            before=tuple(before),
-            reads=tuple(_bits(values) for values in problem.inputs),
-            writes=tuple(_bits(values) for values in problem.outputs),
-            forward=forward,
-            returned=_bits(problem.forward_outputs),
-            wanted=_bits(problem.needs[n]),
-        )
+        reads, writes = tuple(map(_bits, problem.inputs)), tuple(map(_bits, problem.outputs))
+        returned, wanted = _bits(problem.forward_outputs), _bits(problem.needs[n])
+        return cls(problem, tuple(before), reads, writes, forward, returned, wanted)
 
     def size_bytes(self, live: int) -> int:
         return sum(self.problem.size_bytes[v] for v in _members(live))
@@ -147,8 +141,7 @@ def _members(bits: int) -> Iterator[int]:
         bits ^= lowest
 
 
-_CHECKS_EVERY = 256
-"""States between two looks at the clock."""
+_CHECKS_EVERY = 256  # states between two looks at the clock
 
 
 @dataclass(frozen=True)
@@ -170,14 +163,10 @@ class Exhaustive:
     def __post_init__(self) -> None:
         if self.order not in get_args(OrderOption):
             raise SolverError(f"order must be fixed or free, not '{self.order}'")
-        if self.most_ops < 1:
-            raise SolverError(f"most_ops must be 1 or more, not {self.most_ops}")
+        check_least("most_ops", self.most_ops, 1)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        search = Search.of(self, "exhaustive", graph, budget_bytes)
-        with search.until_interrupted():
-            self.run(search)
-        return search.result()
+        return Search.of(self, "exhaustive", graph, budget_bytes).result_of(self.run)
 
     def run(self, search: Search) -> None:
         if search.offer(store_all_state(search.problem)):
@@ -254,8 +243,7 @@ def _path(parents: list[tuple[int, int]], node: int) -> list[int]:
 
 def _find_least_budget(search: Search, space: _StateSpace) -> None:
     search.say("looking for the least peak")
-    plain = store_all_state(search.problem)
-    search.offer_least(plain)
+    search.offer_least(store_all_state(search.problem))
     low = search.budget_bytes + 1
     while low < search.lowest_bytes:
         middle = (low + search.lowest_bytes) // 2

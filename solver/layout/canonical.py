@@ -50,13 +50,8 @@ which nothing more can lie, and `LEFT`, the bytes that it still gets; how many u
 
 def initial(sections: Sections) -> _Arrays:
     n, n_sections = len(sections[_SIZE]), len(sections[_MEMBER_AT]) - 1
-    return (
-        np.zeros(n, np.int64),
-        np.zeros(n_sections, np.int64),
-        sections.totals.copy(),
-        sections.crossings.copy(),
-        np.zeros(n, np.int64),
-    )
+    least, floors, solved = (np.zeros(count, np.int64) for count in (n, n_sections, n))
+    return least, floors, sections.totals.copy(), sections.crossings.copy(), solved
 
 
 def least_in_loops(sections: _Arrays, state: _Arrays, first: int, last: int) -> Ints:
@@ -209,16 +204,9 @@ def _inside(sections: _Arrays, boxes: Ints, box: int, first: int, last: int) -> 
 
 @compiled
 def _search(
-    sections: _Arrays,
-    state: _Arrays,
-    keys: Floats,
-    total_key: int,
-    boxes: Ints,
-    first: int,
-    last: int,
-    capacity: int,
-    tries: int,
-) -> tuple[int, int]:
+    sections: _Arrays, state: _Arrays, keys: Floats, total_key: int, boxes: Ints,
+    first: int, last: int, capacity: int, tries: int,
+) -> tuple[int, int]:  # fmt: skip
     """Place `boxes` in these sections; how it ended, and the placements tried."""
     # A stack by hand, since functions that call themselves cannot be cached. A frame is a set of
     # boxes to place, and has a placement while it waits for what is above it.
@@ -294,10 +282,8 @@ class CanonicalSearch:
     def __init__(self, boxes: Boxes) -> None:
         self.sections = sections_of(boxes)
         totals = self.sections.totals
-        widths = {
-            "ranks": boxes.length,
-            "times": boxes.length if boxes.stretch is None else boxes.stretch,
-        }
+        times = boxes.length if boxes.stretch is None else boxes.stretch
+        widths = {"ranks": boxes.length, "times": times}
         total = range_maxima(totals, self.sections.low, self.sections.high)
         starts = {"T": total, "S": boxes.start, "s": -boxes.start}
         self.letters = {

@@ -72,8 +72,7 @@ def _area(boxes: Boxes) -> Floats:
 NO_CEILING = 1 << 62
 GREEDY_WORK = 100_000
 """Boxes placed greedily in all: some two seconds of NumPy."""
-_LEAST_PLACEMENTS = 6
-"""Of however many boxes."""
+_LEAST_PLACEMENTS = 6  # of however many boxes
 
 
 class _Shelf:
@@ -110,13 +109,9 @@ class _Shelf:
 
 
 def place_in_order(
-    boxes: Boxes,
-    order: Ints,
-    *,
-    is_best_fit: bool = False,
-    ceiling: int = NO_CEILING,
+    boxes: Boxes, order: Ints, *, is_best_fit: bool = False, ceiling: int = NO_CEILING,
     given: Ints | None = None,
-) -> Ints | None:
+) -> Ints | None:  # fmt: skip
     """Offsets, or None once one reaches `ceiling`; others than `order` lie where `given` says."""
     offsets = np.zeros(len(boxes), np.int64) if given is None else given.copy()
     shelf = _Shelf(len(boxes))
@@ -149,8 +144,7 @@ def _stand(shelf: _Shelf, boxes: Boxes, given: Ints, order: Ints) -> None:
 def greedy(boxes: Boxes, goal: int) -> tuple[Ints, str]:
     """The lowest placement and its name; the first that does not exceed `goal`."""
     best, name, top = np.zeros(len(boxes), np.int64), "nothing to place", NO_CEILING
-    orders = box_orders(boxes).items()
-    tried = [(fit, *named) for fit in ("first", "best") for named in orders]
+    tried = [(fit, *named) for fit in ("first", "best") for named in box_orders(boxes).items()]
     for fit, order_name, order in tried[: placements_of(boxes)]:
         # Each ends where it can no longer be the lowest.
         found = place_in_order(boxes, order, is_best_fit=fit == "best", ceiling=top)
@@ -175,14 +169,12 @@ def placements_of(boxes: Boxes) -> int:
 # eject others becomes dearer to eject, so that what is hard to place is placed first in the end. A
 # step looks only at what is live during one box, so its cost is that of one greedy placement.
 
-_GROWTH = 1.3
-"""Of the penalty of a box, each time that it ejects others."""
+_GROWTH = 1.3  # of the penalty of a box, each time that it ejects others
 MOST_PENALTY = 1e6
 """Of any box, in areas of the largest: sums of penalties keep the bits of the small ones."""
 _NOISE = 0.3
 """By up to which part penalties of places seem higher than they are, so that no round repeats."""
-_NEVER = 1 << 62
-"""When a box starts that is not placed."""
+_NEVER = 1 << 62  # when a box starts that is not placed
 
 
 class _Arena:
@@ -261,10 +253,8 @@ def _sums(numbers: Floats) -> Floats:
 # all places, and noise of the temperature decides among them, as a heat bath does. A step costs two
 # sweeps, so thousands of them want compiled code.
 
-_CHUNK = 100
-"""Steps whose random numbers are drawn together."""
-_COLDEST = 1e-3
-"""Of the first temperature, the last one."""
+_CHUNK = 100  # steps whose random numbers are drawn together
+_COLDEST = 1e-3  # of the first temperature, the last one
 
 
 @compiled
@@ -292,16 +282,9 @@ def stacked(
 
 @compiled
 def _anneal_chunk(
-    size: Ints,
-    start: Ints,
-    end: Ints,
-    order: Ints,
-    best: Ints,
-    best_top: int,
-    picks: Ints,
-    noise: Floats,
-    goal: int,
-) -> int:
+    size: Ints, start: Ints, end: Ints, order: Ints, best: Ints, best_top: int,
+    picks: Ints, noise: Floats, goal: int,
+) -> int:  # fmt: skip
     """One step a pick, from `order` on, in place; the least height, whose order is in `best`."""
     n = order.size
     below, above, heights = np.empty(n, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
@@ -331,6 +314,7 @@ def insertion_annealing(
     source, n = np.random.default_rng(seed), len(boxes)
     order = np.argsort(offsets, kind="stable")
     best, best_top = order.copy(), boxes.top(offsets)
+    columns = boxes.size, boxes.start, boxes.end
     temperatures = hottest * _COLDEST ** (np.arange(steps) / steps)
     for first in range(0, steps, _CHUNK):
         hot = temperatures[first : first + _CHUNK, None]
@@ -338,14 +322,12 @@ def insertion_annealing(
         # Gumbel noise: taking the least of the sums draws a place by its Boltzmann weight. 1e-300
         # keeps the logarithms finite.
         noise = -hot * np.log(-np.log(source.uniform(1e-300, 1.0, (len(hot), n))))
-        best_top = _anneal_chunk(
-            boxes.size, boxes.start, boxes.end, order, best, best_top, picks, noise, goal
-        )
+        best_top = _anneal_chunk(*columns, order, best, best_top, picks, noise, goal)
         if best_top <= goal:
             break
     # Falling in the order of `offsets`, boxes may come to lie higher than these.
     if best_top == boxes.top(offsets):
         return offsets
     heights = np.empty(n, np.int64)
-    stacked(boxes.size, boxes.start, boxes.end, best, 0, np.empty(n + 1, np.int64), heights)
+    stacked(*columns, best, 0, np.empty(n + 1, np.int64), heights)
     return heights - boxes.size

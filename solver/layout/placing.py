@@ -22,17 +22,9 @@ import numpy as np
 from remat.graph_capture.errors import LayoutError
 from remat.graph_capture.graph import MOST_BYTES, Ints
 from remat.schedules.layout import Buffers, Layout, check_alignment, check_layout
+from remat.solver.layout import heuristics
 from remat.solver.layout.boxes import IS_COMPILED, MOST_OVERLAPS, Boxes, Mask, overlaps_in
 from remat.solver.layout.canonical import FAILED, FOUND, CanonicalSearch, Preorder
-from remat.solver.layout.heuristics import (
-    NO_CEILING,
-    box_orders,
-    greedy,
-    guided_ejection,
-    insertion_annealing,
-    place_in_order,
-    placements_of,
-)
 
 STEP_PREORDERS = tuple(map(Preorder, ("WAT", "TAW", "TsW", "WTs", "TWA", "TSW", "WTS")))
 """For training steps, where what starts together is read together."""
@@ -65,12 +57,9 @@ def fit_into(boxes: Boxes, capacity: int, tries: int) -> _Fitted:
 
 
 def dive(
-    search: CanonicalSearch,
-    capacity: int,
-    share: int,
-    tries: int,
+    search: CanonicalSearch, capacity: int, share: int, tries: int,
     preorders: tuple[Preorder, ...] = STEP_PREORDERS,
-) -> _Fitted:
+) -> _Fitted:  # fmt: skip
     """One search by each of `preorders`, with `share` tries each, at most `tries` in all."""
     used = 0
     for preorder in preorders:
@@ -78,8 +67,7 @@ def dive(
         used += more
         # A search that ends without a layout has seen all of them.
         if outcome in (FOUND, FAILED):
-            found = offsets if outcome == FOUND else None
-            return _Fitted(found, preorder, used, outcome == FAILED)
+            return _Fitted(offsets if outcome == FOUND else None, preorder, used, outcome == FAILED)
         if used == tries:
             break
     return _Fitted(None, preorders[-1], used, is_proved=False)
@@ -106,8 +94,7 @@ _TRIES = 3500
 """Placements tried in each dive, or 1.25 a box: most that succeed take little above one a box."""
 _ALL_TRIES, DIVE_WORK = 30_000, 30_000_000
 """Placements tried in all dives at the goal, and those times boxes: some two seconds of NumPy."""
-_RELAXED_PART = 4
-"""Of the dives at the goal, so many as one part are taken above it."""
+_RELAXED_PART = 4  # of the dives at the goal, so many as one part are taken above it
 
 
 class _PlacedOffsets(NamedTuple):
@@ -131,21 +118,20 @@ class Searches:
 
     @functools.cached_property
     def _starts(self) -> list[_PlacedOffsets]:
-        orders = box_orders(self.boxes)
+        orders = heuristics.box_orders(self.boxes)
         names = STARTS[: max(LEAST_STARTS, START_WORK // len(self.boxes))]
-        placed = {name: place_in_order(self.boxes, orders[name]) for name in names}
-        return [
-            _PlacedOffsets(offsets, name) for name, offsets in placed.items() if offsets is not None
-        ]
+        placed = {name: heuristics.place_in_order(self.boxes, orders[name]) for name in names}
+        return [_PlacedOffsets(at, name) for name, at in placed.items() if at is not None]
 
     @functools.cached_property
     def _canonical(self) -> CanonicalSearch:
         return CanonicalSearch(self.boxes)
 
     def _ejected(self, capacity: int, is_relaxed: bool) -> _PlacedOffsets | None:
-        starts = self._starts[:LEAST_STARTS] if is_relaxed else self._starts
-        for seed, start in enumerate(starts):
-            offsets = guided_ejection(self.boxes, start.offsets, capacity, steps=STEPS, seed=seed)
+        for seed, start in enumerate(self._starts[:LEAST_STARTS] if is_relaxed else self._starts):
+            offsets = heuristics.guided_ejection(
+                self.boxes, start.offsets, capacity, steps=STEPS, seed=seed
+            )
             if offsets is not None:
                 return _PlacedOffsets(offsets, f"guided ejection, {start.by}")
         return None
@@ -163,34 +149,27 @@ class Searches:
         return _PlacedOffsets(found.offsets, f"canonical search, {found.preorder.keys}")
 
 
-SMALL_PART = 4096
-"""A buffer below this part of the most live bytes is small."""
-SLACK_PART = 2048
-"""A placement is low enough at this part of the most live bytes above them, .05 %."""
+SMALL_PART = 4096  # a buffer below this part of the most live bytes is small
+SLACK_PART = 2048  # a placement is low enough at this part of the most live bytes above them, .05 %
 _RELAXED = 0.0, 0.0004, 0.004, 0.009, 0.016
 """Of the load: by how much searches may be above the goal, if nothing is found at it."""
 _ANNEALING_STEPS, _ANNEALING_WORK = 20_000, 16_000_000
 """Steps of each annealing, and boxes in all of them: some seconds of compiled code."""
-_HOTTEST_PARTS = 300, 300, 500, 200
-"""Of the load, the first temperature of each annealing."""
+_HOTTEST_PARTS = 300, 300, 500, 200  # of the load, the first temperature of each annealing
 
 
 def place_buffers(buffers: Buffers, *, alignment_bytes: int = 512) -> Layout:
     """As low a layout as was found, judged; LayoutError if the alignment cannot be kept."""
     check_alignment(alignment_bytes)
     _check_offsets_exist(buffers, alignment_bytes)
-    boxes = Boxes.of(buffers, alignment_bytes)
-    found = _place(boxes)
+    found = _place(Boxes.of(buffers, alignment_bytes))
     # Offsets are aligned; the end of the last buffer need not be.
     arena_bytes = int((found.offsets + buffers.size_bytes).max(initial=0))
     layout = Layout(
-        offsets_bytes=tuple(found.offsets.tolist()),
-        arena_bytes=arena_bytes,
-        load_bytes=buffers.load_bytes,
-        alignment_bytes=alignment_bytes,
-        buffers_hash=buffers.hash,
-        placed_by=found.by,
-    )
+        offsets_bytes=tuple(found.offsets.tolist()), arena_bytes=arena_bytes,
+        load_bytes=buffers.load_bytes, alignment_bytes=alignment_bytes,
+        buffers_hash=buffers.hash, placed_by=found.by,
+    )  # fmt: skip
     check_layout(buffers, layout)
     return layout
 
@@ -213,13 +192,13 @@ def _place(boxes: Boxes) -> _PlacedOffsets:
     # On top of large ones at this goal, the small ones are low enough without any hole.
     large = boxes.those(is_large)
     goal = max(large.load, low_enough - boxes.those(~is_large).load)
-    found = _PlacedOffsets(*greedy(large, goal))
+    found = _PlacedOffsets(*heuristics.greedy(large, goal))
     whole = _with_small(boxes, is_large, found, low_enough)
     if large.top(found.offsets) > goal and boxes.top(whole.offsets) > low_enough:
         other = _with_small(boxes, is_large, _searched(large, found, goal), low_enough)
         whole = min(whole, other, key=lambda found: boxes.top(found.offsets))
     if boxes.top(whole.offsets) > low_enough:
-        repaired = guided_ejection(boxes, whole.offsets, low_enough, steps=STEPS, seed=0)
+        repaired = heuristics.guided_ejection(boxes, whole.offsets, low_enough, steps=STEPS, seed=0)
         whole = whole if repaired is None else _PlacedOffsets(repaired, f"{whole.by}, ejection")
     return whole
 
@@ -243,7 +222,7 @@ def _annealed(boxes: Boxes, best: _PlacedOffsets, goal: int) -> _PlacedOffsets:
     for seed, part in enumerate(_HOTTEST_PARTS):
         if boxes.top(best.offsets) <= goal:
             break
-        cooled = insertion_annealing(
+        cooled = heuristics.insertion_annealing(
             boxes, best.offsets, goal, steps=steps, hottest=boxes.load / part, seed=seed
         )
         if boxes.top(cooled) < boxes.top(best.offsets):
@@ -257,10 +236,11 @@ def _with_small(boxes: Boxes, is_large: Mask, large: _PlacedOffsets, goal: int) 
         return large
     given = np.zeros(len(boxes), np.int64)
     given[is_large] = large.offsets
-    best, best_top = given, NO_CEILING
-    for order in list(box_orders(boxes).values())[: placements_of(boxes)]:
+    best, best_top = given, heuristics.NO_CEILING
+    orders = list(heuristics.box_orders(boxes).values())
+    for order in orders[: heuristics.placements_of(boxes)]:
         small = order[~is_large[order]]
-        filled = place_in_order(boxes, small, given=given, ceiling=best_top)
+        filled = heuristics.place_in_order(boxes, small, given=given, ceiling=best_top)
         if filled is not None:
             best, best_top = filled, boxes.top(filled)
         if best_top <= goal:

@@ -23,10 +23,10 @@ from typing import Any, cast
 
 from remat.solver.problem import Problem
 
-Runs = Sequence[Sequence[int]]
-"""For each stage the ops that run again in it, in captured order."""
-_Literal = int
-"""Index of a 0-1 variable, or one of the two constants below."""
+Runs = Sequence[Sequence[int]]  # for each stage the ops that run again in it, in captured order
+_Literal = int  # index of a 0-1 variable, or one of the two constants below
+_Clause = tuple[_Literal, list[_Literal]]
+_BytesRow = tuple[list[tuple[int, int]], int]
 _NEVER, _ALWAYS = -2, -1
 
 
@@ -39,13 +39,9 @@ class EventProgram:
     costs: list[float] = field(default_factory=list[float])  # of each variable, 0 for gaps
     hint: list[bool] = field(default_factory=list[bool])  # the schedule at hand
     # (a, terms): a <= sum of the terms.
-    implications: list[tuple[_Literal, list[_Literal]]] = field(
-        default_factory=list[tuple[_Literal, list[_Literal]]]
-    )
+    implications: list[_Clause] = field(default_factory=list[_Clause])
     # (terms, room): Σ bytes · x <= room.
-    rows: list[tuple[list[tuple[int, int]], int]] = field(
-        default_factory=list[tuple[list[tuple[int, int]], int]]
-    )
+    rows: list[_BytesRow] = field(default_factory=list[_BytesRow])
     # Event (stage, op) of each variable that is a run.
     run_of: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     is_empty: bool = False
@@ -146,14 +142,12 @@ class EventBuilder:
 
     def _touches(self) -> list[list[int]]:
         """For each value the events that make or read it, in order."""
-        problem, n_ops = self.problem, self.problem.n_ops
+        problem = self.problem
         touches: list[list[int]] = [[] for _ in range(problem.n_values)]
         for e, (stage, op) in enumerate(self.events):
-            for v in self._reads(stage, op):
+            made = problem.outputs[op] if op < problem.n_ops else ()
+            for v in (*self._reads(stage, op), *made):
                 touches[v].append(e)
-            if op < n_ops:
-                for v in problem.outputs[op]:
-                    touches[v].append(e)
         return touches
 
     def _reads(self, stage: int, op: int) -> tuple[int, ...]:
@@ -217,14 +211,9 @@ class EventBuilder:
         return hints
 
     def _flow(
-        self,
-        program: EventProgram,
-        gap: _Literal,
-        before: _Literal,
-        here: int,
-        maker: int,
+        self, program: EventProgram, gap: _Literal, before: _Literal, here: int, maker: int,
         must: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """A value is live after a touch only if it was before, or is made there."""
         makes = self.events[here][1] == maker
         if must and not makes:
@@ -302,13 +291,9 @@ class RunningSolvers:
 
 
 def solve_events(
-    program: EventProgram,
-    base: Runs,
-    fixed: Sequence[int],
-    below_us: float,
-    effort: TryLimits,
+    program: EventProgram, base: Runs, fixed: Sequence[int], below_us: float, effort: TryLimits,
     running: RunningSolvers,
-) -> Tried:
+) -> Tried:  # fmt: skip
     """Runs that cost less than `below_us`: of `fixed` ops those of `base`, of others as chosen."""
     if program.is_empty:
         return Tried(None, True)

@@ -16,56 +16,36 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from remat.schedules.schedule import Schedule
 from remat.solver.backends.processes import Task
-from remat.solver.local_search.events import (
-    EventBuilder,
-    RunningSolvers,
-    Runs,
-    Tried,
-    TryLimits,
-    again_us,
-    candidate_stages,
-    solve_events,
-    stages_by_op,
-)
+from remat.solver.local_search import events
+from remat.solver.local_search.events import RunningSolvers, Runs, again_us, stages_by_op
 from remat.solver.local_search.repair import fill
 from remat.solver.problem import Problem
 from remat.solver.search import Search
 from remat.solver.state import State, ops_of, recomputed_by_stage
 from remat.solver.stopping import NEIGHBOURHOOD
 
-_FIRST_SIZE = 40
-"""Ops in the first sets."""
+_FIRST_SIZE = 40  # ops in the first sets
 _GROWTH, _SHRINKAGE = 1.15, 0.85
 _FEW_STAGES = 3
 """Stages in which an op may run again, beside those where it does, until all is searched."""
-_FULL = 0.98
-"""A stage is full from this part of the budget on."""
+_FULL = 0.98  # a stage is full from this part of the budget on
 
 
-@dataclass(slots=True)
 class LargeNeighbourhoods:
     """Improves `search`'s best schedule; `stop` says when it is good enough."""
 
-    search: Search
-    stop: Callable[[], bool]
-    seed: int = 0
-    workers: int = 1
-    size: float = _FIRST_SIZE
-    most_stages: int = _FEW_STAGES
-    is_exhausted: bool = False
-    guide: Runs = ()
-    source: random.Random = field(init=False)
-    runs: Runs = field(init=False)
-    state: State = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.source = random.Random(self.seed)
+    def __init__(
+        self, search: Search, stop: Callable[[], bool], seed: int = 0, workers: int = 1
+    ) -> None:
+        self.search, self.stop, self.workers = search, stop, workers
+        self.size: float = _FIRST_SIZE
+        self.most_stages, self.source = _FEW_STAGES, random.Random(seed)
+        self.guide: Runs = ()
         self.restart()
 
     def restart(self) -> None:
@@ -92,13 +72,10 @@ class LargeNeighbourhoods:
         # Drawn here and not in the threads, so that it does not count which of them is first.
         seeds = [self.source.randrange(1 << 30) for _ in sets]
         running = RunningSolvers()
+        drawn = zip(sets, seeds, strict=True)
+        calls = [functools.partial(self._try, chosen, seed, running) for chosen, seed in drawn]
         with contextlib.ExitStack() as stack:
-            tasks = [
-                stack.enter_context(
-                    Task(functools.partial(self._try, chosen, seed, running), running.stop)
-                )
-                for chosen, seed in zip(sets, seeds, strict=True)
-            ]
+            tasks = [stack.enter_context(Task(call, running.stop)) for call in calls]
             outcomes = [task.wait() for task in tasks]
         better = [found.runs for found in outcomes if found.runs is not None]
         for runs in better:
@@ -116,17 +93,16 @@ class LargeNeighbourhoods:
             self.size = _FIRST_SIZE
         return max(found.effort for found in outcomes)  # they ran side by side
 
-    def _try(self, chosen: Sequence[int], seed: int, running: RunningSolvers) -> Tried:
+    def _try(self, chosen: Sequence[int], seed: int, running: RunningSolvers) -> events.Tried:
         search, problem = self.search, self.search.problem
-        stages_of = candidate_stages(problem, self.runs, chosen, self.most_stages, self.guide)
-        program = EventBuilder(problem, self.runs, stages_of).build(
-            search.budget_bytes - problem.resident_bytes
-        )
+        most, room_bytes = self.most_stages, search.budget_bytes - problem.resident_bytes
+        stages_of = events.candidate_stages(problem, self.runs, chosen, most, self.guide)
+        program = events.EventBuilder(problem, self.runs, stages_of).build(room_bytes)
         fixed = [op for op in range(problem.n_ops) if op not in stages_of]
-        effort = TryLimits(NEIGHBOURHOOD.most, search.left_s, seed)
+        effort = events.TryLimits(NEIGHBOURHOOD.most, search.left_s, seed)
         # Better by more than rounding, or rounds would go on for nothing.
         below_us = self.cost_us * (1 - 1e-9)
-        return solve_events(program, self.runs, fixed, below_us, effort, running)
+        return events.solve_events(program, self.runs, fixed, below_us, effort, running)
 
     def _take(self, runs: Runs) -> None:
         """Make `runs` the schedule at hand, with what still fits carried, and offer it."""
@@ -136,7 +112,7 @@ class LargeNeighbourhoods:
         fill(self.state, self.search.budget_bytes, self.search)
         if self.search.offer(self.state):
             runs = [sorted(stage.recomputed) for stage in self.state.stages]
-        self.runs = runs
+        self.runs: Runs = runs
 
     def _pick(self) -> list[int]:
         size = int(self.size)
@@ -145,8 +121,7 @@ class LargeNeighbourhoods:
         rules = [self._at_moment, self._around, self._near_moment, self._window]
         if self.guide:
             rules += [self._unlike_guide]
-        rule = self.source.choice(rules)
-        chosen = rule(size)
+        chosen = self.source.choice(rules)(size)
         return sorted(dict.fromkeys(chosen))[: 2 * size]
 
     def _full_stage(self) -> int:
@@ -215,8 +190,7 @@ class LargeNeighbourhoods:
 
 def runs_by_stage(problem: Problem, schedule: Schedule) -> Runs:
     """What runs again in each stage of `schedule`, in captured order."""
-    stages = recomputed_by_stage(problem, ops_of(problem, schedule))
-    return [sorted(set(again)) for again in stages]
+    return [sorted(set(again)) for again in recomputed_by_stage(problem, ops_of(problem, schedule))]
 
 
 def sequence_of_runs(problem: Problem, runs: Runs) -> list[int]:

@@ -68,8 +68,7 @@ class Repair:
 
     def _best_move(self, over: Bytes) -> GapMove | None:
         stages = np.flatnonzero(over)
-        order = stages[np.argsort(-over[stages], kind="stable")]
-        for worst in order[:4]:
+        for worst in stages[np.argsort(-over[stages], kind="stable")][:4]:
             move = self._best_at(int(worst), over)
             if move is not None:
                 return move
@@ -185,7 +184,7 @@ def carriable(state: State, op: int, stage: int) -> list[tuple[int, int]]:
     return found
 
 
-def _drop_cost_us(state: State, move: GapMove, most_us: float = float("inf")) -> float | None:
+def _drop_cost_us(state: State, move: GapMove, most_us: float) -> float | None:
     """What the drop makes its stage run again; None if pinned, or more than `most_us`."""
     row = state.rows[move.stage]
     # Put back below, in place of a copy of the row.
@@ -311,7 +310,6 @@ def _worth_carrying(state: State, search: Search) -> list[tuple[float, GapMove]]
         trial = _try_move(state, move, nothing, 1 << 60)
         search.work += _work_of(trial)
         if trial is not None and trial.cost_us < 0:
-            score = trial.cost_us / max(state.problem.size_bytes[move.v], 1)
-            found.append((score, move))
+            found.append((trial.cost_us / max(state.problem.size_bytes[move.v], 1), move))
     heapq.heapify(found)
     return found

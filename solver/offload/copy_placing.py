@@ -21,8 +21,9 @@ Cost: O(n log n + copies · n) a round, for n steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -53,22 +54,21 @@ class _PlacingRound:
     base: UntimedSchedule
     links: Links
     size: dict[str, int]
-    # The device's clock before each item, and at the end.
-    clock_us: _Times
+    clock_us: _Times  # the device's clock before each item, and at the end
     # Free on the device while each item runs; it shrinks by what is in flight.
     room_bytes: Bytes
     # In which values go down; by default that of their making.
     order: tuple[str, ...] = ()
-    # By value, in that order, the item after which its copy down stands.
-    down: dict[str, int] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def down(self) -> dict[str, int]:
+        """By value, in `order`, the item after which its copy down stands."""
         order = self.order or order_of_making(self.base)
         # A copy stands no earlier than those before it in the order.
         stands = accumulate((self.base.made[name] for name in order), max)
-        object.__setattr__(self, "down", dict(zip(order, stands, strict=True)))
+        return dict(zip(order, stands, strict=True))
 
-    def transfers(self, slack_us: float = 0.0) -> list[_Transfer]:
+    def transfers(self) -> list[_Transfer]:
         """Spans that are left, by return; a value for which there is room all the way stays."""
         leaving = self._leaving()
         away = sorted(leaving, key=lambda off_span: off_span.returns)
@@ -77,16 +77,16 @@ class _PlacingRound:
         transfers: list[_Transfer] = []
         first = 0
         for off_span, start_us in zip(away, starts, strict=True):
-            first = max(first, leaving[off_span])
-            first = self._fetched(off_span, start_us - slack_us, first)
+            first = max(_item_before(self.clock_us, start_us), first, leaving[off_span])
+            began = min(first, off_span.returns)
+            first = _taken_from(self.room_bytes, began, off_span.returns, self.size[off_span.value])
             transfers.append(_Transfer(off_span, leaving[off_span], first, start_us))
         return transfers
 
     def arrived_us(self) -> dict[str, float]:
         """When the copy of each value to the host ends, in the order in which they begin."""
         ready = ((float(self.clock_us[k + 1]), self.size[name]) for name, k in self.down.items())
-        ends = _earliest_ends(ready, self.links.d2h)
-        return dict(zip(self.down, ends, strict=True))
+        return dict(zip(self.down, _earliest_ends(ready, self.links.d2h), strict=True))
 
     def _leaving(self) -> dict[OffDeviceSpan, int]:
         whole_us = self.arrived_us()
@@ -108,11 +108,6 @@ class _PlacingRound:
         end = first + int(short[0]) if short.size else end
         self.room_bytes[first:end] -= size_bytes
         return end
-
-    def _fetched(self, off_span: OffDeviceSpan, start_us: float, first: int) -> int:
-        """The item before which the fetch stands, from `first` on."""
-        began = min(max(_item_before(self.clock_us, start_us), first), off_span.returns)
-        return _taken_from(self.room_bytes, began, off_span.returns, self.size[off_span.value])
 
 
 def order_of_making(base: UntimedSchedule) -> tuple[str, ...]:
@@ -187,11 +182,6 @@ def _reads(
     return steps
 
 
-def _writes(name: str) -> tuple[Step, ...]:
-    """What follows the offload to the host of a value that waits on NVMe."""
-    return Offload(name, "nvme"), Free(name, "host")
-
-
 def _nvme_links(links: Links) -> tuple[Link, Link]:
     if links.write is None or links.read is None:
         raise SolverError(
@@ -225,8 +215,7 @@ def _host_room(
 
 _ROUNDS = 3
 """How often copies are placed anew; more rounds hardly ever shorten a step."""
-_BOUNDLESS = 1 << 60
-"""Room in bytes that no step fills."""
+_BOUNDLESS = 1 << 60  # room in bytes that no step fills
 
 
 class PlacedSchedule(NamedTuple):
@@ -240,8 +229,6 @@ def place_copies(
     budget_bytes: int,
     links: Links,
     *,
-    rounds: int = _ROUNDS,
-    slack_us: float = 0.0,  # by which fetches begin before their latest start
     spilled: Collection[str] = (),  # values that go on from the host to NVMe
     order: tuple[str, ...] = (),  # of copies down, with every value that is ever absent
 ) -> PlacedSchedule | None:
@@ -252,9 +239,9 @@ def place_copies(
     clock_us = untimed_clock(graph, base)
     size = _sizes(graph, base)
     # A stall moves all that comes after it, so each round is timed by the clock of the one before.
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         one = _PlacingRound(base, links, size, clock_us, budget_bytes - base.live_bytes, order)
-        transfers = one.transfers(slack_us)
+        transfers = one.transfers()
         if any(transfer.leaves <= one.down[transfer.off_span.value] for transfer in transfers):
             return best
         steps = _steps(one, transfers, frozenset(spilled))
@@ -274,9 +261,8 @@ def in_flight_bytes(graph: TrainingGraph, base: UntimedSchedule, links: Links) -
     """In flight while each item runs, were there room for all: what no stalls would take."""
     # So much that what is missing of it is in flight.
     room_bytes = np.full(len(base.items), _BOUNDLESS, np.int64)
-    _PlacingRound(
-        base, links, _sizes(graph, base), untimed_clock(graph, base), room_bytes
-    ).transfers()
+    clock_us, size = untimed_clock(graph, base), _sizes(graph, base)
+    _PlacingRound(base, links, size, clock_us, room_bytes).transfers()
     return _BOUNDLESS - room_bytes
 
 
@@ -300,9 +286,9 @@ def _steps(
     offloads: dict[int, list[Step]] = {}
     for name, k in one.down.items():
         if name in away:
-            # Right after the op that makes the value, or that of one before it in the order.
-            down = (Offload(name), *(_writes(name) if name in spilled else ()))
-            offloads.setdefault(k, []).extend(down)
+            offloads.setdefault(k, []).append(Offload(name))
+            if name in spilled:
+                offloads[k] += (Offload(name, "nvme"), Free(name, "host"))
     steps: list[Step] = []
     for k, (kind, name) in enumerate(one.base.items):
         steps += before.get(k, ())
@@ -332,19 +318,14 @@ def _before(
 
 def _fits_below(steps: Sequence[Step], size: dict[str, int], links: Links) -> bool:
     now: Counter[Tier] = Counter()
-    for tier, size_bytes in _moves_below(steps, size):
-        now[tier] += size_bytes
-        if now[tier] > links.room_bytes(tier):
-            return False
-    return True
-
-
-def _moves_below(steps: Sequence[Step], size: dict[str, int]) -> Iterator[tuple[Tier, int]]:
     for step in steps:
         if isinstance(step, Offload | Fetch) and step.to != "device":
-            yield step.to, size[step.value]
+            now[step.to] += size[step.value]
+            if now[step.to] > links.room_bytes(step.to):
+                return False
         elif isinstance(step, Free) and step.at != "device":
-            yield step.at, -size[step.value]
+            now[step.at] -= size[step.value]
+    return True
 
 
 def _simulated_clock(base: UntimedSchedule, steps: Sequence[Step], found: Simulation) -> _Times:

@@ -8,7 +8,7 @@ takes on its link. So states, repair and fill serve for fetches without knowing 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -41,8 +41,7 @@ class UntimedSchedule:
     """Copies take no time: values leave right after a use, and are back at once."""
 
     items: tuple[_UntimedStep, ...]
-    # On the device while each item runs, resident bytes included.
-    live_bytes: Bytes
+    live_bytes: Bytes  # on the device while each item runs, resident bytes included
     off_spans: tuple[OffDeviceSpan, ...]  # in the order in which values leave
     made: dict[str, int]  # the item that makes each value that is ever absent
 
@@ -52,16 +51,11 @@ class UntimedSchedule:
 
 
 def with_fetches(
-    problem: Problem,
-    ops: Collection[int],
-    links: Links,
-    *,
-    cost_factor: float = 1.0,
-    recompute: bool = True,  # whether all other ops may run again, as in `problem`
+    problem: Problem, ops: Collection[int], links: Links, *, cost_factor: float = 1.0
 ) -> Problem:
     """`problem` in which running one of `ops` again stands for the arrival of what it makes."""
     inputs, cost_us = list(problem.inputs), list(problem.cost_us)
-    no_recompute = list(problem.no_recompute) if recompute else [True] * problem.n_ops
+    no_recompute = list(problem.no_recompute)
     for op in ops:
         # A pin forbids no arrival.
         inputs[op], no_recompute[op] = (), False
@@ -101,27 +95,21 @@ def untimed_schedule(state: State, hosted: Collection[int]) -> UntimedSchedule:
     away = {off_span.value for off_span in off_spans}
     made: dict[str, int] = {}
     for k, (kind, name) in enumerate(items):
-        for value in _made_by(graph, name) if kind == "compute" else ():
+        for value in graph.ops[graph.op_index[name]].outputs if kind == "compute" else ():
             if value in away:
                 made.setdefault(value, k)
     return UntimedSchedule(tuple(items), _live_bytes(graph, items), off_spans, made)
 
 
-def in_flight_by_stage(
-    graph: TrainingGraph, base: UntimedSchedule, in_flight_bytes: Bytes
-) -> Bytes:
-    """The most of `in_flight_bytes`, one number an item, in each stage of `base`."""
+def most_by_stage(graph: TrainingGraph, ran: Iterable[str], found_bytes: Iterable[int]) -> Bytes:
+    """The most of `found_bytes` in each stage; `ran` has the op beside each, or an empty text."""
     most = np.zeros(len(graph.ops) + 1, np.int64)
     stage = 0
-    for (kind, name), flight in zip(base.items, in_flight_bytes, strict=True):
-        most[stage] = max(most[stage], flight)
-        if kind == "compute" and graph.op_index[name] == stage:
-            stage += 1
+    for op, size_bytes in zip(ran, found_bytes, strict=True):
+        most[stage] = max(most[stage], size_bytes)
+        # A stage ends with the first run of its op.
+        stage += graph.op_index.get(op) == stage
     return most
-
-
-def _made_by(graph: TrainingGraph, op: str) -> tuple[str, ...]:
-    return graph.ops[graph.op_index[op]].outputs
 
 
 def _arrivals(
@@ -141,7 +129,7 @@ def _arrivals(
                 items.append(_UntimedStep("free", name))
                 live.discard(name)
             continue
-        outputs = _made_by(graph, step.op)
+        outputs = graph.ops[graph.op_index[step.op]].outputs
         if step.op in done and graph.op_index[step.op] in hosted:
             fresh = [value for value in outputs if value not in live]
             # What is freed right after is not wanted: its arrival and that end are left out.

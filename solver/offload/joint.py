@@ -33,7 +33,7 @@ import numpy as np
 
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.schedules.outcome import Result
-from remat.schedules.schedule import Compute, Fetch, Offload, Schedule
+from remat.schedules.schedule import Compute, Fetch, Offload, Schedule, fetched_value
 from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import COST_SCALE, CutProgram, CutSolution, expand
 from remat.solver.bounds.lazy_cuts import crowding
@@ -92,14 +92,13 @@ class _Climb:
         return False
 
     def _try(self, hosted: Hosted, runs: list[list[int]], one: Weighing) -> None:
-        problem = with_fetches(
-            self.search.problem, hosted.ops, self.links, cost_factor=one.cost_factor
-        )
+        search, factor = self.search, one.cost_factor
+        problem = with_fetches(search.problem, hosted.ops, self.links, cost_factor=factor)
         try:
             state = State.from_recomputed(problem, runs)
         except UnreachableError:  # an op that must run once arrives no longer
             return
-        offer_state(self.search, state, hosted, self.links, one.power)
+        offer_state(search, state, hosted, self.links, one.power)
 
     def _near(self, hosted: _Ops, runs: list[list[int]]) -> Iterator[_Ops]:
         """Sets to try: one op more, one less, one for another; what saves most a byte first."""
@@ -131,11 +130,8 @@ def hosted_ops(search: Search) -> _Ops:
     """Ops whose values the best schedule fetches."""
     assert search.best is not None
     producer = dict(zip(search.problem.names, search.problem.producer, strict=True))
-    return frozenset(
-        producer[step.value]
-        for step in search.best.steps
-        if isinstance(step, Fetch) and step.to == "device"
-    )
+    fetched = map(fetched_value, search.best.steps)
+    return frozenset(producer[name] for name in fetched if name)
 
 
 def arrivals_and_runs(problem: Problem, schedule: Schedule) -> list[list[int]]:
@@ -216,8 +212,11 @@ class _JointSearch:
     def take_starts(self) -> None:
         is_first = len(self.cuts) == 1
         parts = _PARTS if is_first else _PARTS[: 1 if self.search.is_large else 2]
+        ways = [self.links]
         # NVMe may be too slow for what the program brings there: starts without it follow.
-        for links, part in product(self._ways_down(), parts):
+        if self.links.nvme_bytes:
+            ways.append(msgspec.structs.replace(self.links, write=None, read=None, nvme_bytes=0))
+        for links, part in product(ways, parts):
             if self.search.is_open(self.gap):
                 self._take_start(part, links)
 
@@ -232,11 +231,6 @@ class _JointSearch:
         self.cuts.append(place)
         return True
 
-    def _ways_down(self) -> Iterator[Links]:
-        yield self.links
-        if self.links.nvme_bytes:
-            yield msgspec.structs.replace(self.links, write=None, read=None, nvme_bytes=0)
-
     def _take_start(self, part: float, links: Links) -> None:
         search = self.search
         search.say(f"a start for {part:.0%} of the room")
@@ -244,20 +238,16 @@ class _JointSearch:
         found = made.solve(self._limits())
         if found.values is None:
             return
-        producer = search.problem.producer
-        ops = frozenset(producer[v] for v in made.copied(found.values, made.fetched))
-        # Of all the room, as the next cut is for the real budget.
+        ops = frozenset(search.problem.producer[v] for v in made.copied(found.values, made.fetched))
         if part == _PARTS[0] and links is self.links:
-            self._note_crowded(found, ops)
+            state = self._state(found, ops, WEIGHINGS[0])
+            # Of all the room, as the next cut is for the real budget.
+            if state is not None:
+                over = state.peak_bytes - search.budget_bytes
+                self.crowded = over + flight_of(state, ops, self.links)
         if not self._offer(found, ops, links):
             # What must run once, and the program carries past the cut, may be too much elsewhere.
             self._offer(found, ops | self._pinned(), links)
-
-    def _note_crowded(self, found: CutSolution, ops: frozenset[int]) -> None:
-        state = self._state(found, ops, WEIGHINGS[0])
-        if state is not None:
-            over = state.peak_bytes - self.search.budget_bytes
-            self.crowded = over + flight_of(state, ops, self.links)
 
     def _offer(self, found: CutSolution, ops: frozenset[int], links: Links) -> bool:
         """Whether a point in which `ops` arrive was repaired; offers what it comes to."""
@@ -320,11 +310,8 @@ class _JointSearch:
 
     def _limits(self) -> Limits:
         # Nodes and not seconds, so that the same program gives the same point on every machine.
-        return Limits(
-            time_limit_s=RELAXED.of(self.search.left_s),
-            absolute_gap=self.gap / 4 * COST_SCALE,
-            node_limit=JOINT_NODES.most,
-        )
+        limit_s, gap = RELAXED.of(self.search.left_s), self.gap / 4 * COST_SCALE
+        return Limits(limit_s, absolute_gap=gap, node_limit=JOINT_NODES.most)
 
 
 _FEW_OPS, _WIDE = 300, 5e-3

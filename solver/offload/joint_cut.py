@@ -65,8 +65,7 @@ class _LinkWindows:
     problem: Problem
     cuts: tuple[int, ...]
     unit_us: float
-    # By interval, the variables of ops that run again there.
-    again: list[dict[int, int]]
+    again: list[dict[int, int]]  # by interval, the variables of ops that run again there
     # By interval, from -1 on, the variable of its time beyond first runs and `again`.
     waits: dict[int, int]
     # Whether a copy takes its latency too. Without, a window holds for any link.
@@ -191,9 +190,8 @@ class JointCut(CutProgram):
 
     def _variables(self, k: int, values: list[int]) -> None:
         CutProgram._variables(self, k, values)
-        fetched = {
-            v: self.program.variable(integer=True) for v in self.carried[k] if self._may_leave(k, v)
-        }
+        leaving = (v for v in self.carried[k] if self._may_leave(k, v))
+        fetched = {v: self.program.variable(integer=True) for v in leaving}
         self.fetched.append(fetched)
         self.hosted.append({v: self.program.variable() for v in fetched})
         spilled = fetched if self.has_nvme else ()

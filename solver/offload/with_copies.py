@@ -23,7 +23,7 @@ from remat.solver.offload.copy_placing import (
     order_of_making,
     place_copies,
 )
-from remat.solver.offload.fetch_as_recompute import in_flight_by_stage, untimed_schedule
+from remat.solver.offload.fetch_as_recompute import most_by_stage, untimed_schedule
 from remat.solver.search import Search
 from remat.solver.state import Bytes, State
 from remat.solver.stopping import REORDERED
@@ -115,9 +115,7 @@ class Hosted:
     spilled: frozenset[str] = frozenset()
 
 
-def offer_state(
-    search: Search, start: State, hosted: Hosted, links: Links, power: float = 1.0
-) -> bool:
+def offer_state(search: Search, start: State, hosted: Hosted, links: Links, power: float) -> bool:
     """Repair and place `start`, a state of `with_fetches`; returns whether it was repaired."""
     state = start.copy()
     if not Repair(state, search.budget_bytes, power, search).run():
@@ -125,7 +123,13 @@ def offer_state(
     fill(state, search.budget_bytes, search)
     if _is_stalled(search, state, hosted, links):
         flight = flight_of(state, hosted.ops, links)
-        if _repair_beside(search, state, flight, power):
+        # Bytes in flight count as carried in, stage by stage.
+        state.entry_bytes += flight
+        try:
+            is_repaired = Repair(state, search.budget_bytes, power, search).run()
+        finally:
+            state.entry_bytes -= flight
+        if is_repaired:
             _is_stalled(search, state, hosted, links)
     return True
 
@@ -134,17 +138,8 @@ def flight_of(state: State, hosted: Collection[int], links: Links) -> Bytes:
     """The most bytes in flight in each stage, in a schedule of `state` without stalls."""
     graph = state.problem.graph
     base = untimed_schedule(state, hosted)
-    return in_flight_by_stage(graph, base, in_flight_bytes(graph, base, links))
-
-
-def _repair_beside(search: Search, state: State, flight: Bytes, power: float) -> bool:
-    """Repair `state` under the budget less `flight`; returns whether that was reached."""
-    # Bytes in flight count as carried in, stage by stage.
-    state.entry_bytes += flight
-    try:
-        return Repair(state, search.budget_bytes, power, search).run()
-    finally:
-        state.entry_bytes -= flight
+    ran = (name if kind == "compute" else "" for kind, name in base.items)
+    return most_by_stage(graph, ran, in_flight_bytes(graph, base, links))
 
 
 def _is_stalled(search: Search, state: State, hosted: Hosted, links: Links) -> bool:

@@ -29,29 +29,13 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import overhead_of
+from remat.solver import stopping
 from remat.solver.bounds.any_order_cut import free_bound_us, free_least_peak_bound_bytes
 from remat.solver.bounds.least_peak import LEAST_BOUND, floor_above, floor_text
-from remat.solver.orders.reorder import (
-    Roomier,
-    better_order,
-    cheaper_start,
-    lowest_order,
-    roomier_start,
-)
+from remat.solver.orders import reorder
 from remat.solver.problem import Order, Problem, reordered
 from remat.solver.result import INTERRUPTED, KNOWN, evaluate_schedule
 from remat.solver.search import Clock, Listener, Progress, note_interrupt
-from remat.solver.stopping import (
-    ANY_ORDER_BOUND,
-    FIRST_LOOK,
-    FULL_SOLVE,
-    FULL_SOLVE_IN_NEED,
-    LEAST_SOLVE_S,
-    OTHER_ORDER,
-    REFINED_ORDER,
-    VAIN_ORDERS,
-    Seconds,
-)
 
 
 class Share(NamedTuple):
@@ -123,14 +107,10 @@ class _Attempts:
         if floor is not None:
             said.append(floor_text(self.graph, floor, schedule))
         found = evaluate_schedule(
-            self.graph,
-            schedule.with_steps(self.graph, schedule.steps),
-            budget_bytes=self.budget_bytes,
-            lower_bound_us=min(self.bound_us, best.result.time_us),
-            wall_s=wall_s,
-            cut_short=self.cut_short,
-            message=". ".join(said),
-        )
+            self.graph, schedule.with_steps(self.graph, schedule.steps),
+            budget_bytes=self.budget_bytes, wall_s=wall_s, cut_short=self.cut_short,
+            lower_bound_us=min(self.bound_us, best.result.time_us), message=". ".join(said),
+        )  # fmt: skip
         return msgspec.structs.replace(found, floor=floor)
 
     def _without_schedule(self, said: Sequence[str], wall_s: float) -> Result:
@@ -141,15 +121,11 @@ class _Attempts:
         is_cut_short = self.cut_short and not self.is_infeasible
         least = found.least_schedule
         return msgspec.structs.replace(
-            found,
-            least_schedule=least and least.with_steps(self.graph, least.steps),
-            status="time limit" if is_cut_short else "infeasible",
-            lower_bound_us=self.bound_us,
-            least_bound_bytes=self.least_bound_bytes,
-            floor=given.floor,
-            wall_s=wall_s,
+            found, least_schedule=least and least.with_steps(self.graph, least.steps),
+            status="time limit" if is_cut_short else "infeasible", lower_bound_us=self.bound_us,
+            least_bound_bytes=self.least_bound_bytes, floor=given.floor, wall_s=wall_s,
             message=". ".join([*said, *self._refusal(found.least_feasible_bytes)]),
-        )
+        )  # fmt: skip
 
     def _refusal(self, least_bytes: int) -> list[str]:
         if self.is_infeasible:
@@ -176,14 +152,11 @@ _AIMS = (1.0, 0.9, 0.0)
 """Parts of the budget that orders aim for. Below 1 leaves room to recompute; 0: lowest peak."""
 _FEW_OPS = 300
 """Larger graphs get one other order at first. Refining that is a better use of the time."""
-_TIGHTNESS = (0.98, 0.97, 0.99, 0.96)
-"""Parts of the budget that refined orders aim for, in turn."""
+_TIGHTNESS = (0.98, 0.97, 0.99, 0.96)  # parts of the budget that refined orders aim for, in turn
 _GIVEN, _LOWEST = "the given order", "the order of lowest peak"
 _REPEATABLE = (_GIVEN, _LOWEST)
-"""Orders that do not depend on the budget. A least budget is named from these alone.
-
-A solve for the named budget tries them too, so it finds the schedule again.
-"""
+"""Orders that do not depend on the budget. A least budget is named from these alone: a solve for it
+tries them too, so it finds the schedule again."""
 
 
 @dataclass(slots=True)
@@ -214,19 +187,20 @@ class FreeOrder:
         is_unproved = not self.attempts.is_proved(self.gap)
         self.attempts.cut_short = is_unproved and (
             self.attempts.is_interrupted
-            or self.clock.left_s <= LEAST_SOLVE_S
+            or self.clock.left_s <= stopping.LEAST_SOLVE_S
             or any(r.status == "time limit" for r in self.attempts.latest.values())
         )
         return self.attempts.result(self.clock.elapsed_s)
 
     def _run(self) -> None:
         given = tuple(range(len(self.graph.ops)))
-        self._attempt(_GIVEN, given, Share(FIRST_LOOK.of(self.clock.time_limit_s), is_look=True))
+        limit_s = stopping.FIRST_LOOK.of(self.clock.time_limit_s)
+        self._attempt(_GIVEN, given, Share(limit_s, is_look=True))
         if self._is_open():
             self._prove()
         for aim in _AIMS:
             if self._is_open() and self._is_worth(aim):
-                self._look_at_order(aim, OTHER_ORDER.of(self.clock.left_s))
+                self._look_at_order(aim, stopping.OTHER_ORDER.of(self.clock.left_s))
         self._solve_in_full()
 
     def _is_worth(self, aim: float) -> bool:
@@ -236,7 +210,7 @@ class FreeOrder:
         return not self.attempts.is_infeasible and (aim == 1.0 or len(self.graph.ops) <= _FEW_OPS)
 
     def _is_open(self) -> bool:
-        return not self.attempts.is_proved(self.gap) and self.clock.left_s > LEAST_SOLVE_S
+        return not self.attempts.is_proved(self.gap) and self.clock.left_s > stopping.LEAST_SOLVE_S
 
     def _attempt(self, name: str, order: Order, share: Share) -> None:
         share = share._replace(progress=self._listener(name))
@@ -252,9 +226,9 @@ class FreeOrder:
         if not known.has_schedule:
             known.least_bound_bytes = free_least_peak_bound_bytes(self.graph)
             known.is_infeasible = known.least_bound_bytes > self.budget_bytes
+        limit_s = stopping.ANY_ORDER_BOUND.of(self.clock.time_limit_s)
         bound_us = free_bound_us(
-            self.graph, self.budget_bytes,
-            time_limit_s=min(ANY_ORDER_BOUND.of(self.clock.time_limit_s), self.clock.left_s),
+            self.graph, self.budget_bytes, time_limit_s=min(limit_s, self.clock.left_s),
             enough_us=known.best.rank[0] / (1 + self.gap),
         )  # fmt: skip
         if bound_us == float("inf"):
@@ -272,27 +246,27 @@ class FreeOrder:
 
     def _order(self, aim: float, limit_s: float) -> Order | None:
         if not aim:
-            return lowest_order(
+            return reorder.lowest_order(
                 self.graph, seed=self.seed, moves=self.moves, time_limit_s=limit_s
             )  # fmt: skip
         limit_bytes = int(aim * self.budget_bytes)
-        return better_order(
+        return reorder.better_order(
             self.graph, limit_bytes, seed=self.seed, moves=self.moves, time_limit_s=limit_s
         )
 
     def _solve_in_full(self) -> None:
         """Solve the best look in full and refine it, then other looks, then the best again."""
-        looks = sorted(self.attempts.made, key=lambda attempt: attempt.rank)
-        for i, look in enumerate(looks):
+        for i, look in enumerate(sorted(self.attempts.made, key=lambda attempt: attempt.rank)):
             if self._is_open() and self._may_be_better(look):
-                self._take_further(look, FULL_SOLVE if look.result.schedule else FULL_SOLVE_IN_NEED)
+                limit = stopping.FULL_SOLVE if look.result.schedule else stopping.FULL_SOLVE_IN_NEED
+                self._take_further(look, limit)
             if not i:
                 self._refine()
         best = self.attempts.best
         if self._is_open() and best.result.status == "time limit":
-            self._take_further(best, Seconds())
+            self._take_further(best, stopping.Seconds())
 
-    def _take_further(self, attempt: _Attempt, limit: Seconds) -> None:
+    def _take_further(self, attempt: _Attempt, limit: stopping.Seconds) -> None:
         share = Share(limit.of(self.clock.left_s), start=attempt.result.schedule)
         self._attempt(attempt.name, attempt.order, share)
 
@@ -306,9 +280,11 @@ class FreeOrder:
 
     def _refine(self) -> None:
         in_vain = tried = 0
-        while self.attempts.has_schedule and self._is_open() and in_vain < VAIN_ORDERS.most:
+        most = stopping.VAIN_ORDERS.most
+        while self.attempts.has_schedule and self._is_open() and in_vain < most:
             best = self.attempts.best
-            limit_s = min(REFINED_ORDER.of(self.clock.time_limit_s), self.clock.left_s)
+            limit_s = stopping.REFINED_ORDER.of(self.clock.time_limit_s)
+            limit_s = min(limit_s, self.clock.left_s)
             self._tell("looking for an order with more room")
             found = self._roomier(best.result, tried, limit_s)
             tried += 1
@@ -318,14 +294,14 @@ class FreeOrder:
             is_better = self.attempts.best.rank[0] < best.rank[0] * (1 - self.gap / 10)
             in_vain = 0 if is_better else in_vain + 1
 
-    def _roomier(self, best: Result, tried: int, limit_s: float) -> Roomier | None:
+    def _roomier(self, best: Result, tried: int, limit_s: float) -> reorder.Roomier | None:
         """A start from `best` in another order: in turn with more room, and with fewer runs."""
         # Else annealing would find the same order again.
         seed = self.seed + tried
         if tried % 2:
-            return cheaper_start(self.graph, best, seed=seed, time_limit_s=limit_s)
+            return reorder.cheaper_start(self.graph, best, seed=seed, time_limit_s=limit_s)
         tightness = _TIGHTNESS[tried // 2 % len(_TIGHTNESS)]
-        return roomier_start(self.graph, best, tightness, seed=seed, time_limit_s=limit_s)
+        return reorder.roomier_start(self.graph, best, tightness, seed=seed, time_limit_s=limit_s)
 
     def _listener(self, name: str) -> Listener | None:
         if self.progress is None:

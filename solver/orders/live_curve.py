@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from remat.solver.problem import Problem, predecessors
+from remat.solver.problem import Problem, inverted, predecessors
 from remat.solver.state import Bytes
 
 
@@ -32,8 +32,7 @@ class OpFacts:
     before: list[list[int]]  # must first run before an op
     after: list[list[int]]  # must first run after it
     own_bytes: list[int]  # outputs and workspace
-    # Outputs that something reads, or that are live at the end.
-    lasting_bytes: list[int]
+    lasting_bytes: list[int]  # outputs that something reads, or that are live at the end
     # By op, of each value that it reads and that dies with its last reader: the bytes, and the
     # other readers.
     spendable: list[list[tuple[int, tuple[int, ...]]]]
@@ -44,11 +43,8 @@ class OpFacts:
     def of(cls, problem: Problem) -> OpFacts:
         n = problem.n_ops
         before = with_end_of_forward(predecessors(problem.graph), problem.n_forward)
-        readers: list[list[int]] = [[] for _ in range(problem.n_values)]
         # The end of forward, op n, reads what forward returns.
-        for op, inputs in enumerate((*problem.inputs, problem.forward_outputs)):
-            for v in inputs:
-                readers[v].append(op)
+        readers = inverted((*problem.inputs, problem.forward_outputs), problem.n_values)
         wanted = frozenset(problem.needs[n])
         values = [
             ValueLifetime(size_bytes, problem.producer[v], tuple(readers[v]), v in wanted)
@@ -59,26 +55,18 @@ class OpFacts:
 
     @classmethod
     def made(
-        cls,
-        before: list[list[int]],
-        own_bytes: list[int],
-        values: Sequence[ValueLifetime],
-        n_forward: int,
-        resident_bytes: int,
-    ) -> OpFacts:
+        cls, before: list[list[int]], own_bytes: list[int], values: Sequence[ValueLifetime],
+        n_forward: int, resident_bytes: int,
+    ) -> OpFacts:  # fmt: skip
         n = len(before)
-        after: list[list[int]] = [[] for _ in range(n)]
-        for op, earlier in enumerate(before):
-            for other in earlier:
-                after[other].append(op)
+        after = inverted(before, n)
         lasting_bytes = [0] * n
         spendable: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(n)]
         for size_bytes, producer, readers, is_wanted in values:
             if readers or is_wanted:
                 lasting_bytes[producer] += size_bytes
             for op in () if is_wanted else readers:
-                others = tuple(other for other in readers if other != op)
-                spendable[op].append((size_bytes, others))
+                spendable[op].append((size_bytes, tuple(other for other in readers if other != op)))
         return cls(before, after, own_bytes, lasting_bytes, spendable, n_forward, resident_bytes)
 
 
@@ -116,7 +104,13 @@ class LiveCurve:
         for i, op in enumerate(self.order):
             self.place[op] = i
         self.own_bytes: Bytes = np.array([facts.own_bytes[op] for op in self.order], np.int64)
-        self.entry_bytes = self._entries()  # before each place
+        change = [facts.lasting_bytes[op] for op in self.order]
+        for i, op in enumerate(self.order):
+            for size_bytes, others in facts.spendable[op]:
+                if all(self.place[other] < i for other in others):
+                    change[i] -= size_bytes
+        # Before each place.
+        self.entry_bytes: Bytes = np.concatenate(([0], np.cumsum(np.array(change, np.int64))))
         self.limit(limit_bytes)
 
     def limit(self, limit_bytes: int) -> None:
@@ -126,14 +120,6 @@ class LiveCurve:
         self.over_bytes: Bytes = np.maximum(running - self.room_bytes, 0)
         self.overload_bytes = int(self.over_bytes.sum())
         self.worst_bytes = int(self.over_bytes.max(initial=0))
-
-    def _entries(self) -> Bytes:
-        change = [self.facts.lasting_bytes[op] for op in self.order]
-        for i, op in enumerate(self.order):
-            for size_bytes, others in self.facts.spendable[op]:
-                if all(self.place[other] < i for other in others):
-                    change[i] -= size_bytes
-        return np.concatenate((np.zeros(1, np.int64), np.cumsum(np.array(change, np.int64))))
 
     @property
     def peak_bytes(self) -> int:
@@ -204,8 +190,7 @@ class LiveCurve:
         return entry
 
     def apply(self, move: OrderMove) -> None:
-        op = self.order.pop(move.start)
-        self.order.insert(move.stop, op)
+        self.order.insert(move.stop, self.order.pop(move.start))
         last = max(move.start, move.stop)
         for i in range(move.first, last + 1):
             self.place[self.order[i]] = i

@@ -45,8 +45,7 @@ from remat.solver.stopping import DROPPED_RUNS
 # the ops, plus `weight` times the most at any op.
 # Cost: some 40,000 moves a second if ops move by up to a hundred places.
 
-_CHECKS_EVERY = 1000
-"""Moves between two looks at the clock."""
+_CHECKS_EVERY = 1000  # moves between two looks at the clock
 _FULL_EVERY, _FULL_SHARE = 100, 0.7
 """Every how many moves to look which places are over the limit; share of moves from one."""
 
@@ -153,12 +152,9 @@ def _backward(facts: OpFacts) -> tuple[int, ...]:
 
 
 def _ops_by_growth(
-    needed: list[list[int]],
-    enabled: list[list[int]],
-    is_done: bytearray,
-    growth_bytes: Callable[[int], int],
-    sign: int,
-) -> list[int]:
+    needed: list[list[int]], enabled: list[list[int]], is_done: bytearray,
+    growth_bytes: Callable[[int], int], sign: int,
+) -> list[int]:  # fmt: skip
     missing = [len(ops) for ops in needed]
     ready = dict.fromkeys(op for op in range(len(needed)) if not missing[op])
     picked: list[int] = []
@@ -184,14 +180,9 @@ _PEAK_PARTS, _PEAK_WEIGHT = (0.9, 0.8, 0.7), 80
 
 
 def better_order(
-    graph: TrainingGraph,
-    budget_bytes: int,
-    *,
-    seed: int = 0,
-    moves: int | None = None,
-    weight: int = 5,
-    time_limit_s: float = 60.0,
-) -> Order | None:
+    graph: TrainingGraph, budget_bytes: int, *, seed: int = 0, moves: int | None = None,
+    weight: int = 5, time_limit_s: float = 60.0,
+) -> Order | None:  # fmt: skip
     """An order that exceeds the budget by less: summed, plus `weight` times the most; or None."""
     for name, number in (("moves", moves or 0), ("weight", weight)):
         if number < 0:
@@ -296,7 +287,9 @@ def cheaper_start(
     runs = ops_of(problem, found.schedule)
     is_better = False
     for _ in range(DROPPED_RUNS.most):
-        repeated = _repeated(runs)
+        # The runs that are not the first of their op.
+        seen: set[int] = set()
+        repeated = [i for i, op in enumerate(runs) if op in seen or seen.add(op)]
         left_s = clock.left_s
         if not repeated or left_s <= 0:
             break
@@ -305,26 +298,18 @@ def cheaper_start(
         dropped = source.choices(repeated, costs_us)[0]
         fewer = runs[:dropped] + runs[dropped + 1 :]
         facts, cooling = _run_facts(problem, fewer), _cooling(problem, len(fewer) // 8)
-        order = _roomier_order(
-            facts, found.budget_bytes, cooling, source.randrange(1 << 30), left_s
-        )
+        drawn = source.randrange(1 << 30)
+        order = _roomier_order(facts, found.budget_bytes, cooling, drawn, left_s)
         if LiveCurve(facts, order, 0).peak_bytes <= found.budget_bytes:
             runs, is_better = [fewer[run] for run in order], True
     return _start_of(graph, runs) if is_better else None
-
-
-def _repeated(runs: Sequence[int]) -> list[int]:
-    """Positions of the runs that are not the first of their op."""
-    seen: set[int] = set()
-    return [i for i, op in enumerate(runs) if op in seen or seen.add(op)]
 
 
 def _roomier_order(
     facts: OpFacts, limit_bytes: int, cooling: _Cooling, seed: int, time_limit_s: float
 ) -> Order:
     """An order of the runs that exceeds `limit_bytes` by less than the present one, if found."""
-    runs = len(facts.before) - 1
-    curve = LiveCurve(facts, range(runs), limit_bytes)
+    curve = LiveCurve(facts, range(len(facts.before) - 1), limit_bytes)
     return _anneal(curve, cooling, random.Random(seed), time_limit_s)
 
 

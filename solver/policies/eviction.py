@@ -31,30 +31,6 @@ _Costs = npt.NDArray[np.float64]
 _Links = tuple[tuple[int, ...], ...]
 
 
-class Neighbourhood(Protocol):
-    """Costs of evicted neighbourhoods, kept up to date.
-
-    Attributes
-    ----------
-    cost_us : of each value's neighbourhood, without the value itself. It may be only a lower
-        bound for values that are not evicted, until `refresh` is called.
-    """
-
-    cost_us: _Costs
-
-    def add(self, v: int) -> None:
-        """Value v has been evicted."""
-        ...
-
-    def remove(self, v: int) -> None:
-        """Value v is no longer evicted."""
-        ...
-
-    def refresh(self, v: int) -> bool:
-        """Make ``cost_us[v]`` exact; return whether it already was."""
-        ...
-
-
 def links(problem: Problem) -> tuple[_Links, _Links]:
     """For each value those its op reads, and those made by the ops that read it."""
     below = tuple(problem.inputs[op] for op in problem.producer)
@@ -194,6 +170,12 @@ class EvictedReach:
         return inside, ends
 
 
+Neighbourhood = EvictedClasses | EvictedReach
+"""Told which values are evicted, and which no longer. `cost_us` has the costs of each value's
+evicted neighbourhood, without its own; of values that are not evicted it may be only a lower bound,
+until `refresh` makes one exact and returns whether it already was."""
+
+
 Scores = npt.NDArray[np.float64]
 ValueIds = npt.NDArray[np.int64]
 _LEAST_STALENESS_US = 1e-3
@@ -209,7 +191,6 @@ class _Memory(Protocol):
 
     def release(self, block: int) -> None:
         """Take a block away."""
-        ...
 
 
 class ByteCount:
@@ -247,19 +228,12 @@ class ValueStatistics:
 
 
 class Policy(ABC):
-    """Evicts the value of least score, one at a time, from a count of bytes.
-
-    Subclasses give `scores`, and what else they watch.
-    """
+    """Evicts the value of least score, one at a time, from a count of bytes; subclasses score."""
 
     def __init__(
-        self,
-        problem: Problem,
-        room_bytes: int,
-        *,
-        memory: _Memory | None = None,
+        self, problem: Problem, room_bytes: int, *, memory: _Memory | None = None,
         around: Neighbourhood | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.problem = problem
         self.memory: _Memory = memory or ByteCount(room_bytes)
         self.around = around

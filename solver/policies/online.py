@@ -29,6 +29,7 @@ from remat.solver.state import State, recomputed_by_stage, recomputed_in, store_
 from remat.solver.stopping import LEAST_PEAK_TRIES
 
 _Status = Literal["unmade", "live", "evicted", "lost"]
+_Stack = list[tuple[int, tuple[int, ...]]]
 _THRASHING = 30
 """A policy is given up when it has run this many times the number of ops in the graph."""
 
@@ -54,8 +55,7 @@ class OnlineRun:
         self._live = bytearray(problem.n_values)
         self._fixed = bytearray(problem.n_values)
         self._locks = [0] * problem.n_values
-        self._stages_left = [0] * problem.n_values
-        """Stages to come that need the value."""
+        self._stages_left = [0] * problem.n_values  # stages to come that need the value
         self._awaited = [0] * problem.n_values
         """Recomputations planned for this stage that will read the value."""
         self._planned: set[int] = set()
@@ -70,7 +70,11 @@ class OnlineRun:
         """Raises NoRoomError: no room could be made, the policy thrashes, or `is_over` says so."""
         for t in range(self.problem.n_ops + 1):
             self._stage = t
-            self._plan(t)
+            # So that nothing is taken for dead that these will read.
+            for op in recomputed_in(self.problem, self._live, (), t):
+                self._planned.add(op)
+                for v in self.problem.inputs[op]:
+                    self._awaited[v] += 1
             self._run_with_inputs(t)
             if t < self.problem.n_ops:
                 self._leave(t)
@@ -86,17 +90,10 @@ class OnlineRun:
         for v in (*self.problem.needs[t], *self.problem.outputs[t]):
             self._free_if_dead(v)
 
-    def _plan(self, t: int) -> None:
-        # So that nothing is taken for dead that these will read.
-        for op in recomputed_in(self.problem, self._live, (), t):
-            self._planned.add(op)
-            for v in self.problem.inputs[op]:
-                self._awaited[v] += 1
-
     def _run_with_inputs(self, t: int) -> None:
         """Run op t, after the ops that make its missing inputs again, depth first."""
         # No recursion: missing inputs may be as deep as the graph.
-        stack: list[tuple[int, tuple[int, ...]]] = []
+        stack: _Stack = []
         self._open(t, self.problem.needs[t], stack)
         while stack:
             op, reads = stack[-1]
@@ -110,9 +107,7 @@ class OnlineRun:
             stack.pop()
             self._close(op, reads)
 
-    def _open(
-        self, op: int, reads: tuple[int, ...], stack: list[tuple[int, tuple[int, ...]]]
-    ) -> None:
+    def _open(self, op: int, reads: tuple[int, ...], stack: _Stack) -> None:
         stack.append((op, reads))
         for v in reads:
             # What an op in progress reads is not evicted.
@@ -278,9 +273,7 @@ def plan_online(search: Search, make: _MakePolicy, *, prune: bool) -> Result:
     """Run the policy at the search's budget; if it fails, look for its least peak."""
     with search.until_interrupted():
         plain = store_all_state(search.problem)
-        # If this fits, a policy evicts nothing.
-        search.offer_least(plain)
-        if search.best is None:
+        if not search.offer_least(plain):
             _plan(search, make, prune, int(plain.peak_bytes.max()))
     return search.result()
 

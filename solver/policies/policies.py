@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.solver.policies.eviction import (
@@ -19,7 +18,7 @@ from remat.solver.policies.eviction import (
 )
 from remat.solver.policies.online import PolicyPlanner, plan_online
 from remat.solver.problem import Problem
-from remat.solver.search import Listener, Search
+from remat.solver.search import Listener, Search, check_known
 
 _Variant = Literal["full", "eq", "local"]
 _VARIANTS: tuple[_Variant, ...] = ("full", "eq", "local")
@@ -57,15 +56,13 @@ class Dtr:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        if self.variant not in _VARIANTS:
-            raise SolverError(f"unknown variant '{self.variant}'; there are {', '.join(_VARIANTS)}")
+        check_known("variant", self.variant, _VARIANTS)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         def policy(problem: Problem, room_bytes: int) -> Policy:
             return DtrPolicy(problem, room_bytes, around=neighbourhood(problem, self.variant))
 
-        search = Search.of(self, "dtr", graph, budget_bytes)
-        return plan_online(search, policy, prune=self.prune)
+        return plan_online(Search.of(self, "dtr", graph, budget_bytes), policy, prune=self.prune)
 
 
 def neighbourhood(problem: Problem, variant: _Variant) -> Neighbourhood | None:

@@ -19,7 +19,7 @@ from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.solver.problem import Problem
 from remat.solver.result import evaluate_schedule
-from remat.solver.search import Listener, Search
+from remat.solver.search import Listener, Search, check_least
 from remat.solver.state import mark_made, recomputed_in, store_all_state
 
 
@@ -29,8 +29,7 @@ class Template:
 
     # 1 for values that backward finds; 0 for those that it makes, again or first.
     kept: bytearray
-    # Backward makes again only what it reads next, not a whole segment.
-    just_in_time: bool = False
+    just_in_time: bool = False  # backward makes again only what it reads next, not a whole segment
 
 
 _Templates = Callable[[Problem], Iterable[Template]]
@@ -39,21 +38,16 @@ _Templates = Callable[[Problem], Iterable[Template]]
 def solve_templates(search: Search, templates: _Templates, absent: str) -> Result:
     """The fastest of `templates` that fits; `absent` is the message where there are none."""
     with search.until_interrupted():
-        # Where the step fits as it is, no template is faster.
-        if not search.offer_sequence(range(search.problem.n_ops), or_least=True):
-            _try_templates(search, templates, absent)
+        if search.offer_sequence(range(search.problem.n_ops), or_least=True):
+            return search.result()
+        search.message = absent
+        for template in templates(search.problem):
+            search.message = ""
+            search.offer_sequence(template_sequence(search.problem, template), or_least=True)
+            search.say("the next setting of the template")
+            if search.out_of_time():
+                break
     return search.result()
-
-
-def _try_templates(search: Search, templates: _Templates, absent: str) -> None:
-    search.message = absent
-    for template in templates(search.problem):
-        search.message = ""
-        sequence = template_sequence(search.problem, template)
-        search.offer_sequence(sequence, or_least=True)
-        search.say("the next setting of the template")
-        if search.out_of_time():
-            return
 
 
 def template_sequence(problem: Problem, template: Template) -> list[int]:
@@ -100,8 +94,7 @@ def unavoidable(problem: Problem) -> bytearray:
 
 def read_in_backward(problem: Problem) -> list[int]:
     """Values of forward that backward reads, or that must be live at the end."""
-    needs = problem.needs[problem.n_forward :]
-    read = dict.fromkeys(v for values in needs for v in values)
+    read = dict.fromkeys(v for values in problem.needs[problem.n_forward :] for v in values)
     return [v for v in read if problem.producer[v] < problem.n_forward]
 
 
@@ -257,8 +250,7 @@ class EveryNLayers:
 
     def __post_init__(self) -> None:
         check_choice("method", self.method, _METHODS)
-        if self.n < 0:
-            raise SolverError(f"n must be 0 (every n is tried) or more, not {self.n}")
+        check_least("n", self.n, 0, "every n is tried")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         search = Search.of(self, "every_n_layers", graph, budget_bytes)
@@ -309,8 +301,6 @@ class StoreAll:
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         made = store_all_state(Problem.of(graph))
         return evaluate_schedule(
-            graph,
-            made.schedule(budget_bytes=budget_bytes, solver="store_all"),
-            budget_bytes=budget_bytes,
-            lower_bound_us=graph.time_us,
-        )
+            graph, made.schedule(budget_bytes=budget_bytes, solver="store_all"),
+            budget_bytes=budget_bytes, lower_bound_us=graph.time_us,
+        )  # fmt: skip

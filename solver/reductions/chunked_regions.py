@@ -62,13 +62,9 @@ class _Known(NamedTuple):
 
 
 def _solve_region(
-    graph: TrainingGraph,
-    budget_bytes: int,
-    solve_one: _SolveOne,
-    clock: Clock,
-    known: _Known | None,
-    gap: float,
-) -> _Known:
+    graph: TrainingGraph, budget_bytes: int, solve_one: _SolveOne, clock: Clock,
+    known: _Known | None, gap: float,
+) -> _Known:  # fmt: skip
     """The best of what is known and of the one region in chunks, if it is faster by `gap`."""
     choices = list(_numbers_of_chunks(graph))
     relaxed_graph = with_choices(graph, {r.name: _relaxed(r) for r in graph.regions})
@@ -244,18 +240,14 @@ class ChunkedRegions(Reduction[None]):
             # The outcome at hand is for all regions whole.
             return rest(replace(asked, at_hand=None))
 
+        # The gap to which the solver works with its options; 0 for one that proves an optimum.
+        default = DEFAULT_GAP if "gap" in option_names(question.solver) else 0.0
+        given = question.options.get("gap", default)
+        check_number("gap", given)
         return solve_in_chunks(
             question.graph, question.budget_bytes, solve_one, question.time_limit_s,
-            _gap_asked(question), question.at_hand,
+            gap_for(len(question.graph.ops), cast("float", given)), question.at_hand,
         )  # fmt: skip
-
-
-def _gap_asked(question: Question) -> float:
-    """The gap to which the solver works with its options; 0 for one that proves an optimum."""
-    default = DEFAULT_GAP if "gap" in option_names(question.solver) else 0.0
-    given = question.options.get("gap", default)
-    check_number("gap", given)
-    return gap_for(len(question.graph.ops), cast("float", given))
 
 
 def solve_in_chunks(
@@ -271,7 +263,8 @@ def solve_in_chunks(
     heads = _with_regions(graph, [region for region in regions if region not in later])
     with clock.limited_to((_FIRST_PART if room <= _TIGHT else 1) * time_limit_s):
         known = _solve_heads(heads, budget_bytes, solve_one, clock, gap, at_hand)
-    has_heads = _has_chunks(known.best)
+    best = known.best.schedule or known.best.least_schedule
+    has_heads = best is not None and bool(best.chunks)
     # Those that have the heads as these turned out, and then the others, for their bound.
     for region in sorted(later, key=lambda one: ("head" in one.kinds) is not has_heads):
         one = _with_regions(graph, [region])
@@ -316,11 +309,6 @@ def _with_regions(graph: TrainingGraph, regions: Sequence[Region]) -> TrainingGr
     return msgspec.structs.replace(graph, regions=tuple(regions))
 
 
-def _has_chunks(result: Result) -> bool:
-    schedule = result.schedule or result.least_schedule
-    return schedule is not None and bool(schedule.chunks)
-
-
 def _room(graph: TrainingGraph, region: Region, budget_bytes: int) -> float:
     """How many times what a region holds the budget leaves, beside what is resident, or is there as
     the step ends."""
@@ -339,11 +327,8 @@ def _concluded(graph: TrainingGraph, known: _Known, clock: Clock) -> Result:
     if best.schedule is not None:
         is_late = clock.left_s <= 0
         status = "optimal" if is_proved else ("time limit" if is_late else "feasible")
+    # A bound on the peak is of one choice, not of all.
     return msgspec.structs.replace(
-        best,
-        status=status,
+        best, status=status, wall_s=clock.elapsed_s, least_bound_bytes=0,
         lower_bound_us=min(bound_us, best.time_us) if is_proved else bound_us,
-        # A bound on the peak is of one choice, not of all.
-        least_bound_bytes=0,
-        wall_s=clock.elapsed_s,
-    )
+    )  # fmt: skip

@@ -16,8 +16,7 @@ from remat.schedules.outcome import Result
 from remat.schedules.simulate import simulate
 
 VARIABLE = "REMAT_CHECK"
-_SAME = 1e-9
-"""Largest relative difference of two times that come from the same sum."""
+_SAME = 1e-9  # largest relative difference of two times that come from the same sum
 
 
 def _broken_by_change(before: TrainingGraph, after: TrainingGraph) -> Iterator[str]:
@@ -73,9 +72,7 @@ def require_legal_change(before: TrainingGraph, after: TrainingGraph, lever: str
         raise GraphError(f"lever {lever} broke a rule of a legal step: {rule}")
 
 
-def require_legal_answer(
-    graph: TrainingGraph, budget_bytes: int, answer: Result, lever: str
-) -> None:
+def require_legal_answer(graph: TrainingGraph, budget_bytes: int, answer: Result, who: str) -> None:
     """Raise `SolverError` for the first rule that the answer to a question breaks."""
     for rule in _broken_by_answer(graph, budget_bytes, answer):
-        raise SolverError(f"the answer of {lever} breaks a rule: {rule}")
+        raise SolverError(f"the answer of {who} breaks a rule: {rule}")

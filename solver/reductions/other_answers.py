@@ -70,16 +70,14 @@ def simple_rule_fallback(
     if not fitting:
         return _naming_the_lowest(lost, made)
     best = min(fitting, key=lambda one: (one.time_us, one.peak_bytes))
+    # More time might have found a faster one.
+    status = "time limit" if lost.status == "time limit" else best.status
     return msgspec.structs.replace(
-        best,
-        # More time might have found a faster one.
-        status="time limit" if lost.status == "time limit" else best.status,
-        solver=lost.solver,
+        best, status=status, solver=lost.solver, floor=lost.floor,
         lower_bound_us=min(max(lost.lower_bound_us, graph.time_us), best.time_us),
         wall_s=lost.wall_s + sum(one.wall_s for one in made),
-        floor=lost.floor,
         message=_rule_text(lost, best.solver, time_limit_s),
-    )
+    )  # fmt: skip
 
 
 def _rule_text(lost: Result, rule: str, time_limit_s: float) -> str:
@@ -106,18 +104,14 @@ def _naming_the_lowest(lost: Result, made: Sequence[Result]) -> Result:
         rest = without_least_budget(lost.message)
         message = least_budget_message(lost.budget_bytes, least_bytes, rest, is_proved=is_proved)
     return msgspec.structs.replace(
-        lost,
-        least_feasible_bytes=least_bytes,
-        least_schedule=lowest.least_schedule,
-        held_at_peak=lowest.held_at_peak,
-        message=message,
-    )
+        lost, least_feasible_bytes=least_bytes, least_schedule=lowest.least_schedule,
+        held_at_peak=lowest.held_at_peak, message=message,
+    )  # fmt: skip
 
 
 # What holds, for a graph that is planned with copies, of solvers that copy nothing.
 
-_ALONE = "Without copies"
-"""How a proof begins that holds for recomputation alone."""
+_ALONE = "Without copies"  # how a proof begins that holds for recomputation alone
 
 
 class WithoutCopies(Reduction[None]):
@@ -127,19 +121,15 @@ class WithoutCopies(Reduction[None]):
         return can_copy(question.graph) and not plans_copies(question.solver)
 
     def solve(self, question: Question, rest: Rest) -> Result:
-        return _for_any_copies(question.graph, rest(question))
-
-
-def _for_any_copies(graph: TrainingGraph, result: Result) -> Result:
-    if result.schedule is None:
-        # What it proves holds without copies alone: of the bound each op's time once is left, and
-        # of a proof that nothing fits its sentence.
-        text = f"{_ALONE}: {result.message}" if result.message else ""
-        return msgspec.structs.replace(
-            result, lower_bound_us=graph.time_us, least_bound_bytes=0, floor=None, message=text
-        )
-    proved = result.time_us <= graph.time_us * (1 + 1e-9)
-    status = "feasible" if result.status == "optimal" and not proved else result.status
-    return msgspec.structs.replace(
-        result, status=status, lower_bound_us=min(graph.time_us, result.time_us), floor=None
-    )
+        graph, result = question.graph, rest(question)
+        if result.schedule is None:
+            # What it proves holds without copies alone: of the bound each op's time once is left,
+            # and of a proof that nothing fits its sentence.
+            text = f"{_ALONE}: {result.message}" if result.message else ""
+            return msgspec.structs.replace(
+                result, lower_bound_us=graph.time_us, least_bound_bytes=0, floor=None, message=text
+            )
+        proved = result.time_us <= graph.time_us * (1 + 1e-9)
+        status = "feasible" if result.status == "optimal" and not proved else result.status
+        bound_us = min(graph.time_us, result.time_us)
+        return msgspec.structs.replace(result, status=status, lower_bound_us=bound_us, floor=None)

@@ -13,8 +13,7 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.value_report.globs import EXAMPLES, modules_text, names_module, paths_above
 
-Globs = str | Iterable[str]
-"""One glob over module paths, or several."""
+Globs = str | Iterable[str]  # one glob over module paths, or several
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,12 @@ class Pins:
         """The ops that globs name; SolverError: one pins nothing, or an op is pinned twice."""
         kept = _matched(graph, "keep", as_globs(keep))
         asked = _matched(graph, "recompute", as_globs(recompute))
-        _refuse_both(graph, kept, asked)
+        for op in _forward_ops(graph):
+            if op.name in kept and op.name in asked:
+                raise SolverError(
+                    f"op {op.name} ({op.module}) is pinned both ways, by keep '{kept[op.name]}' "
+                    f"and by recompute '{asked[op.name]}': narrow one of them"
+                )
         # Ops that must run once, or whose value the caller holds, are left out.
         return cls(kept, _that_may_run_again(graph, asked))
 
@@ -79,15 +83,6 @@ def _near(glob: str, modules: list[str]) -> list[str]:
         known.setdefault(path.rpartition(".")[2], path)
     close = difflib.get_close_matches(plain, known, n=3)
     return list(dict.fromkeys(known[name] for name in close))
-
-
-def _refuse_both(graph: TrainingGraph, kept: dict[str, str], asked: dict[str, str]) -> None:
-    for op in _forward_ops(graph):
-        if op.name in kept and op.name in asked:
-            raise SolverError(
-                f"op {op.name} ({op.module}) is pinned both ways, by keep '{kept[op.name]}' "
-                f"and by recompute '{asked[op.name]}': narrow one of them"
-            )
 
 
 def _that_may_run_again(graph: TrainingGraph, asked: dict[str, str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ Shortcomings: with `recompute` the gap is rarely closed, and clones come just in
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
@@ -132,14 +132,10 @@ def _sequence_without_clones(problem: Problem, schedule: Schedule, again: Set[in
 
 
 def _leave_out_runs(
-    problem: Problem,
-    sequence: Sequence[int],
-    again: Set[int],
-    budget_bytes: int,
-    time_limit_s: float,
+    problem: Problem, sequence: Sequence[int], again: Set[int], budget_bytes: int, limit_s: float
 ) -> list[int]:
     """Leave out runs whose values fit as well, dearest first; the first of `again` stays."""
-    clock = Clock(time_limit_s)
+    clock = Clock(limit_s)
     spare = _repeats(problem, sequence, again)
     spare.sort(key=lambda position: (-problem.cost_us[sequence[position]], position))
     left_out: set[int] = set()
@@ -147,8 +143,7 @@ def _leave_out_runs(
         if clock.left_s < 0:
             break
         trial = _without(sequence, left_out | {position})
-        found = simulate(problem.graph, schedule_of(problem, trial))
-        if found.peak_bytes <= budget_bytes:
+        if simulate(problem.graph, schedule_of(problem, trial)).peak_bytes <= budget_bytes:
             left_out.add(position)
     return _without(sequence, left_out)
 
@@ -175,13 +170,11 @@ def _without(sequence: Sequence[int], left_out: Set[int]) -> list[int]:
 
 def _freed_graph(graph: TrainingGraph, recompute: tuple[str, ...]) -> TrainingGraph:
     """`graph` in which the custom ops that `recompute` names may run twice."""
-    if not any(may_run_twice(op, recompute) for op in graph.ops):
-        return graph
+    named = {op.name for op in graph.ops if may_run_twice(op, recompute)}
     ops = [
-        msgspec.structs.replace(op, no_recompute="") if may_run_twice(op, recompute) else op
-        for op in graph.ops
+        msgspec.structs.replace(op, no_recompute="") if op.name in named else op for op in graph.ops
     ]
-    return msgspec.structs.replace(graph, ops=tuple(ops))
+    return msgspec.structs.replace(graph, ops=tuple(ops)) if named else graph
 
 
 def kept_graph(graph: TrainingGraph, kept: dict[str, str]) -> TrainingGraph:
@@ -203,12 +196,9 @@ class _Stamp(NamedTuple):
 
     def on(self, schedule: Schedule) -> Schedule:
         return Schedule.for_graph(
-            self.graph,
-            schedule.steps,
-            budget_bytes=self.budget_bytes,
-            solver=schedule.solver,
+            self.graph, schedule.steps, budget_bytes=self.budget_bytes, solver=schedule.solver,
             options=schedule.options | self.named,
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -231,13 +221,12 @@ class PinnedOps(Reduction[_Stamp]):
         return inverse.on(schedule)
 
     def solve(self, question: Question, rest: Rest) -> Result:
-        graph = _freed_graph(question.graph, question.recompute)
-        question = replace(question, graph=graph)
+        question = replace(question, graph=_freed_graph(question.graph, question.recompute))
         pins = self._pins(question)
         # With `keep` alone there are no clones, and one solve does.
         if not pins.again:
             return super().solve(question, rest)
-        return _PinnedSearch(question, pins, rest, Clock(question.time_limit_s)).solve()
+        return _PinnedSearch(question, pins, rest).solve()
 
     def _pins(self, question: Question) -> Pins:
         return self.pins or Pins.of(question.graph, question.keep, question.recompute)
@@ -253,27 +242,15 @@ def _stamp(question: Question) -> _Stamp:
     return _Stamp(question.graph, question.budget_bytes, named)
 
 
-@dataclass(slots=True)
 class _PinnedSearch:
     """Asks for the graph with clones, for less and less, until its schedule fits."""
 
-    question: Question
-    pins: Pins
-    rest: Rest
-    clock: Clock
-    cut_short: bool = False
-    graph: TrainingGraph = field(init=False)
-    budget_bytes: int = field(init=False)
-    kept: TrainingGraph = field(init=False)
-    cloned_graph: TrainingGraph = field(init=False)
-    problem: Problem = field(init=False)
-    again: frozenset[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.graph, self.budget_bytes = self.question.graph, self.question.budget_bytes
-        self.kept = kept_graph(self.graph, self.pins.kept)
+    def __init__(self, question: Question, pins: Pins, rest: Rest) -> None:
+        self.question, self.rest, self.clock = question, rest, Clock(question.time_limit_s)
+        self.graph, self.budget_bytes, self.cut_short = question.graph, question.budget_bytes, False
+        self.kept = kept_graph(self.graph, pins.kept)
         self.problem = Problem.of(self.graph)
-        self.again = frozenset(self.graph.op_index[name] for name in self.pins.again)
+        self.again = frozenset(self.graph.op_index[name] for name in pins.again)
         self.cloned_graph = with_clones(self.kept, self.again)
 
     def solve(self) -> Result:
@@ -307,31 +284,20 @@ class _PinnedSearch:
             f"no schedule found that fits {self.budget_bytes} bytes with these pins; "
             f"{found.peak_bytes} {KNOWN}"
         )
+        rest = _message_without_clones(lost.message)
         found_none = infeasible(
-            self.graph,
-            self._schedule(sequence, result.schedule),
-            found,
-            self.budget_bytes,
-            self.clock.elapsed_s,
-            f"{text}. {_message_without_clones(lost.message)}" if lost.message else text,
-        )
+            self.graph, self._schedule(sequence, result.schedule), found, self.budget_bytes,
+            self.clock.elapsed_s, f"{text}. {rest}" if lost.message else text,
+        )  # fmt: skip
         return msgspec.structs.replace(found_none, status=lost.status)
 
     def _unnamed(self, result: Result) -> Result:
+        # What is proved of the graph with clones does not hold: it fixes when a clone first runs.
         return msgspec.structs.replace(
-            result,
-            budget_bytes=self.budget_bytes,
-            least_feasible_bytes=0,
-            least_schedule=None,
-            held_at_peak=(),
-            # What is proved of the graph with clones does not hold: it fixes when a clone first
-            # runs.
-            lower_bound_us=self.graph.time_us,
-            least_bound_bytes=0,
-            floor=None,
-            wall_s=self.clock.elapsed_s,
-            message=_message_without_clones(result.message),
-        )
+            result, budget_bytes=self.budget_bytes, least_feasible_bytes=0, least_schedule=None,
+            held_at_peak=(), lower_bound_us=self.graph.time_us, least_bound_bytes=0, floor=None,
+            wall_s=self.clock.elapsed_s, message=_message_without_clones(result.message),
+        )  # fmt: skip
 
     def _finished(self, result: Result, sequence: Sequence[int]) -> Result:
         assert result.schedule is not None
@@ -351,14 +317,10 @@ class _PinnedSearch:
             note_interrupt()
             self.cut_short = True
         return evaluate_schedule(
-            self.graph,
-            schedule,
-            budget_bytes=self.budget_bytes,
-            lower_bound_us=bound_us,
-            wall_s=self.clock.elapsed_s,
-            cut_short=self.cut_short,
+            self.graph, schedule, budget_bytes=self.budget_bytes, lower_bound_us=bound_us,
+            wall_s=self.clock.elapsed_s, cut_short=self.cut_short,
             message=_without_clones(result.message),
-        )
+        )  # fmt: skip
 
     def _bound_with_keep_us(self) -> float:
         limit_s = PINNED_BOUND.of(self.clock.left_s)
@@ -380,15 +342,9 @@ class _PinnedSearch:
     def _tell(self, state: Progress) -> None:
         assert self.question.progress is not None
         scale = self.cloned_graph.time_us / self.graph.time_us if self.graph.time_us else 1.0
-        best = state.best_overhead
-        self.question.progress(
-            Progress(
-                self.clock.elapsed_s,
-                None if best is None else (1 + best) * scale - 1,
-                scale - 1,
-                _without_clones(state.doing),
-            )
-        )
+        best = None if state.best_overhead is None else (1 + state.best_overhead) * scale - 1
+        doing = _without_clones(state.doing)
+        self.question.progress(Progress(self.clock.elapsed_s, best, scale - 1, doing))
 
     def _renewed(self, schedule: Schedule) -> tuple[list[int], Simulation]:
         sequence = _sequence_without_clones(self.problem, schedule, self.again)

@@ -21,11 +21,7 @@ from remat.schedules.levers import REDUCTIONS, AppliedLever, attribute_at
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.solver.problem import can_copy
-from remat.solver.reductions.legal_step import (
-    are_held,
-    require_legal_answer,
-    require_legal_change,
-)
+from remat.solver.reductions.legal_step import are_held, require_legal_answer, require_legal_change
 from remat.solver.result import evaluate_schedule, with_time_limit_message
 from remat.solver.search import Clock, Listener, one_job
 from remat.solver.table import make_solver, option_names, plans_copies
@@ -75,37 +71,23 @@ class Reduction(ABC, Generic[_Inverse]):
         raise NotImplementedError
 
     def bound_us(self, found: Result, inverse: _Inverse) -> float:
-        """What `found` proves of the graph that was asked, in microseconds; 0 for nothing.
-
-        Unless this says otherwise, no schedule that the lever allows is faster than the bound of
-        the changed graph.
-        """
+        """What `found` proves of the graph that was asked, in microseconds; 0 for nothing."""
+        # Unless overridden: no schedule that the lever allows is faster than that bound.
         return found.lower_bound_us
 
     def solve(self, question: Question, rest: Rest) -> Result:
-        """The answer to `question`: judged on its graph, with a bound for it.
-
-        Parameters
-        ----------
-        rest : answers a question by what is behind this lever.
-        """
+        """The answer, judged on the question's graph, with a bound for it; `rest` is behind."""
         clock = Clock(question.time_limit_s)
         changed, inverse = self.apply(question)
         found = rest(changed)
         if found.schedule is None:
-            least = found.least_schedule
-            return msgspec.structs.replace(
-                found, least_schedule=least and self.invert(least, inverse)
-            )
+            least = found.least_schedule and self.invert(found.least_schedule, inverse)
+            return msgspec.structs.replace(found, least_schedule=least)
         answer = evaluate_schedule(
-            question.graph,
-            self.invert(found.schedule, inverse),
-            budget_bytes=question.budget_bytes,
-            lower_bound_us=self.bound_us(found, inverse),
-            wall_s=clock.elapsed_s,
-            cut_short=found.status == "time limit",
-            message=found.message,
-        )
+            question.graph, self.invert(found.schedule, inverse),
+            budget_bytes=question.budget_bytes, lower_bound_us=self.bound_us(found, inverse),
+            wall_s=clock.elapsed_s, cut_short=found.status == "time limit", message=found.message,
+        )  # fmt: skip
         return msgspec.structs.replace(answer, floor=found.floor)
 
 
@@ -127,10 +109,8 @@ class OtherOps(Reduction[tuple[AppliedLever, str]]):
 
     @abstractmethod
     def change(self, question: Question) -> tuple[Question, tuple[str, ...]]:
-        """The question on the changed graph, without the lever's option; what its emitter is told.
-
-        Ops that stay as they are must stay in their order.
-        """
+        """The question on the changed graph, without the lever's option; what its emitter hears."""
+        # Ops that stay as they are must stay in their order.
 
     def apply(self, question: Question) -> tuple[Question, tuple[AppliedLever, str]]:
         """As `change` says, on the graph that the schedule will give again."""
@@ -191,12 +171,8 @@ def refuse_pairs(question: Question) -> None:
     """Raises SolverError, which says why they do not go together and what to do instead."""
     for one, other in LEVER_PAIRS:
         if ASKED[one](question) and ASKED[other](question):
-            raise SolverError(_text_of(one, other))
-
-
-def _text_of(one: str, other: str) -> str:
-    named = {name: option(name) for name in ("recompute", "host")}
-    return LEVER_PAIRS[one, other].format_map(named)
+            named = {name: option(name) for name in ("recompute", "host")}
+            raise SolverError(LEVER_PAIRS[one, other].format_map(named))
 
 
 # A solve: levers, in the order of `REDUCTIONS`, around a solver that knows of none of them.

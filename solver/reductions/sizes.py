@@ -123,8 +123,7 @@ def _some(symbol: Symbol, count: int, *, repeated: bool = False) -> list[int]:
 
 _MOST_MEMBERS = 10
 """Schedules of a family. Each has code of its own, which is made when a size first needs it."""
-_APART = 0.0075
-"""Overheads of neighbours that are no further apart need no cut between them."""
+_APART = 0.0075  # overheads of neighbours that are no further apart need no cut between them
 
 _Solve = Callable[[TrainingGraph, int], Result]
 """A solver with all its options: from a graph and bytes."""
@@ -140,9 +139,7 @@ class _Found(NamedTuple):
     lower_overhead: float
 
 
-def plan_family(
-    graph: RangedGraph, budget_bytes: int, solve: _Solve, top: Result | None = None
-) -> Family:
+def plan_family(graph: RangedGraph, budget_bytes: int, solve: _Solve, top: Result | None) -> Family:
     """Schedules that fit at all sizes; else TooLargeError, which names the largest that fit."""
     search = _FamilySearch(graph, budget_bytes, solve)
     search.begin(top or solve(graph.bounding(graph.symbols), budget_bytes))
@@ -198,7 +195,12 @@ class _FamilySearch:
         # `upper` serves there too, at some overhead.
         if made.overhead < simulate_resized(self._bounding(level), upper.schedule).overhead:
             self.found.insert(self.found.index(upper), made)
-            self.found = _useful(self.found)
+            # Without those that a faster one replaces at all their sizes.
+            self.found = [
+                one
+                for i, one in enumerate(self.found)
+                if not any(other.reach >= one.reach for other in self.found[:i])
+            ]
 
     def _found(self, result: Result, level: int) -> _Found:
         schedule = result.schedule
@@ -221,14 +223,11 @@ class _FamilySearch:
                 members.append(Member(one.schedule, sizes, corners, peak_bytes, *overheads))
         graph = self.graph
         return Family(
-            model=graph.name,
-            symbols=graph.symbols,
-            budget_bytes=self.budget_bytes,
-            members=tuple(members),
+            model=graph.name, symbols=graph.symbols, budget_bytes=self.budget_bytes,
+            members=tuple(members), traced_hash=graph.traced_hash,
             certificate="largest sizes" if graph.rising else "bounds of parts",
             cost_error=graph.costs.error_at_middle if graph.points else 0.0,
-            traced_hash=graph.traced_hash,
-        )
+        )  # fmt: skip
 
     def _too_large(self, top: Result) -> TooLargeError:
         largest = self._largest()
@@ -263,12 +262,3 @@ class _FamilySearch:
             else:
                 high = level
         return self.levels[low] if low >= 0 else None
-
-
-def _useful(found: list[_Found]) -> list[_Found]:
-    """Leaves out schedules that a faster one replaces at all their sizes."""
-    return [
-        one
-        for i, one in enumerate(found)
-        if not any(other.reach >= one.reach for other in found[:i])
-    ]

@@ -82,7 +82,10 @@ def made_late(graph: TrainingGraph, schedule: Schedule, budget_bytes: int) -> Sc
 
 def with_updates_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph:
     """`graph` with those updates later that `schedule` runs too early."""
-    first_runs = _first_runs(schedule)
+    first_runs: dict[str, int] = {}
+    for at, step in enumerate(schedule.steps):
+        if isinstance(step, Compute):
+            first_runs.setdefault(step.op, at)
     updates = {op.name for op in graph.ops if op.target == UPDATE}
     others = [(at, name) for name, at in first_runs.items() if name not in updates]
     behind: dict[str, list[Op]] = {}
@@ -96,15 +99,6 @@ def with_updates_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGra
     kept = (op for op in graph.ops if op.name not in moved)
     placed = (one for op in kept for one in (op, *behind.get(op.name, ())))
     return msgspec.structs.replace(graph, ops=tuple(placed))
-
-
-def _first_runs(schedule: Schedule) -> dict[str, int]:
-    """For each op the step that runs it first, in the order of the steps."""
-    found: dict[str, int] = {}
-    for at, step in enumerate(schedule.steps):
-        if isinstance(step, Compute):
-            found.setdefault(step.op, at)
-    return found
 
 
 def late_sequence(problem: Problem, sequence: Sequence[int]) -> list[int]:
@@ -177,12 +171,10 @@ def _brings(problem: Problem, step: Step, held: dict[str, int], at: int) -> bool
     return fetched_value(step) in waiting
 
 
-_ROUNDS = 5
-"""How often a solver is asked for one budget."""
+_ROUNDS = 5  # how often a solver is asked for one budget
 _MORE = (1 / 400, 1 / 100, 1 / 25)
 """Parts of the least peak without the rule by which a solver is asked for more."""
-_PART = 1 / 2
-"""Of the time that is left, for each solve."""
+_PART = 1 / 2  # of the time that is left, for each solve
 _Ask = Callable[[TrainingGraph, int, float], Result]
 
 
@@ -196,9 +188,8 @@ class UpdatePlacement(Reduction[None]):
         rest, unknown = within_its_limit(rest), replace(question, known_us=inf, at_hand=None)
 
         def ask(graph: TrainingGraph, budget_bytes: int, limit_s: float) -> Result:
-            return rest(
-                replace(unknown, graph=graph, budget_bytes=budget_bytes, time_limit_s=limit_s)
-            )
+            asked = replace(unknown, graph=graph, budget_bytes=budget_bytes, time_limit_s=limit_s)
+            return rest(asked)
 
         return solve_with_updates(question.graph, question.budget_bytes, ask, question.time_limit_s)
 
@@ -254,8 +245,7 @@ class _Rounds:
 
     def take(self, placed: TrainingGraph, target_bytes: int) -> Result:
         """Ask for `placed`, `graph` with updates elsewhere, and keep the outcome if it is lower."""
-        limit_s = _PART * max(self.clock.left_s, 0.0)
-        result = self.ask(without_rule(placed), target_bytes, limit_s)
+        result = self.ask(without_rule(placed), target_bytes, _PART * max(self.clock.left_s, 0.0))
         self.is_cut_short |= result.status == "time limit"
         if result.schedule is None and placed is self.graph:
             self.lost = result
@@ -325,16 +315,12 @@ class _Rounds:
         )  # fmt: skip
         is_proved = first.schedule is None and first.message.startswith(NONE_FITS)
         # That nothing fits in less, as an outcome for a lower budget says, is no news of this one.
-        rest = (
-            without_least_budget(lost.message)
-            if lost is first or lost.status != "infeasible"
-            else ""
-        )
+        is_own = lost is first or lost.status != "infeasible"
+        rest = without_least_budget(lost.message) if is_own else ""
+        text = least_budget_message(self.budget_bytes, self.best_bytes, rest, is_proved=is_proved)
         is_late = self.is_cut_short and not is_proved
         return msgspec.structs.replace(
             found, status="time limit" if is_late else "infeasible", floor=lost.floor,
             least_bound_bytes=lost.least_bound_bytes, lower_bound_us=first.lower_bound_us,
-            message=least_budget_message(
-                self.budget_bytes, self.best_bytes, rest, is_proved=is_proved,
-            ),
+            message=text,
         )  # fmt: skip

@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.solver.problem import Problem, bytes_across
 from remat.solver.result import evaluate_schedule
-from remat.solver.search import Listener
+from remat.solver.search import Listener, check_least
 from remat.solver.state import State, mark_made, recomputed_in
 from remat.solver.table import options_of
 
@@ -155,11 +154,7 @@ def _sweep(
     return assigned, [count > 0 for count in accumulate(joins[: len(places)])]
 
 
-NO_SEGMENT = -1
-"""Of ops that never run again, those of backward among them."""
-
-_Read = tuple[int, int]
-"""A stage of backward, and a value that it reads."""
+NO_SEGMENT = -1  # of ops that never run again, those of backward among them
 
 
 def segmented_state(problem: Problem, segment: Sequence[int], kept: bytes | bytearray) -> State:
@@ -167,7 +162,12 @@ def segmented_state(problem: Problem, segment: Sequence[int], kept: bytes | byte
     # Stays until its last use: what is not made in forward, what cannot be made again, and what the
     # segments are to keep.
     available = bytearray(kept)
-    reads = _reads_by_segment(problem, segment)
+    # For each segment what backward, or the end of the step, reads of it: stages and values.
+    reads: list[list[tuple[int, int]]] = [[] for _ in range(max(segment, default=NO_SEGMENT) + 1)]
+    for stage in range(problem.n_forward, problem.n_ops + 1):
+        for v in problem.needs[stage]:
+            if segment[problem.producer[v]] != NO_SEGMENT:
+                reads[segment[problem.producer[v]]].append((stage, v))
     recomputed: list[list[int]] = [[] for _ in range(problem.n_forward)]
     for t in range(problem.n_forward, problem.n_ops + 1):
         gone = [v for v in problem.needs[t] if not available[v]]
@@ -181,16 +181,6 @@ def segmented_state(problem: Problem, segment: Sequence[int], kept: bytes | byte
     return State.from_recomputed(problem, recomputed)
 
 
-def _reads_by_segment(problem: Problem, segment: Sequence[int]) -> list[list[_Read]]:
-    """For each segment what backward, or the end of the step, reads of it, by stage."""
-    reads: list[list[_Read]] = [[] for _ in range(max(segment, default=NO_SEGMENT) + 1)]
-    for stage in range(problem.n_forward, problem.n_ops + 1):
-        for v in problem.needs[stage]:
-            if segment[problem.producer[v]] != NO_SEGMENT:
-                reads[segment[problem.producer[v]]].append((stage, v))
-    return reads
-
-
 @dataclass(frozen=True)
 class ChenSqrt:
     """Solver with one option: how many segments (0: the square root of the forward ops)."""
@@ -200,8 +190,7 @@ class ChenSqrt:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        if self.segments < 0:
-            raise SolverError(f"segments must be 0 (chosen for you) or more, not {self.segments}")
+        check_least("segments", self.segments, 0, "chosen for you")
 
     def schedule(self, graph: TrainingGraph, budget_bytes: int = 0) -> Schedule:
         state = chen_state(Problem.of(graph), self.segments)
@@ -249,7 +238,6 @@ def _checkpoints(problem: Problem, segment: Sequence[int]) -> bytearray:
     for v, last in enumerate(problem.last_forward_read):
         op = problem.producer[v]
         crosses = last >= 0 and segment[last] != segment[op]
-        kept[v] = (
-            op >= problem.n_forward or crosses or problem.no_recompute[op] or v in problem.held
-        )
+        must_stay = problem.no_recompute[op] or v in problem.held
+        kept[v] = op >= problem.n_forward or crosses or must_stay
     return kept

@@ -28,12 +28,11 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.solver.local_search.repair import fill
-from remat.solver.problem import Problem, bytes_across
-from remat.solver.search import Listener, Search
+from remat.solver.problem import Problem, bytes_across, inverted
+from remat.solver.search import Listener, Search, check_known, check_least
 from remat.solver.segments.chen_sqrt import NO_SEGMENT, segmented_state
 from remat.solver.state import State, recomputed_in, store_all_state
 
@@ -82,11 +81,8 @@ class ForwardGraph:
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in range(self.problem.n_values)]
-        for p, op in enumerate(self.ops):
-            for v in self.problem.inputs[op]:
-                found[v].append(p)
-        return tuple(tuple(positions) for positions in found)
+        reads = (self.problem.inputs[op] for op in self.ops)
+        return tuple(map(tuple, inverted(reads, self.problem.n_values)))
 
     @cached_property
     def read_in_backward(self) -> frozenset[int]:
@@ -272,29 +268,19 @@ def _needed_bytes(graph: ForwardGraph, member: _Flags) -> _Numbers:
 
 def _own_bytes(problem: Problem) -> list[int]:
     """Bytes of backward's own values while each stage runs, its op's outputs included."""
-    backward = range(problem.n_forward, problem.n_ops)
-    live_bytes = bytes_across(problem, problem.last_need, backward)
+    live_bytes = bytes_across(problem, problem.last_need, range(problem.n_forward, problem.n_ops))
     return [live + own for live, own in zip(live_bytes, problem.own_bytes, strict=False)]
 
 
-@dataclass(slots=True)
 class _Labels:
     """Labels of one run of the program, in one array each; label 0 is the empty set's."""
 
-    owner: _Indices  # index of the label's lower set
-    parent: _Indices  # the label it was made from
-    time_us: _Numbers
-    kept_bytes: _Numbers
-    count: int = 1  # in use
-
-    @classmethod
-    def room_for(cls, most: int) -> _Labels:
-        return cls(
-            np.zeros(most + 1, np.int64),
-            np.zeros(most + 1, np.int64),
-            np.zeros(most + 1),
-            np.zeros(most + 1),
-        )
+    def __init__(self, most: int) -> None:
+        self.owner: _Indices = np.zeros(most + 1, np.int64)  # index of the label's lower set
+        self.parent: _Indices = np.zeros(most + 1, np.int64)  # the label it was made from
+        self.time_us: _Numbers = np.zeros(most + 1)
+        self.kept_bytes: _Numbers = np.zeros(most + 1)
+        self.count = 1  # in use
 
     def add(self, owner: int, parent: _Indices, time_us: _Numbers, kept_bytes: _Numbers) -> None:
         part = slice(self.count, self.count + len(parent))
@@ -314,7 +300,7 @@ class SequenceProgram:
     def fastest(self, limit_bytes: float) -> tuple[float, tuple[int, ...]] | None:
         """Time run again and the lower sets; None where no sequence is within the limit."""
         table, last = self.table, len(self.table.masks) - 1
-        labels = _Labels.room_for(len(table.masks) * self.most_labels)
+        labels = _Labels(len(table.masks) * self.most_labels)
         for j in range(1, last + 1):
             self._extend(labels, j, limit_bytes)
         ends = np.flatnonzero(labels.owner[: labels.count] == last)
@@ -353,12 +339,9 @@ class SequenceProgram:
 
 
 LowerSetFamily = Literal["auto", "exact", "approximate"]
-_APPROXIMATE_SETS = 150
-"""Most lower sets of the approximate family."""
-_LIMITS = 16
-"""Limits of the sweep, evenly spread and the same whatever the budget."""
-_HALVINGS = 8
-"""Bisections for the least limit of the sweep."""
+_APPROXIMATE_SETS = 150  # most lower sets of the approximate family
+_LIMITS = 16  # limits of the sweep, evenly spread and the same whatever the budget
+_HALVINGS = 8  # bisections for the least limit of the sweep
 _REFINEMENTS = 4
 """Bisections between the last limit whose schedule is too high and the first that fits."""
 
@@ -384,25 +367,15 @@ class LowerSet:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        if self.family not in get_args(LowerSetFamily):
-            raise SolverError(
-                f"unknown family '{self.family}'; there are {', '.join(get_args(LowerSetFamily))}"
-            )
-        if self.most_lower_sets < 2:
-            raise SolverError(f"most_lower_sets must be 2 or more, not {self.most_lower_sets}")
-        if self.labels < 2:
-            raise SolverError(f"labels must be 2 or more, not {self.labels}")
+        check_known("family", self.family, get_args(LowerSetFamily))
+        check_least("most_lower_sets", self.most_lower_sets, 2)
+        check_least("labels", self.labels, 2)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        search = Search.of(self, "lower_set", graph, budget_bytes)
-        with search.until_interrupted():
-            self.run(search)
-        return search.result()
+        return Search.of(self, "lower_set", graph, budget_bytes).result_of(self.run)
 
     def run(self, search: Search) -> None:
-        plain = store_all_state(search.problem)
-        search.offer_least(plain)
-        if search.best is not None:
+        if search.offer_least(store_all_state(search.problem)):
             return
         forward = ForwardGraph.of(search.problem)
         if not forward.ops:
@@ -445,7 +418,10 @@ class _Sweep:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if self._is_over(limits[middle]) else (low, middle)
         if 0 < high < len(limits):
-            self._refine(limits[high - 1], limits[high])
+            over, under = limits[high - 1], limits[high]
+            for _ in range(_REFINEMENTS):
+                between = (over + under) / 2
+                over, under = (between, under) if self._is_over(between) else (over, between)
         # On large graphs only limits next to the budget are tried, and one schedule is filled.
         if not self.search.is_large or self.search.best is None:
             for limit_bytes in limits:
@@ -461,19 +437,9 @@ class _Sweep:
             if self.search.out_of_time():
                 break
             middle = (low + least) / 2
-            if self.program.fastest(middle) is None:
-                low = middle
-            else:
-                least = middle
+            fits = self.program.fastest(middle) is not None
+            low, least = (low, middle) if fits else (middle, least)
         return [high - (high - least) * i / _LIMITS for i in range(1, _LIMITS + 1)]
-
-    def _refine(self, over_bytes: float, under_bytes: float) -> None:
-        for _ in range(_REFINEMENTS):
-            middle = (over_bytes + under_bytes) / 2
-            if self._is_over(middle):
-                over_bytes = middle
-            else:
-                under_bytes = middle
 
     def _is_over(self, limit_bytes: float) -> bool:
         """Returns whether the schedule found needs more than the budget."""
@@ -488,15 +454,12 @@ class _Sweep:
         # Several limits lead to one sequence.
         if sequence not in self.over:
             state = lower_set_state(self.forward, sequence)
-            self.over[sequence] = not self._offer(state)
+            search.offer_least(state)
+            does_fit = int(state.peak_bytes.max()) <= search.budget_bytes
+            if does_fit and not search.is_large:
+                self._fill(state)
+            self.over[sequence] = not does_fit
         return self.over[sequence]
-
-    def _offer(self, state: State) -> bool:
-        self.search.offer_least(state)
-        does_fit = int(state.peak_bytes.max()) <= self.search.budget_bytes
-        if does_fit and not self.search.is_large:
-            self._fill(state)
-        return does_fit
 
     def _fill(self, state: State) -> None:
         if self.does_fill:
@@ -506,26 +469,17 @@ class _Sweep:
 
 
 def lower_set_state(forward: ForwardGraph, sequence: Sequence[int]) -> State:
-    segment = _segments_of(forward, sequence)
-    return segmented_state(forward.problem, segment, _crossing(forward, segment, len(sequence) - 1))
-
-
-def _segments_of(forward: ForwardGraph, sequence: Sequence[int]) -> list[int]:
-    """For each op the index of the first lower set that holds it, or `NO_SEGMENT`."""
-    found = [NO_SEGMENT] * forward.problem.n_ops
-    # The first set that holds an op is written last.
-    for i in reversed(range(len(sequence))):
+    # For each op the index of the first lower set that holds it: that set is written last.
+    segment = [NO_SEGMENT] * forward.problem.n_ops
+    last = len(sequence) - 1
+    for i in range(last, -1, -1):
         for p, op in enumerate(forward.ops):
             if sequence[i] >> p & 1:
-                found[op] = i
-    return found
-
-
-def _crossing(forward: ForwardGraph, segment: Sequence[int], last: int) -> bytearray:
-    """1 for values that stay: of the last segment, read in another one, or never made again."""
+                segment[op] = i
+    # What stays: of the last segment, read in another one, or never made again.
     kept = bytearray(forward.fixed)
     for v, op in enumerate(forward.problem.producer):
         crosses = any(segment[forward.ops[q]] != segment[op] for q in forward.readers[v])
         if segment[op] in (NO_SEGMENT, last) or crosses:
             kept[v] = 1
-    return kept
+    return segmented_state(forward.problem, segment, kept)

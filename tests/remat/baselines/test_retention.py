@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from remat.baselines import retention
 from remat.baselines.retention import (
     Retention,
-    RetentionEffort,
     RetentionModel,
     RetentionOutcome,
     Stages,
@@ -58,7 +57,7 @@ def cold(graph: TrainingGraph, budget_bytes: int, computations: int) -> float | 
     nothing: Stages = [[op] for op in range(len(graph.ops))]
     room_bytes = budget_bytes - search.problem.resident_bytes
     model = RetentionModel(search.problem, room_bytes, computations, nothing, is_feasible=False)
-    outcome = model.solve(RetentionEffort(AMPLE_S))
+    outcome = model.solve(AMPLE_S)
     assert outcome.finished
     if outcome.stages is None:
         return None
@@ -173,7 +172,7 @@ def test_a_schedule_as_a_hint_is_feasible_and_complete(monkeypatch: pytest.Monke
     room_bytes = search.budget_bytes - search.problem.resident_bytes
     model = RetentionModel(search.problem, room_bytes, 2, stages, is_wide=True)
     stopped_by_the_first(monkeypatch)
-    outcome = model.solve(RetentionEffort(AMPLE_S))
+    outcome = model.solve(AMPLE_S)
     assert outcome.stages is not None
     assert search.offer_sequence(sequence_of_stages(outcome.stages))
 
@@ -220,8 +219,8 @@ def test_an_interrupt_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     budget_bytes = peak_bytes_of(graph) - 1
     whole = RetentionModel.solve
 
-    def solve_then_stop(self: RetentionModel, effort: RetentionEffort) -> RetentionOutcome:
-        whole(self, effort)
+    def solve_then_stop(self: RetentionModel, *effort: float) -> RetentionOutcome:
+        whole(self, effort[0])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Cut, "run", lambda self, search: None)

@@ -10,7 +10,7 @@ import pytest
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
-from remat.solver import solve_within
+from remat.solver import solve_within, stopping
 from remat.solver.cuts import cut
 from remat.solver.cuts.initial_solutions import offer_segments
 from remat.solver.search import Search
@@ -65,7 +65,7 @@ def test_they_are_tried_where_one_cut_leaves_a_wide_gap(
 def test_they_are_tried_wherever_there_is_no_schedule_yet(
     has_start: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cut, "FIRST_REPAIRS", WorkLimit(-1))
+    monkeypatch.setattr(stopping, "FIRST_REPAIRS", WorkLimit(-1))
     monkeypatch.setattr(cut, "TARGETS", ())
     monkeypatch.setattr(cut, "offer_first", lambda *_, **__: None)
     graph = chain(30)
@@ -93,7 +93,7 @@ def test_a_long_repair_waits_for_others_and_goes_on_where_they_find_nothing(
         return repaired[-1]
 
     monkeypatch.setattr(cut, "repair_from", noted)
-    monkeypatch.setattr(cut, "FIRST_REPAIRS", WorkLimit(-1))
+    monkeypatch.setattr(stopping, "FIRST_REPAIRS", WorkLimit(-1))
     monkeypatch.setattr(cut, "TARGETS", ())
     for name in left_out:
         monkeypatch.setattr(cut, name, lambda *_, **__: None)

@@ -22,7 +22,7 @@ def search_of(graph: TrainingGraph, limit_bytes: int) -> Search:
 def test_windows_of_separate_humps_end_at_the_optimum() -> None:
     graph = humps(3)
     search = search_of(graph, 9)
-    windows = begin_window_cuts(search, store_all_state(search.problem), 1e-3)
+    windows = begin_window_cuts(search, store_all_state(search.problem), 1e-3, has_start=False)
     assert windows is not None
     assert len(windows.parts) > 1
     result = search.result()
@@ -32,7 +32,7 @@ def test_windows_of_separate_humps_end_at_the_optimum() -> None:
 
 def test_one_cut_stays_the_only_window_where_full_stages_share_most() -> None:
     search = search_of(layered(), budget_bytes())
-    windows = begin_window_cuts(search, store_all_state(search.problem), GAP)
+    windows = begin_window_cuts(search, store_all_state(search.problem), GAP, has_start=False)
     assert windows is not None
     (window,) = windows.parts
     assert len(window.cuts) == 2, "one cut, and what its point violates"
@@ -44,7 +44,7 @@ def test_one_cut_stays_where_one_window_says_nearly_all() -> None:
     graph, replace = humps(3), msgspec.structs.replace
     ops = tuple(op if op.name in {"a0", "b0"} else replace(op, cost_us=0.0) for op in graph.ops)
     search = search_of(replace(graph, ops=ops), 9)
-    windows = begin_window_cuts(search, store_all_state(search.problem), 1e-3)
+    windows = begin_window_cuts(search, store_all_state(search.problem), 1e-3, has_start=False)
     assert windows is not None
     (window,) = windows.parts
     assert window.cuts[0] == 2
@@ -52,7 +52,7 @@ def test_one_cut_stays_where_one_window_says_nearly_all() -> None:
 
 def test_no_windows_are_asked_of_a_step_that_cannot_fit() -> None:
     search = search_of(humps(2), 5)
-    assert begin_window_cuts(search, store_all_state(search.problem), 1e-3) is None
+    assert begin_window_cuts(search, store_all_state(search.problem), 1e-3, has_start=False) is None
     assert search.proved_infeasible
 
 

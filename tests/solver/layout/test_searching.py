@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from remat.solver.layout import placing
+from remat.solver.layout import heuristics, placing
 from remat.solver.layout.boxes import Boxes
 from remat.solver.layout.heuristics import box_orders
 from remat.solver.layout.placing import LEAST_STARTS, STARTS, Searches
@@ -49,7 +49,7 @@ def test_of_many_boxes_or_above_the_goal_there_are_fewer_starts(
 
     monkeypatch.setattr(placing, "START_WORK", work)
     monkeypatch.setattr(placing, "DIVE_WORK", 0)
-    monkeypatch.setattr(placing, "guided_ejection", never)
+    monkeypatch.setattr(heuristics, "guided_ejection", never)
     boxes = Boxes.of(cut_rectangle(0, 30), 1)
     assert Searches(boxes).within(boxes.load, is_relaxed=is_relaxed) is None
     assert seeds == list(range(starts))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 
-import msgspec
 import pytest
 
 from remat.graph_capture.errors import SolverError
@@ -188,22 +187,3 @@ def test_what_has_room_all_the_way_stays() -> None:
     assert placed is not None
     assert not placed.schedule.moves
     assert placed.found.time_us == graph.time_us
-
-
-def test_fetches_begin_earlier_by_the_slack() -> None:
-    graph = there_and_back(12)
-    links = Links(Link(200.0), Link(200.0), 1 << 40)
-    base = hosted_all(graph, links, 4 * UNIT_BYTES)
-    late, early = (
-        place_copies(graph, base, 6 * UNIT_BYTES, links, slack_us=slack) for slack in (0.0, 10.0)
-    )
-    assert late is not None
-    assert early is not None
-
-    def first(steps: tuple[object, ...]) -> int:
-        return next(i for i, step in enumerate(steps) if isinstance(step, Fetch))
-
-    assert first(early.schedule.steps) < first(late.schedule.steps)
-    slower = msgspec.structs.replace(links, h2d=Link(150.0))
-    times = [simulate(graph, one.schedule, slower).time_us for one in (late, early)]
-    assert times[1] <= times[0]
