@@ -12,12 +12,7 @@ from remat.budgets import auto_bytes, saved_elsewhere, unmodified
 from remat.formats import bytes_text
 from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.devices.memory import free_bytes, is_out_of_memory
-from remat.graph_capture.errors import (
-    BudgetError,
-    CheckError,
-    NotComparedError,
-    RewriteError,
-)
+from remat.graph_capture.errors import BudgetError, CheckError, NotComparedError, RewriteError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.spill_files import free_on_drive_bytes, host_folder
 from remat.solver.result import INTERRUPTED

@@ -85,10 +85,7 @@ def require_no_other_reader(traced: Trace, optimizer: Optimizer) -> None:
 
 
 def _optimizer_in_backward_of(
-    model: nn.Module,
-    optimizer: Optimizer,
-    loss_fn: Callable[..., Any] | None,
-    accumulate: bool,
+    model: nn.Module, optimizer: Optimizer, loss_fn: Callable[..., Any] | None, accumulate: bool
 ) -> GradientRelease:
     """What the updates take, of the parameters that both the step and the optimizer have."""
     from remat.graph_capture.devices.known_devices import allocator_rounding

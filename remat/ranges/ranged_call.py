@@ -21,10 +21,7 @@ from remat.checks import (
 from remat.graph_capture.capture_api import add_costs, workspaces_by
 from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.costs.step_time import is_beyond
-from remat.graph_capture.errors import (
-    SignatureError,
-    TooLargeError,
-)
+from remat.graph_capture.errors import SignatureError, TooLargeError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.at_sizes import ranged_graph_of
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
