@@ -37,8 +37,7 @@ _ALONE = (
 
 def _differences_text(check: Check) -> str:
     """The differences, each with the largest distance from eager's."""
-    pairs = list(zip(check.differences, check.distances, strict=False))
-    known = dict(pairs)
+    known = dict(zip(check.differences, check.distances, strict=False))
     said = [name + _by(known.get(name)) for name in check.differences[:_SHOWN]]
     more = len(check.differences) - _SHOWN
     return ", ".join(said) + (f" and {more} more" if more > 0 else "")
@@ -97,6 +96,7 @@ def _by(distance: float | None) -> str:
 _T = TypeVar("_T")
 _NO_ROOM = "memory ran out"
 """Why a check was not run that had to be given up."""
+_UNCHECKED = "the plan is not checked against the unmodified step"
 CHECKED = ("outputs", "gradients", "buffers", "rng")
 """What has to be equal to eager's, to the bit."""
 _FRAGMENTED = 0.10
@@ -128,16 +128,12 @@ def is_checked(
     """
     if check is not None:
         return check
-    reason = why_unchecked(graph) or (_why_beyond(reference) if reference else "")
+    reason = why_unchecked(graph)
+    if reference and not reason and (why := reference.why_not()):
+        reason = f"{_UNCHECKED}, {why}"
     if reason:
         warnings.warn(f"{reason}; pass check=True to run it anyway", stacklevel=3)
     return not reason
-
-
-def _why_beyond(reference: Reference) -> str:
-    """Why the unmodified step does not run within the plan's budget; empty where it does."""
-    reason = reference.why_not()
-    return f"the plan is not checked against the unmodified step, {reason}" if reason else ""
 
 
 def why_unchecked(graph: TrainingGraph) -> str:
@@ -147,14 +143,10 @@ def why_unchecked(graph: TrainingGraph) -> str:
         if need_bytes <= auto_bytes(graph.device):
             return ""
     except BudgetError:
-        return (
-            "the plan is not checked against the unmodified step: this system does not say whether "
-            f"the {bytes_text(need_bytes)} that it needs are free"
-        )
-    return (
-        f"the plan is not checked against the unmodified step, which needs "
-        f"{bytes_text(need_bytes)} more than is allocated now"
-    )
+        need = bytes_text(need_bytes)
+        return f"{_UNCHECKED}: this system does not say whether the {need} that it needs are free"
+    need = bytes_text(need_bytes)
+    return f"{_UNCHECKED}, which needs {need} more than is allocated now"
 
 
 def unless_short(run: Callable[[], _T], told: Callable[[str], None]) -> _T | None:
@@ -181,16 +173,13 @@ def unless_short(run: Callable[[], _T], told: Callable[[str], None]) -> _T | Non
 
 def say_unchecked(reason: str) -> None:
     """Warn that a plan is used without its check."""
-    warnings.warn(f"the plan is not checked against the unmodified step: {reason}", stacklevel=4)
+    warnings.warn(f"{_UNCHECKED}: {reason}", stacklevel=4)
 
 
 def require_equal(
-    model: nn.Module,
-    module: nn.Module,
-    batch: Batch,
-    budget_bytes: int | None,
+    model: nn.Module, module: nn.Module, batch: Batch, budget_bytes: int | None,
     reference: Reference | None = None,
-) -> Check:
+) -> Check:  # fmt: skip
     """Run a step of both and compare them; compare the peak too, unless the budget is None.
 
     Parameters
@@ -217,7 +206,9 @@ def require_equal(
         )
     if budget_bytes is not None and found.exceeds(budget_bytes):
         text = f"{_exceeding(found, budget_bytes)}. {_less(found, budget_bytes)}"
-        if not _is_little(_beyond_bytes(found, budget_bytes), budget_bytes):
+        # Allocators themselves take as little more or less, from run to run.
+        little_bytes = min(_LITTLE * budget_bytes, _ALLOCATOR_BLOCK_BYTES)
+        if _beyond_bytes(found, budget_bytes) >= little_bytes:
             raise RewriteError(text)
         warnings.warn(text, stacklevel=3)
     for advice in advice_of(found, budget_bytes):
@@ -246,11 +237,6 @@ def _exceeding(check: Check, budget_bytes: int) -> str:
 
 def _beyond_bytes(check: Check, budget_bytes: int) -> int:
     return check.plan_peak_bytes - check.plan_rounding_bytes - budget_bytes
-
-
-def _is_little(beyond_bytes: int, budget_bytes: int) -> bool:
-    """Whether it is less than what allocators themselves take more or less of, from run to run."""
-    return beyond_bytes < min(_LITTLE * budget_bytes, _ALLOCATOR_BLOCK_BYTES)
 
 
 def _less(check: Check, budget_bytes: int) -> str:
@@ -345,7 +331,8 @@ class Reference:
                 f"kept {self._where}, and the budget is {bytes_text(self.budget_bytes)}"
             )
         moved_bytes += 2 * self._results_bytes
-        if moved_bytes > self._free_bytes:
+        is_on_host = is_cuda(self.graph.device)
+        if moved_bytes > (free_bytes() if is_on_host else free_on_drive_bytes(host_folder())):
             return f"of which {bytes_text(moved_bytes)} would have to be kept {self._where}"
         return ""
 
@@ -363,12 +350,6 @@ class Reference:
     @property
     def _where(self) -> str:
         return "in the host's memory" if is_cuda(self.graph.device) else f"in {host_folder()}"
-
-    @property
-    def _free_bytes(self) -> int:
-        if is_cuda(self.graph.device):
-            return free_bytes()
-        return free_on_drive_bytes(host_folder())
 
 
 def gradients_there(model: nn.Module) -> int:

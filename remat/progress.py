@@ -163,15 +163,11 @@ def stopwatch_of_call(*, verbose: bool) -> Stopwatch:
     """That of a call in Python: on a terminal, else in the log; silent if not `verbose`."""
     if not verbose:
         return Stopwatch()
-    if not _is_terminal() or not _is_first_rank():
-        return LoggedStopwatch()
-
-    return TerminalStopwatch(steady_console(stderr=True))
-
-
-def _is_terminal() -> bool:
     # Python has no standard error under pythonw, and some programs put their own there.
-    return bool(getattr(sys.stderr, "isatty", bool)())
+    is_terminal = bool(getattr(sys.stderr, "isatty", bool)())
+    if not is_terminal or not _is_first_rank():
+        return LoggedStopwatch()
+    return TerminalStopwatch(steady_console(stderr=True))
 
 
 def _is_first_rank() -> bool:

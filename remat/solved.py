@@ -43,13 +43,9 @@ def graph_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph | No
 def predicted(result: Result, cost_origin: str) -> Prediction:
     """What a plan keeps of a result: figures of `simulate`, by costs of that origin."""
     return Prediction(
-        peak_bytes=result.peak_bytes,
-        time_us=result.time_us,
-        overhead=result.overhead,
-        lower_bound_us=result.lower_bound_us,
-        gap=result.gap,
-        cost_origin=cost_origin,
-    )
+        peak_bytes=result.peak_bytes, time_us=result.time_us, overhead=result.overhead,
+        lower_bound_us=result.lower_bound_us, gap=result.gap, cost_origin=cost_origin,
+    )  # fmt: skip
 
 
 def planned_text(
@@ -71,14 +67,9 @@ def planned_text(
 
 
 def at_hand_text(
-    what: str,
-    schedule: Schedule,
-    peak_bytes: int,
-    check: Check | None,
-    seconds: float,
-    *,
+    what: str, schedule: Schedule, peak_bytes: int, check: Check | None, seconds: float, *,
     is_compared: bool,
-) -> str:
+) -> str:  # fmt: skip
     """As `planned_text`, of a schedule that nothing was solved for."""
     runs_once = all(n == 1 for n in schedule.computations().values())
     is_plain = runs_once and not (schedule.captured_hash or schedule.moves)
@@ -130,17 +121,13 @@ def infeasible_text(result: Result) -> str:
         advice = "Allow a longer time limit" if is_late else "Raise the budget"
         return f"no schedule within {asked} was found. {result.message or advice}"
     rest = least - sum(item.size_bytes for item in result.held_at_peak)
-    held = ", ".join(
-        [f"resident and workspace {bytes_text(rest)}"]
-        + [
-            f"{item.module or item.name} {bytes_text(item.size_bytes)}"
-            for item in result.held_at_peak[:3]
-        ]
-    )
+    values = [(item.module or item.name, item.size_bytes) for item in result.held_at_peak[:3]]
+    held = [("resident and workspace", rest), *values]
+    holders = ", ".join(f"{name} {bytes_text(size)}" for name, size in held)
     ways = [text for text in (result.otherwise, option("budget", budget_text(least))) if text]
     return (
         f"budget {asked} is below {bytes_text(least)}, the least that a schedule is known to "
-        f"reach; its peak is held by {held}. {_floor_text(result)}Try {', '.join(ways)}, "
+        f"reach; its peak is held by {holders}. {_floor_text(result)}Try {', '.join(ways)}, "
         f"a smaller batch, or {option('budget', 'min')}"
     )
 

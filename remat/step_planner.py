@@ -66,10 +66,8 @@ class StepPlanner:
         sharding = self.spec.sharding
         most_bytes = self.spec.parsed_budget.most_bytes(local_step(one.graph, sharding))
         with self.stages.stage("profile", "timing ops") as shown:
-            graph = add_costs(
-                one, progress=shown, profile=self._profile, tiers=self._tiers,
-                most_bytes=most_bytes, chunks=chunks,
-            )  # fmt: skip
+            known: Any = {"profile": self._profile, "tiers": self._tiers, "most_bytes": most_bytes}
+            graph = add_costs(one, progress=shown, chunks=chunks, **known)
         return local_step(graph, sharding, is_rewritten=True)
 
     def in_chunks(self, graph: TrainingGraph) -> TrainingGraph:
@@ -120,14 +118,9 @@ class StepPlanner:
         raise BudgetError(infeasible_text(lost))
 
     def compared(
-        self,
-        module: nn.Module,
-        graph: TrainingGraph,
-        budget_bytes: int,
-        *,
-        is_bound: bool = True,
+        self, module: nn.Module, graph: TrainingGraph, budget_bytes: int, *, is_bound: bool = True,
         ranks: CollectiveCall | None = None,
-    ) -> Check | None:
+    ) -> Check | None:  # fmt: skip
         """A step of `module` beside eager's, as far as there is room; None where none was run.
 
         Parameters
@@ -156,12 +149,10 @@ class StepPlanner:
         self, found: Solved, checked: Check | None, *, is_compared: bool = False
     ) -> None:
         """Say in one line what the plan is; `is_compared` as of `planned_text`."""
+        title, seconds = self.traced.recipe.title, self.stages.elapsed_s
         self.stages.say(
-            planned_text(
-                self.traced.recipe.title, found.result, checked, self.stages.elapsed_s,
-                is_compared=is_compared,
-            )
-        )  # fmt: skip
+            planned_text(title, found.result, checked, seconds, is_compared=is_compared)
+        )
 
 
 def plan_one_size(spec: StepSpec) -> fx.GraphModule:
@@ -200,10 +191,8 @@ def plan_one_size(spec: StepSpec) -> fx.GraphModule:
             )
         else:
             assert found.result.schedule is not None
-            schedule = before_sharding(found.result.schedule, traced.graph)
-            module = rewrite(
-                spec.model, schedule, trace=traced, audit=spec.audit, **facts_of(found)
-            )
+            schedule, facts = before_sharding(found.result.schedule, traced.graph), facts_of(found)
+            module = rewrite(spec.model, schedule, trace=traced, audit=spec.audit, **facts)
             is_bound = spec.sharding.kind == "none"
         agree_on_audits(ranks, [module])
         # The profiler does not see what gloo's threads free, so it cannot hold such a step to it.

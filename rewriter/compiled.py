@@ -30,7 +30,7 @@ from remat.graph_capture.tracing.attribute_writes import InitialisedOnce, Mutate
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.trace import Trace
 from remat.rewriter.graphs.backward_parts import GradientGates, in_parts
-from remat.rewriter.graphs.codegen import Boxed, compile_boxed, marks
+from remat.rewriter.graphs.codegen import Boxed, boxed, compile_boxed, marks
 from remat.rewriter.graphs.emit import FloatSource, emit, recompute_inputs
 from remat.rewriter.tiers.file_tier import FileTier, TierCopies, host_places
 from remat.schedules.schedule import Schedule
@@ -63,12 +63,11 @@ class StepAllocator:
         self.n_results = 0
 
     def around(self, phase: PassKind, graph: Boxed) -> Boxed:
+        @boxed
         def run(args: list[Any]) -> Any:
             source = self.source  # read at each call: an arena is opened and closed between steps
             return graph(args) if source is None else source.run(phase, graph, args)
 
-        # AOTAutograd then passes inputs in a list, which the graph empties.
-        run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
         return run
 
 
@@ -257,9 +256,8 @@ class _Cut:
                 setattr(gm, str(node.target), getattr(self.backward, str(node.target)))
             # First backwards of several threads would share the graph's fake mode.
             with _compiling:
-                return in_parts(
-                    self.gates.compile_backward(gm) if self.gates else compile_boxed(gm)
-                )
+                whole = self.gates.compile_backward(gm) if self.gates else compile_boxed(gm)
+                return in_parts(whole)
 
         return compile_boxed, backwards
 
@@ -283,11 +281,9 @@ def compile_step(
     )
     with functorch_config.patch(donated_buffer=False):
         call = aot_compile_joint_with_descriptors(
-            trace.descriptors,
-            partition_fn=cut.partition,
-            fw_compiler=cut.compile_forward,
-            bw_compiler=cut.compile_backward,
-        )
+            trace.descriptors, partition_fn=cut.partition,
+            fw_compiler=cut.compile_forward, bw_compiler=cut.compile_backward,
+        )  # fmt: skip
     return CompiledStep(
         call, cut.forward, cut.backward, facts, trace.graph, links, trace.mutated,
         trace.initialised, trace.duplicate_outputs, cut.floats, by_inductor, cut.gates, cut.memory,
@@ -303,14 +299,12 @@ def tier_for(
         return None
     if links is None:  # the simulator has refused it already
         raise TierError("this plan copies values to the host, and nothing is known of a host")
-    tier: TierCopies
+    tier: TierCopies = FileTier(found.host_peak_bytes, found.nvme_peak_bytes, links.nvme_path)
     if is_cuda(graph.device):
         from remat.rewriter.tiers.stream_tier import StreamTier
 
         places = host_places(graph, schedule)
         tier = StreamTier(graph.device, places, links, found.nvme_peak_bytes)
-    else:
-        tier = FileTier(found.host_peak_bytes, found.nvme_peak_bytes, links.nvme_path)
     # A lack of room shows when the module is made, not only in a step.
     tier.require_room()
     return tier

@@ -44,11 +44,8 @@ def trace_of_schedule(
     facts = schedule.graph_hash, recipe.device
     # The plan may have been made elsewhere, or for a device of the table: exact chunks are compared
     # with eager on the device that will train, once a process.
-    unknown = [
-        one
-        for one in schedule.chunks
-        if one.exact and not is_known_to_give_them(*facts, one.region, one.chunks)
-    ]
+    exact = [one for one in schedule.chunks if one.exact]
+    unknown = [one for one in exact if not is_known_to_give_them(*facts, one.region, one.chunks)]
     # Compiling uses up a trace's record, which `with_edits` takes over.
     is_usable = captured is not None and not captured.compiled and not captured.floats
     if unknown:
@@ -192,7 +189,11 @@ def rewrite(
         )
     if over is not None:
         require_compatible(dynamic=True, compile=compile, optimizer_in_backward=updates)
-        traced = trace or _trace_over(model, over)
+        if trace is None and not isinstance(over, RangedGraph):  # pyright: ignore
+            raise RewriteError(
+                f"over is {type(over).__name__}: pass what remat.capture(..., dynamic=...) returned"
+            )
+        traced = trace or _trace_range(model, over)
         schedule = resized_schedule(schedule, traced.graph)
     elif trace is None:
         traced = _trace_for(model, schedule, args, kwargs, loss_fn, target)
@@ -221,10 +222,10 @@ def module_for(
     """The module that carries out `schedule`; `traced` has not been compiled."""
     links = links_of(traced, costed)
     step = compile_step(traced, schedule, by_inductor=by_inductor, links=links)
-    known = (prediction, costed, updates)
     return make_module(
-        model, schedule, traced.recipe, step, traced.python_state, *known, audit=audit
-    )
+        model, schedule, traced.recipe, step, traced.python_state, prediction, costed, updates,
+        audit=audit,
+    )  # fmt: skip
 
 
 def _warn_above_budget(traced: Trace, schedule: Schedule) -> None:
@@ -286,14 +287,6 @@ def _usable(trace: Trace, model: nn.Module, schedule: Schedule) -> Trace:
     # A trace of the step as captured lacks only the plan's edits, so it need not be traced again.
     captured = trace if trace.graph.hash == schedule.captured_hash else None
     return _traced_again(model, trace.recipe, schedule, captured)
-
-
-def _trace_over(model: nn.Module, over: RangedGraph) -> Trace:
-    if not isinstance(over, RangedGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise RewriteError(
-            f"over is {type(over).__name__}: pass what remat.capture(..., dynamic=...) returned"
-        )
-    return _trace_range(model, over)
 
 
 def _trace_range(model: nn.Module, known: RangedGraph | Family) -> Trace:

@@ -69,15 +69,12 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
 
         def make() -> BlocksPlan:
             most_bytes = spec.parsed_budget.most_bytes(traced.whole.graph)
+            facts: dict[str, Any] = {"profile": known, "tiers": tiers, "most_bytes": most_bytes}
             with stages.stage("profile", "timing ops") as shown:
-                costed = add_costs(
-                    traced.whole, progress=shown, profile=known, tiers=tiers,
-                    most_bytes=most_bytes,
-                )  # fmt: skip
+                costed = add_costs(traced.whole, progress=shown, **facts)
             with stages.stage("solve", f"solving for {budget}"):
-                return _plan_within(
-                    BlockPlanner(traced, costed, sharding, spec.time_limit_s), budget
-                )
+                planner = BlockPlanner(traced, costed, sharding, spec.time_limit_s)
+                return _plan_within(planner, budget)
 
         # Ranks of another step would decode a plan of ops that they do not have.
         ranks.require_same_step(traced.hash)
@@ -93,11 +90,10 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
         checked = None
         # A check runs the model's collectives: all ranks run it, or none.
         if ranks.all_agree("check", is_checked(traced.whole.graph, spec.check, beside)):
-            most_bytes = budget_bytes if is_bound else None
+            limits = budget_bytes if is_bound else None, beside
             with stages.stage("check", f"comparing a step of {name} with eager"):
                 checked = unless_short(
-                    lambda: _require_equal_blocks(model, made, batch, most_bytes, beside),
-                    say_unchecked,
+                    lambda: _require_equal_blocks(model, made, batch, *limits), say_unchecked
                 )
         what = f"{traced.whole.recipe.title}, {len(plan.schedules)} blocks"
         stages.say(planned_text(what, plan.result, checked, stages.elapsed_s))

@@ -7,7 +7,7 @@ import itertools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
+from typing import Any, ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor, fx, nn
@@ -46,9 +46,6 @@ from remat.solved import at_hand_text, facts_of
 from remat.solver.table import make_solver
 from remat.step_planner import StepPlanner, plan_one_size
 from remat.step_spec import StepSpec
-
-if TYPE_CHECKING:
-    from remat.step_spec import StepSpec
 
 
 class _FloatPromotion:
@@ -174,9 +171,8 @@ class PlanCache(SharedState, nn.Module):
         if planned is None:
             # Numbers alone can become inputs; any other change needs a plan of its own.
             names = {name for error in changed for name in error.numbers}
-            planned = cls._remat_numbers.planned(
-                names, functools.partial(cls._remat_planned, args, kwargs, target)
-            )
+            make = functools.partial(cls._remat_planned, args, kwargs, target)
+            planned = cls._remat_numbers.planned(names, make)
         else:
             cls._remat_drop_outgrown(outgrown, planned)
         cls._remat_known.took(_peak_bytes(planned))
@@ -223,7 +219,9 @@ class PlanCache(SharedState, nn.Module):
         # `cached_plan` knows neither Inductor's code nor ranks.
         is_planned_anew = any(spec.asked[name] for name in ("compile", "group", "sharding"))
         peak_bytes = cls._remat_known.most_bytes
-        make = plan_one_size if is_planned_anew else cls._remat_cached
+        make: Callable[[StepSpec], fx.GraphModule] = plan_one_size
+        if not is_planned_anew:
+            make = functools.partial(cached_plan, known=cls._remat_known)
         try:
             return make(spec)
         except BudgetError:
@@ -232,10 +230,6 @@ class PlanCache(SharedState, nn.Module):
         # A per cent of a small batch's own peak can be too little for its parameters, as with the
         # last batch of an epoch; but the run has room for the larger ones.
         return make(spec.replace(budget=peak_bytes))
-
-    @classmethod
-    def _remat_cached(cls, spec: StepSpec) -> fx.GraphModule:
-        return cached_plan(spec, cls._remat_known)
 
     @classmethod
     def _remat_spec(cls, args: Any, kwargs: Any, target: Any) -> StepSpec:
@@ -271,26 +265,17 @@ class PlanCache(SharedState, nn.Module):
     @classmethod
     def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         sizes = cls._remat_sizes
-        return _make_cache, (
-            cls._remat_original_module,
-            cls._remat_loss_fn,
-            cls._remat_max_plans,
-            cls._remat_options,
-            # What was asked, not what was learned: a copy learns from its own batches.
-            None if sizes is None else (sizes.dynamic, sizes.upto),
-        )
+        # What was asked, not what was learned: a copy learns from its own batches.
+        asked = None if sizes is None else (sizes.dynamic, sizes.upto)
+        options = cls._remat_max_plans, cls._remat_options
+        return _make_cache, (cls._remat_original_module, cls._remat_loss_fn, *options, asked)
 
 
 def plan_cache(
-    model: nn.Module,
-    *,
-    budget: str | SupportsIndex,
-    loss_fn: LossFunction | None = None,
-    max_plans: int = _MAX_PLANS,
-    dynamic: DynamicOrAuto | None = None,
-    upto: Upto | None = None,
+    model: nn.Module, *, budget: str | SupportsIndex, loss_fn: LossFunction | None = None,
+    max_plans: int = _MAX_PLANS, dynamic: DynamicOrAuto | None = None, upto: Upto | None = None,
     **options: Any,
-) -> PlanCache:
+) -> PlanCache:  # fmt: skip
     """The module that `remat.rematerialize` returns without a batch; arguments are its own.
 
     A batch that fits with every op run once runs so. One of other sizes takes the schedule of an
@@ -341,27 +326,17 @@ def _require_readable(spec: StepSpec) -> None:
 
 
 def _make_cache(
-    model: nn.Module,
-    loss_fn: LossFunction | None,
-    max_plans: int,
-    options: dict[str, Any],
+    model: nn.Module, loss_fn: LossFunction | None, max_plans: int, options: dict[str, Any],
     sizes: tuple[DynamicOrAuto, Upto | None] | None,
-) -> PlanCache:
+) -> PlanCache:  # fmt: skip
     kind = class_of_user(
-        PlanCache,
-        model,
-        loss_fn,
-        original_module=model,
-        _remat_original_module=model,
-        _remat_plans=OrderedDict(),
-        _remat_stale=[],
-        _remat_known=KnownPlans(),
-        _remat_options=options,
+        PlanCache, model, loss_fn, original_module=model, _remat_original_module=model,
+        _remat_plans=OrderedDict(), _remat_stale=[], _remat_known=KnownPlans(),
+        _remat_options=options, _remat_max_plans=max_plans,
         _remat_sizes=None if sizes is None else VaryingSizes(model, *sizes),
         _remat_numbers=_FloatPromotion(is_compiled=bool(options.get("compile"))),
         _remat_loss_fn=staticmethod(loss_fn) if loss_fn else None,
-        _remat_max_plans=max_plans,
-    )
+    )  # fmt: skip
     return kind()
 
 
@@ -379,11 +354,8 @@ def _peak_bytes(plan: Any) -> int:
 
 def _key(batch: Any) -> Hashable:
     leaves, spec = pytree.tree_flatten(batch)
-    facts = (
-        # By type too: True, 1 and 1.0 are equal, and may make different steps.
-        tensor_facts(leaf) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf))
-        for leaf in leaves
-    )
+    # By type too: True, 1 and 1.0 are equal, and may make different steps.
+    facts = [tensor_facts(x) if isinstance(x, Tensor) else (type(x), repr(x)) for x in leaves]
     return tuple(facts), spec, autocast_state()
 
 
@@ -404,16 +376,16 @@ def _module_at_hand(planner: StepPlanner, found: AtHand, known: KnownPlans) -> R
     module = adopted(
         spec.model, traced, found.schedule, found.links, audit=spec.audit, is_compared=is_compared
     )
-    checked = None
-    if not known.is_checked:
-        checked = planner.compared(module, found.graph, found.schedule.budget_bytes)
+    budget_bytes = found.schedule.budget_bytes
+    checked = None if known.is_checked else planner.compared(module, found.graph, budget_bytes)
     known.took(found.peak_bytes)
     known.is_checked = True
-    said = at_hand_text(
-        traced.recipe.title, found.schedule, found.peak_bytes, checked,
-        planner.stages.elapsed_s, is_compared=is_compared,
-    )  # fmt: skip
-    planner.stages.say(said)
+    title, seconds = traced.recipe.title, planner.stages.elapsed_s
+    planner.stages.say(
+        at_hand_text(
+            title, found.schedule, found.peak_bytes, checked, seconds, is_compared=is_compared
+        )
+    )
     return module
 
 

@@ -198,16 +198,14 @@ class GraphContext:
 
     def text(self) -> str:
         """Known before the graph is traced; the same in each process."""
-        others = self.shared.others_text(self.frame)
-        return f"{self.whole} {others}"
+        return f"{self.whole} {self.shared.others_text(self.frame)}"
 
     def set_beside(self, step: StepBytes) -> None:
         step.modules = self.shared.modules_ahead(self.whole, self.frame)
         # Each further module like this one is a call that runs before the first backward.
         step.calls = max(self.asked.calls, step.modules)
-        step.awaited_gradient_bytes = self.shared.expect(
-            self.whole, self.frame, step.gradient_bytes, step.modules
-        )
+        own = step.gradient_bytes, step.modules
+        step.awaited_gradient_bytes = self.shared.expect(self.whole, self.frame, *own)
 
     def held_bytes(self, step: StepBytes) -> int:
         return self.shared.held_bytes(self.frame, step.static_bytes, step.dynamic_bytes)

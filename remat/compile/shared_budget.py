@@ -96,9 +96,8 @@ def _outermost(parts: Sequence[nn.Module]) -> nn.Module | None:
     while frame is not None:
         # Every call of a module goes through this code, with the module as `self`.
         owner = frame.f_locals.get("self") if frame.f_code is module_call_code else None
-        if isinstance(owner, nn.Module):
-            is_around = not known.isdisjoint(map(id, owner.modules()))
-            found = owner if is_around else found
+        if isinstance(owner, nn.Module) and not known.isdisjoint(map(id, owner.modules())):
+            found = owner
         frame = frame.f_back
     return found
 
@@ -180,25 +179,13 @@ class Measured(Protocol):
     """A graph whose bytes are noted: one step, or the subgraphs of one."""
 
     @property
-    def static_bytes(self) -> int:
-        """Of parameters and buffers."""
-        ...
-
+    def static_bytes(self) -> int: ...  # of parameters and buffers
     @property
-    def dynamic_bytes(self) -> int:
-        """Of all other inputs."""
-        ...
-
+    def dynamic_bytes(self) -> int: ...  # of all other inputs
     @property
-    def gradient_bytes(self) -> int:
-        """Of the gradients of parameters."""
-        ...
-
+    def gradient_bytes(self) -> int: ...  # of the gradients of parameters
     @property
-    def modules(self) -> int:
-        """How many modules run the graph, each with gradients of its own."""
-        ...
-
+    def modules(self) -> int: ...  # that run the graph, each with gradients of its own
     def alone(self, found: ReplayedMemory) -> ReplayedMemory:
         """`found` without what other calls and later graphs have left."""
         ...
@@ -287,8 +274,9 @@ class SharedBudget:
         self.noted[frame] = _Noted.of(step, chosen, stock, budget_bytes)
         peaks = [self._peak(frames, k, is_stock=False) for k in range(len(frames))]
         if not is_bound:
-            raised = max(budget_bytes, *peaks)
-            self.noted[frame] = dataclasses.replace(self.noted[frame], budget_bytes=raised)
+            self.noted[frame] = dataclasses.replace(
+                self.noted[frame], budget_bytes=max(budget_bytes, *peaks)
+            )
             return
         # Earlier graphs were planned before this one was known.
         highest = peaks.index(max(peaks))
@@ -332,9 +320,8 @@ class SharedBudget:
     def _static_bytes(self, frames: Sequence[Frame]) -> int:
         largest: dict[int, int] = {}
         for frame in frames:
-            known = largest.get(frame[0], 0)
             # Compilations of one frame, for other shapes, share their parameters.
-            largest[frame[0]] = max(known, self.noted[frame].static_bytes)
+            largest[frame[0]] = max(largest.get(frame[0], 0), self.noted[frame].static_bytes)
         return sum(largest.values())
 
     def _gradient_bytes(self, frames: Sequence[Frame]) -> int:

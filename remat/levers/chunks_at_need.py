@@ -43,12 +43,9 @@ def may_wait(traced: Trace, budget: Budget) -> bool:
 
 
 def solved_at_need(
-    traced: Trace,
-    graph: TrainingGraph,
-    solve_for: _SolveFor,
-    with_measured_chunks: Callable[[TrainingGraph], TrainingGraph],
-    stages: Stopwatch,
-) -> Solved:
+    traced: Trace, graph: TrainingGraph, solve_for: _SolveFor,
+    with_measured_chunks: Callable[[TrainingGraph], TrainingGraph], stages: Stopwatch,
+) -> Solved:  # fmt: skip
     """The best plan of `graph`, without chunks; or of the graph with them, if they may help."""
     whole = solve_for(graph)
     if not _may_help(traced, graph, whole, solve_for, stages):
@@ -80,12 +77,9 @@ def _may_help(
 
 
 def naming_tolerance(
-    result: Result,
-    traced: Trace,
-    graph: TrainingGraph,
-    cost_model: Callable[[Trace], TrainingGraph],
-    solved: Callable[[TrainingGraph], Result],
-) -> Result:
+    result: Result, traced: Trace, graph: TrainingGraph,
+    cost_model: Callable[[Trace], TrainingGraph], solved: Callable[[TrainingGraph], Result],
+) -> Result:  # fmt: skip
     """`result`; where nothing fits and heads stay whole for their bits, with what chunks need."""
     if result.schedule is not None or not result.least_feasible_bytes:
         return result

@@ -113,13 +113,9 @@ def _optimizer_in_backward_of(
 
 
 def planned_optimizer_in_backward(
-    model: nn.Module,
-    optimizer: Literal["none", "sgd", "momentum", "adamw"],
-    device: str,
-    *,
-    loss_fn: Callable[..., Any] | None = None,
-    accumulate: bool = False,
-) -> GradientRelease:
+    model: nn.Module, optimizer: Literal["none", "sgd", "momentum", "adamw"], device: str, *,
+    loss_fn: Callable[..., Any] | None = None, accumulate: bool = False,
+) -> GradientRelease:  # fmt: skip
     from remat.graph_capture.devices.known_devices import is_in_table
     from remat.graph_capture.joint.gradients import GradientRelease
 

@@ -55,10 +55,8 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
         traced = trace(model, **spec.of_trace, dynamic=dynamic)
     require_group(traced.joint.module, None, ONE_RANK.format(what="a plan over a range of sizes"))
     with stages.stage("profile", "timing ops at several sizes") as shown:
-        graph = ranged_graph_of(
-            traced, _costs_within(spec.parsed_budget, known, shown),
-            workspaces_by(traced, known),
-        )  # fmt: skip
+        costed = _costs_within(spec.parsed_budget, known, shown)
+        graph = ranged_graph_of(traced, costed, workspaces_by(traced, known))
     asked = spec.of_solve
     sizes = sizes_within(traced, batch)
     with stages.stage("solve", f"solving for {budget} at the sizes of the range"):

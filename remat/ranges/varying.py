@@ -197,8 +197,7 @@ class VaryingSizes:
     def key(self, batch: Any) -> tuple[tuple[Hashable, Hashable], bool]:
         """A pair, of which the first is the kind; and whether other places vary than before."""
         leaves, spec = pytree.tree_flatten(batch)
-        kind = (tuple(map(_kind_of, leaves)), spec, autocast_state())
-        shapes = _shapes(leaves)
+        kind, shapes = (tuple(map(_kind_of, leaves)), spec, autocast_state()), _shapes(leaves)
         known = self._kinds.get(kind)
         if known is None:
             known = self._kinds[kind] = self._first_of(batch)
@@ -218,8 +217,7 @@ class VaryingSizes:
         dynamic: dict[str | int, dict[int, Any]] = {}
         for (leaf, dim), name in kind.symbols_at(shapes).items():
             one = ranges[name]
-            entry = (one.name, one.low, one.high, one.multiple)
-            dynamic.setdefault(names[leaf], {})[dim] = entry
+            dynamic.setdefault(names[leaf], {})[dim] = one.name, one.low, one.high, one.multiple
         return _Wanted(dynamic or None, is_guess)
 
     def planned(self, batch: Any, symbols: tuple[Symbol, ...]) -> None:
@@ -283,10 +281,7 @@ def _with_ranges(dynamic: Dynamic) -> Dynamic:
     def ranged(entry: Any) -> Any:
         return (entry, _LEAST, _LEAST + 1) if isinstance(entry, str) else entry
 
-    return {
-        argument: {dim: ranged(entry) for dim, entry in dims.items()}
-        for argument, dims in dynamic.items()
-    }
+    return {one: {dim: ranged(x) for dim, x in dims.items()} for one, dims in dynamic.items()}
 
 
 def _kind_of(leaf: Any) -> Hashable:
@@ -300,10 +295,8 @@ def _kind_of(leaf: Any) -> Hashable:
 
 
 def _shapes(leaves: list[Any]) -> Shapes:
-    return tuple(
-        tuple(leaf.shape) if isinstance(leaf, Tensor) and leaf.is_contiguous() else None
-        for leaf in leaves
-    )
+    tensors = [one if isinstance(one, Tensor) and one.is_contiguous() else None for one in leaves]
+    return tuple(None if one is None else tuple(one.shape) for one in tensors)
 
 
 def _argument_names(model: nn.Module) -> dict[str, str]:

@@ -122,10 +122,7 @@ def _hear(messages: RankMessages) -> None:
             if messages.read(f"done/{rank}") is not None:
                 del watches[rank]
             elif watch.silent_s() > SILENT_S:
-                raise AgreementError(
-                    f"rank {messages.ranks[rank]} has not been heard of for {SILENT_S:.0f} s while "
-                    "it compiled: its process has ended or stands still. See what it said last"
-                )
+                raise AgreementError(_stuck_text(messages.ranks[rank], "it compiled"))
             # It has the code already, and will not come.
             elif not watch.has_come and time.monotonic() > end:
                 del watches[rank]
@@ -162,18 +159,19 @@ class OnePlan:
         messages, leader = self._messages, self.leader
         assert messages is not None
         assert leader is not None
-        text = messages.awaited("plan", messages.ranks.index(leader), _leader_silent_text)
+        doing = "it planned the graph that this rank compiles too"
+        place = messages.ranks.index(leader)
+        text = messages.awaited("plan", place, lambda rank, _: _stuck_text(rank, doing))
         if isinstance(text, RankFailure):
             messages.leave()
             raise error_of(text, _WHAT)
         return msgspec.json.decode(text, type=kind)
 
 
-def _leader_silent_text(leader: int, _has_come: bool) -> str:
+def _stuck_text(rank: int, doing: str) -> str:
     return (
-        f"rank {leader} has not been heard of for {SILENT_S:.0f} s while it planned "
-        "the graph that this rank compiles too: its process has ended or stands still. "
-        "See what it said last"
+        f"rank {rank} has not been heard of for {SILENT_S:.0f} s while {doing}: its process has "
+        "ended or stands still. See what it said last"
     )
 
 

@@ -25,8 +25,7 @@ Outcome = Mapping[str, Any]
 
 _TIMES = 10.0
 """Where eager does not repeat itself, a result may be this many times as far from its first run as
-its second run is. Both distances are rounding errors; a wrong gradient is off by far more.
-"""
+its second run is. Both distances are rounding errors; a wrong gradient is off by far more."""
 
 
 _TOLERANCE = 0.01
@@ -63,11 +62,8 @@ class EagerVariation:
 def differing_names(variation: EagerVariation, found: Outcome) -> tuple[str, ...]:
     expected, noise = variation.expected, variation.noise
     differing = [name for name in expected if not bitwise_equal(expected[name], found.get(name))]
-    return tuple(
-        name
-        for name in differing
-        if not distance(expected[name], found.get(name)) <= _TIMES * noise.get(name, -math.inf)
-    )
+    allowed = {name: _TIMES * noise.get(name, -math.inf) for name in differing}
+    return tuple(n for n in differing if not distance(expected[n], found.get(n)) <= allowed[n])
 
 
 def unsteady_names(expected: Outcome, again: Outcome) -> tuple[str, ...]:
@@ -225,7 +221,7 @@ def moved_by_rounding(outcome: Callable[[], Outcome], expected: Outcome) -> dict
     with RoundingNoise():
         found = outcome()
     return {
-        name: float((found[name].double() - like.double()).norm())
+        name: _norm(found[name].double() - like.double())
         for name, like in expected.items()
         if isinstance(like, Tensor) and like.is_floating_point()
     }
@@ -258,9 +254,7 @@ class DeterministicReductions(OpWatcher):
 def has_nondeterministic_sums(module: nn.Module) -> bool:
     kinds: list[Any] = [type(m) for m in module.modules()]  # of its own, which holds the plan
     steps = [kind._remat_compiled_step for kind in kinds if hasattr(kind, "_remat_compiled_step")]
-    return any(
-        adds_nondeterministically(graph) for one in steps for graph in (one.forward, one.backward)
-    )
+    return any(adds_nondeterministically(gm) for one in steps for gm in (one.forward, one.backward))
 
 
 def adds_nondeterministically(gm: fx.GraphModule) -> bool:
@@ -296,8 +290,7 @@ class _Ran(OpWatcher):
         self.ops: list[_Op] = []
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        caller = sys._getframe(2)  # beyond the watcher's own
-        self.ops.append(_op(func, args, source_of(caller)))
+        self.ops.append(_op(func, args, source_of(sys._getframe(2))))  # beyond the watcher's own
         return func(*args, **kwargs)
 
 
@@ -333,6 +326,5 @@ def _first_outside(ran: list[_Op], planned: list[_Op]) -> str:
 
 
 def _op(target: Any, args: tuple[Any, ...], line: str) -> _Op:
-    return _Op(
-        plain_name(target), tuple(repr(x) for x in args if isinstance(x, (bool, int, float))), line
-    )
+    numbers = tuple(repr(x) for x in args if isinstance(x, (bool, int, float)))
+    return _Op(plain_name(target), numbers, line)

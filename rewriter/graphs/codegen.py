@@ -99,11 +99,8 @@ class _Recorder(OpWatcher):
 def _same_call(found: _Call, wanted: _Call) -> bool:
     if found[0] is not wanted[0]:
         return False
-    parameters = found[0]._schema.arguments
-    return all(
-        _same(_given(parameter, i, found), _given(parameter, i, wanted))
-        for i, parameter in enumerate(parameters)
-    )
+    parameters = enumerate(found[0]._schema.arguments)
+    return all(_same(_given(one, i, found), _given(one, i, wanted)) for i, one in parameters)
 
 
 def _given(parameter: Any, i: int, call: _Call) -> Any:
@@ -138,16 +135,11 @@ def marks(graph: fx.Graph) -> list[fx.Node]:
 
 def places_released(graph: fx.Graph) -> tuple[tuple[int, ...], ...]:
     """For each mark the places that it releases, then those that are left to the end."""
-    found = [_places(mark) for mark in marks(graph)]
+    found: list[Any] = [tuple(mark.args[0]) for mark in marks(graph)]  # pyright: ignore
     results: Any = graph.output_node().args[0]
     released = {place for places in found for place in places}
     rest = (i for i, r in enumerate(results) if isinstance(r, fx.Node) and i not in released)
     return (*found, tuple(rest))
-
-
-def _places(mark: fx.Node) -> tuple[int, ...]:
-    places: Any = mark.args[0]
-    return tuple(places)
 
 
 Boxed = Callable[[list[Any]], Any]
@@ -249,11 +241,14 @@ def _dead_after(nodes: list[fx.Node], returned: Sequence[fx.Node]) -> dict[fx.No
     return dead
 
 
-def compile_boxed(gm: fx.GraphModule) -> Boxed:
-    run: Boxed = _compiled(_Writer(gm))
+def boxed(run: Boxed) -> Boxed:
     # AOTAutograd then passes inputs in a list, which the function empties.
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run
+
+
+def compile_boxed(gm: fx.GraphModule) -> Boxed:
+    return boxed(_compiled(_Writer(gm)))
 
 
 def compile_in_steps(gm: fx.GraphModule) -> Steps:

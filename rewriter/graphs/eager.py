@@ -50,9 +50,7 @@ class EagerEmitter(Emitter[Joint]):
         left_live: frozenset[str], writes: bool,
     ) -> None:  # fmt: skip
         super().__init__(joint, demand)
-        self.writes = writes
-        self.again = again
-        self.repeated = repeated
+        self.writes, self.again, self.repeated = writes, again, repeated
         self.left_live = set(left_live)
         self.tuples: dict[fx.Node, fx.Node] = {}
         self.states: dict[str, fx.Node] = {}
@@ -100,9 +98,7 @@ class EagerEmitter(Emitter[Joint]):
                 return args[0]
             called = (self.writes and step.in_place) or step.op
             own = name if i == last else f"{name}_step_{i}"
-            copy = self.graph.create_node("call_function", called, args, kwargs, own)
-            copy.meta = dict(node.meta[STEP_METAS][i])
-            return copy
+            return self.call(called, args, kwargs, own, node.meta[STEP_METAS][i])
 
         last = len(target.steps) - 1
         calls, _ = self.arguments(node, self.resolve)
@@ -143,9 +139,8 @@ class EagerEmitter(Emitter[Joint]):
     def _save_rng_state(self, op: Op) -> None:
         if self.is_saved_state(op.name):  # no op that runs once draws again
             device = str(drawn_on(self.joint.node_of_op[op.name.removeprefix(RNG_STATE)]))
-            state = self.graph.create_node("call_function", save_rng_state, (device,), {}, op.name)
-            state.meta["val"] = self.fake_state(op.name)
-            self.states[op.outputs[0]] = state
+            meta = {"val": self.fake_state(op.name)}
+            self.states[op.outputs[0]] = self.call(save_rng_state, (device,), {}, op.name, meta)
 
     def is_saved_state(self, value: str) -> bool:
         return value.startswith(RNG_STATE) and value.removeprefix(RNG_STATE) in self.repeated
@@ -207,19 +202,15 @@ class EagerEmitter(Emitter[Joint]):
             state = self.states[saved] = self.bring(saved)
         args, kwargs = self.arguments(node, self.resolve)
         taken: tuple[Any, ...] = (state, str(drawn_on(node)), node.target, *args)
-        copy = self.graph.create_node("call_function", drawing, taken, kwargs, name)
-        copy.meta = dict(node.meta)
-        return copy
+        return self.call(drawing, taken, kwargs, name, node.meta)
 
     def _normalise_again(self, node: fx.Node) -> fx.Node:
         read = [self.resolve(a) if isinstance(a, fx.Node) else a for a in node.args[:3]]
         target, n_results = RECOMPUTED_BY[node.target]
         # Arguments 3 and 4 are the running statistics, which the first run has updated.
         taken: tuple[Any, ...] = (*read, *node.args[5:])
-        copy = self.graph.create_node("call_function", target, taken, {}, f"{node.name}_again")
-        copy.meta = dict(node.meta)
-        copy.meta["val"] = node.meta["val"][:n_results]
-        return copy
+        meta = {**node.meta, "val": node.meta["val"][:n_results]}
+        return self.call(target, taken, {}, f"{node.name}_again", meta)
 
     def _pick_updates(self, node: fx.Node, op: Op) -> None:
         # The next run makes no statistics. The op that updates them may come much later, and until
@@ -238,11 +229,8 @@ class EagerEmitter(Emitter[Joint]):
             # A second run makes these too, which nothing reads.
             if name in self.left_live or picked in self.copies:
                 continue
-            copy = self.graph.create_node(
-                "call_function", picked.target, (self.tuples[node], picked.args[1]), {}, picked.name
-            )
-            copy.meta = dict(picked.meta)
-            yield picked, copy
+            args = self.tuples[node], picked.args[1]
+            yield picked, self.call(picked.target, args, {}, picked.name, picked.meta)
 
 
 # Backward takes the gradients of the results in the strides that they come in, as eager does.
@@ -255,11 +243,9 @@ RESHAPES = (aten.view.default, aten._unsafe_view.default)
 _OWN_STRIDES = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 """Their results have the same strides whatever those of their arguments are."""
 _READ_MEMORY = (
-    aten.as_strided.default,
-    aten.as_strided_scatter.default,
-    aten._reshape_alias.default,
+    aten.as_strided.default, aten.as_strided_scatter.default, aten._reshape_alias.default,
     aten.view.dtype,
-)
+)  # fmt: skip
 """They read memory as the trace saw it laid out."""
 _COPIED: dict[Any, tuple[int, int | None]] = {
     aten.native_group_norm_backward.default: (0, 1),
@@ -271,8 +257,7 @@ _COPIED: dict[Any, tuple[int, int | None]] = {
 }
 """Where autograd's formula calls ``contiguous`` on the gradient, which a trace of a contiguous one
 does not show (torch's ``derivatives.yaml``): the gradient's argument, and that of the input whose
-memory format is asked for.
-"""
+memory format is asked for."""
 
 
 def take_as_they_come(metadata: ViewAndMutationMeta, backward: fx.Graph) -> None:

@@ -168,9 +168,12 @@ class Emitter(ABC, Generic[_AnyJoint]):
 
     def copy_of(self, node: fx.Node, name: str, resolve: Callable[[fx.Node], fx.Node]) -> fx.Node:
         args, kwargs = self.arguments(node, resolve)
-        copy = self.graph.create_node(node.op, node.target, args, kwargs, name)
-        copy.meta = dict(node.meta)
-        return copy
+        return self.call(node.target, args, kwargs, name, node.meta)
+
+    def call(self, target: Any, args: Any, kwargs: Any, name: str | None, meta: Any) -> fx.Node:
+        made = self.graph.create_node("call_function", target, args, kwargs, name)
+        made.meta = dict(meta)
+        return made
 
     def arguments(
         self, node: fx.Node, resolve: Callable[[fx.Node], fx.Node]
@@ -182,11 +185,9 @@ class Emitter(ABC, Generic[_AnyJoint]):
 
 
 def emit_both(
-    joint: _JointGraph,
-    schedule: Schedule,
-    n_outputs: int,
+    joint: _JointGraph, schedule: Schedule, n_outputs: int,
     start: Callable[[Demand, frozenset[str]], Emitter[Any]],
-) -> tuple[fx.Graph, fx.Graph]:
+) -> tuple[fx.Graph, fx.Graph]:  # fmt: skip
     # AOTAutograd's contract: forward returns its results, then what is saved. Backward takes what
     # is saved, then the tangents, and returns the gradients.
     end = _require_end_of_forward(joint.graph, schedule)

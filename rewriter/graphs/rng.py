@@ -182,7 +182,8 @@ def run_with_rng_state(
         del bare  # there may be no room for it beside what is drawn
         result, after = form(*args, **kwargs, generator=generator), generator.get_state()
     if note is not None:
-        _require_note(note, after, op, device)
+        if note.any() and (note != _note_of(after, device)).any():
+            raise RandomStreamError(f"{op} cannot draw again what it drew in forward: {_OTHERS}")
         _learn(_key(op, args, kwargs), _moved(state, after, device))
     return result
 
@@ -209,11 +210,6 @@ def form_with_generator(op: Callable[..., Any]) -> Callable[..., Any] | None:
     forms = [op, *(getattr(op.overloadpacket, one) for one in names if one in known)]
     has_it = (form for form in forms if any(a.name == "generator" for a in form._schema.arguments))
     return next(has_it, None)
-
-
-def _require_note(note: _Words, after: Tensor, op: Any, device: str) -> None:
-    if note.any() and (note != _note_of(after, device)).any():
-        raise RandomStreamError(f"{op} cannot draw again what it drew in forward: {_OTHERS}")
 
 
 def _key(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -61,7 +61,10 @@ class Dependencies:
         if node.op == "placeholder":
             own = self._of_placeholder(node)
         elif is_getitem(node):
-            own = self._picked(node)
+            source, place = node.args
+            assert isinstance(source, fx.Node)
+            one: Any = (source, place)
+            own = frozenset([one]) if one in self.storages[source] else self.storages[source]
         elif is_wait(node) or aliased:
             own = aliased or read
         else:
@@ -77,12 +80,6 @@ class Dependencies:
             return frozenset([(node, 0)])
         # Two inputs may be of one storage.
         return frozenset([self._of_input.setdefault(storage_key(value), (node, 0))])
-
-    def _picked(self, node: fx.Node) -> frozenset[_Storage]:
-        source, place = node.args
-        assert isinstance(source, fx.Node)
-        one: Any = (source, place)
-        return frozenset([one]) if one in self.storages[source] else self.storages[source]
 
     def _made(self, node: fx.Node) -> frozenset[_Storage]:
         # A result may be an argument's storage although no schema says so.
@@ -114,15 +111,12 @@ class Dependencies:
             given = args[i] if i < len(args) else node.kwargs.get(parameter.name)
             if parameter.alias_info is None:
                 continue
-            storages = self._of_argument(given)
+            nodes = given if isinstance(given, (tuple, list)) else (given,)
+            found = (self.storages[one] for one in nodes if isinstance(one, fx.Node))
+            storages = frozenset[_Storage]().union(*found)
             aliased |= storages if returns_alias else set()
             written |= storages if parameter.alias_info.is_write else set()
         return frozenset(aliased), frozenset(written)
-
-    def _of_argument(self, given: Any) -> frozenset[_Storage]:
-        nodes = given if isinstance(given, (tuple, list)) else (given,)
-        found = (self.storages[one] for one in nodes if isinstance(one, fx.Node))
-        return frozenset[_Storage]().union(*found)
 
     def _note_order(self, nodes: Sequence[fx.Node]) -> None:
         changing = frozenset[_Storage]().union(*self.written.values())
@@ -202,12 +196,9 @@ _SOURCE, _SINK = 0, 1
 
 
 def _ops_run_early(
-    nodes: Sequence[fx.Node],
-    dependencies: Dependencies,
-    early: Collection[fx.Node],
-    late_results: Collection[fx.Node],
-    resident: Collection[_Storage],
-) -> set[fx.Node]:
+    nodes: Sequence[fx.Node], dependencies: Dependencies, early: Collection[fx.Node],
+    late_results: Collection[fx.Node], resident: Collection[_Storage],
+) -> set[fx.Node]:  # fmt: skip
     """`early`, and the ops that join them for the least bytes held between the two parts.
 
     `early` run early in any case, inputs among them, with all that runs before them. `late_results`
@@ -296,18 +287,13 @@ class _BackwardCut:
         inputs = self._inputs(early, carried)
         weights = self._weights(carried, [n for n in used if n.op == "get_attr"], late)
         held = self._storages(carried) - self.resident
-        return SplitGraphs(
-            inputs=inputs,
-            weights=weights,
-            n_results=len(self.results),
-            places=tuple(self.weights),
-            live=SplitBytes(
-                most_live_bytes(inputs, self.resident_names),
-                sum(map(self.facts.bytes_of, held)),
-                most_live_bytes(weights, self.resident_names),
-            ),
-            reads_tangents=any(is_tangent(node) for node, _ in held),
-        )
+        live = SplitBytes(
+            most_live_bytes(inputs, self.resident_names), sum(map(self.facts.bytes_of, held)),
+            most_live_bytes(weights, self.resident_names),
+        )  # fmt: skip
+        reads_tangents = any(is_tangent(node) for node, _ in held)
+        n_results, places = len(self.results), tuple(self.weights)
+        return SplitGraphs(inputs, weights, n_results, places, live, reads_tangents)
 
     def _early(self) -> set[fx.Node]:
         given = [r for r in self.given if isinstance(r, fx.Node)]
@@ -326,8 +312,8 @@ class _BackwardCut:
         for result in sorted(places, key=self._made_at):
             missing = self._needed_by([result]) - done
             done |= missing
-            ops = [n for n in missing if n.op != "get_attr"]
-            found.append(_LateGradient(result, tuple(places[result]), self._in_order(ops)))
+            ops = self._in_order(n for n in missing if n.op != "get_attr")
+            found.append(_LateGradient(result, tuple(places[result]), ops))
         return found
 
     def _in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -368,11 +354,9 @@ class _BackwardCut:
         return self._module(graph)
 
     def _weights(
-        self,
-        carried: Sequence[fx.Node],
-        constants: Sequence[fx.Node],
+        self, carried: Sequence[fx.Node], constants: Sequence[fx.Node],
         late: Sequence[_LateGradient],
-    ) -> fx.GraphModule:
+    ) -> fx.GraphModule:  # fmt: skip
         graph = fx.Graph()
         copies = {node: placeholder_like(graph, node.name, node) for node in carried}
         for node in self._in_order(constants):

@@ -179,28 +179,22 @@ class _Builder:
 
     def _add(self, node: fx.Node) -> None:
         if is_getitem(node):
-            self._add_part(node)
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            self.values_read[node] = (
+                # An element is a value of the op that made the tuple, or a view as its source is.
+                (node.name,) if node.name in self.values else self.values_read[source]
+            )
         elif is_wait(node):
-            self._add_wait(node)
+            names = self._read(node)
+            self.values_read[node] = names
+            # What was waited for stands for a collective's result, and is what may be saved.
+            if len(names) == 1 and self.values[names[0]].producer:
+                self.base[names[0]] = node
         elif shares_storage(node) or (is_inlined(node) and not self.stored.is_stored(node)):
             self.values_read[node] = self._read(node)
         else:
             self._add_op(node)
-
-    def _add_part(self, node: fx.Node) -> None:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        self.values_read[node] = (
-            # An element is a value of the op that made the tuple, or a view as its source is.
-            (node.name,) if node.name in self.values else self.values_read[source]
-        )
-
-    def _add_wait(self, node: fx.Node) -> None:
-        names = self._read(node)
-        self.values_read[node] = names
-        # What was waited for stands for a collective's result, and is what may be saved.
-        if len(names) == 1 and self.values[names[0]].producer:
-            self.base[names[0]] = node
 
     def _add_op(self, node: fx.Node) -> None:
         phase: Phase = "forward" if node in self.in_forward else "backward"
@@ -265,8 +259,7 @@ def build_fused(
 MOVED = frozenset({torch.ops.aten.mm.default})
 """Calls that Inductor makes one with an addition, at the place of the addition.
 
-For tied weights, a product moved there would hold the logits' gradient to the end of backward.
-"""
+For tied weights, a product moved there would hold the logits' gradient to the end of backward."""
 
 
 class _FusedEmitter(Emitter[FusedJoint]):
@@ -321,18 +314,15 @@ class _FusedEmitter(Emitter[FusedJoint]):
                 self.forget(inlined)
             self.inlined.clear()
         if isinstance(node.meta.get("val"), (tuple, list)):
-            self._pick(node, copy)
+            for part in node.users:
+                if is_getitem(part) and part not in self.copies:
+                    self.put(
+                        part, self.call(part.target, (copy, part.args[1]), {}, None, part.meta)
+                    )
+                    self._wait(part)
         else:
             self.put(node, copy, self._stored(node, copy) if self.at in self.lasting else None)
             self._wait(node)
-
-    def _pick(self, node: fx.Node, copy: fx.Node) -> None:
-        for part in node.users:
-            if is_getitem(part) and part not in self.copies:
-                picked = self.graph.call_function(part.target, (copy, part.args[1]))  # pyright: ignore
-                picked.meta = dict(part.meta)
-                self.put(part, picked)
-                self._wait(part)
 
     def _wait(self, made: fx.Node) -> None:
         # A collective's result is what was waited for, as in `EagerEmitter`.
@@ -347,9 +337,7 @@ class _FusedEmitter(Emitter[FusedJoint]):
         if not is_inlined(node) and node.target not in MOVED:
             return None
         # Kernels read it through this, so that Inductor stores it where it is made.
-        stored = self.graph.call_function(REALIZE, (copy,))
-        stored.meta = dict(node.meta)
-        return stored
+        return self.call(REALIZE, (copy,), {}, None, node.meta)
 
 
 def emit_fused(joint: FusedJoint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -152,8 +152,7 @@ Overheads of plans in %, as planned -> as taken by the code:
     U-Net, 72 MB                 2.1 -> 0.3    1.1 -> 0.6
     GPT-2, 59 MB                 4.6 -> 3.8    2.9 -> 4.8
 
-What was left was mostly arithmetic, which `us_per_element` adds.
-"""
+What was left was mostly arithmetic, which `us_per_element` adds."""
 
 
 class CallCosts:
@@ -245,7 +244,11 @@ def with_kernel_costs(joint: FusedJoint, costs: CallCosts) -> TrainingGraph:
     for op in joint.graph.ops:
         node = joint.node_of_op.get(op.name)
         if op.name in found:
-            op = _called(op, found[op.name])
+            cost = found[op.name]
+            origin = "estimated" if cost.is_estimate else "measured"
+            op = msgspec.structs.replace(
+                op, cost_us=cost.cost_us, workspace_bytes=cost.workspace_bytes, cost_origin=origin
+            )
         elif node is not None:
             # The time to read and write its values at the rate of a copy, and besides that the slow
             # functions that it computes. What is inlined into it costs nothing more.
@@ -258,15 +261,6 @@ def with_kernel_costs(joint: FusedJoint, costs: CallCosts) -> TrainingGraph:
     # taken off its cost, and added to the step.
     read_us = sum(bytes_for_backward(costed).values()) / bytes_per_us
     return calibrated(costed, WholeStepTimes(step_us=0.0, keeping_us=NEAR * read_us))
-
-
-def _called(op: Op, cost: OpCost) -> Op:
-    return msgspec.structs.replace(
-        op,
-        cost_us=cost.cost_us,
-        workspace_bytes=cost.workspace_bytes,
-        cost_origin="estimated" if cost.is_estimate else "measured",
-    )
 
 
 def _kernel_bytes(op: Op, node: fx.Node, values: Mapping[str, Value]) -> int:

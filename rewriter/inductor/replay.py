@@ -99,7 +99,7 @@ def replay(
         run.bring(name, [run.storage(0)])
     run.carry_out(lowered)
     forward_peak = run.peak_bytes
-    kept = [_held_by(run, name) for name in lowered.outputs]
+    kept = [[] if name is None else run.names.get(name, []) for name in lowered.outputs]
     outputs, saved = kept[:n_outputs], kept[n_outputs:]
     output_bytes = run.bytes_of(outputs)
     saved_bytes = run.bytes_of(kept) - output_bytes
@@ -114,13 +114,11 @@ class LiveStorages:
     """Storages that are live while events are carried out, by the names that hold them."""
 
     def __init__(self, workspaces: _Workspaces, held: set[str]) -> None:
-        self.workspaces = workspaces
-        self.held = held
+        self.workspaces, self.held = workspaces, held
         self.size_bytes: list[int] = []
         self.holders: list[int] = []
         self.names: dict[str, list[int]] = {}
-        self.live_bytes = 0
-        self.peak_bytes = 0
+        self.live_bytes = self.peak_bytes = 0
 
     def storage(self, size_bytes: int) -> int:
         self.size_bytes.append(size_bytes)
@@ -163,18 +161,11 @@ class LiveStorages:
             self.bring(event.name, self.names[event.of])
             self.drop(event.of)
         else:
-            self._allocate(event, extra_bytes)
-
-    def _allocate(self, event: Event, extra_bytes: int) -> None:
-        made = sum(event.sizes_bytes)
-        # A call's workspace lies beside its results, and is gone when it ends.
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + made + extra_bytes)
-        if event.sizes_bytes:
-            self.bring(event.name, [self.storage(size) for size in event.sizes_bytes])
-
-
-def _held_by(run: LiveStorages, name: str | None) -> list[int]:
-    return [] if name is None else run.names.get(name, [])
+            made = sum(event.sizes_bytes)
+            # A call's workspace lies beside its results, and is gone when it ends.
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + made + extra_bytes)
+            if event.sizes_bytes:
+                self.bring(event.name, [self.storage(size) for size in event.sizes_bytes])
 
 
 def _backward_run(

@@ -235,16 +235,10 @@ def plan_of(module: nn.Module) -> PlanFile:
 
 
 def load_plan(
-    plan: PlanFile | str | Path,
-    model: nn.Module,
-    args: tuple[Any, ...] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    loss_fn: LossFunction | None = None,
-    target: Any = None,
-    compile: bool = False,
-    audit: bool = True,
-) -> RematModule | RangedModule:
+    plan: PlanFile | str | Path, model: nn.Module, args: tuple[Any, ...] | None = None,
+    kwargs: Mapping[str, Any] | None = None, *, loss_fn: LossFunction | None = None,
+    target: Any = None, compile: bool = False, audit: bool = True,
+) -> RematModule | RangedModule:  # fmt: skip
     """Rewrite `model` to a kept plan. Nothing is measured and nothing is solved."""
     require_switches(compile=compile, audit=audit)
     kept = plan if isinstance(plan, PlanFile) else read_plan(plan)

@@ -15,7 +15,7 @@ from remat.graph_capture.distributed.dtensors import is_sharded_by_fsdp
 from remat.graph_capture.errors import RewriteError, StateChangedError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.python_state.state_guards import PythonState
-from remat.graph_capture.tracing.attribute_writes import MutatedAttribute, state_guarded
+from remat.graph_capture.tracing.attribute_writes import state_guarded
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.step_module import LossFunction, apply_loss
 from remat.graph_capture.tracing.trace import trace_recipe
@@ -229,7 +229,9 @@ class RematModule(SharedState, fx.GraphModule):
             output = step.results(*used, *batch)
         if step.mutated:
             output, tensors = output
-            self._remat_set(step.mutated, tensors)
+            for one in step.mutated:
+                one.put(guards.model.get_submodule(one.path), tensors[: one.tensors])
+                tensors = tensors[one.tensors :]
         # What eager's forward sets at its first call alone.
         for one in step.initialised:
             one.put()
@@ -280,11 +282,6 @@ class RematModule(SharedState, fx.GraphModule):
         passed, running = step.gradient_gates.through_gates([*used, *leaves], updates)
         return passed[: len(used)], self._remat_guards.batches.tree(passed[len(used) :]), running
 
-    def _remat_set(self, attributes: tuple[MutatedAttribute, ...], tensors: list[Tensor]) -> None:
-        for one in attributes:
-            one.put(self._remat_guards.model.get_submodule(one.path), tensors[: one.tensors])
-            tensors = tensors[one.tensors :]
-
     @classmethod
     def _remat_over(cls, model: nn.Module) -> RematModule:
         guards = cls._remat_guards
@@ -295,20 +292,21 @@ class RematModule(SharedState, fx.GraphModule):
         if guards.constants or is_own or guards.python_state.first_change():
             make, (_, *given) = cls._remat_recipe_to_pickle()
             return make(model, *given)
-        recipe, known = guards.recipe, (cls._remat_prediction, cls._remat_costed)
-        mutated = cls._remat_compiled_step.mutated
-        state = state_guarded(model, recipe.loss_fn, mutated, guards.python_state)
+        recipe, step = guards.recipe, cls._remat_compiled_step
+        state = state_guarded(model, recipe.loss_fn, step.mutated, guards.python_state)
         return make_module(
-            model, cls._remat_schedule, recipe, cls._remat_compiled_step, state, *known,
-            audit=cls._remat_audits,
+            model, cls._remat_schedule, recipe, step, state, cls._remat_prediction,
+            cls._remat_costed, audit=cls._remat_audits,
         )  # fmt: skip
 
     @classmethod
     def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         guards = cls._remat_guards
-        made_of = (cls._remat_schedule, guards.recipe, guards.captured_modes)
-        known = (cls._remat_prediction, cls._remat_costed, cls._remat_compiled_step.by_inductor)
-        return _restored, (cls._remat_original_module, *made_of, *known, cls._remat_audits)
+        return _restored, (
+            cls._remat_original_module, cls._remat_schedule, guards.recipe, guards.captured_modes,
+            cls._remat_prediction, cls._remat_costed, cls._remat_compiled_step.by_inductor,
+            cls._remat_audits,
+        )  # fmt: skip
 
     @property
     def graph(self) -> fx.Graph:
@@ -337,11 +335,9 @@ class RematModule(SharedState, fx.GraphModule):
 
     def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
         """Both graphs with the shape of every tensor, as text; also printed by default."""
-        parts = [
-            graph.print_readable(print_output, *args, **kwargs)
-            for graph in (self._remat_compiled_step.forward, self._remat_compiled_step.backward)
-        ]
-        return "\n".join(parts)
+        step = self._remat_compiled_step
+        graphs = step.forward, step.backward
+        return "\n".join(one.print_readable(print_output, *args, **kwargs) for one in graphs)
 
     def __str__(self) -> str:
         return f"{nn.Module.__repr__(self)}\n{self.code}"
@@ -360,9 +356,7 @@ def make_module(
         model, recipe, python_state, step.initialised, step.forward, step.backward,
         tuple(step.gradients.written),
     )  # fmt: skip
-    audits = None
-    if audit != "none":
-        audits = Audit(guards, step, schedule, costed, audits=audit)
+    audits = None if audit == "none" else Audit(guards, step, schedule, costed, audits=audit)
     kind = class_of_user(
         RematModule, model, recipe.loss_fn, schedule=schedule, _remat_schedule=schedule,
         forward_module=step.forward, backward_module=step.backward, original_module=model,

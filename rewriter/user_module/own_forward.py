@@ -133,8 +133,7 @@ class Unplanned:
         self._versions = [parameter._version for parameter in module.parameters()]
         self._cause = functools.partial(self._of_eval, self._name(module))
         self._watch(module)
-        end = functools.partial(self._after_eval, before)
-        queue_callback(end)
+        queue_callback(functools.partial(self._after_eval, before))
 
     def _after_eval(self, before: Callable[[], str] | None) -> None:
         self._is_in_eval = False
@@ -274,9 +273,8 @@ def class_of_user(
     }
     body = {"__doc__": base.__doc__, **names, **ours, **own}
     body |= {name: _noting(user, name) for name in _TAKEN_BY if hasattr(user, name)}
-    body |= {
-        name: _OfUser(name, user) for name in _names_of_user(model) if _is_ours(base, body, name)
-    }
+    clashing = [name for name in _names_of_user(model) if _is_ours(base, body, name)]
+    body |= {name: _OfUser(name, user) for name in clashing}
     # Not by calling the metaclass: a registry of the user's would take this class for one of his.
     return type.__new__(type(user), user.__name__, (_Unannounced, base, user), body)
 
@@ -297,13 +295,11 @@ class _OfUser:
         self.of_class = inspect.getattr_static(user, name, None)
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        tables = () if instance is None else _tables(instance)
-        for table in tables:
+        for table in () if instance is None else _tables(instance):
             if self.name in table:
                 return table[self.name]
-        if hasattr(self.of_class, "__get__"):
-            return self.of_class.__get__(instance, owner)
-        return self.of_class
+        of_class = self.of_class
+        return of_class.__get__(instance, owner) if hasattr(of_class, "__get__") else of_class
 
     def __set__(self, instance: Any, value: Any) -> None:
         if hasattr(self.of_class, "__set__"):
