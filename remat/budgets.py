@@ -46,13 +46,7 @@ UNBOUNDED_BYTES = 2**62
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget as it was asked for.
-
-    Attributes
-    ----------
-    kind : ``bytes``, ``share`` (of the unmodified peak), ``auto`` or ``min``.
-    size_bytes : of kind ``bytes``. share : of kind ``share``, as a fraction.
-    """
+    """A budget as it was asked for; a `share` is a fraction of the unmodified peak."""
 
     kind: Literal["bytes", "share", "auto", "min"]
     size_bytes: int = 0
@@ -106,9 +100,7 @@ class Budget:
 def parse_budget(budget: str | SupportsIndex) -> Budget:
     """Read a budget: an int is bytes, a text needs a unit, ``%``, ``auto`` or ``min``.
 
-    Raises
-    ------
-    BudgetError : no unit, an unknown unit, or nothing to spend.
+    `BudgetError` : no unit, an unknown unit, or nothing to spend.
     """
     parsed = _parse_text(budget.strip()) if isinstance(budget, str) else _parse_int(budget)
     if parsed.kind == "bytes" and parsed.size_bytes <= 0:

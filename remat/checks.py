@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 # What a failed check says: what differs from eager, by how much, where, and what to do.
 
-
 _SHOWN = 5
 """Differences that are named; the rest are counted."""
 _ALONE = (
@@ -38,7 +37,8 @@ _ALONE = (
 def _differences_text(check: Check) -> str:
     """The differences, each with the largest distance from eager's."""
     known = dict(zip(check.differences, check.distances, strict=False))
-    said = [name + _by(known.get(name)) for name in check.differences[:_SHOWN]]
+    shown = [(name, known.get(name, math.nan)) for name in check.differences[:_SHOWN]]
+    said = [f"{one} (off by up to {by:.2g})" if not math.isnan(by) else one for one, by in shown]
     more = len(check.differences) - _SHOWN
     return ", ".join(said) + (f" and {more} more" if more > 0 else "")
 
@@ -85,12 +85,6 @@ def cause_text(check: Check) -> str:
         "traced: a tensor that is read where torch does not see it, or an op with a registered "
         f"fake or backward unlike what it runs. Leave the module that has it out: {_ALONE}"
     )
-
-
-def _by(distance: float | None) -> str:
-    if distance is None or math.isnan(distance):
-        return ""
-    return f" (off by up to {distance:.2g})"
 
 
 _T = TypeVar("_T")
@@ -152,8 +146,8 @@ def why_unchecked(graph: TrainingGraph) -> str:
 def unless_short(run: Callable[[], _T], told: Callable[[str], None]) -> _T | None:
     """What `run`, which runs a step, returns; where memory runs out, `told` hears why it did not.
 
-    So it does where the unmodified step turns out not to run within the budget.
-    So it does where Ctrl-C ends it: the plan is found, and `remat` goes on to say so.
+    So it does where the unmodified step turns out not to run within the budget, and where Ctrl-C
+    ends it: the plan is found, and `remat` goes on to say so.
     """
     try:
         return run()
@@ -182,14 +176,8 @@ def require_equal(
 ) -> Check:  # fmt: skip
     """Run a step of both and compare them; compare the peak too, unless the budget is None.
 
-    Parameters
-    ----------
-    reference : how eager's step runs; None for as it is.
-
-    Raises
-    ------
-    CheckError : they differ. RewriteError : the peak exceeds the budget.
-    NotComparedError : eager's step cannot be run as `reference` says.
+    `reference` says how eager's step runs, None as it is. `CheckError` : they differ.
+    `RewriteError` : the peak exceeds the budget. `NotComparedError` : eager's step cannot run so.
     """
     from remat.rewriter.checking.check import check
 
@@ -282,20 +270,15 @@ def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Reference:
-    """The unmodified step beside a plan.
+    """The unmodified step beside a plan, with the graph that it was solved on and its budget.
 
     What it holds is moved as far as it has to be: its results and copies of the state, and what it
     saves for backward. On a CPU these go to files, from a CUDA device to the host's memory.
-
-    Attributes
-    ----------
-    graph : that the plan was solved on. budget_bytes : of the plan.
-    beside_bytes : gradients of earlier batches, beside which a check makes its own.
     """
 
     graph: TrainingGraph
     budget_bytes: int
-    beside_bytes: int = 0
+    beside_bytes: int = 0  # gradients of earlier batches, beside which a check makes its own
 
     @property
     def keeps_results(self) -> bool:

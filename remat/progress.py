@@ -184,7 +184,6 @@ def _silent(done: int = 0, total: int | None = None, *, text: str = "") -> None:
 
 # When a command began: before its imports, which take a second.
 
-
 _began: list[float] = []
 """Until a session has taken it."""
 
@@ -215,7 +214,6 @@ def when_it_began() -> float:
 # Names in plans and graphs come from files. So a console here neither reads them as markup nor lets
 # through letters that move a cursor or change colours. Letters that the terminal's encoding lacks
 # are shown by others that are as wide.
-
 
 _SIMPLE = {"\u2013": "-", "\u2026": ".", "\u2501": "-", "\u2578": "-", "\u257a": "-"}
 """Letters of ours and of rich, and what stands for them in ASCII."""

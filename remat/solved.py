@@ -53,10 +53,7 @@ def planned_text(
 ) -> str:
     """A plan in one line: what it is for, its peak, what it costs, whether it was checked.
 
-    Parameters
-    ----------
-    what : the model and its batch. check : of its first step, None where none was run.
-    is_compared : whether what its first step gives is compared with eager's, and no more.
+    `is_compared` : what its first step gives is compared with eager's, and no more.
     """
     checked = "its first step is compared with eager" if is_compared else _checked_text(check)
     return (
@@ -110,8 +107,7 @@ def _checked_text(check: Check | None) -> str:
 def infeasible_text(result: Result) -> str:
     """One sentence each: what was asked, what is possible, what holds it, what to try.
 
-    And, where the budget is below it, the floor; and what is proved to be needed. A search that
-    the time limit or Ctrl-C ended is told apart: it names what did.
+    A search that the time limit or Ctrl-C ended is told apart: it names what did.
     """
     asked, least = bytes_text(result.budget_bytes), result.least_feasible_bytes
     if result.message.startswith((OUT_OF_TIME, INTERRUPTED)):
@@ -145,11 +141,9 @@ def _floor_text(result: Result) -> str:
     """Sentences on the floor and on what is proved, each ending in a space."""
     text = ""
     if result.floor:
-        place = result.floor.module or result.floor.name
-        text = (
-            f"The floor, below which outputs of the step must be recomputed, is "
-            f"{bytes_text(result.floor.size_bytes)}, at {place}. "
-        )
+        floor, place = bytes_text(result.floor.size_bytes), result.floor.module or result.floor.name
+        text = "The floor, below which outputs of the step must be recomputed, is "
+        text += f"{floor}, at {place}. "
     if result.least_bound_bytes:
         text += f"No schedule needs less than {bytes_text(result.least_bound_bytes)}. "
     return text

@@ -40,18 +40,12 @@ from remat.solved import Solved, facts_of, infeasible_text, planned_text
 if TYPE_CHECKING:
     from torch import fx
 
-    from remat.ranks.collective_call import CollectiveCall
     from remat.rewriter.checking.check import Check
     from remat.step_spec import StepSpec
 
 
 class StepPlanner:
-    """The stages of planning one step, as `spec` asks; `traced` is its trace.
-
-    Parameters
-    ----------
-    **of_trace : what `trace` is given beside the step.
-    """
+    """The stages of planning one step, as `spec` asks; `traced` is its trace."""
 
     def __init__(self, spec: StepSpec, **of_trace: Any) -> None:
         self.spec = spec
@@ -93,9 +87,7 @@ class StepPlanner:
     ) -> Solved:
         """The outcome for a budget, that of the spec if None, and the graph that it is of.
 
-        Parameters
-        ----------
-        graph : with costs, where it is at hand; without those of chunks where they may wait.
+        `graph` has costs, where it is at hand; without those of chunks where they may wait.
         """
         solve_for = functools.partial(self.solve, budget=budget)
         waits = self.may_wait(None if budget is None else parse_budget(budget))
@@ -105,12 +97,7 @@ class StepPlanner:
         return solved_at_need(self.traced, graph, solve_for, self.in_chunks, self.stages)
 
     def required(self, found: Solved) -> Solved:
-        """`found`, which has a schedule.
-
-        Raises
-        ------
-        BudgetError : none fits; the message names the least budget that is known to fit.
-        """
+        """`found`, which has a schedule; a `BudgetError` names the least budget known to fit."""
         if found.result.schedule is not None:
             return found
         again = functools.partial(self.solve, budget=found.result.budget_bytes)
@@ -123,14 +110,8 @@ class StepPlanner:
     ) -> Check | None:  # fmt: skip
         """A step of `module` beside eager's, as far as there is room; None where none was run.
 
-        Parameters
-        ----------
-        graph : of the plan, with costs. is_bound : whether the measured peak is held to the budget.
-        ranks : those that compare theirs too, or none of them does.
-
-        Raises
-        ------
-        CheckError, RewriteError : they differ, or the peak is above the budget.
+        `is_bound` : the measured peak is held to the budget. `ranks` compare theirs too, or none
+        of them does. `CheckError`, `RewriteError` : they differ, or the peak is above the budget.
         """
         spec = self.spec
         beside_bytes = gradients_there(spec.model) if spec.accumulate else 0
@@ -158,8 +139,11 @@ class StepPlanner:
 def plan_one_size(spec: StepSpec) -> fx.GraphModule:
     """The module that `remat.rematerialize` returns for a batch of one size."""
     refuse_fake(spec.group)
-    if spec.compile:
-        _refuse_compiled_dtensors(spec.model)
+    if spec.compile and has_dtensors(spec.model):
+        raise RewriteError(
+            f"{type(spec.model).__name__} has parameters that are DTensors, whose plans run "
+            "eager's ops: leave out compile=True"
+        )
     # Each rank would choose by its own times; Inductor's code has no chunks.
     is_whole = spec.split is None and (spec.compile or spec.group is not None)
     with (
@@ -186,9 +170,8 @@ def plan_one_size(spec: StepSpec) -> fx.GraphModule:
         if spec.compile:
             from remat.compile.code_plans import compiled_module
 
-            module, is_bound = compiled_module(
-                spec.model, traced, found, spec.budget, audit=spec.audit
-            )
+            asked = spec.model, traced, found, spec.budget
+            module, is_bound = compiled_module(*asked, audit=spec.audit)
         else:
             assert found.result.schedule is not None
             schedule, facts = before_sharding(found.result.schedule, traced.graph), facts_of(found)
@@ -202,12 +185,3 @@ def plan_one_size(spec: StepSpec) -> fx.GraphModule:
         )
         planner.say_planned(found, checked)
     return module
-
-
-def _refuse_compiled_dtensors(model: nn.Module) -> None:
-    """Raise `RewriteError` for code by Inductor of a model whose parameters are DTensors."""
-    if has_dtensors(model):
-        raise RewriteError(
-            f"{type(model).__name__} has parameters that are DTensors, whose plans run eager's "
-            "ops: leave out compile=True"
-        )

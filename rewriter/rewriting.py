@@ -60,9 +60,8 @@ def trace_of_schedule(
 
 def _edits_of(schedule: Schedule) -> Iterator[JointEdit]:
     # One region may stand for several parts that run in as many chunks.
-    chunks = tuple(
-        (part, one.chunks, one.exact) for one in schedule.chunks for part in one.region.split(AND)
-    )
+    parts = [(part, one) for one in schedule.chunks for part in one.region.split(AND)]
+    chunks = tuple((part, one.chunks, one.exact) for part, one in parts)
     told = [(one.lever, one.told) for one in schedule.levers]
     # A schedule has chunks or such levers, not both (`REDUCTIONS`).
     for name, facts in [("chunks", chunks), *told] if chunks else told:
@@ -132,31 +131,24 @@ def rewrite(
     same parameters, buffers and names. `model` itself stays as it is and stays usable. Where the
     model has collectives, all ranks that take part must call, and their plans must run these alike.
 
+    A family of `remat.solve` over a range of sizes makes a `RangedModule`, in which the size of a
+    batch picks the schedule; of the other arguments only `trace` and `over` are heeded. In the
+    process that captured `model` no batch is needed; in another one, it is traced on `args`,
+    `kwargs`, `loss_fn` and `target`.
+
     Parameters
     ----------
-    schedule : or a family of them, of `remat.solve` over a range of sizes. The module then is a
-        `RangedModule`, and the size of a batch picks the schedule. `model` must have been captured
-        in this process; of the other arguments only `trace` and `over` are heeded.
-    args, kwargs, loss_fn, target : as given to `capture`. In the process that captured `model`
-        they are not needed; in another one, the model is traced on them.
-    trace : a trace of `model`, if there is one, to save tracing again.
     prediction, costed : what was predicted of the schedule, and its graph with costs. Both are kept
         in the module's plan. The links of the graph say where a schedule may copy values to.
     compile : whether Inductor makes the code. The random stream and every random number stay
-        eager's to the bit. Results do not, since fused kernels round differently. Gradients are
-        those of the same module compiled with everything kept, where both have the same kernels.
-        The code's peak can differ from the schedule's; `rematerialize` looks for a schedule whose
-        code keeps the budget.
-    updates : what updates parameters during backward, for a schedule that has it so; see
-        `remat.rematerialize`.
+        eager's to the bit. Results do not, since fused kernels round differently. The code's peak
+        can differ from the schedule's; `rematerialize` looks for one whose code keeps the budget.
     over : the graph over a range of sizes that `schedule` was made for at one of its sizes. The
         module then runs at all of them. `model` must have been captured in this process.
-    audit : as of `remat.rematerialize`.
 
     Warns
     -----
-    UserWarning : the peak of the schedule, or of Inductor's code for it, is above the budget that
-        the schedule was made for.
+    UserWarning : the peak of the schedule, or of Inductor's code for it, is above its budget.
 
     Raises
     ------

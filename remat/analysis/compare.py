@@ -172,13 +172,11 @@ def _table(found: Sweep, columns: range) -> Table:
             cells = (_overhead_text(row.cells[i], row.solver in best[i]) for i in columns)
             table.add_row(row.solver, *cells)
             if any(row.cells[i].arena_bytes for i in columns):
-                table.add_row("  arena", *(_arena_text(row.cells[i]) for i in columns))
+                sizes = [row.cells[i].arena_bytes for i in columns]
+                texts = (Text(bytes_text(size) if size else "", style="dim") for size in sizes)
+                table.add_row("  arena", *texts)
     table.add_row("bound", *(percent_text(found.bounds[i].overhead) for i in columns))
     return table
-
-
-def _arena_text(cell: _Cell) -> Text:
-    return Text(bytes_text(cell.arena_bytes) if cell.arena_bytes else "", style="dim")
 
 
 def _overhead_text(cell: _Cell, is_best: bool) -> str:

@@ -270,8 +270,9 @@ def place(
     graph: TrainingGraph, schedule: Schedule, *, alignment_bytes: int | None = None
 ) -> Layout:
     """Offsets for all buffers of `schedule` in one arena, near the most live bytes."""
+    buffers = buffers_of(graph, schedule)  # first: it refuses what is no graph
     alignment_bytes = alignment_on(graph.device) if alignment_bytes is None else alignment_bytes
-    return place_buffers(buffers_of(graph, schedule), alignment_bytes=alignment_bytes)
+    return place_buffers(buffers, alignment_bytes=alignment_bytes)
 
 
 def check_kept_layout(layout: Layout, graph: TrainingGraph, schedule: Schedule, name: str) -> None:

@@ -76,15 +76,11 @@ def why(
     pins = Pins.of(graph, **_pins_of(schedule))
     rows = [row for row in value_rows(graph, schedule) if row.phase == "forward"]
     largest: dict[str, ValueRow] = {}
-    for row in sorted(matching(rows, asked), key=_most_telling):
+    # What backward does not read is freed by any plan, which explains nothing: that comes last.
+    for row in sorted(matching(rows, asked), key=lambda r: (r.verdict == "free", -r.size_bytes)):
         # An op is pinned as a whole, so it is asked about once.
         largest.setdefault(row.op, row)
     return tuple(_why(graph, result, row, pins, each_s) for row in list(largest.values())[:_MOST])
-
-
-def _most_telling(row: ValueRow) -> tuple[bool, int]:
-    # What backward does not read is freed by any plan, which explains nothing.
-    return row.verdict == "free", -row.size_bytes
 
 
 def _why(graph: TrainingGraph, result: Result, row: ValueRow, pins: Pins, each_s: float) -> Why:
@@ -275,10 +271,8 @@ def _every_nth(graph: TrainingGraph, result: Result) -> Rule | None:
 
 
 def _pins_of(schedule: Schedule) -> dict[str, tuple[str, ...]]:
-    return {
-        name: tuple(part for part in str(schedule.options.get(name, "")).split(", ") if part)
-        for name in PINS
-    }
+    texts = {name: str(schedule.options.get(name, "")) for name in PINS}
+    return {name: tuple(filter(None, text.split(", "))) for name, text in texts.items()}
 
 
 def solve_arguments(schedule: Schedule) -> dict[str, Any]:

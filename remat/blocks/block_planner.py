@@ -226,11 +226,15 @@ class BlockPlanner:
         matches = {path: traced.of_path[path].at[path] for path in traced.blocks}
         ops_of = {path: list(match.op_of.values()) for path, match in matches.items()}
         self.path_of = {op: path for path, ops in ops_of.items() for op in ops}
-        graph = _eager_outside(_with_own_buffers(costed, self.path_of), self.path_of)
+        graph, eager = _with_own_buffers(costed, self.path_of), with_eager_sizes(costed)
+        of_eager = eager.value_by_name
+        # What lies outside the blocks is not rewritten.
+        own = (v if v.producer in self.path_of else of_eager[v.name] for v in graph.values)
+        graph = msgspec.structs.replace(graph, values=tuple(own))
         self.alone, self.units = with_units(graph, ops_of)
         self.graph = sharded(self.alone, self.units, sharding)
         # Per cents of a budget are of eager's peak, so its sizes are kept apart.
-        self.eager = sharded(*with_units(with_eager_sizes(costed), ops_of), sharding, is_eager=True)
+        self.eager = sharded(*with_units(eager, ops_of), sharding, is_eager=True)
         for op in self.graph.ops:
             if op.target in COMMUNICATION and op.module:
                 self.path_of[op.name] = op.module
@@ -368,16 +372,7 @@ def _live_bytes(graph: TrainingGraph) -> dict[str, int]:
 def _with_own_buffers(graph: TrainingGraph, path_of: Mapping[str, str]) -> TrainingGraph:
     value_of = graph.value_by_name
     # A rewritten block writes its new buffers as its own forward ends, not as the model's does.
-    kept = tuple(
-        name
-        for name in graph.forward_outputs
-        if name in graph.outputs or value_of[name].producer not in path_of
-    )
+    of_blocks = {name for name in graph.forward_outputs if value_of[name].producer in path_of}
+    dropped = of_blocks.difference(graph.outputs)
+    kept = tuple(name for name in graph.forward_outputs if name not in dropped)
     return msgspec.structs.replace(graph, forward_outputs=kept)
-
-
-def _eager_outside(graph: TrainingGraph, path_of: Mapping[str, str]) -> TrainingGraph:
-    # What lies outside the blocks is not rewritten.
-    eager = with_eager_sizes(graph).value_by_name
-    values = tuple(one if one.producer in path_of else eager[one.name] for one in graph.values)
-    return msgspec.structs.replace(graph, values=values)

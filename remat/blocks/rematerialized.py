@@ -140,18 +140,14 @@ def _plan_within(planner: BlockPlanner, budget: str | SupportsIndex) -> BlocksPl
     return plan
 
 
-def _require_room(traced: TracedBlocks, plan: BlocksPlan) -> None:
+def _rewritten(
+    model: nn.Module, traced: TracedBlocks, plan: BlocksPlan, audit: Audits
+) -> nn.Module:
     # Each block's own room was looked at alone. On a CUDA device each takes its pinned memory
     # before its first step, and says then if there is too little.
     links = plan.links
     if links is not None and plan.host_bytes and not is_cuda(traced.whole.graph.device):
         FileTier(plan.host_bytes, plan.nvme_bytes, links.nvme_path).require_room()
-
-
-def _rewritten(
-    model: nn.Module, traced: TracedBlocks, plan: BlocksPlan, audit: Audits
-) -> nn.Module:
-    _require_room(traced, plan)
     # Equal blocks of one schedule share one compiled step.
     compiled: dict[tuple[int, Any], CompiledStep] = {}
     replaced: dict[nn.Module, nn.Module] = {}

@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, SupportsIndex
 
-import torch
 from torch import Tensor, fx, nn
 
 from remat.budgets import parse_budget
@@ -105,19 +104,6 @@ class PlanCache(SharedState, nn.Module):
     _remat_stale: ClassVar[list[Any]]
     _remat_known: ClassVar[KnownPlans]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Take what the user's forward takes, and ``target`` where there is a loss.
-
-        Raises
-        ------
-        RematError : as `remat.rematerialize`, where the batch is the first of its signature.
-        """
-        own = type(self)
-        target = kwargs.pop("target", None) if own._remat_loss_fn is not None else None
-        if self.training and torch.is_grad_enabled():
-            return own._remat_step(args, kwargs, target)
-        return own._remat_run_original(args, kwargs, target)
-
     @property
     def audit(self) -> Audit | None:
         """That of the plan that was used last; each is audited by itself."""
@@ -130,10 +116,9 @@ class PlanCache(SharedState, nn.Module):
             raise PlanError("this cache has made no plan yet: train a step first")
         return type(next(reversed(cls._remat_plans.values())))
 
-    @classmethod
-    def _remat_step(cls, args: Any, kwargs: Any, target: Any) -> Any:
+    def _remat_train(self, batch: Any) -> Any:
+        cls, (args, kwargs, target) = type(self), batch
         cls._remat_unplanned.plan_runs()
-        batch = (args, kwargs, target)
         signature = cls._remat_signature(batch)
         given = kwargs if target is None else {**kwargs, "target": target}
         changed: list[StateChangedError] = []
@@ -258,11 +243,6 @@ class PlanCache(SharedState, nn.Module):
         )
 
     @classmethod
-    def _remat_over(cls, model: nn.Module) -> PlanCache:
-        make, (_, *given) = cls._remat_recipe_to_pickle()
-        return make(model, *given)
-
-    @classmethod
     def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         sizes = cls._remat_sizes
         # What was asked, not what was learned: a copy learns from its own batches.
@@ -292,7 +272,10 @@ def plan_cache(
         raise CaptureError(distributed_message(next(iter(dict(model.named_parameters())), "")))
     _require_no_batch_is_needed(options)
     spec = StepSpec.of({"model": model, "budget": budget, "loss_fn": loss_fn, **options})
-    _require_readable(spec)
+    # Refused where the model is wrapped, and not only when the first batch has come.
+    parse_budget(spec.budget)
+    _ = spec.tiers
+    make_solver(spec.solver, **spec.options)
     if dynamic is not None or upto is not None:
         dynamic = dynamic or "auto"
         require_dynamic(model, dynamic, may_be_auto=True)
@@ -318,24 +301,16 @@ def _require_no_batch_is_needed(options: Mapping[str, Any]) -> None:
             )
 
 
-def _require_readable(spec: StepSpec) -> None:
-    # Refused where the model is wrapped, and not only when the first batch has come.
-    parse_budget(spec.budget)
-    _ = spec.tiers
-    make_solver(spec.solver, **spec.options)
-
-
 def _make_cache(
     model: nn.Module, loss_fn: LossFunction | None, max_plans: int, options: dict[str, Any],
     sizes: tuple[DynamicOrAuto, Upto | None] | None,
 ) -> PlanCache:  # fmt: skip
     kind = class_of_user(
-        PlanCache, model, loss_fn, original_module=model, _remat_original_module=model,
+        PlanCache, model, loss_fn,
         _remat_plans=OrderedDict(), _remat_stale=[], _remat_known=KnownPlans(),
         _remat_options=options, _remat_max_plans=max_plans,
         _remat_sizes=None if sizes is None else VaryingSizes(model, *sizes),
         _remat_numbers=_FloatPromotion(is_compiled=bool(options.get("compile"))),
-        _remat_loss_fn=staticmethod(loss_fn) if loss_fn else None,
     )  # fmt: skip
     return kind()
 
@@ -380,12 +355,8 @@ def _module_at_hand(planner: StepPlanner, found: AtHand, known: KnownPlans) -> R
     checked = None if known.is_checked else planner.compared(module, found.graph, budget_bytes)
     known.took(found.peak_bytes)
     known.is_checked = True
-    title, seconds = traced.recipe.title, planner.stages.elapsed_s
-    planner.stages.say(
-        at_hand_text(
-            title, found.schedule, found.peak_bytes, checked, seconds, is_compared=is_compared
-        )
-    )
+    facts = found.schedule, found.peak_bytes, checked, planner.stages.elapsed_s
+    planner.stages.say(at_hand_text(traced.recipe.title, *facts, is_compared=is_compared))
     return module
 
 
@@ -405,9 +376,8 @@ def _solved(planner: StepPlanner, known: KnownPlans) -> RematModule:
             audit=spec.audit, is_compared=is_compared, **facts_of(found),
         )  # fmt: skip
     else:
-        module = rewrite(
-            spec.model, result.schedule, trace=traced, audit=spec.audit, **facts_of(found)
-        )
+        facts = facts_of(found)
+        module = rewrite(spec.model, result.schedule, trace=traced, audit=spec.audit, **facts)
         checked = planner.compared(module, found.graph, result.budget_bytes)
         keep_solve(graph, spec.parsed_budget, text, result)
     known.note(found)

@@ -52,7 +52,6 @@ from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, plan
 # Dynamo's guards stay symbolic, so it compiles a graph of symbolic sizes once. Each size is planned
 # when it first comes, as if that shape were the only one: the same plan, the same code.
 
-
 _MOST_SIZES = 16
 """Sizes whose code is kept; of those beyond, what was not used for longest goes."""
 _WAY_OUT = (

@@ -27,22 +27,18 @@ from remat.solver.table import check_number
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """What is asked of a compiled step.
+    """What is asked of a compiled step; what is not said here is as of `remat.rematerialize`.
 
     Attributes
     ----------
     budget : on its peak: bytes, ``"8GiB"``, ``"auto"``, ``"min"``, or ``"60%"`` of the peak that
         the step has as torch compiles it.
-    solver : a name of `remat.solver`'s table.
     gap : a schedule is proved to this part of the best, where the solver can; costs of kernels
         that are generated are no more exact than the default.
-    time_limit_s : for each solve. replays : most candidates whose code is generated and replayed;
-        each takes a solve.
+    replays : most candidates whose code is generated and replayed; each takes a solve.
     calls : forwards of each graph that run before the first backward, where a model is called
         more than once for a loss. Each leaves what backward needs.
-    keep, recompute : globs over module paths, as `remat.solve` takes them.
     warm : whether a plan that an earlier process has kept is taken, and this one's is kept.
-    verbose : as of `remat.rematerialize`.
     """
 
     budget: Any
@@ -239,11 +235,9 @@ class GraphContext:
             )
 
     def note(self, step: StepBytes, taken: ChosenPlan, budget_bytes: int, seconds: float) -> None:
-        held_bytes = self.held_bytes(step)
-        is_bound = self.asked.parsed.kind != "min"
-        self.shared.note(
-            self.frame, step, taken.chosen, taken.stock, budget_bytes, is_bound=is_bound
-        )
+        held_bytes, is_bound = self.held_bytes(step), self.asked.parsed.kind != "min"
+        figures = taken.chosen, taken.stock, budget_bytes
+        self.shared.note(self.frame, step, *figures, is_bound=is_bound)
         remember(
             CompiledPlan(
                 frame="/".join(map(str, self.frame)), sizes=self.sizes, budget_bytes=budget_bytes,

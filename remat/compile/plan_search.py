@@ -207,7 +207,6 @@ def is_good_enough(overhead: float, peak_bytes: int, limit_bytes: int) -> bool:
 # schedule by some per cent, either way. So a target whose code takes too much is lowered by the
 # excess, and one whose code leaves room is raised. The peak of the code alone decides what fits.
 
-
 _NARROW = 1.01
 """Ratio of a target that does not fit to one that does, below which nothing is tried between."""
 _STEP = 0.995

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -188,11 +187,7 @@ class _AsOne:
 
     def alone(self, found: ReplayedMemory) -> ReplayedMemory:
         left_bytes = self.other_calls * (found.saved_bytes + self.dynamic_bytes)
-        return dataclasses.replace(
-            found,
-            forward_peak_bytes=found.forward_peak_bytes - left_bytes,
-            backward_peak_bytes=found.backward_peak_bytes - left_bytes,
-        )
+        return found.raised(-left_bytes, -left_bytes)
 
 
 class _Traced(Exception):  # noqa: N818

@@ -39,7 +39,6 @@ from remat.rewriter.inductor.replay import ReplayedMemory
 # one after the other, so when the first is planned, those after it are not known. But the
 # parameters of all modules are there, and they are found on the stack.
 
-
 _BUFFERS = 3
 """Buffers of the size of a block that FSDP2 needs beside the block that runs."""
 
@@ -274,9 +273,8 @@ class SharedBudget:
         self.noted[frame] = _Noted.of(step, chosen, stock, budget_bytes)
         peaks = [self._peak(frames, k, is_stock=False) for k in range(len(frames))]
         if not is_bound:
-            self.noted[frame] = dataclasses.replace(
-                self.noted[frame], budget_bytes=max(budget_bytes, *peaks)
-            )
+            raised = max(budget_bytes, *peaks)
+            self.noted[frame] = dataclasses.replace(self.noted[frame], budget_bytes=raised)
             return
         # Earlier graphs were planned before this one was known.
         highest = peaks.index(max(peaks))

@@ -225,10 +225,8 @@ class Start:
         stock = search.stock()
         budget_bytes, found = self._agreed(search, stock)
         # One more: that of `stock`.
-        replays = 1 + len(search.tried)
-        taken = ChosenPlan(
-            stock.replay, found.replay, found.schedule, found.overhead, found.gap, replays
-        )
+        figures = found.overhead, found.gap, 1 + len(search.tried)
+        taken = ChosenPlan(stock.replay, found.replay, found.schedule, *figures)
         self.context.note(step, taken, budget_bytes, self._looked_s + clock.elapsed_s)
         if self._key:
             self._keep(step, stock, found, budget_bytes)
@@ -301,7 +299,6 @@ def _too_small(search: PlanSearch, stock: Candidate, budget_bytes: int, held_byt
 #
 # A file is not believed (`graph_capture/files.py`): its schedule is judged by `simulate`
 # on the graph in it, and its costs must be those that are measured here.
-
 
 _SCHEMA_VERSION = 1
 CHOICES_FOLDER = "compiled"

@@ -63,9 +63,12 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
         try:
             family = solve_over(graph, budget, **asked)
         except TooLargeError as error:
-            if not as_far_as_fits or sizes is None or not _hold(error.largest, sizes):
+            largest = error.largest
+            if not as_far_as_fits or sizes is None or not largest:
                 raise
-            traced, graph = _narrowed(traced, graph, error.largest)
+            if any(size > largest[name] for name, size in sizes.items()):
+                raise
+            traced, graph = _narrowed(traced, graph, largest)
             # In bytes: a per cent of the narrower range would be less.
             family = solve_over(graph, error.budget_bytes, **asked)
     first = None if sizes is None else family.number_at(**sizes)
@@ -97,10 +100,6 @@ def _costs_within(
         return add_costs(one, progress=shown, profile=known, most_bytes=most_bytes)
 
     return costed
-
-
-def _hold(largest: Sizes, sizes: Sizes) -> bool:
-    return bool(largest) and all(size <= largest[name] for name, size in sizes.items())
 
 
 def _narrowed(traced: Trace, graph: RangedGraph, largest: Sizes) -> tuple[Trace, RangedGraph]:

@@ -173,7 +173,6 @@ def _store_errors() -> type[Exception]:
 # work, a thread of its own shows that it lives. So a long solve is told from a process that has
 # ended.
 
-
 BEAT_S = 2.0
 """Seconds between two signs of life."""
 SILENT_S = 60.0

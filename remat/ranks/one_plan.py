@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 # collective. A rank that has compiled waits for those that are at it, and some seconds for others
 # to begin. One that has not begun by then runs code that it has, and is not waited for.
 
-
 _BEGIN_S = 10.0
 """How long others may take to begin, once a rank has compiled."""
 _WHAT = 'torch.compile(backend="remat")'

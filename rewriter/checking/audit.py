@@ -156,15 +156,9 @@ def audits_paused() -> Generator[None]:
 class Audit:
     """Compares steps of one plan with the model's own forward: the 2nd, 4th, 8th and so on.
 
-    Parameters
-    ----------
-    guards, step, schedule : of the plan. costed : the graph that it was solved on, if at hand.
-    audits : what is compared, but for nothing.
-
-    Attributes
-    ----------
-    steps : how many the plan has run. audited : how many of them were compared.
-    is_agreed : whether all ranks with which forward exchanges something audit the same steps.
+    Of `steps` that the plan has run, `audited` were compared. `is_agreed` : all ranks with which
+    forward exchanges something audit the same steps. `costed` is the graph that the plan was
+    solved on, if at hand.
     """
 
     def __init__(

@@ -227,13 +227,15 @@ def check(
         stack.enter_context(as_before(module))
         is_planned = isinstance(module, RematModule)
         code = module._remat_guards.python_state.code_in_scope if is_planned else None
+        # Taken to write to parameters where that is not known.
+        overwrites = not is_planned or module._remat_compiled_step.gradients.overwrites
         python_state = stack.enter_context(python_state_kept(model, loss_fn, code))
         stack.enter_context(own_parameters(step, module))
         # They run around both, and what they hold is no part of the plan.
         stack.enter_context(without_own_hooks(model))
         state = StepState(
             step, batch.leaves, meter.device, python_state,
-            keep_parameters=_overwrites(module), elsewhere=elsewhere,
+            keep_parameters=overwrites, elsewhere=elsewhere,
         )  # fmt: skip
         stack.enter_context(state.put_back())
         alike = stack.enter_context(contextlib.ExitStack())
@@ -326,11 +328,6 @@ def _diverges_at(state: StepState, eager: Run, module: nn.Module) -> str | None:
     state.reset()
     step = module._remat_compiled_step
     return first_divergent_line(eager, (step.forward, step.backward))
-
-
-def _overwrites(module: nn.Module) -> bool:
-    # Taken to write to parameters where that is not known.
-    return not isinstance(module, RematModule) or module._remat_compiled_step.gradients.overwrites
 
 
 def _constants(module: nn.Module) -> list[Tensor]:

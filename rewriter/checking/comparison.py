@@ -27,7 +27,6 @@ _TIMES = 10.0
 """Where eager does not repeat itself, a result may be this many times as far from its first run as
 its second run is. Both distances are rounding errors; a wrong gradient is off by far more."""
 
-
 _TOLERANCE = 0.01
 """For compiled steps: how far a result may be from eager's, as a part of its norm. Kernels that are
 fused otherwise round otherwise, and batch norm makes that as large as 1e-3. A wrong gradient, such
@@ -148,7 +147,6 @@ SPLIT_FLOAT32, _SPLIT_HALF = 1e-5, 2e-2
 """For chunks whose sums have another order: how far a result may be from eager's, as a part of its
 norm. The first is for steps in float32, the second where 16 bits are in use."""
 
-
 Rounding = Literal["", "inductor", "chunks", "levers"]
 """What rounds otherwise than eager: Inductor's code, chunks that sum in another order, levers that
 say so; or none."""
@@ -260,14 +258,9 @@ def has_nondeterministic_sums(module: nn.Module) -> bool:
 def adds_nondeterministically(gm: fx.GraphModule) -> bool:
     if torch.get_num_threads() == 1 or torch.are_deterministic_algorithms_enabled():
         return False
-    return any(_adds_at_once(node) for node in gm.graph.nodes)
-
-
-def _adds_at_once(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    has_order = isinstance(value, Tensor) and value.dtype != torch.float32
-    adds = plain_name(node.target) in _ACCUMULATING and bool(argument(node, "accumulate"))
-    return adds and not has_order
+    adding = [node for node in gm.graph.nodes if plain_name(node.target) in _ACCUMULATING]
+    values = [node.meta.get("val") for node in adding if argument(node, "accumulate")]
+    return not all(isinstance(one, Tensor) and one.dtype != torch.float32 for one in values)
 
 
 # A model whose code looks at whether it is traced computes one thing in the trace and another when

@@ -114,9 +114,8 @@ class StepState:
         }
         parameters = model.parameters() if keep_parameters else ()
         tensors = [*self.buffers.values(), *self.batch, *parameters]
-        locals_of = [local_part(t.detach()) for t in tensors]
         keep = elsewhere.keep if elsewhere else _in_memory
-        self.before = [(t, keep(t)) for t in locals_of]
+        self.before = [(t, keep(t)) for t in (local_part(one.detach()) for one in tensors)]
         self.gradients = {name: leaf.grad for name, leaf in self.leaves.items()}
         self.streams = {name: save_rng_state(name) for name in dict.fromkeys((CPU, device))}
 

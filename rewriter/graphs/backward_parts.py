@@ -181,15 +181,10 @@ class _Gate(torch.autograd.Function):
         with DisableAutocast():
             found = ctx.running.gradients(ctx.number)
         places = ctx.running.gradient_gates.gates[ctx.number]
-        sums = [_sum(found.pop(p, None), g) for p, g in zip(places, given, strict=True)]
+        pairs = [(found.pop(p, None), g) for p, g in zip(places, given, strict=True)]
+        sums = [g if own is None else own if g is None else own + g for own, g in pairs]
         # The token's gradient leads the engine on to the next gate.
         return None, None, ctx.token, *sums
-
-
-def _sum(gradient: Tensor | None, other: Tensor | None) -> Tensor | None:
-    if gradient is None or other is None:
-        return other if gradient is None else gradient
-    return gradient + other
 
 
 # After the first backward DDP (Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704) makes its

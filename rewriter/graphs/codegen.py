@@ -40,9 +40,8 @@ class _OpBindings:
         assert callable(target)
         if not isinstance(target, OpOverload):
             return target
-        args, kwargs = pytree.tree_map_only(
-            fx.Node, lambda n: n.meta.get("val"), (tuple(node.args), dict(node.kwargs))
-        )
+        given = tuple(node.args), dict(node.kwargs)
+        args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta.get("val"), given)
         key = (target, *(_kind(leaf) for leaf in _leaves(args, kwargs)))
         if key not in self._known:  # each kind of call is tried once
             self._known[key] = _quickest(target, args, kwargs)

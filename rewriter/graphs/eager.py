@@ -170,8 +170,12 @@ class EagerEmitter(Emitter[Joint]):
             for picked, result in self._picked_results(node, op):
                 self.put(picked, result)
                 self._wait(picked)
-            if not again:
-                self._pick_updates(node, op)
+            # The next run makes no statistics. The op that updates them may come much later, and
+            # until then the tuple would hold all other results.
+            index = self.joint.graph.op_index.get(f"{op.name}_statistics")
+            if not again and index is not None:
+                for picked, copy in self._picked_results(node, self.joint.graph.ops[index]):
+                    self.updates[self.joint.value_of_node[picked]] = picked, copy
         else:
             self.put(node, copy)
             self._wait(node)
@@ -211,14 +215,6 @@ class EagerEmitter(Emitter[Joint]):
         taken: tuple[Any, ...] = (*read, *node.args[5:])
         meta = {**node.meta, "val": node.meta["val"][:n_results]}
         return self.call(target, taken, {}, f"{node.name}_again", meta)
-
-    def _pick_updates(self, node: fx.Node, op: Op) -> None:
-        # The next run makes no statistics. The op that updates them may come much later, and until
-        # then the tuple would hold all other results.
-        index = self.joint.graph.op_index.get(f"{op.name}_statistics")
-        if index is not None:
-            for picked, copy in self._picked_results(node, self.joint.graph.ops[index]):
-                self.updates[self.joint.value_of_node[picked]] = picked, copy
 
     def _picked_results(self, node: fx.Node, op: Op) -> Iterator[tuple[fx.Node, fx.Node]]:
         for name in op.outputs:
@@ -293,7 +289,10 @@ def _make_contiguous(node: fx.Node, gradient: int, like: int | None) -> None:
     read = node.args[gradient]
     assert isinstance(read, fx.Node)
     layout = torch.contiguous_format
-    if like is not None and _takes_format(node):
+    is_group_norm = node.target is aten.native_group_norm_backward.default
+    on_cpu = is_group_norm and node.args[0].meta["val"].device.type == "cpu"  # pyright: ignore
+    # Group norm asks for its input's memory format on a CPU alone.
+    if like is not None and (on_cpu or not is_group_norm):
         source = node.args[like]
         assert isinstance(source, fx.Node)
         layout = suggest_memory_format(source.meta["val"])
@@ -301,13 +300,6 @@ def _make_contiguous(node: fx.Node, gradient: int, like: int | None) -> None:
         copy = node.graph.call_function(aten.contiguous.default, (read,), {"memory_format": layout})
     copy.meta = dict(read.meta)
     node.update_arg(gradient, copy)
-
-
-def _takes_format(node: fx.Node) -> bool:
-    read: Any = node.args[0]
-    is_group_norm = node.target is aten.native_group_norm_backward.default
-    # Group norm asks for its input's memory format on a CPU alone.
-    return not is_group_norm or read.meta["val"].device.type == "cpu"
 
 
 class _Anything:

@@ -48,14 +48,7 @@ _AnyJoint = TypeVar("_AnyJoint", bound=_JointGraph)
 
 
 class Emitter(ABC, Generic[_AnyJoint]):
-    """Emits one of the two graphs.
-
-    Attributes
-    ----------
-    brought : what the graph has demanded: the node of the graph before it, and the placeholder.
-    copies : the emitted node that stands for a node of the joint graph, while its values live.
-    at : the index in the schedule of the step that is emitted.
-    """
+    """Emits one of the two graphs; `at` is the index of the step in the schedule."""
 
     cannot_move: ClassVar[str]
     """Why a step that copies a value to the host is refused."""
@@ -64,7 +57,9 @@ class Emitter(ABC, Generic[_AnyJoint]):
         self.joint = joint
         self.demand = demand
         self.graph = fx.Graph()
+        # What the graph has demanded: the node of the graph before it, and the placeholder.
         self.brought: dict[Demanded, tuple[fx.Node, fx.Node]] = {}
+        # What stands for a node of the joint graph, while its values live.
         self.copies: dict[fx.Node, fx.Node] = {}
         self.copied: dict[str, list[fx.Node]] = {}
         self.bases = set(joint.base_of_value.values())
@@ -178,10 +173,7 @@ class Emitter(ABC, Generic[_AnyJoint]):
     def arguments(
         self, node: fx.Node, resolve: Callable[[fx.Node], fx.Node]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return pytree.tree_map(
-            lambda leaf: resolve(leaf) if isinstance(leaf, fx.Node) else leaf,
-            (tuple(node.args), dict(node.kwargs)),
-        )
+        return pytree.tree_map_only(fx.Node, resolve, (tuple(node.args), dict(node.kwargs)))
 
 
 def emit_both(

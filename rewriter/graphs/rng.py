@@ -56,7 +56,6 @@ _OF_CPU = _StateForm(5056, 5056, slice(7, 11, 2), slice(16, 24), 624)
 """The upper halves of the first two words are not read; a block has 624 words."""
 _OF_CUDA = _StateForm(16, 24, slice(4, 6), slice(8, 16), 1 << 64)
 
-
 _one_at_a_time = threading.RLock()
 """Torch's reading of a state locks the generator, and then makes a tensor of Python's. If Python
 collects garbage there, another thread may run. If that one asks for the lock, it waits for it with
@@ -184,7 +183,9 @@ def run_with_rng_state(
     if note is not None:
         if note.any() and (note != _note_of(after, device)).any():
             raise RandomStreamError(f"{op} cannot draw again what it drew in forward: {_OTHERS}")
-        _learn(_key(op, args, kwargs), _moved(state, after, device))
+        key, moved_by = _key(op, args, kwargs), _moved(state, after, device)
+        # None from then on of an op that moves it now so far, now otherwise.
+        _moves[key] = moved_by if _moves.setdefault(key, moved_by) == moved_by else None
     return result
 
 
@@ -215,8 +216,3 @@ def form_with_generator(op: Callable[..., Any]) -> Callable[..., Any] | None:
 def _key(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain = [(a.shape, a.dtype) if isinstance(a, Tensor) else a for a in args]
     return op, repr((plain, kwargs) if kwargs else plain)
-
-
-def _learn(key: Any, moved_by: int) -> None:
-    # None from then on of an op that moves it now so far, now otherwise.
-    _moves[key] = moved_by if _moves.setdefault(key, moved_by) == moved_by else None

@@ -83,12 +83,8 @@ class Dependencies:
 
     def _made(self, node: fx.Node) -> frozenset[_Storage]:
         # A result may be an argument's storage although no schema says so.
-        known = {
-            storage_key(tensor): self.storages[argument]
-            for argument in node.all_input_nodes
-            for tensor in tensors_of(argument)
-            if tensor is not None
-        }
+        given = [(one, t) for one in node.all_input_nodes for t in tensors_of(one)]
+        known = {storage_key(t): self.storages[one] for one, t in given if t is not None}
         found: set[_Storage] = set()
         for place, tensor in enumerate(tensors_of(node)):
             key = None if tensor is None else storage_key(tensor)
@@ -274,9 +270,8 @@ class _BackwardCut:
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.inputs = [n for n in self.nodes if n.op == "placeholder"]
         self.resident_names = frozenset(resident)
-        self.resident = self._storages(
-            n for n in self.nodes if n.op == "get_attr" or n.name in resident
-        )
+        free = (n for n in self.nodes if n.op == "get_attr" or n.name in resident)
+        self.resident = self._storages(free)
 
     def graphs(self) -> SplitGraphs:
         early = self._early()

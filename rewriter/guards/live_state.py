@@ -23,10 +23,8 @@ _Slot = tuple[str, nn.Module, str]  # path, module, name
 
 def named_state(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters, then buffers, in the order of a trace; shared ones under every name."""
-    return [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
+    buffers = module.named_buffers(remove_duplicate=False)
+    return [*module.named_parameters(remove_duplicate=False), *buffers]
 
 
 class LiveState:

@@ -299,9 +299,8 @@ def _lasting(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _is_call(node: fx.Node) -> bool:
-    return node.op == "call_function" and not (
-        is_generated(node) or shares_storage(node) or is_getitem(node)
-    )
+    is_part = is_generated(node) or shares_storage(node) or is_getitem(node)
+    return node.op == "call_function" and not is_part
 
 
 @dataclass(frozen=True)
@@ -363,9 +362,8 @@ class InductorStep:
         _require_same_inputs(phase, gm)
         inputs = _inputs_of(phase.graph, self._mode)
         with inductor_config.patch(CONFIG), calls_in_order(True), torch.no_grad():
-            run = compile_fx_inner(
-                copy_of(phase.graph), inputs, is_backward=is_backward, static_input_idxs=()
-            )
+            asked: Any = {"is_backward": is_backward, "static_input_idxs": ()}
+            run = compile_fx_inner(copy_of(phase.graph), inputs, **asked)
         return _with_own_inputs(run, phase)
 
 

@@ -110,11 +110,8 @@ class _Builder:
     def _readers(self) -> dict[fx.Node, list[fx.Node]]:
         found: dict[fx.Node, list[fx.Node]] = {}
         for node in reversed(self.nodes):
-            found[node] = [
-                reader
-                for user in node.users
-                for reader in (found[user] if shares_storage(user) else [user])
-            ]
+            readers = [found[user] if shares_storage(user) else [user] for user in node.users]
+            found[node] = [reader for several in readers for reader in several]
         return found
 
     def build(self, name: str, resident: Resident, device: str) -> FusedJoint:
@@ -130,9 +127,8 @@ class _Builder:
             values=tuple(self.values.values()), forward_outputs=tuple(dict.fromkeys(kept)),
             outputs=tuple(dict.fromkeys(ends)), resident=resident, device=device,
         )  # fmt: skip
-        return FusedJoint(
-            self.gm, self.n_outputs, graph, self.node_of_op, self.base, self.values_read
-        )
+        nodes = self.node_of_op, self.base, self.values_read
+        return FusedJoint(self.gm, self.n_outputs, graph, *nodes)
 
     def _names(self, nodes: Iterable[fx.Node]) -> list[str]:
         names = [name for node in nodes for name in self.values_read[node]]
@@ -157,10 +153,9 @@ class _Builder:
                 if is_late:
                     tangents.append(node.name)
             self.values_read[node] = (storages[key],)
-        pin = "its results arrive from autograd"
-        self.ops["backward"].append(
-            Op("tangents", TANGENTS, "backward", (), tuple(tangents), no_recompute=pin)
-        )
+        made, pin = tuple(tangents), "its results arrive from autograd"
+        opening = Op("tangents", TANGENTS, "backward", (), made, no_recompute=pin)
+        self.ops["backward"].append(opening)
 
     def _register(
         self, node: fx.Node, base: fx.Node, tensor: Tensor, producer: str, kind: Kind
@@ -173,18 +168,16 @@ class _Builder:
         )  # fmt: skip
 
     def _read(self, node: fx.Node) -> tuple[str, ...]:
-        return tuple(
-            dict.fromkeys(v for a in node_inputs(node) for v in self.values_read.get(a, ()))
-        )
+        read = (value for one in node_inputs(node) for value in self.values_read.get(one, ()))
+        return tuple(dict.fromkeys(read))
 
     def _add(self, node: fx.Node) -> None:
         if is_getitem(node):
             source = node.args[0]
             assert isinstance(source, fx.Node)
-            self.values_read[node] = (
-                # An element is a value of the op that made the tuple, or a view as its source is.
-                (node.name,) if node.name in self.values else self.values_read[source]
-            )
+            # An element is a value of the op that made the tuple, or a view as its source is.
+            is_value = node.name in self.values
+            self.values_read[node] = (node.name,) if is_value else self.values_read[source]
         elif is_wait(node):
             names = self._read(node)
             self.values_read[node] = names
@@ -316,9 +309,8 @@ class _FusedEmitter(Emitter[FusedJoint]):
         if isinstance(node.meta.get("val"), (tuple, list)):
             for part in node.users:
                 if is_getitem(part) and part not in self.copies:
-                    self.put(
-                        part, self.call(part.target, (copy, part.args[1]), {}, None, part.meta)
-                    )
+                    args = copy, part.args[1]
+                    self.put(part, self.call(part.target, args, {}, None, part.meta))
                     self._wait(part)
         else:
             self.put(node, copy, self._stored(node, copy) if self.at in self.lasting else None)

@@ -185,9 +185,8 @@ class StoredNodes:
 
 def is_added_product(node: fx.Node) -> bool:
     """Whether Inductor makes one call of the node and a matrix product that it reads."""
-    return node.target == aten.add.Tensor and any(
-        source.target == aten.mm.default for source in node.all_input_nodes
-    )
+    products = [source for source in node.all_input_nodes if source.target == aten.mm.default]
+    return node.target == aten.add.Tensor and bool(products)
 
 
 def viewed(node: fx.Node) -> fx.Node:
@@ -281,12 +280,10 @@ def _where(node: fx.Node) -> str:
 
 
 def _draws_inside(graph: fx.Graph) -> bool:
+    seeded = {*SEEDED_DRAWS, SEEDS}
     return any(
-        draws_randomness(node)
-        or node.target in SEEDED_DRAWS
-        or node.target == SEEDS
-        or any(map(_draws_inside, subgraphs(node)))
-        for node in graph.nodes
+        draws_randomness(n) or n.target in seeded or any(map(_draws_inside, subgraphs(n)))
+        for n in graph.nodes
     )
 
 
@@ -310,11 +307,8 @@ def keep_masks_as_bytes(gm: fx.GraphModule, n_outputs: int) -> int:
     The joint graph, whose first `n_outputs` results are forward's, is changed in place.
     """
     forward = makers(gm.graph.find_nodes(op="output")[0].args[0][:n_outputs])  # pyright: ignore
-    masks = [
-        node
-        for node in gm.graph.nodes
-        if node in forward and _is_mask(node) and _is_read_beyond(node, forward)
-    ]
+    made = [node for node in gm.graph.nodes if node in forward and _is_mask(node)]
+    masks = [node for node in made if _is_read_beyond(node, forward)]
     for node in masks:
         _through_bytes(node)
     gm.recompile()

@@ -101,11 +101,8 @@ def us_per_element(parts: Iterable[str], cache: CostCache) -> dict[str, float]:
 
 
 def _kernel(part: str) -> Callable[[], Any]:
-    given = [
-        torch.zeros(1, dtype=torch.int64),
-        torch.linspace(0.5, 2.0, ELEMENTS),
-        torch.ones(ELEMENTS, dtype=torch.uint8),
-    ]
+    seeds, mask = torch.zeros(1, dtype=torch.int64), torch.ones(ELEMENTS, dtype=torch.uint8)
+    given = [seeds, torch.linspace(0.5, 2.0, ELEMENTS), mask]
     mode = FakeTensorMode()
     fake = [mode.from_tensor(tensor) for tensor in given]
     with tracing(TracingContext(mode)), inductor_config.patch(fx_graph_cache=False):
@@ -245,10 +242,9 @@ def with_kernel_costs(joint: FusedJoint, costs: CallCosts) -> TrainingGraph:
         node = joint.node_of_op.get(op.name)
         if op.name in found:
             cost = found[op.name]
-            origin = "estimated" if cost.is_estimate else "measured"
-            op = msgspec.structs.replace(
-                op, cost_us=cost.cost_us, workspace_bytes=cost.workspace_bytes, cost_origin=origin
-            )
+            origin, extra = "estimated" if cost.is_estimate else "measured", cost.workspace_bytes
+            facts = {"cost_us": cost.cost_us, "workspace_bytes": extra, "cost_origin": origin}
+            op = msgspec.structs.replace(op, **facts)
         elif node is not None:
             # The time to read and write its values at the rate of a copy, and besides that the slow
             # functions that it computes. What is inlined into it costs nothing more.

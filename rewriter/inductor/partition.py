@@ -221,9 +221,8 @@ class FusedStep(StepBytes):
         inputs = [n for n in gm.graph.find_nodes(op="placeholder") if not is_tangent(n)]
         device = device_holding(node.meta.get("val") for node in inputs)
         self._costs = CallCosts(gm, device)
-        self.joint: FusedJoint = build_fused(
-            gm, n_outputs, "torch.compile", Resident(), device, self._overwritten
-        )
+        around = "torch.compile", Resident(), device, self._overwritten
+        self.joint: FusedJoint = build_fused(gm, n_outputs, *around)
         self.joint.graph = with_kernel_costs(self.joint, self._costs)
         known, allocated = set[int](), allocator_rounding(device)
         results: Any = gm.graph.output_node().args[0]

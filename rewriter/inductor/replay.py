@@ -7,7 +7,6 @@ were measured for them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +37,10 @@ class ReplayedMemory:
     def peak_bytes(self) -> int:
         return max(self.forward_peak_bytes, self.backward_peak_bytes)
 
+    def raised(self, forward_bytes: int, backward_bytes: int) -> ReplayedMemory:
+        peaks = self.forward_peak_bytes + forward_bytes, self.backward_peak_bytes + backward_bytes
+        return ReplayedMemory(*peaks, self.saved_bytes, self.output_bytes)
+
 
 @dataclass(eq=False)
 class StepBytes:
@@ -58,11 +61,7 @@ class StepBytes:
 
     def beside(self, found: ReplayedMemory, times: int = 1) -> ReplayedMemory:
         forward_bytes, backward_bytes = self._left_by_others_bytes(found)
-        return dataclasses.replace(
-            found,
-            forward_peak_bytes=found.forward_peak_bytes + times * forward_bytes,
-            backward_peak_bytes=found.backward_peak_bytes + times * backward_bytes,
-        )
+        return found.raised(times * forward_bytes, times * backward_bytes)
 
     def alone(self, found: ReplayedMemory) -> ReplayedMemory:
         return self.beside(found, -1)

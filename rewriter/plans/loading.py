@@ -185,10 +185,8 @@ def _ranged(plan: PlanFile, over: RangeFacts) -> RangedSignature:
     batch = plain.example(FakeTensorMode())
     leaves = pytree.tree_leaves(batch)
     try:
-        symbols = tuple(
-            as_symbol((s.name, s.low, s.high, s.multiple), "the range", 0)
-            for s in over.family.symbols
-        )
+        given = [(s.name, s.low, s.high, s.multiple) for s in over.family.symbols]
+        symbols = tuple(as_symbol(one, "the range", 0) for one in given)
         sizes = {one.symbol: leaves[one.leaf].shape[one.dim] for one in over.places}
         hints = {symbol.name: sizes[symbol.name] for symbol in symbols}
         return RangedSignature(batch, symbols, over.places, hints)
@@ -198,12 +196,7 @@ def _ranged(plan: PlanFile, over: RangeFacts) -> RangedSignature:
 
 
 def followed(module: nn.Module) -> type[RematModule] | type[RangedModule]:
-    """The class of the rewritten module that a module follows, of a cache the one used last.
-
-    Raises
-    ------
-    PlanError : it follows no plan.
-    """
+    """The class of the rewritten module that a module follows, of a cache the one used last."""
     kind = type(module)._remat_last_used() if isinstance(module, SharedState) else None
     if kind is None or not issubclass(kind, RematModule | RangedModule):
         raise PlanError(
@@ -216,9 +209,7 @@ def followed(module: nn.Module) -> type[RematModule] | type[RangedModule]:
 def plan_of(module: nn.Module) -> PlanFile:
     """What a file keeps of the plan that a rewritten module follows.
 
-    Raises
-    ------
-    PlanError : the module follows no plan, or its batch holds what a file cannot.
+    `PlanError` : it follows none, or its batch holds what a file cannot.
     """
     kind = followed(module)
     if issubclass(kind, RangedModule):
@@ -228,10 +219,10 @@ def plan_of(module: nn.Module) -> PlanFile:
             f"this {type(module).__name__} runs one schedule over a range of sizes, which no plan "
             "file holds: keep a family of them, remat.solve(step, budget).apply(model)"
         )
-    known = (kind._remat_prediction, kind._remat_costed)
     return make_plan(
-        kind._remat_original_module, kind._remat_guards.recipe, kind._remat_schedule, *known
-    )
+        kind._remat_original_module, kind._remat_guards.recipe, kind._remat_schedule,
+        kind._remat_prediction, kind._remat_costed,
+    )  # fmt: skip
 
 
 def load_plan(

@@ -121,10 +121,8 @@ def host_places(graph: TrainingGraph, schedule: Schedule) -> HostPlaces:
     # 2001.03288.
     for stay in sorted(stays, key=lambda one: (-one.size_bytes, one.start)):
         placed.append((stay, _lowest(stay, placed)))
-    return HostPlaces(
-        {stay.start: offset for stay, offset in placed},
-        max((offset + stay.size_bytes for stay, offset in placed), default=0),
-    )
+    size_bytes = max((offset + stay.size_bytes for stay, offset in placed), default=0)
+    return HostPlaces({stay.start: offset for stay, offset in placed}, size_bytes)
 
 
 def _stays(graph: TrainingGraph, schedule: Schedule) -> list[_Stay]:
@@ -290,7 +288,6 @@ if hasattr(os, "register_at_fork"):  # Windows has no fork
 # Python would end a daemon that is in torch's C++, which aborts the process.
 atexit.register(_end_threads)
 
-
 _Pending = tuple[Tensor, PendingCopy]
 
 
@@ -336,9 +333,8 @@ class FileTier:
         store = store_of(handle)
         whole = torch.empty(store.shown.size_bytes, dtype=torch.uint8)
         kept: FileOf = store.kept
-        return store.shown.over(whole), link_thread("h2d").begin(
-            _fill_memory, [kept, whole], kept.copied
-        )
+        copy = link_thread("h2d").begin(_fill_memory, [kept, whole], kept.copied)
+        return store.shown.over(whole), copy
 
     def arrive(self, pending: _Pending) -> Tensor:
         x, copy = pending

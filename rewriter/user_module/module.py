@@ -51,6 +51,7 @@ class SharedState:
     torch would trace differently is refused there.
     """
 
+    training: bool
     original_module: ClassVar[nn.Module]
     _remat_original_module: ClassVar[nn.Module]
     _remat_loss_fn: ClassVar[LossFunction | None]
@@ -58,6 +59,26 @@ class SharedState:
 
     def __init__(self) -> None:
         self.__dict__ = self._remat_original_module.__dict__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Take what the user's forward takes, and ``target`` if a loss was captured.
+
+        With a loss, a call in training returns ``loss_fn(output, target)``, the form of
+        `torch.distributed.pipelining`. In eval mode, a call without a target returns the output.
+
+        Raises
+        ------
+        RematError : the module, or the batch, is not as it was at capture; over a range, a size is
+            out of it; of a cache, as `remat.rematerialize` for the first batch of a signature.
+        """
+        target = kwargs.pop("target", None) if self._remat_loss_fn is not None else None
+        if self.training and torch.is_grad_enabled():
+            return self._remat_train((args, kwargs, target))
+        return self._remat_run_original(args, kwargs, target)
+
+    def _remat_train(self, batch: Any) -> Any:
+        """Run a training step by the plan for a batch, (args, kwargs, target)."""
+        raise NotImplementedError
 
     @classmethod
     def _remat_last_used(cls) -> type[SharedState]:
@@ -95,7 +116,8 @@ class SharedState:
     @classmethod
     def _remat_over(cls, model: nn.Module) -> Any:
         """The same over a copy of the original module."""
-        raise NotImplementedError
+        make, (_, *given) = cls._remat_recipe_to_pickle()
+        return make(model, *given)
 
     @classmethod
     def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -179,21 +201,6 @@ class RematModule(SharedState, fx.GraphModule):
     def __new__(cls, *args: Any, **kwargs: Any) -> RematModule:
         # `GraphModule.__new__` would make another class for it.
         return object.__new__(cls)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Take what the user's forward takes, and ``target`` if a loss was captured.
-
-        With a loss, a call in training returns ``loss_fn(output, target)``, the form of
-        `torch.distributed.pipelining`. In eval mode, a call without a target returns the output.
-
-        Raises
-        ------
-        RewriteError : the batch or the module is not as it was at capture.
-        """
-        target = kwargs.pop("target", None) if self._remat_loss_fn is not None else None
-        if self.training and torch.is_grad_enabled():
-            return self._remat_train((args, kwargs, target))
-        return self._remat_run_original(args, kwargs, target)
 
     def no_update(self) -> contextlib.AbstractContextManager[None]:
         """Within it backwards add to ``.grad`` and update nothing: for all batches but the last.
@@ -290,8 +297,7 @@ class RematModule(SharedState, fx.GraphModule):
         # graphs hold tensors of the model, its Python state is another one now, or steps set what
         # no path finds.
         if guards.constants or is_own or guards.python_state.first_change():
-            make, (_, *given) = cls._remat_recipe_to_pickle()
-            return make(model, *given)
+            return super()._remat_over(model)
         recipe, step = guards.recipe, cls._remat_compiled_step
         state = state_guarded(model, recipe.loss_fn, step.mutated, guards.python_state)
         return make_module(
@@ -359,12 +365,11 @@ def make_module(
     audits = None if audit == "none" else Audit(guards, step, schedule, costed, audits=audit)
     kind = class_of_user(
         RematModule, model, recipe.loss_fn, schedule=schedule, _remat_schedule=schedule,
-        forward_module=step.forward, backward_module=step.backward, original_module=model,
-        _remat_original_module=model, _remat_compiled_step=step, _remat_guards=guards,
+        forward_module=step.forward, backward_module=step.backward,
+        _remat_compiled_step=step, _remat_guards=guards,
         _remat_recompute_inputs=_recompute_inputs(model, step, prediction),
         audit=None if audit == "first" else audits, _remat_audit=audits, _remat_audits=audit,
         _remat_prediction=prediction, _remat_costed=costed, _remat_updates=updates,
-        _remat_loss_fn=staticmethod(recipe.loss_fn) if recipe.loss_fn else None,
     )  # fmt: skip
     return kind()
 

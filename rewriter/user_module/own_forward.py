@@ -267,6 +267,9 @@ def class_of_user(
     forward = _OwnForward(torch.compiler.disable(_like_users(user, base.forward, loss_fn)))
     ours = {
         "forward": forward,
+        "original_module": model,
+        "_remat_original_module": model,
+        "_remat_loss_fn": staticmethod(loss_fn) if loss_fn else None,
         "_remat_unplanned": Unplanned(),
         # What `model.compile()` leaves in the shared `__dict__` would run unplanned.
         "_compiled_call_impl": property(lambda _: None, lambda _, compiled: None),
@@ -377,10 +380,8 @@ def _rebuilt(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
     # A module that stands in several places stays one module.
     if module in known:
         return known[module]
-    children = {
-        name: child if child is None else _rebuilt(child, known)
-        for name, child in module._modules.items()
-    }
+    own = module._modules.items()
+    children = {name: None if one is None else _rebuilt(one, known) for name, one in own}
     is_same = all(child is module._modules[name] for name, child in children.items())
     known[module] = module if is_same else shell_with(module, children)
     return known[module]

@@ -61,7 +61,10 @@ def split_backward(module: nn.Module) -> SplitBackward:
     ------
     RewriteError : nothing in it is rewritten, or a block cannot be split. Nothing is changed then.
     """
-    blocks = _rewritten_in(module)
+    for path, one in module.named_modules():
+        if isinstance(one, RangedModule):
+            raise _not_split(path, one, "is planned for a range of sizes: plan it for one size")
+    blocks = {p: one for p, one in module.named_modules() if isinstance(one, RematModule)}
     if not blocks:
         raise RewriteError(
             f"no part of this {type(module).__name__} is rewritten, and torch splits the backward "
@@ -78,13 +81,6 @@ def split_backward(module: nn.Module) -> SplitBackward:
             codes[key] = SplitCode(_graphs(path, block), block._remat_guards.kind)
     of_path = {path: codes[id(block._remat_compiled_step)] for path, block in blocks.items()}
     return SplitBackward(blocks, of_path)
-
-
-def _rewritten_in(module: nn.Module) -> dict[str, RematModule]:
-    for path, one in module.named_modules():
-        if isinstance(one, RangedModule):
-            raise _not_split(path, one, "is planned for a range of sizes: plan it for one size")
-    return {p: one for p, one in module.named_modules() if isinstance(one, RematModule)}
 
 
 def _graphs(path: str, block: RematModule) -> SplitGraphs:
