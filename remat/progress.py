@@ -27,7 +27,6 @@ from remat.formats import percent_text
 
 if TYPE_CHECKING:
     from rich import progress as rich_progress
-    from rich.console import Console
 
     from remat.graph_capture.tracing.trace import ProgressCallback
     from remat.solver.search import Progress

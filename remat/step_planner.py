@@ -7,9 +7,9 @@ which stages they leave out, and what becomes of the schedule.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
-from torch import nn
+from torch import fx, nn
 
 from remat.budgets import Budget, parse_budget
 from remat.checks import (
@@ -32,16 +32,12 @@ from remat.levers.chunks_at_need import may_wait, naming_tolerance, solved_at_ne
 from remat.progress import solver_shown, stopwatch_of_call
 from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
+from remat.rewriter.checking.check import Check
 from remat.rewriter.rewriting import rewrite
 from remat.schedules.derived import before_sharding
 from remat.schedules.outcome import Result
 from remat.solved import Solved, facts_of, infeasible_text, planned_text
-
-if TYPE_CHECKING:
-    from torch import fx
-
-    from remat.rewriter.checking.check import Check
-    from remat.step_spec import StepSpec
+from remat.step_spec import StepSpec
 
 
 class StepPlanner:

@@ -67,17 +67,13 @@ def overheads_over(
         found = simulate_resized(at, family.members[number].schedule)
         planned = None
         if alone:
-            planned = _alone(at, family.budget_bytes, solver, time_limit_s, options)
+            result = solvers.solve_within(
+                at, family.budget_bytes, solver, time_limit_s=time_limit_s, **options
+            )
+            planned = None if result.schedule is None else result.overhead
         figures = found.peak_bytes, found.time_us, at.base_us, found.overhead, planned
         points.append(_CurvePoint(dict(one), number, *figures))
     return Curve(family.model, family.budget_bytes, tuple(points))
-
-
-def _alone(
-    graph: TrainingGraph, budget_bytes: int, solver: str, time_limit_s: float, options: Any
-) -> float | None:
-    result = solvers.solve_within(graph, budget_bytes, solver, time_limit_s=time_limit_s, **options)
-    return None if result.schedule is None else result.overhead
 
 
 def _spread(graph: RangedGraph, count: int) -> list[dict[str, int]]:

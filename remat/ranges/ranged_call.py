@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -28,18 +27,14 @@ from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Sizes, require_in_range
 from remat.graph_capture.torch_private.core import pytree
-from remat.graph_capture.tracing.trace import Trace, trace
+from remat.graph_capture.tracing.trace import ProgressCallback, Trace, trace
 from remat.progress import stopwatch_of_call
 from remat.ranges.curve import solve_over
 from remat.ranks.same_order import ONE_RANK, require_group
 from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
 from remat.solved import family_text
-
-if TYPE_CHECKING:
-    from remat.graph_capture.costs.cache import Profile
-    from remat.graph_capture.tracing.trace import ProgressCallback
-    from remat.step_spec import StepSpec
+from remat.step_spec import StepSpec
 
 
 def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> RangedModule:

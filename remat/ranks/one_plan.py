@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -31,10 +31,6 @@ from remat.ranks.collective_call import (
     error_of,
 )
 from remat.ranks.same_order import resolved
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 # An error of a rank reaches those that compile the same graph before they wait for it in a
 # collective. A rank that has compiled waits for those that are at it, and some seconds for others
@@ -199,7 +195,7 @@ def is_alone() -> bool:
     return _all_ranks() is None
 
 
-def _all_ranks() -> ProcessGroup | None:
+def _all_ranks() -> dist.ProcessGroup | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     # torch types WORLD as None where no group is initialised.

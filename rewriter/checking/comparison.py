@@ -202,16 +202,13 @@ class RoundingNoise(OpWatcher):
     def _moved(self, result: Any) -> Any:
         if not isinstance(result, Tensor) or not result.is_floating_point():
             return result
-        by = torch.empty_like(result).uniform_(-1, 1, generator=self._generator(result.device))
+        if result.device not in self._generators:
+            # A stream of its own, as what is compared draws from the device's.
+            self._generators[result.device] = torch.Generator(device=result.device).manual_seed(0)
+        by = torch.empty_like(result).uniform_(-1, 1, generator=self._generators[result.device])
         by.mul_(result).mul_(torch.finfo(result.dtype).eps)
         # Whole numbers stay as they are: they are counts and masks, and most are exact.
         return result + torch.where(result == result.round(), torch.zeros_like(by), by)
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        if device not in self._generators:
-            # A stream of its own, as what is compared draws from the device's.
-            self._generators[device] = torch.Generator(device=device).manual_seed(0)
-        return self._generators[device]
 
 
 def moved_by_rounding(outcome: Callable[[], Outcome], expected: Outcome) -> dict[str, float]:

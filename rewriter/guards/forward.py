@@ -203,7 +203,13 @@ class Guards:
         self._require_attributes([*taken, *leaves])
         self._require_apart(taken, leaves)
         if change := self.python_state.first_change():
-            raise self._changed_state(change)
+            error = self._changed(*_in_words(change))
+            if numbers := _numbers(self.python_state.changes()):
+                named = ", ".join(map(repr, numbers))
+                how = f"remat.rematerialize(..., float_inputs=[{named}])"
+                error = StateChangedError(f"{error}; or let each step read it: {how}")
+                error.numbers = numbers
+            raise error
         if self.initialised and (left := out_of_step(self.initialised)):
             one, now = left
             raise self._changed(*_in_words(Change(one.place.text, one.value, now, one.place)))
@@ -303,15 +309,6 @@ class Guards:
         name = next((n for n in (*before, *now) if n in missing or n in added), before[0])
         words = ("there", "missing") if name in missing else ("missing", "there")
         return self._changed(name, *words)
-
-    def _changed_state(self, change: Change) -> StateChangedError:
-        error = self._changed(*_in_words(change))
-        if numbers := _numbers(self.python_state.changes()):
-            named = ", ".join(map(repr, numbers))
-            how = f"remat.rematerialize(..., float_inputs=[{named}])"
-            error = StateChangedError(f"{error}; or let each step read it: {how}")
-            error.numbers = numbers
-        return error
 
     def _changed(self, what: str, before: str, now: str) -> StateChangedError:
         return StateChangedError(

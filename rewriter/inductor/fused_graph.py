@@ -87,7 +87,11 @@ class _Builder:
         written = {n.args[0] for n in self.nodes if mutates(n)}
         self.overwritten = {n for n in self.nodes if n.name in self.overwritten_names} | written
         self.in_forward = self._forward_nodes()
-        self.stored = StoredNodes(self.nodes, self.in_forward, self._readers())
+        found: dict[fx.Node, list[fx.Node]] = {}
+        for node in reversed(self.nodes):
+            readers = [found[user] if shares_storage(user) else [user] for user in node.users]
+            found[node] = [reader for several in readers for reader in several]
+        self.stored = StoredNodes(self.nodes, self.in_forward, found)
 
     def _forward_nodes(self) -> set[fx.Node]:
         """Ancestors of forward's results and of what draws or has effects there; their parts."""
@@ -106,13 +110,6 @@ class _Builder:
         found = makers([*self.forward_results, *effects])
         # Backward alone reads some, such as a dropout's mask.
         return found | {n for n in self.nodes if is_getitem(n) and n.args[0] in found}
-
-    def _readers(self) -> dict[fx.Node, list[fx.Node]]:
-        found: dict[fx.Node, list[fx.Node]] = {}
-        for node in reversed(self.nodes):
-            readers = [found[user] if shares_storage(user) else [user] for user in node.users]
-            found[node] = [reader for several in readers for reader in several]
-        return found
 
     def build(self, name: str, resident: Resident, device: str) -> FusedJoint:
         self._add_inputs()

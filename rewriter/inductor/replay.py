@@ -60,13 +60,6 @@ class StepBytes:
     awaited_gradient_bytes: int = 0
 
     def beside(self, found: ReplayedMemory, times: int = 1) -> ReplayedMemory:
-        forward_bytes, backward_bytes = self._left_by_others_bytes(found)
-        return found.raised(times * forward_bytes, times * backward_bytes)
-
-    def alone(self, found: ReplayedMemory) -> ReplayedMemory:
-        return self.beside(found, -1)
-
-    def _left_by_others_bytes(self, found: ReplayedMemory) -> tuple[int, int]:
         # The last call's backward runs first, beside what all others have saved. In each later one
         # there is one less of these, but the gradients of the first are there, and if each call is
         # of a module of its own, those of all before.
@@ -77,7 +70,11 @@ class StepBytes:
             left_bytes = max(saved_bytes, (self.modules - 1) * self.gradient_bytes)
         elif self.calls > 1:
             left_bytes = max(saved_bytes, saved_bytes - each_bytes + self.gradient_bytes)
-        return saved_bytes, left_bytes + self.awaited_gradient_bytes
+        backward_bytes = left_bytes + self.awaited_gradient_bytes
+        return found.raised(times * saved_bytes, times * backward_bytes)
+
+    def alone(self, found: ReplayedMemory) -> ReplayedMemory:
+        return self.beside(found, -1)
 
 
 def replay(

@@ -6,11 +6,12 @@ import dataclasses
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 from torch.export.pt2_archive import PT2ArchiveWriter
 
 from remat.graph_capture.devices.placement import resolved_device
@@ -50,10 +51,6 @@ from remat.schedules.plan import (
     evaluate_family,
     evaluate_plan,
 )
-
-if TYPE_CHECKING:
-    from torch.export import ExportedProgram
-
 
 _ARCHIVE = ".pt2"
 EXTRA_FILE = "remat_plan.json"

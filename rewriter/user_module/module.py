@@ -363,24 +363,20 @@ def make_module(
         tuple(step.gradients.written),
     )  # fmt: skip
     audits = None if audit == "none" else Audit(guards, step, schedule, costed, audits=audit)
+    recompute_inputs = None
+    # FSDP2 frees parameters between forward and backward.
+    if not is_sharded_by_fsdp(model) and (step.recompute_inputs or constants_of(step.backward)):
+        step_us = prediction.time_us if prediction else 0.0
+        recompute_inputs = RecomputeInputs(step.recompute_inputs, step_us)
     kind = class_of_user(
         RematModule, model, recipe.loss_fn, schedule=schedule, _remat_schedule=schedule,
         forward_module=step.forward, backward_module=step.backward,
         _remat_compiled_step=step, _remat_guards=guards,
-        _remat_recompute_inputs=_recompute_inputs(model, step, prediction),
+        _remat_recompute_inputs=recompute_inputs,
         audit=None if audit == "first" else audits, _remat_audit=audits, _remat_audits=audit,
         _remat_prediction=prediction, _remat_costed=costed, _remat_updates=updates,
     )  # fmt: skip
     return kind()
-
-
-def _recompute_inputs(
-    model: nn.Module, step: CompiledStep, prediction: Prediction | None
-) -> RecomputeInputs | None:
-    # FSDP2 frees parameters between forward and backward.
-    if is_sharded_by_fsdp(model) or not (step.recompute_inputs or constants_of(step.backward)):
-        return None
-    return RecomputeInputs(step.recompute_inputs, prediction.time_us if prediction else 0.0)
 
 
 def _restored(
