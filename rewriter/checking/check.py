@@ -207,7 +207,7 @@ def check(
         # Of a range or a cache, the module that serves this batch.
         module = module._remat_running(given)
     batch = OwnBatch(given)
-    eager = _run_of(model, batch, loss_fn, has_loss=False)
+    eager = _eager_run(model, batch, loss_fn)
     plan = plan_run(module, batch, loss_fn)
     meter = meter_of(resolved_device(None, model))
     kept = (batch.leaves, _constants(module))
@@ -337,19 +337,25 @@ def _constants(module: nn.Module) -> list[Tensor]:
     return constants_of(step.forward, step.backward)
 
 
-def plan_run(module: nn.Module, batch: OwnBatch, loss_fn: LossFunction | None) -> Run:
-    return _run_of(module, batch, loss_fn, has_loss=isinstance(module, SharedState))
-
-
-def _run_of(
-    module: nn.Module, batch: OwnBatch, loss_fn: LossFunction | None, *, has_loss: bool
-) -> Run:
+def _eager_run(model: nn.Module, batch: OwnBatch, loss_fn: LossFunction | None) -> Run:
     def run() -> Any:
         args, kwargs, target = batch()
-        if has_loss and loss_fn is not None and target is not None:
+        output = apply_loss(loss_fn, model(*args, **kwargs), target)
+        _backward(output)
+        return output
+
+    return run
+
+
+def plan_run(module: nn.Module, batch: OwnBatch, loss_fn: LossFunction | None) -> Run:
+    if not isinstance(module, SharedState):
+        return _eager_run(module, batch, loss_fn)
+
+    def run() -> Any:
+        args, kwargs, target = batch()
+        if loss_fn is not None and target is not None:
             kwargs = {**kwargs, "target": target}
         output = module(*args, **kwargs)
-        output = output if has_loss else apply_loss(loss_fn, output, target)
         _backward(output)
         return output
 

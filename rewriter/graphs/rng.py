@@ -183,9 +183,7 @@ def run_with_rng_state(
     if note is not None:
         if note.any() and (note != _note_of(after, device)).any():
             raise RandomStreamError(f"{op} cannot draw again what it drew in forward: {_OTHERS}")
-        key, moved_by = _key(op, args, kwargs), _moved(state, after, device)
-        # None from then on of an op that moves it now so far, now otherwise.
-        _moves[key] = moved_by if _moves.setdefault(key, moved_by) == moved_by else None
+        _learn(_key(op, args, kwargs), _moved(state, after, device))
     return result
 
 
@@ -211,6 +209,11 @@ def form_with_generator(op: Callable[..., Any]) -> Callable[..., Any] | None:
     forms = [op, *(getattr(op.overloadpacket, one) for one in names if one in known)]
     has_it = (form for form in forms if any(a.name == "generator" for a in form._schema.arguments))
     return next(has_it, None)
+
+
+def _learn(key: Any, moved_by: int) -> None:
+    # None from then on of an op that moves it now so far, now otherwise.
+    _moves[key] = moved_by if _moves.setdefault(key, moved_by) == moved_by else None
 
 
 def _key(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
