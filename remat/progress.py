@@ -79,12 +79,10 @@ class LoggedStopwatch(Stopwatch):
 
     @contextlib.contextmanager
     def show(self, text: str) -> Generator[ProgressCallback]:
-        """One line of the log."""
         _LOG.info("%s ...", text)
         yield _silent
 
     def say(self, text: str) -> None:
-        """One line of the log."""
         _LOG.info("%s", text)
 
 
@@ -116,7 +114,6 @@ class TerminalStopwatch(Stopwatch):
             yield update
 
     def say(self, text: str) -> None:
-        """One line that stays."""
         self.console.print(text, soft_wrap=True)
 
     def _line(self) -> rich_progress.Progress:
@@ -130,7 +127,9 @@ class TerminalStopwatch(Stopwatch):
                 del task
                 return Text(f"{clock.elapsed_s:.0f} s", style="progress.elapsed")
 
-        spinner = SpinnerColumn("line" if _is_simple(self.console) else "dots")
+        # Dots are no ASCII.
+        shows_dots = self.console.encoding.lower().startswith("utf")
+        spinner = SpinnerColumn("dots" if shows_dots else "line")
         # A description holds names, which are no markup.
         columns = spinner, TextColumn("{task.description}", markup=False), BarColumn(20), Clock()
         return Progress(
@@ -237,11 +236,6 @@ def _simple(error: UnicodeError) -> tuple[str, int]:
         raise error
     lacking = error.object[error.start : error.end]
     return "".join(_SIMPLE.get(letter, _UNKNOWN) for letter in lacking), error.end
-
-
-def _is_simple(console: Console) -> bool:
-    """Whether it shows ASCII alone."""
-    return not console.encoding.lower().startswith("utf")
 
 
 def in_one_line(message: str) -> str:

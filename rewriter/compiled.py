@@ -294,8 +294,7 @@ def tier_for(
     if is_cuda(graph.device):
         from remat.rewriter.tiers.stream_tier import StreamTier
 
-        places = host_places(graph, schedule)
-        tier = StreamTier(graph.device, places, links, found.nvme_peak_bytes)
+        tier = StreamTier(graph.device, host_places(graph, schedule), links, found.nvme_peak_bytes)
     # A lack of room shows when the module is made, not only in a step.
     tier.require_room()
     return tier

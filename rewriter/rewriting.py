@@ -212,8 +212,7 @@ def module_for(
     audit: Audits = "step",
 ) -> RematModule:  # fmt: skip
     """The module that carries out `schedule`; `traced` has not been compiled."""
-    links = links_of(traced, costed)
-    step = compile_step(traced, schedule, by_inductor=by_inductor, links=links)
+    step = compile_step(traced, schedule, by_inductor=by_inductor, links=links_of(traced, costed))
     return make_module(
         model, schedule, traced.recipe, step, traced.python_state, prediction, costed, updates,
         audit=audit,

@@ -29,8 +29,7 @@ def without_recomputation(graph: TrainingGraph, schedule: Schedule) -> _Off:
     planned = graph_of_schedule(graph, schedule)
     # A plan made anew of its runs would have no copies, so runs are taken out of this one.
     if schedule.moves:
-        again = [name for name, runs in schedule.computations().items() if runs > 1]
-        for name in again:
+        for name in [name for name, runs in schedule.computations().items() if runs > 1]:
             schedule = counterfactual_schedule(planned, schedule, name)
         return planned, schedule
     return _in_order(planned, dict.fromkeys(_runs(schedule)))
@@ -113,8 +112,7 @@ def _runs(schedule: Schedule) -> list[str]:
 
 
 def _in_order(graph: TrainingGraph, names: Iterable[str]) -> _Off:
-    sequence = [graph.op_index[name] for name in names]
-    return graph, schedule_of(Problem.of(graph), sequence)
+    return graph, schedule_of(Problem.of(graph), [graph.op_index[name] for name in names])
 
 
 RECOMPUTATION, UPDATES = "recomputation", "updates during backward"

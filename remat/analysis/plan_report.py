@@ -37,18 +37,17 @@ _HOLDERS = 8
 """Values that are named as holders of the peak; the rest is one row."""
 
 
-def rendered(screen: RenderableType, width: int = 100) -> str:
+def rendered(screen: RenderableType) -> str:
     text = StringIO()
     # Names of a file are neither markup nor emoji.
-    plain = Console(file=text, width=width, highlight=False, markup=False, emoji=False)
-    plain.print(screen)
+    Console(file=text, width=100, highlight=False, markup=False, emoji=False).print(screen)
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 
-def holders_table(held: PeakHolders, top: int = _HOLDERS) -> Table:
+def holders_table(held: PeakHolders) -> Table:
     parts = [(f"resident: {name}", size) for name, size in held.resident.items()]
-    parts += [(_holder_name(row), row.size_bytes) for row in held.values[:top]]
-    rest = held.values[top:]
+    parts += [(_holder_name(row), row.size_bytes) for row in held.values[:_HOLDERS]]
+    rest = held.values[_HOLDERS:]
     if rest:
         # The rest is one row, so that rows sum to the peak.
         count = sum(row.count for row in rest)

@@ -117,8 +117,7 @@ def _turned(graph: TrainingGraph, result: Result, op: Op, pins: Pins, each_s: fl
     turned = Pins(pins.kept | kept, pins.again | again)
     # Globs of pins are in `pins` already, by op.
     asked = {name: given for name, given in solve_arguments(schedule).items() if name not in PINS}
-    solver = asked.pop("solver")
-    question = Question(graph, result.budget_bytes, solver, each_s, options=asked)
+    question = Question(graph, result.budget_bytes, asked.pop("solver"), each_s, options=asked)
     found = PinnedOps(turned).solve(question, solve_alone)
     pin = "keep" if is_recomputed else "recompute"
     if found.schedule is None:

@@ -134,8 +134,7 @@ def trace_blocks(
     model: nn.Module, pattern: str, args: tuple[Any, ...], kwargs: Any, **asked: Any
 ) -> TracedBlocks:
     """Raises `CaptureError` where a block cannot be run by itself to the same bits."""
-    device = resolved_device(asked.get("device"), model)
-    blocks = matching_blocks(model, pattern, device)
+    blocks = matching_blocks(model, pattern, resolved_device(asked.get("device"), model))
     # A block's own inputs are known only while the model runs.
     with watching_calls(model, blocks) as calls:
         whole = trace(model, args, kwargs, **asked)
@@ -364,8 +363,7 @@ class BlockPlanner:
 def _live_bytes(graph: TrainingGraph) -> dict[str, int]:
     """By op, if every op runs once."""
     schedule = StoreAll().schedule(graph)
-    live = simulate(graph, schedule).live_bytes
-    steps = zip(schedule.steps, live, strict=True)
+    steps = zip(schedule.steps, simulate(graph, schedule).live_bytes, strict=True)
     return {step.op: size for step, size in steps if isinstance(step, Compute)}
 
 

@@ -101,8 +101,7 @@ class KnownPlans:
         if not budget.is_of_the_step:
             return budget.bytes_for(graph)
         # A part of a small batch's peak is little, but the run has room for the plans it has made.
-        own_bytes = budget.bytes_for(graph) if budget.kind == "share" else 0
-        return max(own_bytes, self.most_bytes)
+        return max(budget.bytes_for(graph) if budget.kind == "share" else 0, self.most_bytes)
 
 
 def _graph_for(sized: Sized, schedule: Schedule) -> TrainingGraph:

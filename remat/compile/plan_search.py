@@ -168,14 +168,12 @@ class PlanSearch:
             pair = self.step.stock()
             return Candidate(pair, self._replayed(pair, 0))
         schedule.check_made_for(self.step.graph)
-        found = self._candidate(self.step.graph, schedule, None)
-        return dataclasses.replace(found, gap=gap)
+        return dataclasses.replace(self._candidate(self.step.graph, schedule, None), gap=gap)
 
     def _candidate(
         self, graph: TrainingGraph, schedule: Schedule, result: Result | None
     ) -> Candidate:
-        judged = simulate(graph, schedule)
-        pair = self.step.emit(schedule)
+        judged, pair = simulate(graph, schedule), self.step.emit(schedule)
         replay, gap = self._replayed(pair, judged.peak_bytes), result.gap if result else None
         facts = judged.peak_bytes, judged.time_us, judged.overhead, gap
         return Candidate(pair, replay, schedule, result, *facts)

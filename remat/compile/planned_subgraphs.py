@@ -94,8 +94,7 @@ class PlannedSubgraphs:
         with one_plan(plan_key(asked, steps)) as one:
             if one.is_made_here:
                 self._budget_bytes, chosen = self._chosen(asked, shared)
-                candidates = [option.candidate for option in chosen]
-                one.post(AgreedPlan.of(self._budget_bytes, candidates))
+                one.post(AgreedPlan.of(self._budget_bytes, [option.candidate for option in chosen]))
                 return chosen
             choice = one.theirs(AgreedPlan)
             self._budget_bytes = choice.budget_bytes

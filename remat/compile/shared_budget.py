@@ -295,8 +295,7 @@ class SharedBudget:
         # Alone, it has the room that it was planned for.
         if not before:
             return
-        budget_bytes = self.noted[frame].budget_bytes
-        frames = [*before, frame]
+        budget_bytes, frames = self.noted[frame].budget_bytes, [*before, frame]
         peak_bytes = max(self._peak(frames, k, is_stock=False) for k in range(len(frames)))
         if peak_bytes > budget_bytes:
             again = before.count(frame)
@@ -389,8 +388,7 @@ def shared_budget(options: Mapping[str, Any] | None) -> SharedBudget:
     # Dynamo hands every graph of a model the same options object. It is kept, so that no other
     # takes its id. Models that take turns do not share: the forwards of one are closed when the
     # other runs.
-    held = _known.setdefault(id(options), (options, SharedBudget()))
-    return held[1]
+    return _known.setdefault(id(options), (options, SharedBudget()))[1]
 
 
 def forget_graphs() -> None:

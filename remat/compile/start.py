@@ -64,8 +64,7 @@ def start_key(gm: fx.GraphModule, inputs: Sequence[Any], asked: CompileOptions, 
     """SHA-256 of all that the plan of a graph depends on; empty where that has no lasting text."""
     digest = hashlib.sha256()
     surroundings = _surroundings(device_of_inputs(inputs))
-    parts = (repr(asked), around, *surroundings, *_input_lines(inputs), *_graph_lines(gm))
-    for part in parts:
+    for part in (repr(asked), around, *surroundings, *_input_lines(inputs), *_graph_lines(gm)):
         # An object's default text has its address, which another process does not give.
         if ADDRESS in part:
             return ""

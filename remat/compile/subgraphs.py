@@ -109,8 +109,7 @@ class _Walk(fx.Interpreter):
         with self._mode:
             made = module(*args, **kwargs)
         # A result that is a view of an input takes nothing more.
-        outputs_bytes = storage_bytes(pytree.tree_leaves(made), self._known)
-        self._seen.append(_Seen(n, step, outputs_bytes))
+        self._seen.append(_Seen(n, step, storage_bytes(pytree.tree_leaves(made), self._known)))
         # The first subgraph has been changed to return a tuple already, for its compiler alone.
         is_wrapped = isinstance(made, tuple) and not all(map(is_getitem, n.users))
         return made[0] if is_wrapped else made

@@ -82,11 +82,9 @@ def _optimizer_in_backward_of(
     from remat.graph_capture.tracing.step_module import with_loss
 
     require_known(optimizer)
-    device = resolved_device(None, model)
-    parameters = _parameters(model, loss_fn)
+    device, parameters = resolved_device(None, model), _parameters(model, loss_fn)
     _refuse_parts(model)
-    buffers = dict(with_loss(model, loss_fn).named_buffers())
-    require_own_storages({**parameters, **buffers})
+    require_own_storages({**parameters, **dict(with_loss(model, loss_fn).named_buffers())})
     costs = update_costs(optimizer, parameters, meter_of(device), allocator_rounding(device))
     if not costs:
         raise CaptureError(
@@ -136,8 +134,7 @@ def _parameters(model: nn.Module, loss_fn: Callable[..., Any] | None) -> dict[st
     from remat.graph_capture.tracing.step_module import with_loss
 
     step = with_loss(model, loss_fn)
-    named = step.named_parameters()
-    return {n if step is model else path_in_model(n): p for n, p in named}
+    return {n if step is model else path_in_model(n): p for n, p in step.named_parameters()}
 
 
 def updated_in_backward(spec: StepSpec) -> fx.GraphModule:

@@ -91,8 +91,7 @@ def _costs_within(
         # fitted to each other, so all are made alike.
         if not left_out:
             left_out.append(is_beyond(one.joint, one.graph, budget.most_bytes(one.graph)))
-        most_bytes = 0 if left_out[0] else None
-        return add_costs(one, progress=shown, profile=known, most_bytes=most_bytes)
+        return add_costs(one, progress=shown, profile=known, most_bytes=0 if left_out[0] else None)
 
     return costed
 

@@ -346,8 +346,7 @@ def _within_guards(
             return None, str(error)
         except CaptureError as error:
             why = str(error)
-            is_range = isinstance(error, RangeError)
-            dynamic = _with_part(dynamic, error, batch) if is_range else None
+            dynamic = _with_part(dynamic, error, batch) if isinstance(error, RangeError) else None
     return None, why
 
 

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -97,16 +97,13 @@ class Recorder:
         finally:
             self.marks[phase] = self._library.record_end()
         if phase == "forward":
-            self._results = self._calls_of(results[: self._n_results])
+            tensors = [one for one in results[: self._n_results] if isinstance(one, Tensor)]
+            addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+            calls = map(self._library.record_call, addresses)
+            self._results = tuple(sorted(call for call in calls if call >= 0))
         else:
             self._has_gradients = any(isinstance(one, Tensor) for one in results)
         return results
-
-    def _calls_of(self, results: Sequence[Any]) -> tuple[int, ...]:
-        tensors = [one for one in results if isinstance(one, Tensor)]
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        calls = map(self._library.record_call, addresses)
-        return tuple(sorted(call for call in calls if call >= 0))
 
     def requests(self) -> _Requests:
         if len(self.marks) < 2:

@@ -207,8 +207,7 @@ def check(
         # Of a range or a cache, the module that serves this batch.
         module = module._remat_running(given)
     batch = OwnBatch(given)
-    eager = _eager_run(model, batch, loss_fn)
-    plan = plan_run(module, batch, loss_fn)
+    eager, plan = _eager_run(model, batch, loss_fn), plan_run(module, batch, loss_fn)
     meter = meter_of(resolved_device(None, model))
     kept = (batch.leaves, _constants(module))
     step = with_loss(model, loss_fn)

@@ -295,8 +295,7 @@ class ForwardOutcomes:
     def before(self, leaves: list[Any]) -> BeforeForward:
         batch = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         written = [*self._written(), *(batch if self._step.gradients.writes_batch else ())]
-        read = [*(self._guards.live.read() or ()), *batch]
-        return BeforeForward(self._guards, written, read)
+        return BeforeForward(self._guards, written, [*(self._guards.live.read() or ()), *batch])
 
     def _written(self) -> list[Tensor]:
         guards, paths = self._guards, self._step.gradients.written.values()

@@ -42,15 +42,13 @@ class _OpBindings:
             return target
         given = tuple(node.args), dict(node.kwargs)
         args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta.get("val"), given)
-        key = (target, *(_kind(leaf) for leaf in _leaves(args, kwargs)))
+        parts = (
+            one if isinstance(one, (tuple, list)) else (one,) for one in (*args, *kwargs.items())
+        )
+        key = (target, *map(_kind, itertools.chain.from_iterable(parts)))
         if key not in self._known:  # each kind of call is tried once
             self._known[key] = _quickest(target, args, kwargs)
         return self._known[key]
-
-
-def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    for one in (*args, *kwargs.items()):
-        yield from one if isinstance(one, (tuple, list)) else (one,)
 
 
 def _kind(leaf: Any) -> Any:
@@ -165,8 +163,7 @@ class _Writer:
 
     def write(self) -> str:
         nodes = list(self.gm.graph.nodes)
-        returned = [r for r in self.results if isinstance(r, fx.Node)]
-        dead = _dead_after(nodes, returned)
+        dead = _dead_after(nodes, [r for r in self.results if isinstance(r, fx.Node)])
         taken = [node for node in nodes if node.op == "placeholder"]
         if taken:
             self.lines.append(f"{', '.join(node.name for node in taken)}, = args_list")

@@ -50,8 +50,7 @@ class CopyTimes:
 
 
 def copy_times(schedule: Schedule, writes_of: _WritesOf) -> CopyTimes:
-    times = CopyTimes()
-    writes = _writes(schedule, writes_of)
+    times, writes = CopyTimes(), _writes(schedule, writes_of)
     touches: dict[str, list[tuple[int, Step]]] = {}
     for i, step in enumerate(schedule.steps):
         if not isinstance(step, Compute) and step.value in writes:

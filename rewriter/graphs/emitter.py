@@ -54,8 +54,7 @@ class Emitter(ABC, Generic[_AnyJoint]):
     """Why a step that copies a value to the host is refused."""
 
     def __init__(self, joint: _AnyJoint, demand: Demand) -> None:
-        self.joint = joint
-        self.demand = demand
+        self.joint, self.demand = joint, demand
         self.graph = fx.Graph()
         # What the graph has demanded: the node of the graph before it, and the placeholder.
         self.brought: dict[Demanded, tuple[fx.Node, fx.Node]] = {}

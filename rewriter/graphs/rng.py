@@ -169,8 +169,7 @@ def run_with_rng_state(
     state: Tensor, device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run `op` with a generator in `state`; the stream of `device` stays as it is."""
-    is_noted = _takes_note(state, device)
-    bare, note = _parted(state, device) if is_noted else (state, None)
+    bare, note = _parted(state, device) if _takes_note(state, device) else (state, None)
     form = form_with_generator(op)
     # With a generator of its own, the stream of the process is neither read nor moved.
     if form is None:

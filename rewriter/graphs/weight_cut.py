@@ -151,8 +151,7 @@ def most_live_bytes(part: fx.GraphModule, resident: Collection[str] = ()) -> int
 
     `part` is I or W of `split_graph`, `resident` the names of inputs that cost nothing.
     """
-    facts = Dependencies(part.graph)
-    inputs = part.graph.find_nodes(op="placeholder")
+    facts, inputs = Dependencies(part.graph), part.graph.find_nodes(op="placeholder")
     free_nodes = [n for n in inputs if n.name in resident]
     free_nodes += part.graph.find_nodes(op="get_attr")
     free = {s for n in free_nodes for s in facts.storages[n]}

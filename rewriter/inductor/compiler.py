@@ -176,8 +176,7 @@ def _runner(target: Any) -> Callable[..., tuple[Any, ...]]:
         now = save_rng_state(device)
         set_rng_state(state, device)
         try:
-            results = target(*args, **kwargs)
-            return (*_as_tuple(results), save_rng_state(device))
+            return (*_as_tuple(target(*args, **kwargs)), save_rng_state(device))
         finally:
             set_rng_state(now, device)
 

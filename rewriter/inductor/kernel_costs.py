@@ -211,8 +211,7 @@ class CallCosts:
         for (key, (cost_us, away)), region in zip(costs.items(), memory, strict=True):
             made_bytes = sum(map(allocated, fresh_storages(missing[key])))
             # Results are values of the graph, not workspace.
-            extra = max(0, region.peak_bytes - made_bytes)
-            found[key] = OpCost(cost_us, extra, away=away)
+            found[key] = OpCost(cost_us, max(0, region.peak_bytes - made_bytes), away=away)
         return found
 
     def _runner(self, node: fx.Node) -> Callable[[], Any]:

@@ -142,8 +142,7 @@ class _SkippedKernel(CppKernelProxy):
 
     def codegen_nodes(self, nodes: list[SchedulerNode]) -> None:
         self._nodes = nodes
-        sizes = [node.group[1] for node in nodes]
-        self.set_ranges(*max(sizes, key=lambda ranges: len(ranges[1])))
+        self.set_ranges(*max([node.group[1] for node in nodes], key=lambda ranges: len(ranges[1])))
         kernel = CppKernel(self.kernel_group.args, self.num_threads)
         stored: set[str] = set()
         with kernel:

@@ -152,8 +152,7 @@ class _BetweenCalls(InductorChoices):
         calls = self._calls[scheduler]
         first = min(node1.min_order, node2.min_order)
         last = max(node1.max_order, node2.max_order)
-        is_call_between = bisect_left(calls, first) != bisect_left(calls, last)
-        if is_call_between:
+        if bisect_left(calls, first) != bisect_left(calls, last):
             return False
         return InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
 

@@ -102,8 +102,7 @@ def save_plan(plan: PlanFile, path: str | Path, program: ExportedProgram | None 
     elif program is not None:
         with atomic_write(path) as out:
             deferring: Any = _Deferring(out)  # torch declares less than it takes
-            extra = {EXTRA_FILE: plan.to_json().decode()}
-            torch.export.save(program, deferring, extra_files=extra)
+            torch.export.save(program, deferring, extra_files={EXTRA_FILE: plan.to_json().decode()})
             deferring.raise_lost()
     else:
         packed = io.BytesIO()
@@ -141,8 +140,7 @@ def _plan_over_range(kind: type[RangedModule]) -> PlanFile:
             f"the step behind this plan of {family.model} is not at hand: apply one that has "
             "it, remat.solve(step, budget).apply(model)"
         )
-    recipe = members.first._remat_guards.recipe
-    places = members.signature.places
+    recipe, places = members.first._remat_guards.recipe, members.signature.places
     return plan_of_family(kind._remat_original_module, recipe, places, family, graph)
 
 
@@ -150,8 +148,7 @@ def plan_of_family(
     model: nn.Module, recipe: Recipe, places: tuple[Place, ...], family: Family, graph: RangedGraph
 ) -> PlanFile:
     top = graph.bounding(graph.symbols)
-    schedule = resized_schedule(family.top.schedule, top)
-    plan = make_plan(model, recipe, schedule, None, top)
+    plan = make_plan(model, recipe, resized_schedule(family.top.schedule, top), None, top)
     return msgspec.structs.replace(plan, over=RangeFacts(places, family, graph))
 
 
@@ -178,8 +175,7 @@ def _load_over_range(
 
 
 def _ranged(plan: PlanFile, over: RangeFacts) -> RangedSignature:
-    plain = signature_from(plan.batch)
-    batch = plain.example(FakeTensorMode())
+    batch = signature_from(plan.batch).example(FakeTensorMode())
     leaves = pytree.tree_leaves(batch)
     try:
         given = [(s.name, s.low, s.high, s.multiple) for s in over.family.symbols]

@@ -130,8 +130,7 @@ def _stays(graph: TrainingGraph, schedule: Schedule) -> list[_Stay]:
     stays: list[_Stay] = []
 
     def end(value: str, at: int) -> None:
-        size_bytes = graph.value_by_name[value].size_bytes
-        whole_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        whole_bytes = -(-graph.value_by_name[value].size_bytes // PAGE_BYTES) * PAGE_BYTES
         stays.append(_Stay(begun.pop(value), at, whole_bytes))
 
     for i, step in enumerate(schedule.steps):

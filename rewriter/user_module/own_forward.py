@@ -52,8 +52,7 @@ class Unplanned:
     """
 
     def __init__(self, kind: str | None = None) -> None:
-        self.kind = kind
-        self.is_open = True
+        self.kind, self.is_open = kind, True
         self._is_said = self._has_run = self._is_in_eval = self._is_frozen_said = False
         self._cause: Callable[[], str] | None = None
         self._handles: dict[int, Any] = {}

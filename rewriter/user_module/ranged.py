@@ -66,8 +66,7 @@ class _Members:
     def _compiled(self, number: int) -> RematModule:
         traced = copy_to_compile(self.traced)  # compiling uses up a trace's metadata
         schedule = resized_schedule(self.family.members[number].schedule, traced.graph)
-        step = compile_step(traced, schedule)
-        state = traced.python_state
+        step, state = compile_step(traced, schedule), traced.python_state
         return make_module(self.model, schedule, traced.recipe, step, state, audit=self.audit)
 
 
