@@ -90,7 +90,8 @@ def require_upto(model: nn.Module, upto: Any, dynamic: Any) -> None:
     given = cast("Mapping[Any, Any]", upto)
     entries = dynamic if isinstance(dynamic, Mapping) else {}
     said: list[Any] = [entry for _, _, entry in _dimensions("dynamic", entries, "", "")]
-    names = {one[0] if isinstance(one, (tuple, list)) and one else one for one in said}
+    firsts: list[Any] = [one[0] if isinstance(one, (tuple, list)) and one else one for one in said]
+    names = set(firsts)
     of_arguments = {key: value for key, value in given.items() if key not in names}
     for name in names & given.keys():
         _require_size(f"{name!r}", given[name])

@@ -201,12 +201,14 @@ class PlanCache(SharedState, nn.Module):
         cls, args: Any, kwargs: Any, target: Any, float_inputs: Sequence[str]
     ) -> fx.GraphModule:
         spec = cls._remat_spec(args, kwargs, target).replace(float_inputs=float_inputs)
-        # `cached_plan` knows neither Inductor's code nor ranks.
-        is_planned_anew = any(spec.asked[name] for name in ("compile", "group", "sharding"))
         peak_bytes = cls._remat_known.most_bytes
-        make: Callable[[StepSpec], fx.GraphModule] = plan_one_size
-        if not is_planned_anew:
-            make = functools.partial(cached_plan, known=cls._remat_known)
+
+        def make(one: StepSpec) -> fx.GraphModule:
+            # `cached_plan` knows neither Inductor's code nor ranks.
+            if any(one.asked[name] for name in ("compile", "group", "sharding")):
+                return plan_one_size(one)
+            return cached_plan(one, cls._remat_known)
+
         try:
             return make(spec)
         except BudgetError:
