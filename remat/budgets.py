@@ -46,13 +46,7 @@ UNBOUNDED_BYTES = 2**62
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget as it was asked for.
-
-    Attributes
-    ----------
-    kind : ``bytes``, ``share`` (of the unmodified peak), ``auto`` or ``min``.
-    size_bytes : of kind ``bytes``. share : of kind ``share``, as a fraction.
-    """
+    """A budget as it was asked for; a `share` is a fraction of the unmodified peak."""
 
     kind: Literal["bytes", "share", "auto", "min"]
     size_bytes: int = 0
@@ -64,13 +58,9 @@ class Budget:
         return self.kind in ("share", "min")
 
     def bytes_for(
-        self,
-        graph: TrainingGraph,
-        *,
-        solver: str = "auto",
-        time_limit_s: float = 60.0,
+        self, graph: TrainingGraph, *, solver: str = "auto", time_limit_s: float = 60.0,
         **options: Any,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """What it means for `graph`.
 
         Per cents are of the unmodified peak. ``auto`` is what the model and the batch take plus
@@ -96,29 +86,21 @@ class Budget:
         return 0 if self.kind == "min" else self.bytes_for(graph)
 
     def solve(
-        self,
-        graph: TrainingGraph,
-        solver: str = "auto",
-        *,
-        time_limit_s: float = 60.0,
+        self, graph: TrainingGraph, solver: str = "auto", *, time_limit_s: float = 60.0,
         **options: Any,
-    ) -> Result:
+    ) -> Result:  # fmt: skip
         """The outcome for `graph` at this budget."""
         if self.kind == "min":
             # The solve that names the least peak has its schedule at hand; `least_peak` keeps it.
             return least_peak(graph, time_limit_s, solver=solver, **options)
-        budget_bytes = self.bytes_for(graph)
-        return solvers.solve_within(
-            graph, budget_bytes, solver, time_limit_s=time_limit_s, **options
-        )
+        options["time_limit_s"] = time_limit_s
+        return solvers.solve_within(graph, self.bytes_for(graph), solver, **options)
 
 
 def parse_budget(budget: str | SupportsIndex) -> Budget:
     """Read a budget: an int is bytes, a text needs a unit, ``%``, ``auto`` or ``min``.
 
-    Raises
-    ------
-    BudgetError : no unit, an unknown unit, or nothing to spend.
+    `BudgetError` : no unit, an unknown unit, or nothing to spend.
     """
     parsed = _parse_text(budget.strip()) if isinstance(budget, str) else _parse_int(budget)
     if parsed.kind == "bytes" and parsed.size_bytes <= 0:
@@ -134,8 +116,8 @@ def _parse_int(budget: SupportsIndex) -> Budget:
 
 def _parse_text(text: str) -> Budget:
     word = text.lower()
-    if word in ("auto", "min"):
-        return Budget("auto" if word == "auto" else "min")
+    if word == "auto" or word == "min":
+        return Budget(word)
     share = re.fullmatch(rf"{NUMBER}\s*%", word)
     if share is not None:
         return Budget("share", share=float(share[1]) / 100)
@@ -162,7 +144,6 @@ def unmodified(graph: TrainingGraph) -> Result:
     Every op runs once, but for those that checkpoints of the user's own cover. Its sizes are those
     of eager, which keeps larger dropout masks than a trace and writes in place.
     """
-
     return cached_on(graph, "unmodified", lambda: _as_eager_runs(baseline_graph(unchunked(graph))))
 
 
@@ -185,11 +166,8 @@ def saved_elsewhere(graph: TrainingGraph) -> tuple[int, int]:
 
 
 def _as_eager_runs(eager: TrainingGraph) -> Result:
-    schedule = schedule_of(
-        Problem.of(eager), ops_as_eager_runs(eager), budget_bytes=UNBOUNDED_BYTES,
-        solver="store_all",
-    )  # fmt: skip
-    return evaluate_schedule(
-        eager, as_eager_frees(eager, schedule), budget_bytes=UNBOUNDED_BYTES,
-        lower_bound_us=eager.time_us,
-    )  # fmt: skip
+    unbounded: Any = {"budget_bytes": UNBOUNDED_BYTES}
+    runs = ops_as_eager_runs(eager)
+    schedule = schedule_of(Problem.of(eager), runs, solver="store_all", **unbounded)
+    freed = as_eager_frees(eager, schedule)
+    return evaluate_schedule(eager, freed, lower_bound_us=eager.time_us, **unbounded)

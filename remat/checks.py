@@ -12,12 +12,7 @@ from remat.budgets import auto_bytes, saved_elsewhere, unmodified
 from remat.formats import bytes_text
 from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.devices.memory import free_bytes, is_out_of_memory
-from remat.graph_capture.errors import (
-    BudgetError,
-    CheckError,
-    NotComparedError,
-    RewriteError,
-)
+from remat.graph_capture.errors import BudgetError, CheckError, NotComparedError, RewriteError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.spill_files import free_on_drive_bytes, host_folder
 from remat.solver.result import INTERRUPTED
@@ -31,7 +26,6 @@ if TYPE_CHECKING:
 
 # What a failed check says: what differs from eager, by how much, where, and what to do.
 
-
 _SHOWN = 5
 """Differences that are named; the rest are counted."""
 _ALONE = (
@@ -42,9 +36,9 @@ _ALONE = (
 
 def _differences_text(check: Check) -> str:
     """The differences, each with the largest distance from eager's."""
-    pairs = list(zip(check.differences, check.distances, strict=False))
-    known = dict(pairs)
-    said = [name + _by(known.get(name)) for name in check.differences[:_SHOWN]]
+    known = dict(zip(check.differences, check.distances, strict=False))
+    shown = [(name, known.get(name, math.nan)) for name in check.differences[:_SHOWN]]
+    said = [f"{one} (off by up to {by:.2g})" if not math.isnan(by) else one for one, by in shown]
     more = len(check.differences) - _SHOWN
     return ", ".join(said) + (f" and {more} more" if more > 0 else "")
 
@@ -93,15 +87,10 @@ def cause_text(check: Check) -> str:
     )
 
 
-def _by(distance: float | None) -> str:
-    if distance is None or math.isnan(distance):
-        return ""
-    return f" (off by up to {distance:.2g})"
-
-
 _T = TypeVar("_T")
 _NO_ROOM = "memory ran out"
 """Why a check was not run that had to be given up."""
+_UNCHECKED = "the plan is not checked against the unmodified step"
 CHECKED = ("outputs", "gradients", "buffers", "rng")
 """What has to be equal to eager's, to the bit."""
 _FRAGMENTED = 0.10
@@ -133,16 +122,12 @@ def is_checked(
     """
     if check is not None:
         return check
-    reason = why_unchecked(graph) or (_why_beyond(reference) if reference else "")
+    reason = why_unchecked(graph)
+    if reference and not reason and (why := reference.why_not()):
+        reason = f"{_UNCHECKED}, {why}"
     if reason:
         warnings.warn(f"{reason}; pass check=True to run it anyway", stacklevel=3)
     return not reason
-
-
-def _why_beyond(reference: Reference) -> str:
-    """Why the unmodified step does not run within the plan's budget; empty where it does."""
-    reason = reference.why_not()
-    return f"the plan is not checked against the unmodified step, {reason}" if reason else ""
 
 
 def why_unchecked(graph: TrainingGraph) -> str:
@@ -152,21 +137,17 @@ def why_unchecked(graph: TrainingGraph) -> str:
         if need_bytes <= auto_bytes(graph.device):
             return ""
     except BudgetError:
-        return (
-            "the plan is not checked against the unmodified step: this system does not say whether "
-            f"the {bytes_text(need_bytes)} that it needs are free"
-        )
-    return (
-        f"the plan is not checked against the unmodified step, which needs "
-        f"{bytes_text(need_bytes)} more than is allocated now"
-    )
+        need = bytes_text(need_bytes)
+        return f"{_UNCHECKED}: this system does not say whether the {need} that it needs are free"
+    need = bytes_text(need_bytes)
+    return f"{_UNCHECKED}, which needs {need} more than is allocated now"
 
 
 def unless_short(run: Callable[[], _T], told: Callable[[str], None]) -> _T | None:
     """What `run`, which runs a step, returns; where memory runs out, `told` hears why it did not.
 
-    So it does where the unmodified step turns out not to run within the budget.
-    So it does where Ctrl-C ends it: the plan is found, and `remat` goes on to say so.
+    So it does where the unmodified step turns out not to run within the budget, and where Ctrl-C
+    ends it: the plan is found, and `remat` goes on to say so.
     """
     try:
         return run()
@@ -186,26 +167,17 @@ def unless_short(run: Callable[[], _T], told: Callable[[str], None]) -> _T | Non
 
 def say_unchecked(reason: str) -> None:
     """Warn that a plan is used without its check."""
-    warnings.warn(f"the plan is not checked against the unmodified step: {reason}", stacklevel=4)
+    warnings.warn(f"{_UNCHECKED}: {reason}", stacklevel=4)
 
 
 def require_equal(
-    model: nn.Module,
-    module: nn.Module,
-    batch: Batch,
-    budget_bytes: int | None,
+    model: nn.Module, module: nn.Module, batch: Batch, budget_bytes: int | None,
     reference: Reference | None = None,
-) -> Check:
+) -> Check:  # fmt: skip
     """Run a step of both and compare them; compare the peak too, unless the budget is None.
 
-    Parameters
-    ----------
-    reference : how eager's step runs; None for as it is.
-
-    Raises
-    ------
-    CheckError : they differ. RewriteError : the peak exceeds the budget.
-    NotComparedError : eager's step cannot be run as `reference` says.
+    `reference` says how eager's step runs, None as it is. `CheckError` : they differ.
+    `RewriteError` : the peak exceeds the budget. `NotComparedError` : eager's step cannot run so.
     """
     from remat.rewriter.checking.check import check
 
@@ -222,7 +194,9 @@ def require_equal(
         )
     if budget_bytes is not None and found.exceeds(budget_bytes):
         text = f"{_exceeding(found, budget_bytes)}. {_less(found, budget_bytes)}"
-        if not _is_little(_beyond_bytes(found, budget_bytes), budget_bytes):
+        # Allocators themselves take as little more or less, from run to run.
+        little_bytes = min(_LITTLE * budget_bytes, _ALLOCATOR_BLOCK_BYTES)
+        if _beyond_bytes(found, budget_bytes) >= little_bytes:
             raise RewriteError(text)
         warnings.warn(text, stacklevel=3)
     for advice in advice_of(found, budget_bytes):
@@ -251,11 +225,6 @@ def _exceeding(check: Check, budget_bytes: int) -> str:
 
 def _beyond_bytes(check: Check, budget_bytes: int) -> int:
     return check.plan_peak_bytes - check.plan_rounding_bytes - budget_bytes
-
-
-def _is_little(beyond_bytes: int, budget_bytes: int) -> bool:
-    """Whether it is less than what allocators themselves take more or less of, from run to run."""
-    return beyond_bytes < min(_LITTLE * budget_bytes, _ALLOCATOR_BLOCK_BYTES)
 
 
 def _less(check: Check, budget_bytes: int) -> str:
@@ -301,20 +270,15 @@ def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Reference:
-    """The unmodified step beside a plan.
+    """The unmodified step beside a plan, with the graph that it was solved on and its budget.
 
     What it holds is moved as far as it has to be: its results and copies of the state, and what it
     saves for backward. On a CPU these go to files, from a CUDA device to the host's memory.
-
-    Attributes
-    ----------
-    graph : that the plan was solved on. budget_bytes : of the plan.
-    beside_bytes : gradients of earlier batches, beside which a check makes its own.
     """
 
     graph: TrainingGraph
     budget_bytes: int
-    beside_bytes: int = 0
+    beside_bytes: int = 0  # gradients of earlier batches, beside which a check makes its own
 
     @property
     def keeps_results(self) -> bool:
@@ -350,7 +314,8 @@ class Reference:
                 f"kept {self._where}, and the budget is {bytes_text(self.budget_bytes)}"
             )
         moved_bytes += 2 * self._results_bytes
-        if moved_bytes > self._free_bytes:
+        is_on_host = is_cuda(self.graph.device)
+        if moved_bytes > (free_bytes() if is_on_host else free_on_drive_bytes(host_folder())):
             return f"of which {bytes_text(moved_bytes)} would have to be kept {self._where}"
         return ""
 
@@ -368,12 +333,6 @@ class Reference:
     @property
     def _where(self) -> str:
         return "in the host's memory" if is_cuda(self.graph.device) else f"in {host_folder()}"
-
-    @property
-    def _free_bytes(self) -> int:
-        if is_cuda(self.graph.device):
-            return free_bytes()
-        return free_on_drive_bytes(host_folder())
 
 
 def gradients_there(model: nn.Module) -> int:

@@ -90,7 +90,6 @@ def percent_pair(predicted: float, measured: float | None) -> str:
 
 # How graphs, schedules, results and fronts look in a notebook: small tables in HTML.
 
-
 _NUMBER = ' style="text-align:right"'
 _TEXT = ' style="text-align:left"'
 

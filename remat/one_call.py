@@ -73,8 +73,7 @@ def solve(
             f"a plan is made for a step, and this is {type(step).__name__}: pass what "
             "remat.capture returned"
         )
-    asked = parse_budget(budget)
-    result = asked.solve(step, solver, time_limit_s=time_limit_s, **pins, **options)
+    result = parse_budget(budget).solve(step, solver, time_limit_s=time_limit_s, **pins, **options)
     return Plan.from_result(result, step=step)
 
 

@@ -24,22 +24,18 @@ _UPTO_EXAMPLE = '{"tokens": {1: 2048}}'
 _SIZE_OF_ANY_BATCH = 2**40
 """Where a name alone is to vary up to the batch's own size, which is not known yet."""
 _SWITCHES = ("accumulate", "audit", "compile", "verbose")
+_PROFILE = (Profile, str, Path, type(None))
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "check": ((bool, type(None)), "True, False, or None where it depends on free memory"),
     "sharding": ((Sharding,), "a remat.Sharding, such as remat.Sharding('ddp', world_size=8)"),
-    "profile": (
-        (Profile, str, Path, type(None)),
-        "what remat.profile returned, or its file's path",
-    ),
+    "profile": (_PROFILE, "what remat.profile returned, or its file's path"),
 }
 
 
 def require_options(options: Mapping[str, Any]) -> None:
     """Refuse what `remat.rematerialize` cannot take with any batch; names left out are not asked.
 
-    Raises
-    ------
-    CaptureError, RewriteError, SolverError : names the option, and what to give.
+    The `RematError` names the option, and what to give.
     """
     for name, (kinds, wanted) in _TYPES.items():
         if name in options and not isinstance(options[name], kinds):
@@ -57,8 +53,13 @@ def require_options(options: Mapping[str, Any]) -> None:
             f"{option('group', group)} is no group of ranks: give torch.distributed.group.WORLD, "
             "or what torch.distributed.new_group returns"
         )
-    if options.get("blocks") is None:
-        _require_one_module(options.get("sharding"))
+    sharding = options.get("sharding")
+    if options.get("blocks") is None and sharding is not None and sharding.blocks:
+        raise RewriteError(
+            f"modules inside a rewritten one cannot be sharded by themselves ({sharding.blocks}): "
+            "plan them one by one, remat.rematerialize(..., blocks=...), and shard the blocks that "
+            "it rewrote"
+        )
 
 
 def _require_globs(name: str, given: Any) -> None:
@@ -69,23 +70,8 @@ def _require_globs(name: str, given: Any) -> None:
         )
 
 
-def _require_one_module(sharding: Sharding | None) -> None:
-    """Raise `RewriteError` for a sharding of modules that are parts of a rewritten one."""
-    if sharding is not None and sharding.blocks:
-        raise RewriteError(
-            f"modules inside a rewritten one cannot be sharded by themselves ({sharding.blocks}): "
-            "plan them one by one, remat.rematerialize(..., blocks=...), and shard the blocks that "
-            "it rewrote"
-        )
-
-
 def require_dynamic(model: nn.Module, dynamic: Any, *, may_be_auto: bool) -> None:
-    """Refuse a `dynamic` that fits no batch of the model.
-
-    Raises
-    ------
-    CaptureError : names what is no argument, no dimension or no range.
-    """
+    """`CaptureError` for a `dynamic` with what is no argument, no dimension or no range."""
     if dynamic is None or (may_be_auto and dynamic == "auto"):
         return
     auto = "'auto', or " if may_be_auto else ""
@@ -95,12 +81,7 @@ def require_dynamic(model: nn.Module, dynamic: Any, *, may_be_auto: bool) -> Non
 
 
 def require_upto(model: nn.Module, upto: Any, dynamic: Any) -> None:
-    """Refuse largest sizes of what is no argument of the model, and no name of `dynamic`.
-
-    Raises
-    ------
-    CaptureError : names it.
-    """
+    """`CaptureError` for sizes of what is no argument of the model, and no name of `dynamic`."""
     if not isinstance(upto, Mapping):
         raise CaptureError(
             f"{option('upto', upto)} is no dict: give the largest sizes by argument and dimension, "
@@ -108,7 +89,9 @@ def require_upto(model: nn.Module, upto: Any, dynamic: Any) -> None:
         )
     given = cast("Mapping[Any, Any]", upto)
     entries = dynamic if isinstance(dynamic, Mapping) else {}
-    names = {_name_in(entry) for _, _, entry in _dimensions("dynamic", entries, "", "")}
+    said: list[Any] = [entry for _, _, entry in _dimensions("dynamic", entries, "", "")]
+    firsts: list[Any] = [one[0] if isinstance(one, (tuple, list)) and one else one for one in said]
+    names = set(firsts)
     of_arguments = {key: value for key, value in given.items() if key not in names}
     for name in names & given.keys():
         _require_size(f"{name!r}", given[name])
@@ -139,10 +122,6 @@ def _dimensions(
                     f"{name} names dimension {dim!r} of {argument!r}: count them from 0"
                 )
             yield argument, dim, entry
-
-
-def _name_in(entry: Any) -> Any:
-    return entry[0] if isinstance(entry, (tuple, list)) and entry else entry
 
 
 def _require_size(where: str, size: Any) -> None:

@@ -71,8 +71,7 @@ class Plan(Result, frozen=True):
 
         graph = _of_one_size(step)
         schedule = schedule if graph is step else resized_schedule(schedule, graph)
-        found = simulate(graph, schedule)
-        budget_bytes = budget_bytes or schedule.budget_bytes or found.peak_bytes
+        budget_bytes = budget_bytes or schedule.budget_bytes or simulate(graph, schedule).peak_bytes
         result = evaluate_schedule(graph, schedule, budget_bytes=budget_bytes, lower_bound_us=0.0)
         return cls.from_result(result, step=step)
 
@@ -384,8 +383,7 @@ class Plan(Result, frozen=True):
         """
         from remat.rewriter.checking.measured_step import measured_step
 
-        module = self._module()
-        return measured_step(model, module, args, kwargs, loss_fn=loss_fn, target=target)
+        return measured_step(model, self._module(), args, kwargs, loss_fn=loss_fn, target=target)
 
     # A plan over a range of sizes.
 

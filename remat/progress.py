@@ -27,7 +27,6 @@ from remat.formats import percent_text
 
 if TYPE_CHECKING:
     from rich import progress as rich_progress
-    from rich.console import Console
 
     from remat.graph_capture.tracing.trace import ProgressCallback
     from remat.solver.search import Progress
@@ -80,12 +79,10 @@ class LoggedStopwatch(Stopwatch):
 
     @contextlib.contextmanager
     def show(self, text: str) -> Generator[ProgressCallback]:
-        """One line of the log."""
         _LOG.info("%s ...", text)
         yield _silent
 
     def say(self, text: str) -> None:
-        """One line of the log."""
         _LOG.info("%s", text)
 
 
@@ -117,7 +114,6 @@ class TerminalStopwatch(Stopwatch):
             yield update
 
     def say(self, text: str) -> None:
-        """One line that stays."""
         self.console.print(text, soft_wrap=True)
 
     def _line(self) -> rich_progress.Progress:
@@ -131,7 +127,9 @@ class TerminalStopwatch(Stopwatch):
                 del task
                 return Text(f"{clock.elapsed_s:.0f} s", style="progress.elapsed")
 
-        spinner = SpinnerColumn("line" if _is_simple(self.console) else "dots")
+        # Dots are no ASCII.
+        shows_dots = self.console.encoding.lower().startswith("utf")
+        spinner = SpinnerColumn("dots" if shows_dots else "line")
         # A description holds names, which are no markup.
         columns = spinner, TextColumn("{task.description}", markup=False), BarColumn(20), Clock()
         return Progress(
@@ -163,15 +161,11 @@ def stopwatch_of_call(*, verbose: bool) -> Stopwatch:
     """That of a call in Python: on a terminal, else in the log; silent if not `verbose`."""
     if not verbose:
         return Stopwatch()
-    if not _is_terminal() or not _is_first_rank():
-        return LoggedStopwatch()
-
-    return TerminalStopwatch(steady_console(stderr=True))
-
-
-def _is_terminal() -> bool:
     # Python has no standard error under pythonw, and some programs put their own there.
-    return bool(getattr(sys.stderr, "isatty", bool)())
+    is_terminal = bool(getattr(sys.stderr, "isatty", bool)())
+    if not is_terminal or not _is_first_rank():
+        return LoggedStopwatch()
+    return TerminalStopwatch(steady_console(stderr=True))
 
 
 def _is_first_rank() -> bool:
@@ -187,7 +181,6 @@ def _silent(done: int = 0, total: int | None = None, *, text: str = "") -> None:
 
 
 # When a command began: before its imports, which take a second.
-
 
 _began: list[float] = []
 """Until a session has taken it."""
@@ -220,7 +213,6 @@ def when_it_began() -> float:
 # through letters that move a cursor or change colours. Letters that the terminal's encoding lacks
 # are shown by others that are as wide.
 
-
 _SIMPLE = {"\u2013": "-", "\u2026": ".", "\u2501": "-", "\u2578": "-", "\u257a": "-"}
 """Letters of ours and of rich, and what stands for them in ASCII."""
 _UNKNOWN = "?"
@@ -244,11 +236,6 @@ def _simple(error: UnicodeError) -> tuple[str, int]:
         raise error
     lacking = error.object[error.start : error.end]
     return "".join(_SIMPLE.get(letter, _UNKNOWN) for letter in lacking), error.end
-
-
-def _is_simple(console: Console) -> bool:
-    """Whether it shows ASCII alone."""
-    return not console.encoding.lower().startswith("utf")
 
 
 def in_one_line(message: str) -> str:

@@ -43,13 +43,9 @@ def graph_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph | No
 def predicted(result: Result, cost_origin: str) -> Prediction:
     """What a plan keeps of a result: figures of `simulate`, by costs of that origin."""
     return Prediction(
-        peak_bytes=result.peak_bytes,
-        time_us=result.time_us,
-        overhead=result.overhead,
-        lower_bound_us=result.lower_bound_us,
-        gap=result.gap,
-        cost_origin=cost_origin,
-    )
+        peak_bytes=result.peak_bytes, time_us=result.time_us, overhead=result.overhead,
+        lower_bound_us=result.lower_bound_us, gap=result.gap, cost_origin=cost_origin,
+    )  # fmt: skip
 
 
 def planned_text(
@@ -57,10 +53,7 @@ def planned_text(
 ) -> str:
     """A plan in one line: what it is for, its peak, what it costs, whether it was checked.
 
-    Parameters
-    ----------
-    what : the model and its batch. check : of its first step, None where none was run.
-    is_compared : whether what its first step gives is compared with eager's, and no more.
+    `is_compared` : what its first step gives is compared with eager's, and no more.
     """
     checked = "its first step is compared with eager" if is_compared else _checked_text(check)
     return (
@@ -71,14 +64,9 @@ def planned_text(
 
 
 def at_hand_text(
-    what: str,
-    schedule: Schedule,
-    peak_bytes: int,
-    check: Check | None,
-    seconds: float,
-    *,
+    what: str, schedule: Schedule, peak_bytes: int, check: Check | None, seconds: float, *,
     is_compared: bool,
-) -> str:
+) -> str:  # fmt: skip
     """As `planned_text`, of a schedule that nothing was solved for."""
     runs_once = all(n == 1 for n in schedule.computations().values())
     is_plain = runs_once and not (schedule.captured_hash or schedule.moves)
@@ -119,8 +107,7 @@ def _checked_text(check: Check | None) -> str:
 def infeasible_text(result: Result) -> str:
     """One sentence each: what was asked, what is possible, what holds it, what to try.
 
-    And, where the budget is below it, the floor; and what is proved to be needed. A search that
-    the time limit or Ctrl-C ended is told apart: it names what did.
+    A search that the time limit or Ctrl-C ended is told apart: it names what did.
     """
     asked, least = bytes_text(result.budget_bytes), result.least_feasible_bytes
     if result.message.startswith((OUT_OF_TIME, INTERRUPTED)):
@@ -130,17 +117,13 @@ def infeasible_text(result: Result) -> str:
         advice = "Allow a longer time limit" if is_late else "Raise the budget"
         return f"no schedule within {asked} was found. {result.message or advice}"
     rest = least - sum(item.size_bytes for item in result.held_at_peak)
-    held = ", ".join(
-        [f"resident and workspace {bytes_text(rest)}"]
-        + [
-            f"{item.module or item.name} {bytes_text(item.size_bytes)}"
-            for item in result.held_at_peak[:3]
-        ]
-    )
+    values = [(item.module or item.name, item.size_bytes) for item in result.held_at_peak[:3]]
+    held = [("resident and workspace", rest), *values]
+    holders = ", ".join(f"{name} {bytes_text(size)}" for name, size in held)
     ways = [text for text in (result.otherwise, option("budget", budget_text(least))) if text]
     return (
         f"budget {asked} is below {bytes_text(least)}, the least that a schedule is known to "
-        f"reach; its peak is held by {held}. {_floor_text(result)}Try {', '.join(ways)}, "
+        f"reach; its peak is held by {holders}. {_floor_text(result)}Try {', '.join(ways)}, "
         f"a smaller batch, or {option('budget', 'min')}"
     )
 
@@ -158,11 +141,9 @@ def _floor_text(result: Result) -> str:
     """Sentences on the floor and on what is proved, each ending in a space."""
     text = ""
     if result.floor:
-        place = result.floor.module or result.floor.name
-        text = (
-            f"The floor, below which outputs of the step must be recomputed, is "
-            f"{bytes_text(result.floor.size_bytes)}, at {place}. "
-        )
+        floor, place = bytes_text(result.floor.size_bytes), result.floor.module or result.floor.name
+        text = "The floor, below which outputs of the step must be recomputed, is "
+        text += f"{floor}, at {place}. "
     if result.least_bound_bytes:
         text += f"No schedule needs less than {bytes_text(result.least_bound_bytes)}. "
     return text

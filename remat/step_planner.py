@@ -7,9 +7,9 @@ which stages they leave out, and what becomes of the schedule.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
-from torch import nn
+from torch import fx, nn
 
 from remat.budgets import Budget, parse_budget
 from remat.checks import (
@@ -32,26 +32,16 @@ from remat.levers.chunks_at_need import may_wait, naming_tolerance, solved_at_ne
 from remat.progress import solver_shown, stopwatch_of_call
 from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
+from remat.rewriter.checking.check import Check
 from remat.rewriter.rewriting import rewrite
 from remat.schedules.derived import before_sharding
 from remat.schedules.outcome import Result
 from remat.solved import Solved, facts_of, infeasible_text, planned_text
-
-if TYPE_CHECKING:
-    from torch import fx
-
-    from remat.ranks.collective_call import CollectiveCall
-    from remat.rewriter.checking.check import Check
-    from remat.step_spec import StepSpec
+from remat.step_spec import StepSpec
 
 
 class StepPlanner:
-    """The stages of planning one step, as `spec` asks; `traced` is its trace.
-
-    Parameters
-    ----------
-    **of_trace : what `trace` is given beside the step.
-    """
+    """The stages of planning one step, as `spec` asks; `traced` is its trace."""
 
     def __init__(self, spec: StepSpec, **of_trace: Any) -> None:
         self.spec = spec
@@ -66,10 +56,8 @@ class StepPlanner:
         sharding = self.spec.sharding
         most_bytes = self.spec.parsed_budget.most_bytes(local_step(one.graph, sharding))
         with self.stages.stage("profile", "timing ops") as shown:
-            graph = add_costs(
-                one, progress=shown, profile=self._profile, tiers=self._tiers,
-                most_bytes=most_bytes, chunks=chunks,
-            )  # fmt: skip
+            known: Any = {"profile": self._profile, "tiers": self._tiers, "most_bytes": most_bytes}
+            graph = add_costs(one, progress=shown, chunks=chunks, **known)
         return local_step(graph, sharding, is_rewritten=True)
 
     def in_chunks(self, graph: TrainingGraph) -> TrainingGraph:
@@ -95,9 +83,7 @@ class StepPlanner:
     ) -> Solved:
         """The outcome for a budget, that of the spec if None, and the graph that it is of.
 
-        Parameters
-        ----------
-        graph : with costs, where it is at hand; without those of chunks where they may wait.
+        `graph` has costs, where it is at hand; without those of chunks where they may wait.
         """
         solve_for = functools.partial(self.solve, budget=budget)
         waits = self.may_wait(None if budget is None else parse_budget(budget))
@@ -107,12 +93,7 @@ class StepPlanner:
         return solved_at_need(self.traced, graph, solve_for, self.in_chunks, self.stages)
 
     def required(self, found: Solved) -> Solved:
-        """`found`, which has a schedule.
-
-        Raises
-        ------
-        BudgetError : none fits; the message names the least budget that is known to fit.
-        """
+        """`found`, which has a schedule; a `BudgetError` names the least budget known to fit."""
         if found.result.schedule is not None:
             return found
         again = functools.partial(self.solve, budget=found.result.budget_bytes)
@@ -120,24 +101,13 @@ class StepPlanner:
         raise BudgetError(infeasible_text(lost))
 
     def compared(
-        self,
-        module: nn.Module,
-        graph: TrainingGraph,
-        budget_bytes: int,
-        *,
-        is_bound: bool = True,
+        self, module: nn.Module, graph: TrainingGraph, budget_bytes: int, *, is_bound: bool = True,
         ranks: CollectiveCall | None = None,
-    ) -> Check | None:
+    ) -> Check | None:  # fmt: skip
         """A step of `module` beside eager's, as far as there is room; None where none was run.
 
-        Parameters
-        ----------
-        graph : of the plan, with costs. is_bound : whether the measured peak is held to the budget.
-        ranks : those that compare theirs too, or none of them does.
-
-        Raises
-        ------
-        CheckError, RewriteError : they differ, or the peak is above the budget.
+        `is_bound` : the measured peak is held to the budget. `ranks` compare theirs too, or none
+        of them does. `CheckError`, `RewriteError` : they differ, or the peak is above the budget.
         """
         spec = self.spec
         beside_bytes = gradients_there(spec.model) if spec.accumulate else 0
@@ -156,19 +126,20 @@ class StepPlanner:
         self, found: Solved, checked: Check | None, *, is_compared: bool = False
     ) -> None:
         """Say in one line what the plan is; `is_compared` as of `planned_text`."""
+        title, seconds = self.traced.recipe.title, self.stages.elapsed_s
         self.stages.say(
-            planned_text(
-                self.traced.recipe.title, found.result, checked, self.stages.elapsed_s,
-                is_compared=is_compared,
-            )
-        )  # fmt: skip
+            planned_text(title, found.result, checked, seconds, is_compared=is_compared)
+        )
 
 
 def plan_one_size(spec: StepSpec) -> fx.GraphModule:
     """The module that `remat.rematerialize` returns for a batch of one size."""
     refuse_fake(spec.group)
-    if spec.compile:
-        _refuse_compiled_dtensors(spec.model)
+    if spec.compile and has_dtensors(spec.model):
+        raise RewriteError(
+            f"{type(spec.model).__name__} has parameters that are DTensors, whose plans run "
+            "eager's ops: leave out compile=True"
+        )
     # Each rank would choose by its own times; Inductor's code has no chunks.
     is_whole = spec.split is None and (spec.compile or spec.group is not None)
     with (
@@ -195,15 +166,12 @@ def plan_one_size(spec: StepSpec) -> fx.GraphModule:
         if spec.compile:
             from remat.compile.code_plans import compiled_module
 
-            module, is_bound = compiled_module(
-                spec.model, traced, found, spec.budget, audit=spec.audit
-            )
+            asked = spec.model, traced, found, spec.budget
+            module, is_bound = compiled_module(*asked, audit=spec.audit)
         else:
             assert found.result.schedule is not None
-            schedule = before_sharding(found.result.schedule, traced.graph)
-            module = rewrite(
-                spec.model, schedule, trace=traced, audit=spec.audit, **facts_of(found)
-            )
+            schedule, facts = before_sharding(found.result.schedule, traced.graph), facts_of(found)
+            module = rewrite(spec.model, schedule, trace=traced, audit=spec.audit, **facts)
             is_bound = spec.sharding.kind == "none"
         agree_on_audits(ranks, [module])
         # The profiler does not see what gloo's threads free, so it cannot hold such a step to it.
@@ -213,12 +181,3 @@ def plan_one_size(spec: StepSpec) -> fx.GraphModule:
         )
         planner.say_planned(found, checked)
     return module
-
-
-def _refuse_compiled_dtensors(model: nn.Module) -> None:
-    """Raise `RewriteError` for code by Inductor of a model whose parameters are DTensors."""
-    if has_dtensors(model):
-        raise RewriteError(
-            f"{type(model).__name__} has parameters that are DTensors, whose plans run eager's "
-            "ops: leave out compile=True"
-        )

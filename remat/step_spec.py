@@ -31,11 +31,8 @@ if TYPE_CHECKING:
 class StepSpec:
     """A training step and how it is to be planned; the fields are the options of `rematerialize`.
 
-    It is made and checked once, where a call comes in, and passed on as one.
-
-    Attributes
-    ----------
-    options : those of the solver. Others : as of `remat.rematerialize`.
+    It is made and checked once, where a call comes in, and passed on as one. `options` are those
+    of the solver.
     """
 
     model: nn.Module
@@ -70,9 +67,7 @@ class StepSpec:
     def of(cls, given: Mapping[str, Any]) -> StepSpec:
         """The spec of a call, checked; names that are no field are options of the solver.
 
-        Raises
-        ------
-        RematError : an option is unknown or has no such form, or two of them exclude each other.
+        `RematError` : an option is unknown or has no such form, or two of them exclude each other.
         """
         from remat.graph_capture.tracing.recipe import check_arguments
         from remat.option_checks import require_dynamic, require_options
@@ -80,9 +75,8 @@ class StepSpec:
 
         known: dict[str, Any] = {k: value for k, value in given.items() if k in _FIELDS}
         of_solver = {name: value for name, value in given.items() if name not in _FIELDS}
-        check_arguments(
-            known.get("args", ()), known.get("kwargs"), known.get("loss_fn"), known.get("target")
-        )
+        given_to_step = (known.get(name) for name in ("kwargs", "loss_fn", "target"))
+        check_arguments(known.get("args", ()), *given_to_step)
         require_options(known)
         known["model"] = original_of(known["model"])
         known["options"] = {**known.get("options", {}), **of_solver}

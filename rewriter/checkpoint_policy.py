@@ -42,7 +42,9 @@ class OccurrencePolicy:
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         del args, kwargs
-        name, in_place = _functional(str(op))
+        # The captured graph is functional: it has aten.relu for aten.relu_.
+        packet, _, overload = str(op).rpartition(".")
+        name, in_place = f"{packet.removesuffix('_')}.{overload}", packet.endswith("_")
         runs, i = self.kept.get(name, ()), self._runs[ctx.is_recompute, name]
         # Recomputation runs the same ops once more, so it is counted apart.
         self._runs[ctx.is_recompute, name] += 1
@@ -62,12 +64,6 @@ def _contexts(
     kept: Mapping[str, tuple[bool, ...]],
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     return create_selective_checkpoint_contexts(OccurrencePolicy(kept, is_fresh=True))
-
-
-def _functional(op: str) -> tuple[str, bool]:
-    # The captured graph is functional: it has aten.relu for aten.relu_.
-    packet, _, overload = op.rpartition(".")
-    return f"{packet.removesuffix('_')}.{overload}", packet.endswith("_")
 
 
 def checkpoint_policy(

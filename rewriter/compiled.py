@@ -30,14 +30,13 @@ from remat.graph_capture.tracing.attribute_writes import InitialisedOnce, Mutate
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.trace import Trace
 from remat.rewriter.graphs.backward_parts import GradientGates, in_parts
-from remat.rewriter.graphs.codegen import Boxed, compile_boxed, marks
+from remat.rewriter.graphs.codegen import Boxed, boxed, compile_boxed, marks
 from remat.rewriter.graphs.emit import FloatSource, emit, recompute_inputs
 from remat.rewriter.tiers.file_tier import FileTier, TierCopies, host_places
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, require_valid
 
 _compiling = threading.RLock()
-
 
 # Only the graphs are served from an arena. What the user runs between forward and backward, and
 # what guards and hooks allocate, is not in the way of the calls that were counted.
@@ -63,12 +62,11 @@ class StepAllocator:
         self.n_results = 0
 
     def around(self, phase: PassKind, graph: Boxed) -> Boxed:
+        @boxed
         def run(args: list[Any]) -> Any:
             source = self.source  # read at each call: an arena is opened and closed between steps
             return graph(args) if source is None else source.run(phase, graph, args)
 
-        # AOTAutograd then passes inputs in a list, which the graph empties.
-        run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
         return run
 
 
@@ -105,16 +103,14 @@ def _gradient_facts(joint: Joint) -> GradientFacts:
     results, described = output.args[0], output.meta["desc"]
     assert isinstance(results, (tuple, list))
     # A DTensor is one input, and its gradient is two results: its local part and its mesh.
-    gradients = [
-        result
-        for result, what in list(zip(results, described, strict=True))[joint.num_forward_outputs :]
-        if not is_beside_local_part(what)
-    ]
-    forward = list(described[: joint.num_forward_outputs])
+    n_outputs = joint.num_forward_outputs
+    pairs = zip(results[n_outputs:], described[n_outputs:], strict=True)
+    gradients = [result for result, what in pairs if not is_beside_local_part(what)]
+    forward = list(described[:n_outputs])
     reached = _reached_from(joint.module.graph, forward)
     given = {i: node for i, node in enumerate(gradients) if isinstance(node, fx.Node)}
     needs = {i: reached.get(node, frozenset[int]()) for i, node in given.items()}
-    written = enumerate(written_inputs(joint.module.graph, joint.num_forward_outputs))
+    written = enumerate(written_inputs(joint.module.graph, n_outputs))
     return GradientFacts(
         unused=frozenset(range(len(gradients))).difference(given),
         needs=needs,
@@ -233,7 +229,13 @@ class _Cut:
         )  # fmt: skip
         if marks(self.backward.graph):
             self.gates = GradientGates(self.backward)
-        self.compilers = self._inductors(joint) if self.by_inductor else self._ours()
+        self.compilers = compile_boxed, self._compiled_backward
+        if self.by_inductor:
+            # Inductor is imported only for plans whose code it makes.
+            from remat.rewriter.inductor.compiler import InductorStep
+
+            step = InductorStep(joint, self.forward, self.backward)
+            self.compilers = step.compile_forward, step.compile_backward
         return self.forward, self.backward
 
     def compile_forward(self, gm: fx.GraphModule, example_inputs: Any) -> Boxed:
@@ -242,26 +244,14 @@ class _Cut:
     def compile_backward(self, gm: fx.GraphModule, example_inputs: Any) -> Boxed:
         return self.memory.around("backward", self.compilers[1](gm))
 
-    def _inductors(self, joint: Joint) -> Any:
-        # Inductor is imported only for plans whose code it makes.
-        from remat.rewriter.inductor.compiler import InductorStep
-
-        step = InductorStep(joint, self.forward, self.backward)
-        return step.compile_forward, step.compile_backward
-
-    def _ours(self) -> Any:
-        def backwards(gm: fx.GraphModule) -> Boxed:
-            # AOTAutograd compiles a deep copy of backward when it first runs. Its constants have to
-            # be the user's tensors all the same, which may change in place.
-            for node in gm.graph.find_nodes(op="get_attr"):
-                setattr(gm, str(node.target), getattr(self.backward, str(node.target)))
-            # First backwards of several threads would share the graph's fake mode.
-            with _compiling:
-                return in_parts(
-                    self.gates.compile_backward(gm) if self.gates else compile_boxed(gm)
-                )
-
-        return compile_boxed, backwards
+    def _compiled_backward(self, gm: fx.GraphModule) -> Boxed:
+        # AOTAutograd compiles a deep copy of backward when it first runs. Its constants have to be
+        # the user's tensors all the same, which may change in place.
+        for node in gm.graph.find_nodes(op="get_attr"):
+            setattr(gm, str(node.target), getattr(self.backward, str(node.target)))
+        # First backwards of several threads would share the graph's fake mode.
+        with _compiling:
+            return in_parts(self.gates.compile_backward(gm) if self.gates else compile_boxed(gm))
 
 
 def compile_step(
@@ -278,16 +268,13 @@ def compile_step(
     # Donated buffers are of use to Inductor. With them, AOTAutograd refuses retain_graph=True.
     state.fw_metadata.bw_donated_idxs = []
     # Otherwise Inductor would compile backward in the middle of the first training step.
-    state.aot_config = dataclasses.replace(
-        state.aot_config, force_non_lazy_backward_lowering=by_inductor
-    )
+    config = state.aot_config
+    state.aot_config = dataclasses.replace(config, force_non_lazy_backward_lowering=by_inductor)
     with functorch_config.patch(donated_buffer=False):
         call = aot_compile_joint_with_descriptors(
-            trace.descriptors,
-            partition_fn=cut.partition,
-            fw_compiler=cut.compile_forward,
-            bw_compiler=cut.compile_backward,
-        )
+            trace.descriptors, partition_fn=cut.partition,
+            fw_compiler=cut.compile_forward, bw_compiler=cut.compile_backward,
+        )  # fmt: skip
     return CompiledStep(
         call, cut.forward, cut.backward, facts, trace.graph, links, trace.mutated,
         trace.initialised, trace.duplicate_outputs, cut.floats, by_inductor, cut.gates, cut.memory,
@@ -303,14 +290,11 @@ def tier_for(
         return None
     if links is None:  # the simulator has refused it already
         raise TierError("this plan copies values to the host, and nothing is known of a host")
-    tier: TierCopies
+    tier: TierCopies = FileTier(found.host_peak_bytes, found.nvme_peak_bytes, links.nvme_path)
     if is_cuda(graph.device):
         from remat.rewriter.tiers.stream_tier import StreamTier
 
-        places = host_places(graph, schedule)
-        tier = StreamTier(graph.device, places, links, found.nvme_peak_bytes)
-    else:
-        tier = FileTier(found.host_peak_bytes, found.nvme_peak_bytes, links.nvme_path)
+        tier = StreamTier(graph.device, host_places(graph, schedule), links, found.nvme_peak_bytes)
     # A lack of room shows when the module is made, not only in a step.
     tier.require_room()
     return tier

@@ -44,11 +44,8 @@ def trace_of_schedule(
     facts = schedule.graph_hash, recipe.device
     # The plan may have been made elsewhere, or for a device of the table: exact chunks are compared
     # with eager on the device that will train, once a process.
-    unknown = [
-        one
-        for one in schedule.chunks
-        if one.exact and not is_known_to_give_them(*facts, one.region, one.chunks)
-    ]
+    exact = [one for one in schedule.chunks if one.exact]
+    unknown = [one for one in exact if not is_known_to_give_them(*facts, one.region, one.chunks)]
     # Compiling uses up a trace's record, which `with_edits` takes over.
     is_usable = captured is not None and not captured.compiled and not captured.floats
     if unknown:
@@ -63,9 +60,8 @@ def trace_of_schedule(
 
 def _edits_of(schedule: Schedule) -> Iterator[JointEdit]:
     # One region may stand for several parts that run in as many chunks.
-    chunks = tuple(
-        (part, one.chunks, one.exact) for one in schedule.chunks for part in one.region.split(AND)
-    )
+    parts = [(part, one) for one in schedule.chunks for part in one.region.split(AND)]
+    chunks = tuple((part, one.chunks, one.exact) for part, one in parts)
     told = [(one.lever, one.told) for one in schedule.levers]
     # A schedule has chunks or such levers, not both (`REDUCTIONS`).
     for name, facts in [("chunks", chunks), *told] if chunks else told:
@@ -135,31 +131,24 @@ def rewrite(
     same parameters, buffers and names. `model` itself stays as it is and stays usable. Where the
     model has collectives, all ranks that take part must call, and their plans must run these alike.
 
+    A family of `remat.solve` over a range of sizes makes a `RangedModule`, in which the size of a
+    batch picks the schedule; of the other arguments only `trace` and `over` are heeded. In the
+    process that captured `model` no batch is needed; in another one, it is traced on `args`,
+    `kwargs`, `loss_fn` and `target`.
+
     Parameters
     ----------
-    schedule : or a family of them, of `remat.solve` over a range of sizes. The module then is a
-        `RangedModule`, and the size of a batch picks the schedule. `model` must have been captured
-        in this process; of the other arguments only `trace` and `over` are heeded.
-    args, kwargs, loss_fn, target : as given to `capture`. In the process that captured `model`
-        they are not needed; in another one, the model is traced on them.
-    trace : a trace of `model`, if there is one, to save tracing again.
     prediction, costed : what was predicted of the schedule, and its graph with costs. Both are kept
         in the module's plan. The links of the graph say where a schedule may copy values to.
     compile : whether Inductor makes the code. The random stream and every random number stay
-        eager's to the bit. Results do not, since fused kernels round differently. Gradients are
-        those of the same module compiled with everything kept, where both have the same kernels.
-        The code's peak can differ from the schedule's; `rematerialize` looks for a schedule whose
-        code keeps the budget.
-    updates : what updates parameters during backward, for a schedule that has it so; see
-        `remat.rematerialize`.
+        eager's to the bit. Results do not, since fused kernels round differently. The code's peak
+        can differ from the schedule's; `rematerialize` looks for one whose code keeps the budget.
     over : the graph over a range of sizes that `schedule` was made for at one of its sizes. The
         module then runs at all of them. `model` must have been captured in this process.
-    audit : as of `remat.rematerialize`.
 
     Warns
     -----
-    UserWarning : the peak of the schedule, or of Inductor's code for it, is above the budget that
-        the schedule was made for.
+    UserWarning : the peak of the schedule, or of Inductor's code for it, is above its budget.
 
     Raises
     ------
@@ -192,7 +181,11 @@ def rewrite(
         )
     if over is not None:
         require_compatible(dynamic=True, compile=compile, optimizer_in_backward=updates)
-        traced = trace or _trace_over(model, over)
+        if trace is None and not isinstance(over, RangedGraph):  # pyright: ignore
+            raise RewriteError(
+                f"over is {type(over).__name__}: pass what remat.capture(..., dynamic=...) returned"
+            )
+        traced = trace or _trace_range(model, over)
         schedule = resized_schedule(schedule, traced.graph)
     elif trace is None:
         traced = _trace_for(model, schedule, args, kwargs, loss_fn, target)
@@ -219,12 +212,11 @@ def module_for(
     audit: Audits = "step",
 ) -> RematModule:  # fmt: skip
     """The module that carries out `schedule`; `traced` has not been compiled."""
-    links = links_of(traced, costed)
-    step = compile_step(traced, schedule, by_inductor=by_inductor, links=links)
-    known = (prediction, costed, updates)
+    step = compile_step(traced, schedule, by_inductor=by_inductor, links=links_of(traced, costed))
     return make_module(
-        model, schedule, traced.recipe, step, traced.python_state, *known, audit=audit
-    )
+        model, schedule, traced.recipe, step, traced.python_state, prediction, costed, updates,
+        audit=audit,
+    )  # fmt: skip
 
 
 def _warn_above_budget(traced: Trace, schedule: Schedule) -> None:
@@ -286,14 +278,6 @@ def _usable(trace: Trace, model: nn.Module, schedule: Schedule) -> Trace:
     # A trace of the step as captured lacks only the plan's edits, so it need not be traced again.
     captured = trace if trace.graph.hash == schedule.captured_hash else None
     return _traced_again(model, trace.recipe, schedule, captured)
-
-
-def _trace_over(model: nn.Module, over: RangedGraph) -> Trace:
-    if not isinstance(over, RangedGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise RewriteError(
-            f"over is {type(over).__name__}: pass what remat.capture(..., dynamic=...) returned"
-        )
-    return _trace_range(model, over)
 
 
 def _trace_range(model: nn.Module, known: RangedGraph | Family) -> Trace:

@@ -40,15 +40,10 @@ Budgets = int | Iterable[str | SupportsIndex] | None
 
 
 def sweep_fronts(
-    graph: TrainingGraph,
-    budgets: Budgets = None,
-    solvers: Iterable[str] = ("auto",),
-    time_limit_s: float = 60.0,
-    jobs: int = 1,
-    *,
-    progress: BudgetsDone | None = None,
+    graph: TrainingGraph, budgets: Budgets = None, solvers: Iterable[str] = ("auto",),
+    time_limit_s: float = 60.0, jobs: int = 1, *, progress: BudgetsDone | None = None,
     **options: Any,
-) -> dict[str, Front]:
+) -> dict[str, Front]:  # fmt: skip
     """The time of the step against its peak: a front for each solver, all at the same budgets."""
     names = tuple(solvers)
     # Words are refused before budgets are named, which may take a solve.
@@ -57,7 +52,6 @@ def sweep_fronts(
     check_jobs(jobs)
     check_number("time_limit_s", time_limit_s)
     pins = {name: as_globs(options[name]) for name in PINS if name in options}
-    options |= pins
     clock = Clock(time_limit_s)
     unmodified_bytes = unmodified(graph).peak_bytes
     with one_job():
@@ -66,18 +60,15 @@ def sweep_fronts(
         left_s = max(clock.left_s, 0.0)
         shared: dict[str, Any] = {
             "time_limit_s": left_s, "jobs": jobs, "progress": progress, "at_hand": at_hand,
-            "unmodified_bytes": unmodified_bytes, **options
+            "unmodified_bytes": unmodified_bytes, **options, **pins,
         }  # fmt: skip
         return {name: sweep_budgets(graph, asked, name, **shared) for name in names}
 
 
 def sweep_hosts(
-    graph: TrainingGraph,
-    hosts: Mapping[str, int],
-    budgets: Budgets = None,
-    solvers: Iterable[str] = ("auto",),
-    **options: Any,
-) -> dict[str, Front]:
+    graph: TrainingGraph, hosts: Mapping[str, int], budgets: Budgets = None,
+    solvers: Iterable[str] = ("auto",), **options: Any,
+) -> dict[str, Front]:  # fmt: skip
     """Fronts by solver and host, such as ``auto, host 8GiB``, all over the same budgets.
 
     `hosts` : bytes by what each is called; with 0 nothing leaves the device. Others as of
@@ -128,14 +119,8 @@ def price_text(price: GibPrice) -> str:
 
 
 def price_json(price: GibPrice) -> dict[str, float | int | None]:
-    return {
-        "budget_bytes": price.budget_bytes,
-        "step_bytes": price.step_bytes,
-        "saved_us": price.saved_us,
-        "saved": price.saved,
-        "cost_us": price.cost_us,
-        "cost": price.cost,
-    }
+    names = ("budget_bytes", "step_bytes", "saved_us", "saved", "cost_us", "cost")
+    return {name: getattr(price, name) for name in names}
 
 
 # A slider over budgets for notebooks. `at` solves, `text` and `picture` say what it found, and the
@@ -178,14 +163,12 @@ class BudgetSlider:
         if result.schedule is None:
             return f"{budget}\nstatus      {result.status}: {result.message}"
         again = kinds_text(kinds_of(self.graph, result.schedule)) or "nothing"
-        return "\n".join(
-            [
-                budget,
-                f"peak        {bytes_text(result.peak_bytes)}",
-                f"overhead    {percent_text(result.overhead)}, {gap_text(result.gap)}",
-                f"recomputed  {again}",
-                f"status      {result.status}, by {result.solver}",
-            ]
+        return (
+            f"{budget}\n"
+            f"peak        {bytes_text(result.peak_bytes)}\n"
+            f"overhead    {percent_text(result.overhead)}, {gap_text(result.gap)}\n"
+            f"recomputed  {again}\n"
+            f"status      {result.status}, by {result.solver}"
         )
 
     def picture(self, percent: int) -> str:
@@ -212,7 +195,12 @@ class BudgetSlider:
         ------
         SolverError : ipywidgets is not installed.
         """
-        widgets = _ipywidgets()
+        try:
+            import ipywidgets as widgets
+        except ImportError as error:
+            raise SolverError(
+                "the slider needs ipywidgets: pip install 'remat[notebook]', or call .at(percent)"
+            ) from error
         slider = widgets.IntSlider(
             value=max(percent, self.least_percent), min=self.least_percent, max=100,
             # Not continuous: each value that it passes would be a solve.
@@ -227,13 +215,3 @@ class BudgetSlider:
         slider.observe(show, names="value")
         show({"new": slider.value})
         return widgets.VBox([slider, said])
-
-
-def _ipywidgets() -> Any:
-    try:
-        import ipywidgets
-    except ImportError as error:
-        raise SolverError(
-            "the slider needs ipywidgets: pip install 'remat[notebook]', or call .at(percent)"
-        ) from error
-    return ipywidgets

@@ -163,31 +163,24 @@ def _table(found: Sweep, columns: range) -> Table:
     """Overheads, and arenas below them where buffers were placed."""
     table = plain_table("budget", *(bytes_text(found.bounds[i].budget_bytes) for i in columns))
     if any(found.asked):
-        table.add_row("", *(_asked(found.asked[i]) for i in columns))
+        # A row says already which plan that is.
+        texts = ("" if found.asked[i] == THIS_PLAN else found.asked[i] for i in columns)
+        table.add_row("", *(Text(text, style="dim") for text in texts))
     best = {i: found.best(i) for i in columns}
     for row in found.rows:
         if not row.refused:
             cells = (_overhead_text(row.cells[i], row.solver in best[i]) for i in columns)
             table.add_row(row.solver, *cells)
             if any(row.cells[i].arena_bytes for i in columns):
-                table.add_row("  arena", *(_arena_text(row.cells[i]) for i in columns))
+                sizes = [row.cells[i].arena_bytes for i in columns]
+                texts = (Text(bytes_text(size) if size else "", style="dim") for size in sizes)
+                table.add_row("  arena", *texts)
     table.add_row("bound", *(percent_text(found.bounds[i].overhead) for i in columns))
     return table
 
 
-def _asked(text: str) -> Text:
-    # A row says already which plan that is.
-    return Text("" if text == THIS_PLAN else text, style="dim")
-
-
-def _arena_text(cell: _Cell) -> Text:
-    return Text(bytes_text(cell.arena_bytes) if cell.arena_bytes else "", style="dim")
-
-
 def _overhead_text(cell: _Cell, is_best: bool) -> str:
-    if not cell.fits:
-        return "-"
-    return percent_text(cell.overhead) + (" *" if is_best else "")
+    return percent_text(cell.overhead) + (" *" if is_best else "") if cell.fits else "-"
 
 
 _Arena = Callable[[Result], int]
@@ -257,20 +250,15 @@ def sweep(
             if progress is not None and not is_interrupted():
                 progress(name, i, len(names))
             fronts[name] = _front(step, sorted(asked), name, shared)
-    if plan is None:
-        _require_one(fronts)
+    refusals = [one for one in fronts.values() if isinstance(one, SolverError)]
+    # Where none has an answer, rows would only repeat what the first solver says.
+    if plan is None and refusals and len(refusals) == len(fronts):
+        raise refusals[0]
     # The bound of a plan holds for the captured order, so it says nothing of free ones.
     is_fixed = options.get("order", "fixed") == "fixed"
     bounding = plan if is_fixed else None
     bounds = tuple(_bound(step, size_bytes, fronts, bounding) for size_bytes in asked)
     return _compared_with(step, eager, asked, fronts, bounds, plan, is_placed=layouts)
-
-
-def _require_one(fronts: Mapping[str, Front | SolverError]) -> None:
-    """Raise what the first solver says where none has an answer: rows would only repeat it."""
-    refusals = [one for one in fronts.values() if isinstance(one, SolverError)]
-    if refusals and len(refusals) == len(fronts):
-        raise refusals[0]
 
 
 def _compared_with(
@@ -284,17 +272,11 @@ def _compared_with(
     rows += [_at_hand(THIS_PLAN, plan, bounds, arena)] if plan is not None else []
     rows += [_compared(name, front, bounds, arena) for name, front in fronts.items()]
     return Sweep(
-        step=graph,
-        model=graph.name,
-        device=graph.device,
-        cost_origin=graph.cost_origin,
-        base_us=graph.time_us,
-        unmodified_bytes=eager.result.peak_bytes,
-        asked=tuple(asked.values()),
-        bounds=bounds,
-        rows=tuple(rows),
+        step=graph, model=graph.name, device=graph.device, cost_origin=graph.cost_origin,
+        base_us=graph.time_us, unmodified_bytes=eager.result.peak_bytes,
+        asked=tuple(asked.values()), bounds=bounds, rows=tuple(rows),
         fronts={name: front for name, front in fronts.items() if isinstance(front, Front)},
-    )
+    )  # fmt: skip
 
 
 def _arenas(graph: TrainingGraph, is_placed: bool) -> _Arena:
@@ -336,24 +318,17 @@ def _front(
 
 
 def _bound(
-    graph: TrainingGraph,
-    budget_bytes: int,
-    fronts: Mapping[str, Front | SolverError],
+    graph: TrainingGraph, budget_bytes: int, fronts: Mapping[str, Front | SolverError],
     plan: Result | None,
-) -> _Bound:
+) -> _Bound:  # fmt: skip
     # Where no solver proves more: no plan is faster than every op once.
     best = _Bound(budget_bytes, 0.0, fastest_us(graph), "")
-    if (
-        plan is not None
-        and plan.lower_bound_us > best.lower_bound_us
-        and _is_below(budget_bytes, plan)
-    ):
-        overhead = overhead_of(plan.lower_bound_us, graph.time_us)
-        best = _Bound(budget_bytes, overhead, plan.lower_bound_us, THIS_PLAN)
+    proved = [(THIS_PLAN, plan)] if plan is not None and _is_below(budget_bytes, plan) else []
     for name, front in fronts.items():
-        result = _result_at(front, budget_bytes)
-        if result is None or result.schedule is None:
-            continue
+        points = () if isinstance(front, SolverError) else front.points
+        at_budget = [one.result for one in points if one.budget_bytes == budget_bytes][:1]
+        proved += [(name, result) for result in at_budget if result.schedule is not None]
+    for name, result in proved:
         if result.lower_bound_us > best.lower_bound_us:
             overhead = overhead_of(result.lower_bound_us, graph.time_us)
             best = _Bound(budget_bytes, overhead, result.lower_bound_us, name)
@@ -367,23 +342,14 @@ def _is_below(budget_bytes: int, plan: Result) -> bool:
     return is_fixed and budget_bytes <= plan.budget_bytes
 
 
-def _result_at(front: Front | SolverError, budget_bytes: int) -> Result | None:
-    if isinstance(front, SolverError):
-        return None
-    return next(point.result for point in front.points if point.budget_bytes == budget_bytes)
-
-
 def _compared(
     name: str, front: Front | SolverError, bounds: tuple[_Bound, ...], arena: _Arena
 ) -> _Compared:
     if isinstance(front, SolverError):
         return _Compared(name, (), 0.0, str(front))
     results = {point.budget_bytes: point.result for point in front.points}
-    cells = tuple(
-        _solved_cell(result, bound, arena(result))
-        for bound in bounds
-        for result in (results[bound.budget_bytes],)
-    )
+    pairs = [(results[bound.budget_bytes], bound) for bound in bounds]
+    cells = tuple(_solved_cell(result, bound, arena(result)) for result, bound in pairs)
     return _Compared(name, cells, sum(result.wall_s for result in results.values()))
 
 
@@ -401,15 +367,8 @@ def _at_hand(name: str, result: Result, bounds: tuple[_Bound, ...], arena: _Aren
 def _solved_cell(result: Result, bound: _Bound, arena_bytes: int) -> _Cell:
     fits = result.schedule is not None
     over = result.time_us / bound.lower_bound_us - 1 if fits and bound.lower_bound_us else 0.0
+    # Less than the bound can only be rounding.
     return _Cell(
-        budget_bytes=bound.budget_bytes,
-        fits=fits,
-        status=result.status,
-        peak_bytes=result.peak_bytes,
-        time_us=result.time_us,
-        overhead=result.overhead,
-        # Less than the bound can only be rounding.
-        over_bound=max(over, 0.0),
-        wall_s=result.wall_s,
-        arena_bytes=arena_bytes,
-    )
+        bound.budget_bytes, fits, result.status, result.peak_bytes, result.time_us,
+        result.overhead, max(over, 0.0), result.wall_s, arena_bytes,
+    )  # fmt: skip

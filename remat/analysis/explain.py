@@ -54,29 +54,21 @@ class _Parts:
 
 
 def explain(
-    graph: TrainingGraph,
-    result: Result,
-    *,
-    why_of: str | Iterable[str] = (),
-    each_s: float = FURTHER_SOLVE_S,
-    progress: Callable[[str], None] | None = None,
-) -> Explanation:
+    graph: TrainingGraph, result: Result, *, why_of: str | Iterable[str] = (),
+    each_s: float = FURTHER_SOLVE_S, progress: Callable[[str], None] | None = None,
+) -> Explanation:  # fmt: skip
     """Why a plan is as it is: who holds its peak, the least budget, what memory is worth."""
     with one_job():
-        return _explained(graph, result, why_of, each_s, progress)
+        return _explained(graph, result, why_of, each_s, _Parts(progress))
 
 
 def _explained(
-    graph: TrainingGraph,
-    result: Result,
-    why_of: str | Iterable[str],
-    each_s: float,
-    progress: Callable[[str], None] | None,
+    graph: TrainingGraph, result: Result, why_of: str | Iterable[str], each_s: float, parts: _Parts
 ) -> Explanation:
     if result.schedule is None:
         raise BudgetError(infeasible_text(result))
     globs = (why_of,) if isinstance(why_of, str) else tuple(why_of)
-    parts, schedule = _Parts(progress), required_schedule(result)
+    schedule = required_schedule(result)
     asked = solve_arguments(schedule)
     # First, as a glob that matches nothing is refused before the long solves.
     answers = parts.timed("why", lambda: why(graph, result, globs, each_s=each_s))
@@ -84,35 +76,19 @@ def _explained(
     least = parts.timed("least", lambda: least_budget(graph, schedule, asked, each_s))
     rules = parts.timed("rules", lambda: simple_rules(graph, result))
     levers = parts.timed("levers", lambda: _levers(graph, result, each_s))
-    greedy = parts.timed(
-        "greedy", lambda: against_greedy(graph, result.budget_bytes, each_s=each_s)
-    )
+    budget_bytes = result.budget_bytes
+    greedy = parts.timed("greedy", lambda: against_greedy(graph, budget_bytes, each_s=each_s))
     return Explanation(
-        model=graph.name,
-        device=graph.device,
-        cost_origin=graph.cost_origin,
-        status=result.status,
-        solver=result.solver,
-        budget_bytes=result.budget_bytes,
-        peak_bytes=result.peak_bytes,
-        time_us=result.time_us,
-        overhead=result.overhead,
-        lower_bound_us=result.lower_bound_us,
-        gap=result.gap,
-        unmodified_bytes=unmodified(graph).peak_bytes,
-        base_us=graph.time_us,
-        at_peak=peak_holders(graph, schedule),
-        least=least,
-        price=price,
-        forced=forced_ops(graph, schedule),
-        rules=rules,
-        greedy=greedy,
-        why=answers,
-        seconds=parts.seconds,
-        chunks=chunks_of(graph, schedule),
-        levers=levers,
+        model=graph.name, device=graph.device, cost_origin=graph.cost_origin,
+        status=result.status, solver=result.solver, budget_bytes=budget_bytes,
+        peak_bytes=result.peak_bytes, time_us=result.time_us, overhead=result.overhead,
+        lower_bound_us=result.lower_bound_us, gap=result.gap,
+        unmodified_bytes=unmodified(graph).peak_bytes, base_us=graph.time_us,
+        at_peak=peak_holders(graph, schedule), least=least, price=price,
+        forced=forced_ops(graph, schedule), rules=rules, greedy=greedy, why=answers,
+        seconds=parts.seconds, chunks=chunks_of(graph, schedule), levers=levers,
         moves=schedule.moves,
-    )
+    )  # fmt: skip
 
 
 def _levers(graph: TrainingGraph, result: Result, each_s: float) -> tuple[LeverEffect, ...]:

@@ -48,10 +48,8 @@ def _place_of_peak(held: PeakHolders) -> str:
 
 
 def _least_text(least: LeastBudget, solver: str) -> str:
-    text, held = (
-        f"{bytes_text(least.least_bytes)} is the least peak that {solver} knows",
-        least.at_peak,
-    )
+    held = least.at_peak
+    text = f"{bytes_text(least.least_bytes)} is the least peak that {solver} knows"
     text += f"; {short_target(held.target)} of {_place_of_peak(held)} sets it, in {held.phase}"
     biggest = ", ".join(
         f"{short_target(row.first.target)} of {short_path(row.module) or 'the model'} "
@@ -75,11 +73,9 @@ def _price_text(price: GibPrice, *, is_whole_gib: bool) -> str:
     step = "1 GiB" if is_whole_gib else bytes_text(price.step_bytes)
     # A step that is no round number needs its reason.
     why = "" if is_whole_gib else " (5 % of the peak; 1 GiB would be more than that)"
-    saved = (
-        "saves nothing"
-        if price.saved_us <= 0
-        else (f"saves {fine_time_text(price.saved_us)} a step ({percent_text(price.saved)})")
-    )
+    saved = "saves nothing"
+    if price.saved_us > 0:
+        saved = f"saves {fine_time_text(price.saved_us)} a step ({percent_text(price.saved)})"
     if price.cost_us is None or price.cost is None:
         less = "with as much less no schedule is known"
     elif price.cost_us <= 0:
@@ -123,13 +119,12 @@ def _greedy_text(greedy: AgainstGreedy) -> str:
     text = f"{ours}, best greedy ({best.solver}) {percent_text(best.overhead)}"
     if greedy.slower < _SAME:
         return f"{text}: cut is not better here"
-    where = ", ".join(
+    dearer = [
         f"{short_path(place.module) or 'the model'} {fine_time_text(place.extra_us)}"
         for place in greedy.dearer
-    )
-    return f"{text}: cut's step is {percent_text(greedy.slower)} shorter" + (
-        f"; greedy recomputes more in {where}" if where else ""
-    )
+    ]
+    where = f"; greedy recomputes more in {', '.join(dearer)}" if dearer else ""
+    return f"{text}: cut's step is {percent_text(greedy.slower)} shorter{where}"
 
 
 def why_text(one: Why, budget_bytes: int) -> str:
@@ -150,15 +145,10 @@ def why_text(one: Why, budget_bytes: int) -> str:
     if row.verdict == "free":
         return f"{head}not kept, and never made again: nothing in backward reads it"
     if row.verdict == "recompute" or one.runs_us:
-        return head + _recomputed_text(one, budget_bytes)
-    return head + _kept_text(one)
-
-
-def _recomputed_text(one: Why, budget_bytes: int) -> str:
-    return (
-        f"{one.row.verdict_text}, {fine_time_text(one.runs_us)} a step; "
-        f"{_staying_text(one, budget_bytes)}. {_turned_text(one.turned)}"
-    )
+        again, stayed = fine_time_text(one.runs_us), _staying_text(one, budget_bytes)
+        return f"{head}{row.verdict_text}, {again} a step; {stayed}. {_turned_text(one.turned)}"
+    cost = fine_time_text(row.cost_us)
+    return f"{head}kept; one run of its op takes {cost}. {_turned_text(one.turned)}"
 
 
 def _offloaded_text(one: Why, budget_bytes: int) -> str:
@@ -177,11 +167,6 @@ def _staying_text(one: Why, budget_bytes: int) -> str:
     return f"if it stayed and nothing else changed, the peak would be {peak}{over}"
 
 
-def _kept_text(one: Why) -> str:
-    cost = fine_time_text(one.row.cost_us)
-    return f"kept; one run of its op takes {cost}. {_turned_text(one.turned)}"
-
-
 def _turned_text(turned: Turned | None) -> str:
     if turned is None:
         return ""
@@ -191,9 +176,8 @@ def _turned_text(turned: Turned | None) -> str:
     if turned.extra_us > 0:
         cost = f"the step takes {fine_time_text(turned.extra_us)} more"
     elif turned.extra_us < 0:
-        cost = (
-            f"the step takes {fine_time_text(-turned.extra_us)} less, so this plan is not the best"
-        )
+        less = fine_time_text(-turned.extra_us)
+        cost = f"the step takes {less} less, so this plan is not the best"
     else:
         cost = "the step takes as long"
     text = f"Solved again with it {doing}: {cost}"
@@ -302,7 +286,12 @@ def explanation_screen(found: Explanation) -> RenderableType:
         grid.add_row(Text(name, style="bold"), Text(said))
     parts.append(grid)
     if found.rules and found.is_recomputing:
-        parts += [Text(), _rules_table(found)]
+        table = plain_table("rule", "peak", "overhead", "slower")
+        for rule in found.rules:
+            peak = bytes_text(rule.peak_bytes) if rule.peak_bytes or rule.fits else "-"
+            figures = percent_text(rule.overhead), percent_text(rule.slower)
+            table.add_row(Text(rule.says), peak, *(figures if rule.fits else ("does not fit", "-")))
+        parts += [Text(), table]
     return Group(*parts)
 
 
@@ -342,19 +331,4 @@ def sentences(found: Explanation) -> Iterator[tuple[str, str]]:
     yield "cut", _greedy_text(found.greedy)
     for one in found.why:
         yield "why", why_text(one, found.budget_bytes)
-    solves = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found.seconds.items())
-    yield "took", solves
-
-
-def _rules_table(found: Explanation) -> Table:
-    table = plain_table("rule", "peak", "overhead", "slower")
-    for rule in found.rules:
-        table.add_row(Text(rule.says), *_rule_figures(rule))
-    return table
-
-
-def _rule_figures(rule: Rule) -> tuple[str, str, str]:
-    if not rule.fits:
-        peak = bytes_text(rule.peak_bytes) if rule.peak_bytes else "-"
-        return peak, "does not fit", "-"
-    return bytes_text(rule.peak_bytes), percent_text(rule.overhead), percent_text(rule.slower)
+    yield "took", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found.seconds.items())

@@ -90,8 +90,10 @@ class Inspection(msgspec.Struct, frozen=True):
 def inspection_screen(found: Inspection, top: int = _TOP, width: int = 100) -> RenderableType:
     parts: list[RenderableType] = [_step_line(found), Text()]
     if found.by == "value":
-        parts += [_values_table(found.rows[:top], width), _marked(found)]
-        parts += [_left_out(len(found.rows), top)]
+        # In a narrow terminal a row takes up to three lines, so that nothing is cut.
+        table = _wide_values if width >= _WIDE else _narrow_values
+        marked = Text("* live at the peak" if found.at_peak else "", style="dim")
+        parts += [table(found.rows[:top]), marked, _left_out(len(found.rows), top)]
     else:
         parts += [_groups_table(found, top, width), _left_out(len(found.groups), top)]
     return Group(*parts)
@@ -109,18 +111,9 @@ def _step_line(found: Inspection) -> Text:
     return line
 
 
-def _marked(found: Inspection) -> Text:
-    return Text("* live at the peak" if found.at_peak else "", style="dim")
-
-
 def _left_out(count: int, top: int) -> Text:
     more = f"{count - top} smaller rows left out: {option('top', count)}" if count > top else ""
     return Text(more, style="dim")
-
-
-def _values_table(rows: Iterable[FoldedRow], width: int) -> Table:
-    # In a narrow terminal a row takes up to three lines, so that nothing is cut.
-    return _wide_values(rows) if width >= _WIDE else _narrow_values(rows)
 
 
 def _wide_values(rows: Iterable[FoldedRow]) -> Table:
@@ -130,15 +123,11 @@ def _wide_values(rows: Iterable[FoldedRow]) -> Table:
         table.columns[i].justify = "left"
     for row in rows:
         table.add_row(
-            Text(short_target(row.first.target)),
-            f"x{row.count}" if row.count > 1 else "",
-            verdict_text(row),
-            bytes_text(row.size_bytes),
-            run_cost_text(row),
-            Text(tensor_text(row)),
-            Text(short_path(row.module)),
+            Text(short_target(row.first.target)), f"x{row.count}" if row.count > 1 else "",
+            verdict_text(row), bytes_text(row.size_bytes), run_cost_text(row),
+            Text(tensor_text(row)), Text(short_path(row.module)),
             Text(short_line(row.first.source)),
-        )
+        )  # fmt: skip
     return table
 
 
@@ -148,9 +137,7 @@ def _narrow_values(rows: Iterable[FoldedRow]) -> Table:
     for row in rows:
         count = f" x{row.count}" if row.count > 1 else ""
         lines = [short_target(row.first.target) + count]
-        place = " ".join(
-            part for part in (short_path(row.module), short_line(row.first.source)) if part
-        )
+        place = " ".join(filter(None, (short_path(row.module), short_line(row.first.source))))
         lines += [f"  {line}" for line in (place, tensor_text(row)) if line]
         cell = Text("\n").join([Text(lines[0]), *(Text(line, style="dim") for line in lines[1:])])
         table.add_row(cell, verdict_text(row), bytes_text(row.size_bytes), run_cost_text(row))
@@ -162,7 +149,8 @@ def _groups_table(found: Inspection, top: int, width: int) -> Table:
     if found.at_peak is None:
         table = plain_table(found.by, "values", "bytes", "time")
         for group in found.groups[:top]:
-            table.add_row(_group_name(group), str(group.values), *_sizes(group))
+            sizes = bytes_text(group.size_bytes), fine_time_text(group.cost_us)
+            table.add_row(_group_name(group), str(group.values), *sizes)
         return table
     runs = ("runs again",) if width >= _ROOMY else ()
     table = plain_table(found.by, "at peak", "kept", "again", *runs, "time again")
@@ -177,24 +165,15 @@ def _groups_table(found: Inspection, top: int, width: int) -> Table:
     return table
 
 
-def _sizes(group: Sums) -> tuple[str, str]:
-    return bytes_text(group.size_bytes), fine_time_text(group.cost_us)
-
-
 def _group_name(group: Sums) -> Text:
-    return Text(
-        short_path(short_line(group.name)) + (f" x{group.count}" if group.count > 1 else "")
-    )
+    count = f" x{group.count}" if group.count > 1 else ""
+    return Text(f"{short_path(short_line(group.name))}{count}")
 
 
 def inspect(
-    graph: TrainingGraph,
-    plan: Schedule | Result | None = None,
-    *,
-    by: InspectBy = "value",
-    only: str | Iterable[str] = (),
-    at_peak: bool = False,
-) -> Inspection:
+    graph: TrainingGraph, plan: Schedule | Result | None = None, *, by: InspectBy = "value",
+    only: str | Iterable[str] = (), at_peak: bool = False,
+) -> Inspection:  # fmt: skip
     """What the step holds, and what a plan keeps, makes again, offloads and frees."""
     schedule = plan.schedule if isinstance(plan, Result) else plan
     if at_peak and schedule is None:
@@ -207,22 +186,15 @@ def inspect(
     rows = matching(value_rows(graph, schedule), (only,) if isinstance(only, str) else only)
     if at_peak:
         rows = tuple(row for row in rows if row.at_peak)
+    # Folding adds sizes up, so the order is another one than that of values.
+    folded = sorted(fold_rows(rows), key=lambda row: (-row.size_bytes, -row.cost_us))
     found = simulate(graph, schedule) if schedule else None
     return Inspection(
-        model=graph.name,
-        device=graph.device,
-        cost_origin=graph.cost_origin,
+        model=graph.name, device=graph.device, cost_origin=graph.cost_origin,
         budget_bytes=schedule.budget_bytes if schedule else 0,
         time_us=found.time_us if found else graph.time_us,
-        overhead=found.overhead if found else 0.0,
-        by=by,
+        overhead=found.overhead if found else 0.0, by=by,
         at_peak=peak_holders(graph, schedule, found) if schedule else None,
-        values=rows,
-        # Folding adds sizes up, so the order is another one than that of values.
-        rows=tuple(sorted(fold_rows(rows), key=_smaller)),
+        values=rows, rows=tuple(folded),
         groups=() if by == "value" else group_rows(graph, schedule, rows, by),
-    )
-
-
-def _smaller(row: FoldedRow) -> tuple[int, float]:
-    return -row.size_bytes, -row.cost_us
+    )  # fmt: skip

@@ -11,7 +11,7 @@ from remat.graph_capture.eager_step import with_eager_sizes
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.schedules.simulate import simulate
-from remat.solver.policies.template import Blocks, module_blocks, nth_blocks, template_sequence
+from remat.solver.policies.template import module_blocks, nth_blocks, template_sequence
 from remat.solver.problem import Problem
 from remat.solver.state import schedule_of
 
@@ -59,12 +59,11 @@ def every_n_layers(graph: TrainingGraph, result: Result) -> EveryNth | None:
     """The fastest way to checkpoint every n-th layer, if it is within 1 % of the result's time."""
     if result.schedule is None or result.time_us <= graph.time_us:
         return None
-    close = [
-        found
-        for found in candidates(graph, result.time_us)
-        if found.peak_bytes <= result.budget_bytes and found.slower <= SAME_SPEED
+    fitting = [
+        one for one in candidates(graph, result.time_us) if one.peak_bytes <= result.budget_bytes
     ]
-    return min(close, key=lambda found: (found.time_us, found.peak_bytes), default=None)
+    close = [one for one in fitting if one.slower <= SAME_SPEED]
+    return min(close, key=lambda one: (one.time_us, one.peak_bytes), default=None)
 
 
 def candidates(graph: TrainingGraph, plan_us: float) -> Iterator[EveryNth]:
@@ -75,26 +74,17 @@ def candidates(graph: TrainingGraph, plan_us: float) -> Iterator[EveryNth]:
     fewest = len(blocks.names) + 1
     # The largest n checkpoints the first layer of each list alone.
     for n in range(1, max(blocks.rank, default=-1) + 2):
-        layers = _checkpointed(blocks, n)
+        ranked = zip(blocks.names, blocks.rank, strict=True)
+        layers = tuple(name for name, rank in ranked if rank % n == 0)
         if len(layers) == fewest:
             continue
         fewest = len(layers)
         sequence = template_sequence(problem, nth_blocks(problem, blocks, n))
         found = simulate(eager, schedule_of(problem, sequence))
-        yield EveryNth(
-            n=n,
-            layers=layers,
-            containers=tuple(dict.fromkeys(name.rpartition(".")[0] for name in layers)),
-            peak_bytes=found.peak_bytes,
-            time_us=found.time_us,
-            overhead=found.overhead,
-            slower=found.time_us / plan_us - 1,
-        )
-
-
-def _checkpointed(blocks: Blocks, n: int) -> tuple[str, ...]:
-    ranked = zip(blocks.names, blocks.rank, strict=True)
-    return tuple(name for name, rank in ranked if rank % n == 0)
+        containers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in layers))
+        slower = found.time_us / plan_us - 1
+        figures = found.peak_bytes, found.time_us, found.overhead, slower
+        yield EveryNth(n, layers, containers, *figures)
 
 
 def _ordinal(n: int) -> str:

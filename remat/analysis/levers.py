@@ -29,8 +29,7 @@ def without_recomputation(graph: TrainingGraph, schedule: Schedule) -> _Off:
     planned = graph_of_schedule(graph, schedule)
     # A plan made anew of its runs would have no copies, so runs are taken out of this one.
     if schedule.moves:
-        again = [name for name, runs in schedule.computations().items() if runs > 1]
-        for name in again:
+        for name in [name for name, runs in schedule.computations().items() if runs > 1]:
             schedule = counterfactual_schedule(planned, schedule, name)
         return planned, schedule
     return _in_order(planned, dict.fromkeys(_runs(schedule)))
@@ -86,15 +85,12 @@ def without_updates(graph: TrainingGraph, schedule: Schedule) -> _Off:
     if planned.resident.gradients_bytes:
         ops = tuple(_without_update(planned, op) for op in planned.ops)
         return _in_order(msgspec.structs.replace(planned, ops=ops), _runs(schedule))
-    gradients = (
-        name for op in planned.ops if op.name in updates for name in _gradients(planned, op)
-    )
-    # The optimizer takes gradients at the end of the step, so they stay till then.
-    off = msgspec.structs.replace(
-        planned,
-        ops=tuple(op for op in planned.ops if op.name not in updates),
-        outputs=tuple(dict.fromkeys((*planned.outputs, *gradients))),  # so that none is freed
-    )
+    taken = [op for op in planned.ops if op.name in updates]
+    gradients = [name for op in taken for name in _gradients(planned, op)]
+    left = tuple(op for op in planned.ops if op.name not in updates)
+    # The optimizer takes gradients at the end of the step, so they stay till then: none is freed.
+    outputs = tuple(dict.fromkeys((*planned.outputs, *gradients)))
+    off = msgspec.structs.replace(planned, ops=left, outputs=outputs)
     return _in_order(off, [name for name in _runs(schedule) if name not in updates])
 
 
@@ -116,8 +112,7 @@ def _runs(schedule: Schedule) -> list[str]:
 
 
 def _in_order(graph: TrainingGraph, names: Iterable[str]) -> _Off:
-    sequence = [graph.op_index[name] for name in names]
-    return graph, schedule_of(Problem.of(graph), sequence)
+    return graph, schedule_of(Problem.of(graph), [graph.op_index[name] for name in names])
 
 
 RECOMPUTATION, UPDATES = "recomputation", "updates during backward"
@@ -140,16 +135,13 @@ class LeverEffect(msgspec.Struct, frozen=True):
         return self.off_bytes - self.peak_bytes
 
     def __str__(self) -> str:
+        saved = f"{'-' if self.saved_bytes > 0 else '+'}{bytes_text(abs(self.saved_bytes))}"
         said = (
-            f"{self._saved_text()} for {percent_text(self.extra)} of a step; without, this plan "
-            f"peaks at {bytes_text(self.off_bytes)}"
+            f"{saved if self.saved_bytes else 'nothing off this peak'} for "
+            f"{percent_text(self.extra)} of a step; without, this plan peaks at "
+            f"{bytes_text(self.off_bytes)}"
         )
         return f"{self.name}: {said}" + (f". {self._solved_text()}" if self.solved else "")
-
-    def _saved_text(self) -> str:
-        if self.saved_bytes == 0:
-            return "nothing off this peak"
-        return f"{'-' if self.saved_bytes > 0 else '+'}{bytes_text(abs(self.saved_bytes))}"
 
     def _solved_text(self) -> str:
         if self.off_fits:
@@ -185,12 +177,9 @@ def levers_of(
 
 
 def _beside(
-    name: str,
-    planned: TrainingGraph,
-    schedule: Schedule,
-    off: _Off,
+    name: str, planned: TrainingGraph, schedule: Schedule, off: _Off,
     solve_without: _SolveWithout | None,
-) -> LeverEffect:
+) -> LeverEffect:  # fmt: skip
     here, there = simulate(planned, schedule), simulate(*off)
     extra = (here.time_us - there.time_us) / planned.base_us if planned.base_us else 0.0
     lever = LeverEffect(name, here.peak_bytes, there.peak_bytes, extra)

@@ -65,11 +65,11 @@ def predict_reserved(graph: TrainingGraph, plan: Result | Schedule | None = None
         # Eager has sizes and writes in place of its own, so its step is one of another graph.
         step = unmodified_step(graph)
         graph, plan = step.graph, step.result
-    if not isinstance(plan, Result):
-        return reserved_of(graph, plan)
-    if plan.schedule is None:
+    if isinstance(plan, Result) and plan.schedule is None:
         raise BudgetError(infeasible_text(plan))
-    return reserved_of(graph, plan.schedule)
+    schedule = plan.schedule if isinstance(plan, Result) else plan
+    assert schedule is not None
+    return reserved_of(graph, schedule)
 
 
 def reserved_beside(graph: TrainingGraph, result: Result) -> Reserved | None:
@@ -135,11 +135,9 @@ class InChunks(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         bits = "to eager's bits" if self.exact else "with sums in another order"
-        return (
-            f"{self.name}, {bits}: "
-            f"{bytes_text(self.chunks_bytes)} in place of {bytes_text(self.whole_bytes)}, for "
-            f"{percent_text(self.extra)} of the step"
-        )
+        before, now = bytes_text(self.whole_bytes), bytes_text(self.chunks_bytes)
+        extra = percent_text(self.extra)
+        return f"{self.name}, {bits}: {now} in place of {before}, for {extra} of the step"
 
 
 def chunks_of(graph: TrainingGraph, schedule: Schedule | None) -> tuple[InChunks, ...]:
@@ -167,18 +165,14 @@ def chunks_of(graph: TrainingGraph, schedule: Schedule | None) -> tuple[InChunks
 def _own_bytes(graph: TrainingGraph, ops: Sequence[Op]) -> int:
     """The most that one of `ops` has live of what they make and of its workspace."""
     size = {name: graph.value_by_name[name].size_bytes for op in ops for name in op.outputs}
-    return max(
-        op.workspace_bytes + sum(size.get(name, 0) for name in {*op.inputs, *op.outputs})
-        for op in ops
-    )
+    live = [sum(size.get(name, 0) for name in {*op.inputs, *op.outputs}) for op in ops]
+    return max(op.workspace_bytes + own for op, own in zip(ops, live, strict=True))
 
 
 SLOWER = 0.8
 """Share of the rates at which a plan is judged once more: what links may fall to beside other
 traffic."""
-_WAYS = {
-    "d2h": "to the host", "h2d": "back", "write": "to NVMe", "read": "back from NVMe",
-}  # fmt: skip
+_WAYS = {"d2h": "to the host", "h2d": "back", "write": "to NVMe", "read": "back from NVMe"}
 
 
 class _LinkUse(msgspec.Struct, frozen=True):
@@ -204,8 +198,12 @@ class _Offloaded(msgspec.Struct, frozen=True):
     slower_overhead: float
 
     def rows(self) -> list[tuple[str, str]]:
+        slower = (
+            f"at {SLOWER} of these rates a step takes {fine_time_text(self.slower_us)} more, "
+            f"{percent_text(self.slower_overhead)} overhead; its peaks stay"
+        )
         said = [("host", self._room_text()), ("copies", self._copies_text())]
-        said += [("waits", self._waits_text()), ("slower links", self._slower_text())]
+        said += [("waits", self._waits_text()), ("slower links", slower)]
         rates = ", ".join(f"{one.link} {one.gb_s:.3g} GB/s" for one in self.links)
         return [*said, ("links", f"{rates}: {self.source}")]
 
@@ -230,12 +228,6 @@ class _Offloaded(msgspec.Struct, frozen=True):
         all_us, longest_us = fine_time_text(self.stall_us), fine_time_text(self.longest_us)
         return f"the device waits {all_us} for copies, {longest_us} at most at once"
 
-    def _slower_text(self) -> str:
-        return (
-            f"at {SLOWER} of these rates a step takes {fine_time_text(self.slower_us)} more, "
-            f"{percent_text(self.slower_overhead)} overhead; its peaks stay"
-        )
-
 
 def offloaded(
     graph: TrainingGraph, schedule: Schedule | None, found: Simulation | None = None
@@ -250,19 +242,13 @@ def offloaded(
     # Links are shared with other traffic, of which the rates that were measured know nothing.
     slower = simulate(graph, schedule, links.slower(SLOWER))
     return _Offloaded(
-        source=links.source or "not said",
-        links=_uses(here, graph),
-        host_bytes=here.host_peak_bytes,
-        host_room_bytes=links.host_bytes,
-        nvme_bytes=here.nvme_peak_bytes,
-        nvme_room_bytes=links.nvme_bytes,
-        nvme_path=links.nvme_path,
-        stalls=len(here.stalls),
-        stall_us=here.stall_us,
+        source=links.source or "not said", links=_uses(here, graph),
+        host_bytes=here.host_peak_bytes, host_room_bytes=links.host_bytes,
+        nvme_bytes=here.nvme_peak_bytes, nvme_room_bytes=links.nvme_bytes,
+        nvme_path=links.nvme_path, stalls=len(here.stalls), stall_us=here.stall_us,
         longest_us=max((stall.us for stall in here.stalls), default=0.0),
-        slower_us=slower.time_us - here.time_us,
-        slower_overhead=slower.overhead,
-    )
+        slower_us=slower.time_us - here.time_us, slower_overhead=slower.overhead,
+    )  # fmt: skip
 
 
 def _uses(found: Simulation, graph: TrainingGraph) -> tuple[_LinkUse, ...]:
@@ -284,19 +270,13 @@ def place(
     graph: TrainingGraph, schedule: Schedule, *, alignment_bytes: int | None = None
 ) -> Layout:
     """Offsets for all buffers of `schedule` in one arena, near the most live bytes."""
-    buffers = buffers_of(graph, schedule)
-    if alignment_bytes is None:
-        alignment_bytes = alignment_on(graph.device)
+    buffers = buffers_of(graph, schedule)  # first: it refuses what is no graph
+    alignment_bytes = alignment_on(graph.device) if alignment_bytes is None else alignment_bytes
     return place_buffers(buffers, alignment_bytes=alignment_bytes)
 
 
 def check_kept_layout(layout: Layout, graph: TrainingGraph, schedule: Schedule, name: str) -> None:
-    """Hold a layout from a file to the buffers of `schedule`.
-
-    Raises
-    ------
-    LayoutError : it is one of another plan, or was edited; the message names the file.
-    """
+    """Hold a layout to its plan; `LayoutError`, with the file's name, if it is another's."""
     try:
         check_layout(buffers_of(graph, schedule), layout)
     except LayoutError as error:
@@ -305,13 +285,8 @@ def check_kept_layout(layout: Layout, graph: TrainingGraph, schedule: Schedule, 
 
 def layout_json(layout: Layout) -> dict[str, Any]:
     """What is said of a layout with `--json`: all but its offsets."""
-    return {
-        "arena_bytes": layout.arena_bytes,
-        "load_bytes": layout.load_bytes,
-        "gap": layout.gap,
-        "alignment_bytes": layout.alignment_bytes,
-        "placed_by": layout.placed_by,
-    }
+    names = ("arena_bytes", "load_bytes", "gap", "alignment_bytes", "placed_by")
+    return {name: getattr(layout, name) for name in names}
 
 
 def arena_text(layout: Layout) -> str:
@@ -320,13 +295,9 @@ def arena_text(layout: Layout) -> str:
 
 
 def use_arena(
-    module: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    loss_fn: Callable[..., Any] | None = None,
-    target: Any = None,
-) -> Arena:
+    module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
+    loss_fn: Callable[..., Any] | None = None, target: Any = None,
+) -> Arena:  # fmt: skip
     """Serve the training steps of a rewritten module on a CPU from one arena."""
     from remat.rewriter.arena.arena import Arena, record_step, require_arena_fits
     from remat.rewriter.arena.library import arena_library

@@ -37,18 +37,17 @@ _HOLDERS = 8
 """Values that are named as holders of the peak; the rest is one row."""
 
 
-def rendered(screen: RenderableType, width: int = 100) -> str:
+def rendered(screen: RenderableType) -> str:
     text = StringIO()
     # Names of a file are neither markup nor emoji.
-    plain = Console(file=text, width=width, highlight=False, markup=False, emoji=False)
-    plain.print(screen)
+    Console(file=text, width=100, highlight=False, markup=False, emoji=False).print(screen)
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 
-def holders_table(held: PeakHolders, top: int = _HOLDERS) -> Table:
+def holders_table(held: PeakHolders) -> Table:
     parts = [(f"resident: {name}", size) for name, size in held.resident.items()]
-    parts += [(_holder_name(row), row.size_bytes) for row in held.values[:top]]
-    rest = held.values[top:]
+    parts += [(_holder_name(row), row.size_bytes) for row in held.values[:_HOLDERS]]
+    rest = held.values[_HOLDERS:]
     if rest:
         # The rest is one row, so that rows sum to the peak.
         count = sum(row.count for row in rest)
@@ -76,8 +75,7 @@ def verdict_text(row: FoldedRow) -> str:
 
 def run_cost_text(row: FoldedRow) -> str:
     # A folded row is several layers, and one run that of one of them.
-    cost_us = row.cost_us / row.count
-    said = fine_time_text(cost_us)
+    said = fine_time_text(row.cost_us / row.count)
     return said if row.first.cost_origin != "estimated" else f"{said} (guessed)"
 
 
@@ -100,8 +98,7 @@ def short_path(path: str) -> str:
     """A folded path whose long ranges are cut: ``blocks.0,3,12,...,97.mlp``."""
     if len(path) <= _LONGEST:
         return path
-    parts = [_short_ranges(part) for part in path.split(".")]
-    return ".".join(parts)
+    return ".".join(map(_short_ranges, path.split(".")))
 
 
 def _short_ranges(part: str) -> str:
@@ -139,14 +136,10 @@ _RULE_S = 0.5
 
 
 def report(
-    graph: TrainingGraph,
-    result: Result,
-    path: str | Path | None = None,
-    *,
-    fronts: Mapping[str, Front] | Front | None = None,
-    measured: MeasuredStep | None = None,
+    graph: TrainingGraph, result: Result, path: str | Path | None = None, *,
+    fronts: Mapping[str, Front] | Front | None = None, measured: MeasuredStep | None = None,
     layout: Layout | None = None,
-) -> str:
+) -> str:  # fmt: skip
     """The page of a result, as HTML; written to `path` if one is given."""
     facts = page_facts(graph, result, fronts, measured, layout=layout)
     page = render(facts, page_data(facts))
@@ -170,13 +163,9 @@ def fronts_in(data: bytes, name: str = "the file") -> dict[str, Front]:
 
 
 def page_facts(
-    graph: TrainingGraph,
-    result: Result,
-    fronts: Mapping[str, Front] | Front | None = None,
-    measured: MeasuredStep | None = None,
-    stated_by: str = "",
-    layout: Layout | None = None,
-) -> PageFacts:
+    graph: TrainingGraph, result: Result, fronts: Mapping[str, Front] | Front | None = None,
+    measured: MeasuredStep | None = None, stated_by: str = "", layout: Layout | None = None,
+) -> PageFacts:  # fmt: skip
     """What the page says; `stated_by` names the file that `fronts` are from, if any."""
     if result.schedule is None:
         raise ScheduleError(
@@ -186,22 +175,15 @@ def page_facts(
     assert eager.result.schedule is not None
     curves = {fronts.solver: fronts} if isinstance(fronts, Front) else dict(fronts or {})
     return PageFacts(
-        graph=graph_of_schedule(graph, result.schedule),
-        schedule=result.schedule,
-        unmodified_graph=eager.graph,
-        unmodified_schedule=eager.result.schedule,
-        budget_bytes=result.budget_bytes,
-        lower_bound_us=result.lower_bound_us,
-        status=result.status,
-        solver=result.solver,
+        graph=graph_of_schedule(graph, result.schedule), schedule=result.schedule,
+        unmodified_graph=eager.graph, unmodified_schedule=eager.result.schedule,
+        budget_bytes=result.budget_bytes, lower_bound_us=result.lower_bound_us,
+        status=result.status, solver=result.solver,
         rules=(_alternative("unmodified", eager.result), *_rules_of(graph, result.budget_bytes)),
         fronts=tuple((name, _points_of(graph, front)) for name, front in curves.items()),
-        measured=measured,
-        cost_origin=costs_text(graph),
-        note=result.message,
-        stated_by=stated_by,
-        layout=layout,
-    )
+        measured=measured, cost_origin=costs_text(graph), note=result.message,
+        stated_by=stated_by, layout=layout,
+    )  # fmt: skip
 
 
 def _rules_of(graph: TrainingGraph, budget_bytes: int) -> tuple[Alternative, ...]:
@@ -227,12 +209,9 @@ def _points_of(graph: TrainingGraph, front: Front) -> tuple[Alternative, ...]:
         if result.schedule is not None:
             # Judged anew: anyone can edit the file that a front is kept in.
             found = simulate(graph, result.schedule)
-            points.append(
-                Alternative(
-                    front.solver, found.peak_bytes, found.time_us, found.overhead,
-                    budget_bytes, result.lower_bound_us,
-                )
-            )  # fmt: skip
+            figures = found.peak_bytes, found.time_us, found.overhead
+            asked = budget_bytes, result.lower_bound_us
+            points.append(Alternative(front.solver, *figures, *asked))
     return tuple(points)
 
 

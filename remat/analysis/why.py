@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 import remat.solver as solvers
-from remat.analysis.layer_checkpoints import SAME_SPEED, EveryNth, candidates
+from remat.analysis.layer_checkpoints import SAME_SPEED, candidates
 from remat.graph_capture.eager_step import with_eager_sizes
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import Op, TrainingGraph
@@ -76,15 +76,11 @@ def why(
     pins = Pins.of(graph, **_pins_of(schedule))
     rows = [row for row in value_rows(graph, schedule) if row.phase == "forward"]
     largest: dict[str, ValueRow] = {}
-    for row in sorted(matching(rows, asked), key=_most_telling):
+    # What backward does not read is freed by any plan, which explains nothing: that comes last.
+    for row in sorted(matching(rows, asked), key=lambda r: (r.verdict == "free", -r.size_bytes)):
         # An op is pinned as a whole, so it is asked about once.
         largest.setdefault(row.op, row)
     return tuple(_why(graph, result, row, pins, each_s) for row in list(largest.values())[:_MOST])
-
-
-def _most_telling(row: ValueRow) -> tuple[bool, int]:
-    # What backward does not read is freed by any plan, which explains nothing.
-    return row.verdict == "free", -row.size_bytes
 
 
 def _why(graph: TrainingGraph, result: Result, row: ValueRow, pins: Pins, each_s: float) -> Why:
@@ -97,13 +93,11 @@ def _why(graph: TrainingGraph, result: Result, row: ValueRow, pins: Pins, each_s
     stayed = simulate(graph, counterfactual_schedule(graph, schedule, op.name)) if leaves else None
     has_choice = not forced and (leaves or row.verdict == "keep")
     return Why(
-        row=row,
-        runs_us=(runs - 1) * op.cost_us,
-        forced=forced,
+        row=row, runs_us=(runs - 1) * op.cost_us, forced=forced,
         staying_bytes=stayed.peak_bytes if stayed else 0,
         turned=_turned(graph, result, op, pins, each_s) if has_choice else None,
         copying_us=result.time_us - stayed.time_us if stayed and is_moved else 0.0,
-    )
+    )  # fmt: skip
 
 
 def _forced(graph: TrainingGraph, op: Op, runs: int, pins: Pins) -> str:
@@ -119,14 +113,11 @@ def _forced(graph: TrainingGraph, op: Op, runs: int, pins: Pins) -> str:
 def _turned(graph: TrainingGraph, result: Result, op: Op, pins: Pins, each_s: float) -> Turned:
     schedule = required_schedule(result)
     is_recomputed = schedule.computations()[op.name] > 1
-    one = {op.name: op.name}
-    turned = (
-        Pins(pins.kept | one, pins.again) if is_recomputed else Pins(pins.kept, pins.again | one)
-    )
+    kept, again = ({op.name: op.name}, {}) if is_recomputed else ({}, {op.name: op.name})
+    turned = Pins(pins.kept | kept, pins.again | again)
     # Globs of pins are in `pins` already, by op.
     asked = {name: given for name, given in solve_arguments(schedule).items() if name not in PINS}
-    solver = asked.pop("solver")
-    question = Question(graph, result.budget_bytes, solver, each_s, options=asked)
+    question = Question(graph, result.budget_bytes, asked.pop("solver"), each_s, options=asked)
     found = PinnedOps(turned).solve(question, solve_alone)
     pin = "keep" if is_recomputed else "recompute"
     if found.schedule is None:
@@ -225,10 +216,8 @@ def _spent(graph: TrainingGraph, schedule: Schedule) -> dict[str, float]:
         pattern, indices = split_indices(op.module)
         places.setdefault(pattern, set()).add(indices)
         spent_us[pattern] = spent_us.get(pattern, 0.0) + (runs[op.name] - 1) * op.cost_us
-    return {
-        ", ".join(written(pattern, box) for box in boxes(places[pattern])): us
-        for pattern, us in spent_us.items()
-    }
+    boxes_of = {one: [written(one, box) for box in boxes(places[one])] for one in spent_us}
+    return {", ".join(boxes_of[pattern]): us for pattern, us in spent_us.items()}
 
 
 _RULES = {
@@ -256,9 +245,7 @@ class Rule(msgspec.Struct, frozen=True):
 def simple_rules(graph: TrainingGraph, result: Result) -> tuple[Rule, ...]:
     """Each rule at the budget of a result that has a schedule: those that fit first, by time."""
     rules = [_by_solver(graph, result, name) for name in _RULES]
-    layers = _every_nth(graph, result)
-    if layers is not None:
-        rules.append(layers)
+    rules += filter(None, [_every_nth(graph, result)])
     return tuple(sorted(rules, key=lambda rule: (not rule.fits, rule.slower, rule.peak_bytes)))
 
 
@@ -266,9 +253,8 @@ def _by_solver(graph: TrainingGraph, result: Result, name: str) -> Rule:
     # Who follows a rule runs eager's ops, with masks as eager has them.
     found = solvers.solve_within(with_eager_sizes(graph), result.budget_bytes, name)
     slower = found.time_us / result.time_us - 1 if found.schedule and result.time_us else 0.0
-    return Rule(
-        name, _RULES[name], found.schedule is not None, found.peak_bytes, found.overhead, slower
-    )
+    fits = found.schedule is not None
+    return Rule(name, _RULES[name], fits, found.peak_bytes, found.overhead, slower)
 
 
 def _every_nth(graph: TrainingGraph, result: Result) -> Rule | None:
@@ -279,30 +265,18 @@ def _every_nth(graph: TrainingGraph, result: Result) -> Rule | None:
     fitting = [one for one in found if one.peak_bytes <= result.budget_bytes]
     best = min(fitting, key=lambda one: (one.time_us, one.peak_bytes), default=None)
     shown = best or min(found, key=lambda one: one.peak_bytes)
-    return Rule(
-        "every_n_layers", _text(shown), best is not None, shown.peak_bytes, shown.overhead,
-        shown.slower,
-    )  # fmt: skip
-
-
-def _text(one: EveryNth) -> str:
-    return f"checkpoint {one.which} of {one.where}"
-
-
-def _solver_of(schedule: Schedule) -> str:
-    # One of the user's own, or a schedule by hand, cannot be asked again.
-    return schedule.solver if schedule.solver in TABLE else "auto"
+    says, figures = f"checkpoint {shown.which} of {shown.where}", (shown.overhead, shown.slower)
+    return Rule("every_n_layers", says, best is not None, shown.peak_bytes, *figures)
 
 
 def _pins_of(schedule: Schedule) -> dict[str, tuple[str, ...]]:
-    return {
-        name: tuple(part for part in str(schedule.options.get(name, "")).split(", ") if part)
-        for name in PINS
-    }
+    texts = {name: str(schedule.options.get(name, "")) for name in PINS}
+    return {name: tuple(filter(None, text.split(", "))) for name, text in texts.items()}
 
 
 def solve_arguments(schedule: Schedule) -> dict[str, Any]:
-    name = _solver_of(schedule)
+    # One of the user's own, or a schedule by hand, cannot be asked again.
+    name = schedule.solver if schedule.solver in TABLE else "auto"
     known = option_names(name)
     options = {key: value for key, value in schedule.options.items() if key in known}
     return {"solver": name, **options, **_pins_of(schedule)}
@@ -335,9 +309,4 @@ def least_budget(
     # A plan with copies can be below: the search for the least knows none.
     if held is None or of_plan.peak_bytes < held.peak_bytes:
         held = of_plan
-    return LeastBudget(
-        least_bytes=held.peak_bytes,
-        at_peak=held,
-        floor=named.floor,
-        proved_bytes=named.least_bound_bytes,
-    )
+    return LeastBudget(held.peak_bytes, held, named.floor, named.least_bound_bytes)

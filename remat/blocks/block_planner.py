@@ -134,8 +134,7 @@ def trace_blocks(
     model: nn.Module, pattern: str, args: tuple[Any, ...], kwargs: Any, **asked: Any
 ) -> TracedBlocks:
     """Raises `CaptureError` where a block cannot be run by itself to the same bits."""
-    device = resolved_device(asked.get("device"), model)
-    blocks = matching_blocks(model, pattern, device)
+    blocks = matching_blocks(model, pattern, resolved_device(asked.get("device"), model))
     # A block's own inputs are known only while the model runs.
     with watching_calls(model, blocks) as calls:
         whole = trace(model, args, kwargs, **asked)
@@ -157,7 +156,9 @@ def _add_block(
                 match = match_block(one.trace.joint, whole.joint, path)
             except CaptureError:
                 continue
-            if _has_own_state(model, block, match):
+            # Whether the match takes this block's parameters in the places of the other's.
+            own, of_model = dict(named_state(block)), dict(named_state(model))
+            if all(own[name] is of_model[theirs] for name, theirs in match.state_of.items()):
                 one.at[path] = match
                 return
     # Traced as the whole was, else the nodes of both cannot be equal.
@@ -176,17 +177,8 @@ def _looks_like(block: nn.Module, recipe: Recipe, one: _DistinctBlock) -> bool:
 
 def _state_facts(block: nn.Module) -> list[Any]:
     modes = [(path, module.training) for path, module in block.named_modules()]
-    state = [
-        (name, t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
-        for name, t in named_state(block)
-    ]
-    return [modes, state]
-
-
-def _has_own_state(model: nn.Module, block: nn.Module, match: BlockMatch) -> bool:
-    """Whether the match takes this block's parameters in the places of the other's."""
-    own, of_model = dict(named_state(block)), dict(named_state(model))
-    return all(own[name] is of_model[theirs] for name, theirs in match.state_of.items())
+    facts = [(t.shape, t.stride(), t.dtype, t.device) for _, t in named_state(block)]
+    return [modes, facts, [(name, t.requires_grad) for name, t in named_state(block)]]
 
 
 _TRIES = 12
@@ -230,17 +222,18 @@ class BlockPlanner:
     ) -> None:
         self.traced = traced
         self.clock = Clock(time_limit_s)
-        ops_of = {
-            path: list(one.at[path].op_of.values())
-            for path in traced.blocks
-            for one in (traced.of_path[path],)
-        }
+        matches = {path: traced.of_path[path].at[path] for path in traced.blocks}
+        ops_of = {path: list(match.op_of.values()) for path, match in matches.items()}
         self.path_of = {op: path for path, ops in ops_of.items() for op in ops}
-        graph = _eager_outside(_with_own_buffers(costed, self.path_of), self.path_of)
+        graph, eager = _with_own_buffers(costed, self.path_of), with_eager_sizes(costed)
+        of_eager = eager.value_by_name
+        # What lies outside the blocks is not rewritten.
+        own = (v if v.producer in self.path_of else of_eager[v.name] for v in graph.values)
+        graph = msgspec.structs.replace(graph, values=tuple(own))
         self.alone, self.units = with_units(graph, ops_of)
         self.graph = sharded(self.alone, self.units, sharding)
         # Per cents of a budget are of eager's peak, so its sizes are kept apart.
-        self.eager = sharded(*with_units(with_eager_sizes(costed), ops_of), sharding, is_eager=True)
+        self.eager = sharded(*with_units(eager, ops_of), sharding, is_eager=True)
         for op in self.graph.ops:
             if op.target in COMMUNICATION and op.module:
                 self.path_of[op.name] = op.module
@@ -248,8 +241,7 @@ class BlockPlanner:
     @cached_property
     def _shared(self) -> BlockBudgets:
         spans = [(u.start, u.stop, u.back_start, u.back_stop) for u in self.units]
-        left_s = max(self.clock.left_s, 0.0)
-        beside_bytes = self._communication_bytes()
+        beside_bytes, left_s = self._communication_bytes(), max(self.clock.left_s, 0.0)
         return BlockBudgets.of(self.alone, spans, beside_bytes, left_s, self._handed_out())
 
     def _handed_out(self) -> set[str]:
@@ -282,23 +274,18 @@ class BlockPlanner:
         """The fastest plan found; its result is infeasible where none fits."""
         began = Clock()
         schedules, schedule = self._fastest(budget_bytes) or self._least()
+        # Nothing is proved of the share-out, so the bound is every op once.
         result = evaluate_schedule(
-            self.graph,
-            msgspec.structs.replace(schedule, budget_bytes=budget_bytes),
-            budget_bytes=budget_bytes,
-            # Nothing is proved of the share-out, so the bound is every op once.
-            lower_bound_us=self.graph.time_us,
-            wall_s=began.elapsed_s,
-            cut_short=self.clock.left_s < 0,
-        )
-        plan = BlocksPlan(self.traced.pattern, schedules, result, len(self.traced.distinct))
-        if not schedule.moves:
-            return msgspec.structs.replace(plan, links=self.graph.links)
-        found = simulate(self.graph, schedule)
-        return msgspec.structs.replace(
-            plan, links=self.graph.links, host_bytes=found.host_peak_bytes,
-            nvme_bytes=found.nvme_peak_bytes,
+            self.graph, msgspec.structs.replace(schedule, budget_bytes=budget_bytes),
+            budget_bytes=budget_bytes, lower_bound_us=self.graph.time_us,
+            wall_s=began.elapsed_s, cut_short=self.clock.left_s < 0,
         )  # fmt: skip
+        below = (0, 0)
+        if schedule.moves:
+            found = simulate(self.graph, schedule)
+            below = found.host_peak_bytes, found.nvme_peak_bytes
+        pattern, distinct = self.traced.pattern, len(self.traced.distinct)
+        return BlocksPlan(pattern, schedules, result, distinct, self.graph.links, *below)
 
     def _fastest(self, budget_bytes: int) -> _Planned | None:
         """The fastest plan tried whose whole step fits; None if none does."""
@@ -366,36 +353,24 @@ class BlockPlanner:
         return [*halves[0], *behind[0]], [*halves[1], *behind[1]]
 
     def _added(self, path: str, targets: Sequence[str]) -> tuple[list[Step], list[Step]]:
-        found = [op for op in self.graph.ops if op.module == path and op.target in targets]
-        return (
-            [Compute(op.name) for op in found if op.phase == "forward"],
-            [Compute(op.name) for op in found if op.phase == "backward"],
-        )
+        added: tuple[list[Step], list[Step]] = [], []
+        for op in self.graph.ops:
+            if op.module == path and op.target in targets:
+                added[op.phase == "backward"].append(Compute(op.name))
+        return added
 
 
 def _live_bytes(graph: TrainingGraph) -> dict[str, int]:
     """By op, if every op runs once."""
     schedule = StoreAll().schedule(graph)
-    live = simulate(graph, schedule).live_bytes
-    steps = zip(schedule.steps, live, strict=True)
+    steps = zip(schedule.steps, simulate(graph, schedule).live_bytes, strict=True)
     return {step.op: size for step, size in steps if isinstance(step, Compute)}
 
 
 def _with_own_buffers(graph: TrainingGraph, path_of: Mapping[str, str]) -> TrainingGraph:
     value_of = graph.value_by_name
     # A rewritten block writes its new buffers as its own forward ends, not as the model's does.
-    kept = tuple(
-        name
-        for name in graph.forward_outputs
-        if name in graph.outputs or value_of[name].producer not in path_of
-    )
+    of_blocks = {name for name in graph.forward_outputs if value_of[name].producer in path_of}
+    dropped = of_blocks.difference(graph.outputs)
+    kept = tuple(name for name in graph.forward_outputs if name not in dropped)
     return msgspec.structs.replace(graph, forward_outputs=kept)
-
-
-def _eager_outside(graph: TrainingGraph, path_of: Mapping[str, str]) -> TrainingGraph:
-    # What lies outside the blocks is not rewritten.
-    eager = with_eager_sizes(graph).value_by_name
-    values = (
-        value if value.producer in path_of else eager[value.name] for value in graph.values
-    )  # fmt: skip
-    return msgspec.structs.replace(graph, values=tuple(values))

@@ -7,7 +7,7 @@ must not wait for one another.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
 from torch import nn
 
@@ -34,16 +34,14 @@ from remat.progress import stopwatch_of_call
 from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
 from remat.rewriter.checking.audit import Audits
+from remat.rewriter.checking.check import Check
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.tiers.file_tier import FileTier
 from remat.rewriter.user_module.module import SharedState, make_module
 from remat.rewriter.user_module.own_forward import Unplanned, with_replaced
 from remat.solved import infeasible_text, planned_text
-
-if TYPE_CHECKING:
-    from remat.rewriter.checking.check import Check
-    from remat.step_spec import StepSpec
+from remat.step_spec import StepSpec
 
 _plans: weakref.WeakKeyDictionary[nn.Module, BlocksPlan] = weakref.WeakKeyDictionary()
 
@@ -69,15 +67,12 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
 
         def make() -> BlocksPlan:
             most_bytes = spec.parsed_budget.most_bytes(traced.whole.graph)
+            facts: dict[str, Any] = {"profile": known, "tiers": tiers, "most_bytes": most_bytes}
             with stages.stage("profile", "timing ops") as shown:
-                costed = add_costs(
-                    traced.whole, progress=shown, profile=known, tiers=tiers,
-                    most_bytes=most_bytes,
-                )  # fmt: skip
+                costed = add_costs(traced.whole, progress=shown, **facts)
             with stages.stage("solve", f"solving for {budget}"):
-                return _plan_within(
-                    BlockPlanner(traced, costed, sharding, spec.time_limit_s), budget
-                )
+                planner = BlockPlanner(traced, costed, sharding, spec.time_limit_s)
+                return _plan_within(planner, budget)
 
         # Ranks of another step would decode a plan of ops that they do not have.
         ranks.require_same_step(traced.hash)
@@ -93,11 +88,10 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
         checked = None
         # A check runs the model's collectives: all ranks run it, or none.
         if ranks.all_agree("check", is_checked(traced.whole.graph, spec.check, beside)):
-            most_bytes = budget_bytes if is_bound else None
+            limits = budget_bytes if is_bound else None, beside
             with stages.stage("check", f"comparing a step of {name} with eager"):
                 checked = unless_short(
-                    lambda: _require_equal_blocks(model, made, batch, most_bytes, beside),
-                    say_unchecked,
+                    lambda: _require_equal_blocks(model, made, batch, *limits), say_unchecked
                 )
         what = f"{traced.whole.recipe.title}, {len(plan.schedules)} blocks"
         stages.say(planned_text(what, plan.result, checked, stages.elapsed_s))
@@ -144,18 +138,14 @@ def _plan_within(planner: BlockPlanner, budget: str | SupportsIndex) -> BlocksPl
     return plan
 
 
-def _require_room(traced: TracedBlocks, plan: BlocksPlan) -> None:
+def _rewritten(
+    model: nn.Module, traced: TracedBlocks, plan: BlocksPlan, audit: Audits
+) -> nn.Module:
     # Each block's own room was looked at alone. On a CUDA device each takes its pinned memory
     # before its first step, and says then if there is too little.
     links = plan.links
     if links is not None and plan.host_bytes and not is_cuda(traced.whole.graph.device):
         FileTier(plan.host_bytes, plan.nvme_bytes, links.nvme_path).require_room()
-
-
-def _rewritten(
-    model: nn.Module, traced: TracedBlocks, plan: BlocksPlan, audit: Audits
-) -> nn.Module:
-    _require_room(traced, plan)
     # Equal blocks of one schedule share one compiled step.
     compiled: dict[tuple[int, Any], CompiledStep] = {}
     replaced: dict[nn.Module, nn.Module] = {}

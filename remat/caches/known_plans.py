@@ -101,8 +101,7 @@ class KnownPlans:
         if not budget.is_of_the_step:
             return budget.bytes_for(graph)
         # A part of a small batch's peak is little, but the run has room for the plans it has made.
-        own_bytes = budget.bytes_for(graph) if budget.kind == "share" else 0
-        return max(own_bytes, self.most_bytes)
+        return max(budget.bytes_for(graph) if budget.kind == "share" else 0, self.most_bytes)
 
 
 def _graph_for(sized: Sized, schedule: Schedule) -> TrainingGraph:
@@ -127,15 +126,9 @@ def _fitting(graph: TrainingGraph, one: _Reusable, budget_bytes: int) -> AtHand 
 
 
 def adopted(
-    model: nn.Module,
-    traced: Trace,
-    schedule: Schedule,
-    links: Links | None,
-    *,
-    audit: bool,
-    is_compared: bool,
-    **known: Any,
-) -> RematModule:
+    model: nn.Module, traced: Trace, schedule: Schedule, links: Links | None, *, audit: bool,
+    is_compared: bool, **known: Any,
+) -> RematModule:  # fmt: skip
     """The module of a schedule that was not solved for here; `known` are facts for `rewrite`."""
     if schedule.captured_hash:
         traced = trace_of_schedule(model, traced.recipe, schedule, traced)
@@ -155,8 +148,7 @@ def adopted(
 def sources_key() -> str:
     # Another release may plan otherwise, and so may an edited checkout.
     digest = hashlib.sha256()
-    packages = remat, remat.graph_capture, remat.rewriter, remat.schedules, remat.solver
-    for package in packages:
+    for package in (remat, remat.graph_capture, remat.rewriter, remat.schedules, remat.solver):
         for path in sorted(Path(str(package.__file__)).parent.rglob("*.py")):
             facts = path.stat()
             digest.update(f"{path} {facts.st_size} {facts.st_mtime_ns}\n".encode())
@@ -191,11 +183,9 @@ def keeps_solves() -> bool:
 
 
 def kept_solve(
-    graph: TrainingGraph,
-    budget: Budget,
-    asked: str,
+    graph: TrainingGraph, budget: Budget, asked: str,
     in_chunks: Callable[[TrainingGraph], TrainingGraph],
-) -> Solved | None:
+) -> Solved | None:  # fmt: skip
     """What was kept, judged; None where it is to be solved. `in_chunks` adds costs of chunks."""
     key = _question_key(graph, budget, asked)
     if not key:
@@ -211,7 +201,7 @@ def kept_solve(
             found.append(Solved(of_kept, _judged(of_kept, kept)))
         return kept
 
-    if FILES.read(_file_of(key), take) is None or not found:
+    if FILES.read(file_of(key), take) is None or not found:
         return None
     return found[0] if _suits(found[0].result, budget, graph) else None
 
@@ -221,15 +211,13 @@ def keep_solve(graph: TrainingGraph, budget: Budget, asked: str, result: Result)
     # What Ctrl-C has ended is not the best that a later process can have.
     if key and result.schedule is not None and not result.message.startswith(INTERRUPTED):
         kept = KeptSolve(key, result.schedule, result.lower_bound_us, result.budget_bytes)
-        FILES.write(_file_of(key), msgspec.json.encode(kept))
+        FILES.write(file_of(key), msgspec.json.encode(kept))
 
 
 def _judged(graph: TrainingGraph, kept: KeptSolve) -> Result:
     # A file is not believed: `simulate` says what its schedule takes on the graph at hand.
-    result = evaluate_schedule(
-        graph, kept.schedule,
-        budget_bytes=kept.budget_bytes, lower_bound_us=kept.lower_bound_us,
-    )  # fmt: skip
+    facts: Any = {"budget_bytes": kept.budget_bytes, "lower_bound_us": kept.lower_bound_us}
+    result = evaluate_schedule(graph, kept.schedule, **facts)
     if result.schedule is None:
         raise PlanError("its peak is above its budget")
     # The slack is for sums in another order.
@@ -254,13 +242,17 @@ def _question_key(graph: TrainingGraph, budget: Budget, asked: str) -> str:
     """SHA-256 of all that a plan depends on; empty where that has no lasting text."""
     if ADDRESS in asked or not keeps_solves():
         return ""
-    # The lines of the user's files move while the step stays the same.
-    ops = tuple(msgspec.structs.replace(op, source="") for op in graph.ops)
-    digest = hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(graph, ops=ops)))
+    digest = hashlib.sha256(msgspec.json.encode(without_lines(graph)))
     around = repr(budget), asked, str(torch.version.git_version), sources_key()
     digest.update(msgspec.json.encode(around))
     return digest.hexdigest()
 
 
-def _file_of(key: str) -> str:
+def without_lines(graph: TrainingGraph) -> TrainingGraph:
+    """Lines of the user's files move while the step stays the same."""
+    ops = (msgspec.structs.replace(op, source="") for op in graph.ops)
+    return msgspec.structs.replace(graph, ops=tuple(ops))
+
+
+def file_of(key: str) -> str:
     return f"{key[:32]}.json"

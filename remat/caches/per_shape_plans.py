@@ -7,9 +7,8 @@ import itertools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
+from typing import Any, ClassVar, SupportsIndex
 
-import torch
 from torch import Tensor, fx, nn
 
 from remat.budgets import parse_budget
@@ -46,9 +45,6 @@ from remat.solved import at_hand_text, facts_of
 from remat.solver.table import make_solver
 from remat.step_planner import StepPlanner, plan_one_size
 from remat.step_spec import StepSpec
-
-if TYPE_CHECKING:
-    from remat.step_spec import StepSpec
 
 
 class _FloatPromotion:
@@ -108,19 +104,6 @@ class PlanCache(SharedState, nn.Module):
     _remat_stale: ClassVar[list[Any]]
     _remat_known: ClassVar[KnownPlans]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Take what the user's forward takes, and ``target`` where there is a loss.
-
-        Raises
-        ------
-        RematError : as `remat.rematerialize`, where the batch is the first of its signature.
-        """
-        own = type(self)
-        target = kwargs.pop("target", None) if own._remat_loss_fn is not None else None
-        if self.training and torch.is_grad_enabled():
-            return own._remat_step(args, kwargs, target)
-        return own._remat_run_original(args, kwargs, target)
-
     @property
     def audit(self) -> Audit | None:
         """That of the plan that was used last; each is audited by itself."""
@@ -133,10 +116,9 @@ class PlanCache(SharedState, nn.Module):
             raise PlanError("this cache has made no plan yet: train a step first")
         return type(next(reversed(cls._remat_plans.values())))
 
-    @classmethod
-    def _remat_step(cls, args: Any, kwargs: Any, target: Any) -> Any:
+    def _remat_train(self, batch: Any) -> Any:
+        cls, (args, kwargs, target) = type(self), batch
         cls._remat_unplanned.plan_runs()
-        batch = (args, kwargs, target)
         signature = cls._remat_signature(batch)
         given = kwargs if target is None else {**kwargs, "target": target}
         changed: list[StateChangedError] = []
@@ -174,9 +156,8 @@ class PlanCache(SharedState, nn.Module):
         if planned is None:
             # Numbers alone can become inputs; any other change needs a plan of its own.
             names = {name for error in changed for name in error.numbers}
-            planned = cls._remat_numbers.planned(
-                names, functools.partial(cls._remat_planned, args, kwargs, target)
-            )
+            make = functools.partial(cls._remat_planned, args, kwargs, target)
+            planned = cls._remat_numbers.planned(names, make)
         else:
             cls._remat_drop_outgrown(outgrown, planned)
         cls._remat_known.took(_peak_bytes(planned))
@@ -220,10 +201,14 @@ class PlanCache(SharedState, nn.Module):
         cls, args: Any, kwargs: Any, target: Any, float_inputs: Sequence[str]
     ) -> fx.GraphModule:
         spec = cls._remat_spec(args, kwargs, target).replace(float_inputs=float_inputs)
-        # `cached_plan` knows neither Inductor's code nor ranks.
-        is_planned_anew = any(spec.asked[name] for name in ("compile", "group", "sharding"))
         peak_bytes = cls._remat_known.most_bytes
-        make = plan_one_size if is_planned_anew else cls._remat_cached
+
+        def make(one: StepSpec) -> fx.GraphModule:
+            # `cached_plan` knows neither Inductor's code nor ranks.
+            if any(one.asked[name] for name in ("compile", "group", "sharding")):
+                return plan_one_size(one)
+            return cached_plan(one, cls._remat_known)
+
         try:
             return make(spec)
         except BudgetError:
@@ -232,10 +217,6 @@ class PlanCache(SharedState, nn.Module):
         # A per cent of a small batch's own peak can be too little for its parameters, as with the
         # last batch of an epoch; but the run has room for the larger ones.
         return make(spec.replace(budget=peak_bytes))
-
-    @classmethod
-    def _remat_cached(cls, spec: StepSpec) -> fx.GraphModule:
-        return cached_plan(spec, cls._remat_known)
 
     @classmethod
     def _remat_spec(cls, args: Any, kwargs: Any, target: Any) -> StepSpec:
@@ -264,33 +245,19 @@ class PlanCache(SharedState, nn.Module):
         )
 
     @classmethod
-    def _remat_over(cls, model: nn.Module) -> PlanCache:
-        make, (_, *given) = cls._remat_recipe_to_pickle()
-        return make(model, *given)
-
-    @classmethod
     def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         sizes = cls._remat_sizes
-        return _make_cache, (
-            cls._remat_original_module,
-            cls._remat_loss_fn,
-            cls._remat_max_plans,
-            cls._remat_options,
-            # What was asked, not what was learned: a copy learns from its own batches.
-            None if sizes is None else (sizes.dynamic, sizes.upto),
-        )
+        # What was asked, not what was learned: a copy learns from its own batches.
+        asked = None if sizes is None else (sizes.dynamic, sizes.upto)
+        options = cls._remat_max_plans, cls._remat_options
+        return _make_cache, (cls._remat_original_module, cls._remat_loss_fn, *options, asked)
 
 
 def plan_cache(
-    model: nn.Module,
-    *,
-    budget: str | SupportsIndex,
-    loss_fn: LossFunction | None = None,
-    max_plans: int = _MAX_PLANS,
-    dynamic: DynamicOrAuto | None = None,
-    upto: Upto | None = None,
+    model: nn.Module, *, budget: str | SupportsIndex, loss_fn: LossFunction | None = None,
+    max_plans: int = _MAX_PLANS, dynamic: DynamicOrAuto | None = None, upto: Upto | None = None,
     **options: Any,
-) -> PlanCache:
+) -> PlanCache:  # fmt: skip
     """The module that `remat.rematerialize` returns without a batch; arguments are its own.
 
     A batch that fits with every op run once runs so. One of other sizes takes the schedule of an
@@ -307,7 +274,10 @@ def plan_cache(
         raise CaptureError(distributed_message(next(iter(dict(model.named_parameters())), "")))
     _require_no_batch_is_needed(options)
     spec = StepSpec.of({"model": model, "budget": budget, "loss_fn": loss_fn, **options})
-    _require_readable(spec)
+    # Refused where the model is wrapped, and not only when the first batch has come.
+    parse_budget(spec.budget)
+    _ = spec.tiers
+    make_solver(spec.solver, **spec.options)
     if dynamic is not None or upto is not None:
         dynamic = dynamic or "auto"
         require_dynamic(model, dynamic, may_be_auto=True)
@@ -333,35 +303,17 @@ def _require_no_batch_is_needed(options: Mapping[str, Any]) -> None:
             )
 
 
-def _require_readable(spec: StepSpec) -> None:
-    # Refused where the model is wrapped, and not only when the first batch has come.
-    parse_budget(spec.budget)
-    _ = spec.tiers
-    make_solver(spec.solver, **spec.options)
-
-
 def _make_cache(
-    model: nn.Module,
-    loss_fn: LossFunction | None,
-    max_plans: int,
-    options: dict[str, Any],
+    model: nn.Module, loss_fn: LossFunction | None, max_plans: int, options: dict[str, Any],
     sizes: tuple[DynamicOrAuto, Upto | None] | None,
-) -> PlanCache:
+) -> PlanCache:  # fmt: skip
     kind = class_of_user(
-        PlanCache,
-        model,
-        loss_fn,
-        original_module=model,
-        _remat_original_module=model,
-        _remat_plans=OrderedDict(),
-        _remat_stale=[],
-        _remat_known=KnownPlans(),
-        _remat_options=options,
+        PlanCache, model, loss_fn,
+        _remat_plans=OrderedDict(), _remat_stale=[], _remat_known=KnownPlans(),
+        _remat_options=options, _remat_max_plans=max_plans,
         _remat_sizes=None if sizes is None else VaryingSizes(model, *sizes),
         _remat_numbers=_FloatPromotion(is_compiled=bool(options.get("compile"))),
-        _remat_loss_fn=staticmethod(loss_fn) if loss_fn else None,
-        _remat_max_plans=max_plans,
-    )
+    )  # fmt: skip
     return kind()
 
 
@@ -379,11 +331,8 @@ def _peak_bytes(plan: Any) -> int:
 
 def _key(batch: Any) -> Hashable:
     leaves, spec = pytree.tree_flatten(batch)
-    facts = (
-        # By type too: True, 1 and 1.0 are equal, and may make different steps.
-        tensor_facts(leaf) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf))
-        for leaf in leaves
-    )
+    # By type too: True, 1 and 1.0 are equal, and may make different steps.
+    facts = [tensor_facts(x) if isinstance(x, Tensor) else (type(x), repr(x)) for x in leaves]
     return tuple(facts), spec, autocast_state()
 
 
@@ -404,16 +353,12 @@ def _module_at_hand(planner: StepPlanner, found: AtHand, known: KnownPlans) -> R
     module = adopted(
         spec.model, traced, found.schedule, found.links, audit=spec.audit, is_compared=is_compared
     )
-    checked = None
-    if not known.is_checked:
-        checked = planner.compared(module, found.graph, found.schedule.budget_bytes)
+    budget_bytes = found.schedule.budget_bytes
+    checked = None if known.is_checked else planner.compared(module, found.graph, budget_bytes)
     known.took(found.peak_bytes)
     known.is_checked = True
-    said = at_hand_text(
-        traced.recipe.title, found.schedule, found.peak_bytes, checked,
-        planner.stages.elapsed_s, is_compared=is_compared,
-    )  # fmt: skip
-    planner.stages.say(said)
+    facts = found.schedule, found.peak_bytes, checked, planner.stages.elapsed_s
+    planner.stages.say(at_hand_text(traced.recipe.title, *facts, is_compared=is_compared))
     return module
 
 
@@ -433,9 +378,8 @@ def _solved(planner: StepPlanner, known: KnownPlans) -> RematModule:
             audit=spec.audit, is_compared=is_compared, **facts_of(found),
         )  # fmt: skip
     else:
-        module = rewrite(
-            spec.model, result.schedule, trace=traced, audit=spec.audit, **facts_of(found)
-        )
+        facts = facts_of(found)
+        module = rewrite(spec.model, result.schedule, trace=traced, audit=spec.audit, **facts)
         checked = planner.compared(module, found.graph, result.budget_bytes)
         keep_solve(graph, spec.parsed_budget, text, result)
     known.note(found)

@@ -52,7 +52,6 @@ from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, plan
 # Dynamo's guards stay symbolic, so it compiles a graph of symbolic sizes once. Each size is planned
 # when it first comes, as if that shape were the only one: the same plan, the same code.
 
-
 _MOST_SIZES = 16
 """Sizes whose code is kept; of those beyond, what was not used for longest goes."""
 _WAY_OUT = (
@@ -103,22 +102,15 @@ class SizeTable:
             gm, inputs = numbered(self._gm, numbers, args)
             mode: Any = next(t.fake_mode for t in inputs if isinstance(t, FakeTensor))
             context = CompileContext(self._compile_id)
+            # As ``dimension 1 of tokens = 48``.
+            text = ", ".join(f"{self._symbols[i]} = {size}" for i, size in numbers.items())
             with tracing(TracingContext(mode)), compile_context(context):
-                return self._compile_one(gm, inputs, number, self._text(sizes))
-
-    def _text(self, sizes: Sequence[float]) -> str:
-        """As ``dimension 1 of tokens = 48``."""
-        named = zip(self._symbols.values(), sizes, strict=True)
-        return ", ".join(f"{name} = {size}" for name, size in named)
+                return self._compile_one(gm, inputs, number, text)
 
     def _warn_of_planning(self, sizes: tuple[float, ...]) -> None:
         first = next(iter(self._numbers))
-        names = self._symbols.values()
-        changed = [
-            f"{name} was {was} and is {size}"
-            for name, was, size in zip(names, first, sizes, strict=True)
-            if was != size
-        ]
+        named = zip(self._symbols.values(), first, sizes, strict=True)
+        changed = [f"{name} was {was} and is {size}" for name, was, size in named if was != size]
         warnings.warn(
             f"{', '.join(changed)}: under torch.compile each size is planned when it first comes, "
             f"and the code for {self._most} is kept. {_WAY_OUT}",
@@ -145,12 +137,9 @@ def _number(given: Any) -> float:
 
 
 def backend(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    options: Mapping[str, Any] | None = None,
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None,
     mode: str | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Compile one graph of dynamo's.
 
     Raises
@@ -175,7 +164,10 @@ def backend(
             subgraphs = planned_subgraphs(cut, context.asked, context.shared, context.frame)
             return _subgraph(gm, specialized(gm, example_inputs), context, subgraphs, later)
         if has_symbols(gm):
-            return _without_gradients(gm, example_inputs, later)
+            # Inductor's own code, for all sizes at once. It calls this only where gradients are
+            # asked for after all.
+            refusing = Partitioner(_refuse_gradients, _n_visible(gm), lambda: "without gradients")
+            return _code(gm, example_inputs, refusing, later)
         return _planned(gm, example_inputs, context, later)
 
 
@@ -241,13 +233,6 @@ def _subgraph(
     return run
 
 
-def _without_gradients(gm: fx.GraphModule, inputs: Sequence[Any], later: CompiledLater) -> Any:
-    """Inductor's own code, for all sizes at once."""
-    # Inductor calls it only where gradients are asked for after all.
-    partitioner = Partitioner(_refuse_gradients, _n_visible(gm), lambda: "without gradients")
-    return _code(gm, inputs, partitioner, later)
-
-
 def _refuse_gradients(_: FusedStep) -> Pair:
     raise CaptureError(
         "a graph of symbolic sizes turns gradients on, and is called without: call it with "
@@ -273,8 +258,6 @@ refuse_given_up_frames(backend)
 
 def _frame() -> tuple[int, int]:
     """Dynamo's number of the frame that is compiled, and that of its compilation."""
-    compiled = CompileContext.current_compile_id()
-    if compiled is None:
-        # Called without dynamo.
-        return 0, 0
-    return compiled.frame_id or 0, compiled.frame_compile_id or 0
+    compiled: Any = CompileContext.current_compile_id()
+    # Called without dynamo, there is none.
+    return (compiled.frame_id or 0, compiled.frame_compile_id or 0) if compiled else (0, 0)

@@ -8,6 +8,7 @@ runs. Calls of the user's own modules in it are no reason to: dynamo tries each 
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import inspect
@@ -162,10 +163,8 @@ def _outer_names(frame: Any) -> dict[str, Any]:
     read = (one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL")
     found = {name: frame.f_globals[name] for name in read if name in frame.f_globals}
     for name, cell in zip(code.co_freevars, frame.closure or (), strict=False):
-        try:
+        with contextlib.suppress(ValueError):  # empty as yet
             found[name] = cell.cell_contents
-        except ValueError:  # empty as yet
-            continue
     return found
 
 

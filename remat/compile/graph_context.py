@@ -27,22 +27,18 @@ from remat.solver.table import check_number
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """What is asked of a compiled step.
+    """What is asked of a compiled step; what is not said here is as of `remat.rematerialize`.
 
     Attributes
     ----------
     budget : on its peak: bytes, ``"8GiB"``, ``"auto"``, ``"min"``, or ``"60%"`` of the peak that
         the step has as torch compiles it.
-    solver : a name of `remat.solver`'s table.
     gap : a schedule is proved to this part of the best, where the solver can; costs of kernels
         that are generated are no more exact than the default.
-    time_limit_s : for each solve. replays : most candidates whose code is generated and replayed;
-        each takes a solve.
+    replays : most candidates whose code is generated and replayed; each takes a solve.
     calls : forwards of each graph that run before the first backward, where a model is called
         more than once for a loss. Each leaves what backward needs.
-    keep, recompute : globs over module paths, as `remat.solve` takes them.
     warm : whether a plan that an earlier process has kept is taken, and this one's is kept.
-    verbose : as of `remat.rematerialize`.
     """
 
     budget: Any
@@ -198,16 +194,14 @@ class GraphContext:
 
     def text(self) -> str:
         """Known before the graph is traced; the same in each process."""
-        others = self.shared.others_text(self.frame)
-        return f"{self.whole} {others}"
+        return f"{self.whole} {self.shared.others_text(self.frame)}"
 
     def set_beside(self, step: StepBytes) -> None:
         step.modules = self.shared.modules_ahead(self.whole, self.frame)
         # Each further module like this one is a call that runs before the first backward.
         step.calls = max(self.asked.calls, step.modules)
-        step.awaited_gradient_bytes = self.shared.expect(
-            self.whole, self.frame, step.gradient_bytes, step.modules
-        )
+        own = step.gradient_bytes, step.modules
+        step.awaited_gradient_bytes = self.shared.expect(self.whole, self.frame, *own)
 
     def held_bytes(self, step: StepBytes) -> int:
         return self.shared.held_bytes(self.frame, step.static_bytes, step.dynamic_bytes)
@@ -241,11 +235,9 @@ class GraphContext:
             )
 
     def note(self, step: StepBytes, taken: ChosenPlan, budget_bytes: int, seconds: float) -> None:
-        held_bytes = self.held_bytes(step)
-        is_bound = self.asked.parsed.kind != "min"
-        self.shared.note(
-            self.frame, step, taken.chosen, taken.stock, budget_bytes, is_bound=is_bound
-        )
+        held_bytes, is_bound = self.held_bytes(step), self.asked.parsed.kind != "min"
+        figures = taken.chosen, taken.stock, budget_bytes
+        self.shared.note(self.frame, step, *figures, is_bound=is_bound)
         remember(
             CompiledPlan(
                 frame="/".join(map(str, self.frame)), sizes=self.sizes, budget_bytes=budget_bytes,

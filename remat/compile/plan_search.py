@@ -112,15 +112,15 @@ class PlanSearch:
         return stock if found is None and fits else found
 
     def _planned_within(self, limit_bytes: int) -> Candidate | None:
+        def is_enough(found: Candidate) -> bool:
+            return is_good_enough(found.overhead, found.code_peak_bytes, limit_bytes)
+
         best = fastest_within(
             limit_bytes,
             # Where no schedule is found for a target, the least one may still have code that fits.
             lambda target_bytes: self.solved(target_bytes) or self.solved(0),
-            tries=self.options.replays,
-            is_enough=lambda found: is_good_enough(
-                found.overhead, found.code_peak_bytes, limit_bytes
-            ),
-        )
+            tries=self.options.replays, is_enough=is_enough,
+        )  # fmt: skip
         if best is not None:
             return best
         least = self.least()
@@ -142,11 +142,10 @@ class PlanSearch:
             return self._solved(target_bytes, graph or self.step.graph)
 
     def _solved(self, target_bytes: int, graph: TrainingGraph) -> Candidate | None:
+        asked = self.options
         result = solvers.solve_within(
-            graph, max(0, target_bytes), self.options.solver,
-            time_limit_s=self.options.time_limit_s,
-            keep=self.options.keep, recompute=self.options.recompute,
-            gap=self.options.gap,
+            graph, max(0, target_bytes), asked.solver, time_limit_s=asked.time_limit_s,
+            keep=asked.keep, recompute=asked.recompute, gap=asked.gap,
         )  # fmt: skip
         schedule = result.schedule or result.least_schedule
         # Sizes are not in the hash, so `graph` with what is live beside it has the step's.
@@ -169,18 +168,15 @@ class PlanSearch:
             pair = self.step.stock()
             return Candidate(pair, self._replayed(pair, 0))
         schedule.check_made_for(self.step.graph)
-        found = self._candidate(self.step.graph, schedule, None)
-        return dataclasses.replace(found, gap=gap)
+        return dataclasses.replace(self._candidate(self.step.graph, schedule, None), gap=gap)
 
     def _candidate(
         self, graph: TrainingGraph, schedule: Schedule, result: Result | None
     ) -> Candidate:
-        judged = simulate(graph, schedule)
-        pair = self.step.emit(schedule)
-        return Candidate(
-            pair, self._replayed(pair, judged.peak_bytes), schedule, result,
-            judged.peak_bytes, judged.time_us, judged.overhead, result.gap if result else None,
-        )  # fmt: skip
+        judged, pair = simulate(graph, schedule), self.step.emit(schedule)
+        replay, gap = self._replayed(pair, judged.peak_bytes), result.gap if result else None
+        facts = judged.peak_bytes, judged.time_us, judged.overhead, gap
+        return Candidate(pair, replay, schedule, result, *facts)
 
     def _replayed(self, pair: Pair, schedule_peak_bytes: int) -> ReplayedMemory:
         try:
@@ -209,7 +205,6 @@ def is_good_enough(overhead: float, peak_bytes: int, limit_bytes: int) -> bool:
 # schedule by some per cent, either way. So a target whose code takes too much is lowered by the
 # excess, and one whose code leaves room is raised. The peak of the code alone decides what fits.
 
-
 _NARROW = 1.01
 """Ratio of a target that does not fit to one that does, below which nothing is tried between."""
 _STEP = 0.995
@@ -221,17 +216,12 @@ class _Generated(Protocol):
 
     @property
     def schedule_peak_bytes(self) -> int: ...
-
     @property
     def code_peak_bytes(self) -> int: ...
-
     @property
     def time_us(self) -> float: ...
-
     @property
-    def is_least(self) -> bool:
-        """Whether no schedule fits the target, so that this is the least one known."""
-        ...
+    def is_least(self) -> bool: ...  # no schedule fits the target: this is the least one known
 
 
 _G = TypeVar("_G", bound=_Generated)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,9 +55,8 @@ class PlannedSubgraphs:
         self._stock_bytes = self._held_bytes + self._search.stock_peak_bytes
         steps = [subgraph.step for subgraph in whole.subgraphs if subgraph.step is not None]
         gradient_bytes = sum(step.gradient_bytes for step in steps)
-        self._as_one = _AsOne(
-            whole.static_bytes, whole.dynamic_bytes, gradient_bytes, asked.calls - 1
-        )
+        own_bytes = whole.static_bytes, whole.dynamic_bytes, gradient_bytes
+        self._as_one = _AsOne(*own_bytes, asked.calls - 1)
         chosen = self._agreed(asked, shared)
         self._chosen_options = list(chosen)
         self._seconds = clock.elapsed_s
@@ -92,23 +90,18 @@ class PlannedSubgraphs:
         return pair
 
     def _agreed(self, asked: CompileOptions, shared: SharedBudget) -> tuple[SubgraphOption, ...]:
-        with one_plan(
-            plan_key(asked, [subgraph.step for subgraph in self._whole.subgraphs])
-        ) as one:
+        steps = [subgraph.step for subgraph in self._whole.subgraphs]
+        with one_plan(plan_key(asked, steps)) as one:
             if one.is_made_here:
                 self._budget_bytes, chosen = self._chosen(asked, shared)
-                candidates = [option.candidate for option in chosen]
-                one.post(AgreedPlan.of(self._budget_bytes, candidates))
+                one.post(AgreedPlan.of(self._budget_bytes, [option.candidate for option in chosen]))
                 return chosen
             choice = one.theirs(AgreedPlan)
             self._budget_bytes = choice.budget_bytes
-            chosen = self._search.followed(
-                map(choice.of_subgraph, range(len(self._whole.subgraphs)))
-            )
+            chosen = self._search.followed(map(choice.of_subgraph, range(len(steps))))
             peak_bytes = self._held_bytes + peak_of(chosen, asked.calls - 1)
-            require_within(
-                one, asked, shared.device, choice.budget_bytes, peak_bytes, self._held_bytes
-            )
+            taken = choice.budget_bytes, peak_bytes, self._held_bytes
+            require_within(one, asked, shared.device, *taken)
             return chosen
 
     def _chosen(
@@ -142,6 +135,10 @@ class PlannedSubgraphs:
         return least
 
     def _too_small(self, least_bytes: int) -> str:
+        held_once = (
+            "; with DistributedDataParallel(..., gradient_as_bucket_view=True) gradients go as "
+            "they come, into its buckets, which the budget does not count"
+        ) * self._whole.holds_twice
         return (
             f"budget {bytes_text(self._budget_bytes)} is below {bytes_text(least_bytes)}, the "
             f"lowest peak of {self._search.tried} compiled plans for the "
@@ -150,7 +147,7 @@ class PlannedSubgraphs:
             "earlier graphs hold, and the gradients of later subgraphs count while an earlier one "
             f'runs. Give options={{"budget": "{budget_text(least_bytes)}"}}, a smaller batch, '
             '"budget": "min", a larger "replays" to look further, or torch._dynamo.config.'
-            f"optimize_ddp = False, by which nothing is cut{_held_once(self._whole)}"
+            f"optimize_ddp = False, by which nothing is cut{held_once}"
         )
 
     def _replay(self, chosen: Sequence[SubgraphOption]) -> ReplayedMemory:
@@ -162,10 +159,10 @@ class PlannedSubgraphs:
         found = option.candidate
         # The search was one for all: its time is told with the first.
         self._seconds, seconds = 0.0, self._seconds
+        of_all = f"subgraph {self.at + 1} of {len(self._whole.subgraphs)}"
         remember(
             CompiledPlan(
-                frame=f"{self._frame[0]}/{self._frame[1]} subgraph {self.at + 1} of "
-                f"{len(self._whole.subgraphs)}",
+                frame=f"{self._frame[0]}/{self._frame[1]} {of_all}",
                 budget_bytes=self._budget_bytes, peak_bytes=peak_bytes,
                 baseline_peak_bytes=self._stock_bytes, held_bytes=self._held_bytes,
                 saved_bytes=replay.saved_bytes, overhead=found.overhead if found else 0.0,
@@ -175,15 +172,6 @@ class PlannedSubgraphs:
             ),
             verbose=self._search.asked.verbose,
         )  # fmt: skip
-
-
-def _held_once(whole: Whole) -> str:
-    if not whole.holds_twice:
-        return ""
-    return (
-        "; with DistributedDataParallel(..., gradient_as_bucket_view=True) gradients go as they "
-        "come, into its buckets, which the budget does not count"
-    )
 
 
 @dataclass(frozen=True)
@@ -198,11 +186,7 @@ class _AsOne:
 
     def alone(self, found: ReplayedMemory) -> ReplayedMemory:
         left_bytes = self.other_calls * (found.saved_bytes + self.dynamic_bytes)
-        return dataclasses.replace(
-            found,
-            forward_peak_bytes=found.forward_peak_bytes - left_bytes,
-            backward_peak_bytes=found.backward_peak_bytes - left_bytes,
-        )
+        return found.raised(-left_bytes, -left_bytes)
 
 
 class _Traced(Exception):  # noqa: N818

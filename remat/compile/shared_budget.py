@@ -39,7 +39,6 @@ from remat.rewriter.inductor.replay import ReplayedMemory
 # one after the other, so when the first is planned, those after it are not known. But the
 # parameters of all modules are there, and they are found on the stack.
 
-
 _BUFFERS = 3
 """Buffers of the size of a block that FSDP2 needs beside the block that runs."""
 
@@ -96,9 +95,8 @@ def _outermost(parts: Sequence[nn.Module]) -> nn.Module | None:
     while frame is not None:
         # Every call of a module goes through this code, with the module as `self`.
         owner = frame.f_locals.get("self") if frame.f_code is module_call_code else None
-        if isinstance(owner, nn.Module):
-            is_around = not known.isdisjoint(map(id, owner.modules()))
-            found = owner if is_around else found
+        if isinstance(owner, nn.Module) and not known.isdisjoint(map(id, owner.modules())):
+            found = owner
         frame = frame.f_back
     return found
 
@@ -180,25 +178,13 @@ class Measured(Protocol):
     """A graph whose bytes are noted: one step, or the subgraphs of one."""
 
     @property
-    def static_bytes(self) -> int:
-        """Of parameters and buffers."""
-        ...
-
+    def static_bytes(self) -> int: ...  # of parameters and buffers
     @property
-    def dynamic_bytes(self) -> int:
-        """Of all other inputs."""
-        ...
-
+    def dynamic_bytes(self) -> int: ...  # of all other inputs
     @property
-    def gradient_bytes(self) -> int:
-        """Of the gradients of parameters."""
-        ...
-
+    def gradient_bytes(self) -> int: ...  # of the gradients of parameters
     @property
-    def modules(self) -> int:
-        """How many modules run the graph, each with gradients of its own."""
-        ...
-
+    def modules(self) -> int: ...  # that run the graph, each with gradients of its own
     def alone(self, found: ReplayedMemory) -> ReplayedMemory:
         """`found` without what other calls and later graphs have left."""
         ...
@@ -309,8 +295,7 @@ class SharedBudget:
         # Alone, it has the room that it was planned for.
         if not before:
             return
-        budget_bytes = self.noted[frame].budget_bytes
-        frames = [*before, frame]
+        budget_bytes, frames = self.noted[frame].budget_bytes, [*before, frame]
         peak_bytes = max(self._peak(frames, k, is_stock=False) for k in range(len(frames)))
         if peak_bytes > budget_bytes:
             again = before.count(frame)
@@ -332,9 +317,8 @@ class SharedBudget:
     def _static_bytes(self, frames: Sequence[Frame]) -> int:
         largest: dict[int, int] = {}
         for frame in frames:
-            known = largest.get(frame[0], 0)
             # Compilations of one frame, for other shapes, share their parameters.
-            largest[frame[0]] = max(known, self.noted[frame].static_bytes)
+            largest[frame[0]] = max(largest.get(frame[0], 0), self.noted[frame].static_bytes)
         return sum(largest.values())
 
     def _gradient_bytes(self, frames: Sequence[Frame]) -> int:
@@ -404,8 +388,7 @@ def shared_budget(options: Mapping[str, Any] | None) -> SharedBudget:
     # Dynamo hands every graph of a model the same options object. It is kept, so that no other
     # takes its id. Models that take turns do not share: the forwards of one are closed when the
     # other runs.
-    held = _known.setdefault(id(options), (options, SharedBudget()))
-    return held[1]
+    return _known.setdefault(id(options), (options, SharedBudget()))[1]
 
 
 def forget_graphs() -> None:

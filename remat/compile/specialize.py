@@ -105,18 +105,15 @@ def numbered(
     # A mode of its own: dynamo's knows the same inputs by symbols.
     mode = FakeTensorMode(shape_env=ShapeEnv())
     others = [value for i, value in enumerate(given) if i not in numbers]
-    return made, [
-        mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
-        for value in others
-    ]
+    fake = (mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x for x in others)
+    return made, list(fake)
 
 
 def with_notes(gm: fx.GraphModule) -> fx.GraphModule:
     made = copy_of(gm)
     made.meta = dict(gm.meta)
     # Dynamo's notes on graph and inputs: by them, Inductor knows parameters.
-    sources: Any = getattr(gm, "_param_name_to_source", None)
-    made._param_name_to_source = sources
+    made._param_name_to_source = getattr(gm, "_param_name_to_source", None)  # pyright: ignore
     olds, news = (m.graph.find_nodes(op="placeholder") for m in (gm, made))
     for old, new in zip(olds, news, strict=True):
         if hasattr(old, "_dynamo_source"):

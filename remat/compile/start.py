@@ -11,6 +11,7 @@ code and plan cannot be mixed up, whatever torch's keys leave out.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import secrets
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from remat.caches.known_plans import ADDRESS, sources_key
+from remat.caches.known_plans import ADDRESS, file_of, sources_key, without_lines
 from remat.compile.graph_context import ChosenPlan, CompileOptions, GraphContext
 from remat.compile.plan_search import (
     CLOSE_ENOUGH,
@@ -63,8 +64,7 @@ def start_key(gm: fx.GraphModule, inputs: Sequence[Any], asked: CompileOptions, 
     """SHA-256 of all that the plan of a graph depends on; empty where that has no lasting text."""
     digest = hashlib.sha256()
     surroundings = _surroundings(device_of_inputs(inputs))
-    parts = (repr(asked), around, *surroundings, *_input_lines(inputs), *_graph_lines(gm))
-    for part in parts:
+    for part in (repr(asked), around, *surroundings, *_input_lines(inputs), *_graph_lines(gm)):
         # An object's default text has its address, which another process does not give.
         if ADDRESS in part:
             return ""
@@ -176,7 +176,7 @@ class Start:
         self.context.set_beside(step)
         kept = self._kept
         # The key is of dynamo's graph; this compares the graph that was planned.
-        if kept and kept.graph == _without_lines(step.graph):
+        if kept and kept.graph == without_lines(step.graph):
             self._note_kept(kept, step)
             return step.emit(kept.schedule) if kept.schedule else step.stock()
         if kept:
@@ -224,10 +224,8 @@ class Start:
         stock = search.stock()
         budget_bytes, found = self._agreed(search, stock)
         # One more: that of `stock`.
-        replays = 1 + len(search.tried)
-        taken = ChosenPlan(
-            stock.replay, found.replay, found.schedule, found.overhead, found.gap, replays
-        )
+        figures = found.overhead, found.gap, 1 + len(search.tried)
+        taken = ChosenPlan(stock.replay, found.replay, found.schedule, *figures)
         self.context.note(step, taken, budget_bytes, self._looked_s + clock.elapsed_s)
         if self._key:
             self._keep(step, stock, found, budget_bytes)
@@ -238,7 +236,7 @@ class Start:
         keep_choice(
             KeptChoice(
                 key=self._key, name=self.name or secrets.token_hex(_NAME_BYTES),
-                graph=_without_lines(step.graph), schedule=found.schedule,
+                graph=without_lines(step.graph), schedule=found.schedule,
                 lower_bound_us=result.lower_bound_us if result and result.schedule else 0.0,
                 stock=stock.replay, chosen=found.replay, static_bytes=step.static_bytes,
                 dynamic_bytes=step.dynamic_bytes, gradient_bytes=step.gradient_bytes,
@@ -257,12 +255,10 @@ class Start:
                 return budget_bytes, found
             choice = one.theirs(AgreedPlan)
             found = search.of(*choice.of_subgraph(0))
-            held_bytes = self.context.held_bytes(step)
-            peak_bytes = held_bytes + found.code_peak_bytes
-            require_within(
-                one, asked, self.context.shared.device, choice.budget_bytes, peak_bytes, held_bytes
-            )
-            return choice.budget_bytes, found
+            budget_bytes, held_bytes = choice.budget_bytes, self.context.held_bytes(step)
+            taken = budget_bytes, held_bytes + found.code_peak_bytes, held_bytes
+            require_within(one, asked, self.context.shared.device, *taken)
+            return budget_bytes, found
 
     def _chosen(self, search: PlanSearch, stock: Candidate) -> tuple[int, Candidate]:
         """The budget in bytes, and what fits it; `BudgetError` where nothing does."""
@@ -286,12 +282,6 @@ def _is_near(kept: KeptChoice, budget_bytes: int, held_bytes: int) -> bool:
     return is_enough or kept.budget_bytes >= CLOSE_ENOUGH * budget_bytes
 
 
-def _without_lines(graph: TrainingGraph) -> TrainingGraph:
-    """Lines of the user's files move while the step stays the same."""
-    ops = (msgspec.structs.replace(op, source="") for op in graph.ops)
-    return msgspec.structs.replace(graph, ops=tuple(ops))
-
-
 def _too_small(search: PlanSearch, stock: Candidate, budget_bytes: int, held_bytes: int) -> str:
     candidates = [stock, *search.tried.values()]
     least = held_bytes + min(c.replay.peak_bytes for c in candidates)
@@ -308,7 +298,6 @@ def _too_small(search: PlanSearch, stock: Candidate, budget_bytes: int, held_byt
 #
 # A file is not believed (`graph_capture/files.py`): its schedule is judged by `simulate`
 # on the graph in it, and its costs must be those that are measured here.
-
 
 _SCHEMA_VERSION = 1
 CHOICES_FOLDER = "compiled"
@@ -362,7 +351,7 @@ class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def kept_choice(key: str) -> KeptChoice | None:
     """None where nothing is kept, or nothing that can be taken."""
-    found = _files().read(_name(key), _whole_choice)
+    found = _files().read(file_of(key), _whole_choice)
     # The file's name has a part of the key only.
     if found is None or found.key != key or found.schema_version != _SCHEMA_VERSION:
         return None
@@ -370,7 +359,7 @@ def kept_choice(key: str) -> KeptChoice | None:
 
 
 def keep_choice(choice: KeptChoice) -> None:
-    _files().write(_name(choice.key), msgspec.json.encode(choice))
+    _files().write(file_of(choice.key), msgspec.json.encode(choice))
 
 
 def _files() -> CacheFiles:
@@ -378,10 +367,6 @@ def _files() -> CacheFiles:
         "plans", "each process plans anew", CHOICES_FOLDER,
         most_files=MOST_FILES, most_bytes=MOST_ENTRY_BYTES,
     )  # fmt: skip
-
-
-def _name(key: str) -> str:
-    return f"{key[:32]}.json"
 
 
 def _whole_choice(data: bytes) -> KeptChoice:
@@ -398,8 +383,7 @@ def _choice_sizes(choice: KeptChoice) -> Iterator[int]:
     yield from (choice.static_bytes, choice.dynamic_bytes, choice.gradient_bytes)
     yield from (choice.awaited_gradient_bytes, choice.budget_bytes, choice.calls, choice.modules)
     for one in (choice.stock, choice.chosen):
-        yield from (one.forward_peak_bytes, one.backward_peak_bytes)
-        yield from (one.saved_bytes, one.output_bytes)
+        yield from dataclasses.astuple(one)
 
 
 def _has_costs(choice: KeptChoice) -> bool:

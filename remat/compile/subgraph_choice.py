@@ -107,10 +107,8 @@ def _pruned(states: Iterable[_State]) -> list[_State]:
     kept: list[_State] = []
     for state in sorted(states, key=lambda s: (s.extra_us, s.left_bytes, s.peak_bytes)):
         # Sorted by time, so what is kept is no slower.
-        if not any(
-            one.left_bytes <= state.left_bytes and one.peak_bytes <= state.peak_bytes
-            for one in kept
-        ):
+        left, peak = state.left_bytes, state.peak_bytes
+        if not any(one.left_bytes <= left and one.peak_bytes <= peak for one in kept):
             kept.append(state)
     if len(kept) <= _MOST_STATES:
         return kept
@@ -125,24 +123,18 @@ class SubgraphSearch:
 
     def __init__(self, whole: Whole, asked: CompileOptions) -> None:
         self.whole, self.asked = whole, asked
-        self.searches = [
-            None if subgraph.step is None else PlanSearch(subgraph.step, asked)
-            for subgraph in whole.subgraphs
-        ]
-        self.stock = [
-            option_of(subgraph, search and search.stock())
-            for subgraph, search in zip(whole.subgraphs, self.searches, strict=True)
-        ]
+        steps = [subgraph.step for subgraph in whole.subgraphs]
+        self.searches = [None if step is None else PlanSearch(step, asked) for step in steps]
+        pairs = zip(whole.subgraphs, self.searches, strict=True)
+        self.stock = [option_of(subgraph, one and one.stock()) for subgraph, one in pairs]
         self.options = [[option] for option in self.stock]
         self._barred = [search and not search.may_take_stock for search in self.searches]
 
     def followed(
         self, chosen: Iterable[tuple[Schedule | None, float | None]]
     ) -> tuple[SubgraphOption, ...]:
-        triples = zip(self.whole.subgraphs, self.searches, chosen, strict=True)
-        return tuple(
-            option_of(subgraph, search and search.of(*taken)) for subgraph, search, taken in triples
-        )
+        found = zip(self.whole.subgraphs, self.searches, chosen, strict=True)
+        return tuple(option_of(subgraph, one and one.of(*taken)) for subgraph, one, taken in found)
 
     @property
     def stock_peak_bytes(self) -> int:
@@ -226,10 +218,9 @@ class SubgraphSearch:
             if found is None:
                 return None
             # With the gradients beside it.
-            peak_bytes = option_of(subgraph, found).peak_bytes
-            return PlanWithCode(
-                found, found.schedule_peak_bytes, peak_bytes, found.time_us, found.is_least
-            )
+            peak = option_of(subgraph, found).peak_bytes
+            own = found.schedule_peak_bytes
+            return PlanWithCode(found, own, peak, found.time_us, found.is_least)
 
         fastest_within(limit_bytes, generated, tries=_TRIES, is_enough=lambda _: True)
         # Several targets may give the same candidate.
@@ -246,26 +237,18 @@ def with_neighbours(
     sizes = {value.name: value.size_bytes for value in graph.values}
     arriving_bytes = sum(sizes[name] for name in opening.outputs)
     spare_bytes = target_bytes - saved_bytes - subgraph.outputs_bytes - subgraph.beside_bytes
-    first = opening.outputs[0] if opening.outputs else ""
-    return msgspec.structs.replace(
-        graph,
-        ops=tuple(
-            # Solvers know a budget on the peak, none on what is saved: a workspace where backward
-            # opens takes the room that may not be saved.
-            msgspec.structs.replace(op, workspace_bytes=max(0, spare_bytes - arriving_bytes))
-            if op is opening
-            else op
-            for op in graph.ops
-        ),
-        values=tuple(
-            # Gradients that others have left live as long as the first tangent, so they are added
-            # to it.
-            msgspec.structs.replace(value, size_bytes=value.size_bytes + subgraph.beside_bytes)
-            if value.name == first
-            else value
-            for value in graph.values
-        ),
-    )
+    # Solvers know a budget on the peak, none on what is saved: a workspace where backward opens
+    # takes the room that may not be saved.
+    unsaved_bytes = max(0, spare_bytes - arriving_bytes)
+    opened = msgspec.structs.replace(opening, workspace_bytes=unsaved_bytes)
+    ops = tuple(opened if op is opening else op for op in graph.ops)
+    values = list(graph.values)
+    # Gradients that others have left live as long as the first tangent, so they are added to it.
+    for i, value in enumerate(values):
+        if value.name in opening.outputs[:1]:
+            size_bytes = value.size_bytes + subgraph.beside_bytes
+            values[i] = msgspec.structs.replace(value, size_bytes=size_bytes)
+    return msgspec.structs.replace(graph, ops=ops, values=tuple(values))
 
 
 def option_of(subgraph: Subgraph, found: Candidate | None) -> SubgraphOption:
@@ -274,11 +257,8 @@ def option_of(subgraph: Subgraph, found: Candidate | None) -> SubgraphOption:
         return SubgraphOption(None, subgraph.outputs_bytes, subgraph.outputs_bytes)
     replay, step = found.replay, subgraph.step
     assert step is not None
-    peak_bytes = max(
-        replay.forward_peak_bytes,
-        replay.backward_peak_bytes + subgraph.beside_bytes,
-        subgraph.after_bytes,
-    )
+    backward_bytes = replay.backward_peak_bytes + subgraph.beside_bytes
+    peak_bytes = max(replay.forward_peak_bytes, backward_bytes, subgraph.after_bytes)
     extra_us = found.time_us - step.graph.time_us if found.schedule else 0.0
     return SubgraphOption(found, peak_bytes, replay.saved_bytes + subgraph.outputs_bytes, extra_us)
 

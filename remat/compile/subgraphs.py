@@ -109,22 +109,20 @@ class _Walk(fx.Interpreter):
         with self._mode:
             made = module(*args, **kwargs)
         # A result that is a view of an input takes nothing more.
-        outputs_bytes = storage_bytes(pytree.tree_leaves(made), self._known)
-        self._seen.append(_Seen(n, step, outputs_bytes))
+        self._seen.append(_Seen(n, step, storage_bytes(pytree.tree_leaves(made), self._known)))
         # The first subgraph has been changed to return a tuple already, for its compiler alone.
         is_wrapped = isinstance(made, tuple) and not all(map(is_getitem, n.users))
         return made[0] if is_wrapped else made
 
     def whole(self) -> Whole:
         beside = _Beside([seen.call for seen in self._seen], self.env)
-        subgraphs = [
+        subgraphs = tuple(
             Subgraph(seen.step, seen.outputs_bytes, beside.while_running(k), beside.afterwards(k))
             for k, seen in enumerate(self._seen)
-        ]
-        # Without `gradient_as_bucket_view`, DDP holds gradients beside its buckets.
-        return Whole(
-            tuple(subgraphs), self._static_bytes, self._dynamic_bytes, not beside.moves_to_buckets
         )
+        # Without `gradient_as_bucket_view`, DDP holds gradients beside its buckets.
+        holds_twice = not beside.moves_to_buckets
+        return Whole(subgraphs, self._static_bytes, self._dynamic_bytes, holds_twice)
 
     def _input(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -154,9 +152,8 @@ class _Beside:
         exchanged = {n for n in parameters if not getattr(values[n], "_ddp_ignored", False)}
         self._moved = exchanged if self.moves_to_buckets else set[fx.Node]()
         returned = {node for call in calls for node in [call, *call.users] if _is_given_back(node)}
-        self._returned = [
-            (_subgraph_of(node, place), _held_bytes(values[node])) for node in returned
-        ]
+        held = [_held_bytes(values[node]) for node in returned]
+        self._returned = [(_subgraph_of(n, place), b) for n, b in zip(returned, held, strict=True)]
 
     def while_running(self, k: int) -> int:
         """Bytes that subgraphs behind the k-th have left, as its backward runs."""

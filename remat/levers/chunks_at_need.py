@@ -43,12 +43,9 @@ def may_wait(traced: Trace, budget: Budget) -> bool:
 
 
 def solved_at_need(
-    traced: Trace,
-    graph: TrainingGraph,
-    solve_for: _SolveFor,
-    with_measured_chunks: Callable[[TrainingGraph], TrainingGraph],
-    stages: Stopwatch,
-) -> Solved:
+    traced: Trace, graph: TrainingGraph, solve_for: _SolveFor,
+    with_measured_chunks: Callable[[TrainingGraph], TrainingGraph], stages: Stopwatch,
+) -> Solved:  # fmt: skip
     """The best plan of `graph`, without chunks; or of the graph with them, if they may help."""
     whole = solve_for(graph)
     if not _may_help(traced, graph, whole, solve_for, stages):
@@ -80,16 +77,14 @@ def _may_help(
 
 
 def naming_tolerance(
-    result: Result,
-    traced: Trace,
-    graph: TrainingGraph,
-    cost_model: Callable[[Trace], TrainingGraph],
-    solved: Callable[[TrainingGraph], Result],
-) -> Result:
+    result: Result, traced: Trace, graph: TrainingGraph,
+    cost_model: Callable[[Trace], TrainingGraph], solved: Callable[[TrainingGraph], Result],
+) -> Result:  # fmt: skip
     """`result`; where nothing fits and heads stay whole for their bits, with what chunks need."""
     if result.schedule is not None or not result.least_feasible_bytes:
         return result
-    whole = [one for one in _exact_chunks(traced) if one.name not in _regions(graph)]
+    in_chunks = {region.name for region in graph.regions}
+    whole = [one for one in _exact_chunks(traced) if one.name not in in_chunks]
     if not whole:
         return result
     # Another solve, of the graph whose chunks may sum in another order.
@@ -98,10 +93,8 @@ def naming_tolerance(
     least_bytes = found.least_feasible_bytes if found.schedule is None else found.peak_bytes
     if not least_bytes or least_bytes >= result.least_feasible_bytes:
         return result
-    text = (
-        f"{option('split', 'tolerance')} (a schedule of {bytes_text(least_bytes)} is known, with "
-        "sums in another order)"
-    )
+    known = f"a schedule of {bytes_text(least_bytes)} is known, with sums in another order"
+    text = f"{option('split', 'tolerance')} ({known})"
     if _are_exact_on_one_thread(whole, traced.recipe.device):
         text += ", OMP_NUM_THREADS=1 (on one thread the loss in chunks has eager's bits)"
     return msgspec.structs.replace(result, otherwise=text)
@@ -115,10 +108,6 @@ def _exact_chunks(traced: Trace) -> list[RegionCandidate]:
     from remat.graph_capture.chunking.regions import requested_regions
 
     return [one for one in requested_regions(traced) if one.is_exact]
-
-
-def _regions(graph: TrainingGraph) -> set[str]:
-    return {region.name for region in graph.regions}
 
 
 def _are_exact_on_one_thread(whole: list[RegionCandidate], device: str) -> bool:

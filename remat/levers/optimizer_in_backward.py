@@ -18,15 +18,6 @@ if TYPE_CHECKING:
     from remat.step_spec import StepSpec
 
 
-def _refuse_clipping(max_grad_norm: float | None) -> None:
-    if max_grad_norm is not None:
-        raise CaptureError(
-            "gradients cannot be clipped by their global norm where parameters are updated during "
-            "backward: the norm is known when the last gradient is there, and by then the others "
-            "have been used. Update after backward (remat.rematerialize), or leave out clipping"
-        )
-
-
 def _refuse_scaling() -> None:
     import torch
 
@@ -70,11 +61,8 @@ def require_no_other_reader(traced: Trace, optimizer: Optimizer) -> None:
 
     # The graph does not know that a read by another tensor, later in the step, would find new
     # values.
-    updated = {
-        parameter.untyped_storage().data_ptr()
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    updated = {one.untyped_storage().data_ptr() for one in parameters}
     for constant in constants_of(traced.joint.module):
         if constant.numel() and constant.untyped_storage().data_ptr() in updated:
             raise CaptureError(
@@ -85,10 +73,7 @@ def require_no_other_reader(traced: Trace, optimizer: Optimizer) -> None:
 
 
 def _optimizer_in_backward_of(
-    model: nn.Module,
-    optimizer: Optimizer,
-    loss_fn: Callable[..., Any] | None,
-    accumulate: bool,
+    model: nn.Module, optimizer: Optimizer, loss_fn: Callable[..., Any] | None, accumulate: bool
 ) -> GradientRelease:
     """What the updates take, of the parameters that both the step and the optimizer have."""
     from remat.graph_capture.devices.known_devices import allocator_rounding
@@ -97,11 +82,9 @@ def _optimizer_in_backward_of(
     from remat.graph_capture.tracing.step_module import with_loss
 
     require_known(optimizer)
-    device = resolved_device(None, model)
-    parameters = _parameters(model, loss_fn)
+    device, parameters = resolved_device(None, model), _parameters(model, loss_fn)
     _refuse_parts(model)
-    buffers = dict(with_loss(model, loss_fn).named_buffers())
-    require_own_storages({**parameters, **buffers})
+    require_own_storages({**parameters, **dict(with_loss(model, loss_fn).named_buffers())})
     costs = update_costs(optimizer, parameters, meter_of(device), allocator_rounding(device))
     if not costs:
         raise CaptureError(
@@ -116,13 +99,9 @@ def _optimizer_in_backward_of(
 
 
 def planned_optimizer_in_backward(
-    model: nn.Module,
-    optimizer: Literal["none", "sgd", "momentum", "adamw"],
-    device: str,
-    *,
-    loss_fn: Callable[..., Any] | None = None,
-    accumulate: bool = False,
-) -> GradientRelease:
+    model: nn.Module, optimizer: Literal["none", "sgd", "momentum", "adamw"], device: str, *,
+    loss_fn: Callable[..., Any] | None = None, accumulate: bool = False,
+) -> GradientRelease:  # fmt: skip
     from remat.graph_capture.devices.known_devices import is_in_table
     from remat.graph_capture.joint.gradients import GradientRelease
 
@@ -136,9 +115,8 @@ def planned_optimizer_in_backward(
         names = _parameters(model, loss_fn)
         trained = [name for name, parameter in names.items() if parameter.requires_grad]
         return GradientRelease(is_added=accumulate, updates=tuple((name, 0) for name in trained))
-    return _optimizer_in_backward_of(
-        model, _made(optimizer, model.parameters()), loss_fn, accumulate
-    )
+    made = _made(optimizer, model.parameters())
+    return _optimizer_in_backward_of(model, made, loss_fn, accumulate)
 
 
 def _made(name: str, parameters: Iterable[Tensor]) -> Optimizer:
@@ -156,8 +134,7 @@ def _parameters(model: nn.Module, loss_fn: Callable[..., Any] | None) -> dict[st
     from remat.graph_capture.tracing.step_module import with_loss
 
     step = with_loss(model, loss_fn)
-    named = step.named_parameters()
-    return {n if step is model else path_in_model(n): p for n, p in named}
+    return {n if step is model else path_in_model(n): p for n, p in step.named_parameters()}
 
 
 def updated_in_backward(spec: StepSpec) -> fx.GraphModule:
@@ -167,7 +144,12 @@ def updated_in_backward(spec: StepSpec) -> fx.GraphModule:
     from remat.step_planner import StepPlanner
 
     # All that cannot be right is refused before anything is traced.
-    _refuse_clipping(spec.options.get("max_grad_norm"))
+    if spec.options.get("max_grad_norm") is not None:
+        raise CaptureError(
+            "gradients cannot be clipped by their global norm where parameters are updated during "
+            "backward: the norm is known when the last gradient is there, and by then the others "
+            "have been used. Update after backward (remat.rematerialize), or leave out clipping"
+        )
     _refuse_scaling()
     model, optimizer = spec.model, spec.optimizer_in_backward
     assert optimizer is not None
@@ -178,11 +160,8 @@ def updated_in_backward(spec: StepSpec) -> fx.GraphModule:
     found = planner.required(planner.found())
     assert found.result.schedule is not None
     updates = Updates(optimizer, type(model).__name__, accumulates=spec.accumulate)
-    facts: Any = facts_of(found)
-    module = rewrite(
-        model, found.result.schedule, trace=planner.traced, updates=updates, audit=spec.audit,
-        **facts,
-    )  # fmt: skip
+    facts: Any = {"updates": updates, "audit": spec.audit, **facts_of(found)}
+    module = rewrite(model, found.result.schedule, trace=planner.traced, **facts)
     # The check lets parameters be, so that the peak of a step that updates them is not compared.
     checked = planner.compared(module, found.graph, found.result.budget_bytes, is_bound=False)
     planner.say_planned(found, checked)

@@ -51,15 +51,9 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 def overheads_over(
-    graph: RangedGraph,
-    family: Family,
-    sizes: int | Sequence[Mapping[str, int]] = _SIZES,
-    *,
-    alone: bool = False,
-    solver: str = "auto",
-    time_limit_s: float = 60.0,
-    **options: Any,
-) -> Curve:
+    graph: RangedGraph, family: Family, sizes: int | Sequence[Mapping[str, int]] = _SIZES, *,
+    alone: bool = False, solver: str = "auto", time_limit_s: float = 60.0, **options: Any,
+) -> Curve:  # fmt: skip
     """What a family costs at sizes of its range: a curve that can be printed."""
     if graph.traced_hash != family.traced_hash:
         raise ScheduleError(
@@ -73,21 +67,13 @@ def overheads_over(
         found = simulate_resized(at, family.members[number].schedule)
         planned = None
         if alone:
-            planned = _alone(at, family.budget_bytes, solver, time_limit_s, options)
-        points.append(
-            _CurvePoint(
-                dict(one), number, found.peak_bytes, found.time_us, at.base_us, found.overhead,
-                planned,
+            result = solvers.solve_within(
+                at, family.budget_bytes, solver, time_limit_s=time_limit_s, **options
             )
-        )  # fmt: skip
+            planned = None if result.schedule is None else result.overhead
+        figures = found.peak_bytes, found.time_us, at.base_us, found.overhead, planned
+        points.append(_CurvePoint(dict(one), number, *figures))
     return Curve(family.model, family.budget_bytes, tuple(points))
-
-
-def _alone(
-    graph: TrainingGraph, budget_bytes: int, solver: str, time_limit_s: float, options: Any
-) -> float | None:
-    result = solvers.solve_within(graph, budget_bytes, solver, time_limit_s=time_limit_s, **options)
-    return None if result.schedule is None else result.overhead
 
 
 def _spread(graph: RangedGraph, count: int) -> list[dict[str, int]]:
@@ -112,12 +98,9 @@ up to eight, so that together they take at most twice as long as that."""
 
 
 def solve_over(
-    graph: RangedGraph,
-    budget: str | SupportsIndex,
-    solver: str = "auto",
-    time_limit_s: float = 60.0,
-    **options: Any,
-) -> Family:
+    graph: RangedGraph, budget: str | SupportsIndex, solver: str = "auto",
+    time_limit_s: float = 60.0, **options: Any,
+) -> Family:  # fmt: skip
     """A family of schedules within `budget` at every size of the range of `graph`."""
     asked, bounding = parse_budget(budget), graph.bounding(graph.symbols)
     # The largest sizes first: their schedule serves all, and says what the budget is in bytes.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,28 +20,21 @@ from remat.checks import (
 from remat.graph_capture.capture_api import add_costs, workspaces_by
 from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.costs.step_time import is_beyond
-from remat.graph_capture.errors import (
-    SignatureError,
-    TooLargeError,
-)
+from remat.graph_capture.errors import SignatureError, TooLargeError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.at_sizes import ranged_graph_of
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Sizes, require_in_range
 from remat.graph_capture.torch_private.core import pytree
-from remat.graph_capture.tracing.trace import Trace, trace
+from remat.graph_capture.tracing.trace import ProgressCallback, Trace, trace
 from remat.progress import stopwatch_of_call
 from remat.ranges.curve import solve_over
 from remat.ranks.same_order import ONE_RANK, require_group
 from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
 from remat.solved import family_text
-
-if TYPE_CHECKING:
-    from remat.graph_capture.costs.cache import Profile
-    from remat.graph_capture.tracing.trace import ProgressCallback
-    from remat.step_spec import StepSpec
+from remat.step_spec import StepSpec
 
 
 def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> RangedModule:
@@ -58,19 +50,20 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
         traced = trace(model, **spec.of_trace, dynamic=dynamic)
     require_group(traced.joint.module, None, ONE_RANK.format(what="a plan over a range of sizes"))
     with stages.stage("profile", "timing ops at several sizes") as shown:
-        graph = ranged_graph_of(
-            traced, _costs_within(spec.parsed_budget, known, shown),
-            workspaces_by(traced, known),
-        )  # fmt: skip
+        costed = _costs_within(spec.parsed_budget, known, shown)
+        graph = ranged_graph_of(traced, costed, workspaces_by(traced, known))
     asked = spec.of_solve
     sizes = sizes_within(traced, batch)
     with stages.stage("solve", f"solving for {budget} at the sizes of the range"):
         try:
             family = solve_over(graph, budget, **asked)
         except TooLargeError as error:
-            if not as_far_as_fits or sizes is None or not _hold(error.largest, sizes):
+            largest = error.largest
+            if not as_far_as_fits or sizes is None or not largest:
                 raise
-            traced, graph = _narrowed(traced, graph, error.largest)
+            if any(size > largest[name] for name, size in sizes.items()):
+                raise
+            traced, graph = _narrowed(traced, graph, largest)
             # In bytes: a per cent of the narrower range would be less.
             family = solve_over(graph, error.budget_bytes, **asked)
     first = None if sizes is None else family.number_at(**sizes)
@@ -98,14 +91,9 @@ def _costs_within(
         # fitted to each other, so all are made alike.
         if not left_out:
             left_out.append(is_beyond(one.joint, one.graph, budget.most_bytes(one.graph)))
-        most_bytes = 0 if left_out[0] else None
-        return add_costs(one, progress=shown, profile=known, most_bytes=most_bytes)
+        return add_costs(one, progress=shown, profile=known, most_bytes=0 if left_out[0] else None)
 
     return costed
-
-
-def _hold(largest: Sizes, sizes: Sizes) -> bool:
-    return bool(largest) and all(size <= largest[name] for name, size in sizes.items())
 
 
 def _narrowed(traced: Trace, graph: RangedGraph, largest: Sizes) -> tuple[Trace, RangedGraph]:

@@ -197,8 +197,7 @@ class VaryingSizes:
     def key(self, batch: Any) -> tuple[tuple[Hashable, Hashable], bool]:
         """A pair, of which the first is the kind; and whether other places vary than before."""
         leaves, spec = pytree.tree_flatten(batch)
-        kind = (tuple(map(_kind_of, leaves)), spec, autocast_state())
-        shapes = _shapes(leaves)
+        kind, shapes = (tuple(map(_kind_of, leaves)), spec, autocast_state()), _shapes(leaves)
         known = self._kinds.get(kind)
         if known is None:
             known = self._kinds[kind] = self._first_of(batch)
@@ -212,37 +211,24 @@ class VaryingSizes:
 
     def wanted(self, batch: Any) -> _Wanted:
         """The plan to make for a batch, whose `key` was asked for before."""
-        kind, shapes = self._kind(batch)
+        kind, shapes = self.known(batch)
         ranges, is_guess = kind.ranges_for(shapes)
         names = Signature(batch).names
         dynamic: dict[str | int, dict[int, Any]] = {}
         for (leaf, dim), name in kind.symbols_at(shapes).items():
             one = ranges[name]
-            entry = (one.name, one.low, one.high, one.multiple)
-            dynamic.setdefault(names[leaf], {})[dim] = entry
+            dynamic.setdefault(names[leaf], {})[dim] = one.name, one.low, one.high, one.multiple
         return _Wanted(dynamic or None, is_guess)
 
-    def planned(self, batch: Any, symbols: tuple[Symbol, ...]) -> None:
-        kind, _ = self._kind(batch)
-        kind.planned |= {symbol.name: symbol for symbol in symbols}
-
-    def follow_otherwise(self, batch: Any) -> bool:
-        return self._kind(batch)[0].follow_otherwise()
-
-    def follow_as_at_first(self, batch: Any) -> None:
-        self._kind(batch)[0].follow_as_at_first()
-
-    def cannot_vary(self, batch: Any, why: str) -> None:
-        self._kind(batch)[0].unfit = why
-
-    def _kind(self, batch: Any) -> tuple[LearnedSizes, Shapes]:
+    def known(self, batch: Any) -> tuple[LearnedSizes, Shapes]:
         leaves, spec = pytree.tree_flatten(batch)
         kind = (tuple(map(_kind_of, leaves)), spec, autocast_state())
         return self._kinds[kind], _shapes(leaves)
 
     def _first_of(self, batch: Any) -> LearnedSizes:
         signature = Signature(batch)
-        arguments = _argument_names(self.model)
+        parameters = inspect.signature(self.model.forward).parameters
+        arguments = {f"args[{i}]": name for i, name in enumerate(parameters)}
         names = {
             (i, dim): _identifier(arguments.get(name, name), dim)
             for i, name in enumerate(signature.names)
@@ -283,10 +269,7 @@ def _with_ranges(dynamic: Dynamic) -> Dynamic:
     def ranged(entry: Any) -> Any:
         return (entry, _LEAST, _LEAST + 1) if isinstance(entry, str) else entry
 
-    return {
-        argument: {dim: ranged(entry) for dim, entry in dims.items()}
-        for argument, dims in dynamic.items()
-    }
+    return {one: {dim: ranged(x) for dim, x in dims.items()} for one, dims in dynamic.items()}
 
 
 def _kind_of(leaf: Any) -> Hashable:
@@ -300,15 +283,8 @@ def _kind_of(leaf: Any) -> Hashable:
 
 
 def _shapes(leaves: list[Any]) -> Shapes:
-    return tuple(
-        tuple(leaf.shape) if isinstance(leaf, Tensor) and leaf.is_contiguous() else None
-        for leaf in leaves
-    )
-
-
-def _argument_names(model: nn.Module) -> dict[str, str]:
-    parameters = inspect.signature(model.forward).parameters
-    return {f"args[{i}]": name for i, name in enumerate(parameters)}
+    tensors = [one if isinstance(one, Tensor) and one.is_contiguous() else None for one in leaves]
+    return tuple(None if one is None else tuple(one.shape) for one in tensors)
 
 
 def _identifier(name: str, dim: int) -> str:
@@ -329,7 +305,7 @@ def planned_over(
     None where its sizes need a plan each. `TooLargeError` where not even the batch fits, or what
     the user has said is to come does not.
     """
-    why, too_large = "", None
+    why, too_large, (known, _) = "", None, sizes.known(batch)
     while True:
         try:
             planned, failed = _within_guards(sizes.wanted(batch), batch, make)
@@ -337,17 +313,17 @@ def planned_over(
             # A place that follows by chance may be what does not fit: another way may do.
             planned, failed, too_large = None, "", too_large or error
         if planned is not None:
-            sizes.planned(batch, type(planned)._remat_family.symbols)
+            known.planned |= {one.name: one for one in type(planned)._remat_family.symbols}
             return planned
         why = why or failed
-        if not (failed or too_large) or not sizes.follow_otherwise(batch):
+        if not (failed or too_large) or not known.follow_otherwise():
             break
     if too_large is not None:
         # No way was better, so the next batch begins with the likeliest again.
-        sizes.follow_as_at_first(batch)
+        known.follow_as_at_first()
         raise too_large
     if why:
-        sizes.cannot_vary(batch, why)
+        known.unfit = why
         warnings.warn(
             f"sizes of batches cannot vary within one plan, so that each has its own: {why}",
             stacklevel=9,
@@ -370,8 +346,7 @@ def _within_guards(
             return None, str(error)
         except CaptureError as error:
             why = str(error)
-            is_range = isinstance(error, RangeError)
-            dynamic = _with_part(dynamic, error, batch) if is_range else None
+            dynamic = _with_part(dynamic, error, batch) if isinstance(error, RangeError) else None
     return None, why
 
 
@@ -395,19 +370,14 @@ def _with_part(dynamic: Dynamic, error: RangeError, batch: Any) -> Dynamic | Non
 
 def _size_of(dynamic: Dynamic, symbol: str, batch: Any) -> int:
     leaves, names = pytree.tree_leaves(batch), Signature(batch).names
-    return next(
-        leaves[names.index(str(leaf))].shape[dim]
-        for leaf, dims in dynamic.items()
-        for dim, entry in dims.items()
-        if entry[0] == symbol
-    )
+    entries = ((leaf, dim, entry) for leaf, dims in dynamic.items() for dim, entry in dims.items())
+    leaf, dim = next((leaf, dim) for leaf, dim, entry in entries if entry[0] == symbol)
+    return leaves[names.index(str(leaf))].shape[dim]
 
 
 def is_covered_by(plan: nn.Module, other: nn.Module) -> bool:
     if not isinstance(plan, RangedModule) or not isinstance(other, RangedModule):
         return False
     ranges = {one.name: one for one in type(other)._remat_family.symbols}
-    return all(
-        one.name in ranges and ranges[one.name].low <= one.low and one.high <= ranges[one.name].high
-        for one in type(plan)._remat_family.symbols
-    )
+    pairs = [(one, ranges.get(one.name)) for one in type(plan)._remat_family.symbols]
+    return all(wide and wide.low <= one.low and one.high <= wide.high for one, wide in pairs)

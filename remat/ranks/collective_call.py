@@ -15,7 +15,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -79,12 +78,7 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
     def all_agree(self, name: str, said: bool) -> bool:
         return all(text == "yes" for text in self.gathered_texts(name, "yes" if said else "no"))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        place: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, place: Any) -> None:
         if self._messages is None:
             return
         try:
@@ -92,7 +86,11 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
         except _store_errors() as lost:
             if error is None or isinstance(error, _store_errors()):
                 # No error of this rank's own is hidden by this one.
-                raise _gone(self._what) from lost
+                raise AgreementError(
+                    f"the ranks' store cannot be reached any more at the end of {self._what}: the "
+                    "process that holds it, most often the first rank or torchrun, has ended. See "
+                    "what it said last"
+                ) from lost
             error.add_note(f"The other ranks were not told, as their store is gone: {lost}")
         finally:
             # Else the thread would show life for a rank that has left.
@@ -127,17 +125,14 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
                 self.gathered_texts("end", "")
             # An error that came from another rank is known to all.
             elif error is not self._theirs:
-                self._tell(messages, error)
+                before = messages.failure()
+                if before is None:
+                    messages.fail(error)
+                # The earlier error is the cause. A Ctrl-C stays one.
+                elif before.rank != messages.ranks[messages.rank] and isinstance(error, Exception):
+                    raise error_of(before, self._what) from error
         finally:
             messages.leave()
-
-    def _tell(self, messages: RankMessages, error: BaseException) -> None:
-        before = messages.failure()
-        if before is None:
-            messages.fail(error)
-        # The earlier error is the cause. A Ctrl-C stays one.
-        elif before.rank != messages.ranks[messages.rank] and isinstance(error, Exception):
-            raise error_of(before, self._what) from error
 
 
 def error_of(failure: RankFailure, what: str) -> Exception:
@@ -171,20 +166,12 @@ def _store_errors() -> type[Exception]:
     return DistError
 
 
-def _gone(what: str) -> AgreementError:
-    return AgreementError(
-        f"the ranks' store cannot be reached any more at the end of {what}: the process that holds "
-        "it, most often the first rank or torchrun, has ended. See what it said last"
-    )
-
-
 # What ranks of a group tell one another, beside their collectives: short texts in its store.
 #
 # A store needs no partner. A rank that has failed can say so while another waits for something
 # else, and what the user's program sends through the group stays in its order. While a rank is at
 # work, a thread of its own shows that it lives. So a long solve is told from a process that has
 # ended.
-
 
 BEAT_S = 2.0
 """Seconds between two signs of life."""
@@ -196,9 +183,7 @@ _LAST_BEAT_S = 5.0
 LINGER_S = 10.0
 """How long a rank stays for the others to read its last word: the store may end with it."""
 
-_calls: weakref.WeakKeyDictionary[Any, defaultdict[str, Iterator[int]]] = (
-    weakref.WeakKeyDictionary()
-)
+_calls = weakref.WeakKeyDictionary[Any, defaultdict[str, Iterator[int]]]()
 """By group and purpose, the numbers of its calls. All ranks of a group count alike."""
 
 

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -32,14 +32,9 @@ from remat.ranks.collective_call import (
 )
 from remat.ranks.same_order import resolved
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-
 # An error of a rank reaches those that compile the same graph before they wait for it in a
 # collective. A rank that has compiled waits for those that are at it, and some seconds for others
 # to begin. One that has not begun by then runs code that it has, and is not waited for.
-
 
 _BEGIN_S = 10.0
 """How long others may take to begin, once a rank has compiled."""
@@ -122,10 +117,7 @@ def _hear(messages: RankMessages) -> None:
             if messages.read(f"done/{rank}") is not None:
                 del watches[rank]
             elif watch.silent_s() > SILENT_S:
-                raise AgreementError(
-                    f"rank {messages.ranks[rank]} has not been heard of for {SILENT_S:.0f} s while "
-                    "it compiled: its process has ended or stands still. See what it said last"
-                )
+                raise AgreementError(_stuck_text(messages.ranks[rank], "it compiled"))
             # It has the code already, and will not come.
             elif not watch.has_come and time.monotonic() > end:
                 del watches[rank]
@@ -162,18 +154,19 @@ class OnePlan:
         messages, leader = self._messages, self.leader
         assert messages is not None
         assert leader is not None
-        text = messages.awaited("plan", messages.ranks.index(leader), _leader_silent_text)
+        doing = "it planned the graph that this rank compiles too"
+        place = messages.ranks.index(leader)
+        text = messages.awaited("plan", place, lambda rank, _: _stuck_text(rank, doing))
         if isinstance(text, RankFailure):
             messages.leave()
             raise error_of(text, _WHAT)
         return msgspec.json.decode(text, type=kind)
 
 
-def _leader_silent_text(leader: int, _has_come: bool) -> str:
+def _stuck_text(rank: int, doing: str) -> str:
     return (
-        f"rank {leader} has not been heard of for {SILENT_S:.0f} s while it planned "
-        "the graph that this rank compiles too: its process has ended or stands still. "
-        "See what it said last"
+        f"rank {rank} has not been heard of for {SILENT_S:.0f} s while {doing}: its process has "
+        "ended or stands still. See what it said last"
     )
 
 
@@ -202,7 +195,7 @@ def is_alone() -> bool:
     return _all_ranks() is None
 
 
-def _all_ranks() -> ProcessGroup | None:
+def _all_ranks() -> dist.ProcessGroup | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     # torch types WORLD as None where no group is initialised.

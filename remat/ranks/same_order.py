@@ -67,24 +67,19 @@ _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
 
 
-def _require_same_order(module: RematModule, what: str) -> None:
-    """Raise `AgreementError` where other ranks run the module's collectives in another order."""
-    run = [*collectives_in(module.forward_module), *collectives_in(module.backward_module)]
-    # Nodes of one trace have the same names on each rank, whatever schedule the rank follows.
-    order = hashlib.sha256(" ".join(f"{node.name}" for node in run).encode()).hexdigest()
-    for group in dict.fromkeys(map(resolved, groups_of(run))):
-        if group.size() > 1 and not is_fake(group):
-            with CollectiveCall(group, what) as ranks:
-                ranks.require_same_order(order)
-
-
 def _agreed(make: Callable[_Given, _Made], what: str) -> Callable[_Given, _Made]:
     @functools.wraps(make)
     def compared(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
         made = make(*args, **kwargs)
         module: Any = made
         if isinstance(module, RematModule):
-            _require_same_order(module, what)
+            run = [*collectives_in(module.forward_module), *collectives_in(module.backward_module)]
+            # Nodes of one trace have the same names on each rank, whatever schedule it follows.
+            order = hashlib.sha256(" ".join(f"{node.name}" for node in run).encode()).hexdigest()
+            for group in dict.fromkeys(map(resolved, groups_of(run))):
+                if group.size() > 1 and not is_fake(group):
+                    with CollectiveCall(group, what) as ranks:
+                        ranks.require_same_order(order)
         return made
 
     return compared

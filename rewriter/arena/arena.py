@@ -11,9 +11,8 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -98,16 +97,13 @@ class Recorder:
         finally:
             self.marks[phase] = self._library.record_end()
         if phase == "forward":
-            self._results = self._calls_of(results[: self._n_results])
+            tensors = [one for one in results[: self._n_results] if isinstance(one, Tensor)]
+            addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+            calls = map(self._library.record_call, addresses)
+            self._results = tuple(sorted(call for call in calls if call >= 0))
         else:
             self._has_gradients = any(isinstance(one, Tensor) for one in results)
         return results
-
-    def _calls_of(self, results: Sequence[Any]) -> tuple[int, ...]:
-        tensors = [one for one in results if isinstance(one, Tensor)]
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        calls = map(self._library.record_call, addresses)
-        return tuple(sorted(call for call in calls if call >= 0))
 
     def requests(self) -> _Requests:
         if len(self.marks) < 2:
@@ -249,19 +245,14 @@ class Arena:
         check_layout(requests.buffers, layout)
         self.layout = layout
         self._memory, self._library = memory, arena_library()
-        self._parts = {
-            "forward": (0, requests.n_forward),
-            "backward": (requests.n_forward, len(requests)),
-        }
+        n_forward = requests.n_forward
+        self._parts = {"forward": (0, n_forward), "backward": (n_forward, len(requests))}
         # -1 leaves a request to torch's allocator.
         offsets = np.full(len(requests), -1, np.int64)
         offsets[requests.is_placed] = layout.offsets_bytes
-        self._number = self._library.open(
-            requests.size_bytes,
-            offsets,
-            requests.outlives.astype(np.int64),
-            max(layout.arena_bytes, 1),  # the system maps no 0 bytes
-        )
+        arena_bytes = max(layout.arena_bytes, 1)  # the system maps no 0 bytes
+        may_outlive = requests.outlives.astype(np.int64)
+        self._number = self._library.open(requests.size_bytes, offsets, may_outlive, arena_bytes)
         self._close = weakref.finalize(self, self._library.close, self._number)
         # Blocks are given back until the process has ended, and its end frees all.
         self._close.atexit = False
@@ -296,12 +287,7 @@ class Arena:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def run(self, phase: PassKind, graph: Boxed, args: list[Any]) -> Any:

@@ -49,7 +49,11 @@ def built_library() -> Path:
     if not path.exists():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _clear(path.parent)
+            # Processes that were killed have left these.
+            for left in path.parent.glob(f"{BUILD}*"):
+                with contextlib.suppress(FileNotFoundError):  # another process removes it as well
+                    if time.time() - left.stat().st_mtime > STALE_S:
+                        shutil.rmtree(left)
             with tempfile.TemporaryDirectory(prefix=BUILD, dir=path.parent) as folder:
                 made = Path(folder) / path.name
                 _compile([*_compiler(), *flags, "-o", str(made)])
@@ -61,14 +65,6 @@ def built_library() -> Path:
                 f"a folder that can be written, {_WITHOUT}"
             ) from error
     return path
-
-
-def _clear(folder: Path) -> None:
-    # Processes that were killed have left these.
-    for left in folder.glob(f"{BUILD}*"):
-        with contextlib.suppress(FileNotFoundError):  # another process removes it as well
-            if time.time() - left.stat().st_mtime > STALE_S:
-                shutil.rmtree(left)
 
 
 def _flags() -> list[str]:

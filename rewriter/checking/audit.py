@@ -52,8 +52,7 @@ from remat.schedules.simulate import simulate
 
 _SMALL_BYTES = 16 * 1024
 """What is not looked at: in models of a few kilobytes, roundings and the states of random streams
-would decide.
-"""
+would decide."""
 
 
 def why_no_room(
@@ -77,10 +76,8 @@ def why_no_room(
         most_bytes = max(planned.live_bytes[:end], default=0)
     if need_bytes <= most_bytes + _SMALL_BYTES:
         return ""
-    return (
-        f"the model's own forward takes {bytes_text(need_bytes)}, and there is room for "
-        f"{bytes_text(most_bytes)}"
-    )
+    need, most = bytes_text(need_bytes), bytes_text(most_bytes)
+    return f"the model's own forward takes {need}, and there is room for {most}"
 
 
 _FOR_OTHERS = "concurrent.futures"
@@ -159,15 +156,9 @@ def audits_paused() -> Generator[None]:
 class Audit:
     """Compares steps of one plan with the model's own forward: the 2nd, 4th, 8th and so on.
 
-    Parameters
-    ----------
-    guards, step, schedule : of the plan. costed : the graph that it was solved on, if at hand.
-    audits : what is compared, but for nothing.
-
-    Attributes
-    ----------
-    steps : how many the plan has run. audited : how many of them were compared.
-    is_agreed : whether all ranks with which forward exchanges something audit the same steps.
+    Of `steps` that the plan has run, `audited` were compared. `is_agreed` : all ranks with which
+    forward exchanges something audit the same steps. `costed` is the graph that the plan was
+    solved on, if at hand.
     """
 
     def __init__(
@@ -203,7 +194,7 @@ class Audit:
         self._is_due |= self._is_doubted or (self._audits != "first" and is_audited(self.steps))
         if not self._is_due or self._gave_up or self._why_never:
             return None
-        self._why_later = "" if self._meets_ranks else self._what_hinders()  # all ranks do alike
+        self._why_later = "" if self._collectives else self._what_hinders()  # all ranks do alike
         if self._why_later:
             return None
         self._is_due = False
@@ -226,7 +217,7 @@ class Audit:
         self.audited += 1
         found = self._outcomes.left(seen.before, seen.leaves, output, self._keeps_values(module))
         names = _compared(seen, found, tolerance_of(module))
-        if self._meets_ranks:
+        if self._collectives:
             # All ranks raise, or none: one alone would leave the others waiting.
             is_any = any_rank(self._collectives, bool(names), self._device)
             names = names or ("result on another rank",) * is_any
@@ -276,10 +267,6 @@ class Audit:
     def _collectives(self) -> list[fx.Node]:
         return collectives_in(self._step.forward)
 
-    @property
-    def _meets_ranks(self) -> bool:
-        return bool(self._collectives)
-
     def _in_one_order(self) -> contextlib.AbstractContextManager[Any]:
         has_no_order = self._device == CPU and adds_nondeterministically(self._step.forward)
         return DeterministicReductions() if has_no_order else contextlib.nullcontext()
@@ -298,7 +285,7 @@ class Audit:
         custom = next((n for n in self._step.forward.graph.nodes if is_custom(n)), None)
         if custom is not None:
             return f"its forward runs {target_name(custom)}, which may count how often it runs"
-        if self._meets_ranks and not self.is_agreed:
+        if self._collectives and not self.is_agreed:
             return "its forward has collectives, and ranks have not agreed on which steps"
         graph = self._step.graph
         made_for = self._schedule.graph_hash, self._schedule.captured_hash

@@ -27,7 +27,6 @@ from remat.graph_capture.devices.meter import (
 from remat.graph_capture.devices.placement import meter_of, resolved_device
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import Optimizer
-from remat.graph_capture.python_state.executed_code import ExecutedCode
 from remat.graph_capture.python_state.state_guards import python_state_kept
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.outputs import leaves_in
@@ -208,8 +207,7 @@ def check(
         # Of a range or a cache, the module that serves this batch.
         module = module._remat_running(given)
     batch = OwnBatch(given)
-    eager = _eager_run(model, batch, loss_fn)
-    plan = plan_run(module, batch, loss_fn)
+    eager, plan = _eager_run(model, batch, loss_fn), plan_run(module, batch, loss_fn)
     meter = meter_of(resolved_device(None, model))
     kept = (batch.leaves, _constants(module))
     step = with_loss(model, loss_fn)
@@ -226,13 +224,17 @@ def check(
     with contextlib.ExitStack() as stack:
         stack.enter_context(restored_after(model))
         stack.enter_context(as_before(module))
-        python_state = stack.enter_context(python_state_kept(model, loss_fn, _code_of(module)))
+        is_planned = isinstance(module, RematModule)
+        code = module._remat_guards.python_state.code_in_scope if is_planned else None
+        # Taken to write to parameters where that is not known.
+        overwrites = not is_planned or module._remat_compiled_step.gradients.overwrites
+        python_state = stack.enter_context(python_state_kept(model, loss_fn, code))
         stack.enter_context(own_parameters(step, module))
         # They run around both, and what they hold is no part of the plan.
         stack.enter_context(without_own_hooks(model))
         state = StepState(
             step, batch.leaves, meter.device, python_state,
-            keep_parameters=_overwrites(module), elsewhere=elsewhere,
+            keep_parameters=overwrites, elsewhere=elsewhere,
         )  # fmt: skip
         stack.enter_context(state.put_back())
         alike = stack.enter_context(contextlib.ExitStack())
@@ -283,7 +285,10 @@ def check(
     # A CPU has no counter of its own, so its meter sums the profiler's allocation events. Modes
     # that watch tensors would miss workspaces.
     peaks = [resident_total_bytes + one.peak_bytes for one in memory]
-    reserved = [_reserved_bytes(*pair) for pair in zip(peaks, memory, strict=True)]
+    reserved = [
+        None if one.slack_bytes is None else peak_bytes + one.slack_bytes
+        for peak_bytes, one in zip(peaks, memory, strict=True)
+    ]
     gradients = [name for name in expected if name.startswith("gradient of ")]
     return Check(
         outputs_equal=not any(name.startswith("output") for name in differences),
@@ -291,23 +296,14 @@ def check(
         buffers_equal=not any(name.startswith("buffer ") for name in differences),
         rng_equal=not any(name.startswith(STREAM) for name in differences),
         gradients=sum(name not in (*differences, *unsteady) for name in gradients),
-        gradients_total=len(gradients),
-        baseline_peak_bytes=peaks[0] if steps else 0,
-        plan_peak_bytes=peaks[-1],
-        baseline_step_us=times[0],
-        plan_step_us=times[1],
-        differences=differences,
-        unsteady=unsteady,
-        in_one_order=in_one_order,
+        gradients_total=len(gradients), baseline_peak_bytes=peaks[0] if steps else 0,
+        plan_peak_bytes=peaks[-1], baseline_step_us=times[0], plan_step_us=times[1],
+        differences=differences, unsteady=unsteady, in_one_order=in_one_order,
         plan_rounding_bytes=memory[-1].rounding_bytes,
-        baseline_reserved_bytes=reserved[0] if steps else None,
-        plan_reserved_bytes=reserved[-1],
-        tolerance=allowed,
-        largest_error=error,
-        distances=distances,
-        diverges_at=diverges_at,
+        baseline_reserved_bytes=reserved[0] if steps else None, plan_reserved_bytes=reserved[-1],
+        tolerance=allowed, largest_error=error, distances=distances, diverges_at=diverges_at,
         rounding=rounding_of(module),
-    )
+    )  # fmt: skip
 
 
 def _compared_again(
@@ -333,21 +329,11 @@ def _diverges_at(state: StepState, eager: Run, module: nn.Module) -> str | None:
     return first_divergent_line(eager, (step.forward, step.backward))
 
 
-def _overwrites(module: nn.Module) -> bool:
-    # Taken to write to parameters where that is not known.
-    return not isinstance(module, RematModule) or module._remat_compiled_step.gradients.overwrites
-
-
-def _reserved_bytes(peak_bytes: int, memory: StepMemory) -> int | None:
-    return None if memory.slack_bytes is None else peak_bytes + memory.slack_bytes
-
-
 def _constants(module: nn.Module) -> list[Tensor]:
-    if isinstance(module, RematModule):
-        return constants_of(
-            module._remat_compiled_step.forward, module._remat_compiled_step.backward
-        )
-    return []
+    if not isinstance(module, RematModule):
+        return []
+    step = module._remat_compiled_step
+    return constants_of(step.forward, step.backward)
 
 
 def _eager_run(model: nn.Module, batch: OwnBatch, loss_fn: LossFunction | None) -> Run:
@@ -410,13 +396,9 @@ def _metered(run: Run, meter: Meter, memory: list[StepMemory]) -> Run:
 
 
 def _step_times(
-    state: StepState,
-    meter: Meter,
-    runs: tuple[Run, Run],
-    accumulate: bool,
-    steps: int,
+    state: StepState, meter: Meter, runs: tuple[Run, Run], accumulate: bool, steps: int,
     begun: list[list[float]],
-) -> tuple[float, float]:
+) -> tuple[float, float]:  # fmt: skip
     """Least step times in microseconds that a second one confirms, or medians where none do.
 
     `begun` has times of both that are known. They confirm others, as a first run may be a slow one.
@@ -424,8 +406,7 @@ def _step_times(
     if not steps:
         return math.nan, math.nan
     # Steps may hold collectives. By its own clock, a rank would end before the others.
-    enough_us = math.inf if _has_other_ranks() else _ENOUGH_US
-    soon_us = math.inf if _has_other_ranks() else SOON_US
+    soon_us, enough_us = (math.inf, math.inf) if _has_other_ranks() else (SOON_US, _ENOUGH_US)
     times = list(begun)
     while len(times) < steps + len(begun):
         taken_us = sum(map(sum, times))
@@ -437,12 +418,6 @@ def _step_times(
         times.append([state.prepared(lambda r=r: meter.step_us(r), accumulate) for r in runs])
     eager_us, plan_us = zip(*times, strict=True)
     return least_agreed(eager_us), least_agreed(plan_us)
-
-
-def _code_of(module: nn.Module) -> ExecutedCode | None:
-    if isinstance(module, RematModule):
-        return module._remat_guards.python_state.code_in_scope
-    return None
 
 
 def _has_other_ranks() -> bool:

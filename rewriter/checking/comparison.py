@@ -25,9 +25,7 @@ Outcome = Mapping[str, Any]
 
 _TIMES = 10.0
 """Where eager does not repeat itself, a result may be this many times as far from its first run as
-its second run is. Both distances are rounding errors; a wrong gradient is off by far more.
-"""
-
+its second run is. Both distances are rounding errors; a wrong gradient is off by far more."""
 
 _TOLERANCE = 0.01
 """For compiled steps: how far a result may be from eager's, as a part of its norm. Kernels that are
@@ -63,11 +61,8 @@ class EagerVariation:
 def differing_names(variation: EagerVariation, found: Outcome) -> tuple[str, ...]:
     expected, noise = variation.expected, variation.noise
     differing = [name for name in expected if not bitwise_equal(expected[name], found.get(name))]
-    return tuple(
-        name
-        for name in differing
-        if not distance(expected[name], found.get(name)) <= _TIMES * noise.get(name, -math.inf)
-    )
+    allowed = {name: _TIMES * noise.get(name, -math.inf) for name in differing}
+    return tuple(n for n in differing if not distance(expected[n], found.get(n)) <= allowed[n])
 
 
 def unsteady_names(expected: Outcome, again: Outcome) -> tuple[str, ...]:
@@ -152,7 +147,6 @@ SPLIT_FLOAT32, _SPLIT_HALF = 1e-5, 2e-2
 """For chunks whose sums have another order: how far a result may be from eager's, as a part of its
 norm. The first is for steps in float32, the second where 16 bits are in use."""
 
-
 Rounding = Literal["", "inductor", "chunks", "levers"]
 """What rounds otherwise than eager: Inductor's code, chunks that sum in another order, levers that
 say so; or none."""
@@ -208,16 +202,13 @@ class RoundingNoise(OpWatcher):
     def _moved(self, result: Any) -> Any:
         if not isinstance(result, Tensor) or not result.is_floating_point():
             return result
-        by = torch.empty_like(result).uniform_(-1, 1, generator=self._generator(result.device))
+        if result.device not in self._generators:
+            # A stream of its own, as what is compared draws from the device's.
+            self._generators[result.device] = torch.Generator(device=result.device).manual_seed(0)
+        by = torch.empty_like(result).uniform_(-1, 1, generator=self._generators[result.device])
         by.mul_(result).mul_(torch.finfo(result.dtype).eps)
         # Whole numbers stay as they are: they are counts and masks, and most are exact.
         return result + torch.where(result == result.round(), torch.zeros_like(by), by)
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        if device not in self._generators:
-            # A stream of its own, as what is compared draws from the device's.
-            self._generators[device] = torch.Generator(device=device).manual_seed(0)
-        return self._generators[device]
 
 
 def moved_by_rounding(outcome: Callable[[], Outcome], expected: Outcome) -> dict[str, float]:
@@ -225,7 +216,7 @@ def moved_by_rounding(outcome: Callable[[], Outcome], expected: Outcome) -> dict
     with RoundingNoise():
         found = outcome()
     return {
-        name: float((found[name].double() - like.double()).norm())
+        name: _norm(found[name].double() - like.double())
         for name, like in expected.items()
         if isinstance(like, Tensor) and like.is_floating_point()
     }
@@ -258,22 +249,15 @@ class DeterministicReductions(OpWatcher):
 def has_nondeterministic_sums(module: nn.Module) -> bool:
     kinds: list[Any] = [type(m) for m in module.modules()]  # of its own, which holds the plan
     steps = [kind._remat_compiled_step for kind in kinds if hasattr(kind, "_remat_compiled_step")]
-    return any(
-        adds_nondeterministically(graph) for one in steps for graph in (one.forward, one.backward)
-    )
+    return any(adds_nondeterministically(gm) for one in steps for gm in (one.forward, one.backward))
 
 
 def adds_nondeterministically(gm: fx.GraphModule) -> bool:
     if torch.get_num_threads() == 1 or torch.are_deterministic_algorithms_enabled():
         return False
-    return any(_adds_at_once(node) for node in gm.graph.nodes)
-
-
-def _adds_at_once(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    has_order = isinstance(value, Tensor) and value.dtype != torch.float32
-    adds = plain_name(node.target) in _ACCUMULATING and bool(argument(node, "accumulate"))
-    return adds and not has_order
+    adding = [node for node in gm.graph.nodes if plain_name(node.target) in _ACCUMULATING]
+    values = [node.meta.get("val") for node in adding if argument(node, "accumulate")]
+    return not all(isinstance(one, Tensor) and one.dtype != torch.float32 for one in values)
 
 
 # A model whose code looks at whether it is traced computes one thing in the trace and another when
@@ -296,8 +280,7 @@ class _Ran(OpWatcher):
         self.ops: list[_Op] = []
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        caller = sys._getframe(2)  # beyond the watcher's own
-        self.ops.append(_op(func, args, source_of(caller)))
+        self.ops.append(_op(func, args, source_of(sys._getframe(2))))  # beyond the watcher's own
         return func(*args, **kwargs)
 
 
@@ -333,6 +316,5 @@ def _first_outside(ran: list[_Op], planned: list[_Op]) -> str:
 
 
 def _op(target: Any, args: tuple[Any, ...], line: str) -> _Op:
-    return _Op(
-        plain_name(target), tuple(repr(x) for x in args if isinstance(x, (bool, int, float))), line
-    )
+    numbers = tuple(repr(x) for x in args if isinstance(x, (bool, int, float)))
+    return _Op(plain_name(target), numbers, line)

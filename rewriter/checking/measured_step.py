@@ -29,16 +29,10 @@ _STEPS = 3
 
 
 def measured_step(
-    model: nn.Module,
-    module: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    loss_fn: LossFunction | None = None,
-    target: Any = None,
-    optimizer: Optimizer = "none",
-    accumulate: bool = False,
-) -> MeasuredStep:
+    model: nn.Module, module: nn.Module, args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None, *, loss_fn: LossFunction | None = None,
+    target: Any = None, optimizer: Optimizer = "none", accumulate: bool = False,
+) -> MeasuredStep:  # fmt: skip
     """Run steps of `module`: what they have live, by the profiler, and how long they take."""
     device = resolved_device(None, model)
     if device != CPU:
@@ -49,12 +43,9 @@ def measured_step(
     batch = OwnBatch((tuple(args), dict(kwargs or {}), target))
     run, meter = plan_run(module, batch, loss_fn), CpuMeter()
     resident = resident_bytes(
-        model,
-        batch.leaves,
-        optimizer=optimizer,
-        accumulate=accumulate,
-        allocated=allocator_rounding(device),
-    )
+        model, batch.leaves,
+        optimizer=optimizer, accumulate=accumulate, allocated=allocator_rounding(device),
+    )  # fmt: skip
     with contextlib.ExitStack() as stack:
         stack.enter_context(restored_after(model))
         stack.enter_context(as_before(module))
@@ -68,8 +59,6 @@ def measured_step(
         times = [state.prepared(lambda: meter.step_us(run), accumulate) for _ in range(_STEPS)]
     live_bytes = np.array(live, dtype=np.int64) + resident.total_bytes
     return MeasuredStep(
-        moments=np.array(moments, dtype=np.float64),
-        live_bytes=live_bytes,
-        peak_bytes=int(live_bytes.max()),
-        time_us=statistics.median(times),
-    )
+        moments=np.array(moments, dtype=np.float64), live_bytes=live_bytes,
+        peak_bytes=int(live_bytes.max()), time_us=statistics.median(times),
+    )  # fmt: skip

@@ -43,9 +43,8 @@ class OffDeviceMemory:
     def __init__(self, device: str, stays: Iterable[Tensor]) -> None:
         self.device, self._live = torch.device(device), _Live(math.inf)
         self._folder = _folder() if device == CPU else None
-        self._stays = {
-            one.untyped_storage()._cdata for one in map(local_part, stays) if _is_bytes_alone(one)
-        }
+        plain = filter(_is_bytes_alone, map(local_part, stays))
+        self._stays = {one.untyped_storage()._cdata for one in plain}
         self._known: dict[int, tuple[weakref.ref[UntypedStorage], weakref.ref[_Moved]]] = {}
 
     def outcome(self) -> MutableMapping[str, Any]:
@@ -207,9 +206,8 @@ class _Results(MutableMapping[str, Any]):
         self._kept: dict[str, Callable[[], Any]] = {}
 
     def __setitem__(self, name: str, result: Any) -> None:
-        self._kept[name] = (
-            self._elsewhere.keep(result) if isinstance(result, Tensor) else lambda: result
-        )
+        keep = self._elsewhere.keep
+        self._kept[name] = keep(result) if isinstance(result, Tensor) else lambda: result
 
     def __getitem__(self, name: str) -> Any:
         return self._kept[name]()

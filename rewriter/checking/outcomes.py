@@ -114,9 +114,8 @@ class StepState:
         }
         parameters = model.parameters() if keep_parameters else ()
         tensors = [*self.buffers.values(), *self.batch, *parameters]
-        locals_of = [local_part(t.detach()) for t in tensors]
         keep = elsewhere.keep if elsewhere else _in_memory
-        self.before = [(t, keep(t)) for t in locals_of]
+        self.before = [(t, keep(t)) for t in (local_part(one.detach()) for one in tensors)]
         self.gradients = {name: leaf.grad for name, leaf in self.leaves.items()}
         self.streams = {name: save_rng_state(name) for name in dict.fromkeys((CPU, device))}
 
@@ -296,8 +295,7 @@ class ForwardOutcomes:
     def before(self, leaves: list[Any]) -> BeforeForward:
         batch = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         written = [*self._written(), *(batch if self._step.gradients.writes_batch else ())]
-        read = [*(self._guards.live.read() or ()), *batch]
-        return BeforeForward(self._guards, written, read)
+        return BeforeForward(self._guards, written, [*(self._guards.live.read() or ()), *batch])
 
     def _written(self) -> list[Tensor]:
         guards, paths = self._guards, self._step.gradients.written.values()

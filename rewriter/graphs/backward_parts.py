@@ -38,6 +38,7 @@ from remat.graph_capture.torch_private.core import (
 from remat.rewriter.graphs.codegen import (
     Boxed,
     Released,
+    boxed,
     compile_boxed,
     compile_in_steps,
     places_released,
@@ -145,25 +146,22 @@ class GradientGates:
     def compile_backward(self, gm: fx.GraphModule) -> Boxed:
         in_steps = compile_in_steps(gm)
 
+        @boxed
         def backward(taken: list[Any]) -> list[Any]:
             # A saved tensor knows the gate that it came through, and the gate this generator.
             given = [t.detach() if isinstance(t, Tensor) and t.grad_fn else t for t in taken]
             taken.clear()
             running, unreached = _expected_gates.take() or (None, frozenset[int]())
             if running is None or running.gradient_gates is not self:
-                return self._together(in_steps(given))  # no gate waits for each
+                found: list[Any] = [None] * self.n_results
+                for places, gradients in in_steps(given):
+                    for place, gradient in zip(places, gradients, strict=True):
+                        found[place] = gradient
+                return found  # no gate waits for each
             running.begin(in_steps(given), unreached)
             return [None] * self.n_results
 
-        backward._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
         return backward
-
-    def _together(self, steps: Iterator[Released]) -> list[Any]:
-        found: list[Any] = [None] * self.n_results
-        for places, gradients in steps:
-            for place, gradient in zip(places, gradients, strict=True):
-                found[place] = gradient
-        return found
 
 
 class _Gate(torch.autograd.Function):
@@ -183,15 +181,10 @@ class _Gate(torch.autograd.Function):
         with DisableAutocast():
             found = ctx.running.gradients(ctx.number)
         places = ctx.running.gradient_gates.gates[ctx.number]
-        sums = [_sum(found.pop(p, None), g) for p, g in zip(places, given, strict=True)]
+        pairs = [(found.pop(p, None), g) for p, g in zip(places, given, strict=True)]
+        sums = [g if own is None else own if g is None else own + g for own, g in pairs]
         # The token's gradient leads the engine on to the next gate.
         return None, None, ctx.token, *sums
-
-
-def _sum(gradient: Tensor | None, other: Tensor | None) -> Tensor | None:
-    if gradient is None or other is None:
-        return other if gradient is None else gradient
-    return gradient + other
 
 
 # After the first backward DDP (Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704) makes its
@@ -237,15 +230,6 @@ def warn_of_own_order(kind: str) -> None:
 # `_Waiting`. The parameters of a step come in as leaves of their own, so that a pass of autograd's
 # engine that wants gradients of inputs alone can be told from one that adds to ``.grad``: the first
 # leaves nothing to wait for.
-
-
-def _accumulate(parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
-    """Add a gradient to each parameter; the list is empty afterwards."""
-    # By autograd's own node of each parameter: hooks run, a wrapper for ranks sees its gradients,
-    # sums are made in place, and the first gradient becomes .grad where eager would take it.
-    with torch.enable_grad():
-        root = _Given.apply(gradients, *parameters)
-    torch.autograd.backward(root, root.detach())
 
 
 class _Given(torch.autograd.Function):
@@ -365,15 +349,20 @@ class _Waiting:
                 parameters, gradients = [self.parameters[p] for p in found], list(found.values())
                 # Nobody else then holds the gradients, so autograd need not copy them.
                 found.clear()
-                _accumulate(parameters, gradients)
+                # By autograd's own node of each parameter: hooks run, a wrapper for ranks sees its
+                # gradients, sums are made in place, and the first gradient becomes .grad where
+                # eager would take it. The list is empty afterwards.
+                with torch.enable_grad():
+                    root = _Given.apply(gradients, *parameters)
+                torch.autograd.backward(root, root.detach())
 
 
 def in_parts(whole: Boxed) -> Boxed:
+    @boxed
     def backward(taken: list[Any]) -> Any:
         run = _expected_split.take()
         return whole(taken) if run is None else run.inputs(taken)
 
-    backward._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return backward
 
 

@@ -40,18 +40,15 @@ class _OpBindings:
         assert callable(target)
         if not isinstance(target, OpOverload):
             return target
-        args, kwargs = pytree.tree_map_only(
-            fx.Node, lambda n: n.meta.get("val"), (tuple(node.args), dict(node.kwargs))
+        given = tuple(node.args), dict(node.kwargs)
+        args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta.get("val"), given)
+        parts = (
+            one if isinstance(one, (tuple, list)) else (one,) for one in (*args, *kwargs.items())
         )
-        key = (target, *(_kind(leaf) for leaf in _leaves(args, kwargs)))
+        key = (target, *map(_kind, itertools.chain.from_iterable(parts)))
         if key not in self._known:  # each kind of call is tried once
             self._known[key] = _quickest(target, args, kwargs)
         return self._known[key]
-
-
-def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    for one in (*args, *kwargs.items()):
-        yield from one if isinstance(one, (tuple, list)) else (one,)
 
 
 def _kind(leaf: Any) -> Any:
@@ -99,11 +96,8 @@ class _Recorder(OpWatcher):
 def _same_call(found: _Call, wanted: _Call) -> bool:
     if found[0] is not wanted[0]:
         return False
-    parameters = found[0]._schema.arguments
-    return all(
-        _same(_given(parameter, i, found), _given(parameter, i, wanted))
-        for i, parameter in enumerate(parameters)
-    )
+    parameters = enumerate(found[0]._schema.arguments)
+    return all(_same(_given(one, i, found), _given(one, i, wanted)) for i, one in parameters)
 
 
 def _given(parameter: Any, i: int, call: _Call) -> Any:
@@ -138,16 +132,11 @@ def marks(graph: fx.Graph) -> list[fx.Node]:
 
 def places_released(graph: fx.Graph) -> tuple[tuple[int, ...], ...]:
     """For each mark the places that it releases, then those that are left to the end."""
-    found = [_places(mark) for mark in marks(graph)]
+    found: list[Any] = [tuple(mark.args[0]) for mark in marks(graph)]  # pyright: ignore
     results: Any = graph.output_node().args[0]
     released = {place for places in found for place in places}
     rest = (i for i, r in enumerate(results) if isinstance(r, fx.Node) and i not in released)
     return (*found, tuple(rest))
-
-
-def _places(mark: fx.Node) -> tuple[int, ...]:
-    places: Any = mark.args[0]
-    return tuple(places)
 
 
 Boxed = Callable[[list[Any]], Any]
@@ -174,8 +163,7 @@ class _Writer:
 
     def write(self) -> str:
         nodes = list(self.gm.graph.nodes)
-        returned = [r for r in self.results if isinstance(r, fx.Node)]
-        dead = _dead_after(nodes, returned)
+        dead = _dead_after(nodes, [r for r in self.results if isinstance(r, fx.Node)])
         taken = [node for node in nodes if node.op == "placeholder"]
         if taken:
             self.lines.append(f"{', '.join(node.name for node in taken)}, = args_list")
@@ -249,11 +237,14 @@ def _dead_after(nodes: list[fx.Node], returned: Sequence[fx.Node]) -> dict[fx.No
     return dead
 
 
-def compile_boxed(gm: fx.GraphModule) -> Boxed:
-    run: Boxed = _compiled(_Writer(gm))
+def boxed(run: Boxed) -> Boxed:
     # AOTAutograd then passes inputs in a list, which the function empties.
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run
+
+
+def compile_boxed(gm: fx.GraphModule) -> Boxed:
+    return boxed(_compiled(_Writer(gm)))
 
 
 def compile_in_steps(gm: fx.GraphModule) -> Steps:

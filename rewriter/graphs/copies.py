@@ -50,8 +50,7 @@ class CopyTimes:
 
 
 def copy_times(schedule: Schedule, writes_of: _WritesOf) -> CopyTimes:
-    times = CopyTimes()
-    writes = _writes(schedule, writes_of)
+    times, writes = CopyTimes(), _writes(schedule, writes_of)
     touches: dict[str, list[tuple[int, Step]]] = {}
     for i, step in enumerate(schedule.steps):
         if not isinstance(step, Compute) and step.value in writes:
@@ -91,8 +90,7 @@ def _require_fresh(value: str, steps: list[tuple[int, Step]], writes: list[int])
     copied_at = -1
     for i, step in steps:
         if isinstance(step, Offload) and step.to == "host":
-            stay = [at for at in writes if i < at < _end_of_stay(steps, i)]
-            copied_at = max([i, *stay])
+            copied_at = max([i, *(at for at in writes if i < at < _end_of_stay(steps, i))])
         if isinstance(step, Fetch) and any(copied_at < at < i for at in writes):
             raise _stale(value)
 
@@ -184,11 +182,9 @@ class CopyEmitter(EagerEmitter):
         self._keep(LowerTierCopy(value, "host"), self.leaving[value])
         self.moving.leaving[value] = None
 
-    def _below(
-        self, value: str, source: TierName, to: TierName, function: str, *place: int
-    ) -> None:
+    def _below(self, value: str, source: TierName, to: TierName, function: str, *at: int) -> None:
         handle = self._handle(LowerTierCopy(value, source))
-        made = self._call(function, (handle, *place), f"{value}_{to}")
+        made = self._call(function, (handle, *at), f"{value}_{to}")
         self._keep(LowerTierCopy(value, to), made)
 
     def _leave(self, value: str) -> None:

@@ -50,9 +50,7 @@ class EagerEmitter(Emitter[Joint]):
         left_live: frozenset[str], writes: bool,
     ) -> None:  # fmt: skip
         super().__init__(joint, demand)
-        self.writes = writes
-        self.again = again
-        self.repeated = repeated
+        self.writes, self.again, self.repeated = writes, again, repeated
         self.left_live = set(left_live)
         self.tuples: dict[fx.Node, fx.Node] = {}
         self.states: dict[str, fx.Node] = {}
@@ -100,9 +98,7 @@ class EagerEmitter(Emitter[Joint]):
                 return args[0]
             called = (self.writes and step.in_place) or step.op
             own = name if i == last else f"{name}_step_{i}"
-            copy = self.graph.create_node("call_function", called, args, kwargs, own)
-            copy.meta = dict(node.meta[STEP_METAS][i])
-            return copy
+            return self.call(called, args, kwargs, own, node.meta[STEP_METAS][i])
 
         last = len(target.steps) - 1
         calls, _ = self.arguments(node, self.resolve)
@@ -143,9 +139,8 @@ class EagerEmitter(Emitter[Joint]):
     def _save_rng_state(self, op: Op) -> None:
         if self.is_saved_state(op.name):  # no op that runs once draws again
             device = str(drawn_on(self.joint.node_of_op[op.name.removeprefix(RNG_STATE)]))
-            state = self.graph.create_node("call_function", save_rng_state, (device,), {}, op.name)
-            state.meta["val"] = self.fake_state(op.name)
-            self.states[op.outputs[0]] = state
+            meta = {"val": self.fake_state(op.name)}
+            self.states[op.outputs[0]] = self.call(save_rng_state, (device,), {}, op.name, meta)
 
     def is_saved_state(self, value: str) -> bool:
         return value.startswith(RNG_STATE) and value.removeprefix(RNG_STATE) in self.repeated
@@ -175,8 +170,12 @@ class EagerEmitter(Emitter[Joint]):
             for picked, result in self._picked_results(node, op):
                 self.put(picked, result)
                 self._wait(picked)
-            if not again:
-                self._pick_updates(node, op)
+            # The next run makes no statistics. The op that updates them may come much later, and
+            # until then the tuple would hold all other results.
+            index = self.joint.graph.op_index.get(f"{op.name}_statistics")
+            if not again and index is not None:
+                for picked, copy in self._picked_results(node, self.joint.graph.ops[index]):
+                    self.updates[self.joint.value_of_node[picked]] = picked, copy
         else:
             self.put(node, copy)
             self._wait(node)
@@ -207,27 +206,15 @@ class EagerEmitter(Emitter[Joint]):
             state = self.states[saved] = self.bring(saved)
         args, kwargs = self.arguments(node, self.resolve)
         taken: tuple[Any, ...] = (state, str(drawn_on(node)), node.target, *args)
-        copy = self.graph.create_node("call_function", drawing, taken, kwargs, name)
-        copy.meta = dict(node.meta)
-        return copy
+        return self.call(drawing, taken, kwargs, name, node.meta)
 
     def _normalise_again(self, node: fx.Node) -> fx.Node:
         read = [self.resolve(a) if isinstance(a, fx.Node) else a for a in node.args[:3]]
         target, n_results = RECOMPUTED_BY[node.target]
         # Arguments 3 and 4 are the running statistics, which the first run has updated.
         taken: tuple[Any, ...] = (*read, *node.args[5:])
-        copy = self.graph.create_node("call_function", target, taken, {}, f"{node.name}_again")
-        copy.meta = dict(node.meta)
-        copy.meta["val"] = node.meta["val"][:n_results]
-        return copy
-
-    def _pick_updates(self, node: fx.Node, op: Op) -> None:
-        # The next run makes no statistics. The op that updates them may come much later, and until
-        # then the tuple would hold all other results.
-        index = self.joint.graph.op_index.get(f"{op.name}_statistics")
-        if index is not None:
-            for picked, copy in self._picked_results(node, self.joint.graph.ops[index]):
-                self.updates[self.joint.value_of_node[picked]] = picked, copy
+        meta = {**node.meta, "val": node.meta["val"][:n_results]}
+        return self.call(target, taken, {}, f"{node.name}_again", meta)
 
     def _picked_results(self, node: fx.Node, op: Op) -> Iterator[tuple[fx.Node, fx.Node]]:
         for name in op.outputs:
@@ -238,11 +225,8 @@ class EagerEmitter(Emitter[Joint]):
             # A second run makes these too, which nothing reads.
             if name in self.left_live or picked in self.copies:
                 continue
-            copy = self.graph.create_node(
-                "call_function", picked.target, (self.tuples[node], picked.args[1]), {}, picked.name
-            )
-            copy.meta = dict(picked.meta)
-            yield picked, copy
+            args = self.tuples[node], picked.args[1]
+            yield picked, self.call(picked.target, args, {}, picked.name, picked.meta)
 
 
 # Backward takes the gradients of the results in the strides that they come in, as eager does.
@@ -255,11 +239,9 @@ RESHAPES = (aten.view.default, aten._unsafe_view.default)
 _OWN_STRIDES = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 """Their results have the same strides whatever those of their arguments are."""
 _READ_MEMORY = (
-    aten.as_strided.default,
-    aten.as_strided_scatter.default,
-    aten._reshape_alias.default,
+    aten.as_strided.default, aten.as_strided_scatter.default, aten._reshape_alias.default,
     aten.view.dtype,
-)
+)  # fmt: skip
 """They read memory as the trace saw it laid out."""
 _COPIED: dict[Any, tuple[int, int | None]] = {
     aten.native_group_norm_backward.default: (0, 1),
@@ -271,8 +253,7 @@ _COPIED: dict[Any, tuple[int, int | None]] = {
 }
 """Where autograd's formula calls ``contiguous`` on the gradient, which a trace of a contiguous one
 does not show (torch's ``derivatives.yaml``): the gradient's argument, and that of the input whose
-memory format is asked for.
-"""
+memory format is asked for."""
 
 
 def take_as_they_come(metadata: ViewAndMutationMeta, backward: fx.Graph) -> None:
@@ -308,7 +289,10 @@ def _make_contiguous(node: fx.Node, gradient: int, like: int | None) -> None:
     read = node.args[gradient]
     assert isinstance(read, fx.Node)
     layout = torch.contiguous_format
-    if like is not None and _takes_format(node):
+    is_group_norm = node.target is aten.native_group_norm_backward.default
+    on_cpu = is_group_norm and node.args[0].meta["val"].device.type == "cpu"  # pyright: ignore
+    # Group norm asks for its input's memory format on a CPU alone.
+    if like is not None and (on_cpu or not is_group_norm):
         source = node.args[like]
         assert isinstance(source, fx.Node)
         layout = suggest_memory_format(source.meta["val"])
@@ -316,13 +300,6 @@ def _make_contiguous(node: fx.Node, gradient: int, like: int | None) -> None:
         copy = node.graph.call_function(aten.contiguous.default, (read,), {"memory_format": layout})
     copy.meta = dict(read.meta)
     node.update_arg(gradient, copy)
-
-
-def _takes_format(node: fx.Node) -> bool:
-    read: Any = node.args[0]
-    is_group_norm = node.target is aten.native_group_norm_backward.default
-    # Group norm asks for its input's memory format on a CPU alone.
-    return not is_group_norm or read.meta["val"].device.type == "cpu"
 
 
 class _Anything:

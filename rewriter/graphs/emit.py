@@ -135,7 +135,13 @@ def _read_sizes(forward: fx.Graph, backward: fx.Graph, env: Environment) -> None
         # AOTAutograd hands over symbolic integers so: forward returns them last, backward takes
         # them first.
         forward.output_node().args = ((*given, *sizes),)
-        _compute(backward, _taken_first(backward, sizes), env)
+        taken: list[fx.Node] = []
+        with backward.inserting_before(next(iter(backward.nodes))):
+            for size in sizes:
+                node = backward.placeholder(size.name)
+                node.meta["val"] = size.meta["val"]
+                taken.append(node)
+        _compute(backward, taken, env)
     _compute(forward, sizes, env)
 
 
@@ -160,16 +166,6 @@ def _first_with(inputs: Sequence[fx.Node], size: Any) -> tuple[fx.Node, int] | N
             if isinstance(one, torch.SymInt) and one.node.expr == size.node.expr:
                 return node, dim
     return None
-
-
-def _taken_first(backward: fx.Graph, sizes: Sequence[fx.Node]) -> list[fx.Node]:
-    taken: list[fx.Node] = []
-    with backward.inserting_before(next(iter(backward.nodes))):
-        for size in sizes:
-            node = backward.placeholder(size.name)
-            node.meta["val"] = size.meta["val"]
-            taken.append(node)
-    return taken
 
 
 def _arguments_in(graph: fx.Graph) -> dict[str, Any]:

@@ -48,23 +48,17 @@ _AnyJoint = TypeVar("_AnyJoint", bound=_JointGraph)
 
 
 class Emitter(ABC, Generic[_AnyJoint]):
-    """Emits one of the two graphs.
-
-    Attributes
-    ----------
-    brought : what the graph has demanded: the node of the graph before it, and the placeholder.
-    copies : the emitted node that stands for a node of the joint graph, while its values live.
-    at : the index in the schedule of the step that is emitted.
-    """
+    """Emits one of the two graphs; `at` is the index of the step in the schedule."""
 
     cannot_move: ClassVar[str]
     """Why a step that copies a value to the host is refused."""
 
     def __init__(self, joint: _AnyJoint, demand: Demand) -> None:
-        self.joint = joint
-        self.demand = demand
+        self.joint, self.demand = joint, demand
         self.graph = fx.Graph()
+        # What the graph has demanded: the node of the graph before it, and the placeholder.
         self.brought: dict[Demanded, tuple[fx.Node, fx.Node]] = {}
+        # What stands for a node of the joint graph, while its values live.
         self.copies: dict[fx.Node, fx.Node] = {}
         self.copied: dict[str, list[fx.Node]] = {}
         self.bases = set(joint.base_of_value.values())
@@ -168,25 +162,23 @@ class Emitter(ABC, Generic[_AnyJoint]):
 
     def copy_of(self, node: fx.Node, name: str, resolve: Callable[[fx.Node], fx.Node]) -> fx.Node:
         args, kwargs = self.arguments(node, resolve)
-        copy = self.graph.create_node(node.op, node.target, args, kwargs, name)
-        copy.meta = dict(node.meta)
-        return copy
+        return self.call(node.target, args, kwargs, name, node.meta)
+
+    def call(self, target: Any, args: Any, kwargs: Any, name: str | None, meta: Any) -> fx.Node:
+        made = self.graph.create_node("call_function", target, args, kwargs, name)
+        made.meta = dict(meta)
+        return made
 
     def arguments(
         self, node: fx.Node, resolve: Callable[[fx.Node], fx.Node]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return pytree.tree_map(
-            lambda leaf: resolve(leaf) if isinstance(leaf, fx.Node) else leaf,
-            (tuple(node.args), dict(node.kwargs)),
-        )
+        return pytree.tree_map_only(fx.Node, resolve, (tuple(node.args), dict(node.kwargs)))
 
 
 def emit_both(
-    joint: _JointGraph,
-    schedule: Schedule,
-    n_outputs: int,
+    joint: _JointGraph, schedule: Schedule, n_outputs: int,
     start: Callable[[Demand, frozenset[str]], Emitter[Any]],
-) -> tuple[fx.Graph, fx.Graph]:
+) -> tuple[fx.Graph, fx.Graph]:  # fmt: skip
     # AOTAutograd's contract: forward returns its results, then what is saved. Backward takes what
     # is saved, then the tangents, and returns the gradients.
     end = _require_end_of_forward(joint.graph, schedule)

@@ -56,7 +56,6 @@ _OF_CPU = _StateForm(5056, 5056, slice(7, 11, 2), slice(16, 24), 624)
 """The upper halves of the first two words are not read; a block has 624 words."""
 _OF_CUDA = _StateForm(16, 24, slice(4, 6), slice(8, 16), 1 << 64)
 
-
 _one_at_a_time = threading.RLock()
 """Torch's reading of a state locks the generator, and then makes a tensor of Python's. If Python
 collects garbage there, another thread may run. If that one asks for the lock, it waits for it with
@@ -170,8 +169,7 @@ def run_with_rng_state(
     state: Tensor, device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run `op` with a generator in `state`; the stream of `device` stays as it is."""
-    is_noted = _takes_note(state, device)
-    bare, note = _parted(state, device) if is_noted else (state, None)
+    bare, note = _parted(state, device) if _takes_note(state, device) else (state, None)
     form = form_with_generator(op)
     # With a generator of its own, the stream of the process is neither read nor moved.
     if form is None:
@@ -182,7 +180,8 @@ def run_with_rng_state(
         del bare  # there may be no room for it beside what is drawn
         result, after = form(*args, **kwargs, generator=generator), generator.get_state()
     if note is not None:
-        _require_note(note, after, op, device)
+        if note.any() and (note != _note_of(after, device)).any():
+            raise RandomStreamError(f"{op} cannot draw again what it drew in forward: {_OTHERS}")
         _learn(_key(op, args, kwargs), _moved(state, after, device))
     return result
 
@@ -211,16 +210,11 @@ def form_with_generator(op: Callable[..., Any]) -> Callable[..., Any] | None:
     return next(has_it, None)
 
 
-def _require_note(note: _Words, after: Tensor, op: Any, device: str) -> None:
-    if note.any() and (note != _note_of(after, device)).any():
-        raise RandomStreamError(f"{op} cannot draw again what it drew in forward: {_OTHERS}")
+def _learn(key: Any, moved_by: int) -> None:
+    # None from then on of an op that moves it now so far, now otherwise.
+    _moves[key] = moved_by if _moves.setdefault(key, moved_by) == moved_by else None
 
 
 def _key(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain = [(a.shape, a.dtype) if isinstance(a, Tensor) else a for a in args]
     return op, repr((plain, kwargs) if kwargs else plain)
-
-
-def _learn(key: Any, moved_by: int) -> None:
-    # None from then on of an op that moves it now so far, now otherwise.
-    _moves[key] = moved_by if _moves.setdefault(key, moved_by) == moved_by else None

@@ -154,12 +154,7 @@ class Updates:
 
     @contextlib.contextmanager
     def held_back(self) -> Generator[None]:
-        """Backwards meanwhile add to ``.grad`` and update nothing.
-
-        Raises
-        ------
-        RewriteError : the plan has no room for gradients.
-        """
+        """Backwards meanwhile add to ``.grad`` and update nothing; the plan must have the room."""
         if not self.accumulates:
             raise RewriteError(
                 f"the plan of this {self.kind} has no room for gradients that stay: make it with "

@@ -61,7 +61,10 @@ class Dependencies:
         if node.op == "placeholder":
             own = self._of_placeholder(node)
         elif is_getitem(node):
-            own = self._picked(node)
+            source, place = node.args
+            assert isinstance(source, fx.Node)
+            one: Any = (source, place)
+            own = frozenset([one]) if one in self.storages[source] else self.storages[source]
         elif is_wait(node) or aliased:
             own = aliased or read
         else:
@@ -78,20 +81,10 @@ class Dependencies:
         # Two inputs may be of one storage.
         return frozenset([self._of_input.setdefault(storage_key(value), (node, 0))])
 
-    def _picked(self, node: fx.Node) -> frozenset[_Storage]:
-        source, place = node.args
-        assert isinstance(source, fx.Node)
-        one: Any = (source, place)
-        return frozenset([one]) if one in self.storages[source] else self.storages[source]
-
     def _made(self, node: fx.Node) -> frozenset[_Storage]:
         # A result may be an argument's storage although no schema says so.
-        known = {
-            storage_key(tensor): self.storages[argument]
-            for argument in node.all_input_nodes
-            for tensor in tensors_of(argument)
-            if tensor is not None
-        }
+        given = [(one, t) for one in node.all_input_nodes for t in tensors_of(one)]
+        known = {storage_key(t): self.storages[one] for one, t in given if t is not None}
         found: set[_Storage] = set()
         for place, tensor in enumerate(tensors_of(node)):
             key = None if tensor is None else storage_key(tensor)
@@ -114,15 +107,12 @@ class Dependencies:
             given = args[i] if i < len(args) else node.kwargs.get(parameter.name)
             if parameter.alias_info is None:
                 continue
-            storages = self._of_argument(given)
+            nodes = given if isinstance(given, (tuple, list)) else (given,)
+            found = (self.storages[one] for one in nodes if isinstance(one, fx.Node))
+            storages = frozenset[_Storage]().union(*found)
             aliased |= storages if returns_alias else set()
             written |= storages if parameter.alias_info.is_write else set()
         return frozenset(aliased), frozenset(written)
-
-    def _of_argument(self, given: Any) -> frozenset[_Storage]:
-        nodes = given if isinstance(given, (tuple, list)) else (given,)
-        found = (self.storages[one] for one in nodes if isinstance(one, fx.Node))
-        return frozenset[_Storage]().union(*found)
 
     def _note_order(self, nodes: Sequence[fx.Node]) -> None:
         changing = frozenset[_Storage]().union(*self.written.values())
@@ -161,8 +151,7 @@ def most_live_bytes(part: fx.GraphModule, resident: Collection[str] = ()) -> int
 
     `part` is I or W of `split_graph`, `resident` the names of inputs that cost nothing.
     """
-    facts = Dependencies(part.graph)
-    inputs = part.graph.find_nodes(op="placeholder")
+    facts, inputs = Dependencies(part.graph), part.graph.find_nodes(op="placeholder")
     free_nodes = [n for n in inputs if n.name in resident]
     free_nodes += part.graph.find_nodes(op="get_attr")
     free = {s for n in free_nodes for s in facts.storages[n]}
@@ -202,12 +191,9 @@ _SOURCE, _SINK = 0, 1
 
 
 def _ops_run_early(
-    nodes: Sequence[fx.Node],
-    dependencies: Dependencies,
-    early: Collection[fx.Node],
-    late_results: Collection[fx.Node],
-    resident: Collection[_Storage],
-) -> set[fx.Node]:
+    nodes: Sequence[fx.Node], dependencies: Dependencies, early: Collection[fx.Node],
+    late_results: Collection[fx.Node], resident: Collection[_Storage],
+) -> set[fx.Node]:  # fmt: skip
     """`early`, and the ops that join them for the least bytes held between the two parts.
 
     `early` run early in any case, inputs among them, with all that runs before them. `late_results`
@@ -283,9 +269,8 @@ class _BackwardCut:
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.inputs = [n for n in self.nodes if n.op == "placeholder"]
         self.resident_names = frozenset(resident)
-        self.resident = self._storages(
-            n for n in self.nodes if n.op == "get_attr" or n.name in resident
-        )
+        free = (n for n in self.nodes if n.op == "get_attr" or n.name in resident)
+        self.resident = self._storages(free)
 
     def graphs(self) -> SplitGraphs:
         early = self._early()
@@ -296,18 +281,13 @@ class _BackwardCut:
         inputs = self._inputs(early, carried)
         weights = self._weights(carried, [n for n in used if n.op == "get_attr"], late)
         held = self._storages(carried) - self.resident
-        return SplitGraphs(
-            inputs=inputs,
-            weights=weights,
-            n_results=len(self.results),
-            places=tuple(self.weights),
-            live=SplitBytes(
-                most_live_bytes(inputs, self.resident_names),
-                sum(map(self.facts.bytes_of, held)),
-                most_live_bytes(weights, self.resident_names),
-            ),
-            reads_tangents=any(is_tangent(node) for node, _ in held),
-        )
+        live = SplitBytes(
+            most_live_bytes(inputs, self.resident_names), sum(map(self.facts.bytes_of, held)),
+            most_live_bytes(weights, self.resident_names),
+        )  # fmt: skip
+        reads_tangents = any(is_tangent(node) for node, _ in held)
+        n_results, places = len(self.results), tuple(self.weights)
+        return SplitGraphs(inputs, weights, n_results, places, live, reads_tangents)
 
     def _early(self) -> set[fx.Node]:
         given = [r for r in self.given if isinstance(r, fx.Node)]
@@ -326,8 +306,8 @@ class _BackwardCut:
         for result in sorted(places, key=self._made_at):
             missing = self._needed_by([result]) - done
             done |= missing
-            ops = [n for n in missing if n.op != "get_attr"]
-            found.append(_LateGradient(result, tuple(places[result]), self._in_order(ops)))
+            ops = self._in_order(n for n in missing if n.op != "get_attr")
+            found.append(_LateGradient(result, tuple(places[result]), ops))
         return found
 
     def _in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -368,11 +348,9 @@ class _BackwardCut:
         return self._module(graph)
 
     def _weights(
-        self,
-        carried: Sequence[fx.Node],
-        constants: Sequence[fx.Node],
+        self, carried: Sequence[fx.Node], constants: Sequence[fx.Node],
         late: Sequence[_LateGradient],
-    ) -> fx.GraphModule:
+    ) -> fx.GraphModule:  # fmt: skip
         graph = fx.Graph()
         copies = {node: placeholder_like(graph, node.name, node) for node in carried}
         for node in self._in_order(constants):

@@ -82,11 +82,9 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def _same_objects(
-    model: nn.Module,
-    state: Sequence[Tensor],
-    modes: Sequence[tuple[str, nn.Module, bool]],
+    model: nn.Module, state: Sequence[Tensor], modes: Sequence[tuple[str, nn.Module, bool]],
     hooks: Sequence[tuple[str, nn.Module, str, dict[Any, Any]]],
-) -> Callable[[], bool]:
+) -> Callable[[], bool]:  # fmt: skip
     if not all(map(is_plain, state)):
         return lambda: False  # what C++ compares is made for plain tensors
     names = ObjectNames()
@@ -114,15 +112,11 @@ def _namespaces(
 
 
 def _filled(tables: Sequence[dict[str, Any]], names: ObjectNames) -> list[Watched]:
-    return [
-        (
-            table,
-            [f"len({names(table)}) == {len(table)}"]
-            + [f"{names(table)}[{names(key)}] is {names(item)}" for key, item in table.items()],
-        )
-        for table in tables
-        if table
-    ]
+    found: list[Watched] = []
+    for table in filter(None, tables):
+        terms = [f"{names(table)}[{names(key)}] is {names(item)}" for key, item in table.items()]
+        found.append((table, [f"len({names(table)}) == {len(table)}", *terms]))
+    return found
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -133,31 +127,18 @@ def is_plain(tensor: Tensor) -> bool:
 _Settings = tuple[Any, ...]
 
 _NAMES = (
-    "torch.backends.mkldnn.enabled",
-    "torch.backends.cudnn.enabled",
-    "torch.backends.cuda.flash_sdp_enabled()",
-    "torch.backends.cuda.mem_efficient_sdp_enabled()",
-    "torch.backends.cuda.math_sdp_enabled()",
-    "torch.get_default_dtype()",
-    "torch.are_deterministic_algorithms_enabled()",
-    "torch.is_autocast_cache_enabled()",
-)
+    "torch.backends.mkldnn.enabled", "torch.backends.cudnn.enabled",
+    "torch.backends.cuda.flash_sdp_enabled()", "torch.backends.cuda.mem_efficient_sdp_enabled()",
+    "torch.backends.cuda.math_sdp_enabled()", "torch.get_default_dtype()",
+    "torch.are_deterministic_algorithms_enabled()", "torch.is_autocast_cache_enabled()",
+)  # fmt: skip
 
 
 def _settings() -> _Settings:
     return (
-        *enabled_backends(),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_autocast_cache_enabled(),
-    )
-
-
-def _first_difference(before: _Settings, now: _Settings) -> tuple[str, Any, Any]:
-    for name, was, found in zip(_NAMES, before, now, strict=True):
-        if was != found:
-            return name, was, found
-    raise AssertionError("no setting differs")
+        *enabled_backends(), torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(), torch.is_autocast_cache_enabled(),
+    )  # fmt: skip
 
 
 MOST_LOOKS = 8
@@ -177,14 +158,11 @@ class Guards:
         initialised: tuple[InitialisedOnce, ...], forward: fx.GraphModule, backward: fx.GraphModule,
         written: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
-        self.kind = type(model).__name__
-        self.written = written
-        self.model = model
-        self.recipe = recipe
+        self.kind, self.written = type(model).__name__, written
+        self.model, self.recipe = model, recipe
         self.batches = BatchFlattener(recipe.signature)
-        self.python_state = python_state
+        self.python_state, self.initialised = python_state, initialised
         self.takes_target = recipe.signature.has_target
-        self.initialised = initialised
         self.unhooked = _tables_to_stay_empty(model, recipe.loss_fn, python_state, initialised)
         # The module itself is in training mode, or its step would not run.
         self.modes = [(p, m, m.training) for p, m in model.named_modules() if p]
@@ -225,7 +203,13 @@ class Guards:
         self._require_attributes([*taken, *leaves])
         self._require_apart(taken, leaves)
         if change := self.python_state.first_change():
-            raise self._changed_state(change)
+            error = self._changed(*_in_words(change))
+            if numbers := _numbers(self.python_state.changes()):
+                named = ", ".join(map(repr, numbers))
+                how = f"remat.rematerialize(..., float_inputs=[{named}])"
+                error = StateChangedError(f"{error}; or let each step read it: {how}")
+                error.numbers = numbers
+            raise error
         if self.initialised and (left := out_of_step(self.initialised)):
             one, now = left
             raise self._changed(*_in_words(Change(one.place.text, one.value, now, one.place)))
@@ -290,12 +274,12 @@ class Guards:
         now = autocast_state()
         if now != self.recipe.autocast:
             raise self._changed("autocast", _shown(self.recipe.autocast), _shown(now))
-        if _settings() != self.settings:
-            name, before, found = _first_difference(self.settings, _settings())
-            raise StateChangedError(
-                f"{name} was {before} when {self.kind} was rewritten and is {found} now: eager may "
-                "run other ops. Put it back, or capture and solve again"
-            )
+        for name, before, found in zip(_NAMES, self.settings, _settings(), strict=True):
+            if found != before:
+                raise StateChangedError(
+                    f"{name} was {before} when {self.kind} was rewritten and is {found} now: eager "
+                    "may run other ops. Put it back, or capture and solve again"
+                )
 
     def _state(self) -> list[Tensor]:
         state = self.live.read()
@@ -313,7 +297,9 @@ class Guards:
     def _another(self, name: str, before: tuple[Any, ...], tensor: Tensor) -> RewriteError:
         if is_distributed(tensor):
             return RewriteError(distributed_message(f"{name} of {self.kind}"))
-        return self._changed(name, *_first_changed(before, _facts(tensor)))
+        facts = zip(before, _facts(tensor), _FACT_TEXT, strict=True)
+        texts = next((text(was), text(now)) for was, now, text in facts if was != now)
+        return self._changed(name, *texts)
 
     def _replaced(self) -> RewriteError:
         now, before = [name for name, _ in named_state(self.step)], self.live.names
@@ -324,17 +310,6 @@ class Guards:
         words = ("there", "missing") if name in missing else ("missing", "there")
         return self._changed(name, *words)
 
-    def _changed_state(self, change: Change) -> StateChangedError:
-        error = self._changed(*_in_words(change))
-        if numbers := _numbers(self.python_state.changes()):
-            named = ", ".join(map(repr, numbers))
-            error = StateChangedError(
-                f"{error}; or let each step read it: remat.rematerialize(..., "
-                f"float_inputs=[{named}])"
-            )
-            error.numbers = numbers
-        return error
-
     def _changed(self, what: str, before: str, now: str) -> StateChangedError:
         return StateChangedError(
             f"{what} of {self.kind} was {before} when the step was captured and is {now} now. "
@@ -343,11 +318,9 @@ class Guards:
 
 
 def _tables_to_stay_empty(
-    model: nn.Module,
-    loss_fn: LossFunction | None,
-    python_state: PythonState,
+    model: nn.Module, loss_fn: LossFunction | None, python_state: PythonState,
     initialised: tuple[InitialisedOnce, ...],
-) -> list[Hooked]:
+) -> list[Hooked]:  # fmt: skip
     """Tables of hooks that were empty when the model was traced, and that no step fills."""
     places = (*python_state.places, *(one.place for one in initialised))
     known = {place.module for place in places if isinstance(place, ModuleHooks)}
@@ -373,13 +346,6 @@ _FACT_TEXT: tuple[Callable[[Any], str], ...] = (
     lambda stride: f"of strides {list(stride)}",
     lambda where: f"placed {list(where[1])} on {where[0]}" if where else "no DTensor",
 )
-
-
-def _first_changed(before: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[str, str]:
-    for was, found, text in zip(before, now, _FACT_TEXT, strict=True):
-        if was != found:
-            return text(was), text(found)
-    raise AssertionError("no fact differs")
 
 
 def _numbers(changes: list[Change]) -> tuple[str, ...]:

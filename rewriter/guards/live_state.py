@@ -23,10 +23,8 @@ _Slot = tuple[str, nn.Module, str]  # path, module, name
 
 def named_state(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters, then buffers, in the order of a trace; shared ones under every name."""
-    return [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
+    buffers = module.named_buffers(remove_duplicate=False)
+    return [*module.named_parameters(remove_duplicate=False), *buffers]
 
 
 class LiveState:
@@ -47,14 +45,12 @@ class LiveState:
         state += [m._buffers[name] for _, m, name in self._buffers]
         empty = [m._parameters[name] for _, m, name in self._no_parameters]
         empty += [m._buffers[name] for _, m, name in self._no_buffers]
-        if any(tensor is not None for tensor in empty) or any(tensor is None for tensor in state):
-            return None
-        return state  # pyright: ignore[reportReturnType]
+        is_other = any(one is not None for one in empty) or any(one is None for one in state)
+        return None if is_other else state  # pyright: ignore[reportReturnType]
 
 
 def _slots(model: nn.Module, table: str) -> tuple[list[_Slot], list[_Slot]]:
-    filled: list[_Slot] = []
-    empty: list[_Slot] = []
+    filled, empty = list[_Slot](), list[_Slot]()
     for path, module in model.named_modules(remove_duplicate=False):
         for name, tensor in getattr(module, table).items():
             slot = (f"{path}.{name}".lstrip("."), module, name)
@@ -169,29 +165,22 @@ class RecomputeInputs:
         self._step = 0
 
     def noted(
-        self,
-        names: Sequence[str],
-        inputs: Sequence[Any],
+        self, names: Sequence[str], inputs: Sequence[Any],
         constants: Iterable[tuple[str, Tensor]] = (),
-    ) -> tuple[_Sample, list[_Noted]]:
+    ) -> tuple[_Sample, list[_Noted]]:  # fmt: skip
         """What is to be so still when backward begins: those inputs, and all of the constants."""
         known = [*((names[i], inputs[i]) for i in self.places), *constants]
-        pairs = [(name, one) for name, one in known if type(one) in _PLAIN]
         # Tensors of inference mode have no version.
-        pairs = [(name, tensor) for name, tensor in pairs if not tensor.is_inference()]
+        pairs = [(n, one) for n, one in known if type(one) in _PLAIN and not one.is_inference()]
         self._step += 1
         part = self._part([tensor.nbytes for _, tensor in pairs])
-        return part, [
-            _Noted(
-                name,
-                # Weak, as a tensor that nothing else needs may go before backward.
-                weakref.ref(tensor),
-                tensor._version,
-                tensor.untyped_storage()._cdata,
-                self._bits(tensor, part) if (i + part.number) % part.of_tensors == 0 else None,
-            )
-            for i, (name, tensor) in enumerate(pairs)
-        ]
+        noted: list[_Noted] = []
+        for i, (name, tensor) in enumerate(pairs):
+            bits = self._bits(tensor, part) if (i + part.number) % part.of_tensors == 0 else None
+            # Weak, as a tensor that nothing else needs may go before backward.
+            weak, storage = weakref.ref(tensor), tensor.untyped_storage()._cdata
+            noted.append(_Noted(name, weak, tensor._version, storage, bits))
+        return part, noted
 
     def _part(self, sizes: Sequence[int]) -> _Sample:
         us = sum(sizes) / BYTES_A_US + _TENSOR_US * len(sizes)

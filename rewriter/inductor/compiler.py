@@ -41,7 +41,7 @@ from remat.graph_capture.torch_private.inductor import (
     inductor_config,
     select_decomp_table,
 )
-from remat.rewriter.graphs.codegen import Boxed
+from remat.rewriter.graphs.codegen import Boxed, boxed
 from remat.rewriter.graphs.emit import emit
 from remat.rewriter.graphs.rng import run_with_rng_state, save_rng_state, set_rng_state
 from remat.rewriter.inductor.fused_graph import MOVED
@@ -86,7 +86,9 @@ def _make_functional(gm: fx.GraphModule) -> tuple[str, ...]:
             _change(node, node.target, (states[device], device, *node.args))
             # The next draw reads what this one leaves, so the data alone order draws.
             states[device] = _next_state(node)
-    _add_outputs(gm.graph, list(states.values()))
+    end = gm.graph.output_node()
+    returned: Any = end.args[0]
+    end.args = ((*returned, *states.values()),)
     gm.recompile()
     return devices
 
@@ -134,12 +136,6 @@ def _next_state(node: fx.Node) -> fx.Node:
     return state
 
 
-def _add_outputs(graph: fx.Graph, states: Sequence[fx.Node]) -> None:
-    end = graph.output_node()
-    returned: Any = end.args[0]
-    end.args = ((*returned, *states),)
-
-
 def _underlying(node: fx.Node) -> fx.Node:
     """The call that a functional form wraps, as a node of its own; other nodes as they are."""
     wrapped = _wrapped.get(node.target)
@@ -180,8 +176,7 @@ def _runner(target: Any) -> Callable[..., tuple[Any, ...]]:
         now = save_rng_state(device)
         set_rng_state(state, device)
         try:
-            results = target(*args, **kwargs)
-            return (*_as_tuple(results), save_rng_state(device))
+            return (*_as_tuple(target(*args, **kwargs)), save_rng_state(device))
         finally:
             set_rng_state(now, device)
 
@@ -303,9 +298,8 @@ def _lasting(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _is_call(node: fx.Node) -> bool:
-    return node.op == "call_function" and not (
-        is_generated(node) or shares_storage(node) or is_getitem(node)
-    )
+    is_part = is_generated(node) or shares_storage(node) or is_getitem(node)
+    return node.op == "call_function" and not is_part
 
 
 @dataclass(frozen=True)
@@ -323,7 +317,8 @@ class _Phase:
 class InductorStep:
     def __init__(self, joint: Joint, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         self._joint = joint
-        self._mode = _mode_of(forward)
+        values = (node.meta.get("val") for node in forward.graph.find_nodes(op="placeholder"))
+        self._mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
         self._forward, self._backward = self._phase(forward), self._phase(backward)
 
     def peak_bytes(self) -> int:
@@ -334,11 +329,13 @@ class InductorStep:
         backward = copy_of(self._backward.graph)
         _without_states(backward, len(self._backward.devices))
         costs = CallCosts(forward, self._joint.graph.device)
+
+        def workspaces(calls: Sequence[fx.Node]) -> list[int]:
+            return [cost.workspace_bytes for cost in costs.of(map(_underlying, calls))]
+
+        n_outputs, kept = self._joint.num_forward_outputs, range(len(returned))
         with inductor_config.patch(CONFIG), calls_in_order(True), torch.no_grad():
-            found = replay(
-                forward, backward, self._joint.num_forward_outputs,
-                lambda calls: _workspaces(costs, calls), range(len(returned)),
-            )  # fmt: skip
+            found = replay(forward, backward, n_outputs, workspaces, kept)
         return self._joint.graph.resident.total_bytes + found.peak_bytes
 
     def compile_forward(self, gm: fx.GraphModule) -> Boxed:
@@ -364,19 +361,13 @@ class InductorStep:
         _require_same_inputs(phase, gm)
         inputs = _inputs_of(phase.graph, self._mode)
         with inductor_config.patch(CONFIG), calls_in_order(True), torch.no_grad():
-            run = compile_fx_inner(
-                copy_of(phase.graph), inputs, is_backward=is_backward, static_input_idxs=()
-            )
+            asked: Any = {"is_backward": is_backward, "static_input_idxs": ()}
+            run = compile_fx_inner(copy_of(phase.graph), inputs, **asked)
         return _with_own_inputs(run, phase)
 
 
 def code_peak_bytes(joint: Joint, schedule: Schedule) -> int:
     return InductorStep(joint, *emit(joint, schedule, writes=False)).peak_bytes()
-
-
-def _mode_of(gm: fx.GraphModule) -> FakeTensorMode:
-    values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
-    return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
 
 
 def _require_same_inputs(phase: _Phase, gm: fx.GraphModule) -> None:
@@ -399,10 +390,6 @@ def _without_states(gm: fx.GraphModule, n_states: int) -> None:
     end.args = (tuple(returned[: len(returned) - n_states]),)
 
 
-def _workspaces(costs: CallCosts, calls: Sequence[fx.Node]) -> list[int]:
-    return [cost.workspace_bytes for cost in costs.of(map(_underlying, calls))]
-
-
 def _lift_constants(gm: fx.GraphModule) -> tuple[Tensor, ...]:
     # Inductor would write the numbers of small ones into its code, and not see when they change.
     constants: dict[str, fx.Node] = {}
@@ -420,6 +407,7 @@ def _lift_constants(gm: fx.GraphModule) -> tuple[Tensor, ...]:
 
 
 def _with_own_inputs(run: Any, phase: _Phase) -> Boxed:
+    @boxed
     def called(args: list[Any]) -> Any:
         args.extend(phase.constants)
         args.extend(save_rng_state(device) for device in phase.devices)
@@ -430,6 +418,4 @@ def _with_own_inputs(run: Any, phase: _Phase) -> Boxed:
             set_rng_state(state, device)
         return results
 
-    # AOTAutograd then passes inputs in a list.
-    called._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return called

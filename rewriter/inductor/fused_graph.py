@@ -87,7 +87,11 @@ class _Builder:
         written = {n.args[0] for n in self.nodes if mutates(n)}
         self.overwritten = {n for n in self.nodes if n.name in self.overwritten_names} | written
         self.in_forward = self._forward_nodes()
-        self.stored = StoredNodes(self.nodes, self.in_forward, self._readers())
+        found: dict[fx.Node, list[fx.Node]] = {}
+        for node in reversed(self.nodes):
+            readers = [found[user] if shares_storage(user) else [user] for user in node.users]
+            found[node] = [reader for several in readers for reader in several]
+        self.stored = StoredNodes(self.nodes, self.in_forward, found)
 
     def _forward_nodes(self) -> set[fx.Node]:
         """Ancestors of forward's results and of what draws or has effects there; their parts."""
@@ -107,16 +111,6 @@ class _Builder:
         # Backward alone reads some, such as a dropout's mask.
         return found | {n for n in self.nodes if is_getitem(n) and n.args[0] in found}
 
-    def _readers(self) -> dict[fx.Node, list[fx.Node]]:
-        found: dict[fx.Node, list[fx.Node]] = {}
-        for node in reversed(self.nodes):
-            found[node] = [
-                reader
-                for user in node.users
-                for reader in (found[user] if shares_storage(user) else [user])
-            ]
-        return found
-
     def build(self, name: str, resident: Resident, device: str) -> FusedJoint:
         self._add_inputs()
         for node in self.nodes:
@@ -130,9 +124,8 @@ class _Builder:
             values=tuple(self.values.values()), forward_outputs=tuple(dict.fromkeys(kept)),
             outputs=tuple(dict.fromkeys(ends)), resident=resident, device=device,
         )  # fmt: skip
-        return FusedJoint(
-            self.gm, self.n_outputs, graph, self.node_of_op, self.base, self.values_read
-        )
+        nodes = self.node_of_op, self.base, self.values_read
+        return FusedJoint(self.gm, self.n_outputs, graph, *nodes)
 
     def _names(self, nodes: Iterable[fx.Node]) -> list[str]:
         names = [name for node in nodes for name in self.values_read[node]]
@@ -157,10 +150,9 @@ class _Builder:
                 if is_late:
                     tangents.append(node.name)
             self.values_read[node] = (storages[key],)
-        pin = "its results arrive from autograd"
-        self.ops["backward"].append(
-            Op("tangents", TANGENTS, "backward", (), tuple(tangents), no_recompute=pin)
-        )
+        made, pin = tuple(tangents), "its results arrive from autograd"
+        opening = Op("tangents", TANGENTS, "backward", (), made, no_recompute=pin)
+        self.ops["backward"].append(opening)
 
     def _register(
         self, node: fx.Node, base: fx.Node, tensor: Tensor, producer: str, kind: Kind
@@ -173,34 +165,26 @@ class _Builder:
         )  # fmt: skip
 
     def _read(self, node: fx.Node) -> tuple[str, ...]:
-        return tuple(
-            dict.fromkeys(v for a in node_inputs(node) for v in self.values_read.get(a, ()))
-        )
+        read = (value for one in node_inputs(node) for value in self.values_read.get(one, ()))
+        return tuple(dict.fromkeys(read))
 
     def _add(self, node: fx.Node) -> None:
         if is_getitem(node):
-            self._add_part(node)
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            # An element is a value of the op that made the tuple, or a view as its source is.
+            is_value = node.name in self.values
+            self.values_read[node] = (node.name,) if is_value else self.values_read[source]
         elif is_wait(node):
-            self._add_wait(node)
+            names = self._read(node)
+            self.values_read[node] = names
+            # What was waited for stands for a collective's result, and is what may be saved.
+            if len(names) == 1 and self.values[names[0]].producer:
+                self.base[names[0]] = node
         elif shares_storage(node) or (is_inlined(node) and not self.stored.is_stored(node)):
             self.values_read[node] = self._read(node)
         else:
             self._add_op(node)
-
-    def _add_part(self, node: fx.Node) -> None:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        self.values_read[node] = (
-            # An element is a value of the op that made the tuple, or a view as its source is.
-            (node.name,) if node.name in self.values else self.values_read[source]
-        )
-
-    def _add_wait(self, node: fx.Node) -> None:
-        names = self._read(node)
-        self.values_read[node] = names
-        # What was waited for stands for a collective's result, and is what may be saved.
-        if len(names) == 1 and self.values[names[0]].producer:
-            self.base[names[0]] = node
 
     def _add_op(self, node: fx.Node) -> None:
         phase: Phase = "forward" if node in self.in_forward else "backward"
@@ -265,8 +249,7 @@ def build_fused(
 MOVED = frozenset({torch.ops.aten.mm.default})
 """Calls that Inductor makes one with an addition, at the place of the addition.
 
-For tied weights, a product moved there would hold the logits' gradient to the end of backward.
-"""
+For tied weights, a product moved there would hold the logits' gradient to the end of backward."""
 
 
 class _FusedEmitter(Emitter[FusedJoint]):
@@ -321,18 +304,14 @@ class _FusedEmitter(Emitter[FusedJoint]):
                 self.forget(inlined)
             self.inlined.clear()
         if isinstance(node.meta.get("val"), (tuple, list)):
-            self._pick(node, copy)
+            for part in node.users:
+                if is_getitem(part) and part not in self.copies:
+                    args = copy, part.args[1]
+                    self.put(part, self.call(part.target, args, {}, None, part.meta))
+                    self._wait(part)
         else:
             self.put(node, copy, self._stored(node, copy) if self.at in self.lasting else None)
             self._wait(node)
-
-    def _pick(self, node: fx.Node, copy: fx.Node) -> None:
-        for part in node.users:
-            if is_getitem(part) and part not in self.copies:
-                picked = self.graph.call_function(part.target, (copy, part.args[1]))  # pyright: ignore
-                picked.meta = dict(part.meta)
-                self.put(part, picked)
-                self._wait(part)
 
     def _wait(self, made: fx.Node) -> None:
         # A collective's result is what was waited for, as in `EagerEmitter`.
@@ -347,9 +326,7 @@ class _FusedEmitter(Emitter[FusedJoint]):
         if not is_inlined(node) and node.target not in MOVED:
             return None
         # Kernels read it through this, so that Inductor stores it where it is made.
-        stored = self.graph.call_function(REALIZE, (copy,))
-        stored.meta = dict(node.meta)
-        return stored
+        return self.call(REALIZE, (copy,), {}, None, node.meta)
 
 
 def emit_fused(joint: FusedJoint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:

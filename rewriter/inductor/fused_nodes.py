@@ -32,8 +32,7 @@ SEEDS = inductor_prims.seeds
 SEEDED_DRAWS = frozenset({inductor_prims.random, inductor_prims.randint})
 """They draw from a seed that they are given, so they draw the same when they run again.
 
-Inductor's seeds are made in forward and saved. What draws from the stream itself runs once.
-"""
+Inductor's seeds are made in forward and saved. What draws from the stream itself runs once."""
 
 _INLINED = frozenset(
     {
@@ -142,7 +141,13 @@ class StoredNodes:
     held: dict[fx.Node, set[fx.Node]] = field(default_factory=dict[fx.Node, set[fx.Node]])
 
     def __post_init__(self) -> None:
-        self.last_call = _last_calls(self.nodes)
+        # For each node, the place of the last call that must run before it, itself included.
+        last: dict[fx.Node, int] = {}
+        for i, node in enumerate(self.nodes):
+            is_part = shares_storage(node) or is_getitem(node) or is_generated(node)
+            is_call = node.op == "call_function" and not is_part
+            last[node] = i if is_call else max((last[s] for s in node.all_input_nodes), default=-1)
+        self.last_call = last
 
     def is_stored(self, node: fx.Node) -> bool:
         readers = self.readers[node]
@@ -150,31 +155,25 @@ class StoredNodes:
         # Backward reads only what forward has saved, and a call reads memory.
         is_crossing = node in self.in_forward and any(r not in self.in_forward for r in readers)
         by_call = any(not is_inlined(reader) and not is_reduction(reader) for reader in readers)
-        self.reads[node], self.held[node] = self._sources(node), self._held(node)
+        found: set[fx.Node] = set()
+        for source in map(viewed, node_inputs(node)):
+            found |= self.reads.get(source, {source})
+        self.reads[node], self.held[node] = found, self._held(node)
+        is_heavy = len(found) > _MOST_READS or _count_large(found, node) > _MOST_LARGE_READS
         stored = (
             is_result or is_crossing or by_call
-            or (len(readers) > 1 and self._is_heavy(node)) or self._frees_more(node)
+            or (len(readers) > 1 and is_heavy) or self._frees_more(node)
         )  # fmt: skip
         if stored:
             # Readers of a stored node read it, not its sources.
             del self.reads[node], self.held[node]
         return stored
 
-    def _is_heavy(self, node: fx.Node) -> bool:
-        reads = self.reads[node]
-        return len(reads) > _MOST_READS or _count_large(reads, node) > _MOST_LARGE_READS
-
     def _frees_more(self, node: fx.Node) -> bool:
         # More than the node takes would be held until a later call has run.
         waits = any(self.last_call[r] > self.last_call[node] for r in self.readers[node])
         most = 1 if is_added_product(node) else _MOST_HELD
         return waits and _count_large(self.held[node], node) > most
-
-    def _sources(self, node: fx.Node) -> set[fx.Node]:
-        found: set[fx.Node] = set()
-        for source in map(viewed, node_inputs(node)):
-            found |= self.reads.get(source, {source})
-        return found
 
     def _held(self, node: fx.Node) -> set[fx.Node]:
         found: set[fx.Node] = set()
@@ -184,21 +183,10 @@ class StoredNodes:
         return found
 
 
-def _last_calls(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """For each node, the place of the last call that must run before it, itself included."""
-    last: dict[fx.Node, int] = {}
-    for i, node in enumerate(nodes):
-        is_part = shares_storage(node) or is_getitem(node) or is_generated(node)
-        is_call = node.op == "call_function" and not is_part
-        last[node] = i if is_call else max((last[s] for s in node.all_input_nodes), default=-1)
-    return last
-
-
 def is_added_product(node: fx.Node) -> bool:
     """Whether Inductor makes one call of the node and a matrix product that it reads."""
-    return node.target == aten.add.Tensor and any(
-        source.target == aten.mm.default for source in node.all_input_nodes
-    )
+    products = [source for source in node.all_input_nodes if source.target == aten.mm.default]
+    return node.target == aten.add.Tensor and bool(products)
 
 
 def viewed(node: fx.Node) -> fx.Node:
@@ -292,12 +280,10 @@ def _where(node: fx.Node) -> str:
 
 
 def _draws_inside(graph: fx.Graph) -> bool:
+    seeded = {*SEEDED_DRAWS, SEEDS}
     return any(
-        draws_randomness(node)
-        or node.target in SEEDED_DRAWS
-        or node.target == SEEDS
-        or any(map(_draws_inside, subgraphs(node)))
-        for node in graph.nodes
+        draws_randomness(n) or n.target in seeded or any(map(_draws_inside, subgraphs(n)))
+        for n in graph.nodes
     )
 
 
@@ -321,11 +307,8 @@ def keep_masks_as_bytes(gm: fx.GraphModule, n_outputs: int) -> int:
     The joint graph, whose first `n_outputs` results are forward's, is changed in place.
     """
     forward = makers(gm.graph.find_nodes(op="output")[0].args[0][:n_outputs])  # pyright: ignore
-    masks = [
-        node
-        for node in gm.graph.nodes
-        if node in forward and _is_mask(node) and _is_read_beyond(node, forward)
-    ]
+    made = [node for node in gm.graph.nodes if node in forward and _is_mask(node)]
+    masks = [node for node in made if _is_read_beyond(node, forward)]
     for node in masks:
         _through_bytes(node)
     gm.recompile()

@@ -101,11 +101,8 @@ def us_per_element(parts: Iterable[str], cache: CostCache) -> dict[str, float]:
 
 
 def _kernel(part: str) -> Callable[[], Any]:
-    given = [
-        torch.zeros(1, dtype=torch.int64),
-        torch.linspace(0.5, 2.0, ELEMENTS),
-        torch.ones(ELEMENTS, dtype=torch.uint8),
-    ]
+    seeds, mask = torch.zeros(1, dtype=torch.int64), torch.ones(ELEMENTS, dtype=torch.uint8)
+    given = [seeds, torch.linspace(0.5, 2.0, ELEMENTS), mask]
     mode = FakeTensorMode()
     fake = [mode.from_tensor(tensor) for tensor in given]
     with tracing(TracingContext(mode)), inductor_config.patch(fx_graph_cache=False):
@@ -152,8 +149,7 @@ Overheads of plans in %, as planned -> as taken by the code:
     U-Net, 72 MB                 2.1 -> 0.3    1.1 -> 0.6
     GPT-2, 59 MB                 4.6 -> 3.8    2.9 -> 4.8
 
-What was left was mostly arithmetic, which `us_per_element` adds.
-"""
+What was left was mostly arithmetic, which `us_per_element` adds."""
 
 
 class CallCosts:
@@ -215,8 +211,7 @@ class CallCosts:
         for (key, (cost_us, away)), region in zip(costs.items(), memory, strict=True):
             made_bytes = sum(map(allocated, fresh_storages(missing[key])))
             # Results are values of the graph, not workspace.
-            extra = max(0, region.peak_bytes - made_bytes)
-            found[key] = OpCost(cost_us, extra, away=away)
+            found[key] = OpCost(cost_us, max(0, region.peak_bytes - made_bytes), away=away)
         return found
 
     def _runner(self, node: fx.Node) -> Callable[[], Any]:
@@ -245,7 +240,10 @@ def with_kernel_costs(joint: FusedJoint, costs: CallCosts) -> TrainingGraph:
     for op in joint.graph.ops:
         node = joint.node_of_op.get(op.name)
         if op.name in found:
-            op = _called(op, found[op.name])
+            cost = found[op.name]
+            origin, extra = "estimated" if cost.is_estimate else "measured", cost.workspace_bytes
+            facts = {"cost_us": cost.cost_us, "workspace_bytes": extra, "cost_origin": origin}
+            op = msgspec.structs.replace(op, **facts)
         elif node is not None:
             # The time to read and write its values at the rate of a copy, and besides that the slow
             # functions that it computes. What is inlined into it costs nothing more.
@@ -258,15 +256,6 @@ def with_kernel_costs(joint: FusedJoint, costs: CallCosts) -> TrainingGraph:
     # taken off its cost, and added to the step.
     read_us = sum(bytes_for_backward(costed).values()) / bytes_per_us
     return calibrated(costed, WholeStepTimes(step_us=0.0, keeping_us=NEAR * read_us))
-
-
-def _called(op: Op, cost: OpCost) -> Op:
-    return msgspec.structs.replace(
-        op,
-        cost_us=cost.cost_us,
-        workspace_bytes=cost.workspace_bytes,
-        cost_origin="estimated" if cost.is_estimate else "measured",
-    )
 
 
 def _kernel_bytes(op: Op, node: fx.Node, values: Mapping[str, Value]) -> int:

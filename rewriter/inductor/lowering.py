@@ -48,8 +48,8 @@ def _as_laid_out(kernel: Any) -> fx.Node | None:
     origin = _origin(kernel)
     if origin is None:
         return None
-    given = pytree.tree_leaves((origin.args, origin.kwargs))
-    tensors = [leaf for leaf in given if isinstance(leaf, fx.Node)]
+    leaves = pytree.tree_leaves((origin.args, origin.kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
     real = list(kernel.inputs)
     graph = fx.Graph()
     stand_in: dict[fx.Node, fx.Node] = {}
@@ -59,10 +59,8 @@ def _as_laid_out(kernel: Any) -> fx.Node | None:
             # With another number of inputs it is not known which belongs to which.
             layout = real[i].maybe_get_layout() if len(real) == len(tensors) else None
             stand_in[node].meta["val"] = _laid_out(node.meta.get("val"), layout)
-    args, kwargs = pytree.tree_map(
-        lambda leaf: stand_in[leaf] if isinstance(leaf, fx.Node) else leaf,
-        (tuple(origin.args), dict(origin.kwargs)),
-    )
+    given = tuple(origin.args), dict(origin.kwargs)
+    args, kwargs = pytree.tree_map_only(fx.Node, stand_in.__getitem__, given)
     made = graph.create_node("call_function", origin.target, args, kwargs)
     made.meta["val"] = origin.meta.get("val")
     return made
@@ -144,8 +142,7 @@ class _SkippedKernel(CppKernelProxy):
 
     def codegen_nodes(self, nodes: list[SchedulerNode]) -> None:
         self._nodes = nodes
-        sizes = [node.group[1] for node in nodes]
-        self.set_ranges(*max(sizes, key=lambda ranges: len(ranges[1])))
+        self.set_ranges(*max([node.group[1] for node in nodes], key=lambda ranges: len(ranges[1])))
         kernel = CppKernel(self.kernel_group.args, self.num_threads)
         stored: set[str] = set()
         with kernel:

@@ -143,26 +143,18 @@ class _BetweenCalls(InductorChoices):
         self._calls: WeakKeyDictionary[Scheduler, list[int]] = WeakKeyDictionary()
 
     def can_fuse(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        scheduler: Scheduler,
-        node1: BaseSchedulerNode,
-        node2: BaseSchedulerNode,
+        self, scheduler: Scheduler, node1: BaseSchedulerNode, node2: BaseSchedulerNode,
         shared_data_score: int,
-    ) -> bool:
-        if self._call_between(scheduler, node1, node2):
-            return False
-        return InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
-
-    def _call_between(
-        self, scheduler: Scheduler, node1: BaseSchedulerNode, node2: BaseSchedulerNode
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         if scheduler not in self._calls:
             self._calls[scheduler] = [n.min_order for n in scheduler.nodes if n.is_extern()]
         # `min_order` and `max_order` keep the order before anything was fused.
         calls = self._calls[scheduler]
         first = min(node1.min_order, node2.min_order)
         last = max(node1.max_order, node2.max_order)
-        return bisect_left(calls, first) != bisect_left(calls, last)
+        if bisect_left(calls, first) != bisect_left(calls, last):
+            return False
+        return InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
 
 
 @contextlib.contextmanager
@@ -187,8 +179,7 @@ def calls_in_order(is_asked: bool) -> Generator[None]:
 CONFIG: dict[str, Any] = {"layout_optimization": False, "fx_graph_remote_cache": False}
 """Inductor's configuration for a step of ours.
 
-With channels-last layouts, forward would save copies of parameters, which are not in the graph.
-"""
+With channels-last layouts, forward would save copies of parameters, which are not in the graph."""
 
 
 @dataclass(frozen=True)
@@ -229,20 +220,17 @@ class FusedStep(StepBytes):
         inputs = [n for n in gm.graph.find_nodes(op="placeholder") if not is_tangent(n)]
         device = device_holding(node.meta.get("val") for node in inputs)
         self._costs = CallCosts(gm, device)
-        self.joint: FusedJoint = build_fused(
-            gm, n_outputs, "torch.compile", Resident(), device, self._overwritten
-        )
+        around = "torch.compile", Resident(), device, self._overwritten
+        self.joint: FusedJoint = build_fused(gm, n_outputs, *around)
         self.joint.graph = with_kernel_costs(self.joint, self._costs)
         known, allocated = set[int](), allocator_rounding(device)
         results: Any = gm.graph.output_node().args[0]
         made = [results[n_outputs + i] for i in self._static if n_outputs + i < len(results)]
+        gradients = (node.meta.get("val") for node in made if isinstance(node, fx.Node))
         super().__init__(
             storage_bytes((inputs[i].meta.get("val") for i in self._static), known, allocated),
             storage_bytes((node.meta.get("val") for node in inputs), known, allocated),
-            storage_bytes(
-                (node.meta.get("val") for node in made if isinstance(node, fx.Node)),
-                allocated=allocated,
-            ),
+            storage_bytes(gradients, allocated=allocated),
         )
 
     @property
@@ -272,8 +260,7 @@ class FusedStep(StepBytes):
             )  # fmt: skip
 
     def is_valid(self, stock: Pair) -> bool:
-        pair = stock.forward, stock.backward
-        return is_valid(*pair, self.joint.n_outputs, self._overwritten)
+        return is_valid(stock.forward, stock.backward, self.joint.n_outputs, self._overwritten)
 
     def replay(self, pair: Pair) -> ReplayedMemory:
         with calls_in_order(pair.holds_order):

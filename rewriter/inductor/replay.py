@@ -7,7 +7,6 @@ were measured for them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +37,10 @@ class ReplayedMemory:
     def peak_bytes(self) -> int:
         return max(self.forward_peak_bytes, self.backward_peak_bytes)
 
+    def raised(self, forward_bytes: int, backward_bytes: int) -> ReplayedMemory:
+        peaks = self.forward_peak_bytes + forward_bytes, self.backward_peak_bytes + backward_bytes
+        return ReplayedMemory(*peaks, self.saved_bytes, self.output_bytes)
+
 
 @dataclass(eq=False)
 class StepBytes:
@@ -57,17 +60,6 @@ class StepBytes:
     awaited_gradient_bytes: int = 0
 
     def beside(self, found: ReplayedMemory, times: int = 1) -> ReplayedMemory:
-        forward_bytes, backward_bytes = self._left_by_others_bytes(found)
-        return dataclasses.replace(
-            found,
-            forward_peak_bytes=found.forward_peak_bytes + times * forward_bytes,
-            backward_peak_bytes=found.backward_peak_bytes + times * backward_bytes,
-        )
-
-    def alone(self, found: ReplayedMemory) -> ReplayedMemory:
-        return self.beside(found, -1)
-
-    def _left_by_others_bytes(self, found: ReplayedMemory) -> tuple[int, int]:
         # The last call's backward runs first, beside what all others have saved. In each later one
         # there is one less of these, but the gradients of the first are there, and if each call is
         # of a module of its own, those of all before.
@@ -78,7 +70,11 @@ class StepBytes:
             left_bytes = max(saved_bytes, (self.modules - 1) * self.gradient_bytes)
         elif self.calls > 1:
             left_bytes = max(saved_bytes, saved_bytes - each_bytes + self.gradient_bytes)
-        return saved_bytes, left_bytes + self.awaited_gradient_bytes
+        backward_bytes = left_bytes + self.awaited_gradient_bytes
+        return found.raised(times * saved_bytes, times * backward_bytes)
+
+    def alone(self, found: ReplayedMemory) -> ReplayedMemory:
+        return self.beside(found, -1)
 
 
 def replay(
@@ -99,7 +95,7 @@ def replay(
         run.bring(name, [run.storage(0)])
     run.carry_out(lowered)
     forward_peak = run.peak_bytes
-    kept = [_held_by(run, name) for name in lowered.outputs]
+    kept = [[] if name is None else run.names.get(name, []) for name in lowered.outputs]
     outputs, saved = kept[:n_outputs], kept[n_outputs:]
     output_bytes = run.bytes_of(outputs)
     saved_bytes = run.bytes_of(kept) - output_bytes
@@ -114,13 +110,11 @@ class LiveStorages:
     """Storages that are live while events are carried out, by the names that hold them."""
 
     def __init__(self, workspaces: _Workspaces, held: set[str]) -> None:
-        self.workspaces = workspaces
-        self.held = held
+        self.workspaces, self.held = workspaces, held
         self.size_bytes: list[int] = []
         self.holders: list[int] = []
         self.names: dict[str, list[int]] = {}
-        self.live_bytes = 0
-        self.peak_bytes = 0
+        self.live_bytes = self.peak_bytes = 0
 
     def storage(self, size_bytes: int) -> int:
         self.size_bytes.append(size_bytes)
@@ -163,18 +157,11 @@ class LiveStorages:
             self.bring(event.name, self.names[event.of])
             self.drop(event.of)
         else:
-            self._allocate(event, extra_bytes)
-
-    def _allocate(self, event: Event, extra_bytes: int) -> None:
-        made = sum(event.sizes_bytes)
-        # A call's workspace lies beside its results, and is gone when it ends.
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + made + extra_bytes)
-        if event.sizes_bytes:
-            self.bring(event.name, [self.storage(size) for size in event.sizes_bytes])
-
-
-def _held_by(run: LiveStorages, name: str | None) -> list[int]:
-    return [] if name is None else run.names.get(name, [])
+            made = sum(event.sizes_bytes)
+            # A call's workspace lies beside its results, and is gone when it ends.
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + made + extra_bytes)
+            if event.sizes_bytes:
+                self.bring(event.name, [self.storage(size) for size in event.sizes_bytes])
 
 
 def _backward_run(

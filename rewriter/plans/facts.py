@@ -65,16 +65,12 @@ def _state_of(model: nn.Module) -> tuple[StateFact, ...]:
     n_parameters = len(list(model.named_parameters(remove_duplicate=False)))
     return tuple(
         StateFact(
-            name=name,
-            kind="parameter" if i < n_parameters else "buffer",
-            dtype=_dtype_text(tensor.dtype),
-            shape=tuple(tensor.shape),
-            strides=tensor.stride(),
-            trained=tensor.requires_grad,
-            tied_to=named[tied[i]][0] if i in tied else "",
+            name=name, kind="parameter" if i < n_parameters else "buffer",
+            dtype=_dtype_text(tensor.dtype), shape=tuple(tensor.shape), strides=tensor.stride(),
+            trained=tensor.requires_grad, tied_to=named[tied[i]][0] if i in tied else "",
         )
         for i, (name, tensor) in enumerate(named)
-    )
+    )  # fmt: skip
 
 
 def _modules_in_eval(model: nn.Module) -> tuple[str, ...]:
@@ -101,7 +97,12 @@ def batch_signature(signature: Signature) -> BatchSignature:
             f"the batch has a container that a plan file cannot hold ({error}): pass its parts as "
             "tuples, lists or dicts"
         ) from error
-    if not _is_read_again(tree, signature.spec):
+    try:
+        read_again = tree_from(tree)
+    except PlanError:
+        read_again = None
+    # JSON has no tuples, which keys may be: the text must give the same tree.
+    if read_again != signature.spec:
         raise PlanError(
             "the batch has a dict or another container with keys that a plan file cannot hold: use "
             "texts or numbers as keys"
@@ -114,25 +115,7 @@ def batch_signature(signature: Signature) -> BatchSignature:
             "shapes alone"
         )
     leaves = zip(signature.names, signature.tensors, signature.others, strict=True)
-    return BatchSignature(
-        tree,
-        tuple(
-            _python_leaf(name, other)
-            if facts is None
-            else TensorLeaf(
-                tuple(facts[0]), facts[1], _dtype_text(facts[2]), str(facts[3]), facts[4]
-            )
-            for name, facts, other in leaves
-        ),
-    )
-
-
-def _is_read_again(tree: str, spec: pytree.TreeSpec) -> bool:
-    # JSON has no tuples, which keys may be: the text must give the same tree.
-    try:
-        return tree_from(tree) == spec
-    except PlanError:
-        return False
+    return BatchSignature(tree, tuple(_leaf_facts(*one) for one in leaves))
 
 
 def signature_from(batch: BatchSignature) -> Signature:
@@ -144,7 +127,9 @@ def signature_from(batch: BatchSignature) -> Signature:
         raise PlanError(f"the batch in the plan file cannot be read ({error})") from error
 
 
-def _python_leaf(name: str, value: Any) -> PythonLeaf:
+def _leaf_facts(name: str, facts: Any, value: Any) -> TensorLeaf | PythonLeaf:
+    if facts is not None:
+        return TensorLeaf(tuple(facts[0]), facts[1], _dtype_text(facts[2]), str(facts[3]), facts[4])
     # Exact types: the `repr` of a subclass, as an enum of ints, cannot be read.
     if type(value) is float or type(value) in _LITERALS:
         return PythonLeaf(type(value).__name__, repr(value))
@@ -189,23 +174,19 @@ def under_autocast(planned: tuple[Autocast, ...]) -> Generator[None]:
         for one in planned:
             # A plan made beside a GPU may be loaded where there is none.
             if one.device in here:
-                stack.enter_context(
-                    torch.autocast(one.device, _dtype_of(one.dtype), enabled=one.enabled)
-                )
+                dtype = _dtype_of(one.dtype)
+                stack.enter_context(torch.autocast(one.device, dtype, enabled=one.enabled))
         yield
 
 
 def recipe_from(plan: PlanFile, loss_fn: LossFunction | None, device: str) -> Recipe:
+    # The caller is `under_autocast` of the plan.
     return Recipe(
-        name=plan.model,
-        signature=signature_from(plan.batch),
-        loss_fn=loss_fn,
-        resident=plan.resident,
-        autocast=autocast_state(),  # the caller is `under_autocast` of the plan
-        device=device,
+        name=plan.model, signature=signature_from(plan.batch), loss_fn=loss_fn,
+        resident=plan.resident, autocast=autocast_state(), device=device,
         flags=(plan.told_compiling, plan.told_exporting),
         gradient_release=GradientRelease() if plan.schedule.releases_gradients else None,
-    )
+    )  # fmt: skip
 
 
 def make_plan(
@@ -234,7 +215,10 @@ def require_fit(plan: PlanFile, model: nn.Module, batch: Any, loss_fn: LossFunct
     """
     # What a person can name comes first, the graph's hash last (in `loading`): a difference of
     # class, parameter or batch says more than one of ops.
-    _require_torch(plan)
+    planned, here = plan.versions.torch, str(torch.__version__)
+    # Builds for other devices are the same torch: 2.13.0+cpu is 2.13.0.
+    if planned.partition("+")[0] != here.partition("+")[0]:
+        raise _differs("torch", planned, here)
     _require_device(plan, model)
     _require_model(plan, model)
     if batch is not None:
@@ -251,13 +235,6 @@ def _does_not_fit(why: str) -> PlanError:
     return PlanError(
         f"the plan does not fit: {why}. Make the plan again for what is at hand: {how}"
     )
-
-
-def _require_torch(plan: PlanFile) -> None:
-    planned, here = plan.versions.torch, str(torch.__version__)
-    # Builds for other devices are the same torch: 2.13.0+cpu is 2.13.0.
-    if planned.partition("+")[0] != here.partition("+")[0]:
-        raise _differs("torch", planned, here)
 
 
 def _require_device(plan: PlanFile, model: nn.Module) -> None:

@@ -6,11 +6,12 @@ import dataclasses
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 from torch.export.pt2_archive import PT2ArchiveWriter
 
 from remat.graph_capture.devices.placement import resolved_device
@@ -50,10 +51,6 @@ from remat.schedules.plan import (
     evaluate_family,
     evaluate_plan,
 )
-
-if TYPE_CHECKING:
-    from torch.export import ExportedProgram
-
 
 _ARCHIVE = ".pt2"
 EXTRA_FILE = "remat_plan.json"
@@ -105,8 +102,7 @@ def save_plan(plan: PlanFile, path: str | Path, program: ExportedProgram | None 
     elif program is not None:
         with atomic_write(path) as out:
             deferring: Any = _Deferring(out)  # torch declares less than it takes
-            extra = {EXTRA_FILE: plan.to_json().decode()}
-            torch.export.save(program, deferring, extra_files=extra)
+            torch.export.save(program, deferring, extra_files={EXTRA_FILE: plan.to_json().decode()})
             deferring.raise_lost()
     else:
         packed = io.BytesIO()
@@ -144,8 +140,7 @@ def _plan_over_range(kind: type[RangedModule]) -> PlanFile:
             f"the step behind this plan of {family.model} is not at hand: apply one that has "
             "it, remat.solve(step, budget).apply(model)"
         )
-    recipe = members.first._remat_guards.recipe
-    places = members.signature.places
+    recipe, places = members.first._remat_guards.recipe, members.signature.places
     return plan_of_family(kind._remat_original_module, recipe, places, family, graph)
 
 
@@ -153,8 +148,7 @@ def plan_of_family(
     model: nn.Module, recipe: Recipe, places: tuple[Place, ...], family: Family, graph: RangedGraph
 ) -> PlanFile:
     top = graph.bounding(graph.symbols)
-    schedule = resized_schedule(family.top.schedule, top)
-    plan = make_plan(model, recipe, schedule, None, top)
+    plan = make_plan(model, recipe, resized_schedule(family.top.schedule, top), None, top)
     return msgspec.structs.replace(plan, over=RangeFacts(places, family, graph))
 
 
@@ -181,14 +175,11 @@ def _load_over_range(
 
 
 def _ranged(plan: PlanFile, over: RangeFacts) -> RangedSignature:
-    plain = signature_from(plan.batch)
-    batch = plain.example(FakeTensorMode())
+    batch = signature_from(plan.batch).example(FakeTensorMode())
     leaves = pytree.tree_leaves(batch)
     try:
-        symbols = tuple(
-            as_symbol((s.name, s.low, s.high, s.multiple), "the range", 0)
-            for s in over.family.symbols
-        )
+        given = [(s.name, s.low, s.high, s.multiple) for s in over.family.symbols]
+        symbols = tuple(as_symbol(one, "the range", 0) for one in given)
         sizes = {one.symbol: leaves[one.leaf].shape[one.dim] for one in over.places}
         hints = {symbol.name: sizes[symbol.name] for symbol in symbols}
         return RangedSignature(batch, symbols, over.places, hints)
@@ -198,12 +189,7 @@ def _ranged(plan: PlanFile, over: RangeFacts) -> RangedSignature:
 
 
 def followed(module: nn.Module) -> type[RematModule] | type[RangedModule]:
-    """The class of the rewritten module that a module follows, of a cache the one used last.
-
-    Raises
-    ------
-    PlanError : it follows no plan.
-    """
+    """The class of the rewritten module that a module follows, of a cache the one used last."""
     kind = type(module)._remat_last_used() if isinstance(module, SharedState) else None
     if kind is None or not issubclass(kind, RematModule | RangedModule):
         raise PlanError(
@@ -216,9 +202,7 @@ def followed(module: nn.Module) -> type[RematModule] | type[RangedModule]:
 def plan_of(module: nn.Module) -> PlanFile:
     """What a file keeps of the plan that a rewritten module follows.
 
-    Raises
-    ------
-    PlanError : the module follows no plan, or its batch holds what a file cannot.
+    `PlanError` : it follows none, or its batch holds what a file cannot.
     """
     kind = followed(module)
     if issubclass(kind, RangedModule):
@@ -228,23 +212,17 @@ def plan_of(module: nn.Module) -> PlanFile:
             f"this {type(module).__name__} runs one schedule over a range of sizes, which no plan "
             "file holds: keep a family of them, remat.solve(step, budget).apply(model)"
         )
-    known = (kind._remat_prediction, kind._remat_costed)
     return make_plan(
-        kind._remat_original_module, kind._remat_guards.recipe, kind._remat_schedule, *known
-    )
+        kind._remat_original_module, kind._remat_guards.recipe, kind._remat_schedule,
+        kind._remat_prediction, kind._remat_costed,
+    )  # fmt: skip
 
 
 def load_plan(
-    plan: PlanFile | str | Path,
-    model: nn.Module,
-    args: tuple[Any, ...] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    loss_fn: LossFunction | None = None,
-    target: Any = None,
-    compile: bool = False,
-    audit: bool = True,
-) -> RematModule | RangedModule:
+    plan: PlanFile | str | Path, model: nn.Module, args: tuple[Any, ...] | None = None,
+    kwargs: Mapping[str, Any] | None = None, *, loss_fn: LossFunction | None = None,
+    target: Any = None, compile: bool = False, audit: bool = True,
+) -> RematModule | RangedModule:  # fmt: skip
     """Rewrite `model` to a kept plan. Nothing is measured and nothing is solved."""
     require_switches(compile=compile, audit=audit)
     kept = plan if isinstance(plan, PlanFile) else read_plan(plan)

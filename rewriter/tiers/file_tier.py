@@ -121,10 +121,8 @@ def host_places(graph: TrainingGraph, schedule: Schedule) -> HostPlaces:
     # 2001.03288.
     for stay in sorted(stays, key=lambda one: (-one.size_bytes, one.start)):
         placed.append((stay, _lowest(stay, placed)))
-    return HostPlaces(
-        {stay.start: offset for stay, offset in placed},
-        max((offset + stay.size_bytes for stay, offset in placed), default=0),
-    )
+    size_bytes = max((offset + stay.size_bytes for stay, offset in placed), default=0)
+    return HostPlaces({stay.start: offset for stay, offset in placed}, size_bytes)
 
 
 def _stays(graph: TrainingGraph, schedule: Schedule) -> list[_Stay]:
@@ -132,8 +130,7 @@ def _stays(graph: TrainingGraph, schedule: Schedule) -> list[_Stay]:
     stays: list[_Stay] = []
 
     def end(value: str, at: int) -> None:
-        size_bytes = graph.value_by_name[value].size_bytes
-        whole_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        whole_bytes = -(-graph.value_by_name[value].size_bytes // PAGE_BYTES) * PAGE_BYTES
         stays.append(_Stay(begun.pop(value), at, whole_bytes))
 
     for i, step in enumerate(schedule.steps):
@@ -158,42 +155,26 @@ def _lowest(stay: _Stay, placed: list[tuple[_Stay, int]]) -> int:
 
 
 class TierCopies(Protocol):
-    """Copies of values below one device. Each function is called by a node of a graph.
-
-    Attributes
-    ----------
-    places : where each stay of a value on the host lies, if the host is one planned range.
-    """
+    """Copies of values below one device. Each function is called by a node of a graph."""
 
     places: HostPlaces
+    """Where each stay of a value on the host lies, if the host is one planned range."""
 
     def require_room(self) -> None:
         """Raise `TierError` if a step that begins now would not have the room that it needs."""
-        ...
 
-    def offload(self, x: Tensor, place_bytes: int) -> Tensor:
-        """Begin to copy all of the storage of `x` to the host; its handle."""
-        ...
-
-    def leave(self, handle: Tensor, x: Tensor) -> Tensor:
-        """Let `x` go only once it is copied; the same handle."""
-        ...
-
-    def fetch(self, handle: Tensor) -> Any:
-        """Take memory on the device, and begin to copy into it; what `arrive` takes."""
-        ...
-
-    def arrive(self, pending: Any) -> Tensor:
-        """The tensor that was fetched, as it was."""
-        ...
-
-    def write(self, handle: Tensor) -> Tensor:
-        """Begin to copy from the host to NVMe; a handle of the copy there."""
-        ...
-
-    def read(self, handle: Tensor, place_bytes: int) -> Tensor:
-        """Begin to copy from NVMe to the host; a handle of the copy there."""
-        ...
+    # Begins to copy all of the storage of `x` to the host; its handle.
+    def offload(self, x: Tensor, place_bytes: int) -> Tensor: ...
+    # Lets `x` go only once it is copied; the same handle.
+    def leave(self, handle: Tensor, x: Tensor) -> Tensor: ...
+    # Takes memory on the device, and begins to copy into it; what `arrive` takes.
+    def fetch(self, handle: Tensor) -> Any: ...
+    # The tensor that was fetched, as it was.
+    def arrive(self, pending: Any) -> Tensor: ...
+    # Begins to copy from the host to NVMe; a handle of the copy there.
+    def write(self, handle: Tensor) -> Tensor: ...
+    # Begins to copy from NVMe to the host; a handle of the copy there.
+    def read(self, handle: Tensor, place_bytes: int) -> Tensor: ...
 
 
 _Work = Callable[..., None]
@@ -238,14 +219,14 @@ class PendingCopy:
         self._ended.set()
 
 
+_Begun = tuple[PendingCopy, _Work, list[Any], PendingCopy | None]
+
+
 class LinkThread:
     """The thread of one link, which carries out copies in the order in which they begin."""
 
     def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[
-            tuple[PendingCopy, _Work, list[Any], PendingCopy | None] | None
-        ]
-        self._queue = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
         self._is_ending = False
         # A thread that is no daemon keeps a process alive.
         self._thread = threading.Thread(target=self._run, name=f"remat-{name}", daemon=True)
@@ -306,7 +287,6 @@ if hasattr(os, "register_at_fork"):  # Windows has no fork
 # Python would end a daemon that is in torch's C++, which aborts the process.
 atexit.register(_end_threads)
 
-
 _Pending = tuple[Tensor, PendingCopy]
 
 
@@ -332,10 +312,7 @@ class FileTier:
         # One folder needs room for both.
         if self._nvme is self._host:
             self._needs = [(self._host, host_bytes + nvme_bytes)]
-
-    @property
-    def folders(self) -> dict[TierName, Folder]:
-        return {"host": self._host, "nvme": self._nvme}
+        self.folders: dict[TierName, Folder] = {"host": self._host, "nvme": self._nvme}
 
     def require_room(self) -> None:
         # What other steps take meanwhile is not known.
@@ -354,9 +331,9 @@ class FileTier:
     def fetch(self, handle: Tensor) -> _Pending:
         store = store_of(handle)
         whole = torch.empty(store.shown.size_bytes, dtype=torch.uint8)
-        x = store.shown.over(whole)
         kept: FileOf = store.kept
-        return x, link_thread("h2d").begin(_fill_memory, [kept, whole], kept.copied)
+        copy = link_thread("h2d").begin(_fill_memory, [kept, whole], kept.copied)
+        return store.shown.over(whole), copy
 
     def arrive(self, pending: _Pending) -> Tensor:
         x, copy = pending
@@ -370,9 +347,8 @@ class FileTier:
         return self._to_folder(handle, self._host, "read")
 
     def _to_folder(self, handle: Tensor, folder: Folder, link: str) -> Tensor:
-        store = store_of(handle)
+        store, kept = store_of(handle), FileOf()
         source: FileOf = store.kept
-        kept = FileOf()
         kept.copied = link_thread(link).begin(_fill_file, [folder, kept, source], source.copied)
         return handle_of(Store(store.shown, kept))
 

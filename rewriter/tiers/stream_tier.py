@@ -205,8 +205,7 @@ class StreamTier:
             )
         self.places, self.device = places, torch.device(device)
         self._ranges, self._nvme_bytes = _PinnedRanges(places.size_bytes), nvme_bytes
-        folder = links.nvme_path or host_folder()
-        self._nvme = Folder(folder, "nvme") if nvme_bytes else None
+        self._nvme = Folder(links.nvme_path or host_folder(), "nvme") if nvme_bytes else None
 
     def require_room(self) -> None:
         # Before the first step: pinning takes time, and may fail.

@@ -15,7 +15,7 @@ from remat.graph_capture.distributed.dtensors import is_sharded_by_fsdp
 from remat.graph_capture.errors import RewriteError, StateChangedError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.python_state.state_guards import PythonState
-from remat.graph_capture.tracing.attribute_writes import MutatedAttribute, state_guarded
+from remat.graph_capture.tracing.attribute_writes import state_guarded
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.step_module import LossFunction, apply_loss
 from remat.graph_capture.tracing.trace import trace_recipe
@@ -51,6 +51,7 @@ class SharedState:
     torch would trace differently is refused there.
     """
 
+    training: bool
     original_module: ClassVar[nn.Module]
     _remat_original_module: ClassVar[nn.Module]
     _remat_loss_fn: ClassVar[LossFunction | None]
@@ -58,6 +59,26 @@ class SharedState:
 
     def __init__(self) -> None:
         self.__dict__ = self._remat_original_module.__dict__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Take what the user's forward takes, and ``target`` if a loss was captured.
+
+        With a loss, a call in training returns ``loss_fn(output, target)``, the form of
+        `torch.distributed.pipelining`. In eval mode, a call without a target returns the output.
+
+        Raises
+        ------
+        RematError : the module, or the batch, is not as it was at capture; over a range, a size is
+            out of it; of a cache, as `remat.rematerialize` for the first batch of a signature.
+        """
+        target = kwargs.pop("target", None) if self._remat_loss_fn is not None else None
+        if self.training and torch.is_grad_enabled():
+            return self._remat_train((args, kwargs, target))
+        return self._remat_run_original(args, kwargs, target)
+
+    def _remat_train(self, batch: Any) -> Any:
+        """Run a training step by the plan for a batch, (args, kwargs, target)."""
+        raise NotImplementedError
 
     @classmethod
     def _remat_last_used(cls) -> type[SharedState]:
@@ -95,7 +116,8 @@ class SharedState:
     @classmethod
     def _remat_over(cls, model: nn.Module) -> Any:
         """The same over a copy of the original module."""
-        raise NotImplementedError
+        make, (_, *given) = cls._remat_recipe_to_pickle()
+        return make(model, *given)
 
     @classmethod
     def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -180,21 +202,6 @@ class RematModule(SharedState, fx.GraphModule):
         # `GraphModule.__new__` would make another class for it.
         return object.__new__(cls)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Take what the user's forward takes, and ``target`` if a loss was captured.
-
-        With a loss, a call in training returns ``loss_fn(output, target)``, the form of
-        `torch.distributed.pipelining`. In eval mode, a call without a target returns the output.
-
-        Raises
-        ------
-        RewriteError : the batch or the module is not as it was at capture.
-        """
-        target = kwargs.pop("target", None) if self._remat_loss_fn is not None else None
-        if self.training and torch.is_grad_enabled():
-            return self._remat_train((args, kwargs, target))
-        return self._remat_run_original(args, kwargs, target)
-
     def no_update(self) -> contextlib.AbstractContextManager[None]:
         """Within it backwards add to ``.grad`` and update nothing: for all batches but the last.
 
@@ -229,7 +236,9 @@ class RematModule(SharedState, fx.GraphModule):
             output = step.results(*used, *batch)
         if step.mutated:
             output, tensors = output
-            self._remat_set(step.mutated, tensors)
+            for one in step.mutated:
+                one.put(guards.model.get_submodule(one.path), tensors[: one.tensors])
+                tensors = tensors[one.tensors :]
         # What eager's forward sets at its first call alone.
         for one in step.initialised:
             one.put()
@@ -280,11 +289,6 @@ class RematModule(SharedState, fx.GraphModule):
         passed, running = step.gradient_gates.through_gates([*used, *leaves], updates)
         return passed[: len(used)], self._remat_guards.batches.tree(passed[len(used) :]), running
 
-    def _remat_set(self, attributes: tuple[MutatedAttribute, ...], tensors: list[Tensor]) -> None:
-        for one in attributes:
-            one.put(self._remat_guards.model.get_submodule(one.path), tensors[: one.tensors])
-            tensors = tensors[one.tensors :]
-
     @classmethod
     def _remat_over(cls, model: nn.Module) -> RematModule:
         guards = cls._remat_guards
@@ -293,22 +297,22 @@ class RematModule(SharedState, fx.GraphModule):
         # graphs hold tensors of the model, its Python state is another one now, or steps set what
         # no path finds.
         if guards.constants or is_own or guards.python_state.first_change():
-            make, (_, *given) = cls._remat_recipe_to_pickle()
-            return make(model, *given)
-        recipe, known = guards.recipe, (cls._remat_prediction, cls._remat_costed)
-        mutated = cls._remat_compiled_step.mutated
-        state = state_guarded(model, recipe.loss_fn, mutated, guards.python_state)
+            return super()._remat_over(model)
+        recipe, step = guards.recipe, cls._remat_compiled_step
+        state = state_guarded(model, recipe.loss_fn, step.mutated, guards.python_state)
         return make_module(
-            model, cls._remat_schedule, recipe, cls._remat_compiled_step, state, *known,
-            audit=cls._remat_audits,
+            model, cls._remat_schedule, recipe, step, state, cls._remat_prediction,
+            cls._remat_costed, audit=cls._remat_audits,
         )  # fmt: skip
 
     @classmethod
     def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         guards = cls._remat_guards
-        made_of = (cls._remat_schedule, guards.recipe, guards.captured_modes)
-        known = (cls._remat_prediction, cls._remat_costed, cls._remat_compiled_step.by_inductor)
-        return _restored, (cls._remat_original_module, *made_of, *known, cls._remat_audits)
+        return _restored, (
+            cls._remat_original_module, cls._remat_schedule, guards.recipe, guards.captured_modes,
+            cls._remat_prediction, cls._remat_costed, cls._remat_compiled_step.by_inductor,
+            cls._remat_audits,
+        )  # fmt: skip
 
     @property
     def graph(self) -> fx.Graph:
@@ -337,11 +341,9 @@ class RematModule(SharedState, fx.GraphModule):
 
     def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
         """Both graphs with the shape of every tensor, as text; also printed by default."""
-        parts = [
-            graph.print_readable(print_output, *args, **kwargs)
-            for graph in (self._remat_compiled_step.forward, self._remat_compiled_step.backward)
-        ]
-        return "\n".join(parts)
+        step = self._remat_compiled_step
+        graphs = step.forward, step.backward
+        return "\n".join(one.print_readable(print_output, *args, **kwargs) for one in graphs)
 
     def __str__(self) -> str:
         return f"{nn.Module.__repr__(self)}\n{self.code}"
@@ -360,28 +362,21 @@ def make_module(
         model, recipe, python_state, step.initialised, step.forward, step.backward,
         tuple(step.gradients.written),
     )  # fmt: skip
-    audits = None
-    if audit != "none":
-        audits = Audit(guards, step, schedule, costed, audits=audit)
+    audits = None if audit == "none" else Audit(guards, step, schedule, costed, audits=audit)
+    recompute_inputs = None
+    # FSDP2 frees parameters between forward and backward.
+    if not is_sharded_by_fsdp(model) and (step.recompute_inputs or constants_of(step.backward)):
+        step_us = prediction.time_us if prediction else 0.0
+        recompute_inputs = RecomputeInputs(step.recompute_inputs, step_us)
     kind = class_of_user(
         RematModule, model, recipe.loss_fn, schedule=schedule, _remat_schedule=schedule,
-        forward_module=step.forward, backward_module=step.backward, original_module=model,
-        _remat_original_module=model, _remat_compiled_step=step, _remat_guards=guards,
-        _remat_recompute_inputs=_recompute_inputs(model, step, prediction),
+        forward_module=step.forward, backward_module=step.backward,
+        _remat_compiled_step=step, _remat_guards=guards,
+        _remat_recompute_inputs=recompute_inputs,
         audit=None if audit == "first" else audits, _remat_audit=audits, _remat_audits=audit,
         _remat_prediction=prediction, _remat_costed=costed, _remat_updates=updates,
-        _remat_loss_fn=staticmethod(recipe.loss_fn) if recipe.loss_fn else None,
     )  # fmt: skip
     return kind()
-
-
-def _recompute_inputs(
-    model: nn.Module, step: CompiledStep, prediction: Prediction | None
-) -> RecomputeInputs | None:
-    # FSDP2 frees parameters between forward and backward.
-    if is_sharded_by_fsdp(model) or not (step.recompute_inputs or constants_of(step.backward)):
-        return None
-    return RecomputeInputs(step.recompute_inputs, prediction.time_us if prediction else 0.0)
 
 
 def _restored(

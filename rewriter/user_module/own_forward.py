@@ -52,8 +52,7 @@ class Unplanned:
     """
 
     def __init__(self, kind: str | None = None) -> None:
-        self.kind = kind
-        self.is_open = True
+        self.kind, self.is_open = kind, True
         self._is_said = self._has_run = self._is_in_eval = self._is_frozen_said = False
         self._cause: Callable[[], str] | None = None
         self._handles: dict[int, Any] = {}
@@ -133,8 +132,7 @@ class Unplanned:
         self._versions = [parameter._version for parameter in module.parameters()]
         self._cause = functools.partial(self._of_eval, self._name(module))
         self._watch(module)
-        end = functools.partial(self._after_eval, before)
-        queue_callback(end)
+        queue_callback(functools.partial(self._after_eval, before))
 
     def _after_eval(self, before: Callable[[], str] | None) -> None:
         self._is_in_eval = False
@@ -268,15 +266,17 @@ def class_of_user(
     forward = _OwnForward(torch.compiler.disable(_like_users(user, base.forward, loss_fn)))
     ours = {
         "forward": forward,
+        "original_module": model,
+        "_remat_original_module": model,
+        "_remat_loss_fn": staticmethod(loss_fn) if loss_fn else None,
         "_remat_unplanned": Unplanned(),
         # What `model.compile()` leaves in the shared `__dict__` would run unplanned.
         "_compiled_call_impl": property(lambda _: None, lambda _, compiled: None),
     }
     body = {"__doc__": base.__doc__, **names, **ours, **own}
     body |= {name: _noting(user, name) for name in _TAKEN_BY if hasattr(user, name)}
-    body |= {
-        name: _OfUser(name, user) for name in _names_of_user(model) if _is_ours(base, body, name)
-    }
+    clashing = [name for name in _names_of_user(model) if _is_ours(base, body, name)]
+    body |= {name: _OfUser(name, user) for name in clashing}
     # Not by calling the metaclass: a registry of the user's would take this class for one of his.
     return type.__new__(type(user), user.__name__, (_Unannounced, base, user), body)
 
@@ -297,13 +297,11 @@ class _OfUser:
         self.of_class = inspect.getattr_static(user, name, None)
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        tables = () if instance is None else _tables(instance)
-        for table in tables:
+        for table in () if instance is None else _tables(instance):
             if self.name in table:
                 return table[self.name]
-        if hasattr(self.of_class, "__get__"):
-            return self.of_class.__get__(instance, owner)
-        return self.of_class
+        of_class = self.of_class
+        return of_class.__get__(instance, owner) if hasattr(of_class, "__get__") else of_class
 
     def __set__(self, instance: Any, value: Any) -> None:
         if hasattr(self.of_class, "__set__"):
@@ -381,10 +379,8 @@ def _rebuilt(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
     # A module that stands in several places stays one module.
     if module in known:
         return known[module]
-    children = {
-        name: child if child is None else _rebuilt(child, known)
-        for name, child in module._modules.items()
-    }
+    own = module._modules.items()
+    children = {name: None if one is None else _rebuilt(one, known) for name, one in own}
     is_same = all(child is module._modules[name] for name, child in children.items())
     known[module] = module if is_same else shell_with(module, children)
     return known[module]

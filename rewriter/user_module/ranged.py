@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from remat.graph_capture.errors import RewriteError, SignatureError
@@ -67,8 +66,7 @@ class _Members:
     def _compiled(self, number: int) -> RematModule:
         traced = copy_to_compile(self.traced)  # compiling uses up a trace's metadata
         schedule = resized_schedule(self.family.members[number].schedule, traced.graph)
-        step = compile_step(traced, schedule)
-        state = traced.python_state
+        step, state = compile_step(traced, schedule), traced.python_state
         return make_module(self.model, schedule, traced.recipe, step, state, audit=self.audit)
 
 
@@ -91,21 +89,10 @@ class RangedModule(SharedState, nn.Module):
     _remat_graph: ClassVar[RangedGraph | None]
     _remat_members: ClassVar[_Members]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Take what the user's forward takes, and ``target`` if a loss was captured.
-
-        Raises
-        ------
-        SignatureError : a size is out of the range, or the batch is another one otherwise.
-        RewriteError : the module is not as it was at capture.
-        """
+    def _remat_train(self, batch: Any) -> Any:
         own = type(self)
-        target = kwargs.pop("target", None) if own._remat_loss_fn is not None else None
-        if self.training and torch.is_grad_enabled():
-            own._remat_unplanned.plan_runs()
-            batch = (args, kwargs, target)
-            return own._remat_members.running(batch)._remat_train(batch)
-        return own._remat_run_original(args, kwargs, target)
+        own._remat_unplanned.plan_runs()
+        return own._remat_members.running(batch)._remat_train(batch)
 
     @property
     def audit(self) -> Audit | None:
@@ -114,11 +101,6 @@ class RangedModule(SharedState, nn.Module):
 
     def _remat_running(self, batch: Any) -> nn.Module:
         return type(self)._remat_members.running(batch)
-
-    @classmethod
-    def _remat_over(cls, model: nn.Module) -> RangedModule:
-        make, (_, *given) = cls._remat_recipe_to_pickle()
-        return make(model, *given)
 
     @classmethod
     def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -136,9 +118,8 @@ def make_ranged(
     number = len(family.members) - 1 if first is None else first
     kind = class_of_user(
         RangedModule, model, traced.recipe.loss_fn, family=family, ranged_graph=graph,
-        original_module=model, _remat_original_module=model, _remat_family=family,
-        _remat_graph=graph, _remat_members=_Members(model, family, traced, number, audit),
-        _remat_loss_fn=staticmethod(traced.recipe.loss_fn) if traced.recipe.loss_fn else None,
+        _remat_family=family, _remat_graph=graph,
+        _remat_members=_Members(model, family, traced, number, audit),
     )  # fmt: skip
     return kind()
 

@@ -61,7 +61,10 @@ def split_backward(module: nn.Module) -> SplitBackward:
     ------
     RewriteError : nothing in it is rewritten, or a block cannot be split. Nothing is changed then.
     """
-    blocks = _rewritten_in(module)
+    for path, one in module.named_modules():
+        if isinstance(one, RangedModule):
+            raise _not_split(path, one, "is planned for a range of sizes: plan it for one size")
+    blocks = {p: one for p, one in module.named_modules() if isinstance(one, RematModule)}
     if not blocks:
         raise RewriteError(
             f"no part of this {type(module).__name__} is rewritten, and torch splits the backward "
@@ -78,13 +81,6 @@ def split_backward(module: nn.Module) -> SplitBackward:
             codes[key] = SplitCode(_graphs(path, block), block._remat_guards.kind)
     of_path = {path: codes[id(block._remat_compiled_step)] for path, block in blocks.items()}
     return SplitBackward(blocks, of_path)
-
-
-def _rewritten_in(module: nn.Module) -> dict[str, RematModule]:
-    for path, one in module.named_modules():
-        if isinstance(one, RangedModule):
-            raise _not_split(path, one, "is planned for a range of sizes: plan it for one size")
-    return {p: one for p, one in module.named_modules() if isinstance(one, RematModule)}
 
 
 def _graphs(path: str, block: RematModule) -> SplitGraphs:
@@ -113,25 +109,23 @@ def _resident(forward: fx.Graph, step: Any, n_state: int) -> list[str]:
 
 
 def _refuse_step(path: str, block: RematModule) -> None:
-    step, schedule = block._remat_compiled_step, block._remat_schedule
-    if block._remat_split is not None:
-        raise _not_split(path, block, "is split already: use what the first call returned")
-    if step.by_inductor:
-        raise _not_split(path, block, "is code by Inductor, of one piece: leave out compile=True")
-    if schedule.moves:
-        raise _not_split(path, block, "copies values to the host: plan without offloading")
-    if block._remat_updates is not None:
-        raise _not_split(path, block, "updates parameters in backward: plan without an optimizer")
-    if step.memory.source is not None:
-        raise _not_split(path, block, "has its memory from an arena: plan without one")
-    if any(where is not None for *_, where in block._remat_guards.facts):
-        raise _not_split(path, block, "was planned over DTensors: leave out tensor parallelism")
-    if collectives_in(step.backward):
-        raise _not_split(path, block, "has collectives in backward: rewrite what is between them")
+    step, facts = block._remat_compiled_step, block._remat_guards.facts
     # Beside a gradient for each input, backward returns what it writes to buffers.
     results: Any = step.backward.graph.output_node().args[0]
-    if len(results) != len(step.forward.graph.find_nodes(op="placeholder")):
-        raise _not_split(path, block, "writes to buffers in backward: rewrite what does not")
+    has_more = len(results) != len(step.forward.graph.find_nodes(op="placeholder"))
+    reasons = {
+        "is split already: use what the first call returned": block._remat_split,
+        "is code by Inductor, of one piece: leave out compile=True": step.by_inductor,
+        "copies values to the host: plan without offloading": block._remat_schedule.moves,
+        "updates parameters in backward: plan without an optimizer": block._remat_updates,
+        "has its memory from an arena: plan without one": step.memory.source,
+        "was planned over DTensors: leave out tensor parallelism": any(one[-1] for one in facts),
+        "has collectives in backward: rewrite what is between them": collectives_in(step.backward),
+        "writes to buffers in backward: rewrite what does not": has_more,
+    }
+    for why, is_so in reasons.items():
+        if is_so:
+            raise _not_split(path, block, why)
 
 
 def _refuse_shared(module: nn.Module, blocks: dict[str, RematModule]) -> None:
@@ -155,8 +149,7 @@ def _holders(
     for path, block in blocks.items():
         inside.update(block.modules())
         yield path, [(f"{path}.{n}".lstrip("."), p) for n, p in block.named_parameters()]
-    outside = [(n, m) for n, m in module.named_modules() if m not in inside]
-    for path, one in outside:
+    for path, one in [(n, m) for n, m in module.named_modules() if m not in inside]:
         named = one.named_parameters(recurse=False)
         yield "what is outside of blocks", [(f"{path}.{n}".lstrip("."), p) for n, p in named]
 
