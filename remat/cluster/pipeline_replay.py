@@ -49,16 +49,14 @@ RankOrder = tuple[_Together, ...]
 
 def parse_order(texts: Iterable[Iterable[str | None]]) -> tuple[RankOrder, ...]:
     """By rank, from torch's text; empty texts are steps without an action."""
-    return tuple(
-        tuple(found for text in rank if text for found in (_parsed(text),) if found)
-        for rank in texts
-    )
+    ranks = ((_parsed(text) for text in rank if text) for rank in texts)
+    return tuple(tuple(filter(None, rank)) for rank in ranks)
 
 
 def _parsed(text: str) -> _Together:
     together = _TOGETHER.fullmatch(text)
     parts = together[1].split(";") if together else [text]
-    return tuple(action for part in parts if (action := _parsed_one(part)) is not None)
+    return tuple(filter(None, map(_parsed_one, parts)))
 
 
 def _parsed_one(text: str) -> PipelineAction | None:
@@ -148,13 +146,8 @@ def replay_pipeline(
             stuck = ", ".join(str(rank.actions[rank.at][0]) for rank in waiting)
             raise ScheduleError(f"these actions of the pipeline wait for ever: {stuck}")
     _check_complete(done, len(costs))
-    return PipelineReplay(
-        max((rank.clock_us for rank in ranks), default=0.0),
-        tuple(
-            RankReplay(rank.busy_us, rank.peak_bytes, rank.most_open, tuple(rank.spans))
-            for rank in ranks
-        ),
-    )
+    replayed = (RankReplay(r.busy_us, r.peak_bytes, r.most_open, tuple(r.spans)) for r in ranks)
+    return PipelineReplay(max((rank.clock_us for rank in ranks), default=0.0), tuple(replayed))
 
 
 @dataclass(frozen=True)
@@ -167,7 +160,12 @@ class _Ways:
         """When what the action reads is there; None while something is missing."""
         latest = 0.0
         for one_of in self._needs(action):
-            found = [done[a] + self._way_us(a, action) for a in one_of if a in done]
+            here = self.rank_of[action.stage]
+            found = [
+                done[a] + (0.0 if self.rank_of[a.stage] == here else self.hop_us)
+                for a in one_of
+                if a in done
+            ]
             if not found:
                 return None
             latest = max(latest, *found)
@@ -186,10 +184,6 @@ class _Ways:
             behind = (PipelineAction(stage + 1, k, microbatch) for k in ("B", "I"))
             needs.append(tuple(behind))
         return needs
-
-    def _way_us(self, source: PipelineAction, action: PipelineAction) -> float:
-        is_here = self.rank_of[source.stage] == self.rank_of[action.stage]
-        return 0.0 if is_here else self.hop_us
 
 
 @dataclass
@@ -216,9 +210,10 @@ class _Rank:
         while not self.is_done:
             together = self.actions[self.at]
             ready = [ways.ready_us(action, done) for action in together]
-            if any(one is None for one in ready):
+            known = [one for one in ready if one is not None]
+            if len(known) < len(ready):
                 break
-            self.clock_us = max(self.clock_us, *(one for one in ready if one is not None))
+            self.clock_us = max(self.clock_us, *known)
             for action in together:
                 self._do(action, costs[action.stage], done)
             # Only now: actions that run together hold their bytes until all have ended.
@@ -240,18 +235,14 @@ class _Rank:
             self.open.add((action.stage, action.microbatch))
         self.most_open = max(self.most_open, len(self.open))
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + cost.need_bytes)
-        self.spans.append(
-            ActionSpan(
-                action, began_us, self.clock_us, self.live_bytes, cost.need_bytes, self.live_bytes
-            )
-        )
+        live, need = self.live_bytes, cost.need_bytes
+        self.spans.append(ActionSpan(action, began_us, self.clock_us, live, need, live))
 
     def _end(self, together: _Together, costs: Sequence[StageCosts]) -> None:
         for stage, kind, microbatch in together:
             cost = costs[stage]
             if kind in ("B", "I"):
-                self.live_bytes -= cost.saved_bytes
-                self.live_bytes += cost.for_weights_bytes * (kind == "I")
+                self.live_bytes += cost.for_weights_bytes * (kind == "I") - cost.saved_bytes
                 self.open.discard((stage, microbatch))
             if kind == "W":
                 self.live_bytes -= cost.for_weights_bytes
@@ -278,10 +269,10 @@ FOR_WEIGHTS = "for gradients of weights"
 RUNNING = "while a block runs"
 STANDING = STATES, PARAMETERS, GRADIENTS, BORDERS
 """Live throughout the step."""
-_HOLDERS = *STANDING, SAVED_ACTIVATIONS, FOR_WEIGHTS, RUNNING
+HOLDERS = *STANDING, SAVED_ACTIVATIONS, FOR_WEIGHTS, RUNNING
 
 
 def holders_in(stages: Iterable[Mapping[str, int]]) -> list[str]:
     """Those to show: what waits for gradients of weights only if a stage has it."""
     has_waiting = any(FOR_WEIGHTS in held for held in stages)
-    return [name for name in _HOLDERS if name != FOR_WEIGHTS or has_waiting]
+    return [name for name in HOLDERS if name != FOR_WEIGHTS or has_waiting]
