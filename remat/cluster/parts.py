@@ -60,25 +60,20 @@ def is_product(target: str) -> bool:
 
 
 def weights_later(graph: TrainingGraph, border_gradient: str) -> WeightsLater:
-    """What W of a block takes, if nothing is computed again."""
-    late = _weight_ops(graph, border_gradient)
-    # Inputs, such as weights, are there anyway.
-    size_of = {value.name: value.size_bytes for value in graph.values if value.producer}
-    made = {name for op in late for name in op.outputs}
-    held = {name for op in late for name in op.inputs if name in size_of and name not in made}
-    return WeightsLater(sum(op.cost_us for op in late), sum(size_of[name] for name in held))
-
-
-def _weight_ops(graph: TrainingGraph, border_gradient: str) -> list[Op]:
+    """What W of a block takes, if nothing is computed again; nothing if backward is whole."""
+    if not border_gradient:
+        return WeightsLater()
     needed = _needed_for(graph, border_gradient)
-    late: list[Op] = []
-    later = set[str]()
+    late, made = list[Op](), set[str]()
     for op in graph.ops[graph.n_forward :]:
-        reads_late = not later.isdisjoint(op.inputs)
+        reads_late = not made.isdisjoint(op.inputs)
         if op.name not in needed and (reads_late or is_product(op.target)):
             late.append(op)
-            later.update(op.outputs)
-    return late
+            made.update(op.outputs)
+    # Inputs, such as weights, are there anyway.
+    size_of = {value.name: value.size_bytes for value in graph.values if value.producer}
+    held = {name for op in late for name in op.inputs if name in size_of and name not in made}
+    return WeightsLater(sum(op.cost_us for op in late), sum(size_of[name] for name in held))
 
 
 def _needed_for(graph: TrainingGraph, value: str) -> set[str]:
@@ -160,16 +155,12 @@ def part_of(graph: TrainingGraph, border_gradient: str = "") -> Part:
     options = [_option(one, tangents_bytes) for one in found]
     kept = [o for o in options if not any(o.is_bettered_by(other) for other in options)]
     kept.sort(key=lambda option: (option.extra_us, option.saved_bytes))
-    later = _later(graph, border_gradient)
+    later = weights_later(graph, border_gradient)
     return Part(forward_us, graph.time_us - forward_us, tuple(kept), graph.hash, later)
 
 
 def part_work(graph: TrainingGraph, border_gradient: str = "") -> PartWork:
-    return PartWork(graph.time_us, _later(graph, border_gradient).weight_us)
-
-
-def _later(graph: TrainingGraph, border_gradient: str) -> WeightsLater:
-    return weights_later(graph, border_gradient) if border_gradient else WeightsLater()
+    return PartWork(graph.time_us, weights_later(graph, border_gradient).weight_us)
 
 
 def _option(found: BlockOption, tangents_bytes: int) -> PartOption:
@@ -226,11 +217,10 @@ class Limit(NamedTuple):
 class EqualBlocks:
     """Tables for up to `most` blocks that share `options`."""
 
-    def __init__(self, options: Sequence[PartOption], most: int, slots: int = _SLOTS) -> None:
-        self.options = tuple(options)
-        self.most = most
+    def __init__(self, options: Sequence[PartOption], most: int) -> None:
+        self.options, self.most = tuple(options), most
         largest = max((option.saved_bytes for option in self.options), default=0)
-        self.unit_bytes = max(-(-largest * most // slots), 1)
+        self.unit_bytes = max(-(-largest * most // _SLOTS), 1)
         # Rounded up, so that what a table allows fits.
         self.steps = [-(-option.saved_bytes // self.unit_bytes) for option in self.options]
         self.width = max(self.steps, default=0) * most + 1

@@ -17,6 +17,7 @@ for each stage inside as in AdaPipe (Sun et al. 2024, https://doi.org/10.1145/36
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -76,8 +77,12 @@ def best_borders(times_us: Floats, layers: int, microbatches: int) -> _Borders |
     if loosest is None:
         return None
     limits = np.unique(times_us[np.isfinite(times_us)])
+    # What is feasible within a limit is so within each larger one.
+    first = bisect_left(
+        limits[:-1], True, key=lambda limit: _least_sum(times_us, layers, limit) is not None
+    )
     best: _Borders | None = None
-    for limit_us in limits[_first_feasible(times_us, layers, limits) :]:
+    for limit_us in limits[first:]:
         # Limits ascend, and no sum is below the loosest: no later limit can be better.
         if best and (microbatches - 1) * limit_us + loosest.time_us >= best.time_us:
             break
@@ -90,29 +95,17 @@ def best_borders(times_us: Floats, layers: int, microbatches: int) -> _Borders |
     return best
 
 
-def _first_feasible(times_us: Floats, layers: int, limits: Floats) -> int:
-    # What is feasible within a limit is so within each larger one.
-    low, high = 0, len(limits) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if _least_sum(times_us, layers, limits[middle]) is None:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
 def _least_sum(times_us: Floats, layers: int, limit_us: float) -> _Borders | None:
     """The least sum of times with no stage above the limit."""
     reached = np.full(layers + 1, np.inf)
     reached[0] = 0.0
     picks: list[npt.NDArray[np.int64]] = []
     for row in times_us:
-        sums = np.full(layers + 1, np.inf)
-        pick = np.zeros(layers + 1, np.int64)
-        for n in np.flatnonzero(row <= limit_us):
-            if np.isfinite(row[n]):
-                _put_blocks(sums, pick, reached, int(n), row[n])
+        sums, pick = np.full(layers + 1, np.inf), np.zeros(layers + 1, np.int64)
+        for n in np.flatnonzero((row <= limit_us) & np.isfinite(row)):
+            with_these = reached[: len(reached) - n] + row[n]
+            better = with_these < sums[n:]
+            sums[n:][better], pick[n:][better] = with_these[better], n
         reached = sums
         picks.append(pick)
     if not np.isfinite(reached[layers]):
@@ -122,15 +115,6 @@ def _least_sum(times_us: Floats, layers: int, limit_us: float) -> _Borders | Non
         chosen.append(int(pick[at]))
         at -= chosen[-1]
     return _Borders(float(reached[layers]), tuple(reversed(chosen)))
-
-
-def _put_blocks(
-    sums: Floats, pick: npt.NDArray[np.int64], reached: Floats, blocks: int, time_us: float
-) -> None:
-    with_these = reached[: len(reached) - blocks] + time_us
-    better = with_these < sums[blocks:]
-    sums[blocks:][better] = with_these[better]
-    pick[blocks:][better] = blocks
 
 
 _CLOSE = 0.05
@@ -173,7 +157,12 @@ class ClusterSearch:
     def run(self, told: Callable[[int], None] = lambda _: None) -> list[ClusterPlan]:
         """All plans within `close` of the best, quickest first; empty where nothing fits."""
         limit_us = math.inf
-        for count, degrees in enumerate(self._in_turn()):
+        # First what is likely to be good, so that more is pruned; the result does not depend on it.
+        in_turn = sorted(
+            all_degrees(self.job, self.cluster, self.asked),
+            key=lambda d: (self._least_products_us(d) * (1 + d.pp / 64 + d.tp / 64), d),
+        )
+        for count, degrees in enumerate(in_turn):
             told(count)
             if self._least_products_us(degrees) >= limit_us:
                 self.pruned += 1
@@ -200,13 +189,6 @@ class ClusterSearch:
                 self.found.append(plan)
                 limit_us = min(limit_us, plan.time_us * (1 + self.close))
         return limit_us
-
-    def _in_turn(self) -> list[Degrees]:
-        # First what is likely to be good, so that more is pruned; the result does not depend on it.
-        return sorted(
-            all_degrees(self.job, self.cluster, self.asked),
-            key=lambda d: (self._least_products_us(d) * (1 + d.pp / 64 + d.tp / 64), d),
-        )
 
     def _least_products_us(self, degrees: Degrees) -> float:
         share = degrees.microbatch / (degrees.tp * degrees.cp)
@@ -236,10 +218,8 @@ class ClusterSearch:
         key = d.tp, d.cp, d.microbatch
         if key not in self.tables:
             self.tables[key] = EqualBlocks(parts[1].options, self.job.layers)
-        table = self.tables[key]
-        return [
-            stage_table(self.job, self.cluster, mesh, index, parts, table) for index in range(d.pp)
-        ]
+        given = parts, self.tables[key]
+        return [stage_table(self.job, self.cluster, mesh, index, *given) for index in range(d.pp)]
 
     def evaluate(self, mesh: Mesh) -> ClusterPlan | None:
         """None where the mesh does not fit."""
@@ -261,11 +241,9 @@ class ClusterSearch:
         if not math.isfinite(extra_us):
             return None
         ends_us = sum(end.work_us for end in table.ends)
-        time_us = data_parallel_us(
-            self.job, self.cluster, mesh, table.block, extra_us / layers, ends_us
-        )
-        elements = self._most_parameters(mesh, (layers,))
-        time_us += update_us(self.cluster, mesh, elements)
+        each_us = extra_us / layers
+        time_us = data_parallel_us(self.job, self.cluster, mesh, table.block, each_us, ends_us)
+        time_us += update_us(self.cluster, mesh, self._most_parameters(mesh, (layers,)))
         return ClusterPlan(mesh, time_us, 0.0, (layers,))
 
     def _with_virtual_stages(
@@ -292,13 +270,9 @@ class ClusterSearch:
 
     def _most_parameters(self, mesh: Mesh, layers: tuple[int, ...]) -> int:
         """Of a rank, on the stage that has most."""
-        last = len(layers) - 1
+        tp, last = mesh.degrees.tp, len(layers) - 1
         return max(
-            int(
-                stage_parameters(
-                    self.job, mesh.degrees.tp, np.array(n), first=s == 0, last=s == last
-                )
-            )
+            int(stage_parameters(self.job, tp, np.array(n), first=s == 0, last=s == last))
             for s, n in enumerate(layers)
         )
 

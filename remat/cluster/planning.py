@@ -71,9 +71,7 @@ def plan_cluster(
     with fake_ranks() as groups:
         chains = Chains(source, request.blocks)
         with watch.stage("capture", "reading the model"):
-            job = job_of(
-                chains, request.batch, request.seq, request.asked, groups, request.node_size
-            )
+            job = job_of(chains, request, groups)
         _require_some_mesh(job, cluster, request)
         parts = KeptParts(chains, job, cluster, groups)
         search = ClusterSearch(job, cluster, parts, request.asked)
@@ -86,10 +84,9 @@ def plan_cluster(
         # The search ranks by the formula; what is shown as near is so as replayed.
         near_us = ranked[0].time_us * (1 + search.close) if ranked else 0.0
         kept = tuple(one for one in ranked[: runners_up + 1] if one.time_us <= near_us)
-        file = _file(request, search, parts, kept) if kept else None
-        block = None
+        file = block = None
         if kept:
-            d = kept[0].plan.mesh.degrees
+            file, d = _file(request, search, parts, kept), kept[0].plan.mesh.degrees
             block = parts.part("block", d.tp, d.cp, d.microbatch)
     return ClusterOutcome(
         job, cluster, kept, block, file, search.evaluated, search.pruned, parts.captured,
@@ -191,9 +188,7 @@ class _Schedules:
         self.places = places_of_blocks(replayed.plan.layers, d.virtual_stages)
 
     def stage(self, index: int, stage: StagePlan) -> StageFacts:
-        paths = tuple(
-            tuple(self.paths[i] for i in virtual_stage) for virtual_stage in self.places[index]
-        )
+        paths = tuple(tuple(self.paths[i] for i in places) for places in self.places[index])
         # `parallelize` gives the first blocks of a stage most recomputation.
         dearest = sorted(stage.options, reverse=True)
         return StageFacts(

@@ -39,14 +39,9 @@ def torch_order(
     """By rank, for torch's schedule `name`; `ScheduleError` if torch refuses these numbers."""
     try:
         kind: Any = torch_schedules.get_schedule_class(name)
-        made = (
-            kind(_stage(0, 0, ranks, ranks), microbatches)
-            if name in ONE_STAGE
-            else kind(
-                [_stage(0, i, ranks, ranks * virtual_stages) for i in range(virtual_stages)],
-                microbatches,
-            )
-        )
+        each = 1 if name in ONE_STAGE else virtual_stages
+        stages = [_stage(i, ranks, ranks * each) for i in range(each)]
+        made = kind(stages[0] if name in ONE_STAGE else stages, microbatches)
     # Torch raises one or the other for numbers that it does not take.
     except (ValueError, AssertionError) as error:
         raise ScheduleError(
@@ -72,9 +67,9 @@ def _from_0(rank: RankOrder) -> RankOrder:
     )
 
 
-def _stage(rank: int, index: int, ranks: int, stages: int) -> Any:
+def _stage(index: int, ranks: int, stages: int) -> Any:
     return SimpleNamespace(
-        num_stages=stages, group_size=ranks, group_rank=rank, stage_index=index, submod=None,
+        num_stages=stages, group_size=ranks, group_rank=0, stage_index=index, submod=None,
         stage_index_to_group_rank={}, is_first=index == 0, is_last=index == stages - 1,
         has_backward=True, device="cpu",
     )  # fmt: skip
@@ -104,24 +99,21 @@ def replayed_plan(search: ClusterSearch, plan: ClusterPlan) -> ReplayedPlan:
     degrees = plan.mesh.degrees
     each = range(degrees.virtual_stages)
     costs = tuple(tuple(_costs(search, plan, stage, i) for i in each) for stage in stages)
-    if degrees.pp == 1:
-        peaks = tuple(stage.peak_bytes for stage in stages)
-        return ReplayedPlan(
-            plan, stages, "", plan.time_us, plan.time_us, search.mfu(plan.time_us), 0.0, peaks,
-            costs,
-        )  # fmt: skip
-    order = torch_order(degrees.schedule, degrees.pp, degrees.microbatches, degrees.virtual_stages)
-    replay = replay_pipeline(order, in_order(costs), hop_us(search.job, search.cluster, degrees))
-    # What is not the pipeline's, such as the update, stays as by the formula.
-    time_us = replay.time_us + plan.time_us - plan.pipeline_us
-    peaks = tuple(
-        rank.peak_bytes + sum(stage.held_bytes[name] for name in STANDING)
-        for rank, stage in zip(replay.ranks, stages, strict=True)
-    )
+    name, time_us, bubble = degrees.schedule, plan.time_us, 0.0
+    peaks = tuple(stage.peak_bytes for stage in stages)
+    if name:
+        order = torch_order(name, degrees.pp, degrees.microbatches, degrees.virtual_stages)
+        hop = hop_us(search.job, search.cluster, degrees)
+        replay = replay_pipeline(order, in_order(costs), hop)
+        # What is not the pipeline's, such as the update, stays as by the formula.
+        time_us, bubble = replay.time_us + plan.time_us - plan.pipeline_us, replay.bubble
+        peaks = tuple(
+            rank.peak_bytes + sum(stage.held_bytes[name] for name in STANDING)
+            for rank, stage in zip(replay.ranks, stages, strict=True)
+        )
     return ReplayedPlan(
-        plan, stages, degrees.schedule, time_us, plan.time_us, search.mfu(time_us), replay.bubble,
-        peaks, costs,
-    )  # fmt: skip
+        plan, stages, name, time_us, plan.time_us, search.mfu(time_us), bubble, peaks, costs
+    )
 
 
 def _costs(
@@ -147,13 +139,13 @@ def _costs(
             forward += part.forward_us
             backward += part.backward_us + again_us
             saved += part.options[option].saved_bytes
-    need = stage.held_bytes[RUNNING]
     later = block.later if d.is_split else WeightsLater()
     return StageCosts(
         forward, backward + extra_us / d.virtual_stages - blocks * later.weight_us,
         weight_us=blocks * later.weight_us,
         saved_bytes=int(stage.saved_bytes / d.virtual_stages) + saved,
-        for_weights_bytes=int(blocks * later.held_bytes), need_bytes=need + later.held_bytes,
+        for_weights_bytes=int(blocks * later.held_bytes),
+        need_bytes=stage.held_bytes[RUNNING] + later.held_bytes,
     )  # fmt: skip
 
 
@@ -172,7 +164,5 @@ def _order_of(plan: ClusterFile) -> tuple[RankOrder, ...]:
     if not mesh.pipeline_parallel_schedule:
         pairs = ((PipelineAction(0, k, i),) for i in range(plan.microbatches) for k in ("F", "B"))
         return (tuple(pairs),)
-    return torch_order(
-        mesh.pipeline_parallel_schedule, mesh.pipeline_parallel_degree, plan.microbatches,
-        plan.virtual_stages,
-    )  # fmt: skip
+    name, ranks = mesh.pipeline_parallel_schedule, mesh.pipeline_parallel_degree
+    return torch_order(name, ranks, plan.microbatches, plan.virtual_stages)

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
@@ -151,7 +151,6 @@ class StepRunner(Protocol):
         args : of the model, on the rank of the first stage: tensors of [batch, ...].
         target : on the rank of the last stage. losses : gets each microbatch's loss there.
         """
-        ...
 
 
 class PipelineStep:
@@ -198,12 +197,7 @@ class PlainStep:
             loss.backward()
             if losses is not None:
                 losses.append(loss.detach())
-        _divide_gradients(self.module, self.microbatches)
-
-
-def _divide_gradients(module: nn.Module, by: int) -> None:
-    # The mean over microbatches, as torch's schedules make it.
-    if by > 1:
-        for parameter in module.parameters():
+        # The mean over microbatches, as torch's schedules make it.
+        for parameter in self.module.parameters() if self.microbatches > 1 else ():
             if parameter.grad is not None:
-                parameter.grad.div_(by)
+                parameter.grad.div_(self.microbatches)
