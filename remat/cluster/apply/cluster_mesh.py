@@ -127,25 +127,20 @@ def require_split_blocks(blocks: Mapping[str, nn.Module], ranks: int) -> None:
             )
 
 
-def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    shard = _SHARD
-    if mesh[CP].size() > 1:
-        # Context parallel ranks have other tokens of the batch, so states are split over them too.
-        shard = f"{_SHARD}_{CP}"
-        mesh[_SHARD, CP]._flatten(shard)
-    is_both = mesh[_REPLICATE].size() > 1
-    return mesh[_REPLICATE, shard] if is_both else mesh[shard]
-
-
 def shard_over_data_ranks(
     part: nn.Module, blocks: Sequence[nn.Module], plan: ClusterFile, mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy | None,
 ) -> None:  # fmt: skip
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    kept = plan.parallelism.fsdp_reshard_after_forward
+    kept, shard = plan.parallelism.fsdp_reshard_after_forward, _SHARD
+    if mesh[CP].size() > 1:
+        # Context parallel ranks have other tokens of the batch, so states are split over them too.
+        shard = f"{_SHARD}_{CP}"
+        mesh[_SHARD, CP]._flatten(shard)
     how: dict[str, Any] = {
-        "mesh": _data_mesh(mesh), "mp_policy": mp_policy or MixedPrecisionPolicy(),
+        "mesh": mesh[_REPLICATE, shard] if mesh[_REPLICATE].size() > 1 else mesh[shard],
+        "mp_policy": mp_policy or MixedPrecisionPolicy(),
         "reshard_after_forward": kept == "always" if kept in ("never", "always") else int(kept),
     }  # fmt: skip
     # Inside out: a module that is wrapped later leaves out what is wrapped already.

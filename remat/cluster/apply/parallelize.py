@@ -167,9 +167,6 @@ def _rings(parts: RankParts, stage: RingStage, schedule: Any) -> tuple[int, int]
     return rings_of(actions, stage.stage_index, m, keeps_inputs=keeps)
 
 
-_WHAT = "remat.cluster.parallelize"
-
-
 @dataclass(frozen=True)
 class ClusterPart:
     """What one rank has of a model, and what runs its steps.
@@ -257,17 +254,18 @@ def parallelize(
     AgreementError : ranks have different plans or models, or one of them has failed.
     RewriteError : a rewritten block does not do what eager does.
     """
+    world = dist.group.WORLD if dist.is_initialized() else None
     # A fake group has no other ranks to meet.
-    refuse_fake(dist.group.WORLD if dist.is_initialized() else None)
+    refuse_fake(world)
     # An error of one rank ends all of them, before any waits for it in a collective of torch's.
-    with CollectiveCall(dist.group.WORLD if dist.is_initialized() else None, _WHAT) as ranks:
+    with CollectiveCall(world, "remat.cluster.parallelize") as ranks:
         plan = opened_plan(plan)
         name = schedule or plan.parallelism.pipeline_parallel_schedule
         _check_plan(plan, mesh, model, tp_plan, name, materialize)
         digest = hashlib.sha256(plan.to_json() + schedule.encode()).hexdigest()
-        _require_same(ranks, "plan", digest, "plan")
+        _require_same(ranks, "plan", digest)
         chain = whole_chain(model, plan, args, loss_fn, target)
-        _require_same(ranks, "model", values_digest({"": model}), "model")
+        _require_same(ranks, "model", values_digest({"": model}))
         asked = Applied(
             plan, mesh, args, loss_fn, target, tp_plan or {}, mp_policy, name, materialize
         )
@@ -279,8 +277,8 @@ def parallelize(
     return ClusterPart(made, parts.modules, peak_bytes, parts.overhead, parts.checks)
 
 
-def _require_same(ranks: CollectiveCall, name: str, mine: str, what: str) -> None:
-    said = ranks.gathered_texts(name, mine)
+def _require_same(ranks: CollectiveCall, what: str, mine: str) -> None:
+    said = ranks.gathered_texts(what, mine)
     others = [str(rank) for rank, found in enumerate(said) if found != said[0]]
     if others:
         raise PlanError(

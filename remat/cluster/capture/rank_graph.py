@@ -109,8 +109,7 @@ def _border_on_rank(shape: ChainShape, tp: int) -> Tensor:
 class _BehindRank(nn.Module):
     def __init__(self, model: nn.Module, given: _Given, loss_fn: Any) -> None:
         super().__init__()
-        self.model, self.given = model, given
-        self.loss_fn = loss_fn
+        self.model, self.given, self.loss_fn = model, given, loss_fn
 
     def forward(self, args: Any, kwargs: Any, target: Any) -> Any:
         return apply_loss(self.loss_fn, self.model(*args, **kwargs), target)
@@ -133,17 +132,6 @@ class _Given(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.border
-
-
-def _behind_on_rank(chain: ChainModel, shape: ChainShape, tp: int, tp_group: Any) -> nn.Module:
-    """What follows the blocks, its vocabulary split; `CaptureError` as of `_block_on_rank`."""
-    shared = {id(block): block for block in chain.blocks.values()}
-    model = copy.deepcopy(chain.model, dict(shared))  # blocks go, so they are not copied
-    given = _Given(_border_on_rank(shape, tp))
-    for path in chain.blocks:
-        _put(model, path, given if path == chain.last_path else Passes())
-    _split(model, "", shape, tp, tp_group)
-    return _BehindRank(model, given, chain.loss_fn)
 
 
 def _split(module: nn.Module, prefix: str, shape: ChainShape, tp: int, group: Any) -> None:
@@ -200,8 +188,8 @@ def block_graph_on_rank(
     links: RankLinks,
 ) -> tuple[TrainingGraph, str]:  # fmt: skip
     """And the value that is the gradient of the block's border."""
-    tp_group, cp_group = groups.group(tp), groups.group(cp, apart=tp)
-    module = _block_on_rank(chain, shape, tp, cp, tp_group, cp_group)
+    groups_of_rank = groups.group(tp), groups.group(cp, apart=tp)
+    module = _block_on_rank(chain, shape, tp, cp, *groups_of_rank)
     args = (_border_on_rank(shape, tp), *shape.block_args[1:])
     args, kwargs = _stored((args, shape.block_kwargs))
     traced = trace(module, args, kwargs, device=device, optimizer="none", split="none")
@@ -213,7 +201,14 @@ def behind_graph_on_rank(
     chain: ChainModel, shape: ChainShape, tp: int, groups: FakeGroups, device: str,
     links: RankLinks,
 ) -> TrainingGraph:  # fmt: skip
-    module = _behind_on_rank(chain, shape, tp, groups.group(tp))
+    """Of what follows the blocks, its vocabulary split; `CaptureError` as of `_block_on_rank`."""
+    shared: dict[int, Any] = {id(block): block for block in chain.blocks.values()}
+    model = copy.deepcopy(chain.model, shared)  # blocks go, so they are not copied
+    given = _Given(_border_on_rank(shape, tp))
+    for path in chain.blocks:
+        _put(model, path, given if path == chain.last_path else Passes())
+    _split(model, "", shape, tp, groups.group(tp))
+    module = _BehindRank(model, given, chain.loss_fn)
     args = _stored((chain.args, chain.kwargs, chain.target))
     traced = trace(module, args, {}, device=device, optimizer="none", split="none")
     return _prepared(traced, groups, links, "")
@@ -269,7 +264,12 @@ def _border_gradient(traced: Trace, border: str) -> str:
 
 
 def _prepared(traced: Trace, groups: FakeGroups, links: RankLinks, border: str) -> TrainingGraph:
-    _refuse_other_groups(traced, groups)
+    for name, node in traced.joint.node_of_op.items():
+        if is_collective(node) and not groups.has(groups_of([node])):
+            raise CaptureError(
+                f"a block runs the collective {name} by itself, and a plan of a cluster makes all "
+                "that there are: leave it out of the model"
+            )
     return planned_graph(model_costs(traced, traced.recipe.device, ranks=links), border)
 
 
@@ -293,15 +293,6 @@ def planned_graph(graph: TrainingGraph, border: str) -> TrainingGraph:
         graph, ops=ops, values=values, resident=Resident(), regions=(), links=None,
         outputs=tuple(name for name in graph.outputs if known[name].kind == "gradient"),
     )  # fmt: skip
-
-
-def _refuse_other_groups(traced: Trace, groups: FakeGroups) -> None:
-    for name, node in traced.joint.node_of_op.items():
-        if is_collective(node) and not groups.has(groups_of([node])):
-            raise CaptureError(
-                f"a block runs the collective {name} by itself, and a plan of a cluster makes all "
-                "that there are: leave it out of the model"
-            )
 
 
 def _free_to_repeat(op: Op) -> Op:
