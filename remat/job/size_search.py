@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import msgspec
+from msgspec.structs import replace
 
 import remat.solver as solvers
 from remat.budgets import Budget, parse_budget, unmodified
@@ -68,7 +69,7 @@ def graph_at(
             for name, size_bytes in msgspec.structs.asdict(first.resident).items()
         }
     )
-    return msgspec.structs.replace(first, ops=ops, values=values, resident=resident)
+    return replace(first, ops=ops, values=values, resident=resident)
 
 
 def _facts_between(op: Op) -> tuple[object, ...]:
@@ -76,11 +77,11 @@ def _facts_between(op: Op) -> tuple[object, ...]:
 
 
 def _value_at(at: _Interpolated, first: Value, second: Value) -> Value:
-    return msgspec.structs.replace(first, size_bytes=round(at(first.size_bytes, second.size_bytes)))
+    return replace(first, size_bytes=round(at(first.size_bytes, second.size_bytes)))
 
 
 def _op_at(at: _Interpolated, first: Op, second: Op) -> Op:
-    return msgspec.structs.replace(
+    return replace(
         first,
         cost_us=at(first.cost_us, second.cost_us),
         workspace_bytes=round(at(first.workspace_bytes, second.workspace_bytes)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-import msgspec
+from msgspec.structs import replace
 
 from remat.budgets import parse_budget
 from remat.graph_capture.devices.links import BYTES_PER_US_IN_GB_S
@@ -60,10 +60,9 @@ def _with_workspaces(microbatch: Microbatch, updates: Mapping[str, ParameterUpda
         return max(found, default=0)
 
     groups = (
-        msgspec.structs.replace(group, update_workspace_bytes=workspace_bytes(group))
-        for group in microbatch.groups
+        replace(group, update_workspace_bytes=workspace_bytes(group)) for group in microbatch.groups
     )
-    return msgspec.structs.replace(microbatch, groups=tuple(groups))
+    return replace(microbatch, groups=tuple(groups))
 
 
 def _measured_update(
@@ -160,7 +159,7 @@ class StepHere:
         from remat.rewriter.tiers.file_tier import FileTier
         from remat.whole_step.program import actions_of
         from remat.whole_step.residents import Residents
-        from remat.whole_step.running import StepCode, StepFacts, WholeStep, codes_of
+        from remat.whole_step.running import StepCode, WholeStep, codes_of
 
         step, results = op_by_op(self.graph, self.task, planned, self.updates), self.results
         found = step.simulation
@@ -182,8 +181,7 @@ class StepHere:
         held = {name: one for name, one in self.parameters.items() if name in homes}
         residents = Residents(self.optimizer, held, homes, tier.folders)
         trained = dict(self.parameters[name] for name in results.gradient_of)
-        facts = StepFacts(step.graph, step.schedule, found)
-        return WholeStep(self.guards, self.optimizer, code, residents, facts, trained)
+        return WholeStep(self.guards, self.optimizer, code, residents, step, trained)
 
 
 def _parameters_of(guards: Guards, results: JointResults) -> _Parameters:

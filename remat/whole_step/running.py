@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.gradients import parameter_groups, step_alone
 from remat.graph_capture.torch_private.core import DisableAutocast
@@ -25,7 +24,7 @@ from remat.rewriter.graphs.emitter import Demanded, as_module
 from remat.rewriter.guards.forward import Guards
 from remat.rewriter.tiers.file_tier import TierCopies
 from remat.schedules.schedule import Fetch, Offload, Schedule, Step
-from remat.schedules.simulate import Simulation
+from remat.whole_step.op_writer import StepOfOps
 from remat.whole_step.program import Add, Resume, Segment, StepAction, StepOf
 from remat.whole_step.residents import Held, MemoryWatch, Residents, moments, uninterrupted
 
@@ -98,11 +97,9 @@ def _refuse_dead(what: Demanded) -> NoReturn:
 class StepCode:
     """What is the same in each step.
 
-    Attributes
-    ----------
-    place_of : by parameter, the place of its gradient among all results.
-    written : by the place of each other result of forward, the input that it is the new value of.
-    tangent : of the loss, one.
+    `place_of` : by parameter, the place of its gradient among all results. `written` : by the place
+    of each other result of forward, the input that it is the new value of. `tangent` : of the loss,
+    one.
     """
 
     actions: Sequence[StepAction]
@@ -158,9 +155,9 @@ class StepRun:
         if isinstance(action, Resume):
             self._resume(action)
         elif isinstance(action, Add):
-            self._arrived(f"G:{action.parameter}")
-            gradient = self.waiting.pop((action.parameter, action.microbatch))
             total = self.held[f"G:{action.parameter}"]
+            total.arrive()
+            gradient = self.waiting.pop((action.parameter, action.microbatch))
             # Lower copies lack this addition.
             total.written()
             total.whole[0].add_(gradient)
@@ -175,12 +172,9 @@ class StepRun:
         elif action.value in self.held:  # a gradient that is not summed goes with its addition
             self.held[action.value].leave()
 
-    def _arrived(self, name: str) -> None:
-        self.held[name].arrive()
-
     def _resume(self, action: Resume) -> None:
         for name in action.reads:
-            self._arrived(name)
+            self.held[name].arrive()
         i, segment = action.microbatch, action.segment
         if i not in self.running:
             # A new list, since the generator clears it.
@@ -199,14 +193,13 @@ class StepRun:
             if i:
                 self.waiting[name, i] = gradient
             else:
-                path = self.residents.parameters[name][0]
-                what = f"the gradient of {path}"
+                what = f"the gradient of {self.residents.parameters[name][0]}"
                 self.held[f"G:{name}"] = Held(what, [gradient], self.residents.folders)
 
     def _step(self, name: str) -> None:
         for one in (name, f"O:{name}", f"G:{name}"):
             if one in self.held:
-                self._arrived(one)
+                self.held[one].arrive()
         parameter, state = self.residents.parameters[name][1], self.held.get(f"O:{name}")
         # Ctrl-C waits: an update happens completely or not at all.
         with uninterrupted():
@@ -221,19 +214,6 @@ class StepRun:
                 state.adopt(moments(self.optimizer, parameter))
             self.updated.append(name)
             self.updating = ""
-
-
-@dataclass(frozen=True)
-class StepFacts:
-    graph: TrainingGraph
-    schedule: Schedule
-    simulation: Simulation
-
-    @property
-    def resting_bytes(self) -> int:
-        """In memory between steps: what is resident, and what has its home there."""
-        there = (value.size_bytes for value in self.graph.values if value.home == "device")
-        return self.graph.resident.total_bytes + sum(there)
 
 
 class WholeStep:
@@ -263,10 +243,10 @@ class WholeStep:
 
     def __init__(
         self, guards: Guards, optimizer: Optimizer, code: StepCode, residents: Residents,
-        facts: StepFacts, trained: Mapping[str, nn.Parameter],
+        step: StepOfOps, trained: Mapping[str, nn.Parameter],
     ) -> None:  # fmt: skip
-        self.graph, self.schedule = facts.graph, facts.schedule
-        self.simulation, self.resting_bytes = facts.simulation, facts.resting_bytes
+        self.graph, self.schedule = step.graph, step.schedule
+        self.simulation, self.resting_bytes = step.simulation, step.resting_bytes
         self.microbatches = len(code.codes)
         self._guards, self._optimizer, self._code = guards, optimizer, code
         self._residents, self._trained = residents, trained

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
+from msgspec.structs import replace
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Tier
@@ -56,11 +56,7 @@ def _with_state_on_nvme(microbatch: Microbatch, config: StepConfig, count: int) 
         tier if tier == "device" else "nvme" if at in below else "host"
         for at, tier in enumerate(config.state)
     ]
-    return msgspec.structs.replace(config, state=tuple(state))
-
-
-def _on_nvme(config: StepConfig) -> int:
-    return config.state.count("nvme")
+    return replace(config, state=tuple(state))
 
 
 def _fitted(
@@ -87,12 +83,13 @@ def _relieved(task: StepTask, config: StepConfig, short: Short) -> StepConfig | 
     usual_bytes = states[len(states) // 2] if states else 0
     # First move states, then hold fewer of them on the host at once.
     if task.links.write is not None and usual_bytes:
-        count = _on_nvme(config) + -(-over_bytes // usual_bytes)
+        below = config.state.count("nvme")
+        count = below + -(-over_bytes // usual_bytes)
         changed = _with_state_on_nvme(microbatch, config, count)
         if changed != config and _nvme_has_room(task, changed):
             return changed
-        if _on_nvme(config) and config.slots > 1:
-            return msgspec.structs.replace(config, slots=config.slots - 1)
+        if below and config.slots > 1:
+            return replace(config, slots=config.slots - 1)
     # Gradients kept on the device take no room on the host.
     kept = _more_gradients_kept(microbatch, config)
     return None if kept == config else kept
@@ -107,16 +104,14 @@ def _nvme_has_room(task: StepTask, config: StepConfig) -> bool:
 def _more_gradients_kept(microbatch: Microbatch, config: StepConfig) -> StepConfig:
     if len(config.passes) == 1:  # one pass adds up its own gradients
         return config
-    order = _gradients_by_size(microbatch)
-    rest = [at for at in order if at not in config.kept_gradients]
+    rest = [at for at in _gradients_by_size(microbatch) if at not in config.kept_gradients]
     kept = (*config.kept_gradients, *rest[:1])
-    return msgspec.structs.replace(config, kept_gradients=kept)
+    return replace(config, kept_gradients=kept)
 
 
 def _gradients_by_size(microbatch: Microbatch) -> list[int]:
     """Groups with gradients, the largest first; of equal ones, the first that is updated."""
-    order: Sequence[int] = _update_order(microbatch)
-    return sorted(order, key=lambda at: -microbatch.groups[at].gradient_bytes)
+    return sorted(_update_order(microbatch), key=lambda at: -microbatch.groups[at].gradient_bytes)
 
 
 _Order = tuple[int, ...]
@@ -149,13 +144,12 @@ def _ladder(layer: Layer) -> list[int]:
 
 def _options_at(microbatch: Microbatch, limit_bytes: int) -> tuple[int, ...]:
     """The fastest option of each layer that saves at most so much; else the least of it."""
-    return tuple(
-        next(
-            (i for i in _ladder(layer) if layer.options[i].saved_bytes <= limit_bytes),
-            _ladder(layer)[-1],
-        )
-        for layer in microbatch.layers
-    )
+    found = list[int]()
+    for layer in microbatch.layers:
+        steps = _ladder(layer)
+        fitting = (i for i in steps if layer.options[i].saved_bytes <= limit_bytes)
+        found.append(next(fitting, steps[-1]))
+    return tuple(found)
 
 
 def _starts(task: StepTask, order: _Order) -> list[StepConfig]:
@@ -165,7 +159,7 @@ def _starts(task: StepTask, order: _Order) -> list[StepConfig]:
         return []
     passes = tuple(Pass(count, full_recompute(microbatch)) for count in order)
     below = task.feasible(StepConfig(passes, ("host",) * len(microbatch.groups)))
-    above = msgspec.structs.replace(below, state=("device",) * len(microbatch.groups))
+    above = replace(below, state=("device",) * len(microbatch.groups))
     found = [above] if device_peak_bytes(task, above) <= task.budget_bytes else []
     return [_enriched(task, config) for config in (*found, below)]
 
@@ -192,19 +186,15 @@ def _enriched(task: StepTask, config: StepConfig) -> StepConfig:
 def _with_options(
     config: StepConfig, options: tuple[int, ...], places: Sequence[bool]
 ) -> StepConfig:
-    leading, last = (options if asked else None for asked in places)
-    passes = [
-        one if leading is None else msgspec.structs.replace(one, options=leading)
-        for one in config.passes[:-1]
-    ]
-    end = config.passes[-1]
-    end = end if last is None else msgspec.structs.replace(end, options=last)
-    return msgspec.structs.replace(config, passes=(*passes, end))
+    is_asked = [*[places[0]] * (len(config.passes) - 1), places[1]]
+    passes = zip(config.passes, is_asked, strict=True)
+    changed = (replace(one, options=options) if asked else one for one, asked in passes)
+    return replace(config, passes=tuple(changed))
 
 
 def _fits(task: StepTask, config: StepConfig) -> bool:
     few = config.passes[:2] + config.passes[2:][-1:]  # the passes between equal the first
-    return device_peak_bytes(task, msgspec.structs.replace(config, passes=few)) <= task.budget_bytes
+    return device_peak_bytes(task, replace(config, passes=few)) <= task.budget_bytes
 
 
 _SHARES = (1, 2, 8)
@@ -221,7 +211,7 @@ def _neighbours(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConf
     yield from _hosting_otherwise(microbatch, config)
     yield from _updating_otherwise(microbatch, config)
     yield from _resting_otherwise(microbatch, config)
-    yield msgspec.structs.replace(config, keeping="stream" if config.keeping == "near" else "near")
+    yield replace(config, keeping="stream" if config.keeping == "near" else "near")
 
 
 def _saving_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
@@ -237,9 +227,9 @@ def _saving_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[St
                 for at in which:
                     layers = _next_layers(microbatch, changed[at].options, part, step)
                     options = _moved_along(microbatch, changed[at].options, layers, step)
-                    changed[at] = msgspec.structs.replace(changed[at], options=options)
+                    changed[at] = replace(changed[at], options=options)
                 if tuple(changed) != config.passes:
-                    yield msgspec.structs.replace(config, passes=tuple(changed))
+                    yield replace(config, passes=tuple(changed))
 
 
 def _next_layers(microbatch: Microbatch, options: Sequence[int], part: int, step: int) -> list[int]:
@@ -278,33 +268,32 @@ def _hosting_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[S
                 hosted = min(max(one.hosted + step, 0), most)
                 layers = range(hosted) if richer else range(0)
                 options = _moved_along(microbatch, one.options, layers, -1)
-                passes[at] = msgspec.structs.replace(one, hosted=hosted, options=options)
+                passes[at] = replace(one, hosted=hosted, options=options)
             if tuple(passes) != config.passes:
-                yield msgspec.structs.replace(config, passes=tuple(passes))
+                yield replace(config, passes=tuple(passes))
 
 
 def _updating_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
     if len(config.passes) > 1:
         yield _more_gradients_kept(microbatch, config)
-        yield msgspec.structs.replace(config, kept_gradients=config.kept_gradients[:-1])
+        yield replace(config, kept_gradients=config.kept_gradients[:-1])
         if config.updates == "host":  # otherwise the host adds nothing
             sums: Tier = "host" if config.sums == "device" else "device"
-            yield msgspec.structs.replace(config, sums=sums)
+            yield replace(config, sums=sums)
         largest = tuple(_gradients_by_size(microbatch)[: len(config.kept_gradients) + _COUNTS[-1]])
-        yield msgspec.structs.replace(config, kept_gradients=largest)
+        yield replace(config, kept_gradients=largest)
     # The device makes all updates already.
     if config.updates == "device":
         return
     for count in (*_COUNTS, *(-one for one in _COUNTS)):
-        yield msgspec.structs.replace(config, device_updates=max(config.device_updates + count, 0))
+        yield replace(config, device_updates=max(config.device_updates + count, 0))
 
 
 def _resting_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
-    below = _on_nvme(config)
-    if below:
+    if below := config.state.count("nvme"):
         for slots in (config.slots + 1, config.slots - 1):
-            yield msgspec.structs.replace(config, slots=max(slots, 1))
-        other = msgspec.structs.replace(config, spread=not config.spread)
+            yield replace(config, slots=max(slots, 1))
+        other = replace(config, spread=not config.spread)
         yield _with_state_on_nvme(microbatch, other, below)
         for count in (1, 2, 4, -1, -2):
             if below + count > 0:
@@ -321,7 +310,7 @@ def _on_device(microbatch: Microbatch, config: StepConfig, count: int) -> StepCo
         "device" if at in above else "host" if tier == "device" else tier
         for at, tier in enumerate(config.state)
     ]
-    return msgspec.structs.replace(config, state=tuple(state))
+    return replace(config, state=tuple(state))
 
 
 _SOLVER = "whole_step"
@@ -418,9 +407,8 @@ class _StepSearch:
 
     def run(self) -> None:
         self.progress("saving as much as fits")
-        found = [
-            start for order in orders(self.microbatches) for start in _starts(self.task, order)
-        ]
+        tried = orders(self.microbatches)
+        found = [start for order in tried for start in _starts(self.task, order)]
         # Fastest on the device first: the others are judged only if they can still win.
         found.sort(key=self._device_us)
         times = [(self.offer(start), k) for k, start in enumerate(found)]
@@ -449,10 +437,8 @@ class _StepSearch:
         if isinstance(found, Short):
             self.shorts.append(found)
         elif self.best is None or found.simulation.time_us < self.best.simulation.time_us:
-            self.best = found
-            self.progress(
-                f"judged {self.judged} plans, best {found.simulation.time_us / 1e6:.2f} s"
-            )
+            self.best, best_s = found, found.simulation.time_us / 1e6
+            self.progress(f"judged {self.judged} plans, best {best_s:.2f} s")
         return found
 
     def _climb(self, now: StepConfig) -> None:
@@ -460,10 +446,8 @@ class _StepSearch:
         changed: StepConfig | None = now
         while changed is not None and self.judged < self.most:
             # Take the first improvement, since each trial is a simulation.
-            better = (
-                one for one in _neighbours(self.task.microbatch, now) if self.offer(one) < time_us
-            )
-            changed = next(better, None)
+            others = _neighbours(self.task.microbatch, now)
+            changed = next((one for one in others if self.offer(one) < time_us), None)
             if changed is not None:
                 now, time_us = self.became[changed], self.times_us[changed]
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 from torch import nn
 
 from remat.checks import Batch, require_equal
@@ -82,7 +82,7 @@ def traced_blocks(
     *, has_input_gradient: bool,
 ) -> StageBlocks:  # fmt: skip
     """Trace each block of a rank; `given` is the call of the model's first one."""
-    links = msgspec.structs.replace(links_between_ranks(plan.device), node_size=plan.node_size)
+    links = replace(links_between_ranks(plan.device), node_size=plan.node_size)
     found: dict[str, _TracedBlock] = {}
     for path, block in blocks.items():
         # Only the first block may be without a gradient of what it reads, where nothing before it
@@ -107,10 +107,9 @@ def with_own_sizes(graph: TrainingGraph, traced: Trace) -> TrainingGraph:
     names = [op.name for op in graph.ops if not is_collective_target(op.target)]
     workspaces = measured_workspaces(traced, names)
     ops = tuple(
-        msgspec.structs.replace(op, workspace_bytes=workspaces.get(op.name, op.workspace_bytes))
-        for op in graph.ops
+        replace(op, workspace_bytes=workspaces.get(op.name, op.workspace_bytes)) for op in graph.ops
     )
-    return msgspec.structs.replace(graph, ops=ops, values=traced.graph.values)
+    return replace(graph, ops=ops, values=traced.graph.values)
 
 
 def choose(blocks: StageBlocks, plan: ClusterFile, number: int, in_flight: float) -> None:

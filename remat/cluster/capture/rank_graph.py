@@ -12,8 +12,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
 from remat.cluster.capture.model_chain import ChainModel, ChainShape, SplitRole
@@ -280,15 +280,11 @@ def planned_graph(graph: TrainingGraph, border: str) -> TrainingGraph:
     if border:
         # It arrives from another rank: nothing here makes it again.
         ops = (Op("border", BORDER, "forward", (), (border,), no_recompute=BORDER), *ops)
-        values = tuple(
-            msgspec.structs.replace(v, producer="border") if v.name == border else v for v in values
-        )
+        values = tuple(replace(v, producer="border") if v.name == border else v for v in values)
     # The gradient of a border comes from the block behind, which is done with it.
-    values = tuple(
-        msgspec.structs.replace(v, kind="activation") if v.kind == "tangent" else v for v in values
-    )
+    values = tuple(replace(v, kind="activation") if v.kind == "tangent" else v for v in values)
     known = {v.name: v for v in values}
-    return msgspec.structs.replace(
+    return replace(
         # States are counted by `stages.py`.
         graph, ops=ops, values=values, resident=Resident(), regions=(), links=None,
         outputs=tuple(name for name in graph.outputs if known[name].kind == "gradient"),
@@ -300,4 +296,4 @@ def _free_to_repeat(op: Op) -> Op:
         return op
     # All ranks of a group follow one schedule of a block, so each of them computes it again.
     no_recompute = "" if op.no_recompute in (ALL_RANKS_RUN, RETURNED) else op.no_recompute
-    return msgspec.structs.replace(op, workspace_bytes=0, no_recompute=no_recompute)
+    return replace(op, workspace_bytes=0, no_recompute=no_recompute)
