@@ -38,13 +38,9 @@ _DriveFolder = Annotated[
 
 @verb(("device",))
 def profile_verb(
-    session: Session,
-    model: Model,
-    request: Request,
-    top: Top = 20,
-    nvme: _DriveFolder = None,
+    session: Session, model: Model, request: Request, top: Top = 20, nvme: _DriveFolder = None,
     output: Output = None,
-) -> None:
+) -> None:  # fmt: skip
     """Measure each distinct op of MODEL and the links to the host, for use elsewhere."""
     if request.device != NAMED_BY_TORCH:
         # A device of the table has no ops to measure.

@@ -42,7 +42,7 @@ def save_plan_file(session: Session, path: Path, plan: PlanFile | None) -> None:
     if plan is not None:
         # Not by `session.save`: the name may ask for an archive.
         write_plan(plan, path)
-        session.err.print(f"plan written to {path}", soft_wrap=True)
+        session.say_written(path, "plan")
 
 
 def save_layout_file(

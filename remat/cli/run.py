@@ -106,19 +106,11 @@ _NvmeRate = Annotated[
 
 @verb(budget="auto")
 def run_verb(
-    session: Session,
-    source: Source,
-    request: Request,
-    price: _PriceOfGib = False,
-    check: RunIt = None,
-    compare: _CompareRule = False,
-    output: Output = None,
-    layout: LayoutFile = None,
-    dynamic: DynamicOption = [],  # noqa: B006 typer copies it
-    microbatches: _Microbatches = None,
-    state: _State = "float32",
-    nvme_gb_s: _NvmeRate = None,
-) -> None:
+    session: Session, source: Source, request: Request, price: _PriceOfGib = False,
+    check: RunIt = None, compare: _CompareRule = False, output: Output = None,
+    layout: LayoutFile = None, dynamic: DynamicOption = [],  # noqa: B006 typer copies it
+    microbatches: _Microbatches = None, state: _State = "float32", nvme_gb_s: _NvmeRate = None,
+) -> None:  # fmt: skip
     """Find the fastest training step within a memory budget, run it, and compare it with yours.
 
     A kept GRAPH, or that of a PLAN, is solved anew, and nothing is run.
@@ -272,12 +264,7 @@ def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | Non
 
 
 @verb(STEP_OPTIONS)
-def check_verb(
-    session: Session,
-    model: Model,
-    plan: PlanArgument,
-    request: Request,
-) -> None:
+def check_verb(session: Session, model: Model, plan: PlanArgument, request: Request) -> None:
     """Rewrite MODEL to a kept plan and compare it with eager, bit for bit."""
     require_model(model)
     # Read first: a bad file is told before the model is built.

@@ -25,7 +25,6 @@ from remat.cli.session import Session
 from remat.cli.verb import LayoutFile, Output, PlaceOption, PlanOption, Source, Top, verb
 from remat.formats import bytes_text, time_text
 from remat.graph_capture.errors import FileError, PlanError
-from remat.graph_capture.files import write_contents
 from remat.graph_capture.graph import TrainingGraph
 from remat.job import pipeline
 from remat.job.plan_source import (
@@ -87,22 +86,12 @@ _As = Annotated[
 
 @verb()
 def show_verb(
-    session: Session,
-    source: Source,
-    request: Request,
-    plan: PlanOption = None,
-    by: _SumsBy = "value",
-    at_peak: _AtPeak = False,
-    only: _Only = [],  # noqa: B006 typer copies it
-    top: Top = _TOP,
-    is_explained: _Explain = False,
-    why: _WhyOf = [],  # noqa: B006
-    each_limit: _EachLimit = FURTHER_SOLVE_S,
-    place: PlaceOption = False,
-    layout: LayoutFile = None,
-    form: _As = None,
-    output: Output = None,
-) -> None:
+    session: Session, source: Source, request: Request, plan: PlanOption = None,
+    by: _SumsBy = "value", at_peak: _AtPeak = False, only: _Only = [],  # noqa: B006 typer copies it
+    top: Top = _TOP, is_explained: _Explain = False, why: _WhyOf = [],  # noqa: B006
+    each_limit: _EachLimit = FURTHER_SOLVE_S, place: PlaceOption = False,
+    layout: LayoutFile = None, form: _As = None, output: Output = None,
+) -> None:  # fmt: skip
     """Show what is kept, recomputed and freed, why, and in other tools' files."""
     if output is not None or form is not None:
         # Before anything is captured, so that a name without a known suffix is refused at once.
@@ -192,12 +181,9 @@ def _reasons(
     try:
         with session.stopwatch.stage("explain", "explaining the plan") as progress:
             return explain(
-                opened.graph,
-                opened.solved,
-                why_of=why,
-                each_s=each_limit,
+                opened.graph, opened.solved, why_of=why, each_s=each_limit,
                 progress=lambda part: progress(text=_DOING[part]),
-            )
+            )  # fmt: skip
     except KeyboardInterrupt:
         # The plan itself is at hand, so that it is shown, and the verb ends with 130.
         note_interrupt()
@@ -228,8 +214,7 @@ def _show_as(
         raise FileError(f"--as {form} is a file: name it, -o step.{form}")
     else:
         opened = opened_feasible(session, source, request, plan)
-        write_contents(output, _exported(opened, form))
-        session.err.print(f"{form} written to {output}", soft_wrap=True)
+        session.save(output, _exported(opened, form), form, end=b"")
         if session.as_json:
             session.emit({"export": str(output), "as": form})
 

@@ -49,19 +49,11 @@ _Jobs = Annotated[int, typer.Option(help="solves at once; -1 for every core")]
 
 @verb()
 def sweep_verb(
-    session: Session,
-    source: Source,
-    request: Request,
-    budgets: _SweptBudgets = "",
-    budget: list[str] = [],  # noqa: B006 typer copies it
-    solver: list[str] = ["auto"],  # noqa: B006
-    plan: PlanOption = None,
-    host: str = "",
-    nvme: str = "",
-    jobs: _Jobs = 1,
-    place: PlaceOption = False,
-    output: Output = None,
-) -> None:
+    session: Session, source: Source, request: Request, budgets: _SweptBudgets = "",
+    budget: list[str] = [], solver: list[str] = ["auto"],  # noqa: B006 typer copies it
+    plan: PlanOption = None, host: str = "", nvme: str = "", jobs: _Jobs = 1,
+    place: PlaceOption = False, output: Output = None,
+) -> None:  # fmt: skip
     """Show the step's time at several budgets with the bound, and solvers and rules side by side.
 
     With several of --solver, or --plan, they are compared with the unmodified step and the plan.
@@ -185,10 +177,7 @@ def _add_rows(table: Table, solver: str, front: Front) -> None:
         figures = (result.status, "-", "-", "-")
         if result.schedule is not None:
             bound = bound_of(result.lower_bound_us, front.base_us)
-            figures = (
-                bytes_text(result.peak_bytes),
-                percent_text(result.overhead),
-                proved_text(bound),
-                "-" if result.gap is None else percent_text(result.gap),
-            )
+            gap = "-" if result.gap is None else percent_text(result.gap)
+            peak, overhead = bytes_text(result.peak_bytes), percent_text(result.overhead)
+            figures = (peak, overhead, proved_text(bound), gap)
         table.add_row(bytes_text(budget_bytes), *figures, solver, f"{result.wall_s:.1f}")

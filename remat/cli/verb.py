@@ -21,6 +21,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from remat.cli.session import Session
+from remat.graph_capture.files import check_writable
 from remat.job.plan_source import PLAN_FILES
 from remat.job.request import DYNAMIC_METAVAR, Request, parse_sharding
 
@@ -70,8 +71,8 @@ def _command(function: _Verb, requested: Collection[str]) -> _Verb:
         session = Session(as_json=as_json, verbose=verbose)
         with session.guarded():
             # Refused before work is done for a file that cannot be written.
-            for file in ("output", "layout"):
-                session.require_folder(given.get(file))
+            for path in filter(None, map(given.get, ("output", "layout"))):
+                check_writable(path)
             if requested:
                 asked: dict[str, Any] = {name: given.pop(name) for name in requested}
                 # What repeats comes as a list; a request is frozen, down to its pins.
@@ -99,9 +100,8 @@ def _planning_option(name: str, own: dict[str, Parameter], defaults: dict[str, A
         kind, default = list[str], []
     if name == "sharding":
         default = ""
-    return Parameter(
-        name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
-    )
+    given = Annotated[kind, option]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=given)
 
 
 def more(flag: str, text: str, **shown: Any) -> Any:
@@ -109,14 +109,7 @@ def more(flag: str, text: str, **shown: Any) -> Any:
 
 
 _NAMED = "path/to/file.py or package.module, and :function unless it is called factory"
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help=_NAMED,
-        show_default=False,
-    ),
-]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=_NAMED, show_default=False)]
 Source = Annotated[
     str, typer.Argument(metavar="MODEL|GRAPH|PLAN", help=f"{_NAMED}; or a kept graph or plan")
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from remat.graph_capture.costs.cache import Profile
-    from remat.graph_capture.sizes.symbols import Dynamic
     from remat.graph_capture.tracing.recipe import Recipe
     from remat.graph_capture.tracing.trace import Trace
     from remat.rewriter.checking.check import Check
@@ -72,10 +70,6 @@ def _predicted_row(graph: TrainingGraph, name: str, result: Result, base_us: flo
     is_same = abs(result.time_us - base_us) <= _EXACT * base_us
     overhead = 0.0 if is_same else result.time_us / base_us - 1
     return Row(name, result.peak_bytes, result.time_us, overhead, reserved)
-
-
-def _quicker_than_predicted(row: Row) -> bool:
-    return row.measured_step_us is not None and FAR_OFF * row.measured_step_us < row.time_us
 
 
 def rows_as_run(rows: Sequence[Row], check: Check, of_chen: Check | None) -> tuple[Row, ...]:
@@ -204,12 +198,9 @@ def _named_beside(
 
 
 def check_schedule(
-    loaded: Loaded,
-    traced: Trace,
-    schedule: Schedule,
-    request: Request,
+    loaded: Loaded, traced: Trace, schedule: Schedule, request: Request,
     costed: TrainingGraph | None = None,
-) -> Check:
+) -> Check:  # fmt: skip
     """`costed` is the graph with links, which say where a schedule may copy values to."""
     from remat.rewriter.rewriting import rewrite
 
@@ -228,14 +219,9 @@ def compare_with_eager(loaded: Loaded, module: nn.Module, request: Request) -> C
 
 
 def run_job(
-    loaded: Loaded,
-    request: Request,
-    stopwatch: Stopwatch,
-    *,
-    check: bool | None = None,
-    compare: bool = False,
-    planned: Callable[[Report], None] = lambda _: None,
-) -> Report:
+    loaded: Loaded, request: Request, stopwatch: Stopwatch, *, check: bool | None = None,
+    compare: bool = False, planned: Callable[[Report], None] = lambda _: None,
+) -> Report:  # fmt: skip
     """Capture, time, solve, rewrite and check; `planned` gets what is known before a step runs.
 
     No step runs where nothing fits, for a device or ranks that are not here, or with `check` False;
@@ -247,18 +233,14 @@ def run_job(
     graph, result = report.graph, report.result
     if result.schedule is None or not request.is_run_here or check is False:
         return report
-    # Ctrl-C ended the solve with the best so far, which is told and kept.
-    if is_interrupted():
-        return replace(report, unchecked=INTERRUPTED)
-    if not check and (reason := why_unchecked(graph)):
-        return replace(report, unchecked=f"{reason}; --check runs it anyway")
+    if why := _why_not_run(lambda: graph, check):
+        return replace(report, unchecked=why)
     said = list[str]()
 
     def checked_to(schedule: Schedule) -> Check | None:
-        def run_it() -> Check:
-            return check_schedule(loaded, traced, schedule, request, graph)
-
-        return unless_short(run_it, said.append)
+        return unless_short(
+            lambda: check_schedule(loaded, traced, schedule, request, graph), said.append
+        )
 
     with stopwatch.stage("check", "checking the plan against eager"):
         checked = checked_to(result.schedule)
@@ -270,16 +252,21 @@ def run_job(
             compared = checked_to(chen.schedule)
     rows = rows_as_run(report.rows, checked, compared)
     # Costs of a profile are used as given, and are not ours to measure anew.
-    if _quicker_than_predicted(rows[0]) and request.profile is None:
-        _doubt_costs(traced)
+    if request.profile is None and FAR_OFF * checked.baseline_step_us < rows[0].time_us:
+        from remat.graph_capture.costs.op_costs import doubt_costs
+
+        # Costs that say too much were taken in a busy time: the next run measures them anew.
+        doubt_costs(traced)
     return replace(report, rows=rows, check=checked, unchecked="".join(said))
 
 
-def _doubt_costs(traced: Trace) -> None:
-    # Costs that say too much were taken in a busy time: the next run measures them anew.
-    from remat.graph_capture.costs.op_costs import doubt_costs
-
-    doubt_costs(traced)
+def _why_not_run(graph: Callable[[], TrainingGraph], check: bool | None) -> str:
+    """Why a plan for this machine is not run; empty where it is."""
+    # Ctrl-C ended the solve with the best so far, which is told and kept.
+    if is_interrupted():
+        return INTERRUPTED
+    reason = "" if check else why_unchecked(graph())
+    return f"{reason}; --check runs it anyway" if reason else ""
 
 
 def _before_the_check(
@@ -361,14 +348,9 @@ class RangeReport:
 
 
 def plan_over(
-    loaded: Loaded,
-    request: Request,
-    dynamic: Dynamic,
-    stopwatch: Stopwatch,
-    planned: Callable[[PlanFile], None] = lambda _: None,
-    *,
-    check: bool | None = None,
-) -> RangeReport:
+    loaded: Loaded, request: Request, dynamic: Dynamic, stopwatch: Stopwatch,
+    planned: Callable[[PlanFile], None] = lambda _: None, *, check: bool | None = None,
+) -> RangeReport:  # fmt: skip
     """Plan for a range, and run one step of the factory's batch; arguments as of `run_job`."""
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request, dynamic)
@@ -379,11 +361,11 @@ def plan_over(
             **request.solving,
         )  # fmt: skip
     planned(_plan_of(loaded, traced, family, graph))
-    report = RangeReport(graph, family, overheads_over(graph, family), stopwatch.seconds)
-    report = dataclasses.replace(report, sizes=_batch_sizes(loaded, traced, request))
+    curve, sizes = overheads_over(graph, family), _batch_sizes(loaded, traced, request)
+    report = RangeReport(graph, family, curve, stopwatch.seconds, sizes)
     if check is False or not request.is_run_here:
         return report
-    return _checked(report, loaded, traced, request, stopwatch, check=bool(check))
+    return _checked(report, loaded, traced, request, stopwatch, check)
 
 
 def _ranged_graph(traced: Trace, request: Request, stopwatch: Stopwatch) -> RangedGraph:
@@ -418,27 +400,24 @@ def _batch_sizes(loaded: Loaded, traced: Trace, request: Request) -> dict[str, i
 
 def _checked(
     report: RangeReport, loaded: Loaded, traced: Trace, request: Request, stopwatch: Stopwatch,
-    *, check: bool,
+    check: bool | None,
 ) -> RangeReport:  # fmt: skip
     from remat.rewriter.user_module.ranged import make_ranged
 
-    if report.sizes is None:
-        return dataclasses.replace(report, unchecked="the factory's batch is out of the range")
-    if is_interrupted():
-        return dataclasses.replace(report, unchecked=INTERRUPTED)
-    reason = "" if check else why_unchecked(report.graph.at(**report.sizes))
-    if reason:
-        return dataclasses.replace(report, unchecked=f"{reason}; --check runs it anyway")
-    said = list[str]()
+    sizes, said = report.sizes, list[str]()
+    if sizes is None:
+        return replace(report, unchecked="the factory's batch is out of the range")
+    if why := _why_not_run(lambda: report.graph.at(**sizes), check):
+        return replace(report, unchecked=why)
 
     def compared() -> Check:
-        number = report.family.number_at(**report.sizes or {})  # not None by now
+        number = report.family.number_at(**sizes)
         module = make_ranged(loaded.model, report.family, traced, report.graph, number)
         return compare_with_eager(loaded, module, request)
 
     with stopwatch.stage("check", "checking the plan against eager"):
         found = unless_short(compared, said.append)
-    return dataclasses.replace(report, check=found, unchecked="".join(said))
+    return replace(report, check=found, unchecked="".join(said))
 
 
 def refuse_beside_dynamic(request: Request, **given: bool) -> None:

@@ -11,11 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from remat.analysis.memory_figures import (
-    chunks_of,
-    offloaded,
-    reserved_text,
-)
+from remat.analysis.memory_figures import chunks_of, offloaded, reserved_text
 from remat.analysis.plan_report import costs_text, plain_table
 from remat.checks import CHECKED, advice_of
 from remat.formats import (
@@ -115,14 +111,12 @@ def show_run(console: Console, report: Report) -> None:
 def _schedules_table(rows: Iterable[Row]) -> Table:
     table = plain_table("predicted | measured", "peak", "step", "overhead")
     for row in rows:
-        overhead = percent_pair(row.overhead, row.measured_overhead)
-        table.add_row(
-            _LABELS.get(row.name, row.name),
-            bytes_pair(row.peak_bytes, row.measured_peak_bytes),
-            time_pair(row.time_us, row.measured_step_us),
-            # Of the unmodified step it is 0 by definition.
-            "-" if row.name == "unmodified" else overhead,
-        )
+        peak = bytes_pair(row.peak_bytes, row.measured_peak_bytes)
+        step = time_pair(row.time_us, row.measured_step_us)
+        # Of the unmodified step it is 0 by definition.
+        is_base = row.name == "unmodified"
+        overhead = "-" if is_base else percent_pair(row.overhead, row.measured_overhead)
+        table.add_row(_LABELS.get(row.name, row.name), peak, step, overhead)
     return table
 
 
@@ -222,15 +216,11 @@ def _equal_text(check: Check) -> Text:
 
 def show_check(console: Console, check: Check, budget_bytes: int) -> None:
     table = plain_table("measured", "peak", "step", "overhead")
-    table.add_row(
-        "unmodified", bytes_text(check.baseline_peak_bytes), time_text(check.baseline_step_us), "-"
-    )
-    table.add_row(
-        "this plan",
-        bytes_text(check.plan_peak_bytes),
-        time_text(check.plan_step_us),
-        percent_text(check.overhead),
-    )
+    for name, peak_bytes, step_us, overhead in (
+        ("unmodified", check.baseline_peak_bytes, check.baseline_step_us, "-"),
+        ("this plan", check.plan_peak_bytes, check.plan_step_us, percent_text(check.overhead)),
+    ):
+        table.add_row(name, bytes_text(peak_bytes), time_text(step_us), overhead)
     console.print(table)
     console.print(Text("\nequal  ").append(_equal_text(check)))
     if check.plan_reserved_bytes is not None:
@@ -303,32 +293,24 @@ def _check_json(check: Check, budget_bytes: int) -> dict[str, Any]:
 
 
 def checked_json(check: Check, budget_bytes: int, failures: list[str]) -> dict[str, Any]:
-    return {
-        "budget_bytes": budget_bytes,
-        "check": _check_json(check, budget_bytes),
-        "baseline": {
-            "measured_peak_bytes": check.baseline_peak_bytes,
-            "reserved_bytes": check.baseline_reserved_bytes,
-            "measured_step_us": check.baseline_step_us,
-        },
-        "plan": {
-            "measured_peak_bytes": check.plan_peak_bytes,
-            "reserved_bytes": check.plan_reserved_bytes,
-            "measured_step_us": check.plan_step_us,
-            "measured_overhead": check.overhead,
-        },
-        "failures": failures,
+    measured: dict[str, dict[str, Any]] = {
+        name: {
+            "measured_peak_bytes": getattr(check, f"{name}_peak_bytes"),
+            "reserved_bytes": getattr(check, f"{name}_reserved_bytes"),
+            "measured_step_us": getattr(check, f"{name}_step_us"),
+        }
+        for name in ("baseline", "plan")
     }
+    measured["plan"]["measured_overhead"] = check.overhead
+    known = {"budget_bytes": budget_bytes, "check": _check_json(check, budget_bytes)}
+    return known | measured | {"failures": failures}
 
 
 def _infeasible_json(result: Result) -> dict[str, Any]:
-    held = [
-        {"name": item.name, "size_bytes": item.size_bytes, "module": item.module}
-        for item in result.held_at_peak
-    ]
+    names = "name", "size_bytes", "module"
     return {
         "least_feasible_bytes": result.least_feasible_bytes,
-        "held_at_peak": held,
+        "held_at_peak": [{n: getattr(v, n) for n in names} for v in result.held_at_peak],
         "error": {"type": "Infeasible", "message": infeasible_text(result)},
     }
 
@@ -371,22 +353,16 @@ def show_family(console: Console, family: Family, curve: Curve) -> None:
 def _curve_table(curve: Curve) -> Table:
     table = plain_table("sizes", "schedule", "peak", "step", "overhead")
     for point in curve.points:
-        table.add_row(
-            sizes_text(point.sizes),
-            str(point.member + 1),  # people count from 1
-            bytes_text(point.peak_bytes),
-            time_text(point.time_us),
-            percent_text(point.overhead),
-        )
+        number = str(point.member + 1)  # people count from 1
+        figures = bytes_text(point.peak_bytes), time_text(point.time_us)
+        table.add_row(sizes_text(point.sizes), number, *figures, percent_text(point.overhead))
     return table
 
 
 def _certificate(family: Family) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
-    peak = bytes_text(family.peak_bytes)
-    table.add_row(
-        "certificate", Text(f"no size needs more than {peak}, by the {family.certificate}")
-    )
+    said = f"no size needs more than {bytes_text(family.peak_bytes)}, by the {family.certificate}"
+    table.add_row("certificate", Text(said))
     bound, top = percent_text(family.top.lower_overhead), sizes_text(family.top.sizes)
     table.add_row("lower bound", f"{bound} overhead at this budget at {top}")
     off = percent_text(family.cost_error)
@@ -395,23 +371,14 @@ def _certificate(family: Family) -> Table:
 
 
 def range_json(family: Family, curve: Curve) -> dict[str, Any]:
-    members = [
-        {
-            "sizes": member.sizes,
-            "corners": list(member.corners),
-            "peak_bytes": member.peak_bytes,
-            "overhead": member.overhead,
-            "lower_overhead": member.lower_overhead,
-        }
-        for member in family.members
-    ]
+    names = "sizes", "corners", "peak_bytes", "overhead", "lower_overhead"
     return {
         "symbols": msgspec.to_builtins(family.symbols),
         "budget_bytes": family.budget_bytes,
         "peak_bytes": family.peak_bytes,
         "certificate": family.certificate,
         "prices_error": family.cost_error,
-        "schedules": members,
+        "schedules": [{name: getattr(one, name) for name in names} for one in family.members],
         "curve": msgspec.to_builtins(curve.points),
     }
 
