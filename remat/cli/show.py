@@ -26,16 +26,7 @@ from remat.cli.verb import LayoutFile, Output, PlaceOption, PlanOption, Source, 
 from remat.formats import bytes_text, time_text
 from remat.graph_capture.errors import FileError, PlanError
 from remat.graph_capture.graph import TrainingGraph
-from remat.job import pipeline
-from remat.job.plan_source import (
-    PlanSource,
-    captured,
-    costed_graph_in,
-    fitting_schedule,
-    load_shown,
-    read_kept,
-    require_model,
-)
+from remat.job import pipeline, plan_source
 from remat.job.request import Request
 from remat.job.screen import range_json, show_family
 from remat.progress import in_one_line
@@ -119,7 +110,7 @@ def _refuse_beside(shown: str, options: Mapping[str, Any]) -> None:
 
 
 def _placed(
-    session: Session, opened: PlanSource, is_asked: bool, path: Path | None
+    session: Session, opened: plan_source.PlanSource, is_asked: bool, path: Path | None
 ) -> Layout | None:
     if path is not None:
         return save_layout_file(session, path, opened.graph, opened.solved)
@@ -128,7 +119,11 @@ def _placed(
 
 
 def _show_values(
-    session: Session, opened: PlanSource, found: Inspection, top: int, placed: Layout | None
+    session: Session,
+    opened: plan_source.PlanSource,
+    found: Inspection,
+    top: int,
+    placed: Layout | None,
 ) -> None:
     over = opened.over
     curve = overheads_over(over.graph, over.family) if over else None
@@ -175,7 +170,7 @@ def _show_reasons(
 
 
 def _reasons(
-    session: Session, opened: PlanSource, why: list[str], each_limit: float
+    session: Session, opened: plan_source.PlanSource, why: list[str], each_limit: float
 ) -> Explanation | None:
     """None where Ctrl-C came before the last part."""
     try:
@@ -219,7 +214,7 @@ def _show_as(
             session.emit({"export": str(output), "as": form})
 
 
-def _exported(opened: PlanSource, form: _Form) -> bytes:
+def _exported(opened: plan_source.PlanSource, form: _Form) -> bytes:
     # A graph without a plan can be drawn too; the others are of a schedule.
     if form == "dot":
         return to_dot(opened.graph, opened.schedule).encode()
@@ -230,7 +225,7 @@ def _exported(opened: PlanSource, form: _Form) -> bytes:
 
 
 def _show_graph(session: Session, source: str, request: Request, output: Path | None) -> None:
-    graph = captured(source, request, session.stopwatch).graph
+    graph = plan_source.captured(source, request, session.stopwatch).graph
     session.save(output, graph.to_json(), "graph")
     if session.as_json:
         session.emit(msgspec.to_builtins(graph))
@@ -260,16 +255,18 @@ def _show_code(
 ) -> None:
     if plan is None:
         raise PlanError("--as code rewrites a model to a plan: name both, MODEL --plan plan.json")
-    require_model(model)
-    kept = read_kept(plan)
-    loaded, request = load_shown(model, session.stopwatch, request)
-    schedule = fitting_schedule(kept, loaded, str(plan))
+    plan_source.require_model(model)
+    kept = plan_source.read_kept(plan)
+    loaded, request = plan_source.load_shown(model, session.stopwatch, request)
+    schedule = plan_source.fitting_schedule(kept, loaded, str(plan))
     with session.stopwatch.stage("rewrite", "rewriting"):
         # Imports torch, which kept plans are shown without.
         from remat.rewriter.rewriting import rewrite
 
         traced = pipeline.trace_loaded(loaded, request)
-        module = rewrite(loaded.model, schedule, trace=traced, costed=costed_graph_in(kept))
+        module = rewrite(
+            loaded.model, schedule, trace=traced, costed=plan_source.costed_graph_in(kept)
+        )
     text = str(module)
     session.save(output, text.encode(), "code")
     if session.as_json:

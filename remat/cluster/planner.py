@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from remat.cluster import stages
 from remat.cluster.mesh import (
     Cluster,
     Degrees,
@@ -39,18 +40,6 @@ from remat.cluster.mesh import (
     products_us,
 )
 from remat.cluster.parts import CHAIN_POSITIONS, EqualBlocks, Part
-from remat.cluster.stages import (
-    StagePlan,
-    StageTable,
-    behind_pipeline_us,
-    data_parallel_us,
-    hop_us,
-    least_states_bytes,
-    no_overlap,
-    stage_parameters,
-    stage_table,
-    update_us,
-)
 from remat.graph_capture.graph import Floats
 
 # Where to cut a chain of blocks into the stages of a 1F1B pipeline.
@@ -175,7 +164,7 @@ class ClusterSearch:
         meshes = list(all_states(degrees, self.cluster, self.asked))
         # The others do not fit, however stages are cut.
         room = self.cluster.budget_bytes
-        fitting = [mesh for mesh in meshes if least_states_bytes(self.job, mesh) <= room]
+        fitting = [mesh for mesh in meshes if stages.least_states_bytes(self.job, mesh) <= room]
         self.pruned += len(meshes) - len(fitting)
         # Their work is asked for last: its parts may have to be captured.
         work_us = self._work_us(degrees) if fitting else 0.0
@@ -212,14 +201,16 @@ class ClusterSearch:
         )
         return first, block, last
 
-    def stage_tables(self, mesh: Mesh) -> list[StageTable]:
+    def stage_tables(self, mesh: Mesh) -> list[stages.StageTable]:
         d = mesh.degrees
         parts = self.parts_of(d)
         key = d.tp, d.cp, d.microbatch
         if key not in self.tables:
             self.tables[key] = EqualBlocks(parts[1].options, self.job.layers)
         given = parts, self.tables[key]
-        return [stage_table(self.job, self.cluster, mesh, index, *given) for index in range(d.pp)]
+        return [
+            stages.stage_table(self.job, self.cluster, mesh, index, *given) for index in range(d.pp)
+        ]
 
     def evaluate(self, mesh: Mesh) -> ClusterPlan | None:
         """None where the mesh does not fit."""
@@ -235,19 +226,21 @@ class ClusterSearch:
         cut = best_borders(times, self.job.layers, mesh.degrees.microbatches)
         return cut and self._with_tail(mesh, cut.time_us, cut.layers)
 
-    def _without_pipeline(self, mesh: Mesh, table: StageTable) -> ClusterPlan | None:
+    def _without_pipeline(self, mesh: Mesh, table: stages.StageTable) -> ClusterPlan | None:
         layers = self.job.layers
         extra_us = float(table.extra_us[layers])
         if not math.isfinite(extra_us):
             return None
         ends_us = sum(end.work_us for end in table.ends)
         each_us = extra_us / layers
-        time_us = data_parallel_us(self.job, self.cluster, mesh, table.block, each_us, ends_us)
-        time_us += update_us(self.cluster, mesh, self._most_parameters(mesh, (layers,)))
+        time_us = stages.data_parallel_us(
+            self.job, self.cluster, mesh, table.block, each_us, ends_us
+        )
+        time_us += stages.update_us(self.cluster, mesh, self._most_parameters(mesh, (layers,)))
         return ClusterPlan(mesh, time_us, 0.0, (layers,))
 
     def _with_virtual_stages(
-        self, mesh: Mesh, tables: list[StageTable], waits: tuple[float, ...]
+        self, mesh: Mesh, tables: list[stages.StageTable], waits: tuple[float, ...]
     ) -> ClusterPlan | None:
         d = mesh.degrees
         layers = even_layers(self.job.layers, d.pp, d.virtual_stages)
@@ -265,31 +258,33 @@ class ClusterSearch:
     def _with_tail(self, mesh: Mesh, pipeline_us: float, layers: tuple[int, ...]) -> ClusterPlan:
         block = self.parts_of(mesh.degrees)[1]
         elements = self._most_parameters(mesh, layers)
-        tail_us = behind_pipeline_us(self.job, self.cluster, mesh, block, max(layers), elements)
+        tail_us = stages.behind_pipeline_us(
+            self.job, self.cluster, mesh, block, max(layers), elements
+        )
         return ClusterPlan(mesh, pipeline_us + tail_us, pipeline_us, layers)
 
     def _most_parameters(self, mesh: Mesh, layers: tuple[int, ...]) -> int:
         """Of a rank, on the stage that has most."""
         tp, last = mesh.degrees.tp, len(layers) - 1
         return max(
-            int(stage_parameters(self.job, tp, np.array(n), first=s == 0, last=s == last))
+            int(stages.stage_parameters(self.job, tp, np.array(n), first=s == 0, last=s == last))
             for s, n in enumerate(layers)
         )
 
     def _waits_us(self, d: Degrees) -> tuple[float, ...]:
         """Of each stage, for what its neighbours send in both directions, of one microbatch."""
-        once_us = hop_us(self.job, self.cluster, d)
+        once_us = stages.hop_us(self.job, self.cluster, d)
         if d.virtual_stages > 1:  # virtual stages go round, so each rank has both neighbours
             return (2 * once_us * d.virtual_stages,) * d.pp
         return tuple(once_us * ((s > 0) + (s < d.pp - 1)) for s in range(d.pp))
 
-    def stages(self, plan: ClusterPlan) -> list[StagePlan]:
+    def stages(self, plan: ClusterPlan) -> list[stages.StagePlan]:
         tables = self.stage_tables(plan.mesh)
         return [one.stage(n) for one, n in zip(tables, plan.layers, strict=True)]
 
     def overlapped_us(self, plan: ClusterPlan) -> float:
         """How much longer the same mesh took if no collective went on beside computations."""
-        other = ClusterSearch(self.job, no_overlap(self.cluster), self.parts, self.asked)
+        other = ClusterSearch(self.job, stages.no_overlap(self.cluster), self.parts, self.asked)
         # Its parts are the same, and so are their options.
         other.tables = self.tables
         found = other.evaluate(plan.mesh)

@@ -22,15 +22,7 @@ import numpy.typing as npt
 
 from remat.cluster.mesh import Cluster, Degrees, Job, Mesh
 from remat.cluster.parts import NO_PART, EqualBlocks, Limit, Part, PartOption
-from remat.cluster.pipeline_replay import (
-    BORDERS,
-    FOR_WEIGHTS,
-    GRADIENTS,
-    PARAMETERS,
-    RUNNING,
-    SAVED_ACTIVATIONS,
-    STATES,
-)
+from remat.cluster.pipeline_replay import FOR_WEIGHTS, RUNNING, SAVED_ACTIVATIONS, STANDING
 from remat.graph_capture.graph import Floats
 
 # What a stage holds beside activations, by holder: states and buffers of its border.
@@ -88,12 +80,13 @@ def _bytes_by_holder(
     reduced = _GRADIENT_BYTES * one_block if shard > 1 else 0
     split = shard if mesh.reduce_each else 1
     borders = _border_buffers(job, cluster, mesh, open_forwards, first=first, last=last)
-    return {
-        STATES: _STATE_BYTES * parameters // shard,
-        PARAMETERS: _WEIGHT_BYTES * parameters // mesh.keep + buffers,
-        GRADIENTS: _GRADIENT_BYTES * parameters // split + reduced,
-        BORDERS: np.zeros_like(blocks) + borders,
-    }
+    sizes = (
+        _STATE_BYTES * parameters // shard,
+        _WEIGHT_BYTES * parameters // mesh.keep + buffers,
+        _GRADIENT_BYTES * parameters // split + reduced,
+        np.zeros_like(blocks) + borders,
+    )
+    return dict(zip(STANDING, sizes, strict=True))
 
 
 def _border_buffers(

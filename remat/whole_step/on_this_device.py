@@ -45,11 +45,10 @@ def _parameter_updates(
 
     # Measured on made data, so the user's state stays as it is.
     costs = update_costs(optimizer, parameters, meter_of(device), allocator_rounding(device))
+    sizes = {name: p.untyped_storage().nbytes() for name, p in parameters.items()}
     return {
-        name: ParameterUpdate(
-            MOMENTS[kind] * parameter.untyped_storage().nbytes(), costs[name].workspace_bytes
-        )
-        for name, parameter in parameters.items()
+        name: ParameterUpdate(MOMENTS[kind] * size, costs[name].workspace_bytes)
+        for name, size in sizes.items()
     }
 
 
@@ -113,17 +112,10 @@ class StepHere:
 
     @classmethod
     def captured(
-        cls,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        request: StepRequest,
-        optimizer: Optimizer,
-        *,
-        loss_fn: Callable[..., Any] | None = None,
-        target: Any = None,
-        profile: Profile | None = None,
-    ) -> StepHere:
+        cls, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None,
+        request: StepRequest, optimizer: Optimizer, *, loss_fn: Callable[..., Any] | None = None,
+        target: Any = None, profile: Profile | None = None,
+    ) -> StepHere:  # fmt: skip
         from remat.graph_capture.capture_api import add_costs, tiers_for
         from remat.graph_capture.tracing.trace import trace
         from remat.rewriter.guards.forward import Guards

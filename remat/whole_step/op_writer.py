@@ -232,21 +232,17 @@ class StepOfOps:
 
 
 def op_by_op(
-    captured: TrainingGraph,
-    task: StepTask,
-    planned: PlannedStep,
+    captured: TrainingGraph, task: StepTask, planned: PlannedStep,
     updates: Mapping[str, ParameterUpdate],
-) -> StepOfOps:
-    microbatch, config = task.microbatch, planned.config
+) -> StepOfOps:  # fmt: skip
+    config = planned.config
     places = [GroupPlace("device" if tier == "device" else "host", tier) for tier in config.state]
-    parts = OpByOp(captured, microbatch, places, task.update, updates, planned.config.microbatches)
+    parts = OpByOp(captured, task.microbatch, places, task.update, updates, config.microbatches)
     options = [one.options for one in config.passes for _ in range(one.microbatches)]
-    writer = _OpWriter(parts, options)
-    steps = writer.steps(planned.schedule.steps)
+    steps = _OpWriter(parts, options).steps(planned.schedule.steps)
     # The graph lists ops in the order of their first runs.
     names = dict.fromkeys(step.op for step in steps if isinstance(step, Compute))
     graph = parts.graph(list(names), task.links)
-    schedule = Schedule.for_graph(
-        graph, steps, budget_bytes=task.budget_bytes, solver=planned.schedule.solver
-    )
+    name = planned.schedule.solver
+    schedule = Schedule.for_graph(graph, steps, budget_bytes=task.budget_bytes, solver=name)
     return StepOfOps(parts, graph, schedule, simulate(graph, schedule))

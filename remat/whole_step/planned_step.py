@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -68,10 +69,8 @@ class _Gaps:
                     self.uses.setdefault(name, []).append(at)
         self.hosted = frozenset(self._hosted(microbatch))
         self.gone: set[tuple[str, int]] = set()
-        self.weights = (
-            _AHEAD
-            * sorted(g.parameter_bytes for g in microbatch.groups)[len(microbatch.groups) // 2]
-        )
+        by_size = sorted(group.parameter_bytes for group in microbatch.groups)
+        self.weights = _AHEAD * by_size[len(by_size) // 2]
 
     def residence(self, budget_bytes: int) -> Residence:
         self._open()
@@ -117,14 +116,14 @@ class _Gaps:
         found = list[tuple[int, int, int, str]]()
         for name, at in places.items():
             found += [(b - a, a, b, name) for a, b in pairwise(at) if items[a].kind == "drop"]
-        begins = {(item.name, k): place for k, item, place in _run_places(items)}
+        ran = np.cumsum([item.kind == "run" for item in items]) - 1  # ops, by each event
         # Keep what is needed again soonest: for a known order this moves the fewest bytes (Belady
         # 1966, https://doi.org/10.1147/sj.52.0078; for pages of one size).
         for _, a, b, name in sorted(found):
             # Leave room for the parameters of the layers ahead.
             if int(live_bytes[a:b].max()) + self.sizes[name] + self.weights <= budget_bytes:
                 live_bytes[a:b] += self.sizes[name]
-                self.gone.discard((name, begins[name, a]))
+                self.gone.discard((name, int(ran[a])))
 
     def _replayed(self) -> tuple[list[_DeviceEvent], npt.NDArray[np.int64]]:
         there = {name for name, tier in self.home.items() if tier == "device"}
@@ -158,9 +157,8 @@ class _Gaps:
             is_last = self.uses[name][-1] == at
             if not is_last and (name, at) not in self.gone:
                 continue
-            found.append(
-                _DeviceEvent("leave" if self._goes_down(name, op, is_last) else "drop", name)
-            )
+            kind = "leave" if self._goes_down(name, op, is_last) else "drop"
+            found.append(_DeviceEvent(kind, name))
         return sorted(found, key=lambda item: item.kind == "leave")
 
     def _goes_down(self, name: str, op: Op, is_last: bool) -> bool:
@@ -171,13 +169,6 @@ class _Gaps:
         if name.startswith("G."):
             return True
         return name in self.hosted and not is_last
-
-
-def _run_places(items: list[_DeviceEvent]) -> Iterable[tuple[int, _DeviceEvent, int]]:
-    place = -1
-    for k, item in enumerate(items):
-        place += item.kind == "run"
-        yield k, item, place
 
 
 _Clock = npt.NDArray[np.float64]
@@ -193,10 +184,9 @@ class _Streams:
 
 
 def _first_clock(residence: Residence) -> _Clock:
-    costs = [
-        residence.ops[item.name].cost_us if item.kind == "run" else 0.0 for item in residence.items
-    ]
-    return np.concatenate(([0.0], np.cumsum(costs)))
+    ops = residence.ops
+    costs = (ops[one.name].cost_us if one.kind == "run" else 0.0 for one in residence.items)
+    return np.concatenate(([0.0], np.cumsum(list(costs))))
 
 
 def _streams(
@@ -322,9 +312,7 @@ class _StepWriter:
         late = [op for op in self.graph.ops if op.phase == "update" and op.name not in on_device]
         self.sums = {op.inputs[1]: op for op in late if op.target == HOST_SUM}
         self.updates = {op.inputs[0]: op for op in late if op.target != HOST_SUM}
-        self.sums_left = dict[str, int]()
-        for op in self.sums.values():
-            self.sums_left[op.inputs[0]] = self.sums_left.get(op.inputs[0], 0) + 1
+        self.sums_left = Counter(op.inputs[0] for op in self.sums.values())
         # A gradient summed on the device may leave several times; the host waits for the last.
         self.last_leave = {
             item.name: k for k, item in enumerate(self.residence.items) if item.kind == "leave"
@@ -382,7 +370,7 @@ class _StepWriter:
             yield Free(gradient, "host")
             self.sums_left[total] -= 1
         # More microbatches are to be added.
-        if self.sums_left.get(total, 0) or total not in self.updates:
+        if self.sums_left[total] or total not in self.updates:
             return
         op = self.updates[total]
         yield Compute(op.name, "host")
@@ -399,7 +387,7 @@ class _StepWriter:
 
     def _states_on_nvme(self) -> Iterator[str]:
         """States below the host, in the order of their updates."""
-        left = dict(self.sums_left)
+        left = self.sums_left.copy()
         for k, (kind, name) in enumerate(self.residence.items):
             if kind == "arrive" and self.home.get(name) == "nvme":
                 yield name
@@ -409,7 +397,7 @@ class _StepWriter:
             if name in self.sums:
                 total = self.sums[name].inputs[0]
                 left[total] -= 1
-            if not left.get(total, 0) and total in self.updates:
+            if not left[total] and total in self.updates:
                 reads = self.updates[total].inputs
                 yield from (one for one in reads if self.home.get(one) == "nvme")
 

@@ -19,11 +19,8 @@ that are needed again soonest while there is room (Belady 1966), ``stay`` keeps 
 class Pass(msgspec.Struct, frozen=True):
     """Microbatches that go through each layer together, forward and back.
 
-    Attributes
-    ----------
-    microbatches : how many. Passes of one each are batch-major, one pass of all is layer-major.
-    options : the option of each layer.
-    hosted : how many layers, the first ones, have what they save on the host meanwhile.
+    Passes of one each are batch-major, one pass of all is layer-major. `options` : of each layer.
+    `hosted` : how many layers, the first ones, have what they save on the host meanwhile.
     """
 
     microbatches: int
@@ -34,20 +31,17 @@ class Pass(msgspec.Struct, frozen=True):
 class StepConfig(msgspec.Struct, frozen=True):
     """All choices of one plan of a whole step.
 
-    Attributes
-    ----------
-    passes : in order. state : the tier of each group's optimizer state between steps; where it is
-        the device, the group's parameters are there too and its update runs there.
-    sums : where gradients of several passes are added. kept_gradients : groups whose gradients
-        stay on the device from the first pass to the last.
-    keeping : of parameters that live on the host. window : groups of them that may be on the
-        device at once; 0 for as many as fit. prefetch : whether copies begin before their use.
-    slots : states that are on the host at once of groups whose state is on NVMe. spread : whether
-        these groups are spread over the updates, rather than the first that are updated.
-    device_updates : groups, the last that backward reaches, that the device updates though their
-        state is on the host.
-    updates : where groups are updated whose state is below the device; ``device`` for each of them
-        right after its last backward, as where the host has no processor of its own.
+    `state` : the tier of each group's optimizer state between steps; where it is the device, the
+    group's parameters are there too and its update runs there. `sums` : where gradients of several
+    passes are added. `kept_gradients` : groups whose gradients stay on the device from the first
+    pass to the last. `keeping` : of parameters that live on the host. `window` : groups of them
+    that may be on the device at once; 0 for as many as fit. `prefetch` : whether copies begin
+    before their use. `slots` : states that are on the host at once of groups whose state is on
+    NVMe. `spread` : whether these groups are spread over the updates, rather than the first that
+    are updated. `device_updates` : groups, the last that backward reaches, that the device updates
+    though their state is on the host. `updates` : where groups are updated whose state is below the
+    device; ``device`` for each of them right after its last backward, as where the host has no
+    processor of its own.
     """
 
     passes: tuple[Pass, ...]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from remat.cluster import stepping
 from remat.cluster.apply.cluster_mesh import (
     DIMENSIONS,
     PP,
@@ -30,16 +31,6 @@ from remat.cluster.apply.stage_peak import peak_of_rank
 from remat.cluster.apply.whole_chain import Materialize, values_digest, whole_chain
 from remat.cluster.plan_file import MAKE_AGAIN, ClusterFile, require_world
 from remat.cluster.replayed_plan import ONE_STAGE, torch_order
-from remat.cluster.stepping import (
-    ZERO_BUBBLE,
-    PipelineStep,
-    PlainStep,
-    RingStage,
-    StepRunner,
-    loss_itself,
-    one_stage_rings,
-    rings_of,
-)
 from remat.graph_capture.errors import PlanError, ScheduleError
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.ranks.collective_call import CollectiveCall
@@ -122,32 +113,36 @@ def _check_schedule(plan: ClusterFile, name: str) -> None:
         raise PlanError(str(error)) from error
 
 
-def _runner_of(parts: RankParts) -> StepRunner:
+def _runner_of(parts: RankParts) -> stepping.StepRunner:
     plan, name = parts.asked.plan, parts.asked.schedule
     if parts.asked.mesh[PP].size() == 1:
-        return PlainStep(parts.modules[0], plan.microbatches, reduce_each=plan.gradients == "each")
+        return stepping.PlainStep(
+            parts.modules[0], plan.microbatches, reduce_each=plan.gradients == "each"
+        )
     stages = [_stage_of_torch(parts, i) for i in range(len(parts.modules))]
     kind: Any = get_schedule_class(name)
     is_one = name in ONE_STAGE
     schedule = kind(
-        stages[0] if is_one else stages, n_microbatches=plan.microbatches, loss_fn=loss_itself
+        stages[0] if is_one else stages,
+        n_microbatches=plan.microbatches,
+        loss_fn=stepping.loss_itself,
     )
     # Now that torch has the order of the step, it says how many buffers are in use at once.
     for stage in stages:
         stage.input_buffers, stage.gradient_buffers = _rings(parts, stage, schedule)
-    return PipelineStep(schedule, stages)
+    return stepping.PipelineStep(schedule, stages)
 
 
-def _stage_of_torch(parts: RankParts, at: int) -> RingStage:
+def _stage_of_torch(parts: RankParts, at: int) -> stepping.RingStage:
     asked, border = parts.asked, parts.given.border
     index, stages = asked.stages[at], len(asked.layers)
     # Torch would otherwise run a forward and a backward to learn these.
     received = torch.empty_like(border, device="meta").requires_grad_()
     loss = torch.empty((), dtype=torch.float32, device="meta")
     # A rewritten block is one autograd node: torch would run all of it for I, and again for W.
-    is_split = asked.schedule in ZERO_BUBBLE and parts.chosen.is_rewritten
+    is_split = asked.schedule in stepping.ZERO_BUBBLE and parts.chosen.is_rewritten
     split = split_backward(parts.modules[at]) if is_split else None
-    made = RingStage(
+    made = stepping.RingStage(
         parts.modules[at], index, stages, border.device,
         input_args=parts.args if index == 0 else (received,),
         output_args=(loss if index == stages - 1 else received,), group=asked.mesh.get_group(PP),
@@ -158,13 +153,13 @@ def _stage_of_torch(parts: RankParts, at: int) -> RingStage:
     return made
 
 
-def _rings(parts: RankParts, stage: RingStage, schedule: Any) -> tuple[int, int]:
+def _rings(parts: RankParts, stage: stepping.RingStage, schedule: Any) -> tuple[int, int]:
     m, name = parts.asked.plan.microbatches, parts.asked.schedule
     if name in ONE_STAGE:
-        return one_stage_rings(name, stage.stage_index, stage.num_stages, m)
+        return stepping.one_stage_rings(name, stage.stage_index, stage.num_stages, m)
     actions = schedule.pipeline_order_with_comms[stage.group_rank]
-    keeps = name in ZERO_BUBBLE and stage.dw_builder is None
-    return rings_of(actions, stage.stage_index, m, keeps_inputs=keeps)
+    keeps = name in stepping.ZERO_BUBBLE and stage.dw_builder is None
+    return stepping.rings_of(actions, stage.stage_index, m, keeps_inputs=keeps)
 
 
 @dataclass(frozen=True)
@@ -183,7 +178,7 @@ class ClusterPart:
     checks : what was compared before anything was trained, in words.
     """
 
-    schedule: StepRunner
+    schedule: stepping.StepRunner
     modules: tuple[nn.Module, ...]
     peak_bytes: int | None
     overhead: dict[str, float]
@@ -273,7 +268,9 @@ def parallelize(
         _require_same_stage(ranks, parts)
         parts.shard()
         made = _runner_of(parts)
-    peak_bytes = peak_of_rank(parts, made.stages) if isinstance(made, PipelineStep) else None
+    peak_bytes = (
+        peak_of_rank(parts, made.stages) if isinstance(made, stepping.PipelineStep) else None
+    )
     return ClusterPart(made, parts.modules, peak_bytes, parts.overhead, parts.checks)
 
 
