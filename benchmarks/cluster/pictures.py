@@ -27,7 +27,7 @@ def main() -> None:
     assert plan is not None
     replay = replay_of(plan)
     whole = timeline_picture(plan, replay)
-    below = bytes_picture(plan, replay, most_stages=2)
+    below = bytes_picture(plan, replay, most=2)
     body = "\n".join(below.elements)
     whole.elements.append(f'<g transform="translate(0 {whole.height})">\n{body}\n</g>')
     whole.says = f"{whole.says}; {below.says}"

@@ -48,14 +48,12 @@ def profile_verb(
     if nvme is not None:
         require_writable(str(nvme), "nvme")
     loaded, request = load_shown(model, session.stopwatch, request)
-    measured = pipeline.measure_loaded(
-        loaded, request, session.stopwatch, nvme_path=str(nvme or "")
-    )
-    session.save(output, measured.to_json(), "profile")
+    kept = pipeline.measure_loaded(loaded, request, session.stopwatch, nvme_path=str(nvme or ""))
+    session.save(output, kept.to_json(), "profile")
     if session.as_json:
-        session.emit(_summary(measured))
+        session.emit(_summary(kept))
     else:
-        _show_profile(session, measured, top)
+        _show_profile(session, kept, top)
 
 
 def _summary(measured: Profile) -> dict[str, object]:

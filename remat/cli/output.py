@@ -18,11 +18,9 @@ from remat.solved import infeasible_text
 from remat.solver.search import is_interrupted
 
 
-def opened_feasible(
-    session: Session, source: str, request: Request, plan: Path | None
-) -> PlanSource:
+def opened_feasible(session: Session, name: str, request: Request, plan: Path | None) -> PlanSource:
     """A graph and its plan, if one is named or asked for; ends where nothing fits."""
-    opened = open_plan(source, request, session.stopwatch, plan)
+    opened = open_plan(name, request, session.stopwatch, plan)
     if opened.result is not None and opened.schedule is None:
         session.conclude(INFEASIBLE, [infeasible_text(opened.result)])
     return opened

@@ -93,9 +93,7 @@ def _measured_here(source: str, request: Request) -> Request:
     return here
 
 
-def _layout(
-    session: Session, opened: PlanSource, kept: Path | None, is_placed: bool
-) -> Layout | None:
+def _layout(session: Session, opened: PlanSource, kept: Path | None, place: bool) -> Layout | None:
     """From a file, or made now; None where neither is asked for."""
     schedule = opened.solved.schedule
     assert schedule is not None
@@ -104,7 +102,7 @@ def _layout(
         # A file may be of another plan, whose buffers would be drawn over these.
         check_kept_layout(layout, opened.graph, schedule, str(kept))
         return layout
-    return place_shown(session, opened.graph, schedule) if is_placed else None
+    return place_shown(session, opened.graph, schedule) if place else None
 
 
 def _measured(session: Session, source: str, opened: PlanSource, request: Request) -> MeasuredStep:

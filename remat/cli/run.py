@@ -31,13 +31,10 @@ from remat.cli.verb import (
 )
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import CaptureError, SolverError, TooLargeError, option
-from remat.graph_capture.graph import TrainingGraph
 from remat.job import pipeline, plan_source, screen
-from remat.job.factory import Loaded
 from remat.job.pipeline import refuse_beside_dynamic
 from remat.job.request import Request, parse_dynamic
 from remat.schedules.layout import Layout
-from remat.schedules.outcome import Result
 from remat.schedules.plan import PlanFile
 from remat.solved import infeasible_text
 from remat.solver.budgets.front import GibPrice
@@ -120,7 +117,7 @@ def run_verb(
             report = _run(session, source, request, output, check, compare)
         report = replace(report, seconds=session.stopwatch.accounted())
         placed = save_layout_file(session, layout, report.graph, report.result)
-        worth = _priced(session, report.graph, report.result, request) if price else None
+        worth = _priced(session, report, request) if price else None
         _conclude_run(session, report, placed, worth)
 
 
@@ -153,15 +150,13 @@ def _solved_anew(
     return report
 
 
-def _priced(
-    session: Session, graph: TrainingGraph, result: Result, request: Request
-) -> GibPrice | None:
-    if result.schedule is None or is_interrupted():
+def _priced(session: Session, report: pipeline.Report, request: Request) -> GibPrice | None:
+    if report.result.schedule is None or is_interrupted():
         return None
     with session.stopwatch.stage("price", "pricing a GiB"):
         return price_of_gib(
-            graph, result, solver=request.solver, time_limit_s=request.time_limit_s,
-            **request.solving,
+            report.graph, report.result, solver=request.solver,
+            time_limit_s=request.time_limit_s, **request.solving,
         )  # fmt: skip
 
 
@@ -253,7 +248,12 @@ def check_verb(session: Session, model: Model, plan: PlanArgument, request: Requ
     kept = plan_source.read_kept(plan)
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)
     if isinstance(kept, PlanFile) and kept.over is not None:
-        _check_over(session, loaded, kept, request)
+        from remat.rewriter.plans.loading import load_plan
+
+        with session.stopwatch.stage("check", "checking the plan against eager"):
+            module = load_plan(kept, loaded.model, loss_fn=loaded.loss_fn)
+            found = pipeline.compare_with_eager(loaded, module, request)
+        _conclude_check(session, found, kept.over.family.budget_bytes)
         return
     schedule = plan_source.fitting_schedule(kept, loaded, str(plan))
     with session.stopwatch.stage("capture", "tracing the training step"):
@@ -261,20 +261,9 @@ def check_verb(session: Session, model: Model, plan: PlanArgument, request: Requ
         # Before the step is rewritten: the first op that differs is named.
         schedule.check_captured_as(traced.graph)
     with session.stopwatch.stage("check", "checking the plan against eager"):
-        found = pipeline.check_schedule(
-            loaded, traced, schedule, request, plan_source.costed_graph_in(kept)
-        )
+        costed = plan_source.costed_graph_in(kept)
+        found = pipeline.check_schedule(loaded, traced, schedule, request, costed)
     _conclude_check(session, found, schedule.budget_bytes)
-
-
-def _check_over(session: Session, loaded: Loaded, kept: PlanFile, request: Request) -> None:
-    from remat.rewriter.plans.loading import load_plan
-
-    assert kept.over is not None
-    with session.stopwatch.stage("check", "checking the plan against eager"):
-        module = load_plan(kept, loaded.model, loss_fn=loaded.loss_fn)
-        found = pipeline.compare_with_eager(loaded, module, request)
-    _conclude_check(session, found, kept.over.family.budget_bytes)
 
 
 def _conclude_check(session: Session, found: Check, budget_bytes: int) -> None:

@@ -201,7 +201,12 @@ def _show_as(
 ) -> None:  # fmt: skip
     if form == "graph":
         _refuse_beside("--as graph", {"--plan": plan, "--budget": request.budget})
-        _show_graph(session, source, request, output)
+        graph = plan_source.captured(source, request, session.stopwatch).graph
+        session.save(output, graph.to_json(), "graph")
+        if session.as_json:
+            session.emit(msgspec.to_builtins(graph))
+        else:
+            _sum_up(session, graph)
     elif form == "code":
         _refuse_beside("--as code", {"--budget": request.budget})
         _show_code(session, source, request, plan, output)
@@ -222,15 +227,6 @@ def _exported(opened: plan_source.PlanSource, form: _Form) -> bytes:
     assert schedule is not None
     write = snapshot_file if form == "snapshot" else trace_file
     return write(opened.graph, schedule)
-
-
-def _show_graph(session: Session, source: str, request: Request, output: Path | None) -> None:
-    graph = plan_source.captured(source, request, session.stopwatch).graph
-    session.save(output, graph.to_json(), "graph")
-    if session.as_json:
-        session.emit(msgspec.to_builtins(graph))
-    else:
-        _sum_up(session, graph)
 
 
 def _sum_up(session: Session, graph: TrainingGraph) -> None:
@@ -264,9 +260,8 @@ def _show_code(
         from remat.rewriter.rewriting import rewrite
 
         traced = pipeline.trace_loaded(loaded, request)
-        module = rewrite(
-            loaded.model, schedule, trace=traced, costed=plan_source.costed_graph_in(kept)
-        )
+        costed = plan_source.costed_graph_in(kept)
+        module = rewrite(loaded.model, schedule, trace=traced, costed=costed)
     text = str(module)
     session.save(output, text.encode(), "code")
     if session.as_json:

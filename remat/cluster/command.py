@@ -49,9 +49,8 @@ def _show_cluster(console: Console, plan: ClusterFile, found: str = "") -> None:
 
 
 def page_of(plan: ClusterFile, replay: PipelineReplay) -> str:
-    return cluster_page(
-        plan, replay, mesh_text(plan.parallelism, plan.virtual_stages), _states_text(plan)
-    )
+    mesh = mesh_text(plan.parallelism, plan.virtual_stages)
+    return cluster_page(plan, replay, mesh, _states_text(plan))
 
 
 def _mesh_rows(plan: ClusterFile, found: str) -> Table:
@@ -176,9 +175,7 @@ _Tp = Annotated[int | None, _given("--tp", "tensor parallel ranks", _FIX)]
 _Cp = Annotated[int | None, _given("--cp", "context parallel ranks", _FIX)]
 _Pp = Annotated[int | None, _given("--pp", "stages of a pipeline", _FIX)]
 _Micro = Annotated[int | None, _given("--microbatch", "its sequences", _FIX)]
-_VirtualStages = Annotated[
-    int | None, _given("--virtual-stages", "of the model on each rank", _FIX)
-]
+_Virtual = Annotated[int | None, _given("--virtual-stages", "of the model on each rank", _FIX)]
 _OF_SCHEDULE = f"of the pipeline: {', '.join(SCHEDULES)}"
 _ScheduleName = Annotated[str | None, _given("--schedule", _OF_SCHEDULE, _FIX)]
 _Shard = Annotated[int | None, _given("--shard", "ranks that states are split over", _FIX)]
@@ -193,7 +190,7 @@ def cluster_verb(
     seq: _Seq = None, device: _OnDevice = "h100", node_size: _NodeSize = 8,
     budget: _GpuBudget = "auto", links: _LinksFile = None, blocks: _Blocks = "",
     receive_ring: _Ring = False, tp: _Tp = None, cp: _Cp = None, pp: _Pp = None,
-    microbatch: _Micro = None, virtual_stages: _VirtualStages = None, shard: _Shard = None,
+    microbatch: _Micro = None, virtual_stages: _Virtual = None, shard: _Shard = None,
     schedule: _ScheduleName = None, runners_up: _RunnersUp = 5, output: Output = None,
 ) -> None:  # fmt: skip
     """Choose mesh, states, stages and recomputation of a cluster; all times are modelled."""

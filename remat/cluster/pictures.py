@@ -148,9 +148,7 @@ _WIDTH, _LEFT, _LANE, _HIGH = 900, 90, 20, 150
 _MOST_LANES, _MOST_STAGES = 16, 4
 """Ranks of the timeline, and stages whose bytes are drawn; of more, the first ones and the last."""
 _BACKWARD = palette.ROLES["backward"]
-_ACTIONS = {
-    "F": palette.ROLES["forward"], "B": _BACKWARD, "I": _BACKWARD, "W": palette.GREEN
-}  # fmt: skip
+_ACTIONS = {"F": palette.ROLES["forward"], "B": _BACKWARD, "I": _BACKWARD, "W": palette.GREEN}
 _NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "of weights"}
 _OF_STANDING = palette.GREY, palette.PURPLE, palette.GREEN, palette.YELLOW
 _COLOURS = dict(zip(STANDING, _OF_STANDING, strict=True)) | {
@@ -206,10 +204,8 @@ def _across(time_us: float, step_us: float) -> int:
     return _LEFT + min(_WIDTH, round(_WIDTH * time_us / step_us))
 
 
-def bytes_picture(
-    plan: ClusterFile, replay: PipelineReplay, most_stages: int = _MOST_STAGES
-) -> _Picture:
-    stages = shown(len(plan.stages), most_stages)
+def bytes_picture(plan: ClusterFile, replay: PipelineReplay, most: int = _MOST_STAGES) -> _Picture:
+    stages = shown(len(plan.stages), most)
     fullest = max(stage.peak_bytes for stage in plan.stages)
     says = f"the fullest stage holds {bytes_text(fullest)} of {bytes_text(plan.budget_bytes)}"
     picture = _Picture(_WIDTH + _LEFT + 20, len(stages) * (_HIGH + 24) + 40, says)
@@ -221,9 +217,7 @@ def bytes_picture(
     return picture
 
 
-def _draw_stage(
-    picture: _Picture, plan: ClusterFile, rank: RankReplay, stage: int, top: int
-) -> None:
+def _draw_stage(on: _Picture, plan: ClusterFile, rank: RankReplay, stage: int, top: int) -> None:
     scale = _HIGH / (1.05 * plan.budget_bytes)
     base = top + _HIGH
 
@@ -234,14 +228,14 @@ def _draw_stage(
     standing = sum(held.get(name, 0) for name in STANDING)
     saved, running = _stairs(rank, plan.predicted.step_us)
     # Each area reaches down to the base, so the highest is drawn first.
-    picture.area(((x, y(standing + size)) for x, size in running), base, _COLOURS[RUNNING])
-    picture.area(((x, y(standing + size)) for x, size in saved), base, _COLOURS[SAVED_ACTIVATIONS])
+    on.area(((x, y(standing + size)) for x, size in running), base, _COLOURS[RUNNING])
+    on.area(((x, y(standing + size)) for x, size in saved), base, _COLOURS[SAVED_ACTIVATIONS])
     for name in reversed(STANDING):
         top_of = sum(held.get(one, 0) for one in STANDING[: STANDING.index(name) + 1])
-        picture.boxes([(_LEFT, y(top_of), _WIDTH, base - y(top_of))], _COLOURS[name])
-    picture.line(_LEFT, y(plan.budget_bytes), _LEFT + _WIDTH, palette.VERMILLION)
-    picture.text(_LEFT - 10, top + 26, f"stage {stage}", "end")
-    picture.text(_LEFT - 10, top + 44, bytes_text(plan.stages[stage].peak_bytes), "end")
+        on.boxes([(_LEFT, y(top_of), _WIDTH, base - y(top_of))], _COLOURS[name])
+    on.line(_LEFT, y(plan.budget_bytes), _LEFT + _WIDTH, palette.VERMILLION)
+    on.text(_LEFT - 10, top + 26, f"stage {stage}", "end")
+    on.text(_LEFT - 10, top + 44, bytes_text(plan.stages[stage].peak_bytes), "end")
 
 
 _Stairs = list[tuple[int, int]]

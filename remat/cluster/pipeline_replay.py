@@ -45,6 +45,8 @@ _Together = tuple[PipelineAction, ...]
 """Actions that a rank begins at once; mostly one."""
 RankOrder = tuple[_Together, ...]
 """What one rank runs, in order."""
+_Done = dict[PipelineAction, float]
+"""When each action has ended."""
 
 
 def parse_order(texts: Iterable[Iterable[str | None]]) -> tuple[RankOrder, ...]:
@@ -139,7 +141,7 @@ def replay_pipeline(
     if sorted(rank_of) != list(range(len(costs))):
         raise ScheduleError(f"the pipeline has stages {sorted(rank_of)}, and {len(costs)} costs")
     ways = _Ways(rank_of, len(costs), hop_us)
-    done: dict[PipelineAction, float] = {}
+    done: _Done = {}
     while waiting := [rank for rank in ranks if not rank.is_done]:
         # A round in which no rank gets on: each waits for another.
         if not sum(rank.run(costs, ways, done) for rank in waiting):
@@ -156,7 +158,7 @@ class _Ways:
     stages: int
     hop_us: float
 
-    def ready_us(self, action: PipelineAction, done: dict[PipelineAction, float]) -> float | None:
+    def ready_us(self, action: PipelineAction, done: _Done) -> float | None:
         """When what the action reads is there; None while something is missing."""
         latest = 0.0
         for one_of in self._needs(action):
@@ -202,9 +204,7 @@ class _Rank:
     def is_done(self) -> bool:
         return self.at == len(self.actions)
 
-    def run(
-        self, costs: Sequence[StageCosts], ways: _Ways, done: dict[PipelineAction, float]
-    ) -> int:
+    def run(self, costs: Sequence[StageCosts], ways: _Ways, done: _Done) -> int:
         """Run on until something is missing; how many steps that were."""
         began = self.at
         while not self.is_done:
@@ -221,9 +221,7 @@ class _Rank:
             self.at += 1
         return self.at - began
 
-    def _do(
-        self, action: PipelineAction, cost: StageCosts, done: dict[PipelineAction, float]
-    ) -> None:
+    def _do(self, action: PipelineAction, cost: StageCosts, done: _Done) -> None:
         if action in done:
             raise ScheduleError(f"action {action} of the pipeline runs twice")
         spent_us, began_us = cost.us(action.kind), self.clock_us
@@ -249,7 +247,7 @@ class _Rank:
         self.spans[-1] = self.spans[-1]._replace(after_bytes=self.live_bytes)
 
 
-def _check_complete(done: dict[PipelineAction, float], stages: int) -> None:
+def _check_complete(done: _Done, stages: int) -> None:
     microbatches = 1 + max((action.microbatch for action in done), default=-1)
     for stage in range(stages):
         for i in range(microbatches):

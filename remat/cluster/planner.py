@@ -67,11 +67,9 @@ def best_borders(times_us: Floats, layers: int, microbatches: int) -> _Borders |
         return None
     limits = np.unique(times_us[np.isfinite(times_us)])
     # What is feasible within a limit is so within each larger one.
-    first = bisect_left(
-        limits[:-1], True, key=lambda limit: _least_sum(times_us, layers, limit) is not None
-    )
+    at = bisect_left(limits[:-1], True, key=lambda us: _least_sum(times_us, layers, us) is not None)
     best: _Borders | None = None
-    for limit_us in limits[first:]:
+    for limit_us in limits[at:]:
         # Limits ascend, and no sum is below the loosest: no later limit can be better.
         if best and (microbatches - 1) * limit_us + loosest.time_us >= best.time_us:
             break
@@ -208,9 +206,7 @@ class ClusterSearch:
         if key not in self.tables:
             self.tables[key] = EqualBlocks(parts[1].options, self.job.layers)
         given = parts, self.tables[key]
-        return [
-            stages.stage_table(self.job, self.cluster, mesh, index, *given) for index in range(d.pp)
-        ]
+        return [stages.stage_table(self.job, self.cluster, mesh, i, *given) for i in range(d.pp)]
 
     def evaluate(self, mesh: Mesh) -> ClusterPlan | None:
         """None where the mesh does not fit."""
@@ -232,10 +228,8 @@ class ClusterSearch:
         if not math.isfinite(extra_us):
             return None
         ends_us = sum(end.work_us for end in table.ends)
-        each_us = extra_us / layers
-        time_us = stages.data_parallel_us(
-            self.job, self.cluster, mesh, table.block, each_us, ends_us
-        )
+        us = extra_us / layers
+        time_us = stages.data_parallel_us(self.job, self.cluster, mesh, table.block, us, ends_us)
         time_us += stages.update_us(self.cluster, mesh, self._most_parameters(mesh, (layers,)))
         return ClusterPlan(mesh, time_us, 0.0, (layers,))
 
@@ -257,10 +251,8 @@ class ClusterSearch:
 
     def _with_tail(self, mesh: Mesh, pipeline_us: float, layers: tuple[int, ...]) -> ClusterPlan:
         block = self.parts_of(mesh.degrees)[1]
-        elements = self._most_parameters(mesh, layers)
-        tail_us = stages.behind_pipeline_us(
-            self.job, self.cluster, mesh, block, max(layers), elements
-        )
+        most = self._most_parameters(mesh, layers)
+        tail_us = stages.behind_pipeline_us(self.job, self.cluster, mesh, block, max(layers), most)
         return ClusterPlan(mesh, pipeline_us + tail_us, pipeline_us, layers)
 
     def _most_parameters(self, mesh: Mesh, layers: tuple[int, ...]) -> int:

@@ -33,20 +33,18 @@ ONE_STAGE = ("GPipe", "1F1B")
 """Schedules with one stage a rank; the others have several."""
 
 
-def torch_order(
-    name: str, ranks: int, microbatches: int, virtual_stages: int = 1
-) -> tuple[RankOrder, ...]:
+def torch_order(name: str, ranks: int, microbatches: int, each: int = 1) -> tuple[RankOrder, ...]:
     """By rank, for torch's schedule `name`; `ScheduleError` if torch refuses these numbers."""
     try:
         kind: Any = torch_schedules.get_schedule_class(name)
-        each = 1 if name in ONE_STAGE else virtual_stages
-        stages = [_stage(i, ranks, ranks * each) for i in range(each)]
+        count = 1 if name in ONE_STAGE else each
+        stages = [_stage(i, ranks, ranks * count) for i in range(count)]
         made = kind(stages[0] if name in ONE_STAGE else stages, microbatches)
     # Torch raises one or the other for numbers that it does not take.
     except (ValueError, AssertionError) as error:
         raise ScheduleError(
             f"torch's schedule {name} does not take {microbatches} microbatches on {ranks} ranks "
-            f"with {virtual_stages} stages each: {error}"
+            f"with {each} stages each: {error}"
         ) from error
     order = made.pipeline_order
     read = parse_order(
@@ -116,17 +114,15 @@ def replayed_plan(search: ClusterSearch, plan: ClusterPlan) -> ReplayedPlan:
     )
 
 
-def _costs(
-    search: ClusterSearch, plan: ClusterPlan, stage: StagePlan, virtual_stage: int
-) -> StageCosts:
+def _costs(search: ClusterSearch, plan: ClusterPlan, stage: StagePlan, at: int) -> StageCosts:
     """Of one virtual stage: its share of the rank's blocks, and its end of the model."""
     d = plan.mesh.degrees
     first, block, last = search.parts_of(d)
     blocks = stage.blocks / d.virtual_stages
     forward, backward, saved = blocks * block.forward_us, blocks * block.backward_us, 0
     ends = (
-        (first, stage.first, virtual_stage == 0),
-        (last, stage.last, virtual_stage == d.virtual_stages - 1),
+        (first, stage.first, at == 0),
+        (last, stage.last, at == d.virtual_stages - 1),
     )
     extra_us = stage.extra_us
     for part, option, is_here in ends:

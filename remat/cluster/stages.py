@@ -133,13 +133,11 @@ def forwards_in_flight(stage: int, d: Degrees) -> int:
 
 def flights(stage: int, d: Degrees) -> tuple[_Flight, ...]:
     """Any of which may hold the most: while a forward runs, and after the next backward."""
-    opened, each = forwards_in_flight(stage, d), d.virtual_stages
+    opened, v = forwards_in_flight(stage, d), d.virtual_stages
     if not d.is_split:
-        return (_Flight(opened / each),)
-    waiting = min(stage, d.microbatches * each - opened)
-    return _Flight(opened / each, waiting / each), _Flight(
-        (opened - 1) / each, (waiting + 1) / each
-    )
+        return (_Flight(opened / v),)
+    waiting = min(stage, d.microbatches * v - opened)
+    return _Flight(opened / v, waiting / v), _Flight((opened - 1) / v, (waiting + 1) / v)
 
 
 class StagePlan(msgspec.Struct, frozen=True):
@@ -273,12 +271,10 @@ def stage_table(
     )
 
 
-def _limits(
-    mesh: Mesh, index: int, block: Part, blocks: _Counts, left_bytes: _Counts
-) -> list[Limit]:  # fmt: skip
+def _limits(mesh: Mesh, index: int, block: Part, blocks: _Counts, left: _Counts) -> list[Limit]:
     """Room for what so many blocks save, at each moment that may hold the most."""
     return [
-        Limit(left_bytes - _waiting_bytes(one, block, blocks) * mesh.degrees.is_split, one.saved)
+        Limit(left - _waiting_bytes(one, block, blocks) * mesh.degrees.is_split, one.saved)
         for one in flights(index, mesh.degrees)
     ]
 

@@ -112,17 +112,15 @@ def one_stage_rings(name: str, stage: int, stages: int, microbatches: int) -> tu
     return in_flight, min(microbatches, _LEAST_GRADIENTS)
 
 
-def rings_of(
-    actions: Sequence[Any], stage: int, microbatches: int, *, keeps_inputs: bool
-) -> tuple[int, int]:
+def rings_of(actions: Sequence[Any], stage: int, m: int, *, keeps_inputs: bool) -> tuple[int, int]:
     """The same of a rank's actions, transfers included (torch's `pipeline_order_with_comms`)."""
     flat = [action for one in actions for action in (one.sub_actions or (one,))]
-    inputs = _spans(flat, stage, microbatches, ("RECV_F", "F"))
-    gradients = _spans(flat, stage, microbatches, ("RECV_B", "B", "I"))
+    inputs = _spans(flat, stage, m, ("RECV_F", "F"))
+    gradients = _spans(flat, stage, m, ("RECV_B", "B", "I"))
     sizes = ring_size(inputs), max(ring_size(gradients), _LEAST_GRADIENTS)
     # Where torch makes a gradient of inputs apart, it adds it to what is there, so inputs stay with
     # their microbatch.
-    return (microbatches if keeps_inputs else sizes[0]), min(sizes[1], microbatches)
+    return (m if keeps_inputs else sizes[0]), min(sizes[1], m)
 
 
 def _spans(

@@ -452,14 +452,12 @@ def load_model(name: str, **sizes: int) -> Loaded:
         return call(named.function, str(named), sizes, title)
 
 
-def call(
-    factory: Callable[..., Any], name: str, sizes: Mapping[str, int], title: str = ""
-) -> Loaded:
+def call(build: Callable[..., Any], name: str, sizes: Mapping[str, int], title: str = "") -> Loaded:
     title = title or f"factory {name}"
-    _require_arguments(factory, title, sizes)
+    _require_arguments(build, title, sizes)
     given = "".join(f", {size}={value}" for size, value in sizes.items())
     with _explained_errors(f"{title}{given}"):
-        built = factory(**sizes)
+        built = build(**sizes)
     return _read(built, name)
 
 

@@ -293,10 +293,8 @@ def _solved_in_turn(
     def with_measured(graph: TrainingGraph) -> TrainingGraph:
         from remat.graph_capture.costs.op_costs import with_measured_chunks
 
-        with stopwatch.stage("profile", "timing large layers in chunks") as progress:
-            return with_measured_chunks(
-                traced, graph, progress, measure_again=request.measure_again
-            )
+        with stopwatch.stage("profile", "timing large layers in chunks") as shown:
+            return with_measured_chunks(traced, graph, shown, measure_again=request.measure_again)
 
     def solve_for(graph: TrainingGraph, /, *, at_hand: Result | None = None) -> Result:
         return solve_request(graph, request, stopwatch, at_hand=at_hand)
@@ -352,6 +350,8 @@ def plan_over(
     planned: Callable[[PlanFile], None] = lambda _: None, *, check: bool | None = None,
 ) -> RangeReport:  # fmt: skip
     """Plan for a range, and run one step of the factory's batch; arguments as of `run_job`."""
+    from remat.ranges.ranged_call import sizes_within
+
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request, dynamic)
     graph = _ranged_graph(traced, request, stopwatch)
@@ -361,7 +361,11 @@ def plan_over(
             **request.solving,
         )  # fmt: skip
     planned(_plan_of(loaded, traced, family, graph))
-    curve, sizes = overheads_over(graph, family), _batch_sizes(loaded, traced, request)
+    batch = Batch(
+        loaded.args, loaded.kwargs, loaded.loss_fn, loaded.target,
+        request.optimizer, request.accumulate,
+    )  # fmt: skip
+    curve, sizes = overheads_over(graph, family), sizes_within(traced, batch)
     report = RangeReport(graph, family, curve, stopwatch.seconds, sizes)
     if check is False or not request.is_run_here:
         return report
@@ -386,16 +390,6 @@ def _plan_of(loaded: Loaded, traced: Trace, family: Family, graph: RangedGraph) 
     signature = traced.recipe.signature
     assert isinstance(signature, RangedSignature)
     return plan_of_family(loaded.model, traced.recipe, signature.places, family, graph)
-
-
-def _batch_sizes(loaded: Loaded, traced: Trace, request: Request) -> dict[str, int] | None:
-    from remat.ranges.ranged_call import sizes_within
-
-    batch = Batch(
-        loaded.args, loaded.kwargs, loaded.loss_fn, loaded.target,
-        request.optimizer, request.accumulate,
-    )  # fmt: skip
-    return sizes_within(traced, batch)
 
 
 def _checked(

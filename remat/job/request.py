@@ -48,7 +48,7 @@ _FIELDS = {_WORLD: "world_size"}
 SHARDING_KEYS = ("kind", _WORLD, *(field.name for field in dataclasses.fields(Sharding)[2:]))
 
 
-def _option(default: Any, text: str, **shown: Any) -> Any:
+def _ask(default: Any, text: str, **shown: Any) -> Any:
     return field(default=default, metadata={"help": text, **shown})
 
 
@@ -60,72 +60,68 @@ class Request:
     not the usual ones, its flag, its metavar and the least value that it takes.
     """
 
-    budget: str = _option(
+    budget: str = _ask(
         NO_BUDGET, "to solve for: 8GiB, 512MiB, 60% of the unmodified peak, auto (what is free) "
         "or min; repeatable in sweep",
     )  # fmt: skip
-    host: str = _option(
+    host: str = _ask(
         "", "memory of the host that values may move to: 120GiB, or auto for nine tenths "
         "of what is free; on a CPU files stand for it; in sweep several, such as 0,8GiB,16GiB",
     )  # fmt: skip
-    nvme: str = _option(
+    nvme: str = _ask(
         "", "a folder on NVMe, and how much of its drive lies below --host: "
         "/mnt/nvme:200GiB", metavar="FOLDER:SIZE",
     )  # fmt: skip
-    solver: str = _option(
+    solver: str = _ask(
         "auto", f"one of {', '.join(TABLE)}; repeatable in sweep, where usual stands for "
         "twelve of them",
     )  # fmt: skip
-    order: Literal["fixed", "free"] = _option(
+    order: Literal["fixed", "free"] = _ask(
         "fixed", "of first computations: fixed keeps the captured one, free tries others"
     )
-    time_limit_s: float = _option(
+    time_limit_s: float = _ask(
         60.0, "seconds to search for a plan; in sweep for all budgets of a solver together, "
         "in largest-batch at each size", flag="--time-limit", min=0.0,
     )  # fmt: skip
-    gap: float = _option(
+    gap: float = _ask(
         DEFAULT_GAP, "end the search at a plan that is proved to be within this part of the best, "
         "for solvers that prove one", min=0.0,
     )  # fmt: skip
-    keep: tuple[str, ...] = _option((), "modules never to recompute; repeatable", metavar="GLOB")
-    recompute: tuple[str, ...] = _option(
-        (), "modules always to recompute; repeatable", metavar="GLOB"
-    )
-    split: Literal["none", "exact", "tolerance"] | None = _option(
+    keep: tuple[str, ...] = _ask((), "modules never to recompute; repeatable", metavar="GLOB")
+    recompute: tuple[str, ...] = _ask((), "modules always to recompute; repeatable", metavar="GLOB")
+    split: Literal["none", "exact", "tolerance"] | None = _ask(
         None, "let a linear head with its cross-entropy run in chunks: exact if that gives "
         "eager's bits, tolerance also if a sum has another order; default: exact for "
         "large heads; heads that cannot be chunked stay whole, without a warning",
     )  # fmt: skip
-    optimizer: Optimizer = _option(  # noqa: RUF009 it makes a field
+    optimizer: Optimizer = _ask(  # noqa: RUF009 it makes a field
         "none", "count this optimizer's state as resident; Adam's is that of adamw"
     )
-    optimizer_in_backward: bool = _option(
+    optimizer_in_backward: bool = _ask(
         False, "plan with updates during backward, as optimizer_in_backward= makes them, by "
         "the --optimizer; nothing is run",
     )  # fmt: skip
-    accumulate: bool = _option(False, "count accumulated gradients as resident")
-    device: str = _option(
+    accumulate: bool = _ask(False, "count accumulated gradients as resident")
+    device: str = _ask(
         NAMED_BY_TORCH,
         f"cpu or cuda, measured here; or modelled: {', '.join(device_table().devices)}",
         show_default="cuda if torch sees one, else cpu",
     )  # fmt: skip
-    sharding: Sharding = _option(  # noqa: RUF009 it makes a field
+    sharding: Sharding = _ask(  # noqa: RUF009 it makes a field
         NO_SHARDING, "plan one rank of several, without running it: "
         "kind=fsdp2,world=8,blocks=layers.*, or a JSON or TOML file; keys are "
         f"{', '.join(SHARDING_KEYS)}", metavar="KEY=VALUE,...|FILE",
     )  # fmt: skip
-    profile: Profile | Path | None = _option(  # noqa: RUF009 it makes a field
+    profile: Profile | Path | None = _ask(  # noqa: RUF009 it makes a field
         None, "costs kept by remat profile, to use as they are", metavar="FILE"
     )
-    measure_again: bool = _option(
+    measure_again: bool = _ask(
         False, "measure ops anew, also those whose costs are kept from before"
     )
 
     @property
     def solving(self) -> dict[str, Any]:
-        return {
-            "keep": self.keep, "recompute": self.recompute, "order": self.order, "gap": self.gap,
-        }  # fmt: skip
+        return {name: getattr(self, name) for name in ("keep", "recompute", "order", "gap")}
 
     @property
     def is_run_here(self) -> bool:

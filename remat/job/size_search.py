@@ -20,7 +20,7 @@ from remat.formats import bytes_text, percent_text
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph
-from remat.job.factory import Loaded, call, load_model
+from remat.job.factory import call, load_model
 from remat.job.fitted import Fit, SizeTried
 from remat.job.pipeline import check_schedule, trace_loaded
 from remat.job.plan_source import Captured, captured_model
@@ -48,9 +48,10 @@ def is_same_step(first: TrainingGraph, second: TrainingGraph) -> bool:
     ]
 
 
-def graph_at(
-    size: int, one: tuple[int, TrainingGraph], two: tuple[int, TrainingGraph]
-) -> TrainingGraph:
+_Sized = tuple[int, TrainingGraph]
+
+
+def graph_at(size: int, one: _Sized, two: _Sized) -> TrainingGraph:
     """From (size, graph) at two others; its shapes are the first's, so for predictions alone."""
     (size_1, first), (size_2, second) = one, two
 
@@ -139,7 +140,7 @@ def _next(
 # Guesses of `fit` from two captures. Bytes are affine in the size of a batch, costs not as exactly:
 # near the limit an overhead hangs on what ops were measured to take, so `fit` only guesses.
 
-_Pair = tuple[tuple[int, TrainingGraph], tuple[int, TrainingGraph]]
+_Pair = tuple[_Sized, _Sized]
 """Two sizes, each with its graph."""
 
 
@@ -278,19 +279,17 @@ class FitSearch:
 
     def _captured(self, size: int) -> Captured:
         with self.stopwatch.stage("load", f"building {self.vary}={size}"):
-            loaded = self._load(size)
+            if isinstance(self.factory, str):
+                loaded = load_model(self.factory, **{self.vary: size})
+            else:
+                name = getattr(self.factory, "__name__", type(self.factory).__name__)
+                loaded = call(self.factory, name, {self.vary: size})
             # Asked when the model is there, as it has imported torch.
             self.request = self.request.with_device()
             loaded = loaded.on(self.request.device)
         captured = captured_model(loaded, self.request, self.stopwatch)
         self.graphs[size] = captured.graph
         return captured
-
-    def _load(self, size: int) -> Loaded:
-        if isinstance(self.factory, str):
-            return load_model(self.factory, **{self.vary: size})
-        name = getattr(self.factory, "__name__", type(self.factory).__name__)
-        return call(self.factory, name, {self.vary: size})
 
     def _holds(self, size: int) -> bool:
         captured = self._captured(size)
@@ -308,10 +307,8 @@ class FitSearch:
         return one.fits
 
     def _solve(self, graph: TrainingGraph, limit_s: float) -> Result:
-        request, room = self.request, self.budget_bytes
-        return solvers.solve_within(
-            graph, room, request.solver, time_limit_s=limit_s, **request.solving
-        )
+        how, room = self.request, self.budget_bytes
+        return solvers.solve_within(graph, room, how.solver, time_limit_s=limit_s, **how.solving)
 
     def _is_fit(self, result: Result) -> bool:
         return result.schedule is not None and result.overhead <= self.max_overhead

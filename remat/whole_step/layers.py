@@ -209,9 +209,8 @@ class _Layers:
 
     def _name(self, at: int) -> str:
         """The module that all ops of a layer are in, or those at the top that they are in."""
-        paths = dict.fromkeys(
-            module for op in self.ranges[at].ops if (module := self.graph.ops[op].module)
-        )
+        ops = (self.graph.ops[op] for op in self.ranges[at].ops)
+        paths = dict.fromkeys(op.module for op in ops if op.module)
         parts = [path.split(".") for path in paths]
         shared = list[str]()
         for names in zip(*parts, strict=False):

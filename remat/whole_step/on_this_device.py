@@ -58,9 +58,7 @@ def _with_workspaces(microbatch: Microbatch, updates: Mapping[str, ParameterUpda
         # Parameters are updated one by one, and each update gives its workspace back.
         return max(found, default=0)
 
-    groups = (
-        replace(group, update_workspace_bytes=workspace_bytes(group)) for group in microbatch.groups
-    )
+    groups = (replace(g, update_workspace_bytes=workspace_bytes(g)) for g in microbatch.groups)
     return replace(microbatch, groups=tuple(groups))
 
 
@@ -86,9 +84,8 @@ def _measured_update(
     unit = Update(kind, "parameter", 1.0, 1.0)
     # At 1 GB/s, an update's time tells its bytes.
     moved_bytes = round(unit.device_us(alone) * BYTES_PER_US_IN_GB_S)
-    took_us = meter_of(device).median_us(
-        lambda: step_alone(other, made, other.param_groups[0]), moved_bytes
-    )
+    only = other.param_groups[0]
+    took_us = meter_of(device).median_us(lambda: step_alone(other, made, only), moved_bytes)
     rate = moved_bytes / took_us / BYTES_PER_US_IN_GB_S
     # A CPU is its own host.
     return Update(kind, "parameter", rate, rate)
@@ -263,9 +260,7 @@ def training_step(
         size cannot be read; the message says what can be done instead.
     """
     given: dict[str, Any] = {"loss_fn": loss_fn, "target": target, "profile": profile}
-    spec = StepSpec.of(
-        {"model": model, "args": args, "kwargs": kwargs, "verbose": verbose, **given}
-    )
+    spec = StepSpec.of({"model": model, "args": args, "kwargs": kwargs, "verbose": verbose} | given)
     asked = step_request(
         spec.model, optimizer, budget=budget, microbatches=microbatches, device=device, host=host,
         nvme=nvme,

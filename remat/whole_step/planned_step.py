@@ -23,6 +23,9 @@ _AHEAD = 3
 """Parameters of so many layers have room kept for them, to arrive before their use."""
 
 
+_Bytes = npt.NDArray[np.int64]
+
+
 class _DeviceEvent(NamedTuple):
     """What leaves goes down; what is dropped has a copy below, or no reader."""
 
@@ -35,7 +38,7 @@ class Residence:
     """The events of one step on the device, as if copies took no time; `hosted` come back."""
 
     items: list[_DeviceEvent]
-    live_bytes: npt.NDArray[np.int64]
+    live_bytes: _Bytes
     ops: dict[str, Op]
     sizes: dict[str, int]
     hosted: frozenset[str]
@@ -106,9 +109,7 @@ class _Gaps:
             elif name in self.home and self.config.keeping != "stay":
                 self.gone |= {(name, a) for _, a in gaps}
 
-    def _close(
-        self, items: list[_DeviceEvent], live_bytes: npt.NDArray[np.int64], budget_bytes: int
-    ) -> None:
+    def _close(self, items: list[_DeviceEvent], live_bytes: _Bytes, budget_bytes: int) -> None:
         places: dict[str, list[int]] = {}
         for k, item in enumerate(items):
             if item.kind in ("arrive", "drop") and item.name in self.home:
@@ -125,7 +126,7 @@ class _Gaps:
                 live_bytes[a:b] += self.sizes[name]
                 self.gone.discard((name, int(ran[a])))
 
-    def _replayed(self) -> tuple[list[_DeviceEvent], npt.NDArray[np.int64]]:
+    def _replayed(self) -> tuple[list[_DeviceEvent], _Bytes]:
         there = {name for name, tier in self.home.items() if tier == "device"}
         now = self.graph.resident.total_bytes + sum(self.sizes[name] for name in there)
         items, live = list[_DeviceEvent](), list[int]()
@@ -197,9 +198,7 @@ def _streams(
     return _Streams(_begins_of_arrivals(residence, config, links, clock, room, ends), ends)
 
 
-def _departures(
-    residence: Residence, links: Links, clock: _Clock, room: npt.NDArray[np.int64]
-) -> dict[int, int]:
+def _departures(residence: Residence, links: Links, clock: _Clock, room: _Bytes) -> dict[int, int]:
     """Ends of departures: each stays while it is copied and there is room."""
     items, made = residence.items, _made_at(residence)
     leaves = [(made.get(item.name, k), k) for k, item in enumerate(items) if item.kind == "leave"]
@@ -242,7 +241,7 @@ def _arrivals_of(residence: Residence) -> dict[str, list[int]]:
 
 def _begins_of_arrivals(
     residence: Residence, config: StepConfig, links: Links, clock: _Clock,
-    room: npt.NDArray[np.int64], ends: dict[int, int],
+    room: _Bytes, ends: dict[int, int],
 ) -> dict[int, int]:  # fmt: skip
     items = residence.items
     arrivals = [k for k, item in enumerate(items) if item.kind == "arrive"]

@@ -92,7 +92,9 @@ class StepConfig(msgspec.Struct, frozen=True):
             for at in (turn, *reversed(layers)):
                 names += [f"backward.{at}.{i}" for i in each] if at != turn else []
                 # Gradients are complete only in the last pass.
-                names += self._own_updates(microbatch, at) if is_last else []
+                own = microbatch.layers[at].gives if is_last else ()
+                here = (g for g in own if "device" in (self.state[g], self.updates))
+                names += [f"update.{g}" for g in here if microbatch.groups[g].trained]
         names += [f"update.{at}" for at in self.updated_on_device(microbatch)]
         ops = {op.name: op for op in graph.ops}
         return [ops[name] for name in names]
@@ -106,11 +108,6 @@ class StepConfig(msgspec.Struct, frozen=True):
         here = [at for at in late if self.state[at] == "host" and at in added]
         # The last ones of backward: on the host, nothing would hide their updates.
         return here[-self.device_updates :]
-
-    def _own_updates(self, microbatch: Microbatch, layer: int) -> list[str]:
-        gives = microbatch.layers[layer].gives
-        here = [at for at in gives if "device" in (self.state[at], self.updates)]
-        return [f"update.{at}" for at in here if microbatch.groups[at].trained]
 
     def state_is_on_nvme(self, value: str) -> bool:
         kind, _, at = value.partition(".")

@@ -53,7 +53,14 @@ class StepShape(msgspec.Struct, frozen=True):
 def optimizer_step(
     microbatch: Microbatch, update: Update, shape: StepShape, links: Links | None
 ) -> TrainingGraph:
-    _check_shape(microbatch, shape)
+    if not shape.options:
+        raise GraphError("a step has one microbatch or more, and none is given")
+    numbers = {len(one) for one in shape.options}
+    if numbers != {len(microbatch.layers)} or len(shape.places) != len(microbatch.groups):
+        raise GraphError(
+            f"a step of {len(microbatch.layers)} layers and {len(microbatch.groups)} groups takes "
+            "an option for each layer of each microbatch, and a place for each group"
+        )
     made = _Made(microbatch, update, shape)
     return TrainingGraph(
         name=microbatch.name,
@@ -66,17 +73,6 @@ def optimizer_step(
         cost_origin=microbatch.cost_origin,
         links=links,
     )
-
-
-def _check_shape(microbatch: Microbatch, shape: StepShape) -> None:
-    if not shape.options:
-        raise GraphError("a step has one microbatch or more, and none is given")
-    numbers = {len(one) for one in shape.options}
-    if numbers != {len(microbatch.layers)} or len(shape.places) != len(microbatch.groups):
-        raise GraphError(
-            f"a step of {len(microbatch.layers)} layers and {len(microbatch.groups)} groups takes "
-            "an option for each layer of each microbatch, and a place for each group"
-        )
 
 
 class _Made:

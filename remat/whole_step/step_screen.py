@@ -16,9 +16,7 @@ from remat.whole_step.planned_step import PlannedStep, Short
 from remat.whole_step.step_config import NAMED_SYSTEMS, StepConfig
 from remat.whole_step.step_planning import StepPlan, too_small_text
 
-_LABELS_OF_LINKS = {
-    "d2h": "to the host", "h2d": "to the device", "write": "to NVMe", "read": "from NVMe",
-}  # fmt: skip
+_LINKS = {"d2h": "to the host", "h2d": "to the device", "write": "to NVMe", "read": "from NVMe"}
 
 
 def show_step(console: Console, plan: StepPlan) -> None:
@@ -64,7 +62,7 @@ def _choices(plan: StepPlan) -> Table:
     table.add_row("state", _state_text(plan, config))
     table.add_row("gradients", _gradients_text(config))
     moved_bytes = simulation.moved_bytes.items()
-    copies = [f"{bytes_text(n)} {_LABELS_OF_LINKS[link]}" for link, n in moved_bytes if n]
+    copies = [f"{bytes_text(n)} {_LINKS[link]}" for link, n in moved_bytes if n]
     table.add_row("copies", ", ".join(copies) or "none")
     busy_us, host_us = simulation.busy_us["device"], simulation.busy_us["host"]
     busy, waits, on_host = map(_long_time_text, (busy_us, simulation.time_us - busy_us, host_us))

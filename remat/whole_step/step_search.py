@@ -183,10 +183,8 @@ def _enriched(task: StepTask, config: StepConfig) -> StepConfig:
     return config
 
 
-def _with_options(
-    config: StepConfig, options: tuple[int, ...], places: Sequence[bool]
-) -> StepConfig:
-    is_asked = [*[places[0]] * (len(config.passes) - 1), places[1]]
+def _with_options(config: StepConfig, options: tuple[int, ...], ends: Sequence[bool]) -> StepConfig:
+    is_asked = [*[ends[0]] * (len(config.passes) - 1), ends[1]]
     passes = zip(config.passes, is_asked, strict=True)
     changed = (replace(one, options=options) if asked else one for one, asked in passes)
     return replace(config, passes=tuple(changed))
@@ -367,7 +365,9 @@ def plan_whole_step(
             continue
         systems[name] = search.take(_fitted(task, config, name))
     search.run()
-    short = None if search.best else _nearest(search.shorts)
+    # Configs that lack room only on the host fit the device, so they are nearer.
+    shorts = [one for one in search.shorts if one.tier == "host"] or search.shorts
+    short = None if search.best else min(shorts, key=lambda one: one.need_bytes, default=None)
     return StepResult(search.best, short, least_step_us(task, microbatches), search.judged, systems)
 
 
@@ -377,18 +377,10 @@ def least_step_us(task: StepTask, microbatches: int) -> float:
     # The device computes each microbatch once. State that fits neither device nor host starts on
     # NVMe, comes up once and goes back.
     device_us = microbatches * microbatch.least_us
-    resting_bytes = sum(
-        group.parameter_bytes + task.update.state_bytes(group) for group in microbatch.groups
-    )
+    resting_bytes = sum(g.parameter_bytes + task.update.state_bytes(g) for g in microbatch.groups)
     below_bytes = max(resting_bytes - links.host_bytes - task.budget_bytes, 0)
     ways = [way for way in (links.read, links.write) if way is not None]
     return max(device_us, *(below_bytes / way.bytes_per_us for way in ways), 0.0)
-
-
-def _nearest(shorts: Sequence[Short]) -> Short | None:
-    # Configs that lack room only on the host fit the device, so they are nearer.
-    on_host = [one for one in shorts if one.tier == "host"]
-    return min(on_host or shorts, key=lambda one: one.need_bytes, default=None)
 
 
 @dataclass

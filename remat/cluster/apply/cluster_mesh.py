@@ -171,9 +171,8 @@ class Applied:
     @property
     def stages(self) -> tuple[int, ...]:
         """Those of this rank, in the order of the model."""
-        return stages_of_rank(
-            self.schedule, self.rank, self.mesh[PP].size(), self.plan.virtual_stages
-        )
+        pp = self.mesh[PP].size()
+        return stages_of_rank(self.schedule, self.rank, pp, self.plan.virtual_stages)
 
     @property
     def layers(self) -> list[tuple[str, ...]]:

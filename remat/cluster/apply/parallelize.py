@@ -116,9 +116,8 @@ def _check_schedule(plan: ClusterFile, name: str) -> None:
 def _runner_of(parts: RankParts) -> stepping.StepRunner:
     plan, name = parts.asked.plan, parts.asked.schedule
     if parts.asked.mesh[PP].size() == 1:
-        return stepping.PlainStep(
-            parts.modules[0], plan.microbatches, reduce_each=plan.gradients == "each"
-        )
+        each = plan.gradients == "each"
+        return stepping.PlainStep(parts.modules[0], plan.microbatches, reduce_each=each)
     stages = [_stage_of_torch(parts, i) for i in range(len(parts.modules))]
     kind: Any = get_schedule_class(name)
     is_one = name in ONE_STAGE

@@ -64,11 +64,9 @@ class StageBlocks:
         self.is_rewritten = True
         compared: set[tuple[str, Any]] = set()
         for path, one in self.traced.items():
-            schedule = self.schedules[path]
-            fast = made[path] = module_for(
-                one.module, schedule, one.trace, None, None, audit="block"
-            )
-            key = one.graph.hash, schedule.steps
+            how = self.schedules[path]
+            fast = made[path] = module_for(one.module, how, one.trace, None, None, audit="block")
+            key = one.graph.hash, how.steps
             # One stands for all blocks of its graph and schedule, which run the same code.
             if key not in compared:
                 compared.add(key)
@@ -95,21 +93,17 @@ def traced_blocks(
             raise CaptureError(f"block {path}: {error}").caused_by(error) from None
         # Times as planned, bytes as they are here.
         graph = with_own_sizes(model_costs(traced, plan.device, ranks=links), traced)
-        name = border_value(traced)
-        found[path] = _TracedBlock(
-            path, block, traced, planned_graph(graph, name), args, given.kwargs
-        )
+        graph = planned_graph(graph, border_value(traced))
+        found[path] = _TracedBlock(path, block, traced, graph, args, given.kwargs)
     return StageBlocks(found)
 
 
 def with_own_sizes(graph: TrainingGraph, traced: Trace) -> TrainingGraph:
     # A collective that one rank runs to measure it would wait for the others.
     names = [op.name for op in graph.ops if not is_collective_target(op.target)]
-    workspaces = measured_workspaces(traced, names)
-    ops = tuple(
-        replace(op, workspace_bytes=workspaces.get(op.name, op.workspace_bytes)) for op in graph.ops
-    )
-    return replace(graph, ops=ops, values=traced.graph.values)
+    known = measured_workspaces(traced, names)
+    ops = (replace(op, workspace_bytes=known.get(op.name, op.workspace_bytes)) for op in graph.ops)
+    return replace(graph, ops=tuple(ops), values=traced.graph.values)
 
 
 def choose(blocks: StageBlocks, plan: ClusterFile, number: int, in_flight: float) -> None:

@@ -175,9 +175,8 @@ def _head_bytes(
     border = torch.zeros_like(given.border).requires_grad_()
     head = _Head(modules, run)
     traced = trace(head, (border,), loss_fn=loss_fn, target=target, optimizer="none", split="none")
-    graph = planned_graph(
-        with_eager_sizes(with_own_sizes(traced.graph, traced)), border_value(traced)
-    )
+    sized = with_eager_sizes(with_own_sizes(traced.graph, traced))
+    graph = planned_graph(sized, border_value(traced))
     # It is not rewritten, so it runs once and keeps all.
     found = figures_of(graph, StoreAll().schedule(graph))
     gradients = sum(value.size_bytes for value in graph.values if value.kind == "gradient")

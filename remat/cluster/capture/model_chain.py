@@ -83,9 +83,7 @@ class ChainShape:
     parameters: dict[ChainPosition, set[str]] = field(
         default_factory=lambda: defaultdict[ChainPosition, set[str]](set)
     )
-    products_flops: dict[ChainPosition, int] = field(
-        default_factory=lambda: defaultdict[Any, int](int)
-    )
+    products_flops: Counter[ChainPosition] = field(default_factory=Counter[ChainPosition])
     attention_flops: int = 0
     has_fused_attention: bool = False
     has_open_attention: bool = False

@@ -279,12 +279,10 @@ class _Watcher(OpWatcher):
                 f"{_NO_CHAIN}"
             )
         else:
-            self._require_same_others(number, args, kwargs)
+            self._require_same(number, args, kwargs)
         self.inside = number
 
-    def _require_same_others(
-        self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _require_same(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         shape = self.shape
         known = pytree.tree_leaves((shape.block_args[1:], shape.block_kwargs))
         given = pytree.tree_leaves((args[1:], kwargs))
