@@ -325,23 +325,18 @@ class ClusterRequest:
         device, table = modelled_device(self.device), device_table()
         path, size = self.links, self.node_size
         links = read_rank_links(path, size) if path else datasheet_links(self.device, size)
-        peak = device.flops_per_us("bfloat16")
-        return Cluster(
-            self.gpus, self.device, self._budget_bytes(device.memory_bytes), peak,
-            peak * table.classes["matmul"].rate,
-            device.bytes_per_us * table.classes["other"].bandwidth, links, self.receive_ring,
-        )  # fmt: skip
-
-    def _budget_bytes(self, memory_bytes: int) -> int:
-        budget = parse_budget(self.budget)
-        if budget.kind == "auto":
-            return int(memory_bytes * (1 - RESERVE))
-        if budget.kind != "bytes":
+        budget, peak = parse_budget(self.budget), device.flops_per_us("bfloat16")
+        if budget.kind not in ("auto", "bytes"):
             raise BudgetError(
                 f"budget {self.budget!r} is of one step on one device: a cluster's is of each GPU, "
                 "such as 72GiB, or auto"
             )
-        return budget.size_bytes
+        left_bytes = int(device.memory_bytes * (1 - RESERVE))
+        budget_bytes = left_bytes if budget.kind == "auto" else budget.size_bytes
+        return Cluster(
+            self.gpus, self.device, budget_bytes, peak, peak * table.classes["matmul"].rate,
+            device.bytes_per_us * table.classes["other"].bandwidth, links, self.receive_ring,
+        )  # fmt: skip
 
     def check(self) -> None:
         """Raise `DeviceError` for numbers that no mesh has."""

@@ -267,5 +267,4 @@ def drawn_like(tensor: Tensor, seed: int) -> Tensor:
     """Numbers to try a block with, in place of a border."""
     # A stream of its own leaves the user's random numbers as they are.
     stream = torch.Generator().manual_seed(seed)
-    made = torch.randn(tensor.shape, generator=stream)
-    return made.to(device=tensor.device, dtype=tensor.dtype)
+    return torch.randn(tensor.shape, generator=stream).to(tensor.device, tensor.dtype)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from remat.graph_capture.graph import TANGENTS, Floats, Op, TrainingGraph
 from remat.schedules.schedule import Schedule
-from remat.solver.blocks.block_options import BlockOption, block_options
+from remat.solver.blocks.block_options import block_options
 from remat.solver.problem import Problem
 from remat.solver.recompute_summary import op_kind
 from remat.solver.state import State
@@ -152,7 +152,12 @@ def part_of(graph: TrainingGraph, border_gradient: str = "") -> Part:
     found = block_options(graph, _LIMITS, lambda: math.inf)
     made = {name for op in graph.ops if op.target == TANGENTS for name in op.outputs}
     tangents_bytes = sum(value.size_bytes for value in graph.values if value.name in made)
-    options = [_option(one, tangents_bytes) for one in found]
+    options = list[PartOption]()
+    for one in found:
+        # What the turn makes is there while backward runs, not while a microbatch waits for it.
+        saved_bytes = one.saved_bytes - tangents_bytes
+        need_bytes = int(one.live_bytes.max()) - saved_bytes
+        options.append(PartOption(saved_bytes, need_bytes, one.extra_us, one.recomputed))
     kept = [o for o in options if not any(o.is_bettered_by(other) for other in options)]
     kept.sort(key=lambda option: (option.extra_us, option.saved_bytes))
     later = weights_later(graph, border_gradient)
@@ -161,13 +166,6 @@ def part_of(graph: TrainingGraph, border_gradient: str = "") -> Part:
 
 def part_work(graph: TrainingGraph, border_gradient: str = "") -> PartWork:
     return PartWork(graph.time_us, weights_later(graph, border_gradient).weight_us)
-
-
-def _option(found: BlockOption, tangents_bytes: int) -> PartOption:
-    # What the turn makes is there while backward runs, not while a microbatch waits for it.
-    saved_bytes = found.saved_bytes - tangents_bytes
-    need_bytes = int(found.live_bytes.max()) - saved_bytes
-    return PartOption(saved_bytes, need_bytes, found.extra_us, found.recomputed)
 
 
 def schedule_of_option(graph: TrainingGraph, option: PartOption) -> Schedule:

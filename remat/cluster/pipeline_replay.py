@@ -132,9 +132,7 @@ def replay_pipeline(
 ) -> PipelineReplay:
     """Replay what each rank runs; `costs` by stage, `hop_us` from a rank to another.
 
-    Raises
-    ------
-    ScheduleError : an action is done twice, is missing, or is waited for for ever.
+    `ScheduleError` : an action is done twice, is missing, or is waited for for ever.
     """
     ranks = [_Rank(actions) for actions in order]
     rank_of = {a.stage: i for i, rank in enumerate(ranks) for one in rank.actions for a in one}

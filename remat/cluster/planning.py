@@ -60,10 +60,8 @@ def plan_cluster(
 ) -> ClusterOutcome:
     """Find the fastest mesh, and what each stage of it holds and computes again.
 
-    Raises
-    ------
-    DeviceError, BudgetError : a number of the request cannot be. FactoryError : of the factory.
-    CaptureError : the model is no chain, or cannot be split as it is asked.
+    `DeviceError`, `BudgetError` : a number of the request cannot be. `FactoryError` : of the
+    factory. `CaptureError` : the model is no chain, or cannot be split as it is asked.
     """
     request.check()
     cluster = request.cluster()
@@ -117,11 +115,9 @@ def parallelism_of(mesh: Mesh, schedule: str) -> Parallelism:
 
 
 def _file(
-    request: ClusterRequest,
-    search: ClusterSearch,
-    parts: KeptParts,
+    request: ClusterRequest, search: ClusterSearch, parts: KeptParts,
     ranked: tuple[ReplayedPlan, ...],
-) -> ClusterFile:
+) -> ClusterFile:  # fmt: skip
     best, job = ranked[0], search.job
     d = best.plan.mesh.degrees
     writer = _Schedules(parts, best)

@@ -127,16 +127,9 @@ def _verdict(report: Report) -> Table:
     if report.simulation:
         table.add_row("peak held by", _held(graph, result.schedule, report.simulation))
     _add_reserved(table, report.rows)
-    for advice in advice_on_run(report):
+    for advice in filter(None, (*advice_on_run(report), report.shortage)):
         table.add_row("advice", Text(advice))
-    if report.shortage:
-        table.add_row("advice", Text(report.shortage))
-    if report.check:
-        table.add_row("equal", _equal_text(report.check))
-        for advice in advice_of(report.check, result.budget_bytes):
-            table.add_row("advice", Text(advice))
-    if report.unchecked:
-        table.add_row("not run", Text(report.unchecked))
+    _add_check(table, report, result.budget_bytes)
     _add_ways(table, report)
     if is_in_table(graph.device) or graph.notes:  # the figures are no measurement on this machine
         table.add_row("costs", costs_text(graph))
@@ -146,6 +139,16 @@ def _verdict(report: Report) -> Table:
     if result.message:
         table.add_row("note", Text(result.message))
     return table
+
+
+def _add_check(table: Table, report: Report | RangeReport, budget_bytes: int, at: str = "") -> None:
+    if report.check:
+        equal = _equal_text(report.check)
+        table.add_row("equal", Text(f"{equal}{at}") if at else equal)
+        for advice in advice_of(report.check, budget_bytes):
+            table.add_row("advice", Text(advice))
+    if report.unchecked:
+        table.add_row("not run", Text(report.unchecked))
 
 
 def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
@@ -331,13 +334,8 @@ def _row_json(row: Row) -> dict[str, Any]:
 def show_range_report(console: Console, report: RangeReport) -> None:
     show_family(console, report.family, report.curve)
     table = Table.grid(padding=(0, 2, 0, 0))
-    if report.check:
-        at = f" at {sizes_text(report.sizes)}" if report.sizes else ""
-        table.add_row("equal", Text(f"{_equal_text(report.check)}{at}"))
-        for advice in advice_of(report.check, report.family.budget_bytes):
-            table.add_row("advice", Text(advice))
-    if report.unchecked:
-        table.add_row("not run", Text(report.unchecked))
+    at = f" at {sizes_text(report.sizes)}" if report.sizes else ""
+    _add_check(table, report, report.family.budget_bytes, at)
     table.add_row("took", took_text(report.seconds))
     console.print(table)
 

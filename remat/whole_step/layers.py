@@ -38,12 +38,11 @@ def _layer_option(
         forward, backward = option.live_bytes[:0], option.live_bytes
         back_bytes += held_bytes
     return LayerOption(
-        saved_bytes=saved_bytes,
-        extra_us=option.extra_us,
+        saved_bytes=saved_bytes, extra_us=option.extra_us,
         forward_workspace_bytes=max(int(forward.max(initial=0)) - beside, 0),
         backward_workspace_bytes=max(int(backward.max()) - beside - back_bytes, 0),
         recomputed=option.recomputed,
-    )
+    )  # fmt: skip
 
 
 def _worth_having(options: Sequence[LayerOption]) -> list[LayerOption]:

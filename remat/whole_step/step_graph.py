@@ -63,16 +63,12 @@ def optimizer_step(
         )
     made = _Made(microbatch, update, shape)
     return TrainingGraph(
-        name=microbatch.name,
-        ops=(*made.computations(), *made.sums(), *made.updates()),
+        name=microbatch.name, ops=(*made.computations(), *made.sums(), *made.updates()),
         values=tuple(made.values()),
         outputs=tuple(f"{name}.{i}" for i in range(made.count) for name in microbatch.outputs),
-        resident=microbatch.resident_of(made.count),
-        inputs=microbatch.inputs,
-        device=microbatch.device,
-        cost_origin=microbatch.cost_origin,
-        links=links,
-    )
+        resident=microbatch.resident_of(made.count), inputs=microbatch.inputs,
+        device=microbatch.device, cost_origin=microbatch.cost_origin, links=links,
+    )  # fmt: skip
 
 
 class _Made:
@@ -260,22 +256,15 @@ class OpByOp:
     def graph(self, names: Sequence[str], links: Links | None) -> TrainingGraph:
         """The graph whose ops stand in the order of `names`, that of their first runs."""
         ops = {op.name: op for op in (*self._computations(), *self._additions(), *self._steps())}
+        captured = self.captured
+        given = [name for name in captured.forward_outputs if name in captured.outputs]
         return TrainingGraph(
-            name=self.captured.name,
-            ops=tuple(ops[name] for name in names),
+            name=captured.name, ops=tuple(ops[name] for name in names),
             values=tuple(self._values()),
-            outputs=tuple(
-                self.value(name, i)
-                for i in range(self.count)
-                for name in self.captured.forward_outputs
-                if name in self.captured.outputs
-            ),
-            resident=self.microbatch.resident_of(self.count),
-            inputs=self.captured.inputs,
-            device=self.captured.device,
-            cost_origin=self.captured.cost_origin,
-            links=links,
-        )
+            outputs=tuple(self.value(name, i) for i in range(self.count) for name in given),
+            resident=self.microbatch.resident_of(self.count), inputs=captured.inputs,
+            device=captured.device, cost_origin=captured.cost_origin, links=links,
+        )  # fmt: skip
 
     def _computations(self) -> Iterator[Op]:
         for i in range(self.count):
@@ -286,13 +275,11 @@ class OpByOp:
                     yield Op(f"{op.name}.{i}", FORWARD_ENDS, _COMPUTE, given, (), op.cost_us)
                     continue
                 yield replace(
-                    op,
-                    name=f"{op.name}.{i}",
-                    phase=_COMPUTE,
+                    op, name=f"{op.name}.{i}", phase=_COMPUTE,
                     inputs=tuple(dict.fromkeys(self.value(v, i) for v in op.inputs)),
                     outputs=tuple(self.value(v, i) for v in op.outputs),
                     checkpoint=0,  # the plan decides what reruns
-                )
+                )  # fmt: skip
 
     def _additions(self) -> Iterator[Op]:
         sizes = self.captured.value_by_name

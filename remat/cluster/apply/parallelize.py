@@ -275,8 +275,7 @@ def parallelize(
 
 def _require_same(ranks: CollectiveCall, what: str, mine: str) -> None:
     said = ranks.gathered_texts(what, mine)
-    others = [str(rank) for rank, found in enumerate(said) if found != said[0]]
-    if others:
+    if others := [str(rank) for rank, found in enumerate(said) if found != said[0]]:
         raise PlanError(
             f"the {what} of rank {', '.join(others)} is not that of rank 0: give all ranks the "
             f"same {what}, such as by one file that all read, and the same seed"
@@ -285,15 +284,13 @@ def _require_same(ranks: CollectiveCall, what: str, mine: str) -> None:
 
 def _require_same_stage(ranks: CollectiveCall, parts: RankParts) -> None:
     # Ranks of a stage run the same collectives only if they follow the same schedules.
-    unlike = _unlike_stages(ranks, "stage", parts.asked.rank, parts.digest)
-    if unlike:
+    if unlike := _unlike_stages(ranks, "stage", parts.asked.rank, parts.digest):
         raise PlanError(
             f"ranks of stage {unlike} would follow different schedules, as their blocks are "
             "captured differently: build the same model, and pass a microbatch of the same shapes, "
             "on all ranks"
         )
-    unlike = _unlike_stages(ranks, "values", parts.asked.rank, parts.values)
-    if unlike:
+    if unlike := _unlike_stages(ranks, "values", parts.asked.rank, parts.values):
         raise PlanError(
             f"materialize has given ranks of stage {unlike} different values: let all read the "
             "same file, or draw with a seed that depends on the path alone"

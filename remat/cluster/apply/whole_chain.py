@@ -49,10 +49,8 @@ def whole_chain(
 ) -> WholeChain:  # fmt: skip
     """The chain of the plan's blocks.
 
-    Raises
-    ------
-    PlanError : the model has not the plan's blocks. CaptureError : it is no chain; two stages
-        would share weights; or parameters lie beside the blocks in no module of their own.
+    `PlanError` : the model has not the plan's blocks. `CaptureError` : it is no chain; two stages
+    would share weights; or parameters lie beside the blocks in no module of their own.
     """
     blocks = _blocks(model, plan)
     # A forward of a copy without storage shows the chain, and takes no memory.
