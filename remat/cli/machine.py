@@ -42,13 +42,18 @@ def profile_verb(
     output: Output = None,
 ) -> None:  # fmt: skip
     """Measure each distinct op of MODEL and the links to the host, for use elsewhere."""
+    from remat.graph_capture.costs.measuring import measure
+
     if request.device != NAMED_BY_TORCH:
         # A device of the table has no ops to measure.
         check_measured(request.device)
     if nvme is not None:
         require_writable(str(nvme), "nvme")
     loaded, request = load_shown(model, session.stopwatch, request)
-    kept = pipeline.measure_loaded(loaded, request, session.stopwatch, nvme_path=str(nvme or ""))
+    with session.stopwatch.stage("capture", "tracing the training step"):
+        traced = pipeline.trace_loaded(loaded, request)
+    with session.stopwatch.stage("profile", "timing ops") as progress:
+        kept = measure(traced, nvme_path=str(nvme or ""), progress=progress)
     session.save(output, kept.to_json(), "profile")
     if session.as_json:
         session.emit(_summary(kept))

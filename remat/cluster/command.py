@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -100,7 +101,7 @@ def _states_text(plan: ClusterFile) -> str:
 
 def _stages(plan: ClusterFile) -> Table:
     shown = holders_in(stage.held_bytes for stage in plan.stages)
-    titles = dict(zip(HOLDERS, _HELD, strict=True))
+    titles: dict[str, str] = dict(zip(HOLDERS, _HELD, strict=True))
     columns = ("blocks", "flight", "again", *(titles[name] for name in shown), "peak")
     table = plain_table("stage", *columns)
     n = len(plan.stages)
@@ -129,16 +130,6 @@ def _runners_up(plan: ClusterFile) -> Table:
 
 def _seconds_text(time_us: float) -> str:
     return f"{time_us / 1e6:.2f} s"
-
-
-def _cluster_json(plan: ClusterFile) -> dict[str, Any]:
-    """The plan for programs, without graphs and schedules, which the file has."""
-    import msgspec
-
-    said: dict[str, Any] = msgspec.to_builtins(plan)
-    del said["graphs"], said["schedules"]
-    hashes = [graph.hash for graph in plan.graphs]
-    return said | {"layers_per_stage": list(plan.layers_per_stage), "graph_hashes": hashes}
 
 
 _FIX = "Fix a choice"
@@ -229,7 +220,12 @@ def cluster_verb(
 
 
 def _show(session: Session, plan: ClusterFile, found: str) -> None:
-    if session.as_json:
-        session.emit(_cluster_json(plan))
-    else:
+    if not session.as_json:
         _show_cluster(session.out, plan, found)
+        return
+    # For programs, without graphs and schedules, which the file has.
+    said: dict[str, Any] = msgspec.to_builtins(plan)
+    del said["graphs"], said["schedules"]
+    hashes = [graph.hash for graph in plan.graphs]
+    layers = list(plan.layers_per_stage)
+    session.emit(said | {"layers_per_stage": layers, "graph_hashes": hashes})

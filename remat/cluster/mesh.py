@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from remat.budgets import RESERVE, parse_budget
-from remat.cluster.parts import CHAIN_POSITIONS, ChainPosition, Part, PartWork
+from remat.cluster.parts import ChainPosition, Part, PartWork
 from remat.graph_capture.devices.known_devices import (
     datasheet_links,
     device_table,
@@ -97,16 +97,11 @@ class Parts(Protocol):
 
     def work(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> PartWork:
         """Of one part; its options need not be known."""
+        ...
 
     def part(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> Part:
         """The part of one rank, for one microbatch."""
-
-
-def products_us(job: Job, cluster: Cluster, tokens_of: float) -> float:
-    """Of all matrix products with weights, at the rate that no product is taken to exceed."""
-    times = {"first": 1, "block": job.layers, "last": 1}
-    flops = sum(job.products_flops[place] * times[place] for place in CHAIN_POSITIONS)
-    return flops * tokens_of / cluster.reached_flops_per_us
+        ...
 
 
 _MICROBATCHES = (1, 2, 4, 8)

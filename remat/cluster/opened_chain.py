@@ -28,7 +28,7 @@ from remat.cluster.parts import (
     PartOption,
     PartWork,
     part_of,
-    part_work,
+    weights_later,
 )
 from remat.graph_capture.distributed.collectives import FakeGroups
 from remat.graph_capture.errors import CaptureError, FactoryError
@@ -198,7 +198,8 @@ class KeptParts:
             return found.part.work
         assert found.graph is not None
         # A mesh that its work alone rules out needs no options.
-        return part_work(found.graph, found.border_gradient)
+        later = weights_later(found.graph, found.border_gradient)
+        return PartWork(found.graph.time_us, later.weight_us)
 
     def part(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> Part:
         key = place, tp, cp, microbatch

@@ -164,10 +164,6 @@ def part_of(graph: TrainingGraph, border_gradient: str = "") -> Part:
     return Part(forward_us, graph.time_us - forward_us, tuple(kept), graph.hash, later)
 
 
-def part_work(graph: TrainingGraph, border_gradient: str = "") -> PartWork:
-    return PartWork(graph.time_us, weights_later(graph, border_gradient).weight_us)
-
-
 def schedule_of_option(graph: TrainingGraph, option: PartOption) -> Schedule:
     return State.from_recomputed(Problem.of(graph), option.recomputed).schedule()
 

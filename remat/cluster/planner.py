@@ -37,7 +37,6 @@ from remat.cluster.mesh import (
     all_degrees,
     all_states,
     even_layers,
-    products_us,
 )
 from remat.cluster.parts import CHAIN_POSITIONS, EqualBlocks, Part
 from remat.graph_capture.graph import Floats
@@ -178,8 +177,10 @@ class ClusterSearch:
         return limit_us
 
     def _least_products_us(self, degrees: Degrees) -> float:
-        share = degrees.microbatch / (degrees.tp * degrees.cp)
-        return products_us(self.job, self.cluster, share) * degrees.rounds()
+        """Of all matrix products with weights, at the rate that no product is taken to exceed."""
+        share, of_part = degrees.microbatch / (degrees.tp * degrees.cp), self.job.products_flops
+        flops = of_part["first"] + self.job.layers * of_part["block"] + of_part["last"]
+        return flops * share / self.cluster.reached_flops_per_us * degrees.rounds()
 
     def _work_us(self, degrees: Degrees) -> float:
         first, block, last = (
@@ -276,7 +277,10 @@ class ClusterSearch:
 
     def overlapped_us(self, plan: ClusterPlan) -> float:
         """How much longer the same mesh took if no collective went on beside computations."""
-        other = ClusterSearch(self.job, stages.no_overlap(self.cluster), self.parts, self.asked)
+        # As if all that runs beside a collective stood still.
+        links = msgspec.structs.replace(self.cluster.links, beside=math.inf)
+        cluster = msgspec.structs.replace(self.cluster, links=links)
+        other = ClusterSearch(self.job, cluster, self.parts, self.asked)
         # Its parts are the same, and so are their options.
         other.tables = self.tables
         found = other.evaluate(plan.mesh)

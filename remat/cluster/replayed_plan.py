@@ -151,14 +151,11 @@ def replay_of(plan: ClusterFile, name: str = "the plan") -> PipelineReplay:
         raise PlanError(
             f"{name} does not say what its stages take, so no step can be drawn. {MAKE_AGAIN}"
         )
-    costs = in_order([stage.costs for stage in plan.stages])
-    return replay_pipeline(_order_of(plan), costs, plan.hop_us)
-
-
-def _order_of(plan: ClusterFile) -> tuple[RankOrder, ...]:
-    mesh = plan.parallelism
-    if not mesh.pipeline_parallel_schedule:
+    costs, mesh = in_order([stage.costs for stage in plan.stages]), plan.parallelism
+    how = mesh.pipeline_parallel_schedule
+    if not how:
         pairs = ((PipelineAction(0, k, i),) for i in range(plan.microbatches) for k in ("F", "B"))
-        return (tuple(pairs),)
-    name, ranks = mesh.pipeline_parallel_schedule, mesh.pipeline_parallel_degree
-    return torch_order(name, ranks, plan.microbatches, plan.virtual_stages)
+        return replay_pipeline((tuple(pairs),), costs, plan.hop_us)
+    ranks = mesh.pipeline_parallel_degree
+    order = torch_order(how, ranks, plan.microbatches, plan.virtual_stages)
+    return replay_pipeline(order, costs, plan.hop_us)

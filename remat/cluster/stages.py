@@ -378,9 +378,3 @@ def behind_pipeline_us(
     waits = max(cluster.links.both_us(block.forward_us, unit.gather_us) - block.forward_us, 0.0)
     share = parameters / max(of_block, 1)
     return blocks * waits + share * unit.reduce_us + update_us(cluster, mesh, parameters)
-
-
-def no_overlap(cluster: Cluster) -> Cluster:
-    # As if all that runs beside a collective stood still.
-    links = msgspec.structs.replace(cluster.links, beside=math.inf)
-    return msgspec.structs.replace(cluster, links=links)

@@ -157,7 +157,11 @@ def _is_with_batch(value: ast.expr) -> bool:
 
 
 def _training(functions: Mapping[str, _Function]) -> set[str]:
-    called = {name: set(_called(one)) for name, one in functions.items()}
+    called = dict[str, set[str]]()
+    for name, one in functions.items():
+        calls = (part.func for part in ast.walk(one) if isinstance(part, ast.Call))
+        named = [call for call in calls if isinstance(call, ast.Attribute | ast.Name)]
+        called[name] = {call.attr if isinstance(call, ast.Attribute) else call.id for call in named}
     found = {name for name, names in called.items() if names & _TRAINS}
     # Callers of callers train too: repeat until no name is added.
     size = -1
@@ -165,14 +169,6 @@ def _training(functions: Mapping[str, _Function]) -> set[str]:
         size = len(found)
         found |= {name for name, names in called.items() if names & found}
     return found
-
-
-def _called(function: _Function) -> Iterator[str]:
-    for called in (part.func for part in ast.walk(function) if isinstance(part, ast.Call)):
-        if isinstance(called, ast.Attribute):
-            yield called.attr
-        elif isinstance(called, ast.Name):
-            yield called.id
 
 
 _DEFAULT = "factory"

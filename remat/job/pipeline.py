@@ -37,7 +37,6 @@ from remat.solver.search import is_interrupted
 if TYPE_CHECKING:
     from torch import nn
 
-    from remat.graph_capture.costs.cache import Profile
     from remat.graph_capture.tracing.recipe import Recipe
     from remat.graph_capture.tracing.trace import Trace
     from remat.rewriter.checking.check import Check
@@ -159,17 +158,6 @@ def graph_with_costs(
     return local_step(graph, request.sharding)
 
 
-def measure_loaded(
-    loaded: Loaded, request: Request, stopwatch: Stopwatch, *, nvme_path: str = ""
-) -> Profile:
-    from remat.graph_capture.costs.measuring import measure
-
-    with stopwatch.stage("capture", "tracing the training step"):
-        traced = trace_loaded(loaded, request)
-    with stopwatch.stage("profile", "timing ops") as progress:
-        return measure(traced, nvme_path=nvme_path, progress=progress)
-
-
 def solve_request(
     graph: TrainingGraph, request: Request, stopwatch: Stopwatch, *, at_hand: Result | None = None
 ) -> Result:
@@ -179,22 +167,6 @@ def solve_request(
             graph, request.budget, request.solver, request.time_limit_s,
             progress=solver_shown(progress, request.budget), **known, **request.solving,
         )  # fmt: skip
-
-
-def _named_beside(
-    result: Result, traced: Trace, graph: TrainingGraph, request: Request, stopwatch: Stopwatch
-) -> Result:
-    """`result`; where nothing fits, with what a head in chunks would need by tolerance."""
-    if result.schedule is not None:
-        return result
-    from remat.levers.chunks_at_need import naming_tolerance
-
-    # In bytes: `auto` or per cents could be others for the graph with chunks.
-    within = replace(request, budget=f"{result.budget_bytes}B")
-    return naming_tolerance(
-        result, traced, graph, lambda one: graph_with_costs(one, request, stopwatch),
-        lambda graph: solve_request(graph, within, stopwatch),
-    )  # fmt: skip
 
 
 def check_schedule(
@@ -279,7 +251,15 @@ def _before_the_check(
     # Something fits, so there is no way out to name.
     if report.simulation is not None:
         return replace(report, recipe=traced.recipe), traced, chen
-    named = _named_beside(report.result, traced, graph, request, stopwatch)
+    from remat.levers.chunks_at_need import naming_tolerance
+
+    # In bytes: `auto` or per cents could be others for the graph with chunks.
+    within = replace(request, budget=f"{report.result.budget_bytes}B")
+    # With what a head in chunks would need by tolerance.
+    named = naming_tolerance(
+        report.result, traced, graph, lambda one: graph_with_costs(one, request, stopwatch),
+        lambda graph: solve_request(graph, within, stopwatch),
+    )  # fmt: skip
     return replace(report, result=named), traced, chen
 
 

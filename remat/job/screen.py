@@ -343,21 +343,13 @@ def show_range_report(console: Console, report: RangeReport) -> None:
 def show_family(console: Console, family: Family, curve: Curve) -> None:
     ranges, budget = ", ".join(map(str, family.symbols)), bytes_text(family.budget_bytes)
     console.print(Text.assemble((family.model, "bold"), f" over {ranges}, budget {budget}\n"))
-    console.print(_curve_table(curve))
-    console.print()
-    console.print(_certificate(family))
-
-
-def _curve_table(curve: Curve) -> Table:
     table = plain_table("sizes", "schedule", "peak", "step", "overhead")
     for point in curve.points:
         number = str(point.member + 1)  # people count from 1
         figures = bytes_text(point.peak_bytes), time_text(point.time_us)
         table.add_row(sizes_text(point.sizes), number, *figures, percent_text(point.overhead))
-    return table
-
-
-def _certificate(family: Family) -> Table:
+    console.print(table)
+    console.print()
     table = Table.grid(padding=(0, 2, 0, 0))
     said = f"no size needs more than {bytes_text(family.peak_bytes)}, by the {family.certificate}"
     table.add_row("certificate", Text(said))
@@ -365,7 +357,7 @@ def _certificate(family: Family) -> Table:
     table.add_row("lower bound", f"{bound} overhead at this budget at {top}")
     off = percent_text(family.cost_error)
     table.add_row("costs", f"of three sizes, fitted between; {off} off at the middle")
-    return table
+    console.print(table)
 
 
 def range_json(family: Family, curve: Curve) -> dict[str, Any]:

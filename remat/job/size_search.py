@@ -314,21 +314,21 @@ class FitSearch:
         return result.schedule is not None and result.overhead <= self.max_overhead
 
     def _tried(self, size: int, graph: TrainingGraph, result: Result) -> SizeTried:
+        says = ""
+        if result.schedule is None:
+            says = infeasible_text(result)
+        elif not self._is_fit(result):
+            says = (
+                f"the fastest plan found within {bytes_text(self.budget_bytes)} has "
+                f"{percent_text(result.overhead)} overhead"
+            )
         return SizeTried(
             size=size, fits=self._is_fit(result), status=result.status,
             peak_bytes=result.peak_bytes, time_us=result.time_us, overhead=result.overhead,
             lower_overhead=overhead_of(result.lower_bound_us, graph.time_us),
             unmodified_bytes=unmodified(graph).peak_bytes, least_bytes=result.least_feasible_bytes,
-            says="" if self._is_fit(result) else self._why_not(result), seconds=result.wall_s,
+            says=says, seconds=result.wall_s,
         )  # fmt: skip
-
-    def _why_not(self, result: Result) -> str:
-        if result.schedule is None:
-            return infeasible_text(result)
-        return (
-            f"the fastest plan found within {bytes_text(self.budget_bytes)} has "
-            f"{percent_text(result.overhead)} overhead"
-        )
 
     def _guess(self, fits: int, fails: int | None) -> int:
         step, known = self.sizes.step, max(self.graphs)

@@ -50,7 +50,14 @@ class _OpWriter:
     def steps(self, planned: Sequence[Step]) -> list[Step]:
         # What to drop, and what to send down, depends on the runs that follow.
         runs = [list(self._runs(step)) for step in planned]
-        self._note_touches([run for each in runs for run in each])
+        whole = set[str]()
+        for at, run in enumerate(run for each in runs for run in each):
+            made, read = self._values_of(run)
+            self._require_unshared(run, read, whole)
+            for name in read:
+                self.touches.setdefault(name, {})[at] = False
+            for name in made:
+                self.touches.setdefault(name, {})[at] = True
         found, at = list[Step](), 0
         for step, each in zip(planned, runs, strict=True):
             at += len(each)
@@ -100,16 +107,6 @@ class _OpWriter:
             yield from (order[again] for again in recomputed[at])
             if at < end and at != turn:
                 yield order[at]
-
-    def _note_touches(self, runs: Sequence[str]) -> None:
-        whole = set[str]()
-        for at, run in enumerate(runs):
-            made, read = self._values_of(run)
-            self._require_unshared(run, read, whole)
-            for name in read:
-                self.touches.setdefault(name, {})[at] = False
-            for name in made:
-                self.touches.setdefault(name, {})[at] = True
 
     def _require_unshared(self, run: str, read: Sequence[str], whole: set[str]) -> None:
         kind, _, rest = run.partition(":")

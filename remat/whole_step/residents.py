@@ -88,11 +88,6 @@ class Held:
             for one in self.tensors:
                 one.data = torch.empty(0, dtype=one.dtype)
 
-    @property
-    def was_replaced(self) -> bool:
-        """Whether the user has put other numbers where `rest` has left none."""
-        return not self.is_in_memory and any(one.numel() for one in self.tensors)
-
     def offload(self, to: Tier) -> None:
         # An optimizer has no state before its first step.
         if not self.tensors:
@@ -252,10 +247,6 @@ class Residents:
                 kept = moments(self.optimizer, parameter)
                 self.held[f"O:{name}"] = Held(f"the state of {path}", kept, self.folders)
 
-    @property
-    def are_all_here(self) -> bool:
-        return all(one.is_in_memory for one in self.held.values())
-
     def attach(self) -> None:
         """Give the user's tensors their storages back, and take over what the user has replaced."""
         with uninterrupted():
@@ -266,8 +257,8 @@ class Residents:
                     if [id(t) for t in now] != [id(t) for t in one.tensors]:
                         one.is_in_memory = True
                         one.adopt(now)
-                # The user has put values into an empty tensor: the files are obsolete.
-                elif one.was_replaced:
+                # The user has put values where `rest` has left none: the files are obsolete.
+                elif not one.is_in_memory and any(tensor.numel() for tensor in one.tensors):
                     tensors, one.tensors, one.is_in_memory = one.tensors, [], True
                     one.adopt(tensors)
                 one.attach()
@@ -350,7 +341,8 @@ class _BringBack:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies of empty tensors would stay empty.
-        if self.residents is not None and not self.residents.are_all_here:
+        held = () if self.residents is None else self.residents.held.values()
+        if not all(one.is_in_memory for one in held):
             raise RewriteError(
                 "a model whose parameters are below the device is copied or pickled: call "
                 "bring_back() of its step first, or save its state_dict()"

@@ -60,11 +60,6 @@ class StepConfig(msgspec.Struct, frozen=True):
     def microbatches(self) -> int:
         return sum(one.microbatches for one in self.passes)
 
-    @property
-    def is_batch_major(self) -> bool:
-        """Whether each microbatch goes through all layers and back before the next begins."""
-        return all(one.microbatches == 1 for one in self.passes)
-
     def graph(self, microbatch: Microbatch, update: Update, links: Links | None) -> TrainingGraph:
         places = tuple(
             GroupPlace(

@@ -86,19 +86,15 @@ def _relieved(task: StepTask, config: StepConfig, short: Short) -> StepConfig | 
         below = config.state.count("nvme")
         count = below + -(-over_bytes // usual_bytes)
         changed = _with_state_on_nvme(microbatch, config, count)
-        if changed != config and _nvme_has_room(task, changed):
+        groups = zip(microbatch.groups, changed.state, strict=True)
+        need_bytes = sum(task.update.state_bytes(g) for g, tier in groups if tier == "nvme")
+        if changed != config and need_bytes <= task.links.nvme_bytes:
             return changed
         if below and config.slots > 1:
             return replace(config, slots=config.slots - 1)
     # Gradients kept on the device take no room on the host.
     kept = _more_gradients_kept(microbatch, config)
     return None if kept == config else kept
-
-
-def _nvme_has_room(task: StepTask, config: StepConfig) -> bool:
-    groups = zip(task.microbatch.groups, config.state, strict=True)
-    need_bytes = sum(task.update.state_bytes(group) for group, tier in groups if tier == "nvme")
-    return need_bytes <= task.links.nvme_bytes
 
 
 def _more_gradients_kept(microbatch: Microbatch, config: StepConfig) -> StepConfig:
@@ -175,7 +171,8 @@ def _enriched(task: StepTask, config: StepConfig) -> StepConfig:
         while low < high:
             middle = (low + high) // 2
             richer = _with_options(config, _options_at(task.microbatch, sizes[middle]), places)
-            if _fits(task, richer):
+            few = richer.passes[:2] + richer.passes[2:][-1:]  # the passes between equal the first
+            if device_peak_bytes(task, replace(richer, passes=few)) <= task.budget_bytes:
                 high = middle
             else:
                 low = middle + 1
@@ -188,11 +185,6 @@ def _with_options(config: StepConfig, options: tuple[int, ...], ends: Sequence[b
     passes = zip(config.passes, is_asked, strict=True)
     changed = (replace(one, options=options) if asked else one for one, asked in passes)
     return replace(config, passes=tuple(changed))
-
-
-def _fits(task: StepTask, config: StepConfig) -> bool:
-    few = config.passes[:2] + config.passes[2:][-1:]  # the passes between equal the first
-    return device_peak_bytes(task, replace(config, passes=few)) <= task.budget_bytes
 
 
 _SHARES = (1, 2, 8)
@@ -360,7 +352,7 @@ def plan_whole_step(
         progress(f"judging {system.title}")
         config = task.feasible(system.config(task.microbatch, microbatches))
         # Microbatches in one pass would draw in turns.
-        if task.microbatch.draws and not config.is_batch_major:
+        if task.microbatch.draws and any(one.microbatches > 1 for one in config.passes):
             systems[name] = _OTHER_DRAWS
             continue
         systems[name] = search.take(_fitted(task, config, name))

@@ -128,7 +128,14 @@ def _runner_of(parts: RankParts) -> stepping.StepRunner:
     )
     # Now that torch has the order of the step, it says how many buffers are in use at once.
     for stage in stages:
-        stage.input_buffers, stage.gradient_buffers = _rings(parts, stage, schedule)
+        at, m = stage.stage_index, plan.microbatches
+        if is_one:
+            rings = stepping.one_stage_rings(name, at, stage.num_stages, m)
+        else:
+            actions = schedule.pipeline_order_with_comms[stage.group_rank]
+            keeps = name in stepping.ZERO_BUBBLE and stage.dw_builder is None
+            rings = stepping.rings_of(actions, at, m, keeps_inputs=keeps)
+        stage.input_buffers, stage.gradient_buffers = rings
     return stepping.PipelineStep(schedule, stages)
 
 
@@ -150,15 +157,6 @@ def _stage_of_torch(parts: RankParts, at: int) -> stepping.RingStage:
     if split is not None:
         made.split = split.live
     return made
-
-
-def _rings(parts: RankParts, stage: stepping.RingStage, schedule: Any) -> tuple[int, int]:
-    m, name = parts.asked.plan.microbatches, parts.asked.schedule
-    if name in ONE_STAGE:
-        return stepping.one_stage_rings(name, stage.stage_index, stage.num_stages, m)
-    actions = schedule.pipeline_order_with_comms[stage.group_rank]
-    keeps = name in stepping.ZERO_BUBBLE and stage.dw_builder is None
-    return stepping.rings_of(actions, stage.stage_index, m, keeps_inputs=keeps)
 
 
 @dataclass(frozen=True)

@@ -187,14 +187,20 @@ def block_graph_on_rank(
     chain: ChainModel, shape: ChainShape, tp: int, cp: int, groups: FakeGroups, device: str,
     links: RankLinks,
 ) -> tuple[TrainingGraph, str]:  # fmt: skip
-    """And the value that is the gradient of the block's border."""
+    """And the value that is the gradient of the block's border; empty where there is none."""
     groups_of_rank = groups.group(tp), groups.group(cp, apart=tp)
     module = _block_on_rank(chain, shape, tp, cp, *groups_of_rank)
     args = (_border_on_rank(shape, tp), *shape.block_args[1:])
     args, kwargs = _stored((args, shape.block_kwargs))
     traced = trace(module, args, kwargs, device=device, optimizer="none", split="none")
-    border = border_value(traced)
-    return _prepared(traced, groups, links, border), _border_gradient(traced, border)
+    border, joint = border_value(traced), traced.joint
+    nodes = joint.module.graph.find_nodes(op="placeholder")
+    results: Any = joint.module.graph.output_node().args[0]
+    of_inputs = results[joint.num_forward_outputs :]
+    pairs = zip(nodes, of_inputs, strict=False)  # behind the inputs come tangents
+    made = (one for node, one in pairs if node.name == border and isinstance(one, fx.Node))
+    gradient = next((joint.value_of_node[one] for one in made), "")
+    return _prepared(traced, groups, links, border), gradient
 
 
 def behind_graph_on_rank(
@@ -249,18 +255,6 @@ def runs_split(chain: ChainModel, shape: ChainShape, tp: int, groups: FakeGroups
 def border_value(traced: Trace) -> str:
     """The first input that is no parameter."""
     return next(v.name for v in traced.graph.values if v.kind == "input" and not v.producer)
-
-
-def _border_gradient(traced: Trace, border: str) -> str:
-    """The value's name; empty where there is none."""
-    joint = traced.joint
-    nodes = joint.module.graph.find_nodes(op="placeholder")
-    results: Any = joint.module.graph.output_node().args[0]
-    of_inputs = results[joint.num_forward_outputs :]
-    for node, gradient in zip(nodes, of_inputs, strict=False):  # behind the inputs come tangents
-        if node.name == border and isinstance(gradient, fx.Node):
-            return joint.value_of_node[gradient]
-    return ""
 
 
 def _prepared(traced: Trace, groups: FakeGroups, links: RankLinks, border: str) -> TrainingGraph:
