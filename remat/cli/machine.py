@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     from remat.graph_capture.costs.cache import Profile
 
 
-_DriveFolder = Annotated[
-    Path | None,
-    typer.Option("--nvme", metavar="FOLDER", help="a folder on NVMe, whose links to measure too"),
-]
+_DriveFolder = Annotated[Path | None, typer.Option(
+    "--nvme", metavar="FOLDER", help="a folder on NVMe, whose links to measure too",
+)]  # fmt: skip
 
 
 @verb(("device",))

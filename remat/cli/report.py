@@ -29,10 +29,9 @@ _FrontFile = Annotated[
 ]
 _RUNS = "also run a step of MODEL on this CPU, and show what it takes"
 _Measure = Annotated[bool, typer.Option("--measure", help=_RUNS)]
-_KeptLayout = Annotated[
-    Path | None,
-    more("--layout", "offsets kept by --layout of run, largest-batch or show", metavar="FILE"),
-]
+_KeptLayout = Annotated[Path | None, more(
+    "--layout", "offsets kept by --layout of run, largest-batch or show", metavar="FILE",
+)]  # fmt: skip
 _Into = Annotated[Path, typer.Option("--output", "-o", help="the file to write")]
 
 

@@ -57,30 +57,21 @@ _ONE_BATCH = (
     "accumulate", "time_limit_s", "gap",
 )  # fmt: skip
 """Fields of a request that a whole step is planned without: it is limited by plans, not seconds."""
-_Microbatches = Annotated[
-    int | None,
-    more(
-        "--microbatches",
-        "plan a whole optimizer step of so many such batches, with parameters, gradients and the "
-        "state of --optimizer on the device, --host and --nvme; nothing is run",
-    ),
-]
-_State = Annotated[
-    StateKind,
-    more(
-        "--optimizer-state",
-        "with --microbatches: float32, with a master copy of parameters in fewer bytes, or in the "
-        "parameter's own type, as torch's optimizers keep it",
-    ),
-]
-_NvmeRate = Annotated[
-    float | None,
-    more(
-        "--nvme-gb-s",
-        "with --microbatches: rate of --nvme each way in 10^9 bytes a second; left out, that of "
-        "the drive in the table",
-    ),
-]
+_Microbatches = Annotated[int | None, more(
+    "--microbatches",
+    "plan a whole optimizer step of so many such batches, with parameters, gradients and the "
+    "state of --optimizer on the device, --host and --nvme; nothing is run",
+)]  # fmt: skip
+_State = Annotated[StateKind, more(
+    "--optimizer-state",
+    "with --microbatches: float32, with a master copy of parameters in fewer bytes, or in the "
+    "parameter's own type, as torch's optimizers keep it",
+)]  # fmt: skip
+_NvmeRate = Annotated[float | None, more(
+    "--nvme-gb-s",
+    "with --microbatches: rate of --nvme each way in 10^9 bytes a second; left out, that of "
+    "the drive in the table",
+)]  # fmt: skip
 
 
 @verb(budget="auto")

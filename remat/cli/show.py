@@ -44,35 +44,25 @@ _TOP = 20
 
 _SumsBy = Annotated[InspectBy, typer.Option(help="one row a value, or sums by module, op or line")]
 _AtPeak = Annotated[bool, typer.Option("--at-peak", help="only what is live at the plan's peak")]
-_Only = Annotated[
-    list[str],
-    typer.Option("--only", metavar="GLOB", help="of modules, values, ops or lines; repeatable"),
-]
-_Explain = Annotated[
-    bool,
-    typer.Option(
-        "--explain",
-        help="who holds the peak, what memory is worth, what was forced, and if a rule would do",
-    ),
-]
-_WhyOf = Annotated[
-    list[str],
-    typer.Option(
-        "--why", metavar="GLOB", help="--explain, and why these values are kept or not; repeatable"
-    ),
-]
+_Only = Annotated[list[str], typer.Option(
+    "--only", metavar="GLOB", help="of modules, values, ops or lines; repeatable",
+)]  # fmt: skip
+_Explain = Annotated[bool, typer.Option(
+    "--explain",
+    help="who holds the peak, what memory is worth, what was forced, and if a rule would do",
+)]  # fmt: skip
+_WhyOf = Annotated[list[str], typer.Option(
+    "--why", metavar="GLOB", help="--explain, and why these values are kept or not; repeatable",
+)]  # fmt: skip
 _EachLimit = Annotated[
     float, typer.Option(min=0.0, help="with --explain: seconds for each further solve")
 ]
-_As = Annotated[
-    _Form | None,
-    typer.Option(
-        "--as",
-        help="the captured graph; the graphs of MODEL rewritten to --plan; a file for PyTorch's "
-        "memory viewer, Perfetto or Graphviz; by default the suffix of -o says it: .py, .pickle, "
-        ".trace.json or .dot",
-    ),
-]
+_As = Annotated[_Form | None, typer.Option(
+    "--as",
+    help="the captured graph; the graphs of MODEL rewritten to --plan; a file for PyTorch's "
+    "memory viewer, Perfetto or Graphviz; by default the suffix of -o says it: .py, .pickle, "
+    ".trace.json or .dot",
+)]  # fmt: skip
 
 
 @verb()

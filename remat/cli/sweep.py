@@ -35,14 +35,10 @@ _NOTHING = "no schedule was found at any budget"
 _ALL = "usual"
 """The name of no solver, which stands for the best of each kind and what people write by hand."""
 _HOSTS = "8GiB, or several with 0 for none: 0,8GiB,16GiB"
-_SweptBudgets = Annotated[
-    str,
-    typer.Option(
-        help="how many, from the least peak to the unmodified one, or 50%,2GiB,...; where none is "
-        f"named {_SWEPT}, and of several solvers {_COMPARED}",
-        show_default=False,
-    ),
-]
+_SweptBudgets = Annotated[str, typer.Option(
+    help="how many, from the least peak to the unmodified one, or 50%,2GiB,...; where none is "
+    f"named {_SWEPT}, and of several solvers {_COMPARED}", show_default=False,
+)]  # fmt: skip
 _Jobs = Annotated[int, typer.Option(help="solves at once; -1 for every core")]
 
 

@@ -115,28 +115,21 @@ Source = Annotated[
 ]
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan kept by run -o")]
 PlanOption = Annotated[Path | None, typer.Option("--plan", help="a plan kept by run -o")]
-RunIt = Annotated[
-    bool | None,
-    more(
-        "--check/--no-check",
-        "run a step, or plan only; by default a step is run where the unmodified one fits here",
-        show_default=False,
-    ),
-]
+RunIt = Annotated[bool | None, more(
+    "--check/--no-check",
+    "run a step, or plan only; by default a step is run where the unmodified one fits here",
+    show_default=False,
+)]  # fmt: skip
 Top = Annotated[int, typer.Option(min=1, help="how many rows to show")]
-DynamicOption = Annotated[
-    list[str],
-    more(
-        "--dynamic",
-        "plan for a range of sizes of a dimension, such as tokens:1=seq:16:512; repeatable",
-        metavar=DYNAMIC_METAVAR,
-    ),
-]
+DynamicOption = Annotated[list[str], more(
+    "--dynamic",
+    "plan for a range of sizes of a dimension, such as tokens:1=seq:16:512; repeatable",
+    metavar=DYNAMIC_METAVAR,
+)]  # fmt: skip
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="keep the result as a file")]
-LayoutFile = Annotated[
-    Path | None,
-    more("--layout", "place the plan's buffers in one arena; keep their offsets here"),
-]
+LayoutFile = Annotated[Path | None, more(
+    "--layout", "place the plan's buffers in one arena; keep their offsets here",
+)]  # fmt: skip
 PlaceOption = Annotated[
     bool, more("--place", "also place buffers in one arena, and show what it takes")
 ]

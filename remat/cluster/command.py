@@ -140,14 +140,11 @@ def _given(flag: str, text: str, panel: str = "Cluster and step") -> typer.model
     return typer.Option(flag, help=text, rich_help_panel=panel)
 
 
-_ModelOrClusterPlan = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL|PLAN",
-        help="path/to/file.py:function that takes batch and seq, or a kept plan to check and show",
-        show_default=False,
-    ),
-]
+_ModelOrClusterPlan = Annotated[str, typer.Argument(
+    metavar="MODEL|PLAN",
+    help="path/to/file.py:function that takes batch and seq, or a kept plan to check and show",
+    show_default=False,
+)]  # fmt: skip
 # No option of click's is required for a model and left out for a plan: the help says so itself.
 _Gpus = Annotated[int | None, _given("--gpus", f"of the whole cluster {_WITH_A_MODEL}")]
 _Batch = Annotated[
