@@ -193,8 +193,7 @@ class Session:
     def __init__(self, *, as_json: bool, verbose: bool) -> None:
         self.as_json, self.verbose = as_json, verbose
         use_simple_letters()
-        self.out = steady_console()
-        self.err = steady_console(stderr=True)
+        self.out, self.err = steady_console(), steady_console(stderr=True)
         self.stopwatch = _ShownStopwatch(self.err)
         self.stopwatch.began = when_it_began()
         self.stopwatch.seconds["start"] = self.stopwatch.elapsed_s

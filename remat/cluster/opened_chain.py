@@ -94,8 +94,7 @@ def job_of(chains: Chains, request: ClusterRequest, groups: FakeGroups) -> Job:
     tied = tied_weights(chain, shape)
     if asked.pp not in (None, 1):
         refuse_tied(tied)
-    flops = shape.products_flops
-    layers = len(chain.blocks)
+    flops, layers = shape.products_flops, len(chain.blocks)
     blocks_flops = layers * (flops["block"] + shape.attention_flops)
     return Job(
         type(chain.model).__name__, layers, request.batch, request.seq,

@@ -78,8 +78,7 @@ def weights_later(graph: TrainingGraph, border_gradient: str) -> WeightsLater:
 
 def _needed_for(graph: TrainingGraph, value: str) -> set[str]:
     producer = {name: op for op in graph.ops for name in op.outputs}
-    found = set[str]()
-    waiting = [value]
+    found, waiting = set[str](), [value]
     while waiting:
         op = producer.get(waiting.pop())
         if op is not None and op.name not in found:

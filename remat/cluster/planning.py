@@ -119,8 +119,7 @@ def _file(
     ranked: tuple[ReplayedPlan, ...],
 ) -> ClusterFile:  # fmt: skip
     best, job = ranked[0], search.job
-    d = best.plan.mesh.degrees
-    writer = _Schedules(parts, best)
+    d, writer = best.plan.mesh.degrees, _Schedules(parts, best)
     stages = tuple(writer.stage(i, stage) for i, stage in enumerate(best.stages))
     # The replay has no collectives of states in it: how much they overlap is the formula's.
     figures = ClusterFigures(

@@ -93,8 +93,7 @@ class ReplayedPlan(msgspec.Struct, frozen=True):
 
 
 def replayed_plan(search: ClusterSearch, plan: ClusterPlan) -> ReplayedPlan:
-    stages = tuple(search.stages(plan))
-    degrees = plan.mesh.degrees
+    stages, degrees = tuple(search.stages(plan)), plan.mesh.degrees
     each = range(degrees.virtual_stages)
     costs = tuple(tuple(_costs(search, plan, stage, i) for i in each) for stage in stages)
     name, time_us, bubble = degrees.schedule, plan.time_us, 0.0

@@ -76,9 +76,7 @@ def _unseen_text(module: ModuleType, where: str) -> str:
                 f'"__main__"` (line {statement.lineno}), which runs only as a script: move what '
                 "builds the model and a batch above it"
             )
-    if missing == [_BATCH]:
-        return f"{where} has a `{_MODEL}` and no `{_BATCH}`"
-    return ""
+    return f"{where} has a `{_MODEL}` and no `{_BATCH}`" if missing == [_BATCH] else ""
 
 
 @dataclass(frozen=True)
@@ -151,8 +149,7 @@ def _values(function: _Function) -> Iterator[ast.expr]:
 
 def _is_with_batch(value: ast.expr) -> bool:
     if isinstance(value, ast.Dict):
-        keys = [key.value for key in value.keys if isinstance(key, ast.Constant)]
-        return "model" in keys
+        return "model" in [key.value for key in value.keys if isinstance(key, ast.Constant)]
     return isinstance(value, ast.Tuple) and len(value.elts) in (2, 3)
 
 
@@ -444,8 +441,7 @@ def load_model(name: str, **sizes: int) -> Loaded:
     factory, such as ``batch=8``. All that goes wrong is a `FactoryError`.
     """
     with function_named(name) as named:
-        title = f"factory {named.name} of {named.where}"
-        return call(named.function, str(named), sizes, title)
+        return call(named.function, str(named), sizes, f"factory {named.name} of {named.where}")
 
 
 def call(build: Callable[..., Any], name: str, sizes: Mapping[str, int], title: str = "") -> Loaded:

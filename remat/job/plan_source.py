@@ -283,8 +283,7 @@ def _as_asked(graph: TrainingGraph, request: Request) -> TrainingGraph:
 def captured_model(loaded: Loaded, request: Request, stopwatch: Stopwatch) -> Captured:
     with stopwatch.stage("capture", "tracing the training step"):
         traced = pipeline.trace_loaded(loaded, request)
-    graph = pipeline.graph_with_costs(traced, request, stopwatch)
-    return Captured(graph, loaded, traced.recipe)
+    return Captured(pipeline.graph_with_costs(traced, request, stopwatch), loaded, traced.recipe)
 
 
 def require_model(source: str) -> None:

@@ -127,8 +127,7 @@ class StepRun:
     updating: str = ""
 
     def __post_init__(self) -> None:
-        self.held = dict(self.residents.held)
-        self.groups = parameter_groups(self.optimizer)
+        self.held, self.groups = dict(self.residents.held), parameter_groups(self.optimizer)
         self.waiting: dict[tuple[str, int], Tensor] = {}
         self.running: dict[int, Iterator[Released]] = {}
 
@@ -251,8 +250,7 @@ class WholeStep:
         self._guards, self._optimizer, self._code = guards, optimizer, code
         self._residents, self._trained = residents, trained
         self._watch = MemoryWatch(guards.model, optimizer, residents)
-        self._lock = threading.Lock()
-        self._is_closed = False
+        self._lock, self._is_closed = threading.Lock(), False
         # A module-level function: a method would keep this object alive. At exit, nobody reads the
         # tensors any more.
         end = weakref.finalize(self, _end, self._watch, residents)

@@ -101,8 +101,7 @@ def _more_gradients_kept(microbatch: Microbatch, config: StepConfig) -> StepConf
     if len(config.passes) == 1:  # one pass adds up its own gradients
         return config
     rest = [at for at in _gradients_by_size(microbatch) if at not in config.kept_gradients]
-    kept = (*config.kept_gradients, *rest[:1])
-    return replace(config, kept_gradients=kept)
+    return replace(config, kept_gradients=(*config.kept_gradients, *rest[:1]))
 
 
 def _gradients_by_size(microbatch: Microbatch) -> list[int]:

@@ -6,12 +6,15 @@ import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from remat.cluster.apply.whole_chain import Materialize, layers_of_stages
 from remat.cluster.plan_file import ClusterFile, read_cluster_plan, require_world
@@ -19,12 +22,6 @@ from remat.cluster.stepping import forwards_open, stages_of_rank
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import PlanError
 from remat.graph_capture.files import read_contents
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-    from torch.distributed.tensor.parallel import ParallelStyle
-
 
 PP, _REPLICATE, _SHARD, CP, TP = "pp", "dp_replicate", "dp_shard", "cp", "tp"
 DIMENSIONS = (PP, _REPLICATE, _SHARD, CP, TP)
@@ -84,15 +81,13 @@ def cluster_mesh(plan: ClusterFile | str | Path, device_type: str = "") -> Devic
 # What the mesh splits: modules over tensor parallel ranks, states over data parallel ones.
 
 
-TensorPlan = Mapping[str, "ParallelStyle"]
+TensorPlan = Mapping[str, ParallelStyle]
 """Styles by path in the model; a part of a path may be a glob, as of `parallelize_module`."""
 
 
 def split_over_tensor_ranks(
     modules: Mapping[str, nn.Module], mesh: DeviceMesh, tp_plan: TensorPlan
 ) -> None:
-    from torch.distributed.tensor.parallel import parallelize_module
-
     for path, module in modules.items():
         inside = _styles_for(path, tp_plan)
         if inside:
@@ -115,8 +110,6 @@ def _styles_for(path: str, tp_plan: TensorPlan) -> Any:
 
 
 def require_split_blocks(blocks: Mapping[str, nn.Module], ranks: int) -> None:
-    from torch.distributed.tensor import DTensor
-
     for path, block in blocks.items():
         held = (p for p in block.parameters() if isinstance(p, DTensor))
         # The plan counts a part of the block's weights and work on each rank.
@@ -131,7 +124,6 @@ def shard_over_data_ranks(
     part: nn.Module, blocks: Sequence[nn.Module], plan: ClusterFile, mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy | None,
 ) -> None:  # fmt: skip
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     kept, shard = plan.parallelism.fsdp_reshard_after_forward, _SHARD
     if mesh[CP].size() > 1:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from remat.cluster.apply.cluster_mesh import CP
+from remat.cluster.apply.cluster_mesh import CP, Applied
 from remat.cluster.capture.rank_graph import SEQUENCE
 from remat.cluster.capture.watching import (
     HEADS,
@@ -34,10 +34,6 @@ from remat.graph_capture.errors import CaptureError, PlanError
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.step_module import apply_loss
 from remat.rewriter.user_module.own_forward import shell_with
-
-if TYPE_CHECKING:
-    from remat.cluster.apply.cluster_mesh import Applied
-
 
 # Context parallel ranks run what is outside of attention on their own tokens, which begin in the
 # middle of a sequence. That is right only if a token's result depends neither on other tokens nor

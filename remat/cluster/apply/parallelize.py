@@ -10,11 +10,13 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from remat.cluster import stepping
@@ -37,10 +39,6 @@ from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import refuse_fake
 from remat.rewriter.user_module.module import SharedState
 from remat.rewriter.user_module.splitting import split_backward
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def _check_plan(

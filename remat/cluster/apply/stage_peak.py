@@ -12,16 +12,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-from remat.cluster.apply.stage_parts import BEFORE, NO_BYTES, BlockBytes
+from remat.cluster.apply.stage_parts import BEFORE, NO_BYTES, BlockBytes, RankParts
 from remat.cluster.pipeline_replay import PipelineAction
 from remat.cluster.replayed_plan import ONE_STAGE, torch_order
+from remat.cluster.stepping import RingStage
 from remat.graph_capture.distributed.dtensors import local_part
-
-if TYPE_CHECKING:
-    from remat.cluster.apply.stage_parts import RankParts
-    from remat.cluster.stepping import RingStage
 
 
 @dataclass(frozen=True)

@@ -225,8 +225,7 @@ def _stored(batch: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         # A trace asks for storage. On the CPU, memory that is never touched takes none.
-        made = torch.empty(leaf.shape, dtype=leaf.dtype)
-        return made.requires_grad_(leaf.requires_grad)
+        return torch.empty(leaf.shape, dtype=leaf.dtype).requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map(stored, batch)
 

@@ -121,8 +121,7 @@ class HeadsOverRanks(AttentionMode):
 
     def _exchanged(self, t: Tensor) -> Tensor:
         """The i-th part of it goes to the i-th rank."""
-        flat = t.contiguous().flatten()
-        return all_to_all_autograd(flat, None, None, self.group).view(t.shape)
+        return all_to_all_autograd(t.contiguous().flatten(), None, None, self.group).view(t.shape)
 
 
 class _WatchedAttention(AttentionMode):
@@ -184,8 +183,7 @@ def _hooks(watcher: _Watcher, chain: ChainModel) -> Iterator[Any]:
 class _Watcher(OpWatcher):
     def __init__(self, chain: ChainModel) -> None:
         super().__init__()
-        self.chain = chain
-        self.paths = list(chain.blocks)
+        self.chain, self.paths = chain, list(chain.blocks)
         self.shape = ChainShape()
         self.names = {id(p): name for name, p in chain.model.named_parameters()}
         self.inside: int | None = None
