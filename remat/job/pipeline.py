@@ -94,18 +94,13 @@ def _as_run(row: Row, check: Check, base_us: float) -> Row:
 
 
 @dataclass(frozen=True)
-class RunsAgain:
-    kinds: tuple[OpKind, ...]  # most time of further runs first; empty without a plan
-    simpler: EveryNth | None  # every n-th layer, where that is within 1 % of the plan
-
-
-@dataclass(frozen=True)
 class Report:
     graph: TrainingGraph
     result: Result
     rows: tuple[Row, ...]
     seconds: dict[str, float]
-    again: RunsAgain
+    kinds: tuple[OpKind, ...]  # that run again, most time first; empty without a plan
+    simpler: EveryNth | None  # every n-th layer, where that is within 1 % of the plan
     simulation: Simulation | None = None
     check: Check | None = None
     recipe: Recipe | None = None
@@ -115,11 +110,6 @@ class Report:
     @property
     def failures(self) -> list[str]:
         return failures(self.check, self.result.budget_bytes) if self.check else []
-
-
-def runs_again(graph: TrainingGraph, result: Result) -> RunsAgain:
-    kinds = kinds_of(graph, result.schedule) if result.schedule else ()
-    return RunsAgain(kinds, every_n_layers(graph, result))
 
 
 def trace_loaded(loaded: Loaded, request: Request, dynamic: Dynamic | None = None) -> Trace:
@@ -299,7 +289,9 @@ def planned_report(
             _predicted_row(eager.graph, "unmodified", eager.result, base_us),
             _predicted_row(graph, "chen_sqrt", chen, base_us),
         )
-        report = Report(graph, result, rows, stopwatch.seconds, runs_again(graph, result))
+        kinds = kinds_of(graph, result.schedule) if result.schedule else ()
+        simpler = every_n_layers(graph, result)
+        report = Report(graph, result, rows, stopwatch.seconds, kinds, simpler)
         if result.schedule is None:
             return report, chen
         report = replace(

@@ -26,7 +26,7 @@ from remat.formats import (
 )
 from remat.graph_capture.devices.known_devices import is_in_table
 from remat.graph_capture.graph import TrainingGraph
-from remat.job.pipeline import FAR_OFF, RangeReport, Report, Row, RunsAgain
+from remat.job.pipeline import FAR_OFF, RangeReport, Report, Row
 from remat.progress import took_text
 from remat.ranges.curve import Curve
 from remat.schedules.derived import graph_of_schedule
@@ -164,18 +164,18 @@ def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
 
 
 def _add_ways(table: Table, report: Report) -> None:
-    graph, result, again = report.graph, report.result, report.again
+    graph, result = report.graph, report.result
     for one in chunks_of(graph, result.schedule):
         table.add_row("in chunks", Text(str(one)))
     moved = offloaded(graph, result.schedule, report.simulation)
     for name, said in moved.rows() if moved is not None else ():
         table.add_row(name, Text(said))
-    if kinds := kinds_text(again.kinds):
+    if kinds := kinds_text(report.kinds):
         table.add_row("recomputed", Text(kinds))
     if result.attention:
         table.add_row("attention", str(result.attention))
-    if again.simpler:
-        table.add_row("simpler", str(again.simpler))
+    if report.simpler:
+        table.add_row("simpler", str(report.simpler))
 
 
 def _bound_said(graph: TrainingGraph, result: Result) -> str:
@@ -237,6 +237,7 @@ def show_check(console: Console, check: Check, budget_bytes: int) -> None:
 
 def report_json(report: Report) -> dict[str, Any]:
     result, rows = report.result, {row.name: row for row in report.rows}
+    attention = result.attention
     said = {
         "status": result.status,
         "solver": result.solver,
@@ -254,7 +255,10 @@ def report_json(report: Report) -> dict[str, Any]:
         "message": result.message,
         "pieces": msgspec.to_builtins(chunks_of(report.graph, result.schedule)),
         "offload": msgspec.to_builtins(offloaded(report.graph, result.schedule)),
-        **_again_json(result, report.again),
+        "recomputed": [kind._asdict() for kind in report.kinds if kind.recomputed],
+        "attention": attention and {**msgspec.to_builtins(attention), "says": str(attention)},
+        "floor": msgspec.to_builtins(result.floor),
+        "every_n_layers": msgspec.to_builtins(report.simpler),
         "check": _check_json(report.check, result.budget_bytes) if report.check else None,
         "unchecked": report.unchecked,
         "shortage": report.shortage,
@@ -272,16 +276,6 @@ def bound_json(graph: TrainingGraph, result: Result) -> dict[str, float | None]:
     overhead = bound_of(result.lower_bound_us, graph.time_us)
     bound_us = None if overhead is None else result.lower_bound_us
     return {"lower_bound_us": bound_us, "overhead": overhead, "gap": result.gap}
-
-
-def _again_json(result: Result, again: RunsAgain) -> dict[str, Any]:
-    attention = result.attention
-    return {
-        "recomputed": [kind._asdict() for kind in again.kinds if kind.recomputed],
-        "attention": attention and {**msgspec.to_builtins(attention), "says": str(attention)},
-        "floor": msgspec.to_builtins(result.floor),
-        "every_n_layers": msgspec.to_builtins(again.simpler),
-    }
 
 
 def _check_json(check: Check, budget_bytes: int) -> dict[str, Any]:

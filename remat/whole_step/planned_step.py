@@ -176,14 +176,6 @@ _Clock = npt.NDArray[np.float64]
 """The device's time before each event, and after the last."""
 
 
-@dataclass(frozen=True)
-class _Streams:
-    """By event: that before which an arrival's copy is issued, or a departure's bytes are free."""
-
-    begins: dict[int, int]
-    ends: dict[int, int]
-
-
 def _first_clock(residence: Residence) -> _Clock:
     ops = residence.ops
     costs = (ops[one.name].cost_us if one.kind == "run" else 0.0 for one in residence.items)
@@ -192,10 +184,11 @@ def _first_clock(residence: Residence) -> _Clock:
 
 def _streams(
     residence: Residence, config: StepConfig, links: Links, clock: _Clock, budget_bytes: int
-) -> _Streams:
+) -> tuple[dict[int, int], dict[int, int]]:
+    """By event: that before which an arrival's copy is issued, and a departure's bytes are free."""
     room = budget_bytes - residence.live_bytes
     ends = _departures(residence, links, clock, room)
-    return _Streams(_begins_of_arrivals(residence, config, links, clock, room, ends), ends)
+    return _begins_of_arrivals(residence, config, links, clock, room, ends), ends
 
 
 def _departures(residence: Residence, links: Links, clock: _Clock, room: _Bytes) -> dict[int, int]:
@@ -301,7 +294,8 @@ class _StepWriter:
 
     graph: TrainingGraph
     residence: Residence
-    streams: _Streams
+    begins: dict[int, int]
+    ends: dict[int, int]
     slots: int
     places: list[int] = field(default_factory=list[int])
 
@@ -321,9 +315,9 @@ class _StepWriter:
     def steps(self) -> list[Step]:
         issued, freed = dict[int, list[str]](), dict[int, list[str]]()
         items = self.residence.items
-        for k, at in self.streams.begins.items():
+        for k, at in self.begins.items():
             issued.setdefault(at, []).append(items[k].name)
-        for k, at in self.streams.ends.items():
+        for k, at in self.ends.items():
             if at > k:  # what leaves at once is freed where its copy is issued, in `_item`
                 freed.setdefault(at, []).append(items[k].name)
         # Fill the host's slots before anything runs.
@@ -353,7 +347,7 @@ class _StepWriter:
         elif kind == "leave":
             if name not in self.residence.hosted:
                 yield Offload(name)
-            if self.streams.ends[k] == k:
+            if self.ends[k] == k:
                 yield Free(name)
             if self.home.get(name) == "nvme":
                 yield from self._back_to_nvme(name)
@@ -477,8 +471,8 @@ def planned_step(
         return Short("device", residence.peak_bytes)
     clock, best = _first_clock(residence), None
     for _ in range(_ROUNDS):
-        found = _streams(residence, config, task.links, clock, task.budget_bytes)
-        writer = _StepWriter(graph, residence, found, config.slots)
+        copies = _streams(residence, config, task.links, clock, task.budget_bytes)
+        writer = _StepWriter(graph, residence, *copies, config.slots)
         steps = writer.steps()
         # Check first: the simulator refuses a step that finds the host full.
         need_bytes = host_peak_bytes(graph, steps)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Self
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from remat.graph_capture.errors import RewriteError
@@ -29,15 +29,9 @@ from remat.whole_step.program import Add, Resume, Segment, StepAction, StepOf
 from remat.whole_step.residents import Held, MemoryWatch, Residents, moments, uninterrupted
 
 
-@dataclass(frozen=True)
-class _MicrobatchCode:
-    run: Steps
-    module: fx.GraphModule
-
-
 def _microbatch_code(
     joint: Joint, segments: Sequence[Segment], place_of: Mapping[str, int], tier: TierCopies
-) -> _MicrobatchCode:
+) -> Steps:
     """Compile the segments of a microbatch, all in one generator, which stops after each.
 
     `place_of` has, by parameter, the place of its gradient among all results of the joint graph.
@@ -60,18 +54,17 @@ def _microbatch_code(
         released |= zip(places, given, strict=True)
     emitter.graph.output(tuple(released.get(place) for place in range(len(results))))
     leave_out_views(emitter.graph)
-    module = as_module(joint, emitter.graph)
-    return _MicrobatchCode(compile_in_steps(module), module)
+    return compile_in_steps(as_module(joint, emitter.graph))
 
 
 def codes_of(
     joint: Joint, actions: Sequence[StepAction], place_of: Mapping[str, int], tier: TierCopies
-) -> list[_MicrobatchCode]:
+) -> list[Steps]:
     segments = dict[int, list[Segment]]()
     for action in actions:
         if isinstance(action, Resume):
             segments.setdefault(action.microbatch, []).append(action.segment)
-    known = dict[tuple[Segment, ...], _MicrobatchCode]()
+    known = dict[tuple[Segment, ...], Steps]()
     for i in sorted(segments):
         key = tuple(segments[i])
         if key not in known:  # equal microbatches share code
@@ -103,7 +96,7 @@ class StepCode:
     """
 
     actions: Sequence[StepAction]
-    codes: Sequence[_MicrobatchCode]
+    codes: Sequence[Steps]
     place_of: Mapping[str, int]
     loss_place: int
     written: Mapping[int, int]
@@ -177,7 +170,7 @@ class StepRun:
         i, segment = action.microbatch, action.segment
         if i not in self.running:
             # A new list, since the generator clears it.
-            self.running[i] = self.code.codes[i].run(list(self.inputs[i]))
+            self.running[i] = self.code.codes[i](list(self.inputs[i]))
         places, given = next(self.running[i])
         found = dict(zip(places, given, strict=True))
         given.clear()  # the generator holds this list
