@@ -78,11 +78,8 @@ def _mesh_rows(plan: ClusterFile, found: str) -> Table:
 
 def mesh_text(mesh: Parallelism, virtual_stages: int) -> str:
     """``tp 8  pp 4 ...``, with the pipeline's schedule."""
-    text = (
-        f"tp {mesh.tensor_parallel_degree}  cp {mesh.context_parallel_degree}  "
-        f"pp {mesh.pipeline_parallel_degree}  dp {mesh.data_parallel_replicate_degree} x "
-        f"{mesh.data_parallel_shard_degree}"
-    )
+    pp, replicas, shards, cp, tp = mesh.degrees
+    text = f"tp {tp}  cp {cp}  pp {pp}  dp {replicas} x {shards}"
     if mesh.pipeline_parallel_schedule:
         text += f"  {mesh.pipeline_parallel_schedule}"
         text += f", {virtual_stages} virtual stages a rank" if virtual_stages > 1 else ""

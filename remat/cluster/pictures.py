@@ -327,11 +327,9 @@ def _page_runners_up(plan: ClusterFile) -> Table:
     rows: list[tuple[str, ...]] = []
     for one in plan.runners_up:
         p = one.parallelism
-        degrees = (
-            p.tensor_parallel_degree, p.context_parallel_degree, p.pipeline_parallel_degree,
-            p.data_parallel_replicate_degree, p.data_parallel_shard_degree, one.virtual_stages,
-            p.pipeline_parallel_microbatch_size,
-        )  # fmt: skip
+        pp, replicas, shards, cp, tp = p.degrees
+        size = p.pipeline_parallel_microbatch_size
+        degrees = (tp, cp, pp, replicas, shards, one.virtual_stages, size)
         later = percent_text(one.step_us / plan.predicted.step_us - 1)
         how = p.pipeline_parallel_schedule or "-", p.fsdp_reshard_after_forward
         rows.append((f"+{later}", *map(str, degrees), *how))

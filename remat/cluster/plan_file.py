@@ -7,6 +7,8 @@ checks that its numbers belong together, and has `simulate` judge each schedule.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from remat.cluster.pipeline_replay import StageCosts
@@ -35,9 +37,17 @@ class Parallelism(msgspec.Struct, frozen=True):
     fsdp_reshard_after_forward: str
 
     @property
+    def degrees(self) -> tuple[int, int, int, int, int]:
+        """Stages, replicas, shards, context and tensor parallel ranks: in a mesh's own order."""
+        return (
+            self.pipeline_parallel_degree, self.data_parallel_replicate_degree,
+            self.data_parallel_shard_degree, self.context_parallel_degree,
+            self.tensor_parallel_degree,
+        )  # fmt: skip
+
+    @property
     def gpus(self) -> int:
-        of_replica = self.tensor_parallel_degree * self.context_parallel_degree
-        return self.data_parallel_ranks * of_replica * self.pipeline_parallel_degree
+        return math.prod(self.degrees)
 
     @property
     def data_parallel_ranks(self) -> int:

@@ -40,16 +40,6 @@ def opened_plan(plan: ClusterFile | str | Path) -> ClusterFile:
     return read_cluster_plan(read_contents(plan), str(plan))
 
 
-def degrees_of(plan: ClusterFile) -> dict[str, int]:
-    """In the order of `DIMENSIONS`."""
-    degrees = plan.parallelism
-    return {
-        PP: degrees.pipeline_parallel_degree, _REPLICATE: degrees.data_parallel_replicate_degree,
-        _SHARD: degrees.data_parallel_shard_degree, CP: degrees.context_parallel_degree,
-        TP: degrees.tensor_parallel_degree,
-    }  # fmt: skip
-
-
 def cluster_mesh(plan: ClusterFile | str | Path, device_type: str = "") -> DeviceMesh:
     """The mesh of a plan, over all ranks of the default process group.
 
@@ -75,7 +65,7 @@ def cluster_mesh(plan: ClusterFile | str | Path, device_type: str = "") -> Devic
         )
     require_world(plan, dist.get_world_size())
     kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    return init_device_mesh(kind, tuple(degrees_of(plan).values()), mesh_dim_names=DIMENSIONS)
+    return init_device_mesh(kind, plan.parallelism.degrees, mesh_dim_names=DIMENSIONS)
 
 
 # What the mesh splits: modules over tensor parallel ranks, states over data parallel ones.

@@ -20,14 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from remat.cluster import stepping
-from remat.cluster.apply.cluster_mesh import (
-    DIMENSIONS,
-    PP,
-    Applied,
-    TensorPlan,
-    degrees_of,
-    opened_plan,
-)
+from remat.cluster.apply.cluster_mesh import DIMENSIONS, PP, Applied, TensorPlan, opened_plan
 from remat.cluster.apply.stage_parts import RankParts, rank_parts
 from remat.cluster.apply.stage_peak import peak_of_rank
 from remat.cluster.apply.whole_chain import Materialize, values_digest, whole_chain
@@ -68,7 +61,7 @@ def _check_plan(
 
 def _check_mesh(plan: ClusterFile, mesh: DeviceMesh) -> None:
     require_world(plan, mesh.size())
-    wanted = degrees_of(plan)
+    wanted = dict(zip(DIMENSIONS, plan.parallelism.degrees, strict=True))
     names = mesh.mesh_dim_names or ()
     found = {name: mesh.size(i) for i, name in enumerate(names)}
     if tuple(names) != DIMENSIONS or found != wanted:
