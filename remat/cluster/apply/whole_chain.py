@@ -106,8 +106,7 @@ def _blocks(model: nn.Module, plan: ClusterFile) -> dict[str, nn.Module]:
 
 
 def _refuse_loose(model: nn.Module, inside: set[str]) -> None:
-    state = [*model.named_parameters(), *model.named_buffers()]
-    for name, _ in state:
+    for name, _ in _state(model):
         owner = name.rpartition(".")[0]
         if not any(owner == path or owner.startswith(f"{path}.") for path in inside):
             raise CaptureError(
