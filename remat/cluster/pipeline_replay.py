@@ -160,12 +160,8 @@ class _Ways:
         """When what the action reads is there; None while something is missing."""
         latest = 0.0
         for one_of in self._needs(action):
-            here = self.rank_of[action.stage]
-            found = [
-                done[a] + (0.0 if self.rank_of[a.stage] == here else self.hop_us)
-                for a in one_of
-                if a in done
-            ]
+            here, ended = self.rank_of[action.stage], [a for a in one_of if a in done]
+            found = [done[a] + self.hop_us * (self.rank_of[a.stage] != here) for a in ended]
             if not found:
                 return None
             latest = max(latest, *found)

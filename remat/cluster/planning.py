@@ -131,13 +131,10 @@ def _file(
         parallelism_of(best.plan.mesh, best.schedule),
         "each" if best.plan.mesh.reduce_each else "once",
         stages, tuple(writer.graphs), tuple(writer.schedules), figures,
-        tuple(
-            RunnerUp(
-                parallelism_of(one.plan.mesh, one.schedule), one.plan.mesh.degrees.virtual_stages,
-                one.time_us, one.mfu,
-            )
-            for one in ranked[1:]
-        ),
+        tuple(RunnerUp(
+            parallelism_of(one.plan.mesh, one.schedule), one.plan.mesh.degrees.virtual_stages,
+            one.time_us, one.mfu,
+        ) for one in ranked[1:]),
         modelled_notes(search.cluster, request, best.plan.mesh),
         Versions(str(torch.__version__), __version__),
         hop_us=hop_us(job, search.cluster, d) if d.pp > 1 else 0.0,

@@ -119,10 +119,8 @@ def _costs(search: ClusterSearch, plan: ClusterPlan, stage: StagePlan, at: int) 
     first, block, last = search.parts_of(d)
     blocks = stage.blocks / d.virtual_stages
     forward, backward, saved = blocks * block.forward_us, blocks * block.backward_us, 0
-    ends = (
-        (first, stage.first, at == 0),
-        (last, stage.last, at == d.virtual_stages - 1),
-    )
+    is_last = at == d.virtual_stages - 1
+    ends = (first, stage.first, at == 0), (last, stage.last, is_last)
     extra_us = stage.extra_us
     for part, option, is_here in ends:
         if option is None:

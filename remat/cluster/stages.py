@@ -222,7 +222,12 @@ class StageTable:
         by_blocks = sum(o.saved_bytes * n for o, n in zip(chosen, options.values(), strict=True))
         need = max((o.need_bytes for o in (*chosen, first, last)), default=0)
         held = {name: int(sizes[blocks]) for name, sizes in self.held.items()}
-        fullest = self._fullest(blocks, by_blocks)
+        later_bytes = blocks * self.block.later.held_bytes
+        # Where so many blocks, which save so much together, hold the most.
+        fullest = max(
+            flights(self.index, self.mesh.degrees),
+            key=lambda one: one.saved * by_blocks + one.waiting * later_bytes,
+        )
         if self.mesh.degrees.is_split:
             held[FOR_WEIGHTS] = int(_waiting_bytes(fullest, self.block, np.array(blocks)))
         return StagePlan(
@@ -232,14 +237,6 @@ class StageTable:
             float(self.work_us[blocks]), float(self.extra_us[blocks]), by_blocks,
             held | {SAVED_ACTIVATIONS: int(fullest.saved * by_blocks) + by_ends, RUNNING: need},
         )  # fmt: skip
-
-    def _fullest(self, blocks: int, saved_bytes: int) -> _Flight:
-        """Where so many blocks, which save so much together, hold the most."""
-        later_bytes = blocks * self.block.later.held_bytes
-        return max(
-            flights(self.index, self.mesh.degrees),
-            key=lambda one: one.saved * saved_bytes + one.waiting * later_bytes,
-        )
 
 
 def stage_table(

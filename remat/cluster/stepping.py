@@ -128,11 +128,8 @@ def _spans(
 ) -> Iterable[tuple[int, int]]:
     """From what first touches a microbatch's buffer to the last action that may read it."""
     for microbatch in range(microbatches):
-        at = {
-            action.computation_type.value: i
-            for i, action in enumerate(actions)
-            if (action.stage_index, action.microbatch_index) == (stage, microbatch)
-        }
+        own = ((i, a) for i, a in enumerate(actions) if a.microbatch_index == microbatch)
+        at = {a.computation_type.value: i for i, a in own if a.stage_index == stage}
         first = min(at[kind] for kind in begins if kind in at)
         last = max(at[kind] for kind in ("B", "I", "W", "SEND_B") if kind in at)
         yield first, last

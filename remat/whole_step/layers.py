@@ -194,16 +194,14 @@ class _Layers:
         for at, readers in enumerate(self.readers):
             mine = [values[name] for name, group in self.group_of.items() if group == at]
             trained = [one for one in mine if one.name in gives]
-            groups.append(
-                UpdateGroup(
-                    name=" and ".join(self._name(layer) for layer in readers),
-                    trained=sum(_elements(one) for one in trained),
-                    parameter_bytes=sum(one.size_bytes for one in mine),
-                    gradient_bytes=sum(values[gives[one.name]].size_bytes for one in trained),
-                    item_bytes=max((element_bytes(one.dtype) for one in trained), default=0),
-                    gradient_of={one.name: gives.get(one.name, "") for one in mine},
-                )
-            )
+            groups.append(UpdateGroup(
+                name=" and ".join(self._name(layer) for layer in readers),
+                trained=sum(_elements(one) for one in trained),
+                parameter_bytes=sum(one.size_bytes for one in mine),
+                gradient_bytes=sum(values[gives[one.name]].size_bytes for one in trained),
+                item_bytes=max((element_bytes(one.dtype) for one in trained), default=0),
+                gradient_of={one.name: gives.get(one.name, "") for one in mine},
+            ))  # fmt: skip
         return tuple(groups)
 
     def _name(self, at: int) -> str:

@@ -61,17 +61,14 @@ class StepConfig(msgspec.Struct, frozen=True):
         return sum(one.microbatches for one in self.passes)
 
     def graph(self, microbatch: Microbatch, update: Update, links: Links | None) -> TrainingGraph:
-        places = tuple(
-            GroupPlace(
-                parameters="device" if tier == "device" else "host",
-                state=tier,
-                # The device's update reads the sum there.
-                sums="device" if tier == "device" or at in self.kept_gradients else self.sums,
-            )
-            for at, tier in enumerate(self.state)
-        )
+        places = list[GroupPlace]()
+        for at, tier in enumerate(self.state):
+            # The device's update reads the sum there.
+            here = tier == "device" or at in self.kept_gradients
+            parameters: Tier = "device" if tier == "device" else "host"
+            places.append(GroupPlace(parameters, tier, "device" if here else self.sums))
         options = tuple(one.options for one in self.passes for _ in range(one.microbatches))
-        return optimizer_step(microbatch, update, StepShape(options, places), links)
+        return optimizer_step(microbatch, update, StepShape(options, tuple(places)), links)
 
     def device_order(self, microbatch: Microbatch, graph: TrainingGraph) -> list[Op]:
         names = list[str]()

@@ -112,11 +112,8 @@ def _runner_of(parts: RankParts) -> stepping.StepRunner:
     stages = [_stage_of_torch(parts, i) for i in range(len(parts.modules))]
     kind: Any = get_schedule_class(name)
     is_one = name in ONE_STAGE
-    schedule = kind(
-        stages[0] if is_one else stages,
-        n_microbatches=plan.microbatches,
-        loss_fn=stepping.loss_itself,
-    )
+    given = stages[0] if is_one else stages
+    schedule = kind(given, n_microbatches=plan.microbatches, loss_fn=stepping.loss_itself)
     # Now that torch has the order of the step, it says how many buffers are in use at once.
     for stage in stages:
         at, m = stage.stage_index, plan.microbatches

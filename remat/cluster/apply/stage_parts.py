@@ -226,11 +226,8 @@ class RankParts:
     @property
     def checks(self) -> tuple[str, ...]:
         schedules = {one.steps for one in self.chosen.schedules.values()}
-        return (
-            "plan and model are the same on all ranks",
-            f"{len(schedules)} distinct schedules of {len(self.chosen.traced)} blocks have eager's "
-            "bits",
-        )
+        said = f"{len(schedules)} distinct schedules of {len(self.chosen.traced)} blocks have"
+        return "plan and model are the same on all ranks", f"{said} eager's bits"
 
     def shard(self) -> None:
         asked = self.asked
