@@ -97,7 +97,17 @@ class _Written:
 def _written_functions(module: ModuleType) -> dict[str, _Written]:
     parsed = ast.walk(ast.parse(_source(module)))
     found = {one.name: one for one in parsed if isinstance(one, _Function)}
-    training = _training(found)
+    called = dict[str, set[str]]()
+    for name, one in found.items():
+        calls = (part.func for part in ast.walk(one) if isinstance(part, ast.Call))
+        named = [call for call in calls if isinstance(call, ast.Attribute | ast.Name)]
+        called[name] = {call.attr if isinstance(call, ast.Attribute) else call.id for call in named}
+    training = {name for name, names in called.items() if names & _TRAINS}
+    # Callers of callers train too: repeat until no name is added.
+    size = -1
+    while size != len(training):
+        size = len(training)
+        training |= {name for name, names in called.items() if names & training}
     return {
         name: _Written(
             name, any(_values(one)), any(map(_is_with_batch, _values(one))), name in training,
@@ -151,21 +161,6 @@ def _is_with_batch(value: ast.expr) -> bool:
     if isinstance(value, ast.Dict):
         return "model" in [key.value for key in value.keys if isinstance(key, ast.Constant)]
     return isinstance(value, ast.Tuple) and len(value.elts) in (2, 3)
-
-
-def _training(functions: Mapping[str, _Function]) -> set[str]:
-    called = dict[str, set[str]]()
-    for name, one in functions.items():
-        calls = (part.func for part in ast.walk(one) if isinstance(part, ast.Call))
-        named = [call for call in calls if isinstance(call, ast.Attribute | ast.Name)]
-        called[name] = {call.attr if isinstance(call, ast.Attribute) else call.id for call in named}
-    found = {name for name, names in called.items() if names & _TRAINS}
-    # Callers of callers train too: repeat until no name is added.
-    size = -1
-    while size != len(found):
-        size = len(found)
-        found |= {name for name, names in called.items() if names & found}
-    return found
 
 
 _DEFAULT = "factory"

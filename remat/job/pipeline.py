@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import remat.solver as solvers
@@ -322,11 +323,15 @@ def plan_over(
     planned: Callable[[PlanFile], None] = lambda _: None, *, check: bool | None = None,
 ) -> RangeReport:  # fmt: skip
     """Plan for a range, and run one step of the factory's batch; arguments as of `run_job`."""
+    from remat.graph_capture.capture_api import workspaces_by
+    from remat.graph_capture.sizes.at_sizes import ranged_graph_of
     from remat.ranges.ranged_call import sizes_within
 
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request, dynamic)
-    graph = _ranged_graph(traced, request, stopwatch)
+    workspaces = workspaces_by(traced, request.read_profile())
+    costed = partial(graph_with_costs, request=request, stopwatch=stopwatch)
+    graph = ranged_graph_of(traced, costed, workspaces)
     with stopwatch.stage("solve", f"solving for {request.budget}"):
         family = solve_over(
             graph, request.budget, request.solver, request.time_limit_s,
@@ -342,17 +347,6 @@ def plan_over(
     if check is False or not request.is_run_here:
         return report
     return _checked(report, loaded, traced, request, stopwatch, check)
-
-
-def _ranged_graph(traced: Trace, request: Request, stopwatch: Stopwatch) -> RangedGraph:
-    from remat.graph_capture.capture_api import workspaces_by
-    from remat.graph_capture.sizes.at_sizes import ranged_graph_of
-
-    def costed(one: Trace) -> TrainingGraph:
-        return graph_with_costs(one, request, stopwatch)
-
-    workspaces = workspaces_by(traced, request.read_profile())
-    return ranged_graph_of(traced, costed, workspaces)
 
 
 def _plan_of(loaded: Loaded, traced: Trace, family: Family, graph: RangedGraph) -> PlanFile:

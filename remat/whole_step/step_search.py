@@ -147,18 +147,6 @@ def _options_at(microbatch: Microbatch, limit_bytes: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _starts(task: StepTask, order: _Order) -> list[StepConfig]:
-    microbatch = task.microbatch
-    if microbatch.draws and max(order) > 1:
-        # Microbatches in one pass would draw in turns; eager's draw one after the other.
-        return []
-    passes = tuple(Pass(count, full_recompute(microbatch)) for count in order)
-    below = task.feasible(StepConfig(passes, ("host",) * len(microbatch.groups)))
-    above = replace(below, state=("device",) * len(microbatch.groups))
-    found = [above] if device_peak_bytes(task, above) <= task.budget_bytes else []
-    return [_enriched(task, config) for config in (*found, below)]
-
-
 def _enriched(task: StepTask, config: StepConfig) -> StepConfig:
     """The config with as much saved as fits: in the passes before the last, then in it."""
     sizes = sorted({o.saved_bytes for one in task.microbatch.layers for o in one.options})[::-1]
@@ -390,8 +378,17 @@ class _StepSearch:
 
     def run(self) -> None:
         self.progress("saving as much as fits")
-        tried = orders(self.microbatches)
-        found = [start for order in tried for start in _starts(self.task, order)]
+        task, microbatch, found = self.task, self.task.microbatch, list[StepConfig]()
+        for order in orders(self.microbatches):
+            # Microbatches in one pass would draw in turns; eager's draw one after the other.
+            if microbatch.draws and max(order) > 1:
+                continue
+            passes = tuple(Pass(count, full_recompute(microbatch)) for count in order)
+            below = task.feasible(StepConfig(passes, ("host",) * len(microbatch.groups)))
+            above = replace(below, state=("device",) * len(microbatch.groups))
+            if device_peak_bytes(task, above) <= task.budget_bytes:
+                found.append(_enriched(task, above))
+            found.append(_enriched(task, below))
         # Fastest on the device first: the others are judged only if they can still win.
         found.sort(key=self._device_us)
         times = [(self.offer(start), k) for k, start in enumerate(found)]
