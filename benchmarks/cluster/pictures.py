@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.cluster.jobs import MODELS, WHOLE_80GB
 from remat.cluster.mesh import ClusterRequest, MeshSpec
-from remat.cluster.pictures import bytes_picture, stacked_pictures, timeline_picture
+from remat.cluster.pictures import bytes_picture, timeline_picture
 from remat.cluster.planning import plan_cluster
 from remat.cluster.replayed_plan import replay_of
 
@@ -26,9 +26,12 @@ def main() -> None:
     plan = plan_cluster(f"{MODELS}:gpt_175b", request, 0).file
     assert plan is not None
     replay = replay_of(plan)
-    whole = stacked_pictures(
-        timeline_picture(plan, replay), bytes_picture(plan, replay, most_stages=2)
-    )
+    whole = timeline_picture(plan, replay)
+    below = bytes_picture(plan, replay, most=2)
+    body = "\n".join(below.elements)
+    whole.elements.append(f'<g transform="translate(0 {whole.height})">\n{body}\n</g>')
+    whole.says = f"{whole.says}; {below.says}"
+    whole.height += below.height
     for theme, ink in INK.items():
         (PICTURES / f"cluster-{theme}.svg").write_text(whole.file(ink))
 

@@ -9,12 +9,7 @@ import msgspec
 import typer
 
 from remat.analysis.memory_figures import offloaded
-from remat.cli.output import (
-    layout_entry,
-    save_layout_file,
-    save_result_file,
-    show_layout,
-)
+from remat.cli.output import keep_layout, keep_result, layout_entry, show_layout
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import LayoutFile, Model, Output, RunIt, verb
 from remat.graph_capture.errors import BudgetError
@@ -36,18 +31,11 @@ _Most = Annotated[int, typer.Option(min=1, help="no larger size is tried")]
 
 @verb(budget="auto", time_limit_s=SOLVE_S)
 def largest_batch_verb(
-    session: Session,
-    model: Model,
-    request: Request,
-    vary: _Vary = "batch",
-    max_overhead: _MaxOverhead = "10%",
-    sizes: _FirstSizes = "",
-    step: _Step = 1,
-    most: _Most = LARGEST_SIZE,
-    check: RunIt = None,
-    output: Output = None,
+    session: Session, model: Model, request: Request, vary: _Vary = "batch",
+    max_overhead: _MaxOverhead = "10%", sizes: _FirstSizes = "", step: _Step = 1,
+    most: _Most = LARGEST_SIZE, check: RunIt = None, output: Output = None,
     layout: LayoutFile = None,
-) -> None:
+) -> None:  # fmt: skip
     """Find the largest size whose plan fits; it and the next are captured and solved."""
     # Refused before a session of captures: a kept graph has one size.
     require_model(model)
@@ -59,8 +47,8 @@ def largest_batch_verb(
     placed = moved = None
     if search.best is not None:
         _, of, result = search.best
-        save_result_file(session, output, of, result)
-        placed = save_layout_file(session, layout, of.graph, result)
+        keep_result(session, output, of, result)
+        placed = keep_layout(session, layout, of.graph, result)
         moved = offloaded(of.graph, result.schedule)
     if session.as_json:
         said = {"offload": msgspec.to_builtins(moved)}

@@ -30,36 +30,34 @@ if TYPE_CHECKING:
     from remat.graph_capture.costs.cache import Profile
 
 
-_DriveFolder = Annotated[
-    Path | None,
-    typer.Option("--nvme", metavar="FOLDER", help="a folder on NVMe, whose links to measure too"),
-]
+_DriveFolder = Annotated[Path | None, typer.Option(
+    "--nvme", metavar="FOLDER", help="a folder on NVMe, whose links to measure too",
+)]  # fmt: skip
 
 
 @verb(("device",))
 def profile_verb(
-    session: Session,
-    model: Model,
-    request: Request,
-    top: Top = 20,
-    nvme: _DriveFolder = None,
+    session: Session, model: Model, request: Request, top: Top = 20, nvme: _DriveFolder = None,
     output: Output = None,
-) -> None:
+) -> None:  # fmt: skip
     """Measure each distinct op of MODEL and the links to the host, for use elsewhere."""
+    from remat.graph_capture.costs.measuring import measure
+
     if request.device != NAMED_BY_TORCH:
         # A device of the table has no ops to measure.
         check_measured(request.device)
     if nvme is not None:
         require_writable(str(nvme), "nvme")
     loaded, request = load_shown(model, session.stopwatch, request)
-    measured = pipeline.measure_loaded(
-        loaded, request, session.stopwatch, nvme_path=str(nvme or "")
-    )
-    session.save(output, measured.to_json(), "profile")
+    with session.stopwatch.stage("capture", "tracing the training step"):
+        traced = pipeline.trace_loaded(loaded, request)
+    with session.stopwatch.stage("profile", "timing ops") as progress:
+        kept = measure(traced, nvme_path=str(nvme or ""), progress=progress)
+    session.save(output, kept.to_json(), "profile")
     if session.as_json:
-        session.emit(_summary(measured))
+        session.emit(_summary(kept))
     else:
-        _show_profile(session, measured, top)
+        _show_profile(session, kept, top)
 
 
 def _summary(measured: Profile) -> dict[str, object]:

@@ -18,34 +18,32 @@ from remat.solved import infeasible_text
 from remat.solver.search import is_interrupted
 
 
-def opened_feasible(
-    session: Session, source: str, request: Request, plan: Path | None
-) -> PlanSource:
+def opened_feasible(session: Session, name: str, request: Request, plan: Path | None) -> PlanSource:
     """A graph and its plan, if one is named or asked for; ends where nothing fits."""
-    opened = open_plan(source, request, session.stopwatch, plan)
+    opened = open_plan(name, request, session.stopwatch, plan)
     if opened.result is not None and opened.schedule is None:
         session.conclude(INFEASIBLE, [infeasible_text(opened.result)])
     return opened
 
 
-def save_result_file(session: Session, path: Path | None, of: Captured, result: Result) -> None:
+def keep_result(session: Session, path: Path | None, of: Captured, result: Result) -> None:
     """A plan where a model is at hand, else the schedule alone; nothing where nothing fits."""
     if path is None or result.schedule is None:
         return
     if of.loaded is not None and of.recipe is not None:
-        save_plan_file(session, path, plan_of_result(of.loaded, of.recipe, of.graph, result))
+        keep_plan(session, path, plan_of_result(of.loaded, of.recipe, of.graph, result))
     else:
         session.save(path, result.schedule.to_json(), "plan")
 
 
-def save_plan_file(session: Session, path: Path, plan: PlanFile | None) -> None:
+def keep_plan(session: Session, path: Path, plan: PlanFile | None) -> None:
     if plan is not None:
         # Not by `session.save`: the name may ask for an archive.
         write_plan(plan, path)
-        session.err.print(f"plan written to {path}", soft_wrap=True)
+        session.say_written(path, "plan")
 
 
-def save_layout_file(
+def keep_layout(
     session: Session, path: Path | None, graph: TrainingGraph, result: Result
 ) -> Layout | None:
     """None where none is asked for, or nothing fits."""

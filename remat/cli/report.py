@@ -17,7 +17,7 @@ from remat.cluster.command import page_of
 from remat.cluster.plan_file import is_cluster_plan, read_cluster_plan
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import DeviceError, LayoutError
-from remat.graph_capture.files import read_contents, write_contents
+from remat.graph_capture.files import read_contents
 from remat.job.pipeline import trace_loaded
 from remat.job.plan_source import PLAN_FILES, PlanSource, load_shown
 from remat.job.request import NAMED_BY_TORCH, Request
@@ -27,29 +27,20 @@ from remat.schedules.report.page_facts import MeasuredStep
 _FrontFile = Annotated[
     Path | None, typer.Option("--front", metavar="FILE", help="a front kept by sweep -o")
 ]
-_Measure = Annotated[
-    bool,
-    typer.Option("--measure", help="also run a step of MODEL on this CPU, and show what it takes"),
-]
-_KeptLayout = Annotated[
-    Path | None,
-    more("--layout", "offsets kept by --layout of run, largest-batch or show", metavar="FILE"),
-]
+_RUNS = "also run a step of MODEL on this CPU, and show what it takes"
+_Measure = Annotated[bool, typer.Option("--measure", help=_RUNS)]
+_KeptLayout = Annotated[Path | None, more(
+    "--layout", "offsets kept by --layout of run, largest-batch or show", metavar="FILE",
+)]  # fmt: skip
 _Into = Annotated[Path, typer.Option("--output", "-o", help="the file to write")]
 
 
 @verb()
 def report_verb(
-    session: Session,
-    source: Source,
-    output: _Into,
-    request: Request,
-    plan: PlanOption = None,
-    front: _FrontFile = None,
-    measure: _Measure = False,
-    kept_layout: _KeptLayout = None,
+    session: Session, source: Source, output: _Into, request: Request, plan: PlanOption = None,
+    front: _FrontFile = None, measure: _Measure = False, kept_layout: _KeptLayout = None,
     place: PlaceOption = False,
-) -> None:
+) -> None:  # fmt: skip
     """Write one self-contained page of a plan: memory, schedule, tables, time against peak."""
     from remat.analysis.plan_report import fronts_in, page_facts
     from remat.schedules.report.page import page_data, render
@@ -71,7 +62,7 @@ def report_verb(
         stated_by = front.name if front else ""
         facts = page_facts(opened.graph, solved, known, step, stated_by, layout)
         page = page_data(facts)
-        _write(session, output, render(facts, page).encode(), "report")
+        session.save(output, render(facts, page).encode(), "report", end=b"")
     if session.as_json:
         summary = msgspec.to_builtins(page.summary)
         said = {"report": str(output), "summary": summary, "note": facts.note}
@@ -83,7 +74,8 @@ def _report_cluster(session: Session, source: str, output: Path) -> None:
     from remat.cluster.replayed_plan import replay_of
 
     plan = read_cluster_plan(read_contents(source), source)
-    _write(session, output, page_of(plan, replay_of(plan, source)).encode(), "report")
+    page = page_of(plan, replay_of(plan, source))
+    session.save(output, page.encode(), "report", end=b"")
     if session.as_json:
         session.emit({"report": str(output), "predicted": msgspec.to_builtins(plan.predicted)})
 
@@ -100,9 +92,7 @@ def _measured_here(source: str, request: Request) -> Request:
     return here
 
 
-def _layout(
-    session: Session, opened: PlanSource, kept: Path | None, is_placed: bool
-) -> Layout | None:
+def _layout(session: Session, opened: PlanSource, kept: Path | None, place: bool) -> Layout | None:
     """From a file, or made now; None where neither is asked for."""
     schedule = opened.solved.schedule
     assert schedule is not None
@@ -111,7 +101,7 @@ def _layout(
         # A file may be of another plan, whose buffers would be drawn over these.
         check_kept_layout(layout, opened.graph, schedule, str(kept))
         return layout
-    return place_shown(session, opened.graph, schedule) if is_placed else None
+    return place_shown(session, opened.graph, schedule) if place else None
 
 
 def _measured(session: Session, source: str, opened: PlanSource, request: Request) -> MeasuredStep:
@@ -129,8 +119,3 @@ def _measured(session: Session, source: str, opened: PlanSource, request: Reques
             loss_fn=loaded.loss_fn, target=loaded.target,
             optimizer=request.optimizer, accumulate=request.accumulate,
         )  # fmt: skip
-
-
-def _write(session: Session, path: Path, data: bytes, what: str) -> None:
-    write_contents(path, data)
-    session.err.print(f"{what} written to {path}", soft_wrap=True)

@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from remat.analysis.budget_sweep import price_json, price_text
 from remat.checks import failures
-from remat.cli.output import (
-    layout_entry,
-    save_layout_file,
-    save_plan_file,
-    save_result_file,
-    show_layout,
-)
+from remat.cli.output import keep_layout, keep_plan, keep_result, layout_entry, show_layout
 from remat.cli.session import CHECK_FAILED, INFEASIBLE, Session
 from remat.cli.verb import (
     STEP_OPTIONS,
@@ -31,31 +25,10 @@ from remat.cli.verb import (
 )
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import CaptureError, SolverError, TooLargeError, option
-from remat.graph_capture.graph import TrainingGraph
-from remat.job import pipeline
-from remat.job.factory import Loaded
+from remat.job import pipeline, plan_source, screen
 from remat.job.pipeline import refuse_beside_dynamic
-from remat.job.plan_source import (
-    PLAN_FILES,
-    Captured,
-    captured,
-    costed_graph_in,
-    fitting_schedule,
-    load_shown,
-    read_kept,
-    require_model,
-)
 from remat.job.request import Request, parse_dynamic
-from remat.job.screen import (
-    checked_json,
-    range_report_json,
-    report_json,
-    show_check,
-    show_range_report,
-    show_run,
-)
 from remat.schedules.layout import Layout
-from remat.schedules.outcome import Result
 from remat.schedules.plan import PlanFile
 from remat.solved import infeasible_text
 from remat.solver.budgets.front import GibPrice
@@ -78,47 +51,30 @@ _ONE_BATCH = (
     "accumulate", "time_limit_s", "gap",
 )  # fmt: skip
 """Fields of a request that a whole step is planned without: it is limited by plans, not seconds."""
-_Microbatches = Annotated[
-    int | None,
-    more(
-        "--microbatches",
-        "plan a whole optimizer step of so many such batches, with parameters, gradients and the "
-        "state of --optimizer on the device, --host and --nvme; nothing is run",
-    ),
-]
-_State = Annotated[
-    StateKind,
-    more(
-        "--optimizer-state",
-        "with --microbatches: float32, with a master copy of parameters in fewer bytes, or in the "
-        "parameter's own type, as torch's optimizers keep it",
-    ),
-]
-_NvmeRate = Annotated[
-    float | None,
-    more(
-        "--nvme-gb-s",
-        "with --microbatches: rate of --nvme each way in 10^9 bytes a second; left out, that of "
-        "the drive in the table",
-    ),
-]
+_Microbatches = Annotated[int | None, more(
+    "--microbatches",
+    "plan a whole optimizer step of so many such batches, with parameters, gradients and the "
+    "state of --optimizer on the device, --host and --nvme; nothing is run",
+)]  # fmt: skip
+_State = Annotated[StateKind, more(
+    "--optimizer-state",
+    "with --microbatches: float32, with a master copy of parameters in fewer bytes, or in the "
+    "parameter's own type, as torch's optimizers keep it",
+)]  # fmt: skip
+_NvmeRate = Annotated[float | None, more(
+    "--nvme-gb-s",
+    "with --microbatches: rate of --nvme each way in 10^9 bytes a second; left out, that of "
+    "the drive in the table",
+)]  # fmt: skip
 
 
 @verb(budget="auto")
 def run_verb(
-    session: Session,
-    source: Source,
-    request: Request,
-    price: _PriceOfGib = False,
-    check: RunIt = None,
-    compare: _CompareRule = False,
-    output: Output = None,
-    layout: LayoutFile = None,
-    dynamic: DynamicOption = [],  # noqa: B006 typer copies it
-    microbatches: _Microbatches = None,
-    state: _State = "float32",
-    nvme_gb_s: _NvmeRate = None,
-) -> None:
+    session: Session, source: Source, request: Request, price: _PriceOfGib = False,
+    check: RunIt = None, compare: _CompareRule = False, output: Output = None,
+    layout: LayoutFile = None, dynamic: DynamicOption = [],  # noqa: B006 typer copies it
+    microbatches: _Microbatches = None, state: _State = "float32", nvme_gb_s: _NvmeRate = None,
+) -> None:  # fmt: skip
     """Find the fastest training step within a memory budget, run it, and compare it with yours.
 
     A kept GRAPH, or that of a PLAN, is solved anew, and nothing is run.
@@ -140,13 +96,13 @@ def run_verb(
         refuse_beside_dynamic(request, **of_one_size)
         _run_over(session, source, request, dynamic, output, check)
     else:
-        if source.endswith(PLAN_FILES):
+        if source.endswith(plan_source.PLAN_FILES):
             report = _solved_anew(session, source, request, output, measured)
         else:
             report = _run(session, source, request, output, check, compare)
         report = replace(report, seconds=session.stopwatch.accounted())
-        placed = save_layout_file(session, layout, report.graph, report.result)
-        worth = _priced(session, report.graph, report.result, request) if price else None
+        placed = keep_layout(session, layout, report.graph, report.result)
+        worth = _priced(session, report, request) if price else None
         _conclude_run(session, report, placed, worth)
 
 
@@ -154,12 +110,12 @@ def _run(
     session: Session, model: str, request: Request, output: Path | None, check: bool | None,
     compare: bool,
 ) -> pipeline.Report:  # fmt: skip
-    loaded, request = load_shown(model, session.stopwatch, request)
+    loaded, request = plan_source.load_shown(model, session.stopwatch, request)
 
     # Written before a step is run, which may end the process.
     def keep(known: pipeline.Report) -> None:
-        of = Captured(known.graph, loaded, known.recipe)
-        save_result_file(session, output, of, known.result)
+        of = plan_source.Captured(known.graph, loaded, known.recipe)
+        keep_result(session, output, of, known.result)
 
     return pipeline.run_job(
         loaded, request, session.stopwatch, check=check, compare=compare, planned=keep
@@ -173,21 +129,19 @@ def _solved_anew(
     """The graph of a kept file, solved; refuses options that run a step, which takes the model."""
     if flag := next((flag for flag, is_given in measured.items() if is_given), ""):
         raise CaptureError(f"{source} has no model to run: {flag} goes with a model")
-    of = captured(source, request, session.stopwatch)
+    of = plan_source.captured(source, request, session.stopwatch)
     report, _ = pipeline.planned_report(of.graph, request, session.stopwatch)
-    save_result_file(session, output, of, report.result)
+    keep_result(session, output, of, report.result)
     return report
 
 
-def _priced(
-    session: Session, graph: TrainingGraph, result: Result, request: Request
-) -> GibPrice | None:
-    if result.schedule is None or is_interrupted():
+def _priced(session: Session, report: pipeline.Report, request: Request) -> GibPrice | None:
+    if report.result.schedule is None or is_interrupted():
         return None
     with session.stopwatch.stage("price", "pricing a GiB"):
         return price_of_gib(
-            graph, result, solver=request.solver, time_limit_s=request.time_limit_s,
-            **request.solving,
+            report.graph, report.result, solver=request.solver,
+            time_limit_s=request.time_limit_s, **request.solving,
         )  # fmt: skip
 
 
@@ -196,12 +150,12 @@ def _conclude_run(
 ) -> None:
     if session.as_json:
         worth: dict[str, Any] = {} if price is None else {"price_of_gib": price_json(price)}
-        session.emit(report_json(report) | layout_entry(layout) | worth)
+        session.emit(screen.report_json(report) | layout_entry(layout) | worth)
     # Only after the object of --json: this ends the process.
     if report.result.schedule is None:
         session.conclude(INFEASIBLE, [infeasible_text(report.result)])
     if not session.as_json:
-        show_run(session.out, report)
+        screen.show_run(session.out, report)
         show_layout(session, layout)
         if price is not None:
             session.out.print(f"price  {price_text(price)}")
@@ -213,13 +167,13 @@ def _run_over(
     check: bool | None,
 ) -> None:  # fmt: skip
     ranges = parse_dynamic(dynamic)
-    if model.endswith(PLAN_FILES):
+    if model.endswith(plan_source.PLAN_FILES):
         raise CaptureError(f"{model} is of sizes that are fixed: --dynamic goes with a model")
-    loaded, request = load_shown(model, session.stopwatch, request)
+    loaded, request = plan_source.load_shown(model, session.stopwatch, request)
 
     def keep(plan: PlanFile) -> None:
         if output is not None:
-            save_plan_file(session, output, plan)
+            keep_plan(session, output, plan)
 
     try:
         report = pipeline.plan_over(loaded, request, ranges, session.stopwatch, keep, check=check)
@@ -229,14 +183,14 @@ def _run_over(
         raise
     report = replace(report, seconds=session.stopwatch.accounted())
     if session.as_json:
-        session.emit(range_report_json(report))
+        session.emit(screen.range_report_json(report))
     else:
-        show_range_report(session.out, report)
+        screen.show_range_report(session.out, report)
     session.conclude(CHECK_FAILED, report.failures)
 
 
 def _run_whole_step(session: Session, model: str, request: Request, asked: StepRequest) -> None:
-    loaded, request = load_shown(model, session.stopwatch, request)
+    loaded, request = plan_source.load_shown(model, session.stopwatch, request)
     with session.stopwatch.stage("plan", "planning the whole step") as shown:
         plan = plan_step(
             loaded.model, loaded.args, loaded.kwargs, asked, loss_fn=loaded.loss_fn,
@@ -272,44 +226,35 @@ def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | Non
 
 
 @verb(STEP_OPTIONS)
-def check_verb(
-    session: Session,
-    model: Model,
-    plan: PlanArgument,
-    request: Request,
-) -> None:
+def check_verb(session: Session, model: Model, plan: PlanArgument, request: Request) -> None:
     """Rewrite MODEL to a kept plan and compare it with eager, bit for bit."""
-    require_model(model)
+    plan_source.require_model(model)
     # Read first: a bad file is told before the model is built.
-    kept = read_kept(plan)
-    loaded, request = load_shown(model, session.stopwatch, request)
+    kept = plan_source.read_kept(plan)
+    loaded, request = plan_source.load_shown(model, session.stopwatch, request)
     if isinstance(kept, PlanFile) and kept.over is not None:
-        _check_over(session, loaded, kept, request)
+        from remat.rewriter.plans.loading import load_plan
+
+        with session.stopwatch.stage("check", "checking the plan against eager"):
+            module = load_plan(kept, loaded.model, loss_fn=loaded.loss_fn)
+            found = pipeline.compare_with_eager(loaded, module, request)
+        _conclude_check(session, found, kept.over.family.budget_bytes)
         return
-    schedule = fitting_schedule(kept, loaded, str(plan))
+    schedule = plan_source.fitting_schedule(kept, loaded, str(plan))
     with session.stopwatch.stage("capture", "tracing the training step"):
         traced = pipeline.trace_loaded(loaded, request)
         # Before the step is rewritten: the first op that differs is named.
         schedule.check_captured_as(traced.graph)
     with session.stopwatch.stage("check", "checking the plan against eager"):
-        found = pipeline.check_schedule(loaded, traced, schedule, request, costed_graph_in(kept))
+        costed = plan_source.costed_graph_in(kept)
+        found = pipeline.check_schedule(loaded, traced, schedule, request, costed)
     _conclude_check(session, found, schedule.budget_bytes)
-
-
-def _check_over(session: Session, loaded: Loaded, kept: PlanFile, request: Request) -> None:
-    from remat.rewriter.plans.loading import load_plan
-
-    assert kept.over is not None
-    with session.stopwatch.stage("check", "checking the plan against eager"):
-        module = load_plan(kept, loaded.model, loss_fn=loaded.loss_fn)
-        found = pipeline.compare_with_eager(loaded, module, request)
-    _conclude_check(session, found, kept.over.family.budget_bytes)
 
 
 def _conclude_check(session: Session, found: Check, budget_bytes: int) -> None:
     failed = failures(found, budget_bytes)
     if session.as_json:
-        session.emit(checked_json(found, budget_bytes, failed))
+        session.emit(screen.checked_json(found, budget_bytes, failed))
     else:
-        show_check(session.out, found, budget_bytes)
+        screen.show_check(session.out, found, budget_bytes)
     session.conclude(CHECK_FAILED, failed)

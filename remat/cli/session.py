@@ -21,7 +21,7 @@ import typer
 from remat.checkout import BESIDE, PACKAGE_FOLDER
 from remat.graph_capture.devices.memory import is_out_of_memory
 from remat.graph_capture.errors import RematError, named_as_flags
-from remat.graph_capture.files import check_writable, write_contents
+from remat.graph_capture.files import write_contents
 from remat.progress import (
     STDOUT,
     Stopwatch,
@@ -116,12 +116,15 @@ def each_warning_once(tell: Callable[[str], None]) -> Generator[None]:
         message: Warning | str, category: type[Warning], filename: str, lineno: int,
         file: TextIO | None = None, line: str | None = None,
     ) -> None:  # fmt: skip
-        if (key := (str(message), filename, lineno)) in shown or _is_of_ctrl_c(message):
+        key = (said := str(message)), filename, lineno
+        # Torch tells of a backward that Ctrl-C ended, with the traceback of its forward.
+        is_of_ctrl_c = is_interrupted() and said.startswith("Error detected in ")
+        if key in shown or is_of_ctrl_c:
             return
         shown.add(key)
-        if _is_ours(filename):
+        if any(Path(filename).is_relative_to(folder) for folder in _OURS):
             # A line of remat's code says nothing to whoever runs a verb.
-            tell(str(message))
+            tell(said)
         else:
             show(message, category, filename, lineno, file, line)
 
@@ -130,15 +133,6 @@ def each_warning_once(tell: Callable[[str], None]) -> Generator[None]:
         yield
     finally:
         warnings.showwarning = show
-
-
-def _is_of_ctrl_c(message: Warning | str) -> bool:
-    # Torch tells of a backward that Ctrl-C ended, with the traceback of its forward.
-    return is_interrupted() and str(message).startswith("Error detected in ")
-
-
-def _is_ours(filename: str) -> bool:
-    return any(Path(filename).is_relative_to(folder) for folder in _OURS)
 
 
 REFUSED, INFEASIBLE, CHECK_FAILED, STOPPED = 2, 3, 4, 130
@@ -176,11 +170,6 @@ def _quiet_output() -> Generator[None]:
         os.close(kept)
 
 
-def _first_line(error: Exception) -> str:
-    # A MemoryError of Python has no text.
-    return (str(error).splitlines() or ["Python has no more"])[0]
-
-
 def _is_stdout_lost() -> bool:
     """Whether standard output takes nothing more, as on a full disk; it then leads nowhere."""
     try:
@@ -204,8 +193,7 @@ class Session:
     def __init__(self, *, as_json: bool, verbose: bool) -> None:
         self.as_json, self.verbose = as_json, verbose
         use_simple_letters()
-        self.out = steady_console()
-        self.err = steady_console(stderr=True)
+        self.out, self.err = steady_console(), steady_console(stderr=True)
         self.stopwatch = _ShownStopwatch(self.err)
         self.stopwatch.began = when_it_began()
         self.stopwatch.seconds["start"] = self.stopwatch.elapsed_s
@@ -277,7 +265,9 @@ class Session:
         except (MemoryError, RuntimeError) as error:
             if self.verbose or not is_out_of_memory(error):
                 raise
-            self.fail(REFUSED, "MemoryError", f"memory ran out: {_first_line(error)}")
+            # A MemoryError of Python has no text.
+            said = (str(error).splitlines() or ["Python has no more"])[0]
+            self.fail(REFUSED, "MemoryError", f"memory ran out: {said}")
         except OSError as error:
             if self.verbose or (error.filename is None and not _is_stdout_lost()):
                 raise
@@ -287,13 +277,10 @@ class Session:
             place = error.filename or "standard output"
             self.fail(REFUSED, type(error).__name__, f"{place}: {error.strerror}")
 
-    def require_folder(self, path: Path | None) -> None:
-        # Before work is done for a file that cannot be written.
+    def save(self, path: Path | None, data: bytes, what: str, end: bytes = b"\n") -> None:
         if path is not None:
-            check_writable(path)
+            write_contents(path, data + end)
+            self.say_written(path, what)
 
-    def save(self, path: Path | None, data: bytes, what: str) -> None:
-        if path is None:
-            return
-        write_contents(path, data + b"\n")
+    def say_written(self, path: Path, what: str) -> None:
         self.err.print(f"{what} written to {path}", soft_wrap=True)

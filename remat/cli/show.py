@@ -14,29 +14,13 @@ from remat.analysis.explain import FURTHER_SOLVE_S, explain
 from remat.analysis.explanation import Explanation, explanation_screen
 from remat.analysis.inspect import InspectBy, Inspection, inspect, inspection_screen
 from remat.analysis.plan_report import plain_table
-from remat.cli.output import (
-    layout_entry,
-    opened_feasible,
-    place_shown,
-    save_layout_file,
-    show_layout,
-)
+from remat.cli.output import keep_layout, layout_entry, opened_feasible, place_shown, show_layout
 from remat.cli.session import Session
 from remat.cli.verb import LayoutFile, Output, PlaceOption, PlanOption, Source, Top, verb
 from remat.formats import bytes_text, time_text
 from remat.graph_capture.errors import FileError, PlanError
-from remat.graph_capture.files import write_contents
 from remat.graph_capture.graph import TrainingGraph
-from remat.job import pipeline
-from remat.job.plan_source import (
-    PlanSource,
-    captured,
-    costed_graph_in,
-    fitting_schedule,
-    load_shown,
-    read_kept,
-    require_model,
-)
+from remat.job import pipeline, plan_source
 from remat.job.request import Request
 from remat.job.screen import range_json, show_family
 from remat.progress import in_one_line
@@ -54,55 +38,35 @@ _TOP = 20
 
 _SumsBy = Annotated[InspectBy, typer.Option(help="one row a value, or sums by module, op or line")]
 _AtPeak = Annotated[bool, typer.Option("--at-peak", help="only what is live at the plan's peak")]
-_Only = Annotated[
-    list[str],
-    typer.Option("--only", metavar="GLOB", help="of modules, values, ops or lines; repeatable"),
-]
-_Explain = Annotated[
-    bool,
-    typer.Option(
-        "--explain",
-        help="who holds the peak, what memory is worth, what was forced, and if a rule would do",
-    ),
-]
-_WhyOf = Annotated[
-    list[str],
-    typer.Option(
-        "--why", metavar="GLOB", help="--explain, and why these values are kept or not; repeatable"
-    ),
-]
+_Only = Annotated[list[str], typer.Option(
+    "--only", metavar="GLOB", help="of modules, values, ops or lines; repeatable",
+)]  # fmt: skip
+_Explain = Annotated[bool, typer.Option(
+    "--explain",
+    help="who holds the peak, what memory is worth, what was forced, and if a rule would do",
+)]  # fmt: skip
+_WhyOf = Annotated[list[str], typer.Option(
+    "--why", metavar="GLOB", help="--explain, and why these values are kept or not; repeatable",
+)]  # fmt: skip
 _EachLimit = Annotated[
     float, typer.Option(min=0.0, help="with --explain: seconds for each further solve")
 ]
-_As = Annotated[
-    _Form | None,
-    typer.Option(
-        "--as",
-        help="the captured graph; the graphs of MODEL rewritten to --plan; a file for PyTorch's "
-        "memory viewer, Perfetto or Graphviz; by default the suffix of -o says it: .py, .pickle, "
-        ".trace.json or .dot",
-    ),
-]
+_As = Annotated[_Form | None, typer.Option(
+    "--as",
+    help="the captured graph; the graphs of MODEL rewritten to --plan; a file for PyTorch's "
+    "memory viewer, Perfetto or Graphviz; by default the suffix of -o says it: .py, .pickle, "
+    ".trace.json or .dot",
+)]  # fmt: skip
 
 
 @verb()
 def show_verb(
-    session: Session,
-    source: Source,
-    request: Request,
-    plan: PlanOption = None,
-    by: _SumsBy = "value",
-    at_peak: _AtPeak = False,
-    only: _Only = [],  # noqa: B006 typer copies it
-    top: Top = _TOP,
-    is_explained: _Explain = False,
-    why: _WhyOf = [],  # noqa: B006
-    each_limit: _EachLimit = FURTHER_SOLVE_S,
-    place: PlaceOption = False,
-    layout: LayoutFile = None,
-    form: _As = None,
-    output: Output = None,
-) -> None:
+    session: Session, source: Source, request: Request, plan: PlanOption = None,
+    by: _SumsBy = "value", at_peak: _AtPeak = False, only: _Only = [],  # noqa: B006 typer copies it
+    top: Top = _TOP, is_explained: _Explain = False, why: _WhyOf = [],  # noqa: B006
+    each_limit: _EachLimit = FURTHER_SOLVE_S, place: PlaceOption = False,
+    layout: LayoutFile = None, form: _As = None, output: Output = None,
+) -> None:  # fmt: skip
     """Show what is kept, recomputed and freed, why, and in other tools' files."""
     if output is not None or form is not None:
         # Before anything is captured, so that a name without a known suffix is refused at once.
@@ -130,16 +94,20 @@ def _refuse_beside(shown: str, options: Mapping[str, Any]) -> None:
 
 
 def _placed(
-    session: Session, opened: PlanSource, is_asked: bool, path: Path | None
+    session: Session, opened: plan_source.PlanSource, is_asked: bool, path: Path | None
 ) -> Layout | None:
     if path is not None:
-        return save_layout_file(session, path, opened.graph, opened.solved)
+        return keep_layout(session, path, opened.graph, opened.solved)
     schedule = opened.solved.schedule if is_asked else None
     return place_shown(session, opened.graph, schedule) if schedule else None
 
 
 def _show_values(
-    session: Session, opened: PlanSource, found: Inspection, top: int, placed: Layout | None
+    session: Session,
+    opened: plan_source.PlanSource,
+    found: Inspection,
+    top: int,
+    placed: Layout | None,
 ) -> None:
     over = opened.over
     curve = overheads_over(over.graph, over.family) if over else None
@@ -186,18 +154,15 @@ def _show_reasons(
 
 
 def _reasons(
-    session: Session, opened: PlanSource, why: list[str], each_limit: float
+    session: Session, opened: plan_source.PlanSource, why: list[str], each_limit: float
 ) -> Explanation | None:
     """None where Ctrl-C came before the last part."""
     try:
         with session.stopwatch.stage("explain", "explaining the plan") as progress:
             return explain(
-                opened.graph,
-                opened.solved,
-                why_of=why,
-                each_s=each_limit,
+                opened.graph, opened.solved, why_of=why, each_s=each_limit,
                 progress=lambda part: progress(text=_DOING[part]),
-            )
+            )  # fmt: skip
     except KeyboardInterrupt:
         # The plan itself is at hand, so that it is shown, and the verb ends with 130.
         note_interrupt()
@@ -220,7 +185,12 @@ def _show_as(
 ) -> None:  # fmt: skip
     if form == "graph":
         _refuse_beside("--as graph", {"--plan": plan, "--budget": request.budget})
-        _show_graph(session, source, request, output)
+        graph = plan_source.captured(source, request, session.stopwatch).graph
+        session.save(output, graph.to_json(), "graph")
+        if session.as_json:
+            session.emit(msgspec.to_builtins(graph))
+        else:
+            _sum_up(session, graph)
     elif form == "code":
         _refuse_beside("--as code", {"--budget": request.budget})
         _show_code(session, source, request, plan, output)
@@ -228,13 +198,12 @@ def _show_as(
         raise FileError(f"--as {form} is a file: name it, -o step.{form}")
     else:
         opened = opened_feasible(session, source, request, plan)
-        write_contents(output, _exported(opened, form))
-        session.err.print(f"{form} written to {output}", soft_wrap=True)
+        session.save(output, _exported(opened, form), form, end=b"")
         if session.as_json:
             session.emit({"export": str(output), "as": form})
 
 
-def _exported(opened: PlanSource, form: _Form) -> bytes:
+def _exported(opened: plan_source.PlanSource, form: _Form) -> bytes:
     # A graph without a plan can be drawn too; the others are of a schedule.
     if form == "dot":
         return to_dot(opened.graph, opened.schedule).encode()
@@ -242,15 +211,6 @@ def _exported(opened: PlanSource, form: _Form) -> bytes:
     assert schedule is not None
     write = snapshot_file if form == "snapshot" else trace_file
     return write(opened.graph, schedule)
-
-
-def _show_graph(session: Session, source: str, request: Request, output: Path | None) -> None:
-    graph = captured(source, request, session.stopwatch).graph
-    session.save(output, graph.to_json(), "graph")
-    if session.as_json:
-        session.emit(msgspec.to_builtins(graph))
-    else:
-        _sum_up(session, graph)
 
 
 def _sum_up(session: Session, graph: TrainingGraph) -> None:
@@ -275,16 +235,17 @@ def _show_code(
 ) -> None:
     if plan is None:
         raise PlanError("--as code rewrites a model to a plan: name both, MODEL --plan plan.json")
-    require_model(model)
-    kept = read_kept(plan)
-    loaded, request = load_shown(model, session.stopwatch, request)
-    schedule = fitting_schedule(kept, loaded, str(plan))
+    plan_source.require_model(model)
+    kept = plan_source.read_kept(plan)
+    loaded, request = plan_source.load_shown(model, session.stopwatch, request)
+    schedule = plan_source.fitting_schedule(kept, loaded, str(plan))
     with session.stopwatch.stage("rewrite", "rewriting"):
         # Imports torch, which kept plans are shown without.
         from remat.rewriter.rewriting import rewrite
 
         traced = pipeline.trace_loaded(loaded, request)
-        module = rewrite(loaded.model, schedule, trace=traced, costed=costed_graph_in(kept))
+        costed = plan_source.costed_graph_in(kept)
+        module = rewrite(loaded.model, schedule, trace=traced, costed=costed)
     text = str(module)
     session.save(output, text.encode(), "code")
     if session.as_json:

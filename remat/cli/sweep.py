@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from remat.analysis.budget_sweep import Budgets, sweep_fronts, sweep_hosts
@@ -36,32 +35,20 @@ _NOTHING = "no schedule was found at any budget"
 _ALL = "usual"
 """The name of no solver, which stands for the best of each kind and what people write by hand."""
 _HOSTS = "8GiB, or several with 0 for none: 0,8GiB,16GiB"
-_SweptBudgets = Annotated[
-    str,
-    typer.Option(
-        help="how many, from the least peak to the unmodified one, or 50%,2GiB,...; where none is "
-        f"named {_SWEPT}, and of several solvers {_COMPARED}",
-        show_default=False,
-    ),
-]
+_SweptBudgets = Annotated[str, typer.Option(
+    help="how many, from the least peak to the unmodified one, or 50%,2GiB,...; where none is "
+    f"named {_SWEPT}, and of several solvers {_COMPARED}", show_default=False,
+)]  # fmt: skip
 _Jobs = Annotated[int, typer.Option(help="solves at once; -1 for every core")]
 
 
 @verb()
 def sweep_verb(
-    session: Session,
-    source: Source,
-    request: Request,
-    budgets: _SweptBudgets = "",
-    budget: list[str] = [],  # noqa: B006 typer copies it
-    solver: list[str] = ["auto"],  # noqa: B006
-    plan: PlanOption = None,
-    host: str = "",
-    nvme: str = "",
-    jobs: _Jobs = 1,
-    place: PlaceOption = False,
-    output: Output = None,
-) -> None:
+    session: Session, source: Source, request: Request, budgets: _SweptBudgets = "",
+    budget: list[str] = [], solver: list[str] = ["auto"],  # noqa: B006 typer copies it
+    plan: PlanOption = None, host: str = "", nvme: str = "", jobs: _Jobs = 1,
+    place: PlaceOption = False, output: Output = None,
+) -> None:  # fmt: skip
     """Show the step's time at several budgets with the bound, and solvers and rules side by side.
 
     With several of --solver, or --plan, they are compared with the unmodified step and the plan.
@@ -73,11 +60,9 @@ def sweep_verb(
     if is_compared and len(hosts) > 1:
         raise BudgetError(f"--plan and --place are of one size of the host: {host} names several")
     wanted = asked_budgets(budgets, budget, _COMPARED if is_compared else _SWEPT)
-    for name in names:
+    for one in names:
         # A comparison has a row for a solver that does not take the order.
-        solver_class(name) if is_compared else make_solver(
-            name, order=request.order, gap=request.gap
-        )
+        solver_class(one) if is_compared else make_solver(one, order=request.order, gap=request.gap)
     check_jobs(jobs)
     # The largest, so that more than there is is refused now; the sweep sets each in the links.
     largest = max(hosts, key=hosts.__getitem__, default="")
@@ -94,13 +79,11 @@ def _sweep(
     hosts: dict[str, int], jobs: int, output: Path | None,
 ) -> None:  # fmt: skip
     graph = captured(source, request, session.stopwatch).graph
-    with session.stopwatch.stage("sweep", "solving at several budgets") as progress:
+    with session.stopwatch.stage("sweep", "solving at several budgets") as show:
         shared: dict[str, Any] = {
             "solvers": solvers, "time_limit_s": request.time_limit_s, "jobs": jobs,
             **request.solving,
-            "progress": lambda done, total: progress(
-                done, total, text=f"budget {done + 1} of {total}"
-            ),
+            "progress": lambda done, n: show(done, n, text=f"budget {done + 1} of {n}"),
         }  # fmt: skip
         if len(hosts) > 1:
             fronts = sweep_hosts(graph, hosts, budgets, **shared)
@@ -174,21 +157,14 @@ def _show_fronts(session: Session, graph: TrainingGraph, fronts: Mapping[str, Fr
     step = f", step {time_text(graph.time_us)} with nothing recomputed\n"
     session.out.print(Text.assemble((graph.name, "bold"), step))
     table = plain_table("budget", "peak", "overhead", "bound", "gap", "solver", "seconds")
-    for name, front in fronts.items():
-        _add_rows(table, name, front)
-    session.out.print(table)
-
-
-def _add_rows(table: Table, solver: str, front: Front) -> None:
-    for budget_bytes, result in front.points:
+    points = [(name, front, point) for name, front in fronts.items() for point in front.points]
+    for name, front, (budget_bytes, result) in points:
         # An infeasible budget says so where its peak would be.
         figures = (result.status, "-", "-", "-")
         if result.schedule is not None:
             bound = bound_of(result.lower_bound_us, front.base_us)
-            figures = (
-                bytes_text(result.peak_bytes),
-                percent_text(result.overhead),
-                proved_text(bound),
-                "-" if result.gap is None else percent_text(result.gap),
-            )
-        table.add_row(bytes_text(budget_bytes), *figures, solver, f"{result.wall_s:.1f}")
+            gap = "-" if result.gap is None else percent_text(result.gap)
+            peak, overhead = bytes_text(result.peak_bytes), percent_text(result.overhead)
+            figures = (peak, overhead, proved_text(bound), gap)
+        table.add_row(bytes_text(budget_bytes), *figures, name, f"{result.wall_s:.1f}")
+    session.out.print(table)

@@ -21,6 +21,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from remat.cli.session import Session
+from remat.graph_capture.files import check_writable
 from remat.job.plan_source import PLAN_FILES
 from remat.job.request import DYNAMIC_METAVAR, Request, parse_sharding
 
@@ -70,8 +71,8 @@ def _command(function: _Verb, requested: Collection[str]) -> _Verb:
         session = Session(as_json=as_json, verbose=verbose)
         with session.guarded():
             # Refused before work is done for a file that cannot be written.
-            for file in ("output", "layout"):
-                session.require_folder(given.get(file))
+            for path in filter(None, map(given.get, ("output", "layout"))):
+                check_writable(path)
             if requested:
                 asked: dict[str, Any] = {name: given.pop(name) for name in requested}
                 # What repeats comes as a list; a request is frozen, down to its pins.
@@ -99,9 +100,8 @@ def _planning_option(name: str, own: dict[str, Parameter], defaults: dict[str, A
         kind, default = list[str], []
     if name == "sharding":
         default = ""
-    return Parameter(
-        name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
-    )
+    given = Annotated[kind, option]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=given)
 
 
 def more(flag: str, text: str, **shown: Any) -> Any:
@@ -109,41 +109,27 @@ def more(flag: str, text: str, **shown: Any) -> Any:
 
 
 _NAMED = "path/to/file.py or package.module, and :function unless it is called factory"
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help=_NAMED,
-        show_default=False,
-    ),
-]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=_NAMED, show_default=False)]
 Source = Annotated[
     str, typer.Argument(metavar="MODEL|GRAPH|PLAN", help=f"{_NAMED}; or a kept graph or plan")
 ]
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan kept by run -o")]
 PlanOption = Annotated[Path | None, typer.Option("--plan", help="a plan kept by run -o")]
-RunIt = Annotated[
-    bool | None,
-    more(
-        "--check/--no-check",
-        "run a step, or plan only; by default a step is run where the unmodified one fits here",
-        show_default=False,
-    ),
-]
+RunIt = Annotated[bool | None, more(
+    "--check/--no-check",
+    "run a step, or plan only; by default a step is run where the unmodified one fits here",
+    show_default=False,
+)]  # fmt: skip
 Top = Annotated[int, typer.Option(min=1, help="how many rows to show")]
-DynamicOption = Annotated[
-    list[str],
-    more(
-        "--dynamic",
-        "plan for a range of sizes of a dimension, such as tokens:1=seq:16:512; repeatable",
-        metavar=DYNAMIC_METAVAR,
-    ),
-]
+DynamicOption = Annotated[list[str], more(
+    "--dynamic",
+    "plan for a range of sizes of a dimension, such as tokens:1=seq:16:512; repeatable",
+    metavar=DYNAMIC_METAVAR,
+)]  # fmt: skip
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="keep the result as a file")]
-LayoutFile = Annotated[
-    Path | None,
-    more("--layout", "place the plan's buffers in one arena; keep their offsets here"),
-]
+LayoutFile = Annotated[Path | None, more(
+    "--layout", "place the plan's buffers in one arena; keep their offsets here",
+)]  # fmt: skip
 PlaceOption = Annotated[
     bool, more("--place", "also place buffers in one arena, and show what it takes")
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -15,17 +16,7 @@ from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import Output, verb
 from remat.cluster.mesh import SCHEDULES, ClusterRequest, MeshSpec
 from remat.cluster.pictures import cluster_page
-from remat.cluster.pipeline_replay import (
-    BORDERS,
-    FOR_WEIGHTS,
-    GRADIENTS,
-    PARAMETERS,
-    RUNNING,
-    SAVED_ACTIVATIONS,
-    STATES,
-    PipelineReplay,
-    holders_in,
-)
+from remat.cluster.pipeline_replay import HOLDERS, PipelineReplay, holders_in
 from remat.cluster.plan_file import ClusterFile, Parallelism, read_cluster_plan, require_world
 from remat.formats import GIB, bytes_text, percent_text
 from remat.graph_capture.errors import DeviceError
@@ -34,11 +25,8 @@ from remat.job.plan_source import PLAN_FILES
 
 _MOST_STAGES = 8
 """More are not shown one by one: the first and last ones, and one of the middle."""
-_HELD = {
-    STATES: "OS", PARAMETERS: "P", GRADIENTS: "G", BORDERS: "borders", SAVED_ACTIVATIONS: "saved",
-    FOR_WEIGHTS: "for W", RUNNING: "runs",
-}  # fmt: skip
-"""Columns of bytes."""
+_HELD = ("OS", "P", "G", "borders", "saved", "for W", "runs")
+"""Columns of bytes, of each of `HOLDERS`."""
 
 
 def _show_cluster(console: Console, plan: ClusterFile, found: str = "") -> None:
@@ -62,9 +50,8 @@ def _show_cluster(console: Console, plan: ClusterFile, found: str = "") -> None:
 
 
 def page_of(plan: ClusterFile, replay: PipelineReplay) -> str:
-    return cluster_page(
-        plan, replay, mesh_text(plan.parallelism, plan.virtual_stages), _states_text(plan)
-    )
+    mesh = mesh_text(plan.parallelism, plan.virtual_stages)
+    return cluster_page(plan, replay, mesh, _states_text(plan))
 
 
 def _mesh_rows(plan: ClusterFile, found: str) -> Table:
@@ -72,10 +59,9 @@ def _mesh_rows(plan: ClusterFile, found: str) -> Table:
     mesh = mesh_text(plan.parallelism, plan.virtual_stages)
     table.add_row("mesh", f"{mesh} (dp: replicate x shard)")
     table.add_row("states", _states_text(plan))
-    table.add_row(
-        "batch", f"{plan.microbatches} microbatches of "
-        f"{plan.parallelism.pipeline_parallel_microbatch_size} on each data parallel rank",
-    )  # fmt: skip
+    size = plan.parallelism.pipeline_parallel_microbatch_size
+    of_rank = f"{plan.microbatches} microbatches of {size} on each data parallel rank"
+    table.add_row("batch", of_rank)
     predicted = plan.predicted
     step = f"{_seconds_text(predicted.step_us)} modelled, MFU {percent_text(predicted.mfu)}"
     if plan.parallelism.pipeline_parallel_schedule:
@@ -92,16 +78,11 @@ def _mesh_rows(plan: ClusterFile, found: str) -> Table:
 
 def mesh_text(mesh: Parallelism, virtual_stages: int) -> str:
     """``tp 8  pp 4 ...``, with the pipeline's schedule."""
-    text = (
-        f"tp {mesh.tensor_parallel_degree}  cp {mesh.context_parallel_degree}  "
-        f"pp {mesh.pipeline_parallel_degree}  dp {mesh.data_parallel_replicate_degree} x "
-        f"{mesh.data_parallel_shard_degree}"
-    )
-    schedule = mesh.pipeline_parallel_schedule
-    if schedule:
-        text += f"  {schedule}" + (
-            f", {virtual_stages} virtual stages a rank" if virtual_stages > 1 else ""
-        )
+    pp, replicas, shards, cp, tp = mesh.degrees
+    text = f"tp {tp}  cp {cp}  pp {pp}  dp {replicas} x {shards}"
+    if mesh.pipeline_parallel_schedule:
+        text += f"  {mesh.pipeline_parallel_schedule}"
+        text += f", {virtual_stages} virtual stages a rank" if virtual_stages > 1 else ""
     return text
 
 
@@ -117,9 +98,11 @@ def _states_text(plan: ClusterFile) -> str:
 
 def _stages(plan: ClusterFile) -> Table:
     shown = holders_in(stage.held_bytes for stage in plan.stages)
-    columns = ("blocks", "flight", "again", *(_HELD[name] for name in shown), "peak")
+    titles: dict[str, str] = dict(zip(HOLDERS, _HELD, strict=True))
+    columns = ("blocks", "flight", "again", *(titles[name] for name in shown), "peak")
     table = plain_table("stage", *columns)
-    for number in _shown_stages(len(plan.stages)):
+    n = len(plan.stages)
+    for number in range(n) if n <= _MOST_STAGES else (0, 1, 2, n // 2, n - 2, n - 1):
         stage = plan.stages[number]
         held = [f"{stage.held_bytes.get(name, 0) / GIB:.1f}" for name in shown]
         again = f"+{percent_text(stage.overhead)}" if stage.overhead > 0 else "none"
@@ -128,12 +111,6 @@ def _stages(plan: ClusterFile) -> Table:
             again, *held, f"{stage.peak_bytes / GIB:.1f}",
         )  # fmt: skip
     return table
-
-
-def _shown_stages(stages: int) -> list[int]:
-    if stages <= _MOST_STAGES:
-        return list(range(stages))
-    return [0, 1, 2, stages // 2, stages - 2, stages - 1]
 
 
 def _runners_up(plan: ClusterFile) -> Table:
@@ -152,74 +129,41 @@ def _seconds_text(time_us: float) -> str:
     return f"{time_us / 1e6:.2f} s"
 
 
-def _cluster_json(plan: ClusterFile) -> dict[str, Any]:
-    """The plan for programs, without graphs and schedules, which the file has."""
-    import msgspec
-
-    said: dict[str, Any] = msgspec.to_builtins(plan)
-    for name in ("graphs", "schedules"):
-        del said[name]
-    hashes = [graph.hash for graph in plan.graphs]
-    return said | {"layers_per_stage": list(plan.layers_per_stage), "graph_hashes": hashes}
-
-
-_CLUSTER_PANEL, _FIX_PANEL = "Cluster and step", "Fix a choice"
+_FIX = "Fix a choice"
 _WITH_A_MODEL = "(required with a model)"
 
 
-def _given(flag: str, text: str, panel: str) -> typer.models.OptionInfo:
+def _given(flag: str, text: str, panel: str = "Cluster and step") -> typer.models.OptionInfo:
     return typer.Option(flag, help=text, rich_help_panel=panel)
 
 
-_ModelOrClusterPlan = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL|PLAN",
-        help="path/to/file.py:function that takes batch and seq, or a kept plan to check and show",
-        show_default=False,
-    ),
-]
+_ModelOrClusterPlan = Annotated[str, typer.Argument(
+    metavar="MODEL|PLAN",
+    help="path/to/file.py:function that takes batch and seq, or a kept plan to check and show",
+    show_default=False,
+)]  # fmt: skip
 # No option of click's is required for a model and left out for a plan: the help says so itself.
-_Gpus = Annotated[
-    int | None, _given("--gpus", f"of the whole cluster {_WITH_A_MODEL}", _CLUSTER_PANEL)
-]
+_Gpus = Annotated[int | None, _given("--gpus", f"of the whole cluster {_WITH_A_MODEL}")]
 _Batch = Annotated[
-    int | None,
-    _given("--batch", f"sequences of a step, over all GPUs {_WITH_A_MODEL}", _CLUSTER_PANEL),
+    int | None, _given("--batch", f"sequences of a step, over all GPUs {_WITH_A_MODEL}")
 ]
-_Seq = Annotated[
-    int | None, _given("--seq", f"tokens of a sequence {_WITH_A_MODEL}", _CLUSTER_PANEL)
-]
-_OnDevice = Annotated[str, _given("--device", "a GPU of the table, such as h100", _CLUSTER_PANEL)]
-_NodeSize = Annotated[int, _given("--node-size", "GPUs of a node", _CLUSTER_PANEL)]
-_GpuBudget = Annotated[
-    str, _given("--budget", "bytes of one GPU, such as 72GiB; auto leaves a tenth", _CLUSTER_PANEL)
-]
-_LinksFile = Annotated[
-    Path | None, _given("--links", "a profile with links between GPUs, or JSON", _CLUSTER_PANEL)
-]
-_Blocks = Annotated[
-    str, _given("--blocks", "glob over the paths of blocks, such as 'layers.*'", _CLUSTER_PANEL)
-]
-_Ring = Annotated[
-    bool,
-    _given(
-        "--receive-ring",
-        "count receive buffers for microbatches in flight alone; torch has one for each",
-        _CLUSTER_PANEL,
-    ),
-]
-_Tp = Annotated[int | None, _given("--tp", "tensor parallel ranks", _FIX_PANEL)]
-_Cp = Annotated[int | None, _given("--cp", "context parallel ranks", _FIX_PANEL)]
-_Pp = Annotated[int | None, _given("--pp", "stages of a pipeline", _FIX_PANEL)]
-_Micro = Annotated[int | None, _given("--microbatch", "its sequences", _FIX_PANEL)]
-_VirtualStages = Annotated[
-    int | None, _given("--virtual-stages", "of the model on each rank", _FIX_PANEL)
-]
-_ScheduleName = Annotated[
-    str | None, _given("--schedule", f"of the pipeline: {', '.join(SCHEDULES)}", _FIX_PANEL)
-]
-_Shard = Annotated[int | None, _given("--shard", "ranks that states are split over", _FIX_PANEL)]
+_Seq = Annotated[int | None, _given("--seq", f"tokens of a sequence {_WITH_A_MODEL}")]
+_OnDevice = Annotated[str, _given("--device", "a GPU of the table, such as h100")]
+_NodeSize = Annotated[int, _given("--node-size", "GPUs of a node")]
+_OF_BUDGET = "bytes of one GPU, such as 72GiB; auto leaves a tenth"
+_GpuBudget = Annotated[str, _given("--budget", _OF_BUDGET)]
+_LinksFile = Annotated[Path | None, _given("--links", "a profile with links between GPUs, or JSON")]
+_Blocks = Annotated[str, _given("--blocks", "glob over the paths of blocks, such as 'layers.*'")]
+_OF_RING = "count receive buffers for microbatches in flight alone; torch has one for each"
+_Ring = Annotated[bool, _given("--receive-ring", _OF_RING)]
+_Tp = Annotated[int | None, _given("--tp", "tensor parallel ranks", _FIX)]
+_Cp = Annotated[int | None, _given("--cp", "context parallel ranks", _FIX)]
+_Pp = Annotated[int | None, _given("--pp", "stages of a pipeline", _FIX)]
+_Micro = Annotated[int | None, _given("--microbatch", "its sequences", _FIX)]
+_Virtual = Annotated[int | None, _given("--virtual-stages", "of the model on each rank", _FIX)]
+_OF_SCHEDULE = f"of the pipeline: {', '.join(SCHEDULES)}"
+_ScheduleName = Annotated[str | None, _given("--schedule", _OF_SCHEDULE, _FIX)]
+_Shard = Annotated[int | None, _given("--shard", "ranks that states are split over", _FIX)]
 _RunnersUp = Annotated[
     int, typer.Option("--runners-up", min=0, help="how many other meshes within 5 % to show")
 ]
@@ -227,27 +171,13 @@ _RunnersUp = Annotated[
 
 @verb()
 def cluster_verb(
-    session: Session,
-    model: _ModelOrClusterPlan,
-    gpus: _Gpus = None,
-    batch: _Batch = None,
-    seq: _Seq = None,
-    device: _OnDevice = "h100",
-    node_size: _NodeSize = 8,
-    budget: _GpuBudget = "auto",
-    links: _LinksFile = None,
-    blocks: _Blocks = "",
-    receive_ring: _Ring = False,
-    tp: _Tp = None,
-    cp: _Cp = None,
-    pp: _Pp = None,
-    microbatch: _Micro = None,
-    virtual_stages: _VirtualStages = None,
-    shard: _Shard = None,
-    schedule: _ScheduleName = None,
-    runners_up: _RunnersUp = 5,
-    output: Output = None,
-) -> None:
+    session: Session, model: _ModelOrClusterPlan, gpus: _Gpus = None, batch: _Batch = None,
+    seq: _Seq = None, device: _OnDevice = "h100", node_size: _NodeSize = 8,
+    budget: _GpuBudget = "auto", links: _LinksFile = None, blocks: _Blocks = "",
+    receive_ring: _Ring = False, tp: _Tp = None, cp: _Cp = None, pp: _Pp = None,
+    microbatch: _Micro = None, virtual_stages: _Virtual = None, shard: _Shard = None,
+    schedule: _ScheduleName = None, runners_up: _RunnersUp = 5, output: Output = None,
+) -> None:  # fmt: skip
     """Choose mesh, states, stages and recomputation of a cluster; all times are modelled."""
     if model.endswith(PLAN_FILES):
         plan = read_cluster_plan(read_contents(model), model)
@@ -284,7 +214,12 @@ def cluster_verb(
 
 
 def _show(session: Session, plan: ClusterFile, found: str) -> None:
-    if session.as_json:
-        session.emit(_cluster_json(plan))
-    else:
+    if not session.as_json:
         _show_cluster(session.out, plan, found)
+        return
+    # For programs, without graphs and schedules, which the file has.
+    said: dict[str, Any] = msgspec.to_builtins(plan)
+    del said["graphs"], said["schedules"]
+    hashes = [graph.hash for graph in plan.graphs]
+    layers = list(plan.layers_per_stage)
+    session.emit(said | {"layers_per_stage": layers, "graph_hashes": hashes})

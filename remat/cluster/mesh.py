@@ -5,7 +5,6 @@ And what is asked of them: a cluster, a step, and what is fixed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
@@ -15,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from remat.budgets import RESERVE, parse_budget
-from remat.cluster.parts import CHAIN_POSITIONS, ChainPosition, Part, PartWork
+from remat.cluster.parts import ChainPosition, Part, PartWork
 from remat.graph_capture.devices.known_devices import (
     datasheet_links,
     device_table,
@@ -41,16 +40,12 @@ class Weights(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True):
     """One step of a chain of equal blocks.
 
-    Attributes
-    ----------
-    layers : blocks. batch : sequences of a step, over all ranks. seq : tokens of each.
-    border_bytes : of one sequence between two blocks.
-    products_flops : of forward and backward of one sequence, in matrix products with weights, of a
-        block and of what comes behind all. model_flops : of a step's forward and backward of one
-        sequence, attention included, causal attention by half.
-    tensor_degrees, context_degrees : at which a block runs.
-    tied : weights that are at both ends of the chain, by name.
-    heads : of queries and of keys, of each attention whose heads context parallel ranks share.
+    `batch` : sequences of a step, over all ranks. `seq` : tokens of each. `border_bytes` : of one
+    sequence between two blocks. `products_flops` : of forward and backward of one sequence, in
+    matrix products with weights, of a block and of what comes behind all. `model_flops` : of a
+    step's forward and backward of one sequence, attention included, causal attention by half.
+    `tied` : weights that are at both ends of the chain, by name. `heads` : of queries and of keys,
+    of each attention whose heads context parallel ranks share.
     """
 
     name: str
@@ -77,12 +72,10 @@ class Job(msgspec.Struct, frozen=True):
 class Cluster(msgspec.Struct, frozen=True):
     """GPUs and their links.
 
-    Attributes
-    ----------
-    budget_bytes : of one GPU. flops_per_us : the peak, for products. reached_flops_per_us : the
-        most that a product is taken to reach. bytes_per_us : of the GPU's memory, as ops reach it.
-    receive_ring : count receive buffers for the microbatches in flight alone. Torch allocates one
-        for each microbatch, and each direction.
+    `budget_bytes` : of one GPU. `flops_per_us` : the peak, for products. `reached_flops_per_us` :
+    the most that a product is taken to reach. `bytes_per_us` : of the GPU's memory, as ops reach
+    it. `receive_ring` : count receive buffers for the microbatches in flight alone. Torch allocates
+    one for each microbatch, and each direction.
     """
 
     gpus: int
@@ -109,19 +102,6 @@ class Parts(Protocol):
     def part(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> Part:
         """The part of one rank, for one microbatch."""
         ...
-
-
-def products_us(job: Job, cluster: Cluster, tokens_of: float) -> float:
-    """Of all matrix products with weights, at the rate that no product is taken to exceed."""
-    flops = sum(
-        job.products_flops[p] * (job.layers if p == "block" else 1) for p in CHAIN_POSITIONS
-    )
-    return flops * tokens_of / cluster.reached_flops_per_us
-
-
-def _divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
 
 
 _MICROBATCHES = (1, 2, 4, 8)
@@ -212,7 +192,8 @@ def all_degrees(job: Job, cluster: Cluster, asked: MeshSpec) -> Iterator[Degrees
     # Tensor parallel ranks over several nodes are not planned for.
     tensor = tuple(tp for tp in job.tensor_degrees if tp <= cluster.node_size)
     # Two stages cannot share weights.
-    stages = (1,) if job.tied else tuple(d for d in _divisors(cluster.gpus) if d <= job.layers)
+    most = 1 if job.tied else min(cluster.gpus, job.layers)
+    stages = tuple(d for d in range(1, most + 1) if cluster.gpus % d == 0)
     for tp, cp, pp in product(
         asked.of("tp", tensor), asked.of("cp", job.context_degrees), asked.of("pp", stages)
     ):
@@ -337,38 +318,26 @@ class ClusterRequest:
                 f"choose {', '.join(device_table().devices)}"
             )
         device, table = modelled_device(self.device), device_table()
-        links = (
-            datasheet_links(self.device, self.node_size)
-            if self.links is None
-            else read_rank_links(self.links, self.node_size)
-        )
-        peak = device.flops_per_us("bfloat16")
-        return Cluster(
-            self.gpus, self.device, self._budget_bytes(device.memory_bytes), peak,
-            peak * table.classes["matmul"].rate,
-            device.bytes_per_us * table.classes["other"].bandwidth, links, self.receive_ring,
-        )  # fmt: skip
-
-    def _budget_bytes(self, memory_bytes: int) -> int:
-        budget = parse_budget(self.budget)
-        if budget.kind == "auto":
-            return int(memory_bytes * (1 - RESERVE))
-        if budget.kind != "bytes":
+        path, size = self.links, self.node_size
+        links = read_rank_links(path, size) if path else datasheet_links(self.device, size)
+        budget, peak = parse_budget(self.budget), device.flops_per_us("bfloat16")
+        if budget.kind not in ("auto", "bytes"):
             raise BudgetError(
                 f"budget {self.budget!r} is of one step on one device: a cluster's is of each GPU, "
                 "such as 72GiB, or auto"
             )
-        return budget.size_bytes
+        left_bytes = int(device.memory_bytes * (1 - RESERVE))
+        budget_bytes = left_bytes if budget.kind == "auto" else budget.size_bytes
+        return Cluster(
+            self.gpus, self.device, budget_bytes, peak, peak * table.classes["matmul"].rate,
+            device.bytes_per_us * table.classes["other"].bandwidth, links, self.receive_ring,
+        )  # fmt: skip
 
     def check(self) -> None:
         """Raise `DeviceError` for numbers that no mesh has."""
-        sizes = {
-            "--gpus": self.gpus, "--node-size": self.node_size, "--batch": self.batch,
-            "--seq": self.seq,
-        }  # fmt: skip
-        for flag, number in sizes.items():
-            if number < 1:
-                raise DeviceError(f"{flag} {number}: it is 1 or more")
+        for name in ("gpus", "node_size", "batch", "seq"):
+            if (number := getattr(self, name)) < 1:
+                raise DeviceError(f"--{name.replace('_', '-')} {number}: it is 1 or more")
         if self.gpus > self.node_size and self.gpus % self.node_size:
             raise DeviceError(
                 f"{self.gpus} GPUs are not whole nodes of {self.node_size}: give --node-size, or "

@@ -63,20 +63,16 @@ class _Resumes(nn.Module):
 
 class Before:
     def __init__(self, model: nn.Module, first_block: nn.Module) -> None:
-        self._shell = with_replaced(model, {first_block: _Leaves()})
-
-    @property
-    def module(self) -> nn.Module:
-        return self._shell
+        self.module = with_replaced(model, {first_block: _Leaves()})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Arrival:
         try:
-            self._shell(*args, **kwargs)
+            self.module(*args, **kwargs)
         except Arrival as found:
             # Its traceback would keep the frames of forward, and all that they name.
             return found.with_traceback(None)
         raise CaptureError(
-            f"forward of {type(self._shell).__name__} does not reach its first block: name the "
+            f"forward of {type(self.module).__name__} does not reach its first block: name the "
             "blocks that each forward runs with --blocks"
         )
 
@@ -271,5 +267,4 @@ def drawn_like(tensor: Tensor, seed: int) -> Tensor:
     """Numbers to try a block with, in place of a border."""
     # A stream of its own leaves the user's random numbers as they are.
     stream = torch.Generator().manual_seed(seed)
-    made = torch.randn(tensor.shape, generator=stream)
-    return made.to(device=tensor.device, dtype=tensor.dtype)
+    return torch.randn(tensor.shape, generator=stream).to(tensor.device, tensor.dtype)

@@ -20,7 +20,7 @@ from remat.cluster.capture.model_chain import (
 )
 from remat.cluster.capture.rank_graph import behind_graph_on_rank, block_graph_on_rank, runs_split
 from remat.cluster.capture.watching import watch
-from remat.cluster.mesh import Cluster, Job, MeshSpec, Weights, shares_heads
+from remat.cluster.mesh import Cluster, ClusterRequest, Job, MeshSpec, Weights, shares_heads
 from remat.cluster.parts import (
     CHAIN_POSITIONS,
     ChainPosition,
@@ -28,13 +28,13 @@ from remat.cluster.parts import (
     PartOption,
     PartWork,
     part_of,
-    part_work,
+    weights_later,
 )
 from remat.graph_capture.distributed.collectives import FakeGroups
 from remat.graph_capture.errors import CaptureError, FactoryError
 from remat.graph_capture.files import CacheFiles, decode_json
 from remat.graph_capture.graph import TrainingGraph
-from remat.job.factory import Loaded, NamedFunction, call, function_named
+from remat.job.factory import NamedFunction, call, function_named
 
 _SEQ_NAMES = ("seq", "sequence", "seq_len")
 _TENSOR, _CONTEXT = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
@@ -57,20 +57,17 @@ class Chains:
         """With what its forward shows; `CaptureError` where the model is no chain."""
         key = microbatch, seq
         if key not in self.known:
-            loaded = _loaded(self.source, microbatch, seq)
+            # Without storage: a cluster's model need not fit here.
+            with function_named(self.source) as named, torch.device("meta"):
+                sizes = {"batch": microbatch, _seq_name(named): seq}
+                title = f"factory {named.name} of {named.where}"
+                loaded = call(named.function, str(named), sizes, title)
             chain = chain_of(
                 loaded.model, loaded.args, loaded.kwargs, loaded.loss_fn, loaded.target,
                 self.pattern,
             )  # fmt: skip
             self.known[key] = chain, watch(chain)
         return self.known[key]
-
-
-def _loaded(source: str, batch: int, seq: int) -> Loaded:
-    # Without storage: a cluster's model need not fit here.
-    with function_named(source) as named, torch.device("meta"):
-        sizes = {"batch": batch, _seq_name(named): seq}
-        return call(named.function, str(named), sizes, f"factory {named.name} of {named.where}")
 
 
 def _seq_name(named: NamedFunction) -> str:
@@ -85,11 +82,9 @@ def _seq_name(named: NamedFunction) -> str:
     return found
 
 
-def job_of(
-    chains: Chains, batch: int, seq: int, asked: MeshSpec, groups: FakeGroups, most_tp: int
-) -> Job:
+def job_of(chains: Chains, request: ClusterRequest, groups: FakeGroups) -> Job:
     """`CaptureError` where a degree that is asked for cannot be, or stages would share weights."""
-    chain, shape = chains.at(1, seq)
+    (chain, shape), asked = chains.at(1, request.seq), request.asked
     assert shape.border is not None
     if shape.products_flops["first"]:
         raise CaptureError(
@@ -99,17 +94,16 @@ def job_of(
     tied = tied_weights(chain, shape)
     if asked.pp not in (None, 1):
         refuse_tied(tied)
-    flops = shape.products_flops
-    layers = len(chain.blocks)
+    flops, layers = shape.products_flops, len(chain.blocks)
     blocks_flops = layers * (flops["block"] + shape.attention_flops)
     return Job(
-        type(chain.model).__name__, layers, batch, seq,
+        type(chain.model).__name__, layers, request.batch, request.seq,
         {place: _weights(chain, shape, place) for place in CHAIN_POSITIONS},
         shape.border.numel() * shape.border.element_size(),
         {place: _BACKWARD_TIMES * flops[place] for place in CHAIN_POSITIONS},
         _BACKWARD_TIMES * (blocks_flops + flops["last"]),
-        _tensor_degrees(chain, shape, asked, groups, most_tp), _context_degrees(shape, asked),
-        tied, tuple(sorted(shape.heads)),
+        _tensor_degrees(chain, shape, asked, groups, request.node_size),
+        _context_degrees(shape, asked), tied, tuple(sorted(shape.heads)),
     )  # fmt: skip
 
 
@@ -203,7 +197,8 @@ class KeptParts:
             return found.part.work
         assert found.graph is not None
         # A mesh that its work alone rules out needs no options.
-        return part_work(found.graph, found.border_gradient)
+        later = weights_later(found.graph, found.border_gradient)
+        return PartWork(found.graph.time_us, later.weight_us)
 
     def part(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> Part:
         key = place, tp, cp, microbatch
@@ -223,10 +218,19 @@ class KeptParts:
         return found
 
     def _begun(self, key: _PartKey) -> _KeptPart:
-        if key not in self.known:
-            is_table = key[0] == "first"
-            self.known[key] = self._embedding(*key[1:]) if is_table else self._of_disk(key)
-        return self.known[key]
+        if key in self.known:
+            return self.known[key]
+        if key[0] == "first":
+            found = self._embedding(*key[1:])
+        else:
+            found = _FILES.read(self._name(*key), lambda data: decode_json(data, _KeptPart))
+            self.read += found is not None
+        if found is None:
+            self.captured += 1
+            found = self.known[key] = self._captured(*key)
+            self._keep(key)
+        self.known[key] = found
+        return found
 
     def _embedding(self, tp: int, cp: int, microbatch: int) -> _KeptPart:
         """Costed by its bytes: rows read and written, a gradient filled and added."""
@@ -236,16 +240,6 @@ class KeptParts:
         forward_us, backward_us = 2 * rows / rate, (table_bytes + 2 * rows) / rate
         need = int(rows) + table_bytes
         return _KeptPart(None, Part(forward_us, backward_us, (PartOption(0, need, 0.0),)))
-
-    def _of_disk(self, key: _PartKey) -> _KeptPart:
-        found = _FILES.read(self._name(*key), lambda data: decode_json(data, _KeptPart))
-        if found is not None:
-            self.read += 1
-            return found
-        self.captured += 1
-        self.known[key] = self._captured(*key)
-        self._keep(key)
-        return self.known[key]
 
     def _keep(self, key: _PartKey) -> None:
         _FILES.write(self._name(*key), msgspec.json.encode(self.known[key]))

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from remat.graph_capture.graph import TANGENTS, Floats, Op, TrainingGraph
 from remat.schedules.schedule import Schedule
-from remat.solver.blocks.block_options import BlockOption, block_options
+from remat.solver.blocks.block_options import block_options
 from remat.solver.problem import Problem
 from remat.solver.recompute_summary import op_kind
 from remat.solver.state import State
@@ -60,31 +60,25 @@ def is_product(target: str) -> bool:
 
 
 def weights_later(graph: TrainingGraph, border_gradient: str) -> WeightsLater:
-    """What W of a block takes, if nothing is computed again."""
-    late = _weight_ops(graph, border_gradient)
+    """What W of a block takes, if nothing is computed again; nothing if backward is whole."""
+    if not border_gradient:
+        return WeightsLater()
+    needed = _needed_for(graph, border_gradient)
+    late, made = list[Op](), set[str]()
+    for op in graph.ops[graph.n_forward :]:
+        reads_late = not made.isdisjoint(op.inputs)
+        if op.name not in needed and (reads_late or is_product(op.target)):
+            late.append(op)
+            made.update(op.outputs)
     # Inputs, such as weights, are there anyway.
     size_of = {value.name: value.size_bytes for value in graph.values if value.producer}
-    made = {name for op in late for name in op.outputs}
     held = {name for op in late for name in op.inputs if name in size_of and name not in made}
     return WeightsLater(sum(op.cost_us for op in late), sum(size_of[name] for name in held))
 
 
-def _weight_ops(graph: TrainingGraph, border_gradient: str) -> list[Op]:
-    needed = _needed_for(graph, border_gradient)
-    late: list[Op] = []
-    later = set[str]()
-    for op in graph.ops[graph.n_forward :]:
-        reads_late = not later.isdisjoint(op.inputs)
-        if op.name not in needed and (reads_late or is_product(op.target)):
-            late.append(op)
-            later.update(op.outputs)
-    return late
-
-
 def _needed_for(graph: TrainingGraph, value: str) -> set[str]:
     producer = {name: op for op in graph.ops for name in op.outputs}
-    found = set[str]()
-    waiting = [value]
+    found, waiting = set[str](), [value]
     while waiting:
         op = producer.get(waiting.pop())
         if op is not None and op.name not in found:
@@ -157,26 +151,16 @@ def part_of(graph: TrainingGraph, border_gradient: str = "") -> Part:
     found = block_options(graph, _LIMITS, lambda: math.inf)
     made = {name for op in graph.ops if op.target == TANGENTS for name in op.outputs}
     tangents_bytes = sum(value.size_bytes for value in graph.values if value.name in made)
-    options = [_option(one, tangents_bytes) for one in found]
+    options = list[PartOption]()
+    for one in found:
+        # What the turn makes is there while backward runs, not while a microbatch waits for it.
+        saved_bytes = one.saved_bytes - tangents_bytes
+        need_bytes = int(one.live_bytes.max()) - saved_bytes
+        options.append(PartOption(saved_bytes, need_bytes, one.extra_us, one.recomputed))
     kept = [o for o in options if not any(o.is_bettered_by(other) for other in options)]
     kept.sort(key=lambda option: (option.extra_us, option.saved_bytes))
-    later = _later(graph, border_gradient)
+    later = weights_later(graph, border_gradient)
     return Part(forward_us, graph.time_us - forward_us, tuple(kept), graph.hash, later)
-
-
-def part_work(graph: TrainingGraph, border_gradient: str = "") -> PartWork:
-    return PartWork(graph.time_us, _later(graph, border_gradient).weight_us)
-
-
-def _later(graph: TrainingGraph, border_gradient: str) -> WeightsLater:
-    return weights_later(graph, border_gradient) if border_gradient else WeightsLater()
-
-
-def _option(found: BlockOption, tangents_bytes: int) -> PartOption:
-    # What the turn makes is there while backward runs, not while a microbatch waits for it.
-    saved_bytes = found.saved_bytes - tangents_bytes
-    need_bytes = int(found.live_bytes.max()) - saved_bytes
-    return PartOption(saved_bytes, need_bytes, found.extra_us, found.recomputed)
 
 
 def schedule_of_option(graph: TrainingGraph, option: PartOption) -> Schedule:
@@ -226,11 +210,10 @@ class Limit(NamedTuple):
 class EqualBlocks:
     """Tables for up to `most` blocks that share `options`."""
 
-    def __init__(self, options: Sequence[PartOption], most: int, slots: int = _SLOTS) -> None:
-        self.options = tuple(options)
-        self.most = most
+    def __init__(self, options: Sequence[PartOption], most: int) -> None:
+        self.options, self.most = tuple(options), most
         largest = max((option.saved_bytes for option in self.options), default=0)
-        self.unit_bytes = max(-(-largest * most // slots), 1)
+        self.unit_bytes = max(-(-largest * most // _SLOTS), 1)
         # Rounded up, so that what a table allows fits.
         self.steps = [-(-option.saved_bytes // self.unit_bytes) for option in self.options]
         self.width = max(self.steps, default=0) * most + 1

@@ -9,9 +9,6 @@ from importlib import resources
 from typing import NamedTuple
 
 from remat.cluster.pipeline_replay import (
-    BORDERS,
-    GRADIENTS,
-    PARAMETERS,
     RUNNING,
     SAVED_ACTIVATIONS,
     STANDING,
@@ -21,20 +18,9 @@ from remat.cluster.pipeline_replay import (
     RankReplay,
     holders_in,
 )
-from remat.cluster.plan_file import ClusterFile, Parallelism, StageFacts
+from remat.cluster.plan_file import ClusterFile, Parallelism
 from remat.formats import bytes_text, percent_text
-from remat.schedules.palette import (  # fmt: skip
-    BLUE,
-    CYCLE,
-    DARK_GREY,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    ROLES,
-    VERMILLION,
-    YELLOW,
-)
+from remat.schedules import palette
 from remat.schedules.report.page import Figure, Table
 
 
@@ -58,21 +44,15 @@ class _Picture:
         steps = list(points)
         if steps:
             path = f"M{steps[0][0]} {base}" + "".join(f"V{y}H{x}" for x, y in steps)
-            self._add("path", f'fill="{colour}" d="{path}V{base}z"', "")
+            self._add("path", f'fill="{colour}" d="{path}V{base}z"')
 
-    def frame(self, x: int, y: int, width: int, height: int, *, dashed: bool = False) -> None:
-        dash = ' stroke-dasharray="6 4"' if dashed else ""
-        self._add(
-            "rect",
-            f'x="{x}" y="{y}" width="{width}" height="{height}" fill="none" '
-            f'stroke="currentColor" stroke-opacity=".6"{dash}', "",
-        )  # fmt: skip
+    def frame(self, x: int, y: int, width: int, height: int) -> None:
+        at = f'x="{x}" y="{y}" width="{width}" height="{height}"'
+        self._add("rect", f'{at} fill="none" stroke="currentColor" stroke-opacity=".6"')
 
     def line(self, x: int, y: int, to_x: int, colour: str) -> None:
-        self._add(
-            "path", f'd="M{x} {y}H{to_x}" stroke="{colour}" stroke-width="2" '
-            'stroke-dasharray="8 5" fill="none"', "",
-        )  # fmt: skip
+        dashes = 'stroke-width="2" stroke-dasharray="8 5" fill="none"'
+        self._add("path", f'd="M{x} {y}H{to_x}" stroke="{colour}" {dashes}')
 
     def text(self, x: int, y: int, said: str, anchor: str = "start") -> None:
         at = f'x="{x}" y="{y}" text-anchor="{anchor}"'
@@ -88,9 +68,8 @@ class _Picture:
         return self._whole(f'class="picture" style="max-width: {self.width}px"')
 
     def file(self, ink: str) -> str:
-        return self._whole(
-            f'xmlns="http://www.w3.org/2000/svg" color="{ink}" font-family="sans-serif"'
-        )
+        space = "http://www.w3.org/2000/svg"
+        return self._whole(f'xmlns="{space}" color="{ink}" font-family="sans-serif"')
 
     def _whole(self, attributes: str) -> str:
         body = "\n".join(self.elements)
@@ -99,20 +78,9 @@ class _Picture:
             f'aria-label="{escape(self.says)}">\n{body}\n</svg>\n'
         )
 
-    def _add(self, name: str, attributes: str, title: str) -> None:
+    def _add(self, name: str, attributes: str, title: str = "") -> None:
         end = f"><title>{escape(title)}</title></{name}>" if title else "/>"
         self.elements.append(f"<{name} {attributes}{end}")
-
-
-def stacked_pictures(*pictures: _Picture) -> _Picture:
-    says = "; ".join(picture.says for picture in pictures)
-    whole = _Picture(max(p.width for p in pictures), sum(p.height for p in pictures), says)
-    down = 0
-    for picture in pictures:
-        body = "\n".join(picture.elements)
-        whole.elements.append(f'<g transform="translate(0 {down})">\n{body}\n</g>')
-        down += picture.height
-    return whole
 
 
 # Ranks are numbered as torchtitan's meshes number them: stages first, then replicas, shards,
@@ -131,13 +99,10 @@ def mesh_picture(plan: ClusterFile) -> _Picture:
     mesh = plan.parallelism
     tp, cp = mesh.tensor_parallel_degree, mesh.context_parallel_degree
     stages = shown(mesh.pipeline_parallel_degree, _MOST_COLUMNS)
-    rows = shown(_data_parallel(mesh), _MOST_ROWS)
+    rows = shown(mesh.data_parallel_ranks, _MOST_ROWS)
     wide, high = max(tp * _CELL, 64) + _GAP, cp * _CELL + _GAP
-    picture = _Picture(
-        max(_MESH_LEFT + len(stages) * wide + 20, _LEAST),
-        _TOP + len(rows) * high + 40,
-        _mesh_says(plan),
-    )
+    width = max(_MESH_LEFT + len(stages) * wide + 20, _LEAST)
+    picture = _Picture(width, _TOP + len(rows) * high + 40, _mesh_says(plan))
     for column, stage in enumerate(stages):
         blocks = len(plan.stages[stage].blocks)
         picture.text(_MESH_LEFT + column * wide, 16, f"stage {stage}")
@@ -150,19 +115,19 @@ def mesh_picture(plan: ClusterFile) -> _Picture:
             last = first + tp * cp - 1
             node = f"node {first // plan.node_size}"
             title = f"stage {stage}, data parallel rank {replica}: GPUs {first} to {last}, {node}"
-            picture.boxes(cells, CYCLE[column % len(CYCLE)], title)
+            picture.boxes(cells, palette.CYCLE[column % len(palette.CYCLE)], title)
     shard = mesh.data_parallel_shard_degree
     for row, replica in enumerate(rows):
         of_states = f"replica {replica // shard}, shard {replica % shard}"
         picture.text(_MESH_LEFT - 14, _TOP + row * high + _CELL - 3, of_states, "end")
-    drawn = f"{len(stages)} of {len(plan.stages)} stages, {len(rows)} of {_data_parallel(mesh)}"
+    drawn = f"{len(stages)} of {len(plan.stages)} stages, {len(rows)} of {mesh.data_parallel_ranks}"
     picture.text(8, picture.height - 12, f"a cell is a GPU; drawn are {drawn} data parallel ranks")
     return picture
 
 
 def rank_of(mesh: Parallelism, stage: int, replica: int) -> int:
     of_replica = mesh.tensor_parallel_degree * mesh.context_parallel_degree
-    return (stage * _data_parallel(mesh) + replica) * of_replica
+    return (stage * mesh.data_parallel_ranks + replica) * of_replica
 
 
 def shown(count: int, most: int) -> list[int]:
@@ -170,15 +135,11 @@ def shown(count: int, most: int) -> list[int]:
     return list(range(count)) if count <= most else [*range(most - 1), count - 1]
 
 
-def _data_parallel(mesh: Parallelism) -> int:
-    return mesh.data_parallel_replicate_degree * mesh.data_parallel_shard_degree
-
-
 def _mesh_says(plan: ClusterFile) -> str:
     mesh = plan.parallelism
     return (
-        f"{plan.gpus} GPUs: {mesh.pipeline_parallel_degree} stages, {_data_parallel(mesh)} data "
-        f"parallel ranks, each of {mesh.context_parallel_degree} context times "
+        f"{plan.gpus} GPUs: {mesh.pipeline_parallel_degree} stages, {mesh.data_parallel_ranks} "
+        f"data parallel ranks, each of {mesh.context_parallel_degree} context times "
         f"{mesh.tensor_parallel_degree} tensor parallel GPUs"
     )
 
@@ -186,15 +147,16 @@ def _mesh_says(plan: ClusterFile) -> str:
 _WIDTH, _LEFT, _LANE, _HIGH = 900, 90, 20, 150
 _MOST_LANES, _MOST_STAGES = 16, 4
 """Ranks of the timeline, and stages whose bytes are drawn; of more, the first ones and the last."""
-_ACTIONS = {"F": ROLES["forward"], "B": ROLES["backward"], "I": ROLES["backward"], "W": GREEN}
+_BACKWARD = palette.ROLES["backward"]
+_ACTIONS = {"F": palette.ROLES["forward"], "B": _BACKWARD, "I": _BACKWARD, "W": palette.GREEN}
 _NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "of weights"}
-_COLOURS = {
-    STATES: GREY, PARAMETERS: PURPLE, GRADIENTS: GREEN, BORDERS: YELLOW, SAVED_ACTIVATIONS: BLUE,
-    RUNNING: ORANGE,
+_OF_STANDING = palette.GREY, palette.PURPLE, palette.GREEN, palette.YELLOW
+_COLOURS = dict(zip(STANDING, _OF_STANDING, strict=True)) | {
+    SAVED_ACTIVATIONS: palette.BLUE, RUNNING: palette.ORANGE
 }  # fmt: skip
 """What is saved and what waits for gradients of weights have one."""
 _SHORT = {STATES: "OS", SAVED_ACTIVATIONS: "saved", RUNNING: "running"}
-_BEHIND = DARK_GREY
+_BEHIND = palette.DARK_GREY
 
 
 def timeline_picture(plan: ClusterFile, replay: PipelineReplay) -> _Picture:
@@ -212,9 +174,8 @@ def timeline_picture(plan: ClusterFile, replay: PipelineReplay) -> _Picture:
             kinds.add(kind)
             picture.boxes([(x, y, w, _LANE - 4) for x, w in boxes], _ACTIONS[kind])
         end = _across(replay.time_us, step_us)
-        picture.boxes(
-            [(end, y, _LEFT + _WIDTH - end, _LANE - 4)], _BEHIND, "states: reduce, update"
-        )
+        behind = (end, y, _LEFT + _WIDTH - end, _LANE - 4)
+        picture.boxes([behind], _BEHIND, "states: reduce, update")
     foot = 6 + len(lanes) * _LANE + 18
     shown_kinds = [(_NAMES[k], _ACTIONS[k]) for k in _ACTIONS if k in kinds]
     picture.legend(_LEFT, foot, [*shown_kinds, ("states behind", _BEHIND)])
@@ -243,28 +204,20 @@ def _across(time_us: float, step_us: float) -> int:
     return _LEFT + min(_WIDTH, round(_WIDTH * time_us / step_us))
 
 
-def bytes_picture(
-    plan: ClusterFile, replay: PipelineReplay, most_stages: int = _MOST_STAGES
-) -> _Picture:
-    stages = shown(len(plan.stages), most_stages)
+def bytes_picture(plan: ClusterFile, replay: PipelineReplay, most: int = _MOST_STAGES) -> _Picture:
+    stages = shown(len(plan.stages), most)
     fullest = max(stage.peak_bytes for stage in plan.stages)
     says = f"the fullest stage holds {bytes_text(fullest)} of {bytes_text(plan.budget_bytes)}"
     picture = _Picture(_WIDTH + _LEFT + 20, len(stages) * (_HIGH + 24) + 40, says)
     for row, stage in enumerate(stages):
         _draw_stage(picture, plan, replay.ranks[stage], stage, 8 + row * (_HIGH + 24))
     colours = [(_SHORT.get(name, name), colour) for name, colour in _COLOURS.items()]
-    picture.legend(
-        _LEFT,
-        picture.height - 12,
-        [*colours, ("budget", VERMILLION)],
-        _WIDTH // (len(_COLOURS) + 1),
-    )
+    colours.append(("budget", palette.VERMILLION))
+    picture.legend(_LEFT, picture.height - 12, colours, _WIDTH // len(colours))
     return picture
 
 
-def _draw_stage(
-    picture: _Picture, plan: ClusterFile, rank: RankReplay, stage: int, top: int
-) -> None:
+def _draw_stage(on: _Picture, plan: ClusterFile, rank: RankReplay, stage: int, top: int) -> None:
     scale = _HIGH / (1.05 * plan.budget_bytes)
     base = top + _HIGH
 
@@ -275,15 +228,14 @@ def _draw_stage(
     standing = sum(held.get(name, 0) for name in STANDING)
     saved, running = _stairs(rank, plan.predicted.step_us)
     # Each area reaches down to the base, so the highest is drawn first.
-    picture.area(((x, y(standing + size)) for x, size in running), base, _COLOURS[RUNNING])
-    picture.area(((x, y(standing + size)) for x, size in saved), base, _COLOURS[SAVED_ACTIVATIONS])
+    on.area(((x, y(standing + size)) for x, size in running), base, _COLOURS[RUNNING])
+    on.area(((x, y(standing + size)) for x, size in saved), base, _COLOURS[SAVED_ACTIVATIONS])
     for name in reversed(STANDING):
         top_of = sum(held.get(one, 0) for one in STANDING[: STANDING.index(name) + 1])
-        picture.boxes([(_LEFT, y(top_of), _WIDTH, base - y(top_of))], _COLOURS[name])
-    picture.line(_LEFT, y(plan.budget_bytes), _LEFT + _WIDTH, VERMILLION)
-    picture.text(_LEFT - 10, top + 26, f"stage {stage}", "end")
-    peak = plan.stages[stage].peak_bytes
-    picture.text(_LEFT - 10, top + 44, bytes_text(peak), "end")
+        on.boxes([(_LEFT, y(top_of), _WIDTH, base - y(top_of))], _COLOURS[name])
+    on.line(_LEFT, y(plan.budget_bytes), _LEFT + _WIDTH, palette.VERMILLION)
+    on.text(_LEFT - 10, top + 26, f"stage {stage}", "end")
+    on.text(_LEFT - 10, top + 44, bytes_text(plan.stages[stage].peak_bytes), "end")
 
 
 _Stairs = list[tuple[int, int]]
@@ -291,23 +243,17 @@ _Stairs = list[tuple[int, int]]
 
 def _stairs(rank: RankReplay, step_us: float) -> tuple[_Stairs, _Stairs]:
     """Saved bytes, and those with what runs, as ends of steps and sizes; the most at each x."""
-    saved: dict[int, int] = {_LEFT: 0}
-    running: dict[int, int] = {_LEFT: 0}
-    before = 0
+    saved, running, before = {_LEFT: 0}, {_LEFT: 0}, 0
     for span in rank.spans:
         begin, end = _across(span.begin_us, step_us), _across(span.end_us, step_us)
-        for stairs, size in ((saved, before), (running, before)):
+        for stairs in (saved, running):
             # Several actions may end within one unit of the picture.
-            stairs[begin] = max(stairs.get(begin, 0), size)
+            stairs[begin] = max(stairs.get(begin, 0), before)
         saved[end] = max(saved.get(end, 0), span.saved_bytes)
         running[end] = max(running.get(end, 0), span.saved_bytes + span.need_bytes)
         before = span.after_bytes
     saved[_LEFT + _WIDTH] = running[_LEFT + _WIDTH] = before
-    return _rising(saved), _rising(running)
-
-
-def _rising(stairs: dict[int, int]) -> _Stairs:
-    return [(x, stairs[x]) for x in sorted(stairs)]
+    return sorted(saved.items()), sorted(running.items())
 
 
 class _Section(NamedTuple):
@@ -353,49 +299,39 @@ def _page_figures(plan: ClusterFile) -> list[Figure]:
 
 
 def _sections(plan: ClusterFile, replay: PipelineReplay) -> list[_Section]:
-    mesh = mesh_picture(plan)
-    found = [_Section("mesh", "Mesh", f"{mesh.says}.", mesh.inline())]
-    for name, title, picture in (
+    drawn = (
+        ("mesh", "Mesh", mesh_picture(plan)),
         ("step", "The step of each rank", timeline_picture(plan, replay)),
         ("bytes", "Bytes of a GPU over the step", bytes_picture(plan, replay)),
-    ):
-        found.append(
-            _Section(
-                name, title, picture.says[:1].upper() + picture.says[1:] + ".", picture.inline()
-            )
-        )
-    return found
+    )
+    return [
+        _Section(name, title, f"{one.says[:1].upper()}{one.says[1:]}.", one.inline())
+        for name, title, one in drawn
+    ]
 
 
 def _page_stages(plan: ClusterFile) -> Table:
     holders = holders_in(stage.held_bytes for stage in plan.stages)
     headers = ("stage", "blocks", "in flight", "recomputed", *holders, "peak")
-    rows = tuple(_stage_row(number, stage, holders) for number, stage in enumerate(plan.stages))
-    return Table("stages", "Stages, with bytes by holder", headers, rows)
-
-
-def _stage_row(number: int, stage: StageFacts, holders: Sequence[str]) -> tuple[str, ...]:
-    held = [bytes_text(stage.held_bytes.get(name, 0)) for name in holders]
-    return (
-        str(number), str(len(stage.blocks)), f"{stage.microbatches_in_flight:.3g}",
-        percent_text(stage.overhead), *held, bytes_text(stage.peak_bytes),
-    )  # fmt: skip
+    rows: list[tuple[str, ...]] = []
+    for number, stage in enumerate(plan.stages):
+        held = [bytes_text(stage.held_bytes.get(name, 0)) for name in holders]
+        rows.append((
+            str(number), str(len(stage.blocks)), f"{stage.microbatches_in_flight:.3g}",
+            percent_text(stage.overhead), *held, bytes_text(stage.peak_bytes),
+        ))  # fmt: skip
+    return Table("stages", "Stages, with bytes by holder", headers, tuple(rows))
 
 
 def _page_runners_up(plan: ClusterFile) -> Table:
     rows: list[tuple[str, ...]] = []
     for one in plan.runners_up:
         p = one.parallelism
-        degrees = (
-            p.tensor_parallel_degree, p.context_parallel_degree, p.pipeline_parallel_degree,
-            p.data_parallel_replicate_degree, p.data_parallel_shard_degree, one.virtual_stages,
-            p.pipeline_parallel_microbatch_size,
-        )  # fmt: skip
+        pp, replicas, shards, cp, tp = p.degrees
+        size = p.pipeline_parallel_microbatch_size
+        degrees = (tp, cp, pp, replicas, shards, one.virtual_stages, size)
         later = percent_text(one.step_us / plan.predicted.step_us - 1)
         how = p.pipeline_parallel_schedule or "-", p.fsdp_reshard_after_forward
         rows.append((f"+{later}", *map(str, degrees), *how))
-    headers = (
-        "step", "tp", "cp", "pp", "replicas", "shards", "virtual stages", "microbatch", "schedule",
-        "P kept",
-    )  # fmt: skip
-    return Table("near", "Meshes within 5 % of the step", headers, tuple(rows))
+    names = "step,tp,cp,pp,replicas,shards,virtual stages,microbatch,schedule,P kept"
+    return Table("near", "Meshes within 5 % of the step", tuple(names.split(",")), tuple(rows))

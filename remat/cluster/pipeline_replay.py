@@ -45,20 +45,20 @@ _Together = tuple[PipelineAction, ...]
 """Actions that a rank begins at once; mostly one."""
 RankOrder = tuple[_Together, ...]
 """What one rank runs, in order."""
+_Done = dict[PipelineAction, float]
+"""When each action has ended."""
 
 
 def parse_order(texts: Iterable[Iterable[str | None]]) -> tuple[RankOrder, ...]:
     """By rank, from torch's text; empty texts are steps without an action."""
-    return tuple(
-        tuple(found for text in rank if text for found in (_parsed(text),) if found)
-        for rank in texts
-    )
+    ranks = ((_parsed(text) for text in rank if text) for rank in texts)
+    return tuple(tuple(filter(None, rank)) for rank in ranks)
 
 
 def _parsed(text: str) -> _Together:
     together = _TOGETHER.fullmatch(text)
     parts = together[1].split(";") if together else [text]
-    return tuple(action for part in parts if (action := _parsed_one(part)) is not None)
+    return tuple(filter(None, map(_parsed_one, parts)))
 
 
 def _parsed_one(text: str) -> PipelineAction | None:
@@ -132,29 +132,22 @@ def replay_pipeline(
 ) -> PipelineReplay:
     """Replay what each rank runs; `costs` by stage, `hop_us` from a rank to another.
 
-    Raises
-    ------
-    ScheduleError : an action is done twice, is missing, or is waited for for ever.
+    `ScheduleError` : an action is done twice, is missing, or is waited for for ever.
     """
     ranks = [_Rank(actions) for actions in order]
     rank_of = {a.stage: i for i, rank in enumerate(ranks) for one in rank.actions for a in one}
     if sorted(rank_of) != list(range(len(costs))):
         raise ScheduleError(f"the pipeline has stages {sorted(rank_of)}, and {len(costs)} costs")
     ways = _Ways(rank_of, len(costs), hop_us)
-    done: dict[PipelineAction, float] = {}
+    done: _Done = {}
     while waiting := [rank for rank in ranks if not rank.is_done]:
         # A round in which no rank gets on: each waits for another.
         if not sum(rank.run(costs, ways, done) for rank in waiting):
             stuck = ", ".join(str(rank.actions[rank.at][0]) for rank in waiting)
             raise ScheduleError(f"these actions of the pipeline wait for ever: {stuck}")
     _check_complete(done, len(costs))
-    return PipelineReplay(
-        max((rank.clock_us for rank in ranks), default=0.0),
-        tuple(
-            RankReplay(rank.busy_us, rank.peak_bytes, rank.most_open, tuple(rank.spans))
-            for rank in ranks
-        ),
-    )
+    replayed = (RankReplay(r.busy_us, r.peak_bytes, r.most_open, tuple(r.spans)) for r in ranks)
+    return PipelineReplay(max((rank.clock_us for rank in ranks), default=0.0), tuple(replayed))
 
 
 @dataclass(frozen=True)
@@ -163,11 +156,12 @@ class _Ways:
     stages: int
     hop_us: float
 
-    def ready_us(self, action: PipelineAction, done: dict[PipelineAction, float]) -> float | None:
+    def ready_us(self, action: PipelineAction, done: _Done) -> float | None:
         """When what the action reads is there; None while something is missing."""
         latest = 0.0
         for one_of in self._needs(action):
-            found = [done[a] + self._way_us(a, action) for a in one_of if a in done]
+            here, ended = self.rank_of[action.stage], [a for a in one_of if a in done]
+            found = [done[a] + self.hop_us * (self.rank_of[a.stage] != here) for a in ended]
             if not found:
                 return None
             latest = max(latest, *found)
@@ -187,10 +181,6 @@ class _Ways:
             needs.append(tuple(behind))
         return needs
 
-    def _way_us(self, source: PipelineAction, action: PipelineAction) -> float:
-        is_here = self.rank_of[source.stage] == self.rank_of[action.stage]
-        return 0.0 if is_here else self.hop_us
-
 
 @dataclass
 class _Rank:
@@ -208,17 +198,16 @@ class _Rank:
     def is_done(self) -> bool:
         return self.at == len(self.actions)
 
-    def run(
-        self, costs: Sequence[StageCosts], ways: _Ways, done: dict[PipelineAction, float]
-    ) -> int:
+    def run(self, costs: Sequence[StageCosts], ways: _Ways, done: _Done) -> int:
         """Run on until something is missing; how many steps that were."""
         began = self.at
         while not self.is_done:
             together = self.actions[self.at]
             ready = [ways.ready_us(action, done) for action in together]
-            if any(one is None for one in ready):
+            known = [one for one in ready if one is not None]
+            if len(known) < len(ready):
                 break
-            self.clock_us = max(self.clock_us, *(one for one in ready if one is not None))
+            self.clock_us = max(self.clock_us, *known)
             for action in together:
                 self._do(action, costs[action.stage], done)
             # Only now: actions that run together hold their bytes until all have ended.
@@ -226,9 +215,7 @@ class _Rank:
             self.at += 1
         return self.at - began
 
-    def _do(
-        self, action: PipelineAction, cost: StageCosts, done: dict[PipelineAction, float]
-    ) -> None:
+    def _do(self, action: PipelineAction, cost: StageCosts, done: _Done) -> None:
         if action in done:
             raise ScheduleError(f"action {action} of the pipeline runs twice")
         spent_us, began_us = cost.us(action.kind), self.clock_us
@@ -240,25 +227,21 @@ class _Rank:
             self.open.add((action.stage, action.microbatch))
         self.most_open = max(self.most_open, len(self.open))
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + cost.need_bytes)
-        self.spans.append(
-            ActionSpan(
-                action, began_us, self.clock_us, self.live_bytes, cost.need_bytes, self.live_bytes
-            )
-        )
+        live, need = self.live_bytes, cost.need_bytes
+        self.spans.append(ActionSpan(action, began_us, self.clock_us, live, need, live))
 
     def _end(self, together: _Together, costs: Sequence[StageCosts]) -> None:
         for stage, kind, microbatch in together:
             cost = costs[stage]
             if kind in ("B", "I"):
-                self.live_bytes -= cost.saved_bytes
-                self.live_bytes += cost.for_weights_bytes * (kind == "I")
+                self.live_bytes += cost.for_weights_bytes * (kind == "I") - cost.saved_bytes
                 self.open.discard((stage, microbatch))
             if kind == "W":
                 self.live_bytes -= cost.for_weights_bytes
         self.spans[-1] = self.spans[-1]._replace(after_bytes=self.live_bytes)
 
 
-def _check_complete(done: dict[PipelineAction, float], stages: int) -> None:
+def _check_complete(done: _Done, stages: int) -> None:
     microbatches = 1 + max((action.microbatch for action in done), default=-1)
     for stage in range(stages):
         for i in range(microbatches):
@@ -278,10 +261,10 @@ FOR_WEIGHTS = "for gradients of weights"
 RUNNING = "while a block runs"
 STANDING = STATES, PARAMETERS, GRADIENTS, BORDERS
 """Live throughout the step."""
-_HOLDERS = *STANDING, SAVED_ACTIVATIONS, FOR_WEIGHTS, RUNNING
+HOLDERS = *STANDING, SAVED_ACTIVATIONS, FOR_WEIGHTS, RUNNING
 
 
 def holders_in(stages: Iterable[Mapping[str, int]]) -> list[str]:
     """Those to show: what waits for gradients of weights only if a stage has it."""
     has_waiting = any(FOR_WEIGHTS in held for held in stages)
-    return [name for name in _HOLDERS if name != FOR_WEIGHTS or has_waiting]
+    return [name for name in HOLDERS if name != FOR_WEIGHTS or has_waiting]

@@ -37,26 +37,30 @@ class Parallelism(msgspec.Struct, frozen=True):
     fsdp_reshard_after_forward: str
 
     @property
-    def gpus(self) -> int:
-        return math.prod(
-            (
-                self.data_parallel_replicate_degree, self.data_parallel_shard_degree,
-                self.tensor_parallel_degree, self.context_parallel_degree,
-                self.pipeline_parallel_degree,
-            )
+    def degrees(self) -> tuple[int, int, int, int, int]:
+        """Stages, replicas, shards, context and tensor parallel ranks: in a mesh's own order."""
+        return (
+            self.pipeline_parallel_degree, self.data_parallel_replicate_degree,
+            self.data_parallel_shard_degree, self.context_parallel_degree,
+            self.tensor_parallel_degree,
         )  # fmt: skip
+
+    @property
+    def gpus(self) -> int:
+        return math.prod(self.degrees)
+
+    @property
+    def data_parallel_ranks(self) -> int:
+        return self.data_parallel_replicate_degree * self.data_parallel_shard_degree
 
 
 class StageFacts(msgspec.Struct, frozen=True):
     """One stage.
 
-    Attributes
-    ----------
-    layers : paths of its blocks, by virtual stage. schedules : how many of them run by which
-        of the plan's schedules, by its number; those with most recomputation come first. head : the
-        schedule of what follows all blocks, on the last stage. microbatches_in_flight : of all
-        blocks. overhead : of the recomputation. held_bytes : by holder. costs : of one microbatch,
-        by virtual stage, as the judge of pipelines takes them; empty in files of before.
+    `layers` : paths of its blocks, by virtual stage. `schedules` : how many of them run by which of
+    the plan's schedules, by its number; those with most recomputation come first. `head` : the
+    schedule of what follows all blocks, on the last stage. `costs` : of one microbatch, by virtual
+    stage, as the judge of pipelines takes them; empty in files of before.
     """
 
     layers: tuple[tuple[str, ...], ...]
@@ -103,12 +107,9 @@ class RunnerUp(msgspec.Struct, frozen=True):
 class ClusterFile(msgspec.Struct, frozen=True):
     """A plan for a cluster.
 
-    Attributes
-    ----------
-    model : name of its class. parameters : elements. budget_bytes : of a GPU.
-    gradients : reduced after ``each`` microbatch, or ``once``.
-    graphs : of the distinct block and of the head, as one rank runs them, with costs.
-    modelled : what is modelled, in words. hop_us : from one stage to the next.
+    `parameters` : elements. `budget_bytes` : of a GPU. `gradients` : reduced after ``each``
+    microbatch, or ``once``. `graphs` : of the distinct block and of the head, as one rank runs
+    them, with costs. `modelled` : what is modelled, in words.
     """
 
     model: str
@@ -167,8 +168,7 @@ def read_cluster_plan(data: bytes | str, name: str = "the file") -> ClusterFile:
             f"{name} is of kind {plan.kind!r}, version {plan.schema_version}; this release reads "
             f"{_CLUSTER_KIND!r}, version {_CLUSTER_SCHEMA}. {MAKE_AGAIN}"
         )
-    wrong = _wrong(plan)
-    if wrong:
+    if wrong := _wrong(plan):
         raise PlanError(f"{name} was changed: {wrong}. {MAKE_AGAIN}")
     return plan
 
@@ -176,11 +176,10 @@ def read_cluster_plan(data: bytes | str, name: str = "the file") -> ClusterFile:
 def _wrong(plan: ClusterFile) -> str:
     """What does not belong together; empty where all does."""
     mesh = plan.parallelism
-    ranks = mesh.data_parallel_replicate_degree * mesh.data_parallel_shard_degree
     if mesh.gpus != plan.gpus:
         return f"its degrees make {mesh.gpus} ranks, not {plan.gpus}"
-    size = mesh.pipeline_parallel_microbatch_size
-    if ranks * size * plan.microbatches != plan.batch:
+    size = mesh.data_parallel_ranks * mesh.pipeline_parallel_microbatch_size
+    if size * plan.microbatches != plan.batch:
         return f"its microbatches do not make a batch of {plan.batch}"
     if len(plan.stages) != mesh.pipeline_parallel_degree:
         return f"it has {len(plan.stages)} stages for {mesh.pipeline_parallel_degree} ranks"
@@ -188,10 +187,8 @@ def _wrong(plan: ClusterFile) -> str:
     if len(set(paths)) != len(paths):
         return "a block is in two stages"
     for number, stage in enumerate(plan.stages):
-        if len(stage.layers) != plan.virtual_stages:
-            return (
-                f"stage {number} has {len(stage.layers)} virtual stages, not {plan.virtual_stages}"
-            )
+        if (has := len(stage.layers)) != plan.virtual_stages:
+            return f"stage {number} has {has} virtual stages, not {plan.virtual_stages}"
         if sum(stage.schedules.values()) != len(stage.blocks):
             return f"stage {number} has not one schedule for each block"
         if stage.costs and len(stage.costs) != plan.virtual_stages:
@@ -219,6 +216,5 @@ def _wrong_schedule(plan: ClusterFile) -> str:
 def require_world(plan: ClusterFile, gpus: int, name: str = "the plan") -> None:
     """Raise `PlanError` where a plan is of another number of GPUs."""
     if plan.gpus != gpus:
-        raise PlanError(
-            f"{name} is for {plan.gpus} GPUs, not {gpus}: plan again with --gpus {gpus}"
-        )
+        said = f"{name} is for {plan.gpus} GPUs, not {gpus}: plan again with --gpus {gpus}"
+        raise PlanError(said)

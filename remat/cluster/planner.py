@@ -17,6 +17,7 @@ for each stage inside as in AdaPipe (Sun et al. 2024, https://doi.org/10.1145/36
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -25,6 +26,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from remat.cluster import stages
 from remat.cluster.mesh import (
     Cluster,
     Degrees,
@@ -35,21 +37,8 @@ from remat.cluster.mesh import (
     all_degrees,
     all_states,
     even_layers,
-    products_us,
 )
 from remat.cluster.parts import CHAIN_POSITIONS, EqualBlocks, Part
-from remat.cluster.stages import (
-    StagePlan,
-    StageTable,
-    behind_pipeline_us,
-    data_parallel_us,
-    hop_us,
-    least_states_bytes,
-    no_overlap,
-    stage_parameters,
-    stage_table,
-    update_us,
-)
 from remat.graph_capture.graph import Floats
 
 # Where to cut a chain of blocks into the stages of a 1F1B pipeline.
@@ -76,8 +65,10 @@ def best_borders(times_us: Floats, layers: int, microbatches: int) -> _Borders |
     if loosest is None:
         return None
     limits = np.unique(times_us[np.isfinite(times_us)])
+    # What is feasible within a limit is so within each larger one.
+    at = bisect_left(limits[:-1], True, key=lambda us: _least_sum(times_us, layers, us) is not None)
     best: _Borders | None = None
-    for limit_us in limits[_first_feasible(times_us, layers, limits) :]:
+    for limit_us in limits[at:]:
         # Limits ascend, and no sum is below the loosest: no later limit can be better.
         if best and (microbatches - 1) * limit_us + loosest.time_us >= best.time_us:
             break
@@ -90,29 +81,17 @@ def best_borders(times_us: Floats, layers: int, microbatches: int) -> _Borders |
     return best
 
 
-def _first_feasible(times_us: Floats, layers: int, limits: Floats) -> int:
-    # What is feasible within a limit is so within each larger one.
-    low, high = 0, len(limits) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if _least_sum(times_us, layers, limits[middle]) is None:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
 def _least_sum(times_us: Floats, layers: int, limit_us: float) -> _Borders | None:
     """The least sum of times with no stage above the limit."""
     reached = np.full(layers + 1, np.inf)
     reached[0] = 0.0
     picks: list[npt.NDArray[np.int64]] = []
     for row in times_us:
-        sums = np.full(layers + 1, np.inf)
-        pick = np.zeros(layers + 1, np.int64)
-        for n in np.flatnonzero(row <= limit_us):
-            if np.isfinite(row[n]):
-                _put_blocks(sums, pick, reached, int(n), row[n])
+        sums, pick = np.full(layers + 1, np.inf), np.zeros(layers + 1, np.int64)
+        for n in np.flatnonzero((row <= limit_us) & np.isfinite(row)):
+            with_these = reached[: len(reached) - n] + row[n]
+            better = with_these < sums[n:]
+            sums[n:][better], pick[n:][better] = with_these[better], n
         reached = sums
         picks.append(pick)
     if not np.isfinite(reached[layers]):
@@ -122,15 +101,6 @@ def _least_sum(times_us: Floats, layers: int, limit_us: float) -> _Borders | Non
         chosen.append(int(pick[at]))
         at -= chosen[-1]
     return _Borders(float(reached[layers]), tuple(reversed(chosen)))
-
-
-def _put_blocks(
-    sums: Floats, pick: npt.NDArray[np.int64], reached: Floats, blocks: int, time_us: float
-) -> None:
-    with_these = reached[: len(reached) - blocks] + time_us
-    better = with_these < sums[blocks:]
-    sums[blocks:][better] = with_these[better]
-    pick[blocks:][better] = blocks
 
 
 _CLOSE = 0.05
@@ -173,7 +143,12 @@ class ClusterSearch:
     def run(self, told: Callable[[int], None] = lambda _: None) -> list[ClusterPlan]:
         """All plans within `close` of the best, quickest first; empty where nothing fits."""
         limit_us = math.inf
-        for count, degrees in enumerate(self._in_turn()):
+        # First what is likely to be good, so that more is pruned; the result does not depend on it.
+        in_turn = sorted(
+            all_degrees(self.job, self.cluster, self.asked),
+            key=lambda d: (self._least_products_us(d) * (1 + d.pp / 64 + d.tp / 64), d),
+        )
+        for count, degrees in enumerate(in_turn):
             told(count)
             if self._least_products_us(degrees) >= limit_us:
                 self.pruned += 1
@@ -186,7 +161,7 @@ class ClusterSearch:
         meshes = list(all_states(degrees, self.cluster, self.asked))
         # The others do not fit, however stages are cut.
         room = self.cluster.budget_bytes
-        fitting = [mesh for mesh in meshes if least_states_bytes(self.job, mesh) <= room]
+        fitting = [mesh for mesh in meshes if stages.least_states_bytes(self.job, mesh) <= room]
         self.pruned += len(meshes) - len(fitting)
         # Their work is asked for last: its parts may have to be captured.
         work_us = self._work_us(degrees) if fitting else 0.0
@@ -201,16 +176,11 @@ class ClusterSearch:
                 limit_us = min(limit_us, plan.time_us * (1 + self.close))
         return limit_us
 
-    def _in_turn(self) -> list[Degrees]:
-        # First what is likely to be good, so that more is pruned; the result does not depend on it.
-        return sorted(
-            all_degrees(self.job, self.cluster, self.asked),
-            key=lambda d: (self._least_products_us(d) * (1 + d.pp / 64 + d.tp / 64), d),
-        )
-
     def _least_products_us(self, degrees: Degrees) -> float:
-        share = degrees.microbatch / (degrees.tp * degrees.cp)
-        return products_us(self.job, self.cluster, share) * degrees.rounds()
+        """Of all matrix products with weights, at the rate that no product is taken to exceed."""
+        share, of_part = degrees.microbatch / (degrees.tp * degrees.cp), self.job.products_flops
+        flops = of_part["first"] + self.job.layers * of_part["block"] + of_part["last"]
+        return flops * share / self.cluster.reached_flops_per_us * degrees.rounds()
 
     def _work_us(self, degrees: Degrees) -> float:
         first, block, last = (
@@ -230,16 +200,14 @@ class ClusterSearch:
         )
         return first, block, last
 
-    def stage_tables(self, mesh: Mesh) -> list[StageTable]:
+    def stage_tables(self, mesh: Mesh) -> list[stages.StageTable]:
         d = mesh.degrees
         parts = self.parts_of(d)
         key = d.tp, d.cp, d.microbatch
         if key not in self.tables:
             self.tables[key] = EqualBlocks(parts[1].options, self.job.layers)
-        table = self.tables[key]
-        return [
-            stage_table(self.job, self.cluster, mesh, index, parts, table) for index in range(d.pp)
-        ]
+        given = parts, self.tables[key]
+        return [stages.stage_table(self.job, self.cluster, mesh, i, *given) for i in range(d.pp)]
 
     def evaluate(self, mesh: Mesh) -> ClusterPlan | None:
         """None where the mesh does not fit."""
@@ -255,21 +223,19 @@ class ClusterSearch:
         cut = best_borders(times, self.job.layers, mesh.degrees.microbatches)
         return cut and self._with_tail(mesh, cut.time_us, cut.layers)
 
-    def _without_pipeline(self, mesh: Mesh, table: StageTable) -> ClusterPlan | None:
+    def _without_pipeline(self, mesh: Mesh, table: stages.StageTable) -> ClusterPlan | None:
         layers = self.job.layers
         extra_us = float(table.extra_us[layers])
         if not math.isfinite(extra_us):
             return None
         ends_us = sum(end.work_us for end in table.ends)
-        time_us = data_parallel_us(
-            self.job, self.cluster, mesh, table.block, extra_us / layers, ends_us
-        )
-        elements = self._most_parameters(mesh, (layers,))
-        time_us += update_us(self.cluster, mesh, elements)
+        us = extra_us / layers
+        time_us = stages.data_parallel_us(self.job, self.cluster, mesh, table.block, us, ends_us)
+        time_us += stages.update_us(self.cluster, mesh, self._most_parameters(mesh, (layers,)))
         return ClusterPlan(mesh, time_us, 0.0, (layers,))
 
     def _with_virtual_stages(
-        self, mesh: Mesh, tables: list[StageTable], waits: tuple[float, ...]
+        self, mesh: Mesh, tables: list[stages.StageTable], waits: tuple[float, ...]
     ) -> ClusterPlan | None:
         d = mesh.degrees
         layers = even_layers(self.job.layers, d.pp, d.virtual_stages)
@@ -286,36 +252,35 @@ class ClusterSearch:
 
     def _with_tail(self, mesh: Mesh, pipeline_us: float, layers: tuple[int, ...]) -> ClusterPlan:
         block = self.parts_of(mesh.degrees)[1]
-        elements = self._most_parameters(mesh, layers)
-        tail_us = behind_pipeline_us(self.job, self.cluster, mesh, block, max(layers), elements)
+        most = self._most_parameters(mesh, layers)
+        tail_us = stages.behind_pipeline_us(self.job, self.cluster, mesh, block, max(layers), most)
         return ClusterPlan(mesh, pipeline_us + tail_us, pipeline_us, layers)
 
     def _most_parameters(self, mesh: Mesh, layers: tuple[int, ...]) -> int:
         """Of a rank, on the stage that has most."""
-        last = len(layers) - 1
+        tp, last = mesh.degrees.tp, len(layers) - 1
         return max(
-            int(
-                stage_parameters(
-                    self.job, mesh.degrees.tp, np.array(n), first=s == 0, last=s == last
-                )
-            )
+            int(stages.stage_parameters(self.job, tp, np.array(n), first=s == 0, last=s == last))
             for s, n in enumerate(layers)
         )
 
     def _waits_us(self, d: Degrees) -> tuple[float, ...]:
         """Of each stage, for what its neighbours send in both directions, of one microbatch."""
-        once_us = hop_us(self.job, self.cluster, d)
+        once_us = stages.hop_us(self.job, self.cluster, d)
         if d.virtual_stages > 1:  # virtual stages go round, so each rank has both neighbours
             return (2 * once_us * d.virtual_stages,) * d.pp
         return tuple(once_us * ((s > 0) + (s < d.pp - 1)) for s in range(d.pp))
 
-    def stages(self, plan: ClusterPlan) -> list[StagePlan]:
+    def stages(self, plan: ClusterPlan) -> list[stages.StagePlan]:
         tables = self.stage_tables(plan.mesh)
         return [one.stage(n) for one, n in zip(tables, plan.layers, strict=True)]
 
     def overlapped_us(self, plan: ClusterPlan) -> float:
         """How much longer the same mesh took if no collective went on beside computations."""
-        other = ClusterSearch(self.job, no_overlap(self.cluster), self.parts, self.asked)
+        # As if all that runs beside a collective stood still.
+        links = msgspec.structs.replace(self.cluster.links, beside=math.inf)
+        cluster = msgspec.structs.replace(self.cluster, links=links)
+        other = ClusterSearch(self.job, cluster, self.parts, self.asked)
         # Its parts are the same, and so are their options.
         other.tables = self.tables
         found = other.evaluate(plan.mesh)

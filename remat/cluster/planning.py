@@ -60,10 +60,8 @@ def plan_cluster(
 ) -> ClusterOutcome:
     """Find the fastest mesh, and what each stage of it holds and computes again.
 
-    Raises
-    ------
-    DeviceError, BudgetError : a number of the request cannot be. FactoryError : of the factory.
-    CaptureError : the model is no chain, or cannot be split as it is asked.
+    `DeviceError`, `BudgetError` : a number of the request cannot be. `FactoryError` : of the
+    factory. `CaptureError` : the model is no chain, or cannot be split as it is asked.
     """
     request.check()
     cluster = request.cluster()
@@ -71,9 +69,7 @@ def plan_cluster(
     with fake_ranks() as groups:
         chains = Chains(source, request.blocks)
         with watch.stage("capture", "reading the model"):
-            job = job_of(
-                chains, request.batch, request.seq, request.asked, groups, request.node_size
-            )
+            job = job_of(chains, request, groups)
         _require_some_mesh(job, cluster, request)
         parts = KeptParts(chains, job, cluster, groups)
         search = ClusterSearch(job, cluster, parts, request.asked)
@@ -86,10 +82,9 @@ def plan_cluster(
         # The search ranks by the formula; what is shown as near is so as replayed.
         near_us = ranked[0].time_us * (1 + search.close) if ranked else 0.0
         kept = tuple(one for one in ranked[: runners_up + 1] if one.time_us <= near_us)
-        file = _file(request, search, parts, kept) if kept else None
-        block = None
+        file = block = None
         if kept:
-            d = kept[0].plan.mesh.degrees
+            file, d = _file(request, search, parts, kept), kept[0].plan.mesh.degrees
             block = parts.part("block", d.tp, d.cp, d.microbatch)
     return ClusterOutcome(
         job, cluster, kept, block, file, search.evaluated, search.pruned, parts.captured,
@@ -120,14 +115,11 @@ def parallelism_of(mesh: Mesh, schedule: str) -> Parallelism:
 
 
 def _file(
-    request: ClusterRequest,
-    search: ClusterSearch,
-    parts: KeptParts,
+    request: ClusterRequest, search: ClusterSearch, parts: KeptParts,
     ranked: tuple[ReplayedPlan, ...],
-) -> ClusterFile:
+) -> ClusterFile:  # fmt: skip
     best, job = ranked[0], search.job
-    d = best.plan.mesh.degrees
-    writer = _Schedules(parts, best)
+    d, writer = best.plan.mesh.degrees, _Schedules(parts, best)
     stages = tuple(writer.stage(i, stage) for i, stage in enumerate(best.stages))
     # The replay has no collectives of states in it: how much they overlap is the formula's.
     figures = ClusterFigures(
@@ -139,13 +131,10 @@ def _file(
         parallelism_of(best.plan.mesh, best.schedule),
         "each" if best.plan.mesh.reduce_each else "once",
         stages, tuple(writer.graphs), tuple(writer.schedules), figures,
-        tuple(
-            RunnerUp(
-                parallelism_of(one.plan.mesh, one.schedule), one.plan.mesh.degrees.virtual_stages,
-                one.time_us, one.mfu,
-            )
-            for one in ranked[1:]
-        ),
+        tuple(RunnerUp(
+            parallelism_of(one.plan.mesh, one.schedule), one.plan.mesh.degrees.virtual_stages,
+            one.time_us, one.mfu,
+        ) for one in ranked[1:]),
         modelled_notes(search.cluster, request, best.plan.mesh),
         Versions(str(torch.__version__), __version__),
         hop_us=hop_us(job, search.cluster, d) if d.pp > 1 else 0.0,
@@ -191,9 +180,7 @@ class _Schedules:
         self.places = places_of_blocks(replayed.plan.layers, d.virtual_stages)
 
     def stage(self, index: int, stage: StagePlan) -> StageFacts:
-        paths = tuple(
-            tuple(self.paths[i] for i in virtual_stage) for virtual_stage in self.places[index]
-        )
+        paths = tuple(tuple(self.paths[i] for i in places) for places in self.places[index])
         # `parallelize` gives the first blocks of a stage most recomputation.
         dearest = sorted(stage.options, reverse=True)
         return StageFacts(

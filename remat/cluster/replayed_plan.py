@@ -33,25 +33,18 @@ ONE_STAGE = ("GPipe", "1F1B")
 """Schedules with one stage a rank; the others have several."""
 
 
-def torch_order(
-    name: str, ranks: int, microbatches: int, virtual_stages: int = 1
-) -> tuple[RankOrder, ...]:
+def torch_order(name: str, ranks: int, microbatches: int, each: int = 1) -> tuple[RankOrder, ...]:
     """By rank, for torch's schedule `name`; `ScheduleError` if torch refuses these numbers."""
     try:
         kind: Any = torch_schedules.get_schedule_class(name)
-        made = (
-            kind(_stage(0, 0, ranks, ranks), microbatches)
-            if name in ONE_STAGE
-            else kind(
-                [_stage(0, i, ranks, ranks * virtual_stages) for i in range(virtual_stages)],
-                microbatches,
-            )
-        )
+        count = 1 if name in ONE_STAGE else each
+        stages = [_stage(i, ranks, ranks * count) for i in range(count)]
+        made = kind(stages[0] if name in ONE_STAGE else stages, microbatches)
     # Torch raises one or the other for numbers that it does not take.
     except (ValueError, AssertionError) as error:
         raise ScheduleError(
             f"torch's schedule {name} does not take {microbatches} microbatches on {ranks} ranks "
-            f"with {virtual_stages} stages each: {error}"
+            f"with {each} stages each: {error}"
         ) from error
     order = made.pipeline_order
     read = parse_order(
@@ -72,9 +65,9 @@ def _from_0(rank: RankOrder) -> RankOrder:
     )
 
 
-def _stage(rank: int, index: int, ranks: int, stages: int) -> Any:
+def _stage(index: int, ranks: int, stages: int) -> Any:
     return SimpleNamespace(
-        num_stages=stages, group_size=ranks, group_rank=rank, stage_index=index, submod=None,
+        num_stages=stages, group_size=ranks, group_rank=0, stage_index=index, submod=None,
         stage_index_to_group_rank={}, is_first=index == 0, is_last=index == stages - 1,
         has_backward=True, device="cpu",
     )  # fmt: skip
@@ -100,42 +93,34 @@ class ReplayedPlan(msgspec.Struct, frozen=True):
 
 
 def replayed_plan(search: ClusterSearch, plan: ClusterPlan) -> ReplayedPlan:
-    stages = tuple(search.stages(plan))
-    degrees = plan.mesh.degrees
+    stages, degrees = tuple(search.stages(plan)), plan.mesh.degrees
     each = range(degrees.virtual_stages)
     costs = tuple(tuple(_costs(search, plan, stage, i) for i in each) for stage in stages)
-    if degrees.pp == 1:
-        peaks = tuple(stage.peak_bytes for stage in stages)
-        return ReplayedPlan(
-            plan, stages, "", plan.time_us, plan.time_us, search.mfu(plan.time_us), 0.0, peaks,
-            costs,
-        )  # fmt: skip
-    order = torch_order(degrees.schedule, degrees.pp, degrees.microbatches, degrees.virtual_stages)
-    replay = replay_pipeline(order, in_order(costs), hop_us(search.job, search.cluster, degrees))
-    # What is not the pipeline's, such as the update, stays as by the formula.
-    time_us = replay.time_us + plan.time_us - plan.pipeline_us
-    peaks = tuple(
-        rank.peak_bytes + sum(stage.held_bytes[name] for name in STANDING)
-        for rank, stage in zip(replay.ranks, stages, strict=True)
-    )
+    name, time_us, bubble = degrees.schedule, plan.time_us, 0.0
+    peaks = tuple(stage.peak_bytes for stage in stages)
+    if name:
+        order = torch_order(name, degrees.pp, degrees.microbatches, degrees.virtual_stages)
+        hop = hop_us(search.job, search.cluster, degrees)
+        replay = replay_pipeline(order, in_order(costs), hop)
+        # What is not the pipeline's, such as the update, stays as by the formula.
+        time_us, bubble = replay.time_us + plan.time_us - plan.pipeline_us, replay.bubble
+        peaks = tuple(
+            rank.peak_bytes + sum(stage.held_bytes[name] for name in STANDING)
+            for rank, stage in zip(replay.ranks, stages, strict=True)
+        )
     return ReplayedPlan(
-        plan, stages, degrees.schedule, time_us, plan.time_us, search.mfu(time_us), replay.bubble,
-        peaks, costs,
-    )  # fmt: skip
+        plan, stages, name, time_us, plan.time_us, search.mfu(time_us), bubble, peaks, costs
+    )
 
 
-def _costs(
-    search: ClusterSearch, plan: ClusterPlan, stage: StagePlan, virtual_stage: int
-) -> StageCosts:
+def _costs(search: ClusterSearch, plan: ClusterPlan, stage: StagePlan, at: int) -> StageCosts:
     """Of one virtual stage: its share of the rank's blocks, and its end of the model."""
     d = plan.mesh.degrees
     first, block, last = search.parts_of(d)
     blocks = stage.blocks / d.virtual_stages
     forward, backward, saved = blocks * block.forward_us, blocks * block.backward_us, 0
-    ends = (
-        (first, stage.first, virtual_stage == 0),
-        (last, stage.last, virtual_stage == d.virtual_stages - 1),
-    )
+    is_last = at == d.virtual_stages - 1
+    ends = (first, stage.first, at == 0), (last, stage.last, is_last)
     extra_us = stage.extra_us
     for part, option, is_here in ends:
         if option is None:
@@ -147,13 +132,13 @@ def _costs(
             forward += part.forward_us
             backward += part.backward_us + again_us
             saved += part.options[option].saved_bytes
-    need = stage.held_bytes[RUNNING]
     later = block.later if d.is_split else WeightsLater()
     return StageCosts(
         forward, backward + extra_us / d.virtual_stages - blocks * later.weight_us,
         weight_us=blocks * later.weight_us,
         saved_bytes=int(stage.saved_bytes / d.virtual_stages) + saved,
-        for_weights_bytes=int(blocks * later.held_bytes), need_bytes=need + later.held_bytes,
+        for_weights_bytes=int(blocks * later.held_bytes),
+        need_bytes=stage.held_bytes[RUNNING] + later.held_bytes,
     )  # fmt: skip
 
 
@@ -163,16 +148,11 @@ def replay_of(plan: ClusterFile, name: str = "the plan") -> PipelineReplay:
         raise PlanError(
             f"{name} does not say what its stages take, so no step can be drawn. {MAKE_AGAIN}"
         )
-    costs = in_order([stage.costs for stage in plan.stages])
-    return replay_pipeline(_order_of(plan), costs, plan.hop_us)
-
-
-def _order_of(plan: ClusterFile) -> tuple[RankOrder, ...]:
-    mesh = plan.parallelism
-    if not mesh.pipeline_parallel_schedule:
+    costs, mesh = in_order([stage.costs for stage in plan.stages]), plan.parallelism
+    how = mesh.pipeline_parallel_schedule
+    if not how:
         pairs = ((PipelineAction(0, k, i),) for i in range(plan.microbatches) for k in ("F", "B"))
-        return (tuple(pairs),)
-    return torch_order(
-        mesh.pipeline_parallel_schedule, mesh.pipeline_parallel_degree, plan.microbatches,
-        plan.virtual_stages,
-    )  # fmt: skip
+        return replay_pipeline((tuple(pairs),), costs, plan.hop_us)
+    ranks = mesh.pipeline_parallel_degree
+    order = torch_order(how, ranks, plan.microbatches, plan.virtual_stages)
+    return replay_pipeline(order, costs, plan.hop_us)

@@ -22,15 +22,7 @@ import numpy.typing as npt
 
 from remat.cluster.mesh import Cluster, Degrees, Job, Mesh
 from remat.cluster.parts import NO_PART, EqualBlocks, Limit, Part, PartOption
-from remat.cluster.pipeline_replay import (
-    BORDERS,
-    FOR_WEIGHTS,
-    GRADIENTS,
-    PARAMETERS,
-    RUNNING,
-    SAVED_ACTIVATIONS,
-    STATES,
-)
+from remat.cluster.pipeline_replay import FOR_WEIGHTS, RUNNING, SAVED_ACTIVATIONS, STANDING
 from remat.graph_capture.graph import Floats
 
 # What a stage holds beside activations, by holder: states and buffers of its border.
@@ -87,13 +79,14 @@ def _bytes_by_holder(
     buffers = 0 if is_whole else 2 * _WEIGHT_BYTES * one_block
     reduced = _GRADIENT_BYTES * one_block if shard > 1 else 0
     split = shard if mesh.reduce_each else 1
-    return {
-        STATES: _STATE_BYTES * parameters // shard,
-        PARAMETERS: _WEIGHT_BYTES * parameters // mesh.keep + buffers,
-        GRADIENTS: _GRADIENT_BYTES * parameters // split + reduced,
-        BORDERS: np.zeros_like(blocks)
-        + _border_buffers(job, cluster, mesh, open_forwards, first=first, last=last),
-    }
+    borders = _border_buffers(job, cluster, mesh, open_forwards, first=first, last=last)
+    sizes = (
+        _STATE_BYTES * parameters // shard,
+        _WEIGHT_BYTES * parameters // mesh.keep + buffers,
+        _GRADIENT_BYTES * parameters // split + reduced,
+        np.zeros_like(blocks) + borders,
+    )
+    return dict(zip(STANDING, sizes, strict=True))
 
 
 def _border_buffers(
@@ -128,30 +121,23 @@ class _Flight(NamedTuple):
     waiting: float = 0.0
 
 
-def forwards_in_flight(
-    stage: int, stages: int, microbatches: int, virtual_stages: int, *, is_split: bool = False
-) -> int:
-    """Forwards of virtual stages that rank `stage` of `stages` has open at most."""
-    behind = stages - 1 - stage
-    if virtual_stages == 1 and not is_split:
-        return min(microbatches, behind + 1)
+def forwards_in_flight(stage: int, d: Degrees) -> int:
+    """Forwards of virtual stages that a rank has open at most."""
+    behind = d.pp - 1 - stage
+    if d.virtual_stages == 1 and not d.is_split:
+        return min(d.microbatches, behind + 1)
     # Torch's own number of warm-up forwards.
-    warm = (1 if is_split else 2) * behind + (virtual_stages - 1) * stages
-    return min(microbatches * virtual_stages, warm + 1)
+    warm = (1 if d.is_split else 2) * behind + (d.virtual_stages - 1) * d.pp
+    return min(d.microbatches * d.virtual_stages, warm + 1)
 
 
-def flights(
-    stage: int, stages: int, microbatches: int, virtual_stages: int, *, is_split: bool = False
-) -> tuple[_Flight, ...]:
+def flights(stage: int, d: Degrees) -> tuple[_Flight, ...]:
     """Any of which may hold the most: while a forward runs, and after the next backward."""
-    opened = forwards_in_flight(stage, stages, microbatches, virtual_stages, is_split=is_split)
-    if not is_split:
-        return (_Flight(opened / virtual_stages),)
-    waiting = min(stage, microbatches * virtual_stages - opened)
-    return (
-        _Flight(opened / virtual_stages, waiting / virtual_stages),
-        _Flight((opened - 1) / virtual_stages, (waiting + 1) / virtual_stages),
-    )
+    opened, v = forwards_in_flight(stage, d), d.virtual_stages
+    if not d.is_split:
+        return (_Flight(opened / v),)
+    waiting = min(stage, d.microbatches * v - opened)
+    return _Flight(opened / v, waiting / v), _Flight((opened - 1) / v, (waiting + 1) / v)
 
 
 class StagePlan(msgspec.Struct, frozen=True):
@@ -236,7 +222,12 @@ class StageTable:
         by_blocks = sum(o.saved_bytes * n for o, n in zip(chosen, options.values(), strict=True))
         need = max((o.need_bytes for o in (*chosen, first, last)), default=0)
         held = {name: int(sizes[blocks]) for name, sizes in self.held.items()}
-        fullest = self._fullest(blocks, by_blocks)
+        later_bytes = blocks * self.block.later.held_bytes
+        # Where so many blocks, which save so much together, hold the most.
+        fullest = max(
+            flights(self.index, self.mesh.degrees),
+            key=lambda one: one.saved * by_blocks + one.waiting * later_bytes,
+        )
         if self.mesh.degrees.is_split:
             held[FOR_WEIGHTS] = int(_waiting_bytes(fullest, self.block, np.array(blocks)))
         return StagePlan(
@@ -244,18 +235,8 @@ class StageTable:
             pair[0] if self.ends[0] is not NO_PART else None,
             pair[1] if self.ends[1] is not NO_PART else None,
             float(self.work_us[blocks]), float(self.extra_us[blocks]), by_blocks,
-            held | {SAVED_ACTIVATIONS: int(fullest.saved * by_blocks) + by_ends,
-                    RUNNING: need},
+            held | {SAVED_ACTIVATIONS: int(fullest.saved * by_blocks) + by_ends, RUNNING: need},
         )  # fmt: skip
-
-    def _fullest(self, blocks: int, saved_bytes: int) -> _Flight:
-        """Where so many blocks, which save so much together, hold the most."""
-        later_bytes = blocks * self.block.later.held_bytes
-
-        def held_bytes_at(one: _Flight) -> float:
-            return one.saved * saved_bytes + one.waiting * later_bytes
-
-        return max(_flights(self.mesh, self.index), key=held_bytes_at)
 
 
 def stage_table(
@@ -267,7 +248,7 @@ def stage_table(
     is_first, is_last = index == 0, index == degrees.pp - 1
     ends = parts[0] if is_first else NO_PART, parts[2] if is_last else NO_PART
     blocks = np.arange(job.layers + 1)
-    opened = _forwards_in_flight(mesh, index)
+    opened = forwards_in_flight(index, degrees)
     held = _bytes_by_holder(job, cluster, mesh, blocks, opened, first=is_first, last=is_last)
     room = cluster.budget_bytes - sum(held.values(), np.zeros_like(blocks))
     # What the ends save and need comes off the blocks' room, so each pair of their options is
@@ -287,13 +268,11 @@ def stage_table(
     )
 
 
-def _limits(
-    mesh: Mesh, index: int, block: Part, blocks: _Counts, left_bytes: _Counts
-) -> list[Limit]:  # fmt: skip
+def _limits(mesh: Mesh, index: int, block: Part, blocks: _Counts, left: _Counts) -> list[Limit]:
     """Room for what so many blocks save, at each moment that may hold the most."""
     return [
-        Limit(left_bytes - _waiting_bytes(one, block, blocks) * mesh.degrees.is_split, one.saved)
-        for one in _flights(mesh, index)
+        Limit(left - _waiting_bytes(one, block, blocks) * mesh.degrees.is_split, one.saved)
+        for one in flights(index, mesh.degrees)
     ]
 
 
@@ -303,19 +282,9 @@ def _waiting_bytes(flight: _Flight, block: Part, blocks: _Counts) -> _Counts:
     return np.ceil(flight.waiting * blocks * later).astype(np.int64) + later
 
 
-def _flights(mesh: Mesh, index: int) -> tuple[_Flight, ...]:
-    d = mesh.degrees
-    return flights(index, d.pp, d.microbatches, d.virtual_stages, is_split=d.is_split)
-
-
-def _forwards_in_flight(mesh: Mesh, index: int) -> int:
-    d = mesh.degrees
-    return forwards_in_flight(index, d.pp, d.microbatches, d.virtual_stages, is_split=d.is_split)
-
-
 def _saved_by_ends(mesh: Mesh, index: int, first: PartOption, last: PartOption) -> int:
     """Bytes, over all microbatches in flight."""
-    of_first = min(mesh.degrees.microbatches, _forwards_in_flight(mesh, index))
+    of_first = min(mesh.degrees.microbatches, forwards_in_flight(index, mesh.degrees))
     # Behind the last virtual stage backward begins at once.
     return of_first * first.saved_bytes + last.saved_bytes
 
@@ -374,9 +343,8 @@ def data_parallel_us(
     degrees, links = mesh.degrees, cluster.links
     tp, last = degrees.tp, degrees.microbatches - 1
     unit = _unit_times(cluster, mesh, job.weights["block"].on_rank(tp))
-    ends = _unit_times(
-        cluster, mesh, job.weights["first"].on_rank(tp) + job.weights["last"].on_rank(tp)
-    )
+    of_ends = job.weights["first"].on_rank(tp) + job.weights["last"].on_rank(tp)
+    ends = _unit_times(cluster, mesh, of_ends)
 
     def one_us(i: int) -> float:
         # Parameters that are kept whole are gathered once.
@@ -401,15 +369,9 @@ def behind_pipeline_us(
     job: Job, cluster: Cluster, mesh: Mesh, block: Part, blocks: int, parameters: int
 ) -> float:
     """What a stage's states add to a pipeline: gathers before it, reductions and updates behind."""
-    unit = _unit_times(cluster, mesh, job.weights["block"].on_rank(mesh.degrees.tp))
+    of_block = job.weights["block"].on_rank(mesh.degrees.tp)
+    unit = _unit_times(cluster, mesh, of_block)
     # The first forward has gathers beside it; FSDP2 then keeps parameters whole to the end.
     waits = max(cluster.links.both_us(block.forward_us, unit.gather_us) - block.forward_us, 0.0)
-    share = parameters / max(job.weights["block"].on_rank(mesh.degrees.tp), 1)
+    share = parameters / max(of_block, 1)
     return blocks * waits + share * unit.reduce_us + update_us(cluster, mesh, parameters)
-
-
-def no_overlap(cluster: Cluster) -> Cluster:
-    # As if all that runs beside a collective stood still.
-    return msgspec.structs.replace(
-        cluster, links=msgspec.structs.replace(cluster.links, beside=math.inf)
-    )

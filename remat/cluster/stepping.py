@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
@@ -112,17 +112,15 @@ def one_stage_rings(name: str, stage: int, stages: int, microbatches: int) -> tu
     return in_flight, min(microbatches, _LEAST_GRADIENTS)
 
 
-def rings_of(
-    actions: Sequence[Any], stage: int, microbatches: int, *, keeps_inputs: bool
-) -> tuple[int, int]:
+def rings_of(actions: Sequence[Any], stage: int, m: int, *, keeps_inputs: bool) -> tuple[int, int]:
     """The same of a rank's actions, transfers included (torch's `pipeline_order_with_comms`)."""
     flat = [action for one in actions for action in (one.sub_actions or (one,))]
-    inputs = _spans(flat, stage, microbatches, ("RECV_F", "F"))
-    gradients = _spans(flat, stage, microbatches, ("RECV_B", "B", "I"))
+    inputs = _spans(flat, stage, m, ("RECV_F", "F"))
+    gradients = _spans(flat, stage, m, ("RECV_B", "B", "I"))
     sizes = ring_size(inputs), max(ring_size(gradients), _LEAST_GRADIENTS)
     # Where torch makes a gradient of inputs apart, it adds it to what is there, so inputs stay with
     # their microbatch.
-    return (microbatches if keeps_inputs else sizes[0]), min(sizes[1], microbatches)
+    return (m if keeps_inputs else sizes[0]), min(sizes[1], m)
 
 
 def _spans(
@@ -130,11 +128,8 @@ def _spans(
 ) -> Iterable[tuple[int, int]]:
     """From what first touches a microbatch's buffer to the last action that may read it."""
     for microbatch in range(microbatches):
-        at = {
-            action.computation_type.value: i
-            for i, action in enumerate(actions)
-            if (action.stage_index, action.microbatch_index) == (stage, microbatch)
-        }
+        own = ((i, a) for i, a in enumerate(actions) if a.microbatch_index == microbatch)
+        at = {a.computation_type.value: i for i, a in own if a.stage_index == stage}
         first = min(at[kind] for kind in begins if kind in at)
         last = max(at[kind] for kind in ("B", "I", "W", "SEND_B") if kind in at)
         yield first, last
@@ -151,7 +146,6 @@ class StepRunner(Protocol):
         args : of the model, on the rank of the first stage: tensors of [batch, ...].
         target : on the rank of the last stage. losses : gets each microbatch's loss there.
         """
-        ...
 
 
 class PipelineStep:
@@ -198,12 +192,7 @@ class PlainStep:
             loss.backward()
             if losses is not None:
                 losses.append(loss.detach())
-        _divide_gradients(self.module, self.microbatches)
-
-
-def _divide_gradients(module: nn.Module, by: int) -> None:
-    # The mean over microbatches, as torch's schedules make it.
-    if by > 1:
-        for parameter in module.parameters():
+        # The mean over microbatches, as torch's schedules make it.
+        for parameter in self.module.parameters() if self.microbatches > 1 else ():
             if parameter.grad is not None:
-                parameter.grad.div_(by)
+                parameter.grad.div_(self.microbatches)

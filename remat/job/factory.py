@@ -14,7 +14,7 @@ import sysconfig
 import textwrap
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, cast
@@ -65,29 +65,18 @@ def _unseen_text(module: ModuleType, where: str) -> str:
     parsed = ast.parse(_source(module))
     missing = [name for name in (_MODEL, _BATCH) if not hasattr(module, name)]
     for statement in parsed.body:
-        made = [name for name in missing if name in _assigned(statement)]
+        names = (part for part in _own(statement) if isinstance(part, ast.Name))
+        stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+        made = [name for name in missing if name in stored]
+        is_guard = isinstance(statement, ast.If) and "__main__" in ast.unparse(statement.test)
         # What a training script guards so is not made when it is imported.
-        if made and _is_of_scripts(statement):
+        if made and is_guard:
             return (
                 f"{where} makes {' and '.join(made)} under `if __name__ == "
                 f'"__main__"` (line {statement.lineno}), which runs only as a script: move what '
                 "builds the model and a batch above it"
             )
-    if missing == [_BATCH]:
-        return f"{where} has a `{_MODEL}` and no `{_BATCH}`"
-    return ""
-
-
-def _is_of_scripts(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.If) and "__main__" in ast.unparse(statement.test)
-
-
-def _assigned(statement: ast.stmt) -> set[str]:
-    return {
-        part.id
-        for part in _own(statement)
-        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
-    }
+    return f"{where} has a `{_MODEL}` and no `{_BATCH}`" if missing == [_BATCH] else ""
 
 
 @dataclass(frozen=True)
@@ -106,20 +95,26 @@ class _Written:
 
 
 def _written_functions(module: ModuleType) -> dict[str, _Written]:
-    found = {
-        one.name: one for one in ast.walk(ast.parse(_source(module))) if isinstance(one, _Function)
-    }
-    training = _training(found)
+    parsed = ast.walk(ast.parse(_source(module)))
+    found = {one.name: one for one in parsed if isinstance(one, _Function)}
+    called = dict[str, set[str]]()
+    for name, one in found.items():
+        calls = (part.func for part in ast.walk(one) if isinstance(part, ast.Call))
+        named = [call for call in calls if isinstance(call, ast.Attribute | ast.Name)]
+        called[name] = {call.attr if isinstance(call, ast.Attribute) else call.id for call in named}
+    training = {name for name, names in called.items() if names & _TRAINS}
+    # Callers of callers train too: repeat until no name is added.
+    size = -1
+    while size != len(training):
+        size = len(training)
+        training |= {name for name, names in called.items() if names & training}
     return {
         name: _Written(
-            name,
-            any(_values(one)),
-            any(map(_is_with_batch, _values(one))),
-            name in training,
+            name, any(_values(one)), any(map(_is_with_batch, _values(one))), name in training,
             _OF_A_MODEL.search(name) is not None,
         )
         for name, one in found.items()
-    }
+    }  # fmt: skip
 
 
 def _returns_nothing(function: Any) -> bool:
@@ -157,38 +152,15 @@ def _own(statement: ast.AST) -> Iterator[ast.AST]:
 def _values(function: _Function) -> Iterator[ast.expr]:
     """What its own returns return, `return None` left out."""
     for part in _own(function):
-        if isinstance(part, ast.Return) and part.value is not None:
-            is_none = isinstance(part.value, ast.Constant) and part.value.value is None
-            if not is_none:
-                yield part.value
+        value = part.value if isinstance(part, ast.Return) else None
+        if value is not None and not (isinstance(value, ast.Constant) and value.value is None):
+            yield value
 
 
 def _is_with_batch(value: ast.expr) -> bool:
     if isinstance(value, ast.Dict):
-        keys = [key.value for key in value.keys if isinstance(key, ast.Constant)]
-        return "model" in keys
+        return "model" in [key.value for key in value.keys if isinstance(key, ast.Constant)]
     return isinstance(value, ast.Tuple) and len(value.elts) in (2, 3)
-
-
-def _training(functions: Mapping[str, _Function]) -> set[str]:
-    called = {name: set(_called(one)) for name, one in functions.items()}
-    found = {name for name, names in called.items() if names & _TRAINS}
-    # Callers of callers train too: repeat until no name is added.
-    size = -1
-    while size != len(found):
-        size = len(found)
-        found |= {name for name, names in called.items() if names & found}
-    return found
-
-
-def _called(function: _Function) -> Iterator[str]:
-    for part in ast.walk(function):
-        if isinstance(part, ast.Call):
-            called = part.func
-            if isinstance(called, ast.Attribute):
-                yield called.attr
-            elif isinstance(called, ast.Name):
-                yield called.id
 
 
 _DEFAULT = "factory"
@@ -212,10 +184,12 @@ class NamedFunction:
 def function_named(name: str) -> Generator[NamedFunction]:
     where, inside = _place(name)
     path = Path(where)
-    is_file = where.endswith(".py") or "/" in where or _is_on_disk(path)
+    # A folder that is a package can be imported, so its name is that of a module.
+    is_on_disk = path.exists() and not (path / "__init__.py").exists()
+    is_file = where.endswith(".py") or "/" in where or is_on_disk
     folder = path.resolve().parent if is_file else Path.cwd()
     # Until the caller has called the function too, as it may import neighbours or parse only then.
-    with _importable(folder), _without_arguments(where):
+    with _as_script(where, folder):
         module = _import_file(path) if is_file else _import_module(where)
         is_open = inside == _MODEL or (not inside and not hasattr(module, _DEFAULT))
         plain = _factory_of(module) if is_open else None
@@ -240,23 +214,10 @@ def _place(name: str) -> tuple[str, str]:
     return where, inside
 
 
-def _is_on_disk(path: Path) -> bool:
-    # A folder that is a package can be imported, so its name is that of a module.
-    return path.exists() and not (path / "__init__.py").exists()
-
-
 @contextlib.contextmanager
-def _importable(folder: Path) -> Generator[None]:
+def _as_script(where: str, folder: Path) -> Generator[None]:
+    """With the folder importable, and without arguments."""
     sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):  # the file may have taken it out itself
-            sys.path.remove(str(folder))
-
-
-@contextlib.contextmanager
-def _without_arguments(where: str) -> Generator[None]:
     kept = sys.argv
     # A parser in the file would read remat's own arguments.
     sys.argv = [where]
@@ -264,6 +225,8 @@ def _without_arguments(where: str) -> Generator[None]:
         yield
     finally:
         sys.argv = kept
+        with contextlib.suppress(ValueError):  # the file may have taken it out itself
+            sys.path.remove(str(folder))
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -404,11 +367,8 @@ def _raised_at(error: BaseException) -> str:
     # `<` begins the frames of importlib, which no one can open.
     theirs = [f for f in frames if Path(f.filename).parent != ours and f.filename[0] != "<"]
     standard = sysconfig.get_path("stdlib")
-    own = [
-        f
-        for f in theirs
-        if "site-packages" not in f.filename and not f.filename.startswith(standard)
-    ]
+    others = [f for f in theirs if "site-packages" not in f.filename]
+    own = [f for f in others if not f.filename.startswith(standard)]
     frame = (own or theirs or list(frames))[-1]
     return f"{frame.filename}:{frame.lineno}"
 
@@ -439,14 +399,11 @@ class Loaded:
         if not is_cuda(device):
             return self
         loss_fn = self.loss_fn
-        return replace(
-            self,
-            model=self.model.to(device),
-            args=_moved(self.args, device),
-            kwargs=_moved(self.kwargs, device),
-            loss_fn=loss_fn.to(device) if isinstance(loss_fn, nn.Module) else loss_fn,
-            target=_moved(self.target, device),
-        )
+        return Loaded(
+            self.model.to(device), _moved(self.args, device), _moved(self.kwargs, device),
+            loss_fn.to(device) if isinstance(loss_fn, nn.Module) else loss_fn,
+            _moved(self.target, device),
+        )  # fmt: skip
 
 
 def _moved(tree: Any, device: str) -> Any:
@@ -479,18 +436,15 @@ def load_model(name: str, **sizes: int) -> Loaded:
     factory, such as ``batch=8``. All that goes wrong is a `FactoryError`.
     """
     with function_named(name) as named:
-        title = f"factory {named.name} of {named.where}"
-        return call(named.function, str(named), sizes, title)
+        return call(named.function, str(named), sizes, f"factory {named.name} of {named.where}")
 
 
-def call(
-    factory: Callable[..., Any], name: str, sizes: Mapping[str, int], title: str = ""
-) -> Loaded:
+def call(build: Callable[..., Any], name: str, sizes: Mapping[str, int], title: str = "") -> Loaded:
     title = title or f"factory {name}"
-    _require_arguments(factory, title, sizes)
+    _require_arguments(build, title, sizes)
     given = "".join(f", {size}={value}" for size, value in sizes.items())
     with _explained_errors(f"{title}{given}"):
-        built = factory(**sizes)
+        built = build(**sizes)
     return _read(built, name)
 
 
@@ -500,11 +454,8 @@ def _require_arguments(factory: Callable[..., Any], title: str, sizes: Mapping[s
     except (TypeError, ValueError):  # some callables of C have no signature
         return
     keywords = [one.name for one in parameters.values() if one.kind in _BY_KEYWORD]
-    needed = [
-        one.name
-        for one in parameters.values()
-        if one.default is one.empty and one.kind in _WITHOUT_DEFAULT and one.name not in sizes
-    ]
+    bare = [one for one in parameters.values() if one.default is one.empty]
+    needed = [p.name for p in bare if p.kind in _WITHOUT_DEFAULT and p.name not in sizes]
     if needed:
         raise FactoryError(
             f"{title} needs {', '.join(needed)}, and is called without: give defaults, or write "

@@ -100,12 +100,9 @@ def _answer_lines(found: Fit) -> list[str]:
 def _sizes_table(found: Fit) -> Table:
     table = plain_table(found.vary, "unmodified", "plan", "overhead", "fits")
     for one in found.tried:
-        has_plan = one.peak_bytes > 0
+        figures = bytes_text(one.peak_bytes), percent_text(one.overhead)
         table.add_row(
-            str(one.size),
-            bytes_text(one.unmodified_bytes),
-            bytes_text(one.peak_bytes) if has_plan else "-",
-            percent_text(one.overhead) if has_plan else "-",
-            "yes" if one.fits else "no",
-        )
+            str(one.size), bytes_text(one.unmodified_bytes),
+            *(figures if one.peak_bytes else ("-", "-")), "yes" if one.fits else "no",
+        )  # fmt: skip
     return table

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import remat.solver as solvers
@@ -38,8 +38,6 @@ from remat.solver.search import is_interrupted
 if TYPE_CHECKING:
     from torch import nn
 
-    from remat.graph_capture.costs.cache import Profile
-    from remat.graph_capture.sizes.symbols import Dynamic
     from remat.graph_capture.tracing.recipe import Recipe
     from remat.graph_capture.tracing.trace import Trace
     from remat.rewriter.checking.check import Check
@@ -74,10 +72,6 @@ def _predicted_row(graph: TrainingGraph, name: str, result: Result, base_us: flo
     return Row(name, result.peak_bytes, result.time_us, overhead, reserved)
 
 
-def _quicker_than_predicted(row: Row) -> bool:
-    return row.measured_step_us is not None and FAR_OFF * row.measured_step_us < row.time_us
-
-
 def rows_as_run(rows: Sequence[Row], check: Check, of_chen: Check | None) -> tuple[Row, ...]:
     base, chen, plan = rows
     base = replace(
@@ -101,18 +95,13 @@ def _as_run(row: Row, check: Check, base_us: float) -> Row:
 
 
 @dataclass(frozen=True)
-class RunsAgain:
-    kinds: tuple[OpKind, ...]  # most time of further runs first; empty without a plan
-    simpler: EveryNth | None  # every n-th layer, where that is within 1 % of the plan
-
-
-@dataclass(frozen=True)
 class Report:
     graph: TrainingGraph
     result: Result
     rows: tuple[Row, ...]
     seconds: dict[str, float]
-    again: RunsAgain
+    kinds: tuple[OpKind, ...]  # that run again, most time first; empty without a plan
+    simpler: EveryNth | None  # every n-th layer, where that is within 1 % of the plan
     simulation: Simulation | None = None
     check: Check | None = None
     recipe: Recipe | None = None
@@ -122,11 +111,6 @@ class Report:
     @property
     def failures(self) -> list[str]:
         return failures(self.check, self.result.budget_bytes) if self.check else []
-
-
-def runs_again(graph: TrainingGraph, result: Result) -> RunsAgain:
-    kinds = kinds_of(graph, result.schedule) if result.schedule else ()
-    return RunsAgain(kinds, every_n_layers(graph, result))
 
 
 def trace_loaded(loaded: Loaded, request: Request, dynamic: Dynamic | None = None) -> Trace:
@@ -165,17 +149,6 @@ def graph_with_costs(
     return local_step(graph, request.sharding)
 
 
-def measure_loaded(
-    loaded: Loaded, request: Request, stopwatch: Stopwatch, *, nvme_path: str = ""
-) -> Profile:
-    from remat.graph_capture.costs.measuring import measure
-
-    with stopwatch.stage("capture", "tracing the training step"):
-        traced = trace_loaded(loaded, request)
-    with stopwatch.stage("profile", "timing ops") as progress:
-        return measure(traced, nvme_path=nvme_path, progress=progress)
-
-
 def solve_request(
     graph: TrainingGraph, request: Request, stopwatch: Stopwatch, *, at_hand: Result | None = None
 ) -> Result:
@@ -187,29 +160,10 @@ def solve_request(
         )  # fmt: skip
 
 
-def _named_beside(
-    result: Result, traced: Trace, graph: TrainingGraph, request: Request, stopwatch: Stopwatch
-) -> Result:
-    """`result`; where nothing fits, with what a head in chunks would need by tolerance."""
-    if result.schedule is not None:
-        return result
-    from remat.levers.chunks_at_need import naming_tolerance
-
-    # In bytes: `auto` or per cents could be others for the graph with chunks.
-    within = replace(request, budget=f"{result.budget_bytes}B")
-    return naming_tolerance(
-        result, traced, graph, lambda one: graph_with_costs(one, request, stopwatch),
-        lambda graph: solve_request(graph, within, stopwatch),
-    )  # fmt: skip
-
-
 def check_schedule(
-    loaded: Loaded,
-    traced: Trace,
-    schedule: Schedule,
-    request: Request,
+    loaded: Loaded, traced: Trace, schedule: Schedule, request: Request,
     costed: TrainingGraph | None = None,
-) -> Check:
+) -> Check:  # fmt: skip
     """`costed` is the graph with links, which say where a schedule may copy values to."""
     from remat.rewriter.rewriting import rewrite
 
@@ -228,14 +182,9 @@ def compare_with_eager(loaded: Loaded, module: nn.Module, request: Request) -> C
 
 
 def run_job(
-    loaded: Loaded,
-    request: Request,
-    stopwatch: Stopwatch,
-    *,
-    check: bool | None = None,
-    compare: bool = False,
-    planned: Callable[[Report], None] = lambda _: None,
-) -> Report:
+    loaded: Loaded, request: Request, stopwatch: Stopwatch, *, check: bool | None = None,
+    compare: bool = False, planned: Callable[[Report], None] = lambda _: None,
+) -> Report:  # fmt: skip
     """Capture, time, solve, rewrite and check; `planned` gets what is known before a step runs.
 
     No step runs where nothing fits, for a device or ranks that are not here, or with `check` False;
@@ -247,18 +196,14 @@ def run_job(
     graph, result = report.graph, report.result
     if result.schedule is None or not request.is_run_here or check is False:
         return report
-    # Ctrl-C ended the solve with the best so far, which is told and kept.
-    if is_interrupted():
-        return replace(report, unchecked=INTERRUPTED)
-    if not check and (reason := why_unchecked(graph)):
-        return replace(report, unchecked=f"{reason}; --check runs it anyway")
+    if why := _why_not_run(lambda: graph, check):
+        return replace(report, unchecked=why)
     said = list[str]()
 
     def checked_to(schedule: Schedule) -> Check | None:
-        def run_it() -> Check:
-            return check_schedule(loaded, traced, schedule, request, graph)
-
-        return unless_short(run_it, said.append)
+        return unless_short(
+            lambda: check_schedule(loaded, traced, schedule, request, graph), said.append
+        )
 
     with stopwatch.stage("check", "checking the plan against eager"):
         checked = checked_to(result.schedule)
@@ -270,16 +215,21 @@ def run_job(
             compared = checked_to(chen.schedule)
     rows = rows_as_run(report.rows, checked, compared)
     # Costs of a profile are used as given, and are not ours to measure anew.
-    if _quicker_than_predicted(rows[0]) and request.profile is None:
-        _doubt_costs(traced)
+    if request.profile is None and FAR_OFF * checked.baseline_step_us < rows[0].time_us:
+        from remat.graph_capture.costs.op_costs import doubt_costs
+
+        # Costs that say too much were taken in a busy time: the next run measures them anew.
+        doubt_costs(traced)
     return replace(report, rows=rows, check=checked, unchecked="".join(said))
 
 
-def _doubt_costs(traced: Trace) -> None:
-    # Costs that say too much were taken in a busy time: the next run measures them anew.
-    from remat.graph_capture.costs.op_costs import doubt_costs
-
-    doubt_costs(traced)
+def _why_not_run(graph: Callable[[], TrainingGraph], check: bool | None) -> str:
+    """Why a plan for this machine is not run; empty where it is."""
+    # Ctrl-C ended the solve with the best so far, which is told and kept.
+    if is_interrupted():
+        return INTERRUPTED
+    reason = "" if check else why_unchecked(graph())
+    return f"{reason}; --check runs it anyway" if reason else ""
 
 
 def _before_the_check(
@@ -292,7 +242,15 @@ def _before_the_check(
     # Something fits, so there is no way out to name.
     if report.simulation is not None:
         return replace(report, recipe=traced.recipe), traced, chen
-    named = _named_beside(report.result, traced, graph, request, stopwatch)
+    from remat.levers.chunks_at_need import naming_tolerance
+
+    # In bytes: `auto` or per cents could be others for the graph with chunks.
+    within = replace(request, budget=f"{report.result.budget_bytes}B")
+    # With what a head in chunks would need by tolerance.
+    named = naming_tolerance(
+        report.result, traced, graph, lambda one: graph_with_costs(one, request, stopwatch),
+        lambda graph: solve_request(graph, within, stopwatch),
+    )  # fmt: skip
     return replace(report, result=named), traced, chen
 
 
@@ -306,10 +264,8 @@ def _solved_in_turn(
     def with_measured(graph: TrainingGraph) -> TrainingGraph:
         from remat.graph_capture.costs.op_costs import with_measured_chunks
 
-        with stopwatch.stage("profile", "timing large layers in chunks") as progress:
-            return with_measured_chunks(
-                traced, graph, progress, measure_again=request.measure_again
-            )
+        with stopwatch.stage("profile", "timing large layers in chunks") as shown:
+            return with_measured_chunks(traced, graph, shown, measure_again=request.measure_again)
 
     def solve_for(graph: TrainingGraph, /, *, at_hand: Result | None = None) -> Result:
         return solve_request(graph, request, stopwatch, at_hand=at_hand)
@@ -334,7 +290,9 @@ def planned_report(
             _predicted_row(eager.graph, "unmodified", eager.result, base_us),
             _predicted_row(graph, "chen_sqrt", chen, base_us),
         )
-        report = Report(graph, result, rows, stopwatch.seconds, runs_again(graph, result))
+        kinds = kinds_of(graph, result.schedule) if result.schedule else ()
+        simpler = every_n_layers(graph, result)
+        report = Report(graph, result, rows, stopwatch.seconds, kinds, simpler)
         if result.schedule is None:
             return report, chen
         report = replace(
@@ -361,40 +319,34 @@ class RangeReport:
 
 
 def plan_over(
-    loaded: Loaded,
-    request: Request,
-    dynamic: Dynamic,
-    stopwatch: Stopwatch,
-    planned: Callable[[PlanFile], None] = lambda _: None,
-    *,
-    check: bool | None = None,
-) -> RangeReport:
+    loaded: Loaded, request: Request, dynamic: Dynamic, stopwatch: Stopwatch,
+    planned: Callable[[PlanFile], None] = lambda _: None, *, check: bool | None = None,
+) -> RangeReport:  # fmt: skip
     """Plan for a range, and run one step of the factory's batch; arguments as of `run_job`."""
+    from remat.graph_capture.capture_api import workspaces_by
+    from remat.graph_capture.sizes.at_sizes import ranged_graph_of
+    from remat.ranges.ranged_call import sizes_within
+
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request, dynamic)
-    graph = _ranged_graph(traced, request, stopwatch)
+    workspaces = workspaces_by(traced, request.read_profile())
+    costed = partial(graph_with_costs, request=request, stopwatch=stopwatch)
+    graph = ranged_graph_of(traced, costed, workspaces)
     with stopwatch.stage("solve", f"solving for {request.budget}"):
         family = solve_over(
             graph, request.budget, request.solver, request.time_limit_s,
             **request.solving,
         )  # fmt: skip
     planned(_plan_of(loaded, traced, family, graph))
-    report = RangeReport(graph, family, overheads_over(graph, family), stopwatch.seconds)
-    report = dataclasses.replace(report, sizes=_batch_sizes(loaded, traced, request))
+    batch = Batch(
+        loaded.args, loaded.kwargs, loaded.loss_fn, loaded.target,
+        request.optimizer, request.accumulate,
+    )  # fmt: skip
+    curve, sizes = overheads_over(graph, family), sizes_within(traced, batch)
+    report = RangeReport(graph, family, curve, stopwatch.seconds, sizes)
     if check is False or not request.is_run_here:
         return report
-    return _checked(report, loaded, traced, request, stopwatch, check=bool(check))
-
-
-def _ranged_graph(traced: Trace, request: Request, stopwatch: Stopwatch) -> RangedGraph:
-    from remat.graph_capture.capture_api import workspaces_by
-    from remat.graph_capture.sizes.at_sizes import ranged_graph_of
-
-    def costed(one: Trace) -> TrainingGraph:
-        return graph_with_costs(one, request, stopwatch)
-
-    workspaces = workspaces_by(traced, request.read_profile())
-    return ranged_graph_of(traced, costed, workspaces)
+    return _checked(report, loaded, traced, request, stopwatch, check)
 
 
 def _plan_of(loaded: Loaded, traced: Trace, family: Family, graph: RangedGraph) -> PlanFile:
@@ -406,39 +358,26 @@ def _plan_of(loaded: Loaded, traced: Trace, family: Family, graph: RangedGraph) 
     return plan_of_family(loaded.model, traced.recipe, signature.places, family, graph)
 
 
-def _batch_sizes(loaded: Loaded, traced: Trace, request: Request) -> dict[str, int] | None:
-    from remat.ranges.ranged_call import sizes_within
-
-    batch = Batch(
-        loaded.args, loaded.kwargs, loaded.loss_fn, loaded.target,
-        request.optimizer, request.accumulate,
-    )  # fmt: skip
-    return sizes_within(traced, batch)
-
-
 def _checked(
     report: RangeReport, loaded: Loaded, traced: Trace, request: Request, stopwatch: Stopwatch,
-    *, check: bool,
+    check: bool | None,
 ) -> RangeReport:  # fmt: skip
     from remat.rewriter.user_module.ranged import make_ranged
 
-    if report.sizes is None:
-        return dataclasses.replace(report, unchecked="the factory's batch is out of the range")
-    if is_interrupted():
-        return dataclasses.replace(report, unchecked=INTERRUPTED)
-    reason = "" if check else why_unchecked(report.graph.at(**report.sizes))
-    if reason:
-        return dataclasses.replace(report, unchecked=f"{reason}; --check runs it anyway")
-    said = list[str]()
+    sizes, said = report.sizes, list[str]()
+    if sizes is None:
+        return replace(report, unchecked="the factory's batch is out of the range")
+    if why := _why_not_run(lambda: report.graph.at(**sizes), check):
+        return replace(report, unchecked=why)
 
     def compared() -> Check:
-        number = report.family.number_at(**report.sizes or {})  # not None by now
+        number = report.family.number_at(**sizes)
         module = make_ranged(loaded.model, report.family, traced, report.graph, number)
         return compare_with_eager(loaded, module, request)
 
     with stopwatch.stage("check", "checking the plan against eager"):
         found = unless_short(compared, said.append)
-    return dataclasses.replace(report, check=found, unchecked="".join(said))
+    return replace(report, check=found, unchecked="".join(said))
 
 
 def refuse_beside_dynamic(request: Request, **given: bool) -> None:

@@ -146,10 +146,7 @@ class PlanSource:
 
 
 def open_plan(
-    source: str,
-    request: Request,
-    stopwatch: Stopwatch,
-    plan: Path | None = None,
+    source: str, request: Request, stopwatch: Stopwatch, plan: Path | None = None
 ) -> PlanSource:
     """Open a model, a kept graph or a kept plan; solve if the request has a budget.
 
@@ -255,7 +252,12 @@ def captured(source: str, request: Request, stopwatch: Stopwatch) -> Captured:
     if request.sharding != NO_SHARDING:
         raise DeviceError(f"{source} is a step already captured: --sharding goes with a model")
     if _holds_plan(Path(source)):
-        return Captured(_as_asked(_graph_in(read_kept(Path(source)), source), request))
+        kept = read_kept(Path(source))
+        if not isinstance(kept, PlanFile):
+            raise PlanError(
+                f"{source} is a schedule alone: name its model, or a graph kept by show --as graph"
+            )
+        return Captured(_as_asked(evaluate_plan(kept, source)[0], request))
     try:
         return Captured(_as_asked(TrainingGraph.from_json(read_contents(source)), request))
     except GraphError as error:
@@ -278,19 +280,10 @@ def _as_asked(graph: TrainingGraph, request: Request) -> TrainingGraph:
     return graph if tiers is None else relinked(graph, tiers)
 
 
-def _graph_in(kept: PlanFile | Schedule, name: str) -> TrainingGraph:
-    if isinstance(kept, PlanFile):
-        return evaluate_plan(kept, name)[0]
-    raise PlanError(
-        f"{name} is a schedule alone: name its model, or a graph kept by show --as graph"
-    )
-
-
 def captured_model(loaded: Loaded, request: Request, stopwatch: Stopwatch) -> Captured:
     with stopwatch.stage("capture", "tracing the training step"):
         traced = pipeline.trace_loaded(loaded, request)
-    graph = pipeline.graph_with_costs(traced, request, stopwatch)
-    return Captured(graph, loaded, traced.recipe)
+    return Captured(pipeline.graph_with_costs(traced, request, stopwatch), loaded, traced.recipe)
 
 
 def require_model(source: str) -> None:

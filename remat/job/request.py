@@ -48,6 +48,10 @@ _FIELDS = {_WORLD: "world_size"}
 SHARDING_KEYS = ("kind", _WORLD, *(field.name for field in dataclasses.fields(Sharding)[2:]))
 
 
+def _ask(default: Any, text: str, **shown: Any) -> Any:
+    return field(default=default, metadata={"help": text, **shown})
+
+
 @dataclass(frozen=True)
 class Request:
     """What to plan for, on what, and how long to try.
@@ -56,116 +60,68 @@ class Request:
     not the usual ones, its flag, its metavar and the least value that it takes.
     """
 
-    budget: str = field(
-        default=NO_BUDGET,
-        metadata={
-            "help": "to solve for: 8GiB, 512MiB, 60% of the unmodified peak, auto (what is free) "
-            "or min; repeatable in sweep"
-        },
+    budget: str = _ask(
+        NO_BUDGET, "to solve for: 8GiB, 512MiB, 60% of the unmodified peak, auto (what is free) "
+        "or min; repeatable in sweep",
+    )  # fmt: skip
+    host: str = _ask(
+        "", "memory of the host that values may move to: 120GiB, or auto for nine tenths "
+        "of what is free; on a CPU files stand for it; in sweep several, such as 0,8GiB,16GiB",
+    )  # fmt: skip
+    nvme: str = _ask(
+        "", "a folder on NVMe, and how much of its drive lies below --host: "
+        "/mnt/nvme:200GiB", metavar="FOLDER:SIZE",
+    )  # fmt: skip
+    solver: str = _ask(
+        "auto", f"one of {', '.join(TABLE)}; repeatable in sweep, where usual stands for "
+        "twelve of them",
+    )  # fmt: skip
+    order: Literal["fixed", "free"] = _ask(
+        "fixed", "of first computations: fixed keeps the captured one, free tries others"
     )
-    host: str = field(
-        default="",
-        metadata={
-            "help": "memory of the host that values may move to: 120GiB, or auto for nine tenths "
-            "of what is free; on a CPU files stand for it; in sweep several, such as 0,8GiB,16GiB"
-        },
+    time_limit_s: float = _ask(
+        60.0, "seconds to search for a plan; in sweep for all budgets of a solver together, "
+        "in largest-batch at each size", flag="--time-limit", min=0.0,
+    )  # fmt: skip
+    gap: float = _ask(
+        DEFAULT_GAP, "end the search at a plan that is proved to be within this part of the best, "
+        "for solvers that prove one", min=0.0,
+    )  # fmt: skip
+    keep: tuple[str, ...] = _ask((), "modules never to recompute; repeatable", metavar="GLOB")
+    recompute: tuple[str, ...] = _ask((), "modules always to recompute; repeatable", metavar="GLOB")
+    split: Literal["none", "exact", "tolerance"] | None = _ask(
+        None, "let a linear head with its cross-entropy run in chunks: exact if that gives "
+        "eager's bits, tolerance also if a sum has another order; default: exact for "
+        "large heads; heads that cannot be chunked stay whole, without a warning",
+    )  # fmt: skip
+    optimizer: Optimizer = _ask(  # noqa: RUF009 it makes a field
+        "none", "count this optimizer's state as resident; Adam's is that of adamw"
     )
-    nvme: str = field(
-        default="",
-        metadata={
-            "help": "a folder on NVMe, and how much of its drive lies below --host: "
-            "/mnt/nvme:200GiB",
-            "metavar": "FOLDER:SIZE",
-        },
+    optimizer_in_backward: bool = _ask(
+        False, "plan with updates during backward, as optimizer_in_backward= makes them, by "
+        "the --optimizer; nothing is run",
+    )  # fmt: skip
+    accumulate: bool = _ask(False, "count accumulated gradients as resident")
+    device: str = _ask(
+        NAMED_BY_TORCH,
+        f"cpu or cuda, measured here; or modelled: {', '.join(device_table().devices)}",
+        show_default="cuda if torch sees one, else cpu",
+    )  # fmt: skip
+    sharding: Sharding = _ask(  # noqa: RUF009 it makes a field
+        NO_SHARDING, "plan one rank of several, without running it: "
+        "kind=fsdp2,world=8,blocks=layers.*, or a JSON or TOML file; keys are "
+        f"{', '.join(SHARDING_KEYS)}", metavar="KEY=VALUE,...|FILE",
+    )  # fmt: skip
+    profile: Profile | Path | None = _ask(  # noqa: RUF009 it makes a field
+        None, "costs kept by remat profile, to use as they are", metavar="FILE"
     )
-    solver: str = field(
-        default="auto",
-        metadata={
-            "help": f"one of {', '.join(TABLE)}; repeatable in sweep, where usual stands for "
-            "twelve of them"
-        },
-    )
-    order: Literal["fixed", "free"] = field(
-        default="fixed",
-        metadata={"help": "of first computations: fixed keeps the captured one, free tries others"},
-    )
-    time_limit_s: float = field(
-        default=60.0,
-        metadata={
-            "flag": "--time-limit",
-            "help": "seconds to search for a plan; in sweep for all budgets of a solver together, "
-            "in largest-batch at each size",
-            "min": 0.0,
-        },
-    )
-    gap: float = field(
-        default=DEFAULT_GAP,
-        metadata={
-            "help": "end the search at a plan that is proved to be within this part of the best, "
-            "for solvers that prove one",
-            "min": 0.0,
-        },
-    )
-    keep: tuple[str, ...] = field(
-        default=(),
-        metadata={"help": "modules never to recompute; repeatable", "metavar": "GLOB"},
-    )
-    recompute: tuple[str, ...] = field(
-        default=(),
-        metadata={"help": "modules always to recompute; repeatable", "metavar": "GLOB"},
-    )
-    split: Literal["none", "exact", "tolerance"] | None = field(
-        default=None,
-        metadata={
-            "help": "let a linear head with its cross-entropy run in chunks: exact if that gives "
-            "eager's bits, tolerance also if a sum has another order; default: exact for "
-            "large heads; heads that cannot be chunked stay whole, without a warning"
-        },
-    )
-    optimizer: Optimizer = field(
-        default="none",
-        metadata={"help": "count this optimizer's state as resident; Adam's is that of adamw"},
-    )
-    optimizer_in_backward: bool = field(
-        default=False,
-        metadata={
-            "help": "plan with updates during backward, as optimizer_in_backward= makes them, by "
-            "the --optimizer; nothing is run"
-        },
-    )
-    accumulate: bool = field(
-        default=False, metadata={"help": "count accumulated gradients as resident"}
-    )
-    device: str = field(
-        default=NAMED_BY_TORCH,
-        metadata={
-            "help": f"cpu or cuda, measured here; or modelled: {', '.join(device_table().devices)}",
-            "show_default": "cuda if torch sees one, else cpu",
-        },
-    )
-    sharding: Sharding = field(
-        default=NO_SHARDING,
-        metadata={
-            "help": "plan one rank of several, without running it: "
-            "kind=fsdp2,world=8,blocks=layers.*, or a JSON or TOML file; keys are "
-            f"{', '.join(SHARDING_KEYS)}",
-            "metavar": "KEY=VALUE,...|FILE",
-        },
-    )
-    profile: Profile | Path | None = field(
-        default=None,
-        metadata={"help": "costs kept by remat profile, to use as they are", "metavar": "FILE"},
-    )
-    measure_again: bool = field(
-        default=False,
-        metadata={"help": "measure ops anew, also those whose costs are kept from before"},
+    measure_again: bool = _ask(
+        False, "measure ops anew, also those whose costs are kept from before"
     )
 
     @property
     def solving(self) -> dict[str, Any]:
-        return {
-            "keep": self.keep, "recompute": self.recompute, "order": self.order, "gap": self.gap,
-        }  # fmt: skip
+        return {name: getattr(self, name) for name in ("keep", "recompute", "order", "gap")}
 
     @property
     def is_run_here(self) -> bool:

@@ -11,11 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from remat.analysis.memory_figures import (
-    chunks_of,
-    offloaded,
-    reserved_text,
-)
+from remat.analysis.memory_figures import chunks_of, offloaded, reserved_text
 from remat.analysis.plan_report import costs_text, plain_table
 from remat.checks import CHECKED, advice_of
 from remat.formats import (
@@ -30,7 +26,7 @@ from remat.formats import (
 )
 from remat.graph_capture.devices.known_devices import is_in_table
 from remat.graph_capture.graph import TrainingGraph
-from remat.job.pipeline import FAR_OFF, RangeReport, Report, Row, RunsAgain
+from remat.job.pipeline import FAR_OFF, RangeReport, Report, Row
 from remat.progress import took_text
 from remat.ranges.curve import Curve
 from remat.schedules.derived import graph_of_schedule
@@ -115,14 +111,12 @@ def show_run(console: Console, report: Report) -> None:
 def _schedules_table(rows: Iterable[Row]) -> Table:
     table = plain_table("predicted | measured", "peak", "step", "overhead")
     for row in rows:
-        overhead = percent_pair(row.overhead, row.measured_overhead)
-        table.add_row(
-            _LABELS.get(row.name, row.name),
-            bytes_pair(row.peak_bytes, row.measured_peak_bytes),
-            time_pair(row.time_us, row.measured_step_us),
-            # Of the unmodified step it is 0 by definition.
-            "-" if row.name == "unmodified" else overhead,
-        )
+        peak = bytes_pair(row.peak_bytes, row.measured_peak_bytes)
+        step = time_pair(row.time_us, row.measured_step_us)
+        # Of the unmodified step it is 0 by definition.
+        is_base = row.name == "unmodified"
+        overhead = "-" if is_base else percent_pair(row.overhead, row.measured_overhead)
+        table.add_row(_LABELS.get(row.name, row.name), peak, step, overhead)
     return table
 
 
@@ -133,16 +127,9 @@ def _verdict(report: Report) -> Table:
     if report.simulation:
         table.add_row("peak held by", _held(graph, result.schedule, report.simulation))
     _add_reserved(table, report.rows)
-    for advice in advice_on_run(report):
+    for advice in filter(None, (*advice_on_run(report), report.shortage)):
         table.add_row("advice", Text(advice))
-    if report.shortage:
-        table.add_row("advice", Text(report.shortage))
-    if report.check:
-        table.add_row("equal", _equal_text(report.check))
-        for advice in advice_of(report.check, result.budget_bytes):
-            table.add_row("advice", Text(advice))
-    if report.unchecked:
-        table.add_row("not run", Text(report.unchecked))
+    _add_check(table, report, result.budget_bytes)
     _add_ways(table, report)
     if is_in_table(graph.device) or graph.notes:  # the figures are no measurement on this machine
         table.add_row("costs", costs_text(graph))
@@ -152,6 +139,16 @@ def _verdict(report: Report) -> Table:
     if result.message:
         table.add_row("note", Text(result.message))
     return table
+
+
+def _add_check(table: Table, report: Report | RangeReport, budget_bytes: int, at: str = "") -> None:
+    if report.check:
+        equal = _equal_text(report.check)
+        table.add_row("equal", Text(f"{equal}{at}") if at else equal)
+        for advice in advice_of(report.check, budget_bytes):
+            table.add_row("advice", Text(advice))
+    if report.unchecked:
+        table.add_row("not run", Text(report.unchecked))
 
 
 def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
@@ -167,18 +164,18 @@ def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
 
 
 def _add_ways(table: Table, report: Report) -> None:
-    graph, result, again = report.graph, report.result, report.again
+    graph, result = report.graph, report.result
     for one in chunks_of(graph, result.schedule):
         table.add_row("in chunks", Text(str(one)))
     moved = offloaded(graph, result.schedule, report.simulation)
     for name, said in moved.rows() if moved is not None else ():
         table.add_row(name, Text(said))
-    if kinds := kinds_text(again.kinds):
+    if kinds := kinds_text(report.kinds):
         table.add_row("recomputed", Text(kinds))
     if result.attention:
         table.add_row("attention", str(result.attention))
-    if again.simpler:
-        table.add_row("simpler", str(again.simpler))
+    if report.simpler:
+        table.add_row("simpler", str(report.simpler))
 
 
 def _bound_said(graph: TrainingGraph, result: Result) -> str:
@@ -222,15 +219,11 @@ def _equal_text(check: Check) -> Text:
 
 def show_check(console: Console, check: Check, budget_bytes: int) -> None:
     table = plain_table("measured", "peak", "step", "overhead")
-    table.add_row(
-        "unmodified", bytes_text(check.baseline_peak_bytes), time_text(check.baseline_step_us), "-"
-    )
-    table.add_row(
-        "this plan",
-        bytes_text(check.plan_peak_bytes),
-        time_text(check.plan_step_us),
-        percent_text(check.overhead),
-    )
+    for name, peak_bytes, step_us, overhead in (
+        ("unmodified", check.baseline_peak_bytes, check.baseline_step_us, "-"),
+        ("this plan", check.plan_peak_bytes, check.plan_step_us, percent_text(check.overhead)),
+    ):
+        table.add_row(name, bytes_text(peak_bytes), time_text(step_us), overhead)
     console.print(table)
     console.print(Text("\nequal  ").append(_equal_text(check)))
     if check.plan_reserved_bytes is not None:
@@ -244,6 +237,7 @@ def show_check(console: Console, check: Check, budget_bytes: int) -> None:
 
 def report_json(report: Report) -> dict[str, Any]:
     result, rows = report.result, {row.name: row for row in report.rows}
+    attention = result.attention
     said = {
         "status": result.status,
         "solver": result.solver,
@@ -261,7 +255,10 @@ def report_json(report: Report) -> dict[str, Any]:
         "message": result.message,
         "pieces": msgspec.to_builtins(chunks_of(report.graph, result.schedule)),
         "offload": msgspec.to_builtins(offloaded(report.graph, result.schedule)),
-        **_again_json(result, report.again),
+        "recomputed": [kind._asdict() for kind in report.kinds if kind.recomputed],
+        "attention": attention and {**msgspec.to_builtins(attention), "says": str(attention)},
+        "floor": msgspec.to_builtins(result.floor),
+        "every_n_layers": msgspec.to_builtins(report.simpler),
         "check": _check_json(report.check, result.budget_bytes) if report.check else None,
         "unchecked": report.unchecked,
         "shortage": report.shortage,
@@ -281,16 +278,6 @@ def bound_json(graph: TrainingGraph, result: Result) -> dict[str, float | None]:
     return {"lower_bound_us": bound_us, "overhead": overhead, "gap": result.gap}
 
 
-def _again_json(result: Result, again: RunsAgain) -> dict[str, Any]:
-    attention = result.attention
-    return {
-        "recomputed": [kind._asdict() for kind in again.kinds if kind.recomputed],
-        "attention": attention and {**msgspec.to_builtins(attention), "says": str(attention)},
-        "floor": msgspec.to_builtins(result.floor),
-        "every_n_layers": msgspec.to_builtins(again.simpler),
-    }
-
-
 def _check_json(check: Check, budget_bytes: int) -> dict[str, Any]:
     equal = {f"{name}_equal": bool(getattr(check, f"{name}_equal")) for name in CHECKED}
     return {
@@ -303,32 +290,24 @@ def _check_json(check: Check, budget_bytes: int) -> dict[str, Any]:
 
 
 def checked_json(check: Check, budget_bytes: int, failures: list[str]) -> dict[str, Any]:
-    return {
-        "budget_bytes": budget_bytes,
-        "check": _check_json(check, budget_bytes),
-        "baseline": {
-            "measured_peak_bytes": check.baseline_peak_bytes,
-            "reserved_bytes": check.baseline_reserved_bytes,
-            "measured_step_us": check.baseline_step_us,
-        },
-        "plan": {
-            "measured_peak_bytes": check.plan_peak_bytes,
-            "reserved_bytes": check.plan_reserved_bytes,
-            "measured_step_us": check.plan_step_us,
-            "measured_overhead": check.overhead,
-        },
-        "failures": failures,
+    measured: dict[str, dict[str, Any]] = {
+        name: {
+            "measured_peak_bytes": getattr(check, f"{name}_peak_bytes"),
+            "reserved_bytes": getattr(check, f"{name}_reserved_bytes"),
+            "measured_step_us": getattr(check, f"{name}_step_us"),
+        }
+        for name in ("baseline", "plan")
     }
+    measured["plan"]["measured_overhead"] = check.overhead
+    known = {"budget_bytes": budget_bytes, "check": _check_json(check, budget_bytes)}
+    return known | measured | {"failures": failures}
 
 
 def _infeasible_json(result: Result) -> dict[str, Any]:
-    held = [
-        {"name": item.name, "size_bytes": item.size_bytes, "module": item.module}
-        for item in result.held_at_peak
-    ]
+    names = "name", "size_bytes", "module"
     return {
         "least_feasible_bytes": result.least_feasible_bytes,
-        "held_at_peak": held,
+        "held_at_peak": [{n: getattr(v, n) for n in names} for v in result.held_at_peak],
         "error": {"type": "Infeasible", "message": infeasible_text(result)},
     }
 
@@ -349,13 +328,8 @@ def _row_json(row: Row) -> dict[str, Any]:
 def show_range_report(console: Console, report: RangeReport) -> None:
     show_family(console, report.family, report.curve)
     table = Table.grid(padding=(0, 2, 0, 0))
-    if report.check:
-        at = f" at {sizes_text(report.sizes)}" if report.sizes else ""
-        table.add_row("equal", Text(f"{_equal_text(report.check)}{at}"))
-        for advice in advice_of(report.check, report.family.budget_bytes):
-            table.add_row("advice", Text(advice))
-    if report.unchecked:
-        table.add_row("not run", Text(report.unchecked))
+    at = f" at {sizes_text(report.sizes)}" if report.sizes else ""
+    _add_check(table, report, report.family.budget_bytes, at)
     table.add_row("took", took_text(report.seconds))
     console.print(table)
 
@@ -363,55 +337,32 @@ def show_range_report(console: Console, report: RangeReport) -> None:
 def show_family(console: Console, family: Family, curve: Curve) -> None:
     ranges, budget = ", ".join(map(str, family.symbols)), bytes_text(family.budget_bytes)
     console.print(Text.assemble((family.model, "bold"), f" over {ranges}, budget {budget}\n"))
-    console.print(_curve_table(curve))
-    console.print()
-    console.print(_certificate(family))
-
-
-def _curve_table(curve: Curve) -> Table:
     table = plain_table("sizes", "schedule", "peak", "step", "overhead")
     for point in curve.points:
-        table.add_row(
-            sizes_text(point.sizes),
-            str(point.member + 1),  # people count from 1
-            bytes_text(point.peak_bytes),
-            time_text(point.time_us),
-            percent_text(point.overhead),
-        )
-    return table
-
-
-def _certificate(family: Family) -> Table:
+        number = str(point.member + 1)  # people count from 1
+        figures = bytes_text(point.peak_bytes), time_text(point.time_us)
+        table.add_row(sizes_text(point.sizes), number, *figures, percent_text(point.overhead))
+    console.print(table)
+    console.print()
     table = Table.grid(padding=(0, 2, 0, 0))
-    peak = bytes_text(family.peak_bytes)
-    table.add_row(
-        "certificate", Text(f"no size needs more than {peak}, by the {family.certificate}")
-    )
+    said = f"no size needs more than {bytes_text(family.peak_bytes)}, by the {family.certificate}"
+    table.add_row("certificate", Text(said))
     bound, top = percent_text(family.top.lower_overhead), sizes_text(family.top.sizes)
     table.add_row("lower bound", f"{bound} overhead at this budget at {top}")
     off = percent_text(family.cost_error)
     table.add_row("costs", f"of three sizes, fitted between; {off} off at the middle")
-    return table
+    console.print(table)
 
 
 def range_json(family: Family, curve: Curve) -> dict[str, Any]:
-    members = [
-        {
-            "sizes": member.sizes,
-            "corners": list(member.corners),
-            "peak_bytes": member.peak_bytes,
-            "overhead": member.overhead,
-            "lower_overhead": member.lower_overhead,
-        }
-        for member in family.members
-    ]
+    names = "sizes", "corners", "peak_bytes", "overhead", "lower_overhead"
     return {
         "symbols": msgspec.to_builtins(family.symbols),
         "budget_bytes": family.budget_bytes,
         "peak_bytes": family.peak_bytes,
         "certificate": family.certificate,
         "prices_error": family.cost_error,
-        "schedules": members,
+        "schedules": [{name: getattr(one, name) for name in names} for one in family.members],
         "curve": msgspec.to_builtins(curve.points),
     }
 

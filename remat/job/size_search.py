@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import msgspec
+from msgspec.structs import replace
 
 import remat.solver as solvers
 from remat.budgets import Budget, parse_budget, unmodified
@@ -18,8 +19,8 @@ from remat.checks import failures, is_checked, say_unchecked, unless_short
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
-from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
-from remat.job.factory import Loaded, call, load_model
+from remat.graph_capture.graph import Op, Resident, TrainingGraph
+from remat.job.factory import call, load_model
 from remat.job.fitted import Fit, SizeTried
 from remat.job.pipeline import check_schedule, trace_loaded
 from remat.job.plan_source import Captured, captured_model
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
 # costs are taken to be affine in the size. That holds for bytes in a batch; in the length of a
 # sequence attention is not affine, so such a graph is a guess, to be checked by a capture.
 
-_Interpolated = Callable[[float, float], float]
-"""From a figure at two sizes to the one at the size that is asked for; never below 0."""
-
 
 def is_same_step(first: TrainingGraph, second: TrainingGraph) -> bool:
     same_values = [v.name for v in first.values] == [v.name for v in second.values]
@@ -50,9 +48,10 @@ def is_same_step(first: TrainingGraph, second: TrainingGraph) -> bool:
     ]
 
 
-def graph_at(
-    size: int, one: tuple[int, TrainingGraph], two: tuple[int, TrainingGraph]
-) -> TrainingGraph:
+_Sized = tuple[int, TrainingGraph]
+
+
+def graph_at(size: int, one: _Sized, two: _Sized) -> TrainingGraph:
     """From (size, graph) at two others; its shapes are the first's, so for predictions alone."""
     (size_1, first), (size_2, second) = one, two
 
@@ -60,31 +59,28 @@ def graph_at(
         # Measured costs may fall as the size grows, and then end below 0 far away.
         return max(x + (y - x) * (size - size_1) / (size_2 - size_1), 0.0)
 
-    values = tuple(_value_at(at, v, w) for v, w in zip(first.values, second.values, strict=True))
-    ops = tuple(_op_at(at, a, b) for a, b in zip(first.ops, second.ops, strict=True))
+    values = tuple(
+        replace(v, size_bytes=round(at(v.size_bytes, w.size_bytes)))
+        for v, w in zip(first.values, second.values, strict=True)
+    )
+    ops = tuple(
+        replace(
+            a, cost_us=at(a.cost_us, b.cost_us),
+            workspace_bytes=round(at(a.workspace_bytes, b.workspace_bytes)),
+        )
+        for a, b in zip(first.ops, second.ops, strict=True)
+    )  # fmt: skip
     resident = Resident(
         **{
             name: round(at(size_bytes, getattr(second.resident, name)))
             for name, size_bytes in msgspec.structs.asdict(first.resident).items()
         }
     )
-    return msgspec.structs.replace(first, ops=ops, values=values, resident=resident)
+    return replace(first, ops=ops, values=values, resident=resident)
 
 
 def _facts_between(op: Op) -> tuple[object, ...]:
     return op.name, op.target, op.phase, op.inputs, op.outputs, op.no_recompute
-
-
-def _value_at(at: _Interpolated, first: Value, second: Value) -> Value:
-    return msgspec.structs.replace(first, size_bytes=round(at(first.size_bytes, second.size_bytes)))
-
-
-def _op_at(at: _Interpolated, first: Op, second: Op) -> Op:
-    return msgspec.structs.replace(
-        first,
-        cost_us=at(first.cost_us, second.cost_us),
-        workspace_bytes=round(at(first.workspace_bytes, second.workspace_bytes)),
-    )
 
 
 _GUESSES = 4
@@ -127,12 +123,9 @@ def largest(
 
 
 def _next(
-    sizes: SizeRange,
-    low: int,
-    fails: int | None,
-    guess: Callable[[int, int | None], int],
+    sizes: SizeRange, low: int, fails: int | None, guess: Callable[[int, int | None], int],
     tries: int,
-) -> int:
+) -> int:  # fmt: skip
     top = sizes.most if fails is None else fails - sizes.step
     # After so many wrong guesses: double, then halve.
     if tries >= _GUESSES and fails is None:
@@ -147,7 +140,7 @@ def _next(
 # Guesses of `fit` from two captures. Bytes are affine in the size of a batch, costs not as exactly:
 # near the limit an overhead hangs on what ops were measured to take, so `fit` only guesses.
 
-_Pair = tuple[tuple[int, TrainingGraph], tuple[int, TrainingGraph]]
+_Pair = tuple[_Sized, _Sized]
 """Two sizes, each with its graph."""
 
 
@@ -237,15 +230,9 @@ def largest_batch(
 
 class FitSearch:
     def __init__(
-        self,
-        factory: _Factory,
-        vary: str,
-        sizes: SizeRange,
-        max_overhead: float,
-        request: Request,
-        stopwatch: Stopwatch,
-        each_s: float = SOLVE_S,
-    ) -> None:
+        self, factory: _Factory, vary: str, sizes: SizeRange, max_overhead: float, request: Request,
+        stopwatch: Stopwatch, each_s: float = SOLVE_S,
+    ) -> None:  # fmt: skip
         if not (0 < sizes.step <= sizes.most):
             raise SolverError(f"step must be from 1 to the most, {sizes.most}, not {sizes.step}")
         if max_overhead < 0:
@@ -292,19 +279,17 @@ class FitSearch:
 
     def _captured(self, size: int) -> Captured:
         with self.stopwatch.stage("load", f"building {self.vary}={size}"):
-            loaded = self._load(size)
+            if isinstance(self.factory, str):
+                loaded = load_model(self.factory, **{self.vary: size})
+            else:
+                name = getattr(self.factory, "__name__", type(self.factory).__name__)
+                loaded = call(self.factory, name, {self.vary: size})
             # Asked when the model is there, as it has imported torch.
             self.request = self.request.with_device()
             loaded = loaded.on(self.request.device)
         captured = captured_model(loaded, self.request, self.stopwatch)
         self.graphs[size] = captured.graph
         return captured
-
-    def _load(self, size: int) -> Loaded:
-        if isinstance(self.factory, str):
-            return load_model(self.factory, **{self.vary: size})
-        name = getattr(self.factory, "__name__", type(self.factory).__name__)
-        return call(self.factory, name, {self.vary: size})
 
     def _holds(self, size: int) -> bool:
         captured = self._captured(size)
@@ -322,37 +307,28 @@ class FitSearch:
         return one.fits
 
     def _solve(self, graph: TrainingGraph, limit_s: float) -> Result:
-        request = self.request
-        return solvers.solve_within(
-            graph, self.budget_bytes, request.solver, time_limit_s=limit_s,
-            **request.solving,
-        )  # fmt: skip
+        how, room = self.request, self.budget_bytes
+        return solvers.solve_within(graph, room, how.solver, time_limit_s=limit_s, **how.solving)
 
     def _is_fit(self, result: Result) -> bool:
         return result.schedule is not None and result.overhead <= self.max_overhead
 
     def _tried(self, size: int, graph: TrainingGraph, result: Result) -> SizeTried:
-        return SizeTried(
-            size=size,
-            fits=self._is_fit(result),
-            status=result.status,
-            peak_bytes=result.peak_bytes,
-            time_us=result.time_us,
-            overhead=result.overhead,
-            lower_overhead=overhead_of(result.lower_bound_us, graph.time_us),
-            unmodified_bytes=unmodified(graph).peak_bytes,
-            least_bytes=result.least_feasible_bytes,
-            says="" if self._is_fit(result) else self._why_not(result),
-            seconds=result.wall_s,
-        )
-
-    def _why_not(self, result: Result) -> str:
+        says = ""
         if result.schedule is None:
-            return infeasible_text(result)
-        return (
-            f"the fastest plan found within {bytes_text(self.budget_bytes)} has "
-            f"{percent_text(result.overhead)} overhead"
-        )
+            says = infeasible_text(result)
+        elif not self._is_fit(result):
+            says = (
+                f"the fastest plan found within {bytes_text(self.budget_bytes)} has "
+                f"{percent_text(result.overhead)} overhead"
+            )
+        return SizeTried(
+            size=size, fits=self._is_fit(result), status=result.status,
+            peak_bytes=result.peak_bytes, time_us=result.time_us, overhead=result.overhead,
+            lower_overhead=overhead_of(result.lower_bound_us, graph.time_us),
+            unmodified_bytes=unmodified(graph).peak_bytes, least_bytes=result.least_feasible_bytes,
+            says=says, seconds=result.wall_s,
+        )  # fmt: skip
 
     def _guess(self, fits: int, fails: int | None) -> int:
         step, known = self.sizes.step, max(self.graphs)
@@ -408,19 +384,13 @@ class FitSearch:
         limited = "interrupt" if is_interrupted() else limited
         graph = self.graphs[size or min(self.graphs)]
         return Fit(
-            model=graph.name,
-            device=graph.device,
-            vary=self.vary,
-            size=size,
-            budget_bytes=self.budget_bytes,
-            max_overhead=self.max_overhead,
-            limited_by=limited,
-            answer=self.tried.get(size),
-            next=after,
+            model=graph.name, device=graph.device, vary=self.vary, size=size,
+            budget_bytes=self.budget_bytes, max_overhead=self.max_overhead, limited_by=limited,
+            answer=self.tried.get(size), next=after,
             tried=tuple(self.tried[one] for one in sorted(self.tried)),
             without_plan=self._without_plan(size or min(self.graphs)),
             measured_peak_bytes=self._measured(check),
-        )
+        )  # fmt: skip
 
     def _measured(self, check: bool | None) -> int | None:
         """Peak of a step of the answer, run and compared with eager; None where it is not run."""
@@ -431,8 +401,7 @@ class FitSearch:
             return None
         if is_interrupted() or not is_checked(captured.graph, check):
             return None
-        request = self.request
-        loaded, schedule = captured.loaded, result.schedule
+        request, loaded, schedule = self.request, captured.loaded, result.schedule
 
         def run() -> Check:
             traced = trace_loaded(loaded, request)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-import msgspec
+from msgspec.structs import replace
 
 from remat.graph_capture.distributed.sharding import element_bytes
 from remat.graph_capture.errors import SolverError
@@ -38,12 +38,11 @@ def _layer_option(
         forward, backward = option.live_bytes[:0], option.live_bytes
         back_bytes += held_bytes
     return LayerOption(
-        saved_bytes=saved_bytes,
-        extra_us=option.extra_us,
+        saved_bytes=saved_bytes, extra_us=option.extra_us,
         forward_workspace_bytes=max(int(forward.max(initial=0)) - beside, 0),
         backward_workspace_bytes=max(int(backward.max()) - beside - back_bytes, 0),
         recomputed=option.recomputed,
-    )
+    )  # fmt: skip
 
 
 def _worth_having(options: Sequence[LayerOption]) -> list[LayerOption]:
@@ -69,7 +68,9 @@ def _parameter_gradients(graph: TrainingGraph, parameters: Collection[str]) -> d
         if gradient.kind != "gradient" or not gradient.producer:
             continue
         # Gradients come in the order of the parameters; frozen ones have none and are skipped.
-        at = next((i for i, one in enumerate(waiting) if _is_of(gradient, one)), None)
+        facts = gradient.dtype, _elements(gradient)
+        fitting = (i for i, v in enumerate(waiting) if (v.dtype, _elements(v)) == facts)
+        at = next(fitting, None)
         if at is None:
             raise SolverError(
                 f"gradient {name} of {graph.name} is of no parameter, and a whole step keeps those "
@@ -82,10 +83,6 @@ def _parameter_gradients(graph: TrainingGraph, parameters: Collection[str]) -> d
 
 def _elements(value: Value) -> int:
     return math.prod(value.shape)
-
-
-def _is_of(gradient: Value, parameter: Value) -> bool:
-    return gradient.dtype == parameter.dtype and _elements(gradient) == _elements(parameter)
 
 
 _LIMITS = 12
@@ -110,13 +107,10 @@ def microbatch_of(graph: TrainingGraph, gradient_of: Mapping[str, str] | None = 
 class _Layers:
     """A graph cut into layers.
 
-    Attributes
-    ----------
-    ranges : of each layer, its ops. layer_of : of each op, its layer.
-    group_of : of each parameter, the group of those that the same layers read and whose gradients
-        the same layer makes whole. readers : of each group, the layers that read it.
-    given_by : the layer in whose backward the gradient of a parameter is whole, and after which
-        nothing reads the parameter.
+    `ranges` : of each layer, its ops. `layer_of` : of each op, its layer. `group_of` : of each
+    parameter, the group of those that the same layers read and whose gradients the same layer makes
+    whole. `readers` : of each group, the layers that read it. `given_by` : the layer in whose
+    backward the gradient of a parameter is whole, and after which nothing reads the parameter.
     """
 
     graph: TrainingGraph
@@ -166,27 +160,22 @@ class _Layers:
 
     def microbatch(self) -> Microbatch:
         graph = self.graph
-        crossing = self._crossing()
-        tables = self._tables()
-        layers = tuple(
-            self._layer(at, one, tables[at], crossing) for at, one in enumerate(self.ranges)
-        )
+        crossing, tables = self._crossing(), self._tables()
+        cut = enumerate(zip(self.ranges, tables, strict=True))
+        layers = tuple(self._layer(at, one, table, crossing) for at, (one, table) in cut)
         outputs = tuple(name for name in graph.forward_outputs if name in crossing)
+        # Parameters that no op reads never move.
+        parameters = (v for v in graph.values if v.kind == "parameter")
+        unread_bytes = sum(v.size_bytes for v in parameters if v.name not in self.group_of)
         # Parameters, gradients and states are values of the step's graph; all else is resident.
-        resident = msgspec.structs.replace(
-            graph.resident, parameters_bytes=self._unread_bytes(), gradients_bytes=0,
-            optimizer_bytes=0,
-        )  # fmt: skip
+        resident = replace(
+            graph.resident, parameters_bytes=unread_bytes, gradients_bytes=0, optimizer_bytes=0
+        )
         forward = {op.name for op in graph.ops if op.phase == "forward"}
         return Microbatch(
             graph.name, layers, self._groups(), crossing, outputs, resident, graph.device,
             graph.inputs, graph.cost_origin, draws=not forward.isdisjoint(graph.ordered_ops),
         )  # fmt: skip
-
-    def _unread_bytes(self) -> int:
-        # Parameters that no op reads never move.
-        parameters = (value for value in self.graph.values if value.kind == "parameter")
-        return sum(one.size_bytes for one in parameters if one.name not in self.group_of)
 
     def _crossing(self) -> dict[str, int]:
         values, found = self.graph.value_by_name, dict[str, int]()
@@ -205,23 +194,20 @@ class _Layers:
         for at, readers in enumerate(self.readers):
             mine = [values[name] for name, group in self.group_of.items() if group == at]
             trained = [one for one in mine if one.name in gives]
-            groups.append(
-                UpdateGroup(
-                    name=" and ".join(self._name(layer) for layer in readers),
-                    trained=sum(_elements(one) for one in trained),
-                    parameter_bytes=sum(one.size_bytes for one in mine),
-                    gradient_bytes=sum(values[gives[one.name]].size_bytes for one in trained),
-                    item_bytes=max((element_bytes(one.dtype) for one in trained), default=0),
-                    gradient_of={one.name: gives.get(one.name, "") for one in mine},
-                )
-            )
+            groups.append(UpdateGroup(
+                name=" and ".join(self._name(layer) for layer in readers),
+                trained=sum(_elements(one) for one in trained),
+                parameter_bytes=sum(one.size_bytes for one in mine),
+                gradient_bytes=sum(values[gives[one.name]].size_bytes for one in trained),
+                item_bytes=max((element_bytes(one.dtype) for one in trained), default=0),
+                gradient_of={one.name: gives.get(one.name, "") for one in mine},
+            ))  # fmt: skip
         return tuple(groups)
 
     def _name(self, at: int) -> str:
         """The module that all ops of a layer are in, or those at the top that they are in."""
-        paths = dict.fromkeys(
-            module for op in self.ranges[at].ops if (module := self.graph.ops[op].module)
-        )
+        ops = (self.graph.ops[op] for op in self.ranges[at].ops)
+        paths = dict.fromkeys(op.module for op in ops if op.module)
         parts = [path.split(".") for path in paths]
         shared = list[str]()
         for names in zip(*parts, strict=False):
@@ -263,9 +249,8 @@ class _Layers:
         kept = [one for one in options if lasting.isdisjoint(chain(*one.recomputed))]
         held_bytes = sum(crossing[name] for name in makes[0])
         back_bytes = sum(crossing[name] for name in makes[1])
-        found = [
-            _layer_option(option, block, held_bytes, back_bytes, turns=turns) for option in kept
-        ]
+        sizes = held_bytes, back_bytes
+        found = [_layer_option(option, block, *sizes, turns=turns) for option in kept]
         read_back = (name for name in reads[1] if name not in makes[1])
         return Layer(
             self._name(at), tuple(groups), tuple(given),

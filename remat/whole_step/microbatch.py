@@ -11,6 +11,7 @@ import re
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from remat.graph_capture.devices.known_devices import device_table, modelled_device
 from remat.graph_capture.errors import CaptureError
@@ -23,15 +24,13 @@ _IDS = re.compile(r": int64\[(\d+(?:, \d+)*)\]")
 class LayerOption(msgspec.Struct, frozen=True):
     """One way to run a layer.
 
-    Attributes
-    ----------
-    saved_bytes : kept from its forward to its backward, without what other layers read.
-    extra_us : time of what its backward computes again.
-    forward_workspace_bytes, backward_workspace_bytes : the most that is live in each phase beside
-        what it reads, what it saves and what it hands on. That of backward holds the gradients
-        of its parameters, which it makes anew before they are added.
-    recomputed : what runs again right before each op of the layer, and after the last; an entry is
-        an index into its ops, which are its forward ops, the turn, and its backward ops.
+    `saved_bytes` : kept from its forward to its backward, without what other layers read.
+    `extra_us` : time of what its backward computes again. `forward_workspace_bytes`,
+    `backward_workspace_bytes` : the most that is live in each phase beside what it reads, what it
+    saves and what it hands on. That of backward holds the gradients of its parameters, which it
+    makes anew before they are added. `recomputed` : what runs again right before each op of the
+    layer, and after the last; an entry is an index into its ops, which are its forward ops, the
+    turn, and its backward ops.
     """
 
     saved_bytes: int
@@ -44,15 +43,11 @@ class LayerOption(msgspec.Struct, frozen=True):
 class Layer(msgspec.Struct, frozen=True):
     """Forward ops that run as one, and their backward ops.
 
-    Attributes
-    ----------
-    groups : indices of the parameter groups that it reads. gives : of those whose gradients its
-        backward makes.
-    forward_us, backward_us : times of its ops once.
-    reads, makes : values between layers that its forward reads and makes.
-    options : ways to run it, fastest first.
-    turns : whether backward begins in it, so that both its phases run as one op.
-    forward_ops, backward_ops : names of its ops in the captured graph, in order.
+    `groups` : indices of the parameter groups that it reads. `gives` : of those whose gradients its
+    backward makes. `forward_us`, `backward_us` : times of its ops once. `reads`, `makes` : values
+    between layers that its forward reads and makes. `options` : fastest first. `turns` : whether
+    backward begins in it, so that both its phases run as one op. `forward_ops`, `backward_ops` :
+    names of its ops in the captured graph, in order.
     """
 
     name: str
@@ -73,13 +68,10 @@ class Layer(msgspec.Struct, frozen=True):
 class UpdateGroup(msgspec.Struct, frozen=True):
     """Parameters that are moved and updated together.
 
-    Attributes
-    ----------
-    trained : how many numbers of them are updated. item_bytes : of one of these.
-    parameter_bytes, gradient_bytes : of all, as the allocator rounds.
-    gradient_of : by the name of each parameter in the captured graph, the name of its gradient;
-        empty for one that is frozen.
-    update_workspace_bytes : what the update of any one of them takes meanwhile.
+    `trained` : how many numbers of them are updated. `item_bytes` : of one of these.
+    `parameter_bytes`, `gradient_bytes` : of all, as the allocator rounds. `gradient_of` : by the
+    name of each parameter in the captured graph, the name of its gradient; empty for one that is
+    frozen. `update_workspace_bytes` : what the update of any one of them takes meanwhile.
     """
 
     name: str
@@ -90,17 +82,19 @@ class UpdateGroup(msgspec.Struct, frozen=True):
     gradient_of: dict[str, str] = {}
     update_workspace_bytes: int = 0
 
+    @property
+    def updated(self) -> list[str]:
+        """Names of the parameters that are not frozen."""
+        return [name for name, gradient in self.gradient_of.items() if gradient]
+
 
 class Microbatch(msgspec.Struct, frozen=True):
     """One microbatch through all layers and back.
 
-    Attributes
-    ----------
-    layers : in forward order; the last one turns.
-    sizes : bytes of each value between layers. outputs : those that live until the step ends.
-    resident : bytes that live throughout: buffers, one batch, what libraries keep.
-    draws : whether forward draws random numbers or changes buffers, so that microbatches must run
-        one after the other.
+    `layers` : in forward order; the last one turns. `sizes` : bytes of each value between layers.
+    `outputs` : those that live until the step ends. `resident` : bytes that live throughout:
+    buffers, one batch, what libraries keep. `draws` : whether forward draws random numbers or
+    changes buffers, so that microbatches must run one after the other.
     """
 
     name: str
@@ -118,6 +112,10 @@ class Microbatch(msgspec.Struct, frozen=True):
     def least_us(self) -> float:
         """Time of every op once: no schedule computes a microbatch faster."""
         return sum(layer.forward_us + layer.backward_us for layer in self.layers)
+
+    def resident_of(self, count: int) -> Resident:
+        # All batches are in memory during the whole step.
+        return replace(self.resident, batch_bytes=count * self.resident.batch_bytes)
 
     @property
     def n_tokens(self) -> int:
@@ -173,9 +171,9 @@ class Update(msgspec.Struct, frozen=True):
     def device_us(self, group: UpdateGroup) -> float:
         return self._touched_bytes(group) / (self.device_gb_s * 1e3)
 
-    def add_us(self, group: UpdateGroup, *, on_host: bool) -> float:
+    def add_us(self, gradient_bytes: int, *, on_host: bool) -> float:
         # Two are read, one is written.
-        return 3 * group.gradient_bytes / ((self.host_gb_s if on_host else self.device_gb_s) * 1e3)
+        return 3 * gradient_bytes / ((self.host_gb_s if on_host else self.device_gb_s) * 1e3)
 
     def _state_of_one(self, item_bytes: int) -> float:
         moments = MOMENTS[self.optimizer]

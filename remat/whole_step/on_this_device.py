@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-import msgspec
+from msgspec.structs import replace
 
 from remat.budgets import parse_budget
 from remat.graph_capture.devices.links import BYTES_PER_US_IN_GB_S
@@ -45,11 +45,10 @@ def _parameter_updates(
 
     # Measured on made data, so the user's state stays as it is.
     costs = update_costs(optimizer, parameters, meter_of(device), allocator_rounding(device))
+    sizes = {name: p.untyped_storage().nbytes() for name, p in parameters.items()}
     return {
-        name: ParameterUpdate(
-            MOMENTS[kind] * parameter.untyped_storage().nbytes(), costs[name].workspace_bytes
-        )
-        for name, parameter in parameters.items()
+        name: ParameterUpdate(MOMENTS[kind] * size, costs[name].workspace_bytes)
+        for name, size in sizes.items()
     }
 
 
@@ -59,11 +58,8 @@ def _with_workspaces(microbatch: Microbatch, updates: Mapping[str, ParameterUpda
         # Parameters are updated one by one, and each update gives its workspace back.
         return max(found, default=0)
 
-    groups = (
-        msgspec.structs.replace(group, update_workspace_bytes=workspace_bytes(group))
-        for group in microbatch.groups
-    )
-    return msgspec.structs.replace(microbatch, groups=tuple(groups))
+    groups = (replace(g, update_workspace_bytes=workspace_bytes(g)) for g in microbatch.groups)
+    return replace(microbatch, groups=tuple(groups))
 
 
 def _measured_update(
@@ -88,9 +84,8 @@ def _measured_update(
     unit = Update(kind, "parameter", 1.0, 1.0)
     # At 1 GB/s, an update's time tells its bytes.
     moved_bytes = round(unit.device_us(alone) * BYTES_PER_US_IN_GB_S)
-    took_us = meter_of(device).median_us(
-        lambda: step_alone(other, made, other.param_groups[0]), moved_bytes
-    )
+    only = other.param_groups[0]
+    took_us = meter_of(device).median_us(lambda: step_alone(other, made, only), moved_bytes)
     rate = moved_bytes / took_us / BYTES_PER_US_IN_GB_S
     # A CPU is its own host.
     return Update(kind, "parameter", rate, rate)
@@ -114,17 +109,10 @@ class StepHere:
 
     @classmethod
     def captured(
-        cls,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        request: StepRequest,
-        optimizer: Optimizer,
-        *,
-        loss_fn: Callable[..., Any] | None = None,
-        target: Any = None,
-        profile: Profile | None = None,
-    ) -> StepHere:
+        cls, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None,
+        request: StepRequest, optimizer: Optimizer, *, loss_fn: Callable[..., Any] | None = None,
+        target: Any = None, profile: Profile | None = None,
+    ) -> StepHere:  # fmt: skip
         from remat.graph_capture.capture_api import add_costs, tiers_for
         from remat.graph_capture.tracing.trace import trace
         from remat.rewriter.guards.forward import Guards
@@ -160,7 +148,7 @@ class StepHere:
         from remat.rewriter.tiers.file_tier import FileTier
         from remat.whole_step.program import actions_of
         from remat.whole_step.residents import Residents
-        from remat.whole_step.running import StepCode, StepFacts, WholeStep, codes_of
+        from remat.whole_step.running import StepCode, WholeStep, codes_of
 
         step, results = op_by_op(self.graph, self.task, planned, self.updates), self.results
         found = step.simulation
@@ -182,8 +170,7 @@ class StepHere:
         held = {name: one for name, one in self.parameters.items() if name in homes}
         residents = Residents(self.optimizer, held, homes, tier.folders)
         trained = dict(self.parameters[name] for name in results.gradient_of)
-        facts = StepFacts(step.graph, step.schedule, found)
-        return WholeStep(self.guards, self.optimizer, code, residents, facts, trained)
+        return WholeStep(self.guards, self.optimizer, code, residents, step, trained)
 
 
 def _parameters_of(guards: Guards, results: JointResults) -> _Parameters:
@@ -273,9 +260,7 @@ def training_step(
         size cannot be read; the message says what can be done instead.
     """
     given: dict[str, Any] = {"loss_fn": loss_fn, "target": target, "profile": profile}
-    spec = StepSpec.of(
-        {"model": model, "args": args, "kwargs": kwargs, "verbose": verbose, **given}
-    )
+    spec = StepSpec.of({"model": model, "args": args, "kwargs": kwargs, "verbose": verbose} | given)
     asked = step_request(
         spec.model, optimizer, budget=budget, microbatches=microbatches, device=device, host=host,
         nvme=nvme,

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TANGENTS, TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
@@ -26,13 +28,11 @@ _LASTING = ("G:", "O:")
 class _OpWriter:
     """Writes one step out.
 
-    Attributes
-    ----------
-    options : of each microbatch, the option of each layer.
-    touches : by value, the places in the step at which an op makes it (True) or reads it (False).
-    saved : of each layer and microbatch whose saved values go down, these values.
-    left : values of layers that have a copy below and are still to be dropped from the device.
-    fetched_at : of each value of the plan that comes back, how many runs are done by then.
+    `options` : of each microbatch, the option of each layer. `touches` : by value, the places in
+    the step at which an op makes it (True) or reads it (False). `saved` : of each layer and
+    microbatch whose saved values go down, these values. `left` : values of layers that have a copy
+    below and are still to be dropped from the device. `fetched_at` : of each value of the plan that
+    comes back, how many runs are done by then.
     """
 
     parts: OpByOp
@@ -50,7 +50,14 @@ class _OpWriter:
     def steps(self, planned: Sequence[Step]) -> list[Step]:
         # What to drop, and what to send down, depends on the runs that follow.
         runs = [list(self._runs(step)) for step in planned]
-        self._note_touches([run for each in runs for run in each])
+        whole = set[str]()
+        for at, run in enumerate(run for each in runs for run in each):
+            made, read = self._values_of(run)
+            self._require_unshared(run, read, whole)
+            for name in read:
+                self.touches.setdefault(name, {})[at] = False
+            for name in made:
+                self.touches.setdefault(name, {})[at] = True
         found, at = list[Step](), 0
         for step, each in zip(planned, runs, strict=True):
             at += len(each)
@@ -71,12 +78,12 @@ class _OpWriter:
             return
         kind, _, rest = step.op.partition(".")
         if kind == "update":
-            group = self.parts.microbatch.groups[int(rest)]
-            yield from (f"update:{p}" for p, gradient in group.gradient_of.items() if gradient)
+            yield from (f"update:{p}" for p in self.parts.microbatch.groups[int(rest)].updated)
             return
         at, i = (int(number) for number in rest.split("."))
         layer, done = self.parts.microbatch.layers[at], set[str]()
-        added = self._added_in(layer) if i and kind != "forward" else []
+        groups = (self.parts.microbatch.groups[g] for g in layer.gives)
+        added = [p for group in groups for p in group.updated] if i and kind != "forward" else []
         for name in self._of_layer(kind, layer, self.options[i][at]):
             yield f"{name}.{i}"
             # Only the first run of an op adds its gradient.
@@ -89,10 +96,6 @@ class _OpWriter:
         # parameter.
         yield from (f"add:{parameter}.{i}" for parameter in added)
 
-    def _added_in(self, layer: Layer) -> list[str]:
-        groups = (self.parts.microbatch.groups[at] for at in layer.gives)
-        return [p for group in groups for p, gradient in group.gradient_of.items() if gradient]
-
     def _of_layer(self, kind: str, layer: Layer, option: int) -> Iterator[str]:
         """Ops of a phase of a layer; what is computed again right before the turn is forward's."""
         order = [*layer.forward_ops, "", *layer.backward_ops]
@@ -104,16 +107,6 @@ class _OpWriter:
             yield from (order[again] for again in recomputed[at])
             if at < end and at != turn:
                 yield order[at]
-
-    def _note_touches(self, runs: Sequence[str]) -> None:
-        whole = set[str]()
-        for at, run in enumerate(runs):
-            made, read = self._values_of(run)
-            self._require_unshared(run, read, whole)
-            for name in read:
-                self.touches.setdefault(name, {})[at] = False
-            for name in made:
-                self.touches.setdefault(name, {})[at] = True
 
     def _require_unshared(self, run: str, read: Sequence[str], whole: set[str]) -> None:
         kind, _, rest = run.partition(":")
@@ -173,15 +166,14 @@ class _OpWriter:
         if kind in ("W", "O", "G"):
             yield from self._moved_group(step, kind, int(rest))
             return
-        names = self._members(step.value, at)
-        for name in names:
+        for name in self._members(step.value, at):
             if isinstance(step, Free) and step.at == "device":
                 if name not in self.left:  # it was dropped after its last use
                     continue
                 self.left.discard(name)
             elif isinstance(step, Offload) and step.to == "host":
                 self.left.add(name)
-            yield _with_value(step, name)
+            yield replace(step, value=name)
 
     def _moved_group(self, step: Free | Fetch | Offload, kind: str, at: int) -> Iterator[Step]:
         group = self.parts.microbatch.groups[at]
@@ -197,7 +189,7 @@ class _OpWriter:
                 continue
             if kind == "O" and not self.parts.updates[name].state_bytes:
                 continue
-            yield _with_value(step, name if kind == "W" else f"{kind}:{name}")
+            yield replace(step, value=name if kind == "W" else f"{kind}:{name}")
 
     def _members(self, value: str, at: int) -> list[str]:
         """The values that one of the plan stands for which forward has made and backward reads."""
@@ -222,36 +214,32 @@ class _OpWriter:
         return any(place < at for place in touches) and self._is_read_after(name, back - 1)
 
 
-def _with_value(step: Free | Fetch | Offload, value: str) -> Step:
-    if isinstance(step, Free):
-        return Free(value, step.at)
-    return Fetch(value, step.to) if isinstance(step, Fetch) else Offload(value, step.to)
-
-
 @dataclass(frozen=True)
-class _StepOfOps:
+class StepOfOps:
     parts: OpByOp
     graph: TrainingGraph
     schedule: Schedule
     simulation: Simulation
 
+    @property
+    def resting_bytes(self) -> int:
+        """In memory between steps: what is resident, and what has its home there."""
+        there = (value.size_bytes for value in self.graph.values if value.home == "device")
+        return self.graph.resident.total_bytes + sum(there)
+
 
 def op_by_op(
-    captured: TrainingGraph,
-    task: StepTask,
-    planned: PlannedStep,
+    captured: TrainingGraph, task: StepTask, planned: PlannedStep,
     updates: Mapping[str, ParameterUpdate],
-) -> _StepOfOps:
-    microbatch, config = task.microbatch, planned.config
+) -> StepOfOps:  # fmt: skip
+    config = planned.config
     places = [GroupPlace("device" if tier == "device" else "host", tier) for tier in config.state]
-    parts = OpByOp(captured, microbatch, places, task.update, updates, planned.config.microbatches)
+    parts = OpByOp(captured, task.microbatch, places, task.update, updates, config.microbatches)
     options = [one.options for one in config.passes for _ in range(one.microbatches)]
-    writer = _OpWriter(parts, options)
-    steps = writer.steps(planned.schedule.steps)
+    steps = _OpWriter(parts, options).steps(planned.schedule.steps)
     # The graph lists ops in the order of their first runs.
     names = dict.fromkeys(step.op for step in steps if isinstance(step, Compute))
     graph = parts.graph(list(names), task.links)
-    schedule = Schedule.for_graph(
-        graph, steps, budget_bytes=task.budget_bytes, solver=planned.schedule.solver
-    )
-    return _StepOfOps(parts, graph, schedule, simulate(graph, schedule))
+    name = planned.schedule.solver
+    schedule = Schedule.for_graph(graph, steps, budget_bytes=task.budget_bytes, solver=name)
+    return StepOfOps(parts, graph, schedule, simulate(graph, schedule))

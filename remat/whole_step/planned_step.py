@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,6 +23,9 @@ _AHEAD = 3
 """Parameters of so many layers have room kept for them, to arrive before their use."""
 
 
+_Bytes = npt.NDArray[np.int64]
+
+
 class _DeviceEvent(NamedTuple):
     """What leaves goes down; what is dropped has a copy below, or no reader."""
 
@@ -34,7 +38,7 @@ class Residence:
     """The events of one step on the device, as if copies took no time; `hosted` come back."""
 
     items: list[_DeviceEvent]
-    live_bytes: npt.NDArray[np.int64]
+    live_bytes: _Bytes
     ops: dict[str, Op]
     sizes: dict[str, int]
     hosted: frozenset[str]
@@ -68,10 +72,8 @@ class _Gaps:
                     self.uses.setdefault(name, []).append(at)
         self.hosted = frozenset(self._hosted(microbatch))
         self.gone: set[tuple[str, int]] = set()
-        self.weights = (
-            _AHEAD
-            * sorted(g.parameter_bytes for g in microbatch.groups)[len(microbatch.groups) // 2]
-        )
+        by_size = sorted(group.parameter_bytes for group in microbatch.groups)
+        self.weights = _AHEAD * by_size[len(by_size) // 2]
 
     def residence(self, budget_bytes: int) -> Residence:
         self._open()
@@ -107,9 +109,7 @@ class _Gaps:
             elif name in self.home and self.config.keeping != "stay":
                 self.gone |= {(name, a) for _, a in gaps}
 
-    def _close(
-        self, items: list[_DeviceEvent], live_bytes: npt.NDArray[np.int64], budget_bytes: int
-    ) -> None:
+    def _close(self, items: list[_DeviceEvent], live_bytes: _Bytes, budget_bytes: int) -> None:
         places: dict[str, list[int]] = {}
         for k, item in enumerate(items):
             if item.kind in ("arrive", "drop") and item.name in self.home:
@@ -117,16 +117,16 @@ class _Gaps:
         found = list[tuple[int, int, int, str]]()
         for name, at in places.items():
             found += [(b - a, a, b, name) for a, b in pairwise(at) if items[a].kind == "drop"]
-        begins = {(item.name, k): place for k, item, place in _run_places(items)}
+        ran = np.cumsum([item.kind == "run" for item in items]) - 1  # ops, by each event
         # Keep what is needed again soonest: for a known order this moves the fewest bytes (Belady
         # 1966, https://doi.org/10.1147/sj.52.0078; for pages of one size).
         for _, a, b, name in sorted(found):
             # Leave room for the parameters of the layers ahead.
             if int(live_bytes[a:b].max()) + self.sizes[name] + self.weights <= budget_bytes:
                 live_bytes[a:b] += self.sizes[name]
-                self.gone.discard((name, begins[name, a]))
+                self.gone.discard((name, int(ran[a])))
 
-    def _replayed(self) -> tuple[list[_DeviceEvent], npt.NDArray[np.int64]]:
+    def _replayed(self) -> tuple[list[_DeviceEvent], _Bytes]:
         there = {name for name, tier in self.home.items() if tier == "device"}
         now = self.graph.resident.total_bytes + sum(self.sizes[name] for name in there)
         items, live = list[_DeviceEvent](), list[int]()
@@ -158,9 +158,8 @@ class _Gaps:
             is_last = self.uses[name][-1] == at
             if not is_last and (name, at) not in self.gone:
                 continue
-            found.append(
-                _DeviceEvent("leave" if self._goes_down(name, op, is_last) else "drop", name)
-            )
+            kind = "leave" if self._goes_down(name, op, is_last) else "drop"
+            found.append(_DeviceEvent(kind, name))
         return sorted(found, key=lambda item: item.kind == "leave")
 
     def _goes_down(self, name: str, op: Op, is_last: bool) -> bool:
@@ -173,43 +172,26 @@ class _Gaps:
         return name in self.hosted and not is_last
 
 
-def _run_places(items: list[_DeviceEvent]) -> Iterable[tuple[int, _DeviceEvent, int]]:
-    place = -1
-    for k, item in enumerate(items):
-        place += item.kind == "run"
-        yield k, item, place
-
-
 _Clock = npt.NDArray[np.float64]
 """The device's time before each event, and after the last."""
 
 
-@dataclass(frozen=True)
-class _Streams:
-    """By event: that before which an arrival's copy is issued, or a departure's bytes are free."""
-
-    begins: dict[int, int]
-    ends: dict[int, int]
-
-
 def _first_clock(residence: Residence) -> _Clock:
-    costs = [
-        residence.ops[item.name].cost_us if item.kind == "run" else 0.0 for item in residence.items
-    ]
-    return np.concatenate(([0.0], np.cumsum(costs)))
+    ops = residence.ops
+    costs = (ops[one.name].cost_us if one.kind == "run" else 0.0 for one in residence.items)
+    return np.concatenate(([0.0], np.cumsum(list(costs))))
 
 
 def _streams(
     residence: Residence, config: StepConfig, links: Links, clock: _Clock, budget_bytes: int
-) -> _Streams:
+) -> tuple[dict[int, int], dict[int, int]]:
+    """By event: that before which an arrival's copy is issued, and a departure's bytes are free."""
     room = budget_bytes - residence.live_bytes
     ends = _departures(residence, links, clock, room)
-    return _Streams(_begins_of_arrivals(residence, config, links, clock, room, ends), ends)
+    return _begins_of_arrivals(residence, config, links, clock, room, ends), ends
 
 
-def _departures(
-    residence: Residence, links: Links, clock: _Clock, room: npt.NDArray[np.int64]
-) -> dict[int, int]:
+def _departures(residence: Residence, links: Links, clock: _Clock, room: _Bytes) -> dict[int, int]:
     """Ends of departures: each stays while it is copied and there is room."""
     items, made = residence.items, _made_at(residence)
     leaves = [(made.get(item.name, k), k) for k, item in enumerate(items) if item.kind == "leave"]
@@ -252,7 +234,7 @@ def _arrivals_of(residence: Residence) -> dict[str, list[int]]:
 
 def _begins_of_arrivals(
     residence: Residence, config: StepConfig, links: Links, clock: _Clock,
-    room: npt.NDArray[np.int64], ends: dict[int, int],
+    room: _Bytes, ends: dict[int, int],
 ) -> dict[int, int]:  # fmt: skip
     items = residence.items
     arrivals = [k for k, item in enumerate(items) if item.kind == "arrive"]
@@ -312,7 +294,8 @@ class _StepWriter:
 
     graph: TrainingGraph
     residence: Residence
-    streams: _Streams
+    begins: dict[int, int]
+    ends: dict[int, int]
     slots: int
     places: list[int] = field(default_factory=list[int])
 
@@ -322,9 +305,7 @@ class _StepWriter:
         late = [op for op in self.graph.ops if op.phase == "update" and op.name not in on_device]
         self.sums = {op.inputs[1]: op for op in late if op.target == HOST_SUM}
         self.updates = {op.inputs[0]: op for op in late if op.target != HOST_SUM}
-        self.sums_left = dict[str, int]()
-        for op in self.sums.values():
-            self.sums_left[op.inputs[0]] = self.sums_left.get(op.inputs[0], 0) + 1
+        self.sums_left = Counter(op.inputs[0] for op in self.sums.values())
         # A gradient summed on the device may leave several times; the host waits for the last.
         self.last_leave = {
             item.name: k for k, item in enumerate(self.residence.items) if item.kind == "leave"
@@ -334,9 +315,9 @@ class _StepWriter:
     def steps(self) -> list[Step]:
         issued, freed = dict[int, list[str]](), dict[int, list[str]]()
         items = self.residence.items
-        for k, at in self.streams.begins.items():
+        for k, at in self.begins.items():
             issued.setdefault(at, []).append(items[k].name)
-        for k, at in self.streams.ends.items():
+        for k, at in self.ends.items():
             if at > k:  # what leaves at once is freed where its copy is issued, in `_item`
                 freed.setdefault(at, []).append(items[k].name)
         # Fill the host's slots before anything runs.
@@ -366,7 +347,7 @@ class _StepWriter:
         elif kind == "leave":
             if name not in self.residence.hosted:
                 yield Offload(name)
-            if self.streams.ends[k] == k:
+            if self.ends[k] == k:
                 yield Free(name)
             if self.home.get(name) == "nvme":
                 yield from self._back_to_nvme(name)
@@ -382,7 +363,7 @@ class _StepWriter:
             yield Free(gradient, "host")
             self.sums_left[total] -= 1
         # More microbatches are to be added.
-        if self.sums_left.get(total, 0) or total not in self.updates:
+        if self.sums_left[total] or total not in self.updates:
             return
         op = self.updates[total]
         yield Compute(op.name, "host")
@@ -399,7 +380,7 @@ class _StepWriter:
 
     def _states_on_nvme(self) -> Iterator[str]:
         """States below the host, in the order of their updates."""
-        left = dict(self.sums_left)
+        left = self.sums_left.copy()
         for k, (kind, name) in enumerate(self.residence.items):
             if kind == "arrive" and self.home.get(name) == "nvme":
                 yield name
@@ -409,7 +390,7 @@ class _StepWriter:
             if name in self.sums:
                 total = self.sums[name].inputs[0]
                 left[total] -= 1
-            if not left.get(total, 0) and total in self.updates:
+            if not left[total] and total in self.updates:
                 reads = self.updates[total].inputs
                 yield from (one for one in reads if self.home.get(one) == "nvme")
 
@@ -490,8 +471,8 @@ def planned_step(
         return Short("device", residence.peak_bytes)
     clock, best = _first_clock(residence), None
     for _ in range(_ROUNDS):
-        found = _streams(residence, config, task.links, clock, task.budget_bytes)
-        writer = _StepWriter(graph, residence, found, config.slots)
+        copies = _streams(residence, config, task.links, clock, task.budget_bytes)
+        writer = _StepWriter(graph, residence, *copies, config.slots)
         steps = writer.steps()
         # Check first: the simulator refuses a step that finds the host full.
         need_bytes = host_peak_bytes(graph, steps)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, fx
 
 from remat.graph_capture.errors import CaptureError
@@ -66,12 +67,9 @@ class _Cut:
     reads: dict[str, None] = field(default_factory=dict[str, None])
 
     def __post_init__(self) -> None:
-        captured = self.parts.captured
+        made = [v.name for v in self.parts.captured.values if v.producer]
         numbers = range(self.parts.count)
-        self.own = {
-            self.parts.value(v.name, i): (v.name, i)
-            for v in captured.values if v.producer for i in numbers
-        }  # fmt: skip
+        self.own = {self.parts.value(name, i): (name, i) for name in made for i in numbers}
         self.moving = {v.name for v in self.graph.values if v.home is not None}
 
     def actions(self, steps: Iterable[Step]) -> Iterator[StepAction]:
@@ -86,7 +84,7 @@ class _Cut:
                 # All others belong to the code of their microbatch.
                 name, i = self.own[step.value]
                 yield from self._opened(i)
-                self.steps.append(_renamed(step, name))
+                self.steps.append(replace(step, value=name))
         yield from self._closed()
 
     def _compute(self, step: Compute) -> Iterator[StepAction]:
@@ -126,12 +124,6 @@ def actions_of(parts: OpByOp, graph: TrainingGraph, schedule: Schedule) -> list[
     return list(_Cut(parts, graph).actions(schedule.steps))
 
 
-def _renamed(step: Free | Fetch | Offload, value: str) -> Step:
-    if isinstance(step, Free):
-        return Free(value, step.at)
-    return Fetch(value, step.to) if isinstance(step, Fetch) else Offload(value, step.to)
-
-
 _WAY_OUT = "train with remat.rematerialize, or plan for a device of the table"
 
 
@@ -139,12 +131,9 @@ _WAY_OUT = "train with remat.rematerialize, or plan for a device of the table"
 class JointResults:
     """Places among the inputs and results of a joint graph.
 
-    Attributes
-    ----------
-    gradient_of : by trained parameter or input, the value of its gradient.
-    place_of_gradient : by the same, its place among all results.
-    written : by the place of a result of forward that is the new value of an input, the place of
-        that input. tangent : of the loss: one.
+    `gradient_of` : by trained parameter or input, the value of its gradient. `place_of_gradient` :
+    by the same, its place among all results. `written` : by the place of a result of forward that
+    is the new value of an input, the place of that input. `tangent` : of the loss: one.
     """
 
     place_of_input: Mapping[str, int]

@@ -88,24 +88,18 @@ class Held:
             for one in self.tensors:
                 one.data = torch.empty(0, dtype=one.dtype)
 
-    @property
-    def was_replaced(self) -> bool:
-        """Whether the user has put other numbers where `rest` has left none."""
-        return not self.is_in_memory and any(one.numel() for one in self.tensors)
-
     def offload(self, to: Tier) -> None:
         # An optimizer has no state before its first step.
         if not self.tensors:
             return
         if to == "host":
             addresses = [one.untyped_storage().data_ptr() for one in self.whole]
-            given = [self, to, addresses]
-            self._leaving.append(link_thread("d2h").begin(_files_from_memory, given))
+            copy = link_thread("d2h").begin(_files_from_memory, [self, to, addresses])
         else:
             # It reads the host's file, which must be complete.
             after = self._leaving[-1] if self._leaving else None
             copy = link_thread("write").begin(_copy_files, [self, "host", to], after)
-            self._leaving.append(copy)
+        self._leaving.append(copy)
 
     def fetch(self, to: Tier) -> None:
         """Begin to copy one tier up; into memory that is taken here."""
@@ -116,9 +110,8 @@ class Held:
         if to == "host":
             copy = link_thread("read").begin(_copy_files, [self, "nvme", to], before)
         else:
-            copy = link_thread("h2d").begin(
-                _memory_from_files, [self, "host", self._room()], before
-            )
+            given = [self, "host", self._room()]
+            copy = link_thread("h2d").begin(_memory_from_files, given, before)
         self._arriving.append(copy)
 
     def arrive(self) -> None:
@@ -254,28 +247,21 @@ class Residents:
                 kept = moments(self.optimizer, parameter)
                 self.held[f"O:{name}"] = Held(f"the state of {path}", kept, self.folders)
 
-    @property
-    def are_all_here(self) -> bool:
-        return all(one.is_in_memory for one in self.held.values())
-
     def attach(self) -> None:
         """Give the user's tensors their storages back, and take over what the user has replaced."""
         with uninterrupted():
-            self._attach()
-
-    def _attach(self) -> None:
-        for name, one in self.held.items():
-            if name.startswith("O:"):
-                now = moments(self.optimizer, self.parameters[name[2:]][1])
-                # An optimizer's `load_state_dict` makes new tensors, whose bytes are in memory.
-                if [id(t) for t in now] != [id(t) for t in one.tensors]:
-                    one.is_in_memory = True
-                    one.adopt(now)
-            # The user has put values into an empty tensor: the files are obsolete.
-            elif one.was_replaced:
-                tensors, one.tensors, one.is_in_memory = one.tensors, [], True
-                one.adopt(tensors)
-            one.attach()
+            for name, one in self.held.items():
+                if name.startswith("O:"):
+                    now = moments(self.optimizer, self.parameters[name[2:]][1])
+                    # An optimizer's `load_state_dict` makes new tensors, whose bytes are in memory.
+                    if [id(t) for t in now] != [id(t) for t in one.tensors]:
+                        one.is_in_memory = True
+                        one.adopt(now)
+                # The user has put values where `rest` has left none: the files are obsolete.
+                elif not one.is_in_memory and any(tensor.numel() for tensor in one.tensors):
+                    tensors, one.tensors, one.is_in_memory = one.tensors, [], True
+                    one.adopt(tensors)
+                one.attach()
 
     def send_down(self) -> None:
         for name, tier in self.homes.items():
@@ -334,13 +320,10 @@ class MemoryWatch:
         if self._handles or model is None or optimizer is None:
             return
         hear = _BringBack(self.residents)
-        self._handles += [
-            model.register_state_dict_pre_hook(hear),
-            model.register_load_state_dict_pre_hook(hear),
-            model.register_forward_pre_hook(hear),
-            optimizer.register_state_dict_pre_hook(hear),
-            optimizer.register_load_state_dict_pre_hook(hear),
-        ]
+        self._handles.append(model.register_forward_pre_hook(hear))
+        for one in (model, optimizer):
+            self._handles.append(one.register_state_dict_pre_hook(hear))
+            self._handles.append(one.register_load_state_dict_pre_hook(hear))
 
     def end(self) -> None:
         for handle in self._handles:
@@ -358,7 +341,8 @@ class _BringBack:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies of empty tensors would stay empty.
-        if self.residents is not None and not self.residents.are_all_here:
+        held = () if self.residents is None else self.residents.held.values()
+        if not all(one.is_in_memory for one in held):
             raise RewriteError(
                 "a model whose parameters are below the device is copied or pickled: call "
                 "bring_back() of its step first, or save its state_dict()"

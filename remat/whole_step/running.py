@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Self
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.gradients import parameter_groups, step_alone
 from remat.graph_capture.torch_private.core import DisableAutocast
@@ -25,20 +24,14 @@ from remat.rewriter.graphs.emitter import Demanded, as_module
 from remat.rewriter.guards.forward import Guards
 from remat.rewriter.tiers.file_tier import TierCopies
 from remat.schedules.schedule import Fetch, Offload, Schedule, Step
-from remat.schedules.simulate import Simulation
+from remat.whole_step.op_writer import StepOfOps
 from remat.whole_step.program import Add, Resume, Segment, StepAction, StepOf
 from remat.whole_step.residents import Held, MemoryWatch, Residents, moments, uninterrupted
 
 
-@dataclass(frozen=True)
-class _MicrobatchCode:
-    run: Steps
-    module: fx.GraphModule
-
-
 def _microbatch_code(
     joint: Joint, segments: Sequence[Segment], place_of: Mapping[str, int], tier: TierCopies
-) -> _MicrobatchCode:
+) -> Steps:
     """Compile the segments of a microbatch, all in one generator, which stops after each.
 
     `place_of` has, by parameter, the place of its gradient among all results of the joint graph.
@@ -61,18 +54,17 @@ def _microbatch_code(
         released |= zip(places, given, strict=True)
     emitter.graph.output(tuple(released.get(place) for place in range(len(results))))
     leave_out_views(emitter.graph)
-    module = as_module(joint, emitter.graph)
-    return _MicrobatchCode(compile_in_steps(module), module)
+    return compile_in_steps(as_module(joint, emitter.graph))
 
 
 def codes_of(
     joint: Joint, actions: Sequence[StepAction], place_of: Mapping[str, int], tier: TierCopies
-) -> list[_MicrobatchCode]:
+) -> list[Steps]:
     segments = dict[int, list[Segment]]()
     for action in actions:
         if isinstance(action, Resume):
             segments.setdefault(action.microbatch, []).append(action.segment)
-    known = dict[tuple[Segment, ...], _MicrobatchCode]()
+    known = dict[tuple[Segment, ...], Steps]()
     for i in sorted(segments):
         key = tuple(segments[i])
         if key not in known:  # equal microbatches share code
@@ -98,15 +90,13 @@ def _refuse_dead(what: Demanded) -> NoReturn:
 class StepCode:
     """What is the same in each step.
 
-    Attributes
-    ----------
-    place_of : by parameter, the place of its gradient among all results.
-    written : by the place of each other result of forward, the input that it is the new value of.
-    tangent : of the loss, one.
+    `place_of` : by parameter, the place of its gradient among all results. `written` : by the place
+    of each other result of forward, the input that it is the new value of. `tangent` : of the loss,
+    one.
     """
 
     actions: Sequence[StepAction]
-    codes: Sequence[_MicrobatchCode]
+    codes: Sequence[Steps]
     place_of: Mapping[str, int]
     loss_place: int
     written: Mapping[int, int]
@@ -130,8 +120,7 @@ class StepRun:
     updating: str = ""
 
     def __post_init__(self) -> None:
-        self.held = dict(self.residents.held)
-        self.groups = parameter_groups(self.optimizer)
+        self.held, self.groups = dict(self.residents.held), parameter_groups(self.optimizer)
         self.waiting: dict[tuple[str, int], Tensor] = {}
         self.running: dict[int, Iterator[Released]] = {}
 
@@ -158,9 +147,9 @@ class StepRun:
         if isinstance(action, Resume):
             self._resume(action)
         elif isinstance(action, Add):
-            self._arrived(f"G:{action.parameter}")
-            gradient = self.waiting.pop((action.parameter, action.microbatch))
             total = self.held[f"G:{action.parameter}"]
+            total.arrive()
+            gradient = self.waiting.pop((action.parameter, action.microbatch))
             # Lower copies lack this addition.
             total.written()
             total.whole[0].add_(gradient)
@@ -175,16 +164,13 @@ class StepRun:
         elif action.value in self.held:  # a gradient that is not summed goes with its addition
             self.held[action.value].leave()
 
-    def _arrived(self, name: str) -> None:
-        self.held[name].arrive()
-
     def _resume(self, action: Resume) -> None:
         for name in action.reads:
-            self._arrived(name)
+            self.held[name].arrive()
         i, segment = action.microbatch, action.segment
         if i not in self.running:
             # A new list, since the generator clears it.
-            self.running[i] = self.code.codes[i].run(list(self.inputs[i]))
+            self.running[i] = self.code.codes[i](list(self.inputs[i]))
         places, given = next(self.running[i])
         found = dict(zip(places, given, strict=True))
         given.clear()  # the generator holds this list
@@ -199,14 +185,13 @@ class StepRun:
             if i:
                 self.waiting[name, i] = gradient
             else:
-                path = self.residents.parameters[name][0]
-                what = f"the gradient of {path}"
+                what = f"the gradient of {self.residents.parameters[name][0]}"
                 self.held[f"G:{name}"] = Held(what, [gradient], self.residents.folders)
 
     def _step(self, name: str) -> None:
         for one in (name, f"O:{name}", f"G:{name}"):
             if one in self.held:
-                self._arrived(one)
+                self.held[one].arrive()
         parameter, state = self.residents.parameters[name][1], self.held.get(f"O:{name}")
         # Ctrl-C waits: an update happens completely or not at all.
         with uninterrupted():
@@ -221,19 +206,6 @@ class StepRun:
                 state.adopt(moments(self.optimizer, parameter))
             self.updated.append(name)
             self.updating = ""
-
-
-@dataclass(frozen=True)
-class StepFacts:
-    graph: TrainingGraph
-    schedule: Schedule
-    simulation: Simulation
-
-    @property
-    def resting_bytes(self) -> int:
-        """In memory between steps: what is resident, and what has its home there."""
-        there = (value.size_bytes for value in self.graph.values if value.home == "device")
-        return self.graph.resident.total_bytes + sum(there)
 
 
 class WholeStep:
@@ -263,16 +235,15 @@ class WholeStep:
 
     def __init__(
         self, guards: Guards, optimizer: Optimizer, code: StepCode, residents: Residents,
-        facts: StepFacts, trained: Mapping[str, nn.Parameter],
+        step: StepOfOps, trained: Mapping[str, nn.Parameter],
     ) -> None:  # fmt: skip
-        self.graph, self.schedule = facts.graph, facts.schedule
-        self.simulation, self.resting_bytes = facts.simulation, facts.resting_bytes
+        self.graph, self.schedule = step.graph, step.schedule
+        self.simulation, self.resting_bytes = step.simulation, step.resting_bytes
         self.microbatches = len(code.codes)
         self._guards, self._optimizer, self._code = guards, optimizer, code
         self._residents, self._trained = residents, trained
         self._watch = MemoryWatch(guards.model, optimizer, residents)
-        self._lock = threading.Lock()
-        self._is_closed = False
+        self._lock, self._is_closed = threading.Lock(), False
         # A module-level function: a method would keep this object alive. At exit, nobody reads the
         # tensors any more.
         end = weakref.finalize(self, _end, self._watch, residents)

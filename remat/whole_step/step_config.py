@@ -19,11 +19,8 @@ that are needed again soonest while there is room (Belady 1966), ``stay`` keeps 
 class Pass(msgspec.Struct, frozen=True):
     """Microbatches that go through each layer together, forward and back.
 
-    Attributes
-    ----------
-    microbatches : how many. Passes of one each are batch-major, one pass of all is layer-major.
-    options : the option of each layer.
-    hosted : how many layers, the first ones, have what they save on the host meanwhile.
+    Passes of one each are batch-major, one pass of all is layer-major. `options` : of each layer.
+    `hosted` : how many layers, the first ones, have what they save on the host meanwhile.
     """
 
     microbatches: int
@@ -34,20 +31,17 @@ class Pass(msgspec.Struct, frozen=True):
 class StepConfig(msgspec.Struct, frozen=True):
     """All choices of one plan of a whole step.
 
-    Attributes
-    ----------
-    passes : in order. state : the tier of each group's optimizer state between steps; where it is
-        the device, the group's parameters are there too and its update runs there.
-    sums : where gradients of several passes are added. kept_gradients : groups whose gradients
-        stay on the device from the first pass to the last.
-    keeping : of parameters that live on the host. window : groups of them that may be on the
-        device at once; 0 for as many as fit. prefetch : whether copies begin before their use.
-    slots : states that are on the host at once of groups whose state is on NVMe. spread : whether
-        these groups are spread over the updates, rather than the first that are updated.
-    device_updates : groups, the last that backward reaches, that the device updates though their
-        state is on the host.
-    updates : where groups are updated whose state is below the device; ``device`` for each of them
-        right after its last backward, as where the host has no processor of its own.
+    `state` : the tier of each group's optimizer state between steps; where it is the device, the
+    group's parameters are there too and its update runs there. `sums` : where gradients of several
+    passes are added. `kept_gradients` : groups whose gradients stay on the device from the first
+    pass to the last. `keeping` : of parameters that live on the host. `window` : groups of them
+    that may be on the device at once; 0 for as many as fit. `prefetch` : whether copies begin
+    before their use. `slots` : states that are on the host at once of groups whose state is on
+    NVMe. `spread` : whether these groups are spread over the updates, rather than the first that
+    are updated. `device_updates` : groups, the last that backward reaches, that the device updates
+    though their state is on the host. `updates` : where groups are updated whose state is below the
+    device; ``device`` for each of them right after its last backward, as where the host has no
+    processor of its own.
     """
 
     passes: tuple[Pass, ...]
@@ -66,23 +60,15 @@ class StepConfig(msgspec.Struct, frozen=True):
     def microbatches(self) -> int:
         return sum(one.microbatches for one in self.passes)
 
-    @property
-    def is_batch_major(self) -> bool:
-        """Whether each microbatch goes through all layers and back before the next begins."""
-        return all(one.microbatches == 1 for one in self.passes)
-
     def graph(self, microbatch: Microbatch, update: Update, links: Links | None) -> TrainingGraph:
-        places = tuple(
-            GroupPlace(
-                parameters="device" if tier == "device" else "host",
-                state=tier,
-                # The device's update reads the sum there.
-                sums="device" if tier == "device" or at in self.kept_gradients else self.sums,
-            )
-            for at, tier in enumerate(self.state)
-        )
+        places = list[GroupPlace]()
+        for at, tier in enumerate(self.state):
+            # The device's update reads the sum there.
+            here = tier == "device" or at in self.kept_gradients
+            parameters: Tier = "device" if tier == "device" else "host"
+            places.append(GroupPlace(parameters, tier, "device" if here else self.sums))
         options = tuple(one.options for one in self.passes for _ in range(one.microbatches))
-        return optimizer_step(microbatch, update, StepShape(options, places), links)
+        return optimizer_step(microbatch, update, StepShape(options, tuple(places)), links)
 
     def device_order(self, microbatch: Microbatch, graph: TrainingGraph) -> list[Op]:
         names = list[str]()
@@ -98,7 +84,9 @@ class StepConfig(msgspec.Struct, frozen=True):
             for at in (turn, *reversed(layers)):
                 names += [f"backward.{at}.{i}" for i in each] if at != turn else []
                 # Gradients are complete only in the last pass.
-                names += self._own_updates(microbatch, at) if is_last else []
+                own = microbatch.layers[at].gives if is_last else ()
+                here = (g for g in own if "device" in (self.state[g], self.updates))
+                names += [f"update.{g}" for g in here if microbatch.groups[g].trained]
         names += [f"update.{at}" for at in self.updated_on_device(microbatch)]
         ops = {op.name: op for op in graph.ops}
         return [ops[name] for name in names]
@@ -112,11 +100,6 @@ class StepConfig(msgspec.Struct, frozen=True):
         here = [at for at in late if self.state[at] == "host" and at in added]
         # The last ones of backward: on the host, nothing would hide their updates.
         return here[-self.device_updates :]
-
-    def _own_updates(self, microbatch: Microbatch, layer: int) -> list[str]:
-        gives = microbatch.layers[layer].gives
-        here = [at for at in gives if "device" in (self.state[at], self.updates)]
-        return [f"update.{at}" for at in here if microbatch.groups[at].trained]
 
     def state_is_on_nvme(self, value: str) -> bool:
         kind, _, at = value.partition(".")

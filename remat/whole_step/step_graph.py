@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
+from msgspec.structs import replace
 
 from remat.graph_capture.errors import GraphError
 from remat.graph_capture.graph import TANGENTS, Links, Op, Phase, Tier, TrainingGraph, Value
@@ -33,11 +34,8 @@ GROUP_UPDATE, HOST_SUM = "remat.group_update", "remat.host_sum"
 class GroupPlace(msgspec.Struct, frozen=True):
     """Where a group is between steps, and where its gradients are added.
 
-    Attributes
-    ----------
-    parameters, state : tiers of W and of O.
-    sums : ``device`` where each backward adds into one G, which may move in between; ``host``
-        where each makes its own G and the host adds it.
+    `parameters`, `state` : tiers of W and of O. `sums` : ``device`` where each backward adds into
+    one G, which may move in between; ``host`` where each makes its own G and the host adds it.
     """
 
     parameters: Tier
@@ -55,26 +53,6 @@ class StepShape(msgspec.Struct, frozen=True):
 def optimizer_step(
     microbatch: Microbatch, update: Update, shape: StepShape, links: Links | None
 ) -> TrainingGraph:
-    _check_shape(microbatch, shape)
-    made = _Made(microbatch, update, shape)
-    return TrainingGraph(
-        name=microbatch.name,
-        ops=(*made.computations(), *made.sums(), *made.updates()),
-        values=tuple(made.values()),
-        outputs=tuple(f"{name}.{i}" for i in range(made.count) for name in microbatch.outputs),
-        resident=msgspec.structs.replace(
-            # All batches are in memory during the whole step.
-            microbatch.resident,
-            batch_bytes=made.count * microbatch.resident.batch_bytes,
-        ),
-        inputs=microbatch.inputs,
-        device=microbatch.device,
-        cost_origin=microbatch.cost_origin,
-        links=links,
-    )
-
-
-def _check_shape(microbatch: Microbatch, shape: StepShape) -> None:
     if not shape.options:
         raise GraphError("a step has one microbatch or more, and none is given")
     numbers = {len(one) for one in shape.options}
@@ -83,6 +61,14 @@ def _check_shape(microbatch: Microbatch, shape: StepShape) -> None:
             f"a step of {len(microbatch.layers)} layers and {len(microbatch.groups)} groups takes "
             "an option for each layer of each microbatch, and a place for each group"
         )
+    made = _Made(microbatch, update, shape)
+    return TrainingGraph(
+        name=microbatch.name, ops=(*made.computations(), *made.sums(), *made.updates()),
+        values=tuple(made.values()),
+        outputs=tuple(f"{name}.{i}" for i in range(made.count) for name in microbatch.outputs),
+        resident=microbatch.resident_of(made.count), inputs=microbatch.inputs,
+        device=microbatch.device, cost_origin=microbatch.cost_origin, links=links,
+    )  # fmt: skip
 
 
 class _Made:
@@ -109,12 +95,15 @@ class _Made:
         for at, group in enumerate(self.microbatch.groups):
             if self.shape.places[at].sums == "device" or not group.trained:
                 continue
+            there_us, host_us = (
+                self.update.add_us(group.gradient_bytes, on_host=on_host)
+                for on_host in (False, True)
+            )
             for i in range(1, self.count):
                 yield Op(
-                    f"sum.{at}.{i}", HOST_SUM, "update", (f"G.{at}", f"G.{at}.{i}"), (),
-                    self.update.add_us(group, on_host=False), module=group.name,
-                    cost_origin="modelled",
-                    host_cost_us=self.update.add_us(group, on_host=True), updates=(f"G.{at}",),
+                    f"sum.{at}.{i}", HOST_SUM, "update", (f"G.{at}", f"G.{at}.{i}"), (), there_us,
+                    module=group.name, cost_origin="modelled", host_cost_us=host_us,
+                    updates=(f"G.{at}",),
                 )  # fmt: skip
 
     def updates(self) -> Iterator[Op]:
@@ -132,9 +121,8 @@ class _Made:
             )  # fmt: skip
 
     def values(self) -> Iterator[Value]:
-        for at, (group, place) in enumerate(
-            zip(self.microbatch.groups, self.shape.places, strict=True)
-        ):
+        placed = zip(self.microbatch.groups, self.shape.places, strict=True)
+        for at, (group, place) in enumerate(placed):
             yield Value(f"W.{at}", group.parameter_bytes, kind="parameter", home=place.parameters)
             state_bytes = self.update.state_bytes(group)
             if state_bytes:
@@ -238,8 +226,7 @@ class OpByOp:
 
     @cached_property
     def gradient_of(self) -> dict[str, str]:
-        groups = self.microbatch.groups
-        return {p: g for group in groups for p, g in group.gradient_of.items() if g}
+        return {p: group.gradient_of[p] for group in self.microbatch.groups for p in group.updated}
 
     @cached_property
     def parameter_of(self) -> dict[str, str]:
@@ -269,25 +256,15 @@ class OpByOp:
     def graph(self, names: Sequence[str], links: Links | None) -> TrainingGraph:
         """The graph whose ops stand in the order of `names`, that of their first runs."""
         ops = {op.name: op for op in (*self._computations(), *self._additions(), *self._steps())}
+        captured = self.captured
+        given = [name for name in captured.forward_outputs if name in captured.outputs]
         return TrainingGraph(
-            name=self.captured.name,
-            ops=tuple(ops[name] for name in names),
+            name=captured.name, ops=tuple(ops[name] for name in names),
             values=tuple(self._values()),
-            outputs=tuple(
-                self.value(name, i)
-                for i in range(self.count)
-                for name in self.captured.forward_outputs
-                if name in self.captured.outputs
-            ),
-            resident=msgspec.structs.replace(
-                self.microbatch.resident,
-                batch_bytes=self.count * self.microbatch.resident.batch_bytes,
-            ),
-            inputs=self.captured.inputs,
-            device=self.captured.device,
-            cost_origin=self.captured.cost_origin,
-            links=links,
-        )
+            outputs=tuple(self.value(name, i) for i in range(self.count) for name in given),
+            resident=self.microbatch.resident_of(self.count), inputs=captured.inputs,
+            device=captured.device, cost_origin=captured.cost_origin, links=links,
+        )  # fmt: skip
 
     def _computations(self) -> Iterator[Op]:
         for i in range(self.count):
@@ -297,26 +274,22 @@ class OpByOp:
                     given = tuple(self.value(v, i) for v in self.captured.forward_outputs)
                     yield Op(f"{op.name}.{i}", FORWARD_ENDS, _COMPUTE, given, (), op.cost_us)
                     continue
-                yield msgspec.structs.replace(
-                    op,
-                    name=f"{op.name}.{i}",
-                    phase=_COMPUTE,
+                yield replace(
+                    op, name=f"{op.name}.{i}", phase=_COMPUTE,
                     inputs=tuple(dict.fromkeys(self.value(v, i) for v in op.inputs)),
                     outputs=tuple(self.value(v, i) for v in op.outputs),
                     checkpoint=0,  # the plan decides what reruns
-                )
+                )  # fmt: skip
 
     def _additions(self) -> Iterator[Op]:
         sizes = self.captured.value_by_name
         for i in range(1, self.count):
             for parameter, gradient in self.gradient_of.items():
-                size_bytes = sizes[gradient].size_bytes
                 yield Op(
                     f"add:{parameter}.{i}", ADD, _COMPUTE,
                     (f"G:{parameter}", self.value(gradient, i)), (),
-                    # Two are read, one is written.
-                    3 * size_bytes / (self.update.device_gb_s * 1e3), cost_origin="modelled",
-                    updates=(f"G:{parameter}",),
+                    self.update.add_us(sizes[gradient].size_bytes, on_host=False),
+                    cost_origin="modelled", updates=(f"G:{parameter}",),
                 )  # fmt: skip
 
     def _steps(self) -> Iterator[Op]:
@@ -325,7 +298,7 @@ class OpByOp:
                 continue
             # Share the group's time by bytes: updates are bound by memory.
             us_a_byte = self.update.device_us(group) / group.parameter_bytes
-            for name in filter(group.gradient_of.get, group.gradient_of):
+            for name in group.updated:
                 found = self.updates[name]
                 state = (f"O:{name}",) if found.state_bytes else ()
                 yield Op(
@@ -345,20 +318,20 @@ class OpByOp:
             if value.kind == "tangent" or not value.producer:
                 # The tangent of the loss is given, like an input.
                 kind = "input" if value.kind == "tangent" else value.kind
-                yield msgspec.structs.replace(
+                yield replace(
                     # It does not matter here how long eager holds a value.
                     value, producer="", kind=kind, home=homes.get(value.name), held_until="",
                     written_over="",
                 )  # fmt: skip
         for group, place in zip(self.microbatch.groups, self.places, strict=True):
-            for name in group.gradient_of:
+            for name in group.updated:
                 found = self.updates.get(name)
-                if found and found.state_bytes and group.gradient_of[name]:
+                if found and found.state_bytes:
                     yield Value(f"O:{name}", found.state_bytes, kind="optimizer", home=place.state)
         for value in self.captured.values:
             if value.producer and value.kind != "tangent":
                 for i in range(self.count):
-                    yield msgspec.structs.replace(
+                    yield replace(
                         value, name=self.value(value.name, i), producer=f"{value.producer}.{i}",
                         held_until="", written_over="",
                     )  # fmt: skip

@@ -37,13 +37,10 @@ if TYPE_CHECKING:
 class StepRequest:
     """What is asked of a plan of a whole step, refused before anything runs.
 
-    Attributes
-    ----------
-    optimizer, state : whose update it is, and in which type its state is kept.
-    budget : of the device, in bytes or ``auto``. host, nvme : as of `remat.capture`.
-    nvme_gb_s : sustained rate of NVMe each way, in 10^9 bytes a second; None for that of the drive
-        in the table.
-    is_run : whether the step is to be run here too, rather than planned alone.
+    `optimizer`, `state` : whose update it is, and in which type its state is kept. `budget` : of
+    the device, in bytes or ``auto``. `host`, `nvme` : as of `remat.capture`. `nvme_gb_s` :
+    sustained rate of NVMe each way, in 10^9 bytes a second; None for that of the drive in the
+    table. `is_run` : whether the step is to be run here too, rather than planned alone.
     """
 
     device: str
@@ -96,11 +93,9 @@ class StepRequest:
         # From GB/s to bytes a microsecond.
         rate = self.nvme_gb_s * 1e3
         return msgspec.structs.replace(
-            links,
-            write=Link(rate, links.write.latency_us),
-            read=Link(rate, links.read.latency_us),
+            links, write=Link(rate, links.write.latency_us), read=Link(rate, links.read.latency_us),
             source=f"{links.source.partition(';')[0]}; NVMe {self.nvme_gb_s:g} GB/s as asked for",
-        )
+        )  # fmt: skip
 
 
 def step_request(
@@ -114,9 +109,8 @@ def step_request(
     require_known(optimizer)
     if microbatches is None:
         raise BudgetError(
-            "a whole step is of several batches: "
-            "give microbatches=8 too. To move activations of one batch to the host and train, use "
-            "remat.rematerialize(model, ..., host=...)"
+            "a whole step is of several batches: give microbatches=8 too. To move activations of "
+            "one batch to the host and train, use remat.rematerialize(model, ..., host=...)"
         )
     # Adam and AdamW keep two moments; SGD keeps one with momentum, else none.
     moments = "adamw" if "betas" in optimizer.defaults else "sgd"
@@ -221,12 +215,9 @@ def planned_from(
             f"{option('host', '120GiB')}"
         )
     told("looking at the layers")
-    task = StepTask(
-        microbatch_of(graph),
-        Update.on(request.device, request.optimizer, request.state),
-        request.links(graph.links),
-        parse_budget(request.budget).bytes_for(graph),
-    )
+    update = Update.on(request.device, request.optimizer, request.state)
+    budget_bytes = parse_budget(request.budget).bytes_for(graph)
+    task = StepTask(microbatch_of(graph), update, request.links(graph.links), budget_bytes)
     return StepPlan(request, task, plan_whole_step(task, request.microbatches, progress=told))
 
 

@@ -12,28 +12,23 @@ from rich.text import Text
 
 from remat.analysis.plan_report import plain_table
 from remat.formats import bytes_text, gap_text, time_text
-from remat.schedules.simulate import Simulation
 from remat.whole_step.planned_step import PlannedStep, Short
-from remat.whole_step.step_config import NAMED_SYSTEMS, Pass, StepConfig
+from remat.whole_step.step_config import NAMED_SYSTEMS, StepConfig
 from remat.whole_step.step_planning import StepPlan, too_small_text
 
-_LABELS_OF_LINKS = {
-    "d2h": "to the host", "h2d": "to the device", "write": "to NVMe", "read": "from NVMe",
-}  # fmt: skip
+_LINKS = {"d2h": "to the host", "h2d": "to the device", "write": "to NVMe", "read": "from NVMe"}
 
 
 def show_step(console: Console, plan: StepPlan) -> None:
     request, microbatch, links = plan.request, plan.task.microbatch, plan.task.links
     tokens = f" of {microbatch.n_tokens:,} tokens" if microbatch.n_tokens else ""
     nvme = f", NVMe {bytes_text(links.nvme_bytes)}" if links.write else ""
-    console.print(
-        Text.assemble(
-            (microbatch.name, "bold"),
-            f", a step of {_count(request.microbatches, 'microbatch', 'microbatches')}{tokens}, "
-            f"{request.optimizer}\nbudget {bytes_text(plan.task.budget_bytes)}, host "
-            f"{bytes_text(links.host_bytes)}{nvme}\n",
-        )
+    head = (
+        f", a step of {_count(request.microbatches, 'microbatch', 'microbatches')}{tokens}, "
+        f"{request.optimizer}\nbudget {bytes_text(plan.task.budget_bytes)}, host "
+        f"{bytes_text(links.host_bytes)}{nvme}\n"
     )
+    console.print(Text.assemble((microbatch.name, "bold"), head))
     console.print(_systems_table(plan))
     console.print()
     console.print(_choices(plan))
@@ -41,14 +36,12 @@ def show_step(console: Console, plan: StepPlan) -> None:
 
 def _systems_table(plan: StepPlan) -> Table:
     table = plain_table("by the simulator", "step", "tokens/s", "device", "host", "NVMe")
-    rows: dict[str, Simulation | None] = {"this plan": plan.simulation}
-    for name, found in plan.found.systems.items():
-        is_plan = isinstance(found, PlannedStep)
-        rows[NAMED_SYSTEMS[name].title] = found.simulation if is_plan else None
-    for title, found in rows.items():
-        if found is None:
+    named = {NAMED_SYSTEMS[name].title: found for name, found in plan.found.systems.items()}
+    for title, planned in {"this plan": plan.best, **named}.items():
+        if not isinstance(planned, PlannedStep):
             table.add_row(title, "no plan", *["-"] * 4)
             continue
+        found = planned.simulation
         tokens = plan.tokens_per_s(found)
         table.add_row(
             title, _long_time_text(found.time_us), f"{tokens:,.0f}" if tokens else "-",
@@ -61,34 +54,26 @@ def _systems_table(plan: StepPlan) -> Table:
 def _choices(plan: StepPlan) -> Table:
     config, simulation, found = plan.best.config, plan.simulation, plan.found
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_row(
-        "lower bound",
-        f"{_long_time_text(found.lower_bound_us)} in any order; {gap_text(found.gap)}",
-    )
+    bound = _long_time_text(found.lower_bound_us)
+    table.add_row("lower bound", f"{bound} in any order; {gap_text(found.gap)}")
     table.add_row("order", _order_text(config))
     for words in _saved_texts(plan, config):
         table.add_row("saved", words)
     table.add_row("state", _state_text(plan, config))
     table.add_row("gradients", _gradients_text(config))
     moved_bytes = simulation.moved_bytes.items()
-    copies = [f"{bytes_text(n)} {_LABELS_OF_LINKS[link]}" for link, n in moved_bytes if n]
+    copies = [f"{bytes_text(n)} {_LINKS[link]}" for link, n in moved_bytes if n]
     table.add_row("copies", ", ".join(copies) or "none")
-    busy_us = simulation.busy_us
-    waits_us = simulation.time_us - busy_us["device"]
-    table.add_row(
-        "device",
-        f"computes {_long_time_text(busy_us['device'])} and waits {_long_time_text(waits_us)}; "
-        f"the host computes {_long_time_text(busy_us['host'])}",
-    )
+    busy_us, host_us = simulation.busy_us["device"], simulation.busy_us["host"]
+    busy, waits, on_host = map(_long_time_text, (busy_us, simulation.time_us - busy_us, host_us))
+    table.add_row("device", f"computes {busy} and waits {waits}; the host computes {on_host}")
     for name, one in found.systems.items():
         if not isinstance(one, PlannedStep):
             why = too_small_text(one) if isinstance(one, Short) else one
             table.add_row("no plan", Text(f"of {NAMED_SYSTEMS[name].title}: {why}"))
-    costs = (
-        f"modelled for {plan.graph.device}; links {plan.task.links.source or 'as given'}; updates "
-        f"at {plan.task.update.host_gb_s:g} GB/s of host memory"
-    )
-    table.add_row("costs", Text(costs))
+    links, rate = plan.task.links.source or "as given", plan.task.update.host_gb_s
+    modelled = f"modelled for {plan.graph.device}; links {links}; updates at {rate:g} GB/s"
+    table.add_row("costs", Text(f"{modelled} of host memory"))
     table.add_row("status", f"{found.judged} plans judged; planned, not run")
     return table
 
@@ -110,15 +95,12 @@ def _saved_texts(plan: StepPlan, config: StepConfig) -> list[str]:
         picked = [layer.options[i] for layer, i in zip(layers, one.options, strict=True)]
         saved_bytes = sum(option.saved_bytes for option in picked)
         again_us = sum(option.extra_us for option in picked)
+        hosted = f", that of {one.hosted} layers on the host meanwhile" if one.hosted else ""
         found.append(
-            f"{bytes_text(saved_bytes)} a microbatch{_hosted(one)}, {again_us / 1e3:.0f} ms "
+            f"{bytes_text(saved_bytes)} a microbatch{hosted}, {again_us / 1e3:.0f} ms "
             f"computed again ({_count(len(list(same)), 'pass', 'passes')})"
         )
     return found
-
-
-def _hosted(one: Pass) -> str:
-    return f", that of {one.hosted} layers on the host meanwhile" if one.hosted else ""
 
 
 def _state_text(plan: StepPlan, config: StepConfig) -> str:
@@ -152,8 +134,6 @@ def _count(number: int, one: str, more: str) -> str:
 
 def step_json(plan: StepPlan) -> dict[str, Any]:
     found, best = plan.found, plan.found.plan
-    # In JSON a config is called ``setting``.
-    config = {"setting": msgspec.to_builtins(best.config)} if best else {}
     return {
         "model": plan.task.microbatch.name,
         "device": plan.request.device,
@@ -162,15 +142,10 @@ def step_json(plan: StepPlan) -> dict[str, Any]:
         "state": plan.request.state,
         "budget_bytes": plan.task.budget_bytes,
         "links": msgspec.to_builtins(plan.task.links),
-        "plan": _simulated(plan, best.simulation) | config if best else None,
+        "plan": _planned_json(plan, best) if best else None,
         "shortage": plan.shortage,
         "systems": {
-            name: {"source": NAMED_SYSTEMS[name].source}
-            | (
-                _simulated(plan, one.simulation) | {"setting": msgspec.to_builtins(one.config)}
-                if isinstance(one, PlannedStep)
-                else {"no_plan": msgspec.to_builtins(one)}
-            )
+            name: {"source": NAMED_SYSTEMS[name].source} | _planned_json(plan, one)
             for name, one in found.systems.items()
         },
         "bound": {"lower_bound_us": found.lower_bound_us, "gap": found.gap},
@@ -178,7 +153,10 @@ def step_json(plan: StepPlan) -> dict[str, Any]:
     }
 
 
-def _simulated(plan: StepPlan, simulation: Simulation) -> dict[str, Any]:
+def _planned_json(plan: StepPlan, one: PlannedStep | Short | str) -> dict[str, Any]:
+    if not isinstance(one, PlannedStep):
+        return {"no_plan": msgspec.to_builtins(one)}
+    simulation = one.simulation
     return {
         "time_us": simulation.time_us,
         "tokens_per_s": plan.tokens_per_s(simulation),
@@ -187,4 +165,5 @@ def _simulated(plan: StepPlan, simulation: Simulation) -> dict[str, Any]:
         "nvme_peak_bytes": simulation.nvme_peak_bytes,
         "busy_us": simulation.busy_us,
         "moved_bytes": simulation.moved_bytes,
+        "setting": msgspec.to_builtins(one.config),  # what a config is called in JSON
     }

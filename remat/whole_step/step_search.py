@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
+from msgspec.structs import replace
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Tier
@@ -56,11 +56,7 @@ def _with_state_on_nvme(microbatch: Microbatch, config: StepConfig, count: int) 
         tier if tier == "device" else "nvme" if at in below else "host"
         for at, tier in enumerate(config.state)
     ]
-    return msgspec.structs.replace(config, state=tuple(state))
-
-
-def _on_nvme(config: StepConfig) -> int:
-    return config.state.count("nvme")
+    return replace(config, state=tuple(state))
 
 
 def _fitted(
@@ -87,36 +83,30 @@ def _relieved(task: StepTask, config: StepConfig, short: Short) -> StepConfig | 
     usual_bytes = states[len(states) // 2] if states else 0
     # First move states, then hold fewer of them on the host at once.
     if task.links.write is not None and usual_bytes:
-        count = _on_nvme(config) + -(-over_bytes // usual_bytes)
+        below = config.state.count("nvme")
+        count = below + -(-over_bytes // usual_bytes)
         changed = _with_state_on_nvme(microbatch, config, count)
-        if changed != config and _nvme_has_room(task, changed):
+        groups = zip(microbatch.groups, changed.state, strict=True)
+        need_bytes = sum(task.update.state_bytes(g) for g, tier in groups if tier == "nvme")
+        if changed != config and need_bytes <= task.links.nvme_bytes:
             return changed
-        if _on_nvme(config) and config.slots > 1:
-            return msgspec.structs.replace(config, slots=config.slots - 1)
+        if below and config.slots > 1:
+            return replace(config, slots=config.slots - 1)
     # Gradients kept on the device take no room on the host.
     kept = _more_gradients_kept(microbatch, config)
     return None if kept == config else kept
 
 
-def _nvme_has_room(task: StepTask, config: StepConfig) -> bool:
-    groups = zip(task.microbatch.groups, config.state, strict=True)
-    need_bytes = sum(task.update.state_bytes(group) for group, tier in groups if tier == "nvme")
-    return need_bytes <= task.links.nvme_bytes
-
-
 def _more_gradients_kept(microbatch: Microbatch, config: StepConfig) -> StepConfig:
     if len(config.passes) == 1:  # one pass adds up its own gradients
         return config
-    order = _gradients_by_size(microbatch)
-    rest = [at for at in order if at not in config.kept_gradients]
-    kept = (*config.kept_gradients, *rest[:1])
-    return msgspec.structs.replace(config, kept_gradients=kept)
+    rest = [at for at in _gradients_by_size(microbatch) if at not in config.kept_gradients]
+    return replace(config, kept_gradients=(*config.kept_gradients, *rest[:1]))
 
 
 def _gradients_by_size(microbatch: Microbatch) -> list[int]:
     """Groups with gradients, the largest first; of equal ones, the first that is updated."""
-    order: Sequence[int] = _update_order(microbatch)
-    return sorted(order, key=lambda at: -microbatch.groups[at].gradient_bytes)
+    return sorted(_update_order(microbatch), key=lambda at: -microbatch.groups[at].gradient_bytes)
 
 
 _Order = tuple[int, ...]
@@ -149,25 +139,12 @@ def _ladder(layer: Layer) -> list[int]:
 
 def _options_at(microbatch: Microbatch, limit_bytes: int) -> tuple[int, ...]:
     """The fastest option of each layer that saves at most so much; else the least of it."""
-    return tuple(
-        next(
-            (i for i in _ladder(layer) if layer.options[i].saved_bytes <= limit_bytes),
-            _ladder(layer)[-1],
-        )
-        for layer in microbatch.layers
-    )
-
-
-def _starts(task: StepTask, order: _Order) -> list[StepConfig]:
-    microbatch = task.microbatch
-    if microbatch.draws and max(order) > 1:
-        # Microbatches in one pass would draw in turns; eager's draw one after the other.
-        return []
-    passes = tuple(Pass(count, full_recompute(microbatch)) for count in order)
-    below = task.feasible(StepConfig(passes, ("host",) * len(microbatch.groups)))
-    above = msgspec.structs.replace(below, state=("device",) * len(microbatch.groups))
-    found = [above] if device_peak_bytes(task, above) <= task.budget_bytes else []
-    return [_enriched(task, config) for config in (*found, below)]
+    found = list[int]()
+    for layer in microbatch.layers:
+        steps = _ladder(layer)
+        fitting = (i for i in steps if layer.options[i].saved_bytes <= limit_bytes)
+        found.append(next(fitting, steps[-1]))
+    return tuple(found)
 
 
 def _enriched(task: StepTask, config: StepConfig) -> StepConfig:
@@ -181,7 +158,8 @@ def _enriched(task: StepTask, config: StepConfig) -> StepConfig:
         while low < high:
             middle = (low + high) // 2
             richer = _with_options(config, _options_at(task.microbatch, sizes[middle]), places)
-            if _fits(task, richer):
+            few = richer.passes[:2] + richer.passes[2:][-1:]  # the passes between equal the first
+            if device_peak_bytes(task, replace(richer, passes=few)) <= task.budget_bytes:
                 high = middle
             else:
                 low = middle + 1
@@ -189,22 +167,11 @@ def _enriched(task: StepTask, config: StepConfig) -> StepConfig:
     return config
 
 
-def _with_options(
-    config: StepConfig, options: tuple[int, ...], places: Sequence[bool]
-) -> StepConfig:
-    leading, last = (options if asked else None for asked in places)
-    passes = [
-        one if leading is None else msgspec.structs.replace(one, options=leading)
-        for one in config.passes[:-1]
-    ]
-    end = config.passes[-1]
-    end = end if last is None else msgspec.structs.replace(end, options=last)
-    return msgspec.structs.replace(config, passes=(*passes, end))
-
-
-def _fits(task: StepTask, config: StepConfig) -> bool:
-    few = config.passes[:2] + config.passes[2:][-1:]  # the passes between equal the first
-    return device_peak_bytes(task, msgspec.structs.replace(config, passes=few)) <= task.budget_bytes
+def _with_options(config: StepConfig, options: tuple[int, ...], ends: Sequence[bool]) -> StepConfig:
+    is_asked = [*[ends[0]] * (len(config.passes) - 1), ends[1]]
+    passes = zip(config.passes, is_asked, strict=True)
+    changed = (replace(one, options=options) if asked else one for one, asked in passes)
+    return replace(config, passes=tuple(changed))
 
 
 _SHARES = (1, 2, 8)
@@ -221,7 +188,7 @@ def _neighbours(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConf
     yield from _hosting_otherwise(microbatch, config)
     yield from _updating_otherwise(microbatch, config)
     yield from _resting_otherwise(microbatch, config)
-    yield msgspec.structs.replace(config, keeping="stream" if config.keeping == "near" else "near")
+    yield replace(config, keeping="stream" if config.keeping == "near" else "near")
 
 
 def _saving_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
@@ -237,9 +204,9 @@ def _saving_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[St
                 for at in which:
                     layers = _next_layers(microbatch, changed[at].options, part, step)
                     options = _moved_along(microbatch, changed[at].options, layers, step)
-                    changed[at] = msgspec.structs.replace(changed[at], options=options)
+                    changed[at] = replace(changed[at], options=options)
                 if tuple(changed) != config.passes:
-                    yield msgspec.structs.replace(config, passes=tuple(changed))
+                    yield replace(config, passes=tuple(changed))
 
 
 def _next_layers(microbatch: Microbatch, options: Sequence[int], part: int, step: int) -> list[int]:
@@ -278,33 +245,32 @@ def _hosting_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[S
                 hosted = min(max(one.hosted + step, 0), most)
                 layers = range(hosted) if richer else range(0)
                 options = _moved_along(microbatch, one.options, layers, -1)
-                passes[at] = msgspec.structs.replace(one, hosted=hosted, options=options)
+                passes[at] = replace(one, hosted=hosted, options=options)
             if tuple(passes) != config.passes:
-                yield msgspec.structs.replace(config, passes=tuple(passes))
+                yield replace(config, passes=tuple(passes))
 
 
 def _updating_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
     if len(config.passes) > 1:
         yield _more_gradients_kept(microbatch, config)
-        yield msgspec.structs.replace(config, kept_gradients=config.kept_gradients[:-1])
+        yield replace(config, kept_gradients=config.kept_gradients[:-1])
         if config.updates == "host":  # otherwise the host adds nothing
             sums: Tier = "host" if config.sums == "device" else "device"
-            yield msgspec.structs.replace(config, sums=sums)
+            yield replace(config, sums=sums)
         largest = tuple(_gradients_by_size(microbatch)[: len(config.kept_gradients) + _COUNTS[-1]])
-        yield msgspec.structs.replace(config, kept_gradients=largest)
+        yield replace(config, kept_gradients=largest)
     # The device makes all updates already.
     if config.updates == "device":
         return
     for count in (*_COUNTS, *(-one for one in _COUNTS)):
-        yield msgspec.structs.replace(config, device_updates=max(config.device_updates + count, 0))
+        yield replace(config, device_updates=max(config.device_updates + count, 0))
 
 
 def _resting_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
-    below = _on_nvme(config)
-    if below:
+    if below := config.state.count("nvme"):
         for slots in (config.slots + 1, config.slots - 1):
-            yield msgspec.structs.replace(config, slots=max(slots, 1))
-        other = msgspec.structs.replace(config, spread=not config.spread)
+            yield replace(config, slots=max(slots, 1))
+        other = replace(config, spread=not config.spread)
         yield _with_state_on_nvme(microbatch, other, below)
         for count in (1, 2, 4, -1, -2):
             if below + count > 0:
@@ -321,7 +287,7 @@ def _on_device(microbatch: Microbatch, config: StepConfig, count: int) -> StepCo
         "device" if at in above else "host" if tier == "device" else tier
         for at, tier in enumerate(config.state)
     ]
-    return msgspec.structs.replace(config, state=tuple(state))
+    return replace(config, state=tuple(state))
 
 
 _SOLVER = "whole_step"
@@ -373,12 +339,14 @@ def plan_whole_step(
         progress(f"judging {system.title}")
         config = task.feasible(system.config(task.microbatch, microbatches))
         # Microbatches in one pass would draw in turns.
-        if task.microbatch.draws and not config.is_batch_major:
+        if task.microbatch.draws and any(one.microbatches > 1 for one in config.passes):
             systems[name] = _OTHER_DRAWS
             continue
         systems[name] = search.take(_fitted(task, config, name))
     search.run()
-    short = None if search.best else _nearest(search.shorts)
+    # Configs that lack room only on the host fit the device, so they are nearer.
+    shorts = [one for one in search.shorts if one.tier == "host"] or search.shorts
+    short = None if search.best else min(shorts, key=lambda one: one.need_bytes, default=None)
     return StepResult(search.best, short, least_step_us(task, microbatches), search.judged, systems)
 
 
@@ -388,18 +356,10 @@ def least_step_us(task: StepTask, microbatches: int) -> float:
     # The device computes each microbatch once. State that fits neither device nor host starts on
     # NVMe, comes up once and goes back.
     device_us = microbatches * microbatch.least_us
-    resting_bytes = sum(
-        group.parameter_bytes + task.update.state_bytes(group) for group in microbatch.groups
-    )
+    resting_bytes = sum(g.parameter_bytes + task.update.state_bytes(g) for g in microbatch.groups)
     below_bytes = max(resting_bytes - links.host_bytes - task.budget_bytes, 0)
     ways = [way for way in (links.read, links.write) if way is not None]
     return max(device_us, *(below_bytes / way.bytes_per_us for way in ways), 0.0)
-
-
-def _nearest(shorts: Sequence[Short]) -> Short | None:
-    # Configs that lack room only on the host fit the device, so they are nearer.
-    on_host = [one for one in shorts if one.tier == "host"]
-    return min(on_host or shorts, key=lambda one: one.need_bytes, default=None)
 
 
 @dataclass
@@ -418,9 +378,17 @@ class _StepSearch:
 
     def run(self) -> None:
         self.progress("saving as much as fits")
-        found = [
-            start for order in orders(self.microbatches) for start in _starts(self.task, order)
-        ]
+        task, microbatch, found = self.task, self.task.microbatch, list[StepConfig]()
+        for order in orders(self.microbatches):
+            # Microbatches in one pass would draw in turns; eager's draw one after the other.
+            if microbatch.draws and max(order) > 1:
+                continue
+            passes = tuple(Pass(count, full_recompute(microbatch)) for count in order)
+            below = task.feasible(StepConfig(passes, ("host",) * len(microbatch.groups)))
+            above = replace(below, state=("device",) * len(microbatch.groups))
+            if device_peak_bytes(task, above) <= task.budget_bytes:
+                found.append(_enriched(task, above))
+            found.append(_enriched(task, below))
         # Fastest on the device first: the others are judged only if they can still win.
         found.sort(key=self._device_us)
         times = [(self.offer(start), k) for k, start in enumerate(found)]
@@ -449,10 +417,8 @@ class _StepSearch:
         if isinstance(found, Short):
             self.shorts.append(found)
         elif self.best is None or found.simulation.time_us < self.best.simulation.time_us:
-            self.best = found
-            self.progress(
-                f"judged {self.judged} plans, best {found.simulation.time_us / 1e6:.2f} s"
-            )
+            self.best, best_s = found, found.simulation.time_us / 1e6
+            self.progress(f"judged {self.judged} plans, best {best_s:.2f} s")
         return found
 
     def _climb(self, now: StepConfig) -> None:
@@ -460,10 +426,8 @@ class _StepSearch:
         changed: StepConfig | None = now
         while changed is not None and self.judged < self.most:
             # Take the first improvement, since each trial is a simulation.
-            better = (
-                one for one in _neighbours(self.task.microbatch, now) if self.offer(one) < time_us
-            )
-            changed = next(better, None)
+            others = _neighbours(self.task.microbatch, now)
+            changed = next((one for one in others if self.offer(one) < time_us), None)
             if changed is not None:
                 now, time_us = self.became[changed], self.times_us[changed]
 

@@ -6,12 +6,15 @@ import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from remat.cluster.apply.whole_chain import Materialize, layers_of_stages
 from remat.cluster.plan_file import ClusterFile, read_cluster_plan, require_world
@@ -19,12 +22,6 @@ from remat.cluster.stepping import forwards_open, stages_of_rank
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import PlanError
 from remat.graph_capture.files import read_contents
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-    from torch.distributed.tensor.parallel import ParallelStyle
-
 
 PP, _REPLICATE, _SHARD, CP, TP = "pp", "dp_replicate", "dp_shard", "cp", "tp"
 DIMENSIONS = (PP, _REPLICATE, _SHARD, CP, TP)
@@ -41,16 +38,6 @@ def opened_plan(plan: ClusterFile | str | Path) -> ClusterFile:
             "remat cluster has written"
         )
     return read_cluster_plan(read_contents(plan), str(plan))
-
-
-def degrees_of(plan: ClusterFile) -> dict[str, int]:
-    """In the order of `DIMENSIONS`."""
-    degrees = plan.parallelism
-    return {
-        PP: degrees.pipeline_parallel_degree, _REPLICATE: degrees.data_parallel_replicate_degree,
-        _SHARD: degrees.data_parallel_shard_degree, CP: degrees.context_parallel_degree,
-        TP: degrees.tensor_parallel_degree,
-    }  # fmt: skip
 
 
 def cluster_mesh(plan: ClusterFile | str | Path, device_type: str = "") -> DeviceMesh:
@@ -78,21 +65,19 @@ def cluster_mesh(plan: ClusterFile | str | Path, device_type: str = "") -> Devic
         )
     require_world(plan, dist.get_world_size())
     kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    return init_device_mesh(kind, tuple(degrees_of(plan).values()), mesh_dim_names=DIMENSIONS)
+    return init_device_mesh(kind, plan.parallelism.degrees, mesh_dim_names=DIMENSIONS)
 
 
 # What the mesh splits: modules over tensor parallel ranks, states over data parallel ones.
 
 
-TensorPlan = Mapping[str, "ParallelStyle"]
+TensorPlan = Mapping[str, ParallelStyle]
 """Styles by path in the model; a part of a path may be a glob, as of `parallelize_module`."""
 
 
 def split_over_tensor_ranks(
     modules: Mapping[str, nn.Module], mesh: DeviceMesh, tp_plan: TensorPlan
 ) -> None:
-    from torch.distributed.tensor.parallel import parallelize_module
-
     for path, module in modules.items():
         inside = _styles_for(path, tp_plan)
         if inside:
@@ -115,8 +100,6 @@ def _styles_for(path: str, tp_plan: TensorPlan) -> Any:
 
 
 def require_split_blocks(blocks: Mapping[str, nn.Module], ranks: int) -> None:
-    from torch.distributed.tensor import DTensor
-
     for path, block in blocks.items():
         held = (p for p in block.parameters() if isinstance(p, DTensor))
         # The plan counts a part of the block's weights and work on each rank.
@@ -127,25 +110,19 @@ def require_split_blocks(blocks: Mapping[str, nn.Module], ranks: int) -> None:
             )
 
 
-def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    shard = _SHARD
-    if mesh[CP].size() > 1:
-        # Context parallel ranks have other tokens of the batch, so states are split over them too.
-        shard = f"{_SHARD}_{CP}"
-        mesh[_SHARD, CP]._flatten(shard)
-    is_both = mesh[_REPLICATE].size() > 1
-    return mesh[_REPLICATE, shard] if is_both else mesh[shard]
-
-
 def shard_over_data_ranks(
     part: nn.Module, blocks: Sequence[nn.Module], plan: ClusterFile, mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy | None,
 ) -> None:  # fmt: skip
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    kept = plan.parallelism.fsdp_reshard_after_forward
+    kept, shard = plan.parallelism.fsdp_reshard_after_forward, _SHARD
+    if mesh[CP].size() > 1:
+        # Context parallel ranks have other tokens of the batch, so states are split over them too.
+        shard = f"{_SHARD}_{CP}"
+        mesh[_SHARD, CP]._flatten(shard)
     how: dict[str, Any] = {
-        "mesh": _data_mesh(mesh), "mp_policy": mp_policy or MixedPrecisionPolicy(),
+        "mesh": mesh[_REPLICATE, shard] if mesh[_REPLICATE].size() > 1 else mesh[shard],
+        "mp_policy": mp_policy or MixedPrecisionPolicy(),
         "reshard_after_forward": kept == "always" if kept in ("never", "always") else int(kept),
     }  # fmt: skip
     # Inside out: a module that is wrapped later leaves out what is wrapped already.
@@ -176,9 +153,8 @@ class Applied:
     @property
     def stages(self) -> tuple[int, ...]:
         """Those of this rank, in the order of the model."""
-        return stages_of_rank(
-            self.schedule, self.rank, self.mesh[PP].size(), self.plan.virtual_stages
-        )
+        pp = self.mesh[PP].size()
+        return stages_of_rank(self.schedule, self.rank, pp, self.plan.virtual_stages)
 
     @property
     def layers(self) -> list[tuple[str, ...]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from remat.cluster.apply.cluster_mesh import CP
+from remat.cluster.apply.cluster_mesh import CP, Applied
 from remat.cluster.capture.rank_graph import SEQUENCE
 from remat.cluster.capture.watching import (
     HEADS,
@@ -34,10 +34,6 @@ from remat.graph_capture.errors import CaptureError, PlanError
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.step_module import apply_loss
 from remat.rewriter.user_module.own_forward import shell_with
-
-if TYPE_CHECKING:
-    from remat.cluster.apply.cluster_mesh import Applied
-
 
 # Context parallel ranks run what is outside of attention on their own tokens, which begin in the
 # middle of a sequence. That is right only if a token's result depends neither on other tokens nor
@@ -139,8 +135,7 @@ def require_token_local_loss(
         # A loss is one number: what each token adds to it shows in its gradient.
         return [(torch.autograd.grad(loss, x)[0], SEQUENCE)]
 
-    why = _why_not_token_local(run, border, places)
-    if why:
+    if why := _why_not_token_local(run, border, places):
         raise CaptureError(
             f"the loss {why}, and context parallel ranks compute it of their own tokens: let it be "
             "a mean over tokens, each with a target of its own that was shifted before; or "
@@ -152,18 +147,13 @@ def is_token_local(
     model: nn.Module, border_of: Callable[[Any], Tensor], args: Any,
     has_tokens: Callable[[object], bool], places: ChangedPlaces,
 ) -> bool:  # fmt: skip
-
-    def run(batch: Any) -> Tensor:
-        with torch.no_grad():
-            return border_of(batch)
-
     def changed(change: Callable[[Tensor], Tensor]) -> Any:
         return pytree.tree_map(lambda leaf: change(leaf) if has_tokens(leaf) else leaf, args)
 
-    with _evaluating(model):
-        usual = run(args)
-        turned = run(changed(lambda t: places.of(t, SEQUENCE)))
-        other = run(changed(places.half_kept))
+    with torch.no_grad(), _evaluating(model):
+        usual = border_of(args)
+        turned = border_of(changed(lambda t: places.of(t, SEQUENCE)))
+        other = border_of(changed(places.half_kept))
     kept = slice(0, places.own // 2)
     return _alike(places.of(usual, SEQUENCE), turned) and _alike(usual[:, kept], other[:, kept])
 
@@ -220,9 +210,7 @@ class FirstCall:
     def times_border(self) -> int:
         """How many times the border's bytes are made before it is cut to the rank's tokens."""
         before = self.before
-        if isinstance(before, PartOfBefore) and before.reads_all:
-            return before.part.count
-        return 1
+        return before.part.count if isinstance(before, PartOfBefore) and before.reads_all else 1
 
 
 def tokens_of_rank(asked: Applied) -> SequencePart:
@@ -249,10 +237,8 @@ def first_call(
 ) -> FirstCall:
     """The call of the first block, with this rank's tokens.
 
-    Raises
-    ------
-    CaptureError : something beside the border depends on the batch, or belongs to pairs of tokens;
-        or tensor parallel ranks share the tokens of a border that knows positions.
+    `CaptureError` : something beside the border depends on the batch, or belongs to pairs of
+    tokens; or tensor parallel ranks share the tokens of a border that knows positions.
     """
     # Called with all tokens and with the rank's: a dimension that differs counts tokens.
     whole = arrival_of(before, model, args, path)

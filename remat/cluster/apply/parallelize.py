@@ -10,46 +10,28 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from remat.cluster.apply.cluster_mesh import (
-    DIMENSIONS,
-    PP,
-    Applied,
-    TensorPlan,
-    degrees_of,
-    opened_plan,
-)
+from remat.cluster import stepping
+from remat.cluster.apply.cluster_mesh import DIMENSIONS, PP, Applied, TensorPlan, opened_plan
 from remat.cluster.apply.stage_parts import RankParts, rank_parts
 from remat.cluster.apply.stage_peak import peak_of_rank
 from remat.cluster.apply.whole_chain import Materialize, values_digest, whole_chain
 from remat.cluster.plan_file import MAKE_AGAIN, ClusterFile, require_world
 from remat.cluster.replayed_plan import ONE_STAGE, torch_order
-from remat.cluster.stepping import (
-    ZERO_BUBBLE,
-    PipelineStep,
-    PlainStep,
-    RingStage,
-    StepRunner,
-    loss_itself,
-    one_stage_rings,
-    rings_of,
-)
 from remat.graph_capture.errors import PlanError, ScheduleError
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import refuse_fake
 from remat.rewriter.user_module.module import SharedState
 from remat.rewriter.user_module.splitting import split_backward
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def _check_plan(
@@ -79,7 +61,7 @@ def _check_plan(
 
 def _check_mesh(plan: ClusterFile, mesh: DeviceMesh) -> None:
     require_world(plan, mesh.size())
-    wanted = degrees_of(plan)
+    wanted = dict(zip(DIMENSIONS, plan.parallelism.degrees, strict=True))
     names = mesh.mesh_dim_names or ()
     found = {name: mesh.size(i) for i, name in enumerate(names)}
     if tuple(names) != DIMENSIONS or found != wanted:
@@ -122,32 +104,39 @@ def _check_schedule(plan: ClusterFile, name: str) -> None:
         raise PlanError(str(error)) from error
 
 
-def _runner_of(parts: RankParts) -> StepRunner:
+def _runner_of(parts: RankParts) -> stepping.StepRunner:
     plan, name = parts.asked.plan, parts.asked.schedule
     if parts.asked.mesh[PP].size() == 1:
-        return PlainStep(parts.modules[0], plan.microbatches, reduce_each=plan.gradients == "each")
+        each = plan.gradients == "each"
+        return stepping.PlainStep(parts.modules[0], plan.microbatches, reduce_each=each)
     stages = [_stage_of_torch(parts, i) for i in range(len(parts.modules))]
     kind: Any = get_schedule_class(name)
     is_one = name in ONE_STAGE
-    schedule = kind(
-        stages[0] if is_one else stages, n_microbatches=plan.microbatches, loss_fn=loss_itself
-    )
+    given = stages[0] if is_one else stages
+    schedule = kind(given, n_microbatches=plan.microbatches, loss_fn=stepping.loss_itself)
     # Now that torch has the order of the step, it says how many buffers are in use at once.
     for stage in stages:
-        stage.input_buffers, stage.gradient_buffers = _rings(parts, stage, schedule)
-    return PipelineStep(schedule, stages)
+        at, m = stage.stage_index, plan.microbatches
+        if is_one:
+            rings = stepping.one_stage_rings(name, at, stage.num_stages, m)
+        else:
+            actions = schedule.pipeline_order_with_comms[stage.group_rank]
+            keeps = name in stepping.ZERO_BUBBLE and stage.dw_builder is None
+            rings = stepping.rings_of(actions, at, m, keeps_inputs=keeps)
+        stage.input_buffers, stage.gradient_buffers = rings
+    return stepping.PipelineStep(schedule, stages)
 
 
-def _stage_of_torch(parts: RankParts, at: int) -> RingStage:
+def _stage_of_torch(parts: RankParts, at: int) -> stepping.RingStage:
     asked, border = parts.asked, parts.given.border
     index, stages = asked.stages[at], len(asked.layers)
     # Torch would otherwise run a forward and a backward to learn these.
     received = torch.empty_like(border, device="meta").requires_grad_()
     loss = torch.empty((), dtype=torch.float32, device="meta")
     # A rewritten block is one autograd node: torch would run all of it for I, and again for W.
-    is_split = asked.schedule in ZERO_BUBBLE and parts.chosen.is_rewritten
+    is_split = asked.schedule in stepping.ZERO_BUBBLE and parts.chosen.is_rewritten
     split = split_backward(parts.modules[at]) if is_split else None
-    made = RingStage(
+    made = stepping.RingStage(
         parts.modules[at], index, stages, border.device,
         input_args=parts.args if index == 0 else (received,),
         output_args=(loss if index == stages - 1 else received,), group=asked.mesh.get_group(PP),
@@ -156,18 +145,6 @@ def _stage_of_torch(parts: RankParts, at: int) -> RingStage:
     if split is not None:
         made.split = split.live
     return made
-
-
-def _rings(parts: RankParts, stage: RingStage, schedule: Any) -> tuple[int, int]:
-    m, name = parts.asked.plan.microbatches, parts.asked.schedule
-    if name in ONE_STAGE:
-        return one_stage_rings(name, stage.stage_index, stage.num_stages, m)
-    actions = schedule.pipeline_order_with_comms[stage.group_rank]
-    keeps = name in ZERO_BUBBLE and stage.dw_builder is None
-    return rings_of(actions, stage.stage_index, m, keeps_inputs=keeps)
-
-
-_WHAT = "remat.cluster.parallelize"
 
 
 @dataclass(frozen=True)
@@ -186,7 +163,7 @@ class ClusterPart:
     checks : what was compared before anything was trained, in words.
     """
 
-    schedule: StepRunner
+    schedule: stepping.StepRunner
     modules: tuple[nn.Module, ...]
     peak_bytes: int | None
     overhead: dict[str, float]
@@ -257,17 +234,18 @@ def parallelize(
     AgreementError : ranks have different plans or models, or one of them has failed.
     RewriteError : a rewritten block does not do what eager does.
     """
+    world = dist.group.WORLD if dist.is_initialized() else None
     # A fake group has no other ranks to meet.
-    refuse_fake(dist.group.WORLD if dist.is_initialized() else None)
+    refuse_fake(world)
     # An error of one rank ends all of them, before any waits for it in a collective of torch's.
-    with CollectiveCall(dist.group.WORLD if dist.is_initialized() else None, _WHAT) as ranks:
+    with CollectiveCall(world, "remat.cluster.parallelize") as ranks:
         plan = opened_plan(plan)
         name = schedule or plan.parallelism.pipeline_parallel_schedule
         _check_plan(plan, mesh, model, tp_plan, name, materialize)
         digest = hashlib.sha256(plan.to_json() + schedule.encode()).hexdigest()
-        _require_same(ranks, "plan", digest, "plan")
+        _require_same(ranks, "plan", digest)
         chain = whole_chain(model, plan, args, loss_fn, target)
-        _require_same(ranks, "model", values_digest({"": model}), "model")
+        _require_same(ranks, "model", values_digest({"": model}))
         asked = Applied(
             plan, mesh, args, loss_fn, target, tp_plan or {}, mp_policy, name, materialize
         )
@@ -275,14 +253,15 @@ def parallelize(
         _require_same_stage(ranks, parts)
         parts.shard()
         made = _runner_of(parts)
-    peak_bytes = peak_of_rank(parts, made.stages) if isinstance(made, PipelineStep) else None
+    peak_bytes = (
+        peak_of_rank(parts, made.stages) if isinstance(made, stepping.PipelineStep) else None
+    )
     return ClusterPart(made, parts.modules, peak_bytes, parts.overhead, parts.checks)
 
 
-def _require_same(ranks: CollectiveCall, name: str, mine: str, what: str) -> None:
-    said = ranks.gathered_texts(name, mine)
-    others = [str(rank) for rank, found in enumerate(said) if found != said[0]]
-    if others:
+def _require_same(ranks: CollectiveCall, what: str, mine: str) -> None:
+    said = ranks.gathered_texts(what, mine)
+    if others := [str(rank) for rank, found in enumerate(said) if found != said[0]]:
         raise PlanError(
             f"the {what} of rank {', '.join(others)} is not that of rank 0: give all ranks the "
             f"same {what}, such as by one file that all read, and the same seed"
@@ -291,15 +270,13 @@ def _require_same(ranks: CollectiveCall, name: str, mine: str, what: str) -> Non
 
 def _require_same_stage(ranks: CollectiveCall, parts: RankParts) -> None:
     # Ranks of a stage run the same collectives only if they follow the same schedules.
-    unlike = _unlike_stages(ranks, "stage", parts.asked.rank, parts.digest)
-    if unlike:
+    if unlike := _unlike_stages(ranks, "stage", parts.asked.rank, parts.digest):
         raise PlanError(
             f"ranks of stage {unlike} would follow different schedules, as their blocks are "
             "captured differently: build the same model, and pass a microbatch of the same shapes, "
             "on all ranks"
         )
-    unlike = _unlike_stages(ranks, "values", parts.asked.rank, parts.values)
-    if unlike:
+    if unlike := _unlike_stages(ranks, "values", parts.asked.rank, parts.values):
         raise PlanError(
             f"materialize has given ranks of stage {unlike} different values: let all read the "
             "same file, or draw with a seed that depends on the path alone"

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 from torch import nn
 
 from remat.checks import Batch, require_equal
@@ -64,11 +64,9 @@ class StageBlocks:
         self.is_rewritten = True
         compared: set[tuple[str, Any]] = set()
         for path, one in self.traced.items():
-            schedule = self.schedules[path]
-            fast = made[path] = module_for(
-                one.module, schedule, one.trace, None, None, audit="block"
-            )
-            key = one.graph.hash, schedule.steps
+            how = self.schedules[path]
+            fast = made[path] = module_for(one.module, how, one.trace, None, None, audit="block")
+            key = one.graph.hash, how.steps
             # One stands for all blocks of its graph and schedule, which run the same code.
             if key not in compared:
                 compared.add(key)
@@ -82,7 +80,7 @@ def traced_blocks(
     *, has_input_gradient: bool,
 ) -> StageBlocks:  # fmt: skip
     """Trace each block of a rank; `given` is the call of the model's first one."""
-    links = msgspec.structs.replace(links_between_ranks(plan.device), node_size=plan.node_size)
+    links = replace(links_between_ranks(plan.device), node_size=plan.node_size)
     found: dict[str, _TracedBlock] = {}
     for path, block in blocks.items():
         # Only the first block may be without a gradient of what it reads, where nothing before it
@@ -95,22 +93,17 @@ def traced_blocks(
             raise CaptureError(f"block {path}: {error}").caused_by(error) from None
         # Times as planned, bytes as they are here.
         graph = with_own_sizes(model_costs(traced, plan.device, ranks=links), traced)
-        name = border_value(traced)
-        found[path] = _TracedBlock(
-            path, block, traced, planned_graph(graph, name), args, given.kwargs
-        )
+        graph = planned_graph(graph, border_value(traced))
+        found[path] = _TracedBlock(path, block, traced, graph, args, given.kwargs)
     return StageBlocks(found)
 
 
 def with_own_sizes(graph: TrainingGraph, traced: Trace) -> TrainingGraph:
     # A collective that one rank runs to measure it would wait for the others.
     names = [op.name for op in graph.ops if not is_collective_target(op.target)]
-    workspaces = measured_workspaces(traced, names)
-    ops = tuple(
-        msgspec.structs.replace(op, workspace_bytes=workspaces.get(op.name, op.workspace_bytes))
-        for op in graph.ops
-    )
-    return msgspec.structs.replace(graph, ops=ops, values=traced.graph.values)
+    known = measured_workspaces(traced, names)
+    ops = (replace(op, workspace_bytes=known.get(op.name, op.workspace_bytes)) for op in graph.ops)
+    return replace(graph, ops=tuple(ops), values=traced.graph.values)
 
 
 def choose(blocks: StageBlocks, plan: ClusterFile, number: int, in_flight: float) -> None:
@@ -127,20 +120,19 @@ def choose(blocks: StageBlocks, plan: ClusterFile, number: int, in_flight: float
         part = part_by_hash[one.graph.hash]
         option = limit if part is usual else _within(part, limit, path, number)
         blocks.options[path] = option
-        blocks.schedules[path] = _schedule(one, option)
+        # The traced graph lacks the op that makes the border, which is the first, and a stage of
+        # its own.
+        without = [tuple(op - 1 for op in again) for again in option.recomputed[1:]]
+        state = State.from_recomputed(Problem.of(one.trace.graph), without)
+        blocks.schedules[path] = state.schedule()
 
 
 def _picked(part: Part, plan: ClusterFile, number: int, n: int, flight: float) -> list[PartOption]:
     """For each of n blocks, those with most recomputation first."""
-    stage = plan.stages[number]
-    # What the blocks' recomputation decides.
-    moving = stage.held_bytes[SAVED_ACTIVATIONS] + stage.held_bytes[RUNNING]
-    fixed = sum(stage.held_bytes.values()) - moving
-    room = plan.budget_bytes - fixed - _saved_by_ends_of(plan, stage)
+    room, beside = _left_to_blocks(plan, plan.stages[number])
     table = EqualBlocks(part.options, sum(plan.layers_per_stage))
     try:
-        limit = Limit(np.array([room]), flight)
-        chosen = table.chosen(n, [limit], _needed_by_ends(plan, stage))
+        chosen = table.chosen(n, [Limit(np.array([room]), flight)], beside)
     except ValueError as error:
         least = min(flight * n * o.saved_bytes + o.need_bytes for o in part.options)
         raise PlanError(
@@ -152,23 +144,18 @@ def _picked(part: Part, plan: ClusterFile, number: int, n: int, flight: float) -
     return [part.options[i] for i in sorted(chosen, reverse=True) for _ in range(chosen[i])]
 
 
-def _saved_by_ends_of(plan: ClusterFile, stage: StageFacts) -> int:
-    """What the plan's embedding and head save, in bytes: all that its blocks do not."""
-    by_blocks = sum(count * _figures(plan, i).saved_bytes for i, count in stage.schedules.items())
-    saved = int(stage.microbatches_in_flight * by_blocks)
-    return max(stage.held_bytes[SAVED_ACTIVATIONS] - saved, 0)
-
-
-def _needed_by_ends(plan: ClusterFile, stage: StageFacts) -> int:
-    """What runs beside all that blocks save, in bytes; 0 where a block needs more."""
-    by_blocks = max((_figures(plan, i).need_bytes for i in stage.schedules), default=0)
-    needed = stage.held_bytes[RUNNING]
-    return needed if needed > by_blocks else 0
-
-
-def _figures(plan: ClusterFile, number: int) -> PartOption:
-    one = plan.schedules[number]
-    return figures_of(plan.graphs[one.graph], one.schedule)
+def _left_to_blocks(plan: ClusterFile, stage: StageFacts) -> tuple[int, int]:
+    """Room for blocks, and what runs beside all that they save; 0 where a block needs more."""
+    used = {i: plan.schedules[i] for i in stage.schedules}
+    figures = {i: figures_of(plan.graphs[one.graph], one.schedule) for i, one in used.items()}
+    saved, needed = stage.held_bytes[SAVED_ACTIVATIONS], stage.held_bytes[RUNNING]
+    by_blocks = sum(count * figures[i].saved_bytes for i, count in stage.schedules.items())
+    # The plan's embedding and head save all that its blocks do not.
+    by_ends = max(saved - int(stage.microbatches_in_flight * by_blocks), 0)
+    # Only what the blocks' recomputation decides is theirs.
+    fixed = sum(stage.held_bytes.values()) - saved - needed
+    is_of_ends = needed > max((one.need_bytes for one in figures.values()), default=0)
+    return plan.budget_bytes - fixed - by_ends, needed if is_of_ends else 0
 
 
 def figures_of(graph: TrainingGraph, schedule: Schedule) -> PartOption:
@@ -192,10 +179,3 @@ def _within(part: Part, limit: PartOption, path: str, number: int) -> PartOption
             f"{bytes_text(limit.saved_bytes)}: plan again with a larger --budget"
         )
     return min(fitting, key=lambda option: (option.extra_us, option.need_bytes))
-
-
-def _schedule(one: _TracedBlock, option: PartOption) -> Schedule:
-    # The traced graph lacks the op that makes the border, which is the first, and a stage of its
-    # own.
-    without = [tuple(op - 1 for op in again) for again in option.recomputed[1:]]
-    return State.from_recomputed(Problem.of(one.trace.graph), without).schedule()

@@ -175,9 +175,8 @@ def _head_bytes(
     border = torch.zeros_like(given.border).requires_grad_()
     head = _Head(modules, run)
     traced = trace(head, (border,), loss_fn=loss_fn, target=target, optimizer="none", split="none")
-    graph = planned_graph(
-        with_eager_sizes(with_own_sizes(traced.graph, traced)), border_value(traced)
-    )
+    sized = with_eager_sizes(with_own_sizes(traced.graph, traced))
+    graph = planned_graph(sized, border_value(traced))
     # It is not rewritten, so it runs once and keeps all.
     found = figures_of(graph, StoreAll().schedule(graph))
     gradients = sum(value.size_bytes for value in graph.values if value.kind == "gradient")
@@ -227,11 +226,8 @@ class RankParts:
     @property
     def checks(self) -> tuple[str, ...]:
         schedules = {one.steps for one in self.chosen.schedules.values()}
-        return (
-            "plan and model are the same on all ranks",
-            f"{len(schedules)} distinct schedules of {len(self.chosen.traced)} blocks have eager's "
-            "bits",
-        )
+        said = f"{len(schedules)} distinct schedules of {len(self.chosen.traced)} blocks have"
+        return "plan and model are the same on all ranks", f"{said} eager's bits"
 
     def shard(self) -> None:
         asked = self.asked

@@ -12,18 +12,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-from torch import nn
-
-from remat.cluster.apply.stage_parts import BEFORE, NO_BYTES, BlockBytes
+from remat.cluster.apply.stage_parts import BEFORE, NO_BYTES, BlockBytes, RankParts
 from remat.cluster.pipeline_replay import PipelineAction
 from remat.cluster.replayed_plan import ONE_STAGE, torch_order
+from remat.cluster.stepping import RingStage
 from remat.graph_capture.distributed.dtensors import local_part
-
-if TYPE_CHECKING:
-    from remat.cluster.apply.stage_parts import RankParts
-    from remat.cluster.stepping import RingStage
 
 
 @dataclass(frozen=True)
@@ -134,12 +128,6 @@ class _Live:
         return gradients + sent + stage.for_weights * (done - finished)
 
 
-def _held_parameter_bytes(modules: Sequence[nn.Module]) -> int:
-    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-    found = {id(t): local_part(t) for t in tensors}
-    return sum(t.numel() * t.element_size() for t in found.values())
-
-
 def peak_of_rank(parts: RankParts, of_torch: Sequence[RingStage]) -> int:
     """The predicted peak, in bytes."""
     asked, plan = parts.asked, parts.asked.plan
@@ -148,7 +136,9 @@ def peak_of_rank(parts: RankParts, of_torch: Sequence[RingStage]) -> int:
     b = border.numel() * border.element_size()
     count = pp * plan.virtual_stages
     stages: dict[int, _StageBytes] = {}
-    fixed = _held_parameter_bytes(parts.modules) + parts.bytes.gathered
+    state = (t for module in parts.modules for t in (*module.parameters(), *module.buffers()))
+    held = {id(t): local_part(t) for t in state}
+    fixed = sum(t.numel() * t.element_size() for t in held.values()) + parts.bytes.gathered
     for one in of_torch:
         index, inputs, gradients = one.stage_index, one.input_buffers, one.gradient_buffers
         is_first, is_last = index == 0, index == count - 1
@@ -165,13 +155,12 @@ def peak_of_rank(parts: RankParts, of_torch: Sequence[RingStage]) -> int:
 def _stage_bytes(
     parts: RankParts, one: RingStage, border: int, *, is_first: bool, is_last: bool
 ) -> _StageBytes:
+    chosen = [(p, parts.chosen.options[p]) for p in parts.asked.layers[one.stage_index]]
+    gradients = parts.bytes.gradients
     blocks = [
-        BlockBytes(
-            parts.chosen.options[path].saved_bytes, parts.chosen.options[path].need_bytes,
-            parts.bytes.gradients[path], one.split.get(path),
-        )
-        for path in parts.asked.layers[one.stage_index]
-    ]  # fmt: skip
+        BlockBytes(option.saved_bytes, option.need_bytes, gradients[path], one.split.get(path))
+        for path, option in chosen
+    ]
     if not is_last:
         # The gradient that the last block reads is a receive buffer.
         *others, end = blocks
@@ -179,7 +168,7 @@ def _stage_bytes(
         blocks = [*others, replace(end, need=end.need - border, split=split)]
     # What the first block saves of its input is a receive buffer; a result waits for backward.
     held = border * (not is_last) - border * (not is_first)
-    of_first = parts.bytes.gradients[BEFORE]
+    of_first = gradients[BEFORE]
     first = BlockBytes(0, parts.bytes.arriving + of_first, of_first)
     # Torch's runtime of several stages waits for what it sends when the step ends.
     keeps_all = parts.asked.schedule not in ONE_STAGE

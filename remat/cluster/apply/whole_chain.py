@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +30,7 @@ from remat.graph_capture.tracing.fake_tensors import has_storage
 
 def layers_of_stages(plan: ClusterFile) -> list[tuple[str, ...]]:
     """Paths of blocks: the first virtual stage of each rank, then the second."""
-    return [
-        stage.layers[virtual_stage]
-        for virtual_stage in range(plan.virtual_stages)
-        for stage in plan.stages
-    ]
+    return [stage.layers[i] for i in range(plan.virtual_stages) for stage in plan.stages]
 
 
 @dataclass(frozen=True)
@@ -52,10 +49,8 @@ def whole_chain(
 ) -> WholeChain:  # fmt: skip
     """The chain of the plan's blocks.
 
-    Raises
-    ------
-    PlanError : the model has not the plan's blocks. CaptureError : it is no chain; two stages
-        would share weights; or parameters lie beside the blocks in no module of their own.
+    `PlanError` : the model has not the plan's blocks. `CaptureError` : it is no chain; two stages
+    would share weights; or parameters lie beside the blocks in no module of their own.
     """
     blocks = _blocks(model, plan)
     # A forward of a copy without storage shows the chain, and takes no memory.
@@ -69,39 +64,28 @@ def whole_chain(
     if plan.parallelism.pipeline_parallel_degree > 1:
         refuse_tied(tied_weights(chain, shape))
     _refuse_loose(model, {*blocks, *others})
-    behind = {path for path in others if path in called}
     own = beside_blocks(model, list(blocks))
-    return WholeChain(
-        model, blocks,
-        {path: module for path, module in own.items() if path not in behind},
-        {path: module for path, module in own.items() if path in behind},
-    )  # fmt: skip
+    behind = {path: module for path, module in own.items() if path in called}
+    before = {path: module for path, module in own.items() if path not in called}
+    return WholeChain(model, blocks, before, behind)
 
 
 def _watched(chain: ChainModel, others: dict[str, nn.Module], called: list[str]) -> ChainShape:
     """What forward shows; `called` gets the modules that it runs behind the last block alone."""
-    is_behind = [False]
-    before: set[str] = set()
+    arrived, before = list[bool](), set[str]()
 
-    def arrive(*_: Any) -> None:
-        is_behind[0] = True
-
-    def noting(path: str) -> Any:
-        def note(*_: Any) -> None:
-            if not is_behind[0]:
-                before.add(path)
-            # What runs on both sides belongs before the blocks.
-            elif path not in before:
-                called.append(path)
-
-        return note
+    def note(path: str, *_: Any) -> None:
+        if not arrived:
+            before.add(path)
+        # What runs on both sides belongs before the blocks.
+        elif path not in before:
+            called.append(path)
 
     last = chain.blocks[chain.last_path]
-    handles = [last.register_forward_hook(arrive)]
+    handles = [last.register_forward_hook(lambda *_: arrived.append(True))]
     for path, module in others.items():
         # A container such as a `ModuleList` is not called itself.
-        inside = (one for one in module.modules())
-        handles += [one.register_forward_pre_hook(noting(path)) for one in inside]
+        handles += [one.register_forward_pre_hook(partial(note, path)) for one in module.modules()]
     try:
         return watch(chain)
     finally:
@@ -122,8 +106,7 @@ def _blocks(model: nn.Module, plan: ClusterFile) -> dict[str, nn.Module]:
 
 
 def _refuse_loose(model: nn.Module, inside: set[str]) -> None:
-    state = [*model.named_parameters(), *model.named_buffers()]
-    for name, _ in state:
+    for name, _ in _state(model):
         owner = name.rpartition(".")[0]
         if not any(owner == path or owner.startswith(f"{path}.") for path in inside):
             raise CaptureError(
@@ -143,7 +126,7 @@ Materialize = Callable[[str, nn.Module], object]
 
 def materialize_modules(modules: Mapping[str, nn.Module], materialize: Materialize | None) -> None:
     """For modules without storage; `PlanError` where one then has none, or is another."""
-    tied = _Tied(modules.values())
+    tied = _tied_places(modules.values())
     for path, module in modules.items():
         if has_storage(module):
             continue
@@ -152,7 +135,9 @@ def materialize_modules(modules: Mapping[str, nn.Module], materialize: Materiali
             materialize(path, module)
         _refuse_other(path, before, module)
     # Tied parameters stay tied: the first module that has one gives it its values.
-    tied.again()
+    for (held, name), *others in tied:
+        for other, other_name in others:
+            other[other_name] = held[name]
 
 
 def values_digest(modules: Mapping[str, nn.Module]) -> str:
@@ -160,41 +145,27 @@ def values_digest(modules: Mapping[str, nn.Module]) -> str:
     found = hashlib.sha256()
     for path, module in modules.items():
         for name, tensor in _state(module):
-            some = [] if tensor.is_meta else _first_numbers(tensor.detach())
-            found.update(f"{path} {name} {tuple(tensor.shape)} {tensor.dtype} {some}".encode())
+            # Enough to tell another seed or file apart, without a read of the whole model.
+            some = tensor.detach().flatten()[: 0 if tensor.is_meta else 4]
+            some = torch.view_as_real(some) if some.is_complex() else some
+            said: list[float] = [] if tensor.is_meta else some.double().flatten().tolist()
+            found.update(f"{path} {name} {tuple(tensor.shape)} {tensor.dtype} {said}".encode())
     return found.hexdigest()
-
-
-def _first_numbers(tensor: Tensor) -> list[float]:
-    # Enough to tell another seed or file apart, without a read of the whole model.
-    some = tensor.flatten()[:4]
-    return (torch.view_as_real(some) if some.is_complex() else some).double().flatten().tolist()
 
 
 def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-class _Tied:
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        places: dict[int, list[tuple[dict[str, Any], str]]] = {}
-        for held, name, tensor in _state_places(modules):
-            places.setdefault(id(tensor), []).append((held, name))
-        self._groups = [group for group in places.values() if len(group) > 1]
-
-    def again(self) -> None:
-        for (held, name), *others in self._groups:
-            for other, other_name in others:
-                other[other_name] = held[name]
-
-
-def _state_places(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    inside = dict.fromkeys(one for module in modules for one in module.modules())
-    for module in inside:
+def _tied_places(modules: Iterable[nn.Module]) -> list[list[tuple[dict[str, Any], str]]]:
+    """Of each tensor that stands in several places: the modules' own dicts, and its names there."""
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for module in dict.fromkeys(inner for one in modules for inner in one.modules()):
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
                 if tensor is not None:
-                    yield held, name, tensor
+                    places.setdefault(id(tensor), []).append((held, name))
+    return [group for group in places.values() if len(group) > 1]
 
 
 def _facts(module: nn.Module) -> dict[str, tuple[Any, ...]]:

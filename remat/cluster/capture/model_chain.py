@@ -6,7 +6,7 @@ And what one forward of it shows (`watching.py`): border, split layers, operatio
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -66,17 +66,13 @@ SplitRole = Literal["columns", "rows"]
 class ChainShape:
     """What one forward showed.
 
-    Attributes
-    ----------
-    block_args, block_kwargs : of the first block. border : what it returns.
-    roles : of linear layers in the first block and behind the last, by path.
-    gathered : modules whose result is read whole by layers that are split by columns, and layers
-        that read something else.
-    parameters : names by place. products_flops, attention_flops : of forward, of one block.
-    heads : of queries and of keys, of each call of fused attention. unshared : why context parallel
-        ranks cannot share one. unsplit : why tensor parallel ranks cannot share a block. Empty if
-        they can.
-    digest : of all ops with shapes and numbers.
+    `block_args`, `block_kwargs` : of the first block. `border` : what it returns. `roles` : of
+    linear layers in the first block and behind the last, by path. `gathered` : modules whose result
+    is read whole by layers that are split by columns, and layers that read something else.
+    `parameters` : names by place. `products_flops`, `attention_flops` : of forward, of one block.
+    `heads` : of queries and of keys, of each call of fused attention. `unshared` : why context
+    parallel ranks cannot share one. `unsplit` : why tensor parallel ranks cannot share a block.
+    Empty if they can. `digest` : of all ops with shapes and numbers.
     """
 
     block_args: tuple[Any, ...] = ()
@@ -87,9 +83,7 @@ class ChainShape:
     parameters: dict[ChainPosition, set[str]] = field(
         default_factory=lambda: defaultdict[ChainPosition, set[str]](set)
     )
-    products_flops: dict[ChainPosition, int] = field(
-        default_factory=lambda: defaultdict[Any, int](int)
-    )
+    products_flops: Counter[ChainPosition] = field(default_factory=Counter[ChainPosition])
     attention_flops: int = 0
     has_fused_attention: bool = False
     has_open_attention: bool = False
@@ -105,13 +99,8 @@ def chain_of(
 ) -> ChainModel:  # fmt: skip
     """The chain of a model, with its parameters in bfloat16 and no storage.
 
-    Parameters
-    ----------
-    pattern : a glob over the paths of blocks; empty finds the longest list of equal ones.
-
-    Raises
-    ------
-    CaptureError : no such list, or the blocks are not equal.
+    `pattern` : a glob over the paths of blocks; empty finds the longest list of equal ones.
+    `CaptureError` : no such list, or the blocks are not equal.
     """
     model = model.to("meta").train()
     with torch.no_grad():
@@ -171,8 +160,7 @@ def _block_facts(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _require_equal(blocks: Mapping[str, nn.Module]) -> None:
-    paths: Iterable[str] = iter(blocks)
-    first, *others = paths
+    first, *others = blocks
     if not others:
         raise CaptureError(
             f"{first} is one block alone, and a chain has {_LEAST_BLOCKS} or more: name all with "

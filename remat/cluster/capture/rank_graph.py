@@ -12,8 +12,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
 from remat.cluster.capture.model_chain import ChainModel, ChainShape, SplitRole
@@ -109,8 +109,7 @@ def _border_on_rank(shape: ChainShape, tp: int) -> Tensor:
 class _BehindRank(nn.Module):
     def __init__(self, model: nn.Module, given: _Given, loss_fn: Any) -> None:
         super().__init__()
-        self.model, self.given = model, given
-        self.loss_fn = loss_fn
+        self.model, self.given, self.loss_fn = model, given, loss_fn
 
     def forward(self, args: Any, kwargs: Any, target: Any) -> Any:
         return apply_loss(self.loss_fn, self.model(*args, **kwargs), target)
@@ -133,17 +132,6 @@ class _Given(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.border
-
-
-def _behind_on_rank(chain: ChainModel, shape: ChainShape, tp: int, tp_group: Any) -> nn.Module:
-    """What follows the blocks, its vocabulary split; `CaptureError` as of `_block_on_rank`."""
-    shared = {id(block): block for block in chain.blocks.values()}
-    model = copy.deepcopy(chain.model, dict(shared))  # blocks go, so they are not copied
-    given = _Given(_border_on_rank(shape, tp))
-    for path in chain.blocks:
-        _put(model, path, given if path == chain.last_path else Passes())
-    _split(model, "", shape, tp, tp_group)
-    return _BehindRank(model, given, chain.loss_fn)
 
 
 def _split(module: nn.Module, prefix: str, shape: ChainShape, tp: int, group: Any) -> None:
@@ -199,21 +187,34 @@ def block_graph_on_rank(
     chain: ChainModel, shape: ChainShape, tp: int, cp: int, groups: FakeGroups, device: str,
     links: RankLinks,
 ) -> tuple[TrainingGraph, str]:  # fmt: skip
-    """And the value that is the gradient of the block's border."""
-    tp_group, cp_group = groups.group(tp), groups.group(cp, apart=tp)
-    module = _block_on_rank(chain, shape, tp, cp, tp_group, cp_group)
+    """And the value that is the gradient of the block's border; empty where there is none."""
+    groups_of_rank = groups.group(tp), groups.group(cp, apart=tp)
+    module = _block_on_rank(chain, shape, tp, cp, *groups_of_rank)
     args = (_border_on_rank(shape, tp), *shape.block_args[1:])
     args, kwargs = _stored((args, shape.block_kwargs))
     traced = trace(module, args, kwargs, device=device, optimizer="none", split="none")
-    border = border_value(traced)
-    return _prepared(traced, groups, links, border), _border_gradient(traced, border)
+    border, joint = border_value(traced), traced.joint
+    nodes = joint.module.graph.find_nodes(op="placeholder")
+    results: Any = joint.module.graph.output_node().args[0]
+    of_inputs = results[joint.num_forward_outputs :]
+    pairs = zip(nodes, of_inputs, strict=False)  # behind the inputs come tangents
+    made = (one for node, one in pairs if node.name == border and isinstance(one, fx.Node))
+    gradient = next((joint.value_of_node[one] for one in made), "")
+    return _prepared(traced, groups, links, border), gradient
 
 
 def behind_graph_on_rank(
     chain: ChainModel, shape: ChainShape, tp: int, groups: FakeGroups, device: str,
     links: RankLinks,
 ) -> TrainingGraph:  # fmt: skip
-    module = _behind_on_rank(chain, shape, tp, groups.group(tp))
+    """Of what follows the blocks, its vocabulary split; `CaptureError` as of `_block_on_rank`."""
+    shared: dict[int, Any] = {id(block): block for block in chain.blocks.values()}
+    model = copy.deepcopy(chain.model, shared)  # blocks go, so they are not copied
+    given = _Given(_border_on_rank(shape, tp))
+    for path in chain.blocks:
+        _put(model, path, given if path == chain.last_path else Passes())
+    _split(model, "", shape, tp, groups.group(tp))
+    module = _BehindRank(model, given, chain.loss_fn)
     args = _stored((chain.args, chain.kwargs, chain.target))
     traced = trace(module, args, {}, device=device, optimizer="none", split="none")
     return _prepared(traced, groups, links, "")
@@ -224,8 +225,7 @@ def _stored(batch: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         # A trace asks for storage. On the CPU, memory that is never touched takes none.
-        made = torch.empty(leaf.shape, dtype=leaf.dtype)
-        return made.requires_grad_(leaf.requires_grad)
+        return torch.empty(leaf.shape, dtype=leaf.dtype).requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map(stored, batch)
 
@@ -256,20 +256,13 @@ def border_value(traced: Trace) -> str:
     return next(v.name for v in traced.graph.values if v.kind == "input" and not v.producer)
 
 
-def _border_gradient(traced: Trace, border: str) -> str:
-    """The value's name; empty where there is none."""
-    joint = traced.joint
-    nodes = joint.module.graph.find_nodes(op="placeholder")
-    results: Any = joint.module.graph.output_node().args[0]
-    of_inputs = results[joint.num_forward_outputs :]
-    for node, gradient in zip(nodes, of_inputs, strict=False):  # behind the inputs come tangents
-        if node.name == border and isinstance(gradient, fx.Node):
-            return joint.value_of_node[gradient]
-    return ""
-
-
 def _prepared(traced: Trace, groups: FakeGroups, links: RankLinks, border: str) -> TrainingGraph:
-    _refuse_other_groups(traced, groups)
+    for name, node in traced.joint.node_of_op.items():
+        if is_collective(node) and not groups.has(groups_of([node])):
+            raise CaptureError(
+                f"a block runs the collective {name} by itself, and a plan of a cluster makes all "
+                "that there are: leave it out of the model"
+            )
     return planned_graph(model_costs(traced, traced.recipe.device, ranks=links), border)
 
 
@@ -280,28 +273,15 @@ def planned_graph(graph: TrainingGraph, border: str) -> TrainingGraph:
     if border:
         # It arrives from another rank: nothing here makes it again.
         ops = (Op("border", BORDER, "forward", (), (border,), no_recompute=BORDER), *ops)
-        values = tuple(
-            msgspec.structs.replace(v, producer="border") if v.name == border else v for v in values
-        )
+        values = tuple(replace(v, producer="border") if v.name == border else v for v in values)
     # The gradient of a border comes from the block behind, which is done with it.
-    values = tuple(
-        msgspec.structs.replace(v, kind="activation") if v.kind == "tangent" else v for v in values
-    )
+    values = tuple(replace(v, kind="activation") if v.kind == "tangent" else v for v in values)
     known = {v.name: v for v in values}
-    return msgspec.structs.replace(
+    return replace(
         # States are counted by `stages.py`.
         graph, ops=ops, values=values, resident=Resident(), regions=(), links=None,
         outputs=tuple(name for name in graph.outputs if known[name].kind == "gradient"),
     )  # fmt: skip
-
-
-def _refuse_other_groups(traced: Trace, groups: FakeGroups) -> None:
-    for name, node in traced.joint.node_of_op.items():
-        if is_collective(node) and not groups.has(groups_of([node])):
-            raise CaptureError(
-                f"a block runs the collective {name} by itself, and a plan of a cluster makes all "
-                "that there are: leave it out of the model"
-            )
 
 
 def _free_to_repeat(op: Op) -> Op:
@@ -309,4 +289,4 @@ def _free_to_repeat(op: Op) -> Op:
         return op
     # All ranks of a group follow one schedule of a block, so each of them computes it again.
     no_recompute = "" if op.no_recompute in (ALL_RANKS_RUN, RETURNED) else op.no_recompute
-    return msgspec.structs.replace(op, workspace_bytes=0, no_recompute=no_recompute)
+    return replace(op, workspace_bytes=0, no_recompute=no_recompute)

@@ -15,7 +15,8 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -120,20 +121,11 @@ class HeadsOverRanks(AttentionMode):
 
     def _exchanged(self, t: Tensor) -> Tensor:
         """The i-th part of it goes to the i-th rank."""
-        flat = t.contiguous().flatten()
-        return all_to_all_autograd(flat, None, None, self.group).view(t.shape)
-
-
-class _ForwardWatcher(Protocol):
-    """`inside` is the block that runs, or None; `split` has tensors that ranks share, by id."""
-
-    shape: ChainShape
-    inside: int | None
-    split: dict[int, Tensor]
+        return all_to_all_autograd(t.contiguous().flatten(), None, None, self.group).view(t.shape)
 
 
 class _WatchedAttention(AttentionMode):
-    def __init__(self, watcher: _ForwardWatcher) -> None:
+    def __init__(self, watcher: _Watcher) -> None:
         super().__init__()
         self.watcher = watcher
 
@@ -177,21 +169,21 @@ def _hooks(watcher: _Watcher, chain: ChainModel) -> Iterator[Any]:
     for path, module in chain.model.named_modules():
         number = index.get(id(module))
         if number is not None:
-            yield module.register_forward_pre_hook(watcher.before_block(number), with_kwargs=True)
+            before = partial(watcher.before_block, number)
+            yield module.register_forward_pre_hook(before, with_kwargs=True)
         if isinstance(module, nn.Linear):
-            yield module.register_forward_pre_hook(watcher.before_linear(path))
-            yield module.register_forward_hook(watcher.after_linear(path))
+            yield module.register_forward_pre_hook(partial(watcher.before_linear, path))
+            yield module.register_forward_hook(partial(watcher.after_linear, path))
         elif number is None:
-            yield module.register_forward_hook(watcher.after_module(path))
+            yield module.register_forward_hook(partial(watcher.after_module, path))
         if number is not None:
-            yield module.register_forward_hook(watcher.after_block(number))
+            yield module.register_forward_hook(partial(watcher.after_block, number))
 
 
 class _Watcher(OpWatcher):
     def __init__(self, chain: ChainModel) -> None:
         super().__init__()
-        self.chain = chain
-        self.paths = list(chain.blocks)
+        self.chain, self.paths = chain, list(chain.blocks)
         self.shape = ChainShape()
         self.names = {id(p): name for name, p in chain.model.named_parameters()}
         self.inside: int | None = None
@@ -269,31 +261,26 @@ class _Watcher(OpWatcher):
             self.shape.attention_flops += flops
             self.shape.has_open_attention = True
 
-    def before_block(self, number: int) -> Any:
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tensor = args[0] if args and isinstance(args[0], Tensor) else None
-            if number != self.after + 1 or self.inside is not None:
-                raise CaptureError(f"block {self.paths[number]} is not called in turn, {_NO_CHAIN}")
-            if tensor is None:
-                raise CaptureError(
-                    f"block {self.paths[number]} has no tensor as its first argument, {_NO_CHAIN}"
-                )
-            if number == 0:
-                self.shape.block_args, self.shape.block_kwargs = args, kwargs
-            elif self.borders.get(id(tensor), (None,))[0] != number - 1:
-                raise CaptureError(
-                    f"block {self.paths[number]} does not read what block {self.paths[number - 1]} "
-                    f"returns as it is, {_NO_CHAIN}"
-                )
-            else:
-                self._require_same_others(number, args, kwargs)
-            self.inside = number
-
-        return note
-
-    def _require_same_others(
-        self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def before_block(
+        self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        path = self.paths[number]
+        if number != self.after + 1 or self.inside is not None:
+            raise CaptureError(f"block {path} is not called in turn, {_NO_CHAIN}")
+        if not (args and isinstance(args[0], Tensor)):
+            raise CaptureError(f"block {path} has no tensor as its first argument, {_NO_CHAIN}")
+        if number == 0:
+            self.shape.block_args, self.shape.block_kwargs = args, kwargs
+        elif self.borders.get(id(args[0]), (None,))[0] != number - 1:
+            raise CaptureError(
+                f"block {path} does not read what block {self.paths[number - 1]} returns as it is, "
+                f"{_NO_CHAIN}"
+            )
+        else:
+            self._require_same(number, args, kwargs)
+        self.inside = number
+
+    def _require_same(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         shape = self.shape
         known = pytree.tree_leaves((shape.block_args[1:], shape.block_kwargs))
         given = pytree.tree_leaves((args[1:], kwargs))
@@ -307,52 +294,40 @@ class _Watcher(OpWatcher):
                 "beside what is passed on: give all the same, or keep what differs in the block"
             )
 
-    def after_block(self, number: int) -> Any:
-        def note(module: nn.Module, args: Any, result: Any) -> None:
-            if not isinstance(result, Tensor):
-                raise CaptureError(
-                    f"block {self.paths[number]} returns a {type(result).__name__}, {_NO_CHAIN}: "
-                    "let it return one tensor"
-                )
-            if number == 0:
-                self.shape.border = result
-                if id(result) in self.split:
-                    self.shape.unsplit = "its result stays split: no linear layer sums it"
-            self.borders[id(result)] = number, result
-            self.inside, self.after = None, number
+    def after_block(self, number: int, module: nn.Module, args: Any, result: Any) -> None:
+        if not isinstance(result, Tensor):
+            raise CaptureError(
+                f"block {self.paths[number]} returns a {type(result).__name__}, {_NO_CHAIN}: let "
+                "it return one tensor"
+            )
+        if number == 0:
+            self.shape.border = result
+            if id(result) in self.split:
+                self.shape.unsplit = "its result stays split: no linear layer sums it"
+        self.borders[id(result)] = number, result
+        self.inside, self.after = None, number
 
-        return note
+    def before_linear(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self.is_followed:
+            return
+        read = args[0]
+        role: SplitRole = "rows" if id(read) in self.split else "columns"
+        if self.shape.roles.setdefault(path, role) != role:
+            self.shape.unsplit = f"{path} is called in two ways"
+        if role == "columns":
+            maker, _ = self.made_by.get(id(read), ("", read))
+            self.shape.gathered[maker or path] = bool(maker)
 
-    def before_linear(self, path: str) -> Any:
-        def note(module: nn.Linear, args: tuple[Any, ...]) -> None:
-            if not self.is_followed:
-                return
-            read = args[0]
-            role: SplitRole = "rows" if id(read) in self.split else "columns"
-            if self.shape.roles.setdefault(path, role) != role:
-                self.shape.unsplit = f"{path} is called in two ways"
-            if role == "columns":
-                maker, _ = self.made_by.get(id(read), ("", read))
-                self.shape.gathered[maker or path] = bool(maker)
+    def after_linear(self, path: str, module: nn.Module, args: Any, result: Tensor) -> None:
+        if not self.is_followed:
+            return
+        if self.shape.roles[path] == "columns":
+            self.split[id(result)] = result
+        else:
+            # `on_op` has marked it as split; the sum over ranks is whole.
+            self.split.pop(id(result), None)
+            self.made_by[id(result)] = path, result
 
-        return note
-
-    def after_linear(self, path: str) -> Any:
-        def note(module: nn.Linear, args: Any, result: Tensor) -> None:
-            if not self.is_followed:
-                return
-            if self.shape.roles[path] == "columns":
-                self.split[id(result)] = result
-            else:
-                # `on_op` has marked it as split; the sum over ranks is whole.
-                self.split.pop(id(result), None)
-                self.made_by[id(result)] = path, result
-
-        return note
-
-    def after_module(self, path: str) -> Any:
-        def note(module: nn.Module, args: Any, result: Any) -> None:
-            if self.is_followed and isinstance(result, Tensor) and path:
-                self.made_by[id(result)] = path, result
-
-        return note
+    def after_module(self, path: str, module: nn.Module, args: Any, result: Any) -> None:
+        if self.is_followed and isinstance(result, Tensor) and path:
+            self.made_by[id(result)] = path, result

@@ -154,7 +154,7 @@ def _captured(wanted: Wanted) -> StoredJob:
     request, cluster = wanted.request, wanted.request.cluster()
     with fake_ranks() as groups:
         chains = Chains(f"{MODELS}:{wanted.model}", "")
-        job = job_of(chains, request.batch, request.seq, request.asked, groups, request.node_size)
+        job = job_of(chains, request, groups)
         recorder = Recorder(KeptParts(chains, job, cluster, groups))
         search = ClusterSearch(job, cluster, recorder, request.asked)
         run: Callable[[ClusterSearch], object] = all_plans if wanted.is_full else _pruned
@@ -183,7 +183,7 @@ def _block_128k() -> bytes:
     cluster = request.cluster()
     with fake_ranks() as groups:
         chains = Chains(f"{MODELS}:llama3_70b", "")
-        job = job_of(chains, 128, request.seq, request.asked, groups, request.node_size)
+        job = job_of(chains, request, groups)
         return KeptParts(chains, job, cluster, groups).graph("block", 2, 8, 1).to_json()
 
 

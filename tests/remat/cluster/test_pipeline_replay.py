@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from remat.cluster.mesh import Degrees
 from remat.cluster.pipeline_replay import (
     PipelineAction,
     RankOrder,
@@ -84,7 +85,8 @@ def test_as_many_microbatches_are_in_flight_as_the_planner_counts(
     found = replay_pipeline(
         torch_order(name, ranks, m, virtual_stages), [EVEN] * ranks * virtual_stages
     )
-    counted = [forwards_in_flight(s, ranks, m, virtual_stages) for s in range(ranks)]
+    degrees = Degrees(1, 1, ranks, 1, 1, m, virtual_stages)
+    counted = [forwards_in_flight(s, degrees) for s in range(ranks)]
     assert [rank.most_open for rank in found.ranks] == counted
     assert [rank.peak_bytes for rank in found.ranks] == [10 * k + 3 for k in counted]
 
@@ -94,10 +96,11 @@ def test_as_many_microbatches_are_in_flight_as_the_planner_counts(
 def test_as_many_wait_for_gradients_of_weights_as_the_planner_counts(
     ranks: int, m: int, virtual_stages: int
 ) -> None:
+    degrees = Degrees(1, 1, ranks, 1, 1, m, virtual_stages, is_split=True)
     for rank, order in enumerate(torch_order("InterleavedZeroBubble", ranks, m, virtual_stages)):
         counted = {
             (round(one.saved * virtual_stages), round(one.waiting * virtual_stages))
-            for one in flights(rank, ranks, m, virtual_stages, is_split=True)
+            for one in flights(rank, degrees)
         }
         assert fullest_of(order) == counted
 

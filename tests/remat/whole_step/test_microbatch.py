@@ -33,7 +33,8 @@ def test_bytes_of_a_number(
     assert update.state_bytes(group) == state_bytes * 1_000_000
     assert update.host_us(group) == pytest.approx(touched_bytes * 100)
     assert update.device_us(group) == pytest.approx(touched_bytes)
-    assert update.add_us(group, on_host=True) == pytest.approx(3 * group.gradient_bytes / 1e4)
+    size_bytes = group.gradient_bytes
+    assert update.add_us(size_bytes, on_host=True) == pytest.approx(3 * size_bytes / 1e4)
 
 
 def test_a_device_of_the_table_has_its_memory_rate() -> None:
