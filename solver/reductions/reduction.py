@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.levers import REDUCTIONS, AppliedLever, attribute_at
+from remat.schedules.levers import REDUCTIONS, AppliedLever, Lever, attribute_at
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.solver.problem import can_copy
@@ -109,35 +109,27 @@ class Reduction(ABC, Generic[_Inverse]):
         return msgspec.structs.replace(answer, floor=found.floor)
 
 
+@dataclass(frozen=True)
 class OtherOps(Reduction[tuple[AppliedLever, str]]):
-    """A lever that changes which ops run. A subclass says how, in `change`.
+    """A lever that changes which ops run, as the `change` of its row says.
 
     The schedule names it with all that turns the captured graph into the planned one, so that it
     can be judged and drawn without the lever. The rewriter runs the lever's emitter, which must
     make ops of the same names that read and make the same values. Regions of the graph stay whole.
-
-    Attributes
-    ----------
-    name : of its row in `REDUCTIONS`.
-    tolerance : how far a result may be from eager's, as a part of its norm; 0 for eager's bits.
     """
 
-    name: ClassVar[str]
-    tolerance: ClassVar[float] = 0.0
+    name: str
+    row: Lever
 
-    @abstractmethod
-    def change(self, question: Question) -> tuple[Question, tuple[str, ...]]:
-        """The question on the changed graph, without the lever's option; what its emitter is told.
-
-        Ops that stay as they are must stay in their order.
-        """
+    def accepts(self, question: Question) -> bool:
+        return bool(question.options.get(self.row.option))
 
     def apply(self, question: Question) -> tuple[Question, tuple[AppliedLever, str]]:
-        """As `change` says, on the graph that the schedule will give again."""
-        graph = question.graph
-        changed, told = self.change(question)
-        lever = AppliedLever.between(self.name, graph, changed.graph, told, self.tolerance)
-        return replace(changed, graph=lever.on(graph)), (lever, graph.hash)
+        """The question on the graph that the schedule will give again, without the option."""
+        graph, options = question.graph, dict(question.options)
+        changed, told = attribute_at(self.row.change)(graph, options.pop(self.row.option))
+        lever = AppliedLever.between(self.name, graph, changed, told, self.row.tolerance)
+        return replace(question, graph=lever.on(graph), options=options), (lever, graph.hash)
 
     def invert(self, schedule: Schedule, inverse: tuple[AppliedLever, str]) -> Schedule:
         """The schedule, which names this lever; one that changed nothing is not named."""
@@ -215,7 +207,7 @@ def solve_question(question: Question) -> Result:
     refuse_pairs(question)
     # Levers ask several times: Ctrl-C in one solve leaves no time to the next.
     with one_job():
-        levers = tuple(_reduction(lever.reduction) for lever in REDUCTIONS.values())
+        levers = tuple(_reduction(name, row) for name, row in REDUCTIONS.items())
         return with_time_limit_message(fold(question, levers), question.time_limit_s)
 
 
@@ -247,5 +239,5 @@ def _held_to_rules(lever: Reduction[Any], question: Question, rest: Rest) -> Res
 
 
 @functools.cache
-def _reduction(path: str) -> Reduction[Any]:
-    return attribute_at(path)()
+def _reduction(name: str, row: Lever) -> Reduction[Any]:
+    return OtherOps(name, row) if row.change else attribute_at(row.reduction)()
