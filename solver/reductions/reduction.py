@@ -110,7 +110,7 @@ class Reduction(ABC, Generic[_Inverse]):
 
 
 @dataclass(frozen=True)
-class OtherOps(Reduction[tuple[AppliedLever, str]]):
+class _OtherOps(Reduction[tuple[AppliedLever, str]]):
     """A lever that changes which ops run, as the `change` of its row says.
 
     The schedule names it with all that turns the captured graph into the planned one, so that it
@@ -240,4 +240,4 @@ def _held_to_rules(lever: Reduction[Any], question: Question, rest: Rest) -> Res
 
 @functools.cache
 def _reduction(name: str, row: Lever) -> Reduction[Any]:
-    return OtherOps(name, row) if row.change else attribute_at(row.reduction)()
+    return _OtherOps(name, row) if row.change else attribute_at(row.reduction)()
