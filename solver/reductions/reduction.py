@@ -7,6 +7,7 @@ is called a reduction, as in cvxpy, whose chain of reductions this follows.
 from __future__ import annotations
 
 import functools
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,16 +22,13 @@ from remat.schedules.levers import REDUCTIONS, AppliedLever, Lever, attribute_at
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.solver.problem import can_copy
-from remat.solver.reductions.legal_step import (
-    are_held,
-    require_legal_answer,
-    require_legal_change,
-)
 from remat.solver.result import evaluate_schedule, with_time_limit_message
 from remat.solver.search import Clock, Listener, one_job
 from remat.solver.table import make_solver, option_names, plans_copies
 
 _Inverse = TypeVar("_Inverse")
+VARIABLE = "REMAT_CHECK"
+"""Where it is 1, `legal_step.py` checks what each lever and solver does."""
 
 
 @dataclass(frozen=True)
@@ -216,24 +214,23 @@ def fold(question: Question, levers: tuple[Reduction[Any], ...]) -> Result:
     for i, lever in enumerate(levers):
         if lever.accepts(question):
             rest = functools.partial(fold, levers=levers[i + 1 :])
-            return (
-                _held_to_rules(lever, question, rest) if are_held() else lever.solve(question, rest)
-            )
-    found = solve_alone(question)
-    if are_held():
-        require_legal_answer(question.graph, question.budget_bytes, found, question.solver)
-    return found
+            return _held(type(lever).__name__, question, rest, lever.solve)
+    return _held(question.solver, question, solve_alone, lambda asked, rest: rest(asked))
 
 
-def _held_to_rules(lever: Reduction[Any], question: Question, rest: Rest) -> Result:
-    """The answer of a lever, held to the rules on the way in and on the way out."""
-    name = type(lever).__name__
+def _held(
+    name: str, question: Question, rest: Rest, solve: Callable[[Question, Rest], Result]
+) -> Result:
+    """What `solve` answers, held to the rules on the way in and on the way out where that is on."""
+    if os.environ.get(VARIABLE) != "1":
+        return solve(question, rest)
+    from remat.solver.reductions.legal_step import require_legal_answer, require_legal_change
 
-    def held(changed: Question) -> Result:
+    def asked(changed: Question) -> Result:
         require_legal_change(question.graph, changed.graph, name)
         return rest(changed)
 
-    answer = lever.solve(question, held)
+    answer = solve(question, asked)
     require_legal_answer(question.graph, question.budget_bytes, answer, name)
     return answer
 

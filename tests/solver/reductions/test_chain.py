@@ -14,10 +14,10 @@ from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.reductions import reduction
-from remat.solver.reductions.legal_step import VARIABLE
 from remat.solver.reductions.reduction import (
     ASKED,
     LEVER_PAIRS,
+    VARIABLE,
     Question,
     Reduction,
     fold,
