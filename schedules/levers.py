@@ -1,7 +1,7 @@
 """The table of levers, and what a schedule says of those that changed which ops run.
 
-A lever has one row. The solver reads its first column, the rewriter its second: a machine that
-trains imports no solver, and a plan file names rows, never code.
+A lever has one row. The solver reads its `reduction` or `change`, the rewriter its `emitter`: a
+machine that trains imports no solver, and a plan file names rows, never code.
 """
 
 from __future__ import annotations
@@ -17,13 +17,26 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 
 
 class Lever(NamedTuple):
-    """Where the two halves of a lever are, each as ``module:name``."""
+    """Where the halves of a lever are, each as ``module:name``.
 
-    # A `remat.solver.reductions.reduction.Reduction`, which changes the graph that is solved.
-    reduction: str
-    # A function that changes the joint fx graph in the same way; empty where the lever leaves the
-    # ops as they are. It takes the fx graph, and what the schedule tells it.
+    Attributes
+    ----------
+    reduction : a `remat.solver.reductions.reduction.Reduction`, which changes the question; empty
+        where `change` is there.
+    change : of a lever that changes which ops run: a function of the graph and of the value of
+        `option`, which gives the changed graph and what the emitter is told, names of values or the
+        like. Ops that stay as they are must stay in their order.
+    emitter : a function that changes the joint fx graph in the same way; empty where the lever
+        leaves the ops as they are. It takes the fx graph, and what the schedule tells it.
+    option : of `remat.solve`, which asks for `change`.
+    tolerance : how far a result may be from eager's, as a part of its norm; 0 for eager's bits.
+    """
+
+    reduction: str = ""
+    change: str = ""
     emitter: str = ""
+    option: str = ""
+    tolerance: float = 0.0
 
 
 REDUCTIONS: dict[str, Lever] = {

@@ -21,7 +21,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import storage_key, target_name
 from remat.graph_capture.joint.provenance import is_users, source_of
-from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import (
     FloatOfSizes,
     Guard,
@@ -32,7 +31,6 @@ from remat.graph_capture.sizes.symbols import (
 )
 from remat.graph_capture.torch_private.aot import ConstantSource, Max, PythonPrinter, bound_sympy
 from remat.graph_capture.torch_private.core import OpOverload, pytree
-from remat.graph_capture.tracing.signature import Signature
 
 MOST_POINTS = 1 << 14
 """Sizes at which a question of the model's code is answered, to know that all give one answer."""
@@ -138,12 +136,6 @@ class Environment:
         pairs = zip(self._noted, self._noted.places, strict=True)
         found = (Guard(self.text_of(guard.expr), *place) for guard, place in pairs)
         return tuple(dict.fromkeys(found))
-
-
-def environment_of(signature: Signature) -> Environment | None:
-    """None for a signature of one size."""
-    is_ranged = isinstance(signature, RangedSignature)
-    return Environment(signature.symbols, signature.hints) if is_ranged else None
 
 
 class _NotedGuards(list[Any]):

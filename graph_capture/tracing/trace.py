@@ -45,7 +45,7 @@ from remat.graph_capture.python_state.state_slots import MISSING, DictItem
 from remat.graph_capture.refusals import refusal, refuse_all_frozen, refuse_module
 from remat.graph_capture.sizes.ranged_signature import RangedSignature, ranged_signature
 from remat.graph_capture.sizes.symbols import Dynamic, require_guards
-from remat.graph_capture.sizes.trace_over_sizes import Environment, at_sizes, environment_of
+from remat.graph_capture.sizes.trace_over_sizes import Environment, at_sizes
 from remat.graph_capture.torch_private.aot import (
     JointWithDescriptors,
     aot_export_joint_with_descriptors,
@@ -148,7 +148,8 @@ def _trace_once(
     model: nn.Module, recipe: Recipe, ran: ExecutedCode | None = None, *, whole: bool = True
 ) -> Trace:
     """Trace with the flags of the recipe. `whole`: all code counts, whether it runs or not."""
-    env = environment_of(recipe.signature)
+    sizes = recipe.signature if isinstance(recipe.signature, RangedSignature) else None
+    env = Environment(sizes.symbols, sizes.hints) if sizes else None
     fake = fake_with_eager_strides(env.shape_env if env else None)
     refuse_other_devices(fake, recipe.device)
     with contextlib.ExitStack() as stack:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from remat.analysis.budget_sweep import price_json, price_text
 from remat.checks import failures
@@ -34,9 +34,6 @@ from remat.solved import infeasible_text
 from remat.solver.budgets.front import GibPrice
 from remat.solver.budgets.sweep import price_of_gib
 from remat.solver.search import is_interrupted
-from remat.whole_step.microbatch import StateKind
-from remat.whole_step.step_planning import StepRequest, plan_step
-from remat.whole_step.step_screen import show_step, step_json
 
 if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check
@@ -56,7 +53,7 @@ _Microbatches = Annotated[int | None, more(
     "plan a whole optimizer step of so many such batches, with parameters, gradients and the "
     "state of --optimizer on the device, --host and --nvme; nothing is run",
 )]  # fmt: skip
-_State = Annotated[StateKind, more(
+_State = Annotated[Literal["float32", "parameter"], more(
     "--optimizer-state",
     "with --microbatches: float32, with a master copy of parameters in fewer bytes, or in the "
     "parameter's own type, as torch's optimizers keep it",
@@ -87,11 +84,9 @@ def run_verb(
         given = {**of_one_size, **measured, "--dynamic": bool(dynamic)}
         flags = next((flag for flag, is_given in given.items() if is_given), "")
         _refuse_beside_microbatches(microbatches is None, output or layout or flags, request)
-        asked = StepRequest(
-            request.device or CPU, microbatches or 0, request.optimizer, request.budget,
-            request.host or None, request.nvme or None, state, nvme_gb_s,
-        )  # fmt: skip
-        _run_whole_step(session, source, request, asked)
+        _run_whole_step(
+            session, source, request, microbatches or 0, state=state, nvme_gb_s=nvme_gb_s
+        )
     elif dynamic:
         refuse_beside_dynamic(request, **of_one_size)
         _run_over(session, source, request, dynamic, output, check)
@@ -189,7 +184,17 @@ def _run_over(
     session.conclude(CHECK_FAILED, report.failures)
 
 
-def _run_whole_step(session: Session, model: str, request: Request, asked: StepRequest) -> None:
+def _run_whole_step(
+    session: Session, model: str, request: Request, microbatches: int, **state: Any
+) -> None:
+    # A wing, which other runs leave out.
+    from remat.whole_step.step_planning import StepRequest, plan_step
+    from remat.whole_step.step_screen import show_step, step_json
+
+    asked = StepRequest(
+        request.device or CPU, microbatches, request.optimizer, request.budget,
+        request.host or None, request.nvme or None, **state,
+    )  # fmt: skip
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)
     with session.stopwatch.stage("plan", "planning the whole step") as shown:
         plan = plan_step(

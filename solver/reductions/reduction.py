@@ -7,26 +7,28 @@ is called a reduction, as in cvxpy, whose chain of reductions this follows.
 from __future__ import annotations
 
 import functools
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.levers import REDUCTIONS, AppliedLever, attribute_at
+from remat.schedules.levers import REDUCTIONS, AppliedLever, Lever, attribute_at
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.solver.problem import can_copy
-from remat.solver.reductions.legal_step import are_held, require_legal_answer, require_legal_change
 from remat.solver.result import evaluate_schedule, with_time_limit_message
 from remat.solver.search import Clock, Listener, one_job
 from remat.solver.table import make_solver, option_names, plans_copies
 
 _Inverse = TypeVar("_Inverse")
+VARIABLE = "REMAT_CHECK"
+"""Where it is 1, `legal_step.py` checks what each lever and solver does."""
 
 
 @dataclass(frozen=True)
@@ -91,33 +93,27 @@ class Reduction(ABC, Generic[_Inverse]):
         return msgspec.structs.replace(answer, floor=found.floor)
 
 
-class OtherOps(Reduction[tuple[AppliedLever, str]]):
-    """A lever that changes which ops run. A subclass says how, in `change`.
+@dataclass(frozen=True)
+class _OtherOps(Reduction[tuple[AppliedLever, str]]):
+    """A lever that changes which ops run, as the `change` of its row says.
 
     The schedule names it with all that turns the captured graph into the planned one, so that it
     can be judged and drawn without the lever. The rewriter runs the lever's emitter, which must
     make ops of the same names that read and make the same values. Regions of the graph stay whole.
-
-    Attributes
-    ----------
-    name : of its row in `REDUCTIONS`.
-    tolerance : how far a result may be from eager's, as a part of its norm; 0 for eager's bits.
     """
 
-    name: ClassVar[str]
-    tolerance: ClassVar[float] = 0.0
+    name: str
+    row: Lever
 
-    @abstractmethod
-    def change(self, question: Question) -> tuple[Question, tuple[str, ...]]:
-        """The question on the changed graph, without the lever's option; what its emitter hears."""
-        # Ops that stay as they are must stay in their order.
+    def accepts(self, question: Question) -> bool:
+        return bool(question.options.get(self.row.option))
 
     def apply(self, question: Question) -> tuple[Question, tuple[AppliedLever, str]]:
-        """As `change` says, on the graph that the schedule will give again."""
-        graph = question.graph
-        changed, told = self.change(question)
-        lever = AppliedLever.between(self.name, graph, changed.graph, told, self.tolerance)
-        return replace(changed, graph=lever.on(graph)), (lever, graph.hash)
+        """The question on the graph that the schedule will give again, without the option."""
+        graph, options = question.graph, dict(question.options)
+        changed, told = attribute_at(self.row.change)(graph, options.pop(self.row.option))
+        lever = AppliedLever.between(self.name, graph, changed, told, self.row.tolerance)
+        return replace(question, graph=lever.on(graph), options=options), (lever, graph.hash)
 
     def invert(self, schedule: Schedule, inverse: tuple[AppliedLever, str]) -> Schedule:
         """The schedule, which names this lever; one that changed nothing is not named."""
@@ -191,7 +187,7 @@ def solve_question(question: Question) -> Result:
     refuse_pairs(question)
     # Levers ask several times: Ctrl-C in one solve leaves no time to the next.
     with one_job():
-        levers = tuple(_reduction(lever.reduction) for lever in REDUCTIONS.values())
+        levers = tuple(_reduction(name, row) for name, row in REDUCTIONS.items())
         return with_time_limit_message(fold(question, levers), question.time_limit_s)
 
 
@@ -200,28 +196,27 @@ def fold(question: Question, levers: tuple[Reduction[Any], ...]) -> Result:
     for i, lever in enumerate(levers):
         if lever.accepts(question):
             rest = functools.partial(fold, levers=levers[i + 1 :])
-            return (
-                _held_to_rules(lever, question, rest) if are_held() else lever.solve(question, rest)
-            )
-    found = solve_alone(question)
-    if are_held():
-        require_legal_answer(question.graph, question.budget_bytes, found, question.solver)
-    return found
+            return _held(type(lever).__name__, question, rest, lever.solve)
+    return _held(question.solver, question, solve_alone, lambda asked, rest: rest(asked))
 
 
-def _held_to_rules(lever: Reduction[Any], question: Question, rest: Rest) -> Result:
-    """The answer of a lever, held to the rules on the way in and on the way out."""
-    name = type(lever).__name__
+def _held(
+    name: str, question: Question, rest: Rest, solve: Callable[[Question, Rest], Result]
+) -> Result:
+    """What `solve` answers, held to the rules on the way in and on the way out where that is on."""
+    if os.environ.get(VARIABLE) != "1":
+        return solve(question, rest)
+    from remat.solver.reductions.legal_step import require_legal_answer, require_legal_change
 
-    def held(changed: Question) -> Result:
+    def asked(changed: Question) -> Result:
         require_legal_change(question.graph, changed.graph, name)
         return rest(changed)
 
-    answer = lever.solve(question, held)
+    answer = solve(question, asked)
     require_legal_answer(question.graph, question.budget_bytes, answer, name)
     return answer
 
 
 @functools.cache
-def _reduction(path: str) -> Reduction[Any]:
-    return attribute_at(path)()
+def _reduction(name: str, row: Lever) -> Reduction[Any]:
+    return _OtherOps(name, row) if row.change else attribute_at(row.reduction)()

@@ -14,10 +14,10 @@ from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.reductions import reduction
-from remat.solver.reductions.legal_step import VARIABLE
 from remat.solver.reductions.reduction import (
     ASKED,
     LEVER_PAIRS,
+    VARIABLE,
     Question,
     Reduction,
     fold,
@@ -144,5 +144,6 @@ def test_a_pair_is_refused_before_anything_runs(
 def test_pairs_name_what_can_be_asked_and_every_row_of_the_table_is_a_lever() -> None:
     assert {name for pair in LEVER_PAIRS for name in pair} == set(ASKED)
     for lever in REDUCTIONS.values():
-        assert issubclass(attribute_at(lever.reduction), Reduction)
-        assert not lever.emitter or callable(attribute_at(lever.emitter))
+        assert lever.change or issubclass(attribute_at(lever.reduction), Reduction)
+        assert bool(lever.change) == bool(lever.option)
+        assert all(callable(attribute_at(one)) for one in (lever.change, lever.emitter) if one)
