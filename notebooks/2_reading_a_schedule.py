@@ -44,6 +44,25 @@ op = max(graph.ops, key=lambda op: op.cost_us)
 print(op.name, op.target, op.phase, f"{op.cost_us:.0f} us", op.module, sep="\n")
 
 # %% [markdown]
+# Other tools take the step as a graph of networkx, whose nodes are ops and whose edges are values.
+# Here: the values that backward reads, and the modules whose forward made most of their bytes.
+
+# %%
+step = graph.to_networkx()
+phase = step.nodes(data="phase")
+held = {
+    (made, name): size_bytes
+    for made, reader, name, size_bytes in step.edges(keys=True, data="size_bytes")
+    if (phase[made], phase[reader]) == ("forward", "backward")
+}
+of_modules = Counter()
+for (made, _), size_bytes in held.items():
+    of_modules[step.nodes[made]["module"]] += size_bytes
+print(
+    step, *(f"{name}: {size / 2**20:.0f} MiB" for name, size in of_modules.most_common(3)), sep="\n"
+)
+
+# %% [markdown]
 # ## Steps
 # `Compute` runs an op, `Free` drops a value. (`Offload` and `Fetch` move one to the host and back;
 # few solvers use them.)

@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from torch.export.pt2_archive import PT2ArchiveWriter
 
 from remat.graph_capture.devices.placement import resolved_device
-from remat.graph_capture.errors import ArchiveError, CaptureError, PlanError
+from remat.graph_capture.errors import ArchiveError, CaptureError, PlanError, SignatureError
 from remat.graph_capture.files import (
     atomic_write,
     read_archive_member,
@@ -153,14 +153,20 @@ def plan_of_family(
 
 
 def _load_over_range(
-    plan: PlanFile, over: RangeFacts, model: nn.Module, loss_fn: LossFunction | None, *,
+    plan: PlanFile, over: RangeFacts, model: nn.Module, batch: Any, loss_fn: LossFunction | None, *,
     audit: bool = True,
 ) -> RangedModule:  # fmt: skip
     # The file may have been edited: each member is judged anew.
     evaluate_family(over)
+    signature = _ranged(plan, over)
+    if batch is not None:
+        try:
+            signature.require(*pytree.tree_flatten(batch), plan.model)
+        except SignatureError as error:
+            raise PlanError(f"the plan does not fit: {error}") from error
     with under_autocast(plan.autocast):
         recipe = recipe_from(plan, loss_fn, resolved_device(None, model))
-        traced = trace_recipe(model, dataclasses.replace(recipe, signature=_ranged(plan, over)))
+        traced = trace_recipe(model, dataclasses.replace(recipe, signature=signature))
         found = ranged_graph_of(traced, lambda one: one.graph)
     known = over.graph
     # The schedules were judged with the sizes in the file.
@@ -236,10 +242,11 @@ def load_plan(
     refuse_module(model, kept.device)
     is_given = any(part is not None for part in (args, kwargs, target))
     batch = (tuple(args or ()), dict(kwargs or {}), target) if is_given else None
-    require_fit(kept, model, batch, loss_fn)
+    # A batch of a range is compared with the range.
+    require_fit(kept, model, None if kept.over is not None else batch, loss_fn)
     if kept.over is not None:
         require_compatible(dynamic=True, compile=compile)
-        return _load_over_range(kept, kept.over, model, loss_fn, audit=audit)
+        return _load_over_range(kept, kept.over, model, batch, loss_fn, audit=audit)
     with under_autocast(kept.autocast):
         recipe = recipe_from(kept, loss_fn, resolved_device(None, model))
         traced = trace_of_schedule(model, recipe, kept.schedule)

@@ -54,6 +54,16 @@ def test_a_plan_for_a_range_is_read_back_and_trains_another_model(
         loaded(*sized.batch(tokens=301))
 
 
+def test_a_batch_is_held_to_the_range(kept: tuple[Sized, RangedModule, PlanFile]) -> None:
+    sized, _, plan = kept
+    for tokens in (4, 100):
+        assert isinstance(agreed_load(plan, Experts(), sized.batch(tokens=tokens)), RangedModule)
+    with pytest.raises(PlanError, match="does not fit: Experts was planned for tokens from 4 to"):
+        agreed_load(plan, Experts(), sized.batch(tokens=301))
+    with pytest.raises(PlanError, match="does not fit"):
+        agreed_load(plan, Experts(), (*sized.batch(tokens=16), torch.ones(3)))
+
+
 def test_it_can_be_shown_as_the_plan_of_the_largest_sizes(
     kept: tuple[Sized, RangedModule, PlanFile],
 ) -> None:
