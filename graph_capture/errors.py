@@ -34,7 +34,14 @@ class GraphError(RematError):
 
 
 class CaptureError(RematError):
-    """The model cannot be captured exactly as one static training graph."""
+    """The model cannot be captured exactly as one static training graph.
+
+    Attributes
+    ----------
+    read : names of the arguments at whose values code looked, where nothing else had a part.
+    """
+
+    read: tuple[str, ...] = ()
 
 
 class FloatInputError(CaptureError):

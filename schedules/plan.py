@@ -57,10 +57,13 @@ class BatchSignature(msgspec.Struct, frozen=True):
     Attributes
     ----------
     tree : as `torch.utils._pytree.treespec_dumps` writes it. leaves : in the tree's order.
+    numbers : of leaves at whose values code looks, by place, what all elements are; None for leaves
+        whose elements differ.
     """
 
     tree: str
     leaves: tuple[TensorLeaf | PythonLeaf, ...]
+    numbers: tuple[tuple[int, bool | int | None], ...] = ()
 
 
 class StateFact(msgspec.Struct, frozen=True):

@@ -95,6 +95,11 @@ class Signature:
         # `firsts`: for each leaf, the number of the first one that is the same tensor. `as_one`:
         # batches are held to that, since code asks, or it makes another step.
         self.firsts, self.as_one = first_places(leaves), False
+        # By the place of a tensor of whole numbers or truths, what all its elements are, or None
+        # where they differ: in the batch at hand, and in every batch of the plan, where code looks
+        # at them. As at a mask of ones, which libraries leave away.
+        self.numbers: Mapping[int, float | None] = {}
+        self.held_numbers: Mapping[int, float | None] = {}
 
     @property
     def has_target(self) -> bool:
@@ -114,6 +119,13 @@ class Signature:
         ]
         return other
 
+    def held_to_numbers(self, names: Collection[str]) -> Self:
+        """The same for batches in which these arguments are one number as here, or as here not."""
+        read = {i: number for i, number in self.numbers.items() if self.names[i] in names}
+        other = copy.copy(self)
+        other.held_numbers = {**self.held_numbers, **read}
+        return other
+
     def with_tensors_as_one(self) -> Self:
         other = copy.copy(self)
         other.as_one = True
@@ -130,9 +142,22 @@ class Signature:
     def lines(self) -> tuple[str, ...]:
         """One line a leaf, as kept in a graph and in a plan."""
         return tuple(
-            f"{name}: {_facts_text(facts) if facts else repr(other)}"
-            for name, facts, other in zip(self.names, self.tensors, self.others, strict=True)
+            f"{name}: {_facts_text(facts) if facts else repr(other)}{self._number_text(i)}"
+            for i, (name, facts, other) in enumerate(
+                zip(self.names, self.tensors, self.others, strict=True)
+            )
         )
+
+    def _number_text(self, place: int) -> str:
+        return f", {_text_of(self.held_numbers[place])}" if place in self.held_numbers else ""
+
+    def other_number(self, leaves: Sequence[Any]) -> tuple[str, str, str] | None:
+        """The first argument whose elements are not as they have to be: its name, was and is."""
+        for place, number in self.held_numbers.items():
+            found = _number_of(leaves[place]) if isinstance(leaves[place], Tensor) else None
+            if found != number:
+                return self.names[place], _text_of(number), _text_of(found)
+        return None
 
     def example(self, mode: FakeTensorMode) -> Any:
         return self._example(mode, self.tensors)
@@ -172,6 +197,28 @@ class Signature:
             raise SignatureError(
                 f"{model} was planned for {self.names[i]} = {was} and is called with {now}. {way}"
             )
+
+
+_MOST_ELEMENTS = 1 << 20  # beyond it nobody branches on the values
+
+
+def numbers_in(leaves: Sequence[Any]) -> dict[int, float | None]:
+    """By place, as of `Signature.numbers`."""
+    return {
+        i: _number_of(leaf)
+        for i, leaf in enumerate(leaves)
+        if type(leaf) is Tensor and not (leaf.is_floating_point() or leaf.is_complex())
+        if 0 < leaf.numel() <= _MOST_ELEMENTS and not leaf.is_meta
+    }
+
+
+def _number_of(leaf: Tensor) -> float | None:
+    first = leaf.flatten()[0]
+    return first.item() if bool((leaf == first).all()) else None
+
+
+def _text_of(number: float | None) -> str:
+    return "not all the same" if number is None else f"all {number}"
 
 
 def first_places(leaves: Sequence[Any]) -> list[int]:

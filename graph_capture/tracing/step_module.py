@@ -160,6 +160,9 @@ class StepModule(nn.Module):
         batch = leaves_with_paths((args, kwargs, target))
         named = [(argument_name(path), leaf) for path, leaf in batch]
         self.known = ConstantFolder(named, self._over)
+        for place, number in (self._signature.held_numbers if self._signature else {}).items():
+            if number is not None:
+                self.known.hold(batch[place][1], number)
         self._stand_ins.give(self, [leaf for _, leaf in batch])
         recorded = self._ran.recorded() if self._ran else contextlib.nullcontext()
         # Forward may ask whether two tensors are one, so one stand-in stands for both.

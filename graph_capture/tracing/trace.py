@@ -56,6 +56,7 @@ from remat.graph_capture.torch_private.core import (
     FakeTensorMode,
     checks_kept,
     compiling_and_exporting,
+    pytree,
 )
 from remat.graph_capture.tracing.attribute_writes import (
     ForwardWrites,
@@ -99,7 +100,7 @@ from remat.graph_capture.tracing.recipe import (
 )
 from remat.graph_capture.tracing.resident import resident_bytes, tied_as_one
 from remat.graph_capture.tracing.restore import NoForeignWrites, restored_after
-from remat.graph_capture.tracing.signature import Signature, check_batch
+from remat.graph_capture.tracing.signature import Signature, check_batch, numbers_in
 from remat.graph_capture.tracing.step_module import (
     LossFunction,
     StepModule,
@@ -206,6 +207,7 @@ def _trace_once(
                 raise
             place = provenance.module_of(error)
             refused = refusal(error, model, place, step.known.read)
+            refused.read = step.known.read
             raise CaptureError(env.in_words(str(refused))) if env else refused from error
     _refuse_no_backward(model, descriptors)
     # Attributes of the batch's tensors that no code reads may differ from step to step.
@@ -367,6 +369,7 @@ def trace(
         numbers = named_places(PythonState(model, loss_fn), tuple(names))
     check_batch(batch, device)
     signature = Signature(batch)
+    signature.numbers = numbers_in(pytree.tree_leaves(batch))
     if dynamic:
         refuse_range_of_dtensors(model)
         require_compatible(
@@ -468,13 +471,19 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
             if error.cause is None or isinstance(error.cause, CaptureError):
                 raise
             failed.append(error)
+            # Eager's own way, for batches whose values give the same answers.
+            held = recipe.signature.held_to_numbers(error.read)
+            if held.held_numbers != recipe.signature.held_numbers:
+                recipe = dataclasses.replace(recipe, signature=held)
+                if None not in held.held_numbers.values():
+                    with contextlib.suppress(CaptureError):
+                        return _trace_recipe(model, recipe)
             continue
         if any(flags) and recipe.flags is None:
             warnings.warn(
                 f"{recipe.name} is traced as if it were compiled, since its own way cannot be "
                 f"traced ({failed[0]}). Where it then runs other ops than in eager, the last bits "
-                "differ, which remat.check finds: leave out arguments whose values it looks at, "
-                "such as an attention_mask of ones",
+                "differ, which remat.check finds: leave out arguments whose values it looks at",
                 stacklevel=3,
             )
         done.python_state.asks_identity = ran.asks_identity()

@@ -199,6 +199,9 @@ class Guards:
         """State that the step takes, tied tensors once, and the leaves of `batch`; or an error."""
         leaves, spec = self.batches.leaves(batch)
         self.recipe.signature.require(leaves, spec, self.kind)
+        if other := self.recipe.signature.other_number(leaves):
+            name, was, now = other
+            raise self._changed(f"{name}, at whose numbers forward looks,", was, now)
         taken = self._model_state()
         self._require_attributes([*taken, *leaves])
         self._require_apart(taken, leaves)

@@ -115,14 +115,17 @@ def batch_signature(signature: Signature) -> BatchSignature:
             "shapes alone"
         )
     leaves = zip(signature.names, signature.tensors, signature.others, strict=True)
-    return BatchSignature(tree, tuple(_leaf_facts(*one) for one in leaves))
+    numbers = tuple(signature.held_numbers.items())
+    return BatchSignature(tree, tuple(_leaf_facts(*one) for one in leaves), numbers)
 
 
 def signature_from(batch: BatchSignature) -> Signature:
     try:
         spec = tree_from(batch.tree)
         with FakeTensorMode():  # a fake batch takes no memory
-            return Signature(pytree.tree_unflatten([_leaf(leaf) for leaf in batch.leaves], spec))
+            found = Signature(pytree.tree_unflatten([_leaf(leaf) for leaf in batch.leaves], spec))
+        found.held_numbers = {i: number for i, number in batch.numbers if found.tensors[i]}
+        return found
     except _UNREADABLE as error:
         raise PlanError(f"the batch in the plan file cannot be read ({error})") from error
 
@@ -290,6 +293,8 @@ def _fact_text(field: str, value: Any) -> str:
 
 def _require_batch(plan: PlanFile, batch: Any) -> None:
     planned, found = signature_from(plan.batch), Signature(batch)
+    if planned.spec == found.spec and not planned.other_number(pytree.tree_leaves(batch)):
+        found.held_numbers = planned.held_numbers
     if planned.spec != found.spec:
         texts = (f"({', '.join(one.names)})" for one in (planned, found))
         raise _differs("the structure of the batch", *texts)
