@@ -189,14 +189,11 @@ _Planned = tuple[dict[str, Schedule], Schedule]
 
 
 class BlocksPlan(msgspec.Struct, frozen=True):
-    """A plan for each block of a model, and the whole step that comes of them.
+    """A plan for each block that `pattern` names, and the whole step that comes of them.
 
-    Attributes
-    ----------
-    pattern : the glob that named the blocks. schedules : by path, each for the block's own graph.
-    result : of the whole step as it then runs, on one rank where it is sharded.
-    distinct : how many distinct blocks were captured. links : to what blocks copy values to.
-    host_bytes, nvme_bytes : most bytes there at once, of all blocks together.
+    `schedules` are by path, each for the block's own graph; `result` is of the whole step as it
+    then runs, on one rank where it is sharded. `distinct` blocks were captured. `host_bytes` and
+    `nvme_bytes` are the most there at once, of all blocks together.
     """
 
     pattern: str
