@@ -26,12 +26,13 @@ def main() -> None:
     plan = plan_cluster(f"{MODELS}:gpt_175b", request, 0).file
     assert plan is not None
     replay = replay_of(plan)
-    whole = timeline_picture(plan, replay)
-    below = bytes_picture(plan, replay, most=2)
-    body = "\n".join(below.elements)
-    whole.elements.append(f'<g transform="translate(0 {whole.height})">\n{body}\n</g>')
-    whole.says = f"{whole.says}; {below.says}"
-    whole.height += below.height
+    whole, below = timeline_picture(plan, replay), bytes_picture(plan, replay, most=2)
+    elements, down = list[str](), 0
+    for picture in (whole, below):
+        body = "\n".join(picture.elements)
+        elements.append(f'<g transform="translate(0 {down})">\n{body}\n</g>')
+        down += picture.height
+    whole.elements, whole.height, whole.says = elements, down, f"{whole.says}; {below.says}"
     for theme, ink in INK.items():
         (PICTURES / f"cluster-{theme}.svg").write_text(whole.file(ink))
 

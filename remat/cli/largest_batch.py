@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from remat.analysis.memory_figures import offloaded
-from remat.cli.output import keep_layout, keep_result, layout_entry, show_layout
+from remat.cli.output import layout_entry, save_layout_file, save_result_file, show_layout
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import LayoutFile, Model, Output, RunIt, verb
 from remat.graph_capture.errors import BudgetError
@@ -47,8 +47,8 @@ def largest_batch_verb(
     placed = moved = None
     if search.best is not None:
         _, of, result = search.best
-        keep_result(session, output, of, result)
-        placed = keep_layout(session, layout, of.graph, result)
+        save_result_file(session, output, of, result)
+        placed = save_layout_file(session, layout, of.graph, result)
         moved = offloaded(of.graph, result.schedule)
     if session.as_json:
         said = {"offload": msgspec.to_builtins(moved)}

@@ -21,12 +21,17 @@ from remat.progress import in_one_line, open_closed_streams, steady_console, use
 _UsageError: Any = typer.BadParameter.__base__  # of the click that typer itself uses
 
 VERBS = {
-    "run": "cli.run", "sweep": "cli.sweep", "largest-batch": "cli.largest_batch",
-    "show": "cli.show", "report": "cli.report", "check": "cli.run", "cluster": "cluster.command",
-    "profile": "cli.machine", "doctor": "cli.machine",
-}  # fmt: skip
-"""The module of each, whose function ends in _verb. Those that plan come first, then those that
-read a plan."""
+    "run": "remat.cli.run:run_verb",
+    "sweep": "remat.cli.sweep:sweep_verb",
+    "largest-batch": "remat.cli.largest_batch:largest_batch_verb",
+    "show": "remat.cli.show:show_verb",
+    "report": "remat.cli.report:report_verb",
+    "check": "remat.cli.run:check_verb",
+    "cluster": "remat.cluster.command:cluster_verb",
+    "profile": "remat.cli.machine:profile_verb",
+    "doctor": "remat.cli.machine:doctor_verb",
+}
+"""The module and the function of each. Those that plan come first, then those that read a plan."""
 FORMER = {
     "capture": "show MODEL --as graph",
     "solve": "run --no-check, or run GRAPH",
@@ -83,8 +88,8 @@ def _app_of(verbs: Iterable[str]) -> typer.Typer:
     )
     made.callback()(_before_verbs)
     for verb in verbs:
-        module = importlib.import_module(f"remat.{VERBS[verb]}")
-        made.command(verb)(getattr(module, f"{verb.replace('-', '_')}_verb"))
+        module, _, function = VERBS[verb].partition(":")
+        made.command(verb)(getattr(importlib.import_module(module), function))
     return made
 
 

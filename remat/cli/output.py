@@ -26,24 +26,24 @@ def opened_feasible(session: Session, name: str, request: Request, plan: Path | 
     return opened
 
 
-def keep_result(session: Session, path: Path | None, of: Captured, result: Result) -> None:
+def save_result_file(session: Session, path: Path | None, of: Captured, result: Result) -> None:
     """A plan where a model is at hand, else the schedule alone; nothing where nothing fits."""
     if path is None or result.schedule is None:
         return
     if of.loaded is not None and of.recipe is not None:
-        keep_plan(session, path, plan_of_result(of.loaded, of.recipe, of.graph, result))
+        save_plan_file(session, path, plan_of_result(of.loaded, of.recipe, of.graph, result))
     else:
         session.save(path, result.schedule.to_json(), "plan")
 
 
-def keep_plan(session: Session, path: Path, plan: PlanFile | None) -> None:
+def save_plan_file(session: Session, path: Path, plan: PlanFile | None) -> None:
     if plan is not None:
         # Not by `session.save`: the name may ask for an archive.
         write_plan(plan, path)
         session.say_written(path, "plan")
 
 
-def keep_layout(
+def save_layout_file(
     session: Session, path: Path | None, graph: TrainingGraph, result: Result
 ) -> Layout | None:
     """None where none is asked for, or nothing fits."""

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from remat.analysis.budget_sweep import price_json, price_text
 from remat.checks import failures
-from remat.cli.output import keep_layout, keep_plan, keep_result, layout_entry, show_layout
+from remat.cli.output import (
+    layout_entry,
+    save_layout_file,
+    save_plan_file,
+    save_result_file,
+    show_layout,
+)
 from remat.cli.session import CHECK_FAILED, INFEASIBLE, Session
 from remat.cli.verb import (
     STEP_OPTIONS,
@@ -96,7 +102,7 @@ def run_verb(
         else:
             report = _run(session, source, request, output, check, compare)
         report = replace(report, seconds=session.stopwatch.accounted())
-        placed = keep_layout(session, layout, report.graph, report.result)
+        placed = save_layout_file(session, layout, report.graph, report.result)
         worth = _priced(session, report, request) if price else None
         _conclude_run(session, report, placed, worth)
 
@@ -110,7 +116,7 @@ def _run(
     # Written before a step is run, which may end the process.
     def keep(known: pipeline.Report) -> None:
         of = plan_source.Captured(known.graph, loaded, known.recipe)
-        keep_result(session, output, of, known.result)
+        save_result_file(session, output, of, known.result)
 
     return pipeline.run_job(
         loaded, request, session.stopwatch, check=check, compare=compare, planned=keep
@@ -126,7 +132,7 @@ def _solved_anew(
         raise CaptureError(f"{source} has no model to run: {flag} goes with a model")
     of = plan_source.captured(source, request, session.stopwatch)
     report, _ = pipeline.planned_report(of.graph, request, session.stopwatch)
-    keep_result(session, output, of, report.result)
+    save_result_file(session, output, of, report.result)
     return report
 
 
@@ -168,7 +174,7 @@ def _run_over(
 
     def keep(plan: PlanFile) -> None:
         if output is not None:
-            keep_plan(session, output, plan)
+            save_plan_file(session, output, plan)
 
     try:
         report = pipeline.plan_over(loaded, request, ranges, session.stopwatch, keep, check=check)

@@ -14,7 +14,13 @@ from remat.analysis.explain import FURTHER_SOLVE_S, explain
 from remat.analysis.explanation import Explanation, explanation_screen
 from remat.analysis.inspect import InspectBy, Inspection, inspect, inspection_screen
 from remat.analysis.plan_report import plain_table
-from remat.cli.output import keep_layout, layout_entry, opened_feasible, place_shown, show_layout
+from remat.cli.output import (
+    layout_entry,
+    opened_feasible,
+    place_shown,
+    save_layout_file,
+    show_layout,
+)
 from remat.cli.session import Session
 from remat.cli.verb import LayoutFile, Output, PlaceOption, PlanOption, Source, Top, verb
 from remat.formats import bytes_text, time_text
@@ -97,7 +103,7 @@ def _placed(
     session: Session, opened: plan_source.PlanSource, is_asked: bool, path: Path | None
 ) -> Layout | None:
     if path is not None:
-        return keep_layout(session, path, opened.graph, opened.solved)
+        return save_layout_file(session, path, opened.graph, opened.solved)
     schedule = opened.solved.schedule if is_asked else None
     return place_shown(session, opened.graph, schedule) if schedule else None
 

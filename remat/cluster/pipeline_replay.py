@@ -254,12 +254,12 @@ def _check_complete(done: _Done, stages: int) -> None:
 
 
 STATES, PARAMETERS, GRADIENTS = "optimizer states and masters", "parameters", "gradients"
-BORDERS = "borders"
+_BORDERS = "borders"
 SAVED_ACTIVATIONS = "saved activations"
 FOR_WEIGHTS = "for gradients of weights"
 """What waits for them, where a schedule makes them apart."""
 RUNNING = "while a block runs"
-STANDING = STATES, PARAMETERS, GRADIENTS, BORDERS
+STANDING = STATES, PARAMETERS, GRADIENTS, _BORDERS
 """Live throughout the step."""
 HOLDERS = *STANDING, SAVED_ACTIVATIONS, FOR_WEIGHTS, RUNNING
 

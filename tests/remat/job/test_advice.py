@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from remat.budgets import unmodified
-from remat.job.pipeline import Report, Row, RunsAgain, rows_as_run
+from remat.job.pipeline import Report, Row, rows_as_run
 from remat.job.screen import advice_on_run
 from remat.rewriter.checking.check import Check
 from remat.solver import solve_within
@@ -28,7 +28,7 @@ def advised(budget_bytes: int, *ratios: float | None, overhead: float | None = N
         for name, by in zip(("unmodified", "chen_sqrt", "this plan"), ratios, strict=True)
     )
     result = solve_within(GRAPH, budget_bytes, "store_all")
-    return " ".join(advice_on_run(Report(GRAPH, result, rows, {}, RunsAgain((), None))))
+    return " ".join(advice_on_run(Report(GRAPH, result, rows, {}, (), None)))
 
 
 def test_a_step_that_fits_already_needs_no_plan() -> None:

@@ -14,7 +14,7 @@ import remat
 from remat.analysis.plan_report import report as remat_report
 from remat.budgets import unmodified
 from remat.formats import percent_text
-from remat.job.pipeline import Report, Row, RunsAgain
+from remat.job.pipeline import Report, Row
 from remat.job.screen import bound_json, show_run
 from remat.schedules.reserved import AllocatorPeak, Reserved
 from remat.schedules.simulate import simulate
@@ -35,7 +35,7 @@ def shown(device: str, *, is_measured: bool, shortage: str = "") -> str:
         for name in ("unmodified", "chen_sqrt", "this plan")
     )
     result = unmodified(graph)
-    report = Report(graph, result, rows, {}, RunsAgain((), None), shortage=shortage)
+    report = Report(graph, result, rows, {}, (), None, shortage=shortage)
     text = io.StringIO()
     show_run(Console(file=text, width=200), report)
     return " ".join(text.getvalue().split())
@@ -61,7 +61,7 @@ def test_where_nothing_is_proved_everything_that_shows_a_bound_says_so() -> None
     graph = chain(4)
     result = msgspec.structs.replace(unmodified(graph), lower_bound_us=0.0)
     assert result.gap is None
-    report = Report(graph, result, (Row("unmodified", GIB, 1.0, 0.0),), {}, RunsAgain((), None))
+    report = Report(graph, result, (Row("unmodified", GIB, 1.0, 0.0),), {}, (), None)
     text = io.StringIO()
     show_run(Console(file=text, width=200), report)
     words = " ".join(text.getvalue().split())
@@ -81,7 +81,7 @@ def test_a_bound_that_needs_no_proof_is_told_apart() -> None:
     graph = chain(12)
     result = remat.solve(graph, "min", "chen_sqrt")
     assert result.overhead > 0
-    report = Report(graph, result, (Row("unmodified", GIB, 1.0, 0.0),), {}, RunsAgain((), None))
+    report = Report(graph, result, (Row("unmodified", GIB, 1.0, 0.0),), {}, (), None)
     text = io.StringIO()
     show_run(Console(file=text, width=200), report)
     gap = percent_text(result.overhead)
@@ -98,9 +98,9 @@ def test_what_holds_the_peak_is_told_by_module() -> None:
     result = unmodified(graph)
     assert result.schedule is not None
     rows = tuple(Row(name, GIB, 1.0, 0.0) for name in ("unmodified", "chen_sqrt", "this plan"))
-    again, simulation = RunsAgain((), None), simulate(graph, result.schedule)
+    simulation = simulate(graph, result.schedule)
     text = io.StringIO()
-    report = Report(graph, result, rows, {}, again, simulation=simulation)
+    report = Report(graph, result, rows, {}, (), None, simulation=simulation)
     show_run(Console(file=text, width=200), report)
     (line,) = (line for line in text.getvalue().splitlines() if line.startswith("peak held by"))
     values = {value.name for value in graph.values}
