@@ -151,8 +151,7 @@ def _with_wide_masks(graph: TrainingGraph) -> tuple[Value, ...]:
 
 LEAST_BYTES = 1024  # what is smaller stays on the device
 _BACK = "remat.back"
-_OFTEN = 2
-"""A node of autograd runs an op so often at most, as that of a product, which has two gradients."""
+_OFTEN = 2  # a node of autograd runs an op so often at most: a product has two gradients
 
 
 def with_saved_elsewhere(graph: TrainingGraph) -> tuple[TrainingGraph, int]:

@@ -28,8 +28,7 @@ KERNEL_ERRORS = RuntimeError, IndexError, ValueError, MemoryError
 KernelError = RuntimeError | IndexError | ValueError | MemoryError  # how kernels refuse made data
 _Failed = Callable[[str, KernelError], None]
 _Times = dict[str, list[float]]  # microseconds that each op took, one a pass
-MORE_PASSES = 2
-"""Beyond the meter's own, where it has several, for ops whose times do not agree by then."""
+MORE_PASSES = 2  # beyond the meter's own, where it has several, for ops whose times differ by then
 
 
 def why_not_run(error: KernelError, otherwise: str) -> str:
@@ -121,8 +120,7 @@ def _take(
 # reserves. All others are zero.
 
 _BLOCK = 4096  # elements of the random pattern that made data repeats
-_LINE_BYTES = 64
-"""Of a line of the caches. No kernel's speed hangs on more of an address than its place in one."""
+_LINE_BYTES = 64  # of the caches: no kernel's speed hangs on more than an address's place in a line
 _CHECKED = (
     "aten.index.", "aten.index_put", "aten.index_select.", "aten.index_add", "aten.index_copy",
     "aten.gather.", "aten.scatter", "aten.take.", "aten.put", "aten.nll_loss",

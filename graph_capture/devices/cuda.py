@@ -32,8 +32,7 @@ from remat.graph_capture.devices.memory_events import RegionMemory, without_garb
 from remat.graph_capture.devices.meter import Run, StepMemory, median_of
 from remat.graph_capture.torch_private.core import clear_cublas_workspaces, cuda_sleep
 
-SETTLE_S = 0.3
-"""The device works for so long before the first op is timed, so that its clocks have risen."""
+SETTLE_S = 0.3  # the device works so long before the first op is timed, for its clocks to rise
 _SETTLED, _MOST_WARM_UPS = 0.05, 10
 """An op is warm once two runs in a row differ by no more than this part, or after so many runs."""
 CYCLES_PER_US, MOST_SLEEP_US = 2_000, 10_000
