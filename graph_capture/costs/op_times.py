@@ -186,10 +186,7 @@ def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], di
             return _sample_tensor(value, _index_bound(node))
         if (source := _maker(leaf)) is None:
             return _as(value, _storage_for(value).zero_())
-        args, kwargs = sample_arguments(source, constants)
-        target: Any = source.target
-        found = run_locally(lambda: target(*args, **kwargs))
-        return found if source is leaf else found[leaf.args[1]]
+        return _made_by(source, leaf, constants)
 
     return pytree.tree_map(made, (tuple(node.args), dict(node.kwargs)))
 
@@ -221,6 +218,13 @@ def _maker(leaf: fx.Node) -> fx.Node | None:
     if not isinstance(source, fx.Node) or not isinstance(source.target, OpOverload):
         return None
     return source if is_getitem(leaf) or not leaf.all_input_nodes else None
+
+
+def _made_by(source: fx.Node, leaf: fx.Node, constants: Any) -> Any:
+    args, kwargs = sample_arguments(source, constants)
+    target: Any = source.target
+    found = run_locally(lambda: target(*args, **kwargs))
+    return found if source is leaf else found[leaf.args[1]]
 
 
 def _index_bound(node: fx.Node) -> int:
