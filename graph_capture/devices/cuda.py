@@ -97,11 +97,7 @@ class CudaMeter:
         is_flushed = moved_bytes < self.cache_bytes
         with torch.cuda.device(self.device):
             host_us = median_of(lambda: self._host_us(run))
-            last_us, now_us = -1.0, -1.0
-            for i in range(_MOST_WARM_UPS):
-                last_us, now_us = now_us, self._device_us(run, is_flushed, host_us)
-                if i and abs(now_us - last_us) <= _SETTLED * last_us:
-                    break
+            self._warm_up(run, is_flushed, host_us)
             return max(host_us, median_of(lambda: self._device_us(run, is_flushed, host_us)))
 
     def often_us(self, *runs: Run) -> list[float]:
@@ -171,6 +167,14 @@ class CudaMeter:
         taken_us = 1e6 * (time.perf_counter() - start)
         del result
         return taken_us
+
+    def _warm_up(self, run: Run, is_flushed: bool, host_us: float) -> None:
+        last_us = float("inf")
+        for _ in range(_MOST_WARM_UPS):
+            now_us = self._device_us(run, is_flushed, host_us)
+            if abs(now_us - last_us) <= _SETTLED * last_us < float("inf"):
+                return
+            last_us = now_us
 
     def _device_us(self, run: Run, is_flushed: bool, host_us: float) -> float:
         if is_flushed:
