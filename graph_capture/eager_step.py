@@ -82,7 +82,8 @@ def with_eager_sizes(graph: TrainingGraph) -> TrainingGraph:
     """`graph` with the sizes of values that the unmodified module has."""
     # On a CPU, eager dropout keeps a mask of the input's dtype; a trace has a byte an element.
     values = _with_wide_masks(graph)
-    # Autograd adds a gradient to a view in a new tensor. No other difference is known.
+    # Autograd adds a gradient to a view in a new tensor, which stands beside what the op reads and
+    # writes here. No other difference is known.
     sizes = {value.name: value.size_bytes for value in graph.values}
     ops = tuple(
         replace(op, workspace_bytes=op.workspace_bytes + sizes[op.inputs[0]])
@@ -151,8 +152,7 @@ def _with_wide_masks(graph: TrainingGraph) -> tuple[Value, ...]:
 
 LEAST_BYTES = 1024  # what is smaller stays on the device
 _BACK = "remat.back"
-_OFTEN = 2
-"""A node of autograd runs an op so often at most, as that of a product, which has two gradients."""
+_OFTEN = 2  # a node of autograd runs an op so often at most: a product has two gradients
 
 
 def with_saved_elsewhere(graph: TrainingGraph) -> tuple[TrainingGraph, int]:

@@ -30,14 +30,12 @@ from filelock import FileLock, Timeout
 
 from remat.graph_capture.errors import ArchiveError, FileError, RematError, ShapeError, TextError
 
-MOST_FILE_BYTES = 1 << 30
-"""Of a file that is read whole. A graph of 100,000 ops takes a twentieth of it."""
+MOST_FILE_BYTES = 1 << 30  # of a file read whole. A graph of 100,000 ops takes a twentieth of it.
 _CHUNK_BYTES = 1 << 20
 _OPEN_FILES = "/proc/self/fd"
 _NO_NAMELESS = errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL
 """What file systems and old kernels answer that know no files without a name."""
-IN_USE = 5, 32
-"""Windows: access denied, and a sharing violation. It says either of a file that is open."""
+IN_USE = 5, 32  # Windows says access denied, or a sharing violation, of a file that is open
 WAITS_S = (0.01, 0.05, 0.2, 0.5)  # readers have a file for milliseconds
 
 
@@ -219,8 +217,7 @@ def _cause(data: bytes | str, said: str) -> str:
     return said
 
 
-WAIT_S = 10.0
-"""A save takes milliseconds. One that was stopped in the middle must not stop all others."""
+WAIT_S = 10.0  # a save takes milliseconds. One that was stopped halfway must not stop all others.
 NO_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF
 """What file systems answer that have no locks."""
 
@@ -241,8 +238,7 @@ def file_lock(path: Path) -> Generator[None]:
         yield
 
 
-_MOST_RATIO = 100
-"""Bytes of all members to bytes of the file. torch packs nothing; a packed plan stays below 30."""
+_MOST_RATIO = 100  # members to file, in bytes. torch packs nothing; a packed plan stays below 30.
 _FORMAT = "archive_format", b"pt2"  # a member of every archive of `torch.export`, and what it holds
 _BROKEN = (
     zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError,

@@ -226,21 +226,17 @@ class Links(msgspec.Struct, frozen=True):
 
 _SCHEMA_VERSION = 2
 _READ_VERSIONS = (1, 2)  # version 1 had no links, and no values with a home
-KEPT = "kept by"
-"""How `Op.no_recompute` begins where only the user wants that the op does not run twice."""
+KEPT = "kept by"  # how `Op.no_recompute` begins where only the user wants that the op runs once
 CUSTOM = "a custom op"
 """How `Op.no_recompute` begins where the user may ask that the op runs twice, by `recompute`.
 
 What a custom op draws or changes unseen is not known. Such a pin is no part of a graph's hash.
 """
-ACCUMULATE = "remat.deliver"
-"""The op that releases gradients where they are added to those of earlier batches."""
+ACCUMULATE = "remat.deliver"  # the op that releases gradients where they are added to earlier ones
 UPDATE = "remat.update"
 """The op that steps the optimizer with gradients. It writes to the parameters that it reads."""
-TANGENTS = "remat.tangents"
-"""Target of the op that opens backward, so it runs before any other backward op."""
-JOINED = " + "
-"""Between the targets of ops that run as one: one makes a tensor, the others write to it."""
+TANGENTS = "remat.tangents"  # the op that opens backward, so it runs before any other backward op
+JOINED = " + "  # between targets of ops that run as one: one makes a tensor, others write to it
 WRITES_FIRST = "it writes in place, where eager makes a new tensor"
 """Why an op must not run twice that adds a term of a gradient to a view, as autograd would not."""
 

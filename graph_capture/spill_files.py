@@ -99,8 +99,7 @@ if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_forget)
 atexit.register(_end)
 
-BLOCK_BYTES = 4096
-"""Direct reads and writes have multiples of it, from memory and at offsets that are such."""
+BLOCK_BYTES = 4096  # direct reads and writes have multiples of it, and begin at such places
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.ENOSYS)
 """What systems answer that do not know a way of opening or writing."""
 

@@ -217,8 +217,7 @@ def _class_gradients(
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # reductions, as torch numbers them
 _NO_CLASS = -1  # the target of a row that the loss ignores, where a loss has only the class 0
-CLASSES_MULTIPLE = 64
-"""Blocks of classes are multiples of it, so that each begins at a line of the caches."""
+CLASSES_MULTIPLE = 64  # blocks of classes are such, so that each begins at a line of the caches
 
 _HEAD = "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight"
 _FACTS = "int[] grid, int[] start, int[] stop, ScalarType dtype, int reduction, int ignore_index"

@@ -35,8 +35,7 @@ from remat.graph_capture.joint.nodes import aten
 # and SiLU do. What falls among the rest hangs on the number of elements, so a block may differ from
 # the whole in a few of them. Data that is made for a comparison might not show that.
 
-_VECTOR_ELEMENTS = 64
-"""A multiple of what any CPU's vectorized loop takes at once: two vectors of 64 bytes."""
+_VECTOR_ELEMENTS = 64  # a multiple of what any CPU's loop takes at once: two vectors of 64 bytes
 _GRAIN_ELEMENTS = 1 << 15
 """From so many elements a thread on, torch gives each of its threads a part (`GRAIN_SIZE`)."""
 _COMPARED = 1 << 20  # elements that show whether a function has other bits one by one

@@ -23,8 +23,7 @@ from torch import Tensor
 from remat.graph_capture.chunking.head_ops import blocks
 from remat.graph_capture.chunking.mlp import ACTIVATIONS
 
-COLUMNS_MULTIPLE = 64
-"""Blocks of hidden columns are multiples of it, so that each begins at a line of the caches."""
+COLUMNS_MULTIPLE = 64  # blocks of hidden columns are such, so each begins at a line of the caches
 _ALL = slice(None)
 
 _LAYERS = "Tensor weight, Tensor? bias, Tensor? up_weight, Tensor? up_bias, Tensor down_weight"

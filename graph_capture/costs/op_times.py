@@ -28,8 +28,7 @@ KERNEL_ERRORS = RuntimeError, IndexError, ValueError, MemoryError
 KernelError = RuntimeError | IndexError | ValueError | MemoryError  # how kernels refuse made data
 _Failed = Callable[[str, KernelError], None]
 _Times = dict[str, list[float]]  # microseconds that each op took, one a pass
-MORE_PASSES = 2
-"""Beyond the meter's own, where it has several, for ops whose times do not agree by then."""
+MORE_PASSES = 2  # beyond the meter's own, where it has several, for ops whose times differ by then
 
 
 def why_not_run(error: KernelError, otherwise: str) -> str:
@@ -121,8 +120,7 @@ def _take(
 # reserves. All others are zero.
 
 _BLOCK = 4096  # elements of the random pattern that made data repeats
-_LINE_BYTES = 64
-"""Of a line of the caches. No kernel's speed hangs on more of an address than its place in one."""
+_LINE_BYTES = 64  # of the caches: no kernel's speed hangs on more than an address's place in a line
 _CHECKED = (
     "aten.index.", "aten.index_put", "aten.index_select.", "aten.index_add", "aten.index_copy",
     "aten.gather.", "aten.scatter", "aten.take.", "aten.put", "aten.nll_loss",
@@ -188,10 +186,7 @@ def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], di
             return _sample_tensor(value, _index_bound(node))
         if (source := _maker(leaf)) is None:
             return _as(value, _storage_for(value).zero_())
-        args, kwargs = sample_arguments(source, constants)
-        target: Any = source.target
-        found = run_locally(lambda: target(*args, **kwargs))
-        return found if source is leaf else found[leaf.args[1]]
+        return _made_by(source, leaf, constants)
 
     return pytree.tree_map(made, (tuple(node.args), dict(node.kwargs)))
 
@@ -223,6 +218,13 @@ def _maker(leaf: fx.Node) -> fx.Node | None:
     if not isinstance(source, fx.Node) or not isinstance(source.target, OpOverload):
         return None
     return source if is_getitem(leaf) or not leaf.all_input_nodes else None
+
+
+def _made_by(source: fx.Node, leaf: fx.Node, constants: Any) -> Any:
+    args, kwargs = sample_arguments(source, constants)
+    target: Any = source.target
+    found = run_locally(lambda: target(*args, **kwargs))
+    return found if source is leaf else found[leaf.args[1]]
 
 
 def _index_bound(node: fx.Node) -> int:

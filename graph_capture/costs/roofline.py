@@ -46,8 +46,7 @@ from remat.graph_capture.joint.nodes import argument, tensors_of
 from remat.graph_capture.tracing.trace import Trace
 
 _LAUNCH_PART = 0.1  # an op whose work is a smaller part of a launch shows how long a launch is
-_LEAST_WORK = 0.5
-"""In launches. An op of less work says too little of the rates to be part of a fit."""
+_LEAST_WORK = 0.5  # in launches: an op of less work says too little of the rates for a fit
 
 
 @dataclass(frozen=True)

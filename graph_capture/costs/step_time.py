@@ -289,8 +289,7 @@ _LEAST_ROUNDS, ROUNDS, _ENOUGH_US = 3, 24, 3e6  # rounds are fewer the longer th
 _SOON_US = 5e5  # rounds that have taken less go on in any case: they cost nothing
 _MORE_SHARES = 1  # shares beyond the passes over the ops, for times that do not agree by then
 _ROOM = 0.5  # part of the free memory that a run may take
-_SPREAD = 0.02
-"""Deviation of made inputs: small, so that values neither swell nor vanish in deep models."""
+_SPREAD = 0.02  # of made inputs: small, so that values neither swell nor vanish in deep models
 
 STEP_NOT_TIMED = (
     "the step was not timed as a whole, as that takes more than the budget: overheads may be shown "

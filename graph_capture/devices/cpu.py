@@ -26,8 +26,7 @@ _TRIED_S, _QUIET = 0.05, 0.02
 _OFTEN, _APART_S = 9, 0.1
 """Times and pause of `CpuMeter.often_us`: over a slow spell of the core, of some seconds."""
 _CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
-_USUAL_CACHE_BYTES = 1 << 20
-"""Taken for the second-level cache where the system does not say its size."""
+_USUAL_CACHE_BYTES = 1 << 20  # of the second level, where the system does not say its size
 _SHIFTS = {"K": 10, "M": 20}
 
 

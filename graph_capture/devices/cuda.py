@@ -32,8 +32,7 @@ from remat.graph_capture.devices.memory_events import RegionMemory, without_garb
 from remat.graph_capture.devices.meter import Run, StepMemory, median_of
 from remat.graph_capture.torch_private.core import clear_cublas_workspaces, cuda_sleep
 
-SETTLE_S = 0.3
-"""The device works for so long before the first op is timed, so that its clocks have risen."""
+SETTLE_S = 0.3  # the device works so long before the first op is timed, for its clocks to rise
 _SETTLED, _MOST_WARM_UPS = 0.05, 10
 """An op is warm once two runs in a row differ by no more than this part, or after so many runs."""
 CYCLES_PER_US, MOST_SLEEP_US = 2_000, 10_000
@@ -98,11 +97,7 @@ class CudaMeter:
         is_flushed = moved_bytes < self.cache_bytes
         with torch.cuda.device(self.device):
             host_us = median_of(lambda: self._host_us(run))
-            last_us, now_us = -1.0, -1.0
-            for i in range(_MOST_WARM_UPS):
-                last_us, now_us = now_us, self._device_us(run, is_flushed, host_us)
-                if i and abs(now_us - last_us) <= _SETTLED * last_us:
-                    break
+            self._warm_up(run, is_flushed, host_us)
             return max(host_us, median_of(lambda: self._device_us(run, is_flushed, host_us)))
 
     def often_us(self, *runs: Run) -> list[float]:
@@ -172,6 +167,14 @@ class CudaMeter:
         taken_us = 1e6 * (time.perf_counter() - start)
         del result
         return taken_us
+
+    def _warm_up(self, run: Run, is_flushed: bool, host_us: float) -> None:
+        last_us = float("inf")
+        for _ in range(_MOST_WARM_UPS):
+            now_us = self._device_us(run, is_flushed, host_us)
+            if abs(now_us - last_us) <= _SETTLED * last_us < float("inf"):
+                return
+            last_us = now_us
 
     def _device_us(self, run: Run, is_flushed: bool, host_us: float) -> float:
         if is_flushed:

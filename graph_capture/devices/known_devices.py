@@ -26,8 +26,7 @@ from remat.graph_capture.errors import BudgetError, DeviceError, TextError, opti
 from remat.graph_capture.files import decode_json, read_contents
 
 CPU, CUDA = "cpu", "cuda"
-MODELLED = "modelled"
-"""What `TrainingGraph.cost_origin` says where costs are those of a device of the table."""
+MODELLED = "modelled"  # `TrainingGraph.cost_origin` where costs are those of a device of the table
 ALLOCATION_BYTES = 512  # the CUDA caching allocator rounds every size up to a multiple of it
 GB = 1e9
 DEVICES_FILE = Path(__file__).with_name("devices.json")

@@ -255,8 +255,7 @@ def wrong_in(links: RankLinks) -> str:
 SIZES = (MIB, 4 * MIB, 16 * MIB)
 MORE_THREADS = (2, 4)
 REPEATS, MOST_S = 3, 1.0  # of one series, which is copies of one size one way
-_COPIES_BESIDE = 24
-"""Copies of the largest size the other way, after which a very uneven link is alone."""
+_COPIES_BESIDE = 24  # copies the other way, after which a very uneven link is alone
 
 
 class FileMeter:

@@ -33,8 +33,7 @@ BEFORE_BLOCK, BEHIND_BLOCK = (GATHER, UNSHARD), (RESHARD, COPY_IN, REDUCE)
 """What runs right before a block's forward or backward, and right after."""
 COMMUNICATION = (*BEFORE_BLOCK, *BEHIND_BLOCK)
 
-_GLOO_COPIES = 1
-"""Copies of a whole buffer that gloo makes while it gathers or reduces. CPUs use gloo."""
+_GLOO_COPIES = 1  # of a whole buffer that gloo, of CPUs, makes while it gathers or reduces
 
 
 def _communication_op(

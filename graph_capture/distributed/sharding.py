@@ -160,8 +160,7 @@ class Sharding:
 
 NO_SHARDING = Sharding()
 UNTIMED = "the time of communication is not counted"
-MASTER_BYTES = 4
-"""Of an element of a parameter that a mixed precision policy casts: it is held in float32."""
+MASTER_BYTES = 4  # of an element of a parameter that a policy casts: it is held in float32
 
 
 def element_bytes(dtype: str) -> int:

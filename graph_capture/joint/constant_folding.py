@@ -36,8 +36,7 @@ RANDOM = "a random number"  # among what the values that code looks at come from
 _MOST_ELEMENTS = 1 << 20
 """Of a tensor whose values are kept: more would make tracing slow, and nobody branches on them."""
 
-_UNFILLED = ("empty", "new_empty")
-"""Ops whose results hold whatever memory held, by how their names begin."""
+_UNFILLED = ("empty", "new_empty")  # of ops that give whatever memory held, by how names begin
 
 _CLONE = torch.ops.aten.clone.default
 _LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
@@ -218,8 +217,7 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 # where code looks at it, they run at all sizes of the range, and the answer counts if it is the
 # same.
 
-_MOST_WORK = 1 << 30
-"""Elements that are made to answer one question, at all sizes together: a second on a CPU."""
+_MOST_WORK = 1 << 30  # elements made to answer one question, at all sizes: a second on a CPU
 
 _Run = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 

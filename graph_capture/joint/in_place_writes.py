@@ -171,23 +171,19 @@ def _scatter(part: fx.Node, view: fx.Node) -> fx.Node | None:
     users = list(part.users)
     if len(users) != 1 or len(users[0].args) < 2:
         return None
+    (scatter,) = users
     # A trace makes the views of a tensor again once it was written to.
-    if not _is_all_of(users[0].args[0], _whole_of(view)) or users[0].args[1] is not part:
+    if not _is_all_of(scatter.args[0], _whole_of(view)) or scatter.args[1] is not part:
         return None
-    if is_getitem(view):
-        return users[0] if _is_put_there(users[0], view) else None
-    is_inverse = users[0].target is _SCATTER_OF.get(view.target)  # pyright: ignore
-    return users[0] if is_inverse and users[0].args[2:] == view.args[1:] else None
-
-
-def _is_put_there(scatter: fx.Node, view: fx.Node) -> bool:
-    """Whether a write to a part of a split is put back where `view` is."""
+    if not is_getitem(view):
+        is_inverse = scatter.target is _SCATTER_OF.get(view.target)  # pyright: ignore
+        return scatter if is_inverse and scatter.args[2:] == view.args[1:] else None
     # A trace puts a part of a split back as a slice.
     if scatter.target is not aten.slice_scatter.default or len(scatter.args) != 5:
-        return False
+        return None
     whole, (dim, start) = _whole_of(view).meta["val"], scatter.args[2:4]
     offset = whole.storage_offset() + start * whole.stride(dim)
-    return view.meta["val"].storage_offset() == offset
+    return scatter if view.meta["val"].storage_offset() == offset else None
 
 
 # Sums that eager adds up in place, without recording it.

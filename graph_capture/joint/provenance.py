@@ -26,8 +26,7 @@ from remat.graph_capture.torch_private.core import (
 )
 
 MODULE_KEY, SOURCE_KEY, FUNCTION_KEY = "remat_module", "remat_source", "remat_function"
-CASTS_KEY = "remat_casts"
-"""Which region of autocast an op is in, if casts of weights are kept there."""
+CASTS_KEY = "remat_casts"  # the region of autocast that an op is in, if casts of weights are kept
 CHECKPOINT_KEY = "remat_checkpoint"
 """Which of the user's checkpoints covers an op; absent where none does."""
 

@@ -160,8 +160,7 @@ _HOOKS_ARE_SET = (
     graph.register_multi_grad_hook.__code__,
     graph.saved_tensors_hooks.__init__.__code__,
 )
-_HOOKS_OF_NODES = frozenset({"register_hook", "register_prehook"})
-"""Methods that are not written in Python."""
+_HOOKS_OF_NODES = frozenset({"register_hook", "register_prehook"})  # methods not written in Python
 _OPS_OF_TORCH = frozenset({"aten", "prims", "prim"})
 
 _Tracer = Callable[[FrameType, str, Any], None]

@@ -44,8 +44,7 @@ from remat.graph_capture.torch_private.aot import (
 )
 from remat.graph_capture.torch_private.core import dispatch_keys
 
-_TERMS_PER_PART = 200
-"""Terms in one expression. The compiler's stack is not made for one of 10,000."""
+_TERMS_PER_PART = 200  # in one expression: the compiler's stack is not made for one of 10,000
 
 
 class ObjectNames:

@@ -21,8 +21,7 @@ from remat.graph_capture.sizes.trace_over_sizes import Environment, at_sizes
 from remat.graph_capture.tracing.resident import resident_of_batch
 from remat.graph_capture.tracing.trace import Trace, edit_traced, joint_of, num_forward_outputs
 
-_Evaluated = tuple[Sizes, TrainingGraph]
-"""Sizes, and the graph that was built of the trace at these sizes."""
+_Evaluated = tuple[Sizes, TrainingGraph]  # sizes, and the graph built of the trace at these sizes
 
 
 def _extents_of(

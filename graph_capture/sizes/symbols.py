@@ -27,8 +27,7 @@ _COMPARES: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
     ast.Gt: operator.gt, ast.GtE: operator.ge,
 }  # fmt: skip
-_MOST_POWER = 8
-"""The highest power that is evaluated: a text of a file must not make endless numbers."""
+_MOST_POWER = 8  # the highest that is evaluated: a text of a file must not make endless numbers
 
 
 def evaluated(text: str, sizes: Mapping[str, int]) -> int:

@@ -166,9 +166,11 @@ class ForwardWrites:
             if is_read and _is_first_value(written.before, written.value):
                 self.initialised.append(InitialisedOnce(written.place, written.value))
                 continue
-            if not _can_be_set(leaves, is_read=is_read):
-                raise self._refused(written)
             own = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            # A constant that forward reads may choose another way through it at the next step.
+            is_known = all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
+            if not is_known or (is_read and not own):
+                raise self._refused(written)
             kept = tuple((True, None) if isinstance(x, Tensor) else (False, x) for x in leaves)
             # A graph that holds one of these as a constant has read what an earlier step left.
             before = storages_in(pytree.tree_leaves(written.held))
@@ -298,13 +300,6 @@ def _is_mode(place: object) -> bool:
     return isinstance(place, DictItem) and place.key == "training" and "_modules" in place.space
 
 
-def _can_be_set(leaves: list[Any], *, is_read: bool) -> bool:
-    has_tensors = any(isinstance(leaf, Tensor) for leaf in leaves)
-    # A constant that forward reads may choose another way through it at the next step.
-    is_known = all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
-    return is_known and (has_tensors or not is_read)
-
-
 class UnreadSentinel:
     """Stands in an attribute that forward sets, to see whether it reads it before it does."""
 
@@ -361,13 +356,10 @@ def is_same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
 def _is_same_node(a: fx.GraphModule, m: fx.Node, b: fx.GraphModule, n: fx.Node) -> bool:
     if (m.op, m.name, str(m.target)) != (n.op, n.name, str(n.target)):
         return False
-    if m.op == "get_attr":
-        return _is_same_constant(getattr(a, str(m.target)), getattr(b, str(n.target)))
-    # By their texts: nodes are named, and NaN is NaN.
-    return repr((m.args, m.kwargs)) == repr((n.args, n.kwargs))
-
-
-def _is_same_constant(one: Any, other: Any) -> bool:
+    if m.op != "get_attr":
+        # By their texts: nodes are named, and NaN is NaN.
+        return repr((m.args, m.kwargs)) == repr((n.args, n.kwargs))
+    one, other = getattr(a, str(m.target)), getattr(b, str(n.target))
     if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one is other:
         return one is other
     same = (one.dtype, one.shape, one.layout) == (other.dtype, other.shape, other.layout)

@@ -188,14 +188,12 @@ class _Matcher:
         if a.op == "placeholder":
             return _looks_alike(a, b) and self._bind(a, b)
         if a.op == "get_attr":
-            return b.op == "get_attr" and self._same_constant(a, b) and self._bind(a, b)
+            mine = getattr(self.block.module, str(a.target))
+            theirs: Any = getattr(self.whole.module, str(b.target), None)
+            same = b.op == "get_attr" and mine.dtype == theirs.dtype
+            return same and torch.equal(mine, theirs) and self._bind(a, b)
         # Ops are compared in the order of the graph, so one that is not bound by now has no match.
         return a.name not in self.block.node_of_op and self._same_call(a, b)
-
-    def _same_constant(self, a: fx.Node, b: fx.Node) -> bool:
-        mine = getattr(self.block.module, str(a.target))
-        theirs = getattr(self.whole.module, str(b.target))
-        return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
 
     def _bind(self, a: fx.Node, b: fx.Node) -> bool:
         self.of_node[a] = b

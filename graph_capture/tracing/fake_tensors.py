@@ -141,42 +141,33 @@ def _pointwise(x: Tensor, y: Tensor, *_: Any) -> Tensor:
 
 
 RULES: dict[Any, _Rule] = {
-    aten.native_batch_norm.default: _like_input,
+    aten.native_batch_norm.default: _like_input, aten.channel_shuffle.default: _like_input,
     aten._native_batch_norm_legit.default: _like_input,
     aten._native_batch_norm_legit.no_stats: _like_input,
     aten._native_batch_norm_legit_functional.default: _like_input,
+    aten.native_group_norm.default: _like_input,
     aten.native_batch_norm_backward.default: _like_second,
-    aten.native_layer_norm_backward.default: _plain,
-    aten._log_softmax_backward_data.default: _plain,
-    aten.log_sigmoid_forward.default: _plain,
-    aten.hardswish_backward.default: _pointwise,
-    aten.native_dropout_backward.default: _pointwise,
-    aten.roll.default: _rolled,
-    aten.mse_loss_backward.default: _plain_second,
-    aten.smooth_l1_loss_backward.default: _plain_second,
-    aten.huber_loss_backward.default: _plain_second,
-    aten.glu_backward.default: _plain_second,
-    aten.binary_cross_entropy.default: lambda x, *_: torch.empty_like(x, device="meta"),
-    aten.binary_cross_entropy_backward.default: lambda _, x, *__: torch.empty_like(
-        x, device="meta"
-    ),
-    aten.channel_shuffle.default: _like_input,
-    aten.softplus_backward.default: _pointwise,
-    aten.hardtanh_backward.default: _pointwise,
-    aten.hardsigmoid_backward.default: _pointwise,
-    aten.logit_backward.default: _pointwise,
-    aten.elu_backward.default: lambda grad, *more: _pointwise(grad, more[4]),  # self_or_result
-    aten.rrelu_with_noise_backward.default: lambda grad, _, noise, *__: _pointwise(noise, grad),
+    aten.native_group_norm_backward.default: _like_second,
     aten.reflection_pad2d_backward.default: _like_second,
     aten.replication_pad2d_backward.default: _like_second,
-    aten.max_unpool2d.default: _unpooled,
-    aten.reflection_pad3d.default: _padded,
-    aten.replication_pad3d.default: _padded,
     aten.reflection_pad3d_backward.default: _like_second,
     aten.replication_pad3d_backward.default: _like_second,
-    aten.native_group_norm.default: _like_input,
-    aten.native_group_norm_backward.default: _like_second,
-}
+    aten.native_layer_norm_backward.default: _plain, aten.log_sigmoid_forward.default: _plain,
+    aten._log_softmax_backward_data.default: _plain,
+    aten.mse_loss_backward.default: _plain_second, aten.glu_backward.default: _plain_second,
+    aten.smooth_l1_loss_backward.default: _plain_second,
+    aten.huber_loss_backward.default: _plain_second,
+    aten.hardswish_backward.default: _pointwise, aten.native_dropout_backward.default: _pointwise,
+    aten.softplus_backward.default: _pointwise, aten.hardtanh_backward.default: _pointwise,
+    aten.hardsigmoid_backward.default: _pointwise, aten.logit_backward.default: _pointwise,
+    aten.elu_backward.default: lambda grad, *more: _pointwise(grad, more[4]),  # self_or_result
+    aten.rrelu_with_noise_backward.default: lambda grad, _, noise, *__: _pointwise(noise, grad),
+    aten.binary_cross_entropy.default: lambda x, *_: torch.empty_like(x, device="meta"),
+    aten.binary_cross_entropy_backward.default:
+        lambda _, x, *__: torch.empty_like(x, device="meta"),
+    aten.reflection_pad3d.default: _padded, aten.replication_pad3d.default: _padded,
+    aten.max_unpool2d.default: _unpooled, aten.roll.default: _rolled,
+}  # fmt: skip
 
 _CPU_ONLY = {
     aten.native_batch_norm.default, aten._native_batch_norm_legit.default,

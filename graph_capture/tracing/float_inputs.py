@@ -162,7 +162,9 @@ class _Arguments:
             is_equal = all(_are_equal(one, held[0]) for one in held)
             return "" if is_equal else "a constant tensor depends on it"
         for i, leaves in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
-            if all(_is_same_leaf(leaf, leaves[0]) for leaf in leaves):
+            # Nodes by their names, all else by its text.
+            told = {(type(x), x.name if isinstance(x, fx.Node) else repr(x)) for x in leaves}
+            if len(told) == 1:
                 continue
             index = self._argument(leaves) if all(type(x) is float for x in leaves) else None
             if index is None or first.op == "output":
@@ -203,12 +205,6 @@ def _fits(rule: Callable[[float], float], values: Sequence[float], found: Sequen
         return all(repr(rule(x)) == repr(y) for x, y in zip(values, found, strict=True))
     except (ArithmeticError, ValueError):
         return False
-
-
-def _is_same_leaf(one: Any, other: Any) -> bool:
-    if isinstance(one, fx.Node):
-        return isinstance(other, fx.Node) and one.name == other.name
-    return type(one) is type(other) and repr(one) == repr(other)
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -227,9 +227,12 @@ class NoForeignWrites(CallWatcher):
         is_in_place = is_in_place and name not in _WRITES_NO_VALUES
         targets = args[:1] if is_in_place or name in _IN_PLACE else ()
         for leaf in pytree.tree_leaves([*targets, kwargs.get("out")]):
-            owner = _owner(leaf) if isinstance(leaf, Tensor) else None
-            if owner is not None and (line := line_of_user()):
-                raise self._refused(owner, line)
+            # What the trace has made is a view of a constant, or of none.
+            while isinstance(leaf, FakeTensor):
+                leaf = leaf._base
+            is_own = type(leaf) in (Tensor, nn.Parameter)
+            if isinstance(leaf, Tensor) and is_own and (line := line_of_user()):
+                raise self._refused(leaf, line)
         return func(*args, **kwargs)
 
     def _refused(self, tensor: Tensor, line: str) -> CaptureError:
@@ -253,16 +256,6 @@ class NoForeignWrites(CallWatcher):
             items = list(value.values()) if isinstance(value, Mapping) else value
             if isinstance(items, (list, tuple)) and any(item is tensor for item in items):
                 yield place.text
-
-
-def _owner(tensor: Tensor) -> Tensor | None:
-    """The constant that a tensor is, or is a view of; None for what the trace has made."""
-    owner = tensor
-    while isinstance(owner, FakeTensor):
-        if owner._base is None:
-            return None
-        owner = owner._base
-    return owner if type(owner) in (Tensor, nn.Parameter) else None
 
 
 class GradientOrder:

@@ -165,7 +165,7 @@ class Signature:
     def _example(self, mode: FakeTensorMode, tensors: Sequence[TensorFacts | None]) -> Any:
         with mode:
             leaves = [
-                other if facts is None else empty_tensor(facts)
+                other if facts is None else _empty_tensor(facts)
                 for facts, other in zip(tensors, self.others, strict=True)
             ]
         return pytree.tree_unflatten(leaves, self.spec)
@@ -268,7 +268,7 @@ def _facts_text(facts: TensorFacts) -> str:
     return text + (", requires_grad" if requires_grad else "")
 
 
-def empty_tensor(facts: TensorFacts) -> Tensor:
+def _empty_tensor(facts: TensorFacts) -> Tensor:
     shape, stride, dtype, device, requires_grad = facts
     made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     return made.requires_grad_(requires_grad)

@@ -178,7 +178,11 @@ class StepModule(nn.Module):
         kind = type(self.model).__name__
         with no_seed(kind), _no_packing(kind), without_own_hooks(self.model):
             output = self.model(*args, **kwargs)
-            self._refuse_own_hooks()
+            if any(vars(self.model)[name] for name in ALL_HOOKS):
+                raise CaptureError(
+                    f"forward of {kind} registers a hook on the model itself, which its next call "
+                    "would run: register it outside forward, before the first step"
+                )
         now = _state(self.model)
         replaced = [name for name, tensor in before.items() if now.get(name) is not tensor]
         if replaced:
@@ -207,13 +211,6 @@ class StepModule(nn.Module):
         told = views_told_apart(returned)
         distinct, self.duplicate_outputs = distinct_results(told, len(pytree.tree_leaves(result)))
         return distinct
-
-    def _refuse_own_hooks(self) -> None:
-        if any(vars(self.model)[name] for name in ALL_HOOKS):
-            raise CaptureError(
-                f"forward of {type(self.model).__name__} registers a hook on the model itself, "
-                "which its next call would run: register it outside forward, before the first step"
-            )
 
 
 def _require_known(kind: str, result: Any) -> None:

@@ -216,7 +216,10 @@ def _trace_once(
     recipe = _with_release(recipe, model, descriptors)
     gm = descriptors.graph_module
     if env:
-        recipe = _with_guards(recipe, env)
+        guards = env.guards()
+        require_guards(guards, env.symbols, recipe.name)
+        assert isinstance(recipe.signature, RangedSignature)
+        recipe = dataclasses.replace(recipe, signature=recipe.signature.with_guards(guards))
         gm = at_sizes(gm, env, env.hints)
     results, end = num_forward_outputs(descriptors), gm.graph.output_node()
     refuse_checkpointed_writes(gm.graph, results, checkpointed)
@@ -253,13 +256,6 @@ def _with_release(recipe: Recipe, model: nn.Module, descriptors: JointWithDescri
         "returns a part of one, so that parameters cannot be updated during backward: give "
         "forward or the caller a copy (clone()), or update after backward"
     )
-
-
-def _with_guards(recipe: Recipe, env: Environment) -> Recipe:
-    guards = env.guards()
-    require_guards(guards, env.symbols, recipe.name)
-    assert isinstance(recipe.signature, RangedSignature)
-    return dataclasses.replace(recipe, signature=recipe.signature.with_guards(guards))
 
 
 def _example(recipe: Recipe, fake: FakeTensorMode, env: Environment | None) -> Any:
