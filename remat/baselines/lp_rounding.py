@@ -27,7 +27,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.solver.backends.mip import BACKENDS, Backend, Limits, MipSolution, solve_program
 from remat.solver.exact.checkmate import EXACT_PASSES, StagedProgram
-from remat.solver.local_search.repair import Repair, fill
+from remat.solver.local_search.repair import Repair, offer_filled
 from remat.solver.problem import Problem
 from remat.solver.result import TOO_LARGE
 from remat.solver.search import Listener, Search, check_known, check_least
@@ -148,9 +148,7 @@ class LpRounding:
             state = rounded_state(search.problem, point, is_carried)
             does_fit = search.offer(state)
             if self.repair and (does_fit or Repair(state, search.budget_bytes, 1.0, search).run()):
-                search.offer(state)
-                fill(state, search.budget_bytes, search)
-                search.offer(state)
+                offer_filled(search, state)
 
 
 def _roundings(rounds: int, seed: int) -> Iterator[Callable[[float], bool]]:

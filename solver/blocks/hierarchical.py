@@ -36,7 +36,7 @@ from remat.solver.blocks.block_options import (
     stages_of_block,
 )
 from remat.solver.blocks.repeated import Block, Reads, Shape, find_blocks, shape_of
-from remat.solver.local_search.repair import Repair, fill
+from remat.solver.local_search.repair import Repair, offer_filled
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.search import Listener, Search, check_least
 from remat.solver.state import State, store_all_state
@@ -190,6 +190,4 @@ def _least_state(problem: Problem, layers: Sequence[PlacedBlock]) -> State:
 
 def _fill(search: Search, state: State) -> None:
     search.say("filling what is left of the budget")
-    search.offer(state)
-    fill(state, search.budget_bytes, search)
-    search.offer(state)
+    offer_filled(search, state)

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
-from remat.solver.local_search.repair import fill
+from remat.solver.local_search.repair import offer_filled
 from remat.solver.problem import Problem, bytes_across, inverted
 from remat.solver.search import Listener, Search, check_known, check_least
 from remat.solver.segments.chen_sqrt import NO_SEGMENT, segmented_state
@@ -464,8 +464,7 @@ class _Sweep:
     def _fill(self, state: State) -> None:
         if self.does_fill:
             self.search.say("carrying what still fits")
-            fill(state, self.search.budget_bytes, self.search)
-            self.search.offer(state)
+            offer_filled(self.search, state)
 
 
 def lower_set_state(forward: ForwardGraph, sequence: Sequence[int]) -> State:
