@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Holding, Result
 from remat.schedules.schedule import Option, Schedule
@@ -20,18 +19,6 @@ from remat.solver.problem import Problem, working_set_bytes
 from remat.solver.result import INTERRUPTED, evaluate_schedule, infeasible, least_budget_message
 from remat.solver.state import State, schedule_of
 from remat.solver.table import options_of
-
-
-def check_least(name: str, value: int, least: int, note: str = "") -> None:
-    if value < least:
-        noted = f"{least} ({note})" if note else str(least)
-        raise SolverError(f"{name} must be {noted} or more, not {value}")
-
-
-def check_known(noun: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise SolverError(f"unknown {noun} '{value}'; there are {', '.join(known)}")
-
 
 # Ctrl-C over many searches: one that it ends returns its best. A job of several, such as a sweep,
 # must know of it, or it would begin the next.

@@ -427,6 +427,10 @@ def last_forward_position(problem: Problem, sequence: Sequence[int]) -> int:
     return -1
 
 
+def state_of(problem: Problem, sequence: Sequence[int]) -> State:
+    return State.from_recomputed(problem, recomputed_by_stage(problem, sequence))
+
+
 def recomputed_by_stage(problem: Problem, sequence: Sequence[int]) -> list[list[int]]:
     """The repeated runs in each stage; first runs must be in the problem's order."""
     stages: list[list[int]] = [[] for _ in range(problem.n_ops + 1)]

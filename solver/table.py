@@ -101,8 +101,9 @@ def _check_options(solver: Any) -> None:
             is_whole = isinstance(value, _INTEGER) and not isinstance(value, bool)
             if not is_whole or not least <= value <= most:
                 upper = f", at most {most}" if most < math.inf else ""
-                allowed = f"a whole number, {least} or more{upper}"
-                raise SolverError(f"{option.name} must be {allowed}, not {value}")
+                raise SolverError(
+                    f"{option.name} must be a whole number, {least} or more{upper}, not {value}"
+                )
 
 
 def options_of(solver: Any) -> dict[str, Option]:

@@ -20,11 +20,11 @@ from typing import Literal, NamedTuple
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.solver.local_search.repair import fill
+from remat.solver.local_search.repair import offer_filled
 from remat.solver.problem import Problem
 from remat.solver.search import Search
 from remat.solver.segments import chen_sqrt
-from remat.solver.state import State, recomputed_by_stage, schedule_of, store_all_state
+from remat.solver.state import schedule_of, state_of, store_all_state
 
 _NO_SPLIT = "the graph is no chain: the backward ops do not split by stages of forward"
 
@@ -302,8 +302,4 @@ class ChainSearch:
         for sequence in chosen[:1] if search.is_large else chosen:
             if search.out_of_time():
                 return
-            recomputed = recomputed_by_stage(search.problem, sequence)
-            state = State.from_recomputed(search.problem, recomputed)
-            if search.offer(state):
-                fill(state, search.budget_bytes, search)
-                search.offer(state)
+            offer_filled(search, state_of(search.problem, sequence))

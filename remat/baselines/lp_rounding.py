@@ -27,10 +27,10 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.solver.backends.mip import BACKENDS, Backend, Limits, MipSolution, solve_program
 from remat.solver.exact.checkmate import EXACT_PASSES, StagedProgram
-from remat.solver.local_search.repair import Repair, fill
+from remat.solver.local_search.repair import Repair, offer_filled
 from remat.solver.problem import Problem
 from remat.solver.result import TOO_LARGE
-from remat.solver.search import Listener, Search, check_known, check_least
+from remat.solver.search import Listener, Search
 from remat.solver.state import State, recomputed_in, store_all_state
 
 _THRESHOLDS = (0.5, 0.4, 0.6, 0.25, 0.75, 0.1, 0.9)
@@ -72,10 +72,16 @@ class LpRounding:
     def __post_init__(self) -> None:
         if not 0 <= self.slack < 1:
             raise SolverError(f"slack must be at least 0 and below 1, not {self.slack}")
-        check_least("rounds", self.rounds, 0)
-        check_least("passes", self.passes, 1)
-        check_least("most_ops", self.most_ops, 1)
-        check_known("LP backend", self.backend, BACKENDS)
+        if self.rounds < 0:
+            raise SolverError(f"rounds must be 0 or more, not {self.rounds}")
+        if self.passes < 1:
+            raise SolverError(f"passes must be 1 or more, not {self.passes}")
+        if self.most_ops < 1:
+            raise SolverError(f"most_ops must be 1 or more, not {self.most_ops}")
+        if self.backend not in BACKENDS:
+            raise SolverError(
+                f"unknown LP backend '{self.backend}'; there are {', '.join(BACKENDS)}"
+            )
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         return Search.of(self, "lp_rounding", graph, budget_bytes).result_of(self.run)
@@ -148,9 +154,7 @@ class LpRounding:
             state = rounded_state(search.problem, point, is_carried)
             does_fit = search.offer(state)
             if self.repair and (does_fit or Repair(state, search.budget_bytes, 1.0, search).run()):
-                search.offer(state)
-                fill(state, search.budget_bytes, search)
-                search.offer(state)
+                offer_filled(search, state)
 
 
 def _roundings(rounds: int, seed: int) -> Iterator[Callable[[float], bool]]:

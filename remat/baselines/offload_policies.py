@@ -30,7 +30,7 @@ from remat.solver.offload.fetch_as_recompute import (
 )
 from remat.solver.policies.template import NO_BLOCK, module_blocks, read_in_backward, unavoidable
 from remat.solver.problem import Problem
-from remat.solver.search import Listener, Search, check_least
+from remat.solver.search import Listener, Search
 from remat.solver.state import State, UnreachableError, mark_made, recomputed_in
 
 
@@ -186,8 +186,7 @@ class SteppedPolicy(ABC):
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        check_least("least_bytes", self.least_bytes, 1)
-        check_least("steps", self.steps, 2, "all and nothing")
+        _check_knobs(self.least_bytes, self.steps)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         return _solve_choices(self, self.name, graph, budget_bytes, self.choices)
@@ -195,6 +194,13 @@ class SteppedPolicy(ABC):
     @abstractmethod
     def choices(self, saved: Saved) -> Iterator[CopyChoice]:
         """A choice for each setting."""
+
+
+def _check_knobs(least_bytes: int, steps: int = 2) -> None:
+    if least_bytes < 1:
+        raise SolverError(f"least_bytes must be 1 or more, not {least_bytes}")
+    if steps < 2:
+        raise SolverError(f"steps must be 2 (all and nothing) or more, not {steps}")
 
 
 def _solve_choices(
@@ -274,7 +280,7 @@ class SwapAll:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        check_least("least_bytes", self.least_bytes, 1)
+        _check_knobs(self.least_bytes)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         return _solve_choices(self, "swap_all", graph, budget_bytes, _swap_all_choices)

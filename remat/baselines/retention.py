@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
@@ -28,7 +29,7 @@ from remat.solver.backends.processes import Task
 from remat.solver.cuts.cut import Cut
 from remat.solver.local_search.events import COST_UNITS
 from remat.solver.problem import Problem
-from remat.solver.search import Listener, Search, check_least
+from remat.solver.search import Listener, Search
 from remat.solver.state import ops_of, recomputed_by_stage, store_all_state
 from remat.solver.stopping import CUT_FIRST, Seconds
 
@@ -340,10 +341,14 @@ class Retention:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        check_least("computations", self.computations, 0, "2, then 3")
-        check_least("workers", self.workers, 1)
-        check_least("seed", self.seed, 0)
-        check_least("most_ops", self.most_ops, 0)
+        for name, value, least, meaning in (
+            ("computations", self.computations, 0, "0 (2, then 3) or more"),
+            ("workers", self.workers, 1, "1 or more"),
+            ("seed", self.seed, 0, "0 or more"),
+            ("most_ops", self.most_ops, 0, "0 or more"),
+        ):
+            if value < least:
+                raise SolverError(f"{name} must be {meaning}, not {value}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         return Search.of(self, "retention", graph, budget_bytes).result_of(self.run)

@@ -27,9 +27,10 @@ import numpy.typing as npt
 
 from remat.baselines.chain import Chain, ChainAction, ChainRun, ChainSearch, solve_on_chain
 from remat.baselines.revolve import binomial_actions
+from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Floats, TrainingGraph
 from remat.schedules.outcome import Result
-from remat.solver.search import Listener, Search, check_least
+from remat.solver.search import Listener, Search
 
 # Sub-chain (i, j) with memory m runs stages i..j forward and backward. The value that enters
 # stage i is stored outside m. There are two ways on. Either stage i saves what its backward
@@ -241,8 +242,10 @@ class Rotor:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        check_least("slots", self.slots, 1)
-        check_least("stages", self.stages, 2)
+        if self.slots < 1:
+            raise SolverError(f"slots must be 1 or more, not {self.slots}")
+        if self.stages < 2:
+            raise SolverError(f"stages must be 2 or more, not {self.stages}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         search = Search.of(self, "rotor", graph, budget_bytes)

@@ -30,13 +30,14 @@ import numpy as np
 import numpy.typing as npt
 from ortools.graph.python import max_flow
 
+from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.outcome import Result
 from remat.solver.backends.mip import Limits, MixedProgram, solve_program
 from remat.solver.policies import template
 from remat.solver.problem import Problem
 from remat.solver.recompute_summary import DROPOUT_OPS, is_fused_attention, op_kind
-from remat.solver.search import Listener, Search, check_least
+from remat.solver.search import Listener, Search
 
 # torch/_functorch/_activation_checkpointing/knapsack.py; tests compare the results of each method
 # with torch's.
@@ -197,7 +198,8 @@ class TorchKnapsack:
 
     def __post_init__(self) -> None:
         template.check_choice("method", self.method, _METHODS)
-        check_least("steps", self.steps, 2, "all and nothing")
+        if self.steps < 2:
+            raise SolverError(f"steps must be 2 (all and nothing) or more, not {self.steps}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         search = Search.of(self, "torch_knapsack", graph, budget_bytes)

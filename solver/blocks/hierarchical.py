@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph, cached_on
 from remat.schedules.outcome import Result
 from remat.solver.blocks.block_options import (
@@ -36,9 +37,9 @@ from remat.solver.blocks.block_options import (
     stages_of_block,
 )
 from remat.solver.blocks.repeated import Block, Reads, Shape, find_blocks, shape_of
-from remat.solver.local_search.repair import Repair, fill
+from remat.solver.local_search.repair import Repair, offer_filled
 from remat.solver.problem import Problem, least_needed_bytes
-from remat.solver.search import Listener, Search, check_least
+from remat.solver.search import Listener, Search
 from remat.solver.state import State, store_all_state
 
 _GROUPS = (1, 2, 4)
@@ -64,8 +65,9 @@ class Hierarchical:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        check_least("limits", self.limits, 1)
-        check_least("slots", self.slots, 16)
+        for name, value, least in (("limits", self.limits, 1), ("slots", self.slots, 16)):
+            if value < least:
+                raise SolverError(f"{name} must be {least} or more, not {value}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         return Search.of(self, "hierarchical", graph, budget_bytes).result_of(self._run)
@@ -190,6 +192,4 @@ def _least_state(problem: Problem, layers: Sequence[PlacedBlock]) -> State:
 
 def _fill(search: Search, state: State) -> None:
     search.say("filling what is left of the budget")
-    search.offer(state)
-    fill(state, search.budget_bytes, search)
-    search.offer(state)
+    offer_filled(search, state)

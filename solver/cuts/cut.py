@@ -30,7 +30,7 @@ from remat.solver.bounds.cut_program import COST_SCALE, CutProgram, expand
 from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts, Windows, windows_of
 from remat.solver.bounds.least_peak import note_floor, prove_nothing_fits
 from remat.solver.cuts.initial_solutions import offer_first, offer_least_peak, offer_segments
-from remat.solver.local_search.repair import Repair, fill, offer_exchanges
+from remat.solver.local_search.repair import Repair, offer_exchanges, offer_filled
 from remat.solver.problem import largest_working_set_bytes
 from remat.solver.search import Listener, Search
 from remat.solver.state import State, store_all_state
@@ -216,9 +216,7 @@ def repair_from(search: Search, start: State, most_work: float = float("inf")) -
             break
         state = start.copy()
         if Repair(state, search.budget_bytes, power, search, most_work=most_work).run():
-            search.offer(state)
-            fill(state, search.budget_bytes, search)
-        search.offer(state)
+            offer_filled(search, state)
         if search.work > most_work:
             return False
     return True

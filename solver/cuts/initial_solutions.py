@@ -16,7 +16,7 @@ from remat.solver.blocks.hierarchical import Hierarchical
 from remat.solver.bounds.cut_program import CutProgram, expand
 from remat.solver.bounds.least_peak import prove_nothing_fits
 from remat.solver.local_search.neighbourhoods import LargeNeighbourhoods, runs_by_stage
-from remat.solver.local_search.repair import Repair, fill
+from remat.solver.local_search.repair import Repair, fill, offer_filled
 from remat.solver.policies.policies import Dtr, Largest, Msps
 from remat.solver.problem import largest_working_set_bytes
 from remat.solver.search import Search
@@ -122,9 +122,7 @@ def offer_least_peak(search: Search, plain: State) -> None:
         for power in POWERS:
             _repair_ever_lower(search, start.copy(), power)
     if search.best_state is not None:
-        state = search.best_state.copy()
-        fill(state, search.budget_bytes, search)
-        search.offer(state)
+        offer_filled(search, search.best_state.copy())
 
 
 def _least_peak_starts(search: Search, plain: State) -> Iterator[State]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Free, Schedule, Step
@@ -27,7 +28,7 @@ from remat.solver.backends import mip
 from remat.solver.bounds.cut_program import COST_SCALE, ROW_SCALE
 from remat.solver.cuts.cut import Cut
 from remat.solver.problem import Problem, inverted
-from remat.solver.search import Listener, Search, check_known, check_least
+from remat.solver.search import Listener, Search
 from remat.solver.state import State, ops_of, recomputed_by_stage
 
 # The R-S-U-FREE program of Checkmate, generalised.
@@ -298,9 +299,14 @@ class Checkmate:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        check_known("MIP backend", self.backend, mip.BACKENDS)
-        check_least("passes", self.passes, 0, "chosen for you")
-        check_least("most_ops", self.most_ops, 1)
+        if self.backend not in mip.BACKENDS:
+            raise SolverError(
+                f"unknown MIP backend '{self.backend}'; there are {', '.join(mip.BACKENDS)}"
+            )
+        if self.passes < 0:
+            raise SolverError(f"passes must be 0 (chosen for you) or more, not {self.passes}")
+        if self.most_ops < 1:
+            raise SolverError(f"most_ops must be 1 or more, not {self.most_ops}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         search = Search.of(self, "checkmate", graph, budget_bytes)

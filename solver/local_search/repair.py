@@ -232,6 +232,13 @@ def apply(state: State, move: GapMove) -> None:
     state.settle((move.before, move.stage))
 
 
+def offer_filled(search: Search, state: State) -> None:
+    """Offer `state` and, if it fits, what `fill` makes of it."""
+    if search.offer(state):
+        fill(state, search.budget_bytes, search)
+        search.offer(state)
+
+
 def fill(state: State, limit_bytes: int, search: Search) -> None:
     """Carry what fits, the greatest saving first, until nothing more saves time."""
     over = np.zeros_like(state.entry_bytes)

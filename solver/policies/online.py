@@ -21,11 +21,11 @@ from typing import ClassVar, Literal
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
-from remat.solver.local_search.repair import fill
+from remat.solver.local_search.repair import offer_filled
 from remat.solver.policies.eviction import Policy, ValueStatistics, links
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.search import Listener, Search
-from remat.solver.state import State, recomputed_by_stage, recomputed_in, store_all_state
+from remat.solver.state import recomputed_in, state_of, store_all_state
 from remat.solver.stopping import LEAST_PEAK_TRIES
 
 _Status = Literal["unmade", "live", "evicted", "lost"]
@@ -306,14 +306,7 @@ def _offer(search: Search, sequence: Sequence[int], prune: bool) -> None:
     search.offer_sequence(sequence)
     if prune:
         search.say("carrying what fits instead of recomputing it")
-        state = _state_of(search.problem, sequence)
-        if search.offer(state):
-            fill(state, search.budget_bytes, search)
-            search.offer(state)
-
-
-def _state_of(problem: Problem, sequence: Sequence[int]) -> State:
-    return State.from_recomputed(problem, recomputed_by_stage(problem, sequence))
+        offer_filled(search, state_of(search.problem, sequence))
 
 
 def _bisect_least_peak(
@@ -334,6 +327,6 @@ def _bisect_least_peak(
             high_bytes = middle_bytes
             search.offer_sequence(sequence, or_least=True)
             if prune:
-                search.offer_least(_state_of(search.problem, sequence))
+                search.offer_least(state_of(search.problem, sequence))
     if search.best is not None:
         search.message = "no room at the budget itself; this is what the policy does at another"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.solver.policies.eviction import (
@@ -18,7 +19,7 @@ from remat.solver.policies.eviction import (
 )
 from remat.solver.policies.online import PolicyPlanner, plan_online
 from remat.solver.problem import Problem
-from remat.solver.search import Listener, Search, check_known
+from remat.solver.search import Listener, Search
 
 _Variant = Literal["full", "eq", "local"]
 _VARIANTS: tuple[_Variant, ...] = ("full", "eq", "local")
@@ -56,7 +57,8 @@ class Dtr:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        check_known("variant", self.variant, _VARIANTS)
+        if self.variant not in _VARIANTS:
+            raise SolverError(f"unknown variant '{self.variant}'; there are {', '.join(_VARIANTS)}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         def policy(problem: Problem, room_bytes: int) -> Policy:

@@ -19,7 +19,7 @@ from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.solver.problem import Problem
 from remat.solver.result import evaluate_schedule
-from remat.solver.search import Listener, Search, check_least
+from remat.solver.search import Listener, Search
 from remat.solver.state import mark_made, recomputed_in, store_all_state
 
 
@@ -250,7 +250,8 @@ class EveryNLayers:
 
     def __post_init__(self) -> None:
         check_choice("method", self.method, _METHODS)
-        check_least("n", self.n, 0, "every n is tried")
+        if self.n < 0:
+            raise SolverError(f"n must be 0 (every n is tried) or more, not {self.n}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         search = Search.of(self, "every_n_layers", graph, budget_bytes)

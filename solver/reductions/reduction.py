@@ -167,8 +167,12 @@ def refuse_pairs(question: Question) -> None:
     """Raises SolverError, which says why they do not go together and what to do instead."""
     for one, other in LEVER_PAIRS:
         if ASKED[one](question) and ASKED[other](question):
-            named = {name: option(name) for name in ("recompute", "host")}
-            raise SolverError(LEVER_PAIRS[one, other].format_map(named))
+            raise SolverError(_text_of(one, other))
+
+
+def _text_of(one: str, other: str) -> str:
+    named = {name: option(name) for name in ("recompute", "host")}
+    return LEVER_PAIRS[one, other].format_map(named)
 
 
 # A solve: levers, in the order of `REDUCTIONS`, around a solver that knows of none of them.

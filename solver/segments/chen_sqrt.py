@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.solver.problem import Problem, bytes_across
 from remat.solver.result import evaluate_schedule
-from remat.solver.search import Listener, check_least
+from remat.solver.search import Listener
 from remat.solver.state import State, mark_made, recomputed_in
 from remat.solver.table import options_of
 
@@ -190,7 +191,8 @@ class ChenSqrt:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        check_least("segments", self.segments, 0, "chosen for you")
+        if self.segments < 0:
+            raise SolverError(f"segments must be 0 (chosen for you) or more, not {self.segments}")
 
     def schedule(self, graph: TrainingGraph, budget_bytes: int = 0) -> Schedule:
         state = chen_state(Problem.of(graph), self.segments)

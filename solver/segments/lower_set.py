@@ -28,11 +28,12 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
-from remat.solver.local_search.repair import fill
+from remat.solver.local_search.repair import offer_filled
 from remat.solver.problem import Problem, bytes_across, inverted
-from remat.solver.search import Listener, Search, check_known, check_least
+from remat.solver.search import Listener, Search
 from remat.solver.segments.chen_sqrt import NO_SEGMENT, segmented_state
 from remat.solver.state import State, recomputed_in, store_all_state
 
@@ -367,9 +368,14 @@ class LowerSet:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        check_known("family", self.family, get_args(LowerSetFamily))
-        check_least("most_lower_sets", self.most_lower_sets, 2)
-        check_least("labels", self.labels, 2)
+        if self.family not in get_args(LowerSetFamily):
+            raise SolverError(
+                f"unknown family '{self.family}'; there are {', '.join(get_args(LowerSetFamily))}"
+            )
+        if self.most_lower_sets < 2:
+            raise SolverError(f"most_lower_sets must be 2 or more, not {self.most_lower_sets}")
+        if self.labels < 2:
+            raise SolverError(f"labels must be 2 or more, not {self.labels}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         return Search.of(self, "lower_set", graph, budget_bytes).result_of(self.run)
@@ -464,8 +470,7 @@ class _Sweep:
     def _fill(self, state: State) -> None:
         if self.does_fill:
             self.search.say("carrying what still fits")
-            fill(state, self.search.budget_bytes, self.search)
-            self.search.offer(state)
+            offer_filled(self.search, state)
 
 
 def lower_set_state(forward: ForwardGraph, sequence: Sequence[int]) -> State:
