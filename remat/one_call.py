@@ -12,7 +12,7 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Optimizer, TrainingGraph, TrainingStep
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.plan import Plan
-from remat.solver.reductions.pin_globs import Globs, as_globs
+from remat.schedules.value_report.globs import Globs, as_globs
 from remat.solver.table import check_number
 
 if TYPE_CHECKING:

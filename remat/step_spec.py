@@ -13,7 +13,7 @@ from remat.checks import Batch
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.tracing.option_pairs import PAIRED, require_compatible
-from remat.solver.reductions.pin_globs import Globs, as_globs
+from remat.schedules.value_report.globs import Globs, as_globs
 from remat.solver.table import TAKE_CHUNKS
 
 if TYPE_CHECKING:

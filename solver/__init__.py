@@ -10,7 +10,7 @@ from math import inf
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Holding, Result
-from remat.solver.reductions.pin_globs import Globs, as_globs
+from remat.schedules.value_report.globs import Globs, as_globs
 from remat.solver.reductions.reduction import Question, solve_question
 from remat.solver.search import Listener, Progress
 from remat.solver.table import (

@@ -154,7 +154,7 @@ class Signature:
     def other_number(self, leaves: Sequence[Any]) -> tuple[str, str, str] | None:
         """The first argument whose elements are not as they have to be: its name, was and is."""
         for place, number in self.held_numbers.items():
-            found = _number_of(leaves[place]) if isinstance(leaves[place], Tensor) else None
+            found = _one_number(leaves[place]) if isinstance(leaves[place], Tensor) else None
             if found != number:
                 return self.names[place], _text_of(number), _text_of(found)
         return None
@@ -205,14 +205,14 @@ _MOST_ELEMENTS = 1 << 20  # beyond it nobody branches on the values
 def numbers_in(leaves: Sequence[Any]) -> dict[int, float | None]:
     """By place, as of `Signature.numbers`."""
     return {
-        i: _number_of(leaf)
+        i: _one_number(leaf)
         for i, leaf in enumerate(leaves)
         if type(leaf) is Tensor and not (leaf.is_floating_point() or leaf.is_complex())
         if 0 < leaf.numel() <= _MOST_ELEMENTS and not leaf.is_meta
     }
 
 
-def _number_of(leaf: Tensor) -> float | None:
+def _one_number(leaf: Tensor) -> float | None:
     first = leaf.flatten()[0]
     return first.item() if bool((leaf == first).all()) else None
 

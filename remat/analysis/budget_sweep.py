@@ -15,6 +15,7 @@ from remat.graph_capture.errors import BudgetError, SolverError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.schedules.plots import draw_live_bytes
+from remat.schedules.value_report.globs import as_globs
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front, GibPrice
 from remat.solver.budgets.sweep import (
@@ -26,7 +27,6 @@ from remat.solver.budgets.sweep import (
     sweep_budgets,
 )
 from remat.solver.recompute_summary import kinds_of, kinds_text
-from remat.solver.reductions.pin_globs import as_globs
 from remat.solver.search import Clock, one_job
 from remat.solver.stopping import NAMING
 from remat.solver.table import check_number

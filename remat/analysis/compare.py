@@ -21,11 +21,11 @@ from remat.plan import Plan
 from remat.schedules.derived import fastest_us
 from remat.schedules.outcome import Result
 from remat.schedules.simulate import overhead_of
+from remat.schedules.value_report.globs import as_globs
 from remat.solved import Solved
 from remat.solver import solver_class
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.sweep import PINS, check_jobs, sweep_budgets
-from remat.solver.reductions.pin_globs import as_globs
 from remat.solver.result import INTERRUPTED
 from remat.solver.search import Clock, is_interrupted, one_job
 from remat.solver.stopping import NAMING

@@ -21,6 +21,7 @@ from remat.schedules.derived import graph_of_schedule
 from remat.schedules.outcome import Holding, Result
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
+from remat.schedules.value_report.globs import Pins, why_not_again
 from remat.schedules.value_report.peak_holders import (
     PeakHolders,
     counterfactual_schedule,
@@ -39,7 +40,6 @@ from remat.schedules.value_report.rows import (
 )
 from remat.solver import TABLE, option_names, solve_within
 from remat.solver.budgets.sweep import PINS, least_peak
-from remat.solver.reductions.pin_globs import Pins, why_not_again
 from remat.solver.reductions.pins import PinnedOps
 from remat.solver.reductions.reduction import Question, solve_alone
 

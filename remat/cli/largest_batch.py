@@ -9,8 +9,14 @@ import msgspec
 import typer
 
 from remat.analysis.memory_figures import offloaded
-from remat.cli.output import layout_entry, save_layout_file, save_result_file, show_layout
-from remat.cli.session import INFEASIBLE, Session
+from remat.cli.session import (
+    INFEASIBLE,
+    Session,
+    layout_entry,
+    save_layout_file,
+    save_result_file,
+    show_layout,
+)
 from remat.cli.verb import LayoutFile, Model, Output, RunIt, verb
 from remat.graph_capture.errors import BudgetError
 from remat.job.fitted import fit_screen

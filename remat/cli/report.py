@@ -10,8 +10,7 @@ import msgspec
 import typer
 
 from remat.analysis.memory_figures import check_kept_layout
-from remat.cli.output import layout_entry, opened_feasible, place_shown
-from remat.cli.session import Session
+from remat.cli.session import Session, layout_entry, opened_feasible, place_shown
 from remat.cli.verb import PlaceOption, PlanOption, Source, more, verb
 from remat.cluster.command import page_of
 from remat.cluster.plan_file import is_cluster_plan, read_cluster_plan

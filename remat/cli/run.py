@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from remat.analysis.budget_sweep import price_json, price_text
 from remat.checks import failures
-from remat.cli.output import (
+from remat.cli.session import (
+    CHECK_FAILED,
+    INFEASIBLE,
+    Session,
     layout_entry,
     save_layout_file,
     save_plan_file,
     save_result_file,
     show_layout,
 )
-from remat.cli.session import CHECK_FAILED, INFEASIBLE, Session
 from remat.cli.verb import (
     STEP_OPTIONS,
     DynamicOption,

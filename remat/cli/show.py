@@ -14,14 +14,14 @@ from remat.analysis.explain import FURTHER_SOLVE_S, explain
 from remat.analysis.explanation import Explanation, explanation_screen
 from remat.analysis.inspect import InspectBy, Inspection, inspect, inspection_screen
 from remat.analysis.plan_report import plain_table
-from remat.cli.output import (
+from remat.cli.session import (
+    Session,
     layout_entry,
     opened_feasible,
     place_shown,
     save_layout_file,
     show_layout,
 )
-from remat.cli.session import Session
 from remat.cli.verb import LayoutFile, Output, PlaceOption, PlanOption, Source, Top, verb
 from remat.formats import bytes_text, time_text
 from remat.graph_capture.errors import FileError, PlanError

@@ -19,8 +19,8 @@ from remat.graph_capture.errors import BudgetError, SolverError
 from remat.progress import stopwatch_of_call
 from remat.rewriter.inductor.replay import ReplayedMemory, StepBytes
 from remat.schedules.schedule import Schedule
+from remat.schedules.value_report.globs import Globs
 from remat.solver import solver_class
-from remat.solver.reductions.pin_globs import Globs
 from remat.solver.stopping import DEFAULT_GAP
 from remat.solver.table import check_number
 

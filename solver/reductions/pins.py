@@ -30,11 +30,10 @@ from remat.graph_capture.graph import KEPT, Op, TrainingGraph
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Option, Schedule
 from remat.schedules.simulate import Simulation, simulate
-from remat.schedules.value_report.globs import may_run_twice
+from remat.schedules.value_report.globs import Pins, may_run_twice
 from remat.solver.bounds.any_order_cut import free_bound_us
 from remat.solver.bounds.least_peak import LEAST_BOUND
 from remat.solver.problem import Problem
-from remat.solver.reductions.pin_globs import Pins
 from remat.solver.reductions.reduction import Question, Reduction, Rest
 from remat.solver.result import KNOWN, evaluate_schedule, infeasible
 from remat.solver.search import Clock, Progress, note_interrupt

@@ -14,9 +14,9 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate
+from remat.schedules.value_report.globs import Pins
 from remat.solver import Result, solve_within
 from remat.solver.problem import Problem
-from remat.solver.reductions.pin_globs import Pins
 from remat.solver.reductions.pins import CLONE, kept_graph, with_clones
 from tests.graphs import with_modules
 from tests.limits import AMPLE_S
