@@ -144,6 +144,11 @@ _SAID = {
 """By a part of what torch says."""
 
 
+def _in_words(said: str) -> str:
+    # The page of refusals is made of what functions return.
+    return next((words for part, words in _SAID.items() if part in said), "")
+
+
 def refuse_subclass(what: str, tensor: Tensor) -> None:
     if is_distributed(tensor):
         raise CaptureError(
@@ -374,8 +379,10 @@ def unheard_hook(tables: list[Hooked]) -> str:
 
 def registered_hook(tables: list[Hooked]) -> str:
     """The refusal of the first hook in these tables; empty if there is none."""
-    found = (_hook_message(path, m, table) for path, m, table, registered in tables if registered)
-    return next(found, "")
+    for path, module, table, registered in tables:
+        if registered:
+            return _hook_message(path, module, table)
+    return ""
 
 
 def _hook_message(path: str, module: nn.Module, table: str) -> str:
@@ -420,7 +427,7 @@ def refusal(
     if "mkldnn_rnn" in str(error):
         return CaptureError(_fused_lstm_message(place))
     # Torch speaks of stand-ins for tensors, which a user has never made.
-    if words := next((words for part, words in _SAID.items() if part in str(error)), ""):
+    if words := _in_words(str(error)):
         # An assertion of torch's says nothing to a user.
         is_assertion = kind == "AssertionError" or "INTERNAL ASSERT" in str(error)
         said = "" if is_assertion else f". torch said: {_first_line(error)}"

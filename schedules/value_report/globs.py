@@ -17,7 +17,7 @@ from remat.schedules.schedule import Schedule
 EXAMPLES = 5  # names that an error shows
 
 
-def paths_above(module: str) -> list[str]:
+def _paths_above(module: str) -> list[str]:
     """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
     parts = module.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
@@ -25,7 +25,7 @@ def paths_above(module: str) -> list[str]:
 
 def names_module(glob: str, module: str) -> bool:
     """Whether `glob` matches the path or one above, as ``blocks.0`` does for ``blocks.0.attn``."""
-    return any(fnmatchcase(path, glob) for path in paths_above(module))
+    return any(fnmatchcase(path, glob) for path in _paths_above(module))
 
 
 def recompute_globs(schedule: Schedule) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ def _no_module_text(option: str, glob: str, modules: list[str]) -> str:
 def _near(glob: str, modules: list[str]) -> list[str]:
     """Module paths like the glob, as a whole or in their last part."""
     plain = ".".join(part for part in glob.split(".") if part.strip("*?")).strip("*?")
-    paths = list(dict.fromkeys(path for module in modules for path in paths_above(module)))
+    paths = list(dict.fromkeys(path for module in modules for path in _paths_above(module)))
     known: dict[str, str] = {}
     # Whole paths before last parts, which may be the same text.
     for path in paths:
