@@ -14,7 +14,6 @@ import msgspec
 from torch import nn
 
 from remat.graph_capture.costs.cache import Profile, as_profile
-from remat.graph_capture.costs.measuring import links_below
 from remat.graph_capture.devices.memory import LowerTiers, lower_tiers
 from remat.graph_capture.devices.placement import meter_of, resolved_device
 from remat.graph_capture.distributed.dtensors import parameters_cast
@@ -24,7 +23,6 @@ from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.sizes.at_sizes import WorkspacesOf, ranged_graph_of
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import Dynamic
-from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.graph_capture.tracing.recipe import Split, keep_links
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import ProgressCallback, Trace, trace
@@ -109,7 +107,10 @@ def capture(
     """
     # Before the trace, so that a wrong option is refused at once.
     known, tiers = as_profile(profile), tiers_for(model, device, host, nvme)
-    require_compatible(dynamic=dynamic, host=host is not None, nvme=nvme is not None)
+    if dynamic:
+        from remat.graph_capture.tracing.option_pairs import require_compatible
+
+        require_compatible(dynamic=True, host=host is not None, nvme=nvme is not None)
     # `fully_shard` casts what it gathers, so the plan is of the cast model.
     with parameters_cast(model, sharding):
         traced = trace(
@@ -164,6 +165,8 @@ def add_costs(
         )  # fmt: skip
     if tiers is None:
         return graph
+    from remat.graph_capture.costs.measuring import links_below
+
     links = links_below(device, tiers, profile, measure_again=measure_again)
     return msgspec.structs.replace(graph, links=links)
 

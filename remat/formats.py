@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 KIB = 2**10
 MIB = 2**20
@@ -118,3 +122,12 @@ def _cells(row: Sequence[str]) -> str:
     name, *numbers = row
     cells = "".join(f"<td{_NUMBER}>{escape(number)}</td>" for number in numbers)
     return f'<th scope="row"{_TEXT}>{escape(name)}</th>{cells}'
+
+
+def plain_table(*headers: str) -> Table:
+    from rich.table import Table  # not above: texts alone need none
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for i, header in enumerate(headers):
+        table.add_column(header, justify="left" if i == 0 else "right", overflow="fold")
+    return table

@@ -20,7 +20,6 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.tracing import trace as tracing
 from remat.graph_capture.tracing.fake_tensors import has_storage
-from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.graph_capture.tracing.recipe import JointEdit, Recipe, recipe_for, require_switches
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import Trace, trace_recipe, with_edits
@@ -161,8 +160,11 @@ def rewrite(
     """
     require_switches(compile=compile, audit=audit)
     refuse_wrappers(model)
-    if isinstance(schedule, Family):
+    if isinstance(schedule, Family) or over is not None:
+        from remat.graph_capture.tracing.option_pairs import require_compatible
+
         require_compatible(dynamic=True, compile=compile, optimizer_in_backward=updates)
+    if isinstance(schedule, Family):
         ranged = trace or _trace_range(model, schedule)
         refuse_range_over_ranks(ranged.joint.module)
         return make_ranged(model, schedule, ranged, over, audit=of_steps(audit))
@@ -180,7 +182,6 @@ def rewrite(
             "storage, and rewrite that one to the plan, with its batch"
         )
     if over is not None:
-        require_compatible(dynamic=True, compile=compile, optimizer_in_backward=updates)
         if trace is None and not isinstance(over, RangedGraph):  # pyright: ignore
             raise RewriteError(
                 f"over is {type(over).__name__}: pass what remat.capture(..., dynamic=...) returned"

@@ -54,8 +54,7 @@ from remat.graph_capture.devices.memory import is_out_of_memory
 from remat.graph_capture.devices.memory_events import RegionMemory
 from remat.graph_capture.devices.meter import Meter, Run
 from remat.graph_capture.devices.placement import meter_of
-from remat.graph_capture.distributed.collective_costs import links_of_step, with_collective_costs
-from remat.graph_capture.distributed.collectives import local_runner, run_locally
+from remat.graph_capture.distributed.collectives import is_collective, local_runner, run_locally
 from remat.graph_capture.errors import CaptureError, option
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.build import SAVE_RNG, Joint
@@ -276,9 +275,15 @@ def _measured(
         costed = calibrated(costed, step)
     elif is_beyond(joint, graph, most_bytes):
         costed = replace(costed, notes=(*costed.notes, STEP_NOT_TIMED))
-    # After that, as the step is run with the stand-ins of collectives, at what these take.
-    links = links_of_step(trace.recipe.device, meter.title, profile)
-    costed = with_collective_costs(costed, joint.node_of_op, links)
+    if any(map(is_collective, joint.node_of_op.values())):
+        from remat.graph_capture.distributed.collective_costs import (
+            links_of_step,
+            with_collective_costs,
+        )
+
+        # After that, as the step is run with the stand-ins of collectives, at what these take.
+        links = links_of_step(trace.recipe.device, meter.title, profile)
+        costed = with_collective_costs(costed, joint.node_of_op, links)
     return costed, _GraphCosts(costs, step)
 
 

@@ -9,7 +9,7 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,10 +21,9 @@ from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.devices.known_devices import MODELLED, links_between_ranks
 from remat.graph_capture.devices.links import Collective, RankLinks, Traffic, fitted
 from remat.graph_capture.distributed.collectives import (
-    groups_of,
     is_collective,
+    members_of,
     op_name,
-    resolved_group,
 )
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.joint.nodes import tensors_of
@@ -52,12 +51,6 @@ def traffic_of(node: fx.Node, node_size: int) -> Traffic:
     parts = node.args[2] if kinds == ["all_to_all"] and len(node.args) > 3 else None
     is_to_one = isinstance(parts, (list, tuple)) and len([n for n in parts if n != 0]) <= 1
     return Traffic(kinds[0] if kinds and not is_to_one else "send", whole_bytes, len(ranks), here)
-
-
-def members_of(node: fx.Node) -> Sequence[int]:
-    """The ranks of its group, by their numbers among all; this one alone if it names no group."""
-    found = [dist.get_process_group_ranks(resolved_group(group)) for group in groups_of([node])]
-    return sorted(set[int]().union(*found)) or [0]
 
 
 def _tensor_bytes(node: fx.Node) -> int:

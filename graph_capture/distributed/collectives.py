@@ -12,7 +12,7 @@ it. Both are one storage.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -101,6 +101,12 @@ def groups_of(nodes: Iterable[fx.Node]) -> tuple[Any, ...]:
     """The distinct groups of some collectives, by name or as they are, in their order."""
     named = (argument(node, "group_name", _overload(node)) for node in nodes)
     return tuple(dict.fromkeys(group for group in named if group is not None))
+
+
+def members_of(node: fx.Node) -> Sequence[int]:
+    """The ranks of its group, by their numbers among all; this one alone if it names no group."""
+    found = [dist.get_process_group_ranks(resolved_group(group)) for group in groups_of([node])]
+    return sorted(set[int]().union(*found)) or [0]
 
 
 def any_rank(collectives: Iterable[fx.Node], said: bool, device: str) -> bool:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from remat.graph_capture.devices.known_devices import CPU
-from remat.graph_capture.distributed.collective_costs import members_of
 from remat.graph_capture.distributed.collectives import (
     NAMES,
     NAMESPACE,
     collectives_in,
     is_collective,
+    members_of,
     op_name,
     run_functionally,
     skip_wait,

@@ -11,7 +11,7 @@ import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from torch import fx, nn
@@ -76,15 +76,6 @@ from remat.graph_capture.tracing.fake_tensors import (
     fake_with_eager_strides,
     kernels_of_eager,
 )
-from remat.graph_capture.tracing.float_inputs import (
-    FloatInputs,
-    FloatPlace,
-    Probe,
-    holding,
-    named_places,
-    probed,
-)
-from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.recipe import (
     FLAGS,
@@ -109,7 +100,10 @@ from remat.graph_capture.tracing.step_module import (
     refuse_checkpointed_writes,
     with_loss,
 )
-from remat.graph_capture.tracing.traced_float import Log
+
+if TYPE_CHECKING:
+    from remat.graph_capture.tracing.float_inputs import FloatInputs, FloatPlace, Probe
+    from remat.graph_capture.tracing.traced_float import Log
 
 # `torch.utils.checkpoint` in a model is transparent to the trace: a plan covers what it covers, and
 # replaces it.
@@ -361,12 +355,16 @@ def trace(
     batch = (*inputs_cast(args, kwargs, sharding), target)
     numbers: list[FloatPlace] = []
     if float_inputs:
+        from remat.graph_capture.tracing.float_inputs import named_places
+
         names = (float_inputs,) if isinstance(float_inputs, str) else dict.fromkeys(float_inputs)
         numbers = named_places(PythonState(model, loss_fn), tuple(names))
     check_batch(batch, device)
     signature = Signature(batch)
     signature.numbers = numbers_in(pytree.tree_leaves(batch))
     if dynamic:
+        from remat.graph_capture.tracing.option_pairs import require_compatible
+
         refuse_range_of_dtensors(model)
         require_compatible(
             dynamic=True, float_inputs=float_inputs, split=split not in (None, "none"),
@@ -409,6 +407,10 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     does, or where a number of the recipe cannot be an input of the step."""
     if not recipe.float_inputs:
         return _trace_recipe(model, recipe)
+    # Few steps have such inputs.
+    from remat.graph_capture.tracing.float_inputs import holding, named_places, probed
+    from remat.graph_capture.tracing.traced_float import Log
+
     names, values = zip(*recipe.float_inputs, strict=True)
     state = PythonState(model, recipe.loss_fn)
     found_at = named_places(state, names)
@@ -433,6 +435,8 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
 
 
 def _probe(done: Trace, log: Log) -> Probe:
+    from remat.graph_capture.tracing.float_inputs import Probe
+
     mutated = [(one.text, one.leaves) for one in done.mutated]
     left = mutated, [one.value for one in done.initialised]
     return Probe(done.descriptors.graph_module, left, done.looked_at, log)

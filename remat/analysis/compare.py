@@ -12,9 +12,9 @@ from rich.text import Text
 
 from remat.analysis.budget_sweep import Budgets, BudgetSlider, in_bytes
 from remat.analysis.memory_figures import place as place_buffers
-from remat.analysis.plan_report import plain_table, rendered
+from remat.analysis.plan_report import rendered
 from remat.budgets import unmodified_step
-from remat.formats import bytes_text, percent_text, time_text
+from remat.formats import bytes_text, percent_text, plain_table, time_text
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.plan import Plan

@@ -15,7 +15,6 @@ from remat.analysis.levers import LeverEffect
 from remat.analysis.memory_figures import InChunks
 from remat.analysis.plan_report import (
     holders_table,
-    plain_table,
     rendered,
     short_line,
     short_path,
@@ -23,7 +22,16 @@ from remat.analysis.plan_report import (
     tensor_text,
 )
 from remat.analysis.why import AgainstGreedy, LeastBudget, Rule, Turned, Why
-from remat.formats import GIB, KIB, NO_BOUND, bytes_text, fine_time_text, gap_text, percent_text
+from remat.formats import (
+    GIB,
+    KIB,
+    NO_BOUND,
+    bytes_text,
+    fine_time_text,
+    gap_text,
+    percent_text,
+    plain_table,
+)
 from remat.schedules.simulate import bound_of
 from remat.schedules.value_report.peak_holders import ForcedOps, PeakHolders
 from remat.schedules.value_report.rows import FoldedRow

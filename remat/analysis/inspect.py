@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.analysis.plan_report import (
-    plain_table,
     rendered,
     run_cost_text,
     short_line,
@@ -20,7 +19,7 @@ from remat.analysis.plan_report import (
     tensor_text,
     verdict_text,
 )
-from remat.formats import bytes_text, fine_time_text, percent_text, time_text
+from remat.formats import bytes_text, fine_time_text, percent_text, plain_table, time_text
 from remat.graph_capture.errors import GlobError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.derived import graph_of_schedule

@@ -41,7 +41,6 @@ from remat.schedules.reserved import (
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solved import infeasible_text
-from remat.solver.layout.placing import place_buffers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -270,6 +269,8 @@ def place(
     graph: TrainingGraph, schedule: Schedule, *, alignment_bytes: int | None = None
 ) -> Layout:
     """Offsets for all buffers of `schedule` in one arena, near the most live bytes."""
+    from remat.solver.layout.placing import place_buffers
+
     buffers = buffers_of(graph, schedule)  # first: it refuses what is no graph
     alignment_bytes = alignment_on(graph.device) if alignment_bytes is None else alignment_bytes
     return place_buffers(buffers, alignment_bytes=alignment_bytes)
@@ -301,6 +302,7 @@ def use_arena(
     """Serve the training steps of a rewritten module on a CPU from one arena."""
     from remat.rewriter.arena.arena import Arena, record_step, require_arena_fits
     from remat.rewriter.arena.library import arena_library
+    from remat.solver.layout.placing import place_buffers
 
     rewritten = require_arena_fits(module)
     # Compiled before a step runs, as there may be no compiler.

@@ -12,7 +12,7 @@ from rich.text import Text
 
 import remat.solver as solvers
 from remat.budgets import unmodified_step
-from remat.formats import bytes_text, fine_time_text, percent_text
+from remat.formats import bytes_text, fine_time_text, percent_text, plain_table
 from remat.graph_capture.devices.known_devices import is_in_table, modelled_device
 from remat.graph_capture.distributed.sharding import UNTIMED
 from remat.graph_capture.errors import ScheduleError, TextError
@@ -106,13 +106,6 @@ def _short_ranges(part: str) -> str:
     if len(runs) <= 4 or not runs[0].replace(DASH, "").isdecimal():
         return part
     return ",".join([*runs[:2], "...", runs[-1]])
-
-
-def plain_table(*headers: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for i, header in enumerate(headers):
-        table.add_column(header, justify="left" if i == 0 else "right", overflow="fold")
-    return table
 
 
 def costs_text(graph: TrainingGraph) -> str:

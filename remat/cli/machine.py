@@ -14,10 +14,9 @@ import typer
 from rich.text import Text
 
 from remat import __version__
-from remat.analysis.plan_report import plain_table
 from remat.cli.session import REFUSED, Session
 from remat.cli.verb import Model, Output, Top, verb
-from remat.formats import bytes_text, time_text
+from remat.formats import bytes_text, plain_table, time_text
 from remat.graph_capture.devices.known_devices import CPU, CUDA, check_measured
 from remat.graph_capture.devices.memory import free_bytes
 from remat.graph_capture.errors import BudgetError, RewriteError

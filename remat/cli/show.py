@@ -13,7 +13,6 @@ from rich.text import Text
 from remat.analysis.explain import FURTHER_SOLVE_S, explain
 from remat.analysis.explanation import Explanation, explanation_screen
 from remat.analysis.inspect import InspectBy, Inspection, inspect, inspection_screen
-from remat.analysis.plan_report import plain_table
 from remat.cli.session import (
     Session,
     layout_entry,
@@ -23,7 +22,7 @@ from remat.cli.session import (
     show_layout,
 )
 from remat.cli.verb import LayoutFile, Output, PlaceOption, PlanOption, Source, Top, verb
-from remat.formats import bytes_text, time_text
+from remat.formats import bytes_text, plain_table, time_text
 from remat.graph_capture.errors import FileError, PlanError
 from remat.graph_capture.graph import TrainingGraph
 from remat.job import pipeline, plan_source

@@ -13,11 +13,10 @@ from rich.text import Text
 
 from remat.analysis.budget_sweep import Budgets, sweep_fronts, sweep_hosts
 from remat.analysis.compare import DEFAULT_BUDGETS, DEFAULT_SOLVERS, comparison_screen, sweep
-from remat.analysis.plan_report import plain_table
 from remat.budgets import parse_budget
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import Output, PlaceOption, PlanOption, Source, verb
-from remat.formats import bytes_text, percent_text, proved_text, time_text
+from remat.formats import bytes_text, percent_text, plain_table, proved_text, time_text
 from remat.graph_capture.devices.known_devices import parse_bytes
 from remat.graph_capture.devices.memory import AUTO
 from remat.graph_capture.errors import BudgetError

@@ -11,14 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from remat.analysis.plan_report import plain_table
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import Output, verb
 from remat.cluster.mesh import SCHEDULES, ClusterRequest, MeshSpec
 from remat.cluster.pictures import cluster_page
 from remat.cluster.pipeline_replay import HOLDERS, PipelineReplay, holders_in
 from remat.cluster.plan_file import ClusterFile, Parallelism, read_cluster_plan, require_world
-from remat.formats import GIB, bytes_text, percent_text
+from remat.formats import GIB, bytes_text, percent_text, plain_table
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.files import read_contents
 from remat.job.plan_source import PLAN_FILES

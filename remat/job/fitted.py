@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from remat.analysis.plan_report import plain_table, rendered
-from remat.formats import bytes_text, percent_text
+from remat.analysis.plan_report import rendered
+from remat.formats import bytes_text, percent_text, plain_table
 
 
 class SizeTried(msgspec.Struct, frozen=True):

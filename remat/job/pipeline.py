@@ -21,7 +21,6 @@ from remat.job.factory import Loaded
 from remat.job.request import Request
 from remat.levers.chunks_at_need import may_wait, solved_at_need
 from remat.levers.optimizer_in_backward import planned_optimizer_in_backward
-from remat.one_call import solve
 from remat.progress import Stopwatch, solver_shown
 from remat.ranges.curve import Curve, overheads_over, solve_over
 from remat.schedules.derived import unchunked
@@ -146,7 +145,8 @@ def graph_with_costs(
             traced, progress=progress, profile=request.read_profile(),
             measure_again=request.measure_again, tiers=request.tiers(), chunks=chunks,
         )  # fmt: skip
-    return local_step(graph, request.sharding)
+    is_whole = request.sharding.kind == "none"
+    return graph if is_whole else local_step(graph, request.sharding)
 
 
 def solve_request(
@@ -154,8 +154,8 @@ def solve_request(
 ) -> Result:
     known = {} if at_hand is None else {"at_hand": at_hand}
     with stopwatch.stage("solve", f"solving for {request.budget}") as progress:
-        return solve(
-            graph, request.budget, request.solver, request.time_limit_s,
+        return parse_budget(request.budget).solve(
+            graph, request.solver, time_limit_s=request.time_limit_s,
             progress=solver_shown(progress, request.budget), **known, **request.solving,
         )  # fmt: skip
 

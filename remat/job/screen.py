@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.analysis.memory_figures import chunks_of, offloaded, reserved_text
-from remat.analysis.plan_report import costs_text, plain_table
+from remat.analysis.plan_report import costs_text
 from remat.checks import CHECKED, advice_of
 from remat.formats import (
     NO_BOUND,
@@ -21,6 +21,7 @@ from remat.formats import (
     gap_text,
     percent_pair,
     percent_text,
+    plain_table,
     time_pair,
     time_text,
 )

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from remat.analysis.plan_report import plain_table
-from remat.formats import bytes_text, gap_text, time_text
+from remat.formats import bytes_text, gap_text, plain_table, time_text
 from remat.whole_step.planned_step import PlannedStep, Short
 from remat.whole_step.step_config import NAMED_SYSTEMS, StepConfig
 from remat.whole_step.step_planning import StepPlan, too_small_text

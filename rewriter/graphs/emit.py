@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -17,13 +17,15 @@ from remat.graph_capture.sizes.symbols import FloatOfSizes, SizeArgument
 from remat.graph_capture.sizes.trace_over_sizes import SYMBOLIC, Environment
 from remat.graph_capture.torch_private.aot import ViewAndMutationMeta
 from remat.graph_capture.torch_private.core import pytree
-from remat.graph_capture.tracing.float_inputs import FloatArgument, FloatInputs
 from remat.rewriter.graphs.copies import CopyContext, CopyEmitter, copy_times, written_by
 from remat.rewriter.graphs.eager import RESHAPES, EagerEmitter, take_as_they_come
 from remat.rewriter.graphs.emitter import Demand, as_module, emit_both
 from remat.rewriter.tiers.file_tier import TierCopies
 from remat.schedules.kept_in_forward import end_of_forward
 from remat.schedules.schedule import Compute, Schedule
+
+if TYPE_CHECKING:
+    from remat.graph_capture.tracing.float_inputs import FloatInputs
 
 # Numbers that each step reads anew are nodes of the two graphs. Forward reads them from a list that
 # is made before the step. Backward must have those of its own forward, whatever the user has set
@@ -62,6 +64,8 @@ class FloatSource:
 
 
 def _read_floats(forward: fx.Graph, backward: fx.Graph, source: FloatSource, results: int) -> None:
+    from remat.graph_capture.tracing.float_inputs import FloatArgument
+
     if not _leaves_in(backward, FloatArgument):
         # Backward takes none of them, so forward need not save any.
         _list_floats(forward, source.numbers, ())
@@ -96,6 +100,8 @@ def _replace(graph: fx.Graph, kinds: Any, read: Callable[[Any], fx.Node]) -> Non
 
 
 def _list_floats(graph: fx.Graph, listed: Callable[..., Any], taken: tuple[fx.Node, ...]) -> None:
+    from remat.graph_capture.tracing.float_inputs import FloatArgument
+
     if not _leaves_in(graph, FloatArgument):
         return
     with graph.inserting_after(taken[0]) if taken else _after_inputs(graph):

@@ -28,7 +28,6 @@ from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Place, as_symbol
 from remat.graph_capture.torch_private.core import FakeTensorMode, pytree
-from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.graph_capture.tracing.recipe import Recipe, keep_recipe, require_switches
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import trace_recipe
@@ -245,6 +244,8 @@ def load_plan(
     # A batch of a range is compared with the range.
     require_fit(kept, model, None if kept.over is not None else batch, loss_fn)
     if kept.over is not None:
+        from remat.graph_capture.tracing.option_pairs import require_compatible
+
         require_compatible(dynamic=True, compile=compile)
         return _load_over_range(kept, kept.over, model, batch, loss_fn, audit=audit)
     with under_autocast(kept.autocast):
