@@ -377,7 +377,7 @@ class TrainingStep(msgspec.Struct, frozen=True):
     and its figures show in a notebook.
     """
 
-    def to_networkx(self) -> MultiDiGraph:
+    def to_networkx(self) -> MultiDiGraph[str]:
         """The step as a graph of networkx, to look at it with other tools.
 
         Nodes are ops, with ``phase``, ``target``, ``module``, ``source``, ``cost_us`` and

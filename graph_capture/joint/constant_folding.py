@@ -65,7 +65,7 @@ class ConstantFolder(TraceObserver):
             if isinstance(leaf, Tensor):
                 self._sources[leaf] = frozenset([name])
 
-    def hold(self, tensor: Tensor, number: float) -> None:
+    def hold(self, tensor: Tensor, number: int) -> None:
         """All elements of a tensor of the batch are this number, at every step."""
         options = {"dtype": tensor.dtype, "device": tensor.device}
         self._keep(tensor, _run(torch.ops.aten.full.default, (list(tensor.shape), number), options))

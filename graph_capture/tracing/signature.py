@@ -98,8 +98,8 @@ class Signature:
         # By the place of a tensor of whole numbers or truths, what all its elements are, or None
         # where they differ: in the batch at hand, and in every batch of the plan, where code looks
         # at them. As at a mask of ones, which libraries leave away.
-        self.numbers: Mapping[int, float | None] = {}
-        self.held_numbers: Mapping[int, float | None] = {}
+        self.numbers: Mapping[int, int | None] = {}
+        self.held_numbers: Mapping[int, int | None] = {}
 
     @property
     def has_target(self) -> bool:
@@ -202,7 +202,7 @@ class Signature:
 _MOST_ELEMENTS = 1 << 20  # beyond it nobody branches on the values
 
 
-def numbers_in(leaves: Sequence[Any]) -> dict[int, float | None]:
+def numbers_in(leaves: Sequence[Any]) -> dict[int, int | None]:
     """By place, as of `Signature.numbers`."""
     return {
         i: _one_number(leaf)
@@ -212,12 +212,12 @@ def numbers_in(leaves: Sequence[Any]) -> dict[int, float | None]:
     }
 
 
-def _one_number(leaf: Tensor) -> float | None:
-    first = leaf.flatten()[0]
+def _one_number(leaf: Tensor) -> int | None:
+    first: Any = leaf.flatten()[0]
     return first.item() if bool((leaf == first).all()) else None
 
 
-def _text_of(number: float | None) -> str:
+def _text_of(number: int | None) -> str:
     return "not all the same" if number is None else f"all {number}"
 
 
