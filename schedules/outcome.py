@@ -1,7 +1,4 @@
-"""What a solve comes to: a status, a schedule with its figures, and a proven bound.
-
-It stands here and not in the solver, so that a plan which is only followed imports no solver.
-"""
+"""What a solve comes to. It is not in the solver: a plan that is only followed imports none."""
 
 from __future__ import annotations
 
@@ -40,53 +37,32 @@ class Holding(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """Outcome of one solve.
+    """Outcome of one solve; figures are those of `simulate`, 0 where there is no schedule."""
 
-    Attributes
-    ----------
-    status : ``optimal`` (proved), ``feasible``, ``infeasible``, or ``time limit`` (the
-        search was cut short; `schedule` is the best found, None if none was).
-    schedule : a schedule whose simulated peak is within the budget, or None.
-    peak_bytes, time_us, overhead : of `schedule`, from `simulate`; 0 where there is none.
-    lower_bound_us : no schedule of this budget, in the captured order of first
-        computations, takes less time; with the option `order` free, none in any order. 0 where
-        nothing is proved.
-    solver, wall_s : who solved it, and how long that took.
-    least_feasible_bytes : where infeasible, the least budget known to be feasible.
-    least_schedule : where infeasible, one whose peak is that budget, if it is at hand.
-    held_at_peak : where infeasible, what holds the memory at that schedule's peak.
-    least_bound_bytes : where infeasible, no schedule has a lower peak; 0 where not sought.
-    floor : None unless the budget is below it. What any schedule in captured order needs that
-        never computes an output of the step again: the op that sets it, and the bytes.
-    otherwise : where infeasible, what else would lower the peak, in words; empty where not sought.
-    attention : where something runs again, how much of attention does; None without any.
-    message : what to say to the user beyond the figures.
-    """
-
-    status: _Status
+    status: _Status  # with ``time limit``, `schedule` is the best found, None if none was
     solver: str
     budget_bytes: int
-    schedule: Schedule | None = None
+    schedule: Schedule | None = None  # within the budget
     peak_bytes: int = 0
     time_us: float = 0.0
     overhead: float = 0.0
+    # Of all schedules in captured order, or in any with the option `order` free; 0 is unproved.
     lower_bound_us: float = 0.0
     wall_s: float = 0.0
-    least_feasible_bytes: int = 0
-    least_schedule: Schedule | None = None
-    held_at_peak: tuple[Holding, ...] = ()
-    least_bound_bytes: int = 0
+    least_feasible_bytes: int = 0  # from here on where infeasible: the least budget known to do
+    least_schedule: Schedule | None = None  # its schedule, if it is at hand
+    held_at_peak: tuple[Holding, ...] = ()  # of that schedule
+    least_bound_bytes: int = 0  # no schedule has a lower peak; 0 where not sought
+    # None unless the budget is below it: the op that sets what any schedule in captured order needs
+    # that never computes an output of the step again, and the bytes.
     floor: Holding | None = None
-    otherwise: str = ""
-    attention: Attention | None = None
-    message: str = ""
+    otherwise: str = ""  # what else would lower the peak, in words; empty where not sought
+    attention: Attention | None = None  # where something runs again, how much of attention does
+    message: str = ""  # what to say to the user beyond the figures
 
     @property
     def gap(self) -> float | None:
-        """How far the schedule may be from the best: time over bound, minus one.
-
-        None where there is no schedule or no bound.
-        """
+        """Time over bound, minus one; None where there is no schedule or no bound."""
         return gap_of(self.time_us, self.lower_bound_us) if self.schedule is not None else None
 
     def _repr_html_(self) -> str:

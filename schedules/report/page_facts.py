@@ -45,12 +45,10 @@ class PageFacts:
     status: str
     solver: str
     rules: tuple[Alternative, ...] = ()  # schedules of simple rules
-    # By solver, the best at several budgets.
-    fronts: tuple[tuple[str, tuple[Alternative, ...]], ...] = ()
+    fronts: tuple[tuple[str, tuple[Alternative, ...]], ...] = ()  # by solver, at several budgets
     measured: MeasuredStep | None = None
     cost_origin: str = ""
-    # What to say of the plan beyond its figures, such as that its bound is not proved here.
-    note: str = ""
+    note: str = ""  # beyond its figures, such as that its bound is not proved here
     # The file that states the bounds of `fronts`; empty where they were proved just now.
     stated_by: str = ""
     layout: Layout | None = None
