@@ -1,13 +1,10 @@
 """Schedules as retention bits, judged stage by stage in plain integers.
 
-Stage t is the time from the first run of op t - 1 to that of op t; a last stage closes
-the step. ``kept[t, v]`` says that value v is carried into stage t. Given these bits the
-cheapest recomputations of stage t are the closure of what op t reads and what is carried
-on, through inputs that are not carried: local to the stage. So the time of a schedule is
-the sum of its stages, its peak their maximum, and moving one bit touches few stages.
-
-Repairs and fills live on that. What bits cannot say is that an op runs twice within a stage,
-or first runs in another order; a sequence of ops (`schedule_of`) can.
+Stage t is the time from the first run of op t - 1 to that of op t; a last stage closes the step.
+``kept[t, v]``: value v is carried into stage t. The bits fix the cheapest recomputations of a
+stage: the closure of what op t reads and what is carried on. So moving one bit touches few stages,
+on which repairs and fills live. Bits cannot say that an op runs twice within a stage, or first runs
+in another order; a sequence of ops (`schedule_of`) can.
 
 These are Checkmate's R and S (Jain et al. 2020, arXiv:1910.02653) with R eliminated.
 """
@@ -25,8 +22,7 @@ import numpy.typing as npt
 from remat.schedules.schedule import Compute, Free, Option, Schedule, Step
 from remat.solver.problem import Problem
 
-_Row = Sequence[int]
-"""One entry a value, in value order: 1 where the value is carried into a stage."""
+_Row = Sequence[int]  # one entry a value: 1 where the value is carried into a stage
 
 
 class UnreachableError(Exception):
@@ -43,7 +39,7 @@ class Stage(NamedTuple):
 def _replay_stage(
     problem: Problem, carried_in: _Row, carried_on: _Row, starts: Sequence[int], t: int
 ) -> Stage:
-    """Raises UnreachableError where an op that must not run twice would have to."""
+    """UnreachableError: an op that must not run twice would have to."""
     # The stage that closes the step has no op of its own.
     outputs = problem.outputs[t] if t < problem.n_ops else ()
     order = recomputed_in(problem, carried_in, starts, t)
@@ -77,12 +73,12 @@ def recomputed_in(
 def _visit(
     problem: Problem, carried_in: _Row, t: int, root: int, seen: set[int], order: list[int]
 ) -> None:
-    # No recursion: closures of deep graphs go beyond Python's limit.
+    # No recursion: deep closures exceed Python's limit.
     stack = [(root, 0)]
     seen.add(root)
     while stack:
         op, position = stack.pop()
-        # Op t and later ones have not run yet, so they cannot run again.
+        # Op t and later ones have not run yet.
         if problem.no_recompute[op] or op >= t:
             raise UnreachableError
         reads = problem.inputs[op]
@@ -150,7 +146,7 @@ def _heights_bytes(
     for position, op in enumerate(order):
         heights.append(now + problem.own_bytes[op])
         for v in problem.outputs[op]:
-            # Outputs that are still live stay as they are; unwanted ones go at once.
+            # Live outputs stay as they are; unwanted ones go at once.
             if not carried_in[v] and (carried_on[v] or last.get(v, -1) > position):
                 now += size_bytes[v]
         for v in problem.inputs[op]:
@@ -162,7 +158,7 @@ def _heights_bytes(
 def fullest_op(
     problem: Problem, carried_in: _Row, carried_on: _Row, t: int, order: Sequence[int]
 ) -> int | None:
-    """The op at which most is live among those run again in stage t; None if op t itself is."""
+    """The op run again in stage t at which most is live; None if op t itself is."""
     heights = _heights_bytes(problem, carried_in, carried_on, t, order)
     highest = max(range(len(heights)), key=lambda position: (heights[position], position))
     return order[highest] if highest < len(order) else None
@@ -201,13 +197,13 @@ class State:
     def __init__(self, problem: Problem) -> None:
         n = problem.n_ops
         self.problem = problem
-        # 1 where a value (column) is carried into a stage (row); the last row stays 0.
+        # Stages by values: 1 where carried in; the last row stays 0.
         self.kept: _Bits = np.zeros((n + 2, problem.n_values), np.uint8)
         # NumPy is slow at reading single elements.
         self.rows = [memoryview(row) for row in self.kept]
-        # By stage the values that are recomputed in it to be carried on, ascending.
+        # By stage what is recomputed in it to be carried on, ascending.
         self.starts: list[list[int]] = [[] for _ in range(n + 1)]
-        # By value the stages that touch it, ascending.
+        # By value, ascending.
         self.touches: list[list[int]] = [[] for _ in range(problem.n_values)]
         self.stages: list[Stage] = [Stage((), 0.0, 0, ())] * (n + 1)
         self.entry_bytes: Bytes = np.zeros(n + 1, np.int64)  # carried in
@@ -215,7 +211,7 @@ class State:
 
     @classmethod
     def from_recomputed(cls, problem: Problem, recomputed: Sequence[Iterable[int]]) -> State:
-        """The state of these runs, without those that nothing needs and what only they read."""
+        """The state of these runs, without those that nothing needs."""
         state = cls(problem)
         made: list[list[int]] = [[problem.producer[v]] for v in range(problem.n_values)]
         used: list[list[int]] = [[] for _ in range(problem.n_values)]
@@ -237,7 +233,7 @@ class State:
 
     def _carry(self, v: int, made: list[int], used: list[int]) -> Iterator[int]:
         """Yields the last stage of each carriage."""
-        # The caller has these once forward has ended: running their op again makes no new ones.
+        # In the caller's hands: running their op again makes no new ones.
         if v in self.problem.held:
             made = [stage for stage in made if stage < self.problem.n_forward] or made[:1]
         made = [*sorted(set(made)), self.problem.n_ops + 1]
@@ -299,10 +295,10 @@ class State:
         self.entry_bytes[first : last + 1] += size_bytes if bit else -size_bytes
 
     def change(self, v: int, before: int, stage: int, bit: int) -> None:
-        """Carry v, or not, over the gap from its touch at `before` to that at `stage`."""
+        """Carry v (or not) over the gap from its touch at `before` to that at `stage`."""
         self._set(v, before + 1, stage, bit)
         is_carried_on = bool(self.rows[stage + 1][v])
-        # Carried on but not in: the stage recomputes it, unless it first makes it.
+        # Else the stage recomputes it, unless it first makes it.
         starts_before = before != self.problem.producer[v] and not self.rows[before][v]
         for at, here in ((before, starts_before and bit), (stage, is_carried_on and not bit)):
             present = v in self.starts[at]
@@ -315,7 +311,7 @@ class State:
         """Replay `stages` and drop what is carried to no use any more, to a fixed point."""
         waiting = sorted(set(stages))
         while waiting:
-            # Latest first: a carriage that is dropped changes its own stage and an earlier one.
+            # Latest first: a dropped carriage changes an earlier stage.
             t = waiting.pop()
             for v in self._replace(t):
                 if self.rows[t][v] and not self.rows[t + 1][v]:
@@ -359,10 +355,8 @@ def store_all_state(problem: Problem) -> State:
     return State.from_recomputed(problem, [()] * (problem.n_ops + 1))
 
 
-# Schedules as sequences of ops: each op any number of times, values freed after last use.
-#
-# The form in which chains, online policies, templates and constraint programs say what runs
-# when. It can say all that a schedule may do but offload; the frees are placed here, for all.
+# Schedules as sequences of ops: each op any number of times, values freed after last use. It is the
+# form of chains, policies, templates and constraint programs, and can say all but offload.
 
 
 def schedule_of(
@@ -378,12 +372,12 @@ def ops_of(problem: Problem, schedule: Schedule) -> list[int]:
 
 
 def _steps_of(problem: Problem, sequence: Sequence[int]) -> list[Step]:
-    # Inputs that were never made are left to `simulate`, which names them.
+    # `simulate` names inputs that were never made.
     lost_after = _lost_after(problem, sequence)
     live = bytearray(problem.n_values)
     steps: list[Step] = []
     for position, op in enumerate(sequence):
-        # An op of several outputs leaves those that are live as they are.
+        # Live outputs of an op stay as they are.
         if not problem.outputs[op] or not all(live[v] for v in problem.outputs[op]):
             steps.append(Compute(problem.graph.ops[op].name))
         for v in problem.outputs[op]:
@@ -404,12 +398,12 @@ def _lost_after(problem: Problem, sequence: Sequence[int]) -> list[list[int]]:
     ends = last_forward_position(problem, sequence)
     for position in reversed(range(len(sequence))):
         op = sequence[position]
-        # Forward's caller reads its outputs when the last of its ops has first run.
+        # Forward's caller reads its outputs after the last of its ops.
         extra = problem.forward_outputs if position == ends else ()
         reads = (*problem.inputs[op], *extra)
         lost[position] = [v for v in dict.fromkeys((*problem.outputs[op], *reads)) if not wanted[v]]
         for v in problem.outputs[op]:
-            # In the caller's hands after forward: the first value stays, whatever runs again.
+            # In the caller's hands the first value stays, whatever runs again.
             if position <= ends or v not in problem.held:
                 wanted[v] = 0
         for v in reads:

@@ -42,11 +42,8 @@ from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.search import Listener, Search
 from remat.solver.state import State, store_all_state
 
-_GROUPS = (1, 2, 4)
-"""How many repetitions make one block: tried in turn until something fits."""
-_PARTS = (1.0, 0.99, 0.97, 0.94, 0.9, 0.85)
-"""Shares of the room that the knapsack gets, tried until its schedule fits as it is simulated: the
-knapsack's memory is a model."""
+_GROUPS = (1, 2, 4)  # repetitions in one block, tried in turn until something fits
+_PARTS = (1.0, 0.99, 0.97, 0.94, 0.9, 0.85)  # of the room: the knapsack's memory is a model
 
 
 @dataclass(frozen=True)
@@ -142,7 +139,7 @@ class Hierarchical:
                 search.say(f"solving the block from {search.graph.ops[block.start].name} on")
                 small = block_graph(search.problem, reads, block)
                 found[shape] = block_options(small, self.limits, lambda: search.left_s)
-                # A table that the clock cut short is not kept for other solves of the graph.
+                # The clock cut this table short.
                 if search.left_s > 0:
                     known[shape] = found[shape]
         return known | found
@@ -154,7 +151,7 @@ class Hierarchical:
         room_bytes = search.budget_bytes - search.problem.resident_bytes
         for part in _PARTS:
             chosen = compose(choices, int(part * room_bytes), self.slots)
-            # The next parts are smaller, so nothing fits them either.
+            # Smaller parts fit nothing either.
             if chosen is None or search.out_of_time():
                 return False
             picked = [table[i] for (_, table), i in zip(layers, chosen, strict=True)]
@@ -169,7 +166,7 @@ def _expanded(
     problem: Problem, layers: Sequence[PlacedBlock], picked: Sequence[BlockOption]
 ) -> State:
     recomputed: list[list[int]] = [[] for _ in range(problem.n_ops + 1)]
-    # Backward runs the last block first: in a stage that two blocks share, its runs come first.
+    # Backward runs the last block first, so do stages that two share.
     for (block, _), option in reversed(list(zip(layers, picked, strict=True))):
         n_forward = block.stop - block.start
         for stage, again in zip(stages_of_block(block), option.recomputed, strict=True):
