@@ -1,7 +1,7 @@
 """Buffers as boxes: so many bytes high, so many times wide, to be stacked without overlap.
 
-Finding the lowest stack is dynamic storage allocation, which is NP-hard (Garey and Johnson,
-1979, SR2). Widths are fixed in place, heights are what a placement stacks.
+Times are fixed. The lowest stack is dynamic storage allocation: NP-hard (Garey and Johnson 1979,
+SR2).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Boxes:
     size: Ints
     start: Ints
     end: Ints
-    # Lengths before times were ranked, for instances whose times are far apart.
+    # Lengths before times were ranked, where times are far apart.
     stretch: Ints | None = None
 
     @classmethod
     def of(cls, buffers: Buffers, alignment_bytes: int) -> Boxes:
         size = -(-buffers.size_bytes // alignment_bytes) * alignment_bytes
-        # Only the order of events counts for a placement.
+        # Only the order of events counts.
         times = np.unique(np.concatenate([buffers.start, buffers.end]))
         start, end = np.searchsorted(times, buffers.start), np.searchsorted(times, buffers.end)
         return cls(size, start, end, buffers.end - buffers.start)
@@ -71,7 +71,7 @@ class Boxes:
 def range_maxima(numbers: Ints, start: Ints, end: Ints) -> Ints:
     """max(numbers[start:end]) of each range, none of them empty, by a table of doubled ranges."""
     found = np.empty(len(start), np.int64)
-    # Less one, the exponent is log2 rounded down, exactly.
+    # Less one, the exponent is log2 rounded down.
     level = np.frexp((end - start).astype(np.float64))[1] - 1
     table = numbers
     for k in range(int(level.max(initial=-1)) + 1):
@@ -81,10 +81,8 @@ def range_maxima(numbers: Ints, start: Ints, end: Ints) -> Ints:
     return found
 
 
-# Numba where it is installed: the same functions, compiled. Nothing else here knows of it.
-#
-# Functions that are decorated keep to what both NumPy and Numba run, and give equal results either
-# way. Install it by ``pip install 'remat[numba]'``.
+# Numba where it is installed (`pip install 'remat[numba]'`): the same functions, compiled.
+# Decorated functions keep to what both NumPy and Numba run, with equal results.
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -93,13 +91,12 @@ try:
 except ImportError:
     _numba = None
 
-IS_COMPILED = hasattr(_numba, "njit")
-"""Whether decorated functions run as machine code. A folder of that name is no Numba."""
+IS_COMPILED = hasattr(_numba, "njit")  # a folder of that name is no Numba
 
 
 def compiled(function: _Function) -> _Function:
     """`function` compiled by Numba on its first call and kept on disk, or as it is."""
-    # Numba aborts the process on cached functions that call themselves: none of ours does.
+    # Numba aborts on cached functions that call themselves.
     return _numba.njit(cache=True)(function) if IS_COMPILED else function
 
 
@@ -108,20 +105,17 @@ def loops_or_arrays(loops: _Function, arrays: _Function) -> _Function:
     return compiled(loops) if IS_COMPILED else arrays
 
 
-# What all searches of one set of boxes share: sections of time, who is in them, who overlaps whom.
-#
-# A section is a maximal set of boxes that are live together; sections follow each other in time,
-# and each box is in a range of them. Lists of overlaps are quadratic in the number of boxes.
+# A section is a maximal set of boxes that are live together; each box is in a range of them. Lists
+# of overlaps are quadratic in the number of boxes.
 
-MOST_OVERLAPS = 4_000_000
-"""Above it the lists take too much memory and their searches too much time."""
+MOST_OVERLAPS = 4_000_000  # above it, lists and their searches are too large
 
 
 class Sections(NamedTuple):
-    """Arrays alone, so that compiled functions take it.
+    """Arrays alone, for compiled functions.
 
-    `size`, and `low` to `high` the sections of each box. Those that share a section with box i are
-    `overlaps[overlap_at[i] : overlap_at[i + 1]]`, and those in section s are
+    Sections of box i go from `low` to `high`. Those that share one with it are
+    `overlaps[overlap_at[i] : overlap_at[i + 1]]`; section s has
     `members[member_at[s] : member_at[s + 1]]`.
     """
 
@@ -165,10 +159,10 @@ def sections_of(boxes: Boxes) -> Sections:
 
 
 def _ranges(boxes: Boxes) -> tuple[Ints, Ints]:
-    """First section of each box, and the first after its last: one ends before each run of ends."""
+    """First section of each box, and the first after its last; ends divide them."""
     n = len(boxes)
     low, high = np.zeros(n, np.int64), np.zeros(n, np.int64)
-    # At one time ends sort before starts: boxes that meet there do not overlap.
+    # Ends sort before starts: boxes that meet do not overlap.
     ends = [(int(time), 0, i) for i, time in enumerate(boxes.end)]
     starts = [(int(time), 1, i) for i, time in enumerate(boxes.start)]
     section, has_grown = 0, False

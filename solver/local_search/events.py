@@ -1,17 +1,14 @@
 """A neighbourhood of a schedule as a 0-1 program over events and retention gaps.
 
-An event is a run of an op in a stage; in a stage repeated runs come in captured order, then
-the op of the stage. Ops of a chosen set may run again at candidate stages; all other runs
-are as in the schedule at hand. Between two touches of a value (a run that makes or reads
-it) lies a gap; `kept[v, i]` says that v is live in gap i.
+An event is a run of an op in a stage. Ops of a chosen set may run again at candidate stages; other
+runs stay. Between two touches of a value lies a gap; `kept[v, i]` says that v is live in gap i.
 
 minimise    Σ cost · runs[e]
 subject to  kept[v, i] <= kept[v, i-1] + runs[e_i]  (the last term where event e_i makes v)
             runs[e] <= kept[v, i]                   (event e reads v and ends gap i)
             Σ size · kept + own bytes of e · runs[e] <= room    for each event e
 
-Optimal for the candidate stages given, no more: it proves nothing about other schedules. The
-program of a set is small enough for CP-SAT where that of the whole graph is not.
+It proves nothing about other schedules, but is small enough for CP-SAT.
 """
 
 from __future__ import annotations
@@ -55,11 +52,11 @@ class EventProgram:
 def candidate_stages(
     problem: Problem, runs: Runs, chosen: Sequence[int], most: int, guide: Runs = ()
 ) -> dict[int, list[int]]:
-    """Stages in which each chosen op may run again, at most `most` beside present ones."""
+    """Stages in which each chosen op may run again: present ones, and `most` others."""
     present = stages_by_op(runs, guide)
     stages_of: dict[int, list[int]] = {}
     last = _last_touches(problem, runs)
-    # Readers come before what they read, so that where they may run is known.
+    # Readers come before what they read: where they may run is known.
     for op in sorted(set(chosen), reverse=True):
         if problem.no_recompute[op]:
             continue
@@ -69,7 +66,7 @@ def candidate_stages(
             wanted.update(dict.fromkeys(present.get(reader, ())))
             wanted.update(dict.fromkeys(stages_of.get(reader, ())))
         found = sorted(t for t in wanted if t > op)
-        # There its inputs are touched anyway, so it need not keep them for longer.
+        # There its inputs are touched anyway.
         ends = sorted({last[v] for v in problem.inputs[op]})
         found = _thinned_events(found, most) + [t for t in ends if op < t < problem.n_ops]
         stages_of[op] = sorted({*found, *present.get(op, ())})
@@ -173,18 +170,18 @@ class EventBuilder:
         """Gaps of `v` that are, or may be, kept: (event before, event after, literal)."""
         problem, maker = self.problem, self.problem.producer[v]
         reads = [v in self._reads(*self.events[e]) for e in touches]
-        # No event of the set touches it: its gaps stay as they are.
+        # No event of the set touches it.
         is_settled = all(self.literal[e] == _ALWAYS for e in touches)
         hints = self._present_gaps(v, touches, reads)
         found: list[tuple[int, int, _Literal]] = []
         before = _NEVER
         for i in range(len(touches) - 1):
             here, following = touches[i], touches[i + 1]
-            # In the caller's hands once forward has ended.
+            # In the caller's hands after forward.
             must = v in problem.held and self.events[following][0] >= problem.n_forward
             if is_settled or must:
                 gap = _ALWAYS if hints[i] or must else _NEVER
-            # A run that is fixed reads it.
+            # A fixed run reads it.
             elif reads[i + 1] and self.literal[following] == _ALWAYS:
                 gap = _ALWAYS
             else:
@@ -199,7 +196,7 @@ class EventBuilder:
         return found
 
     def _present_gaps(self, v: int, touches: list[int], reads: list[bool]) -> list[bool]:
-        """Whether each gap is kept by the schedule at hand: a read follows before a making."""
+        """Whether the schedule at hand keeps each gap: a read follows before a making."""
         hints = [False] * len(touches)
         wanted = False
         for i in range(len(touches) - 1, 0, -1):
@@ -240,17 +237,13 @@ class EventBuilder:
                 terms.append((self.literal[e], own_bytes))
             if room < 0:
                 program.is_empty = True
-            # A row that cannot bind is left out.
+            # It cannot bind.
             if sum(size_bytes for _, size_bytes in terms) > room:
                 program.rows.append((terms, room))
 
 
-# Solves one neighbourhood by CP-SAT. The one file that speaks to OR-Tools CP-SAT for it.
-
-_LEAST_EFFORT = 0.05
-"""What a try counts as at least: its program has to be built."""
-COST_UNITS = 10_000_000
-"""Units into which the time of the step is cut: CP-SAT counts in integers."""
+_LEAST_EFFORT = 0.05  # of a try: its program has to be built
+COST_UNITS = 10_000_000  # in the time of the step: CP-SAT counts in integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +287,7 @@ def solve_events(
     program: EventProgram, base: Runs, fixed: Sequence[int], below_us: float, effort: TryLimits,
     running: RunningSolvers,
 ) -> Tried:  # fmt: skip
-    """Runs that cost less than `below_us`: of `fixed` ops those of `base`, of others as chosen."""
+    """Runs that cost less than `below_us`: `fixed` ops as in `base`, others as chosen."""
     if program.is_empty:
         return Tried(None, True)
     from ortools.sat.python import cp_model  # pyright: ignore[reportMissingTypeStubs]
@@ -304,7 +297,7 @@ def solve_events(
     solver = api.CpSolver()
     if model is None or not running.add(solver):
         return Tried(None, True)
-    # Several would race, and a seed no longer give the same outcome.
+    # Several would race, and a seed not fix the outcome.
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = effort.seed
     solver.parameters.linearization_level = 2
