@@ -1,7 +1,4 @@
-"""Which ops a user's globs pin: kept, or recomputed in backward.
-
-A glob that matches nothing is an error, which names the module paths that are like it.
-"""
+"""Which ops a user's globs pin, to be kept or recomputed; one that matches nothing is an error."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ class Pins:
 
     @classmethod
     def of(cls, graph: TrainingGraph, keep: Globs, recompute: Globs) -> Pins:
-        """The ops that globs name; SolverError: one pins nothing, or an op is pinned twice."""
+        """SolverError: a glob pins nothing, or an op is pinned twice."""
         kept = _matched(graph, "keep", as_globs(keep))
         asked = _matched(graph, "recompute", as_globs(recompute))
         for op in _forward_ops(graph):
@@ -34,7 +31,7 @@ class Pins:
                     f"op {op.name} ({op.module}) is pinned both ways, by keep '{kept[op.name]}' "
                     f"and by recompute '{asked[op.name]}': narrow one of them"
                 )
-        # Ops that must run once, or whose value the caller holds, are left out.
+        # Those that must run once, or whose value the caller holds, are left out.
         return cls(kept, _that_may_run_again(graph, asked))
 
 
@@ -76,7 +73,7 @@ def _near(glob: str, modules: list[str]) -> list[str]:
     plain = ".".join(part for part in glob.split(".") if part.strip("*?")).strip("*?")
     paths = list(dict.fromkeys(path for module in modules for path in paths_above(module)))
     known: dict[str, str] = {}
-    # Whole paths before last parts, which may be the same text.
+    # Whole paths first: last parts may be the same.
     for path in paths:
         known.setdefault(path, path)
     for path in paths:

@@ -1,19 +1,14 @@
 """Pins: parts of the model that the user wants kept, or recomputed.
 
-Solves: least time under a budget on the true peak where the values of ops pinned by `keep`
-are made once, and those of ops pinned by `recompute` are not carried from forward into
-backward. Any solver of the table does the work, on a graph that says the same: kept ops must
-not run twice; a recomputed op that backward needs has a clone in backward, right before its
-first reader there, through which backward reads. A schedule of that graph is one of
-the real graph, clones being second runs. It may still carry a forbidden value, to recompute an
-op that has no clone: then further runs are put in, and if that exceeds the budget the solver is
-asked again for less. Runs that turn out needless are left out last. All figures come from the
-real graph. So pins are another graph, not an option of solvers, and no solver need know of them.
+Pins are another graph, so any solver does the work. Kept ops must not run twice. A recomputed op
+that backward needs has a clone right before its first reader there, through which backward reads. A
+schedule of that graph is one of the real one, clones being second runs. It may still carry a
+forbidden value, to recompute an op without a clone: then runs are put in, and if that exceeds the
+budget the solver is asked for less. Needless runs are left out last.
 
-Bound: the larger of the time of every op and every clone once, and the bound of `cut` where
-only `keep` holds. Both are proved for every schedule that keeps the pins; the solver's bound
-on the graph with clones is not, since it fixes when a clone first runs.
-Shortcomings: with `recompute` the gap is rarely closed, and clones come just in time.
+Bound: the larger of every op and clone once, and of `cut` with `keep` alone. The solver's bound on
+the graph with clones does not hold, since it fixes when a clone first runs. Shortcomings: with
+`recompute` the gap is rarely closed.
 """
 
 from __future__ import annotations
@@ -42,14 +37,9 @@ from remat.solver.state import schedule_of
 from remat.solver.stopping import FIRST_PINNED, LEFT_OUT, PINNED_BOUND, PINNED_SOLVE, TIGHTER
 from remat.solver.table import make_solver
 
-# Adds each op that must run again in backward as a second op (a clone), and maps schedules back.
-#
-# Where backward reads a value that must not be carried out of forward, its op gets a clone in
-# backward, right before the first reader there; the clone of an op reads the clones of what it
-# reads. Any solver can plan such a graph. Back on the real graph a clone is a second run.
+# The clone of an op reads the clones of what it reads. Back on the real graph it is a second run.
 
-CLONE = "@again"
-"""Ends the name of a clone and of its values; no fx node has such a name."""
+CLONE = "@again"  # ends names of clones and their values; no fx node has such a name
 
 
 def _without_clones(text: str) -> str:
@@ -59,7 +49,7 @@ def _without_clones(text: str) -> str:
 
 def _message_without_clones(message: str) -> str:
     sentences = _without_clones(message).split(". ")
-    # That bound holds for the graph with clones alone.
+    # It holds for the graph with clones alone.
     return ". ".join(s for s in sentences if not s.startswith(LEAST_BOUND))
 
 
@@ -94,7 +84,7 @@ def _reading_clones(op: Op, renamed: dict[str, str]) -> Op:
 
 def _missing_below(problem: Problem, root: int, again: Set[int], done: bytearray) -> list[int]:
     """Ops of `again` that `root` needs and are not `done`, each after what it reads; marks them."""
-    # No recursion: such ops may be as deep as the graph.
+    # No recursion: as deep as the graph.
     order: list[int] = []
     stack = [(root, 0)]
     while stack:
@@ -122,8 +112,8 @@ def _sequence_without_clones(problem: Problem, schedule: Schedule, again: Set[in
     sequence: list[int] = []
     for op in runs:
         if not waiting:
-            # A solver may have carried what `again` made in forward, to recompute an op that has no
-            # clone. Runs are put in, so that nothing in backward reads that.
+            # A solver may carry forward's value to recompute an op without a clone: runs are put
+            # in.
             sequence += _missing_below(problem, op, again, fresh)
             fresh[op] = 1
         sequence.append(op)
@@ -211,13 +201,13 @@ class PinnedOps(Reduction[_Stamp]):
         return bool(question.keep or question.recompute or self.pins)
 
     def apply(self, question: Question) -> tuple[Question, _Stamp]:
-        # To a solver, a kept op is one that must not run twice.
+        # A kept op must not run twice.
         graph = kept_graph(question.graph, self._pins(question).kept)
         limit_s = PINNED_SOLVE.of(question.time_limit_s, question.time_limit_s)
         return replace(_unpinned(question), graph=graph, time_limit_s=limit_s), _stamp(question)
 
     def invert(self, schedule: Schedule, inverse: _Stamp) -> Schedule:
-        # Kept ops run once on the real graph too.
+        # So it does on the real graph.
         return inverse.on(schedule)
 
     def solve(self, question: Question, rest: Rest) -> Result:
@@ -263,10 +253,10 @@ class _PinnedSearch:
             if found.peak_bytes <= self.budget_bytes:
                 return self._finished(result, sequence)
             over_bytes = found.peak_bytes - self.budget_bytes
-            # Less by what the runs put in take, and by 2 % at least, so that it gets on.
+            # Less by the runs put in, and by 2 % at least, to get on.
             target_bytes -= max(over_bytes, target_bytes // 50, 1)
             limit_s = self.clock.left_s / 2
-        # At a budget of 0 the solver names the least peak that it knows.
+        # At 0 the solver names the least peak that it knows.
         return self._with_least(self._ask(self.cloned_graph, 0, self.clock.left_s / 2))
 
     def _with_least(self, lost: Result) -> Result:
@@ -292,7 +282,7 @@ class _PinnedSearch:
         return msgspec.structs.replace(found_none, status=lost.status)
 
     def _unnamed(self, result: Result) -> Result:
-        # What is proved of the graph with clones does not hold: it fixes when a clone first runs.
+        # Proofs of the graph with clones do not hold.
         return msgspec.structs.replace(
             result, budget_bytes=self.budget_bytes, least_feasible_bytes=0, least_schedule=None,
             held_at_peak=(), lower_bound_us=self.graph.time_us, least_bound_bytes=0, floor=None,
@@ -301,7 +291,7 @@ class _PinnedSearch:
 
     def _finished(self, result: Result, sequence: Sequence[int]) -> Result:
         assert result.schedule is not None
-        # Every op and every clone once is proved for any schedule that keeps the pins.
+        # Proved for any schedule that keeps the pins.
         bound_us = self.cloned_graph.time_us
         schedule = self._schedule(sequence, result.schedule)
         try:
@@ -309,11 +299,11 @@ class _PinnedSearch:
                 self.problem, sequence, self.again, self.budget_bytes, self.clock.left_s
             )
             schedule = self._schedule(shorter, result.schedule)
-            # Else it is optimal, and the other bound is not needed.
+            # Else it is optimal.
             if simulate(self.graph, schedule).time_us > bound_us * (1 + 1e-9):
                 bound_us = max(bound_us, self._bound_with_keep_us())
         except KeyboardInterrupt:
-            # What there is fits: only the runs that were still to be looked at stay.
+            # What there is fits.
             note_interrupt()
             self.cut_short = True
         return evaluate_schedule(
