@@ -137,8 +137,7 @@ class Improvement:
             self.around = LargeNeighbourhoods(
                 self.search, lambda: not self.search.is_open(self.gap), self.seed
             )
-        # Cuts may have found a better one.
-        elif best_us < self.around.cost_us * (1 - 1e-9):
+        elif best_us < self.around.cost_us * (1 - 1e-9):  # cuts may have found a better one
             self.around.restart()
         self.around.workers, self.around.guide = workers, self.guide
         self.around.run(effort)
@@ -214,15 +213,13 @@ class Auto:
     def _search(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Search:
         limit_s, options = share.time_limit_s, options_of(self)
         search = Search(graph, budget_bytes, "auto", limit_s, share.progress, options)
-        # In a free order others may be faster.
-        if self.order == "fixed":
+        if self.order == "fixed":  # in a free order others may be faster
             search.enough_us = self.known_us / (1 + gap_for(len(graph.ops), self.gap))
         return search
 
     def _run(self, search: Search, share: Share) -> None:
         plain = store_all_state(search.problem)
-        # No op runs twice, so nothing is faster.
-        if search.offer(plain):
+        if search.offer(plain):  # no op runs twice, so nothing is faster
             return
         if share.start is not None:
             search.offer_schedule(share.start)
@@ -237,8 +234,7 @@ class Auto:
             search.offer_least(chen_state(search.problem))
 
     def _close_gap(self, search: Search, plain: State, share: Share) -> None:
-        # Before the cut, whose repairs are slow on thousands of ops.
-        if search.is_large:
+        if search.is_large:  # before the cut, whose repairs are slow on thousands of ops
             Hierarchical().first(search, is_thorough=search.left_s > _PATIENT_S)
         gap = gap_for(len(search.graph.ops), self.gap)
         has_start = share.start is not None

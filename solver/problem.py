@@ -91,8 +91,7 @@ class Problem:
         needs = [*inputs, _indices(graph.outputs, index)]
         forward_outputs = _indices(graph.forward_outputs, index)
         if graph.n_forward:
-            # Forward returns after its last op.
-            last = graph.n_forward - 1
+            last = graph.n_forward - 1  # forward returns after its last op
             extra = (v for v in forward_outputs if v not in outputs[last])
             needs[last] = tuple(dict.fromkeys((*needs[last], *extra)))
         size_bytes = tuple(value.size_bytes for value in made)

@@ -126,8 +126,7 @@ def attention_outputs(graph: TrainingGraph) -> list[int]:
         if core == NO_CORE:
             continue
         if kind in _BATCHED_PRODUCT or is_fused_attention(kind):
-            # The product of weights and values makes the output.
-            makers[core] = op
+            makers[core] = op  # the product of weights and values makes the output
         if op in read:
             needed.add(core)
     return [op for core, op in makers.items() if core in needed]

@@ -28,8 +28,7 @@ def evaluate_schedule(
     if simulation.peak_bytes > budget_bytes:
         return infeasible(graph, schedule, simulation, budget_bytes, wall_s, message)
     bound_us = max(lower_bound_us, fastest_us(graph))
-    # Times are sums of floats.
-    proved = simulation.time_us <= bound_us * (1 + 1e-9)
+    proved = simulation.time_us <= bound_us * (1 + 1e-9)  # times are sums of floats
     return Result(
         status="optimal" if proved else ("time limit" if cut_short else "feasible"),
         solver=schedule.solver,

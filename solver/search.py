@@ -50,8 +50,7 @@ def _enter(step: int) -> None:
 
 
 def note_interrupt() -> None:
-    # Outside of a job it would end the next.
-    _job.is_interrupted = _job.depth > 0
+    _job.is_interrupted = _job.depth > 0  # outside of a job it would end the next
 
 
 def is_interrupted() -> bool:
@@ -132,8 +131,7 @@ class Search:
         self.message, self.doing = "", "keeping everything"
         self.floor: Holding | None = None
         self.least_bound_bytes = 0
-        # The search ends once the bound says that none is faster.
-        self.enough_us = float("inf")
+        self.enough_us = float("inf")  # the search ends once the bound says that none is faster
         self.work = 0  # moves that repairs weighed: effort that is the same on every machine
 
     @classmethod

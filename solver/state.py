@@ -47,8 +47,7 @@ def _replay_stage(
         touched = sorted((*problem.needs[t], *outputs))
         return Stage((), 0.0, problem.own_bytes[t], tuple(touched))
     rise_bytes = max(_heights_bytes(problem, carried_in, carried_on, t, order))
-    # Just in time, depth first, unless captured order needs less.
-    if len(order) > 1:
+    if len(order) > 1:  # just in time, depth first, unless captured order needs less
         captured = sorted(order)
         other_bytes = max(_heights_bytes(problem, carried_in, carried_on, t, captured))
         if other_bytes < rise_bytes:
@@ -73,13 +72,11 @@ def recomputed_in(
 def _visit(
     problem: Problem, carried_in: _Row, t: int, root: int, seen: set[int], order: list[int]
 ) -> None:
-    # No recursion: deep closures exceed Python's limit.
-    stack = [(root, 0)]
+    stack = [(root, 0)]  # no recursion: deep closures exceed Python's limit
     seen.add(root)
     while stack:
         op, position = stack.pop()
-        # Op t and later ones have not run yet.
-        if problem.no_recompute[op] or op >= t:
+        if problem.no_recompute[op] or op >= t:  # op t and later ones have not run yet
             raise UnreachableError
         reads = problem.inputs[op]
         while position < len(reads):
@@ -179,8 +176,7 @@ def _emit_stage(
         steps.append(Compute(problem.graph.ops[op].name))
         for v in problem.outputs[op]:
             is_wanted = carried_on[v] or last.get(v, -1) > position
-            # One output of several may be wanted alone.
-            if not is_wanted:
+            if not is_wanted:  # one output of several may be wanted alone
                 steps.append(Free(problem.names[v]))
         reads = problem.needs[t] if position == len(order) else problem.inputs[op]
         spent = [v for v in reads if last[v] == position and not carried_on[v]]
@@ -203,8 +199,7 @@ class State:
         self.rows = [memoryview(row) for row in self.kept]
         # By stage what is recomputed in it to be carried on, ascending.
         self.starts: list[list[int]] = [[] for _ in range(n + 1)]
-        # By value, ascending.
-        self.touches: list[list[int]] = [[] for _ in range(problem.n_values)]
+        self.touches: list[list[int]] = [[] for _ in range(problem.n_values)]  # by value, ascending
         self.stages: list[Stage] = [Stage((), 0.0, 0, ())] * (n + 1)
         self.entry_bytes: Bytes = np.zeros(n + 1, np.int64)  # carried in
         self.rise_bytes: Bytes = np.zeros(n + 1, np.int64)
@@ -311,8 +306,7 @@ class State:
         """Replay `stages` and drop what is carried to no use any more, to a fixed point."""
         waiting = sorted(set(stages))
         while waiting:
-            # Latest first: a dropped carriage changes an earlier stage.
-            t = waiting.pop()
+            t = waiting.pop()  # latest first: a dropped carriage changes an earlier stage
             for v in self._replace(t):
                 if self.rows[t][v] and not self.rows[t + 1][v]:
                     touches = self.touches[v]
@@ -372,8 +366,7 @@ def ops_of(problem: Problem, schedule: Schedule) -> list[int]:
 
 
 def _steps_of(problem: Problem, sequence: Sequence[int]) -> list[Step]:
-    # `simulate` names inputs that were never made.
-    lost_after = _lost_after(problem, sequence)
+    lost_after = _lost_after(problem, sequence)  # `simulate` names inputs that were never made
     live = bytearray(problem.n_values)
     steps: list[Step] = []
     for position, op in enumerate(sequence):

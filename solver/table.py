@@ -164,8 +164,7 @@ def plans_copies(solver: str) -> bool:
 def header_of(name: str) -> str:
     made = solver_class(name)
     own = inspect.cleandoc(made.__doc__ or "")
-    # Solvers that share a file say what they are at their classes.
-    if "Solves:" not in own:
+    if "Solves:" not in own:  # solvers that share a file say what they are at their classes
         return inspect.cleandoc(sys.modules[made.__module__].__doc__ or "")
     return re.split(r"\n\nAttributes\n-+\n", own)[0]
 
@@ -180,8 +179,7 @@ def make_solver(name: str, **options: object) -> Solver:
     # Fixed is the order of every solver that does not choose one.
     if "order" not in known and options.get("order") == "fixed":
         del options["order"]
-    # A solver that proves no bound takes any gap.
-    if "gap" not in known and "gap" in options:
+    if "gap" not in known and "gap" in options:  # a solver that proves no bound takes any gap
         check_number("gap", options.pop("gap"))
     for option in options:
         if option == "order" and option not in known:

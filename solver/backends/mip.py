@@ -116,8 +116,7 @@ def _with_mathopt(
     model, variables = _mathopt_model(api, program, limits.relaxed)
     limit_s = min(max(limits.time_limit_s, 0.01), _LONGEST_S)
     parameters = api.SolveParameters(time_limit=datetime.timedelta(seconds=limit_s), random_seed=0)
-    # No gap and no nodes in a linear program.
-    if not limits.relaxed:
+    if not limits.relaxed:  # no gap and no nodes in a linear program
         parameters.relative_gap_tolerance = limits.relative_gap
         parameters.absolute_gap_tolerance = limits.absolute_gap
         parameters.node_limit = limits.node_limit
@@ -216,8 +215,7 @@ def _pulp_model(api: Any, program: MixedProgram, relaxed: bool) -> tuple[Any, li
         if low == high:
             problem += total == low
             continue
-        # PuLP has no two-sided rows.
-        if low > -math.inf:
+        if low > -math.inf:  # PuLP has no two-sided rows
             problem += total >= low
         if high < math.inf:
             problem += total <= high

@@ -126,12 +126,11 @@ def _stop_all() -> None:
 
 _P = ParamSpec("_P")
 _STANDARD_OUTPUT = 1
-_BEGIN = (
+_BEGIN = (  # Ctrl-C reaches every process of a terminal. This one ignores it: its caller decides.
     "import sys; sys.path[:] = sys.argv[1:]; import signal; "
     "signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "import remat.solver.backends.processes as apart; apart.serve()"
 )
-"""Ctrl-C reaches every process of a terminal. This one ignores it: its caller decides."""
 # Nor does Ctrl-C reach another group, whose process could not ignore it while it begins.
 _OWN_GROUP: dict[str, Any] = {} if sys.platform == "win32" else {"process_group": 0}
 
@@ -151,8 +150,7 @@ def run_in_process(function: Callable[_P, _T], *arguments: _P.args, **options: _
     try:
         answer = Task(lambda: process.answer(call), process.kill).wait()
     except BaseException:
-        # It may still be at work on the call.
-        process.close()
+        process.close()  # it may still be at work on the call
         raise
     _idle.append(process)
     return answer
@@ -218,8 +216,7 @@ class _Process:
 _idle: list[_Process] = []
 atexit.register(end_idle)
 if hasattr(os, "register_at_fork"):
-    # A forked child would share the pipes.
-    os.register_at_fork(after_in_child=_idle.clear)
+    os.register_at_fork(after_in_child=_idle.clear)  # a forked child would share the pipes
 
 
 def _idle_process() -> _Process | None:
@@ -243,8 +240,7 @@ def ended_after(seconds: float) -> Generator[None]:
     def end() -> None:
         if ending.acquire(blocking=False):
             _send((True, OverdueError()))
-            # Only the end of the process stops HiGHS.
-            os._exit(0)
+            os._exit(0)  # only the end of the process stops HiGHS
 
     if not _answers:
         yield
@@ -256,8 +252,7 @@ def ended_after(seconds: float) -> Generator[None]:
         yield
     finally:
         timer.cancel()
-        # If the timer has it, nothing else may be sent.
-        ending.acquire()
+        ending.acquire()  # if the timer has it, nothing else may be sent
 
 
 def _send(answer: tuple[bool, Any]) -> None:
@@ -279,8 +274,7 @@ def _read(calls: SimpleQueue[bytes]) -> None:
     with contextlib.suppress(EOFError):
         while True:
             calls.put(pickle.load(sys.stdin.buffer))
-    # The caller has ended; HiGHS may not come back for long.
-    os._exit(0)
+    os._exit(0)  # the caller has ended; HiGHS may not come back for long
 
 
 def _answered(call: bytes) -> tuple[bool, Any]:
@@ -288,6 +282,5 @@ def _answered(call: bytes) -> tuple[bool, Any]:
     try:
         return False, pickle.loads(call)()
     except Exception as error:  # noqa: BLE001 - raised again where the call came from
-        # Pickling drops the traceback.
-        error.add_note("".join(traceback.format_exception(error)))
+        error.add_note("".join(traceback.format_exception(error)))  # pickling drops the traceback
         return True, error

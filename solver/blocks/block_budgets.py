@@ -290,8 +290,7 @@ def _renamed(steps: Iterable[Step], solved: TrainingGraph, graph: TrainingGraph)
 
 def _with_copies_alone(steps: Sequence[Step]) -> Iterator[Step]:
     """Computations, copies, and the frees of what is copied but for its last on the device."""
-    # Only frees of values that come back are kept.
-    comes_back: set[str] = set()
+    comes_back: set[str] = set()  # only frees of values that come back are kept
     kept: list[Step] = []
     for step in reversed(steps):
         if isinstance(step, Fetch) and step.to == "device":

@@ -134,8 +134,7 @@ def _with_lower_peak(problem: Problem, option: BlockOption, left_s: float) -> St
         return None
     ops = list(problem.graph.ops)
     turn = ops[problem.n_forward]
-    # What else may not be kept is taken at the turn.
-    taken_bytes = limit_bytes - option.saved_bytes
+    taken_bytes = limit_bytes - option.saved_bytes  # what else may not be kept is taken at the turn
     ops[problem.n_forward] = msgspec.structs.replace(turn, workspace_bytes=taken_bytes)
     graph = msgspec.structs.replace(problem.graph, ops=tuple(ops))
     search = Search(graph, limit_bytes, "hierarchical", left_s)
@@ -183,8 +182,7 @@ def _fixed_bytes(problem: Problem, layers: Sequence[PlacedBlock]) -> npt.NDArray
 
 def _choices(block: Block, table: Options, fixed: npt.NDArray[np.int64]) -> list[BlockChoice]:
     beside = fixed[stages_of_block(block)]
-    # What the block itself leaves is in its `live_bytes` already.
-    beside[-1] = beside[-2]
+    beside[-1] = beside[-2]  # what the block itself leaves is in its `live_bytes` already
     needs = (int((option.live_bytes + beside).max()) for option in table)
     return [
         BlockChoice(option.saved_bytes, need_bytes, option.extra_us, option.below_bytes)
@@ -213,8 +211,7 @@ def compose(
     steps: list[npt.NDArray[np.int16]] = []
     for table in choices:
         following = np.full_like(best_us, np.inf)
-        # One grid for each block stays for the way back.
-        step = np.full(grid.shape, -1, np.int16)
+        step = np.full(grid.shape, -1, np.int16)  # one grid for each block stays for the way back
         for i, choice in enumerate(table):
             shift = grid.shift(choice)
             ends = [size - by for size, by in zip(grid.shape, shift, strict=True)]
@@ -244,8 +241,7 @@ class _Grid(NamedTuple):
         units, shape = [unit], [room_bytes // unit + 1]
         for tier, most_bytes in enumerate(below_bytes):
             wanted = sum(max(choice.below_bytes[tier] for choice in table) for table in choices)
-            # One place is enough where all fits.
-            unit = max(-(-most_bytes // _BELOW_SLOTS), 1)
+            unit = max(-(-most_bytes // _BELOW_SLOTS), 1)  # one place is enough where all fits
             units.append(unit if wanted > most_bytes else 0)
             shape.append(most_bytes // unit + 1 if wanted > most_bytes else 1)
         return cls((units[0], units[1], units[2]), (shape[0], shape[1], shape[2]))

@@ -71,8 +71,7 @@ class Hierarchical:
 
     def first(self, search: Search, *, is_thorough: bool) -> None:
         """Offer blocks of one repetition; if `is_thorough`, go on as `solve` does."""
-        # The caller's message is about its own search, not about blocks.
-        message = search.message
+        message = search.message  # the caller's message is about its own search, not about blocks
         if is_thorough:
             self._run(search)
         elif (layers := self._layers(search, 1)) is not None:
@@ -139,8 +138,7 @@ class Hierarchical:
                 search.say(f"solving the block from {search.graph.ops[block.start].name} on")
                 small = block_graph(search.problem, reads, block)
                 found[shape] = block_options(small, self.limits, lambda: search.left_s)
-                # The clock cut this table short.
-                if search.left_s > 0:
+                if search.left_s > 0:  # the clock cut this table short
                     known[shape] = found[shape]
         return known | found
 
@@ -151,8 +149,7 @@ class Hierarchical:
         room_bytes = search.budget_bytes - search.problem.resident_bytes
         for part in _PARTS:
             chosen = compose(choices, int(part * room_bytes), self.slots)
-            # Smaller parts fit nothing either.
-            if chosen is None or search.out_of_time():
+            if chosen is None or search.out_of_time():  # smaller parts fit nothing either
                 return False
             picked = [table[i] for (_, table), i in zip(layers, chosen, strict=True)]
             state = _expanded(search.problem, layers, picked)
@@ -172,8 +169,7 @@ def _expanded(
         for stage, again in zip(stages_of_block(block), option.recomputed, strict=True):
             for op in again:
                 place = block.start + op
-                # Ops behind the turn, which is no op of the step.
-                if op > n_forward:
+                if op > n_forward:  # ops behind the turn, which is no op of the step
                     place = block.back_start + op - n_forward - 1
                 recomputed[stage].append(place)
     return State.from_recomputed(problem, recomputed)

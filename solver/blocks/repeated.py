@@ -34,8 +34,7 @@ def _periodic_run(classes: Ints, crossing: Sequence[int]) -> list[int]:
     best: tuple[int, int, int, int] | None = None
     for period in _periods(classes):
         start, length = _longest_run(classes[:-period] == classes[period:])
-        # Comparing ops a period apart leaves out the last repetition.
-        length += period
+        length += period  # comparing ops a period apart leaves out the last repetition
         step = period * -(-_LEAST_OPS // period)
         count = length // step
         if count >= 2 and (best is None or (count * step, count) > best[:2]):
@@ -56,8 +55,7 @@ def _phase(start: int, length: int, step: int, crossing: Sequence[int]) -> list[
             break
         places = [start + offset + i * step for i in range(count + 1)]
         score = sum(crossing[place] for place in places) / len(places)
-        # A block fewer is taken only if that halves the bytes.
-        score *= 1 if count == most else 2
+        score *= 1 if count == most else 2  # a block fewer is taken only if that halves the bytes
         if best is None or score < best[0]:
             best = score, places
     return best[1] if best else []
@@ -207,8 +205,7 @@ def _backward_cuts(problem: Problem, reads: Reads, ends: Sequence[int]) -> list[
     votes = Counter(vote for first in firsts for vote in _sides(keys, first))
     places = [problem.n_forward]
     for (low, high), first in zip(gaps, firsts, strict=True):
-        # No boundary votes for itself.
-        own = Counter(_sides(keys, first))
+        own = Counter(_sides(keys, first))  # no boundary votes for itself
         likeness = {
             at: sum(votes[side] - own[side] for side in _sides(keys, at))
             # Cuts come in the order of their boundaries.

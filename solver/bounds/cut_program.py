@@ -74,8 +74,7 @@ class CutProgram:
         found: list[list[int]] = []
         following: list[int] = []
         for k in reversed(range(len(self.cuts))):
-            # What later intervals may want passes here.
-            seen = dict.fromkeys(self.wanted_in(k))
+            seen = dict.fromkeys(self.wanted_in(k))  # what later intervals may want passes here
             old = (v for v in following if self.problem.producer[v] <= self.cuts[k])
             seen.update(dict.fromkeys(old))
             following = sorted(self._upstream(list(seen), self.free_at(k)))
@@ -107,8 +106,7 @@ class CutProgram:
         for v in values:
             if v in free:
                 continue
-            # In the caller's hands.
-            lower = 1.0 if is_backward and v in problem.held else 0.0
+            lower = 1.0 if is_backward and v in problem.held else 0.0  # in the caller's hands
             carried[v] = self.program.variable(lower=lower, integer=is_whole)
             op = problem.producer[v]
             if not problem.no_recompute[op] and op not in again:

@@ -53,8 +53,7 @@ class LazyCuts:
     is_done: bool = False
     # Solve without tolerance: the point fits, so no further cut replaces the program.
     is_exact: bool = False
-    # Cuts go from `begin` to `end` - 1; no stage after `end` counts.
-    begin: int = 0
+    begin: int = 0  # cuts go from `begin` to `end` - 1; no stage after `end` counts
     end: int | None = None
     # (t, last, least): intervals of cuts from t to before `last` take at least so many us.
     floors: tuple[_Floor, ...] = ()
@@ -83,8 +82,7 @@ class LazyCuts:
         start = None
         if solution.values is not None:
             problem = self.problem
-            # The program carries nothing for later stages.
-            if self.end is not None:
+            if self.end is not None:  # the program carries nothing for later stages
                 later = ((),) * (problem.n_ops - self.end)
                 problem = replace(problem, needs=(*problem.needs[: self.end + 1], *later))
             start = State.from_recomputed(problem, expand(solution))
@@ -108,14 +106,12 @@ class LazyCuts:
         return False
 
     def _add_at(self, state: State, stage: int) -> bool:
-        # One before a cut lets its stage stand alone.
-        for place in (stage, stage - 1):
+        for place in (stage, stage - 1):  # one before a cut lets its stage stand alone
             if place >= self.begin and place not in self.cuts:
                 self.cuts = tuple(sorted((*self.cuts, place)))
                 self.added = (*self.added, place)
                 return True
-        # Alone, what runs again inside it takes the memory.
-        op = fullest_op(
+        op = fullest_op(  # alone, what runs again inside it takes the memory
             self.problem, state.rows[stage], state.rows[stage + 1], stage,
             state.stages[stage].recomputed,
         )  # fmt: skip

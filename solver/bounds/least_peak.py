@@ -94,8 +94,7 @@ class _Regression:
         waiting: dict[int, None] = {}
         for t in range(n_ops + 1):
             live = {*problem.needs[t], *(v for v in waiting if last_need[v] > t)}
-            # The caller has them once forward has ended.
-            if t >= problem.n_forward:
+            if t >= problem.n_forward:  # the caller has them once forward has ended
                 live.update(self.held)
             if t < n_ops:
                 # What pinned ops made waits for its last need.
@@ -118,8 +117,7 @@ class _Regression:
             self.best_bytes = max(self.best_bytes, waiting[0].peak_bytes)
             state = heapq.heappop(waiting)
             before = self._before(state.live, state.op)
-            # A schedule can begin there, so nothing more is proved from this moment.
-            if not before:
+            if not before:  # a schedule can begin there, so nothing more is proved from this moment
                 return count
             if before not in seen:
                 seen.add(before)
@@ -141,11 +139,9 @@ class _Regression:
                 continue
             made = [v for v in problem.outputs[op] if v in live]
             fresh = {u for u in problem.inputs[op] if u not in live}
-            # The caller holds what forward returned.
-            if op >= problem.n_forward or n_late:
+            if op >= problem.n_forward or n_late:  # the caller holds what forward returned
                 fresh.update(h for h in self.held if h not in live or h in made)
-            # What it made was live before it ran too, so nothing is won.
-            if fresh.issuperset(made):
+            if fresh.issuperset(made):  # what it made was live before it ran too, so nothing is won
                 continue
             total_bytes = live_bytes - self._bytes(made) + self._bytes(fresh)
             need_bytes = max(peak_bytes, total_bytes + problem.own_bytes[op], self.best_bytes)

@@ -49,8 +49,7 @@ def spread_budgets(
     lost = solve_within(graph, 0, time_limit_s=time_limit_s, **pins)
     least_bytes = lost.least_feasible_bytes or least_needed_bytes(Problem.of(graph))
     room_bytes = max(high_bytes - least_bytes, 0)
-    # One budget is the unmodified peak.
-    parts = range(count) if count > 1 else [1]
+    parts = range(count) if count > 1 else [1]  # one budget is the unmodified peak
     asked = {high_bytes - room_bytes + room_bytes * k // max(count - 1, 1) for k in parts}
     least = at_least_budget(graph, lost)
     return sorted(asked), [] if least is None else [least]
@@ -87,8 +86,7 @@ def sweep_budgets(
         asked = sorted(set(budgets))
         if not asked or asked[0] < 0:
             raise SolverError(f"budgets must be one or more sizes in bytes, not {asked}")
-        # Workers take too long to begin after Ctrl-C.
-        if jobs == 1 or is_interrupted():
+        if jobs == 1 or is_interrupted():  # workers take too long to begin after Ctrl-C
             found = _one_by_one(graph, asked, solver, options, clock, progress)
         else:
             found = _side_by_side(graph, asked, solver, options, clock, jobs)
@@ -108,8 +106,7 @@ def _one_by_one(
     clock: Clock, progress: BudgetsDone | None,
 ) -> list[Result]:  # fmt: skip
     found: list[Result] = []
-    # A schedule that runs nothing again serves all looser budgets.
-    for budget_bytes in budgets:
+    for budget_bytes in budgets:  # a schedule that runs nothing again serves all looser budgets
         if progress:
             progress(len(found), len(budgets))
         last = found[-1] if found else None
@@ -125,8 +122,7 @@ def _one_by_one(
                     solve_within(graph, budget_bytes, solver, time_limit_s=part_s, **options)
                 )
             except KeyboardInterrupt:
-                # From outside of a search, which would have ended with its best.
-                note_interrupt()
+                note_interrupt()  # from outside of a search, which would have ended with its best
                 found.append(_untried(graph, solver, budget_bytes))
     return found
 
@@ -154,8 +150,7 @@ def _side_by_side(
     graph: TrainingGraph, budgets: Sequence[int], solver: str, options: dict[str, Any],
     clock: Clock, jobs: int,
 ) -> list[Result]:  # fmt: skip
-    # joblib ships no types, and one job needs none.
-    joblib: Any = importlib.import_module("joblib")
+    joblib: Any = importlib.import_module("joblib")  # joblib ships no types, and one job needs none
     at_once = min(joblib.effective_n_jobs(jobs), len(budgets))
     # So many run at a time: each has that much more.
     each_s = max(clock.left_s, 0.0) * at_once / len(budgets)
@@ -176,8 +171,7 @@ def _side_by_side(
 
 @contextlib.contextmanager
 def _workers_in_safe_paths() -> Generator[None]:
-    # The working folder may hold a joblib.py.
-    name = "PYTHONSAFEPATH"
+    name = "PYTHONSAFEPATH"  # the working folder may hold a joblib.py
     before = os.environ.get(name)
     os.environ[name] = "1"
     try:
@@ -199,8 +193,7 @@ def merge_results(
     )
     bound_us = 0.0
     best: list[Result] = []
-    # A bound holds at every smaller budget.
-    for own in reversed(found):
+    for own in reversed(found):  # a bound holds at every smaller budget
         bound_us = max(bound_us, own.lower_bound_us)
         fits = (result for result in known if result.peak_bytes <= own.budget_bytes)
         best.append(_adopting(graph, own, next(fits, None), bound_us))

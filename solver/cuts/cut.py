@@ -116,8 +116,7 @@ def begin(
         offer_first(search, plain, is_patient=not has_start, with_policies=with_policies)
     if not is_repaired and search.best is None and not has_start:
         offer_climbed(search, first)
-    # With a schedule to improve on, or other starts behind, one more will do.
-    if not has_start:
+    if not has_start:  # with a schedule to improve on, or other starts behind, one more will do
         _offer_targets(search, place, gap)
     return lazy
 

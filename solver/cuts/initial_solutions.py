@@ -37,8 +37,7 @@ _WORKERS = 2
 
 def offer_budget_continuation(search: Search, plain: State, *, is_patient: bool) -> None:
     """Come down from the peak; `is_patient` goes on where the way is hard."""
-    # Where nothing fits there is no way.
-    prove_nothing_fits(search)
+    prove_nothing_fits(search)  # where nothing fits there is no way
     end_s = search.left_s - stopping.BUDGET_CONTINUATION.of(search.left_s)
     peak_bytes = int(plain.peak_bytes.max())
     way_bytes = peak_bytes - search.budget_bytes
@@ -70,8 +69,7 @@ def _repaired(search: Search, start: State, limit_bytes: int) -> State | None:
         state = start.copy()
         most_work = stopping.CONTINUATION_REPAIR.from_now(search.work)
         if Repair(state, limit_bytes, power, search, most_work=most_work).run():
-            # Repair drops more than it must.
-            fill(state, limit_bytes, search)
+            fill(state, limit_bytes, search)  # repair drops more than it must
             if best is None or state.cost_us < best.cost_us:
                 best = state
     return best
@@ -96,8 +94,7 @@ _LEAST_TARGETS = (0.05, 0.2)  # of the room from the largest working set to the 
 
 def offer_least_peak(search: Search, plain: State) -> None:
     """Name the least peak known, or take its schedule if it fits after all."""
-    # The ways down may take all the time: so much is known at once.
-    if search.is_large:
+    if search.is_large:  # the ways down may take all the time: so much is known at once
         search.offer_least(plain)
     prove_nothing_fits(search)
     if search.out_of_time():
@@ -112,8 +109,7 @@ def offer_least_peak(search: Search, plain: State) -> None:
 
 
 def _least_peak_starts(search: Search, plain: State) -> Iterator[State]:
-    # A long way on large graphs: it begins where blocks keep the least.
-    if search.is_large:
+    if search.is_large:  # a long way on large graphs: it begins where blocks keep the least
         yield from Hierarchical().least_states(search)
     yield plain
     problem = search.problem
@@ -136,8 +132,7 @@ def _repair_ever_lower(search: Search, state: State, power: float) -> None:
         peak_bytes = int(state.peak_bytes.max())
         search.offer_least(state)
         if not Repair(state, peak_bytes - max(peak_bytes // 50, 1), power, search).run():
-            # It may have come lower before it failed.
-            search.offer_least(state)
+            search.offer_least(state)  # it may have come lower before it failed
             return
 
 

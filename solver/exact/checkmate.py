@@ -83,8 +83,7 @@ class StagedProgram:
 
     def freeable(self, row: _Row, op: int) -> tuple[int, ...]:
         """Values that may be freed right after `op` ran."""
-        # The row ends with its own op: what is not carried on is gone anyway.
-        if op == row.stage:
+        if op == row.stage:  # the row ends with its own op: what is not carried on is gone anyway
             return ()
         return (*self.problem.inputs[op], *self.problem.outputs[op])
 
@@ -158,8 +157,7 @@ class StagedProgram:
                 self.program.row([(index, 1.0), (self.runs[row.index, op], -1.0)], upper=0.0)
                 for other in self.blockers(row, op, v):
                     self.program.row([(index, 1.0), (other, 1.0)], upper=1.0)
-                # What the step returns stays to its end.
-                if self.is_end_output(row, v):
+                if self.is_end_output(row, v):  # what the step returns stays to its end
                     self.program.upper[index] = 0.0
 
     def is_end_output(self, row: _Row, v: int) -> bool:
@@ -190,8 +188,7 @@ class StagedProgram:
 
     def extra_time(self, *, lower_us: float, upper_us: float) -> None:
         """Bound the objective: time beyond one run of each op."""
-        # Times are sums of floats: without slack, rounding could cut off the optimum.
-        slack = 1e-6
+        slack = 1e-6  # times are sums of floats: without slack, rounding could cut off the optimum
         terms = [(i, cost) for i, cost in enumerate(self.program.objective) if cost]
         lower = max(lower_us, 0.0) / self.cost_unit_us * (1 - slack)
         upper = upper_us / self.cost_unit_us * (1 + slack) + slack

@@ -96,11 +96,9 @@ class _StateSpace:
     def _kept(self, op: int, computed: int, live: int, room_bytes: int) -> Iterator[int]:
         needed, held = self.reads[op], 0
         if not self.forward & ~computed:
-            # In the caller's hands.
-            held = self.returned & self.wanted & live
+            held = self.returned & self.wanted & live  # in the caller's hands
         elif not self.forward & ~(computed | 1 << op):
-            # Forward ends with this op.
-            needed |= self.returned & ~self.writes[op]
+            needed |= self.returned & ~self.writes[op]  # forward ends with this op
         if needed & ~live:
             return
         kept = live & ~(self.writes[op] & ~held)
@@ -206,8 +204,7 @@ def _fastest(space: _StateSpace, budget_bytes: int, search: Search) -> _Walk:
         extra_us, _, node, computed, live = heapq.heappop(queue)
         pops += 1
         if pops % _CHECKS_EVERY == 0 and search.out_of_time():
-            # No open state is better: a bound.
-            return _Walk(None, problem.graph.time_us + extra_us)
+            return _Walk(None, problem.graph.time_us + extra_us)  # no open state is better: a bound
         # Recomputation alone ranks states: the first complete one is optimal.
         if computed == done and not space.wanted & ~live:
             return _Walk(_path(parents, node), problem.graph.time_us + extra_us)

@@ -28,8 +28,7 @@ class Boxes:
     size: Ints
     start: Ints
     end: Ints
-    # Lengths before times were ranked, where times are far apart.
-    stretch: Ints | None = None
+    stretch: Ints | None = None  # lengths before times were ranked, where times are far apart
 
     @classmethod
     def of(cls, buffers: Buffers, alignment_bytes: int) -> Boxes:
@@ -129,8 +128,7 @@ class Sections(NamedTuple):
 
     @property
     def totals(self) -> Ints:
-        # `reduceat` refuses empty arrays.
-        if not len(self.members):
+        if not len(self.members):  # `reduceat` refuses empty arrays
             return np.zeros(0, np.int64)
         return np.add.reduceat(self.size[self.members], self.member_at[:-1])
 
@@ -146,8 +144,7 @@ def overlaps_in(boxes: Boxes) -> int:
     starts, ends = np.sort(boxes.start), np.sort(boxes.end)
     begun = np.searchsorted(starts, boxes.end, side="left")
     ended = np.searchsorted(ends, boxes.start, side="right")
-    # Less the box itself.
-    return int((begun - ended - 1).sum())
+    return int((begun - ended - 1).sum())  # less the box itself
 
 
 def sections_of(boxes: Boxes) -> Sections:

@@ -135,8 +135,7 @@ def _next_candidates(
     # By offset, then rank, so that each layout is met once.
     later = (least > offset) | ((least == offset) & (np.arange(boxes.size) >= rank))
     may = np.flatnonzero(later & (least < ceiling))
-    # Stable, so that ties keep their rank.
-    return may[np.argsort(least[may], kind="mergesort")]
+    return may[np.argsort(least[may], kind="mergesort")]  # stable, so that ties keep their rank
 
 
 OPEN, FOUND, FAILED, OUT_OF_TRIES = 0, 1, 2, 3
@@ -158,8 +157,7 @@ class Preorder(NamedTuple):
 def _ranked(sections: _Arrays, state: _Arrays, keys: Floats, total_key: int, boxes: Ints) -> Ints:
     """`boxes` in preorder; `keys[total_key]` is made here, of what is left."""
     boxes = np.sort(boxes)
-    # Stable sorts, the last key first, rank by all keys.
-    for k in range(keys.shape[0] - 1, -1, -1):
+    for k in range(keys.shape[0] - 1, -1, -1):  # stable sorts, the last key first, rank by all keys
         key = keys[k][boxes]
         if k == total_key:
             for i in range(boxes.size):
@@ -241,8 +239,7 @@ def _search(
         box = int(here[rank])
         offset = int(state[LEAST][box])
         if _overflows(sections, state, box, capacity):
-            # No other box can come below it.
-            if _is_topmost(sections, state, box):
+            if _is_topmost(sections, state, box):  # no other box can come below it
                 frame[_NEXT] = todo.size
             continue
         if used == tries:

@@ -61,8 +61,7 @@ def _peak_first(boxes: Boxes) -> dict[str, Ints]:
 
 
 def _area(boxes: Boxes) -> Floats:
-    # Products may exceed 64 bits.
-    return boxes.length * boxes.size.astype(np.float64)
+    return boxes.length * boxes.size.astype(np.float64)  # products may exceed 64 bits
 
 
 NO_CEILING = 1 << 62
@@ -128,8 +127,7 @@ def _stand(shelf: _Shelf, boxes: Boxes, given: Ints, order: Ints) -> None:
     stands = np.ones(len(boxes), np.bool_)
     stands[order] = False
     standing = np.flatnonzero(stands)
-    # A shelf is sorted by offset.
-    standing = standing[np.argsort(given[standing], kind="stable")]
+    standing = standing[np.argsort(given[standing], kind="stable")]  # a shelf is sorted by offset
     n = standing.size
     shelf.low[:n], shelf.high[:n] = given[standing], given[standing] + boxes.size[standing]
     shelf.start[:n], shelf.end[:n] = boxes.start[standing], boxes.end[standing]
@@ -190,8 +188,7 @@ class _Arena:
         self.offsets[box], self.start[box] = offset, start
         if ejected.size:
             self.penalty[box] = min(_GROWTH * self.penalty[box], MOST_PENALTY)
-            # Never live, so in nobody's way.
-            self.start[ejected] = _NEVER
+            self.start[ejected] = _NEVER  # never live, so in nobody's way
             for other in ejected.tolist():
                 heapq.heappush(self.waiting, (self.rank[other], other))
 
@@ -221,8 +218,7 @@ def _cheapest(
     begun = np.searchsorted(low[by_low], places + size, side="left")
     ended = np.searchsorted(high[by_high], places, side="right")
     penalties = _sums(penalty[by_low])[begun] - _sums(penalty[by_high])[ended]
-    # Sums in two orders differ in the last bits.
-    penalties[begun == ended] = 0
+    penalties[begun == ended] = 0  # sums in two orders differ in the last bits
     return int(places[(penalties * (1 + _NOISE * source.random(penalties.size))).argmin()])
 
 
@@ -308,8 +304,7 @@ def insertion_annealing(
         best_top = _anneal_chunk(*columns, order, best, best_top, picks, noise, goal)
         if best_top <= goal:
             break
-    # Falling anew, boxes may come to lie higher.
-    if best_top == boxes.top(offsets):
+    if best_top == boxes.top(offsets):  # falling anew, boxes may come to lie higher
         return offsets
     heights = np.empty(n, np.int64)
     stacked(*columns, best, 0, np.empty(n + 1, np.int64), heights)

@@ -58,8 +58,7 @@ def dive(
     for preorder in preorders:
         outcome, offsets, more = search.run(capacity, preorder, min(share, tries - used))
         used += more
-        # A search that ends without a layout has seen all of them.
-        if outcome in (FOUND, FAILED):
+        if outcome in (FOUND, FAILED):  # a search that ends without a layout has seen all of them
             return _Fitted(offsets if outcome == FOUND else None, preorder, used, outcome == FAILED)
         if used == tries:
             break
@@ -173,8 +172,7 @@ def _check_offsets_exist(buffers: Buffers, alignment_bytes: int) -> None:
 def _place(boxes: Boxes) -> _PlacedOffsets:
     is_large = boxes.size * SMALL_PART >= boxes.load
     low_enough = boxes.load + boxes.load // SLACK_PART
-    # On top of these, small ones are low enough without any hole.
-    large = boxes.those(is_large)
+    large = boxes.those(is_large)  # on top of these, small ones are low enough without any hole
     goal = max(large.load, low_enough - boxes.those(~is_large).load)
     found = _PlacedOffsets(*heuristics.greedy(large, goal))
     whole = _with_small(boxes, is_large, found, low_enough)
@@ -191,8 +189,7 @@ def _searched(boxes: Boxes, best: _PlacedOffsets, goal: int) -> _PlacedOffsets:
     searches = Searches(boxes)
     for part in _RELAXED:
         capacity = goal + int(part * boxes.load)
-        # What there is already is no higher.
-        if capacity >= boxes.top(best.offsets):
+        if capacity >= boxes.top(best.offsets):  # what there is already is no higher
             break
         found = searches.within(capacity, is_relaxed=part > 0)
         if found is not None:

@@ -66,8 +66,7 @@ def candidate_stages(
             wanted.update(dict.fromkeys(present.get(reader, ())))
             wanted.update(dict.fromkeys(stages_of.get(reader, ())))
         found = sorted(t for t in wanted if t > op)
-        # There its inputs are touched anyway.
-        ends = sorted({last[v] for v in problem.inputs[op]})
+        ends = sorted({last[v] for v in problem.inputs[op]})  # there its inputs are touched anyway
         found = _thinned_events(found, most) + [t for t in ends if op < t < problem.n_ops]
         stages_of[op] = sorted({*found, *present.get(op, ())})
     return stages_of
@@ -181,8 +180,7 @@ class EventBuilder:
             must = v in problem.held and self.events[following][0] >= problem.n_forward
             if is_settled or must:
                 gap = _ALWAYS if hints[i] or must else _NEVER
-            # A fixed run reads it.
-            elif reads[i + 1] and self.literal[following] == _ALWAYS:
+            elif reads[i + 1] and self.literal[following] == _ALWAYS:  # a fixed run reads it
                 gap = _ALWAYS
             else:
                 gap = program.variable(0.0, hints[i])
@@ -237,8 +235,7 @@ class EventBuilder:
                 terms.append((self.literal[e], own_bytes))
             if room < 0:
                 program.is_empty = True
-            # It cannot bind.
-            if sum(size_bytes for _, size_bytes in terms) > room:
+            if sum(size_bytes for _, size_bytes in terms) > room:  # it cannot bind
                 program.rows.append((terms, room))
 
 
@@ -277,8 +274,7 @@ class RunningSolvers:
         return not self._stopped
 
     def stop(self) -> None:
-        # First, so that none begins behind the loop.
-        self._stopped = True
+        self._stopped = True  # first, so that none begins behind the loop
         for solver in self._solvers:
             solver.stop_search()
 
@@ -297,12 +293,10 @@ def solve_events(
     solver = api.CpSolver()
     if model is None or not running.add(solver):
         return Tried(None, True)
-    # Several would race, and a seed not fix the outcome.
-    solver.parameters.num_workers = 1
+    solver.parameters.num_workers = 1  # several would race, and a seed not fix the outcome
     solver.parameters.random_seed = effort.seed
     solver.parameters.linearization_level = 2
-    # Ctrl-C is Python's to hear.
-    solver.parameters.catch_sigint_signal = False
+    solver.parameters.catch_sigint_signal = False  # Ctrl-C is Python's to hear
     solver.parameters.max_deterministic_time = effort.deterministic
     solver.parameters.max_time_in_seconds = max(effort.seconds, 0.01)
     solver.parameters.cp_model_probing_level = 0
@@ -314,8 +308,7 @@ def solve_events(
         return Tried(None, finished, spent)
     chosen = {event for x, event in program.run_of.items() if solver.boolean_value(variables[x])}
     runs = _merged(base, fixed, chosen)
-    # The program counts in rounded units.
-    is_cheaper = again_us(program.problem, runs) < below_us
+    is_cheaper = again_us(program.problem, runs) < below_us  # the program counts in rounded units
     return Tried(runs if is_cheaper else None, finished, spent)
 
 
@@ -341,8 +334,7 @@ def _model(
     if room_us <= 0:
         return None, variables
     if math.isfinite(room_us):
-        # Strictly less, in whole units.
-        model.add(objective <= math.ceil(room_us / unit_us) - 1)
+        model.add(objective <= math.ceil(room_us / unit_us) - 1)  # strictly less, in whole units
     model.minimize(objective)
     return model, variables
 
@@ -360,8 +352,7 @@ def _row(
     api: Any, model: Any, variables: list[Any], terms: Sequence[tuple[int, int]], room: int
 ) -> None:
     sizes = [size_bytes for _, size_bytes in terms]
-    # Smaller coefficients for the same row.
-    unit = math.gcd(*sizes) or 1
+    unit = math.gcd(*sizes) or 1  # smaller coefficients for the same row
     total = api.LinearExpr.weighted_sum(
         [variables[x] for x, _ in terms], [size_bytes // unit for size_bytes in sizes]
     )

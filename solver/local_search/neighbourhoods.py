@@ -84,8 +84,7 @@ class LargeNeighbourhoods:
         if is_whole and all_finished and not better:
             # All ops at all stages.
             self.is_exhausted = self.most_stages >= self.search.problem.n_ops
-            # All ops, but at few stages.
-            self.most_stages *= 2
+            self.most_stages *= 2  # all ops, but at few stages
             self.size = _FIRST_SIZE
         return max(found.effort for found in outcomes)  # they ran side by side
 

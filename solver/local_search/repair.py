@@ -46,8 +46,7 @@ class Repair:
     limit_bytes: int
     power: float  # of the overload that a drop removes, in its score
     search: Search
-    # A value, and the stage that ends a gap of it that stays.
-    spared: tuple[int, int] | None = None
+    spared: tuple[int, int] | None = None  # a value, and the stage that ends a gap of it that stays
     most_work: float = float("inf")  # that `search.work` may come to
 
     def run(self) -> bool:
@@ -91,14 +90,12 @@ class Repair:
     def _rankings(self, worst: int, over: Bytes) -> Iterator[list[tuple[float, GapMove]]]:
         """The `_TRIALS` moves of least score; if none of them helps, the next ones, and so on."""
         yield sorted(self._estimates(worst, over, _TRIALS))[:_TRIALS]
-        # Only where the first do not help.
-        ranked = sorted(self._estimates(worst, over))
+        ranked = sorted(self._estimates(worst, over))  # only where the first do not help
         for first in range(_TRIALS, len(ranked), _TRIALS):
             yield ranked[first : first + _TRIALS]
 
     def _score(self, cost_us: float, relief_bytes: int) -> float:
-        # Without cost relief counts; the tiny term tells such moves apart.
-        if cost_us <= 0:
+        if cost_us <= 0:  # without cost relief counts; the tiny term tells such moves apart
             return cost_us * relief_bytes - relief_bytes / (1 << 50)
         return cost_us / relief_bytes**self.power
 
@@ -183,8 +180,7 @@ def carriable(state: State, op: int, stage: int) -> list[tuple[int, int]]:
 def _drop_cost_us(state: State, move: GapMove, most_us: float) -> float | None:
     """What the drop makes its stage run again; None if pinned, or more than `most_us`."""
     row = state.rows[move.stage]
-    # Put back below: no copy of the row.
-    row[move.v] = 0
+    row[move.v] = 0  # put back below: no copy of the row
     try:
         return closure_cost_us(
             state.problem, row, move.v, move.stage, state.stages[move.stage].recomputed, most_us
@@ -202,8 +198,7 @@ def _try_move(state: State, move: GapMove, over: Bytes, limit_bytes: int) -> _Tr
         new_before, new_stage = state.replay(before), state.replay(stage)
         state.rise_bytes[before] = new_before.rise_bytes
         state.rise_bytes[stage] = new_stage.rise_bytes
-        # Outside of the gap nothing changes.
-        part = slice(before, stage + 1)
+        part = slice(before, stage + 1)  # outside of the gap nothing changes
         now = state.entry_bytes[part] + state.rise_bytes[part]
         limit = limit_bytes - state.problem.resident_bytes
         overload = int(np.maximum(now - limit, 0).sum() - over[part].sum())
@@ -243,8 +238,7 @@ def fill(state: State, limit_bytes: int, search: Search) -> None:
         savings = sorted(_savings(state, limit_bytes), reverse=True)
         search.work += len(savings)
         for saving_us, move in savings:
-            # Savings are upper estimates.
-            if best is not None and saving_us <= best[0]:
+            if best is not None and saving_us <= best[0]:  # savings are upper estimates
                 break
             trial = _try_move(state, move, over, limit_bytes)
             search.work += _work_of(trial)
@@ -307,8 +301,7 @@ def _worth_carrying(state: State, search: Search) -> list[tuple[float, GapMove]]
     nothing = np.zeros_like(state.entry_bytes)
     found: list[tuple[float, GapMove]] = []
     for move in _carriages(state, range(len(state.stages))):
-        # The repair sees to what does not fit.
-        trial = _try_move(state, move, nothing, 1 << 60)
+        trial = _try_move(state, move, nothing, 1 << 60)  # the repair sees to what does not fit
         search.work += _work_of(trial)
         if trial is not None and trial.cost_us < 0:
             found.append((trial.cost_us / max(state.problem.size_bytes[move.v], 1), move))

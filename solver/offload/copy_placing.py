@@ -51,10 +51,8 @@ class _PlacingRound:
     links: Links
     size: dict[str, int]
     clock_us: _Times  # the device's clock before each item, and at the end
-    # While each item runs, less what is in flight.
-    room_bytes: Bytes
-    # Of values that go down; by default that of their making.
-    order: tuple[str, ...] = ()
+    room_bytes: Bytes  # while each item runs, less what is in flight
+    order: tuple[str, ...] = ()  # of values that go down; by default that of their making
 
     @cached_property
     def down(self) -> dict[str, int]:
@@ -230,8 +228,7 @@ def place_copies(
     best: PlacedSchedule | None = None
     clock_us = untimed_clock(graph, base)
     size = _sizes(graph, base)
-    # Each round is timed by the clock of the one before.
-    for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS):  # each round is timed by the clock of the one before
         one = _PlacingRound(base, links, size, clock_us, budget_bytes - base.live_bytes, order)
         transfers = one.transfers()
         if any(transfer.leaves <= one.down[transfer.off_span.value] for transfer in transfers):

@@ -56,8 +56,7 @@ def with_fetches(
     inputs, cost_us = list(problem.inputs), list(problem.cost_us)
     no_recompute = list(problem.no_recompute)
     for op in ops:
-        # A pin forbids no arrival.
-        inputs[op], no_recompute[op] = (), False
+        inputs[op], no_recompute[op] = (), False  # a pin forbids no arrival
         # The way back: a repair fetches no value oftener than it pays.
         cost_us[op] = cost_factor * problem.output_bytes[op] / links.h2d.bytes_per_us
     return dataclasses.replace(
@@ -105,8 +104,7 @@ def most_by_stage(graph: TrainingGraph, ran: Iterable[str], found_bytes: Iterabl
     stage = 0
     for op, size_bytes in zip(ran, found_bytes, strict=True):
         most[stage] = max(most[stage], size_bytes)
-        # The first run of its op ends a stage.
-        stage += graph.op_index.get(op) == stage
+        stage += graph.op_index.get(op) == stage  # the first run of its op ends a stage
     return most
 
 

@@ -150,8 +150,7 @@ def arrivals_and_runs(problem: Problem, schedule: Schedule) -> list[list[int]]:
                 following += 1
             else:
                 stages[following].append(op)
-    # The end alone reads these.
-    stages[problem.n_ops] += [producer[v] for v in waiting]
+    stages[problem.n_ops] += [producer[v] for v in waiting]  # the end alone reads these
     return [list(dict.fromkeys(stage)) for stage in stages]
 
 
@@ -200,8 +199,7 @@ class _JointSearch:
         is_first = len(self.cuts) == 1
         parts = _PARTS if is_first else _PARTS[: 1 if self.search.is_large else 2]
         ways = [self.links]
-        # NVMe may be too slow for the program's point.
-        if self.links.nvme_bytes:
+        if self.links.nvme_bytes:  # NVMe may be too slow for the program's point
             ways.append(msgspec.structs.replace(self.links, write=None, read=None, nvme_bytes=0))
         for links, part in product(ways, parts):
             if self.search.is_open(self.gap):
@@ -228,8 +226,7 @@ class _JointSearch:
         ops = frozenset(search.problem.producer[v] for v in made.copied(found.values, made.fetched))
         if part == _PARTS[0] and links is self.links:
             state = self._state(found, ops, WEIGHINGS[0])
-            # In all the room: the next cut is for the real budget.
-            if state is not None:
+            if state is not None:  # in all the room: the next cut is for the real budget
                 over = state.peak_bytes - search.budget_bytes
                 self.crowded = over + flight_of(state, ops, self.links)
         if not self._offer(found, ops, links):
@@ -384,13 +381,11 @@ class JointOffload:
             search.offer_schedule(found.least_schedule, or_least=True)
         if found.schedule is None and found.status == "time limit":
             search.cut_short = True
-        # It took Ctrl-C as its own end.
-        if found.message.startswith(INTERRUPTED):
+        if found.message.startswith(INTERRUPTED):  # it took Ctrl-C as its own end
             raise KeyboardInterrupt
 
     def _alone(self, graph: TrainingGraph, budget_bytes: int, limit_s: float) -> Result:
-        # Its bounds do not hold with copies.
-        made = make_solver(
+        made = make_solver(  # its bounds do not hold with copies
             "auto", gap=self.gap, seed=self.seed, workers=self.workers, time_limit_s=limit_s,
             progress=None if can_copy(graph) else self.progress,
         )  # fmt: skip

@@ -56,10 +56,8 @@ class _LinkWindows:
     cuts: tuple[int, ...]
     unit_us: float
     again: list[dict[int, int]]  # by interval, the variables of ops that run again there
-    # By interval, from -1 on, its time beyond first runs and `again`.
-    waits: dict[int, int]
-    # Without, a window holds for any link.
-    with_latency: bool
+    waits: dict[int, int]  # by interval, from -1 on, its time beyond first runs and `again`
+    with_latency: bool  # without, a window holds for any link
     begin_us: list[float] = field(init=False)  # when op t would begin if every op ran once
     extra: dict[int, int] = field(default_factory=dict[int, int], init=False)
     reads: dict[int, dict[int, int]] = field(default_factory=dict[int, dict[int, int]], init=False)
@@ -190,8 +188,7 @@ class JointCut(CutProgram):
     def _may_leave(self, k: int, v: int) -> bool:
         """Whether v may be off the device at cut k, and come back."""
         problem = self.problem
-        # In the caller's hands.
-        if self.cuts[k] >= problem.n_forward and v in problem.held:
+        if self.cuts[k] >= problem.n_forward and v in problem.held:  # in the caller's hands
             return False
         least_bytes = self.least_bytes if self.is_start else 1
         return problem.size_bytes[v] >= least_bytes and (not self.is_start or self.can_move[v])
@@ -225,8 +222,7 @@ class JointCut(CutProgram):
 
     def _room_row(self, terms: list[tuple[int, int, float]], room_bytes: float) -> None:
         sizes = [(index, sign * self.problem.size_bytes[v]) for index, v, sign in terms]
-        # It cannot bind.
-        if sum(size for _, size in sizes if size > 0) <= room_bytes:
+        if sum(size for _, size in sizes if size > 0) <= room_bytes:  # it cannot bind
             return
         unit = max(room_bytes, 1) / ROW_SCALE
         row = [(i, max(min(size / unit, MOST_SIZE), -MOST_SIZE)) for i, size in sizes]
@@ -243,8 +239,7 @@ class JointCut(CutProgram):
             windows.back(k, self.fetched, links.h2d)
             if self.has_nvme and links.write is not None and links.read is not None:
                 windows.out(k, self.spilled[k], links.write)
-                # One cut may find on NVMe what the next finds on the host.
-                if len(self.cuts) == 1:
+                if len(self.cuts) == 1:  # one cut may find on NVMe what the next finds on the host
                     windows.back(k, self.spilled, links.read)
 
     def _rounded_cost_us(self, answer: MipSolution) -> float:

@@ -117,8 +117,7 @@ def offer_state(search: Search, start: State, hosted: Hosted, links: Links, powe
     fill(state, search.budget_bytes, search)
     if _is_stalled(search, state, hosted, links):
         flight = flight_of(state, hosted.ops, links)
-        # Bytes in flight count as carried in, stage by stage.
-        state.entry_bytes += flight
+        state.entry_bytes += flight  # bytes in flight count as carried in, stage by stage
         try:
             is_repaired = Repair(state, search.budget_bytes, power, search).run()
         finally:

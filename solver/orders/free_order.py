@@ -167,8 +167,7 @@ class FreeOrder:
         try:
             self._run()
         except KeyboardInterrupt:
-            # Nothing is there to return.
-            if not self.attempts.made:
+            if not self.attempts.made:  # nothing is there to return
                 raise
             note_interrupt()
             self.attempts.is_interrupted = True
@@ -193,8 +192,7 @@ class FreeOrder:
 
     def _is_worth(self, aim: float) -> bool:
         if not aim:
-            # Only to name a least budget.
-            return not self.attempts.has_schedule
+            return not self.attempts.has_schedule  # only to name a least budget
         return not self.attempts.is_infeasible and (aim == 1.0 or len(self.graph.ops) <= _FEW_OPS)
 
     def _is_open(self) -> bool:
@@ -204,8 +202,7 @@ class FreeOrder:
         share = share._replace(progress=self._listener(name))
         result = self.solve_fixed(reordered(self.graph, order), self.budget_bytes, share)
         self.attempts.made.append(_Attempt(name, order, name in _REPEATABLE, result))
-        # It took Ctrl-C as its own end.
-        if result.message.startswith(INTERRUPTED):
+        if result.message.startswith(INTERRUPTED):  # it took Ctrl-C as its own end
             raise KeyboardInterrupt
 
     def _prove(self) -> None:
@@ -283,8 +280,7 @@ class FreeOrder:
 
     def _roomier(self, best: Result, tried: int, limit_s: float) -> reorder.Roomier | None:
         """A start from `best` in another order: in turn with more room, with fewer runs."""
-        # Else annealing would repeat itself.
-        seed = self.seed + tried
+        seed = self.seed + tried  # else annealing would repeat itself
         if tried % 2:
             return reorder.cheaper_start(self.graph, best, seed=seed, time_limit_s=limit_s)
         tightness = _TIGHTNESS[tried // 2 % len(_TIGHTNESS)]

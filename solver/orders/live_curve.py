@@ -69,8 +69,7 @@ class OpFacts:
 
 
 def with_end_of_forward(before: list[list[int]], n_forward: int) -> list[list[int]]:
-    # A few edges in place of quadratically many.
-    end = len(before)
+    end = len(before)  # a few edges in place of quadratically many
     joined = [list(dict.fromkeys(ops)) for ops in before]
     for op in range(n_forward, end):
         joined[op].append(end)

@@ -45,8 +45,7 @@ _FULL_EVERY, _FULL_SHARE = 100, 0.7  # moves between looks at full places; share
 @dataclass(frozen=True, slots=True)
 class _Cooling:
     moves: int
-    # It falls geometrically to the last.
-    hottest_bytes: float
+    hottest_bytes: float  # it falls geometrically to the last
     coldest_bytes: float
     weight: int = 5  # of the peak, in the energy
 
@@ -71,8 +70,7 @@ def _anneal(
         if tried % _FULL_EVERY == 0:
             full = np.flatnonzero(curve.over_bytes).tolist()
         op = _op_to_move(curve, full, source)
-        # The end of forward is no op.
-        move = None if op == n_ops else _draw(curve, op, source)
+        move = None if op == n_ops else _draw(curve, op, source)  # the end of forward is no op
         if move is None:
             continue
         reached = move.overload_bytes + cooling.weight * move.worst_bytes
@@ -245,8 +243,7 @@ def roomier_start(
     problem = Problem.of(graph)
     sequence = ops_of(problem, found.schedule)
     facts = _run_facts(problem, sequence)
-    # Room below the budget for the solve.
-    limit_bytes = int(tightness * found.budget_bytes)
+    limit_bytes = int(tightness * found.budget_bytes)  # room below the budget for the solve
     order = _roomier_order(facts, limit_bytes, _cooling(problem, len(sequence)), seed, time_limit_s)
     if LiveCurve(facts, order, 0).peak_bytes > found.budget_bytes:
         return None
@@ -264,8 +261,7 @@ def cheaper_start(
     runs = ops_of(problem, found.schedule)
     is_better = False
     for _ in range(DROPPED_RUNS.most):
-        # Not the first of their op.
-        seen: set[int] = set()
+        seen: set[int] = set()  # not the first of their op
         repeated = [i for i, op in enumerate(runs) if op in seen or seen.add(op)]
         left_s = clock.left_s
         if not repeated or left_s <= 0:

@@ -67,8 +67,7 @@ class EvictedClasses:
 
     def remove(self, v: int) -> None:
         root = self._find(self._node[v])
-        # The paper's splitting approximation.
-        self._node[v] = -1
+        self._node[v] = -1  # the paper's splitting approximation
         touched = self._touched[root]
         self.cost_us[_keys(touched)] -= self.own_us[v]
         self._class_us[root] -= self.own_us[v]
@@ -138,8 +137,7 @@ class EvictedReach:
         return False
 
     def _forget(self, v: int) -> None:
-        # Sums at the ends of paths through it are forgotten: 0 is a lower bound.
-        self._exact[v] = 0
+        self._exact[v] = 0  # sums at the ends of paths through it are forgotten: 0 is a lower bound
         self.cost_us[v] = 0.0
         for links_of in self._back:
             for u in (u for part in self._walk(v, links_of) for u in part):
@@ -241,8 +239,7 @@ class Policy(ABC):
         values = np.flatnonzero(books.evictable)
         while values.size:
             v = int(values[np.argmin(self.scores(books, values))])
-            # The least is made exact first.
-            if self.around is None or self.around.refresh(v):
+            if self.around is None or self.around.refresh(v):  # the least is made exact first
                 return (v,)
         return ()
 

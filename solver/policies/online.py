@@ -42,8 +42,7 @@ class OnlineRun:
         self.is_over = is_over or (lambda: False)
         self.books = ValueStatistics(problem)
         self.sequence: list[int] = []
-        # Lost ones cannot be made again.
-        self.status: list[_Status] = ["unmade"] * problem.n_values
+        self.status: list[_Status] = ["unmade"] * problem.n_values  # lost ones cannot be made again
         self._stage = 0
         self._live = bytearray(problem.n_values)
         self._fixed = bytearray(problem.n_values)
@@ -83,8 +82,7 @@ class OnlineRun:
 
     def _run_with_inputs(self, t: int) -> None:
         """Run op t, after the ops that make its missing inputs again, depth first."""
-        # No recursion: missing inputs may be as deep as the graph.
-        stack: _Stack = []
+        stack: _Stack = []  # no recursion: missing inputs may be as deep as the graph
         self._open(t, self.problem.needs[t], stack)
         while stack:
             op, reads = stack[-1]
@@ -101,8 +99,7 @@ class OnlineRun:
     def _open(self, op: int, reads: tuple[int, ...], stack: _Stack) -> None:
         stack.append((op, reads))
         for v in reads:
-            # An op in progress reads it.
-            self._locks[v] += 1
+            self._locks[v] += 1  # an op in progress reads it
             self._mark(v)
 
     def _close(self, op: int, reads: tuple[int, ...]) -> None:
@@ -112,8 +109,7 @@ class OnlineRun:
             self._locks[v] -= 1
             self._awaited[v] -= was_planned
             self._mark(v)
-        # Else `_leave` does this.
-        if op < self._stage:
+        if op < self._stage:  # else `_leave` does this
             for v in (*reads, *self.problem.outputs[op]):
                 self._free_if_dead(v)
 
@@ -127,8 +123,7 @@ class OnlineRun:
             if not self._live[v]:
                 continue
             if self._fixed[v]:
-                # It stays, and the run's copy is dropped.
-                copied_bytes += books.size_bytes[v]
+                copied_bytes += books.size_bytes[v]  # it stays, and the run's copy is dropped
             else:
                 self._take_away(v, "unmade")
         made = [v for v in outputs if not self._live[v]]
@@ -204,14 +199,11 @@ class OnlineRun:
         while waiting:
             for u in self._above[waiting.pop()]:
                 if self._live[u] and not self._fixed[u]:
-                    # Once its source is gone it cannot be made again, so it stays.
-                    bound[u] = None
+                    bound[u] = None  # once its source is gone it cannot be made again, so it stays
                 elif self.status[u] == "evicted" and u not in lost:
                     if not self._is_dead(u):
-                        # It is needed.
-                        return False
-                    # Nobody needs it.
-                    lost[u] = None
+                        return False  # it is needed
+                    lost[u] = None  # nobody needs it
                     waiting.append(u)
         # That would pin more than it frees.
         if sum(self.problem.size_bytes[u] for u in bound) > most_bytes:

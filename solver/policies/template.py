@@ -25,8 +25,7 @@ from remat.solver.state import mark_made, recomputed_in, store_all_state
 class Template:
     """What backward finds as forward made it; the rest of forward runs again."""
 
-    # 1 for values that backward finds, 0 for those it makes.
-    kept: bytearray
+    kept: bytearray  # 1 for values that backward finds, 0 for those it makes
     just_in_time: bool = False  # backward makes again only what it reads next, not a whole segment
 
 
@@ -75,8 +74,7 @@ def regions(problem: Problem, again: Sequence[bool], region: Sequence[int]) -> T
             kept[v] = 1
     for op in range(problem.n_forward):
         for v in problem.inputs[op]:
-            # A checkpoint keeps its inputs.
-            if region[problem.producer[v]] != region[op]:
+            if region[problem.producer[v]] != region[op]:  # a checkpoint keeps its inputs
                 kept[v] = 1
     return Template(kept)
 

@@ -90,8 +90,7 @@ class _Choices:
         """Adds to `found` what comes of the choices that could be better than its best."""
         choices = sorted(choices, key=self._hope_us)
         if all(one.schedule is None for one in found):
-            # Where nothing fits, the slowest take the least memory.
-            choices.reverse()
+            choices.reverse()  # where nothing fits, the slowest take the least memory
         for i, chosen in enumerate(choices):
             if self.clock.left_s <= 0 or not self._is_worth(chosen, min(found, key=_rank)):
                 continue
@@ -224,8 +223,7 @@ class ChunkedRegions(Reduction[None]):
 
         def solve_one(graph: TrainingGraph, limit_s: float, known_us: float) -> Result:
             asked = replace(question, graph=graph, time_limit_s=limit_s, known_us=known_us)
-            # It is for all regions whole.
-            return rest(replace(asked, at_hand=None))
+            return rest(replace(asked, at_hand=None))  # it is for all regions whole
 
         # 0 for a solver that proves an optimum.
         default = DEFAULT_GAP if "gap" in option_names(question.solver) else 0.0
@@ -255,8 +253,7 @@ def solve_in_chunks(
     # Those with the heads as these turned out, then others, for their bound.
     for region in sorted(later, key=lambda one: ("head" in one.kinds) is not has_heads):
         one = _with_regions(graph, [region])
-        # No choice is faster, nor lowers the bound.
-        if _is_near(known.best, one, 0.0):
+        if _is_near(known.best, one, 0.0):  # no choice is faster, nor lowers the bound
             continue
         if may_be_needed and clock.left_s > 0 and not _is_near(known.best, one, gap):
             known = _solve_region(one, budget_bytes, solve_one, clock, known, gap)
@@ -278,8 +275,7 @@ def _solve_heads(
         return _solve_region(graph, budget_bytes, solve_one, clock, None, gap)
     captured = at_hand or solve_one(unchunked(graph), _PART * clock.left_s, inf)
     known = _Known(captured, _bound_us_of(captured, graph), is_whole=True)
-    # Chunks with fewer products may be faster than the whole.
-    if _is_near(captured, graph, 0.0):
+    if _is_near(captured, graph, 0.0):  # chunks with fewer products may be faster than the whole
         return known
     if _is_near(captured, graph, gap):
         return _Known(captured, min(known.bound_us, _least_us(graph)))
@@ -313,8 +309,7 @@ def _concluded(graph: TrainingGraph, known: _Known, clock: Clock) -> Result:
     if best.schedule is not None:
         is_late = clock.left_s <= 0
         status = "optimal" if is_proved else ("time limit" if is_late else "feasible")
-    # A bound on the peak is of one choice.
-    return msgspec.structs.replace(
+    return msgspec.structs.replace(  # a bound on the peak is of one choice
         best, status=status, wall_s=clock.elapsed_s, least_bound_bytes=0,
         lower_bound_us=min(bound_us, best.time_us) if is_proved else bound_us,
     )  # fmt: skip

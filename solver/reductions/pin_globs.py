@@ -73,8 +73,7 @@ def _near(glob: str, modules: list[str]) -> list[str]:
     plain = ".".join(part for part in glob.split(".") if part.strip("*?")).strip("*?")
     paths = list(dict.fromkeys(path for module in modules for path in paths_above(module)))
     known: dict[str, str] = {}
-    # Whole paths first: last parts may be the same.
-    for path in paths:
+    for path in paths:  # whole paths first: last parts may be the same
         known.setdefault(path, path)
     for path in paths:
         known.setdefault(path.rpartition(".")[2], path)

@@ -84,8 +84,7 @@ def _reading_clones(op: Op, renamed: dict[str, str]) -> Op:
 
 def _missing_below(problem: Problem, root: int, again: Set[int], done: bytearray) -> list[int]:
     """Ops of `again` that `root` needs and are not `done`, each after what it reads; marks them."""
-    # No recursion: as deep as the graph.
-    order: list[int] = []
+    order: list[int] = []  # no recursion: as deep as the graph
     stack = [(root, 0)]
     while stack:
         op, position = stack.pop()
@@ -207,14 +206,12 @@ class PinnedOps(Reduction[_Stamp]):
         return replace(_unpinned(question), graph=graph, time_limit_s=limit_s), _stamp(question)
 
     def invert(self, schedule: Schedule, inverse: _Stamp) -> Schedule:
-        # So it does on the real graph.
-        return inverse.on(schedule)
+        return inverse.on(schedule)  # so it does on the real graph
 
     def solve(self, question: Question, rest: Rest) -> Result:
         question = replace(question, graph=_freed_graph(question.graph, question.recompute))
         pins = self._pins(question)
-        # With `keep` alone there are no clones, and one solve does.
-        if not pins.again:
+        if not pins.again:  # with `keep` alone there are no clones, and one solve does
             return super().solve(question, rest)
         return _PinnedSearch(question, pins, rest).solve()
 
@@ -282,8 +279,7 @@ class _PinnedSearch:
         return msgspec.structs.replace(found_none, status=lost.status)
 
     def _unnamed(self, result: Result) -> Result:
-        # Proofs of the graph with clones do not hold.
-        return msgspec.structs.replace(
+        return msgspec.structs.replace(  # proofs of the graph with clones do not hold
             result, budget_bytes=self.budget_bytes, least_feasible_bytes=0, least_schedule=None,
             held_at_peak=(), lower_bound_us=self.graph.time_us, least_bound_bytes=0, floor=None,
             wall_s=self.clock.elapsed_s, message=_message_without_clones(result.message),
@@ -291,20 +287,17 @@ class _PinnedSearch:
 
     def _finished(self, result: Result, sequence: Sequence[int]) -> Result:
         assert result.schedule is not None
-        # Proved for any schedule that keeps the pins.
-        bound_us = self.cloned_graph.time_us
+        bound_us = self.cloned_graph.time_us  # proved for any schedule that keeps the pins
         schedule = self._schedule(sequence, result.schedule)
         try:
             shorter = _leave_out_runs(
                 self.problem, sequence, self.again, self.budget_bytes, self.clock.left_s
             )
             schedule = self._schedule(shorter, result.schedule)
-            # Else it is optimal.
-            if simulate(self.graph, schedule).time_us > bound_us * (1 + 1e-9):
+            if simulate(self.graph, schedule).time_us > bound_us * (1 + 1e-9):  # else it is optimal
                 bound_us = max(bound_us, self._bound_with_keep_us())
         except KeyboardInterrupt:
-            # What there is fits.
-            note_interrupt()
+            note_interrupt()  # what there is fits
             self.cut_short = True
         return evaluate_schedule(
             self.graph, schedule, budget_bytes=self.budget_bytes, lower_bound_us=bound_us,

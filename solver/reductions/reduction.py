@@ -70,8 +70,7 @@ class Reduction(ABC, Generic[_Inverse]):
 
     def bound_us(self, found: Result, inverse: _Inverse) -> float:
         """What `found` proves of the graph that was asked, in microseconds; 0 for nothing."""
-        # No schedule that the lever allows is faster.
-        return found.lower_bound_us
+        return found.lower_bound_us  # no schedule that the lever allows is faster
 
     def solve(self, question: Question, rest: Rest) -> Result:
         """The answer, judged on the question's graph, with a bound for it; `rest` is behind."""
@@ -136,12 +135,11 @@ def within_its_limit(rest: Rest) -> Rest:
     return lambda asked: with_time_limit_message(rest(asked), asked.time_limit_s)
 
 
-ASKED: dict[str, Callable[[Question], bool]] = {
+ASKED: dict[str, Callable[[Question], bool]] = {  # whether a question asks for a lever
     "copies": lambda question: can_copy(question.graph) and plans_copies(question.solver),
     "recompute": lambda question: bool(question.recompute),
     "free order": lambda question: question.options.get("order") == "free",
 }
-"""Whether a question asks for a lever."""
 
 
 LEVER_PAIRS = {
@@ -176,8 +174,7 @@ def _text_of(one: str, other: str) -> str:
 def solve_question(question: Question) -> Result:
     """Ask the chain of levers; SolverError for two things that no plan keeps together."""
     refuse_pairs(question)
-    # Ctrl-C in one solve leaves no time to the next.
-    with one_job():
+    with one_job():  # Ctrl-C in one solve leaves no time to the next
         levers = tuple(_reduction(name, row) for name, row in REDUCTIONS.items())
         return with_time_limit_message(fold(question, levers), question.time_limit_s)
 

@@ -38,8 +38,7 @@ class Reach:
     def __init__(self, graph: RangedGraph, budget_bytes: int) -> None:
         self.graph, self.budget_bytes = graph, budget_bytes
         self.symbols = graph.symbols
-        # Along them no size falls.
-        self.levels = _levels(graph.symbols)
+        self.levels = _levels(graph.symbols)  # along them no size falls
         self._bytes = BytesOver(graph)
 
     def part(self, sizes: Sizes) -> tuple[Symbol, ...]:
@@ -154,8 +153,7 @@ class _FamilySearch:
         if reach >= 0:
             keeping = msgspec.structs.replace(keeping, budget_bytes=self.budget_bytes)
             self.found.append(_Found(keeping, reach, reach, 0.0, 0.0))
-        # Nothing is faster than keeping all.
-        if reach == last:
+        if reach == last:  # nothing is faster than keeping all
             return
         if top.schedule is None:
             raise self._too_large(top)
@@ -175,8 +173,7 @@ class _FamilySearch:
             apart, _, lower, upper = max(open_pairs, key=lambda one: one[:2])
             if apart <= _APART:
                 return
-            # Once alone, kept or not.
-            closed.add((lower.reach, upper.level))
+            closed.add((lower.reach, upper.level))  # once alone, kept or not
             self._cut_between(lower, upper)
 
     def _cut_between(self, lower: _Found, upper: _Found) -> None:
@@ -188,8 +185,7 @@ class _FamilySearch:
         # `upper` serves there too.
         if made.overhead < simulate_resized(self._bounding(level), upper.schedule).overhead:
             self.found.insert(self.found.index(upper), made)
-            # Without those that a faster one replaces.
-            self.found = [
+            self.found = [  # without those that a faster one replaces
                 one
                 for i, one in enumerate(self.found)
                 if not any(other.reach >= one.reach for other in self.found[:i])
@@ -200,8 +196,7 @@ class _FamilySearch:
         assert schedule is not None
         base_us = self._bounding(level).base_us
         lower = min(overhead_of(result.lower_bound_us, base_us), result.overhead)
-        # Where it was solved, it fits.
-        reach = max(self.reach.along(schedule), level)
+        reach = max(self.reach.along(schedule), level)  # where it was solved, it fits
         return _Found(schedule, level, reach, result.overhead, lower)
 
     def _bounding(self, level: int) -> TrainingGraph:

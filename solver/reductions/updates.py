@@ -203,8 +203,7 @@ def solve_with_updates(
             raise rounds.error
         return first
     if rounds.fits:
-        # Solved without the rule, its bound holds here too.
-        found = evaluate_schedule(
+        found = evaluate_schedule(  # solved without the rule, its bound holds here too
             graph, rounds.best, budget_bytes=budget_bytes, lower_bound_us=first.lower_bound_us,
             wall_s=rounds.clock.elapsed_s, cut_short=rounds.is_cut_short,
             message=rounds.message,
@@ -287,8 +286,7 @@ class _Rounds:
         """Ask for more than the budget, so that the outcome names a low one that does."""
         low_bytes = self.budget_bytes
         least_bytes = self.lost.least_feasible_bytes if self.lost else 0
-        # A little more often allows updates that come early.
-        for more in _MORE:
+        for more in _MORE:  # a little more often allows updates that come early
             asked_bytes = int((1 + more) * least_bytes)
             if may_be_lower and not 0 < least_bytes <= asked_bytes < self.best_bytes:
                 asked_bytes = (low_bytes + self.best_bytes) // 2

@@ -71,8 +71,7 @@ def kept_values(problem: Problem) -> bytearray:
 def articulation_points(problem: Problem, kept: bytearray) -> list[_ArticulationPoint]:
     """Of several that the same value crosses, only the first."""
     crossing = [0] * (problem.n_forward + 1)
-    # Where one value crosses, the sum is its number.
-    marks = [0] * (problem.n_forward + 1)
+    marks = [0] * (problem.n_forward + 1)  # where one value crosses, the sum is its number
     for v, last in enumerate(problem.last_forward_read):
         made = problem.producer[v]
         if made < last and not kept[v]:
@@ -118,8 +117,7 @@ def split_by_backward(
         stage_of_op, joined = _sweep(problem, kept, places)
         left = [place for place, is_joined in zip(places, joined, strict=True) if not is_joined]
         if len(left) == len(places):
-            # `bisect_left` takes what never falls.
-            falling = [-stage for stage in stage_of_op]
+            falling = [-stage for stage in stage_of_op]  # `bisect_left` takes what never falls
             first = (bisect_left(falling, -stage) for stage in range(len(places) + 1))
             return StageSplit(tuple(places), tuple(problem.n_forward + i for i in first))
         places = left
@@ -154,8 +152,7 @@ NO_SEGMENT = -1  # of ops that never run again, those of backward among them
 
 def segmented_state(problem: Problem, segment: Sequence[int], kept: bytes | bytearray) -> State:
     """A segment runs again, as a whole, when backward first reads from it."""
-    # Stays: what is not of forward, cannot be made again, or is kept.
-    available = bytearray(kept)
+    available = bytearray(kept)  # stays: what is not of forward, cannot be made again, or is kept
     # By segment what backward or the end reads: stages and values.
     reads: list[list[tuple[int, int]]] = [[] for _ in range(max(segment, default=NO_SEGMENT) + 1)]
     for stage in range(problem.n_forward, problem.n_ops + 1):
@@ -166,8 +163,7 @@ def segmented_state(problem: Problem, segment: Sequence[int], kept: bytes | byte
     for t in range(problem.n_forward, problem.n_ops + 1):
         gone = [v for v in problem.needs[t] if not available[v]]
         reached = dict.fromkeys(segment[problem.producer[v]] for v in gone)
-        # What this stage or a later one reads.
-        wanted = dict.fromkeys(
+        wanted = dict.fromkeys(  # what this stage or a later one reads
             v for s in reached for _, v in reads[s][bisect_left(reads[s], (t, -1)) :]
         )
         recomputed.append(recomputed_in(problem, available, list(wanted), t, own_needs=False))
@@ -218,8 +214,7 @@ def _boundaries(problem: Problem, count: int) -> list[int]:
     made = list(accumulate(problem.output_bytes[: problem.n_forward]))
     ends: list[int] = []
     for i in range(1, count):
-        # Neighbouring windows do not meet.
-        low = bisect_left(made, made[-1] * (i - 0.4) / count)
+        low = bisect_left(made, made[-1] * (i - 0.4) / count)  # neighbouring windows do not meet
         high = bisect_left(made, made[-1] * (i + 0.4) / count)
         places = range(max(low, ends[-1] + 1 if ends else 0), min(high + 1, problem.n_forward))
         if places:

@@ -115,8 +115,7 @@ def all_lower_sets(graph: ForwardGraph, most: int) -> list[int] | None:
             for p, need in enumerate(needs):
                 if not mask >> p & 1 and not need & ~mask:
                     following[mask | 1 << p] = None
-            # Early: their number may be exponential.
-            if len(found) + len(following) > most:
+            if len(found) + len(following) > most:  # early: their number may be exponential
                 return None
         found.update(following)
         waiting = list(following)
@@ -191,8 +190,7 @@ class SegmentTable:
     follows: _Flags  # whether the smaller is within the larger
     overhead_us: _Numbers  # of running the segment again, 0 for the last
     kept_bytes: _Numbers  # that the segment adds to what stays
-    # In its part of backward, beyond what stays of earlier ones.
-    needed_bytes: _Numbers
+    needed_bytes: _Numbers  # in its part of backward, beyond what stays of earlier ones
 
     @classmethod
     def of(cls, graph: ForwardGraph, masks: list[int]) -> SegmentTable:
@@ -201,8 +199,7 @@ class SegmentTable:
         outside = (~member).astype(np.float64)
         cost_us = np.array([graph.problem.cost_us[op] for op in graph.ops])
         overhead_us = (again * cost_us[:, None]).T @ outside
-        # Backward begins with all of the last segment.
-        overhead_us[-1] = 0.0
+        overhead_us[-1] = 0.0  # backward begins with all of the last segment
         inside = member.astype(np.float64)
         sizes = inside.sum(axis=0)
         return cls(
@@ -225,8 +222,7 @@ def _contents(graph: ForwardGraph, member: _Flags) -> tuple[_Flags, _Numbers]:
             stays = np.zeros_like(member[p])
             wanted = np.full_like(member[p], v in graph.read_in_backward)
             for q in graph.readers[v]:
-                # A position outside reads it.
-                stays |= ~member[q]
+                stays |= ~member[q]  # a position outside reads it
                 wanted |= again[q]
             again[p] |= member[p] & ~stays & wanted
             kept[p] += graph.problem.size_bytes[v] * (stays & member[p])
@@ -299,8 +295,7 @@ class SequenceProgram:
         ends = np.flatnonzero(labels.owner[: labels.count] == last)
         if last == 0 or not ends.size:
             return (0.0, ()) if last == 0 else None
-        # The fastest come first.
-        label = int(ends[0])
+        label = int(ends[0])  # the fastest come first
         found_us, sequence = float(labels.time_us[label]), list[int]()
         while label:
             sequence.append(table.masks[int(labels.owner[label])])
@@ -448,8 +443,7 @@ class _Sweep:
         if found is None:
             return False
         sequence = found[1]
-        # Several limits share a sequence.
-        if sequence not in self.over:
+        if sequence not in self.over:  # several limits share a sequence
             state = lower_set_state(self.forward, sequence)
             search.offer_least(state)
             does_fit = int(state.peak_bytes.max()) <= search.budget_bytes
