@@ -21,8 +21,7 @@ def graph_of_schedule(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph
         return graph
     if schedule.chunks:
         return in_chunks(graph, schedule.chunks)
-    # Each lever edits the graph that the one before it made.
-    if schedule.captured_hash == graph.hash:
+    if schedule.captured_hash == graph.hash:  # each lever edits what the one before it made
         for one in schedule.levers:
             graph = one.on(graph)
     return graph

@@ -65,8 +65,7 @@ def _node(graph: TrainingGraph, op: Op, runs: int) -> str:
     if runs > 1:
         facts.append(f"runs {runs} times")
     colour = ROLES["recompute" if runs > 1 else op.phase]
-    # Black text cannot be read on dark blue.
-    ink = "#ffffff" if colour == ROLES["forward"] else "#000000"
+    ink = "#ffffff" if colour == ROLES["forward"] else "#000000"  # black is unreadable on it
     label = "\\n".join(_escaped(fact) for fact in facts)
     tip = _quoted(" ".join(part for part in (op.module, op.source) if part))
     return (
@@ -266,8 +265,7 @@ def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
         recording.alloc(f"resident {category}", size, [_frame(category, "", 0)], 0)
     run = 0
     for step in schedule.steps:
-        # In ms, or runs without costs; the last edge ends the step.
-        now_us = int(1e3 * line.edges[run])
+        now_us = int(1e3 * line.edges[run])  # in ms, or runs; the last edge ends the step
         if isinstance(step, Compute):
             op = graph.ops[graph.op_index[step.op]]
             _run_op(recording, graph, op, updates.get(op.name, op.workspace_bytes), now_us)
@@ -304,8 +302,7 @@ def _run_op(
 
 
 def _frames_of(op: Op) -> list[_Frame]:
-    # The module is the outer frame; both point to the user's line.
-    file, _, line = op.source.rpartition(":")
+    file, _, line = op.source.rpartition(":")  # both frames point to the user's line
     if not line.isdigit():
         file, line = op.source, "0"
     frames = [_frame(f"{op.name}: {op.target}", file, int(line))]

@@ -22,8 +22,7 @@ from remat.schedules.schedule import (
 
 def end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int | None:
     """Index after the first run of the forward op that first runs last; None if one never runs."""
-    # Ops that run again later run in backward.
-    left = {op.name for op in graph.ops if op.phase == "forward"}
+    left = {op.name for op in graph.ops if op.phase == "forward"}  # later runs are in backward
     for i, step in enumerate(schedule.steps):
         if not left:
             # What leaves for the host right here is saved for backward as its copy there.
@@ -85,8 +84,7 @@ def ops_as_eager_runs(graph: TrainingGraph) -> list[int]:
     wanted = {v for op in graph.ops if op.phase == "backward" for v in op.inputs if v in lost}
     order: list[int] = []
     for i, op in enumerate(graph.ops):
-        # A checkpoint reruns before backward first reads a value from inside it.
-        if op.phase == "backward":
+        if op.phase == "backward":  # a checkpoint reruns before backward first reads from inside
             for again in dict.fromkeys(lost[v] for v in op.inputs if v in lost and v not in casts):
                 ops = covered.pop(again, [])
                 makes = [not wanted.isdisjoint(graph.ops[i].outputs) for i in ops]

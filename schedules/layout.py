@@ -173,8 +173,7 @@ class _Walk:
         self._add(value, self.size[value], BufferKind.VALUE)
 
     def _add(self, name: str, size_bytes: int, kind: BufferKind) -> None:
-        # `run` extends those of values.
-        self.rows.append([size_bytes, self.now, self.now + 1, kind])
+        self.rows.append([size_bytes, self.now, self.now + 1, kind])  # `run` extends values'
         self.names.append(name)
 
     def _buffers(self) -> Buffers:

@@ -265,8 +265,7 @@ def evaluate_family(over: RangeFacts, name: str = "the plan") -> None:
     family, graph = over.family, over.graph
     top = corner(graph.symbols, "high")
     is_whole = family.symbols == graph.symbols and bool(family.members)
-    # `Family.number_at` relies on the last member.
-    if not is_whole or top not in family.top.corners:
+    if not is_whole or top not in family.top.corners:  # `number_at` relies on the last one
         raise PlanError(
             f"{name} was edited: its schedules do not serve its range. {MAKE_PLAN_AGAIN}"
         )
@@ -283,8 +282,7 @@ def evaluate_family(over: RangeFacts, name: str = "the plan") -> None:
                         f"{found.peak_bytes} bytes, above the {member.peak_bytes} that it says "
                         f"and the budget of {family.budget_bytes}. {MAKE_PLAN_AGAIN}"
                     )
-    # `KeyError`: a corner lacks a size.
-    except (ScheduleError, GraphError, SignatureError, KeyError) as error:
+    except (ScheduleError, GraphError, SignatureError, KeyError) as error:  # a corner lacks a size
         raise PlanError(f"{name} was edited, or is stale: {error}. {MAKE_PLAN_AGAIN}") from error
 
 

@@ -71,8 +71,7 @@ EXPANDABLE = AllocatorSettings(expandable_segments=True)
 class AllocatorPeak(msgspec.Struct, frozen=True):
     """Bytes of a device at their most, resident tensors included."""
 
-    # In whole blocks, as ``torch.cuda.max_memory_allocated``: more than `simulate` finds.
-    allocated_bytes: int
+    allocated_bytes: int  # in whole blocks, as torch counts: more than `simulate` finds
     reserved_bytes: int  # as ``torch.cuda.max_memory_reserved`` says
 
 

@@ -107,13 +107,11 @@ class _Clocks:
         self.left_bytes: dict[Tier, int] = dict.fromkeys(self.leaving, 0)
 
     def compute(self, step: int, at: Tier, op: Op, made: tuple[str, ...], room_us: float) -> None:
-        # Always 0 on the device, where bytes go by the order of steps alone.
-        for name in made if room_us else ():
+        for name in made if room_us else ():  # 0 on the device: there the order counts
             self._wait(step, at, name, room_us)
         for name in op.inputs:
             self._wait(step, at, name, self.arrives.get((at, name), 0.0))
-        # A write in place must wait for copies that still read the old value.
-        for name in op.updates:
+        for name in op.updates:  # a write in place waits for copies that read the old value
             self._wait(step, at, name, self.is_read_until.get((at, name), 0.0))
         cost_us = op.cost_us if at == "device" else op.host_cost_us or 0.0
         self.now[at] += cost_us
@@ -140,8 +138,7 @@ class _Clocks:
         if at == "device":
             self._wait(step, at, name, until)  # the next op reuses this memory
         else:
-            # Booked as free at once, but still read until then.
-            self.leaving[at].append((until, size_bytes))
+            self.leaving[at].append((until, size_bytes))  # free in the books at once
             self.left_bytes[at] += size_bytes
 
     def room_us(self, tier: Tier, spare_bytes: float) -> float:
@@ -195,8 +192,7 @@ class _Order:
         if op.name in self._ordered and op.name != (due := next(self._due)):
             _refuse(i, f"op {op.name} must first run after {due}, as captured")
         self.computed.add(op.name)
-        # `remat.tangents` begins backward.
-        if op.phase != "forward" and not self._opening <= self.computed:
+        if op.phase != "forward" and not self._opening <= self.computed:  # tangents open backward
             _refuse(i, f"op {op.name} runs before tangents")
         if op.target == UPDATE:
             given = (self.graph.value_by_name[name] for name in op.inputs)
@@ -309,8 +305,7 @@ class _ScheduleReplay:
         self.live[tier][name] = None
         self.bytes[tier] += self.size[name]
         self.peak_bytes[tier] = max(self.peak_bytes[tier], self.bytes[tier])
-        # Solvers compare the device's peak with their budget.
-        if tier == "device" or self.links is None:
+        if tier == "device" or self.links is None:  # solvers hold the device to a budget
             return 0.0
         spare = self.links.room_bytes(tier) - self.bytes[tier]
         if spare < 0:

@@ -102,8 +102,7 @@ def timeline(graph: TrainingGraph, schedule: Schedule) -> Timeline:
     again = np.ones(len(ops), dtype=np.bool_)
     again[np.unique(ops, return_index=True)[1]] = False  # `unique` returns the first run of each op
     before_us = np.concatenate([[0.0], simulation.clock_us])[steps]
-    # The clock before a run leaves out the waits for inputs.
-    waits_us = np.zeros(len(schedule.steps))
+    waits_us = np.zeros(len(schedule.steps))  # the clock leaves out the waits for inputs
     for stall in simulation.stalls:
         waits_us[stall.step] += stall.us
     start_us = before_us + waits_us[steps]
@@ -242,8 +241,7 @@ def ribbon(line: Timeline) -> _Ribbon:
         backward=_spans_of_runs(rows, ~is_forward & ~line.again),
         recompute=_spans_of_runs(rows, line.again),
         holds=_spans_of_mask(held > 0),
-        # Leave out rows that hold nothing.
-        holds_most=_spans_of_mask((held > 0) & (2 * held >= most)),
+        holds_most=_spans_of_mask((held > 0) & (2 * held >= most)),  # empty rows are left out
     )
 
 

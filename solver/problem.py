@@ -79,8 +79,7 @@ class Problem:
 
     @classmethod
     def of(cls, graph: TrainingGraph) -> Problem:
-        # Several solvers look at one graph.
-        return cached_on(graph, "problem", lambda: cls._indexed(graph))
+        return cached_on(graph, "problem", lambda: cls._indexed(graph))  # several solvers ask
 
     @classmethod
     def _indexed(cls, graph: TrainingGraph) -> Problem:
@@ -166,8 +165,7 @@ def predecessors(graph: TrainingGraph) -> list[list[int]]:
     producers = ([graph.value_by_name[name].producer for name in op.inputs] for op in graph.ops)
     # Resident values have none.
     before = [list(dict.fromkeys(graph.op_index[p] for p in found if p)) for found in producers]
-    # Random ops and those with effects keep their order.
-    for first, following in pairwise(graph.ordered_ops):
+    for first, following in pairwise(graph.ordered_ops):  # random ops and effects stay in order
         before[graph.op_index[following]].append(graph.op_index[first])
     # Forward before backward is left to `is_allowed`: as edges it would be quadratic.
     opening = [i for i, op in enumerate(graph.ops) if op.target == TANGENTS]

@@ -64,8 +64,7 @@ def with_time_limit_message(result: Result, time_limit_s: float) -> Result:
         return result
     ask = f"allow a longer one ({option('time_limit_s')})"
     text = f"{OUT_OF_TIME} {time_limit_s:.3g} s ended the search: {ask}"
-    # A part of the search may have named its own limit.
-    named, longer, rest = result.message.partition(ask)
+    named, longer, rest = result.message.partition(ask)  # a part of it may have named another
     is_named = longer and named.startswith(OUT_OF_TIME)
     rest = rest.removeprefix(". ") if is_named else result.message
     return msgspec.structs.replace(result, message=f"{text}. {rest}" if rest else text)

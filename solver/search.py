@@ -60,8 +60,7 @@ def is_interrupted() -> bool:
 @dataclass(slots=True)
 class Clock:
     time_limit_s: float = 60.0
-    # Setting the machine's time moves no limit.
-    began_s: float = field(default_factory=time.monotonic)
+    began_s: float = field(default_factory=time.monotonic)  # setting the clock moves no limit
 
     @property
     def elapsed_s(self) -> float:

@@ -195,8 +195,7 @@ class State:
         self.problem = problem
         # Stages by values: 1 where carried in; the last row stays 0.
         self.kept: _Bits = np.zeros((n + 2, problem.n_values), np.uint8)
-        # NumPy is slow at reading single elements.
-        self.rows = [memoryview(row) for row in self.kept]
+        self.rows = [memoryview(row) for row in self.kept]  # reading single elements is slow
         # By stage what is recomputed in it to be carried on, ascending.
         self.starts: list[list[int]] = [[] for _ in range(n + 1)]
         self.touches: list[list[int]] = [[] for _ in range(problem.n_values)]  # by value, ascending
@@ -219,8 +218,7 @@ class State:
             for v in problem.needs[stage]:
                 used[v].append(stage)
         ends: list[tuple[int, int]] = []
-        # From each computation to the last use before the next one.
-        for v in range(problem.n_values):
+        for v in range(problem.n_values):  # from each run to the last use before the next
             ends += [(stage, v) for stage in state._carry(v, made[v], used[v])]
         state.refresh()
         state._drop_unread(ends)
@@ -228,8 +226,7 @@ class State:
 
     def _carry(self, v: int, made: list[int], used: list[int]) -> Iterator[int]:
         """Yields the last stage of each carriage."""
-        # In the caller's hands: running their op again makes no new ones.
-        if v in self.problem.held:
+        if v in self.problem.held:  # in the caller's hands: no run makes new ones
             made = [stage for stage in made if stage < self.problem.n_forward] or made[:1]
         made = [*sorted(set(made)), self.problem.n_ops + 1]
         used.sort()

@@ -162,8 +162,7 @@ def _summary_of(facts: PageFacts, line: Timeline, eager: Timeline) -> _Summary:
         resident_bytes=facts.graph.resident.total_bytes,
         workspace_at_peak_bytes=found.workspace_at_peak_bytes,
         runs=len(line), runs_again=int(line.again.sum()),
-        # The device computes or waits.
-        again_us=found.time_us - found.stall_us - facts.graph.time_us,
+        again_us=found.time_us - found.stall_us - facts.graph.time_us,  # it computes or waits
         measured_peak_bytes=facts.measured.peak_bytes if facts.measured else None,
         measured_time_us=facts.measured.time_us if facts.measured else None,
     )  # fmt: skip

@@ -49,8 +49,7 @@ class PageFacts:
     measured: MeasuredStep | None = None
     cost_origin: str = ""
     note: str = ""  # beyond its figures, such as that its bound is not proved here
-    # The file that states the bounds of `fronts`; empty where they were proved just now.
-    stated_by: str = ""
+    stated_by: str = ""  # the file with the bounds of `fronts`; empty if proved just now
     layout: Layout | None = None
 
     @property

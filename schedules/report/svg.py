@@ -101,8 +101,7 @@ def _covered(
     x0, y0 = np.floor(start).astype(np.int64), np.floor(low).astype(np.int64)
     x1 = np.minimum(np.ceil(end), columns).astype(np.int64)
     y1 = np.minimum(np.ceil(high), rows).astype(np.int64)
-    # A two-dimensional prefix sum, from the corners.
-    change = np.zeros((rows + 1, columns + 1), np.int64)
+    change = np.zeros((rows + 1, columns + 1), np.int64)  # a two-dimensional prefix sum
     for row, column, sign in ((y0, x0, 1), (y0, x1, -1), (y1, x0, -1), (y1, x1, 1)):
         np.add.at(change, (row, column), sign)
     return change.cumsum(0).cumsum(1)[:-1, :-1] > 0
@@ -163,13 +162,11 @@ def arena_picture(facts: PageFacts) -> _ArenaPicture | None:
     if not found.layout.arena_bytes:
         return None
     scale = _Scale(found)
-    # Boxes are sorted by area, the largest first.
-    named, others = found.boxes[:_NAMED], found.boxes[_NAMED:]
+    named, others = found.boxes[:_NAMED], found.boxes[_NAMED:]  # the largest areas come first
     small = _Shape(_SMALL, palette.GREY, "".join(scale.path(*one) for one in found.merged))
     kinds = [kind for kind in palette.KINDS if any(box.kind == kind for box in found.boxes)]
     legend = [(kind, _colour(kind)) for kind in kinds]
-    # Merged rectangles cover gaps too, so they lie below the others.
-    shapes = [small] if found.merged else []
+    shapes = [small] if found.merged else []  # merged ones cover gaps: they lie below
     shapes += [*_of_kinds(scale, kinds, others), *(_named(scale, box) for box in named)]
     legend += [(_SMALL, palette.GREY)] if found.merged else []
     marks = [found.layout.arena_bytes * i // (_TICKS - 1) for i in range(_TICKS)]
@@ -182,8 +179,7 @@ _SMALL = "small, merged"
 
 
 def _colour(kind: str) -> str:
-    # Nothing else is grey: an arena holds no resident values.
-    return palette.KINDS.get(kind, palette.DARK_GREY)
+    return palette.KINDS.get(kind, palette.DARK_GREY)  # resident values, grey, are not here
 
 
 class _Scale:
@@ -222,8 +218,7 @@ def _named(scale: _Scale, box: _Box) -> _Shape:
 def _live_path(scale: _Scale, of: Addresses) -> str:
     live = of.buffers.live_bytes
     at = np.array([scale.x(time) for time in range(len(live))])
-    # Times share a unit of width: the most bytes are drawn.
-    firsts = np.flatnonzero(np.diff(at, prepend=-1))
+    firsts = np.flatnonzero(np.diff(at, prepend=-1))  # times share a unit: the most counts
     tops = np.maximum.reduceat(live, firsts)
     spans = zip(firsts, tops, [*at[firsts[1:]], WIDTH], strict=True)
     return "".join(
@@ -311,8 +306,7 @@ def _x(found: Simulation, at_us: float) -> int:
 
 def _bar(found: Simulation, start_us: float, end_us: float, title: str) -> _Bar:
     x = _x(found, start_us)
-    # At least one unit, so that it stays visible.
-    return _Bar(x, max(_x(found, end_us) - x, 1), title)
+    return _Bar(x, max(_x(found, end_us) - x, 1), title)  # one unit at least is visible
 
 
 def _lanes(found: Simulation) -> tuple[_CopyLane, ...]:

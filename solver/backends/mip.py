@@ -124,8 +124,7 @@ def _with_mathopt(
     if start is not None and not limits.relaxed:
         hints = [api.SolutionHint(variable_values=dict(zip(variables, start, strict=True)))]
     own = api.ModelSolveParameters(solution_hints=hints)
-    # Timers refuse longer waits.
-    with ended_after(min(limit_s + _OVERTIME_S, threading.TIMEOUT_MAX)):
+    with ended_after(min(limit_s + _OVERTIME_S, threading.TIMEOUT_MAX)):  # timers wait no longer
         result = api.solve(model, api.SolverType.HIGHS, params=parameters, model_params=own)
     return _mathopt_answer(api, result, variables)
 

@@ -118,8 +118,7 @@ _running: dict[Task[Any], None] = {}
 
 @atexit.register
 def _stop_all() -> None:
-    # A thread back from C++ while the interpreter ends would abort it.
-    moment_s = time.monotonic() + STOPPING_S
+    moment_s = time.monotonic() + STOPPING_S  # a thread back from C++ would abort the end
     for task in list(_running):
         task.end_by(moment_s)
 

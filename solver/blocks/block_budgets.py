@@ -52,8 +52,7 @@ def with_copied(
 ) -> Options:
     """With options with copies that are better somewhere; `graph.outputs` are never copied."""
     problem, most_bytes = Problem.of(graph), max(option.saved_bytes for option in plain)
-    # The caller holds these at the turn.
-    stays_bytes = sum(problem.size_bytes[v] for v in problem.held)
+    stays_bytes = sum(problem.size_bytes[v] for v in problem.held)  # the caller's at the turn
     found = list(plain)
     for through, to_nvme in _ways_down(links):
         for i in range(1, limits + 1):

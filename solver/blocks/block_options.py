@@ -39,8 +39,7 @@ NO_LOWER_BYTES: LowerBytes = (0, 0)
 @dataclass(frozen=True, slots=True)
 class BlockOption:
     saved_bytes: int  # of its values that are live from its forward to its backward
-    # In each stage of the block's graph: its values, and workspaces.
-    live_bytes: npt.NDArray[np.int64]
+    live_bytes: npt.NDArray[np.int64]  # in each stage of its graph: values and workspaces
     extra_us: float  # of recomputations and waits for copies
     recomputed: tuple[tuple[int, ...], ...]  # by stage of the block's graph
     steps: tuple[Step, ...] = ()  # only where values are copied below the device
@@ -102,8 +101,7 @@ def block_options(graph: TrainingGraph, limits: int, left_s: Callable[[], float]
 def _add(found: list[BlockOption], state: State) -> None:
     turn = state.problem.n_forward
     live_bytes = state.peak_bytes.copy()
-    # The turn's workspace is not the block's.
-    live_bytes[turn] -= state.problem.workspace_bytes[turn]
+    live_bytes[turn] -= state.problem.workspace_bytes[turn]  # that is not the block's
     recomputed = tuple(stage.recomputed for stage in state.stages)
     option = BlockOption(int(state.entry_bytes[turn + 1]), live_bytes, state.cost_us, recomputed)
     if not any(other.is_no_worse(option) for other in found):
@@ -134,7 +132,7 @@ def _with_lower_peak(problem: Problem, option: BlockOption, left_s: float) -> St
         return None
     ops = list(problem.graph.ops)
     turn = ops[problem.n_forward]
-    taken_bytes = limit_bytes - option.saved_bytes  # what else may not be kept is taken at the turn
+    taken_bytes = limit_bytes - option.saved_bytes  # taken at the turn, so repair keeps no more
     ops[problem.n_forward] = msgspec.structs.replace(turn, workspace_bytes=taken_bytes)
     graph = msgspec.structs.replace(problem.graph, ops=tuple(ops))
     search = Search(graph, limit_bytes, "hierarchical", left_s)
@@ -211,7 +209,7 @@ def compose(
     steps: list[npt.NDArray[np.int16]] = []
     for table in choices:
         following = np.full_like(best_us, np.inf)
-        step = np.full(grid.shape, -1, np.int16)  # one grid for each block stays for the way back
+        step = np.full(grid.shape, -1, np.int16)  # small numbers: the way back needs a grid a block
         for i, choice in enumerate(table):
             shift = grid.shift(choice)
             ends = [size - by for size, by in zip(grid.shape, shift, strict=True)]
@@ -249,8 +247,7 @@ class _Grid(NamedTuple):
     def shift(self, choice: BlockChoice) -> tuple[int, int, int]:
         host_bytes, nvme_bytes = choice.below_bytes
         sizes = choice.saved_bytes, host_bytes, nvme_bytes
-        # Up, so that what fits on the grid fits in bytes.
-        pairs = zip(sizes, self.units, strict=True)
+        pairs = zip(sizes, self.units, strict=True)  # up: what fits the grid fits in bytes
         first, second, third = (-(-size // unit) if unit else 0 for size, unit in pairs)
         return first, second, third
 

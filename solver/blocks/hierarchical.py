@@ -138,7 +138,7 @@ class Hierarchical:
                 search.say(f"solving the block from {search.graph.ops[block.start].name} on")
                 small = block_graph(search.problem, reads, block)
                 found[shape] = block_options(small, self.limits, lambda: search.left_s)
-                if search.left_s > 0:  # the clock cut this table short
+                if search.left_s > 0:  # else the clock cut this table short
                     known[shape] = found[shape]
         return known | found
 

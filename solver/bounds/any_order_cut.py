@@ -41,8 +41,7 @@ class Ancestry:
     @classmethod
     def of(cls, graph: TrainingGraph) -> Ancestry:
         n, direct = len(graph.ops), predecessors(graph)
-        # Bits of an int: a union of thousands is one operation.
-        forward = (1 << graph.n_forward) - 1
+        forward = (1 << graph.n_forward) - 1  # bits of an int: unions are one operation
         backward = (1 << n) - 1 & ~forward
         before = [0 if op < graph.n_forward else forward for op in range(n)]
         after = [backward if op < graph.n_forward else 0 for op in range(n)]
@@ -77,8 +76,7 @@ def free_bound_us(
         return max(best[0] if best else 0.0, graph.time_us)
     limits = Limits(left_s, absolute_gap=1e-4 * COST_SCALE, node_limit=ANY_ORDER_NODES.most)
     bound_us = FreeCut.at(graph, best[1], budget_bytes, ancestry).bound_us(limits)
-    # The integer program may end before its relaxation.
-    return max(bound_us, best[0], graph.time_us)
+    return max(bound_us, best[0], graph.time_us)  # it may end before its relaxation
 
 
 def free_least_peak_bound_bytes(graph: TrainingGraph) -> int:

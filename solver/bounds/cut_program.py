@@ -28,8 +28,7 @@ class CutProgram:
     problem: Problem
     cuts: tuple[int, ...]
     budget_bytes: int
-    # What stages after this one read or run again is left out; None for all stages.
-    end: int | None = None
+    end: int | None = None  # what later stages read or run again is left out; None: none
     program: MixedProgram = field(default_factory=MixedProgram)
     carried: list[dict[int, int]] = field(default_factory=list[dict[int, int]])
     again: list[dict[int, int]] = field(default_factory=list[dict[int, int]])
@@ -86,8 +85,7 @@ class CutProgram:
         while waiting:
             v = waiting.pop()
             op = self.problem.producer[v]
-            # Never made again, so it asks for no inputs.
-            if v in free or self.problem.no_recompute[op]:
+            if v in free or self.problem.no_recompute[op]:  # not made again: asks no inputs
                 continue
             fresh = [u for u in self.problem.inputs[op] if u not in seen]
             seen.update(fresh)
@@ -169,8 +167,7 @@ class CutProgram:
         if answer.proved_infeasible:
             return CutSolution(self, None, inf, inf)
         base_us = sum(self.problem.cost_us)
-        # -inf where nothing was proved.
-        bound_us = base_us + max(answer.bound, 0.0) * self.cost_unit_us
+        bound_us = base_us + max(answer.bound, 0.0) * self.cost_unit_us  # -inf: nothing proved
         if limits.relaxed:
             return CutSolution(self, answer.values, bound_us, inf, is_relaxed=True)
         effort = answer.finished, answer.iterations

@@ -51,8 +51,7 @@ class LazyCuts:
     rows: tuple[tuple[int, int], ...] = ()  # (stage, op)
     bound_us: float = 0.0
     is_done: bool = False
-    # Solve without tolerance: the point fits, so no further cut replaces the program.
-    is_exact: bool = False
+    is_exact: bool = False  # without tolerance: the point fits, so no cut replaces it
     begin: int = 0  # cuts go from `begin` to `end` - 1; no stage after `end` counts
     end: int | None = None
     # (t, last, least): intervals of cuts from t to before `last` take at least so many us.
@@ -130,8 +129,7 @@ def crowding(over_bytes: Bytes, cuts: Sequence[int]) -> Floats:
 
 def _add_spans(made: CutProgram, added: Sequence[int]) -> None:
     """Rows for each interval that `added`, cuts in order of addition, has split."""
-    # Without them the relaxation falls when cuts are added, as measured on layered graphs.
-    end = made.last_stage
+    end = made.last_stage  # without them the relaxation fell on layered graphs
     places = [*made.cuts, end]
     runs: dict[_Interval, dict[int, int]] = {
         (places[k], places[k + 1]): dict(made.again[k]) for k in range(len(made.cuts))
@@ -259,15 +257,13 @@ class Windows:
     def _own_limits(self, limits: Limits, at: int) -> Limits:
         if len(self.parts) == 1:
             return limits
-        # More nodes after each limit.
-        nodes = limits.node_limit and limits.node_limit << self.late[at]
+        nodes = limits.node_limit and limits.node_limit << self.late[at]  # more after a limit
         # Bounds add up, so each has its part of the tolerance.
         gap = min(limits.absolute_gap, _CLOSE * COST_SCALE) / len(self.parts)
         return replace(limits, absolute_gap=gap, node_limit=nodes)
 
     def _is_settled(self, part: LazyCuts) -> bool:
-        # The last window is solved exactly too.
-        return part.is_done or (part.is_exact and len(self.parts) > 1)
+        return part.is_done or (part.is_exact and len(self.parts) > 1)  # the last is exact too
 
     def _least_us(self, part: LazyCuts) -> float:
         return max(part.bound_us - self.base_us, 0.0)

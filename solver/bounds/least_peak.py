@@ -34,8 +34,7 @@ def floor_of(problem: Problem) -> Holding:
     """What any schedule in captured order needs that computes no output of the step again."""
     kept = set(problem.needs[problem.n_ops])
     made_bytes = 0
-    # With resident bytes, under the name of the op that sets it.
-    best = Holding("", problem.resident_bytes)
+    best = Holding("", problem.resident_bytes)  # resident bytes included
     for t in range(problem.n_ops):
         # Outputs that op t reads are in its working set already.
         beside_bytes = sum(problem.size_bytes[v] for v in problem.needs[t] if v in kept)

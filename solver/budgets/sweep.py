@@ -45,8 +45,7 @@ def spread_budgets(
     high_bytes = unmodified_bytes or _keeping_all_bytes(graph)
     # Other options are one solver's, and the budgets are for all.
     pins: dict[str, Any] = {name: options[name] for name in PINS if name in options}
-    # At 0 the result names the least peak known.
-    lost = solve_within(graph, 0, time_limit_s=time_limit_s, **pins)
+    lost = solve_within(graph, 0, time_limit_s=time_limit_s, **pins)  # it names the least peak
     least_bytes = lost.least_feasible_bytes or least_needed_bytes(Problem.of(graph))
     room_bytes = max(high_bytes - least_bytes, 0)
     parts = range(count) if count > 1 else [1]  # one budget is the unmodified peak
@@ -128,8 +127,7 @@ def _one_by_one(
 
 
 def _at_larger_budget(result: Result, budget_bytes: int) -> Result:
-    # A floor's message is about the smaller budget.
-    message = "" if result.floor else result.message
+    message = "" if result.floor else result.message  # a floor's is about the smaller budget
     return msgspec.structs.replace(
         result, budget_bytes=budget_bytes, wall_s=0.0, floor=None, message=message
     )
@@ -152,8 +150,7 @@ def _side_by_side(
 ) -> list[Result]:  # fmt: skip
     joblib: Any = importlib.import_module("joblib")  # joblib ships no types, and one job needs none
     at_once = min(joblib.effective_n_jobs(jobs), len(budgets))
-    # So many run at a time: each has that much more.
-    each_s = max(clock.left_s, 0.0) * at_once / len(budgets)
+    each_s = max(clock.left_s, 0.0) * at_once / len(budgets)  # that many at a time have more
     task = joblib.delayed(solve_within)
     tasks = [task(graph, one, solver, time_limit_s=each_s, **options) for one in budgets]
     found: list[Result] = []

@@ -75,8 +75,7 @@ class Cut:
             search.proved_infeasible = True
         else:
             self._close_gap(search, plain)
-        # The result then names the least budget known.
-        if search.best is None and search.lowest is None:
+        if search.best is None and search.lowest is None:  # it names the least budget known
             offer_least_peak(search, plain)
 
     def _close_gap(self, search: Search, plain: State) -> None:
@@ -102,8 +101,7 @@ def begin(
     """The best single cut; None where nothing fits, or time ends early on a large graph."""
     search.say("choosing where to cut")
     place = best_cut(search, plain, lambda t: CutProgram(search.problem, (t,), search.budget_bytes))
-    # On a large graph, all else takes long.
-    if place is None or (search.is_large and search.out_of_time()):
+    if place is None or (search.is_large and search.out_of_time()):  # all else takes long there
         return None
     lazy = LazyCuts(search.problem, search.budget_bytes, (place,))
     search.say(f"1 cut, at {search.graph.ops[place].name}")
@@ -191,8 +189,7 @@ def _candidate_cuts(search: Search, plain: State) -> list[int]:
     # Beside the right place the bound can be nothing. After the loss, values wait for backward.
     near = [fullest, fullest - 1, fullest + 1, fullest + 2, *range(start - 1, start + 4)]
     inside = [t for t in dict.fromkeys(near) if 0 <= t < problem.n_ops]
-    # A cut where everything fits says nothing.
-    over = [t for t in inside if peak_bytes[t] > search.budget_bytes]
+    over = [t for t in inside if peak_bytes[t] > search.budget_bytes]  # others say nothing
     return over or [fullest]
 
 
@@ -246,8 +243,7 @@ def _say_more(search: Search, windows: Windows, lazy: LazyCuts, gap: float) -> b
     if not search.is_open(gap):
         return False
     relaxed_us = windows.relaxed_us(stopping.RELAXED.of(search.left_s))
-    # One says nearly all: then its cut is better.
-    if max(relaxed_us) >= _NEARLY_ALL * sum(relaxed_us):
+    if max(relaxed_us) >= _NEARLY_ALL * sum(relaxed_us):  # one says nearly all: a cut
         return False
     for _ in range(len(windows.parts)):
         if not search.is_open(gap):

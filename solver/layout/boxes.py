@@ -33,8 +33,7 @@ class Boxes:
     @classmethod
     def of(cls, buffers: Buffers, alignment_bytes: int) -> Boxes:
         size = -(-buffers.size_bytes // alignment_bytes) * alignment_bytes
-        # Only the order of events counts.
-        times = np.unique(np.concatenate([buffers.start, buffers.end]))
+        times = np.unique(np.concatenate([buffers.start, buffers.end]))  # only their order counts
         start, end = np.searchsorted(times, buffers.start), np.searchsorted(times, buffers.end)
         return cls(size, start, end, buffers.end - buffers.start)
 
@@ -70,8 +69,7 @@ class Boxes:
 def range_maxima(numbers: Ints, start: Ints, end: Ints) -> Ints:
     """max(numbers[start:end]) of each range, none of them empty, by a table of doubled ranges."""
     found = np.empty(len(start), np.int64)
-    # Less one, the exponent is log2 rounded down.
-    level = np.frexp((end - start).astype(np.float64))[1] - 1
+    level = np.frexp((end - start).astype(np.float64))[1] - 1  # this is log2 rounded down
     table = numbers
     for k in range(int(level.max(initial=-1)) + 1):
         mine = np.flatnonzero(level == k)

@@ -76,8 +76,7 @@ def _put(sections: _Arrays, state: _Arrays, box: int, first: int, last: int) -> 
     low, high = sections[_LOW][box], sections[_HIGH][box]
     a, b = low, high
     if raised.size:
-        # Floors may rise wherever a raised box is.
-        a = max(min(low, sections[_LOW][raised].min()), first)
+        a = max(min(low, sections[_LOW][raised].min()), first)  # floors may rise there
         b = min(max(high, sections[_HIGH][raised].max()), last)
     floors = state[_FLOOR][a:b].copy()
     is_last = bool((state[LEAST][near] == PLACED).all())

@@ -81,8 +81,7 @@ class _Shelf:
         live = ((self.start[:n] < end) & (self.end[:n] > start)).nonzero()[0]
         if not live.size:
             return 0
-        # Boxes sorted by offset may end above later ones.
-        tops = np.maximum.accumulate(self.high[live])
+        tops = np.maximum.accumulate(self.high[live])  # some end above later ones
         rooms = self.low[live]
         rooms[1:] -= tops[:-1]
         fits = rooms >= size

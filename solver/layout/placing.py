@@ -159,8 +159,7 @@ def place_buffers(buffers: Buffers, *, alignment_bytes: int = 512) -> Layout:
 
 def _check_offsets_exist(buffers: Buffers, alignment_bytes: int) -> None:
     total_bytes = sum(buffers.size_bytes.tolist())
-    # All offsets must fit in 64 bits.
-    if total_bytes + len(buffers) * alignment_bytes >= MOST_BYTES:
+    if total_bytes + len(buffers) * alignment_bytes >= MOST_BYTES:  # offsets fit in 64 bits
         most_bytes = max((MOST_BYTES - total_bytes - 1) // len(buffers), 1)
         raise LayoutError(
             f"an alignment of {alignment_bytes} bytes is one that no offsets of {len(buffers)} "

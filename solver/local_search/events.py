@@ -35,10 +35,8 @@ class EventProgram:
     room_bytes: int
     costs: list[float] = field(default_factory=list[float])  # of each variable, 0 for gaps
     hint: list[bool] = field(default_factory=list[bool])  # the schedule at hand
-    # (a, terms): a <= sum of the terms.
-    implications: list[_Clause] = field(default_factory=list[_Clause])
-    # (terms, room): Σ bytes · x <= room.
-    rows: list[_BytesRow] = field(default_factory=list[_BytesRow])
+    implications: list[_Clause] = field(default_factory=list[_Clause])  # (a, terms): a <= their sum
+    rows: list[_BytesRow] = field(default_factory=list[_BytesRow])  # (terms, room): sum <= room
     # Event (stage, op) of each variable that is a run.
     run_of: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     is_empty: bool = False
@@ -169,8 +167,7 @@ class EventBuilder:
         """Gaps of `v` that are, or may be, kept: (event before, event after, literal)."""
         problem, maker = self.problem, self.problem.producer[v]
         reads = [v in self._reads(*self.events[e]) for e in touches]
-        # No event of the set touches it.
-        is_settled = all(self.literal[e] == _ALWAYS for e in touches)
+        is_settled = all(self.literal[e] == _ALWAYS for e in touches)  # untouched by the set
         hints = self._present_gaps(v, touches, reads)
         found: list[tuple[int, int, _Literal]] = []
         before = _NEVER

@@ -150,8 +150,7 @@ def _moves_at(state: State, worst: int) -> list[GapMove]:
             if not 0 < stage_position < len(touches):
                 continue
             before, stage = touches[stage_position - 1], touches[stage_position]
-            # The caller holds some after forward.
-            is_held = v in problem.held and stage >= problem.n_forward
+            is_held = v in problem.held and stage >= problem.n_forward  # the caller's by then
             may_drop = not problem.no_recompute[problem.producer[v]] and not is_held
             if may_drop and state.rows[stage][v]:
                 moves.append(GapMove(v, before, stage, 0))

@@ -51,7 +51,7 @@ class _PlacingRound:
     links: Links
     size: dict[str, int]
     clock_us: _Times  # the device's clock before each item, and at the end
-    room_bytes: Bytes  # while each item runs, less what is in flight
+    room_bytes: Bytes  # free while each item runs; it shrinks by what is in flight
     order: tuple[str, ...] = ()  # of values that go down; by default that of their making
 
     @cached_property
@@ -248,8 +248,7 @@ def place_copies(
 
 def in_flight_bytes(graph: TrainingGraph, base: UntimedSchedule, links: Links) -> Bytes:
     """While each item runs, were there room for all: what no stalls would take."""
-    # What is missing of it is in flight.
-    room_bytes = np.full(len(base.items), _BOUNDLESS, np.int64)
+    room_bytes = np.full(len(base.items), _BOUNDLESS, np.int64)  # what goes missing is in flight
     clock_us, size = untimed_clock(graph, base), _sizes(graph, base)
     _PlacingRound(base, links, size, clock_us, room_bytes).transfers()
     return _BOUNDLESS - room_bytes

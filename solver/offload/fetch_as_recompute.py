@@ -128,8 +128,7 @@ def _arrivals(
         outputs = graph.ops[graph.op_index[step.op]].outputs
         if step.op in done and graph.op_index[step.op] in hosted:
             fresh = [value for value in outputs if value not in live]
-            # What is freed at once is left out.
-            unwanted = _freed_at_once(steps, i).intersection(fresh)
+            unwanted = _freed_at_once(steps, i).intersection(fresh)  # freed at once: left out
             items += [_UntimedStep("arrive", value) for value in fresh if value not in unwanted]
             live.update(value for value in fresh if value not in unwanted)
         else:

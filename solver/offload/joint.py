@@ -381,7 +381,7 @@ class JointOffload:
             search.offer_schedule(found.least_schedule, or_least=True)
         if found.schedule is None and found.status == "time limit":
             search.cut_short = True
-        if found.message.startswith(INTERRUPTED):  # it took Ctrl-C as its own end
+        if found.message.startswith(INTERRUPTED):  # the inner search took Ctrl-C as its own end
             raise KeyboardInterrupt
 
     def _alone(self, graph: TrainingGraph, budget_bytes: int, limit_s: float) -> Result:

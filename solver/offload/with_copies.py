@@ -83,8 +83,7 @@ def _waited_for(placed: PlacedSchedule, down: dict[str, Copy]) -> list[str]:
         if copy is None:
             continue
         is_freed = isinstance(placed.schedule.steps[stall.step], Free)
-        # At the moment at which its copy down ends.
-        if is_freed or (copy.value, copy.end_us) in back:
+        if is_freed or (copy.value, copy.end_us) in back:  # when its copy down ends
             waits[copy.value] = waits.get(copy.value, 0.0) + stall.us
     return sorted(waits, key=lambda name: (-waits[name], name))
 
@@ -145,8 +144,7 @@ def _is_stalled(search: Search, state: State, hosted: Hosted, links: Links) -> b
     if placed is None:
         return False
     waits_us = placed.found.stall_us
-    # Another order shortens waits alone.
-    is_better = placed.found.time_us - waits_us < search.best_key[0]
+    is_better = placed.found.time_us - waits_us < search.best_key[0]  # orders shorten waits alone
     if is_better and waits_us <= _MOST_WAITS * placed.found.time_us:
         placed = in_better_order(
             search, placed, order_of_making(base), lambda order: place(order=order)

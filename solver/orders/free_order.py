@@ -35,8 +35,7 @@ class Share(NamedTuple):
     time_limit_s: float
     progress: Listener | None = None
     start: Schedule | None = None  # to begin from
-    # After its first schedules; "time limit" then says that there was more to do.
-    is_look: bool = False
+    is_look: bool = False  # after first schedules; "time limit" if there was more to do
 
 
 _SolveFixed = Callable[[TrainingGraph, int, Share], Result]  # with a bound for the graph's order
@@ -202,7 +201,7 @@ class FreeOrder:
         share = share._replace(progress=self._listener(name))
         result = self.solve_fixed(reordered(self.graph, order), self.budget_bytes, share)
         self.attempts.made.append(_Attempt(name, order, name in _REPEATABLE, result))
-        if result.message.startswith(INTERRUPTED):  # it took Ctrl-C as its own end
+        if result.message.startswith(INTERRUPTED):  # the inner solve took Ctrl-C as its own end
             raise KeyboardInterrupt
 
     def _prove(self) -> None:

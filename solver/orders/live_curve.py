@@ -153,8 +153,7 @@ class LiveCurve:
         old = self.over_bytes[first : last + 1]
         overload_bytes = self.overload_bytes + int(over.sum()) - int(old.sum())
         worst_bytes = int(over.max())
-        # The worst place was in between, so one outside may be it now.
-        if worst_bytes < self.worst_bytes:
+        if worst_bytes < self.worst_bytes:  # if it was in between, one outside may be it
             worst_bytes = max(worst_bytes, self._worst_outside(first, last, old))
         return OrderMove(start, stop, first, entry, own, over, overload_bytes, worst_bytes)
 

@@ -146,8 +146,7 @@ def _ops_by_growth(
     ready = dict.fromkeys(op for op in range(len(needed)) if not missing[op])
     picked: list[int] = []
     while ready:
-        # Ties keep the captured order.
-        op = min(ready, key=lambda op: (growth_bytes(op), sign * op))
+        op = min(ready, key=lambda op: (growth_bytes(op), sign * op))  # ties: captured order
         del ready[op]
         is_done[op] = 1
         picked.append(op)
@@ -261,7 +260,7 @@ def cheaper_start(
     runs = ops_of(problem, found.schedule)
     is_better = False
     for _ in range(DROPPED_RUNS.most):
-        seen: set[int] = set()  # not the first of their op
+        seen: set[int] = set()  # to find the runs that are not the first of their op
         repeated = [i for i, op in enumerate(runs) if op in seen or seen.add(op)]
         left_s = clock.left_s
         if not repeated or left_s <= 0:
@@ -310,8 +309,7 @@ def _run_facts(problem: Problem, sequence: Sequence[int]) -> OpFacts:
     wanted: set[tuple[int, int]] = set()
     before: list[list[int]] = []
     for run, op in enumerate(sequence):
-        # A value made again is another one here.
-        reads = [(v, maker[v]) for v in problem.inputs[op]]
+        reads = [(v, maker[v]) for v in problem.inputs[op]]  # made again, it is another one
         for instance in reads:
             readers[instance].append(run)
         before.append([made for _, made in reads] + ([last[op]] if op in last else []))
@@ -322,12 +320,10 @@ def _run_facts(problem: Problem, sequence: Sequence[int]) -> OpFacts:
             readers[v, run] = []
         if run == n_forward - 1:
             for v in problem.forward_outputs:
-                # The end of forward comes behind all runs.
-                readers[v, maker[v]].append(len(sequence))
+                readers[v, maker[v]].append(len(sequence))  # it comes behind all runs
             wanted.update((v, maker[v]) for v in problem.held)
     wanted.update((v, maker[v]) for v in problem.needs[problem.n_ops])
-    # Of other runs, what they read says enough.
-    for op, earlier in enumerate(predecessors(problem.graph)):
+    for op, earlier in enumerate(predecessors(problem.graph)):  # others are ordered by reads
         before[first[op]] += [first[other] for other in earlier]
     values = [
         ValueLifetime(problem.size_bytes[v], run, tuple(found), (v, run) in wanted)

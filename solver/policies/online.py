@@ -60,8 +60,7 @@ class OnlineRun:
         """NoRoomError: no room, the policy thrashes, or `is_over` says so."""
         for t in range(self.problem.n_ops + 1):
             self._stage = t
-            # What these will read is not dead.
-            for op in recomputed_in(self.problem, self._live, (), t):
+            for op in recomputed_in(self.problem, self._live, (), t):  # what they read lives
                 self._planned.add(op)
                 for v in self.problem.inputs[op]:
                     self._awaited[v] += 1

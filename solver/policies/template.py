@@ -56,8 +56,7 @@ def template_sequence(problem: Problem, template: Template) -> list[int]:
         if gone:
             wanted = gone if template.just_in_time else segments.read_with(gone)
             order = recomputed_in(problem, available, wanted, t, own_needs=False)
-            # A checkpoint runs in forward's order.
-            order = order if template.just_in_time else sorted(order)
+            order = order if template.just_in_time else sorted(order)  # as forward ran it
             sequence += order
             mark_made(problem, available, order)
         if t < problem.n_ops:
@@ -112,8 +111,7 @@ class _Segments:
 
     def root(self, op: int) -> int:
         while self.parent[op] != op:
-            # Path halving: long chains are walked once.
-            self.parent[op] = self.parent[self.parent[op]]
+            self.parent[op] = self.parent[self.parent[op]]  # path halving, for long chains
             op = self.parent[op]
         return op
 

@@ -173,8 +173,7 @@ def _bound_us_of(result: Result, graph: TrainingGraph) -> float:
     is_proved = 0 < result.budget_bytes < result.least_bound_bytes
     if is_proved and result.schedule is None:
         return inf
-    # It may have no bound; each op takes its time all the same.
-    return max(result.lower_bound_us, graph.time_us)
+    return max(result.lower_bound_us, graph.time_us)  # each op takes its time, bound or none
 
 
 def _least_us(graph: TrainingGraph) -> float:
@@ -223,7 +222,7 @@ class ChunkedRegions(Reduction[None]):
 
         def solve_one(graph: TrainingGraph, limit_s: float, known_us: float) -> Result:
             asked = replace(question, graph=graph, time_limit_s=limit_s, known_us=known_us)
-            return rest(replace(asked, at_hand=None))  # it is for all regions whole
+            return rest(replace(asked, at_hand=None))  # that outcome is for all regions whole
 
         # 0 for a solver that proves an optimum.
         default = DEFAULT_GAP if "gap" in option_names(question.solver) else 0.0

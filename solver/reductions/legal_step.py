@@ -28,8 +28,7 @@ def _broken_by_change(before: TrainingGraph, after: TrainingGraph) -> Iterator[s
     of_both = [[op for op in one.ordered_ops if op in both] for one in (before, after)]
     if of_both[0] != of_both[1]:
         yield "draws and effects keep their order"
-    # Chunks make other values under the same names.
-    held = {*before.forward_outputs, *before.outputs}
+    held = {*before.forward_outputs, *before.outputs}  # chunks make others of the same names
     for value in after.values:
         if value.producer and value.name not in held:
             continue

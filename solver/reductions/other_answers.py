@@ -54,8 +54,7 @@ def simple_rule_fallback(
     graph: TrainingGraph, budget_bytes: int, lost: Result, time_limit_s: float
 ) -> Result:
     """The fastest rule that fits, with the bound of `lost`; else `lost` with the least budget."""
-    # No rule can have a lower peak.
-    is_least = 0 < lost.least_feasible_bytes <= lost.least_bound_bytes
+    is_least = 0 < lost.least_feasible_bytes <= lost.least_bound_bytes  # no rule is lower
     if lost.schedule is not None or is_least or is_interrupted():
         return lost
     made = [make_solver(name).solve(graph, budget_bytes) for name in SIMPLE_RULES]

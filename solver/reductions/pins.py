@@ -200,13 +200,12 @@ class PinnedOps(Reduction[_Stamp]):
         return bool(question.keep or question.recompute or self.pins)
 
     def apply(self, question: Question) -> tuple[Question, _Stamp]:
-        # A kept op must not run twice.
-        graph = kept_graph(question.graph, self._pins(question).kept)
+        graph = kept_graph(question.graph, self._pins(question).kept)  # it must not run twice
         limit_s = PINNED_SOLVE.of(question.time_limit_s, question.time_limit_s)
         return replace(_unpinned(question), graph=graph, time_limit_s=limit_s), _stamp(question)
 
     def invert(self, schedule: Schedule, inverse: _Stamp) -> Schedule:
-        return inverse.on(schedule)  # so it does on the real graph
+        return inverse.on(schedule)  # kept ops run once on the real graph too
 
     def solve(self, question: Question, rest: Rest) -> Result:
         question = replace(question, graph=_freed_graph(question.graph, question.recompute))

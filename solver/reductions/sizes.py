@@ -173,7 +173,7 @@ class _FamilySearch:
             apart, _, lower, upper = max(open_pairs, key=lambda one: one[:2])
             if apart <= _APART:
                 return
-            closed.add((lower.reach, upper.level))  # once alone, kept or not
+            closed.add((lower.reach, upper.level))  # only once, even if what is found is not kept
             self._cut_between(lower, upper)
 
     def _cut_between(self, lower: _Found, upper: _Found) -> None:

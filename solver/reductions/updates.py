@@ -126,8 +126,7 @@ def late_steps(problem: Problem, steps: Sequence[Step]) -> list[Step]:
         name = step.op if isinstance(step, Compute) else step.value
         if isinstance(step, Compute) and until.get(name, 0) > at:
             gradients = made.intersection(problem.graph.ops[problem.graph.op_index[name]].inputs)
-            # Frees of the gradient wait with the update.
-            held |= dict.fromkeys(gradients, until[name])
+            held |= dict.fromkeys(gradients, until[name])  # its frees wait with the update
             waiting.setdefault(until[name], []).append(step)
         elif held.get(freed_value(step), 0) > at:
             waiting[held[freed_value(step)]].append(step)
@@ -218,8 +217,7 @@ class _Rounds:
     budget_bytes: int
     ask: _Ask
     clock: Clock
-    # The fastest that fits, or of the lowest peak; updates late enough.
-    best: Schedule | None = None
+    best: Schedule | None = None  # the fastest that fits, or the lowest; updates late enough
     best_key: tuple[int, float] = (0, 0.0)
     lost: Result | None = None  # the last outcome without a schedule, of `graph` itself
     error: SolverError | None = None  # why updates could not be made late enough
@@ -264,8 +262,7 @@ class _Rounds:
             if self.clock.left_s <= 0:
                 return
             if result.schedule is not None:
-                # The solver then counts what waits.
-                placed = with_updates_behind(placed, result.schedule)
+                placed = with_updates_behind(placed, result.schedule)  # it then counts waits
                 target_bytes = self.budget_bytes
             elif placed is not self.graph and self.best is not None:
                 # No schedule: the graph as it was is asked for less.
@@ -279,8 +276,7 @@ class _Rounds:
             is_open = first.schedule is not None or first.status == "time limit"
             self._ask_for_more(may_be_lower=is_open)
         elif placed is not self.graph and first_bytes and self.clock.left_s > 0:
-            # Early updates may be faster.
-            self.take(self.graph, 2 * self.budget_bytes - first_bytes)
+            self.take(self.graph, 2 * self.budget_bytes - first_bytes)  # these may be faster
 
     def _ask_for_more(self, *, may_be_lower: bool) -> None:
         """Ask for more than the budget, so that the outcome names a low one that does."""

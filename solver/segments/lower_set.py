@@ -295,7 +295,7 @@ class SequenceProgram:
         ends = np.flatnonzero(labels.owner[: labels.count] == last)
         if last == 0 or not ends.size:
             return (0.0, ()) if last == 0 else None
-        label = int(ends[0])  # the fastest come first
+        label = int(ends[0])  # labels come fastest first
         found_us, sequence = float(labels.time_us[label]), list[int]()
         while label:
             sequence.append(table.masks[int(labels.owner[label])])
@@ -459,15 +459,13 @@ class _Sweep:
 
 
 def lower_set_state(forward: ForwardGraph, sequence: Sequence[int]) -> State:
-    # The first lower set that holds an op is written last.
-    segment = [NO_SEGMENT] * forward.problem.n_ops
+    segment = [NO_SEGMENT] * forward.problem.n_ops  # an op's first set is written last
     last = len(sequence) - 1
     for i in range(last, -1, -1):
         for p, op in enumerate(forward.ops):
             if sequence[i] >> p & 1:
                 segment[op] = i
-    # What is read in another segment, or never made again; all of the last.
-    kept = bytearray(forward.fixed)
+    kept = bytearray(forward.fixed)  # read in another segment, or never made again
     for v, op in enumerate(forward.problem.producer):
         crosses = any(segment[forward.ops[q]] != segment[op] for q in forward.readers[v])
         if segment[op] in (NO_SEGMENT, last) or crosses:
