@@ -34,8 +34,6 @@ def _multiple_above(size_bytes: int, unit_bytes: int) -> int:
 
 
 class AllocatorSettings(msgspec.Struct, frozen=True):
-    """How the allocator is set, and how large its device is."""
-
     expandable_segments: bool = False  # one growing range a pool in place of segments
     max_split_bytes: int = UNLIMITED_BYTES  # blocks from this size on serve large requests, whole
     # How much larger than its request such a block may be; at least `large_segment_bytes`.
@@ -162,8 +160,7 @@ class _Device:
         return address
 
 
-# Blocks come from segments of a fixed size, or with ``expandable_segments:True`` from one range of
-# addresses a pool, a little longer than the device, into which pages of memory are mapped.
+# Segments have a fixed size, or are a range of addresses into which pages are mapped.
 
 
 class _Segments(ABC):

@@ -131,10 +131,7 @@ def assembled(
     steps_of: Mapping[str, tuple[Sequence[Step], Sequence[Step]]],
     path_of: Mapping[str, str],
 ) -> Schedule:
-    """The schedule of a whole step whose blocks are rewritten one by one.
-
-    `steps_of`: each block's steps in forward and backward, which free only what is its own.
-    """
+    """The schedule of a whole step from those of its blocks, which free only what is their own."""
     items: list[_Item] = []
     begun: set[tuple[str, str]] = set()
     for op in graph.ops:
@@ -157,8 +154,8 @@ def _with_frees(graph: TrainingGraph, items: Sequence[_Item]) -> list[Step]:
     at_step: dict[tuple[int, int], list[str]] = {}
     at_end: dict[int, list[str]] = {}
     for value, (i, j) in _last_touches(graph, items).items():
-        # As in autograd: arguments and gradients live as long as the call that gets them, what
-        # forward saved until backward last reads it. A collective holds its buffers while it runs.
+        # As in autograd: what a call gets lives as long as the call, what forward saved until
+        # backward last reads it. A collective holds its buffers while it runs.
         if (items[i].is_forward or value not in of_forward) and not _lets_go(graph, items[i], j):
             at_end.setdefault(i, []).append(value)
         else:

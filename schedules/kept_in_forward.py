@@ -58,10 +58,7 @@ def live_after_forward(graph: TrainingGraph, schedule: Schedule) -> frozenset[st
 def kept_occurrences(
     graph: TrainingGraph, schedule: Schedule, module: str = ""
 ) -> dict[str, tuple[bool, ...]]:
-    """By target, such as ``aten.mm.default``: whether each of its runs in forward is kept.
-
-    In captured order, of ops in `module` and below it.
-    """
+    """By target: whether each run in forward is kept, in captured order, of ops in `module`."""
     live, times = live_after_forward(graph, schedule), schedule.computations()
     found: dict[str, list[bool]] = {}
     for op in graph.ops[: graph.n_forward]:

@@ -116,10 +116,7 @@ def live_sums(size: Ints, start: Ints, end: Ints, n_times: int) -> Ints:
 
 
 def buffers_of(graph: TrainingGraph, schedule: Schedule) -> Buffers:
-    """Each stay of each value on the device, each second copy, and each run's workspace.
-
-    A value that goes to the host ends its buffer where it is freed; its fetch begins another.
-    """
+    """Each stay of each value on the device (a fetch begins one), second copies, and workspaces."""
     graph = graph_of_schedule(graph, schedule)
     simulate(graph, schedule)  # the walk below relies on a valid schedule
     return _Walk(graph).run(schedule)
@@ -192,8 +189,6 @@ CPU_ALIGNMENT_BYTES = 64  # torch's allocator for the CPU aligns to it (`c10/cor
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Where each buffer lies in an arena."""
-
     offsets_bytes: tuple[int, ...]  # in the order of `Buffers`, from the start of the arena
     arena_bytes: int  # from its start to the end of the buffer that ends last
     load_bytes: int  # the most bytes live at once: no arena is smaller
@@ -265,10 +260,7 @@ def alignment_on(device: str) -> int:
 
 
 def check_layout(buffers: Buffers, layout: Layout) -> None:
-    """Go through time with what is live by address, and check every rule.
-
-    LayoutError names the buffers and the time.
-    """
+    """Go through time with what is live by address; LayoutError names the buffers and the time."""
     layout.check_made_for(buffers)
     if len(layout.offsets_bytes) != len(buffers):
         raise LayoutError(

@@ -29,8 +29,6 @@ def _outputs(count: int) -> str:
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """One entry of what holds the memory at a peak."""
-
     name: str
     size_bytes: int
     module: str = ""

@@ -1,7 +1,4 @@
-"""The colours of every picture: one role, one colour, in plots, report and exports.
-
-By M. Okabe and K. Ito, "Color Universal Design" (2008), for people with colour blindness too.
-"""
+"""The colours of pictures, one a role: M. Okabe and K. Ito, "Color Universal Design" (2008)."""
 
 from __future__ import annotations
 

@@ -68,10 +68,7 @@ def draw_front(
     ax: Axes, fronts: _DrawnFront | Mapping[str, _DrawnFront], *, budget_bytes: int = 0,
     plan: Result | None = None,
 ) -> Axes:  # fmt: skip
-    """Draw overhead against peak, one line a solver, and the best bound at each budget.
-
-    `fronts` are those of `remat.sweep`; a budget of 0 is not drawn; `plan` is marked.
-    """
+    """Draw overhead against peak, one line a solver of `remat.sweep`, and the best bounds."""
     if isinstance(fronts, Mapping):
         curves = dict(fronts)
     else:
@@ -134,10 +131,7 @@ class _Moment(Protocol):
 def draw_convergence(
     ax: Axes, told: Sequence[_Moment] | Mapping[str, Sequence[_Moment]], *, title: str = ""
 ) -> Axes:
-    """Draw best overhead and bound against seconds.
-
-    `told` is what a solver reports to ``solve_within(..., progress=told.append)``.
-    """
+    """Draw best overhead and bound over seconds; ``progress=told.append`` makes what is told."""
     runs = dict(told) if isinstance(told, Mapping) else {"best schedule": told}
     colours = cycled(list(runs)) if len(runs) > 1 else dict.fromkeys(runs, ROLES["plan"])
     for name, moments in runs.items():
@@ -159,10 +153,7 @@ def draw_convergence(
 
 
 def draw_predicted_measured(ax: Axes, predicted: TrainingGraph, measured: TrainingGraph) -> Axes:
-    """Draw one point an op, on logarithmic axes. On the diagonal the two times agree.
-
-    Both are costs of the same step, else GraphError. An op that takes no time is left out.
-    """
+    """Draw one point an op with a time in both, which are costs of one step (else GraphError)."""
     pairs = _paired_costs_us(predicted, measured)
     for phase in ("forward", "backward"):
         chosen = [(x, y) for x, y, p in pairs if p == phase]
@@ -254,10 +245,7 @@ _EDGE = 0.15  # width in points of the line around a rectangle, so that neighbou
 
 
 def draw_layout(ax: Axes, graph: TrainingGraph, schedule: Schedule, layout: Layout) -> Axes:
-    """Draw where each buffer lies and when it is live, in the colours of what bytes are for.
-
-    White below the top is room that nothing takes then. A line marks the most live bytes.
-    """
+    """Draw where each buffer lies and when it is live; a line marks the most live bytes."""
     from matplotlib.collections import PolyCollection
 
     buffers = buffers_of(graph, schedule)

@@ -17,8 +17,7 @@ from remat.schedules.caching_allocator import AllocatorBlock, AllocatorSettings,
 from remat.schedules.layout import Buffers, buffers_of
 from remat.schedules.schedule import Schedule
 
-# A trace, as a small file: ``n > 0`` asks for n bytes, ``~i`` frees what request i was given, 0
-# empties the cache.
+# A trace, as a small file: n > 0 asks for n bytes, ``~i`` frees request i, 0 empties the cache.
 
 EMPTY_CACHE = 0
 
@@ -76,8 +75,6 @@ class AllocatorPeak(msgspec.Struct, frozen=True):
 
 
 class Reserved(msgspec.Struct, frozen=True):
-    """What the allocator takes for a schedule."""
-
     default: AllocatorPeak  # with the allocator as it is
     expandable: AllocatorPeak  # with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``
 

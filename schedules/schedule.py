@@ -141,14 +141,12 @@ class Schedule(msgspec.Struct, frozen=True):
         return cls(tuple(steps), *identity, budget_bytes, solver, options or {})
 
     def with_steps(self, graph: TrainingGraph, steps: Iterable[Step]) -> Schedule:
-        """The budget, the solver and its options stay."""
         return Schedule.for_graph(
             graph, steps, budget_bytes=self.budget_bytes, solver=self.solver, options=self.options
         )
 
     @property
     def releases_gradients(self) -> bool:
-        """Whether it was made for a graph that releases gradients as they are made."""
         return any(f" = {ACCUMULATE}(" in line for line in self.signatures)
 
     @property
@@ -168,7 +166,6 @@ class Schedule(msgspec.Struct, frozen=True):
         return any(isinstance(step, Offload | Fetch) for step in self.steps)
 
     def computations(self) -> Counter[str]:
-        """How often each op is computed."""
         return Counter(step.op for step in self.steps if isinstance(step, Compute))
 
     def check_made_for(self, graph: TrainingGraph) -> None:

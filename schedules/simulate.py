@@ -44,8 +44,6 @@ class _Stall(msgspec.Struct, frozen=True):
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """One copy over a link: the step that begins it, and when it starts and ends."""
-
     step: int
     link: LinkName
     value: str
@@ -55,8 +53,6 @@ class Copy(msgspec.Struct, frozen=True):
 
 
 class Simulation(msgspec.Struct, frozen=True):
-    """What `simulate` found."""
-
     peak_bytes: int  # the most bytes live on the device at once, resident ones included
     peak_step: int  # index of the step at which the peak is first reached
     time_us: float  # until the last computation or copy ends; without copies the sum of all costs
@@ -75,7 +71,6 @@ class Simulation(msgspec.Struct, frozen=True):
 
     @property
     def stall_us(self) -> float:
-        """Time in which the device waits for copies."""
         return self.time_us - self.busy_us.get("device", self.time_us)
 
     def __repr__(self) -> str:
@@ -90,10 +85,7 @@ class Simulation(msgspec.Struct, frozen=True):
 
 
 class _Clocks:
-    """When each step runs, in microseconds: a clock each for device, host and the four links.
-
-    Clocks decide no byte: a wrong rate costs time and never breaks a budget.
-    """
+    """When each step runs, in µs, by clocks that decide no byte: no wrong rate breaks a budget."""
 
     def __init__(self) -> None:
         self.now: dict[str, float] = dict.fromkeys(("device", "host", *LINK_NAMES), 0.0)
@@ -222,8 +214,8 @@ class _ScheduleReplay:
         self.peak_bytes = dict(self.bytes)
         for name, tier in self.home.items():  # they are there when the step begins
             self._add(0, tier, name)
-        # The caller holds outputs of forward to the end. New values of buffers are outputs of
-        # forward alone: AOTAutograd copies them into the buffers.
+        # The caller holds them to the end. Buffers' new values are of forward alone: AOTAutograd
+        # copies them into the buffers.
         self.held = set(graph.forward_outputs) & set(graph.outputs)
         # Autograd's engine holds what it hands over, whatever copies there are.
         self.held |= {v.name for v in graph.values if v.kind == "tangent"}

@@ -20,8 +20,7 @@ class Problem:
     graph: TrainingGraph
     inputs: tuple[tuple[int, ...], ...]  # resident values are left out
     outputs: tuple[tuple[int, ...], ...]
-    # Live when op t first runs: its inputs, for the last forward op the forward outputs too. Entry
-    # n is for the end.
+    # At op t's first run: inputs, for the last forward op the forward outputs; entry n is the end.
     needs: tuple[tuple[int, ...], ...]
     producer: tuple[int, ...]
     size_bytes: tuple[int, ...]

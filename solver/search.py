@@ -20,8 +20,7 @@ from remat.solver.result import INTERRUPTED, evaluate_schedule, infeasible, leas
 from remat.solver.state import State, schedule_of
 from remat.solver.table import options_of
 
-# A search that Ctrl-C ends returns its best. A job of several must know of it, or it would begin
-# the next.
+# A search that Ctrl-C ends returns its best; a job of several must know, or it begins the next.
 
 
 @dataclass(slots=True)

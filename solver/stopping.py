@@ -91,8 +91,7 @@ JOINT_NODES = Nodes(20)  # cuts with copies: nearly all of the gap is closed at 
 ANY_ORDER_NODES = Nodes(100)  # the one integer program of the bound for every order
 BEST_CUT = Seconds(least_s=1.0)  # each program that chooses the first cut: no bound without one
 RELAXED = Seconds(least_s=0.1)  # each linear program that gives a start, or a bound for every order
-# One program of several cuts beside neighbourhoods; the next has longer. The status does not say
-# that this clock ended a program: a slower machine may find another schedule.
+# Several cuts beside neighbourhoods. The status does not say that this clock ended a program.
 CUTS = Seconds(most_s=25.0)
 LARGE_CUTS = Seconds(most_s=4.0)  # the same on large graphs, where one cut says nearly all
 STALLED_CUTS = Rounds(3)  # rounds in a row that raise no bound, after which cuts are given up
@@ -102,8 +101,7 @@ LAST_LARGE_ROUND = SlowRound(narrow=0.01, part=0.9)  # with a wider gap the time
 BUDGET_CONTINUATION = Seconds(part=0.7)  # the way down from the peak, where nothing fits yet
 CONTINUATION_REPAIR = WorkLimit(30_000)  # one repair on that way: else a smaller step is quicker
 # Neighbourhoods at one budget of that way: at first, and after doubling where the least step is too
-# long, on a way that is to end soon or may be hard. With .5 throughout, 1,000 ops took 34 s, not
-# 26.
+# long, on a way that is to end soon or may be hard. .5 throughout took 34 s, not 26.
 FIRST_DESCENT, SOON_DESCENT, LAST_DESCENT = _CountedTime(0.25), _CountedTime(0.5), _CountedTime(2.0)
 
 CLIMBED = Rounds(most=400, times_ops=60_000, least=20)  # sets of hosted ops, a repair or two each

@@ -24,8 +24,6 @@ class Alternative(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class MeasuredStep:
-    """A real step of the rewritten module."""
-
     moments: Floats  # from 0 to its end, in any unit, [n]
     live_bytes: Ints  # what is live then, [n]
     peak_bytes: int
@@ -34,8 +32,6 @@ class MeasuredStep:
 
 @dataclass(frozen=True, eq=False)
 class PageFacts:
-    """A plan, and what it is compared with."""
-
     graph: TrainingGraph
     schedule: Schedule
     unmodified_graph: TrainingGraph

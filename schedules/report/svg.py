@@ -18,8 +18,7 @@ from remat.schedules.report.page_facts import PageFacts
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 
-# Addresses against time: of tens of thousands of buffers, the largest few thousand are drawn and
-# the rest is merged into rectangles that cover them.
+# Of tens of thousands of buffers the largest are drawn, and the rest as rectangles that cover them.
 
 ROWS, _COLUMNS = 256, 1024  # the grid of merged buffers; a buffer below one row is small
 MOST_BOXES, MOST_MERGED = 3000, 2000  # rectangles of buffers of their own, and of merged ones

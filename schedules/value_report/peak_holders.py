@@ -16,8 +16,6 @@ from remat.schedules.value_report.rows import FoldedRow, fold_rows, value_rows
 
 
 class PeakHolders(msgspec.Struct, frozen=True):
-    """What is live at the moment of the peak."""
-
     peak_bytes: int
     step: int  # index of the step that reaches the peak
     op: str

@@ -30,8 +30,7 @@ class ValueRow(msgspec.Struct, frozen=True):
     target: str
     phase: str
     kind: str
-    # Kept is what lives when forward ends, ``free`` what does not and is made once, ``run`` a value
-    # of backward; empty without a schedule.
+    # ``keep`` is live as forward ends, ``free`` not, ``run`` of backward; empty without a schedule.
     verdict: str
     again: int  # how often it is made after the first time
     size_bytes: int  # of one copy

@@ -26,8 +26,7 @@ from typing import IO, Any, Generic, ParamSpec, TypeVar, cast
 
 from remat.graph_capture.errors import SolverError
 
-# Solvers in C++ run in daemon threads and the caller waits in short spells: it hears Ctrl-C at
-# once.
+# C++ runs in daemon threads and the caller waits in short spells: it hears Ctrl-C at once.
 
 _T = TypeVar("_T")
 _SPELL_S = 0.05
@@ -37,8 +36,7 @@ STOPPING_S = 5.0  # longest wait for what was told to stop
 class Task(Generic[_T]):
     """One call of `work`, begun at once.
 
-    Ctrl-C while it is waited for, or an error in its `with` block, stops it by `stop` and each task
-    that it began; it can begin no other.
+    Ctrl-C while it is waited for, or an error in its block, stops it and each task that it began.
     """
 
     def __init__(self, work: Callable[[], _T], stop: Callable[[], None] | None = None) -> None:

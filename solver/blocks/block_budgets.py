@@ -41,8 +41,7 @@ from remat.solver.search import Clock
 from remat.solver.state import State, UnreachableError
 from remat.solver.stopping import BLOCK_NODES
 
-# Options that copy: for each limit on kept bytes, the program of one cut with copies is solved at
-# the turn between a block's forward and backward. A value may go on from the host to NVMe.
+# Options that copy: the program of one cut with copies, at the turn, for each limit on kept bytes.
 
 _LEAST_SHARE = 256  # of what the block keeps; copying a smaller value would free hardly anything
 
@@ -255,7 +254,6 @@ def _options(
 
 
 def _rooms_below(links: Links | None, tables: Sequence[Options]) -> LowerBytes:
-    """What may wait on the host and on NVMe."""
     if links is None:
         return NO_LOWER_BYTES
     # Values on their way need some of the host.

@@ -140,11 +140,10 @@ def _with_lower_peak(problem: Problem, option: BlockOption, left_s: float) -> St
     return state if Repair(state, limit_bytes, 1.0, search).run() else None
 
 
-# One option for each block: a multiple-choice knapsack whose room shrinks from block to block,
-# solved by dynamic programming. When a block's backward runs, only gradients and outputs of later
-# blocks are left. So a block needs what those before it keep, and itself, within the room. Each
-# tier below whose room binds is a coordinate more, over all blocks. Optimal on the grid. Cost:
-# blocks x options x slots, times `_BELOW_SLOTS` for such a tier.
+# One option a block: a multiple-choice knapsack, by dynamic programming. When a block's backward
+# runs, only gradients and outputs of later blocks are left: it needs what those before it keep, and
+# itself, within the room. Each tier whose room binds is a coordinate more. Optimal on the grid.
+# Cost: blocks x options x slots, times `_BELOW_SLOTS` for such a tier.
 
 _BELOW_SLOTS = 64  # steps of the grid of a tier below the device
 PlacedBlock = tuple[Block, Options]  # in its place, with the options that it shares with its equals

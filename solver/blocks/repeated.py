@@ -200,8 +200,7 @@ def _backward_cuts(problem: Problem, reads: Reads, ends: Sequence[int]) -> list[
     gaps = list(_gaps(problem, reads, ends))
     keys = [*(_class_key(problem, op) for op in range(problem.n_ops)), ()]
     firsts = [min(range(low, high + 1), key=lambda at: (crossing[at], at)) for low, high in gaps]
-    # Equal forward blocks want equal backward parts, so each boundary votes for the kinds of op
-    # beside its own best place.
+    # Equal forward blocks want equal backward parts: each boundary votes for ops beside its best.
     votes = Counter(vote for first in firsts for vote in _sides(keys, first))
     places = [problem.n_forward]
     for (low, high), first in zip(gaps, firsts, strict=True):
@@ -220,10 +219,9 @@ def _sides(keys: Sequence[Shape], place: int) -> tuple[tuple[int, Shape], tuple[
 
 
 def _gaps(problem: Problem, reads: Reads, ends: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The places where backward may be cut at each inner boundary, the last boundary first.
+    """Where backward may be cut at each inner boundary, the last first.
 
-    From the last op that reads a value made behind the boundary to the first that reads a value
-    made and spent before it.
+    From the last op that reads a value made behind it to the first that reads one spent before.
     """
     behind = [problem.n_forward] * (problem.n_forward + 1)
     for op in reversed(range(problem.n_forward)):

@@ -95,8 +95,7 @@ class CutProgram:
     def _variables(self, k: int, values: list[int]) -> None:
         """carried[k, v] and again[k, op] in {0, 1}, the latter at the op's cost."""
         problem, free = self.problem, self.free_at(k)
-        # With one cut `carried` may be a fraction, for fewer integers. With more, HiGHS closes
-        # programs that it otherwise leaves open.
+        # Fractions mean fewer integers; with several cuts HiGHS closes more programs without.
         is_whole = len(self.cuts) > 1
         is_backward = self.cuts[k] >= problem.n_forward
         carried: dict[int, int] = {}
@@ -203,8 +202,8 @@ class CutSolution:
     def carried_past(self, k: int, problem: Problem) -> set[int]:
         """Values live while op t_k runs and after; `problem` says which must be made once."""
         assert self.values is not None
-        # A relaxed point carries what must be made once: rounding may drop a value of which a half
-        # is carried, so all are needed. What nothing reads is left out of the state anyway.
+        # A relaxed point carries all that must be made once: rounding may drop what half-carried
+        # values need. What nothing reads is left out of the state anyway.
         least_of_pinned = -1.0 if self.is_relaxed else 1e-6
         chosen: set[int] = set()
         for v, i in self.source.carried[k].items():

@@ -17,10 +17,7 @@ _STEP_SHARE = 20  # at most such a part of the peak is priced: a GiB says nothin
 
 
 class GibPrice(msgspec.Struct, frozen=True):
-    """What `step_bytes` more would save of a step at a budget, and as many less would cost.
-
-    Times are of the fastest schedules found; `less_us` is None where none was found that fits.
-    """
+    """What `step_bytes` more would save and less would cost; `less_us` is None if nothing fits."""
 
     budget_bytes: int
     step_bytes: int
@@ -68,8 +65,6 @@ def checked_step(step_bytes: int, peak_bytes: int) -> int:
 
 
 class Point(NamedTuple):
-    """One budget of a front, in bytes, and the outcome there."""
-
     budget_bytes: int
     result: Result
 
@@ -102,10 +97,7 @@ class Front(msgspec.Struct, frozen=True):
         return min(fit, key=lambda result: (result.time_us, result.peak_bytes), default=None)
 
     def price_of_gib(self, budget_bytes: int, step_bytes: int = 0) -> GibPrice:
-        """What the front's own schedules say a GiB is worth at `budget_bytes`; none is solved.
-
-        `step_bytes` 0 stands for one GiB, or 5 % of the peak. SolverError: nothing fits the budget.
-        """
+        """From the front alone; 0 is one GiB, or 5 % of the peak. SolverError: nothing fits."""
         here = self.best_within(budget_bytes)
         if here is None:
             peaks = [p.result.peak_bytes for p in self.points if p.result.schedule is not None]

@@ -38,8 +38,7 @@ from remat.solver.stopping import CUT_NODES, Nodes
 
 TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)  # of the room above the largest working set, for starts
 _POWERS = (0.3, 0.6, 1.0, 1.6)
-# Segments, which take seconds on thousands of ops, are tried above this gap. On an unrolled LSTM of
-# 819 ops they had 31 % of overhead, where cuts and repair were at 50 % after 17 s.
+# Segments take seconds on thousands of ops. On an LSTM: 31 % of overhead, with cuts 50 %.
 _WIDE = 0.05
 _GAP_PART = 0.1  # of the open gap that a program of cuts may leave, where less is asked for
 
@@ -149,8 +148,7 @@ def limits_of(
     open_gap: float,
     nodes: Nodes = CUT_NODES,
 ) -> Limits:
-    # The next cut replaces the program, so it need not be much closer than the open gap. An exact
-    # one is the last.
+    # The next cut replaces the program: no need to be close. An exact one is the last.
     tolerance = max(gap, _GAP_PART * open_gap if open_gap < 1 else 0.0) / 4
     absolute_gap = 0.0 if lazy.is_exact else tolerance * COST_SCALE
     most = (stopping.LARGE_CUT_NODES if search.is_large else nodes).most
@@ -212,8 +210,7 @@ def repair_from(search: Search, start: State, most_work: float = float("inf")) -
     return True
 
 
-# Windows of cuts, where memory is full in several places: one cut then says little, and repairs of
-# its point have much to do. Windows are solved once and kept if their bound is higher.
+# Windows of cuts, where memory is full in several places and one cut says little.
 
 _NEARLY_ALL = 0.9  # part of what all windows say together
 

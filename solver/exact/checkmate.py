@@ -31,10 +31,9 @@ from remat.solver.problem import Problem, inverted
 from remat.solver.search import Listener, Search
 from remat.solver.state import State, ops_of, recomputed_by_stage
 
-# A row is one sweep over ops 0..t-1 in captured order within stage t; the last sweep of a stage
-# ends with the first run of op t. In letters of Jain et al. 2020: runs is R, carried S, live_bytes
-# U and freed FREE. made[row, v] keeps a value from counting twice when its op runs for another
-# output.
+# A row is one sweep over ops 0..t-1 in captured order; the last sweep of stage t ends with op t's
+# first run. Runs are R of Jain et al. 2020, carried S, live_bytes U, freed FREE; made[row, v] keeps
+# a value from counting twice when its op runs for another output.
 
 _Terms = list[tuple[int, float]]
 
@@ -82,7 +81,6 @@ class StagedProgram:
         return [v for v in range(self.problem.n_values) if self.problem.producer[v] < stage]
 
     def freeable(self, row: _Row, op: int) -> tuple[int, ...]:
-        """Values that may be freed right after `op` ran."""
         if op == row.stage:  # the row ends with its own op: what is not carried on is gone anyway
             return ()
         return (*self.problem.inputs[op], *self.problem.outputs[op])
@@ -214,7 +212,6 @@ def _point_of(made: StagedProgram, schedule: Schedule) -> list[float]:
 
 
 def _complete(made: StagedProgram, row: _Row, point: list[float]) -> None:
-    """Fill in made, freed and live_bytes of `row` from runs and carried."""
     sizes = made.problem.size_bytes
     live = sum(sizes[v] for v in made.values_before(row.stage) if point[made.carried[row.index, v]])
     for op in made.slots(row):

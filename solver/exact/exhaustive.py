@@ -30,9 +30,8 @@ from remat.solver.problem import Problem, predecessors
 from remat.solver.search import Listener, Search
 from remat.solver.state import schedule_of, store_all_state
 
-# States of a step under way. The moves are those that `simulate` allows, without those that cannot
-# help: a value goes only if nothing can read it, or to make room for the next op, and no more than
-# needed. An op runs again only for something of use that is not live.
+# Of the moves that `simulate` allows, those that may help: a value goes if nothing can read it, or
+# to make room, no more than needed. An op runs again only for something of use that is not live.
 
 OrderOption = Literal["fixed", "free"]
 

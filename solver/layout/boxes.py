@@ -1,8 +1,4 @@
-"""Buffers as boxes: so many bytes high, so many times wide, to be stacked without overlap.
-
-Times are fixed. The lowest stack is dynamic storage allocation: NP-hard (Garey and Johnson 1979,
-SR2).
-"""
+"""Buffers as boxes, to be stacked without overlap: NP-hard (Garey and Johnson 1979, SR2)."""
 
 from __future__ import annotations
 
@@ -78,8 +74,7 @@ def range_maxima(numbers: Ints, start: Ints, end: Ints) -> Ints:
     return found
 
 
-# Numba where it is installed (`pip install 'remat[numba]'`): the same functions, compiled.
-# Decorated functions keep to what both NumPy and Numba run, with equal results.
+# Numba where it is installed: decorated functions keep to what both it and NumPy run, alike.
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -102,8 +97,7 @@ def loops_or_arrays(loops: _Function, arrays: _Function) -> _Function:
     return compiled(loops) if IS_COMPILED else arrays
 
 
-# A section is a maximal set of boxes that are live together; each box is in a range of them. Lists
-# of overlaps are quadratic in the number of boxes.
+# A section is a maximal set of boxes live together. Lists of overlaps are quadratic in the boxes.
 
 MOST_OVERLAPS = 4_000_000  # above it, lists and their searches are too large
 

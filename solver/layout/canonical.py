@@ -34,9 +34,8 @@ floors before; the offset; whether nothing is left above."""
 
 # Tuples: Numba's files keep classes by name and outlive a release.
 _SIZE, _LOW, _HIGH, _OVERLAP_AT, _OVERLAPS, _MEMBER_AT, _MEMBERS = range(7)  # of `Sections`
-# Arrays that the search changes. By box: `LEAST` offset, or `PLACED`. By section: `_FLOOR`, below
-# which nothing more can lie, bytes `LEFT` to it, unplaced boxes `_CROSSING` into the next. `SOLVED`
-# offsets.
+# What the search changes. By box: `LEAST` offset, or `PLACED`. By section: `_FLOOR`, below which
+# nothing more lies, bytes `LEFT` to it, unplaced boxes `_CROSSING` into the next. Offsets `SOLVED`.
 LEAST, _FLOOR, LEFT, _CROSSING, SOLVED = range(5)
 
 
@@ -111,7 +110,6 @@ def _overflows(sections: _Arrays, state: _Arrays, box: int, capacity: int) -> bo
 
 @compiled
 def _is_topmost(sections: _Arrays, state: _Arrays, box: int) -> bool:
-    """Whether nothing that is unplaced shares a section with `box`."""
     near = sections[_OVERLAPS][sections[_OVERLAP_AT][box] : sections[_OVERLAP_AT][box + 1]]
     return bool((state[LEAST][near] == PLACED).all())
 
@@ -142,10 +140,9 @@ _FIRST, _LAST, _NEXT, _PART = 0, 1, 2, 3  # of a frame: sections, next candidate
 
 
 class Preorder(NamedTuple):
-    """The keys that boxes are ranked by, the largest first, by importance.
+    """The keys that boxes are ranked by, the largest first; `widths` are in ranks or in times.
 
     W idth, A rea, T otal of the fullest section, S tart (latest first), s tart (earliest first).
-    `widths` are in ranks of events or in times.
     """
 
     keys: str

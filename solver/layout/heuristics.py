@@ -38,8 +38,7 @@ def _peak_first(boxes: Boxes) -> dict[str, Ints]:
     size, start, end, length = boxes.size, boxes.start, boxes.end, boxes.length
     peak = int(boxes.curve.argmax())
     at_peak = (start <= peak) & (peak < end)
-    # No byte may be wasted there. With the oldest at the bottom, those live earlier are a prefix,
-    # and where lifetimes nest those live later too.
+    # No byte may be wasted there: with the oldest at the bottom, those live earlier are a prefix.
     stacks = {
         "oldest": np.lexsort((-end, start)),
         "longest": np.lexsort((start, -length)),
@@ -228,9 +227,8 @@ def _sums(numbers: Floats) -> Floats:
 
 # Simulated annealing over orders: Y. Imanishi and Z. Xu, "A Heuristic for Periodic Memory
 # Allocation with Little Fragmentation to Train Neural Networks", ISMM 2024,
-# https://doi.org/10.1145/3652024.3665507. Each box falls onto the highest of those before it. A
-# step puts one box where the stack through it is low, by sweeps from below and above; noise of the
-# temperature decides, as in a heat bath. Thousands of steps want compiled code.
+# https://doi.org/10.1145/3652024.3665507. Boxes fall onto earlier ones. A step puts one where the
+# stack through it is low, by two sweeps and noise, as a heat bath: thousands want compiled code.
 
 _CHUNK = 100  # steps whose random numbers are drawn together
 _COLDEST = 1e-3  # of the first temperature, the last one

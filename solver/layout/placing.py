@@ -40,8 +40,7 @@ def fit_into(boxes: Boxes, capacity: int, tries: int) -> _Fitted:
     """Search by MiniMalloc's preorders until one ends, or `tries` are used up in all."""
     search, share, used = CanonicalSearch(boxes), len(boxes), 0
     while True:
-        # Which preorder does well differs, and takes little more than one try a box: each gets few,
-        # then twice as many.
+        # Which preorder does well differs, and it needs few tries: each gets few, then more.
         share = min(2 * share, tries - used)
         found = dive(search, capacity, share, tries - used, CHIP_PREORDERS)
         used += found.tries
@@ -65,8 +64,7 @@ def dive(
     return _Fitted(None, preorders[-1], used, is_proved=False)
 
 
-# What greedy placements leave too high: ejections, then dives. Dives want lists of overlaps and
-# more tries for more boxes, so of many boxes there are few or none.
+# Ejections, then dives, which want lists of overlaps and more tries for more boxes.
 
 STARTS = (  # orders that ejections begin with, those that do well first
     "peak by last, then crowd", "size, start", "peak by oldest, then crowd",
@@ -88,8 +86,6 @@ class _PlacedOffsets(NamedTuple):
 
 
 class Searches:
-    """Searches of one set of boxes, one at least, at any capacity."""
-
     def __init__(self, boxes: Boxes) -> None:
         self.boxes = boxes
 

@@ -259,8 +259,6 @@ class TryLimits:
 
 
 class RunningSolvers:
-    """The CP-SAT solvers at work, so that all of them can be stopped."""
-
     def __init__(self) -> None:
         self._solvers: list[Any] = []
         self._stopped = False

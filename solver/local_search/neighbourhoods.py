@@ -1,10 +1,9 @@
 """Large neighbourhood search around the best schedule, each neighbourhood solved by CP-SAT.
 
 Source: P. Shaw, "Using Constraint Programming and Local Search Methods to Solve Vehicle Routing
-Problems", 1998, https://doi.org/10.1007/3-540-49481-2_30, with the neighbourhoods of `events`. A
-round lets `workers` sets of ops run again wherever that may help. Sets grow while they are searched
-to the end, else shrink: no clock counts, so a seed and workers fix the schedules. Nothing is
-proved.
+Problems", 1998, https://doi.org/10.1007/3-540-49481-2_30, with the neighbourhoods of `events`. Sets
+of ops run again wherever that may help; they grow while searched to the end, else shrink. No clock
+counts, so a seed and workers fix the schedules. Nothing is proved.
 """
 
 from __future__ import annotations

@@ -223,7 +223,6 @@ def apply(state: State, move: GapMove) -> None:
 
 
 def offer_filled(search: Search, state: State) -> None:
-    """Offer `state` and, if it fits, what `fill` makes of it."""
     if search.offer(state):
         fill(state, search.budget_bytes, search)
         search.offer(state)
@@ -260,8 +259,7 @@ def _savings(state: State, limit_bytes: int) -> list[tuple[float, GapMove]]:
     return found
 
 
-# Exchanges, or add-drop local search: carry what does not fit, and repair elsewhere, while that
-# pays.
+# Exchanges: carry what does not fit, and repair elsewhere, while that pays.
 
 
 def offer_exchanges(search: Search) -> None:

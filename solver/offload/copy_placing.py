@@ -3,12 +3,10 @@
 Takes an `UntimedSchedule`, whose copies take no time and whose peak is within the budget.
 
 1. Offloads begin as soon as their value is made, in that order: on one link, no other order ends
-any
-   first part of the copies earlier. `with_copies` tries others.
+   any first part of the copies earlier. `with_copies` tries others.
 2. Fetches begin as late as they can without a stall, in the order of need, from the last one back.
 3. A value stays to the end of its copy down where there is room, else the device waits. A fetch
-begins
-   where there is room from there to its use. A value with room all the way stays.
+   begins where there is room from there to its use. A value with room all the way stays.
 
 Bytes in flight then are the least for these orders. A peak goes by the order of steps alone, so the
 budget holds. A stall moves all after it, so some rounds follow, timed by the simulator's clock.
@@ -146,8 +144,8 @@ def _item_before(clock_us: _Times, time_us: float) -> int:
     return int(np.searchsorted(clock_us[:-1], time_us + _SOON_US, side="right")) - 1
 
 
-# Values that wait on NVMe go down after they reach the host, in the order of making. They are read
-# so that the fetch to the device need not wait, or from where the host has room.
+# Values on NVMe go down after the host, in the order of making, and are read where the host has
+# room.
 
 
 def _reads(

@@ -123,7 +123,6 @@ def climb_hosted(search: Search, links: Links, gap: float) -> None:
 
 
 def hosted_ops(search: Search) -> _Ops:
-    """Ops whose values the best schedule fetches."""
     assert search.best is not None
     producer = dict(zip(search.problem.names, search.problem.producer, strict=True))
     fetched = map(fetched_value, search.best.steps)
@@ -165,8 +164,6 @@ _HOST_PARTS = (1.0, 0.9, 0.75)  # of the host's room for what stays: transit to 
 
 @dataclass(slots=True)
 class _JointSearch:
-    """Raises the bound of `search` and offers it schedules."""
-
     search: Search
     plain: State  # keeps all
     links: Links
@@ -298,8 +295,7 @@ class _JointSearch:
         return Limits(limit_s, absolute_gap=gap, node_limit=JOINT_NODES.most)
 
 
-# Above so many ops hosted sets are climbed over for a wide gap alone: tens of repairs, a second
-# each.
+# On more ops hosted sets are climbed over for a wide gap alone: tens of repairs, a second each.
 _FEW_OPS, _WIDE = 300, 5e-3
 
 

@@ -35,11 +35,10 @@ from remat.solver.bounds.cut_program import MOST_SIZE, ROW_SCALE, CutProgram
 from remat.solver.offload.fetch_as_recompute import movable
 from remat.solver.problem import Problem
 
-# How much a link can carry in time. In any order of copies, the bytes that are released at or after
-# the end of an op and must be through before the cut take no longer than the time between: first
-# runs, recomputations and waits. Likewise what starts after the cut and is read at or before an op.
-# Each window adds up a prefix, as chains of one variable a value: written out, thousands of rows
-# would have thousands of terms each.
+# How much a link can carry in time: the bytes that are released at or after the end of an op and
+# must be through before the cut take no longer than the time between, in any order. Likewise what
+# starts after the cut and is read at or before an op. Windows are chains of one variable a value:
+# written out, thousands of rows would have thousands of terms each.
 
 _POSITIONS = 60  # windows a cut and link: more moved no bound by .01 % of the step
 _LONGEST_COPY = 1e7  # of one copy, a thousand steps: HiGHS refuses coefficients far apart
@@ -148,11 +147,8 @@ def _evenly_taken(places: Iterable[int]) -> set[int]:
 
 @dataclass(slots=True, kw_only=True)
 class JointCut(CutProgram):
-    """`CutProgram` with copies over `links`."""
-
     links: Links
-    # For a start copies take their latency, and only movable values are copied. For a bound all may
-    # be, and only bytes take time.
+    # A start has latencies, and copies movable values alone; a bound has bytes of all.
     is_start: bool = False
     least_bytes: int = 1  # a start copies no smaller value
     fetched: list[dict[int, int]] = field(default_factory=list[dict[int, int]], init=False)
@@ -248,5 +244,4 @@ class JointCut(CutProgram):
         return CutProgram._rounded_cost_us(self, answer) + waits_us
 
     def copied(self, values: list[float], which: list[dict[int, int]]) -> set[int]:
-        """Values that a point fetches, or spills, in some interval."""
         return {v for part in which for v, index in part.items() if values[index] > 0.5}

@@ -27,11 +27,10 @@ from remat.solver.search import Search
 from remat.solver.state import Bytes, State
 from remat.solver.stopping import REORDERED
 
-# Better orders of copies down. In the order of making, a value that could wait goes before one that
-# must leave at once. Least lateness on one machine with release times is hard already (Lenstra,
-# Rinnooy Kan, Brucker 1977, https://doi.org/10.1016/S0167-5060(08)70743-X). So where a value is
-# waited for, it goes before others copied meanwhile, or one goes after it; the first faster one is
-# taken.
+# Better orders of copies down: in the order of making, a value that could wait goes before one that
+# must leave. Least lateness with release times is hard already (Lenstra, Rinnooy Kan, Brucker 1977,
+# https://doi.org/10.1016/S0167-5060(08)70743-X). So where a value is waited for, it goes before
+# others copied meanwhile, or one after it; the first faster one is taken.
 
 _Order = tuple[str, ...]
 
@@ -90,8 +89,7 @@ def _waited_for(placed: PlacedSchedule, down: dict[str, Copy]) -> list[str]:
 
 class Weighing(NamedTuple):
     power: float  # of the overload that a drop removes
-    # Of a copy back, in its time on the link: all on a full link, hardly any on one with spare
-    # time.
+    # Of a copy back, in its time on the link: all on a full one, hardly any with time to spare.
     cost_factor: float
 
 

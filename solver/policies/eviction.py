@@ -1,8 +1,4 @@
-"""What an online policy sees, and which value it evicts when room is needed.
-
-NumPy scores all evictable values, and the least goes. A lower bound is made exact when it is the
-least.
-"""
+"""What an online policy sees, and which value it evicts: that of least score, made exact first."""
 
 from __future__ import annotations
 
@@ -200,8 +196,6 @@ class ByteCount:
 
 
 class ValueStatistics:
-    """What is known of each value while ops run."""
-
     def __init__(self, problem: Problem) -> None:
         self.size_bytes: ValueIds = np.array(problem.size_bytes, np.int64)
         self.cost_us: Scores = np.array([problem.cost_us[op] for op in problem.producer], float)
@@ -244,7 +238,6 @@ class Policy(ABC):
         return ()
 
     def with_neighbours_us(self, books: ValueStatistics, values: ValueIds) -> Scores:
-        """Cost of each value and of its evicted neighbourhood."""
         if self.around is None:
             return books.cost_us[values]
         # Rounding may leave less than 0.

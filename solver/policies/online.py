@@ -217,21 +217,14 @@ class OnlineRun:
         return True
 
 
-# Some of a policy's recomputations turn out not to be needed. Its runs are offered as they are and,
-# with `prune`, as retention bits filled with what still fits, which drops those.
+# `prune` turns runs into retention bits filled with what fits, which drops needless recomputations.
 
 _MakePolicy = Callable[[Problem, int], Policy]  # from room in bytes beside what is resident
 
 
 @dataclass(frozen=True)
 class PolicyPlanner:
-    """A solver that plans what one policy does; each names itself and its policy.
-
-    Attributes
-    ----------
-    prune : offer the sequence without its superfluous recomputations too.
-    time_limit_s, progress : as in `remat.solver.solve_within`.
-    """
+    """A solver that plans what one policy does; `prune` also offers it without superfluous runs."""
 
     name: ClassVar[str]
     policy: ClassVar[type[Policy]]

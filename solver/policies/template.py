@@ -125,11 +125,10 @@ def check_choice(option: str, found: str, allowed: Sequence[str]) -> None:
         raise SolverError(f"{option} must be one of {', '.join(allowed)}, not '{found}'")
 
 
-# Blocks from module paths, since people wrap modules in checkpoints. (`hierarchical` goes by
-# structure, as a graph need not have names.) In ``blocks.0.attn``, ``blocks`` is a container. A
-# block is an entry of an outermost container with two entries in use: a `Sequential` inside makes
-# none, and ``down.0`` and ``up.0`` both count. An op without a module takes the block before it if
-# a block follows.
+# Blocks from module paths, since people wrap modules. (`hierarchical` goes by structure: a graph
+# need not have names.) A block is an entry of an outermost container, as ``blocks`` in
+# ``blocks.0.attn``, with two entries in use: a `Sequential` inside makes none, ``down.0`` and
+# ``up.0`` both count. An op without a module takes the block before it if one follows.
 
 NO_BLOCK = -1
 NO_REPEATED_BLOCK = (

@@ -36,8 +36,7 @@ _SolveOne = Callable[[TrainingGraph, float, float], Result]
 """Solves a graph within so many seconds; ends where none beats so many microseconds."""
 
 _WORTH = 1e-3  # of time, if the gap is not wider, or of the peak: what a solve must be able to gain
-# Of the time left, for a solve before others; where the captured graph cannot fit they are
-# unlikely.
+# Of the time left, before others; these are unlikely where the captured graph cannot fit.
 _PART, _LEAST_PART = 1 / 2, 4 / 5
 
 
@@ -195,8 +194,7 @@ def _most_of(graph: TrainingGraph, ops: Sequence[Op]) -> int:
 
 _SAME_TIME = 1 + 1e-9
 _FIRST_PART = 2 / 3  # of the time, before MLPs in chunks, where whole ones hardly fit
-# MLPs in chunks are tried where the budget leaves twice what they hold; whole ones hardly fit at
-# once.
+# Tried where the budget leaves twice what they hold; whole MLPs hardly fit where it leaves once.
 _NEAR, _TIGHT = 2, 1
 
 

@@ -39,7 +39,6 @@ def _broken_by_change(before: TrainingGraph, after: TrainingGraph) -> Iterator[s
 
 
 def _broken_by_answer(graph: TrainingGraph, budget_bytes: int, answer: Result) -> Iterator[str]:
-    """Rules that the answer to a question breaks."""
     if answer.schedule is None:
         if answer.status not in ("infeasible", "time limit"):
             yield "an answer without a schedule is infeasible or was cut short"

@@ -22,13 +22,11 @@ from remat.solver.result import (
 from remat.solver.search import is_interrupted
 from remat.solver.table import TAKE_CHUNKS, make_solver, plans_copies
 
-# Where a search has no schedule: rules answer in the time it takes to read the graph, and the least
-# budget that a search names is never above what a rule needs. Policies are for small graphs.
+# Rules answer in the time to read the graph, and bound the least budget that a search names.
 
 # Written by hand, and the oldest one; each near-linear.
 SIMPLE_RULES = ("selective", "keep_attention_output", "chen_sqrt", "full")
-# Policies of low least peaks, where no rule fits, for graphs of no more ops; a part of the time
-# each has at least.
+# Policies of low least peaks, for graphs of no more ops; each has such a part of the time at least.
 _POLICIES, _MOST_OPS, _PART = ("msps", "largest"), 1000, 1 / 10
 
 

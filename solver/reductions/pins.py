@@ -111,8 +111,7 @@ def _sequence_without_clones(problem: Problem, schedule: Schedule, again: Set[in
     sequence: list[int] = []
     for op in runs:
         if not waiting:
-            # A solver may carry forward's value to recompute an op without a clone: runs are put
-            # in.
+            # A solver may carry forward's value for an op without a clone: runs are put in.
             sequence += _missing_below(problem, op, again, fresh)
             fresh[op] = 1
         sequence.append(op)
@@ -177,8 +176,6 @@ def kept_graph(graph: TrainingGraph, kept: dict[str, str]) -> TrainingGraph:
 
 
 class _Stamp(NamedTuple):
-    """What a schedule of the real graph says of itself."""
-
     graph: TrainingGraph
     budget_bytes: int
     named: dict[str, Option]  # the pins, for its options

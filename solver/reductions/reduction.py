@@ -50,11 +50,7 @@ Rest = Callable[[Question], Result]  # levers behind one in the chain, and in th
 
 
 class Reduction(ABC, Generic[_Inverse]):
-    """One lever. A subclass says when it has something to do, and how it changes the question.
-
-    One that asks the rest several times, or not, defines `solve` alone, and judges on its own
-    graph.
-    """
+    """One lever. If it asks the rest several times, it defines `solve` and judges the answer."""
 
     @abstractmethod
     def accepts(self, question: Question) -> bool:
@@ -165,10 +161,9 @@ def _text_of(one: str, other: str) -> str:
     return LEVER_PAIRS[one, other].format_map(named)
 
 
-# A solve: levers in the order of `REDUCTIONS`, which each relies on. Regions come first, as each
-# choice is another graph for all others. Updates ask for several budgets. What a solver without
-# copies proves is weakened behind the rules that may replace its schedule. Pins are next to the
-# solver: rules keep none.
+# A solve: levers in the order of `REDUCTIONS`. Regions come first: each choice is another graph.
+# Updates ask for several budgets. Proofs without copies are weakened behind the rules that may
+# replace the schedule. Pins are next to the solver, since rules keep none.
 
 
 def solve_question(question: Question) -> Result:

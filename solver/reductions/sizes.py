@@ -25,16 +25,13 @@ from remat.schedules.simulate import overhead_of
 from remat.solver.policies.template import StoreAll
 from remat.solver.problem import Problem, least_needed_bytes
 
-# How far a schedule reaches: no holes below the border, since bytes are bounded below a corner. So
-# it is found by halves, in the fast books, and its corners are judged.
+# What a schedule serves has no holes, as bytes are bounded below a corner: halves find its border.
 
 _MOST_LEVELS = 256  # from the smallest sizes to the largest, where several vary
 _MOST_CORNERS = 16  # of what a schedule serves; more would serve a little more
 
 
 class Reach:
-    """Where in a range schedules fit a budget."""
-
     def __init__(self, graph: RangedGraph, budget_bytes: int) -> None:
         self.graph, self.budget_bytes = graph, budget_bytes
         self.symbols = graph.symbols

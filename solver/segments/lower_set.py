@@ -37,9 +37,8 @@ from remat.solver.search import Listener, Search
 from remat.solver.segments.chen_sqrt import NO_SEGMENT, segmented_state
 from remat.solver.state import State, recomputed_in, store_all_state
 
-# A lower set holds with each op every op that it reads from. The graph is of forward ops that may
-# run again, by position; what stays in any case is left out. Sets are integers, bit p for position
-# p.
+# A lower set holds with each op every op that it reads from, as an integer with bit p for position
+# p of the forward ops that may run again; what stays in any case is left out.
 
 _Flags = npt.NDArray[np.bool_]
 
@@ -280,8 +279,6 @@ class _Labels:
 
 @dataclass(slots=True)
 class SequenceProgram:
-    """Finds the fastest sequence of lower sets under a limit."""
-
     table: SegmentTable
     most_labels: int  # at a lower set; of more, ones evenly spread from the fastest to the leanest
     was_thinned: bool = field(default=False, init=False)
