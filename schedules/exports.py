@@ -195,8 +195,7 @@ def _counter_events(line: Timeline) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-# A PyTorch memory snapshot in the form of `torch.cuda.memory._snapshot()`. Pickled, it opens at
-# https://pytorch.org/memory_viz. Its highest sum is the simulated peak.
+# A snapshot as `torch.cuda.memory._snapshot()` makes it; pickled for https://pytorch.org/memory_viz.
 
 _BASE = 0x7F00_0000_0000  # Where addresses begin. Any number would do.
 

@@ -47,8 +47,8 @@ class Result(msgspec.Struct, frozen=True):
     # Of all schedules in captured order, or in any with the option `order` free; 0 is unproved.
     lower_bound_us: float = 0.0
     wall_s: float = 0.0
-    least_feasible_bytes: int = 0  # from here on where infeasible: the least budget known to do
-    least_schedule: Schedule | None = None  # its schedule, if it is at hand
+    least_feasible_bytes: int = 0  # where infeasible: the least budget known to do
+    least_schedule: Schedule | None = None  # where infeasible: of that budget, if at hand
     held_at_peak: tuple[Holding, ...] = ()  # of that schedule
     least_bound_bytes: int = 0  # no schedule has a lower peak; 0 where not sought
     # None unless the budget is below it: the op that sets what any schedule in captured order needs

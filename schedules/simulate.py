@@ -214,8 +214,8 @@ class _ScheduleReplay:
         self.peak_bytes = dict(self.bytes)
         for name, tier in self.home.items():  # they are there when the step begins
             self._add(0, tier, name)
-        # The caller holds them to the end. Buffers' new values are of forward alone: AOTAutograd
-        # copies them into the buffers.
+        # The caller holds forward's outputs to the end. New values of buffers are outputs of
+        # forward alone: AOTAutograd copies them into the buffers.
         self.held = set(graph.forward_outputs) & set(graph.outputs)
         # Autograd's engine holds what it hands over, whatever copies there are.
         self.held |= {v.name for v in graph.values if v.kind == "tangent"}

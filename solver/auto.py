@@ -115,7 +115,7 @@ class Improvement:
         found: list[Climbed] = []
         spent = 0.0
         while spent < self.least_effort and not self.lazy.is_done:
-            # When neighbourhoods narrow the gap depends on the clock: that of the round's start.
+            # The gap as the round began: when neighbourhoods narrow it depends on the clock.
             limits = limits_of(self.search, self.lazy, self.gap, open_gap)
             limit_s = self.cuts_limit.of(limits.time_limit_s)
             found.append(self.lazy.climb(replace(limits, time_limit_s=limit_s)))

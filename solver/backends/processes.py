@@ -26,7 +26,7 @@ from typing import IO, Any, Generic, ParamSpec, TypeVar, cast
 
 from remat.graph_capture.errors import SolverError
 
-# C++ runs in daemon threads and the caller waits in short spells: it hears Ctrl-C at once.
+# Solvers in C++ run in daemon threads; the caller waits in short spells and hears Ctrl-C at once.
 
 _T = TypeVar("_T")
 _SPELL_S = 0.05
@@ -171,7 +171,7 @@ class _Process:
     def __init__(self) -> None:
         try:
             self._popen = subprocess.Popen(
-                # -P: so may the working folder hold a signal.py.
+                # -P: the working folder may hold a signal.py.
                 [sys.executable, "-P", "-c", _BEGIN, *_library_first(sys.path)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, **_OWN_GROUP,
             )  # fmt: skip

@@ -163,7 +163,7 @@ def _expanded(
     problem: Problem, layers: Sequence[PlacedBlock], picked: Sequence[BlockOption]
 ) -> State:
     recomputed: list[list[int]] = [[] for _ in range(problem.n_ops + 1)]
-    # Backward runs the last block first, so do stages that two share.
+    # Backward runs the last block first, and so does a stage that two blocks share.
     for (block, _), option in reversed(list(zip(layers, picked, strict=True))):
         n_forward = block.stop - block.start
         for stage, again in zip(stages_of_block(block), option.recomputed, strict=True):

@@ -95,7 +95,7 @@ class CutProgram:
     def _variables(self, k: int, values: list[int]) -> None:
         """carried[k, v] and again[k, op] in {0, 1}, the latter at the op's cost."""
         problem, free = self.problem, self.free_at(k)
-        # Fractions mean fewer integers; with several cuts HiGHS closes more programs without.
+        # With one cut, fractions leave fewer integers. With more, HiGHS closes more without them.
         is_whole = len(self.cuts) > 1
         is_backward = self.cuts[k] >= problem.n_forward
         carried: dict[int, int] = {}

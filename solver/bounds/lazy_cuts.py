@@ -27,7 +27,7 @@ from remat.solver.problem import Problem
 from remat.solver.state import Bytes, State, fullest_op
 
 _PLACES = 30  # stages over the budget that are looked at for the next cut
-# Bytes over count times stages to the nearest cut, up to `_FAR`: beside another, a cut says little.
+# Bytes over budget times stages to the nearest cut, at most `_FAR`: cuts side by side say little.
 _FAR, _AT_A_CUT = 4.0, 0.01
 
 _FLOOR_SLACK = 1e-6  # part of a proved time by which a row that says it is looser

@@ -135,7 +135,7 @@ def offer_climbed(search: Search, climbed: Climbed, most_work: float = float("in
         search.proved_infeasible = True
         return True
     search.raise_bound(climbed.solution.bound_us)
-    # Where the clock ended the program, its point depends on the machine: better than none.
+    # A point that the clock ended depends on the machine, so it is only better than none.
     if climbed.start is not None and (climbed.solution.finished or search.best is None):
         return repair_from(search, climbed.start, most_work)
     return True

@@ -324,7 +324,7 @@ class Checkmate:
             upper_us = search.best_key[0] - graph.time_us
             start = _point_of(made, search.best)
         made.extra_time(lower_us=search.bound_us - graph.time_us, upper_us=upper_us)
-        # No op runs twice in a stage of the program.
+        # A schedule that runs an op twice in a stage is no point of the program.
         if start is not None and not mip.satisfies(made.program, start):
             start = None
         limits = mip.Limits(time_limit_s)

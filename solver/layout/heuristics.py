@@ -150,10 +150,9 @@ def placements_of(boxes: Boxes) -> int:
     return max(_LEAST_PLACEMENTS, GREEDY_WORK // max(len(boxes), 1))
 
 
-# Guided ejection search: what fits nowhere takes the place of what is cheapest to place again. Y.
-# Nagata and O. Bräysy, "A powerful route minimization heuristic for the vehicle routing problem
-# with time windows", 2009, https://doi.org/10.1016/j.orl.2009.04.006. A box that had to eject
-# others becomes dearer to eject. A step looks at what is live during one box alone.
+# Guided ejection search (Y. Nagata and O. Bräysy, "A powerful route minimization heuristic for the
+# vehicle routing problem with time windows", 2009, https://doi.org/10.1016/j.orl.2009.04.006): what
+# fits nowhere ejects what is cheapest to place again, and becomes dearer to eject itself.
 
 _GROWTH = 1.3  # of the penalty of a box, each time that it ejects others
 MOST_PENALTY = 1e6  # in areas of the largest: sums keep the bits of small ones

@@ -144,8 +144,7 @@ def _item_before(clock_us: _Times, time_us: float) -> int:
     return int(np.searchsorted(clock_us[:-1], time_us + _SOON_US, side="right")) - 1
 
 
-# Values on NVMe go down after the host, in the order of making, and are read where the host has
-# room.
+# Values on NVMe go down after the host, in order of making, and are read where the host has room.
 
 
 def _reads(

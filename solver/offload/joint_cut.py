@@ -148,7 +148,7 @@ def _evenly_taken(places: Iterable[int]) -> set[int]:
 @dataclass(slots=True, kw_only=True)
 class JointCut(CutProgram):
     links: Links
-    # A start has latencies, and copies movable values alone; a bound has bytes of all.
+    # A start counts latencies and copies only what can move. A bound counts bytes alone, of all.
     is_start: bool = False
     least_bytes: int = 1  # a start copies no smaller value
     fetched: list[dict[int, int]] = field(default_factory=list[dict[int, int]], init=False)

@@ -89,7 +89,7 @@ def _waited_for(placed: PlacedSchedule, down: dict[str, Copy]) -> list[str]:
 
 class Weighing(NamedTuple):
     power: float  # of the overload that a drop removes
-    # Of a copy back, in its time on the link: all on a full one, hardly any with time to spare.
+    # Of a copy back, in parts of its time on the link: all if it is full, hardly any if it is not.
     cost_factor: float
 
 

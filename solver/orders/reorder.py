@@ -130,7 +130,7 @@ def _backward(facts: OpFacts) -> tuple[int, ...]:
     is_placed = bytearray(len(facts.before))
 
     def growth_bytes(op: int) -> int:
-        # Back, results vanish and operands appear.
+        # Going back, results vanish and operands appear.
         begun = (s for s, others in facts.spendable[op] if not any(is_placed[o] for o in others))
         return sum(begun) - facts.lasting_bytes[op]
 

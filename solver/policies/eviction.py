@@ -44,7 +44,7 @@ class EvictedClasses:
         self._node = [-1] * problem.n_values
         self._parent: list[int] = []
         self._class_us: list[float] = []
-        self._touched: list[dict[int, int]] = []  # of roots: neighbours, by links to each
+        self._touched: list[dict[int, int]] = []  # of a root: neighbours, with how many links
 
     def refresh(self, v: int) -> bool:
         return True

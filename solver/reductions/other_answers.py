@@ -118,7 +118,7 @@ class WithoutCopies(Reduction[None]):
     def solve(self, question: Question, rest: Rest) -> Result:
         graph, result = question.graph, rest(question)
         if result.schedule is None:
-            # It holds without copies alone: each op's time once is left of it, or the sentence.
+            # Proofs hold without copies alone: of a bound each op's time once is left.
             text = f"{_ALONE}: {result.message}" if result.message else ""
             return msgspec.structs.replace(
                 result, lower_bound_us=graph.time_us, least_bound_bytes=0, floor=None, message=text

@@ -49,7 +49,7 @@ def _without_clones(text: str) -> str:
 
 def _message_without_clones(message: str) -> str:
     sentences = _without_clones(message).split(". ")
-    # It holds for the graph with clones alone.
+    # That bound holds for the graph with clones alone.
     return ". ".join(s for s in sentences if not s.startswith(LEAST_BOUND))
 
 

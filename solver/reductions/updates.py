@@ -85,7 +85,7 @@ def with_updates_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGra
     others = [(at, name) for name, at in first_runs.items() if name not in updates]
     behind: dict[str, list[Op]] = {}
     for name, read_at in _last_reads(Problem.of(graph), schedule.steps).items():
-        # Behind that op, what runs again for it may read the parameter; the gradient lives so long.
+        # What runs again for that op may read the parameter, and the gradient lives until then.
         if read_at > first_runs[name]:
             after = others[min(bisect_left(others, (read_at, "")), len(others) - 1)][1]
             behind.setdefault(after, []).append(graph.ops[graph.op_index[name]])
