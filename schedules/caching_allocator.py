@@ -1,19 +1,12 @@
-"""A replay of the rules of torch's CUDA caching allocator: what it reserves for which requests.
+"""A replay of torch's CUDA caching allocator, for one device and one stream: what it reserves.
 
-Rules of PyTorch 2.11 to 2.14 (``c10/cuda/CUDACachingAllocator.cpp``,
-https://github.com/pytorch/pytorch), for one device and one stream:
-
-- Sizes are rounded up to multiples of 512 bytes. Blocks up to 1 MiB come from one pool, larger ones
-  from another.
-- A request takes the smallest free block that is large enough; of equal ones, that at the lowest
-  address. What is left of it is split off.
-- Where there is none, a segment is taken from the device: 2 MiB for small blocks, 20 MiB for blocks
-  below 10 MiB, else the size rounded up to 2 MiB. Or, with expandable segments, a range grows.
-- A freed block joins its free neighbours, and stays reserved.
-- Only where the device is full are free segments given back to it.
-
-Not replayed: garbage collection (``garbage_collection_threshold``), private pools, several streams.
-`tests/schedules/allocator` holds it against the figures of torch's own library.
+Rules of PyTorch 2.11 to 2.14 (``c10/cuda/CUDACachingAllocator.cpp`` of
+https://github.com/pytorch/pytorch): sizes are multiples of 512 bytes, and blocks up to 1 MiB have a
+pool of their own. A request takes the smallest free block that is large enough, at the lowest
+address, and splits off the rest. Where there is none, a segment comes from the device: 2 MiB for
+small blocks, 20 MiB for blocks below 10 MiB, else the size rounded up to 2 MiB. An expandable
+segment grows. Freed blocks join their free neighbours and stay reserved until the device is full.
+Not replayed: garbage collection and private pools. `tests/schedules/allocator` has torch's figures.
 """
 
 from __future__ import annotations
@@ -26,14 +19,12 @@ import msgspec
 
 from remat.formats import MIB
 
-# ``c10/core/AllocatorConfig.h``; ``PYTORCH_ALLOC_CONF`` names settings, such as
-# ``large_segment_size_mb``, in MiB.
+# ``c10/core/AllocatorConfig.h``. ``PYTORCH_ALLOC_CONF`` has the same settings, in MiB.
 _MIN_BLOCK_BYTES = 512  # every block is a multiple of it
 _SMALL_BYTES = MIB  # blocks up to it come from the small pool, larger ones from the large pool
 _SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
-_OWN_SEGMENT_BYTES = 10 * MIB
-"""From this size on, a block that finds no room gets a segment of its own size."""
+_OWN_SEGMENT_BYTES = 10 * MIB  # from this size on, a block without room gets a segment of its size
 _SEGMENT_MULTIPLE_BYTES = 2 * MIB  # segments of their own size are a multiple of it
 UNLIMITED_BYTES = 1 << 50
 
@@ -43,26 +34,18 @@ def _multiple_above(size_bytes: int, unit_bytes: int) -> int:
 
 
 class AllocatorSettings(msgspec.Struct, frozen=True):
-    """How the allocator is set, and how large its device is."""
-
-    # One growing range of addresses for each pool, in place of segments.
-    expandable_segments: bool = False
-    # Blocks from this size on are not split, and not given to smaller requests.
-    max_split_bytes: int = UNLIMITED_BYTES
-    # By how much such a block may be larger than its request; at least `large_segment_bytes`, which
-    # it is where torch is not told.
+    expandable_segments: bool = False  # one growing range a pool in place of segments
+    max_split_bytes: int = UNLIMITED_BYTES  # blocks from this size on serve large requests, whole
+    # How much larger than its request such a block may be; at least `large_segment_bytes`.
     max_non_split_rounding_bytes: int = 0
-    # Sizes are rounded up to so many steps between two powers of two; a power of two itself. 0
-    # rounds to multiples of 512 bytes.
+    # So many steps between two powers of two; 0 rounds to multiples of 512 bytes.
     roundup_power2_divisions: int = 0
-    # Of the segments that several large blocks share, and of the pages of an expandable one.
-    large_segment_bytes: int = LARGE_SEGMENT_BYTES
+    large_segment_bytes: int = LARGE_SEGMENT_BYTES  # shared by large blocks; a page if expandable
     capacity_bytes: int = UNLIMITED_BYTES
 
     def block_bytes(self, asked_bytes: int) -> int:
         """Bytes that a request of more than 0 takes of a block that can be split."""
         divisions = self.roundup_power2_divisions
-        # A step between two powers of two would be smaller than the least block.
         if divisions <= 1 or asked_bytes <= _MIN_BLOCK_BYTES * divisions:
             return _multiple_above(asked_bytes, _MIN_BLOCK_BYTES)
         power_of_two = 1 << (asked_bytes.bit_length() - 1)
@@ -87,8 +70,7 @@ class AllocatorBlock:
     address: int
     pool: _Pool
     is_used: bool = False
-    # Else it is room in an expandable segment: addresses without memory.
-    is_mapped: bool = True
+    is_mapped: bool = True  # else it is room in an expandable segment: addresses without memory
     before: AllocatorBlock | None = None
     after: AllocatorBlock | None = None
 
@@ -138,8 +120,7 @@ class _Pool:
     )
 
     def add(self, block: AllocatorBlock) -> None:
-        # Addresses are unique, so that blocks themselves are never compared.
-        if block.is_mapped:
+        if block.is_mapped:  # addresses are unique, so that blocks themselves are never compared
             insort(self.free, (block.size, block.address, block))
         else:
             insort(self.unmapped, (block.address, block))
@@ -175,14 +156,11 @@ class _Device:
     def addresses(self, size: int, unit: int) -> int:
         """Where a new range begins, at a multiple of `unit`."""
         address = _multiple_above(self.next_address, unit)
-        # A gap of one unit, so that blocks of two ranges are never neighbours.
-        self.next_address = address + size + unit
+        self.next_address = address + size + unit  # so no blocks of two ranges are neighbours
         return address
 
 
-# Where blocks come from: segments of a fixed size, or those of
-# ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``: a range of addresses for each pool, a little
-# longer than the device is large, into which pages of memory are mapped where they are needed.
+# Segments have a fixed size, or are a range of addresses into which pages are mapped.
 
 
 class _Segments(ABC):
@@ -207,8 +185,7 @@ class _FixedSegments(_Segments):
         return AllocatorBlock(segment, address, pool)
 
     def give_back(self, block: AllocatorBlock) -> None:
-        # torch returns a segment only as a whole.
-        if block.is_whole_segment:
+        if block.is_whole_segment:  # torch returns a segment only as a whole
             block.pool.drop(block)
             self._device.give_back(block.size)
 
@@ -220,7 +197,7 @@ class _ExpandableSegments(_Segments):
         while block is not None and block.size < size:
             room = block.after
             assert room is not None  # `_room` has made sure of it
-            # If this one finds no memory, the pages mapped so far stay mapped and free.
+            # Pages mapped so far stay mapped and free if this one finds no memory.
             block = self._map(room, min(size - block.size, room.size))
         if block is not None:
             pool.drop(block)
@@ -286,10 +263,7 @@ def _reaches(first: AllocatorBlock, size: int) -> bool:
 
 
 class CachingAllocator:
-    """The allocator of one device, for one stream.
-
-    `allocated_bytes` counts whole blocks, as torch's ``memory_allocated`` does; `n_retries` is
-    torch's ``num_alloc_retries``: each one waits for the device.
+    """`allocated_bytes` counts whole blocks, as ``memory_allocated`` does; `n_retries` are waits.
 
     >>> allocator = CachingAllocator(AllocatorSettings())
     >>> block = allocator.malloc(3 << 20)
@@ -336,7 +310,6 @@ class CachingAllocator:
         block.pool.add(block)
 
     def empty_cache(self) -> None:
-        """Give to the device all that is free in whole segments, or in whole pages."""
         for pool in (self._large, self._small):
             for _, _, block in list(pool.free):  # a copy: blocks leave the pool meanwhile
                 self._segments.give_back(block)
@@ -344,8 +317,7 @@ class CachingAllocator:
     def _best_fit(self, pool: _Pool, size: int) -> AllocatorBlock | None:
         i = pool.first_of(size)
         if self._settings.expandable_segments:
-            # With expandable segments, torch ranks a block by the size that it can grow to.
-            i = _least_reach(pool, i)
+            i = _least_reach(pool, i)  # torch ranks a block by the size that it can grow to
         if i == len(pool.free) or not self._may_take(pool.free[i][0], size):
             return None
         block = pool.free[i][2]
@@ -354,8 +326,7 @@ class CachingAllocator:
 
     def _may_take(self, block_bytes: int, size: int) -> bool:
         least = self._settings.max_split_bytes
-        # Oversized blocks are never split, so they are kept for requests of about their size.
-        if size < least:
+        if size < least:  # oversized blocks are kept for requests of about their size
             return block_bytes < least
         settings = self._settings
         most_left = max(settings.max_non_split_rounding_bytes, settings.large_segment_bytes)
@@ -365,13 +336,13 @@ class CachingAllocator:
         left_over = block.size - size
         if block.pool.is_small or self._settings.expandable_segments:
             return left_over >= _MIN_BLOCK_BYTES
-        # A rest of up to 1 MiB is useless in the large pool: its requests are larger.
+        # A rest of up to 1 MiB is useless in the large pool.
         return left_over > _SMALL_BYTES and size < self._settings.max_split_bytes
 
     def _from_device(self, pool: _Pool, size: int) -> AllocatorBlock | None:
         grow = self._segments.grow
         block = grow(pool, size)
-        # torch's order: first free oversized blocks, then everything that is free.
+        # torch's order: oversized blocks first, then all that is free.
         if block is None and self._gave_unsplit_back(pool, size):
             block = grow(pool, size)
         if block is None:

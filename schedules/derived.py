@@ -15,14 +15,13 @@ from remat.schedules.schedule import ChunkedRegion, Compute, Free, Schedule, Ste
 
 
 def graph_of_schedule(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph:
-    """The graph that `schedule` was made for, from the captured `graph`, or that one itself."""
+    """The graph that `schedule` was made for, from the captured `graph` or that itself."""
     check_are_graph_and_schedule(graph, schedule)
     if schedule.graph_hash == graph.hash:
         return graph
     if schedule.chunks:
         return in_chunks(graph, schedule.chunks)
-    # Each lever edits the graph that the one before it made.
-    if schedule.captured_hash == graph.hash:
+    if schedule.captured_hash == graph.hash:  # each lever edits what the one before it made
         for one in schedule.levers:
             graph = one.on(graph)
     return graph
@@ -115,8 +114,7 @@ def before_sharding(schedule: Schedule, graph: TrainingGraph) -> Schedule:
             return step.op in graph.op_index
         return step.value in graph.value_by_name
 
-    # The model is sharded as a whole: communication comes before forward, between forward and
-    # backward, and last. So the steps that remain keep their order.
+    # Communication comes before forward, between the phases and last, so the rest keeps its order.
     steps = [step for step in schedule.steps if is_own(step)]
     # The wrapper frees gradients once it has reduced them.
     end = max(i for i, step in enumerate(steps) if isinstance(step, Compute))
@@ -133,11 +131,7 @@ def assembled(
     steps_of: Mapping[str, tuple[Sequence[Step], Sequence[Step]]],
     path_of: Mapping[str, str],
 ) -> Schedule:
-    """The schedule of a whole step whose blocks are rewritten one by one.
-
-    `steps_of` has each block's steps in forward and in backward, in names of `graph`: they free
-    only what nothing outside of it sees. `path_of` is the block of each op that is in one.
-    """
+    """The schedule of a whole step from those of its blocks, which free only what is their own."""
     items: list[_Item] = []
     begun: set[tuple[str, str]] = set()
     for op in graph.ops:
@@ -160,9 +154,8 @@ def _with_frees(graph: TrainingGraph, items: Sequence[_Item]) -> list[Step]:
     at_step: dict[tuple[int, int], list[str]] = {}
     at_end: dict[int, list[str]] = {}
     for value, (i, j) in _last_touches(graph, items).items():
-        # As in autograd: arguments and gradients live as long as the call that gets them, and what
-        # forward saved lives until backward last reads it. A collective holds its buffers only
-        # while it runs.
+        # As in autograd: what a call gets lives as long as the call, what forward saved until
+        # backward last reads it. A collective holds its buffers while it runs.
         if (items[i].is_forward or value not in of_forward) and not _lets_go(graph, items[i], j):
             at_end.setdefault(i, []).append(value)
         else:
@@ -184,7 +177,7 @@ def _lets_go(graph: TrainingGraph, item: _Item, j: int) -> bool:
 
 
 def _last_touches(graph: TrainingGraph, items: Sequence[_Item]) -> dict[str, tuple[int, int]]:
-    # Not freed here: resident values, outputs of the step, and values that a block frees itself.
+    # Resident values, outputs of the step, and what a block frees itself are not freed here.
     lasting = {value.name for value in graph.values if not value.producer} | set(graph.outputs)
     lasting |= {step.value for item in items for step in item.steps if isinstance(step, Free)}
     last: dict[str, tuple[int, int]] = {}

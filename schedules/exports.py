@@ -1,8 +1,6 @@
 """Schedules for tools that people have open already: Graphviz, Perfetto, PyTorch's memory viewer.
 
-A ``.pt2`` file of the training step was tried and is not kept. `torch.export.export` takes the
-forward and backward graphs, but netron refuses ops that it does not know, those of backward among
-them.
+A ``.pt2`` file was tried: netron refuses ops of backward that it does not know.
 """
 
 from __future__ import annotations
@@ -48,8 +46,7 @@ def to_dot(graph: TrainingGraph, schedule: Schedule | None = None) -> str:
         runs = schedule.computations()
     lines = [f"digraph {_quoted(graph.name)} {{", *_HEAD]
     clusters: dict[str, list[Op]] = {}
-    # Only forward ops are boxed by layer; backward ops are drawn outside.
-    for op in graph.ops[: graph.n_forward]:
+    for op in graph.ops[: graph.n_forward]:  # backward ops are drawn outside of the boxes of layers
         clusters.setdefault(layer_of(op.module), []).append(op)
     for i, (title, ops) in enumerate(clusters.items()):
         lines += [f"  subgraph cluster_{i} {{", f"    label={_quoted(title)};"]
@@ -68,8 +65,7 @@ def _node(graph: TrainingGraph, op: Op, runs: int) -> str:
     if runs > 1:
         facts.append(f"runs {runs} times")
     colour = ROLES["recompute" if runs > 1 else op.phase]
-    # Black text cannot be read on the dark blue of forward.
-    ink = "#ffffff" if colour == ROLES["forward"] else "#000000"
+    ink = "#ffffff" if colour == ROLES["forward"] else "#000000"  # black is unreadable on it
     label = "\\n".join(_escaped(fact) for fact in facts)
     tip = _quoted(" ".join(part for part in (op.module, op.source) if part))
     return (
@@ -84,7 +80,7 @@ def _edges(graph: TrainingGraph) -> list[str]:
         for name in op.inputs:
             value = graph.value_by_name[name]
             if value.producer:
-                # Sizes span many powers of ten: a factor of 1,000 makes a line wider by 1.
+                # Sizes span powers of ten: a factor of 1,000 widens a line by 1.
                 width = 0.5 + math.log10(max(value.size_bytes, 1)) / 3
                 ends = f"{_quoted(value.producer)} -> {_quoted(op.name)}"
                 tip = _quoted(f"{name} {bytes_text(value.size_bytes)}")
@@ -100,10 +96,7 @@ def _quoted(text: str) -> str:
     return f'"{_escaped(text)}"'
 
 
-# A trace for Perfetto and ``chrome://tracing``: lanes of ops and links, live bytes.
-#
-# The format is the "Trace Event Format" of Chromium: complete events (``X``) for runs of ops, a
-# counter (``C``) for bytes. Times are in µs.
+# A trace for Perfetto and ``chrome://tracing`` in Chromium's "Trace Event Format", times in µs.
 
 LANES = {"forward": 1, "backward": 2, "recompute": 3}
 LINK_LANES = {name: len(LANES) + 1 + i for i, name in enumerate(LINK_NAMES)}
@@ -133,8 +126,7 @@ def trace_file(graph: TrainingGraph, schedule: Schedule) -> bytes:
 def _name_events(graph: TrainingGraph, found: Simulation) -> list[dict[str, Any]]:
     names = [("process_name", 0, f"{graph.name}, predicted")]
     names += [("thread_name", lane, name) for name, lane in LANES.items()]
-    # Leave out lanes of links that copy nothing.
-    used = {copy.link for copy in found.copies}
+    used = {copy.link for copy in found.copies}  # leave out lanes of links that copy nothing
     names += [("thread_name", LINK_LANES[n], LINK_TITLES[n]) for n in LINK_NAMES if n in used]
     return [
         {"ph": "M", "pid": _PROCESS, "tid": lane, "name": kind, "args": {"name": name}}
@@ -143,7 +135,7 @@ def _name_events(graph: TrainingGraph, found: Simulation) -> list[dict[str, Any]
 
 
 def _micros(line: Timeline, run: int) -> float:
-    # Edges are in ms. Without costs they count runs, and each takes 1 µs.
+    # Without costs, edges count runs, and each takes 1 µs.
     return float(line.edges[run]) * (1e3 if line.is_timed else 1.0)
 
 
@@ -183,7 +175,7 @@ def _below_events(found: Simulation) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for tier, there in found.below_bytes.items():
         before = 0
-        # Lower tiers are booked by steps, so the device's clock at that step is shown.
+        # Lower tiers are booked by steps, so the device's clock there is shown.
         for at_us, size_bytes in zip(found.clock_us, there, strict=True):
             if size_bytes != before:
                 args = {"bytes": size_bytes}
@@ -203,14 +195,9 @@ def _counter_events(line: Timeline) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-# A PyTorch memory snapshot, as if a CUDA allocator had recorded the step.
-#
-# The dictionary has the form of `torch.cuda.memory._snapshot()`. Pickled, it opens in the viewer
-# at https://pytorch.org/memory_viz and with ``python -m torch.cuda._memory_viz``. Its trace
-# allocates and frees what `simulate` counts, so its highest sum is the simulated peak.
+# A snapshot as `torch.cuda.memory._snapshot()` makes it; pickled for https://pytorch.org/memory_viz.
 
-_BASE = 0x7F00_0000_0000
-"""Where addresses begin. Any number would do."""
+_BASE = 0x7F00_0000_0000  # Where addresses begin. Any number would do.
 
 _VIEWER_PROTOCOL = 4  # the newest version of pickles that the viewer in the browser reads
 
@@ -220,7 +207,7 @@ _Event = dict[str, Any]
 
 @dataclass
 class _Arena:
-    """Addresses. Each block goes into the lowest hole that it fits into."""
+    """Each block goes into the lowest hole that it fits into."""
 
     holes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     top: int = _BASE
@@ -250,8 +237,7 @@ class _Recording:
     )
 
     def alloc(self, name: str, size: int, frames: list[_Frame], time_us: int) -> None:
-        # Values of 0 bytes are never allocated, so `free` skips them too.
-        if size:
+        if size:  # values of 0 bytes are never allocated, so `free` skips them too
             self.blocks[name] = self.arena.take(size), size, frames
             self._tell("alloc", name, time_us)
 
@@ -278,8 +264,7 @@ def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
         recording.alloc(f"resident {category}", size, [_frame(category, "", 0)], 0)
     run = 0
     for step in schedule.steps:
-        # Edges are in ms, or count runs if there are no costs. The last one ends the step.
-        now_us = int(1e3 * line.edges[run])
+        now_us = int(1e3 * line.edges[run])  # in ms, or runs; the last edge ends the step
         if isinstance(step, Compute):
             op = graph.ops[graph.op_index[step.op]]
             _run_op(recording, graph, op, updates.get(op.name, op.workspace_bytes), now_us)
@@ -306,7 +291,7 @@ def _run_op(
 ) -> None:
     frames = _frames_of(op)
     for name in op.outputs:
-        # If an output is live already, the run makes a second copy, which goes when the run ends.
+        # A second copy of an output that is live goes when the run ends.
         copy = f"{name} again" if name in recording.blocks else name
         recording.alloc(copy, graph.value_by_name[name].size_bytes, frames, now_us)
     recording.alloc("workspace", workspace_bytes, [_frame("workspace", "", 0), *frames], now_us)
@@ -316,8 +301,7 @@ def _run_op(
 
 
 def _frames_of(op: Op) -> list[_Frame]:
-    # The op is the innermost frame, its module the outer one; both point to the user's line.
-    file, _, line = op.source.rpartition(":")
+    file, _, line = op.source.rpartition(":")  # both frames point to the user's line
     if not line.isdigit():
         file, line = op.source, "0"
     frames = [_frame(f"{op.name}: {op.target}", file, int(line))]
@@ -336,8 +320,7 @@ def _resident(graph: TrainingGraph) -> list[tuple[str, int]]:
 
 
 def _growth(recording: _Recording) -> _Event:
-    # One segment, there from the start, that reaches to the highest address used.
-    size = recording.arena.top - _BASE
+    size = recording.arena.top - _BASE  # one segment, there from the start
     return {
         "action": "segment_alloc", "addr": _BASE, "size": size, "stream": 0, "frames": [],
         "time_us": 0,

@@ -1,8 +1,6 @@
 """A family of schedules for one range of sizes: the size of a batch picks the one that runs.
 
-Small sizes need no recomputation, the largest ones need most. All members are schedules of one
-trace. Each has the corners that it was judged at: it serves every size that is not above one of
-them in any direction, since no value takes more bytes there than at the corner.
+A member serves every size that is not above one of its corners, as values take no more bytes there.
 """
 
 from __future__ import annotations
@@ -55,7 +53,6 @@ class Member(msgspec.Struct, frozen=True):
 
     def serves(self, sizes: Sizes) -> bool:
         """Whether its peak is proved to be within the budget at these sizes."""
-        # No value takes more bytes at smaller sizes than at the corner.
         return any(all(sizes[name] <= at for name, at in one.items()) for one in self.corners)
 
 
@@ -93,32 +90,22 @@ class Family(msgspec.Struct, frozen=True, dict=True):
         return max(member.peak_bytes for member in self.members)
 
     def number_at(self, **sizes: int) -> int:
-        """Which of the members serves these sizes: the first one that does.
-
-        Raises
-        ------
-        SignatureError : a size is missing, unknown or out of the range.
-        """
+        """The number of the first member that serves these sizes; SignatureError: out of range."""
         point = require_in_range(self.symbols, sizes)
-        # There always is one: the last member serves every size of the range.
+        # The last member serves every size of the range.
         return next(i for i, member in enumerate(self.members) if member.serves(point))
 
     def at(self, **sizes: int) -> Member:
-        """The member that serves these sizes; errors as of `number_at`."""
+        """Errors as of `number_at`."""
         return self.members[self.number_at(**sizes)]
 
     def compiled_pick(self) -> Callable[..., int]:
-        """A function from sizes, in the order of `symbols`, to the number of a member.
-
-        Of sizes out of the range it says nothing.
-        """
+        """From sizes in the order of `symbols` to a member's number, undefined out of the range."""
         lines = [f"def pick({', '.join(symbol.name for symbol in self.symbols)}):"]
-        # Only the last member is left for all other sizes.
         for i, member in enumerate(self.members[:-1]):
             lines.append(f"    if {_condition(member.corners)}:\n        return {i}")
         lines.append(f"    return {len(self.members) - 1}\n")
-        # Called at every step, so it is compiled to plain comparisons.
-        space: dict[str, Any] = {}
+        space: dict[str, Any] = {}  # called at every step, so it is compiled to plain comparisons
         exec(compile("\n".join(lines), "<remat family>", "exec"), space)
         return space["pick"]
 
@@ -161,28 +148,22 @@ def sizes_text(sizes: Sizes) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
-# The structure of a step is the same at all sizes, so that the same steps are valid. While one
-# runs, the bytes live are a sum of what batch, values and a workspace take. If none of these falls
-# where a size grows, no size needs more than the largest ones, and `simulate`'s peak there bounds
-# the range. Else the range is split, until what `simulate` says of the bounds of a part is no more
-# than what some size needs: branch and bound (Land and Doig 1960, https://doi.org/10.2307/1910129).
+# The same steps are valid at all sizes. If no batch, value or workspace takes less where a size
+# grows, `simulate`'s peak at the largest sizes bounds the range. Else it is split by branch and
+# bound (Land and Doig 1960, https://doi.org/10.2307/1910129) over `simulate`'s bounds of parts.
 
 _MOST_SIMULATED = 512
-"""Sizes, or parts of a range, at which a schedule is judged where the largest do not bound all."""
+"""Sizes, or parts of a range, that are judged where the largest do not bound all."""
 _SHAPE = re.compile(r"\[[\d, ]*\]")
 
 _Proof = Literal["largest sizes", "every size", "parts"]
 
 
 class RangePeak(msgspec.Struct, frozen=True):
-    """What bounds the peak of a schedule at every size of a range.
+    """What bounds the peak of a schedule at every size of a range; it is reached at `sizes`.
 
-    Attributes
-    ----------
-    peak_bytes : no size has a higher one. sizes : at which it is reached.
-    proof : ``largest sizes`` where no value, batch or workspace takes more at a smaller size, so
-        that the peak at the largest sizes is that of the range; ``every size`` where each of
-        `n_sizes` was judged; ``parts`` where parts of the range were, with bounds of their bytes.
+    `proof`: ``largest sizes`` if nothing takes more at a smaller size; ``every size`` if each of
+    `n_sizes` was judged; ``parts`` if parts of the range were, with bounds of their bytes.
     """
 
     peak_bytes: int
@@ -201,7 +182,7 @@ class RangePeak(msgspec.Struct, frozen=True):
 
 
 def resized_schedule(schedule: Schedule, graph: TrainingGraph) -> Schedule:
-    """`schedule` for the same step at other sizes; `ScheduleError` if ops differ, or for levers."""
+    """`schedule` at other sizes of the same step; `ScheduleError` if ops differ, or for levers."""
     check_are_graph_and_schedule(graph, schedule)
     if graph.hash in (schedule.graph_hash, schedule.captured_hash):
         return schedule
@@ -212,8 +193,7 @@ def resized_schedule(schedule: Schedule, graph: TrainingGraph) -> Schedule:
         )
     captured_hash = graph.hash if schedule.chunks else ""
     graph = in_chunks(graph, schedule.chunks) if schedule.chunks else graph
-    # Only shapes may differ between sizes.
-    mine, theirs = (
+    mine, theirs = (  # only shapes may differ between sizes
         [_SHAPE.sub("[]", line) for line in one.signatures] for one in (schedule, graph)
     )
     if mine != theirs:
@@ -244,8 +224,7 @@ def peak_over(
         )
     symbols = symbols or graph.symbols
     number = number_of_points(symbols)
-    # No value takes more at a smaller size, so the largest sizes prove the whole range.
-    if graph.rising:
+    if graph.rising:  # no value takes more at a smaller size
         top = corner(symbols, "high")
         return RangePeak(_peak_bytes(graph, schedule, top), top, "largest sizes", number)
     if number > _MOST_SIMULATED:
@@ -258,18 +237,16 @@ def peak_over(
 def _by_parts(graph: RangedGraph, schedule: Schedule, symbols: tuple[Symbol, ...]) -> RangePeak:
     number = number_of_points(symbols)
     best, best_sizes = 0, corner(symbols, "high")
-    # The unique number breaks ties, as tuples of symbols cannot be compared.
+    # The number breaks ties: tuples of symbols cannot be compared.
     heap = [(-_bound_bytes(graph, schedule, symbols), 0, symbols)]
     for n in range(1, _MOST_SIMULATED):
         bound, _, part = heapq.heappop(heap)
         top = corner(part, "high")
-        # The peak at a real size is a lower limit of the answer; the bound of a part is an upper
-        # one.
+        # A peak at real sizes is a lower limit of the answer, the bound of a part an upper one.
         peak_bytes = _peak_bytes(graph, schedule, top)
         if peak_bytes > best:
             best, best_sizes = peak_bytes, top
-        # All other parts have lower bounds.
-        if -bound <= best:
+        if -bound <= best:  # all other parts have lower bounds
             return RangePeak(best, best_sizes, "parts", number)
         for i, half in enumerate(_halves(part)):
             heapq.heappush(heap, (-_bound_bytes(graph, schedule, half), 2 * n + i, half))
@@ -300,23 +277,20 @@ def _peak_bytes(graph: RangedGraph, schedule: Schedule, sizes: dict[str, int]) -
 
 
 class FastPeak:
-    """The peak of `schedule`, valid for `graph`, for other bytes of values, without a replay."""
-
-    # `simulate` decides: it judges what a search finds by these books.
+    """The peak of `schedule` for other bytes of values; `simulate` decides on what it finds."""
 
     def __init__(self, graph: TrainingGraph, schedule: Schedule) -> None:
-        # Which values are live at a step does not depend on their sizes, so steps are read once.
+        # What is live at a step does not depend on sizes, so steps are read once.
         self.index = {value.name: i for i, value in enumerate(graph.values)}
         self.op_of_step = np.full(len(schedule.steps), -1, dtype=np.int64)
-        # While a step runs: values that it makes. From the next step on: what came or went.
+        # While a step runs: what it makes. From the next one on: what came or went.
         made: list[tuple[int, int, int]] = []
         changed: list[tuple[int, int, int]] = []
         live: set[str] = set()
         for i, step in enumerate(schedule.steps):
             if isinstance(step, Compute):
                 self.op_of_step[i] = graph.op_index[step.op]
-            # A copy takes its memory as soon as it begins.
-            came = arriving_values(graph, step)
+            came = arriving_values(graph, step)  # a copy takes its memory as soon as it begins
             made += [(i, self.index[name], 1) for name in came]
             changed += [(i + 1, self.index[name], 1) for name in came if name not in live]
             live.update(came)

@@ -22,12 +22,10 @@ from remat.schedules.schedule import (
 
 def end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int | None:
     """Index after the first run of the forward op that first runs last; None if one never runs."""
-    # Schedules do not mark the end of forward: ops that run again later run in backward.
-    left = {op.name for op in graph.ops if op.phase == "forward"}
+    left = {op.name for op in graph.ops if op.phase == "forward"}  # later runs are in backward
     for i, step in enumerate(schedule.steps):
         if not left:
-            # Values that leave for the host right here are saved for backward as their copies
-            # there.
+            # What leaves for the host right here is saved for backward as its copy there.
             return _end_of_leaving(schedule.steps, i, graph.forward_outputs)
         if isinstance(step, Compute):
             left.discard(step.op)
@@ -39,7 +37,7 @@ def _end_of_leaving(steps: Sequence[Step], end: int, results: tuple[str, ...]) -
     below = {step.value for step in steps[:end] if isinstance(step, Offload)}
     for i in range(end, len(steps)):
         step = steps[i]
-        # Forward returns its results at its end, so they are freed later.
+        # Forward returns its results at its end.
         if isinstance(step, Compute | Fetch) or (isinstance(step, Free) and step.value in results):
             break
         if isinstance(step, Offload):
@@ -60,19 +58,15 @@ def live_after_forward(graph: TrainingGraph, schedule: Schedule) -> frozenset[st
 def kept_occurrences(
     graph: TrainingGraph, schedule: Schedule, module: str = ""
 ) -> dict[str, tuple[bool, ...]]:
-    """By target, such as ``aten.mm.default``: whether each of its runs in forward is kept.
-
-    Runs are in captured order, and of ops in `module` and below it alone.
-    """
+    """By target: whether each run in forward is kept, in captured order, of ops in `module`."""
     live, times = live_after_forward(graph, schedule), schedule.computations()
     found: dict[str, list[bool]] = {}
     for op in graph.ops[: graph.n_forward]:
         if module and not f"{op.module}.".startswith(f"{module}."):
             continue
-        # An op that runs again saves nothing, and neither does one whose outputs are dead.
+        # An op that runs again saves nothing, nor does one with dead outputs.
         kept = times[op.name] == 1 and not live.isdisjoint(op.outputs)
-        # Of ops that run as one, the others write into the output of the last: only it saves
-        # anything.
+        # Of ops that run as one, the others write into the last one's output: only it saves.
         *written_to, last = op.target.split(JOINED)
         for target in written_to:
             found.setdefault(target, []).append(False)
@@ -87,20 +81,18 @@ def ops_as_eager_runs(graph: TrainingGraph) -> list[int]:
     wanted = {v for op in graph.ops if op.phase == "backward" for v in op.inputs if v in lost}
     order: list[int] = []
     for i, op in enumerate(graph.ops):
-        # A checkpoint reruns before backward first reads a value from inside it.
-        if op.phase == "backward":
+        if op.phase == "backward":  # a checkpoint reruns before backward first reads from inside
             for again in dict.fromkeys(lost[v] for v in op.inputs if v in lost and v not in casts):
                 ops = covered.pop(again, [])
                 makes = [not wanted.isdisjoint(graph.ops[i].outputs) for i in ops]
-                # Non-reentrant `torch.utils.checkpoint` stops early, at the last op whose outputs
-                # are read.
+                # Non-reentrant checkpoints stop at the last op whose outputs are read.
                 order += ops[: len(ops) - makes[::-1].index(True)] if any(makes) else []
         order.append(i)
     return order
 
 
 def _shared_casts(graph: TrainingGraph) -> set[str]:
-    """Casts of resident values that one checkpoint makes and others read: autocast caches them."""
+    """Casts of resident values that one checkpoint makes and others read from autocast's cache."""
     of, made = graph.value_by_name, dict[str, int]()
     found: set[str] = set()
     for op in graph.ops:
@@ -119,7 +111,7 @@ def _by_checkpoint(graph: TrainingGraph, casts: set[str]) -> dict[int, list[int]
     for i, op in enumerate(graph.ops):
         if op.checkpoint:
             own = covered[op.checkpoint]
-            # Autocast's cache is gone by backward, so each checkpoint casts the weights again.
+            # The cache is gone by backward: each casts the weights again.
             for name in casts.intersection(op.inputs):
                 own[index[graph.value_by_name[name].producer]] = None
             own[i] = None
@@ -132,7 +124,7 @@ def _lost_within(graph: TrainingGraph, casts: set[str]) -> dict[str, int]:
     kept = {*graph.forward_outputs, *graph.outputs}
     for op in graph.ops:
         if op.phase == "forward":
-            # Values that forward reads outside of the checkpoint stay from the first run.
+            # What forward reads outside stays from the first run.
             away = (name for name in op.inputs if made.get(name, 0) != op.checkpoint)
             kept.update(name for name in away if not op.checkpoint or name not in casts)
     return {name: at for name, at in made.items() if name not in kept}
@@ -168,7 +160,7 @@ def _end_of(
     """The place of the run after which eager frees a value; `at`, if it may go there."""
     ends = [one for one in runs.get(until.get(step.value, ""), ()) if one > at]
     anew = [one for one in runs[producer[step.value]] if one > at]
-    # If the value is made again before that, its first copy is held only until then.
+    # A value that is made again before that holds its first copy only until then.
     return ends[0] if ends and not (anew and anew[0] < ends[0]) else at
 
 
@@ -183,10 +175,10 @@ def forward_alone(graph: TrainingGraph) -> tuple[TrainingGraph, Schedule]:
 
 
 def _as_used(graph: TrainingGraph) -> Iterator[Step]:
-    # Outputs count too: a value that nothing reads goes right after its op.
+    # A value that nothing reads goes right after its op.
     last = {name: i for i, op in enumerate(graph.ops) for name in (*op.inputs, *op.outputs)}
     for value in graph.values:
-        # A variable of the user's code may hold a value beyond its last use.
+        # A variable of the user's may hold a value beyond its last use.
         until = graph.op_index.get(value.held_until, -1)
         last[value.name] = max(last.get(value.name, -1), until)
     kept = {*graph.outputs, *graph.forward_outputs}

@@ -1,8 +1,7 @@
-"""The layout of a step's buffers in one arena, and the judge of layouts.
+"""The layout of a step's buffers in one arena, and `check_layout`, the judge of layouts.
 
-A layout gives each buffer an offset. Two buffers that are live at the same time share no byte.
-`check_layout` is to layouts what `simulate` is to schedules: short, slow enough to be obviously
-right, and without knowledge of what made the layout. No layout leaves `solver/layout/` unjudged.
+It is short, slow enough to be obviously right, and does not know what made a layout. No layout
+leaves `solver/layout/` unjudged.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ from remat.schedules.schedule import (
 )
 from remat.schedules.simulate import simulate
 
-# Time counts the steps that bring bytes: runs of ops, and fetches. A buffer is live in
-# [start, end). A run makes each of its outputs anew. The second copy of an output that was live
-# counts while the op runs, as its workspace does.
+# Time counts the steps that bring bytes: runs and fetches. A buffer is live in [start, end).
+# The second copy of a live output counts while the op runs, as its workspace does.
 
 _Numbers = Sequence[int] | Ints
 
@@ -68,7 +66,7 @@ class Buffers:
             return
         if int(self.size_bytes.min()) <= 0:
             raise LayoutError("a buffer of 0 bytes or less has no place: leave it out")
-        # Add up as Python integers: in 64 bits the sum could wrap around.
+        # As Python integers: in 64 bits the sum could wrap around.
         if sum(self.size_bytes.tolist()) >= MOST_BYTES:
             raise LayoutError("the buffers are too large in all for 64-bit integers")
         if (self.start < 0).any() or (self.start >= self.end).any():
@@ -78,7 +76,6 @@ class Buffers:
 
     @classmethod
     def of_arrays(cls, size_bytes: _Numbers, start: _Numbers, end: _Numbers) -> Buffers:
-        """Buffers that no schedule stands behind, as a published instance has them."""
         sizes, starts, ends = (np.asarray(a, np.int64) for a in (size_bytes, start, end))
         n_times = int(ends.max()) if ends.size else 0
         names = tuple(f"b{i}" for i in range(sizes.size))
@@ -102,7 +99,7 @@ class Buffers:
         """SHA-256 over sizes, starts and ends: what a layout of these buffers relies on."""
         digest = hashlib.sha256(b"%d" % len(self))
         for column in (self.size_bytes, self.start, self.end):
-            # Little-endian, so that every machine computes the same hash.
+            # Little-endian: the same hash on every machine.
             digest.update(np.ascontiguousarray(column, "<i8").tobytes())
         return digest.hexdigest()
 
@@ -119,17 +116,9 @@ def live_sums(size: Ints, start: Ints, end: Ints, n_times: int) -> Ints:
 
 
 def buffers_of(graph: TrainingGraph, schedule: Schedule) -> Buffers:
-    """Each stay of each value on the device, each second copy, and each run's workspace.
-
-    The buffer of a value that goes to the host ends where it is freed; its fetch begins another.
-
-    Raises
-    ------
-    ScheduleError : the schedule is of another graph, or `simulate` finds a rule broken.
-    """
+    """Each stay of each value on the device (a fetch begins one), second copies, and workspaces."""
     graph = graph_of_schedule(graph, schedule)
-    # The walk below relies on a valid schedule.
-    simulate(graph, schedule)
+    simulate(graph, schedule)  # the walk below relies on a valid schedule
     return _Walk(graph).run(schedule)
 
 
@@ -181,14 +170,12 @@ class _Walk:
         self._add(value, self.size[value], BufferKind.VALUE)
 
     def _add(self, name: str, size_bytes: int, kind: BufferKind) -> None:
-        # Workspaces and second copies last one unit of time; `run` extends those of values.
-        self.rows.append([size_bytes, self.now, self.now + 1, kind])
+        self.rows.append([size_bytes, self.now, self.now + 1, kind])  # `run` extends values'
         self.names.append(name)
 
     def _buffers(self) -> Buffers:
         table = np.array(self.rows, np.int64).reshape(-1, 4)
-        # `Buffers` refuses buffers of 0 bytes.
-        has_bytes = table[:, 0] > 0
+        has_bytes = table[:, 0] > 0  # `Buffers` refuses buffers of 0 bytes
         size_bytes, start, end, kind = table[has_bytes].T.copy()
         forward = (op.name for op in self.graph.ops if op.phase == "forward")
         names = tuple(name for name, stays in zip(self.names, has_bytes, strict=True) if stays)
@@ -202,10 +189,7 @@ CPU_ALIGNMENT_BYTES = 64  # torch's allocator for the CPU aligns to it (`c10/cor
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Where each buffer lies in an arena."""
-
-    # Of each buffer, in the order of `Buffers`, from the start of the arena.
-    offsets_bytes: tuple[int, ...]
+    offsets_bytes: tuple[int, ...]  # in the order of `Buffers`, from the start of the arena
     arena_bytes: int  # from its start to the end of the buffer that ends last
     load_bytes: int  # the most bytes live at once: no arena is smaller
     alignment_bytes: int  # a power of two that divides each offset
@@ -241,17 +225,11 @@ class Layout(msgspec.Struct, frozen=True):
         )
 
     def to_json(self) -> bytes:
-        """Encode as JSON; `from_json` reads it back to an equal layout."""
         return msgspec.json.encode(self)
 
     @classmethod
     def from_json(cls, data: bytes | str, name: str = "the file") -> Layout:
-        """Read a layout written by `to_json`.
-
-        Raises
-        ------
-        LayoutError : the text is no layout, or of another schema version.
-        """
+        """Read a layout written by `to_json`; LayoutError if it is none, or of another version."""
         try:
             return decode_json(data, cls)
         except ShapeError as error:
@@ -282,13 +260,7 @@ def alignment_on(device: str) -> int:
 
 
 def check_layout(buffers: Buffers, layout: Layout) -> None:
-    """Go through time with what is live by address, and check every rule.
-
-    Raises
-    ------
-    LayoutError : the layout is of other buffers, a buffer is not aligned or not in the arena, or
-        two that are live at the same time overlap. The message names them and the time.
-    """
+    """Go through time with what is live by address; LayoutError names the buffers and the time."""
     layout.check_made_for(buffers)
     if len(layout.offsets_bytes) != len(buffers):
         raise LayoutError(
@@ -327,7 +299,7 @@ def _sweep(buffers: Buffers, offsets: tuple[int, ...]) -> None:
         if not starts:
             del live[at]
             continue
-        # Live buffers do not overlap each other, so a new one can only overlap its two neighbours.
+        # Live buffers do not overlap, so a new one can only overlap its two neighbours.
         for other in live[max(at - 1, 0) : at + 1]:
             if other[0] < here[1] and here[0] < other[1]:
                 raise LayoutError(
@@ -339,8 +311,6 @@ def _sweep(buffers: Buffers, offsets: tuple[int, ...]) -> None:
 
 
 def _events(buffers: Buffers) -> Iterable[tuple[int, bool, int]]:
-    """(time, whether it starts, buffer), by time."""
     starts = ((int(time), True, i) for i, time in enumerate(buffers.start))
     ends = ((int(time), False, i) for i, time in enumerate(buffers.end))
-    # `False` sorts first: at each time, buffers that end make room for those that start.
-    return sorted((*starts, *ends))
+    return sorted((*starts, *ends))  # `False` sorts first, so ends make room for starts

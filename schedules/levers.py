@@ -1,7 +1,6 @@
 """The table of levers, and what a schedule says of those that changed which ops run.
 
-A lever has one row. The solver reads its `reduction` or `change`, the rewriter its `emitter`: a
-machine that trains imports no solver, and a plan file names rows, never code.
+A machine that trains imports no solver, and a plan file names rows, never code.
 """
 
 from __future__ import annotations
@@ -17,26 +16,15 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 
 
 class Lever(NamedTuple):
-    """Where the halves of a lever are, each as ``module:name``.
+    """Where the halves of a lever are, each as ``module:name``."""
 
-    Attributes
-    ----------
-    reduction : a `remat.solver.reductions.reduction.Reduction`, which changes the question; empty
-        where `change` is there.
-    change : of a lever that changes which ops run: a function of the graph and of the value of
-        `option`, which gives the changed graph and what the emitter is told, names of values or the
-        like. Ops that stay as they are must stay in their order.
-    emitter : a function that changes the joint fx graph in the same way; empty where the lever
-        leaves the ops as they are. It takes the fx graph, and what the schedule tells it.
-    option : of `remat.solve`, which asks for `change`.
-    tolerance : how far a result may be from eager's, as a part of its norm; 0 for eager's bits.
-    """
-
-    reduction: str = ""
+    reduction: str = ""  # a `Reduction`, which changes the question; empty where `change` is there
+    # From graph and value of `option` to the changed graph, and what the emitter is told. Ops that
+    # stay as they are must stay in their order.
     change: str = ""
-    emitter: str = ""
-    option: str = ""
-    tolerance: float = 0.0
+    emitter: str = ""  # changes the joint fx graph alike; empty where the ops stay as they are
+    option: str = ""  # of `remat.solve`, which asks for `change`
+    tolerance: float = 0.0  # of a result from eager's, as a part of its norm; 0 for eager's bits
 
 
 REDUCTIONS: dict[str, Lever] = {
@@ -50,13 +38,12 @@ REDUCTIONS: dict[str, Lever] = {
     "simple rules": Lever("remat.solver.reductions.other_answers:SimpleRules"),
     "pins": Lever("remat.solver.reductions.pins:PinnedOps"),
 }
-"""By name, outermost first. Of two levers that change which ops run, the emitter of the first runs
-first. Those that are `AppliedLever` stand before the chunks, and a schedule has them or chunks."""
+"""Outermost first: the emitter of the first of two levers runs first. Those that are `AppliedLever`
+stand before the chunks; a schedule has them or chunks."""
 
 
 def attribute_at(path: str) -> Any:
     module, _, name = path.partition(":")
-    # Imported only when called: a machine that trains imports no solver.
     return getattr(importlib.import_module(module), name)
 
 

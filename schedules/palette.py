@@ -1,8 +1,4 @@
-"""The colours of every picture: one role, one colour, in plots, report and exports.
-
-The palette is that of M. Okabe and K. Ito, "Color Universal Design" (2008). People with the
-common kinds of colour blindness can tell its colours apart.
-"""
+"""The colours of pictures, one a role: M. Okabe and K. Ito, "Color Universal Design" (2008)."""
 
 from __future__ import annotations
 
@@ -14,19 +10,16 @@ ROLES: dict[str, str] = {
     "plan": BLUE, "unmodified": GREY, "measured": PURPLE, "budget": VERMILLION, "bound": GREEN,
     "forward": BLUE, "backward": SKY, "recompute": ORANGE, "kept": GREEN,
 }  # fmt: skip
-"""Colours of what is drawn in more than one picture."""
 
 KINDS: dict[str, str] = {
     "resident": GREY, "activation": BLUE, "gradient": GREEN, "tangent": YELLOW, "output": SKY,
     "rng_state": PURPLE, "buffer": DARK_GREY, "workspace": ORANGE,
 }  # fmt: skip
-"""Colours of what bytes are for."""
 
-CYCLE = (BLUE, ORANGE, PURPLE, SKY, YELLOW, GREEN, VERMILLION)
-"""For what has no role: solvers, modules. What comes after these is `GREY`."""
+CYCLE = (BLUE, ORANGE, PURPLE, SKY, YELLOW, GREEN, VERMILLION)  # solvers, modules: without a role
 
 
 def cycled(names: list[str], without: tuple[str, ...] = ()) -> dict[str, str]:
-    """A colour for each name, in order, `without` some; `GREY` once the cycle is used up."""
+    """A colour for each name, in order; `GREY` once the cycle is used up."""
     cycle = [colour for colour in CYCLE if colour not in without]
     return {name: cycle[i] if i < len(cycle) else GREY for i, name in enumerate(names)}

@@ -1,8 +1,7 @@
 """Plans: a schedule with all that another process needs to rewrite the model to it, as JSON.
 
-A plan holds facts: no tensor, no weight and no code. So reading one runs no code of others.
-`docs/files.md` states the format. `docs/plan.schema.json` is its JSON schema, which
-`tests/rewriter/plans/test_plans.py` writes and checks.
+No tensor, no weight and no code: reading one runs no code of others. `docs/files.md` states the
+format; `tests/rewriter/plans/test_plans.py` writes `docs/plan.schema.json`, docstrings included.
 """
 
 from __future__ import annotations
@@ -173,17 +172,11 @@ class PlanFile(msgspec.Struct, frozen=True):
         return self.schedule.budget_bytes
 
     def to_json(self) -> bytes:
-        """Encode as JSON; `from_json` reads it back to an equal plan."""
         return msgspec.json.encode(self)
 
     @classmethod
     def from_json(cls, data: bytes | str, name: str = "the file") -> PlanFile:
-        """Read a plan written by `to_json`.
-
-        Raises
-        ------
-        PlanError : the text is no plan, is cut short, or of another schema version.
-        """
+        """Read a plan written by `to_json`; PlanError if it is none, or of another version."""
         _check_header(data, name)
         try:
             return decode_json(data, cls)
@@ -216,7 +209,7 @@ def holds_steps(data: bytes) -> bool:
 
 def _header(data: bytes | str) -> dict[str, object]:
     """The fields that say what a file is; of ``steps`` only whether it is there."""
-    # Leave the other fields undecoded, so that a large file is not decoded twice.
+    # The rest stays undecoded, so that a large file is not decoded twice.
     fields = decode_json(data, dict[str, msgspec.Raw])
     said = {name: decode_json(bytes(fields[name]), object) for name in _IDENTITY if name in fields}
     return said | ({"steps": None} if "steps" in fields else {})
@@ -226,8 +219,7 @@ def _check_header(data: bytes | str, name: str) -> None:
     try:
         header = _header(data)
     except ShapeError:
-        # JSON, but no object: refused below, as it has no kind.
-        header = dict[str, object]()
+        header = dict[str, object]()  # JSON, but no object: refused below, as it has no kind
     except TextError as error:
         raise PlanError(
             f"{name} is no plan, or is cut short: it is not JSON ({error}). {MAKE_PLAN_AGAIN}"
@@ -258,8 +250,7 @@ def evaluate_plan(plan: PlanFile, name: str = "the plan") -> tuple[TrainingGraph
             f"release. Name its model too (MODEL --plan {name}), or make it again with "
             "remat run MODEL --budget BUDGET -o FILE"
         )
-    # Anyone can edit a file, so its peak and time are simulated again.
-    try:
+    try:  # anyone can edit a file, so its peak and time are simulated again
         simulation = simulate(plan.graph, plan.schedule)
     except ScheduleError as error:
         raise PlanError(f"{name} was edited, or is stale: {error}. {MAKE_PLAN_AGAIN}") from error
@@ -274,15 +265,14 @@ def evaluate_family(over: RangeFacts, name: str = "the plan") -> None:
     family, graph = over.family, over.graph
     top = corner(graph.symbols, "high")
     is_whole = family.symbols == graph.symbols and bool(family.members)
-    # `Family.number_at` relies on the last member to serve every size of the range.
-    if not is_whole or top not in family.top.corners:
+    if not is_whole or top not in family.top.corners:  # `number_at` relies on the last one
         raise PlanError(
             f"{name} was edited: its schedules do not serve its range. {MAKE_PLAN_AGAIN}"
         )
     try:
         for member in family.members:
             for one in member.corners:
-                # A member serves all sizes up to its corner, so bounds over all of them are judged.
+                # A member serves all sizes up to its corner: bounds over all are judged.
                 part = (Symbol(s.name, s.low, one[s.name], s.multiple) for s in graph.symbols)
                 bounding = graph.bounding(tuple(part))
                 found = simulate(bounding, resized_schedule(member.schedule, bounding))
@@ -292,14 +282,12 @@ def evaluate_family(over: RangeFacts, name: str = "the plan") -> None:
                         f"{found.peak_bytes} bytes, above the {member.peak_bytes} that it says "
                         f"and the budget of {family.budget_bytes}. {MAKE_PLAN_AGAIN}"
                     )
-    # `KeyError`: a corner lacks a size.
-    except (ScheduleError, GraphError, SignatureError, KeyError) as error:
+    except (ScheduleError, GraphError, SignatureError, KeyError) as error:  # a corner lacks a size
         raise PlanError(f"{name} was edited, or is stale: {error}. {MAKE_PLAN_AGAIN}") from error
 
 
 def require_within_budget(schedule: Schedule, peak_bytes: int, name: str) -> None:
-    # A budget of 0 means none.
-    if 0 < schedule.budget_bytes < peak_bytes:
+    if 0 < schedule.budget_bytes < peak_bytes:  # a budget of 0 means none
         raise PlanError(
             f"the peak of {name} is {peak_bytes} bytes on this graph, above its budget of "
             f"{schedule.budget_bytes}: it was edited, or made with the sizes of another machine. "
@@ -313,8 +301,7 @@ def _require_same(said: Prediction, found: Simulation, name: str) -> None:
         ("peak_bytes", said.peak_bytes, found.peak_bytes),
         ("time_us", said.time_us, found.time_us),
         ("overhead", said.overhead, found.overhead),
-        # A bound cannot be simulated again: it must only not exceed the time. It counts as
-        # unproved.
+        # A bound cannot be simulated again: it must only not exceed the time.
         ("lower_bound_us", bound_us, min(bound_us, found.time_us)),
         # Older plans say 0 where there is no bound.
         ("gap", said.gap or 0.0, gap_of(found.time_us, bound_us) or 0.0),

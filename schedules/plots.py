@@ -1,8 +1,4 @@
-"""Pictures with matplotlib, of the extra ``plot``: each function draws on an ``ax`` of the user's.
-
-matplotlib is not imported before something is drawn. Colours are those of
-`remat.schedules.palette`.
-"""
+"""Pictures with matplotlib, which is an extra: each function draws on an ``ax`` of the user's."""
 
 # matplotlib leaves its keyword arguments untyped.
 # pyright: reportUnknownMemberType=false
@@ -38,8 +34,7 @@ if TYPE_CHECKING:
 
 
 def literal(name: str) -> str:
-    # matplotlib reads text between two dollars as a formula.
-    return name.replace("$", r"\$")
+    return name.replace("$", r"\$")  # matplotlib reads text between two dollars as a formula
 
 
 def _scale_of(largest_bytes: float) -> tuple[float, str]:
@@ -73,13 +68,7 @@ def draw_front(
     ax: Axes, fronts: _DrawnFront | Mapping[str, _DrawnFront], *, budget_bytes: int = 0,
     plan: Result | None = None,
 ) -> Axes:  # fmt: skip
-    """Draw overhead against peak, one line a solver, and the best bound at each budget.
-
-    Parameters
-    ----------
-    fronts : what `remat.sweep` returns; or several of these by the solver's name.
-    budget_bytes : where to draw your budget, if it is not 0. plan : a result to mark.
-    """
+    """Draw overhead against peak, one line a solver of `remat.sweep`, and the best bounds."""
     if isinstance(fronts, Mapping):
         curves = dict(fronts)
     else:
@@ -87,7 +76,7 @@ def draw_front(
     colours = cycled(list(curves))
     scale, unit = _scale_of(max((curve.unmodified_bytes for curve in curves.values()), default=0))
     for i, (name, curve) in enumerate(curves.items()):
-        # Sort by peak: a larger budget need not give a larger one.
+        # A larger budget need not give a larger peak.
         found = [(o.peak_bytes, _percent(o.time_us, curve)) for _, o in curve.points if o.schedule]
         found.sort()
         ax.plot(
@@ -119,8 +108,7 @@ def _bounds(curves: Iterable[_DrawnFront]) -> tuple[list[int], list[float]]:
     best: dict[int, float] = {}
     for curve in curves:
         for budget_bytes, outcome in curve.points:
-            # A bound of 0 means none.
-            if outcome.lower_bound_us:
+            if outcome.lower_bound_us:  # a bound of 0 means none
                 bound = _percent(outcome.lower_bound_us, curve)
                 best[budget_bytes] = max(best.get(budget_bytes, 0.0), bound)
     budgets = sorted(best)
@@ -143,13 +131,7 @@ class _Moment(Protocol):
 def draw_convergence(
     ax: Axes, told: Sequence[_Moment] | Mapping[str, Sequence[_Moment]], *, title: str = ""
 ) -> Axes:
-    """Draw best overhead and bound against seconds.
-
-    Parameters
-    ----------
-    told : what a solver reported, in order: ``told = []``, then
-        ``remat.solver.solve_within(..., progress=told.append)``. Or several such lists by name.
-    """
+    """Draw best overhead and bound over seconds; ``progress=told.append`` makes what is told."""
     runs = dict(told) if isinstance(told, Mapping) else {"best schedule": told}
     colours = cycled(list(runs)) if len(runs) > 1 else dict.fromkeys(runs, ROLES["plan"])
     for name, moments in runs.items():
@@ -171,17 +153,7 @@ def draw_convergence(
 
 
 def draw_predicted_measured(ax: Axes, predicted: TrainingGraph, measured: TrainingGraph) -> Axes:
-    """Draw one point an op, on logarithmic axes. On the diagonal the two times agree.
-
-    Parameters
-    ----------
-    predicted, measured : the same step, costed twice: modelled for a device and measured on it,
-        or measured on two days. An op that takes no time in one of them is left out.
-
-    Raises
-    ------
-    GraphError : they are not the same step.
-    """
+    """Draw one point an op with a time in both, which are costs of one step (else GraphError)."""
     pairs = _paired_costs_us(predicted, measured)
     for phase in ("forward", "backward"):
         chosen = [(x, y) for x, y, p in pairs if p == phase]
@@ -207,8 +179,7 @@ def _paired_costs_us(
             f"the two graphs are of different steps ({predicted.name}, hash {predicted.hash[:12]}, "
             f"and {measured.name}, hash {measured.hash[:12]}): capture the same model and batch"
         )
-    # Logarithmic axes cannot show 0.
-    ops = zip(predicted.ops, measured.ops, strict=True)
+    ops = zip(predicted.ops, measured.ops, strict=True)  # logarithmic axes cannot show 0
     return [(p.cost_us, m.cost_us, p.phase) for p, m in ops if p.cost_us > 0 and m.cost_us > 0]
 
 
@@ -224,17 +195,8 @@ def draw_live_bytes(
 ) -> Axes:  # fmt: skip
     """Draw what is live while each op runs.
 
-    Parameters
-    ----------
-    by : bands by kind of value or by module.
-    unmodified : the step to compare with: its graph, as eager runs it, and its schedule.
-    measured : moments of a real step from 0 to its end in any unit, [n], and the bytes live then,
-        resident ones included, [n]. It is stretched to the length of the predicted step.
-    budget_bytes : where to draw the budget; the schedule's if None, none if 0.
-
-    Raises
-    ------
-    ScheduleError : a schedule was not made for its graph, or is invalid.
+    `unmodified`: the step as eager runs it, and its schedule. `measured`: moments of a real step in
+    any unit and the bytes live then, [n] each. `budget_bytes`: the schedule's if None, none if 0.
     """
     line = timeline(graph, schedule)
     bands = live_bands(line, by)
@@ -243,8 +205,7 @@ def draw_live_bytes(
     peaks = [line.simulation.peak_bytes, budget_bytes or schedule.budget_bytes]
     baseline = timeline(*unmodified) if unmodified else None
     scale, unit = _scale_of(max([*peaks, baseline.simulation.peak_bytes if baseline else 0]))
-    # There is one more edge than runs, so the last entry is repeated up to the end of the step.
-    ax.stackplot(
+    ax.stackplot(  # one edge more than runs: the last entry is repeated
         line.edges, [np.append(bands[name], bands[name][-1:]) / scale for name in names],
         labels=[literal(name) for name in names], colors=[colours[name] for name in names],
         alpha=_ALPHA, step="post", linewidth=0,
@@ -273,7 +234,7 @@ def draw_live_bytes(
 def band_colours(names: list[str], by: BandsBy) -> dict[str, str]:
     if by == "kind":
         return {name: KINDS.get(name, GREY) for name in names}
-    # Modules get the other colours of the palette, so that none looks like these three bands.
+    # Modules get other colours than these three bands.
     fixed = {RESIDENT: GREY, OTHERS: DARK_GREY, WORKSPACE: KINDS[WORKSPACE]}
     modules = [name for name in names if name not in fixed]
     given = {name: colour for name, colour in fixed.items() if name in names}
@@ -284,17 +245,7 @@ _EDGE = 0.15  # width in points of the line around a rectangle, so that neighbou
 
 
 def draw_layout(ax: Axes, graph: TrainingGraph, schedule: Schedule, layout: Layout) -> Axes:
-    """Draw where each buffer lies and when it is live, in the colours of what bytes are for.
-
-    White below the arena's top is room that nothing takes at that time. A line marks the most live
-    bytes, below which no arena can be.
-
-    Raises
-    ------
-    ScheduleError : the schedule was not made for the graph, or is invalid. LayoutError : the layout
-        is not one of its buffers, or is invalid.
-    """
-    # matplotlib is an optional extra, so it is imported only for drawing.
+    """Draw where each buffer lies and when it is live; a line marks the most live bytes."""
     from matplotlib.collections import PolyCollection
 
     buffers = buffers_of(graph, schedule)
@@ -327,19 +278,14 @@ def _corners(buffers: Buffers, layout: Layout, scale: float) -> np.ndarray[tuple
 
 _MOST_LABELS = 24
 _FAINT, _STRONG = 0.25, 0.55
-_NARROWEST = 1.0
-"""Width in points of the line around what runs again, so that a single run stays visible."""
+_NARROWEST = 1.0  # points, of the line around what runs again: a single run stays visible
 
 
 def draw_ribbon(ax: Axes, graph: TrainingGraph, schedule: Schedule) -> Axes:
     """Draw Checkmate's R and S, folded by layer, over the runs of ops.
 
-    Bars are runs. Behind them a row is shaded while a forward value of its layer is live, and
-    darker while these are at least half of the most bytes that the layer ever holds.
-
-    Raises
-    ------
-    ScheduleError : the schedule was not made for the graph, or is invalid.
+    Bars are runs. A row is shaded while a forward value of its layer is live, and darker while
+    these are at least half of the most bytes that the layer ever holds.
     """
     line = timeline(graph, schedule)
     picture = ribbon(line)
@@ -374,12 +320,7 @@ def _draw(
 
 
 def draw_peak_values(ax: Axes, graph: TrainingGraph, schedule: Schedule, *, top: int = 15) -> Axes:
-    """Draw the `top` largest values live at the peak, with their modules, coloured by kind.
-
-    Raises
-    ------
-    ScheduleError : the schedule was not made for the graph, or is invalid.
-    """
+    """Draw the `top` largest values live at the peak, coloured by kind."""
     graph = graph_of_schedule(graph, schedule)
     simulation = simulate(graph, schedule)
     values = [graph.value_by_name[name] for name in simulation.held_at_peak[:top]]
@@ -393,7 +334,7 @@ def draw_peak_values(ax: Axes, graph: TrainingGraph, schedule: Schedule, *, top:
         color=[KINDS.get(value.kind, GREY) for value in values],
     )
     for kind in dict.fromkeys(value.kind for value in values):
-        # An empty bar for each kind, as the one call above can have only one label.
+        # For the legend: the call above can have only one label.
         ax.bar([0], [0], color=KINDS.get(kind, GREY), label=kind)
     ax.set_yticks(range(len(values)), names, fontsize="small")
     ax.invert_yaxis()

@@ -1,10 +1,8 @@
-"""What a schedule makes torch's CUDA caching allocator take from the device, setting by setting.
+"""What a schedule makes torch's CUDA caching allocator take from the device: predictions.
 
-A budget bounds the bytes that are live. The allocator takes more: it keeps the segments that it
-once took, and a free range between two blocks that are used serves nothing larger. The figures are
-predictions, from a replay of the allocator (`caching_allocator.py`) over the buffers of the
-schedule. Temporaries that an op takes beyond its workspace are in no graph. Resident tensors are
-taken to lie in segments of their own, full to the last byte.
+It takes more than what is live: it keeps segments, and a free range between two used blocks serves
+nothing larger. Temporaries beyond an op's workspace are in no graph. Resident tensors are taken to
+lie in full segments of their own.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from remat.schedules.caching_allocator import AllocatorBlock, AllocatorSettings,
 from remat.schedules.layout import Buffers, buffers_of
 from remat.schedules.schedule import Schedule
 
-# A trace is a list of integers, so that it is a small file: ``n > 0`` asks for n bytes, ``~i``
-# (below 0) frees what request i was given, 0 empties the cache. Requests count from 0.
+# A trace, as a small file: n > 0 asks for n bytes, ``~i`` frees request i, 0 empties the cache.
 
 EMPTY_CACHE = 0
 
@@ -56,8 +53,7 @@ def serve_trace(trace: Iterable[int], settings: AllocatorSettings) -> AllocatorR
 
 def trace_of_steps(buffers: Buffers, n_steps: int = 1) -> list[int]:
     n, sizes = len(buffers), buffers.size_bytes.tolist()
-    # At equal times, buffers that end are freed before new ones are requested.
-    is_request = np.repeat([0, 1], n)
+    is_request = np.repeat([0, 1], n)  # at equal times, ends come before starts
     order = np.lexsort((is_request, np.concatenate([buffers.end, buffers.start]))).tolist()
     number = {i - n: count for count, i in enumerate(i for i in order if i >= n)}
     trace = list[int]()
@@ -66,8 +62,7 @@ def trace_of_steps(buffers: Buffers, n_steps: int = 1) -> list[int]:
     return trace
 
 
-N_STEPS = 3
-"""Steps that are replayed. The second finds a cache that the first has cut up, and takes more."""
+N_STEPS = 3  # the second step finds a cache that the first has cut up, and takes more
 DEFAULT = AllocatorSettings()
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
@@ -75,14 +70,11 @@ EXPANDABLE = AllocatorSettings(expandable_segments=True)
 class AllocatorPeak(msgspec.Struct, frozen=True):
     """Bytes of a device at their most, resident tensors included."""
 
-    # In whole blocks, as ``torch.cuda.max_memory_allocated`` says, so more than `simulate` finds.
-    allocated_bytes: int
+    allocated_bytes: int  # in whole blocks, as torch counts: more than `simulate` finds
     reserved_bytes: int  # as ``torch.cuda.max_memory_reserved`` says
 
 
 class Reserved(msgspec.Struct, frozen=True):
-    """What the allocator takes for a schedule."""
-
     default: AllocatorPeak  # with the allocator as it is
     expandable: AllocatorPeak  # with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``
 
@@ -96,7 +88,7 @@ def reserved_of(graph: TrainingGraph, schedule: Schedule) -> Reserved:
 def allocator_peak(
     buffers: Buffers, settings: AllocatorSettings, n_steps: int = N_STEPS
 ) -> AllocatorPeak:
-    """Bytes for `n_steps` equal steps; `settings` have no limit of capacity, so all is served."""
+    """`settings` have no limit of capacity, so all is served."""
     found = serve_trace(trace_of_steps(buffers, n_steps), settings)
     return AllocatorPeak(
         allocated_bytes=buffers.resident_bytes + found.peak_allocated_bytes,
@@ -107,7 +99,7 @@ def allocator_peak(
 def retries_within(
     buffers: Buffers, settings: AllocatorSettings, device_bytes: int, n_steps: int = N_STEPS
 ) -> int | None:
-    """How often a device of that size is full, frees and waits; None if it runs out of memory."""
+    """How often a device of that size is full and frees; None if it runs out of memory."""
     left_bytes = device_bytes - buffers.resident_bytes
     settings = msgspec.structs.replace(settings, capacity_bytes=left_bytes)
     found = serve_trace(trace_of_steps(buffers, n_steps), settings)

@@ -14,8 +14,7 @@ from remat.graph_capture.graph import ACCUMULATE, TIERS, UPDATE, Tier, TrainingG
 from remat.schedules.levers import AppliedLever
 
 _SCHEMA_VERSION = 2
-_READ_VERSIONS = (1, 2)
-"""Version 1 had one tier below the device: what went there left the device at once."""
+_READ_VERSIONS = (1, 2)  # in version 1, what went to the one tier below left the device at once
 
 
 class Compute(msgspec.Struct, frozen=True, array_like=True, tag="compute"):
@@ -54,8 +53,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
 
     @property
     def source(self) -> Tier:
-        # `nvme` wraps around to the device; no link joins the two, so the simulator refuses the
-        # copy.
+        # `nvme` wraps around to the device: no link joins the two, so the simulator refuses it.
         return TIERS[(TIERS.index(self.to) + 1) % len(TIERS)]
 
 
@@ -109,7 +107,7 @@ class Schedule(msgspec.Struct, frozen=True):
                 f"this release reads {_SCHEMA_VERSION}: solve again"
             )
         if self.schema_version == 1:
-            # The struct is frozen. Older plans are upgraded as they are read.
+            # The struct is frozen; older plans are upgraded as read.
             msgspec.structs.force_setattr(self, "steps", tuple(_upgraded(self.steps)))
             msgspec.structs.force_setattr(self, "schema_version", _SCHEMA_VERSION)
         if not are_figures(self.budget_bytes):
@@ -117,7 +115,7 @@ class Schedule(msgspec.Struct, frozen=True):
         self._check_changes()
 
     def _check_changes(self) -> None:
-        # Anyone can edit a file: no solver writes what is refused here.
+        # Files are edited: no solver writes what is refused here.
         if len({one.region for one in self.chunks}) < len(self.chunks):
             raise ScheduleError("a schedule names the same region in chunks twice")
         if any(one.chunks < 2 for one in self.chunks):
@@ -139,19 +137,16 @@ class Schedule(msgspec.Struct, frozen=True):
         cls, graph: TrainingGraph, steps: Iterable[Step], *, budget_bytes: int = 0,
         solver: str = "", options: dict[str, Option] | None = None,
     ) -> Schedule:  # fmt: skip
-        """A schedule of `steps` that carries the identity of `graph`."""
         identity = graph.hash, graph.inputs, graph.signatures
         return cls(tuple(steps), *identity, budget_bytes, solver, options or {})
 
     def with_steps(self, graph: TrainingGraph, steps: Iterable[Step]) -> Schedule:
-        """Of `graph`, with other steps; the budget, the solver and its options stay."""
         return Schedule.for_graph(
             graph, steps, budget_bytes=self.budget_bytes, solver=self.solver, options=self.options
         )
 
     @property
     def releases_gradients(self) -> bool:
-        """Whether it was made for a graph that releases gradients as they are made."""
         return any(f" = {ACCUMULATE}(" in line for line in self.signatures)
 
     @property
@@ -171,7 +166,6 @@ class Schedule(msgspec.Struct, frozen=True):
         return any(isinstance(step, Offload | Fetch) for step in self.steps)
 
     def computations(self) -> Counter[str]:
-        """How often each op is computed."""
         return Counter(step.op for step in self.steps if isinstance(step, Compute))
 
     def check_made_for(self, graph: TrainingGraph) -> None:
@@ -195,7 +189,7 @@ class Schedule(msgspec.Struct, frozen=True):
             )
 
     def _first_difference(self, graph: TrainingGraph) -> str:
-        # Compare what both have before their lengths: the first difference says more.
+        # Before lengths: the first difference says more.
         for i, (mine, theirs) in enumerate(zip(self.inputs, graph.inputs, strict=False)):
             if mine != theirs:
                 return f"input {i} was {mine}, is {theirs}"
@@ -208,21 +202,14 @@ class Schedule(msgspec.Struct, frozen=True):
                 return f"op {i} was '{mine}', is '{theirs}'" + (f" ({place})" if place else "")
         if len(self.signatures) != len(graph.signatures):
             return f"it had {len(self.signatures)} ops, the model has {len(graph.signatures)}"
-        # Inputs and ops are equal, so of what the hash covers only the outputs are left.
-        return "the outputs of the step differ"
+        return "the outputs of the step differ"  # of what the hash covers only the outputs are left
 
     def to_json(self) -> bytes:
-        """Encode as JSON; `from_json` reads it back to an equal schedule."""
         return msgspec.json.encode(self)
 
     @classmethod
     def from_json(cls, data: bytes | str, name: str = "the file") -> Schedule:
-        """Read a schedule written by `to_json`.
-
-        Raises
-        ------
-        ScheduleError : the text is no plan, or of another schema version.
-        """
+        """Read what `to_json` wrote; ScheduleError if it is none, or of another version."""
         try:
             return decode_json(data, cls)
         except ShapeError as error:
@@ -265,7 +252,6 @@ def fetched_value(step: Step) -> str:
 
 
 def arriving_values(graph: TrainingGraph, step: Step) -> tuple[str, ...]:
-    """The values that a step makes, or brings to the device."""
     if isinstance(step, Compute):
         return graph.ops[graph.op_index[step.op]].outputs
     return (step.value,) if fetched_value(step) else ()
@@ -279,8 +265,7 @@ def freed_value(step: Step) -> str:
 def _upgraded(steps: Iterable[Step]) -> Iterable[Step]:
     for step in steps:
         yield step
-        # In version 1 a copy moved the value: it left its source.
-        if isinstance(step, Offload):
+        if isinstance(step, Offload):  # in version 1 a copy moved the value: it left its source
             yield Free(step.value)
         elif isinstance(step, Fetch):
             yield Free(step.value, "host")
@@ -299,13 +284,12 @@ def update_workspaces(graph: TrainingGraph, sequence: Iterable[str]) -> dict[str
     found: dict[str, int] = {}
     given_back_bytes = 0
     for name in sequence:
-        # The simulator refuses unknown ops and names the step.
+        # The simulator refuses unknown ops.
         op = graph.ops[graph.op_index[name]] if name in graph.op_index else None
         if op is None or op.target != UPDATE:
             continue
-        # A plan that accumulates counts all of ``.grad`` during the whole step, as in every batch
-        # but the last. In the last one, an update frees the ``.grad`` of its parameters, which pays
-        # for the workspaces of later updates.
+        # A plan that accumulates counts all of ``.grad`` during the step, as in every batch but the
+        # last. There an update frees its ``.grad``, which pays for workspaces of later updates.
         found[name] = max(0, op.workspace_bytes - given_back_bytes)
         values = (graph.value_by_name[read] for read in op.inputs)
         given_back_bytes += sum(v.size_bytes for v in values if v.kind == "parameter")

@@ -1,8 +1,7 @@
 """The simulator: what a schedule needs, step by step, in bytes and in time.
 
-It is short, knows no solver, and is slow enough to be obviously right. Every peak, time, overhead
-and gap that `remat` prints comes from `simulate`. Solvers keep faster books of their own; each of
-their schedules is judged here once before it leaves `solver/`.
+It is short, knows no solver, and is slow enough to be obviously right. Solvers keep faster books;
+each of their schedules is judged here before it leaves `solver/`.
 """
 
 from __future__ import annotations
@@ -45,8 +44,6 @@ class _Stall(msgspec.Struct, frozen=True):
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """One copy over a link: the step that begins it, and when it starts and ends."""
-
     step: int
     link: LinkName
     value: str
@@ -56,13 +53,9 @@ class Copy(msgspec.Struct, frozen=True):
 
 
 class Simulation(msgspec.Struct, frozen=True):
-    """What `simulate` found."""
-
     peak_bytes: int  # the most bytes live on the device at once, resident ones included
     peak_step: int  # index of the step at which the peak is first reached
-    # Until the last computation or copy of the step ends. Where nothing is copied, this is the sum
-    # of the costs of all computations.
-    time_us: float
+    time_us: float  # until the last computation or copy ends; without copies the sum of all costs
     overhead: float  # `time_us` over the time of computing every op once, minus one
     live_bytes: tuple[int, ...]  # one number a step: bytes live while it runs
     held_at_peak: tuple[str, ...]  # largest first, outputs of the op at the peak included
@@ -74,13 +67,10 @@ class Simulation(msgspec.Struct, frozen=True):
     moved_bytes: dict[str, int] = {}  # by link
     host_peak_bytes: int = 0
     nvme_peak_bytes: int = 0
-    # By tier below the device, one number a step: bytes there after it. Empty where nothing ever
-    # is.
-    below_bytes: dict[str, tuple[int, ...]] = {}
+    below_bytes: dict[str, tuple[int, ...]] = {}  # by tier, after each step; empty where nothing is
 
     @property
     def stall_us(self) -> float:
-        """Time in which the device waits for copies."""
         return self.time_us - self.busy_us.get("device", self.time_us)
 
     def __repr__(self) -> str:
@@ -90,45 +80,35 @@ class Simulation(msgspec.Struct, frozen=True):
         )
 
 
-# Bytes go by the order of the steps alone. A copy takes its room where `Offload` or `Fetch` stands,
-# and leaves it where `Free` stands, so no peak depends on how fast anything is. Each rule raises
-# where it is broken. `_Order` has the rules of order, `_Clocks` the clocks.
+# Bytes go by the order of the steps alone: a copy takes its room at `Offload` or `Fetch` and leaves
+# it at `Free`, so no peak depends on how fast anything is. Each rule raises where it is broken.
 
 
 class _Clocks:
-    """When each step runs, in microseconds: a clock an engine, each in the order of the steps.
-
-    Engines are the device, the host that computes, and four links. Clocks decide no byte: a wrong
-    rate costs time and never breaks a budget.
-    """
+    """When each step runs, in µs, by clocks that decide no byte: no wrong rate breaks a budget."""
 
     def __init__(self) -> None:
         self.now: dict[str, float] = dict.fromkeys(("device", "host", *LINK_NAMES), 0.0)
         self.busy = dict.fromkeys(self.now, 0.0)
         self.stalls, self.copies = list[_Stall](), list[Copy]()
-        # When the copy of a value in a tier is whole, and when the last that reads it ends.
+        # By tier and value: when its copy is whole, and when the last that reads it ends.
         self.arrives: dict[tuple[Tier, str], float] = {}
         self.is_read_until: dict[tuple[Tier, str], float] = {}
-        # Below the device: what was dropped, and when its readers end.
+        # Dropped below the device: when its readers end, and bytes.
         self.leaving: dict[Tier, list[tuple[float, int]]] = {"host": [], "nvme": []}
         self.left_bytes: dict[Tier, int] = dict.fromkeys(self.leaving, 0)
 
     def compute(self, step: int, at: Tier, op: Op, made: tuple[str, ...], room_us: float) -> None:
-        """Run an op; what it makes has room from `room_us` on."""
-        # Always 0 on the device, where bytes go by the order of steps alone.
-        for name in made if room_us else ():
+        for name in made if room_us else ():  # 0 on the device: there the order counts
             self._wait(step, at, name, room_us)
         for name in op.inputs:
             self._wait(step, at, name, self.arrives.get((at, name), 0.0))
-        # A write in place must wait for copies that still read the old value.
-        for name in op.updates:
+        for name in op.updates:  # a write in place waits for copies that read the old value
             self._wait(step, at, name, self.is_read_until.get((at, name), 0.0))
         cost_us = op.cost_us if at == "device" else op.host_cost_us or 0.0
         self.now[at] += cost_us
         self.busy[at] += cost_us
-        # No need to note this for the device: its ops run in order, and its copies wait for all of
-        # them.
-        if at != "device":
+        if at != "device":  # ops of the device run in order, and its copies wait for all of them
             for name in (*made, *op.updates):
                 self.arrives[at, name] = self.now[at]
             for name in op.inputs:
@@ -137,8 +117,7 @@ class _Clocks:
     def copy(self, step: int, link: LinkName, took_us: float, name: str, size_bytes: int,
              source: Tier, to: Tier, room_us: float) -> None:  # fmt: skip
         start = max(self.now[link], self.arrives.get((source, name), 0.0), room_us)
-        # The copy's stream waits for the ops that were issued before it
-        # (`rewriter/tiers/stream_tier.py`).
+        # As the copy's stream does for ops issued before it (`rewriter/tiers/stream_tier.py`).
         if "device" in (source, to):
             start = max(start, self.now["device"])
         self.now[link] = self.arrives[to, name] = start + took_us
@@ -149,16 +128,14 @@ class _Clocks:
     def drop(self, step: int, at: Tier, name: str, size_bytes: int) -> None:
         until = max(self.arrives.pop((at, name), 0.0), self.is_read_until.pop((at, name), 0.0))
         if at == "device":
-            # The next op reuses this memory, so it must wait for copies that still read it.
-            self._wait(step, at, name, until)
+            self._wait(step, at, name, until)  # the next op reuses this memory
         else:
-            # Booked as free at once, but copies may still read it until then.
-            self.leaving[at].append((until, size_bytes))
+            self.leaving[at].append((until, size_bytes))  # free in the books at once
             self.left_bytes[at] += size_bytes
 
     def room_us(self, tier: Tier, spare_bytes: float) -> float:
-        """When a tier really has room, where its books show `spare_bytes` beyond it."""
-        # Values dropped by the books still take room until their readers end.
+        """When a tier has room, where its books show `spare_bytes` beyond it."""
+        # Dropped values take room until their readers end.
         short_bytes = self.left_bytes.get(tier, 0) - spare_bytes
         for until, size_bytes in sorted(self.leaving[tier]) if short_bytes > 0 else ():
             short_bytes -= size_bytes
@@ -178,8 +155,7 @@ class _Clocks:
 class _Order:
     """The rules on which op may run when, whatever memory holds; `updated` has the op by parameter.
 
-    First runs may come in any order that gives the same bits: `tests/rewriter/test_reordered.py`
-    trains random orders against eager.
+    First runs may come in any order that gives the same bits (`tests/rewriter/test_reordered.py`).
     """
 
     def __init__(self, graph: TrainingGraph, schedule: Schedule) -> None:
@@ -190,7 +166,7 @@ class _Order:
         self._opening = {op.name for op in graph.ops if op.target == TANGENTS}
 
     def run(self, i: int, op: Op) -> bool:
-        """Count a run, and raise `ScheduleError` if it may not be now; whether it is the first."""
+        """Whether it is the first run; ScheduleError if it may not be now."""
         is_first = op.name not in self.computed
         if not (is_first or may_run_twice(op, self.asked)) and (op.no_recompute or op.updates):
             _refuse(i, f"op {op.name} must not run twice: {op.no_recompute or 'it updates'}")
@@ -204,12 +180,11 @@ class _Order:
         return is_first
 
     def _run_first(self, i: int, op: Op) -> None:
-        # Random ops share one stream, and ops with side effects share buffers.
+        # Random ops share one stream, ops with side effects share buffers.
         if op.name in self._ordered and op.name != (due := next(self._due)):
             _refuse(i, f"op {op.name} must first run after {due}, as captured")
         self.computed.add(op.name)
-        # `remat.tangents` begins backward.
-        if op.phase != "forward" and not self._opening <= self.computed:
+        if op.phase != "forward" and not self._opening <= self.computed:  # tangents open backward
             _refuse(i, f"op {op.name} runs before tangents")
         if op.target == UPDATE:
             given = (self.graph.value_by_name[name] for name in op.inputs)
@@ -227,7 +202,7 @@ class _ScheduleReplay:
     def __init__(self, graph: TrainingGraph, schedule: Schedule, links: Links | None) -> None:
         self.graph, self.links = graph, links
         self.order, self.clocks = _Order(graph, schedule), _Clocks()
-        # Of the last op: its workspace, and all that it took on top of what was live before.
+        # Of the last op: its workspace, and all beside what was live before.
         self.workspace_bytes = self.beside_bytes = 0
         self._of_updates = workspaces_of_updates(graph, schedule)
         self.home: dict[str, Tier] = {v.name: v.home for v in graph.values if v.home}
@@ -239,10 +214,10 @@ class _ScheduleReplay:
         self.peak_bytes = dict(self.bytes)
         for name, tier in self.home.items():  # they are there when the step begins
             self._add(0, tier, name)
-        # The caller holds outputs of forward until the step ends. New values of buffers are outputs
-        # of forward alone: AOTAutograd copies them into the buffers as forward ends.
+        # The caller holds forward's outputs to the end. New values of buffers are outputs of
+        # forward alone: AOTAutograd copies them into the buffers.
         self.held = set(graph.forward_outputs) & set(graph.outputs)
-        # Autograd's engine holds what it hands over, so no copy of it elsewhere frees anything.
+        # Autograd's engine holds what it hands over, whatever copies there are.
         self.held |= {v.name for v in graph.values if v.kind == "tangent"}
 
     def step(self, i: int, step: Step) -> int:
@@ -282,8 +257,7 @@ class _ScheduleReplay:
             self.beside_bytes = self.workspace_bytes + sum(self.size[v] for v in op.outputs)
         room_us = max((self._add(i, at, value) for value in fresh), default=0.0)
         self.clocks.compute(i, at, op, fresh, room_us)
-        # Copies of a rewritten value are stale.
-        for value in op.updates:
+        for value in op.updates:  # copies of a rewritten value are stale
             for tier in TIERS:
                 if tier != at and value in self.live[tier]:
                     self._remove(i, tier, value)
@@ -319,12 +293,11 @@ class _ScheduleReplay:
         self._remove(i, at, name)
 
     def _add(self, i: int, tier: Tier, name: str) -> float:
-        """Book a value; return when the tier really has room for all that its books hold."""
+        """Book a value; return when the tier has room for all that its books hold."""
         self.live[tier][name] = None
         self.bytes[tier] += self.size[name]
         self.peak_bytes[tier] = max(self.peak_bytes[tier], self.bytes[tier])
-        # The device has no limit here: solvers compare the peak with their budget.
-        if tier == "device" or self.links is None:
+        if tier == "device" or self.links is None:  # solvers hold the device to a budget
             return 0.0
         spare = self.links.room_bytes(tier) - self.bytes[tier]
         if spare < 0:
@@ -345,20 +318,10 @@ class _ScheduleReplay:
 def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = None) -> Simulation:
     """Replay `schedule` over `graph` and check every rule.
 
-    While an op runs, all of these are live: what is resident, every value that has not been
-    freed, the op's inputs, outputs and workspace. An output that was live already keeps its copy;
-    the second copy that the run makes of it counts only while the op runs. A region that the
-    schedule runs in chunks has the ops of that choice of `graph`.
-
-    Parameters
-    ----------
-    links : of other rates than those of `graph`, for what a schedule takes with them.
-
-    Raises
-    ------
-    ScheduleError : the schedule was made for another graph, or a step breaks a rule (an input
-        is not live, a pinned op is computed twice, an output of the step is lost, a tier is full,
-        ...). The message names the step and the op.
+    While an op runs, these are live: what is resident, every value that has not been freed, and the
+    op's inputs, outputs and workspace. The second copy that a run makes of a live output counts
+    only while the op runs. `links` may have other rates than those of `graph`. ScheduleError names
+    the step and the op: made for another graph, or a rule is broken.
     """
     graph = graph_of_schedule(graph, schedule)
     schedule.check_made_for(graph)
@@ -375,8 +338,7 @@ def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = Non
             peak_bytes, peak_step, at_peak = live_bytes[-1], i, tuple(replay.live["device"])
             workspace = replay.workspace_bytes
     replay.check_end(len(steps))
-    # The last copy may end after the last op.
-    time_us = max(replay.clocks.now.values())
+    time_us = max(replay.clocks.now.values())  # the last copy may end after the last op
     copies = tuple(replay.clocks.copies)
     return Simulation(
         peak_bytes=replay.peak_bytes["device"], peak_step=peak_step, time_us=time_us,
@@ -394,15 +356,14 @@ def require_valid(
     graph: TrainingGraph, schedule: Schedule, links: Links | None = None
 ) -> Simulation:
     """As `simulate`, for the very `graph` that is to be carried out, with regions in chunks."""
-    # `simulate` would accept the captured graph too. A hash only says what the schedule was made
-    # for: with steps doubled, dropped or moved since then, it would give other gradients than
-    # eager, or take more memory than promised.
+    # `simulate` would accept the captured graph too. With steps doubled, dropped or moved since, a
+    # schedule of the same hash would give other gradients, or take more memory.
     schedule.check_made_for(graph)
     return simulate(graph, schedule, links)
 
 
 def overhead_of(time_us: float, base_us: float) -> float:
-    """An overhead, 0 or more; of times of schedules, and of lower bounds on them."""
+    """Of times of schedules, and of lower bounds on them; 0 or more."""
     return max(time_us / base_us - 1, 0.0) if base_us else 0.0  # a step without costs takes no time
 
 
@@ -412,7 +373,7 @@ def bound_of(lower_bound_us: float, base_us: float) -> float | None:
 
 
 def gap_of(time_us: float, lower_bound_us: float) -> float | None:
-    """The time over the lower bound, minus one; None without a bound, which 0 stands for."""
+    """None without a bound, which 0 stands for."""
     if lower_bound_us > 0:
         return time_us / lower_bound_us - 1
     return None if time_us > 0 else 0.0  # a step without time is the best there is

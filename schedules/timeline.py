@@ -1,7 +1,6 @@
 """A schedule as it runs: when each op runs, how much is live meanwhile, which values are there.
 
-Everything that draws or exports a schedule reads a `Timeline`, or a `ribbon` of it. Bytes and times
-are those of `simulate`, so no picture can say otherwise than the simulator.
+All that draws or exports a schedule reads a `Timeline`, whose figures are those of `simulate`.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Timeline:
 
     @cached_property
     def peak_run(self) -> int:
-        # If a fetch reaches the peak, take the run before it.
+        # A fetch may reach the peak: the run before it counts.
         return max(int(np.searchsorted(self.steps, self.simulation.peak_step, "right")) - 1, 0)
 
     @cached_property
@@ -101,11 +100,9 @@ def timeline(graph: TrainingGraph, schedule: Schedule) -> Timeline:
     steps = np.array([i for i, _ in runs], dtype=np.int64)
     ops = np.array([graph.op_index[name] for _, name in runs], dtype=np.int64)
     again = np.ones(len(ops), dtype=np.bool_)
-    # `unique` returns the first run of each op.
-    again[np.unique(ops, return_index=True)[1]] = False
+    again[np.unique(ops, return_index=True)[1]] = False  # `unique` returns the first run of each op
     before_us = np.concatenate([[0.0], simulation.clock_us])[steps]
-    # The clock before a run does not include the waits for its inputs.
-    waits_us = np.zeros(len(schedule.steps))
+    waits_us = np.zeros(len(schedule.steps))  # the clock leaves out the waits for inputs
     for stall in simulation.stalls:
         waits_us[stall.step] += stall.us
     start_us = before_us + waits_us[steps]
@@ -114,8 +111,7 @@ def timeline(graph: TrainingGraph, schedule: Schedule) -> Timeline:
 
 
 OUTSIDE = "(outside modules)"
-FEW, MANY = 4, 150
-"""With fewer rows than `FEW` a picture says little. More than `MANY` cannot be told apart."""
+FEW, MANY = 4, 150  # rows: fewer say little, more cannot be told apart
 
 
 def layer_of(module: str) -> str:
@@ -136,7 +132,7 @@ def place_of(module: str) -> str:
 
 def rows_of_ops(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[int, ...]]:
     modules = [op.module for op in graph.ops]
-    # Fall back from layers to modules, then to forward ops, if there are too few rows.
+    # From layers to modules to forward ops, if there are too few rows.
     for names in ([layer_of(one) for one in modules], [one or OUTSIDE for one in modules]):
         titles = list(dict.fromkeys(names))
         if len(titles) >= FEW:
@@ -149,7 +145,7 @@ def _by_forward_op(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[int, ..
     rows: list[int] = []
     for i, op in enumerate(graph.ops):
         read = [producer[name] for name in op.inputs if name in producer]
-        # A backward op joins the row of the last forward value that it reads.
+        # A backward op joins the last forward value that it reads.
         rows.append(i if i < graph.n_forward else max(read, default=rows[-1] if rows else 0))
     return _merged([op.name for op in graph.ops[: max(graph.n_forward, 1)]], rows)
 
@@ -170,16 +166,14 @@ def _merged(titles: Sequence[str], rows: Sequence[int]) -> tuple[tuple[str, ...]
 BandsBy = Literal["kind", "module"]
 
 RESIDENT, WORKSPACE, OTHERS = "resident", "workspace", "others"
-_MOST = 6
-"""How many modules have a band of their own: as many as the palette has colours for."""
+_MOST = 6  # how many modules have a band of their own: as many as the palette has colours for
 
 
 def live_bands(line: Timeline, by: BandsBy = "kind") -> dict[str, Ints]:
-    """Bytes live during each run, [runs], by name; at each run they sum to `line.live_bytes`.
+    """Bytes live during each run, [runs], by name; they sum to `line.live_bytes`.
 
-    ``resident`` comes first: no schedule changes it. ``workspace`` comes last: what the op takes
-    while it runs, and the second copy of a value that it makes again. Between them are the kinds
-    of values, or the modules that make them, largest first.
+    ``resident`` comes first, ``workspace`` last, with second copies of values made again. Between
+    them are the kinds of values, or the modules that make them, largest first.
     """
     curves = _curves(line, _groups(line.graph, by))
     resident = np.full(len(line), line.graph.resident.total_bytes, dtype=np.int64)
@@ -188,7 +182,7 @@ def live_bands(line: Timeline, by: BandsBy = "kind") -> dict[str, Ints]:
     bands = {RESIDENT: resident} | {name: curves[name] for name in ranked[:_MOST]}
     if ranked[_MOST:]:
         bands[OTHERS] = sum((curves[name] for name in ranked[_MOST:]), np.zeros_like(resident))
-    # The workspace is the remainder, so the bands always sum to the simulator's bytes.
+    # The remainder, so that bands sum to the simulator's bytes.
     return bands | {WORKSPACE: line.live_bytes - held}
 
 
@@ -211,14 +205,9 @@ def _curves(line: Timeline, groups: Mapping[str, str]) -> dict[str, Ints]:
     return {group: np.cumsum(change)[:-1] for group, change in changes.items()}
 
 
-# The schedule as Checkmate draws it, folded by layer: what runs when (R), what is kept when (S).
-#
-# Checkmate's R and S are matrices of op by stage. Here a row is a layer and a column is a run, so
-# that a step of thousands of ops still fits into a picture. A row is not a mean of its ops: what
-# runs in the layer is drawn run by run.
-#
-# P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization",
-# MLSys 2020.
+# The schedule as Checkmate draws it: what runs when (R), what is kept when (S). Here a row is a
+# layer and a column a run: a step of thousands of ops fits. A row is no mean of its ops.
+# P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", 2020.
 
 
 @dataclass(frozen=True)
@@ -232,15 +221,12 @@ class Span:
 
 @dataclass(frozen=True)
 class _Ribbon:
-    """Spans of first runs by phase, and `recompute` of all later ones."""
-
     titles: tuple[str, ...]
     forward: tuple[Span, ...]
     backward: tuple[Span, ...]
     recompute: tuple[Span, ...]
     holds: tuple[Span, ...]  # a forward value of the row is live
-    # These have at least half of the most bytes that the row ever holds.
-    holds_most: tuple[Span, ...]
+    holds_most: tuple[Span, ...]  # these have at least half of the most that the row ever holds
 
 
 def ribbon(line: Timeline) -> _Ribbon:
@@ -255,8 +241,7 @@ def ribbon(line: Timeline) -> _Ribbon:
         backward=_spans_of_runs(rows, ~is_forward & ~line.again),
         recompute=_spans_of_runs(rows, line.again),
         holds=_spans_of_mask(held > 0),
-        # Leave out rows that hold nothing.
-        holds_most=_spans_of_mask((held > 0) & (2 * held >= most)),
+        holds_most=_spans_of_mask((held > 0) & (2 * held >= most)),  # empty rows are left out
     )
 
 
@@ -285,7 +270,7 @@ def _spans_of_runs(rows: Ints, chosen: NDArray[np.bool_]) -> tuple[Span, ...]:
 
 
 def _spans_of_mask(mask: NDArray[np.bool_]) -> tuple[Span, ...]:
-    # Pad, so that spans at either end have two edges too.
+    # Padded, so that spans at either end have two edges.
     edges = np.diff(np.pad(mask.astype(np.int8), ((0, 0), (1, 1))), axis=1)
     spans: list[Span] = []
     for row, edge in enumerate(edges):

@@ -1,8 +1,4 @@
-"""Solvers: a training graph and a budget in, a schedule and a proven bound out. No torch.
-
-A solver is one file with a frozen dataclass whose fields are its options, and one row of
-`TABLE`; it is imported when first asked for.
-"""
+"""Solvers: a training graph and a budget in, a schedule and a proven bound out. No torch."""
 
 from __future__ import annotations
 
@@ -44,25 +40,13 @@ def solve_within(
 ) -> Result:  # fmt: skip
     """Find the schedule of least time whose true peak is within `budget_bytes`.
 
-    Parameters
-    ----------
-    graph : one training step.
-    budget_bytes : on the peak, resident bytes included.
-    solver : a name of `TABLE`. **options : its fields.
-    time_limit_s : the best schedule found by then is returned, with status ``time limit`` if that
-        cut the search short.
-    progress : called with a `Progress` now and then.
-    keep, recompute : globs over module paths: forward ops there are never recomputed, or what
-        backward reads of them is not carried from forward into backward; see
-        `remat.solver.reductions.pins`.
-    known_us : the time of a schedule that is known: a solver that proves a bound may end where
-        none can be faster by more than its gap.
-    at_hand : the outcome for a graph with regions if all of them run whole, where it is known.
-
-    Raises
-    ------
-    SolverError : unknown solver or option, a value or budget without meaning, or a glob that
-        matches nothing or is pinned both ways. That nothing fits is a `Result`, no error.
+    `solver` is a name of `TABLE`, and `options` are its fields. The budget is on the peak, resident
+    bytes included. `keep` and `recompute` are globs over module paths, see
+    `remat.solver.reductions.pins`. `known_us` is the time of a schedule that is known: a solver
+    that proves a bound may end where none can be faster by more than its gap. `at_hand` is the
+    outcome, if known, for a graph with regions of which all run whole. SolverError: unknown solver
+    or option, a value without meaning, or a glob that matches nothing or is pinned both ways. That
+    nothing fits is a `Result`.
     """
     check_number("time_limit_s", time_limit_s)
     return solve_question(

@@ -49,13 +49,9 @@ from remat.solver.state import State, ops_of, recomputed_by_stage, store_all_sta
 from remat.solver.stopping import DEFAULT_GAP, EXACT_OPS, gap_for
 from remat.solver.table import REAL, make_solver, options_of
 
-_CP_SAT_S = 2.5
-"""Seconds that a unit of CP-SAT's deterministic time took, with the building of its programs."""
-_ITERATION_S = 4e-4
-"""Seconds that HiGHS took for an iteration of the simplex algorithm, with cuts and the rest.
-
-Both only turn counted effort into about seconds; a faster machine does the same work sooner.
-"""
+# Both turn counted effort into about seconds; a faster machine does the same work sooner.
+_CP_SAT_S = 2.5  # a unit of CP-SAT's deterministic time, with the building of its programs
+_ITERATION_S = 4e-4  # an iteration of HiGHS's simplex algorithm, with cuts and the rest
 _GROWTH = 1.5  # how much longer the next program of cuts is expected to take
 _PATIENCE = 1.6  # growth of what a program of cuts may take, after one that did not end in it
 
@@ -101,15 +97,13 @@ class Improvement:
             if self.search.best is not None:
                 self._search_around(1, effort)
         else:
-            # Both are waited for before either's finds are used: the outcome then depends on the
-            # seed and the number of workers, not on who was first.
+            # Both are waited for, so the outcome depends on seed and workers, not on who was first.
             with Task(lambda: self._programs(open_gap)) as solving:
                 self._search_around(self.workers - 1, effort)
                 found = solving.wait()
         for climbed in found:
             offer_climbed(self.search, climbed)
-            # The guide of neighbourhoods need not fit, but it recomputes little: the stages in
-            # which it does are worth a try.
+            # The guide need not fit: the stages in which it recomputes are worth a try.
             if climbed.start is not None and climbed.solution.finished:
                 self.guide = [sorted(stage.recomputed) for stage in climbed.start.stages]
         if not found[-1].solution.finished:
@@ -121,12 +115,12 @@ class Improvement:
         found: list[Climbed] = []
         spent = 0.0
         while spent < self.least_effort and not self.lazy.is_done:
-            # The gap at the start of the round: when neighbourhoods narrow it depends on the clock.
+            # The gap as the round began: when neighbourhoods narrow it depends on the clock.
             limits = limits_of(self.search, self.lazy, self.gap, open_gap)
             limit_s = self.cuts_limit.of(limits.time_limit_s)
             found.append(self.lazy.climb(replace(limits, time_limit_s=limit_s)))
             self.effort = _GROWTH * _ITERATION_S * found[-1].solution.iterations
-            # At least a little each, as presolve may solve a program without an iteration.
+            # Presolve may solve a program without an iteration.
             spent += max(self.effort, stopping.FIRST_ROUND.most / 10)
             if not found[-1].solution.finished:
                 break
@@ -143,15 +137,13 @@ class Improvement:
             self.around = LargeNeighbourhoods(
                 self.search, lambda: not self.search.is_open(self.gap), self.seed
             )
-        # Cuts may have found a better schedule than the one searched around.
-        elif best_us < self.around.cost_us * (1 - 1e-9):
+        elif best_us < self.around.cost_us * (1 - 1e-9):  # cuts may have found a better one
             self.around.restart()
         self.around.workers, self.around.guide = workers, self.guide
         self.around.run(effort)
 
 
-_PATIENT_S = 20.0
-"""Above this time limit, `hierarchical` tries larger blocks too if nothing fits yet."""
+_PATIENT_S = 20.0  # a limit above which `hierarchical` tries larger blocks if nothing fits yet
 _TINY_OPS = 14  # graphs of at most so many ops are searched exhaustively
 
 
@@ -196,7 +188,7 @@ class Auto:
                 "joint", gap=self.gap, seed=self.seed, workers=self.workers,
                 time_limit_s=self.time_limit_s, progress=self.progress,
             )  # fmt: skip
-            # A plan names the solver and options asked for, so that it can be asked again.
+            # A plan names what was asked for.
             return renamed(made.solve(graph, budget_bytes), "auto", options_of(self))
         clock = Clock(self.time_limit_s)
         is_tiny = len(graph.ops) <= _TINY_OPS
@@ -221,15 +213,13 @@ class Auto:
     def _search(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Search:
         limit_s, options = share.time_limit_s, options_of(self)
         search = Search(graph, budget_bytes, "auto", limit_s, share.progress, options)
-        # The known schedule keeps captured order; in a free order others may be faster.
-        if self.order == "fixed":
+        if self.order == "fixed":  # in a free order others may be faster
             search.enough_us = self.known_us / (1 + gap_for(len(graph.ops), self.gap))
         return search
 
     def _run(self, search: Search, share: Share) -> None:
         plain = store_all_state(search.problem)
-        # No op runs twice, so nothing is faster.
-        if search.offer(plain):
+        if search.offer(plain):  # no op runs twice, so nothing is faster
             return
         if share.start is not None:
             search.offer_schedule(share.start)
@@ -240,13 +230,11 @@ class Auto:
         if search.best is None and search.lowest is None and not share.is_look:
             offer_least_peak(search, plain)
         if search.best is None and search.is_large and not share.is_look:
-            # It takes no longer than reading the graph, so that even a search whose time ended
-            # has some answer.
+            # No longer than reading the graph: a search whose time ended has some answer.
             search.offer_least(chen_state(search.problem))
 
     def _close_gap(self, search: Search, plain: State, share: Share) -> None:
-        # Before the cut, whose repairs are slow on thousands of ops.
-        if search.is_large:
+        if search.is_large:  # before the cut, whose repairs are slow on thousands of ops
             Hierarchical().first(search, is_thorough=search.left_s > _PATIENT_S)
         gap = gap_for(len(search.graph.ops), self.gap)
         has_start = share.start is not None
@@ -257,7 +245,7 @@ class Auto:
             return
         windows = begin_window_cuts(search, plain, gap, has_start=has_start)
         prove_nothing_fits(search)
-        # Policies take long, and where there are several windows, they found nothing better.
+        # Policies take long, and beside several windows found nothing better.
         has_enough = windows is not None and len(windows.parts) > 1 and search.best is not None
         if not has_start and search.is_open(gap) and not has_enough:
             self._take_more_starts(search)
@@ -269,8 +257,7 @@ class Auto:
             Checkmate().run(search, stopping.EXACT.of(search.left_s))
 
     def _take_more_starts(self, search: Search) -> None:
-        # On an unrolled LSTM of 1,091 ops at 15 % of its peak, exchanges brought 95 % of overhead
-        # to 52 % in 4 s, where policies took 11 s and found nothing better.
+        # On an unrolled LSTM of 1,091 ops policies found nothing better; exchanges halved overhead.
         if search.is_large and search.best_state is not None:
             offer_exchanges(search)
         else:
@@ -286,6 +273,6 @@ class Auto:
             search.note("That holds for every order of first computations")
         note_floor(search)
         found = search.result()
-        # Ctrl-C ends the whole solve, not this part of it alone.
+        # Ctrl-C ends the whole solve.
         is_settled = found.status != "time limit" or found.message.startswith(INTERRUPTED)
         return found if is_settled else None

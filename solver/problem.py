@@ -20,8 +20,7 @@ class Problem:
     graph: TrainingGraph
     inputs: tuple[tuple[int, ...], ...]  # resident values are left out
     outputs: tuple[tuple[int, ...], ...]
-    # What must be live when op t first runs beside its outputs: its inputs, and for the last
-    # forward op the forward outputs. Entry n: what must be live at the end.
+    # At op t's first run: inputs, for the last forward op the forward outputs; entry n is the end.
     needs: tuple[tuple[int, ...], ...]
     producer: tuple[int, ...]
     size_bytes: tuple[int, ...]
@@ -79,8 +78,7 @@ class Problem:
 
     @classmethod
     def of(cls, graph: TrainingGraph) -> Problem:
-        # The same object each time, as several solvers look at one graph.
-        return cached_on(graph, "problem", lambda: cls._indexed(graph))
+        return cached_on(graph, "problem", lambda: cls._indexed(graph))  # several solvers ask
 
     @classmethod
     def _indexed(cls, graph: TrainingGraph) -> Problem:
@@ -91,8 +89,7 @@ class Problem:
         needs = [*inputs, _indices(graph.outputs, index)]
         forward_outputs = _indices(graph.forward_outputs, index)
         if graph.n_forward:
-            # Forward returns when its last op has run, so its outputs wait for that.
-            last = graph.n_forward - 1
+            last = graph.n_forward - 1  # forward returns after its last op
             extra = (v for v in forward_outputs if v not in outputs[last])
             needs[last] = tuple(dict.fromkeys((*needs[last], *extra)))
         size_bytes = tuple(value.size_bytes for value in made)
@@ -140,7 +137,7 @@ def least_needed_bytes(problem: Problem) -> int:
 
 
 def bytes_across(problem: Problem, last: Sequence[int], ops: Iterable[int]) -> list[int]:
-    """Bytes made before each place by `ops` and read at it or after, `last` being last reads."""
+    """Bytes made before each place by `ops` and last read, by `last`, at it or after."""
     change = [0] * (problem.n_ops + 2)
     for op in ops:
         for v in problem.outputs[op]:
@@ -158,8 +155,7 @@ def without_links(graph: TrainingGraph) -> TrainingGraph:
     return graph if graph.links is None else msgspec.structs.replace(graph, links=None)
 
 
-# Orders of first computations. Solvers keep the order of the graph they are given, so a free order
-# is a graph with its ops in another order.
+# First computations come in the order of the given graph: a free order is a graph with another one.
 
 Order = tuple[int, ...]
 
@@ -168,11 +164,9 @@ def predecessors(graph: TrainingGraph) -> list[list[int]]:
     producers = ([graph.value_by_name[name].producer for name in op.inputs] for op in graph.ops)
     # Resident values have none.
     before = [list(dict.fromkeys(graph.op_index[p] for p in found if p)) for found in producers]
-    # Ops that draw random numbers or have effects keep their order.
-    for first, following in pairwise(graph.ordered_ops):
+    for first, following in pairwise(graph.ordered_ops):  # random ops and effects stay in order
         before[graph.op_index[following]].append(graph.op_index[first])
-    # That all of forward comes before backward is left to `is_allowed`: as edges it would be
-    # quadratic.
+    # Forward before backward is left to `is_allowed`: as edges it would be quadratic.
     opening = [i for i, op in enumerate(graph.ops) if op.target == TANGENTS]
     for i, op in enumerate(graph.ops):
         if op.phase == "backward" and i not in opening:
@@ -191,7 +185,7 @@ def is_allowed(graph: TrainingGraph, order: Sequence[int]) -> bool:
 
 
 def reordered(graph: TrainingGraph, order: Sequence[int]) -> TrainingGraph:
-    """`graph` with its ops in `order`; SolverError where one comes before what it must follow."""
+    """SolverError where an op comes before what it must follow."""
     if not is_allowed(graph, order):
         raise SolverError(f"the ops of {graph.name} cannot run in this order")
     return msgspec.structs.replace(graph, ops=tuple(graph.ops[i] for i in order))

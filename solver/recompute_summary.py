@@ -1,7 +1,6 @@
 """What a schedule keeps of what backward reads, and what it computes again, by kind of op.
 
-Attention is counted apart, by cores (`attention_cores`), be it one fused op or written out. Its
-output is kept if the op that makes it runs once.
+Attention is counted apart, by cores: its output is kept if the op that makes it runs once.
 """
 
 from __future__ import annotations
@@ -15,12 +14,9 @@ from remat.schedules.outcome import Attention
 from remat.schedules.schedule import Schedule
 from remat.solver.problem import Problem, inverted
 
-# The attention cores of a graph, found by the ATen names of its ops.
-#
-# A core is a fused attention op, or, where attention is written out, a softmax with the
-# batched product of queries and keys before it, that of weights and values after it, and the
-# scaling, masks, casts and dropout between them. Products by `mm` and `addmm` are linear layers.
-# A softmax written as exp and sum is not seen.
+# A core, found by ATen names, is a fused attention op, or a softmax with the batched products
+# before and after it and what lies between. Products by `mm` and `addmm` are linear layers. A
+# softmax written as exp and sum is not seen.
 
 NO_CORE = -1
 _SOFTMAX = frozenset({"_softmax", "_safe_softmax", "_masked_softmax", "softmax"})
@@ -79,7 +75,7 @@ def attention_cores(problem: Problem) -> list[int]:
 def _around_softmax(
     kinds: list[str], sources: list[list[int]], readers: list[list[int]], softmax: int
 ) -> list[int]:
-    """Both batched products of a softmax and what lies between; empty if one is missing."""
+    """Both batched products and what lies between; empty if one is missing."""
     before = _walk(softmax, sources, kinds, _BEFORE_SOFTMAX)
     after = _walk(softmax, readers, kinds, _AFTER_SOFTMAX)
     products = [sum(kinds[op] in _BATCHED_PRODUCT for op in ops) for ops in (before, after)]
@@ -130,8 +126,7 @@ def attention_outputs(graph: TrainingGraph) -> list[int]:
         if core == NO_CORE:
             continue
         if kind in _BATCHED_PRODUCT or is_fused_attention(kind):
-            # The last product of a core, of weights and values, makes its output.
-            makers[core] = op
+            makers[core] = op  # the product of weights and values makes the output
         if op in read:
             needed.add(core)
     return [op for core, op in makers.items() if core in needed]
@@ -154,7 +149,7 @@ def kinds_of(graph: TrainingGraph, schedule: Schedule) -> tuple[OpKind, ...]:
 
 
 def kinds_text(kinds: tuple[OpKind, ...], most: int = 4) -> str:
-    """``gelu 12 of 12, add 3 of 24``: the kinds that cost most to run again, then the rest."""
+    """``gelu 12 of 12, add 3 of 24``: those that cost most to run again, then the rest."""
     again = [kind for kind in kinds if kind.recomputed]
     parts = [f"{kind.kind} {kind.recomputed} of {kind.ops}" for kind in again[:most]]
     rest = sum(kind.recomputed for kind in again[most:])

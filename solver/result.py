@@ -13,13 +13,10 @@ from remat.schedules.simulate import Simulation, simulate
 from remat.solver.recompute_summary import attention_of
 
 INTERRUPTED = "interrupted"  # how the message of a solve begins that Ctrl-C ended
-OUT_OF_TIME = "the time limit of"
-"""How the message of a solve begins that the clock ended before it had a schedule that fits."""
+OUT_OF_TIME = "the time limit of"  # how it begins where the clock ended a solve without a schedule
 NONE_FITS = "no schedule fits"  # how the message of a solve begins that has proved it
-KNOWN = "bytes are known to do"
-"""In the message of a solve without a schedule, behind a peak that it has one of."""
-TOO_LARGE = "more than most_ops"
-"""In the message of a solver that left a graph alone for its size, whatever the time limit."""
+KNOWN = "bytes are known to do"  # in a message without a schedule, behind a peak that has one
+TOO_LARGE = "more than most_ops"  # in the message of a solver that left a graph alone for its size
 
 
 def evaluate_schedule(
@@ -31,8 +28,7 @@ def evaluate_schedule(
     if simulation.peak_bytes > budget_bytes:
         return infeasible(graph, schedule, simulation, budget_bytes, wall_s, message)
     bound_us = max(lower_bound_us, fastest_us(graph))
-    # Times are sums of floats.
-    proved = simulation.time_us <= bound_us * (1 + 1e-9)
+    proved = simulation.time_us <= bound_us * (1 + 1e-9)  # times are sums of floats
     return Result(
         status="optimal" if proved else ("time limit" if cut_short else "feasible"),
         solver=schedule.solver,
@@ -41,7 +37,7 @@ def evaluate_schedule(
         peak_bytes=simulation.peak_bytes,
         time_us=simulation.time_us,
         overhead=simulation.overhead,
-        # Within rounding, the bound may be above the time.
+        # Rounding may put the bound above the time.
         lower_bound_us=min(bound_us, simulation.time_us) if proved else bound_us,
         wall_s=wall_s,
         attention=attention_of(graph, schedule),
@@ -56,20 +52,19 @@ def least_budget_message(budget_bytes: int, least_bytes: int, rest: str, *, is_p
 
 
 def without_least_budget(message: str) -> str:
-    """What a message of `least_budget_message` says beyond those bytes; another message, whole."""
+    """What a message of `least_budget_message` says beyond those bytes; another, whole."""
     return message.rpartition(KNOWN)[2].removeprefix(". ")
 
 
 def with_time_limit_message(result: Result, time_limit_s: float) -> Result:
     """Where the clock ended the search without a schedule, the message says so first."""
-    # Such an end says nothing about the budget, so more time is what to ask for.
+    # It says nothing about the budget: more time is what to ask for.
     is_late = result.schedule is None and result.status == "time limit"
     if not is_late or result.message.startswith(INTERRUPTED) or TOO_LARGE in result.message:
         return result
     ask = f"allow a longer one ({option('time_limit_s')})"
     text = f"{OUT_OF_TIME} {time_limit_s:.3g} s ended the search: {ask}"
-    # A part of the search, which had less, may have named its own limit.
-    named, longer, rest = result.message.partition(ask)
+    named, longer, rest = result.message.partition(ask)  # a part of it may have named another
     is_named = longer and named.startswith(OUT_OF_TIME)
     rest = rest.removeprefix(". ") if is_named else result.message
     return msgspec.structs.replace(result, message=f"{text}. {rest}" if rest else text)
@@ -106,7 +101,7 @@ def infeasible(
 def at_least_budget(graph: TrainingGraph, lost: Result) -> Result | None:
     """The schedule of the least budget that `lost` names; None where it is not at hand."""
     least = lost.least_schedule
-    # Where ops are pinned, it is one of the graph with the pins.
+    # With pins, it is one of the graph with them.
     if least is None or graph.hash not in (least.graph_hash, least.captured_hash):
         return None
     budget_bytes = lost.least_feasible_bytes

@@ -20,8 +20,7 @@ from remat.solver.result import INTERRUPTED, evaluate_schedule, infeasible, leas
 from remat.solver.state import State, schedule_of
 from remat.solver.table import options_of
 
-# Ctrl-C over many searches: one that it ends returns its best. A job of several, such as a sweep,
-# must know of it, or it would begin the next.
+# A search that Ctrl-C ends returns its best; a job of several must know, or it begins the next.
 
 
 @dataclass(slots=True)
@@ -50,8 +49,7 @@ def _enter(step: int) -> None:
 
 
 def note_interrupt() -> None:
-    # Outside of a job it would end the next one.
-    _job.is_interrupted = _job.depth > 0
+    _job.is_interrupted = _job.depth > 0  # outside of a job it would end the next
 
 
 def is_interrupted() -> bool:
@@ -61,8 +59,7 @@ def is_interrupted() -> bool:
 @dataclass(slots=True)
 class Clock:
     time_limit_s: float = 60.0
-    # Monotonic: setting the machine's time moves no limit.
-    began_s: float = field(default_factory=time.monotonic)
+    began_s: float = field(default_factory=time.monotonic)  # setting the clock moves no limit
 
     @property
     def elapsed_s(self) -> float:
@@ -76,7 +73,7 @@ class Clock:
 
     @contextmanager
     def limited_to(self, time_limit_s: float) -> Generator[None]:
-        """Within the block, another time limit, counted from the same beginning."""
+        """Another time limit, counted from the same beginning."""
         whole_s, self.time_limit_s = self.time_limit_s, time_limit_s
         try:
             yield
@@ -106,8 +103,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 Listener = Callable[[Progress], None]
 
-MANY_OPS = 1000
-"""Graphs of more ops are large: what takes seconds there comes last, is done less often or not."""
+MANY_OPS = 1000  # with more a graph is large: what takes seconds comes last, less often or not
 
 
 class Search:
@@ -118,14 +114,13 @@ class Search:
         progress: Listener | None = None, options: dict[str, Option] | None = None,
     ) -> None:  # fmt: skip
         self.graph, self.budget_bytes, self.solver = graph, budget_bytes, solver
-        # Called with each better schedule and bound at once, and with what is done next.
+        # Called with each better schedule and bound, and what is done next.
         self.progress, self.options = progress, options or {}
         self.clock, self.problem = Clock(time_limit_s), Problem.of(graph)
         self.best: Schedule | None = None
         self.best_state: State | None = None  # None too where `best` was offered as a schedule
         self.best_key: tuple[float, int] = (float("inf"), 0)  # time, peak
-        # Of least peak among those found without looking at the budget, so that a solve at that
-        # peak finds it again.
+        # Of least peak, found without the budget: a solve at that peak finds it again.
         self.lowest: Schedule | None = None
         self.lowest_bytes = 1 << 62
         self.bound_us = graph.time_us  # no schedule within the budget takes less
@@ -134,8 +129,7 @@ class Search:
         self.message, self.doing = "", "keeping everything"
         self.floor: Holding | None = None
         self.least_bound_bytes = 0
-        # A schedule that takes no less is of no use: the search ends once the bound says so.
-        self.enough_us = float("inf")
+        self.enough_us = float("inf")  # the search ends once the bound says that none is faster
         self.work = 0  # moves that repairs weighed: effort that is the same on every machine
 
     @classmethod
@@ -216,7 +210,7 @@ class Search:
         self.progress(Progress(self.clock.elapsed_s, best, bound, self.doing))
 
     def raise_bound(self, bound_us: float) -> None:
-        """Record a bound; at `enough_us`, _EnoughProvedError ends the search."""
+        """At `enough_us`, _EnoughProvedError ends the search."""
         if bound_us > self.bound_us:
             self.bound_us = bound_us
             self.tell()
@@ -224,7 +218,7 @@ class Search:
             raise _EnoughProvedError
 
     def offer(self, state: State) -> bool:
-        """Take `state` if it is the best yet; returns whether it fits."""
+        """Returns whether `state` fits."""
         peak_bytes = int(state.peak_bytes.max(initial=self.problem.resident_bytes))
         key = (self.graph.time_us + state.cost_us, peak_bytes)
         if peak_bytes > self.budget_bytes:
@@ -306,7 +300,7 @@ class Search:
             self.budget_bytes, found.peak_bytes, self.message, is_proved=self.proved_infeasible
         )
         lost = infeasible(self.graph, self.lowest, found, self.budget_bytes, wall_s, text)
-        # With more time a schedule might have been found: nothing is said of the budget.
+        # More time might have found one: nothing is said of the budget.
         if self.cut_short and not self.proved_infeasible:
             return msgspec.structs.replace(lost, status="time limit", lower_bound_us=self.bound_us)
         return lost

@@ -1,13 +1,10 @@
 """Schedules as retention bits, judged stage by stage in plain integers.
 
-Stage t is the time from the first run of op t - 1 to that of op t; a last stage closes
-the step. ``kept[t, v]`` says that value v is carried into stage t. Given these bits the
-cheapest recomputations of stage t are the closure of what op t reads and what is carried
-on, through inputs that are not carried: local to the stage. So the time of a schedule is
-the sum of its stages, its peak their maximum, and moving one bit touches few stages.
-
-Repairs and fills live on that. What bits cannot say is that an op runs twice within a stage,
-or first runs in another order; a sequence of ops (`schedule_of`) can.
+Stage t is the time from the first run of op t - 1 to that of op t; a last stage closes the step.
+``kept[t, v]``: value v is carried into stage t. The bits fix the cheapest recomputations of a
+stage: the closure of what op t reads and what is carried on. So moving one bit touches few stages,
+on which repairs and fills live. Bits cannot say that an op runs twice within a stage, or first runs
+in another order; a sequence of ops (`schedule_of`) can.
 
 These are Checkmate's R and S (Jain et al. 2020, arXiv:1910.02653) with R eliminated.
 """
@@ -25,8 +22,7 @@ import numpy.typing as npt
 from remat.schedules.schedule import Compute, Free, Option, Schedule, Step
 from remat.solver.problem import Problem
 
-_Row = Sequence[int]
-"""One entry a value, in value order: 1 where the value is carried into a stage."""
+_Row = Sequence[int]  # one entry a value: 1 where the value is carried into a stage
 
 
 class UnreachableError(Exception):
@@ -43,7 +39,7 @@ class Stage(NamedTuple):
 def _replay_stage(
     problem: Problem, carried_in: _Row, carried_on: _Row, starts: Sequence[int], t: int
 ) -> Stage:
-    """Raises UnreachableError where an op that must not run twice would have to."""
+    """UnreachableError: an op that must not run twice would have to."""
     # The stage that closes the step has no op of its own.
     outputs = problem.outputs[t] if t < problem.n_ops else ()
     order = recomputed_in(problem, carried_in, starts, t)
@@ -51,8 +47,7 @@ def _replay_stage(
         touched = sorted((*problem.needs[t], *outputs))
         return Stage((), 0.0, problem.own_bytes[t], tuple(touched))
     rise_bytes = max(_heights_bytes(problem, carried_in, carried_on, t, order))
-    # Just in time, depth first, unless captured order needs less.
-    if len(order) > 1:
+    if len(order) > 1:  # just in time, depth first, unless captured order needs less
         captured = sorted(order)
         other_bytes = max(_heights_bytes(problem, carried_in, carried_on, t, captured))
         if other_bytes < rise_bytes:
@@ -77,13 +72,11 @@ def recomputed_in(
 def _visit(
     problem: Problem, carried_in: _Row, t: int, root: int, seen: set[int], order: list[int]
 ) -> None:
-    # No recursion: closures of deep graphs go beyond Python's limit.
-    stack = [(root, 0)]
+    stack = [(root, 0)]  # no recursion: deep closures exceed Python's limit
     seen.add(root)
     while stack:
         op, position = stack.pop()
-        # Op t and later ones have not run yet, so they cannot run again.
-        if problem.no_recompute[op] or op >= t:
+        if problem.no_recompute[op] or op >= t:  # op t and later ones have not run yet
             raise UnreachableError
         reads = problem.inputs[op]
         while position < len(reads):
@@ -150,7 +143,7 @@ def _heights_bytes(
     for position, op in enumerate(order):
         heights.append(now + problem.own_bytes[op])
         for v in problem.outputs[op]:
-            # Outputs that are still live stay as they are; unwanted ones go at once.
+            # Live outputs stay as they are; unwanted ones go at once.
             if not carried_in[v] and (carried_on[v] or last.get(v, -1) > position):
                 now += size_bytes[v]
         for v in problem.inputs[op]:
@@ -162,7 +155,7 @@ def _heights_bytes(
 def fullest_op(
     problem: Problem, carried_in: _Row, carried_on: _Row, t: int, order: Sequence[int]
 ) -> int | None:
-    """The op at which most is live among those run again in stage t; None if op t itself is."""
+    """The op run again in stage t at which most is live; None if op t itself is."""
     heights = _heights_bytes(problem, carried_in, carried_on, t, order)
     highest = max(range(len(heights)), key=lambda position: (heights[position], position))
     return order[highest] if highest < len(order) else None
@@ -183,8 +176,7 @@ def _emit_stage(
         steps.append(Compute(problem.graph.ops[op].name))
         for v in problem.outputs[op]:
             is_wanted = carried_on[v] or last.get(v, -1) > position
-            # One output of several may be wanted alone.
-            if not is_wanted:
+            if not is_wanted:  # one output of several may be wanted alone
                 steps.append(Free(problem.names[v]))
         reads = problem.needs[t] if position == len(order) else problem.inputs[op]
         spent = [v for v in reads if last[v] == position and not carried_on[v]]
@@ -201,21 +193,19 @@ class State:
     def __init__(self, problem: Problem) -> None:
         n = problem.n_ops
         self.problem = problem
-        # 1 where a value (column) is carried into a stage (row); the last row stays 0.
+        # Stages by values: 1 where carried in; the last row stays 0.
         self.kept: _Bits = np.zeros((n + 2, problem.n_values), np.uint8)
-        # NumPy is slow at reading single elements.
-        self.rows = [memoryview(row) for row in self.kept]
-        # By stage the values that are recomputed in it to be carried on, ascending.
+        self.rows = [memoryview(row) for row in self.kept]  # reading single elements is slow
+        # By stage what is recomputed in it to be carried on, ascending.
         self.starts: list[list[int]] = [[] for _ in range(n + 1)]
-        # By value the stages that touch it, ascending.
-        self.touches: list[list[int]] = [[] for _ in range(problem.n_values)]
+        self.touches: list[list[int]] = [[] for _ in range(problem.n_values)]  # by value, ascending
         self.stages: list[Stage] = [Stage((), 0.0, 0, ())] * (n + 1)
         self.entry_bytes: Bytes = np.zeros(n + 1, np.int64)  # carried in
         self.rise_bytes: Bytes = np.zeros(n + 1, np.int64)
 
     @classmethod
     def from_recomputed(cls, problem: Problem, recomputed: Sequence[Iterable[int]]) -> State:
-        """The state of these runs, without those that nothing needs and what only they read."""
+        """The state of these runs, without those that nothing needs."""
         state = cls(problem)
         made: list[list[int]] = [[problem.producer[v]] for v in range(problem.n_values)]
         used: list[list[int]] = [[] for _ in range(problem.n_values)]
@@ -228,8 +218,7 @@ class State:
             for v in problem.needs[stage]:
                 used[v].append(stage)
         ends: list[tuple[int, int]] = []
-        # From each computation to the last use before the next one.
-        for v in range(problem.n_values):
+        for v in range(problem.n_values):  # from each run to the last use before the next
             ends += [(stage, v) for stage in state._carry(v, made[v], used[v])]
         state.refresh()
         state._drop_unread(ends)
@@ -237,8 +226,7 @@ class State:
 
     def _carry(self, v: int, made: list[int], used: list[int]) -> Iterator[int]:
         """Yields the last stage of each carriage."""
-        # The caller has these once forward has ended: running their op again makes no new ones.
-        if v in self.problem.held:
+        if v in self.problem.held:  # in the caller's hands: no run makes new ones
             made = [stage for stage in made if stage < self.problem.n_forward] or made[:1]
         made = [*sorted(set(made)), self.problem.n_ops + 1]
         used.sort()
@@ -299,10 +287,10 @@ class State:
         self.entry_bytes[first : last + 1] += size_bytes if bit else -size_bytes
 
     def change(self, v: int, before: int, stage: int, bit: int) -> None:
-        """Carry v, or not, over the gap from its touch at `before` to that at `stage`."""
+        """Carry v (or not) over the gap from its touch at `before` to that at `stage`."""
         self._set(v, before + 1, stage, bit)
         is_carried_on = bool(self.rows[stage + 1][v])
-        # Carried on but not in: the stage recomputes it, unless it first makes it.
+        # Else the stage recomputes it, unless it first makes it.
         starts_before = before != self.problem.producer[v] and not self.rows[before][v]
         for at, here in ((before, starts_before and bit), (stage, is_carried_on and not bit)):
             present = v in self.starts[at]
@@ -315,8 +303,7 @@ class State:
         """Replay `stages` and drop what is carried to no use any more, to a fixed point."""
         waiting = sorted(set(stages))
         while waiting:
-            # Latest first: a carriage that is dropped changes its own stage and an earlier one.
-            t = waiting.pop()
+            t = waiting.pop()  # latest first: a dropped carriage changes an earlier stage
             for v in self._replace(t):
                 if self.rows[t][v] and not self.rows[t + 1][v]:
                     touches = self.touches[v]
@@ -359,10 +346,8 @@ def store_all_state(problem: Problem) -> State:
     return State.from_recomputed(problem, [()] * (problem.n_ops + 1))
 
 
-# Schedules as sequences of ops: each op any number of times, values freed after last use.
-#
-# The form in which chains, online policies, templates and constraint programs say what runs
-# when. It can say all that a schedule may do but offload; the frees are placed here, for all.
+# Schedules as sequences of ops: each op any number of times, values freed after last use. It is the
+# form of chains, policies, templates and constraint programs, and can say all but offload.
 
 
 def schedule_of(
@@ -378,12 +363,11 @@ def ops_of(problem: Problem, schedule: Schedule) -> list[int]:
 
 
 def _steps_of(problem: Problem, sequence: Sequence[int]) -> list[Step]:
-    # Inputs that were never made are left to `simulate`, which names them.
-    lost_after = _lost_after(problem, sequence)
+    lost_after = _lost_after(problem, sequence)  # `simulate` names inputs that were never made
     live = bytearray(problem.n_values)
     steps: list[Step] = []
     for position, op in enumerate(sequence):
-        # An op of several outputs leaves those that are live as they are.
+        # Live outputs of an op stay as they are.
         if not problem.outputs[op] or not all(live[v] for v in problem.outputs[op]):
             steps.append(Compute(problem.graph.ops[op].name))
         for v in problem.outputs[op]:
@@ -404,12 +388,12 @@ def _lost_after(problem: Problem, sequence: Sequence[int]) -> list[list[int]]:
     ends = last_forward_position(problem, sequence)
     for position in reversed(range(len(sequence))):
         op = sequence[position]
-        # Forward's caller reads its outputs when the last of its ops has first run.
+        # Forward's caller reads its outputs after the last of its ops.
         extra = problem.forward_outputs if position == ends else ()
         reads = (*problem.inputs[op], *extra)
         lost[position] = [v for v in dict.fromkeys((*problem.outputs[op], *reads)) if not wanted[v]]
         for v in problem.outputs[op]:
-            # In the caller's hands after forward: the first value stays, whatever runs again.
+            # In the caller's hands the first value stays, whatever runs again.
             if position <= ends or v not in problem.held:
                 wanted[v] = 0
         for v in reads:

@@ -1,9 +1,8 @@
 """When to stop: the rules that end a part of a search, each with the reason for its figure.
 
-`Nodes`, `WorkLimit` and `Rounds` count what no clock moves, so the same graph, budget and options
-give the same schedule on every machine. So does `_CountedTime`: about seconds, but counted in
-iterations of the simplex algorithm and in CP-SAT's deterministic time. `Seconds` are those of
-the clock: two runs may differ where they end something.
+All but `Seconds` count what no clock moves, so the same graph, budget and options give the same
+schedule on every machine. `_CountedTime` is about seconds, counted in simplex iterations and
+CP-SAT's deterministic time. Where `Seconds` end something, two runs may differ.
 """
 
 from __future__ import annotations
@@ -13,11 +12,8 @@ from dataclasses import dataclass, replace
 
 _NO_LIMIT = 1 << 62
 
-EXACT_OPS, _EXACT_GAP = 32, 1e-9
-"""Graphs of at most so many ops are solved to this gap: that takes no time."""
-DEFAULT_GAP = 0.01
-"""Ends a search at a schedule that is proved to be within this part of the best, unless another
-`gap` is asked for: costs of ops are no more exact."""
+EXACT_OPS, _EXACT_GAP = 32, 1e-9  # graphs of so few ops are solved to this gap: it takes no time
+DEFAULT_GAP = 0.01  # ends a search at a schedule proved this close: costs are no more exact
 
 
 def gap_for(n_ops: int, gap: float) -> float:
@@ -88,105 +84,75 @@ class SlowRound:
 
 # ---- programs of cuts (`cuts`, `auto`, `bounds`)
 
-CUT_NODES = Nodes(500)
-"""A program of cuts. The next cut replaces it anyway."""
-FIRST_CUT_NODES = Nodes(50)
-"""The first program, of one cut. The starts that come after it are often better ones."""
+CUT_NODES = Nodes(500)  # a program of cuts, which the next cut replaces anyway
+FIRST_CUT_NODES = Nodes(50)  # the program of one cut: starts that come after it are often better
 LARGE_CUT_NODES = Nodes(20)  # a program of a large graph, whose nodes are slow
-JOINT_NODES = Nodes(20)
-"""A program of cuts with copies. Nearly all of its gap is closed at the root."""
+JOINT_NODES = Nodes(20)  # cuts with copies: nearly all of the gap is closed at the root
 ANY_ORDER_NODES = Nodes(100)  # the one integer program of the bound for every order
-BEST_CUT = Seconds(least_s=1.0)
-"""Each linear program that chooses the first cut. Without one there is no bound, so even a
-late search has time for the first."""
+BEST_CUT = Seconds(least_s=1.0)  # each program that chooses the first cut: no bound without one
 RELAXED = Seconds(least_s=0.1)  # each linear program that gives a start, or a bound for every order
+# Several cuts beside neighbourhoods. The status does not say that this clock ended a program.
 CUTS = Seconds(most_s=25.0)
-"""One program of several cuts beside neighbourhoods. When one does not end in time, the next
-has longer. The status of a result does not say that this clock ended a program, so on a slower
-machine another schedule may be found."""
 LARGE_CUTS = Seconds(most_s=4.0)  # the same on large graphs, where one cut says nearly all
 STALLED_CUTS = Rounds(3)  # rounds in a row that raise no bound, after which cuts are given up
-FIRST_ROUND, ROUND = _CountedTime(0.5), _CountedTime(3.0)
-"""A round of cuts and neighbourhoods: the first one, and, after doubling, the later ones."""
-LAST_LARGE_ROUND = SlowRound(narrow=0.01, part=0.9)
-"""Rounds on large graphs. With a wider gap the time limit alone ends them."""
+FIRST_ROUND, ROUND = _CountedTime(0.5), _CountedTime(3.0)  # of cuts and neighbourhoods, doubling
+LAST_LARGE_ROUND = SlowRound(narrow=0.01, part=0.9)  # with a wider gap the time limit ends rounds
 
 BUDGET_CONTINUATION = Seconds(part=0.7)  # the way down from the peak, where nothing fits yet
-CONTINUATION_REPAIR = WorkLimit(30_000)
-"""One repair on that way. Where it takes more, a smaller step is the quicker one."""
+CONTINUATION_REPAIR = WorkLimit(30_000)  # one repair on that way: else a smaller step is quicker
+# Neighbourhoods at one budget of that way: at first, and after doubling where the least step is too
+# long, on a way that is to end soon or may be hard. .5 throughout took 34 s, not 26.
 FIRST_DESCENT, SOON_DESCENT, LAST_DESCENT = _CountedTime(0.25), _CountedTime(0.5), _CountedTime(2.0)
-"""Neighbourhoods at one budget of that way: at first, and after doubling where the least step is
-too long, on a way that is to end soon or may be hard. With .5 throughout, a narrow graph of 1,000
-ops took 34 s in place of 26."""
 
-CLIMBED = Rounds(most=400, times_ops=60_000, least=20)
-"""Sets of hosted ops that are tried. Each takes a repair or two and some judged schedules."""
-REORDERED = Rounds(most=60, times_ops=12_000, least=4)
-"""Orders of copies down that are tried for one state, each placed and judged."""
+CLIMBED = Rounds(most=400, times_ops=60_000, least=20)  # sets of hosted ops, a repair or two each
+REORDERED = Rounds(most=60, times_ops=12_000, least=4)  # orders of copies down tried for a state
 
 # ---- repair and exchange (`local_search`, `cuts`)
 
+# Before other starts than those of one cut: on an unrolled LSTM of 819 ops the first repair went
+# round in circles for 40 s, or came to 170 % of overhead in 6 s; segments had 33 % in 0.7 s.
 FIRST_REPAIRS = WorkLimit(100_000)
-"""Repairs of the starts from one cut, before other starts are tried. On an unrolled LSTM of 819
-ops at 48 % of its peak the first repair went round in circles for 40 s and more, or came to 170 %
-of overhead in 6 s, as costs differed in the third digit; segments had 33 % in 0.7 s."""
-REPAIRS_OF_A_START = WorkLimit(20_000)
-"""Repairs of one start with one power after another, once there is a schedule."""
-VAIN_MOVES = WorkLimit(60_000)
-"""Moves weighed at one stage without finding one. On large graphs, whose ops run a long way back
-again, each takes long."""
+REPAIRS_OF_A_START = WorkLimit(20_000)  # with one power after another, once there is a schedule
+VAIN_MOVES = WorkLimit(60_000)  # at one stage: each takes long where ops run a long way back again
 EXCHANGES = WorkLimit(300_000)  # exchanges of what is kept
-VAIN_EXCHANGES = Rounds(times_ops=100_000, least=20)
-"""Exchanges in a row that do not help. Each costs about as much as there are ops."""
+VAIN_EXCHANGES = Rounds(times_ops=100_000, least=20)  # each costs about as much as there are ops
 
 # ---- neighbourhoods solved by CP-SAT (`local_search`)
 
-NEIGHBOURHOOD = _CountedTime(0.7)
-"""One neighbourhood. Sets of ops that take longer are made smaller."""
+NEIGHBOURHOOD = _CountedTime(0.7)  # sets of ops that take longer are made smaller
 
 # ---- bounds on the least peak (`bounds`)
 
-REGRESSION = Rounds(2000, times_ops=4_000_000)
-"""Sets of values that the search for the least peak looks at: about a second."""
+REGRESSION = Rounds(2000, times_ops=4_000_000)  # sets of values for the least peak: about a second
 
 # ---- the portfolio (`auto`)
 
-TINY = Seconds(part=0.5)
-"""Exhaustive search on tiny graphs; the rest of the limit is for what finds a schedule sooner."""
+TINY = Seconds(part=0.5)  # exhaustive search; the rest is for what finds a schedule sooner
 EXACT = Seconds(most_s=10.0)  # the exact program that ends a solve of a small graph
 ALONE = Seconds(part=0.75)  # recomputation alone, where a graph has links
-START = Seconds(part=0.2)
-"""Another solver that gives a start: a policy, or segments between lower sets."""
+START = Seconds(part=0.2)  # another solver that gives a start: a policy, or segments
 
 # ---- pins (`pins`)
 
-TIGHTER = Rounds(4)
-"""Budgets tried, each lower, until the schedule fits with the runs that are put in."""
-FIRST_PINNED = Seconds(part=0.6)
-"""The first of these solves: it is the last one where nothing has to be put in."""
+TIGHTER = Rounds(4)  # budgets, each lower, until the schedule fits with the runs that are put in
+FIRST_PINNED = Seconds(part=0.6)  # the first of these solves, and often the last
 PINNED_SOLVE = Seconds(least_s=0.5)  # each of these solves, and the one that names the least budget
 PINNED_BOUND = Seconds(most_s=5.0)  # the bound of the graph with `keep` alone
-LEFT_OUT = Rounds(times_ops=200_000, least=20)
-"""Runs that are tried to be left out. Each trial costs about as much as there are ops."""
+LEFT_OUT = Rounds(times_ops=200_000, least=20)  # runs; a trial costs about as much as there are ops
 
 # ---- many budgets (`budgets`)
 
-NAMING = Seconds(part=1 / 6)
-"""The search for the least peak, from which a sweep spreads its budgets."""
-ONE_BUDGET = Seconds(part=1.5)
-"""A budget of a sweep, in equal parts of the time left. Most budgets take less than their part,
-so those that need it may take more."""
-FIRST_SOLVE, SECOND_SOLVE = Seconds(part=0.75), Seconds(least_s=0.5)
-"""The solve that names the least peak, of the whole limit, and the one at that peak."""
+NAMING = Seconds(part=1 / 6)  # the search for the least peak, from which a sweep spreads budgets
+ONE_BUDGET = Seconds(part=1.5)  # in equal parts of the time left; most budgets take less
+FIRST_SOLVE, SECOND_SOLVE = Seconds(part=0.75), Seconds(least_s=0.5)  # naming the least peak; at it
 
 # ---- orders (`orders`), chosen on layered graphs
 
 FIRST_LOOK = Seconds(part=0.3)  # the first look at the given order, of the whole limit
 ANY_ORDER_BOUND = Seconds(most_s=10.0, part=0.1)  # the bound for every order, of the whole limit
-OTHER_ORDER = Seconds(part=0.3)
-"""Each other order: half to find it, half for a first look at it."""
+OTHER_ORDER = Seconds(part=0.3)  # half to find it, half for a first look at it
+# Before others: where there is a schedule, and where there is none.
 FULL_SOLVE, FULL_SOLVE_IN_NEED = Seconds(part=0.2), Seconds(part=0.75)
-"""A full solve before others: where there is a schedule, and where there is none."""
 REFINED_ORDER = Seconds(part=0.05)  # the solve in a refined order, of the whole limit
 LEAST_SOLVE_S = 0.2  # seconds left below which no further solve is begun
 VAIN_ORDERS = Rounds(12)  # refined orders in a row that do not help
@@ -196,5 +162,4 @@ DROPPED_RUNS = Rounds(12)  # repeated runs that are tried to be left out of an o
 
 BLOCK_NODES = Nodes(200)  # a program that makes an option of a block
 CUT_FIRST = Seconds(part=1 / 3)  # `cut`, from which `retention` starts
-LEAST_PEAK_TRIES = Rounds(10)
-"""Budgets at which a policy is run to find its least peak. Each halves the range."""
+LEAST_PEAK_TRIES = Rounds(10)  # budgets for a policy's least peak; each halves the range

@@ -23,56 +23,33 @@ from remat.schedules.schedule import Option
 class Solver(Protocol):
     """What every class named in `TABLE` is: a frozen dataclass of options with one method.
 
-    `tests/solver/test_contract.py` and the tests beside it hold every solver of the table to
-    what follows. A `Search` (`remat.solver.search`) keeps most of it for its user: it takes the
-    options and the limit from the solver, judges, remembers the best, hears Ctrl-C and makes
-    the `Result`.
+    The tests beside `tests/solver/test_contract.py` hold every solver to this; a `Search` keeps
+    most of it for its user.
 
-    Budget
-        A schedule that is returned has a true peak, that of `simulate`, resident bytes
-        included, of at most `budget_bytes`. A model of memory may guide the search; it never
-        decides what is returned. `status` is ``optimal`` exactly where time equals the bound.
-    Bound
-        No schedule within the budget, with first computations in the order of the graph as it
-        is given and any number of recomputations, takes less than `lower_bound_us`. With the
-        option ``order="free"``, none in any order does. What is proved for fewer schedules, as
-        for those that run no op three times, is said in `message` and nowhere else. A solver
-        that proves nothing gives the time of every op once.
-    Time limit
-        `time_limit_s` is wall clock. Where it ends the search, the best schedule found is
-        returned, with status ``time limit`` unless it is proved optimal. Overruns are those
-        of one step that cannot be divided, a second or two. A limit of 0 is allowed.
-    Ctrl-C
-        A `KeyboardInterrupt` ends the search as the time limit does, at once: the best found
-        is returned, and `message` begins with ``interrupted``. Calls into C++, which would
-        keep Ctrl-C waiting, run in a `Task` or by `run_in_process` (`remat.solver.backends`).
-    Determinism
-        The same graph, budget, options, seed and number of workers give the same schedule in
-        any process, unless the limit or Ctrl-C ended the search. So efforts are counted in
-        what no clock moves (`remat.solver.stopping`), and nothing iterates over a set of
-        objects. `retention` with several workers is the one exception.
-    Options
-        They are the fields of the dataclass, each with a default: numbers, texts or bools.
-        They are keyword arguments of `remat.solver.solve_within`. `Schedule.options` records every
-        one, so that the same can be asked again.
-        ``__post_init__`` refuses a value without meaning by a `SolverError` that says which
-        values have one. Some fields are no options of a plan: `time_limit_s`, in seconds;
-        `progress`, which is called with a `Progress` now and then; and `known_us` of a solver
-        that can end where it is proved to find nothing better than that.
-    What does not fit
-        That nothing fits is a `Result`, no error: without a schedule, with status
-        ``infeasible``, the least budget known to be feasible and the schedule for it. That
-        budget does not depend on the one that was asked for, so a solve at it finds a schedule.
-        Where the clock ended the search before anything was found, the status is
-        ``time limit``: nothing is then said about the budget.
+    - A schedule that is returned has a true peak, that of `simulate`, within the budget. A model of
+      memory may guide the search but never decides. It is ``optimal`` where time equals the bound.
+    - No schedule within the budget, of the given order of first computations (any order with
+      ``order="free"``), takes less than `lower_bound_us`. What is proved for fewer schedules is
+      said in `message` alone. A solver that proves nothing gives the time of every op once.
+    - `time_limit_s`, 0 or more, is wall clock: the best found is returned, as ``time limit`` unless
+      proved optimal, late by a second or two at most.
+    - Ctrl-C ends the search as the limit does, at once; `message` then begins with ``interrupted``.
+      Calls into C++, which would keep Ctrl-C waiting, run in a `Task` or by `run_in_process`.
+    - The same graph, budget, options, seed and workers give the same schedule in any process,
+      unless limit or Ctrl-C ended the search. So nothing iterates over a set of objects, and
+      efforts are counted in what no clock moves. `retention` with several workers is the exception.
+    - Options are the fields, each with a default. `Schedule.options` records them, apart from
+      `NO_OPTIONS`. ``__post_init__`` raises `SolverError` for a value without meaning.
+    - That nothing fits is no error but an ``infeasible`` result, with the least budget known and
+      its schedule. That budget does not depend on the one asked for: a solve at it finds a
+      schedule. Where the clock came first, the status is ``time limit``: nothing is said about the
+      budget.
     """
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The best schedule found whose true peak is within `budget_bytes`, and a bound.
+        """The best schedule found, and a bound; SolverError where it refuses the graph.
 
-        The order of the graph's ops is that of first computations. The budget is on the peak,
-        resident bytes included, and may be any int. SolverError: the solver refuses the graph, as
-        `exhaustive` refuses large ones.
+        The budget is on the peak, resident bytes included, and may be any int.
         """
         ...
 
@@ -80,14 +57,12 @@ class Solver(Protocol):
 _INTEGER = (int, np.integer)
 REAL = (int, float, np.integer, np.floating)
 _MOST_SEED = (1 << 31) - 1  # CP-SAT takes no larger one
-_WHOLE: dict[str, tuple[int, float]] = {
+_WHOLE: dict[str, tuple[int, float]] = {  # least and most of options that are whole numbers
     "cuts": (1, math.inf),
     "seed": (0, _MOST_SEED),
     "workers": (1, math.inf),
 }
-"""Least and most of options that are whole numbers."""
-NO_OPTIONS = ("time_limit_s", "progress", "known_us")
-"""Fields of a solver that are no options of a plan: they say how to search, not for what."""
+NO_OPTIONS = ("time_limit_s", "progress", "known_us")  # fields that say how to search, not for what
 _NUMBERS = ("gap", "time_limit_s")  # options that are finite numbers from 0 on
 
 
@@ -122,7 +97,7 @@ def check_number(name: str, value: Any) -> None:
 
 def budget_as_int(budget_bytes: object) -> int:
     try:
-        # NumPy's integers pass, floats do not: which whole number was meant is not ours to say.
+        # Which whole number a float means is not ours to say.
         return operator.index(cast("SupportsIndex", budget_bytes))
     except TypeError:
         raise SolverError(
@@ -163,12 +138,11 @@ TABLE: dict[str, str] = {
     "fraction": "remat.baselines.offload_policies:Fraction",
     "exhaustive": "remat.solver.exact.exhaustive:Exhaustive",
 }
+# They refuse a graph from which nothing may leave the device.
 NEEDS_LINKS = ("swap_all", "delta", "layer_fractions", "fraction")
-"""Solvers that refuse a graph from which nothing may leave the device."""
 
 TAKE_CHUNKS = ("auto", "cut", "joint", "hierarchical", "retention", "exhaustive")
-"""Solvers that plan regions in chunks. The others are rules by hand and published methods: they see
-the captured step alone, as people write them and as their papers have them."""
+"""Solvers that plan regions in chunks. Others, as their papers have them, see the captured step."""
 
 
 def solver_class(name: str) -> type[Any]:
@@ -190,8 +164,7 @@ def plans_copies(solver: str) -> bool:
 def header_of(name: str) -> str:
     made = solver_class(name)
     own = inspect.cleandoc(made.__doc__ or "")
-    # Solvers that share a file say what they are at their classes.
-    if "Solves:" not in own:
+    if "Solves:" not in own:  # solvers that share a file say what they are at their classes
         return inspect.cleandoc(sys.modules[made.__module__].__doc__ or "")
     return re.split(r"\n\nAttributes\n-+\n", own)[0]
 
@@ -201,13 +174,12 @@ def option_names(name: str) -> list[str]:
 
 
 def make_solver(name: str, **options: object) -> Solver:
-    """Raises SolverError: no such solver, or it has no such option, or not of that value."""
+    """SolverError: no such solver, or no such option or value."""
     known = option_names(name)
     # Fixed is the order of every solver that does not choose one.
     if "order" not in known and options.get("order") == "fixed":
         del options["order"]
-    # A gap allows an early stop, so a solver that proves no bound takes any.
-    if "gap" not in known and "gap" in options:
+    if "gap" not in known and "gap" in options:  # a solver that proves no bound takes any gap
         check_number("gap", options.pop("gap"))
     for option in options:
         if option == "order" and option not in known:

@@ -162,8 +162,7 @@ def _summary_of(facts: PageFacts, line: Timeline, eager: Timeline) -> _Summary:
         resident_bytes=facts.graph.resident.total_bytes,
         workspace_at_peak_bytes=found.workspace_at_peak_bytes,
         runs=len(line), runs_again=int(line.again.sum()),
-        # The device either computes or waits: subtract the waits and the first runs.
-        again_us=found.time_us - found.stall_us - facts.graph.time_us,
+        again_us=found.time_us - found.stall_us - facts.graph.time_us,  # it computes or waits
         measured_peak_bytes=facts.measured.peak_bytes if facts.measured else None,
         measured_time_us=facts.measured.time_us if facts.measured else None,
     )  # fmt: skip
@@ -218,7 +217,7 @@ def _bands(line: Timeline, by: BandsBy) -> list[_Band]:
     bands = {name: curve for name, curve in live_bands(line, by).items() if curve.any()}
     colours = band_colours(list(bands), by)
     return [
-        # Changes are mostly 0, which keeps the page small: 1.9 MB for a step of 6,000 ops.
+        # Mostly 0, which keeps the page at 1.9 MB for 6,000 ops.
         _Band(name, colours.get(name, KINDS["resident"]), np.diff(curve, prepend=0).tolist())
         for name, curve in bands.items()
     ]
@@ -276,8 +275,7 @@ def _steps(summary: _Summary) -> Table:
     texts = tuple(
         (name, bytes_text(peak), _or_nothing(time_us, time_text), _or_nothing(more, percent_text))
         for name, peak, time_us, more in rows
-        # Skip the measured row if nothing was measured.
-        if peak is not None
+        if peak is not None  # skip the measured row if nothing was measured
     )
     return Table("steps", "The step", ("schedule", "peak", "time", "overhead"), texts, (1, 2, 3))
 
@@ -326,8 +324,7 @@ def _computed_again(facts: PageFacts) -> Table:
     for op in graph.ops:
         more = runs[op.name] - 1
         if more > 0:
-            # Equal places in all layers share a row.
-            key = place_of(op.module), op.target
+            key = place_of(op.module), op.target  # equal places in all layers share a row
             groups.setdefault(key, []).append((more, more * op.cost_us))
     ranked = sorted(groups.items(), key=lambda group: -sum(us for _, us in group[1]))
     rows = [
@@ -364,11 +361,9 @@ def _point_row(point: Alternative, budget_bytes: int, base_us: float) -> tuple[s
     )  # fmt: skip
 
 
-# The page needs hovering and zooming, so it embeds a JavaScript library. Its content policy forbids
-# every request. Tables are HTML and need no script.
+# The page hovers and zooms by a library within it: its content policy forbids every request.
 _LIBRARY = "vendor/echarts.common.min.js"
-_SCRIPTS = ("text", "run_chart", "memory", "ribbon", "front", "start")
-"""Each script uses only those before it."""
+_SCRIPTS = ("text", "run_chart", "memory", "ribbon", "front", "start")  # each uses those before it
 
 
 class Figure(NamedTuple):
@@ -380,7 +375,7 @@ class Figure(NamedTuple):
 def render(facts: PageFacts, page: _Page) -> str:
     from jinja2 import Environment, StrictUndefined
 
-    # Names come from the user's code and may contain HTML. An undefined variable is an error.
+    # Names come from the user's code and may contain HTML.
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters["bytes"] = bytes_text
     return environment.from_string(_file("page.html")).render(

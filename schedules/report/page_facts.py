@@ -24,8 +24,6 @@ class Alternative(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class MeasuredStep:
-    """A real step of the rewritten module."""
-
     moments: Floats  # from 0 to its end, in any unit, [n]
     live_bytes: Ints  # what is live then, [n]
     peak_bytes: int
@@ -34,8 +32,6 @@ class MeasuredStep:
 
 @dataclass(frozen=True, eq=False)
 class PageFacts:
-    """A plan, and what it is compared with."""
-
     graph: TrainingGraph
     schedule: Schedule
     unmodified_graph: TrainingGraph
@@ -45,14 +41,11 @@ class PageFacts:
     status: str
     solver: str
     rules: tuple[Alternative, ...] = ()  # schedules of simple rules
-    # By solver, the best at several budgets.
-    fronts: tuple[tuple[str, tuple[Alternative, ...]], ...] = ()
+    fronts: tuple[tuple[str, tuple[Alternative, ...]], ...] = ()  # by solver, at several budgets
     measured: MeasuredStep | None = None
     cost_origin: str = ""
-    # What to say of the plan beyond its figures, such as that its bound is not proved here.
-    note: str = ""
-    # The file that states the bounds of `fronts`; empty where they were proved just now.
-    stated_by: str = ""
+    note: str = ""  # beyond its figures, such as that its bound is not proved here
+    stated_by: str = ""  # the file with the bounds of `fronts`; empty if proved just now
     layout: Layout | None = None
 
     @property

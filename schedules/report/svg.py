@@ -18,13 +18,9 @@ from remat.schedules.report.page_facts import PageFacts
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 
-# Addresses against time, as few rectangles: what the picture of a layout draws.
-#
-# A step of thousands of ops has tens of thousands of buffers, most too low to be seen. Those, and
-# what is beyond the largest few thousand, are merged into rectangles that cover them.
+# Of tens of thousands of buffers the largest are drawn, and the rest as rectangles that cover them.
 
-ROWS, _COLUMNS = 256, 1024
-"""Of the grid on which small buffers are merged; a buffer below one row is small."""
+ROWS, _COLUMNS = 256, 1024  # the grid of merged buffers; a buffer below one row is small
 MOST_BOXES, MOST_MERGED = 3000, 2000  # rectangles of buffers of their own, and of merged ones
 
 
@@ -85,8 +81,7 @@ def _over_small(
     rows, columns = ROWS, min(_COLUMNS, buffers.n_times)
     top = low + buffers.size_bytes
     edges = [one[is_small].astype(np.float64) for one in (buffers.start, buffers.end, low, top)]
-    # Coarsen the grid until the page can hold all rectangles.
-    while True:
+    while True:  # coarsen the grid until the page can hold all rectangles
         x, y = columns / buffers.n_times, rows / arena_bytes
         on_grid = [edge * scale for edge, scale in zip(edges, (x, x, y, y), strict=True)]
         found = _rectangles(_covered(*on_grid, rows=rows, columns=columns))
@@ -105,18 +100,17 @@ def _covered(
     x0, y0 = np.floor(start).astype(np.int64), np.floor(low).astype(np.int64)
     x1 = np.minimum(np.ceil(end), columns).astype(np.int64)
     y1 = np.minimum(np.ceil(high), rows).astype(np.int64)
-    # A two-dimensional prefix sum: mark the corners, then add up along both axes.
-    change = np.zeros((rows + 1, columns + 1), np.int64)
+    change = np.zeros((rows + 1, columns + 1), np.int64)  # a two-dimensional prefix sum
     for row, column, sign in ((y0, x0, 1), (y0, x1, -1), (y1, x0, -1), (y1, x1, 1)):
         np.add.at(change, (row, column), sign)
     return change.cumsum(0).cumsum(1)[:-1, :-1] > 0
 
 
 def _rectangles(covered: NDArray[np.bool_]) -> list[tuple[int, int, int, int]]:
-    """(start, end, low, high) of runs of cells; runs that are the same in rows above are one."""
+    """(start, end, low, high) of runs of cells, joined over rows."""
     found: list[tuple[int, int, int, int]] = []
     open_since: dict[tuple[int, int], int] = {}
-    # An empty last row closes the rectangles that are still open.
+    # An empty last row closes what is still open.
     for row, cells in enumerate([*covered, np.zeros(covered.shape[1], bool)]):
         edges = np.flatnonzero(np.diff(np.concatenate([[False], cells, [False]])))
         runs = [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
@@ -127,8 +121,7 @@ def _rectangles(covered: NDArray[np.bool_]) -> list[tuple[int, int, int, int]]:
     return found
 
 
-WIDTH, HEIGHT = 2000, 700
-"""Units of the picture: whole numbers keep the page small."""
+WIDTH, HEIGHT = 2000, 700  # units of the picture: whole numbers keep the page small
 _NAMED = 150  # boxes that say what they are when pointed at, the largest
 _TICKS = 5
 
@@ -168,13 +161,11 @@ def arena_picture(facts: PageFacts) -> _ArenaPicture | None:
     if not found.layout.arena_bytes:
         return None
     scale = _Scale(found)
-    # Boxes are sorted by area, the largest first.
-    named, others = found.boxes[:_NAMED], found.boxes[_NAMED:]
+    named, others = found.boxes[:_NAMED], found.boxes[_NAMED:]  # the largest areas come first
     small = _Shape(_SMALL, palette.GREY, "".join(scale.path(*one) for one in found.merged))
     kinds = [kind for kind in palette.KINDS if any(box.kind == kind for box in found.boxes)]
     legend = [(kind, _colour(kind)) for kind in kinds]
-    # Merged rectangles also cover the gaps between buffers, so they are drawn below the others.
-    shapes = [small] if found.merged else []
+    shapes = [small] if found.merged else []  # merged ones cover gaps: they lie below
     shapes += [*_of_kinds(scale, kinds, others), *(_named(scale, box) for box in named)]
     legend += [(_SMALL, palette.GREY)] if found.merged else []
     marks = [found.layout.arena_bytes * i // (_TICKS - 1) for i in range(_TICKS)]
@@ -187,8 +178,7 @@ _SMALL = "small, merged"
 
 
 def _colour(kind: str) -> str:
-    # Merged rectangles are grey. Nothing else here is: an arena holds no resident values.
-    return palette.KINDS.get(kind, palette.DARK_GREY)
+    return palette.KINDS.get(kind, palette.DARK_GREY)  # resident values, grey, are not here
 
 
 class _Scale:
@@ -227,8 +217,7 @@ def _named(scale: _Scale, box: _Box) -> _Shape:
 def _live_path(scale: _Scale, of: Addresses) -> str:
     live = of.buffers.live_bytes
     at = np.array([scale.x(time) for time in range(len(live))])
-    # Several times share one unit of width: draw the most bytes among them.
-    firsts = np.flatnonzero(np.diff(at, prepend=-1))
+    firsts = np.flatnonzero(np.diff(at, prepend=-1))  # times share a unit: the most counts
     tops = np.maximum.reduceat(live, firsts)
     spans = zip(firsts, tops, [*at[firsts[1:]], WIDTH], strict=True)
     return "".join(
@@ -246,8 +235,7 @@ def _says(of: Addresses) -> str:
     )
 
 
-COPIES_WIDTH, LANE, _BAND, _GAP = 2000, 46, 150, 24
-"""Units of the picture, which are whole numbers: what is narrower than one is drawn as one."""
+COPIES_WIDTH, LANE, _BAND, _GAP = 2000, 46, 150, 24  # whole units
 _COLOURS = {
     "d2h": palette.BLUE, "h2d": palette.SKY, "write": palette.PURPLE, "read": palette.GREEN
 }  # fmt: skip
@@ -317,8 +305,7 @@ def _x(found: Simulation, at_us: float) -> int:
 
 def _bar(found: Simulation, start_us: float, end_us: float, title: str) -> _Bar:
     x = _x(found, start_us)
-    # At least one unit, so that short copies stay visible.
-    return _Bar(x, max(_x(found, end_us) - x, 1), title)
+    return _Bar(x, max(_x(found, end_us) - x, 1), title)  # one unit at least is visible
 
 
 def _lanes(found: Simulation) -> tuple[_CopyLane, ...]:
@@ -335,8 +322,7 @@ def _lanes(found: Simulation) -> tuple[_CopyLane, ...]:
         )  # fmt: skip
         bars.append((LINK_TITLES[link], _COLOURS[link], copies))
     bars.append((_WAITS, _WAITS_COLOUR, _waits(found)))
-    # Links that copy nothing get no lane.
-    used = [lane for lane in bars if lane[2]]
+    used = [lane for lane in bars if lane[2]]  # links that copy nothing get no lane
     return tuple(
         _CopyLane(name, colour, i * (LANE + _GAP), each)
         for i, (name, colour, each) in enumerate(used)
@@ -347,7 +333,7 @@ def _waits(found: Simulation) -> tuple[_Bar, ...]:
     bars: list[_Bar] = []
     ends: dict[int, float] = {}
     for stall in found.stalls:
-        # The stalls of a step follow one another, starting at the clock before it.
+        # Stalls of a step follow one another from the clock before.
         start_us = ends.get(stall.step, found.clock_us[stall.step - 1] if stall.step else 0.0)
         ends[stall.step] = start_us + stall.us
         title = f"{fine_time_text(stall.us)} for {stall.value}"
@@ -359,8 +345,7 @@ def _band(found: Simulation, tier: str, there: Sequence[int], y: int) -> _TierBa
     most_bytes, bottom = max(there), y + _BAND
     path, before = f"M0 {bottom}", 0
     for at_us, size_bytes in zip(found.clock_us, there, strict=True):
-        # Most steps move nothing: leave them out, to keep the page small.
-        if size_bytes != before:
+        if size_bytes != before:  # most steps move nothing: leave them out, to keep the page small
             path += f"H{_x(found, at_us)}V{bottom - round(_BAND * size_bytes / most_bytes)}"
         before = size_bytes
     path = f"{path}H{COPIES_WIDTH}V{bottom}Z"

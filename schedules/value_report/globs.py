@@ -30,7 +30,7 @@ def names_module(glob: str, module: str) -> bool:
 
 def recompute_globs(schedule: Schedule) -> tuple[str, ...]:
     """The globs of `recompute` that a schedule was made with: an option, as one text."""
-    # Options in a schedule are plain values, so several globs are joined to one text.
+    # An option is a plain value, so globs are joined to one text.
     text = str(schedule.options.get("recompute", ""))
     return tuple(text.split(", ")) if text else ()
 

@@ -16,8 +16,6 @@ from remat.schedules.value_report.rows import FoldedRow, fold_rows, value_rows
 
 
 class PeakHolders(msgspec.Struct, frozen=True):
-    """What is live at the moment of the peak."""
-
     peak_bytes: int
     step: int  # index of the step that reaches the peak
     op: str
@@ -82,8 +80,7 @@ def forced_ops(graph: TrainingGraph, schedule: Schedule, most: int = 3) -> tuple
     for op in graph.ops[: graph.n_forward]:
         for reason in _reasons(graph, op, runs):
             by_reason.setdefault(reason, []).append(op)
-    # The user's pins may concern ops that nothing else forces.
-    for name in ("keep", "recompute"):
+    for name in ("keep", "recompute"):  # the user's pins may concern ops that nothing else forces
         if name in schedule.options and not any(name in reason for reason in by_reason):
             by_reason[f"pinned by {option(name, schedule.options[name])}"] = []
     found = [_forced(graph, reason, ops, live, most) for reason, ops in by_reason.items()]
@@ -91,11 +88,11 @@ def forced_ops(graph: TrainingGraph, schedule: Schedule, most: int = 3) -> tuple
 
 
 def _reasons(graph: TrainingGraph, op: Op, runs: Counter[str]) -> list[str]:
-    # Drop the module's name, so that reasons that differ only in it count as one.
+    # Reasons that differ in the module alone count as one.
     reasons = [op.no_recompute.replace(f"{op.module}.", "")] if op.no_recompute else []
     if set(graph.outputs).intersection(op.outputs):
         reasons.append(RETURNED_TO_CALLER)
-    # An op that draws may run again, but then the state of its stream is kept.
+    # An op that draws may run again, but its stream's state is kept.
     states = (graph.value_by_name[name].kind == "rng_state" for name in op.inputs)
     if runs[op.name] > 1 and any(states):
         reasons.append(DRAWS)
@@ -120,8 +117,7 @@ def _forced(
 
 def counterfactual_schedule(graph: TrainingGraph, schedule: Schedule, op: str) -> Schedule:
     """`schedule` without further runs of `op`: its values are kept until their last use."""
-    # Ops that ran again only to feed `op` still do: the new peak is what keeping these values
-    # costs.
+    # Ops that ran again only to feed `op` still do: the peak shows what these values cost.
     held = set(graph.ops[graph.op_index[op]].outputs)
     first, *further = [i for i, step in enumerate(schedule.steps) if step == Compute(op)]
     last_there = dict.fromkeys(held, max([first, *further]))
@@ -130,8 +126,7 @@ def counterfactual_schedule(graph: TrainingGraph, schedule: Schedule, op: str) -
             last_there[step.value] = max(last_there[step.value], i)
 
     def stays(i: int, step: Step) -> bool:
-        # Free the op's values only once, after their last use.
-        if isinstance(step, Compute):
+        if isinstance(step, Compute):  # free the op's values only once, after their last use
             return i not in further
         return step.value not in held or (freed_value(step) in held and i > last_there[step.value])
 

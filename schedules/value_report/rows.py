@@ -1,7 +1,6 @@
 """What a schedule does with each value, one row a value; and rows folded by layer, and grouped.
 
-Verdicts are of values, not of ops: an op that runs again for one of its results makes the others
-again only if they are not live.
+Of values, not ops: an op that runs again makes a result again only if that is not live.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ class ValueRow(msgspec.Struct, frozen=True):
     target: str
     phase: str
     kind: str
-    # ``keep`` (live when forward ends), ``recompute``, ``offload``, ``free`` (made once, and not
-    # live when forward ends), or ``run`` for a value of backward. Empty without a schedule.
+    # ``keep`` is live as forward ends, ``free`` not, ``run`` of backward; empty without a schedule.
     verdict: str
     again: int  # how often it is made after the first time
     size_bytes: int  # of one copy
@@ -70,7 +68,7 @@ def _times_made(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
     live: set[str] = set()
     for step in schedule.steps:
         for name in arriving_values(graph, step):
-            # A live output is not made again: the second copy goes when the run ends.
+            # A live output is not made again: its second copy goes.
             if isinstance(step, Compute) and name not in live:
                 made[name] += 1
             live.add(name)
@@ -125,8 +123,7 @@ def _no_row_text(rows: Sequence[ValueRow], glob: str) -> str:
 
 # Values and runs summed by module, by op or by source line, equal layers folded.
 
-_INDEX = "#"
-"""What stands for an index in the pattern of a path."""
+_INDEX = "#"  # what stands for an index in the pattern of a path
 DASH = "\u2013"
 
 Indices = tuple[int, ...]
@@ -142,15 +139,13 @@ def split_indices(module: str) -> tuple[str, Indices]:
 
 def boxes(indices: Iterable[Indices]) -> Iterator[tuple[tuple[int, ...], ...]]:
     whole = sorted(set(indices))
-    # A path without indices.
-    if whole == [()]:
+    if whole == [()]:  # a path without indices
         yield ()
         return
     tails: dict[int, list[Indices]] = {}
     for first, *rest in whole:
         tails.setdefault(first, []).append(tuple(rest))
-    # Join outer indices that have the same inner ones, so that a full product such as
-    # ``stages.0-3.0-1`` stays whole.
+    # Joins outer indices with the same inner ones: ``stages.0-3.0-1`` stays whole.
     firsts: dict[tuple[Indices, ...], list[int]] = {}
     for first, inner in tails.items():
         firsts.setdefault(tuple(inner), []).append(first)
@@ -191,7 +186,7 @@ _WITHOUT = {"module": "(no module)", "op": "(no op)", "line": "(no line)"}
 
 
 class Group(msgspec.Struct, frozen=True):
-    """What the ops of one module, of one kind or of one line make, and what they do again."""
+    """What the ops of one module, kind or line make, and what they do again."""
 
     name: str
     count: int  # how many layers are folded in it
@@ -230,8 +225,7 @@ def group_rows(
     for row in rows:
         _add(sums.setdefault(_name(row.module, row.target, row.source, by), _Sums()), row)
     runs = schedule.computations() if schedule else Counter[str]()
-    # By op, not by row: an op with several values still runs once.
-    for name in dict.fromkeys(row.op for row in rows):
+    for name in dict.fromkeys(row.op for row in rows):  # an op with several values runs once
         op = graph.ops[graph.op_index[name]]
         one = sums[_name(op.module, op.target, op.source, by)]
         again = max(runs[op.name] - 1, 0)
@@ -260,7 +254,7 @@ def _folded_groups(sums: dict[str, _Sums]) -> list[Group]:
     alike: dict[tuple[str, tuple[int, ...]], dict[Indices, _Sums]] = {}
     for name, one in sums.items():
         pattern, indices = split_indices(name)
-        # Layers with equal bytes and counts fold. Their times may differ, and are added up.
+        # Times may differ between layers, and are added up.
         alike.setdefault((pattern, tuple(one.figures.values())), {})[indices] = one
     return [
         _group(written(pattern, box), _inside(by_index, box))
@@ -291,7 +285,7 @@ class FoldedRow(msgspec.Struct, frozen=True):
 
 def fold_rows(rows: Sequence[ValueRow]) -> tuple[FoldedRow, ...]:
     alike: dict[tuple[str, int, Hashable], dict[Indices, ValueRow]] = {}
-    # The n-th value of an op in one layer folds with the n-th in the others.
+    # The n-th value of an op folds with the n-th of other layers.
     for row, ordinal in zip(rows, _ordinals(rows), strict=True):
         pattern, indices = split_indices(row.module)
         alike.setdefault((pattern, ordinal, _facts(row)), {})[indices] = row
@@ -315,8 +309,7 @@ def _ordinals(rows: Iterable[ValueRow]) -> list[int]:
 
 
 def _facts(row: ValueRow) -> tuple[Hashable, ...]:
-    # Costs are left out: they may differ between layers, and are added up.
-    return (
+    return (  # costs are left out: they may differ between layers, and are added up
         row.target, row.phase, row.kind, row.verdict, row.again, row.size_bytes, row.dtype,
         row.shape, row.source, row.at_peak, row.cost_origin,
     )  # fmt: skip

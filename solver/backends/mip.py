@@ -1,12 +1,9 @@
 """A mixed-integer program in plain numbers, and the two backends that solve it.
 
-Formulations elsewhere speak only to `MixedProgram`; this is the one file that touches
-OR-Tools MathOpt (HiGHS) and PuLP (CBC), whose stubs are partial. `highspy` must never
-be imported: OR-Tools carries its own HiGHS and the two break each other.
-
-HiGHS can neither be interrupted nor be kept from printing, so it runs in another process. It does
-not look at the clock everywhere: a program of 5,000 ops has taken 2.4 s under a limit of 0.5. So
-the process ends `_OVERTIME_S` after the limit.
+`highspy` must never be imported: OR-Tools carries its own HiGHS, and the two break each other.
+HiGHS can neither be interrupted nor kept from printing, so it runs in another process. It does not
+look at the clock everywhere (5,000 ops took 2.4 s under a limit of 0.5), so the process ends
+`_OVERTIME_S` after the limit.
 """
 
 from __future__ import annotations
@@ -30,8 +27,7 @@ from remat.solver.backends.processes import (
 
 Backend = Literal["mathopt", "pulp"]
 BACKENDS: tuple[Backend, ...] = ("mathopt", "pulp")
-_LONGEST_S = 1e9
-"""Durations have an end; this is 30 years."""
+_LONGEST_S = 1e9  # 30 years: durations have an end
 _OVERTIME_S = 0.5  # what HiGHS may take beyond its limit
 
 
@@ -78,8 +74,8 @@ class MipSolution:
     iterations: int = 0  # of simplex: a measure of effort that is the same everywhere
 
 
+# Of a backend that had to be ended, or that ended by itself.
 LATE = MipSolution(None, math.inf, -math.inf, proved_infeasible=False, finished=False)
-"""Of a backend that had to be ended, or that ended by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +116,7 @@ def _with_mathopt(
     model, variables = _mathopt_model(api, program, limits.relaxed)
     limit_s = min(max(limits.time_limit_s, 0.01), _LONGEST_S)
     parameters = api.SolveParameters(time_limit=datetime.timedelta(seconds=limit_s), random_seed=0)
-    # A linear program has neither a gap nor nodes.
-    if not limits.relaxed:
+    if not limits.relaxed:  # no gap and no nodes in a linear program
         parameters.relative_gap_tolerance = limits.relative_gap
         parameters.absolute_gap_tolerance = limits.absolute_gap
         parameters.node_limit = limits.node_limit
@@ -129,8 +124,7 @@ def _with_mathopt(
     if start is not None and not limits.relaxed:
         hints = [api.SolutionHint(variable_values=dict(zip(variables, start, strict=True)))]
     own = api.ModelSolveParameters(solution_hints=hints)
-    # Timers refuse to wait longer than `TIMEOUT_MAX`.
-    with ended_after(min(limit_s + _OVERTIME_S, threading.TIMEOUT_MAX)):
+    with ended_after(min(limit_s + _OVERTIME_S, threading.TIMEOUT_MAX)):  # timers wait no longer
         result = api.solve(model, api.SolverType.HIGHS, params=parameters, model_params=own)
     return _mathopt_answer(api, result, variables)
 
@@ -199,7 +193,7 @@ def _run_pulp(
     objective = math.inf
     if values is not None:
         objective = sum(c * x for c, x in zip(program.objective, values, strict=True))
-    # PuLP does not pass on CBC's bound: optimal means within the gap that was allowed.
+    # PuLP does not pass on CBC's bound: optimal is within the gap.
     slack = max(abs(objective) * limits.relative_gap, limits.absolute_gap)
     bound = objective - slack if optimal else -math.inf
     is_infeasible = problem.status == api.LpStatusInfeasible
@@ -220,8 +214,7 @@ def _pulp_model(api: Any, program: MixedProgram, relaxed: bool) -> tuple[Any, li
         if low == high:
             problem += total == low
             continue
-        # PuLP has no rows with two sides.
-        if low > -math.inf:
+        if low > -math.inf:  # PuLP has no two-sided rows
             problem += total >= low
         if high < math.inf:
             problem += total <= high

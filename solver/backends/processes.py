@@ -1,10 +1,8 @@
 """Calls of functions in processes of their own, which can be ended at any moment.
 
-HiGHS, as OR-Tools 9.15 has it, needs that, for two reasons. It heeds no interrupter: in a
-thread it would go on after Ctrl-C, and abort the interpreter if that ended meanwhile. And some
-repairs of solutions print a line to standard output, into the user's data, whatever the options
-say (https://github.com/ERGO-Code/HiGHS/issues/2783). A process waits for its next call, and
-ends with the one that began it.
+HiGHS, as OR-Tools 9.15 has it, heeds no interrupter: in a thread it would go on after Ctrl-C, and
+abort the interpreter if that ended meanwhile. And repairs of solutions print into the user's data
+(https://github.com/ERGO-Code/HiGHS/issues/2783). A process ends with the one that began it.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ from typing import IO, Any, Generic, ParamSpec, TypeVar, cast
 
 from remat.graph_capture.errors import SolverError
 
-# Solvers in C++ return to Python only when they are done. So they run in daemon threads, and the
-# caller waits in short spells: it hears Ctrl-C at once.
+# Solvers in C++ run in daemon threads; the caller waits in short spells and hears Ctrl-C at once.
 
 _T = TypeVar("_T")
 _SPELL_S = 0.05
@@ -39,8 +36,7 @@ STOPPING_S = 5.0  # longest wait for what was told to stop
 class Task(Generic[_T]):
     """One call of `work`, begun at once.
 
-    Ctrl-C while it is waited for stops it, and so does an error in its `with` block: `stop` is
-    called, if there is one. Each task that it began is stopped too, and it can begin no other.
+    Ctrl-C while it is waited for, or an error in its block, stops it and each task that it began.
     """
 
     def __init__(self, work: Callable[[], _T], stop: Callable[[], None] | None = None) -> None:
@@ -51,8 +47,7 @@ class Task(Generic[_T]):
         self._is_stopped = False
         self._outer: Task[Any] | None = getattr(_here, "task", None)
         self._thread = threading.Thread(target=self._run, name="remat-solver", daemon=True)
-        # Before the check: if the outer task is stopped, either it finds this one in `_running` or
-        # the check sees it.
+        # Before the check: a stopped outer task finds it in `_running`, or the check sees that.
         _running[self] = None
         if self._outer is not None and self._outer._is_stopped:
             del _running[self]
@@ -94,8 +89,7 @@ class Task(Generic[_T]):
 
     def stop(self) -> None:
         until_s = time.monotonic() + STOPPING_S
-        # Told in every spell, as a solver that is about to begin does not hear it. Work that cannot
-        # be told is not waited for.
+        # In every spell, as a solver about to begin does not hear it. Others are not waited for.
         while not self._ended.is_set() and self._tell_to_stop():
             if self._ended.wait(min(_SPELL_S, STOPPING_S)) or time.monotonic() > until_s:
                 return
@@ -109,7 +103,7 @@ class Task(Generic[_T]):
     def _tell_to_stop(self) -> bool:
         """Whether there was anything to tell."""
         self._is_stopped = True
-        # A copy, as other threads begin and end tasks.
+        # A copy: other threads begin and end tasks.
         told = [task._tell_to_stop() for task in list(_running) if task._outer is self]
         if self._stop is not None:
             self._stop()
@@ -122,22 +116,20 @@ _running: dict[Task[Any], None] = {}
 
 @atexit.register
 def _stop_all() -> None:
-    # A thread that came back from C++ while the interpreter ends would abort the process.
-    moment_s = time.monotonic() + STOPPING_S
+    moment_s = time.monotonic() + STOPPING_S  # a thread back from C++ would abort the end
     for task in list(_running):
         task.end_by(moment_s)
 
 
 _P = ParamSpec("_P")
 _STANDARD_OUTPUT = 1
-_BEGIN = (
+_BEGIN = (  # Ctrl-C reaches every process of a terminal. This one ignores it: its caller decides.
     "import sys; sys.path[:] = sys.argv[1:]; import signal; "
     "signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "import remat.solver.backends.processes as apart; apart.serve()"
 )
-"""Ctrl-C reaches every process of a terminal. This one ignores it: its caller decides."""
+# Nor does Ctrl-C reach another group, whose process could not ignore it while it begins.
 _OWN_GROUP: dict[str, Any] = {} if sys.platform == "win32" else {"process_group": 0}
-"""Nor does Ctrl-C reach a process of another group, which could not ignore it while it begins."""
 
 
 class ChildEndedError(SolverError):
@@ -145,7 +137,7 @@ class ChildEndedError(SolverError):
 
 
 class OverdueError(Exception):
-    """What ran in another process did not end in its time, and was ended with the process."""
+    """What ran in another process did not end in its time, and was ended."""
 
 
 def run_in_process(function: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> _T:
@@ -155,8 +147,7 @@ def run_in_process(function: Callable[_P, _T], *arguments: _P.args, **options: _
     try:
         answer = Task(lambda: process.answer(call), process.kill).wait()
     except BaseException:
-        # It may still be at work on the call, so it can take no other.
-        process.close()
+        process.close()  # it may still be at work on the call
         raise
     _idle.append(process)
     return answer
@@ -168,7 +159,7 @@ def end_idle() -> None:
 
 
 def _library_first(path: Sequence[str]) -> list[str]:
-    # Python's own library first: folders of the user may hold a queue.py.
+    # Folders of the user may hold a queue.py.
     library = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
     library |= {place / "lib-dynload" for place in library}
     return sorted(path, key=lambda one: Path(one) not in library)
@@ -196,8 +187,7 @@ class _Process:
     def answer(self, call: functools.partial[_T]) -> _T:
         calls, answers = cast("IO[bytes]", self._popen.stdin), cast("IO[bytes]", self._popen.stdout)
         try:
-            # Pickled twice: the other process takes bytes first, so that a call that cannot be
-            # unpickled is answered with its error.
+            # Twice: the other process answers a call that it cannot unpickle with the error.
             pickle.dump(pickle.dumps(call), calls)
             calls.flush()
             has_failed, answer = pickle.load(answers)
@@ -215,8 +205,7 @@ class _Process:
 
     def close(self) -> None:
         self._popen.kill()
-        # Leaving the block closes the pipes, where bytes not yet sent may find no reader, and
-        # waits.
+        # Leaving the block waits and closes the pipes, where bytes may find no reader.
         with contextlib.suppress(OSError), self._popen:
             pass
 
@@ -224,8 +213,7 @@ class _Process:
 _idle: list[_Process] = []
 atexit.register(end_idle)
 if hasattr(os, "register_at_fork"):
-    # A forked child would share the pipes of its parent.
-    os.register_at_fork(after_in_child=_idle.clear)
+    os.register_at_fork(after_in_child=_idle.clear)  # a forked child would share the pipes
 
 
 def _idle_process() -> _Process | None:
@@ -238,8 +226,7 @@ def _idle_process() -> _Process | None:
     return None
 
 
-_answers: list[IO[bytes]] = []
-"""Where a process that serves writes; empty in all others."""
+_answers: list[IO[bytes]] = []  # where a process that serves writes
 
 
 @contextlib.contextmanager
@@ -250,8 +237,7 @@ def ended_after(seconds: float) -> Generator[None]:
     def end() -> None:
         if ending.acquire(blocking=False):
             _send((True, OverdueError()))
-            # HiGHS heeds no interrupter: only the end of the process stops it.
-            os._exit(0)
+            os._exit(0)  # only the end of the process stops HiGHS
 
     if not _answers:
         yield
@@ -263,8 +249,7 @@ def ended_after(seconds: float) -> Generator[None]:
         yield
     finally:
         timer.cancel()
-        # If the timer has it, the process is about to end: nothing else may be sent.
-        ending.acquire()
+        ending.acquire()  # if the timer has it, nothing else may be sent
 
 
 def _send(answer: tuple[bool, Any]) -> None:
@@ -273,7 +258,7 @@ def _send(answer: tuple[bool, Any]) -> None:
 
 
 def serve() -> None:
-    # Repairs of HiGHS print there whatever its options say: answers go to a copy of it.
+    # HiGHS prints to standard output: answers go to a copy of it.
     _answers.append(os.fdopen(os.dup(_STANDARD_OUTPUT), "wb"))
     os.dup2(os.open(os.devnull, os.O_WRONLY), _STANDARD_OUTPUT)
     calls: SimpleQueue[bytes] = SimpleQueue()
@@ -286,8 +271,7 @@ def _read(calls: SimpleQueue[bytes]) -> None:
     with contextlib.suppress(EOFError):
         while True:
             calls.put(pickle.load(sys.stdin.buffer))
-    # The caller has ended, and HiGHS in the main thread may not come back for long.
-    os._exit(0)
+    os._exit(0)  # the caller has ended; HiGHS may not come back for long
 
 
 def _answered(call: bytes) -> tuple[bool, Any]:
@@ -295,6 +279,5 @@ def _answered(call: bytes) -> tuple[bool, Any]:
     try:
         return False, pickle.loads(call)()
     except Exception as error:  # noqa: BLE001 - raised again where the call came from
-        # Pickling drops the traceback.
-        error.add_note("".join(traceback.format_exception(error)))
+        error.add_note("".join(traceback.format_exception(error)))  # pickling drops the traceback
         return True, error

@@ -1,10 +1,7 @@
 """Share a budget out over given blocks, each of which is to be rewritten by itself.
 
-This is `hierarchical` for blocks that are given and run as units: the options of each distinct
-block are found once, then a knapsack takes one for each block. What lies between blocks runs as
-eager runs it, so its one option is to keep all. Where there is memory below the device, some
-options copy what a block keeps there. Its room is that of all blocks together: each has its values
-there from its forward to its backward.
+This is `hierarchical` for blocks that run as units: a knapsack takes one option of each. What lies
+between blocks keeps all, as in eager. Room below the device is that of all blocks together.
 """
 
 from __future__ import annotations
@@ -44,21 +41,17 @@ from remat.solver.search import Clock
 from remat.solver.state import State, UnreachableError
 from remat.solver.stopping import BLOCK_NODES
 
-# Options of a block that copy what it keeps below the device. For each limit on the kept bytes, the
-# program of one cut with copies (`offload/joint_cut`) is solved at the turn between the block's
-# forward and its backward. A value may go on from the host to NVMe.
+# Options that copy: the program of one cut with copies, at the turn, for each limit on kept bytes.
 
-_LEAST_SHARE = 256
-"""No value below this part of what the block keeps is copied: it would hardly free anything."""
+_LEAST_SHARE = 256  # of what the block keeps; copying a smaller value would free hardly anything
 
 
 def with_copied(
     graph: TrainingGraph, plain: Options, links: Links, limits: int, left_s: Callable[[], float]
 ) -> Options:
-    """With the options with copies that are better somewhere; `graph.outputs` are never copied."""
+    """With options with copies that are better somewhere; `graph.outputs` are never copied."""
     problem, most_bytes = Problem.of(graph), max(option.saved_bytes for option in plain)
-    # These the caller holds at the turn: no copy frees them.
-    stays_bytes = sum(problem.size_bytes[v] for v in problem.held)
+    stays_bytes = sum(problem.size_bytes[v] for v in problem.held)  # the caller's at the turn
     found = list(plain)
     for through, to_nvme in _ways_down(links):
         for i in range(1, limits + 1):
@@ -85,7 +78,7 @@ def _ways_down(links: Links) -> Iterator[tuple[Links, bool]]:
 
 
 def _both(one: Link, other: Link) -> Link:
-    # A value passes both: the slower one sets the rate, latencies add up.
+    # The slower link sets the rate, latencies add up.
     return Link(min(one.bytes_per_us, other.bytes_per_us), one.latency_us + other.latency_us)
 
 
@@ -118,11 +111,10 @@ def _placed(
     flight_bytes = int(in_flight_bytes(graph, base, links).max(initial=0))
     spilled = [value for value in base.made if to_nvme]
     seen: set[tuple[Step, ...]] = set()
-    # A block runs as one call each way. What goes below has left when its forward ends, and comes
-    # back after its backward has begun: nothing in flight has room on the device at the turn.
+    # A block runs as one call each way: nothing in flight has room on the device at the turn.
     turns = {op.name for op in graph.ops if op.target == TANGENTS}
     at_turn = [k for k, (kind, op) in enumerate(base.items) if kind == "compute" and op in turns]
-    # With all the room that the copies want in flight, and with no more than the state's own peak.
+    # With all room for what is in flight, and with the state's own peak.
     for room_bytes in (base.peak_bytes + flight_bytes, base.peak_bytes):
         live_bytes = base.live_bytes.copy()
         live_bytes[at_turn] = room_bytes
@@ -151,11 +143,9 @@ def _placed_option(state: State, placed: PlacedSchedule) -> BlockOption:
     )  # fmt: skip
 
 
-_LIMITS, _SLOTS = 12, 4096
-"""At how many limits on its kept bytes a block is solved; steps of the knapsack's grid."""
+_LIMITS, _SLOTS = 12, 4096  # limits on a block's kept bytes; steps of the knapsack's grid
 
-BlockSpan = tuple[int, int, int, int]
-"""Start and stop of a block's forward ops, then of its backward ops."""
+BlockSpan = tuple[int, int, int, int]  # start and stop of a block's forward, and of its backward
 
 
 @dataclass(frozen=True)
@@ -196,7 +186,7 @@ class BlockBudgets:
         tables = [table for table, _ in found]
         solved = [small for _, small in found]
         layers = list(zip(blocks, tables, strict=True))
-        # `beside_bytes` is live beside each op and in no block's graph, as buffers of FSDP2 are.
+        # As buffers of FSDP2, these are in no block's graph.
         choices = choices_in_place(problem, layers, beside_bytes)
         distinct = sum(bool(shape[0]) for shape in known)
         rooms = _rooms_below(graph.links, tables)
@@ -204,8 +194,7 @@ class BlockBudgets:
 
     def runs(self, room_bytes: int) -> list[list[Step]] | None:
         """The computations and copies of each given block; None if nothing fits."""
-        # The knapsack's memory is a model: the caller simulates the whole step, and asks again with
-        # more or less room.
+        # The knapsack's memory is a model: the caller simulates, and asks again with other room.
         chosen = self._composed(room_bytes)
         if chosen is None:
             return None
@@ -257,7 +246,7 @@ def _options(
     if links is None or not links.host_bytes:
         return plain
     forward = {name for op in graph.ops[: graph.n_forward] for name in op.outputs}
-    # Copies take no output from the device: what a block hands out is named as one.
+    # What a block hands out is named as an output: copies take none.
     handed = dict.fromkeys((*graph.forward_outputs, *(name for name in held if name in forward)))
     outputs = tuple(dict.fromkeys((*graph.outputs, *held)))
     named = msgspec.structs.replace(graph, forward_outputs=tuple(handed), outputs=outputs)
@@ -265,7 +254,6 @@ def _options(
 
 
 def _rooms_below(links: Links | None, tables: Sequence[Options]) -> LowerBytes:
-    """What may wait on the host and on NVMe."""
     if links is None:
         return NO_LOWER_BYTES
     # Values on their way need some of the host.
@@ -276,7 +264,7 @@ def _rooms_below(links: Links | None, tables: Sequence[Options]) -> LowerBytes:
 def _run(graph: TrainingGraph, solved: TrainingGraph, option: BlockOption) -> list[Step]:
     if option.steps:
         return [*_renamed(_with_copies_alone(option.steps), solved, graph)]
-    # The turn is no op of the step, unlike a captured op that opens backward.
+    # No op of the step, unlike one that opens backward.
     turns = {op.name for op in graph.ops if op.target == TANGENTS and op.name == "turn"}
     schedule = State.from_recomputed(Problem.of(graph), option.recomputed).schedule()
     return [step for step in schedule.steps if isinstance(step, Compute) and step.op not in turns]
@@ -299,8 +287,7 @@ def _renamed(steps: Iterable[Step], solved: TrainingGraph, graph: TrainingGraph)
 
 def _with_copies_alone(steps: Sequence[Step]) -> Iterator[Step]:
     """Computations, copies, and the frees of what is copied but for its last on the device."""
-    # From the end, to know which values come back: only their frees are kept.
-    comes_back: set[str] = set()
+    comes_back: set[str] = set()  # only frees of values that come back are kept
     kept: list[Step] = []
     for step in reversed(steps):
         if isinstance(step, Fetch) and step.to == "device":

@@ -1,13 +1,10 @@
 """What one block can do, bytes kept against extra time; and the choice of one option a block.
 
-Source: the option tables of Rockmate (Zhao et al. 2023, https://arxiv.org/abs/2307.01236),
-which solves each block at a grid of budgets. Here the program of one cut
-(`bounds/cut_program`) does it, in place of Checkmate's. The block becomes a small training
-graph: what it reads from outside is there for free, and what others read of it stays. Between
-its forward and its backward stands a turn, an op at no cost. Only what the block keeps is live
-there, so a cut at the turn gives the least recomputation for each limit on the bytes kept. A
-second option for each limit has a lower peak, by repair. Keep all and keep the least are always
-among the options.
+Source: the option tables of Rockmate (Zhao et al. 2023, https://arxiv.org/abs/2307.01236), here by
+the program of one cut. The block becomes a small training graph, with a turn between its forward
+and its backward, an op at no cost. Only what the block keeps is live there, so a cut at the turn
+gives the least recomputation for each limit on the bytes kept. Repair adds an option of lower peak
+for each. Keep all and keep the least are always among the options.
 """
 
 from __future__ import annotations
@@ -33,8 +30,7 @@ from remat.solver.state import State, mark_made, recomputed_in, store_all_state
 from remat.solver.stopping import BLOCK_NODES
 
 GAP = 2.0  # absolute gap of each program, in ten-thousandths of the block's time
-_LOW_PEAK = 0.5
-"""How far a low-peak option goes: this share of the way from its peak to the least possible."""
+_LOW_PEAK = 0.5  # how far a low-peak option goes from its peak to the least possible
 
 LowerBytes = tuple[int, int]  # bytes on the host, and on NVMe
 NO_LOWER_BYTES: LowerBytes = (0, 0)
@@ -43,8 +39,7 @@ NO_LOWER_BYTES: LowerBytes = (0, 0)
 @dataclass(frozen=True, slots=True)
 class BlockOption:
     saved_bytes: int  # of its values that are live from its forward to its backward
-    # The most in each stage of the block's graph: its values, and the workspaces of its ops.
-    live_bytes: npt.NDArray[np.int64]
+    live_bytes: npt.NDArray[np.int64]  # in each stage of its graph: values and workspaces
     extra_us: float  # of recomputations and waits for copies
     recomputed: tuple[tuple[int, ...], ...]  # by stage of the block's graph
     steps: tuple[Step, ...] = ()  # only where values are copied below the device
@@ -65,8 +60,6 @@ Options = tuple[BlockOption, ...]
 def block_graph(problem: Problem, reads: Reads, block: Block) -> TrainingGraph:
     graph, names = problem.graph, problem.names
     ops = [graph.ops[op] for op in block.ops]
-    # The turn costs nothing, and only what the block keeps is live there: a cut at it gives the
-    # least recomputation for each limit on the bytes kept.
     ops.insert(block.stop - block.start, Op("turn", TANGENTS, "backward", (), ()))
     made = dict.fromkeys(name for op in ops for name in op.outputs)
     read = dict.fromkeys(name for op in ops for name in op.inputs if name not in made)
@@ -86,7 +79,7 @@ def block_options(graph: TrainingGraph, limits: int, left_s: Callable[[], float]
     """None is no better than another, dearest last; where time ends, there are fewer."""
     problem = Problem.of(graph)
     found: list[BlockOption] = []
-    # Before any program, so that a block has options even without time.
+    # First, so that a block has options even without time.
     for state in (store_all_state(problem), _keep_least(problem)):
         _add(found, state)
     most_bytes, least_bytes = (option.saved_bytes for option in (found[0], found[-1]))
@@ -108,8 +101,7 @@ def block_options(graph: TrainingGraph, limits: int, left_s: Callable[[], float]
 def _add(found: list[BlockOption], state: State) -> None:
     turn = state.problem.n_forward
     live_bytes = state.peak_bytes.copy()
-    # `_with_lower_peak` gives the turn a workspace that is not the block's.
-    live_bytes[turn] -= state.problem.workspace_bytes[turn]
+    live_bytes[turn] -= state.problem.workspace_bytes[turn]  # that is not the block's
     recomputed = tuple(stage.recomputed for stage in state.stages)
     option = BlockOption(int(state.entry_bytes[turn + 1]), live_bytes, state.cost_us, recomputed)
     if not any(other.is_no_worse(option) for other in found):
@@ -140,8 +132,7 @@ def _with_lower_peak(problem: Problem, option: BlockOption, left_s: float) -> St
         return None
     ops = list(problem.graph.ops)
     turn = ops[problem.n_forward]
-    # All but what the option keeps is taken at the turn, so the repair keeps no more.
-    taken_bytes = limit_bytes - option.saved_bytes
+    taken_bytes = limit_bytes - option.saved_bytes  # taken at the turn, so repair keeps no more
     ops[problem.n_forward] = msgspec.structs.replace(turn, workspace_bytes=taken_bytes)
     graph = msgspec.structs.replace(problem.graph, ops=tuple(ops))
     search = Search(graph, limit_bytes, "hierarchical", left_s)
@@ -149,16 +140,10 @@ def _with_lower_peak(problem: Problem, option: BlockOption, left_s: float) -> St
     return state if Repair(state, limit_bytes, 1.0, search).run() else None
 
 
-# One option for each block: a multiple-choice knapsack whose room shrinks from block to block.
-#
-# Also called: prefix-constrained multiple-choice knapsack, solved by dynamic programming.
-# What a block keeps is live while every later block runs, forward and backward. When its own
-# backward runs, later blocks are done: only gradients and outputs of theirs are left. So there is
-# one row for each block: what the blocks before it keep plus what it needs itself is within the
-# room. Where blocks copy values below the device, what they have there adds up over all of them: a
-# coordinate more for each tier whose room binds.
-# Optimal on the grid. Cost: blocks x options x slots, in vector operations, times `_BELOW_SLOTS`
-# for each tier that binds.
+# One option a block: a multiple-choice knapsack, by dynamic programming. When a block's backward
+# runs, only gradients and outputs of later blocks are left: it needs what those before it keep, and
+# itself, within the room. Each tier whose room binds is a coordinate more. Optimal on the grid.
+# Cost: blocks x options x slots, times `_BELOW_SLOTS` for such a tier.
 
 _BELOW_SLOTS = 64  # steps of the grid of a tier below the device
 PlacedBlock = tuple[Block, Options]  # in its place, with the options that it shares with its equals
@@ -174,7 +159,7 @@ class BlockChoice(NamedTuple):
 def choices_in_place(
     problem: Problem, layers: Sequence[PlacedBlock], beside_bytes: Sequence[int] = ()
 ) -> list[list[BlockChoice]]:
-    """Options in place; `beside_bytes` are live beside each op and in no block's own graph."""
+    """Options in place; `beside_bytes` are live beside each op, in no block's own graph."""
     fixed = _fixed_bytes(problem, layers)
     fixed[: len(beside_bytes)] += np.array(beside_bytes, np.int64)
     return [_choices(block, table, fixed) for block, table in layers]
@@ -194,8 +179,7 @@ def _fixed_bytes(problem: Problem, layers: Sequence[PlacedBlock]) -> npt.NDArray
 
 def _choices(block: Block, table: Options, fixed: npt.NDArray[np.int64]) -> list[BlockChoice]:
     beside = fixed[stages_of_block(block)]
-    # What the block itself leaves is in its `live_bytes` already.
-    beside[-1] = beside[-2]
+    beside[-1] = beside[-2]  # what the block itself leaves is in its `live_bytes` already
     needs = (int((option.live_bytes + beside).max()) for option in table)
     return [
         BlockChoice(option.saved_bytes, need_bytes, option.extra_us, option.below_bytes)
@@ -224,12 +208,11 @@ def compose(
     steps: list[npt.NDArray[np.int16]] = []
     for table in choices:
         following = np.full_like(best_us, np.inf)
-        # Small numbers, as the way back needs one such grid for each block.
-        step = np.full(grid.shape, -1, np.int16)
+        step = np.full(grid.shape, -1, np.int16)  # small numbers: the way back needs a grid a block
         for i, choice in enumerate(table):
             shift = grid.shift(choice)
             ends = [size - by for size, by in zip(grid.shape, shift, strict=True)]
-            # While the block runs, what it needs fits beside what blocks before it keep.
+            # What it needs fits beside what blocks before it keep.
             ends[0] = min(ends[0], (room_bytes - choice.need_bytes) // grid.units[0] + 1)
             if min(ends) <= 0:
                 continue
@@ -255,8 +238,7 @@ class _Grid(NamedTuple):
         units, shape = [unit], [room_bytes // unit + 1]
         for tier, most_bytes in enumerate(below_bytes):
             wanted = sum(max(choice.below_bytes[tier] for choice in table) for table in choices)
-            # One place is enough where all that blocks could have there fits.
-            unit = max(-(-most_bytes // _BELOW_SLOTS), 1)
+            unit = max(-(-most_bytes // _BELOW_SLOTS), 1)  # one place is enough where all fits
             units.append(unit if wanted > most_bytes else 0)
             shape.append(most_bytes // unit + 1 if wanted > most_bytes else 1)
         return cls((units[0], units[1], units[2]), (shape[0], shape[1], shape[2]))
@@ -264,8 +246,7 @@ class _Grid(NamedTuple):
     def shift(self, choice: BlockChoice) -> tuple[int, int, int]:
         host_bytes, nvme_bytes = choice.below_bytes
         sizes = choice.saved_bytes, host_bytes, nvme_bytes
-        # Rounded up, so that what fits on the grid fits in bytes.
-        pairs = zip(sizes, self.units, strict=True)
+        pairs = zip(sizes, self.units, strict=True)  # up: what fits the grid fits in bytes
         first, second, third = (-(-size // unit) if unit else 0 for size, unit in pairs)
         return first, second, third
 

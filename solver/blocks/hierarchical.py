@@ -42,11 +42,8 @@ from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.search import Listener, Search
 from remat.solver.state import State, store_all_state
 
-_GROUPS = (1, 2, 4)
-"""How many repetitions make one block: tried in turn until something fits."""
-_PARTS = (1.0, 0.99, 0.97, 0.94, 0.9, 0.85)
-"""Shares of the room that the knapsack gets, tried until its schedule fits as it is simulated: the
-knapsack's memory is a model."""
+_GROUPS = (1, 2, 4)  # repetitions in one block, tried in turn until something fits
+_PARTS = (1.0, 0.99, 0.97, 0.94, 0.9, 0.85)  # of the room: the knapsack's memory is a model
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,7 @@ class Hierarchical:
 
     def first(self, search: Search, *, is_thorough: bool) -> None:
         """Offer blocks of one repetition; if `is_thorough`, go on as `solve` does."""
-        # The caller's message is about its own search, not about blocks.
-        message = search.message
+        message = search.message  # the caller's message is about its own search, not about blocks
         if is_thorough:
             self._run(search)
         elif (layers := self._layers(search, 1)) is not None:
@@ -142,8 +138,7 @@ class Hierarchical:
                 search.say(f"solving the block from {search.graph.ops[block.start].name} on")
                 small = block_graph(search.problem, reads, block)
                 found[shape] = block_options(small, self.limits, lambda: search.left_s)
-                # A table that the clock cut short is not kept for other solves of the graph.
-                if search.left_s > 0:
+                if search.left_s > 0:  # else the clock cut this table short
                     known[shape] = found[shape]
         return known | found
 
@@ -154,8 +149,7 @@ class Hierarchical:
         room_bytes = search.budget_bytes - search.problem.resident_bytes
         for part in _PARTS:
             chosen = compose(choices, int(part * room_bytes), self.slots)
-            # The next parts are smaller, so nothing fits them either.
-            if chosen is None or search.out_of_time():
+            if chosen is None or search.out_of_time():  # smaller parts fit nothing either
                 return False
             picked = [table[i] for (_, table), i in zip(layers, chosen, strict=True)]
             state = _expanded(search.problem, layers, picked)
@@ -169,14 +163,13 @@ def _expanded(
     problem: Problem, layers: Sequence[PlacedBlock], picked: Sequence[BlockOption]
 ) -> State:
     recomputed: list[list[int]] = [[] for _ in range(problem.n_ops + 1)]
-    # Backward runs the last block first: in a stage that two blocks share, its runs come first.
+    # Backward runs the last block first, and so does a stage that two blocks share.
     for (block, _), option in reversed(list(zip(layers, picked, strict=True))):
         n_forward = block.stop - block.start
         for stage, again in zip(stages_of_block(block), option.recomputed, strict=True):
             for op in again:
                 place = block.start + op
-                # Ops behind the turn, which is no op of the step.
-                if op > n_forward:
+                if op > n_forward:  # ops behind the turn, which is no op of the step
                     place = block.back_start + op - n_forward - 1
                 recomputed[stage].append(place)
     return State.from_recomputed(problem, recomputed)

@@ -1,17 +1,10 @@
 """Repeated blocks of a training graph, found by structure and not by names.
 
-Also called: layers, repeated subgraphs; the partition step of Rockmate (Zhao et al. 2023,
-https://arxiv.org/abs/2307.01236), which also solves equal blocks once.
-
-A graph need not have module names, so names are not asked. (Templates do ask them, see
-`policies/template`, since people wrap modules.)
-
-Each forward op has a class: its target, cost and sizes. `_periodic_run` finds the longest run
-of ops whose classes repeat with one period. The run is cut into blocks where the fewest bytes
-cross, and what lies before and after it is searched again. A block gets the backward ops from
-the last that reads anything behind it to the last that reads its own values.
-Cost: near-linear, some passes over forward for each run.
-Shortcomings: blocks are runs of forward, so one whose ops are interleaved with others is missed.
+A graph need not have module names. (Templates ask them, since people wrap modules.) Each forward op
+has a class: its target, cost and sizes. The longest run of ops whose classes repeat is cut where
+the fewest bytes cross, and what lies around it is searched again. A block gets the backward ops
+from the last that reads anything behind it to the last that reads its own values. Cost:
+near-linear. Shortcomings: a block whose ops are interleaved with others is missed.
 """
 
 from __future__ import annotations
@@ -27,18 +20,13 @@ import numpy.typing as npt
 from remat.graph_capture.graph import Ints
 from remat.solver.problem import Problem, bytes_across
 
-# Where a sequence repeats itself: the longest run of one period, cut into repetitions.
-#
-# Also called: maximal repetitions, runs. Distances between equal entries vote for periods, and
-# the periods with most votes are tried. Cost: a pass for each period tried, so linear.
-# Shortcomings: a period is missed if each entry in it occurs more than `_LOOK_BACK` times, or if
-# `_PERIODS` others have more votes.
+# The longest run of one period. Distances between equal entries vote, and the periods with most
+# votes are tried. One is missed if each of its entries occurs more than `_LOOK_BACK` times in it,
+# or if `_PERIODS` others have more votes.
 
 _LOOK_BACK = 3  # so many earlier ops of an op's class vote for a period, each by its distance
-_PERIODS = 16
-"""Periods tried for each run: those with most votes."""
-_LEAST_OPS = 4
-"""Fewest forward ops of a block; a shorter period is taken several times."""
+_PERIODS = 16  # tried for each run: those with most votes
+_LEAST_OPS = 4  # forward ops of a block; a shorter period is taken several times
 
 
 def _periodic_run(classes: Ints, crossing: Sequence[int]) -> list[int]:
@@ -46,8 +34,7 @@ def _periodic_run(classes: Ints, crossing: Sequence[int]) -> list[int]:
     best: tuple[int, int, int, int] | None = None
     for period in _periods(classes):
         start, length = _longest_run(classes[:-period] == classes[period:])
-        # Comparing each op with the one a period on leaves out the last repetition.
-        length += period
+        length += period  # comparing ops a period apart leaves out the last repetition
         step = period * -(-_LEAST_OPS // period)
         count = length // step
         if count >= 2 and (best is None or (count * step, count) > best[:2]):
@@ -68,8 +55,7 @@ def _phase(start: int, length: int, step: int, crossing: Sequence[int]) -> list[
             break
         places = [start + offset + i * step for i in range(count + 1)]
         score = sum(crossing[place] for place in places) / len(places)
-        # A block fewer is taken only if that halves the bytes.
-        score *= 1 if count == most else 2
+        score *= 1 if count == most else 2  # a block fewer is taken only if that halves the bytes
         if best is None or score < best[0]:
             best = score, places
     return best[1] if best else []
@@ -96,8 +82,7 @@ def _longest_run(equal: npt.NDArray[np.bool_]) -> tuple[int, int]:
     return int(edges[2 * longest]), int(lengths[longest])
 
 
-Shape = tuple[object, ...]
-"""All that the sub-problem of a block depends on; equal blocks have equal ones."""
+Shape = tuple[object, ...]  # all that a block's sub-problem depends on
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +146,7 @@ def find_blocks(problem: Problem, reads: Reads, group: int = 1) -> list[Block]:
     if not problem.n_forward:
         return []
     runs = _runs(problem, reads)
-    # Repetitions inside a group too: all boundaries vote on where backward is cut.
+    # All boundaries vote on where backward is cut, inside groups too.
     ends = sorted({0, problem.n_forward}.union(*runs))
     place_of = dict(zip(ends, _backward_cuts(problem, reads, ends), strict=True))
     grouped = ((*run[:-1:group], run[-1]) for run in runs)
@@ -176,7 +161,7 @@ def shape_of(problem: Problem, reads: Reads, block: Block) -> Shape:
     number: dict[int, int] = {}
     parts: list[object] = [block.stop - block.start]
     for op in block.ops:
-        # Values by first appearance, so that blocks wired alike have equal numbers.
+        # By first appearance, so that blocks wired alike are equal.
         wiring = tuple(number.setdefault(v, len(number)) for v in problem.inputs[op])
         for v in problem.outputs[op]:
             number.setdefault(v, len(number))
@@ -215,13 +200,11 @@ def _backward_cuts(problem: Problem, reads: Reads, ends: Sequence[int]) -> list[
     gaps = list(_gaps(problem, reads, ends))
     keys = [*(_class_key(problem, op) for op in range(problem.n_ops)), ()]
     firsts = [min(range(low, high + 1), key=lambda at: (crossing[at], at)) for low, high in gaps]
-    # Cut alike where the gaps allow it, so that equal forward blocks have equal backward parts:
-    # each boundary votes for the kinds of op beside its own best place.
+    # Equal forward blocks want equal backward parts: each boundary votes for ops beside its best.
     votes = Counter(vote for first in firsts for vote in _sides(keys, first))
     places = [problem.n_forward]
     for (low, high), first in zip(gaps, firsts, strict=True):
-        # No boundary votes for itself.
-        own = Counter(_sides(keys, first))
+        own = Counter(_sides(keys, first))  # no boundary votes for itself
         likeness = {
             at: sum(votes[side] - own[side] for side in _sides(keys, at))
             # Cuts come in the order of their boundaries.
@@ -236,10 +219,9 @@ def _sides(keys: Sequence[Shape], place: int) -> tuple[tuple[int, Shape], tuple[
 
 
 def _gaps(problem: Problem, reads: Reads, ends: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """For each inner boundary, the last first, the places where backward may be cut.
+    """Where backward may be cut at each inner boundary, the last first.
 
-    They begin after the last op that reads a value made behind the boundary. They end at the
-    first op that reads a value made and spent before it.
+    From the last op that reads a value made behind it to the first that reads one spent before.
     """
     behind = [problem.n_forward] * (problem.n_forward + 1)
     for op in reversed(range(problem.n_forward)):

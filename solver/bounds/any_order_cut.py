@@ -1,15 +1,11 @@
 """A bound on time for every order of first computations: one cut, by ancestry.
 
-Also called: the knapsack-closure bound of `cut_program` for a free order.
-Source: the cut of Checkmate's program (Jain et al. 2020, https://arxiv.org/abs/1910.02653) at
-one moment, with the ops that must precede an op and those that must follow it in place of
-what comes before and after it in one given order.
-Solves: a bound, no schedule. In any valid schedule, when op t first runs, all that must
-precede it has run and nothing that must follow it has. So what the latter read of the former,
-or the step must return, is carried past t or computed again afterwards. All other ops are
-left out: what remains is a graph of its own, and its cut at t is a `CutProgram`.
-Optimal: where it meets a schedule. On forward and backward graphs it equals the bound in
-captured order as a rule. Cost: one linear program for each of a few ops, then one small MIP.
+Source: the cut of Checkmate's program (Jain et al. 2020, https://arxiv.org/abs/1910.02653) with the
+ops that must precede an op, and those that must follow it, in place of what comes before and after.
+When op t first runs, all that must precede it has run and nothing that must follow it has. So what
+the latter read of the former is carried past t or computed again. Other ops are left out: what
+remains is a graph of its own, and its cut at t is a `CutProgram`. On forward and backward graphs
+the bound equals that in captured order as a rule. Cost: a few linear programs, then one small MIP.
 Shortcomings: weak on wide graphs, where most ops neither precede nor follow a given one.
 """
 
@@ -31,8 +27,7 @@ from remat.solver.problem import Problem, inverted, predecessors
 from remat.solver.search import Clock
 from remat.solver.stopping import ANY_ORDER_NODES, RELAXED
 
-_PLACES = 6
-"""Ops whose linear program is solved; the best one's integer program is solved too."""
+_PLACES = 6  # ops whose linear program is solved; the best one's integer program too
 _END_OF_FORWARD = "remat.end_of_forward"
 
 
@@ -46,8 +41,7 @@ class Ancestry:
     @classmethod
     def of(cls, graph: TrainingGraph) -> Ancestry:
         n, direct = len(graph.ops), predecessors(graph)
-        # Sets of ops are bits of an int: a union of thousands is one operation.
-        forward = (1 << graph.n_forward) - 1
+        forward = (1 << graph.n_forward) - 1  # bits of an int: unions are one operation
         backward = (1 << n) - 1 & ~forward
         before = [0 if op < graph.n_forward else forward for op in range(n)]
         after = [backward if op < graph.n_forward else 0 for op in range(n)]
@@ -69,7 +63,7 @@ def free_bound_us(
     best: tuple[float, int] | None = None
     for t in _candidates(graph, ancestry, budget_bytes):
         left_s = clock.left_s
-        # Without one program there is no bound: the first is solved however late it is.
+        # The first is solved however late it is: without it there is no bound.
         if best is not None and (best[0] >= enough_us or left_s <= 0):
             return max(best[0], graph.time_us)
         bound_us = FreeCut.at(graph, t, budget_bytes, ancestry).relaxed_us(RELAXED.of(left_s))
@@ -82,13 +76,11 @@ def free_bound_us(
         return max(best[0] if best else 0.0, graph.time_us)
     limits = Limits(left_s, absolute_gap=1e-4 * COST_SCALE, node_limit=ANY_ORDER_NODES.most)
     bound_us = FreeCut.at(graph, best[1], budget_bytes, ancestry).bound_us(limits)
-    # The integer program may end before it comes to its relaxation.
-    return max(bound_us, best[0], graph.time_us)
+    return max(bound_us, best[0], graph.time_us)  # it may end before its relaxation
 
 
 def free_least_peak_bound_bytes(graph: TrainingGraph) -> int:
-    # Without pinned ops and forward outputs the proof in `least_peak` needs no order, and every
-    # schedule of the graph is one of this.
+    # Without pinned ops and forward outputs the proof in `least_peak` needs no order.
     ops = tuple(msgspec.structs.replace(op, no_recompute="") for op in graph.ops)
     eased = Problem.of(msgspec.structs.replace(graph, ops=ops, forward_outputs=()))
     return least_peak_bound_bytes(eased, effort_for(eased))
@@ -125,8 +117,7 @@ def _related_part(graph: TrainingGraph, t: int, related: int, before: int) -> Tr
     names.update(value.name for value in graph.values if not value.producer)
     ops = [msgspec.structs.replace(op, inputs=_within(op.inputs, names)) for op in kept]
     forward = (1 << graph.n_forward) - 1
-    # Forward ends after t, unless t is the last forward op in every order: an op that does nothing
-    # stands for that end.
+    # Unless t is the last forward op in every order, an op that does nothing stands for the end.
     if t < graph.n_forward and forward & ~(before | 1 << t):
         end = sum(op.phase == "forward" for op in ops)
         ops.insert(end, Op(_END_OF_FORWARD, _END_OF_FORWARD, "forward", (), ()))
@@ -151,7 +142,7 @@ def _candidates(graph: TrainingGraph, ancestry: Ancestry, budget_bytes: int) -> 
 
 
 def crossing_bytes(graph: TrainingGraph, ancestry: Ancestry) -> npt.NDArray[np.int64]:
-    """For each op the bytes that are live while it first runs if every op runs only once."""
+    """For each op the bytes live while it first runs if every op runs once."""
     problem = Problem.of(graph)
     n = problem.n_ops
     load = np.array(problem.own_bytes[:n], np.int64)

@@ -1,12 +1,9 @@
 """Cuts: what is live while chosen ops first run, as a mixed-integer program.
 
-Between cuts t_1 < ... < t_K lie intervals; interval k runs from right after op t_k to op
-t_(k+1), the last one to the end. `carried[k, v]`: v is live while op t_k first runs;
-`again[k, op]`: op, first run at or before t_k, runs again in interval k. Any schedule in the
-captured order, with any number of recomputations, gives a point of this program that
-costs no more than the schedule, so its optimum is a proven lower bound; expanded, the
-point is a good start for a search: bound and start in one. With one cut it is a knapsack row
-over a closure problem.
+Interval k runs from right after op t_k to op t_(k+1), the last one to the end. `carried[k, v]`: v
+is live while op t_k first runs; `again[k, op]`: op runs again in interval k. Any schedule in
+captured order gives a point that costs no more, so the optimum is a proven bound; expanded, it is a
+good start. With one cut it is a knapsack row over a closure problem.
 """
 
 from __future__ import annotations
@@ -19,12 +16,9 @@ from remat.solver.backends.mip import Limits, MipSolution, MixedProgram, solve_p
 from remat.solver.problem import Problem, working_set_bytes
 from remat.solver.state import mark_made, recomputed_in
 
-COST_SCALE = 1e4
-"""The time of the step in the program's unit: HiGHS's tolerances are absolute."""
+COST_SCALE = 1e4  # the time of the step in the program: HiGHS's tolerances are absolute
 ROW_SCALE = 1e3  # the right-hand side of a memory row in the program's unit, for the same reason
-MOST_SIZE = 1e12
-"""Most that a coefficient of a memory row may be: this is far beyond the right-hand side, and
-HiGHS refuses 1e15."""
+MOST_SIZE = 1e12  # of a coefficient of a memory row: far above the right-hand side; 1e15 is refused
 
 
 @dataclass(slots=True)
@@ -34,8 +28,7 @@ class CutProgram:
     problem: Problem
     cuts: tuple[int, ...]
     budget_bytes: int
-    # The last stage that counts: what later ones read or run again is left out. None: all count.
-    end: int | None = None
+    end: int | None = None  # what later stages read or run again is left out; None: none
     program: MixedProgram = field(default_factory=MixedProgram)
     carried: list[dict[int, int]] = field(default_factory=list[dict[int, int]])
     again: list[dict[int, int]] = field(default_factory=list[dict[int, int]])
@@ -80,8 +73,7 @@ class CutProgram:
         found: list[list[int]] = []
         following: list[int] = []
         for k in reversed(range(len(self.cuts))):
-            # What later intervals may want is carried through this one.
-            seen = dict.fromkeys(self.wanted_in(k))
+            seen = dict.fromkeys(self.wanted_in(k))  # what later intervals may want passes here
             old = (v for v in following if self.problem.producer[v] <= self.cuts[k])
             seen.update(dict.fromkeys(old))
             following = sorted(self._upstream(list(seen), self.free_at(k)))
@@ -93,8 +85,7 @@ class CutProgram:
         while waiting:
             v = waiting.pop()
             op = self.problem.producer[v]
-            # What is there anyway, or runs once, is never made again, so it asks for no inputs.
-            if v in free or self.problem.no_recompute[op]:
+            if v in free or self.problem.no_recompute[op]:  # not made again: asks no inputs
                 continue
             fresh = [u for u in self.problem.inputs[op] if u not in seen]
             seen.update(fresh)
@@ -104,8 +95,7 @@ class CutProgram:
     def _variables(self, k: int, values: list[int]) -> None:
         """carried[k, v] and again[k, op] in {0, 1}, the latter at the op's cost."""
         problem, free = self.problem, self.free_at(k)
-        # With one cut `carried` may be a fraction, which leaves fewer integers. With more it is
-        # whole: HiGHS then branches on it, and closes programs that it otherwise leaves open.
+        # With one cut, fractions leave fewer integers. With more, HiGHS closes more without them.
         is_whole = len(self.cuts) > 1
         is_backward = self.cuts[k] >= problem.n_forward
         carried: dict[int, int] = {}
@@ -113,8 +103,7 @@ class CutProgram:
         for v in values:
             if v in free:
                 continue
-            # Forward has ended: these are in the caller's hands.
-            lower = 1.0 if is_backward and v in problem.held else 0.0
+            lower = 1.0 if is_backward and v in problem.held else 0.0  # in the caller's hands
             carried[v] = self.program.variable(lower=lower, integer=is_whole)
             op = problem.producer[v]
             if not problem.no_recompute[op] and op not in again:
@@ -177,15 +166,14 @@ class CutProgram:
         if answer.proved_infeasible:
             return CutSolution(self, None, inf, inf)
         base_us = sum(self.problem.cost_us)
-        # The bound is -inf where nothing was proved.
-        bound_us = base_us + max(answer.bound, 0.0) * self.cost_unit_us
+        bound_us = base_us + max(answer.bound, 0.0) * self.cost_unit_us  # -inf: nothing proved
         if limits.relaxed:
             return CutSolution(self, answer.values, bound_us, inf, is_relaxed=True)
         effort = answer.finished, answer.iterations
         if answer.values is None:
             return CutSolution(self, None, bound_us, inf, *effort)
         cost_us = base_us + self._rounded_cost_us(answer)
-        # Of a program solved without any gap the cost is the bound, free of HiGHS's rounding.
+        # Without a gap the cost is the bound, free of HiGHS's rounding.
         is_tight = limits.relative_gap == limits.absolute_gap == 0.0 and answer.finished
         return CutSolution(self, answer.values, cost_us if is_tight else bound_us, cost_us, *effort)
 
@@ -214,9 +202,8 @@ class CutSolution:
     def carried_past(self, k: int, problem: Problem) -> set[int]:
         """Values live while op t_k runs and after; `problem` says which must be made once."""
         assert self.values is not None
-        # A relaxed point carries throughout what must be made once. A value of which a half is
-        # carried needs only a half of its inputs there, and rounding may drop it, so that all are
-        # needed. What nothing reads is left out of the state anyway.
+        # A relaxed point carries all that must be made once: rounding may drop what half-carried
+        # values need. What nothing reads is left out of the state anyway.
         least_of_pinned = -1.0 if self.is_relaxed else 1e-6
         chosen: set[int] = set()
         for v, i in self.source.carried[k].items():
@@ -228,8 +215,7 @@ class CutSolution:
 
 def expand(solution: CutSolution, problem: Problem | None = None) -> list[list[int]]:
     """Ops to run again in each stage: at first need in an interval, kept to its end."""
-    # In another problem than the program's, ops run again for other inputs, as those whose outputs
-    # arrive by copies.
+    # In another problem ops run again for other inputs, as those that arrive by copies.
     problem, cuts = problem or solution.source.problem, solution.source.cuts
     position = {t: k for k, t in enumerate(cuts)}
     available = bytearray(problem.n_values)
@@ -249,8 +235,7 @@ def expand(solution: CutSolution, problem: Problem | None = None) -> list[list[i
     return [*recomputed, *([] for _ in range(problem.n_ops - last))]
 
 
-# Rows of memory inside a stage, right before a cut: they close what cuts leave open where
-# recomputing itself is what needs the memory.
+# Rows of memory inside a stage, before a cut, where recomputing itself needs the memory.
 
 
 def add_stage_row(cuts: CutProgram, k: int, op: int) -> None:
@@ -258,9 +243,8 @@ def add_stage_row(cuts: CutProgram, k: int, op: int) -> None:
 
     through[v] >= carried in + live at t - made again - 1
     Σ size · through + (outputs and workspace of op) · again[op] <= room,
-    where an input of op counts if it is through or if op runs, in a variable of this row:
-    it may be gone when another op runs again.
-    Does nothing where op cannot run again in that stage, or cut k - 1 is not its start.
+    where an input counts if it is through or if op runs: it may be gone when another op runs again.
+    Nothing where op cannot run again there, or cut k - 1 is not the stage's start.
     """
     if k == 0 or cuts.cuts[k - 1] + 1 != cuts.cuts[k] or op not in cuts.again[k - 1]:
         return
@@ -293,7 +277,7 @@ def _either(cuts: CutProgram, left: int, right: int) -> int:
 
 
 def _through(cuts: CutProgram, k: int, v: int) -> int | None:
-    """A variable that is 1 where v is live through the stage; None where it cannot be said."""
+    """A variable that is 1 where v is live through the stage; None where that is unknown."""
     known = cuts.through.get((k, v))
     if known is not None:
         return known

@@ -1,11 +1,9 @@
 """Lazy multi-cut, of the whole step and in windows: cuts added where the point is too full.
 
-It begins with one cut. The point of each program is expanded into a schedule, and the stage
-of that which is fullest over the budget becomes the next cut. If there is a cut already, the
-stage before it becomes one, so that the stage stands alone. If there is one too, the op that
-is fullest when it runs again gets a row (`add_stage_row`). Such rows close what cuts leave
-open where recomputing itself is what needs the memory. The bounds hold in the given order of
-first computations, for any number of recomputations.
+The point of each program is expanded into a schedule, whose stage fullest over the budget becomes
+the next cut. If it is one already, the stage before it becomes one, so that it stands alone. If
+there is one too, the op fullest when it runs again gets a row (`add_stage_row`). Bounds hold in the
+given order of first computations, for any number of recomputations.
 """
 
 from __future__ import annotations
@@ -29,9 +27,8 @@ from remat.solver.problem import Problem
 from remat.solver.state import Bytes, State, fullest_op
 
 _PLACES = 30  # stages over the budget that are looked at for the next cut
+# Bytes over budget times stages to the nearest cut, at most `_FAR`: cuts side by side say little.
 _FAR, _AT_A_CUT = 4.0, 0.01
-"""Bytes over the budget count times the stages to the nearest cut, up to `_FAR` of them: a cut
-beside another says little that is new."""
 
 _FLOOR_SLACK = 1e-6  # part of a proved time by which a row that says it is looser
 
@@ -53,14 +50,10 @@ class LazyCuts:
     rows: tuple[tuple[int, int], ...] = ()  # (stage, op)
     bound_us: float = 0.0
     is_done: bool = False
-    # The program as it is now is to be solved without tolerance: its point fits, so no further cut
-    # will replace it.
-    is_exact: bool = False
-    # Cuts are added from op `begin` to op `end` - 1, and no stage after `end` counts.
-    begin: int = 0
+    is_exact: bool = False  # without tolerance: the point fits, so no cut replaces it
+    begin: int = 0  # cuts go from `begin` to `end` - 1; no stage after `end` counts
     end: int | None = None
-    # (t, last, least): what runs again in the intervals of cuts from t to before `last` takes at
-    # least so many us, as a program of these alone proved.
+    # (t, last, least): intervals of cuts from t to before `last` take at least so many us.
     floors: tuple[_Floor, ...] = ()
     added: tuple[int, ...] = ()  # `cuts` in order of addition
 
@@ -87,12 +80,11 @@ class LazyCuts:
         start = None
         if solution.values is not None:
             problem = self.problem
-            # The program carries nothing for later stages, and nor must the expansion of its point.
-            if self.end is not None:
+            if self.end is not None:  # the program carries nothing for later stages
                 later = ((),) * (problem.n_ops - self.end)
                 problem = replace(problem, needs=(*problem.needs[: self.end + 1], *later))
             start = State.from_recomputed(problem, expand(solution))
-        # A program that a limit ended stays as it is, and is taken further next time.
+        # A program that a limit ended is taken further next time.
         if solution.finished and (start is None or not self._refine(start)):
             self.is_done = start is None or self.is_exact
             self.is_exact = True
@@ -112,14 +104,12 @@ class LazyCuts:
         return False
 
     def _add_at(self, state: State, stage: int) -> bool:
-        # Where there is a cut already, one before it lets the stage stand alone.
-        for place in (stage, stage - 1):
+        for place in (stage, stage - 1):  # one before a cut lets its stage stand alone
             if place >= self.begin and place not in self.cuts:
                 self.cuts = tuple(sorted((*self.cuts, place)))
                 self.added = (*self.added, place)
                 return True
-        # It stands alone: what runs again inside it takes the memory.
-        op = fullest_op(
+        op = fullest_op(  # alone, what runs again inside it takes the memory
             self.problem, state.rows[stage], state.rows[stage + 1], stage,
             state.stages[stage].recomputed,
         )  # fmt: skip
@@ -130,22 +120,20 @@ class LazyCuts:
 
 
 def crowding(over_bytes: Bytes, cuts: Sequence[int]) -> Floats:
-    """How much each stage asks for a cut: by its bytes over the budget, and far from `cuts`."""
+    """How much each stage asks for a cut."""
     distance = np.abs(np.arange(len(over_bytes))[:, None] - np.array(cuts)[None, :]).min(axis=1)
     over = over_bytes.astype(float)
     return np.where(over > 0, over * np.clip(distance, _AT_A_CUT, _FAR), over)
 
 
 def _add_spans(made: CutProgram, added: Sequence[int]) -> None:
-    """Rows for each interval that `added`, the cuts in order of their addition, has split."""
-    # They keep what was said of the whole interval. Without them the linear relaxation falls when
-    # cuts are added, as measured on layered graphs.
-    end = made.last_stage
+    """Rows for each interval that `added`, cuts in order of addition, has split."""
+    end = made.last_stage  # without them the relaxation fell on layered graphs
     places = [*made.cuts, end]
     runs: dict[_Interval, dict[int, int]] = {
         (places[k], places[k + 1]): dict(made.again[k]) for k in range(len(made.cuts))
     }
-    # The last split first: what it split is a half of something split before.
+    # The last split first: it halves what an earlier one split.
     for first, between, last in reversed(_splits(added, end)):
         left, right = runs[first, between], runs[between, last]
         runs[first, last] = _add_span(made, (first, last), left, right)
@@ -162,7 +150,7 @@ def _add_floor(made: CutProgram, floor: _Floor) -> None:
         for op, index in runs.items()
         if made.problem.cost_us[op]
     ]
-    # Less a little: the bound is as exact as the tolerances of HiGHS.
+    # A little less: the bound is only as exact as HiGHS.
     made.program.row(terms, lower=(1 - _FLOOR_SLACK) * least_us / unit_us)
 
 
@@ -195,33 +183,20 @@ def _add_span(
     return runs
 
 
-# Windows: cuts of separate stretches of stages, whose bounds add up, merged one by one.
-#
-# What runs again in one stretch of stages is not what runs again in another. So the least time that
-# each stretch must spend, by a program of its own cuts, may be added to that of the others: no
-# schedule spends less. Where memory is full in many places, as on narrow layered graphs, one
-# program of all cuts is too slow to solve, and those of the stretches take a moment each.
-#
-# A window is a `LazyCuts` that ends. It knows nothing of what is read after its end, so a value
-# that could be dropped in one window and run again in the next costs neither. That is why
-# neighbours are merged once they are solved: the program of both has both sets of cuts, and rows by
-# which each part costs at least what was proved of it. The last window is the whole step. Source:
-# the bound is a sum of relaxations of disjoint parts, as in Lagrangian decomposition (Guignard and
-# Kim 1987, https://doi.org/10.1007/BF02592954) with all multipliers at zero. It holds for the
-# captured order and any number of recomputations.
+# Windows: cuts of separate stretches of stages. What runs again in one does not in another, so
+# their least times, by programs of their own, add up to a bound. Where memory is full in many
+# places, one program of all cuts is too slow, and these take a moment each. A value dropped in one
+# window and run again in the next costs neither. So solved neighbours are merged: both sets of
+# cuts, and rows by which each part costs what was proved of it. The last window is the whole step.
+# Source: a sum of relaxations of disjoint parts, as in Lagrangian decomposition (Guignard and Kim
+# 1987, https://doi.org/10.1007/BF02592954) with all multipliers at zero.
 
-_SHARED = 0.5
-"""Part of what is live in one full stage that must be live in the next for one window of both."""
+_SHARED = 0.5  # of what is live in one full stage, live in the next too: one window has both
 _Stages = npt.NDArray[np.int64]
-_NEAR = 3
-"""Stages between the first cuts of a window: nearer ones say little that is new."""
-_FIRST_CUTS = 8
-"""First cuts of a window at most; further ones come where its point is over the budget."""
-_CLOSE = 2e-4
-"""Part of the time of the step that programs of windows may leave open together, however far the
-schedule is: unlike those of one cut, they stand for good."""
-_PATIENCE = 0.5
-"""How much less a window is worth another try, each time that a limit ended its program."""
+_NEAR = 3  # stages between first cuts of a window: nearer ones say little new
+_FIRST_CUTS = 8  # of a window at most; others come where its point is over the budget
+_CLOSE = 2e-4  # of the step that windows may leave open together: unlike one cut's, they stay
+_PATIENCE = 0.5  # how much less a window is worth another try after each limit
 
 
 class Windows:
@@ -229,8 +204,7 @@ class Windows:
 
     def __init__(self, problem: Problem, parts: list[LazyCuts], bound_us: float = 0.0) -> None:
         self.problem, self.parts, self.bound_us = problem, parts, bound_us
-        # What the best schedule known runs again in each stage, empty while there is none: windows
-        # in which that is far above what is proved come first.
+        # What the best schedule runs again in each stage: windows far above their proof come first.
         self.spent_us: Sequence[float] = ()
         self.solutions: list[CutSolution | None] = [None] * len(parts)  # the last one of each
         self.late = [0] * len(parts)  # how often limits ended each
@@ -258,7 +232,7 @@ class Windows:
         start = climbed.start
         if not is_one:
             all_settled = all(map(self._is_settled, self.parts))
-            # A start takes all windows: once each was tried, and whenever two are merged.
+            # A start takes all windows: once each was tried, and after merges.
             is_due = all_settled or is_last_untried
             start = self._start_of(self.solutions) if is_due else None
             if all_settled:
@@ -282,15 +256,13 @@ class Windows:
     def _own_limits(self, limits: Limits, at: int) -> Limits:
         if len(self.parts) == 1:
             return limits
-        # More nodes, each time that a limit ended it.
-        nodes = limits.node_limit and limits.node_limit << self.late[at]
+        nodes = limits.node_limit and limits.node_limit << self.late[at]  # more after a limit
         # Bounds add up, so each has its part of the tolerance.
         gap = min(limits.absolute_gap, _CLOSE * COST_SCALE) / len(self.parts)
         return replace(limits, absolute_gap=gap, node_limit=nodes)
 
     def _is_settled(self, part: LazyCuts) -> bool:
-        # The last window is solved exactly too.
-        return part.is_done or (part.is_exact and len(self.parts) > 1)
+        return part.is_done or (part.is_exact and len(self.parts) > 1)  # the last is exact too
 
     def _least_us(self, part: LazyCuts) -> float:
         return max(part.bound_us - self.base_us, 0.0)
@@ -309,7 +281,7 @@ class Windows:
         return sum(self.spent_us[stages]) - self._least_us(part)
 
     def _merge_widest(self) -> None:
-        """Merge the neighbours of which the best schedule spends most beyond what is proved."""
+        """Merge the neighbours on which the best schedule spends most beyond what is proved."""
         slack_us = [self._slack_us(i) for i in range(len(self.parts))]
         at = max(range(len(self.parts) - 1), key=lambda i: (slack_us[i] + slack_us[i + 1], -i))
         left, right = self.parts[at : at + 2]
@@ -317,7 +289,7 @@ class Windows:
             self.problem, left.budget_bytes, (*left.cuts, *right.cuts), (*left.rows, *right.rows),
             self.base_us + self._least_us(left) + self._least_us(right),
             begin=left.begin, end=right.end, added=(*left.added, *right.added),
-            # So that the merged program begins with what was proved of its parts.
+            # The merged program begins with what was proved of its parts.
             floors=(*self._floors(left), *self._floors(right)),
         )  # fmt: skip
         self.parts[at : at + 2] = [merged]
@@ -364,7 +336,7 @@ def _groups(problem: Problem, peak_bytes: Bytes, over: _Stages) -> list[list[int
         is_live = (produced <= before) & (last_read >= before)
         total_bytes = size_bytes[is_live].sum()
         shared_bytes = size_bytes[is_live & (last_read >= fullest)].sum()
-        # Mostly the same values are live: what is dropped for one stretch helps the other.
+        # What is dropped for one stretch then helps the other.
         if not groups or shared_bytes < _SHARED * total_bytes:
             groups.append([])
         groups[-1] += stretch.tolist()

@@ -1,18 +1,14 @@
 """Lower bounds on the peak: with and without recomputation of the outputs of the step.
 
-Also called: regression search, backward pebbling.
-Source: the floor is the largest sum of an op's working set and the outputs made before it.
-The bound follows the red pebbles of J. Hong, H. Kung, "I/O Complexity: The Red-Blue Pebble
-Game", 1981, https://doi.org/10.1145/800076.802486, backwards from a moment.
-Proof of the bound: let a set of values be live at some moment, and let op o be the last to
-make one of them before. While o ran, its inputs, its outputs, its workspace and all others of
-the set were live, so that much is a lower bound; and just before it ran, its inputs and the
-others were live: the same holds for that set. The bound is the least over all choices of o.
-It holds for any number of recomputations. That pinned ops run once, with the ops captured
-after them not yet run, and that their values wait for later first runs, needs the captured
-order of first computations; graphs without pinned ops need it for forward outputs only.
-Cost: of the floor O(ops + reads); of the bound O(effort · values + reads).
-Shortcomings: the search stops after `effort` sets, and then claims what is proved so far.
+Also called: regression search, backward pebbling. The floor is the largest sum of an op's working
+set and the outputs made before it. The bound follows the red pebbles of J. Hong, H. Kung, "I/O
+Complexity: The Red-Blue Pebble Game", 1981, https://doi.org/10.1145/800076.802486, backwards.
+Proof: let op o be the last to make one of a set of values that are live at some moment. While o
+ran, its inputs, outputs, workspace and the others were live: a lower bound. Just before, its inputs
+and the others were live, so the same holds for that set. The bound is the least over all choices of
+o, for any number of recomputations. That pinned ops run once, and their values wait, needs the
+captured order of first computations; without pinned ops forward outputs alone need it. Cost: floor
+O(ops + reads), bound O(effort · values + reads): it stops after `effort` sets.
 """
 
 from __future__ import annotations
@@ -30,21 +26,17 @@ from remat.solver.problem import Problem, working_set_bytes
 from remat.solver.search import Search
 from remat.solver.stopping import REGRESSION
 
-_MOST_MOMENTS = 200
-"""Moments from which the search goes back: both ends of a phase, and those that need most."""
-_SPECIAL_PART, _OTHER_PART = 4, 50
-"""The ends of forward and of the step have one part in `_SPECIAL_PART` of the effort that is left,
-other moments one in `_OTHER_PART`."""
+_MOST_MOMENTS = 200  # that the search goes back from: ends of phases, and those that need most
+_SPECIAL_PART, _OTHER_PART = 4, 50  # of the effort left: one part for an end, for other moments
 
 
 def floor_of(problem: Problem) -> Holding:
-    """What any schedule in captured order needs that never computes an output of the step again."""
+    """What any schedule in captured order needs that computes no output of the step again."""
     kept = set(problem.needs[problem.n_ops])
     made_bytes = 0
-    # Resident bytes included, under the name of the op that sets it.
-    best = Holding("", problem.resident_bytes)
+    best = Holding("", problem.resident_bytes)  # resident bytes included
     for t in range(problem.n_ops):
-        # Outputs made so far are all live; those that op t reads are in its working set already.
+        # Outputs that op t reads are in its working set already.
         beside_bytes = sum(problem.size_bytes[v] for v in problem.needs[t] if v in kept)
         need_bytes = working_set_bytes(problem, t) + made_bytes - beside_bytes
         need_bytes += problem.resident_bytes
@@ -101,11 +93,10 @@ class _Regression:
         waiting: dict[int, None] = {}
         for t in range(n_ops + 1):
             live = {*problem.needs[t], *(v for v in waiting if last_need[v] > t)}
-            # The caller has them once forward has ended.
-            if t >= problem.n_forward:
+            if t >= problem.n_forward:  # the caller has them once forward has ended
                 live.update(self.held)
             if t < n_ops:
-                # Pinned ops do not run again, so what they made waits for its last need.
+                # What pinned ops made waits for its last need.
                 once = problem.outputs[t] if problem.no_recompute[t] else ()
                 waiting = {v: None for v in (*waiting, *once) if last_need[v] > t}
             yield self._bytes(live) + problem.own_bytes[t], t, frozenset(live)
@@ -121,12 +112,11 @@ class _Regression:
         for count in range(1, most):
             if not waiting:
                 return count
-            # Any schedule passes one of the open sets, so the least peak among them is a bound.
+            # Any schedule passes an open set.
             self.best_bytes = max(self.best_bytes, waiting[0].peak_bytes)
             state = heapq.heappop(waiting)
             before = self._before(state.live, state.op)
-            # A schedule can begin there, so nothing more is proved from this moment.
-            if not before:
+            if not before:  # a schedule can begin there, so nothing more is proved from this moment
                 return count
             if before not in seen:
                 seen.add(before)
@@ -143,16 +133,14 @@ class _Regression:
         n_late = sum(n for op, n in makers.items() if op >= problem.n_forward)
         newest = max(makers, default=-1)
         for op in makers:
-            # It ran once, before the first run of later ops, so it made no value after them.
+            # It ran before later ops, so it made no value after them.
             if problem.no_recompute[op] and op < newest:
                 continue
             made = [v for v in problem.outputs[op] if v in live]
             fresh = {u for u in problem.inputs[op] if u not in live}
-            # Backward has begun, so the caller holds what forward returned.
-            if op >= problem.n_forward or n_late:
+            if op >= problem.n_forward or n_late:  # the caller holds what forward returned
                 fresh.update(h for h in self.held if h not in live or h in made)
-            # What it made was live before it ran too, so nothing is won.
-            if fresh.issuperset(made):
+            if fresh.issuperset(made):  # what it made was live before it ran too, so nothing is won
                 continue
             total_bytes = live_bytes - self._bytes(made) + self._bytes(fresh)
             need_bytes = max(peak_bytes, total_bytes + problem.own_bytes[op], self.best_bytes)
@@ -169,15 +157,12 @@ class _Regression:
         return before
 
 
-# What to say, and to prove, where a budget is below the floor.
-
-LEAST_BOUND = "No schedule has a peak below"
-"""How the sentence begins that gives the bound on the least peak."""
+LEAST_BOUND = "No schedule has a peak below"  # how the sentence with the bound begins
 
 
 def prove_nothing_fits(search: Search) -> None:
     """Bound the least peak, in the search's order; note in `search` if nothing fits."""
-    # It takes up to a second, so it is left out where something fits.
+    # Up to a second, so not where something fits.
     if search.best is not None or search.least_bound_bytes or search.left_s <= 0:
         return
     search.say("proving a bound on the least peak")

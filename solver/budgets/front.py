@@ -13,20 +13,11 @@ from remat.graph_capture.files import decode_json
 from remat.graph_capture.graph import are_figures
 from remat.schedules.outcome import Result
 
-_STEP_SHARE = 20
-"""If a GiB is more than one part in so many of the peak, that part is priced instead: on a small
-model a GiB would say nothing."""
+_STEP_SHARE = 20  # at most such a part of the peak is priced: a GiB says nothing of a small model
 
 
 class GibPrice(msgspec.Struct, frozen=True):
-    """What `step_bytes` more would save of a step, and as many less would cost.
-
-    Attributes
-    ----------
-    budget_bytes, step_bytes : where, and how much more or less.
-    time_us : of the step at the budget. more_us, less_us : of the fastest schedules found
-        with `step_bytes` more and less; `less_us` is None where none was found that fits.
-    """
+    """What `step_bytes` more would save and less would cost; `less_us` is None if nothing fits."""
 
     budget_bytes: int
     step_bytes: int
@@ -36,12 +27,12 @@ class GibPrice(msgspec.Struct, frozen=True):
 
     @property
     def saved_us(self) -> float:
-        """Time that the larger budget saves, in µs a step."""
+        """In µs a step."""
         return self.time_us - self.more_us
 
     @property
     def cost_us(self) -> float | None:
-        """Time that the smaller budget costs, in µs a step; None where nothing fits."""
+        """In µs a step; None where nothing fits."""
         return None if self.less_us is None else self.less_us - self.time_us
 
     @property
@@ -74,8 +65,6 @@ def checked_step(step_bytes: int, peak_bytes: int) -> int:
 
 
 class Point(NamedTuple):
-    """One budget of a front, in bytes, and the outcome there."""
-
     budget_bytes: int
     result: Result
 
@@ -83,15 +72,9 @@ class Point(NamedTuple):
 class Front(msgspec.Struct, frozen=True):
     """Outcomes of one solver at rising budgets; time never rises with the budget.
 
-    Attributes
-    ----------
-    name, graph_hash : of the graph. solver : who solved.
-    base_us : time of the step that computes every op once.
-    least_needed_bytes : no schedule's peak is below: what some op, or the end of the step,
-        needs with what is resident. In files it is called ``floor_bytes``, though the floor
-        of a `Result` is another and higher figure.
-    unmodified_bytes : peak of the step without a plan.
-    points : from the smallest budget to the largest.
+    No schedule's peak is below `least_needed_bytes`, what some op, or the end, needs with what is
+    resident: not the floor of a `Result`, though files say ``floor_bytes``. `base_us` is of every
+    op once, `unmodified_bytes` the peak without a plan.
     """
 
     name: str
@@ -114,15 +97,7 @@ class Front(msgspec.Struct, frozen=True):
         return min(fit, key=lambda result: (result.time_us, result.peak_bytes), default=None)
 
     def price_of_gib(self, budget_bytes: int, step_bytes: int = 0) -> GibPrice:
-        """What the front's own schedules say a GiB is worth at `budget_bytes`.
-
-        `step_bytes` 0 stands for one GiB, or 5 % of the peak if that is less. Nothing is
-        solved, so a price is as fine as the budgets are close.
-
-        Raises
-        ------
-        SolverError : no schedule of the front fits `budget_bytes`.
-        """
+        """From the front alone; 0 is one GiB, or 5 % of the peak. SolverError: nothing fits."""
         here = self.best_within(budget_bytes)
         if here is None:
             peaks = [p.result.peak_bytes for p in self.points if p.result.schedule is not None]
@@ -135,17 +110,11 @@ class Front(msgspec.Struct, frozen=True):
         return GibPrice(budget_bytes, step_bytes, here.time_us, more.time_us, less_us)
 
     def to_json(self) -> bytes:
-        """Encode as JSON; `from_json` reads it back to an equal front."""
         return msgspec.json.encode(self)
 
     @classmethod
     def from_json(cls, data: bytes | str, name: str = "the file") -> Front:
-        """Read a front written by `to_json`.
-
-        Raises
-        ------
-        SolverError : the text is no front, or has a figure that cannot be.
-        """
+        """Read what `to_json` wrote; SolverError if it is none, or has a figure that cannot be."""
         try:
             front = decode_json(data, cls)
         except (TextError, ScheduleError) as error:

@@ -1,11 +1,9 @@
 """Sweeps: one solver at many budgets, each solve serving the others.
 
-`sweep_budgets` solves at several budgets, from tight to loose, and merges what it finds: a schedule
-serves every budget that its peak is within, and a bound proved at one budget holds at every
-smaller one. So time never rises with the budget, though each solve is a heuristic. One by one,
-it stops solving at the budget where nothing is computed again. With `jobs` the solves run side
-by side through joblib: on this machine, or on the cluster of the backend that is configured by
-``joblib.parallel_config`` (dask, ray).
+A schedule serves every budget that its peak is within, and a bound holds at every smaller one. So
+time never rises with the budget, though each solve is a heuristic. One by one, it stops where
+nothing runs again. `jobs` run side by side through joblib, here or on the cluster of its backend
+(dask, ray).
 """
 
 from __future__ import annotations
@@ -45,14 +43,12 @@ def spread_budgets(
     if count < 1:
         raise SolverError(f"budgets must be 1 or more in number, not {count}")
     high_bytes = unmodified_bytes or _keeping_all_bytes(graph)
-    # Pins alone: other options are one solver's, and the budgets are for all.
+    # Other options are one solver's, and the budgets are for all.
     pins: dict[str, Any] = {name: options[name] for name in PINS if name in options}
-    # At a budget of 0 the result names the least peak that is known.
-    lost = solve_within(graph, 0, time_limit_s=time_limit_s, **pins)
+    lost = solve_within(graph, 0, time_limit_s=time_limit_s, **pins)  # it names the least peak
     least_bytes = lost.least_feasible_bytes or least_needed_bytes(Problem.of(graph))
     room_bytes = max(high_bytes - least_bytes, 0)
-    # One budget alone is the unmodified peak.
-    parts = range(count) if count > 1 else [1]
+    parts = range(count) if count > 1 else [1]  # one budget is the unmodified peak
     asked = {high_bytes - room_bytes + room_bytes * k // max(count - 1, 1) for k in parts}
     least = at_least_budget(graph, lost)
     return sorted(asked), [] if least is None else [least]
@@ -77,8 +73,7 @@ def sweep_budgets(
     check_jobs(jobs)
     # An unknown solver or option is refused before anything is solved.
     make_solver(solver, **{k: v for k, v in options.items() if k not in PINS})
-    # Eager may keep more than a plan needs to, as masks of dropout: callers that know its peak give
-    # it.
+    # Eager may keep more than a plan needs, as masks of dropout: callers may know its peak.
     unmodified_bytes = unmodified_bytes or _keeping_all_bytes(graph)
     with one_job():
         if isinstance(budgets, int):
@@ -90,8 +85,7 @@ def sweep_budgets(
         asked = sorted(set(budgets))
         if not asked or asked[0] < 0:
             raise SolverError(f"budgets must be one or more sizes in bytes, not {asked}")
-        # Workers take seconds to begin, which is too long after Ctrl-C.
-        if jobs == 1 or is_interrupted():
+        if jobs == 1 or is_interrupted():  # workers take too long to begin after Ctrl-C
             found = _one_by_one(graph, asked, solver, options, clock, progress)
         else:
             found = _side_by_side(graph, asked, solver, options, clock, jobs)
@@ -111,8 +105,7 @@ def _one_by_one(
     clock: Clock, progress: BudgetsDone | None,
 ) -> list[Result]:  # fmt: skip
     found: list[Result] = []
-    # From tight to loose: a schedule that runs nothing again serves all the rest.
-    for budget_bytes in budgets:
+    for budget_bytes in budgets:  # a schedule that runs nothing again serves all looser budgets
         if progress:
             progress(len(found), len(budgets))
         last = found[-1] if found else None
@@ -128,15 +121,13 @@ def _one_by_one(
                     solve_within(graph, budget_bytes, solver, time_limit_s=part_s, **options)
                 )
             except KeyboardInterrupt:
-                # It came outside of a search, which would have ended with its best.
-                note_interrupt()
+                note_interrupt()  # from outside of a search, which would have ended with its best
                 found.append(_untried(graph, solver, budget_bytes))
     return found
 
 
 def _at_larger_budget(result: Result, budget_bytes: int) -> Result:
-    # What a floor's message says is about the smaller budget.
-    message = "" if result.floor else result.message
+    message = "" if result.floor else result.message  # a floor's is about the smaller budget
     return msgspec.structs.replace(
         result, budget_bytes=budget_bytes, wall_s=0.0, floor=None, message=message
     )
@@ -157,11 +148,9 @@ def _side_by_side(
     graph: TrainingGraph, budgets: Sequence[int], solver: str, options: dict[str, Any],
     clock: Clock, jobs: int,
 ) -> list[Result]:  # fmt: skip
-    # joblib ships no types, and is not needed for one job.
-    joblib: Any = importlib.import_module("joblib")
+    joblib: Any = importlib.import_module("joblib")  # joblib ships no types, and one job needs none
     at_once = min(joblib.effective_n_jobs(jobs), len(budgets))
-    # So many run at a time, so each has that much more than its part.
-    each_s = max(clock.left_s, 0.0) * at_once / len(budgets)
+    each_s = max(clock.left_s, 0.0) * at_once / len(budgets)  # that many at a time have more
     task = joblib.delayed(solve_within)
     tasks = [task(graph, one, solver, time_limit_s=each_s, **options) for one in budgets]
     found: list[Result] = []
@@ -179,8 +168,7 @@ def _side_by_side(
 
 @contextlib.contextmanager
 def _workers_in_safe_paths() -> Generator[None]:
-    # The working folder may hold a joblib.py.
-    name = "PYTHONSAFEPATH"
+    name = "PYTHONSAFEPATH"  # the working folder may hold a joblib.py
     before = os.environ.get(name)
     os.environ[name] = "1"
     try:
@@ -202,8 +190,7 @@ def merge_results(
     )
     bound_us = 0.0
     best: list[Result] = []
-    # From loose to tight: a bound that holds at one budget holds at every smaller one.
-    for own in reversed(found):
+    for own in reversed(found):  # a bound holds at every smaller budget
         bound_us = max(bound_us, own.lower_bound_us)
         fits = (result for result in known if result.peak_bytes <= own.budget_bytes)
         best.append(_adopting(graph, own, next(fits, None), bound_us))
@@ -231,15 +218,14 @@ def least_peak(
     clock = Clock(time_limit_s)
     first_s = FIRST_SOLVE.of(time_limit_s)
     with one_job():
-        # At a budget of 0 the result names the least peak that is known.
+        # At 0 the result names the least peak known.
         named = solve_within(graph, 0, solver, time_limit_s=first_s, **options)
         if named.schedule is not None or not named.least_feasible_bytes:
             return named
         at_hand = at_least_budget(graph, named)
         if is_interrupted() and at_hand is not None:
             return msgspec.structs.replace(at_hand, message=named.message)
-        # The schedule of the least peak was not chosen for its time: one of that budget may be
-        # faster.
+        # That schedule was not chosen for its time: one of its budget may be faster.
         left_s = SECOND_SOLVE.of(clock.left_s, time_limit_s)
         found = solve_within(
             graph, named.least_feasible_bytes, solver, time_limit_s=left_s, **options
@@ -265,8 +251,7 @@ def price_of_gib(
     step_bytes = checked_step(step_bytes, result.peak_bytes)
     low_bytes = max(result.budget_bytes - step_bytes, 0)
     more = less = result
-    # Without recomputation nothing is faster, and a schedule that fits the smaller budget costs
-    # nothing there: neither takes a solve.
+    # Nothing is faster than no recomputation, nor dearer where it fits: neither takes a solve.
     if not _is_ideal(graph, result):
         above_bytes = result.budget_bytes + step_bytes
         more = solve_within(graph, above_bytes, solver, time_limit_s=time_limit_s, **options)

@@ -36,15 +36,11 @@ from remat.solver.search import Listener, Search
 from remat.solver.state import State, store_all_state
 from remat.solver.stopping import CUT_NODES, Nodes
 
-TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)
-"""Parts of the room above the largest working set at which the cut is solved for more starts."""
+TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)  # of the room above the largest working set, for starts
 _POWERS = (0.3, 0.6, 1.0, 1.6)
+# Segments take seconds on thousands of ops. On an LSTM: 31 % of overhead, with cuts 50 %.
 _WIDE = 0.05
-"""Gap above which segments between lower sets are tried: on thousands of ops they take seconds.
-On an unrolled LSTM of 819 ops at 48 % of its peak they had 31 % of overhead, where cuts and
-repair were at 50 % after 17 s."""
-_GAP_PART = 0.1
-"""Part of the open gap that a program of cuts may leave, where less than that is asked for."""
+_GAP_PART = 0.1  # of the open gap that a program of cuts may leave, where less is asked for
 
 
 @dataclass(frozen=True)
@@ -78,8 +74,7 @@ class Cut:
             search.proved_infeasible = True
         else:
             self._close_gap(search, plain)
-        # Nothing fits: the result names the least budget that is known to do.
-        if search.best is None and search.lowest is None:
+        if search.best is None and search.lowest is None:  # it names the least budget known
             offer_least_peak(search, plain)
 
     def _close_gap(self, search: Search, plain: State) -> None:
@@ -105,14 +100,12 @@ def begin(
     """The best single cut; None where nothing fits, or time ends early on a large graph."""
     search.say("choosing where to cut")
     place = best_cut(search, plain, lambda t: CutProgram(search.problem, (t,), search.budget_bytes))
-    # On a large graph, all else takes long.
-    if place is None or (search.is_large and search.out_of_time()):
+    if place is None or (search.is_large and search.out_of_time()):  # all else takes long there
         return None
     lazy = LazyCuts(search.problem, search.budget_bytes, (place,))
     search.say(f"1 cut, at {search.graph.ops[place].name}")
     first = lazy.climb(limits_of(search, lazy, gap, search.gap, stopping.FIRST_CUT_NODES))
-    # A first repair that takes long waits: segments may have a better start, and on an unrolled
-    # LSTM of 819 ops they had it in less than a second.
+    # A first repair that takes long waits: segments may give a better start in less than a second.
     is_repaired = offer_climbed(search, first, stopping.FIRST_REPAIRS.from_now(search.work))
     if search.is_open(gap) and search.gap > _WIDE and (search.best is None or not has_start):
         offer_segments(search)
@@ -120,14 +113,13 @@ def begin(
         offer_first(search, plain, is_patient=not has_start, with_policies=with_policies)
     if not is_repaired and search.best is None and not has_start:
         offer_climbed(search, first)
-    # With a schedule to improve on, or other starts behind, one more will do.
-    if not has_start:
+    if not has_start:  # with a schedule to improve on, or other starts behind, one more will do
         _offer_targets(search, place, gap)
     return lazy
 
 
 def _offer_targets(search: Search, place: int, gap: float) -> None:
-    # Cuts for lower targets make starts that differ, which was worth more than annealing a start.
+    # Starts from lower targets differ, which was worth more than annealing one.
     for target_bytes in _targets(search):
         if search.is_open(gap) and not _has_worked(search, stopping.FIRST_REPAIRS.most):
             search.say(f"start for {target_bytes} bytes")
@@ -143,8 +135,7 @@ def offer_climbed(search: Search, climbed: Climbed, most_work: float = float("in
         search.proved_infeasible = True
         return True
     search.raise_bound(climbed.solution.bound_us)
-    # Where the clock ended the program, its point depends on the machine: it is only taken where
-    # there is no schedule.
+    # A point that the clock ended depends on the machine, so it is only better than none.
     if climbed.start is not None and (climbed.solution.finished or search.best is None):
         return repair_from(search, climbed.start, most_work)
     return True
@@ -157,8 +148,7 @@ def limits_of(
     open_gap: float,
     nodes: Nodes = CUT_NODES,
 ) -> Limits:
-    # Much closer than the open gap is of no use, since the next cut replaces the program. An exact
-    # one is the last.
+    # The next cut replaces the program: no need to be close. An exact one is the last.
     tolerance = max(gap, _GAP_PART * open_gap if open_gap < 1 else 0.0) / 4
     absolute_gap = 0.0 if lazy.is_exact else tolerance * COST_SCALE
     most = (stopping.LARGE_CUT_NODES if search.is_large else nodes).most
@@ -194,17 +184,15 @@ def _candidate_cuts(search: Search, plain: State) -> list[int]:
     peak_bytes = plain.peak_bytes[: problem.n_ops]
     fullest = int(np.argmax(peak_bytes))
     start = problem.n_forward
-    # One or two ops beside the right place the bound can be nothing, so neighbours are tried too.
-    # After the loss, forward's values wait for backward.
+    # Beside the right place the bound can be nothing. After the loss, values wait for backward.
     near = [fullest, fullest - 1, fullest + 1, fullest + 2, *range(start - 1, start + 4)]
     inside = [t for t in dict.fromkeys(near) if 0 <= t < problem.n_ops]
-    # A cut where everything fits says nothing.
-    over = [t for t in inside if peak_bytes[t] > search.budget_bytes]
+    over = [t for t in inside if peak_bytes[t] > search.budget_bytes]  # others say nothing
     return over or [fullest]
 
 
 def _has_worked(search: Search, most_work: int) -> bool:
-    """Whether there is a schedule, and repairs took so much that others may find better ones."""
+    """Whether there is a schedule, and repairs took so much that others may find better."""
     return search.best is not None and search.work > most_work
 
 
@@ -222,11 +210,7 @@ def repair_from(search: Search, start: State, most_work: float = float("inf")) -
     return True
 
 
-# Windows of cuts instead of one cut, where memory is full in several places of the step.
-#
-# On narrow layered graphs one cut says little, and repairs of its point have most of the work still
-# to do. The windows (`remat.solver.bounds.lazy_cuts`) are each solved once; they are kept if their
-# bound is the higher one.
+# Windows of cuts, where memory is full in several places and one cut says little.
 
 _NEARLY_ALL = 0.9  # part of what all windows say together
 
@@ -235,8 +219,7 @@ def begin_window_cuts(search: Search, plain: State, gap: float, has_start: bool)
     """As `begin`; then windows if they say more than its cut, else that cut as the only one."""
     windows = windows_of(search.problem, search.budget_bytes, plain.peak_bytes)
     has_several = len(windows.parts) > 1 and not search.is_large
-    # Repairs of the single cut's starts take long, and found none on narrow graphs, so they are
-    # left out where windows give some.
+    # Repairs of the single cut's starts take long and found none on narrow graphs.
     lazy = begin(search, plain, gap, has_start=has_start or has_several, with_policies=True)
     if lazy is None:
         return None
@@ -257,8 +240,7 @@ def _say_more(search: Search, windows: Windows, lazy: LazyCuts, gap: float) -> b
     if not search.is_open(gap):
         return False
     relaxed_us = windows.relaxed_us(stopping.RELAXED.of(search.left_s))
-    # One says nearly all: then the cut is better, to which others are added as they are needed.
-    if max(relaxed_us) >= _NEARLY_ALL * sum(relaxed_us):
+    if max(relaxed_us) >= _NEARLY_ALL * sum(relaxed_us):  # one says nearly all: a cut
         return False
     for _ in range(len(windows.parts)):
         if not search.is_open(gap):

@@ -1,8 +1,7 @@
-"""Schedules of other solvers, as starts for a search where one cut leaves the gap open.
+"""Schedules of other solvers, as starts where one cut leaves the gap open.
 
-Near the least peak, policies now and then fit where repair does not; and nothing that starts from
-their schedules ends above them. They take some .1 s on a hundred ops, and where memory is full in
-several places up to 30 s on a thousand.
+Near the least peak, policies now and then fit where repair does not. They take some .1 s on a
+hundred ops, and up to 30 s on a thousand where memory is full in several places.
 """
 
 from __future__ import annotations
@@ -24,29 +23,21 @@ from remat.solver.segments.lower_set import LowerSet
 from remat.solver.state import State
 from remat.solver.table import Solver
 
-# Down from the peak, budget by budget: each schedule is improved before the next is asked for.
-#
-# Greedy repair drops what helps most at the moment. Far below the peak it ends where no drop helps
-# any more, while values that need not have been dropped take the room. So the way down goes in
-# steps. At each budget between, neighbourhoods make the schedule better first: one that computes
-# less again leaves repair more to drop.
-#
-# Source: a homotopy, as in continuation methods (Allgower and Georg 1990,
-# https://doi.org/10.1007/978-3-642-61257-2), whose parameter is the budget. Optimal: no. Cost:
-# about a second a step on 250 to 1,000 ops, counted by what no clock moves; the way ends after 70 %
-# of the time that is left.
+# Down from the peak, budget by budget. Greedy repair far below the peak ends where no drop helps,
+# while values that need not have been dropped take the room. So at each budget between,
+# neighbourhoods make the schedule better first: then repair has more to drop.
+# Source: a homotopy in the budget (Allgower and Georg 1990,
+# https://doi.org/10.1007/978-3-642-61257-2). Cost: about a second a step on 250 to 1,000 ops.
 
+# Of the way to the budget: the first step, halved where repair cannot follow; the least; the next.
 _STEP, _LEAST_STEP, _NEXT_STEP = 1 / 4, 1 / 32, 1 / 16
-"""Of the way from the peak to the budget: the first step, which is halved where repair cannot
-follow; the least; and the one that comes after that, behind more improvement."""
 POWERS = (0.6, 1.0)
 _WORKERS = 2
 
 
 def offer_budget_continuation(search: Search, plain: State, *, is_patient: bool) -> None:
     """Come down from the peak; `is_patient` goes on where the way is hard."""
-    # Where nothing fits there is no way.
-    prove_nothing_fits(search)
+    prove_nothing_fits(search)  # where nothing fits there is no way
     end_s = search.left_s - stopping.BUDGET_CONTINUATION.of(search.left_s)
     peak_bytes = int(plain.peak_bytes.max())
     way_bytes = peak_bytes - search.budget_bytes
@@ -64,8 +55,7 @@ def offer_budget_continuation(search: Search, plain: State, *, is_patient: bool)
         elif step > _LEAST_STEP:
             step /= 2
         elif effort < (stopping.LAST_DESCENT if is_patient else stopping.SOON_DESCENT).most:
-            # Smaller steps do not help: improve the schedule for longer, to leave repair more to
-            # drop.
+            # Smaller steps do not help: a better schedule leaves repair more to drop.
             effort, step = 2 * effort, _NEXT_STEP
             state = _improved(search, state, level_bytes, effort)
         else:
@@ -73,21 +63,20 @@ def offer_budget_continuation(search: Search, plain: State, *, is_patient: bool)
 
 
 def _repaired(search: Search, start: State, limit_bytes: int) -> State | None:
-    """The quickest repair under the limit, with what fits carried; None if there is none."""
+    """The quickest repair under the limit, filled; None if there is none."""
     best: State | None = None
     for power in POWERS:
         state = start.copy()
         most_work = stopping.CONTINUATION_REPAIR.from_now(search.work)
         if Repair(state, limit_bytes, power, search, most_work=most_work).run():
-            # Repair drops more than it must.
-            fill(state, limit_bytes, search)
+            fill(state, limit_bytes, search)  # repair drops more than it must
             if best is None or state.cost_us < best.cost_us:
                 best = state
     return best
 
 
 def _improved(search: Search, state: State, budget_bytes: int, effort: float) -> State:
-    """What neighbourhoods make of `state`; `effort` is CP-SAT's deterministic time."""
+    """What neighbourhoods make of `state` with so much of CP-SAT's deterministic time."""
     inner = Search(search.graph, budget_bytes, search.solver, search.left_s)
     if not inner.offer(state):
         return state
@@ -96,28 +85,22 @@ def _improved(search: Search, state: State, budget_bytes: int, effort: float) ->
     return State.from_recomputed(search.problem, runs_by_stage(search.problem, inner.best))
 
 
-# Ways down to the least peak known, for where nothing fits the budget.
-#
-# Source: greedy repair (`repair`) under a limit that is lowered by 2 % again and again, from the
-# schedule that keeps everything, from cuts that aim near the largest working set, and on large
-# graphs from blocks that keep the least.
-# Cost: some seconds on a thousand ops. Shortcomings: the least peak found, not the least.
+# Ways down to the least peak known: greedy repair under a limit lowered by 2 % again and again,
+# from what keeps everything, from cuts near the largest working set, and on large graphs from
+# blocks that keep the least. Cost: some seconds on a thousand ops.
 
-_LEAST_TARGETS = (0.05, 0.2)
-"""Parts of the room between the largest working set and the peak that cuts aim for."""
+_LEAST_TARGETS = (0.05, 0.2)  # of the room from the largest working set to the peak, for cuts
 
 
 def offer_least_peak(search: Search, plain: State) -> None:
     """Name the least peak known, or take its schedule if it fits after all."""
-    # The ways down may take all the time: so much is known at once.
-    if search.is_large:
+    if search.is_large:  # the ways down may take all the time: so much is known at once
         search.offer_least(plain)
     prove_nothing_fits(search)
     if search.out_of_time():
         return
     search.say("looking for the least peak")
-    # The ways start from the graph alone, not from the budget, so that a solve for the budget that
-    # an infeasible result names finds this schedule again, in any process.
+    # From the graph alone: a solve for the budget that is named finds this schedule again.
     for start in _least_peak_starts(search, plain):
         for power in POWERS:
             _repair_ever_lower(search, start.copy(), power)
@@ -126,8 +109,7 @@ def offer_least_peak(search: Search, plain: State) -> None:
 
 
 def _least_peak_starts(search: Search, plain: State) -> Iterator[State]:
-    # The way down is long on large graphs, so it begins where repeated blocks keep the least.
-    if search.is_large:
+    if search.is_large:  # a long way on large graphs: it begins where blocks keep the least
         yield from Hierarchical().least_states(search)
     yield plain
     problem = search.problem
@@ -150,14 +132,12 @@ def _repair_ever_lower(search: Search, state: State, power: float) -> None:
         peak_bytes = int(state.peak_bytes.max())
         search.offer_least(state)
         if not Repair(state, peak_bytes - max(peak_bytes // 50, 1), power, search).run():
-            # It may have come lower before it failed.
-            search.offer_least(state)
+            search.offer_least(state)  # it may have come lower before it failed
             return
 
 
 _QUICK_OPS = 128  # on graphs of at most so many ops policies take less than the way from above
-_FEW_OPS = 3000
-"""Beyond this many ops `largest`, which scans all that is live each time, takes too long."""
+_FEW_OPS = 3000  # beyond, `largest`, which scans all that is live each time, takes too long
 
 
 def offer_first(
@@ -165,8 +145,7 @@ def offer_first(
 ) -> None:
     """Offer what may fit, the quickest first, until something does."""
     is_quick = search.problem.n_ops <= _QUICK_OPS
-    # 5 s at most on a narrow graph of 1,000 ops, and on some within the budget; they also give what
-    # an infeasible result says.
+    # 5 s at most on a narrow graph of 1,000 ops; they also give what an infeasible result says.
     if search.best is None and search.lowest is None and not search.is_large:
         offer_least_peak(search, plain)
     if search.best is None and with_policies and is_quick:

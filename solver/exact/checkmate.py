@@ -31,14 +31,9 @@ from remat.solver.problem import Problem, inverted
 from remat.solver.search import Listener, Search
 from remat.solver.state import State, ops_of, recomputed_by_stage
 
-# The R-S-U-FREE program of Checkmate, generalised.
-#
-# A row is one sweep over ops 0..t-1 in captured order within stage t; the last sweep of a stage
-# ends with the first run of op t. A stage has `passes` sweeps.
-#
-# Names here, and letters in Jain et al. 2020: runs[row, op] is R, carried[row, v] is S,
-# live_bytes[row, op] is U, freed[row, op, v] is FREE. made[row, v] has no letter. It keeps a value
-# from counting twice when its op runs again for another output.
+# A row is one sweep over ops 0..t-1 in captured order; the last sweep of stage t ends with op t's
+# first run. Runs are R of Jain et al. 2020, carried S, live_bytes U, freed FREE; made[row, v] keeps
+# a value from counting twice when its op runs for another output.
 
 _Terms = list[tuple[int, float]]
 
@@ -86,16 +81,14 @@ class StagedProgram:
         return [v for v in range(self.problem.n_values) if self.problem.producer[v] < stage]
 
     def freeable(self, row: _Row, op: int) -> tuple[int, ...]:
-        """Values that may be freed right after `op` ran."""
-        # The row ends with its own op: what is not carried on is gone anyway.
-        if op == row.stage:
+        if op == row.stage:  # the row ends with its own op: what is not carried on is gone anyway
             return ()
         return (*self.problem.inputs[op], *self.problem.outputs[op])
 
     def hazards(self, row: _Row, op: int, v: int) -> list[int]:
         """Ops after `op` in `row` that read v, the first run of its stage included."""
         found = [user for user in self.users[v] if op < user < len(self.slots(row))]
-        # The last forward op needs the forward outputs too, which are no inputs of it.
+        # The last forward op needs the forward outputs too.
         extra = row.is_last and row.stage < self.problem.n_ops and op < row.stage
         if extra and v in self.problem.needs[row.stage] and row.stage not in found:
             found.append(row.stage)
@@ -162,8 +155,7 @@ class StagedProgram:
                 self.program.row([(index, 1.0), (self.runs[row.index, op], -1.0)], upper=0.0)
                 for other in self.blockers(row, op, v):
                     self.program.row([(index, 1.0), (other, 1.0)], upper=1.0)
-                # What the step returns stays to its end.
-                if self.is_end_output(row, v):
+                if self.is_end_output(row, v):  # what the step returns stays to its end
                     self.program.upper[index] = 0.0
 
     def is_end_output(self, row: _Row, v: int) -> bool:
@@ -180,7 +172,7 @@ class StagedProgram:
         """live_bytes after op = before + sum made - sum freed; before + op's own <= budget."""
         problem, carried = self.problem, self.values_before(row.stage)
         sizes = [size_bytes / self.unit_bytes for size_bytes in problem.size_bytes]
-        # Before the first op, what is carried.
+        # At first, what is carried.
         before: _Terms = [(self.carried[row.index, v], sizes[v]) for v in carried]
         room = (self.budget_bytes - problem.resident_bytes) / self.unit_bytes
         for op in self.slots(row):
@@ -194,8 +186,7 @@ class StagedProgram:
 
     def extra_time(self, *, lower_us: float, upper_us: float) -> None:
         """Bound the objective: time beyond one run of each op."""
-        # Times are sums of floats: without slack, rounding could cut off the optimum.
-        slack = 1e-6
+        slack = 1e-6  # times are sums of floats: without slack, rounding could cut off the optimum
         terms = [(i, cost) for i, cost in enumerate(self.program.objective) if cost]
         lower = max(lower_us, 0.0) / self.cost_unit_us * (1 - slack)
         upper = upper_us / self.cost_unit_us * (1 + slack) + slack
@@ -209,7 +200,7 @@ def _point_of(made: StagedProgram, schedule: Schedule) -> list[float]:
     state = State.from_recomputed(problem, recomputed)
     point = [0.0] * len(made.program.lower)
     for row in made.rows:
-        # All runs of a stage are in its last sweep; the others stay empty.
+        # All runs of a stage are in its last sweep.
         again = {*recomputed[row.stage], row.stage} if row.is_last else set[int]()
         for op in made.slots(row):
             point[made.runs[row.index, op]] = float(op in again)
@@ -221,7 +212,6 @@ def _point_of(made: StagedProgram, schedule: Schedule) -> list[float]:
 
 
 def _complete(made: StagedProgram, row: _Row, point: list[float]) -> None:
-    """Fill in made, freed and live_bytes of `row` from runs and carried."""
     sizes = made.problem.size_bytes
     live = sum(sizes[v] for v in made.values_before(row.stage) if point[made.carried[row.index, v]])
     for op in made.slots(row):
@@ -247,7 +237,7 @@ def _steps_of_point(made: StagedProgram, values: list[float]) -> list[Step]:
         spare = [v for v in live if not _is_needed_after(made, row, -1, v, ran, values)]
         _free(problem, spare, live, steps)
         for op in ran:
-            # It would make nothing new, so without it the schedule is only faster.
+            # It would make nothing new.
             if all(v in live for v in problem.outputs[op]) and op != row.stage:
                 continue
             steps.append(Compute(problem.graph.ops[op].name))
@@ -273,8 +263,7 @@ def _free(problem: Problem, spare: list[int], live: dict[int, None], steps: list
 
 
 _PASSES = ((8, 4), (12, 3), (24, 2))  # sweeps a stage has by default, by the most ops of the graph
-EXACT_PASSES = 3
-"""With so many sweeps no optimum was seen to be missed. Fewer prove nothing of all schedules."""
+EXACT_PASSES = 3  # no optimum was seen to be missed; fewer sweeps prove nothing of all schedules
 
 
 @dataclass(frozen=True)
@@ -335,7 +324,7 @@ class Checkmate:
             upper_us = search.best_key[0] - graph.time_us
             start = _point_of(made, search.best)
         made.extra_time(lower_us=search.bound_us - graph.time_us, upper_us=upper_us)
-        # One that runs an op twice in a stage is no point of the program.
+        # A schedule that runs an op twice in a stage is no point of the program.
         if start is not None and not mip.satisfies(made.program, start):
             start = None
         limits = mip.Limits(time_limit_s)
@@ -353,7 +342,7 @@ class Checkmate:
             return
         if answer.proved_infeasible and search.best is None:
             search.proved_infeasible = True
-        # The program is solved: nothing is faster than the best, which may be its start.
+        # Nothing is faster than the best, which may be its start.
         elif answer.finished and search.best is not None:
             search.raise_bound(search.best_key[0])
         elif not answer.finished:

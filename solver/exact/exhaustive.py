@@ -30,11 +30,8 @@ from remat.solver.problem import Problem, predecessors
 from remat.solver.search import Listener, Search
 from remat.solver.state import schedule_of, store_all_state
 
-# States of a step under way: which ops have run and which values are live, as bits.
-#
-# The moves are those that `simulate` allows, without those that cannot help. A value is dropped
-# only if nothing can read it any more, or to make room for the next op, and then no more values
-# than needed. An op runs again only if it makes something of use that is not live.
+# Of the moves that `simulate` allows, those that may help: a value goes if nothing can read it, or
+# to make room, no more than needed. An op runs again only for something of use that is not live.
 
 OrderOption = Literal["fixed", "free"]
 
@@ -50,8 +47,7 @@ class _StateSpace:
     forward: int  # all forward ops
     returned: int  # live when forward ends
     wanted: int  # live when the step ends
-    # What `useful_after` has found so far.
-    useful: dict[int, int] = field(default_factory=dict[int, int])
+    useful: dict[int, int] = field(default_factory=dict[int, int])  # found by `useful_after`
 
     @classmethod
     def of(cls, problem: Problem, order: OrderOption) -> _StateSpace:
@@ -76,8 +72,7 @@ class _StateSpace:
                 found |= self.returned
             for op in reversed(range(self.problem.n_ops)):
                 is_done = computed >> op & 1
-                # What only feeds ops that will never run again, as nothing reads their results, is
-                # dead: keeping it never helps.
+                # What only feeds ops that never run again is dead.
                 may_rerun = not self.problem.no_recompute[op] and self.writes[op] & found
                 if not is_done or may_rerun:
                     found |= self.reads[op]
@@ -90,7 +85,7 @@ class _StateSpace:
             if is_first and self.before[op] & ~computed:
                 continue
             lost = self.writes[op] & ~live & self.useful_after(computed)
-            # A second run that makes nothing of use never helps.
+            # A second run must make something of use.
             if not is_first and (self.problem.no_recompute[op] or not lost):
                 continue
             after = computed | 1 << op
@@ -100,11 +95,9 @@ class _StateSpace:
     def _kept(self, op: int, computed: int, live: int, room_bytes: int) -> Iterator[int]:
         needed, held = self.reads[op], 0
         if not self.forward & ~computed:
-            # In the caller's hands.
-            held = self.returned & self.wanted & live
+            held = self.returned & self.wanted & live  # in the caller's hands
         elif not self.forward & ~(computed | 1 << op):
-            # Forward ends with this op, and what it returns must be live then.
-            needed |= self.returned & ~self.writes[op]
+            needed |= self.returned & ~self.writes[op]  # forward ends with this op
         if needed & ~live:
             return
         kept = live & ~(self.writes[op] & ~held)
@@ -112,13 +105,13 @@ class _StateSpace:
         # Dropping an empty value makes no room.
         droppable = [v for v in _members(kept & ~(needed | held)) if self.problem.size_bytes[v]]
         droppable.sort(key=lambda v: -self.problem.size_bytes[v])
-        # The largest parts that leave room, as keeping more never hurts.
+        # The largest that leave room: keeping more never hurts.
         for dropped in _least_drops(droppable, self.problem.size_bytes, excess):
             yield kept & ~dropped
 
 
 def _least_drops(values: list[int], size_bytes: tuple[int, ...], excess: int) -> Iterator[int]:
-    """Sets of `values`, largest first, of `excess` bytes or more, of which none can be spared."""
+    """Sets of `values` of `excess` bytes or more, none to spare, the largest first."""
     stack = [(0, 0, 0)]
     while stack:
         start, chosen, freed = stack.pop()
@@ -210,10 +203,8 @@ def _fastest(space: _StateSpace, budget_bytes: int, search: Search) -> _Walk:
         extra_us, _, node, computed, live = heapq.heappop(queue)
         pops += 1
         if pops % _CHECKS_EVERY == 0 and search.out_of_time():
-            # No open state is better, so its time is a bound.
-            return _Walk(None, problem.graph.time_us + extra_us)
-        # Every op runs once in any case, so recomputation alone ranks states: the first complete
-        # one is optimal.
+            return _Walk(None, problem.graph.time_us + extra_us)  # no open state is better: a bound
+        # Recomputation alone ranks states: the first complete one is optimal.
         if computed == done and not space.wanted & ~live:
             return _Walk(_path(parents, node), problem.graph.time_us + extra_us)
         if not _is_new(seen.setdefault(computed, []), live):
@@ -252,7 +243,7 @@ def _find_least_budget(search: Search, space: _StateSpace) -> None:
         if walk.sequence is not None:
             made = schedule_of(search.problem, walk.sequence, solver=search.solver)
             search.lowest = made
-            # The schedule's own peak may be lower than the budget that was tried.
+            # Its own peak may be lower than the budget.
             search.lowest_bytes = simulate(search.graph, made).peak_bytes
         elif search.cut_short:
             return

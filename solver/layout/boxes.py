@@ -1,8 +1,4 @@
-"""Buffers as boxes: so many bytes high, so many times wide, to be stacked without overlap.
-
-Finding the lowest stack is dynamic storage allocation, which is NP-hard (Garey and Johnson,
-1979, SR2). Widths are fixed in place, heights are what a placement stacks.
-"""
+"""Buffers as boxes, to be stacked without overlap: NP-hard (Garey and Johnson 1979, SR2)."""
 
 from __future__ import annotations
 
@@ -28,14 +24,12 @@ class Boxes:
     size: Ints
     start: Ints
     end: Ints
-    # Lengths before times were ranked, for instances whose times are far apart.
-    stretch: Ints | None = None
+    stretch: Ints | None = None  # lengths before times were ranked, where times are far apart
 
     @classmethod
     def of(cls, buffers: Buffers, alignment_bytes: int) -> Boxes:
         size = -(-buffers.size_bytes // alignment_bytes) * alignment_bytes
-        # Only the order of events counts for a placement.
-        times = np.unique(np.concatenate([buffers.start, buffers.end]))
+        times = np.unique(np.concatenate([buffers.start, buffers.end]))  # only their order counts
         start, end = np.searchsorted(times, buffers.start), np.searchsorted(times, buffers.end)
         return cls(size, start, end, buffers.end - buffers.start)
 
@@ -71,8 +65,7 @@ class Boxes:
 def range_maxima(numbers: Ints, start: Ints, end: Ints) -> Ints:
     """max(numbers[start:end]) of each range, none of them empty, by a table of doubled ranges."""
     found = np.empty(len(start), np.int64)
-    # Less one, the exponent is log2 rounded down, exactly.
-    level = np.frexp((end - start).astype(np.float64))[1] - 1
+    level = np.frexp((end - start).astype(np.float64))[1] - 1  # this is log2 rounded down
     table = numbers
     for k in range(int(level.max(initial=-1)) + 1):
         mine = np.flatnonzero(level == k)
@@ -81,10 +74,7 @@ def range_maxima(numbers: Ints, start: Ints, end: Ints) -> Ints:
     return found
 
 
-# Numba where it is installed: the same functions, compiled. Nothing else here knows of it.
-#
-# Functions that are decorated keep to what both NumPy and Numba run, and give equal results either
-# way. Install it by ``pip install 'remat[numba]'``.
+# Numba where it is installed: decorated functions keep to what both it and NumPy run, alike.
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -93,13 +83,12 @@ try:
 except ImportError:
     _numba = None
 
-IS_COMPILED = hasattr(_numba, "njit")
-"""Whether decorated functions run as machine code. A folder of that name is no Numba."""
+IS_COMPILED = hasattr(_numba, "njit")  # a folder of that name is no Numba
 
 
 def compiled(function: _Function) -> _Function:
     """`function` compiled by Numba on its first call and kept on disk, or as it is."""
-    # Numba aborts the process on cached functions that call themselves: none of ours does.
+    # Numba aborts on cached functions that call themselves.
     return _numba.njit(cache=True)(function) if IS_COMPILED else function
 
 
@@ -108,20 +97,16 @@ def loops_or_arrays(loops: _Function, arrays: _Function) -> _Function:
     return compiled(loops) if IS_COMPILED else arrays
 
 
-# What all searches of one set of boxes share: sections of time, who is in them, who overlaps whom.
-#
-# A section is a maximal set of boxes that are live together; sections follow each other in time,
-# and each box is in a range of them. Lists of overlaps are quadratic in the number of boxes.
+# A section is a maximal set of boxes live together. Lists of overlaps are quadratic in the boxes.
 
-MOST_OVERLAPS = 4_000_000
-"""Above it the lists take too much memory and their searches too much time."""
+MOST_OVERLAPS = 4_000_000  # above it, lists and their searches are too large
 
 
 class Sections(NamedTuple):
-    """Arrays alone, so that compiled functions take it.
+    """Arrays alone, for compiled functions.
 
-    `size`, and `low` to `high` the sections of each box. Those that share a section with box i are
-    `overlaps[overlap_at[i] : overlap_at[i + 1]]`, and those in section s are
+    Sections of box i go from `low` to `high`. Those that share one with it are
+    `overlaps[overlap_at[i] : overlap_at[i + 1]]`; section s has
     `members[member_at[s] : member_at[s + 1]]`.
     """
 
@@ -135,8 +120,7 @@ class Sections(NamedTuple):
 
     @property
     def totals(self) -> Ints:
-        # `reduceat` refuses empty arrays.
-        if not len(self.members):
+        if not len(self.members):  # `reduceat` refuses empty arrays
             return np.zeros(0, np.int64)
         return np.add.reduceat(self.size[self.members], self.member_at[:-1])
 
@@ -152,8 +136,7 @@ def overlaps_in(boxes: Boxes) -> int:
     starts, ends = np.sort(boxes.start), np.sort(boxes.end)
     begun = np.searchsorted(starts, boxes.end, side="left")
     ended = np.searchsorted(ends, boxes.start, side="right")
-    # Less the box itself.
-    return int((begun - ended - 1).sum())
+    return int((begun - ended - 1).sum())  # less the box itself
 
 
 def sections_of(boxes: Boxes) -> Sections:
@@ -165,10 +148,10 @@ def sections_of(boxes: Boxes) -> Sections:
 
 
 def _ranges(boxes: Boxes) -> tuple[Ints, Ints]:
-    """First section of each box, and the first after its last: one ends before each run of ends."""
+    """First section of each box, and the first after its last; ends divide them."""
     n = len(boxes)
     low, high = np.zeros(n, np.int64), np.zeros(n, np.int64)
-    # At one time ends sort before starts: boxes that meet there do not overlap.
+    # Ends sort before starts: boxes that meet do not overlap.
     ends = [(int(time), 0, i) for i, time in enumerate(boxes.end)]
     starts = [(int(time), 1, i) for i, time in enumerate(boxes.start)]
     section, has_grown = 0, False

@@ -1,12 +1,10 @@
-"""Search over canonical layouts, depth first: the search of MiniMalloc.
+"""Search over canonical layouts, depth first, as in MiniMalloc.
 
-Also called: MiniMalloc. Source: M. D. Moffitt, "MiniMalloc: A Lightweight Memory Allocator for
-Hardware-Accelerated Machine Learning", ASPLOS 2023, https://doi.org/10.1145/3623278.3624752.
-
-Any layout that fits can be pushed down until each box lies on another or on the ground, and then
-be built from the lowest box up. So only such layouts are searched, and each of them once. A branch
-ends where a section of time cannot hold what it still gets, or where a gap is left in which another
-box fits. Where what is placed splits time into parts, each part is solved by itself.
+Source: M. D. Moffitt, "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine
+Learning", ASPLOS 2023, https://doi.org/10.1145/3623278.3624752. Any layout that fits can be pushed
+down and built from the lowest box up: only such are searched, each once. A branch ends where a
+section cannot hold what it still gets, or where a gap is left in which another box fits. Where what
+is placed splits time into parts, each is solved by itself.
 """
 
 from __future__ import annotations
@@ -25,27 +23,20 @@ from remat.solver.layout.boxes import (
     sections_of,
 )
 
-# What a placement changes, and how it is undone. Written for NumPy and Numba alike; `_FLOORS` alone
-# is written twice.
+# What a placement changes, and how it is undone, for NumPy and Numba alike but for `_FLOORS`.
 
-PLACED = 1 << 62
-"""Above all offsets, so that a least offset among boxes is that of the unplaced ones."""
+PLACED = 1 << 62  # above all offsets: a least offset is that of an unplaced box
 
 _Arrays = tuple[Ints, ...]
 _Undo = tuple[Ints, Ints, int, Ints, int, bool]
-"""What a placement changed: boxes that it raised, and their least offsets before; the first of the
-sections whose floors it changed, and those before; its offset; whether nothing is left above it."""
+"""Boxes raised, and their least offsets before; the first section whose floor changed, and the
+floors before; the offset; whether nothing is left above."""
 
-# Plain tuples, since Numba keeps classes by name in its files, which outlive a release of ours.
-_SIZE, _LOW, _HIGH, _OVERLAP_AT, _OVERLAPS, _MEMBER_AT, _MEMBERS = range(7)
-"""Where the fields of `Sections` stand in a plain tuple of them."""
+# Tuples: Numba's files keep classes by name and outlive a release.
+_SIZE, _LOW, _HIGH, _OVERLAP_AT, _OVERLAPS, _MEMBER_AT, _MEMBERS = range(7)  # of `Sections`
+# What the search changes. By box: `LEAST` offset, or `PLACED`. By section: `_FLOOR`, below which
+# nothing more lies, bytes `LEFT` to it, unplaced boxes `_CROSSING` into the next. Offsets `SOLVED`.
 LEAST, _FLOOR, LEFT, _CROSSING, SOLVED = range(5)
-"""Where the arrays that the search changes stand in its state.
-
-The `LEAST` offset that each box can still have, or `PLACED`; of each section the `_FLOOR`, below
-which nothing more can lie, and `LEFT`, the bytes that it still gets; how many unplaced boxes are
-`_CROSSING` into the next section; and the offsets that are `SOLVED`.
-"""
 
 
 def initial(sections: Sections) -> _Arrays:
@@ -75,7 +66,7 @@ _FLOORS = loops_or_arrays(least_in_loops, least_in_arrays)
 
 @compiled
 def _put(sections: _Arrays, state: _Arrays, box: int, first: int, last: int) -> _Undo:
-    """Place `box` as low as it can lie; floors of sections from `first` to `last` follow."""
+    """Place `box` as low as it can lie; floors of the sections follow."""
     offset = int(state[LEAST][box])
     top = offset + sections[_SIZE][box]
     near = sections[_OVERLAPS][sections[_OVERLAP_AT][box] : sections[_OVERLAP_AT][box + 1]]
@@ -84,8 +75,7 @@ def _put(sections: _Arrays, state: _Arrays, box: int, first: int, last: int) -> 
     low, high = sections[_LOW][box], sections[_HIGH][box]
     a, b = low, high
     if raised.size:
-        # Floors may rise wherever a raised box is.
-        a = max(min(low, sections[_LOW][raised].min()), first)
+        a = max(min(low, sections[_LOW][raised].min()), first)  # floors may rise there
         b = min(max(high, sections[_HIGH][raised].max()), last)
     floors = state[_FLOOR][a:b].copy()
     is_last = bool((state[LEAST][near] == PLACED).all())
@@ -113,14 +103,13 @@ def _take_back(sections: _Arrays, state: _Arrays, box: int, undo: _Undo) -> None
 
 @compiled
 def _overflows(sections: _Arrays, state: _Arrays, box: int, capacity: int) -> bool:
-    """Whether `box` at its least offset leaves too little in a section of its own: a quick look."""
+    """Whether `box` at its least offset leaves too little in one of its sections."""
     low, high = sections[_LOW][box], sections[_HIGH][box]
     return state[LEFT][low:high].max() > capacity - state[LEAST][box]
 
 
 @compiled
 def _is_topmost(sections: _Arrays, state: _Arrays, box: int) -> bool:
-    """Whether nothing that is unplaced shares a section with `box`."""
     near = sections[_OVERLAPS][sections[_OVERLAP_AT][box] : sections[_OVERLAP_AT][box + 1]]
     return bool((state[LEAST][near] == PLACED).all())
 
@@ -138,25 +127,22 @@ def _next_candidates(
 ) -> Ints:
     """Positions in `boxes` of what may be placed next, the lowest first."""
     least = state[LEAST][boxes]
-    # A box that leaves room for another below it is no candidate: the other could be placed first.
+    # A box that leaves room for another below it could come later.
     ceiling = (least + sections[_SIZE][boxes]).min()
-    # By offset, and at one offset by rank, so that each layout is met once.
+    # By offset, then rank, so that each layout is met once.
     later = (least > offset) | ((least == offset) & (np.arange(boxes.size) >= rank))
     may = np.flatnonzero(later & (least < ceiling))
-    # Stable, so that ties keep their rank.
-    return may[np.argsort(least[may], kind="mergesort")]
+    return may[np.argsort(least[may], kind="mergesort")]  # stable, so that ties keep their rank
 
 
 OPEN, FOUND, FAILED, OUT_OF_TRIES = 0, 1, 2, 3
-_FIRST, _LAST, _NEXT, _PART = 0, 1, 2, 3
-"""Columns of a frame: its sections, its next candidate, where its next part of time begins."""
+_FIRST, _LAST, _NEXT, _PART = 0, 1, 2, 3  # of a frame: sections, next candidate, next part of time
 
 
 class Preorder(NamedTuple):
-    """By which keys boxes are ranked, the most important first, the largest first by each.
+    """The keys that boxes are ranked by, the largest first; `widths` are in ranks or in times.
 
-    W idth, A rea, T otal of the fullest section, S tart (the latest first), s tart (the earliest
-    first). `widths` are in ranks of events or in times.
+    W idth, A rea, T otal of the fullest section, S tart (latest first), s tart (earliest first).
     """
 
     keys: str
@@ -165,10 +151,9 @@ class Preorder(NamedTuple):
 
 @compiled
 def _ranked(sections: _Arrays, state: _Arrays, keys: Floats, total_key: int, boxes: Ints) -> Ints:
-    """`boxes` in preorder; `keys[total_key]` is of what is left, so it is made here."""
+    """`boxes` in preorder; `keys[total_key]` is made here, of what is left."""
     boxes = np.sort(boxes)
-    # Stable sorts, the last key first, rank by all keys.
-    for k in range(keys.shape[0] - 1, -1, -1):
+    for k in range(keys.shape[0] - 1, -1, -1):  # stable sorts, the last key first, rank by all keys
         key = keys[k][boxes]
         if k == total_key:
             for i in range(boxes.size):
@@ -180,7 +165,7 @@ def _ranked(sections: _Arrays, state: _Arrays, keys: Floats, total_key: int, box
 
 @compiled
 def _falls_apart(sections: _Arrays, state: _Arrays, box: int) -> bool:
-    """Whether nothing that is left crosses some end of section that `box` crosses."""
+    """Whether nothing that is left crosses some section's end that `box` crosses."""
     return (state[_CROSSING][sections[_LOW][box] : sections[_HIGH][box] - 1] == 0).any()
 
 
@@ -208,8 +193,7 @@ def _search(
     first: int, last: int, capacity: int, tries: int,
 ) -> tuple[int, int]:  # fmt: skip
     """Place `boxes` in these sections; how it ended, and the placements tried."""
-    # A stack by hand, since functions that call themselves cannot be cached. A frame is a set of
-    # boxes to place, and has a placement while it waits for what is above it.
+    # A stack by hand: functions that call themselves cannot be cached. A frame has boxes to place.
     frames = np.zeros((boxes.size + 1, 4), np.int64)
     frames[0, _FIRST], frames[0, _LAST] = first, last
     boxes_at = [boxes]
@@ -236,8 +220,7 @@ def _search(
                 state[SOLVED][box] = undo_at[depth][4]
             undo = undo_at.pop()
             _take_back(sections, state, box, undo)
-            # Where nothing that is left shares a section with the box, its place is not why the
-            # rest fails.
+            # Nothing left shares a section with the box: its place is not why the rest fails.
             if outcome == FOUND or undo[5]:
                 boxes_at.pop()
                 todo_at.pop()
@@ -252,8 +235,7 @@ def _search(
         box = int(here[rank])
         offset = int(state[LEAST][box])
         if _overflows(sections, state, box, capacity):
-            # No other box can come below it any more, so no other candidate helps.
-            if _is_topmost(sections, state, box):
+            if _is_topmost(sections, state, box):  # no other box can come below it
                 frame[_NEXT] = todo.size
             continue
         if used == tries:
@@ -287,7 +269,7 @@ class CanonicalSearch:
         total = range_maxima(totals, self.sections.low, self.sections.high)
         starts = {"T": total, "S": boxes.start, "s": -boxes.start}
         self.letters = {
-            # Floats, as areas may exceed 64 bits.
+            # Areas may exceed 64 bits.
             unit: {"W": width, "A": width * boxes.size.astype(np.float64)} | starts
             for unit, width in widths.items()
         }

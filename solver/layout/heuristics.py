@@ -9,14 +9,11 @@ import numpy as np
 from remat.graph_capture.graph import Floats, Ints
 from remat.solver.layout.boxes import Boxes, compiled
 
-# Greedy placements: box by box in a given order, each into a gap that holds it.
-#
-# First fit takes the lowest gap, best fit the smallest. Both are as good as their order:
-# `box_orders` has twenty.
+# Greedy placements in a given order, into the lowest gap (first fit) or the smallest (best fit).
 
 
 def box_orders(boxes: Boxes) -> dict[str, Ints]:
-    """Orders by name, those that do well first; ties go to the next key, at last to the index."""
+    """Those that do well first; ties go to the next key, at last to the index."""
     size, start, end, length = boxes.size, boxes.start, boxes.end, boxes.length
     by_size = {
         "size": np.lexsort((start, -length, -size)),
@@ -26,8 +23,7 @@ def box_orders(boxes: Boxes) -> dict[str, Ints]:
     others = {
         "length": np.lexsort((start, -size, -length)),
         "area": np.lexsort((start, -_area(boxes))),
-        # By start, and by end from the last on, boxes of one size leave no hole in an empty arena:
-        # that is the colouring of intervals.
+        # The colouring of intervals: boxes of one size leave no hole in an empty arena.
         "start": np.lexsort((-length, start)),
         "start, size": np.lexsort((-size, start)),
         "end": np.lexsort((start, -end)),
@@ -36,14 +32,13 @@ def box_orders(boxes: Boxes) -> dict[str, Ints]:
 
 
 def _peak_first(boxes: Boxes) -> dict[str, Ints]:
-    """What is live at the peak first, as a stack without gaps, then the rest."""
+    """What is live at the peak first, without gaps, then the rest."""
     if not len(boxes):
         return {}
     size, start, end, length = boxes.size, boxes.start, boxes.end, boxes.length
     peak = int(boxes.curve.argmax())
     at_peak = (start <= peak) & (peak < end)
-    # At the peak no byte may be wasted. With the oldest at the bottom, those live earlier are a
-    # prefix of the stack, and where lifetimes nest those live later are one too.
+    # No byte may be wasted there: with the oldest at the bottom, those live earlier are a prefix.
     stacks = {
         "oldest": np.lexsort((-end, start)),
         "longest": np.lexsort((start, -length)),
@@ -65,13 +60,11 @@ def _peak_first(boxes: Boxes) -> dict[str, Ints]:
 
 
 def _area(boxes: Boxes) -> Floats:
-    # Floats, as the products may exceed 64 bits.
-    return boxes.length * boxes.size.astype(np.float64)
+    return boxes.length * boxes.size.astype(np.float64)  # products may exceed 64 bits
 
 
 NO_CEILING = 1 << 62
-GREEDY_WORK = 100_000
-"""Boxes placed greedily in all: some two seconds of NumPy."""
+GREEDY_WORK = 100_000  # boxes in all: some two seconds of NumPy
 _LEAST_PLACEMENTS = 6  # of however many boxes
 
 
@@ -87,8 +80,7 @@ class _Shelf:
         live = ((self.start[:n] < end) & (self.end[:n] > start)).nonzero()[0]
         if not live.size:
             return 0
-        # Boxes sorted by offset may end above later ones.
-        tops = np.maximum.accumulate(self.high[live])
+        tops = np.maximum.accumulate(self.high[live])  # some end above later ones
         rooms = self.low[live]
         rooms[1:] -= tops[:-1]
         fits = rooms >= size
@@ -99,7 +91,7 @@ class _Shelf:
 
     def insert(self, offset: int, size: int, start: int, end: int) -> None:
         n = self.count
-        # One pass over four arrays: cheaper than to sort what is live for each box.
+        # Cheaper than to sort what is live for each box.
         at = int(self.low[:n].searchsorted(offset, side="right"))
         pairs = (self.low, offset), (self.high, offset + size), (self.start, start), (self.end, end)
         for column, number in pairs:
@@ -115,7 +107,7 @@ def place_in_order(
     """Offsets, or None once one reaches `ceiling`; others than `order` lie where `given` says."""
     offsets = np.zeros(len(boxes), np.int64) if given is None else given.copy()
     shelf = _Shelf(len(boxes))
-    # NumPy is slow at reading single elements.
+    # Reading single elements of NumPy is slow.
     columns = boxes.size.tolist(), boxes.start.tolist(), boxes.end.tolist()
     if given is not None:
         _stand(shelf, boxes, given, order)
@@ -133,8 +125,7 @@ def _stand(shelf: _Shelf, boxes: Boxes, given: Ints, order: Ints) -> None:
     stands = np.ones(len(boxes), np.bool_)
     stands[order] = False
     standing = np.flatnonzero(stands)
-    # A shelf is sorted by offset.
-    standing = standing[np.argsort(given[standing], kind="stable")]
+    standing = standing[np.argsort(given[standing], kind="stable")]  # a shelf is sorted by offset
     n = standing.size
     shelf.low[:n], shelf.high[:n] = given[standing], given[standing] + boxes.size[standing]
     shelf.start[:n], shelf.end[:n] = boxes.start[standing], boxes.end[standing]
@@ -146,7 +137,7 @@ def greedy(boxes: Boxes, goal: int) -> tuple[Ints, str]:
     best, name, top = np.zeros(len(boxes), np.int64), "nothing to place", NO_CEILING
     tried = [(fit, *named) for fit in ("first", "best") for named in box_orders(boxes).items()]
     for fit, order_name, order in tried[: placements_of(boxes)]:
-        # Each ends where it can no longer be the lowest.
+        # Each ends where it is no longer the lowest.
         found = place_in_order(boxes, order, is_best_fit=fit == "best", ceiling=top)
         if found is not None:
             best, name, top = found, f"{fit} fit, {order_name}", boxes.top(found)
@@ -159,21 +150,13 @@ def placements_of(boxes: Boxes) -> int:
     return max(_LEAST_PLACEMENTS, GREEDY_WORK // max(len(boxes), 1))
 
 
-# Guided ejection search: what fits nowhere takes the place of what is cheapest to place again.
-#
-# Y. Nagata and O. Bräysy, "A powerful route minimization heuristic for the vehicle routing problem
-# with time windows", Operations Research Letters 37 (2009),
-# https://doi.org/10.1016/j.orl.2009.04.006.
-#
-# Theirs moves customers between routes; here boxes are moved within a capacity. A box that had to
-# eject others becomes dearer to eject, so that what is hard to place is placed first in the end. A
-# step looks only at what is live during one box, so its cost is that of one greedy placement.
+# Guided ejection search (Y. Nagata and O. Bräysy, "A powerful route minimization heuristic for the
+# vehicle routing problem with time windows", 2009, https://doi.org/10.1016/j.orl.2009.04.006): what
+# fits nowhere ejects what is cheapest to place again, and becomes dearer to eject itself.
 
 _GROWTH = 1.3  # of the penalty of a box, each time that it ejects others
-MOST_PENALTY = 1e6
-"""Of any box, in areas of the largest: sums of penalties keep the bits of the small ones."""
-_NOISE = 0.3
-"""By up to which part penalties of places seem higher than they are, so that no round repeats."""
+MOST_PENALTY = 1e6  # in areas of the largest: sums keep the bits of small ones
+_NOISE = 0.3  # by which penalties of places seem higher, so that no round repeats
 _NEVER = 1 << 62  # when a box starts that is not placed
 
 
@@ -191,7 +174,7 @@ class _Arena:
         heapq.heapify(self.waiting)
 
     def put_largest(self, source: np.random.Generator) -> None:
-        """The largest that waits goes where it ejects the least, and that waits again."""
+        """It goes where it ejects the least, and that waits again."""
         _, box = heapq.heappop(self.waiting)
         boxes = self.boxes
         size, start, end = int(boxes.size[box]), int(boxes.start[box]), int(boxes.end[box])
@@ -202,8 +185,7 @@ class _Arena:
         self.offsets[box], self.start[box] = offset, start
         if ejected.size:
             self.penalty[box] = min(_GROWTH * self.penalty[box], MOST_PENALTY)
-            # Never live, so in nobody's way.
-            self.start[ejected] = _NEVER
+            self.start[ejected] = _NEVER  # never live, so in nobody's way
             for other in ejected.tolist():
                 heapq.heappush(self.waiting, (self.rank[other], other))
 
@@ -226,32 +208,26 @@ def _cheapest(
     low: Ints, high: Ints, penalty: Floats, size: int, capacity: int, source: np.random.Generator
 ) -> int:
     """The lowest offset at which `size` bytes eject least, on or below what is live or at 0."""
-    # What is ejected changes only where some box ends or begins.
+    # What is ejected changes only where boxes end or begin.
     places = np.concatenate([np.zeros(1, np.int64), high, low - size])
     places = np.sort(places[(places >= 0) & (places + size <= capacity)])
     by_low, by_high = np.argsort(low, kind="stable"), np.argsort(high, kind="stable")
     begun = np.searchsorted(low[by_low], places + size, side="left")
     ended = np.searchsorted(high[by_high], places, side="right")
     penalties = _sums(penalty[by_low])[begun] - _sums(penalty[by_high])[ended]
-    # Sums in two orders differ in the last bits, where nothing at all is ejected.
-    penalties[begun == ended] = 0
+    penalties[begun == ended] = 0  # sums in two orders differ in the last bits
     return int(places[(penalties * (1 + _NOISE * source.random(penalties.size))).argmin()])
 
 
 def _sums(numbers: Floats) -> Floats:
-    """The sum of the first k of `numbers`, for each k."""
+    """The sum of the first k, for each k."""
     return np.concatenate([np.zeros(1), np.cumsum(numbers)])
 
 
-# Simulated annealing over orders, where a move knows the height at each place: Imanishi and Xu's.
-#
-# Y. Imanishi and Z. Xu, "A Heuristic for Periodic Memory Allocation with Little Fragmentation to
-# Train Neural Networks", ISMM 2024, https://doi.org/10.1145/3652024.3665507.
-#
-# In an order each box falls onto the highest of those before it. A step takes one box out and puts
-# it where the stack through it is low: one sweep from below and one from above give that height at
-# all places, and noise of the temperature decides among them, as a heat bath does. A step costs two
-# sweeps, so thousands of them want compiled code.
+# Simulated annealing over orders: Y. Imanishi and Z. Xu, "A Heuristic for Periodic Memory
+# Allocation with Little Fragmentation to Train Neural Networks", ISMM 2024,
+# https://doi.org/10.1145/3652024.3665507. Boxes fall onto earlier ones. A step puts one where the
+# stack through it is low, by two sweeps and noise, as a heat bath: thousands want compiled code.
 
 _CHUNK = 100  # steps whose random numbers are drawn together
 _COLDEST = 1e-3  # of the first temperature, the last one
@@ -263,8 +239,8 @@ def stacked(
 ) -> int:
     """Let boxes fall in `order`; the height of all.
 
-    `levels[k]` becomes the height during the life of `box` before the k-th of them falls, with one
-    more after the last; `heights` the end of each box that falls.
+    `levels[k]` becomes the height during the life of `box` before the k-th falls, one more after
+    the last; `heights` the ends.
     """
     profile = np.zeros(end.max(), np.int64)
     highest = 0
@@ -293,7 +269,7 @@ def _anneal_chunk(
         box = int(order[at])
         rest = np.concatenate((order[:at], order[at + 1 :]))
         without = stacked(size, start, end, rest, box, below, heights)
-        # A copy, as Numba would compile another function for arrays that run backwards.
+        # A copy: Numba would compile another function for arrays that run backwards.
         stacked(size, start, end, rest[::-1].copy(), box, above, heights)
         through = below + above[::-1] + size[box]
         to = int((through - noise[step]).argmin())
@@ -319,14 +295,12 @@ def insertion_annealing(
     for first in range(0, steps, _CHUNK):
         hot = temperatures[first : first + _CHUNK, None]
         picks = source.integers(0, n, len(hot))
-        # Gumbel noise: taking the least of the sums draws a place by its Boltzmann weight. 1e-300
-        # keeps the logarithms finite.
+        # Gumbel noise: the least sum draws a place by its Boltzmann weight. 1e-300 keeps it finite.
         noise = -hot * np.log(-np.log(source.uniform(1e-300, 1.0, (len(hot), n))))
         best_top = _anneal_chunk(*columns, order, best, best_top, picks, noise, goal)
         if best_top <= goal:
             break
-    # Falling in the order of `offsets`, boxes may come to lie higher than these.
-    if best_top == boxes.top(offsets):
+    if best_top == boxes.top(offsets):  # falling anew, boxes may come to lie higher
         return offsets
     heights = np.empty(n, np.int64)
     stacked(*columns, best, 0, np.empty(n + 1, np.int64), heights)

@@ -1,15 +1,9 @@
 """From buffers to a layout near the most live bytes: a portfolio of placements.
 
-Related: Y. Imanishi and Z. Xu, "A Heuristic for Periodic Memory Allocation with Little
-Fragmentation to Train Neural Networks", ISMM 2024; H. Shu et al., "ROAM: Memory-Efficient Large
-DNN Training via Optimized Operator Ordering and Memory Layout", 2023, arXiv 2310.19295; STAlloc,
-2025, arXiv 2507.16274.
-
-In order: small buffers, half of a step's and a thousandth of its bytes, wait. The others are placed
-greedily, then by ejections, then by dives of the canonical search, until they are near their most
-live bytes; where Numba is installed, what is still high is annealed. The small ones fill the holes,
-and if some end too high, ejections of all are tried. All limits are of work, so the same buffers
-get the same layout.
+Small buffers wait. The others are placed greedily, by ejections, then by dives of the canonical
+search; with Numba, what is still high is annealed. Small ones fill the holes. All limits are of
+work, so the same buffers get the same layout. Related: Y. Imanishi and Z. Xu, ISMM 2024; H. Shu et
+al., "ROAM", 2023, arXiv 2310.19295; STAlloc, 2025, arXiv 2507.16274.
 """
 
 from __future__ import annotations
@@ -26,12 +20,11 @@ from remat.solver.layout import heuristics
 from remat.solver.layout.boxes import IS_COMPILED, MOST_OVERLAPS, Boxes, Mask, overlaps_in
 from remat.solver.layout.canonical import FAILED, FOUND, CanonicalSearch, Preorder
 
+# For training steps, where what starts together is read together.
 STEP_PREORDERS = tuple(map(Preorder, ("WAT", "TAW", "TsW", "WTs", "TWA", "TSW", "WTS")))
-"""For training steps, where what starts together is read together."""
-CHIP_PREORDERS = tuple(
+CHIP_PREORDERS = tuple(  # MiniMalloc's, for times that are far apart: widths both ways
     Preorder(keys, widths) for widths in ("ranks", "times") for keys in ("WAT", "TAW", "TWA")
 )
-"""MiniMalloc's, for instances whose times are far apart: widths both ways."""
 
 
 class _Fitted(NamedTuple):
@@ -47,8 +40,7 @@ def fit_into(boxes: Boxes, capacity: int, tries: int) -> _Fitted:
     """Search by MiniMalloc's preorders until one ends, or `tries` are used up in all."""
     search, share, used = CanonicalSearch(boxes), len(boxes), 0
     while True:
-        # Which preorder does well differs, and one that does takes little more than one try a box.
-        # So each gets few, and all of them twice as many in turn.
+        # Which preorder does well differs, and it needs few tries: each gets few, then more.
         share = min(2 * share, tries - used)
         found = dive(search, capacity, share, tries - used, CHIP_PREORDERS)
         used += found.tries
@@ -60,40 +52,31 @@ def dive(
     search: CanonicalSearch, capacity: int, share: int, tries: int,
     preorders: tuple[Preorder, ...] = STEP_PREORDERS,
 ) -> _Fitted:  # fmt: skip
-    """One search by each of `preorders`, with `share` tries each, at most `tries` in all."""
+    """`share` tries by each of `preorders`, at most `tries` in all."""
     used = 0
     for preorder in preorders:
         outcome, offsets, more = search.run(capacity, preorder, min(share, tries - used))
         used += more
-        # A search that ends without a layout has seen all of them.
-        if outcome in (FOUND, FAILED):
+        if outcome in (FOUND, FAILED):  # a search that ends without a layout has seen all of them
             return _Fitted(offsets if outcome == FOUND else None, preorder, used, outcome == FAILED)
         if used == tries:
             break
     return _Fitted(None, preorders[-1], used, is_proved=False)
 
 
-# Placements within a capacity of what greedy placements leave too high: ejections, then dives.
-#
-# Ejections take little and any number of boxes. Dives of the canonical search want lists of
-# overlaps, and their tries grow with the boxes, so of many boxes there are few of them or none.
+# Ejections, then dives, which want lists of overlaps and more tries for more boxes.
 
-STARTS = (
+STARTS = (  # orders that ejections begin with, those that do well first
     "peak by last, then crowd", "size, start", "peak by oldest, then crowd",
     "peak by oldest, then area", "size, end", "area", "peak by oldest, then length",
     "peak by longest, then area", "length", "size", "peak by last, then area",
     "peak by oldest, then size",
 )  # fmt: skip
-"""Orders whose placements ejections begin with, those that do well first."""
-STEPS = 600
-"""Of each ejection: most that succeed take less, and another start helps more than more steps."""
-START_WORK, LEAST_STARTS = 100_000, 5
-"""Boxes placed to begin with, up to two seconds of NumPy, and starts of however many boxes."""
+STEPS = 600  # of each ejection: another start helps more than more steps
+START_WORK, LEAST_STARTS = 100_000, 5  # boxes placed to begin with: two seconds of NumPy
 
-_TRIES = 3500
-"""Placements tried in each dive, or 1.25 a box: most that succeed take little above one a box."""
-_ALL_TRIES, DIVE_WORK = 30_000, 30_000_000
-"""Placements tried in all dives at the goal, and those times boxes: some two seconds of NumPy."""
+_TRIES = 3500  # placements in each dive, or 1.25 a box: most that succeed take little above one
+_ALL_TRIES, DIVE_WORK = 30_000, 30_000_000  # in all dives at the goal, and those times boxes
 _RELAXED_PART = 4  # of the dives at the goal, so many as one part are taken above it
 
 
@@ -103,8 +86,6 @@ class _PlacedOffsets(NamedTuple):
 
 
 class Searches:
-    """Searches of one set of boxes, one at least, at any capacity."""
-
     def __init__(self, boxes: Boxes) -> None:
         self.boxes = boxes
 
@@ -151,10 +132,8 @@ class Searches:
 
 SMALL_PART = 4096  # a buffer below this part of the most live bytes is small
 SLACK_PART = 2048  # a placement is low enough at this part of the most live bytes above them, .05 %
-_RELAXED = 0.0, 0.0004, 0.004, 0.009, 0.016
-"""Of the load: by how much searches may be above the goal, if nothing is found at it."""
-_ANNEALING_STEPS, _ANNEALING_WORK = 20_000, 16_000_000
-"""Steps of each annealing, and boxes in all of them: some seconds of compiled code."""
+_RELAXED = 0.0, 0.0004, 0.004, 0.009, 0.016  # of the load, above the goal if nothing is found at it
+_ANNEALING_STEPS, _ANNEALING_WORK = 20_000, 16_000_000  # of each; boxes in all: some seconds
 _HOTTEST_PARTS = 300, 300, 500, 200  # of the load, the first temperature of each annealing
 
 
@@ -163,7 +142,7 @@ def place_buffers(buffers: Buffers, *, alignment_bytes: int = 512) -> Layout:
     check_alignment(alignment_bytes)
     _check_offsets_exist(buffers, alignment_bytes)
     found = _place(Boxes.of(buffers, alignment_bytes))
-    # Offsets are aligned; the end of the last buffer need not be.
+    # The end of the last buffer need not be aligned.
     arena_bytes = int((found.offsets + buffers.size_bytes).max(initial=0))
     layout = Layout(
         offsets_bytes=tuple(found.offsets.tolist()), arena_bytes=arena_bytes,
@@ -176,8 +155,7 @@ def place_buffers(buffers: Buffers, *, alignment_bytes: int = 512) -> Layout:
 
 def _check_offsets_exist(buffers: Buffers, alignment_bytes: int) -> None:
     total_bytes = sum(buffers.size_bytes.tolist())
-    # Offsets of all buffers must fit in 64 bits.
-    if total_bytes + len(buffers) * alignment_bytes >= MOST_BYTES:
+    if total_bytes + len(buffers) * alignment_bytes >= MOST_BYTES:  # offsets fit in 64 bits
         most_bytes = max((MOST_BYTES - total_bytes - 1) // len(buffers), 1)
         raise LayoutError(
             f"an alignment of {alignment_bytes} bytes is one that no offsets of {len(buffers)} "
@@ -189,8 +167,7 @@ def _check_offsets_exist(buffers: Buffers, alignment_bytes: int) -> None:
 def _place(boxes: Boxes) -> _PlacedOffsets:
     is_large = boxes.size * SMALL_PART >= boxes.load
     low_enough = boxes.load + boxes.load // SLACK_PART
-    # On top of large ones at this goal, the small ones are low enough without any hole.
-    large = boxes.those(is_large)
+    large = boxes.those(is_large)  # on top of these, small ones are low enough without any hole
     goal = max(large.load, low_enough - boxes.those(~is_large).load)
     found = _PlacedOffsets(*heuristics.greedy(large, goal))
     whole = _with_small(boxes, is_large, found, low_enough)
@@ -207,8 +184,7 @@ def _searched(boxes: Boxes, best: _PlacedOffsets, goal: int) -> _PlacedOffsets:
     searches = Searches(boxes)
     for part in _RELAXED:
         capacity = goal + int(part * boxes.load)
-        # What there is already is no higher.
-        if capacity >= boxes.top(best.offsets):
+        if capacity >= boxes.top(best.offsets):  # what there is already is no higher
             break
         found = searches.within(capacity, is_relaxed=part > 0)
         if found is not None:

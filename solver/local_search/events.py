@@ -1,17 +1,14 @@
 """A neighbourhood of a schedule as a 0-1 program over events and retention gaps.
 
-An event is a run of an op in a stage; in a stage repeated runs come in captured order, then
-the op of the stage. Ops of a chosen set may run again at candidate stages; all other runs
-are as in the schedule at hand. Between two touches of a value (a run that makes or reads
-it) lies a gap; `kept[v, i]` says that v is live in gap i.
+An event is a run of an op in a stage. Ops of a chosen set may run again at candidate stages; other
+runs stay. Between two touches of a value lies a gap; `kept[v, i]` says that v is live in gap i.
 
 minimise    Σ cost · runs[e]
 subject to  kept[v, i] <= kept[v, i-1] + runs[e_i]  (the last term where event e_i makes v)
             runs[e] <= kept[v, i]                   (event e reads v and ends gap i)
             Σ size · kept + own bytes of e · runs[e] <= room    for each event e
 
-Optimal for the candidate stages given, no more: it proves nothing about other schedules. The
-program of a set is small enough for CP-SAT where that of the whole graph is not.
+It proves nothing about other schedules, but is small enough for CP-SAT.
 """
 
 from __future__ import annotations
@@ -38,10 +35,8 @@ class EventProgram:
     room_bytes: int
     costs: list[float] = field(default_factory=list[float])  # of each variable, 0 for gaps
     hint: list[bool] = field(default_factory=list[bool])  # the schedule at hand
-    # (a, terms): a <= sum of the terms.
-    implications: list[_Clause] = field(default_factory=list[_Clause])
-    # (terms, room): Σ bytes · x <= room.
-    rows: list[_BytesRow] = field(default_factory=list[_BytesRow])
+    implications: list[_Clause] = field(default_factory=list[_Clause])  # (a, terms): a <= their sum
+    rows: list[_BytesRow] = field(default_factory=list[_BytesRow])  # (terms, room): sum <= room
     # Event (stage, op) of each variable that is a run.
     run_of: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     is_empty: bool = False
@@ -55,11 +50,11 @@ class EventProgram:
 def candidate_stages(
     problem: Problem, runs: Runs, chosen: Sequence[int], most: int, guide: Runs = ()
 ) -> dict[int, list[int]]:
-    """Stages in which each chosen op may run again, at most `most` beside present ones."""
+    """Stages in which each chosen op may run again: present ones, and `most` others."""
     present = stages_by_op(runs, guide)
     stages_of: dict[int, list[int]] = {}
     last = _last_touches(problem, runs)
-    # Readers come before what they read, so that where they may run is known.
+    # Readers come before what they read: where they may run is known.
     for op in sorted(set(chosen), reverse=True):
         if problem.no_recompute[op]:
             continue
@@ -69,8 +64,7 @@ def candidate_stages(
             wanted.update(dict.fromkeys(present.get(reader, ())))
             wanted.update(dict.fromkeys(stages_of.get(reader, ())))
         found = sorted(t for t in wanted if t > op)
-        # There its inputs are touched anyway, so it need not keep them for longer.
-        ends = sorted({last[v] for v in problem.inputs[op]})
+        ends = sorted({last[v] for v in problem.inputs[op]})  # there its inputs are touched anyway
         found = _thinned_events(found, most) + [t for t in ends if op < t < problem.n_ops]
         stages_of[op] = sorted({*found, *present.get(op, ())})
     return stages_of
@@ -173,19 +167,17 @@ class EventBuilder:
         """Gaps of `v` that are, or may be, kept: (event before, event after, literal)."""
         problem, maker = self.problem, self.problem.producer[v]
         reads = [v in self._reads(*self.events[e]) for e in touches]
-        # No event of the set touches it: its gaps stay as they are.
-        is_settled = all(self.literal[e] == _ALWAYS for e in touches)
+        is_settled = all(self.literal[e] == _ALWAYS for e in touches)  # untouched by the set
         hints = self._present_gaps(v, touches, reads)
         found: list[tuple[int, int, _Literal]] = []
         before = _NEVER
         for i in range(len(touches) - 1):
             here, following = touches[i], touches[i + 1]
-            # In the caller's hands once forward has ended.
+            # In the caller's hands after forward.
             must = v in problem.held and self.events[following][0] >= problem.n_forward
             if is_settled or must:
                 gap = _ALWAYS if hints[i] or must else _NEVER
-            # A run that is fixed reads it.
-            elif reads[i + 1] and self.literal[following] == _ALWAYS:
+            elif reads[i + 1] and self.literal[following] == _ALWAYS:  # a fixed run reads it
                 gap = _ALWAYS
             else:
                 gap = program.variable(0.0, hints[i])
@@ -199,7 +191,7 @@ class EventBuilder:
         return found
 
     def _present_gaps(self, v: int, touches: list[int], reads: list[bool]) -> list[bool]:
-        """Whether each gap is kept by the schedule at hand: a read follows before a making."""
+        """Whether the schedule at hand keeps each gap: a read follows before a making."""
         hints = [False] * len(touches)
         wanted = False
         for i in range(len(touches) - 1, 0, -1):
@@ -240,17 +232,12 @@ class EventBuilder:
                 terms.append((self.literal[e], own_bytes))
             if room < 0:
                 program.is_empty = True
-            # A row that cannot bind is left out.
-            if sum(size_bytes for _, size_bytes in terms) > room:
+            if sum(size_bytes for _, size_bytes in terms) > room:  # it cannot bind
                 program.rows.append((terms, room))
 
 
-# Solves one neighbourhood by CP-SAT. The one file that speaks to OR-Tools CP-SAT for it.
-
-_LEAST_EFFORT = 0.05
-"""What a try counts as at least: its program has to be built."""
-COST_UNITS = 10_000_000
-"""Units into which the time of the step is cut: CP-SAT counts in integers."""
+_LEAST_EFFORT = 0.05  # of a try: its program has to be built
+COST_UNITS = 10_000_000  # in the time of the step: CP-SAT counts in integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +259,6 @@ class TryLimits:
 
 
 class RunningSolvers:
-    """The CP-SAT solvers at work, so that all of them can be stopped."""
-
     def __init__(self) -> None:
         self._solvers: list[Any] = []
         self._stopped = False
@@ -284,8 +269,7 @@ class RunningSolvers:
         return not self._stopped
 
     def stop(self) -> None:
-        # First, so that none begins behind the loop.
-        self._stopped = True
+        self._stopped = True  # first, so that none begins behind the loop
         for solver in self._solvers:
             solver.stop_search()
 
@@ -294,7 +278,7 @@ def solve_events(
     program: EventProgram, base: Runs, fixed: Sequence[int], below_us: float, effort: TryLimits,
     running: RunningSolvers,
 ) -> Tried:  # fmt: skip
-    """Runs that cost less than `below_us`: of `fixed` ops those of `base`, of others as chosen."""
+    """Runs that cost less than `below_us`: `fixed` ops as in `base`, others as chosen."""
     if program.is_empty:
         return Tried(None, True)
     from ortools.sat.python import cp_model  # pyright: ignore[reportMissingTypeStubs]
@@ -304,12 +288,10 @@ def solve_events(
     solver = api.CpSolver()
     if model is None or not running.add(solver):
         return Tried(None, True)
-    # Several would race, and a seed no longer give the same outcome.
-    solver.parameters.num_workers = 1
+    solver.parameters.num_workers = 1  # several would race, and a seed not fix the outcome
     solver.parameters.random_seed = effort.seed
     solver.parameters.linearization_level = 2
-    # Ctrl-C is Python's to hear.
-    solver.parameters.catch_sigint_signal = False
+    solver.parameters.catch_sigint_signal = False  # Ctrl-C is Python's to hear
     solver.parameters.max_deterministic_time = effort.deterministic
     solver.parameters.max_time_in_seconds = max(effort.seconds, 0.01)
     solver.parameters.cp_model_probing_level = 0
@@ -321,8 +303,7 @@ def solve_events(
         return Tried(None, finished, spent)
     chosen = {event for x, event in program.run_of.items() if solver.boolean_value(variables[x])}
     runs = _merged(base, fixed, chosen)
-    # The program counts in rounded units.
-    is_cheaper = again_us(program.problem, runs) < below_us
+    is_cheaper = again_us(program.problem, runs) < below_us  # the program counts in rounded units
     return Tried(runs if is_cheaper else None, finished, spent)
 
 
@@ -348,8 +329,7 @@ def _model(
     if room_us <= 0:
         return None, variables
     if math.isfinite(room_us):
-        # Strictly less, in whole units.
-        model.add(objective <= math.ceil(room_us / unit_us) - 1)
+        model.add(objective <= math.ceil(room_us / unit_us) - 1)  # strictly less, in whole units
     model.minimize(objective)
     return model, variables
 
@@ -367,8 +347,7 @@ def _row(
     api: Any, model: Any, variables: list[Any], terms: Sequence[tuple[int, int]], room: int
 ) -> None:
     sizes = [size_bytes for _, size_bytes in terms]
-    # Smaller coefficients for the same row.
-    unit = math.gcd(*sizes) or 1
+    unit = math.gcd(*sizes) or 1  # smaller coefficients for the same row
     total = api.LinearExpr.weighted_sum(
         [variables[x] for x, _ in terms], [size_bytes // unit for size_bytes in sizes]
     )

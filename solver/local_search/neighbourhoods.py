@@ -1,13 +1,9 @@
 """Large neighbourhood search around the best schedule, each neighbourhood solved by CP-SAT.
 
-Source: P. Shaw, "Using Constraint Programming and Local Search Methods to Solve Vehicle
-Routing Problems", 1998, https://doi.org/10.1007/3-540-49481-2_30; the neighbourhoods are
-those of `events`.
-
-A round picks `workers` sets of ops, lets each set run again wherever that may help, and
-takes the best outcome. Sets grow while they are searched to the end, and shrink when their
-effort ends first. Neither depends on the clock, so a seed and a number of workers give the
-same schedules, until the time limit. Nothing is proved: where a set may run again is a choice.
+Source: P. Shaw, "Using Constraint Programming and Local Search Methods to Solve Vehicle Routing
+Problems", 1998, https://doi.org/10.1007/3-540-49481-2_30, with the neighbourhoods of `events`. Sets
+of ops run again wherever that may help; they grow while searched to the end, else shrink. No clock
+counts, so a seed and workers fix the schedules. Nothing is proved.
 """
 
 from __future__ import annotations
@@ -31,8 +27,7 @@ from remat.solver.stopping import NEIGHBOURHOOD
 
 _FIRST_SIZE = 40  # ops in the first sets
 _GROWTH, _SHRINKAGE = 1.15, 0.85
-_FEW_STAGES = 3
-"""Stages in which an op may run again, beside those where it does, until all is searched."""
+_FEW_STAGES = 3  # in which an op may run again, beside present ones, until all is searched
 _FULL = 0.98  # a stage is full from this part of the budget on
 
 
@@ -69,7 +64,7 @@ class LargeNeighbourhoods:
         """Try some sets at once, take what is better; returns the effort of a worker."""
         self.search.say(f"neighbourhoods of {int(self.size)} ops")
         sets = [self._pick() for _ in range(self.workers)]
-        # Drawn here and not in the threads, so that it does not count which of them is first.
+        # Not in the threads: which of them is first would count.
         seeds = [self.source.randrange(1 << 30) for _ in sets]
         running = RunningSolvers()
         drawn = zip(sets, seeds, strict=True)
@@ -86,10 +81,9 @@ class LargeNeighbourhoods:
         self.size = min(max(self.size, 8), self.search.problem.n_ops)
         is_whole = len(sets[0]) >= self.search.problem.n_ops
         if is_whole and all_finished and not better:
-            # All ops at all stages: there is nothing else to try.
+            # All ops at all stages.
             self.is_exhausted = self.most_stages >= self.search.problem.n_ops
-            # All ops were free, but at few stages: begin again with more of these.
-            self.most_stages *= 2
+            self.most_stages *= 2  # all ops, but at few stages
             self.size = _FIRST_SIZE
         return max(found.effort for found in outcomes)  # they ran side by side
 
@@ -100,8 +94,7 @@ class LargeNeighbourhoods:
         program = events.EventBuilder(problem, self.runs, stages_of).build(room_bytes)
         fixed = [op for op in range(problem.n_ops) if op not in stages_of]
         effort = events.TryLimits(NEIGHBOURHOOD.most, search.left_s, seed)
-        # Better by more than rounding, or rounds would go on for nothing.
-        below_us = self.cost_us * (1 - 1e-9)
+        below_us = self.cost_us * (1 - 1e-9)  # by more than rounding, or rounds never end
         return events.solve_events(program, self.runs, fixed, below_us, effort, running)
 
     def _take(self, runs: Runs) -> None:

@@ -1,8 +1,7 @@
 """Local search over retention gaps: bring a state under a budget, then fill what fits.
 
-A gap is the time between two touches of a value. Dropping one frees its bytes in between
-and costs a recomputation at its end; carrying one does the reverse. `repair` drops by the
-least extra time over (bytes of overload removed)^power; `fill` carries what saves most.
+A gap is the time between two touches of a value. Dropping it frees bytes and costs a recomputation
+at its end. `repair` drops by least extra time over (overload removed)^power; `fill` by most saved.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from remat.solver.search import Search
 from remat.solver.state import Bytes, Stage, State, UnreachableError, closure_cost_us
 from remat.solver.stopping import EXCHANGES, VAIN_EXCHANGES, VAIN_MOVES
 
-_TRIALS = 12
-"""Moves replayed exactly in each round of `repair`; the others are only estimated."""
-_TRIAL_WORK, _OPS_A_WORK = 4, 25
-"""A replayed move counts as so many estimated ones, and so many replayed ops as one more."""
+_TRIALS = 12  # moves replayed exactly in each round; the others are only estimated
+_TRIAL_WORK, _OPS_A_WORK = 4, 25  # what a replayed move counts as; replayed ops that count as one
 
 
 class GapMove(NamedTuple):
@@ -49,8 +46,7 @@ class Repair:
     limit_bytes: int
     power: float  # of the overload that a drop removes, in its score
     search: Search
-    # A value and the stage at which a gap of it ends, which is never dropped.
-    spared: tuple[int, int] | None = None
+    spared: tuple[int, int] | None = None  # a value, and the stage that ends a gap of it that stays
     most_work: float = float("inf")  # that `search.work` may come to
 
     def run(self) -> bool:
@@ -94,14 +90,12 @@ class Repair:
     def _rankings(self, worst: int, over: Bytes) -> Iterator[list[tuple[float, GapMove]]]:
         """The `_TRIALS` moves of least score; if none of them helps, the next ones, and so on."""
         yield sorted(self._estimates(worst, over, _TRIALS))[:_TRIALS]
-        # All are estimated only where the first do not help.
-        ranked = sorted(self._estimates(worst, over))
+        ranked = sorted(self._estimates(worst, over))  # only where the first do not help
         for first in range(_TRIALS, len(ranked), _TRIALS):
             yield ranked[first : first + _TRIALS]
 
     def _score(self, cost_us: float, relief_bytes: int) -> float:
-        # Without cost the most relief counts; the tiny term tells moves of no cost at all apart.
-        if cost_us <= 0:
+        if cost_us <= 0:  # without cost relief counts; the tiny term tells such moves apart
             return cost_us * relief_bytes - relief_bytes / (1 << 50)
         return cost_us / relief_bytes**self.power
 
@@ -116,8 +110,7 @@ class Repair:
         for move, relief_bytes in self._reliefs([m for m in moves if not m.bit], worst, over):
             most_us = float("inf")
             if wanted is not None and len(least) >= wanted:
-                # Above this, the drop is not among the wanted: its closure need not be followed to
-                # the end.
+                # Above this the drop is not wanted: its closure need not be followed.
                 most_us = max(sorted(least)[wanted - 1], 0.0) * relief_bytes**self.power
                 most_us *= 1 + 1e-9
             cost_us = _drop_cost_us(self.state, move, most_us)
@@ -136,7 +129,7 @@ class Repair:
             if (move.v, move.stage) == self.spared:
                 continue
             size_bytes = self.state.problem.size_bytes[move.v]
-            # Not less than any overload, so it removes all that it spans: a difference of two sums.
+            # Not less than any overload, it removes all that it spans: a difference of two sums.
             if size_bytes >= highest_bytes:
                 relief_bytes = int(total[move.stage + 1] - total[move.before + 1])
             else:
@@ -157,8 +150,7 @@ def _moves_at(state: State, worst: int) -> list[GapMove]:
             if not 0 < stage_position < len(touches):
                 continue
             before, stage = touches[stage_position - 1], touches[stage_position]
-            # Once forward has ended, the caller holds some.
-            is_held = v in problem.held and stage >= problem.n_forward
+            is_held = v in problem.held and stage >= problem.n_forward  # the caller's by then
             may_drop = not problem.no_recompute[problem.producer[v]] and not is_held
             if may_drop and state.rows[stage][v]:
                 moves.append(GapMove(v, before, stage, 0))
@@ -187,8 +179,7 @@ def carriable(state: State, op: int, stage: int) -> list[tuple[int, int]]:
 def _drop_cost_us(state: State, move: GapMove, most_us: float) -> float | None:
     """What the drop makes its stage run again; None if pinned, or more than `most_us`."""
     row = state.rows[move.stage]
-    # Put back below, in place of a copy of the row.
-    row[move.v] = 0
+    row[move.v] = 0  # put back below: no copy of the row
     try:
         return closure_cost_us(
             state.problem, row, move.v, move.stage, state.stages[move.stage].recomputed, most_us
@@ -198,7 +189,7 @@ def _drop_cost_us(state: State, move: GapMove, most_us: float) -> float | None:
 
 
 def _try_move(state: State, move: GapMove, over: Bytes, limit_bytes: int) -> _Trial | None:
-    """What `move` would do, None where a pinned op forbids it; `state` is left as it was."""
+    """What `move` would do, None where a pinned op forbids it; `state` stays."""
     v, before, stage, bit = move
     old_before, old_stage = state.stages[before], state.stages[stage]
     state.change(v, before, stage, bit)
@@ -206,8 +197,7 @@ def _try_move(state: State, move: GapMove, over: Bytes, limit_bytes: int) -> _Tr
         new_before, new_stage = state.replay(before), state.replay(stage)
         state.rise_bytes[before] = new_before.rise_bytes
         state.rise_bytes[stage] = new_stage.rise_bytes
-        # Outside of the gap nothing changes.
-        part = slice(before, stage + 1)
+        part = slice(before, stage + 1)  # outside of the gap nothing changes
         now = state.entry_bytes[part] + state.rise_bytes[part]
         limit = limit_bytes - state.problem.resident_bytes
         overload = int(np.maximum(now - limit, 0).sum() - over[part].sum())
@@ -233,7 +223,6 @@ def apply(state: State, move: GapMove) -> None:
 
 
 def offer_filled(search: Search, state: State) -> None:
-    """Offer `state` and, if it fits, what `fill` makes of it."""
     if search.offer(state):
         fill(state, search.budget_bytes, search)
         search.offer(state)
@@ -247,8 +236,7 @@ def fill(state: State, limit_bytes: int, search: Search) -> None:
         savings = sorted(_savings(state, limit_bytes), reverse=True)
         search.work += len(savings)
         for saving_us, move in savings:
-            # Savings are upper estimates, so none of the rest saves more.
-            if best is not None and saving_us <= best[0]:
+            if best is not None and saving_us <= best[0]:  # savings are upper estimates
                 break
             trial = _try_move(state, move, over, limit_bytes)
             search.work += _work_of(trial)
@@ -261,7 +249,7 @@ def fill(state: State, limit_bytes: int, search: Search) -> None:
 
 
 def _savings(state: State, limit_bytes: int) -> list[tuple[float, GapMove]]:
-    """Gaps with room for their value all the way; the saving is an upper estimate."""
+    """Gaps with room all the way; the saving is an upper estimate."""
     room = limit_bytes - state.peak_bytes
     found: list[tuple[float, GapMove]] = []
     for move in _carriages(state, range(len(state.stages))):
@@ -271,10 +259,7 @@ def _savings(state: State, limit_bytes: int) -> list[tuple[float, GapMove]]:
     return found
 
 
-# Exchanges of what is kept: carry what does not fit, and repair elsewhere, while that pays.
-#
-# Also called: add-drop local search. A gap is carried, then as many are dropped as that takes.
-# Cost: each try takes about as much as there are ops; the moves that were weighed end it.
+# Exchanges: carry what does not fit, and repair elsewhere, while that pays.
 
 
 def offer_exchanges(search: Search) -> None:
@@ -297,7 +282,7 @@ def exchange(state: State, search: Search) -> State:
         copied = state.copy()
         apply(copied, move)
         in_vain += 1
-        # Dropping the same gap again would exchange nothing.
+        # Dropping the same gap would exchange nothing.
         if not Repair(copied, limit_bytes, 1.0, search, (move.v, move.stage)).run():
             continue
         fill(copied, limit_bytes, search)
@@ -313,8 +298,7 @@ def _worth_carrying(state: State, search: Search) -> list[tuple[float, GapMove]]
     nothing = np.zeros_like(state.entry_bytes)
     found: list[tuple[float, GapMove]] = []
     for move in _carriages(state, range(len(state.stages))):
-        # No limit: the repair sees to what does not fit.
-        trial = _try_move(state, move, nothing, 1 << 60)
+        trial = _try_move(state, move, nothing, 1 << 60)  # the repair sees to what does not fit
         search.work += _work_of(trial)
         if trial is not None and trial.cost_us < 0:
             found.append((trial.cost_us / max(state.problem.size_bytes[move.v], 1), move))

@@ -1,20 +1,15 @@
 """Where copies begin and end: a constructive scheduler over the links.
 
-Takes an `UntimedSchedule`, in which copies take no time and whose peak is within the budget.
-Then
+Takes an `UntimedSchedule`, whose copies take no time and whose peak is within the budget.
 
-1. offloads begin as soon as their value is made, in that order: on one link, no other order ends
-   any first part of the copies earlier. `with_copies` tries others;
-2. fetches begin as late as they can without a stall, in the order of need, from the last one
-   backwards: start = min(need, start of the next one) - duration;
-3. between its last use and the end of its copy a value stays where there is room, else the device
-   waits for the copy. A fetch begins at its latest start if there is room from there to its use,
-   else where room begins, and its use waits. A value for which there is room all the way stays.
+1. Offloads begin as soon as their value is made, in that order: on one link, no other order ends
+   any first part of the copies earlier. `with_copies` tries others.
+2. Fetches begin as late as they can without a stall, in the order of need, from the last one back.
+3. A value stays to the end of its copy down where there is room, else the device waits. A fetch
+   begins where there is room from there to its use. A value with room all the way stays.
 
-With 1 and 2 the bytes in flight are the least possible at every moment for these orders of copies.
-The budget is never exceeded, since a peak goes by the order of the steps alone. A stall moves all
-that comes after it, so some rounds follow, each timed by the simulator's clock of the one before.
-
+Bytes in flight then are the least for these orders. A peak goes by the order of steps alone, so the
+budget holds. A stall moves all after it, so some rounds follow, timed by the simulator's clock.
 Cost: O(n log n + copies · n) a round, for n steps.
 """
 
@@ -38,8 +33,7 @@ from remat.solver.offload.fetch_as_recompute import OffDeviceSpan, UntimedSchedu
 from remat.solver.state import Bytes
 
 _Times = npt.NDArray[np.float64]
-_SOON_US = 1e-6
-"""Times closer than this are one: sums of costs are rounded."""
+_SOON_US = 1e-6  # closer times are one: sums of costs are rounded
 
 
 class _Transfer(NamedTuple):
@@ -55,21 +49,19 @@ class _PlacingRound:
     links: Links
     size: dict[str, int]
     clock_us: _Times  # the device's clock before each item, and at the end
-    # Free on the device while each item runs; it shrinks by what is in flight.
-    room_bytes: Bytes
-    # In which values go down; by default that of their making.
-    order: tuple[str, ...] = ()
+    room_bytes: Bytes  # free while each item runs; it shrinks by what is in flight
+    order: tuple[str, ...] = ()  # of values that go down; by default that of their making
 
     @cached_property
     def down(self) -> dict[str, int]:
         """By value, in `order`, the item after which its copy down stands."""
         order = self.order or order_of_making(self.base)
-        # A copy stands no earlier than those before it in the order.
+        # A copy stands no earlier than those before it.
         stands = accumulate((self.base.made[name] for name in order), max)
         return dict(zip(order, stands, strict=True))
 
     def transfers(self) -> list[_Transfer]:
-        """Spans that are left, by return; a value for which there is room all the way stays."""
+        """Spans that are left, by return; a value with room all the way stays."""
         leaving = self._leaving()
         away = sorted(leaving, key=lambda off_span: off_span.returns)
         needs = ((float(self.clock_us[a.returns]), self.size[a.value]) for a in away)
@@ -94,7 +86,7 @@ class _PlacingRound:
         copied: set[str] = set()
         for off_span in self.base.off_spans:
             value, first = off_span.value, off_span.leaves + 1
-            # What is below already may be freed at once.
+            # What is below already may go at once.
             end = first if value in copied else max(_item_at(self.clock_us, whole_us[value]), first)
             end = self._kept(first, min(end, off_span.returns), self.size[value])
             if end < off_span.returns:
@@ -116,7 +108,7 @@ def order_of_making(base: UntimedSchedule) -> tuple[str, ...]:
 
 
 def _earliest_ends(copies: Iterable[tuple[float, int]], link: Link) -> list[float]:
-    """When each of `copies` over one link ends, in turn: each is ready at a time, and has bytes."""
+    """When each of `copies` over one link ends, in turn; each has a time it is ready, and bytes."""
     ends, free_us = list[float](), 0.0
     for ready_us, size_bytes in copies:
         free_us = max(free_us, ready_us) + link.us(size_bytes)
@@ -148,15 +140,11 @@ def _item_at(clock_us: _Times, time_us: float) -> int:
 
 def _item_before(clock_us: _Times, time_us: float) -> int:
     """The last item that the device reaches by then."""
-    # A copy begins no earlier than what the device was given before it ends. So one that must begin
-    # at that time stands before this item.
+    # A copy waits for what the device was given before it, so it stands before the last such item.
     return int(np.searchsorted(clock_us[:-1], time_us + _SOON_US, side="right")) - 1
 
 
-# Values that wait on NVMe: they go down right after they reach the host, and come up when due.
-#
-# They are written in the order in which they are made, and read so that the fetch to the device
-# need not wait, where the host has room from then on; else from where it has.
+# Values on NVMe go down after the host, in order of making, and are read where the host has room.
 
 
 def _reads(
@@ -166,7 +154,7 @@ def _reads(
     first: dict[str, _Transfer] = {}
     for transfer in transfers:
         if transfer.off_span.value in spilled:
-            # One read does: the value then waits on the host for its later fetches.
+            # One read does: later fetches find it on the host.
             first.setdefault(transfer.off_span.value, transfer)
     if not first:
         return {}
@@ -203,7 +191,7 @@ def _written(one: _PlacingRound, first: Collection[str], write: Link) -> dict[st
 def _host_room(
     one: _PlacingRound, transfers: Sequence[_Transfer], spilled: Collection[str]
 ) -> Bytes:
-    """What is free on the host while each item runs, beside values that wait there throughout."""
+    """Free on the host while each item runs, beside values that wait there throughout."""
     room_bytes = np.full(len(one.base.items), one.links.host_bytes, np.int64)
     last = {transfer.off_span.value: transfer.fetched for transfer in transfers}
     first = {transfer.off_span.value: transfer.fetched for transfer in reversed(transfers)}
@@ -213,8 +201,7 @@ def _host_room(
     return room_bytes
 
 
-_ROUNDS = 3
-"""How often copies are placed anew; more rounds hardly ever shorten a step."""
+_ROUNDS = 3  # more hardly ever shorten a step
 _BOUNDLESS = 1 << 60  # room in bytes that no step fills
 
 
@@ -232,14 +219,13 @@ def place_copies(
     spilled: Collection[str] = (),  # values that go on from the host to NVMe
     order: tuple[str, ...] = (),  # of copies down, with every value that is ever absent
 ) -> PlacedSchedule | None:
-    """The fastest of some rounds; None over the budget, without room below, or out of `order`."""
+    """The fastest of some rounds; None over the budget, without room, or out of `order`."""
     if base.peak_bytes > budget_bytes:
         return None
     best: PlacedSchedule | None = None
     clock_us = untimed_clock(graph, base)
     size = _sizes(graph, base)
-    # A stall moves all that comes after it, so each round is timed by the clock of the one before.
-    for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS):  # each round is timed by the clock of the one before
         one = _PlacingRound(base, links, size, clock_us, budget_bytes - base.live_bytes, order)
         transfers = one.transfers()
         if any(transfer.leaves <= one.down[transfer.off_span.value] for transfer in transfers):
@@ -258,9 +244,8 @@ def place_copies(
 
 
 def in_flight_bytes(graph: TrainingGraph, base: UntimedSchedule, links: Links) -> Bytes:
-    """In flight while each item runs, were there room for all: what no stalls would take."""
-    # So much that what is missing of it is in flight.
-    room_bytes = np.full(len(base.items), _BOUNDLESS, np.int64)
+    """While each item runs, were there room for all: what no stalls would take."""
+    room_bytes = np.full(len(base.items), _BOUNDLESS, np.int64)  # what goes missing is in flight
     clock_us, size = untimed_clock(graph, base), _sizes(graph, base)
     _PlacingRound(base, links, size, clock_us, room_bytes).transfers()
     return _BOUNDLESS - room_bytes

@@ -1,8 +1,7 @@
-"""Models a fetch as a recomputation without inputs, so that State and Repair serve for both.
+"""Models a fetch as a recomputation without inputs, so that states, repair and fill serve for both.
 
-In the problem of `with_fetches`, running a hosted op again needs no input and costs what the copy
-takes on its link. So states, repair and fill serve for fetches without knowing of them.
-`untimed_schedule` reads the re-runs of such a state as what they stand for: values that arrive.
+In the problem of `with_fetches`, running a hosted op again costs what the copy takes on its link.
+`untimed_schedule` reads such runs as values that arrive.
 """
 
 from __future__ import annotations
@@ -57,10 +56,8 @@ def with_fetches(
     inputs, cost_us = list(problem.inputs), list(problem.cost_us)
     no_recompute = list(problem.no_recompute)
     for op in ops:
-        # A pin forbids no arrival.
-        inputs[op], no_recompute[op] = (), False
-        # What its bytes take on the way back, so that a repair fetches no value oftener than it
-        # pays.
+        inputs[op], no_recompute[op] = (), False  # a pin forbids no arrival
+        # The way back: a repair fetches no value oftener than it pays.
         cost_us[op] = cost_factor * problem.output_bytes[op] / links.h2d.bytes_per_us
     return dataclasses.replace(
         problem, inputs=tuple(inputs), cost_us=tuple(cost_us), no_recompute=tuple(no_recompute)
@@ -71,12 +68,12 @@ def movable(problem: Problem) -> list[bool]:
     """Which values a copy can take below the device."""
     kinds = (problem.graph.value_by_name[name].kind for name in problem.names)
     sizes = problem.size_bytes
-    # Random states are on the host anyway.
+    # Random states are on the host.
     return [kind != "rng_state" and sizes[v] > 0 for v, kind in enumerate(kinds)]
 
 
 def require_no_homes(graph: TrainingGraph, solver: str) -> None:
-    """Raises SolverError: a value has a home, or an op updates values in place."""
+    """SolverError: a value has a home, or an op updates values in place."""
     moved = [value.name for value in graph.values if value.home is not None]
     moved += [name for op in graph.ops for name in op.updates]
     if moved:
@@ -107,8 +104,7 @@ def most_by_stage(graph: TrainingGraph, ran: Iterable[str], found_bytes: Iterabl
     stage = 0
     for op, size_bytes in zip(ran, found_bytes, strict=True):
         most[stage] = max(most[stage], size_bytes)
-        # A stage ends with the first run of its op.
-        stage += graph.op_index.get(op) == stage
+        stage += graph.op_index.get(op) == stage  # the first run of its op ends a stage
     return most
 
 
@@ -132,8 +128,7 @@ def _arrivals(
         outputs = graph.ops[graph.op_index[step.op]].outputs
         if step.op in done and graph.op_index[step.op] in hosted:
             fresh = [value for value in outputs if value not in live]
-            # What is freed right after is not wanted: its arrival and that end are left out.
-            unwanted = _freed_at_once(steps, i).intersection(fresh)
+            unwanted = _freed_at_once(steps, i).intersection(fresh)  # freed at once: left out
             items += [_UntimedStep("arrive", value) for value in fresh if value not in unwanted]
             live.update(value for value in fresh if value not in unwanted)
         else:

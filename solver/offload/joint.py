@@ -48,15 +48,11 @@ from remat.solver.state import Bytes, State, UnreachableError, store_all_state
 from remat.solver.stopping import ALONE, CLIMBED, DEFAULT_GAP, JOINT_NODES, RELAXED
 from remat.solver.table import make_solver, options_of
 
-# A climb over the sets of hosted ops, from the best schedule known.
-#
-# Where one cut says little, as on convolutional nets, its point hosts the wrong values. The climb
-# takes the runs of the best schedule as they are. It lets one more op arrive instead of running
-# again, or one less, or one for another, and repairs and places what comes of it. The first step
-# that is faster is taken. It ends where none is, or after so many trials.
+# A climb over the sets of hosted ops. Where one cut says little, as on convolutional nets, its
+# point hosts the wrong values. From the runs of the best schedule one more op arrives, or one less,
+# or one for another, and what comes of it is repaired and placed. The first faster one is taken.
 
-_ADDED, _CHANGED = 25, 6
-"""Ops that are tried to be hosted as well; and of those and of the hosted, to be changed."""
+_ADDED, _CHANGED = 25, 6  # ops to host as well; of those and of the hosted, to change
 
 _Ops = frozenset[int]
 
@@ -127,7 +123,6 @@ def climb_hosted(search: Search, links: Links, gap: float) -> None:
 
 
 def hosted_ops(search: Search) -> _Ops:
-    """Ops whose values the best schedule fetches."""
     assert search.best is not None
     producer = dict(zip(search.problem.names, search.problem.producer, strict=True))
     fetched = map(fetched_value, search.best.steps)
@@ -145,7 +140,7 @@ def arrivals_and_runs(problem: Problem, schedule: Schedule) -> list[list[int]]:
             waiting[step.value] = None
         elif isinstance(step, Compute):
             op = index[step.op]
-            # A fetch is issued early; when it must have arrived is what counts.
+            # When it must have arrived is what counts.
             arrived = [v for v in problem.graph.ops[op].inputs if v in waiting]
             for v in arrived:
                 del waiting[v]
@@ -154,39 +149,27 @@ def arrivals_and_runs(problem: Problem, schedule: Schedule) -> list[list[int]]:
                 following += 1
             else:
                 stages[following].append(op)
-    # The end of the step alone reads these.
-    stages[problem.n_ops] += [producer[v] for v in waiting]
+    stages[problem.n_ops] += [producer[v] for v in waiting]  # the end alone reads these
     return [list(dict.fromkeys(stage)) for stage in stages]
 
 
-# Bounds and starts from programs of cuts with copies, cut by cut.
-#
-# The first cut is the one whose relaxed program says most. Its program gives a bound, and its point
-# a start; programs of less room give more starts, since one cut does not see how full the other
-# stages are. A further cut goes where the stage's peak and the bytes in flight there exceed the
-# budget most: the peak alone, of a schedule whose copies take no time, hardly ever asks for one.
+# The first cut is the one whose relaxed program says most. Programs of less room give more starts,
+# since one cut does not see other stages. A further cut goes where peak and bytes in flight exceed
+# the budget most: the peak alone hardly ever asks for one.
 
-_LEAST_SHARE = 4096
-"""A start copies no value below this part of the peak: 1 MiB of 4 GiB takes longer to begin than to
-copy, and thousands of small copies shorten no step."""
-_PARTS = (1.0, 0.98, 0.95, 0.9, 0.85, 0.75)
-"""Parts of the room above the largest working set at which the program is solved for starts."""
-_HOST_PARTS = (1.0, 0.9, 0.75)
-"""Parts of the host's room that are filled with what stays there, where NVMe takes the rest: what
-is on its way to NVMe or back needs room too."""
+_LEAST_SHARE = 4096  # of the peak: copying less takes longer to begin than to copy
+_PARTS = (1.0, 0.98, 0.95, 0.9, 0.85, 0.75)  # of the room above the largest working set, for starts
+_HOST_PARTS = (1.0, 0.9, 0.75)  # of the host's room for what stays: transit to NVMe needs some
 
 
 @dataclass(slots=True)
 class _JointSearch:
-    """Raises the bound of `search` and offers it schedules."""
-
     search: Search
     plain: State  # keeps all
     links: Links
     gap: float
     cuts: list[int] = field(default_factory=list[int])  # in order of addition
-    # By stage, bytes over the budget, with those in flight, of the last start in all the room; None
-    # before there was one.
+    # By stage, the last start's bytes over the budget with those in flight; None before one.
     crowded: Bytes | None = None
     least_bytes: int = field(init=False)
 
@@ -213,8 +196,7 @@ class _JointSearch:
         is_first = len(self.cuts) == 1
         parts = _PARTS if is_first else _PARTS[: 1 if self.search.is_large else 2]
         ways = [self.links]
-        # NVMe may be too slow for what the program brings there: starts without it follow.
-        if self.links.nvme_bytes:
+        if self.links.nvme_bytes:  # NVMe may be too slow for the program's point
             ways.append(msgspec.structs.replace(self.links, write=None, read=None, nvme_bytes=0))
         for links, part in product(ways, parts):
             if self.search.is_open(self.gap):
@@ -241,12 +223,11 @@ class _JointSearch:
         ops = frozenset(search.problem.producer[v] for v in made.copied(found.values, made.fetched))
         if part == _PARTS[0] and links is self.links:
             state = self._state(found, ops, WEIGHINGS[0])
-            # Of all the room, as the next cut is for the real budget.
-            if state is not None:
+            if state is not None:  # in all the room: the next cut is for the real budget
                 over = state.peak_bytes - search.budget_bytes
                 self.crowded = over + flight_of(state, ops, self.links)
         if not self._offer(found, ops, links):
-            # What must run once, and the program carries past the cut, may be too much elsewhere.
+            # What the program carries past the cut may be too much elsewhere.
             self._offer(found, ops | self._pinned(), links)
 
     def _offer(self, found: CutSolution, ops: frozenset[int], links: Links) -> bool:
@@ -264,7 +245,7 @@ class _JointSearch:
     def _spilled(self, ops: frozenset[int], links: Links) -> Iterator[frozenset[str]]:
         """Ways to share what `ops` make between host and NVMe."""
         problem, room_bytes = self.search.problem, links.nvme_bytes
-        # What is made first is needed last: it has the longest time to go down and to come up.
+        # Made first, needed last: the longest time to go down and up.
         values = [v for op in sorted(ops) for v in problem.outputs[op]]
         seen: set[int] = set()
         for part in _HOST_PARTS:
@@ -309,14 +290,13 @@ class _JointSearch:
         )  # fmt: skip
 
     def _limits(self) -> Limits:
-        # Nodes and not seconds, so that the same program gives the same point on every machine.
+        # Nodes, so that the point is the same on every machine.
         limit_s, gap = RELAXED.of(self.search.left_s), self.gap / 4 * COST_SCALE
         return Limits(limit_s, absolute_gap=gap, node_limit=JOINT_NODES.most)
 
 
+# On more ops hosted sets are climbed over for a wide gap alone: tens of repairs, a second each.
 _FEW_OPS, _WIDE = 300, 5e-3
-"""On graphs of more ops, hosted sets are climbed over for a gap above this alone: that takes tens
-of repairs, of a second each on thousands of ops."""
 
 
 @dataclass(frozen=True)
@@ -367,7 +347,7 @@ class JointOffload:
             return
         joint.prove()
         joint.take_starts()
-        # So that nothing is worse than recomputation alone by more than the gap.
+        # Never worse than recomputation alone by more than the gap.
         if search.is_open(self.gap) and not self._beats_alone(search, joint.cuts[0]):
             self._take_alone(search)
         while search.is_open(self.gap) and len(joint.cuts) < self.cuts and joint.add_cut():
@@ -389,7 +369,7 @@ class JointOffload:
         if search.out_of_time():
             return
         search.say("recomputation alone")
-        # Its bound is not raised: it does not hold where values may be copied.
+        # Its bound does not hold with copies.
         found = self._alone(search.graph, search.budget_bytes, ALONE.of(search.left_s))
         if found.schedule is not None:
             search.offer_schedule(found.schedule)
@@ -397,13 +377,11 @@ class JointOffload:
             search.offer_schedule(found.least_schedule, or_least=True)
         if found.schedule is None and found.status == "time limit":
             search.cut_short = True
-        # The inner search took Ctrl-C as its own end.
-        if found.message.startswith(INTERRUPTED):
+        if found.message.startswith(INTERRUPTED):  # the inner search took Ctrl-C as its own end
             raise KeyboardInterrupt
 
     def _alone(self, graph: TrainingGraph, budget_bytes: int, limit_s: float) -> Result:
-        # What it tells of bounds does not hold for schedules with copies.
-        made = make_solver(
+        made = make_solver(  # its bounds do not hold with copies
             "auto", gap=self.gap, seed=self.seed, workers=self.workers, time_limit_s=limit_s,
             progress=None if can_copy(graph) else self.progress,
         )  # fmt: skip

@@ -1,14 +1,13 @@
 """Keep, recompute or copy below the device at chosen cuts: a bound and a start in one program.
 
-It extends `CutProgram`, whose letters stand: `carried[k, v]`, v is on the device while op t_k first
-runs; `again[k, op]`, op runs again in interval k. New are
+Extends `CutProgram`, whose letters stand. New are
 
     fetched[k, v] in {0, 1} : v, off the device while op t_k runs, arrives from below in interval k
     hosted[k, v]  in [0, 1] : a whole copy of v is below the device while op t_k runs
     spilled[k, v] in {0, 1} : that copy is on NVMe, not on the host
     waits[k]      >= 0      : time of interval k beyond its first runs and `again`; -1 is before t_0
 
-The time beyond the first runs is minimised: Σ cost · again + Σ waits. Rows, for each k:
+Minimised is Σ cost · again + Σ waits. Rows, for each k:
 
     presence    `fetched` stands beside `carried` and `again` wherever a value must be there
     hosted      hosted[k, v] >= fetched[k, v]
@@ -16,10 +15,9 @@ The time beyond the first runs is minimised: Σ cost · again + Σ waits. Rows, 
     links       windows of d2h for `hosted`, of h2d for `fetched`, of write and read for `spilled`
     rooms       Σ size · (hosted - spilled)[k, v] <= room on the host; Σ size · spilled <= on NVMe
 
-Any schedule in captured order, with any recomputations and copies, gives a point that costs no more
-than its time less one run of each op. So the optimum is a bound on the time of all of them.
-Extends the cuts of `cut_program`; the windows are those of one machine with release times and
-deadlines (Horn 1974, https://doi.org/10.1002/nav.3800210113).
+Any schedule in captured order gives a point that costs no more than its time less one run of each
+op, so the optimum is a bound. Windows are those of one machine with release times and deadlines
+(Horn 1974, https://doi.org/10.1002/nav.3800210113).
 """
 
 from __future__ import annotations
@@ -37,22 +35,13 @@ from remat.solver.bounds.cut_program import MOST_SIZE, ROW_SCALE, CutProgram
 from remat.solver.offload.fetch_as_recompute import movable
 from remat.solver.problem import Problem
 
-# Rows that say how much a link can carry in time, for a program of cuts.
-#
-# What a copy out carries was made before; what a copy back carries is read later. On one link, in
-# any order of copies, the bytes that are released at or after the end of an op and must be through
-# before the cut take no longer than the time between. Likewise the bytes that can only start after
-# the cut and are read at or before an op. The time between two ops is that of the first runs there,
-# and all that an interval has beyond its first runs: recomputations and waits.
-#
-# Each window adds up a prefix of the bytes. As chains of one variable a value, the matrix stays
-# sparse: written out, thousands of rows would have thousands of terms each.
+# How much a link can carry in time: the bytes that are released at or after the end of an op and
+# must be through before the cut take no longer than the time between, in any order. Likewise what
+# starts after the cut and is read at or before an op. Windows are chains of one variable a value:
+# written out, thousands of rows would have thousands of terms each.
 
-_POSITIONS = 60
-"""Windows a cut and link. Each is a row; more of them moved no bound by .01 % of the step."""
-_LONGEST_COPY = 1e7
-"""Most that one copy counts, in the program's unit: a thousand steps. More says nothing else, and
-HiGHS refuses coefficients that are far apart."""
+_POSITIONS = 60  # windows a cut and link: more moved no bound by .01 % of the step
+_LONGEST_COPY = 1e7  # of one copy, a thousand steps: HiGHS refuses coefficients far apart
 
 _Terms = list[tuple[int, float]]
 
@@ -66,10 +55,8 @@ class _LinkWindows:
     cuts: tuple[int, ...]
     unit_us: float
     again: list[dict[int, int]]  # by interval, the variables of ops that run again there
-    # By interval, from -1 on, the variable of its time beyond first runs and `again`.
-    waits: dict[int, int]
-    # Whether a copy takes its latency too. Without, a window holds for any link.
-    with_latency: bool
+    waits: dict[int, int]  # by interval, from -1 on, its time beyond first runs and `again`
+    with_latency: bool  # without, a window holds for any link
     begin_us: list[float] = field(init=False)  # when op t would begin if every op ran once
     extra: dict[int, int] = field(default_factory=dict[int, int], init=False)
     reads: dict[int, dict[int, int]] = field(default_factory=dict[int, dict[int, int]], init=False)
@@ -160,11 +147,8 @@ def _evenly_taken(places: Iterable[int]) -> set[int]:
 
 @dataclass(slots=True, kw_only=True)
 class JointCut(CutProgram):
-    """`CutProgram` with copies over `links`."""
-
     links: Links
-    # The point is to become a schedule: copies take their latency, and only values are copied that
-    # can be. Else all may be, and only their bytes take time: a bound.
+    # A start counts latencies and copies only what can move. A bound counts bytes alone, of all.
     is_start: bool = False
     least_bytes: int = 1  # a start copies no smaller value
     fetched: list[dict[int, int]] = field(default_factory=list[dict[int, int]], init=False)
@@ -200,8 +184,7 @@ class JointCut(CutProgram):
     def _may_leave(self, k: int, v: int) -> bool:
         """Whether v may be off the device at cut k, and come back."""
         problem = self.problem
-        # It stays on the device, in the caller's hands.
-        if self.cuts[k] >= problem.n_forward and v in problem.held:
+        if self.cuts[k] >= problem.n_forward and v in problem.held:  # in the caller's hands
             return False
         least_bytes = self.least_bytes if self.is_start else 1
         return problem.size_bytes[v] >= least_bytes and (not self.is_start or self.can_move[v])
@@ -214,7 +197,7 @@ class JointCut(CutProgram):
         return [*terms, (self.fetched[k][v], 1.0)]
 
     def _hosted_rows(self, k: int) -> None:
-        """A fetched value is on the host; one there at cut k + 1 was there at k, or made since."""
+        """A fetched value is on the host; one there at cut k + 1 was at k, or made since."""
         following = self.hosted[k + 1] if k + 1 < len(self.cuts) else {}
         for v, index in self.hosted[k].items():
             self.program.row([(index, 1.0), (self.fetched[k][v], -1.0)], lower=0.0)
@@ -235,8 +218,7 @@ class JointCut(CutProgram):
 
     def _room_row(self, terms: list[tuple[int, int, float]], room_bytes: float) -> None:
         sizes = [(index, sign * self.problem.size_bytes[v]) for index, v, sign in terms]
-        # A row that cannot bind is left out.
-        if sum(size for _, size in sizes if size > 0) <= room_bytes:
+        if sum(size for _, size in sizes if size > 0) <= room_bytes:  # it cannot bind
             return
         unit = max(room_bytes, 1) / ROW_SCALE
         row = [(i, max(min(size / unit, MOST_SIZE), -MOST_SIZE)) for i, size in sizes]
@@ -253,8 +235,7 @@ class JointCut(CutProgram):
             windows.back(k, self.fetched, links.h2d)
             if self.has_nvme and links.write is not None and links.read is not None:
                 windows.out(k, self.spilled[k], links.write)
-                # Of several cuts, one may find on NVMe what the next finds on the host.
-                if len(self.cuts) == 1:
+                if len(self.cuts) == 1:  # one cut may find on NVMe what the next finds on the host
                     windows.back(k, self.spilled, links.read)
 
     def _rounded_cost_us(self, answer: MipSolution) -> float:
@@ -263,5 +244,4 @@ class JointCut(CutProgram):
         return CutProgram._rounded_cost_us(self, answer) + waits_us
 
     def copied(self, values: list[float], which: list[dict[int, int]]) -> set[int]:
-        """Values that a point fetches, or spills, in some interval."""
         return {v for part in which for v, index in part.items() if values[index] > 0.5}

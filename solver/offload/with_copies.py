@@ -1,9 +1,8 @@
 """From a state whose hosted ops arrive again to schedules with their copies placed.
 
-A state is repaired and filled as if copies took no time, and its copies are placed. Where that
-stalls, another order of copies down may do. Where it does not, bytes in flight had no room: the
-state is repaired once more, for the budget less what a schedule without stalls has in flight, stage
-by stage, and placed again.
+A state is repaired as if copies took no time, and its copies are placed. Where that stalls, another
+order of copies down may do. Else bytes in flight had no room: the state is repaired once more for
+the budget less those, stage by stage.
 """
 
 from __future__ import annotations
@@ -28,14 +27,10 @@ from remat.solver.search import Search
 from remat.solver.state import Bytes, State
 from remat.solver.stopping import REORDERED
 
-# Better orders of copies down, where the device waits for the end of one.
-#
-# In the order of their making, a value for which there would be room for long goes down before one
-# that must leave at once. Least lateness on one machine with release times is hard already
-# (Lenstra, Rinnooy Kan, Brucker 1977, https://doi.org/10.1016/S0167-5060(08)70743-X), and a due
-# time is not known before all copies are placed. So the order changes step by step: where a value
-# is waited for, it goes before others that are copied while it is there, or one of them goes after
-# it. What comes of that is placed and judged, and the first that is faster is taken.
+# Better orders of copies down: in the order of making, a value that could wait goes before one that
+# must leave. Least lateness with release times is hard already (Lenstra, Rinnooy Kan, Brucker 1977,
+# https://doi.org/10.1016/S0167-5060(08)70743-X). So where a value is waited for, it goes before
+# others copied meanwhile, or one after it; the first faster one is taken.
 
 _Order = tuple[str, ...]
 
@@ -87,24 +82,20 @@ def _waited_for(placed: PlacedSchedule, down: dict[str, Copy]) -> list[str]:
         if copy is None:
             continue
         is_freed = isinstance(placed.schedule.steps[stall.step], Free)
-        # Freed, or fetched again, at the moment at which its copy down ends.
-        if is_freed or (copy.value, copy.end_us) in back:
+        if is_freed or (copy.value, copy.end_us) in back:  # when its copy down ends
             waits[copy.value] = waits.get(copy.value, 0.0) + stall.us
     return sorted(waits, key=lambda name: (-waits[name], name))
 
 
 class Weighing(NamedTuple):
     power: float  # of the overload that a drop removes
-    # Of a copy back, in parts of its time on the link: all of it on a link that is full, hardly any
-    # on one that has time to spare.
+    # Of a copy back, in parts of its time on the link: all if it is full, hardly any if it is not.
     cost_factor: float
 
 
-WEIGHINGS = (Weighing(1.0, 1.0), Weighing(1.0, 0.1), Weighing(0.5, 1.0))
-"""Tried in turn; on large graphs the first alone."""
+WEIGHINGS = (Weighing(1.0, 1.0), Weighing(1.0, 0.1), Weighing(0.5, 1.0))  # if large the first alone
 
-_MOST_WAITS = 0.01
-"""Of a step, in waits, up to which another order is looked for: longer ones are for a full link."""
+_MOST_WAITS = 0.01  # of a step, up to which another order is looked for: more is a full link
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +114,7 @@ def offer_state(search: Search, start: State, hosted: Hosted, links: Links, powe
     fill(state, search.budget_bytes, search)
     if _is_stalled(search, state, hosted, links):
         flight = flight_of(state, hosted.ops, links)
-        # Bytes in flight count as carried in, stage by stage.
-        state.entry_bytes += flight
+        state.entry_bytes += flight  # bytes in flight count as carried in, stage by stage
         try:
             is_repaired = Repair(state, search.budget_bytes, power, search).run()
         finally:
@@ -152,8 +142,7 @@ def _is_stalled(search: Search, state: State, hosted: Hosted, links: Links) -> b
     if placed is None:
         return False
     waits_us = placed.found.stall_us
-    # Another order shortens waits alone, so the rest must be faster than what is known.
-    is_better = placed.found.time_us - waits_us < search.best_key[0]
+    is_better = placed.found.time_us - waits_us < search.best_key[0]  # orders shorten waits alone
     if is_better and waits_us <= _MOST_WAITS * placed.found.time_us:
         placed = in_better_order(
             search, placed, order_of_making(base), lambda order: place(order=order)

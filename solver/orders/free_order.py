@@ -1,20 +1,13 @@
 """Least time under a budget, first computations in any order: orders, each solved as given.
 
-Source: the reordering of OLLA (https://arxiv.org/abs/2210.12924) before rematerialization.
-Solves: a first look at the given order and at better ones (`reorder`), by a solver that keeps
-the order; then a full solve in the best one; then, in turn, an order with more room for the
-runs of the best schedule (`roomier_start`) and a solve in it. An order is solved as a graph with
-its ops in that order (`reordered`), so any solver that keeps the order of its graph will do.
-A solve is needed because nothing else says how much an order must compute again.
-Optimal: where the bound for every order (`any_order_cut`) is met, as on transformers, or where
-nothing is computed again. Never worse than the given order in its share of the time, since that
-order is always tried.
-Cost: some seconds of annealing and a look for each order, then the time limit, unless the gap
-is closed. Shortcomings: order and recomputation are chosen in turn, not at once; the bound is
-weak on wide graphs.
-
-The parts of the budget below were chosen on layered graphs. Parts of the time limit
-(`stopping`) end by the clock, so two runs may differ.
+Source: the reordering of OLLA (https://arxiv.org/abs/2210.12924) before rematerialization. A first
+look at the given order and at better ones; a full solve in the best; then, in turn, an order with
+more room for the runs of the best schedule and a solve in it. Nothing but a solve says how much an
+order must compute again. Optimal: where the bound for every order is met, as on transformers, or
+where nothing is computed again. Never worse than the given order in its share of the time. Cost:
+some seconds of annealing and a look for each order, then the time limit. Shortcomings: order and
+recomputation are chosen in turn; the bound is weak on wide graphs; parts of the time limit end by
+the clock, so two runs may differ. Figures below were chosen on layered graphs.
 """
 
 from __future__ import annotations
@@ -42,12 +35,10 @@ class Share(NamedTuple):
     time_limit_s: float
     progress: Listener | None = None
     start: Schedule | None = None  # to begin from
-    # It may end after its first schedules, with status "time limit" if there was more to do.
-    is_look: bool = False
+    is_look: bool = False  # after first schedules; "time limit" if there was more to do
 
 
-_SolveFixed = Callable[[TrainingGraph, int, Share], Result]
-"""From a graph and a budget the best schedule in the order of the graph, with a bound for it."""
+_SolveFixed = Callable[[TrainingGraph, int, Share], Result]  # with a bound for the graph's order
 
 
 class _Attempt(NamedTuple):
@@ -58,7 +49,7 @@ class _Attempt(NamedTuple):
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Less is better: time, then peak; without a schedule the least budget known to do."""
+        """Less is better: time, then peak; without a schedule the least budget known."""
         result = self.result
         if result.schedule is None:
             return float("inf"), result.least_feasible_bytes or 1 << 62
@@ -115,8 +106,7 @@ class _Attempts:
 
     def _without_schedule(self, said: Sequence[str], wall_s: float) -> Result:
         given = self.latest[self.made[0].order]
-        # A budget that is named must be found again when it is asked for: only orders that any
-        # other solve tries too.
+        # Only orders that any other solve tries: a budget that is named must be found again.
         found = min((a for a in self.made if a.is_repeatable), key=lambda a: a.rank).result
         is_cut_short = self.cut_short and not self.is_infeasible
         least = found.least_schedule
@@ -148,15 +138,12 @@ class _Attempts:
         ]
 
 
-_AIMS = (1.0, 0.9, 0.0)
-"""Parts of the budget that orders aim for. Below 1 leaves room to recompute; 0: lowest peak."""
-_FEW_OPS = 300
-"""Larger graphs get one other order at first. Refining that is a better use of the time."""
+_AIMS = (1.0, 0.9, 0.0)  # of the budget: below 1 leaves room to recompute; 0 is the lowest peak
+_FEW_OPS = 300  # beyond, refining one other order is a better use of the time than more
 _TIGHTNESS = (0.98, 0.97, 0.99, 0.96)  # parts of the budget that refined orders aim for, in turn
 _GIVEN, _LOWEST = "the given order", "the order of lowest peak"
+# They do not depend on the budget, so a solve for a least budget named from these tries them too.
 _REPEATABLE = (_GIVEN, _LOWEST)
-"""Orders that do not depend on the budget. A least budget is named from these alone: a solve for it
-tries them too, so it finds the schedule again."""
 
 
 @dataclass(slots=True)
@@ -179,8 +166,7 @@ class FreeOrder:
         try:
             self._run()
         except KeyboardInterrupt:
-            # Nothing is there to return.
-            if not self.attempts.made:
+            if not self.attempts.made:  # nothing is there to return
                 raise
             note_interrupt()
             self.attempts.is_interrupted = True
@@ -205,8 +191,7 @@ class FreeOrder:
 
     def _is_worth(self, aim: float) -> bool:
         if not aim:
-            # Only to name a least budget, where nothing fits.
-            return not self.attempts.has_schedule
+            return not self.attempts.has_schedule  # only to name a least budget
         return not self.attempts.is_infeasible and (aim == 1.0 or len(self.graph.ops) <= _FEW_OPS)
 
     def _is_open(self) -> bool:
@@ -216,8 +201,7 @@ class FreeOrder:
         share = share._replace(progress=self._listener(name))
         result = self.solve_fixed(reordered(self.graph, order), self.budget_bytes, share)
         self.attempts.made.append(_Attempt(name, order, name in _REPEATABLE, result))
-        # The inner solve took Ctrl-C as its own end.
-        if result.message.startswith(INTERRUPTED):
+        if result.message.startswith(INTERRUPTED):  # the inner solve took Ctrl-C as its own end
             raise KeyboardInterrupt
 
     def _prove(self) -> None:
@@ -273,8 +257,7 @@ class FreeOrder:
     def _may_be_better(self, look: _Attempt) -> bool:
         """Whether the look ended early, in an order that is not proved worse than the best."""
         if look.result.status != "time limit":
-            # Where nothing is known to fit, repeatable orders are solved too, to name their least
-            # peak.
+            # Where nothing fits, repeatable orders are solved to name their least peak.
             return look.is_repeatable and not self.attempts.has_schedule
         return look.result.lower_bound_us < self.attempts.best.rank[0] * (1 - self.gap)
 
@@ -295,9 +278,8 @@ class FreeOrder:
             in_vain = 0 if is_better else in_vain + 1
 
     def _roomier(self, best: Result, tried: int, limit_s: float) -> reorder.Roomier | None:
-        """A start from `best` in another order: in turn with more room, and with fewer runs."""
-        # Else annealing would find the same order again.
-        seed = self.seed + tried
+        """A start from `best` in another order: in turn with more room, with fewer runs."""
+        seed = self.seed + tried  # else annealing would repeat itself
         if tried % 2:
             return reorder.cheaper_start(self.graph, best, seed=seed, time_limit_s=limit_s)
         tightness = _TIGHTNESS[tried // 2 % len(_TIGHTNESS)]
@@ -306,7 +288,7 @@ class FreeOrder:
     def _listener(self, name: str) -> Listener | None:
         if self.progress is None:
             return None
-        # Not its bound: that is of one order.
+        # The bound is of one order.
         return lambda state: self._tell(f"{name}: {state.doing}", state.best_overhead)
 
     def _tell(self, doing: str, overhead: float | None = None) -> None:

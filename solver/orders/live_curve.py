@@ -1,9 +1,8 @@
 """Live bytes of the step that runs every op once, op by op, as its order changes.
 
-What is live after some ops have run depends on the set of them alone, not on their order. So
-when one op moves, only the places in between change: by its results, which come later or
-earlier, and by operands of which it becomes the last reader, or no longer is. That makes a try
-cheap. Between forward and backward stands a place of no op, which reads what forward returns.
+What is live depends on the set of ops that have run, not on their order. So when one op moves, only
+the places in between change, which makes a try cheap. A place of no op between the phases reads
+what forward returns.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ class OpFacts:
     after: list[list[int]]  # must first run after it
     own_bytes: list[int]  # outputs and workspace
     lasting_bytes: list[int]  # outputs that something reads, or that are live at the end
-    # By op, of each value that it reads and that dies with its last reader: the bytes, and the
-    # other readers.
+    # By op, of values that it reads and that die with their last reader: bytes, other readers.
     spendable: list[list[tuple[int, tuple[int, ...]]]]
     n_forward: int  # ops before the end of forward
     resident_bytes: int
@@ -43,7 +41,7 @@ class OpFacts:
     def of(cls, problem: Problem) -> OpFacts:
         n = problem.n_ops
         before = with_end_of_forward(predecessors(problem.graph), problem.n_forward)
-        # The end of forward, op n, reads what forward returns.
+        # Op n, the end of forward, reads what it returns.
         readers = inverted((*problem.inputs, problem.forward_outputs), problem.n_values)
         wanted = frozenset(problem.needs[n])
         values = [
@@ -71,8 +69,7 @@ class OpFacts:
 
 
 def with_end_of_forward(before: list[list[int]], n_forward: int) -> list[list[int]]:
-    # An op between the phases takes a few edges in place of quadratically many.
-    end = len(before)
+    end = len(before)  # a few edges in place of quadratically many
     joined = [list(dict.fromkeys(ops)) for ops in before]
     for op in range(n_forward, end):
         joined[op].append(end)
@@ -114,7 +111,7 @@ class LiveCurve:
         self.limit(limit_bytes)
 
     def limit(self, limit_bytes: int) -> None:
-        """Measure against another limit, resident bytes included."""
+        """Resident bytes included."""
         self.room_bytes = limit_bytes - self.facts.resident_bytes
         running = self.entry_bytes[:-1] + self.own_bytes
         self.over_bytes: Bytes = np.maximum(running - self.room_bytes, 0)
@@ -156,8 +153,7 @@ class LiveCurve:
         old = self.over_bytes[first : last + 1]
         overload_bytes = self.overload_bytes + int(over.sum()) - int(old.sum())
         worst_bytes = int(over.max())
-        # If the worst place was in between, one outside may be the worst now.
-        if worst_bytes < self.worst_bytes:
+        if worst_bytes < self.worst_bytes:  # if it was in between, one outside may be it
             worst_bytes = max(worst_bytes, self._worst_outside(first, last, old))
         return OrderMove(start, stop, first, entry, own, over, overload_bytes, worst_bytes)
 
@@ -172,7 +168,7 @@ class LiveCurve:
         entry = self.entry_bytes[start + 2 : stop + 2] - self.facts.lasting_bytes[op]
         place = self.place
         for size_bytes, others in self.facts.spendable[op]:
-            # Behind its other readers, `op` alone keeps the value.
+            # Behind its other readers, `op` keeps the value.
             spent = max((place[other] for other in others), default=-1)
             if spent <= stop:
                 entry[max(spent - 1 - start, 0) :] += size_bytes
@@ -183,7 +179,7 @@ class LiveCurve:
         entry = self.entry_bytes[stop:start] + self.facts.lasting_bytes[op]
         place = self.place
         for size_bytes, others in self.facts.spendable[op]:
-            # Where `op` was the last reader, the value now dies once it and the others have run.
+            # The value now dies once `op` and the others have run.
             spent = max((place[other] for other in others), default=-1)
             if spent < start:
                 entry[max(spent + 1 - stop, 0) :] -= size_bytes

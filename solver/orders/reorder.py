@@ -1,15 +1,11 @@
 """Another order of first computations, in which less has to be computed again.
 
-Also called: memory-aware operator reordering, topological ordering for least peak memory.
-Paper: B. Steiner et al., "OLLA: Optimizing the Lifetime and Location of Arrays to Reduce the
-Memory Usage of Neural Networks", 2022, https://arxiv.org/abs/2210.12924, orders ops for the
-least peak by a MILP; here list scheduling, then annealing (`list_orders`, `_anneal`).
-Solves: an order for the step that runs every op once. `better_order` finds one in which that
-step exceeds the limit by fewer bytes; `lowest_order` one in which its peak is lower. What runs
-again in such an order is left to a solver, see `free_order`.
-Optimal: where the step fits in the new order without computing anything again. Cost: some
-seconds of annealing for each order. Shortcomings: what could run again is not looked at; a
-graph that is nearly a chain, as most networks are, has no better order.
+Paper: B. Steiner et al., "OLLA: Optimizing the Lifetime and Location of Arrays to Reduce the Memory
+Usage of Neural Networks", 2022, https://arxiv.org/abs/2210.12924, orders ops for the least peak by
+a MILP; here by list scheduling, then annealing. `better_order` finds one in which the step that
+runs each op once exceeds the limit by fewer bytes, `lowest_order` one of lower peak. What runs
+again is left to a solver. Cost: some seconds of annealing for each order. Shortcomings: a graph
+that is nearly a chain, as most networks are, has no better order.
 """
 
 from __future__ import annotations
@@ -38,23 +34,18 @@ from remat.solver.search import Clock
 from remat.solver.state import last_forward_position, ops_of, schedule_of
 from remat.solver.stopping import DROPPED_RUNS
 
-# Simulated annealing over orders of the ops: one op at a time goes to another place.
-#
-# Paper: S. Kirkpatrick et al., "Optimization by Simulated Annealing", 1983,
-# https://doi.org/10.1126/science.220.4598.671. The energy is the bytes over the limit, summed over
-# the ops, plus `weight` times the most at any op.
-# Cost: some 40,000 moves a second if ops move by up to a hundred places.
+# Simulated annealing (S. Kirkpatrick et al., 1983, https://doi.org/10.1126/science.220.4598.671):
+# one op at a time goes to another place. The energy is the bytes over the limit, summed over the
+# ops, plus `weight` times the most at any op. Some 40,000 moves a second.
 
 _CHECKS_EVERY = 1000  # moves between two looks at the clock
-_FULL_EVERY, _FULL_SHARE = 100, 0.7
-"""Every how many moves to look which places are over the limit; share of moves from one."""
+_FULL_EVERY, _FULL_SHARE = 100, 0.7  # moves between looks at full places; share of moves from one
 
 
 @dataclass(frozen=True, slots=True)
 class _Cooling:
     moves: int
-    # First and last temperature; it falls geometrically in between.
-    hottest_bytes: float
+    hottest_bytes: float  # it falls geometrically to the last
     coldest_bytes: float
     weight: int = 5  # of the peak, in the energy
 
@@ -62,7 +53,7 @@ class _Cooling:
 def _anneal(
     curve: LiveCurve, cooling: _Cooling, source: random.Random, time_limit_s: float
 ) -> tuple[int, ...]:
-    """Anneal `curve`, in place; the order of least energy seen."""
+    """In place; the order of least energy seen."""
     clock = Clock(time_limit_s)
     n_ops = len(curve.order) - 1
     energy = curve.overload_bytes + cooling.weight * curve.worst_bytes
@@ -79,8 +70,7 @@ def _anneal(
         if tried % _FULL_EVERY == 0:
             full = np.flatnonzero(curve.over_bytes).tolist()
         op = _op_to_move(curve, full, source)
-        # The end of forward is no op of the step.
-        move = None if op == n_ops else _draw(curve, op, source)
+        move = None if op == n_ops else _draw(curve, op, source)  # the end of forward is no op
         if move is None:
             continue
         reached = move.overload_bytes + cooling.weight * move.worst_bytes
@@ -113,13 +103,10 @@ def _draw(curve: LiveCurve, op: int, source: random.Random) -> OrderMove | None:
     return curve.moved(op, place + distance if is_onward else place - distance)
 
 
-# Orders by list scheduling: always the op that lets memory grow least.
-#
-# Also called: greedy topological ordering for memory, register-pressure list scheduling. Paper: J.
-# R. Goodman, W.-C. Hsu, "Code scheduling and register allocation in large basic blocks", 1988,
-# https://doi.org/10.1145/55364.55407, schedules by the registers an op frees; here by bytes, from
-# the first op on, and once more from the last one back. Ties: the captured order. Optimal: never
-# surely. Cost: O(ops · ops that are ready). Shortcomings: looks one op ahead.
+# Orders by list scheduling: always the op that lets memory grow least, from the first op on, and
+# once more from the last one back. J. R. Goodman, W.-C. Hsu, "Code scheduling and register
+# allocation in large basic blocks", 1988, https://doi.org/10.1145/55364.55407, do so by registers.
+# Cost: O(ops · ops that are ready). Shortcomings: looks one op ahead.
 
 
 def list_orders(facts: OpFacts) -> Iterator[tuple[int, ...]]:
@@ -159,8 +146,7 @@ def _ops_by_growth(
     ready = dict.fromkeys(op for op in range(len(needed)) if not missing[op])
     picked: list[int] = []
     while ready:
-        # Ties keep the captured order.
-        op = min(ready, key=lambda op: (growth_bytes(op), sign * op))
+        op = min(ready, key=lambda op: (growth_bytes(op), sign * op))  # ties: captured order
         del ready[op]
         is_done[op] = 1
         picked.append(op)
@@ -173,17 +159,15 @@ def _ops_by_growth(
 
 _MOVES_PER_OP = 400
 _MOST_MOVES = 300_000
-_HOTTEST, _COLDEST = 64.0, 0.05
-"""Temperatures, in mean bytes of a value; found on random layered graphs of 250 to 1,000 ops."""
-_PEAK_PARTS, _PEAK_WEIGHT = (0.9, 0.8, 0.7), 80
-"""For the order of lowest peak: shares of the given peak to aim for, and the peak's weight."""
+_HOTTEST, _COLDEST = 64.0, 0.05  # mean bytes of a value, from layered graphs of 250 to 1,000 ops
+_PEAK_PARTS, _PEAK_WEIGHT = (0.9, 0.8, 0.7), 80  # shares of the given peak to aim for, its weight
 
 
 def better_order(
     graph: TrainingGraph, budget_bytes: int, *, seed: int = 0, moves: int | None = None,
     weight: int = 5, time_limit_s: float = 60.0,
 ) -> Order | None:  # fmt: skip
-    """An order that exceeds the budget by less: summed, plus `weight` times the most; or None."""
+    """One that exceeds the budget by less: summed, plus `weight` times the most; or None."""
     for name, number in (("moves", moves or 0), ("weight", weight)):
         if number < 0:
             raise SolverError(f"{name} must be 0 or more, not {number}")
@@ -227,30 +211,20 @@ def _moves_for(graph: TrainingGraph) -> int:
     return min(_MOVES_PER_OP * len(graph.ops), _MOST_MOVES)
 
 
-# Another order for all runs of a schedule, repeated ones too, that leaves bytes to spare.
+# Another order for all runs of a schedule. Every run counts as an op of its own, so recomputations
+# stay what they are while the order is annealed at low temperature. A solve in the new order begins
+# from those runs and uses its room. Source: FastSA (S. Imanishi, Z. Xu, A. Sasaki, "Simulated
+# Annealing for Memory-Efficient Rematerialization", NeurIPS 2023) anneals both. Shortcomings: a
+# value that an op of several results makes again while it is live counts as if made anew.
 #
-# Every run counts as an op of its own. Its results have the readers that they have in the
-# schedule. So the recomputations stay what they are while the order is annealed (`_anneal`), at low
-# temperature. A solve in the new order of first runs begins from those runs, and uses the room
-# that the new order has made.
-# Source: alternating between order and recomputation as FastSA (S. Imanishi, Z. Xu, A. Sasaki,
-# "Simulated Annealing for Memory-Efficient Rematerialization", NeurIPS 2023) anneals both.
-# Cost: as of other orders. Shortcomings: a value that an op of several results makes again while it
-# is live counts as if it were made anew; the simulator has the last word.
-#
-# Tried and not kept: one annealing over order and recomputation at once. Its moves take a run
-# elsewhere, alone or with what it needs, add a run before a reader, or leave one out. Its energy
-# is the time plus a penalty for bytes over the budget, and a small one for the last few below it,
-# without which nothing lowers a long full stretch. Compiled with Numba it tried some million moves
-# a second, thirty times as many as `_anneal`. At 80 % of the peak, on graphs given layer by
-# layer, it came to 2.9-3.0 % on 500 ops and 1.9 % on 1,000 within 90 s; the turns above come to
-# 2.85 and 1.77 %. Started from these, with moves confined to windows of 40 to 300 runs, it came to
-# 2.83 and 1.74 % in another half minute: it would be a last step, not another start.
+# Tried and not kept: one annealing over order and recomputation at once, a million moves a second
+# with Numba. On layered graphs of 500 ops it came to 2.9 % in 90 s, where this comes to 2.85 %, and
+# started from this to 2.83 %: it would be a last step, not another start.
 
 _MOVES_PER_RUN = 200
 _MOST_REFINEMENTS = 150_000
 _HOTTEST_REFINEMENT, _COLDEST_REFINEMENT = 4.0, 0.05
-"""Temperatures, in mean bytes of a value. They are low, to improve the order, not replace it."""
+"""Mean bytes of a value; low, to improve the order, not replace it."""
 
 
 class Roomier(NamedTuple):
@@ -263,13 +237,12 @@ class Roomier(NamedTuple):
 def roomier_start(
     graph: TrainingGraph, found: Result, tightness: float, *, seed: int, time_limit_s: float
 ) -> Roomier | None:
-    """The runs of `found` in an order of more room; None if it does not change, or fit."""
+    """The runs of `found` in an order of more room; None if it does not change or fit."""
     assert found.schedule is not None, "only a schedule can be refined"
     problem = Problem.of(graph)
     sequence = ops_of(problem, found.schedule)
     facts = _run_facts(problem, sequence)
-    # Below the budget, so that a solve in that order has room to use.
-    limit_bytes = int(tightness * found.budget_bytes)
+    limit_bytes = int(tightness * found.budget_bytes)  # room below the budget for the solve
     order = _roomier_order(facts, limit_bytes, _cooling(problem, len(sequence)), seed, time_limit_s)
     if LiveCurve(facts, order, 0).peak_bytes > found.budget_bytes:
         return None
@@ -287,13 +260,12 @@ def cheaper_start(
     runs = ops_of(problem, found.schedule)
     is_better = False
     for _ in range(DROPPED_RUNS.most):
-        # The runs that are not the first of their op.
-        seen: set[int] = set()
+        seen: set[int] = set()  # to find the runs that are not the first of their op
         repeated = [i for i, op in enumerate(runs) if op in seen or seen.add(op)]
         left_s = clock.left_s
         if not repeated or left_s <= 0:
             break
-        # The dearer, the sooner left out; all weights must not be 0.
+        # The dearer, the sooner; all weights must not be 0.
         costs_us = [problem.cost_us[runs[i]] + 1e-9 for i in repeated]
         dropped = source.choices(repeated, costs_us)[0]
         fewer = runs[:dropped] + runs[dropped + 1 :]
@@ -308,7 +280,7 @@ def cheaper_start(
 def _roomier_order(
     facts: OpFacts, limit_bytes: int, cooling: _Cooling, seed: int, time_limit_s: float
 ) -> Order:
-    """An order of the runs that exceeds `limit_bytes` by less than the present one, if found."""
+    """One that exceeds `limit_bytes` by less than the present one, if found."""
     curve = LiveCurve(facts, range(len(facts.before) - 1), limit_bytes)
     return _anneal(curve, cooling, random.Random(seed), time_limit_s)
 
@@ -328,7 +300,7 @@ def _start_of(graph: TrainingGraph, runs: Sequence[int]) -> Roomier:
 
 
 def _run_facts(problem: Problem, sequence: Sequence[int]) -> OpFacts:
-    """What an order of the runs of `sequence` needs to know; each run is an op of its own."""
+    """Of an order of the runs of `sequence`; each is an op of its own."""
     n_forward = last_forward_position(problem, sequence) + 1
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -337,8 +309,7 @@ def _run_facts(problem: Problem, sequence: Sequence[int]) -> OpFacts:
     wanted: set[tuple[int, int]] = set()
     before: list[list[int]] = []
     for run, op in enumerate(sequence):
-        # A value that is made again is another one here.
-        reads = [(v, maker[v]) for v in problem.inputs[op]]
+        reads = [(v, maker[v]) for v in problem.inputs[op]]  # made again, it is another one
         for instance in reads:
             readers[instance].append(run)
         before.append([made for _, made in reads] + ([last[op]] if op in last else []))
@@ -349,12 +320,10 @@ def _run_facts(problem: Problem, sequence: Sequence[int]) -> OpFacts:
             readers[v, run] = []
         if run == n_forward - 1:
             for v in problem.forward_outputs:
-                # The end of forward has the number behind all runs.
-                readers[v, maker[v]].append(len(sequence))
+                readers[v, maker[v]].append(len(sequence))  # it comes behind all runs
             wanted.update((v, maker[v]) for v in problem.held)
     wanted.update((v, maker[v]) for v in problem.needs[problem.n_ops])
-    # Between first runs alone: of the others, what they read says enough.
-    for op, earlier in enumerate(predecessors(problem.graph)):
+    for op, earlier in enumerate(predecessors(problem.graph)):  # others are ordered by reads
         before[first[op]] += [first[other] for other in earlier]
     values = [
         ValueLifetime(problem.size_bytes[v], run, tuple(found), (v, run) in wanted)

@@ -1,8 +1,4 @@
-"""What an online policy sees, and what it decides: which value to evict when room is needed.
-
-NumPy scores all evictable values at once, and the value of least score goes. A score may be
-only a lower bound. It is then made exact when it is the least, and the search goes on.
-"""
+"""What an online policy sees, and which value it evicts: that of least score, made exact first."""
 
 from __future__ import annotations
 
@@ -15,24 +11,18 @@ import numpy.typing as npt
 
 from remat.solver.problem import Problem
 
-# What has been evicted around a value: the cost to which its own eviction would add.
-#
-# Also called: evicted neighbourhood e*, equivalence classes of evicted storages.
-# Paper: M. Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021,
-# https://arxiv.org/abs/2006.09616.
-# Solves: for each value the summed cost of the evicted values that it would need, or that
-# would need it, to be made again. `EvictedReach` follows paths of evicted values and is exact.
-# `EvictedClasses` joins evicted neighbours into classes by union-find. A recomputation takes
-# the value's cost off its class, and the class stays joined (the paper's splitting
-# approximation). Each output of an op counts the op's whole cost.
-# Cost: an eviction updates the values beside its class, or walks the evicted paths around.
+# What has been evicted around a value, e* of M. Kirisame et al., "Dynamic Tensor
+# Rematerialization", ICLR 2021, https://arxiv.org/abs/2006.09616: the summed cost of evicted values
+# that it would need, or that would need it. `EvictedReach` follows paths and is exact.
+# `EvictedClasses` joins neighbours by union-find; a recomputation takes its cost off the class,
+# which stays joined (the paper's splitting approximation). Each output counts its op's whole cost.
 
 _Costs = npt.NDArray[np.float64]
 _Links = tuple[tuple[int, ...], ...]
 
 
 def links(problem: Problem) -> tuple[_Links, _Links]:
-    """For each value those its op reads, and those made by the ops that read it."""
+    """For each value those its op reads, and those that its readers make."""
     below = tuple(problem.inputs[op] for op in problem.producer)
     above: list[list[int]] = [[] for _ in range(problem.n_values)]
     for op in range(problem.n_ops):
@@ -54,8 +44,7 @@ class EvictedClasses:
         self._node = [-1] * problem.n_values
         self._parent: list[int] = []
         self._class_us: list[float] = []
-        self._touched: list[dict[int, int]] = []
-        """For the root of a class: neighbours of its members, with the number of links to each."""
+        self._touched: list[dict[int, int]] = []  # of a root: neighbours, with how many links
 
     def refresh(self, v: int) -> bool:
         return True
@@ -74,8 +63,7 @@ class EvictedClasses:
 
     def remove(self, v: int) -> None:
         root = self._find(self._node[v])
-        # The class stays joined: the paper's splitting approximation.
-        self._node[v] = -1
+        self._node[v] = -1  # the paper's splitting approximation
         touched = self._touched[root]
         self.cost_us[_keys(touched)] -= self.own_us[v]
         self._class_us[root] -= self.own_us[v]
@@ -93,7 +81,7 @@ class EvictedClasses:
     def _join(self, one: int, other: int) -> None:
         if one == other:
             return
-        # The smaller joins the larger, so that each link is moved O(log n) times.
+        # Smaller into larger: each link moves O(log n) times.
         if len(self._touched[one]) < len(self._touched[other]):
             one, other = other, one
         large, small = self._touched[one], self._touched[other]
@@ -101,7 +89,7 @@ class EvictedClasses:
         self.cost_us[_keys(small)] += self._class_us[one]
         for u, count in small.items():
             if u in large:
-                # A neighbour of both counts the joined class once.
+                # A neighbour of both counts the class once.
                 self.cost_us[u] -= self._class_us[one] + self._class_us[other]
             large[u] = large.get(u, 0) + count
         self._parent[other] = one
@@ -140,14 +128,12 @@ class EvictedReach:
         found: set[int] = set()
         for links_of in self._ways:
             found.update(self._walk(v, links_of)[0])
-        # In a fixed order, as sums of floats depend on it.
+        # In a fixed order: sums of floats depend on it.
         self.cost_us[v] = sum(self.own_us[u] for u in sorted(found))
         return False
 
     def _forget(self, v: int) -> None:
-        # Sums are cached: a change forgets those at the ends of paths through it. 0 is a lower
-        # bound until they are made again.
-        self._exact[v] = 0
+        self._exact[v] = 0  # sums at the ends of paths through it are forgotten: 0 is a lower bound
         self.cost_us[v] = 0.0
         for links_of in self._back:
             for u in (u for part in self._walk(v, links_of) for u in part):
@@ -155,7 +141,7 @@ class EvictedReach:
                 self.cost_us[u] = 0.0
 
     def _walk(self, v: int, links_of: _Links) -> tuple[Sequence[int], Sequence[int]]:
-        """Evicted values on paths from v, and the others at which the paths end."""
+        """Evicted values on paths from v, and where the paths end."""
         inside: list[int] = []
         ends: list[int] = []
         seen = {v}
@@ -171,15 +157,13 @@ class EvictedReach:
 
 
 Neighbourhood = EvictedClasses | EvictedReach
-"""Told which values are evicted, and which no longer. `cost_us` has the costs of each value's
-evicted neighbourhood, without its own; of values that are not evicted it may be only a lower bound,
-until `refresh` makes one exact and returns whether it already was."""
+"""Told what is evicted and what no longer. `cost_us` is of evicted neighbourhoods; of values that
+are not evicted it may be a lower bound, until `refresh` returns whether it already was exact."""
 
 
 Scores = npt.NDArray[np.float64]
 ValueIds = npt.NDArray[np.int64]
-_LEAST_STALENESS_US = 1e-3
-"""Scores are divided by staleness, which would be zero for what was used just now."""
+_LEAST_STALENESS_US = 1e-3  # divides scores: it would be zero for what was just used
 
 
 class _Memory(Protocol):
@@ -212,8 +196,6 @@ class ByteCount:
 
 
 class ValueStatistics:
-    """What is known of each value while ops run."""
-
     def __init__(self, problem: Problem) -> None:
         self.size_bytes: ValueIds = np.array(problem.size_bytes, np.int64)
         self.cost_us: Scores = np.array([problem.cost_us[op] for op in problem.producer], float)
@@ -240,27 +222,25 @@ class Policy(ABC):
 
     @abstractmethod
     def scores(self, books: ValueStatistics, values: ValueIds) -> Scores:
-        """The score of each of `values`, or a lower bound until `around.refresh` is called."""
+        """Or a lower bound, until `around.refresh` is called."""
 
     def place(self, block: int, size_bytes: int, op: int) -> bool:
-        """Put what `op` makes, or its workspace, into memory; return whether it fits."""
+        """An output or workspace of `op`; whether it fits."""
         return self.memory.place(block, size_bytes)
 
     def victims(self, books: ValueStatistics, asked_bytes: int) -> Sequence[int]:
-        """Values to evict now, so that `asked_bytes` may fit; none if there are none."""
+        """To evict now, so that `asked_bytes` may fit; none if there are none."""
         values = np.flatnonzero(books.evictable)
         while values.size:
             v = int(values[np.argmin(self.scores(books, values))])
-            # A lower bound that is the least is made exact first.
-            if self.around is None or self.around.refresh(v):
+            if self.around is None or self.around.refresh(v):  # the least is made exact first
                 return (v,)
         return ()
 
     def with_neighbours_us(self, books: ValueStatistics, values: ValueIds) -> Scores:
-        """Cost of each value and of its evicted neighbourhood."""
         if self.around is None:
             return books.cost_us[values]
-        # Where costs were taken off again, rounding may leave less than 0.
+        # Rounding may leave less than 0.
         return books.cost_us[values] + np.maximum(self.around.cost_us[values], 0.0)
 
     def evicted(self, v: int) -> None:

@@ -1,16 +1,10 @@
-"""Runs an online eviction policy over a captured graph and records what it does.
+"""Runs an online eviction policy over a captured graph and records what it does as a plan.
 
-The ops run in captured order. Missing inputs of an op are made again first. Then the values
-that the policy names are evicted, until the op's outputs and workspace fit. Some values are
-never evicted: those that an op in progress reads, those in the caller's hands, and those that
-cannot be made again, since their op is pinned or their sources are lost. The runs recorded are
-a plan.
-
-A policy is told of the future only what reference counting would know. With more it would no
-longer be the published policy. So a value that no later op reads is freed at once, or when the
-recomputation under way has used it. A value that can be made again is simply evicted. One that
-cannot is given up if that frees at least as many bytes as it pins; else only when nothing is
-left to evict.
+Missing inputs of an op are made again, then values evicted until its outputs and workspace fit.
+Never evicted is what an op in progress reads, the caller holds, or cannot be made again. A policy
+is told of the future only what reference counting knows: more, and it would not be the published
+one. So a value that no later op reads goes at once. One that cannot be made again is given up if
+that frees at least what it pins, or when nothing is left to evict.
 """
 
 from __future__ import annotations
@@ -30,8 +24,7 @@ from remat.solver.stopping import LEAST_PEAK_TRIES
 
 _Status = Literal["unmade", "live", "evicted", "lost"]
 _Stack = list[tuple[int, tuple[int, ...]]]
-_THRASHING = 30
-"""A policy is given up when it has run this many times the number of ops in the graph."""
+_THRASHING = 30  # a policy that has run so many times the graph's ops is given up
 
 
 class NoRoomError(Exception):
@@ -49,29 +42,25 @@ class OnlineRun:
         self.is_over = is_over or (lambda: False)
         self.books = ValueStatistics(problem)
         self.sequence: list[int] = []
-        # A lost value is gone and cannot be made again.
-        self.status: list[_Status] = ["unmade"] * problem.n_values
+        self.status: list[_Status] = ["unmade"] * problem.n_values  # lost ones cannot be made again
         self._stage = 0
         self._live = bytearray(problem.n_values)
         self._fixed = bytearray(problem.n_values)
         self._locks = [0] * problem.n_values
         self._stages_left = [0] * problem.n_values  # stages to come that need the value
-        self._awaited = [0] * problem.n_values
-        """Recomputations planned for this stage that will read the value."""
+        self._awaited = [0] * problem.n_values  # recomputations of this stage that will read it
         self._planned: set[int] = set()
-        self._spare: dict[int, None] = {}
-        """Values that no later op reads, kept because others could not be made again otherwise."""
+        self._spare: dict[int, None] = {}  # read by no later op, kept to make others again
         self._above = links(problem)[1]
         for needs in problem.needs:
             for v in needs:
                 self._stages_left[v] += 1
 
     def run(self) -> list[int]:
-        """Raises NoRoomError: no room could be made, the policy thrashes, or `is_over` says so."""
+        """NoRoomError: no room, the policy thrashes, or `is_over` says so."""
         for t in range(self.problem.n_ops + 1):
             self._stage = t
-            # So that nothing is taken for dead that these will read.
-            for op in recomputed_in(self.problem, self._live, (), t):
+            for op in recomputed_in(self.problem, self._live, (), t):  # what they read lives
                 self._planned.add(op)
                 for v in self.problem.inputs[op]:
                     self._awaited[v] += 1
@@ -83,7 +72,7 @@ class OnlineRun:
     def _leave(self, t: int) -> None:
         for v in self.problem.needs[t]:
             self._stages_left[v] -= 1
-        # Forward returns, and the caller holds these from now on.
+        # The caller holds these from now on.
         for v in sorted(self.problem.held) if t == self.problem.n_forward - 1 else ():
             self._fixed[v] = 1
             self._mark(v)
@@ -92,8 +81,7 @@ class OnlineRun:
 
     def _run_with_inputs(self, t: int) -> None:
         """Run op t, after the ops that make its missing inputs again, depth first."""
-        # No recursion: missing inputs may be as deep as the graph.
-        stack: _Stack = []
+        stack: _Stack = []  # no recursion: missing inputs may be as deep as the graph
         self._open(t, self.problem.needs[t], stack)
         while stack:
             op, reads = stack[-1]
@@ -110,8 +98,7 @@ class OnlineRun:
     def _open(self, op: int, reads: tuple[int, ...], stack: _Stack) -> None:
         stack.append((op, reads))
         for v in reads:
-            # What an op in progress reads is not evicted.
-            self._locks[v] += 1
+            self._locks[v] += 1  # an op in progress reads it
             self._mark(v)
 
     def _close(self, op: int, reads: tuple[int, ...]) -> None:
@@ -121,8 +108,7 @@ class OnlineRun:
             self._locks[v] -= 1
             self._awaited[v] -= was_planned
             self._mark(v)
-        # After a first run, `_leave` does this.
-        if op < self._stage:
+        if op < self._stage:  # else `_leave` does this
             for v in (*reads, *self.problem.outputs[op]):
                 self._free_if_dead(v)
 
@@ -136,14 +122,13 @@ class OnlineRun:
             if not self._live[v]:
                 continue
             if self._fixed[v]:
-                # It stays where it is, and the run makes another one that is dropped.
-                copied_bytes += books.size_bytes[v]
+                copied_bytes += books.size_bytes[v]  # it stays, and the run's copy is dropped
             else:
                 self._take_away(v, "unmade")
         made = [v for v in outputs if not self._live[v]]
         for v in made:
             self._place(v, self.problem.size_bytes[v], op)
-        # The workspace is one more block, behind those of the values.
+        # The workspace is one more block.
         self._place(self.problem.n_values, self.problem.workspace_bytes[op] + int(copied_bytes), op)
         self.policy.memory.release(self.problem.n_values)
         self._stamp(op, made)
@@ -184,7 +169,7 @@ class OnlineRun:
 
     def _mark(self, v: int) -> None:
         can_go = self._live[v] and not self._fixed[v] and not self._locks[v]
-        # Without bytes, evicting it makes no room.
+        # Without bytes it makes no room.
         self.books.evictable[v] = 1 if can_go and self.problem.size_bytes[v] else 0
 
     def _is_dead(self, v: int) -> bool:
@@ -213,17 +198,13 @@ class OnlineRun:
         while waiting:
             for u in self._above[waiting.pop()]:
                 if self._live[u] and not self._fixed[u]:
-                    # Bound: once its source is gone it cannot be made again, so it is not evicted
-                    # any more.
-                    bound[u] = None
+                    bound[u] = None  # once its source is gone it cannot be made again, so it stays
                 elif self.status[u] == "evicted" and u not in lost:
                     if not self._is_dead(u):
-                        # It is needed, and could not be made any more.
-                        return False
-                    # Nobody needs it: lost with its source.
-                    lost[u] = None
+                        return False  # it is needed
+                    lost[u] = None  # nobody needs it
                     waiting.append(u)
-        # That would pin more than is to be freed.
+        # That would pin more than it frees.
         if sum(self.problem.size_bytes[u] for u in bound) > most_bytes:
             return False
         for u in lost:
@@ -236,26 +217,14 @@ class OnlineRun:
         return True
 
 
-# Plans from an online policy: what it does at a budget, with and without needless runs.
-#
-# A policy evicts before it knows what will be read, so some of its recomputations turn out not to
-# be needed. Its runs over a captured graph are a sequence of ops, which is offered as it is. With
-# `prune`, the sequence also becomes retention bits, filled with what still fits. That drops the
-# needless recomputations, and the outcome is offered too.
+# `prune` turns runs into retention bits filled with what fits, which drops needless recomputations.
 
-_MakePolicy = Callable[[Problem, int], Policy]
-"""From the graph and the bytes of room beside what is resident."""
+_MakePolicy = Callable[[Problem, int], Policy]  # from room in bytes beside what is resident
 
 
 @dataclass(frozen=True)
 class PolicyPlanner:
-    """A solver that plans what one policy does; each names itself and its policy.
-
-    Attributes
-    ----------
-    prune : offer the sequence without its superfluous recomputations too.
-    time_limit_s, progress : as in `remat.solver.solve_within`.
-    """
+    """A solver that plans what one policy does; `prune` also offers it without superfluous runs."""
 
     name: ClassVar[str]
     policy: ClassVar[type[Policy]]
@@ -313,8 +282,7 @@ def _bisect_least_peak(
     search: Search, make: _MakePolicy, prune: bool, range_bytes: tuple[int, int]
 ) -> None:
     low_bytes, high_bytes = range_bytes
-    # From the graph alone, not from the budget, so that a solve for the budget that an infeasible
-    # result names finds this schedule again.
+    # From the graph alone: a solve for the budget that is named finds this schedule again.
     for _ in range(LEAST_PEAK_TRIES.most):
         middle_bytes = (low_bytes + high_bytes) // 2
         if middle_bytes in (low_bytes, high_bytes) or search.out_of_time():

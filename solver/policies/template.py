@@ -1,9 +1,7 @@
 """Fixed rules of recomputation: from which ops run again to a schedule and a Result.
 
-A template says which values forward keeps for backward. Forward frees the rest after its last
-use there, and backward makes it again, once, a segment at a time. A segment is a connected part
-of what runs again. It runs when backward first reads a value of it, and it makes all that
-backward reads of it. Each value is freed after its last use. `StoreAll` is the rule that makes
+A template says what forward keeps for backward, which makes the rest again, once, by connected
+segments: each when backward first reads of it, with all that backward reads. `StoreAll` makes
 nothing again.
 """
 
@@ -27,8 +25,7 @@ from remat.solver.state import mark_made, recomputed_in, store_all_state
 class Template:
     """What backward finds as forward made it; the rest of forward runs again."""
 
-    # 1 for values that backward finds; 0 for those that it makes, again or first.
-    kept: bytearray
+    kept: bytearray  # 1 for values that backward finds, 0 for those it makes
     just_in_time: bool = False  # backward makes again only what it reads next, not a whole segment
 
 
@@ -59,8 +56,7 @@ def template_sequence(problem: Problem, template: Template) -> list[int]:
         if gone:
             wanted = gone if template.just_in_time else segments.read_with(gone)
             order = recomputed_in(problem, available, wanted, t, own_needs=False)
-            # A checkpoint runs its part of forward in forward's order.
-            order = order if template.just_in_time else sorted(order)
+            order = order if template.just_in_time else sorted(order)  # as forward ran it
             sequence += order
             mark_made(problem, available, order)
         if t < problem.n_ops:
@@ -77,8 +73,7 @@ def regions(problem: Problem, again: Sequence[bool], region: Sequence[int]) -> T
             kept[v] = 1
     for op in range(problem.n_forward):
         for v in problem.inputs[op]:
-            # A checkpoint keeps its inputs, so that it can run again by itself.
-            if region[problem.producer[v]] != region[op]:
+            if region[problem.producer[v]] != region[op]:  # a checkpoint keeps its inputs
                 kept[v] = 1
     return Template(kept)
 
@@ -116,8 +111,7 @@ class _Segments:
 
     def root(self, op: int) -> int:
         while self.parent[op] != op:
-            # Path halving, so that long chains are walked once.
-            self.parent[op] = self.parent[self.parent[op]]
+            self.parent[op] = self.parent[self.parent[op]]  # path halving, for long chains
             op = self.parent[op]
         return op
 
@@ -131,18 +125,10 @@ def check_choice(option: str, found: str, allowed: Sequence[str]) -> None:
         raise SolverError(f"{option} must be one of {', '.join(allowed)}, not '{found}'")
 
 
-# The repeated blocks of a network, found from the module paths of its forward ops.
-#
-# The rule: an integer component of a module path numbers the entries of the container that
-# the path before it names. ``blocks.0.attn`` and ``blocks.1.mlp`` make ``blocks`` a container
-# of two entries. A block is an entry of an outermost container with at least two entries in
-# use. So a `Sequential` inside a block makes none, and a net that keeps its blocks in several
-# containers (``down.0``, ``up.0``) has those of all. An op without a module, which the model's
-# own forward runs, takes the block before it if a block also follows it; other ops have none.
-#
-# Blocks are found in two ways, on purpose. Templates go by module paths, since people wrap
-# modules in checkpoints. `hierarchical` goes by structure (`blocks/repeated`), since a graph
-# need not have module names.
+# Blocks from module paths, since people wrap modules. (`hierarchical` goes by structure: a graph
+# need not have names.) A block is an entry of an outermost container, as ``blocks`` in
+# ``blocks.0.attn``, with two entries in use: a `Sequential` inside makes none, ``down.0`` and
+# ``up.0`` both count. An op without a module takes the block before it if one follows.
 
 NO_BLOCK = -1
 NO_REPEATED_BLOCK = (
@@ -161,7 +147,7 @@ class Blocks(NamedTuple):
 
 
 def module_blocks(graph: TrainingGraph) -> Blocks:
-    """The blocks of `graph`; `names` is empty where nothing repeats."""
+    """`names` is empty where nothing repeats."""
     modules = [op.module for op in graph.ops[: graph.n_forward]]
     entries = _entries(modules)
     blocks = Blocks([], [], [], [])

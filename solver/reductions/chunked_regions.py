@@ -1,14 +1,10 @@
 """Whether a region runs in chunks, and in how many: a decision around any solver.
 
-A graph says of each region which numbers of chunks it may run in, and at what cost
-(`TrainingGraph.regions`). Each choice is another graph, which `simulate` knows. So solvers
-need not know of it. TSPLIT (X. Nie et al., ICDE 2022) takes the same decision greedily.
-
-One region is taken or none, and none where the best whole schedule takes no longer than each op
-once, in the chunks that take the least, or longer by `gap` at most. Heads come first. MLPs in
-chunks, with the heads or without as these turned out, are solved for if the best until then takes
-longer than each of their ops once. Else they cannot be better, whatever the memory. That is so at
-all but the lowest budgets, since chunks of MLPs make much again.
+Each choice (`TrainingGraph.regions`) is another graph, so solvers need not know of it. TSPLIT (X.
+Nie et al., ICDE 2022) decides greedily. One region is taken or none, and none where the best whole
+schedule takes no longer than each op once in the cheapest chunks, within `gap`. Heads come first.
+MLPs are solved for if the best until then takes longer than each of their ops once, which is so at
+the lowest budgets alone, as chunks of MLPs make much again.
 """
 
 from __future__ import annotations
@@ -30,27 +26,18 @@ from remat.solver.search import Clock
 from remat.solver.stopping import DEFAULT_GAP, gap_for
 from remat.solver.table import TAKE_CHUNKS, check_number, option_names
 
-# One region in chunks, and in how many: solved for beside what is known without it.
-#
-# Each choice of the region is another graph. Two solves bound them all: of the captured graph; and
-# of a relaxed one, in which each op in chunks has the least time and the least workspace of all
-# choices. The lesser of their bounds holds for all choices. The relaxed schedule is judged at each
-# real choice. A choice is solved for by itself if the bounds leave it more than the gap to gain.
-# Each solve is told the best time known until then, and ends where it cannot be better.
-#
-# Where one op of the captured graph alone exceeds the budget, the relaxed graph is solved first,
-# and the captured one only if that has not led below what the op takes.
+# Two solves bound all choices of a region: of the captured graph, and of a relaxed one in which
+# each op in chunks has the least time and workspace of all choices. Its schedule is judged at each
+# real choice. A choice is solved for if the bounds leave it more than the gap to gain, told the
+# best time known. Where one op alone exceeds the budget, the relaxed graph comes first, and the
+# captured one only if that has not led below what the op takes.
 
 _SolveOne = Callable[[TrainingGraph, float, float], Result]
-"""Solves one graph within so many seconds, and ends where it is proved to find nothing better than
-a schedule that takes so many microseconds."""
+"""Solves a graph within so many seconds; ends where none beats so many microseconds."""
 
-_WORTH = 1e-3
-"""What a solve for one number of chunks must be able to gain, as a part of time, if the gap is not
-wider, or of the peak."""
+_WORTH = 1e-3  # of time, if the gap is not wider, or of the peak: what a solve must be able to gain
+# Of the time left, before others; these are unlikely where the captured graph cannot fit.
 _PART, _LEAST_PART = 1 / 2, 4 / 5
-"""Of the time that is left, for a solve that is followed by others; the second where the captured
-graph cannot fit, so that others are unlikely."""
 
 
 class _Known(NamedTuple):
@@ -73,7 +60,7 @@ def _solve_region(
     relaxed = solve_one(relaxed_graph, max(part * clock.left_s, 0.0), known_us)
     found = _judged(graph, choices, budget_bytes, relaxed)
     floor_bytes = _most_held_bytes(graph)
-    # Chunks have not led below what one op takes whole, so the captured graph is solved after all.
+    # Chunks have not led below it: the captured graph after all.
     if known is None and not any(_rank(one) < (True, inf, floor_bytes) for one in found):
         captured = solve_one(unchunked(graph), max(_PART * clock.left_s, 0.0), inf)
         known = _Known(captured, _bound_us_of(captured, graph))
@@ -102,8 +89,7 @@ class _Choices:
         """Adds to `found` what comes of the choices that could be better than its best."""
         choices = sorted(choices, key=self._hope_us)
         if all(one.schedule is None for one in found):
-            # Where nothing fits, the slowest first: they take the least memory.
-            choices.reverse()
+            choices.reverse()  # where nothing fits, the slowest take the least memory
         for i, chosen in enumerate(choices):
             if self.clock.left_s <= 0 or not self._is_worth(chosen, min(found, key=_rank)):
                 continue
@@ -119,14 +105,14 @@ class _Choices:
         return least_bytes < (1 - _WORTH) * best.least_feasible_bytes
 
     def _hope_us(self, chosen: tuple[ChunkedRegion, ...]) -> float:
-        """No schedule in these chunks takes less: each op runs once and more is in the bound."""
+        """A bound: each op runs once in these chunks."""
         real_us = in_chunks(self.graph, chosen).time_us
         bound_us = self.relaxed.lower_bound_us if self.relaxed.status != "infeasible" else 0.0
         return max(real_us, bound_us + real_us - self.relaxed_us)
 
 
 def _numbers_of_chunks(graph: TrainingGraph) -> Iterator[tuple[ChunkedRegion, ...]]:
-    """Ways to run all regions in the same number of chunks, fewest first."""
+    """All regions in the same number of chunks, fewest first."""
     regions = [region for region in graph.regions if region.choices]
     counts = sorted({(one.chunks, one.exact) for region in regions for one in region.choices})
     for chunks, exact in counts:
@@ -175,7 +161,7 @@ def _time_us_of(best: Result) -> float:
 
 
 def _rank(result: Result) -> tuple[bool, float, int]:
-    """Schedules that fit come first, by time; then those that do not, by the least that would."""
+    """Those that fit come first, by time; others by the least that would."""
     if result.schedule is not None:
         return False, result.time_us, result.peak_bytes
     return True, inf, result.least_feasible_bytes or (1 << 62)
@@ -186,8 +172,7 @@ def _bound_us_of(result: Result, graph: TrainingGraph) -> float:
     is_proved = 0 < result.budget_bytes < result.least_bound_bytes
     if is_proved and result.schedule is None:
         return inf
-    # A result without a schedule may have no bound. Each op takes its time once all the same.
-    return max(result.lower_bound_us, graph.time_us)
+    return max(result.lower_bound_us, graph.time_us)  # each op takes its time, bound or none
 
 
 def _least_us(graph: TrainingGraph) -> float:
@@ -208,11 +193,9 @@ def _most_of(graph: TrainingGraph, ops: Sequence[Op]) -> int:
 
 
 _SAME_TIME = 1 + 1e-9
-_FIRST_PART = 2 / 3
-"""Of the time limit, for what is solved before MLPs in chunks, where whole ones hardly fit."""
+_FIRST_PART = 2 / 3  # of the time, before MLPs in chunks, where whole ones hardly fit
+# Tried where the budget leaves twice what they hold; whole MLPs hardly fit where it leaves once.
 _NEAR, _TIGHT = 2, 1
-"""MLPs in chunks are tried where the budget leaves so many times what they hold, beside what is
-there anyway; whole ones hardly fit where it leaves so many."""
 
 
 class WholeRegions(Reduction[None]):
@@ -222,7 +205,7 @@ class WholeRegions(Reduction[None]):
         return bool(question.graph.regions) and question.solver not in TAKE_CHUNKS
 
     def solve(self, question: Question, rest: Rest) -> Result:
-        # The graph's hash stays, so schedules are of the captured graph.
+        # The hash stays: schedules are of the captured graph.
         return rest(replace(question, graph=unchunked(question.graph)))
 
 
@@ -237,10 +220,9 @@ class ChunkedRegions(Reduction[None]):
 
         def solve_one(graph: TrainingGraph, limit_s: float, known_us: float) -> Result:
             asked = replace(question, graph=graph, time_limit_s=limit_s, known_us=known_us)
-            # The outcome at hand is for all regions whole.
-            return rest(replace(asked, at_hand=None))
+            return rest(replace(asked, at_hand=None))  # that outcome is for all regions whole
 
-        # The gap to which the solver works with its options; 0 for one that proves an optimum.
+        # 0 for a solver that proves an optimum.
         default = DEFAULT_GAP if "gap" in option_names(question.solver) else 0.0
         given = question.options.get("gap", default)
         check_number("gap", given)
@@ -265,17 +247,16 @@ def solve_in_chunks(
         known = _solve_heads(heads, budget_bytes, solve_one, clock, gap, at_hand)
     best = known.best.schedule or known.best.least_schedule
     has_heads = best is not None and bool(best.chunks)
-    # Those that have the heads as these turned out, and then the others, for their bound.
+    # Those with the heads as these turned out, then others, for their bound.
     for region in sorted(later, key=lambda one: ("head" in one.kinds) is not has_heads):
         one = _with_regions(graph, [region])
-        # No choice of it is faster, so it is not tried, nor does it lower the bound.
-        if _is_near(known.best, one, 0.0):
+        if _is_near(known.best, one, 0.0):  # no choice is faster, nor lowers the bound
             continue
         if may_be_needed and clock.left_s > 0 and not _is_near(known.best, one, gap):
             known = _solve_region(one, budget_bytes, solve_one, clock, known, gap)
             may_be_needed = False
         else:
-            # It is not solved for: each op once is all that is proved of it.
+            # Each op once is all that is proved.
             known = _Known(known.best, min(known.bound_us, _least_us(one)))
     return known.best if known.is_whole else _concluded(graph, known, clock)
 
@@ -291,8 +272,7 @@ def _solve_heads(
         return _solve_region(graph, budget_bytes, solve_one, clock, None, gap)
     captured = at_hand or solve_one(unchunked(graph), _PART * clock.left_s, inf)
     known = _Known(captured, _bound_us_of(captured, graph), is_whole=True)
-    # Chunks may be faster than the whole, as those with fewer products are.
-    if _is_near(captured, graph, 0.0):
+    if _is_near(captured, graph, 0.0):  # chunks with fewer products may be faster than the whole
         return known
     if _is_near(captured, graph, gap):
         return _Known(captured, min(known.bound_us, _least_us(graph)))
@@ -310,8 +290,7 @@ def _with_regions(graph: TrainingGraph, regions: Sequence[Region]) -> TrainingGr
 
 
 def _room(graph: TrainingGraph, region: Region, budget_bytes: int) -> float:
-    """How many times what a region holds the budget leaves, beside what is resident, or is there as
-    the step ends."""
+    """How often what a region holds fits, beside what is resident or there at the end."""
     own, size = set(region.ops), graph.value_by_name
     held_bytes = _most_of(graph, [op for op in graph.ops if op.name in own])
     made = (size[name] for name in graph.outputs)
@@ -327,8 +306,7 @@ def _concluded(graph: TrainingGraph, known: _Known, clock: Clock) -> Result:
     if best.schedule is not None:
         is_late = clock.left_s <= 0
         status = "optimal" if is_proved else ("time limit" if is_late else "feasible")
-    # A bound on the peak is of one choice, not of all.
-    return msgspec.structs.replace(
+    return msgspec.structs.replace(  # a bound on the peak is of one choice
         best, status=status, wall_s=clock.elapsed_s, least_bound_bytes=0,
         lower_bound_us=min(bound_us, best.time_us) if is_proved else bound_us,
     )  # fmt: skip

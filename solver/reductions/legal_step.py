@@ -1,8 +1,6 @@
-"""What holds between levers: a spec of legal steps and answers, checked where `REMAT_CHECK` is 1.
+"""What holds between levers, checked where `REMAT_CHECK` is 1: of pairs of graphs, and of answers.
 
-A graph by itself is checked whenever one is made (`TrainingGraph`), so these rules are about pairs:
-a graph and what a lever made of it, and a question and its answer. tinygrad keeps such rules in one
-file too, and runs them between passes (https://github.com/tinygrad/tinygrad, spec.py).
+tinygrad runs such rules between passes too (https://github.com/tinygrad/tinygrad, spec.py).
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ def _broken_by_change(before: TrainingGraph, after: TrainingGraph) -> Iterator[s
     """Rules that a lever breaks which asks the rest of `after` in place of `before`."""
     if before.inputs != after.inputs or before.device != after.device:
         yield "the batch and the device stay the same"
-    # A lever may take outputs away, as updates take gradients, and never invents one.
+    # A lever may take outputs away, as updates do, never invent one.
     if not set(after.outputs) <= set(before.outputs):
         yield "what the step gives at its end was asked for"
     if not set(after.forward_outputs) <= set(before.forward_outputs):
@@ -30,8 +28,7 @@ def _broken_by_change(before: TrainingGraph, after: TrainingGraph) -> Iterator[s
     of_both = [[op for op in one.ordered_ops if op in both] for one in (before, after)]
     if of_both[0] != of_both[1]:
         yield "draws and effects keep their order"
-    # Chunks make other values under the same names; what the caller gives or gets stays as it is.
-    held = {*before.forward_outputs, *before.outputs}
+    held = {*before.forward_outputs, *before.outputs}  # chunks make others of the same names
     for value in after.values:
         if value.producer and value.name not in held:
             continue
@@ -42,7 +39,6 @@ def _broken_by_change(before: TrainingGraph, after: TrainingGraph) -> Iterator[s
 
 
 def _broken_by_answer(graph: TrainingGraph, budget_bytes: int, answer: Result) -> Iterator[str]:
-    """Rules that the answer to a question breaks."""
     if answer.schedule is None:
         if answer.status not in ("infeasible", "time limit"):
             yield "an answer without a schedule is infeasible or was cut short"

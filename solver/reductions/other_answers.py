@@ -22,26 +22,22 @@ from remat.solver.result import (
 from remat.solver.search import is_interrupted
 from remat.solver.table import TAKE_CHUNKS, make_solver, plans_copies
 
-# What is left to try where a search has no schedule: simple rules, and policies on small graphs.
-#
-# Rules answer in the time that it takes to read the graph. One that fits is a plan to train with,
-# if not the fastest. And the least budget that a search names is never above what a rule needs.
+# Rules answer in the time to read the graph, and bound the least budget that a search names.
 
+# Written by hand, and the oldest one; each near-linear.
 SIMPLE_RULES = ("selective", "keep_attention_output", "chen_sqrt", "full")
-"""Rules that people write by hand, and the oldest one; each near-linear in the ops."""
+# Policies of low least peaks, for graphs of no more ops; each has such a part of the time at least.
 _POLICIES, _MOST_OPS, _PART = ("msps", "largest"), 1000, 1 / 10
-"""Online policies whose least peaks are low, asked where no rule fits and the graph has no more ops
-than that. Each may take what is left of the time limit, and such a part of it at least."""
 
 
 class SimpleRules(Reduction[None]):
     """Puts a rule's schedule where `auto` found none."""
 
     def accepts(self, question: Question) -> bool:
-        # The rules keep no pins. Where one schedule is known, a search may end without another.
+        # The rules keep no pins. Beside a known schedule, a search may end without another.
         if question.keep or question.recompute or question.known_us < inf:
             return False
-        # Whoever names another solver wants its schedule; 0 bytes ask for the least peak known.
+        # Other solvers are named for their schedules; 0 bytes ask for the least peak.
         names_least = question.solver in TAKE_CHUNKS and not question.budget_bytes
         return question.solver == "auto" or names_least
 
@@ -56,12 +52,11 @@ def simple_rule_fallback(
     graph: TrainingGraph, budget_bytes: int, lost: Result, time_limit_s: float
 ) -> Result:
     """The fastest rule that fits, with the bound of `lost`; else `lost` with the least budget."""
-    # No rule can have a lower peak.
-    is_least = 0 < lost.least_feasible_bytes <= lost.least_bound_bytes
+    is_least = 0 < lost.least_feasible_bytes <= lost.least_bound_bytes  # no rule is lower
     if lost.schedule is not None or is_least or is_interrupted():
         return lost
     made = [make_solver(name).solve(graph, budget_bytes) for name in SIMPLE_RULES]
-    # Where the least peak is asked for, by 0 bytes, a policy would search until its time is over.
+    # At 0 bytes a policy would search until its time is over.
     if budget_bytes and len(graph.ops) <= _MOST_OPS and all(one.schedule is None for one in made):
         part_s = max(time_limit_s - lost.wall_s, _PART * time_limit_s)
         policies = (make_solver(name, time_limit_s=part_s) for name in _POLICIES)
@@ -123,8 +118,7 @@ class WithoutCopies(Reduction[None]):
     def solve(self, question: Question, rest: Rest) -> Result:
         graph, result = question.graph, rest(question)
         if result.schedule is None:
-            # What it proves holds without copies alone: of the bound each op's time once is left,
-            # and of a proof that nothing fits its sentence.
+            # Proofs hold without copies alone: of a bound each op's time once is left.
             text = f"{_ALONE}: {result.message}" if result.message else ""
             return msgspec.structs.replace(
                 result, lower_bound_us=graph.time_us, least_bound_bytes=0, floor=None, message=text

@@ -1,19 +1,14 @@
 """Pins: parts of the model that the user wants kept, or recomputed.
 
-Solves: least time under a budget on the true peak where the values of ops pinned by `keep`
-are made once, and those of ops pinned by `recompute` are not carried from forward into
-backward. Any solver of the table does the work, on a graph that says the same: kept ops must
-not run twice; a recomputed op that backward needs has a clone in backward, right before its
-first reader there, through which backward reads. A schedule of that graph is one of
-the real graph, clones being second runs. It may still carry a forbidden value, to recompute an
-op that has no clone: then further runs are put in, and if that exceeds the budget the solver is
-asked again for less. Runs that turn out needless are left out last. All figures come from the
-real graph. So pins are another graph, not an option of solvers, and no solver need know of them.
+Pins are another graph, so any solver does the work. Kept ops must not run twice. A recomputed op
+that backward needs has a clone right before its first reader there, through which backward reads. A
+schedule of that graph is one of the real one, clones being second runs. It may still carry a
+forbidden value, to recompute an op without a clone: then runs are put in, and if that exceeds the
+budget the solver is asked for less. Needless runs are left out last.
 
-Bound: the larger of the time of every op and every clone once, and the bound of `cut` where
-only `keep` holds. Both are proved for every schedule that keeps the pins; the solver's bound
-on the graph with clones is not, since it fixes when a clone first runs.
-Shortcomings: with `recompute` the gap is rarely closed, and clones come just in time.
+Bound: the larger of every op and clone once, and of `cut` with `keep` alone. The solver's bound on
+the graph with clones does not hold, since it fixes when a clone first runs. Shortcomings: with
+`recompute` the gap is rarely closed.
 """
 
 from __future__ import annotations
@@ -41,14 +36,9 @@ from remat.solver.state import schedule_of
 from remat.solver.stopping import FIRST_PINNED, LEFT_OUT, PINNED_BOUND, PINNED_SOLVE, TIGHTER
 from remat.solver.table import make_solver
 
-# Adds each op that must run again in backward as a second op (a clone), and maps schedules back.
-#
-# Where backward reads a value that must not be carried out of forward, its op gets a clone in
-# backward, right before the first reader there; the clone of an op reads the clones of what it
-# reads. Any solver can plan such a graph. Back on the real graph a clone is a second run.
+# The clone of an op reads the clones of what it reads. Back on the real graph it is a second run.
 
-CLONE = "@again"
-"""Ends the name of a clone and of its values; no fx node has such a name."""
+CLONE = "@again"  # ends names of clones and their values; no fx node has such a name
 
 
 def _without_clones(text: str) -> str:
@@ -93,8 +83,7 @@ def _reading_clones(op: Op, renamed: dict[str, str]) -> Op:
 
 def _missing_below(problem: Problem, root: int, again: Set[int], done: bytearray) -> list[int]:
     """Ops of `again` that `root` needs and are not `done`, each after what it reads; marks them."""
-    # No recursion: such ops may be as deep as the graph.
-    order: list[int] = []
+    order: list[int] = []  # no recursion: as deep as the graph
     stack = [(root, 0)]
     while stack:
         op, position = stack.pop()
@@ -121,8 +110,7 @@ def _sequence_without_clones(problem: Problem, schedule: Schedule, again: Set[in
     sequence: list[int] = []
     for op in runs:
         if not waiting:
-            # A solver may have carried what `again` made in forward, to recompute an op that has no
-            # clone. Runs are put in, so that nothing in backward reads that.
+            # A solver may carry forward's value for an op without a clone: runs are put in.
             sequence += _missing_below(problem, op, again, fresh)
             fresh[op] = 1
         sequence.append(op)
@@ -187,8 +175,6 @@ def kept_graph(graph: TrainingGraph, kept: dict[str, str]) -> TrainingGraph:
 
 
 class _Stamp(NamedTuple):
-    """What a schedule of the real graph says of itself."""
-
     graph: TrainingGraph
     budget_bytes: int
     named: dict[str, Option]  # the pins, for its options
@@ -210,20 +196,17 @@ class PinnedOps(Reduction[_Stamp]):
         return bool(question.keep or question.recompute or self.pins)
 
     def apply(self, question: Question) -> tuple[Question, _Stamp]:
-        # To a solver, a kept op is one that must not run twice.
-        graph = kept_graph(question.graph, self._pins(question).kept)
+        graph = kept_graph(question.graph, self._pins(question).kept)  # it must not run twice
         limit_s = PINNED_SOLVE.of(question.time_limit_s, question.time_limit_s)
         return replace(_unpinned(question), graph=graph, time_limit_s=limit_s), _stamp(question)
 
     def invert(self, schedule: Schedule, inverse: _Stamp) -> Schedule:
-        # Kept ops run once on the real graph too.
-        return inverse.on(schedule)
+        return inverse.on(schedule)  # kept ops run once on the real graph too
 
     def solve(self, question: Question, rest: Rest) -> Result:
         question = replace(question, graph=_freed_graph(question.graph, question.recompute))
         pins = self._pins(question)
-        # With `keep` alone there are no clones, and one solve does.
-        if not pins.again:
+        if not pins.again:  # with `keep` alone there are no clones, and one solve does
             return super().solve(question, rest)
         return _PinnedSearch(question, pins, rest).solve()
 
@@ -262,10 +245,10 @@ class _PinnedSearch:
             if found.peak_bytes <= self.budget_bytes:
                 return self._finished(result, sequence)
             over_bytes = found.peak_bytes - self.budget_bytes
-            # Less by what the runs put in take, and by 2 % at least, so that it gets on.
+            # Less by the runs put in, and by 2 % at least, to get on.
             target_bytes -= max(over_bytes, target_bytes // 50, 1)
             limit_s = self.clock.left_s / 2
-        # At a budget of 0 the solver names the least peak that it knows.
+        # At 0 the solver names the least peak that it knows.
         return self._with_least(self._ask(self.cloned_graph, 0, self.clock.left_s / 2))
 
     def _with_least(self, lost: Result) -> Result:
@@ -291,8 +274,7 @@ class _PinnedSearch:
         return msgspec.structs.replace(found_none, status=lost.status)
 
     def _unnamed(self, result: Result) -> Result:
-        # What is proved of the graph with clones does not hold: it fixes when a clone first runs.
-        return msgspec.structs.replace(
+        return msgspec.structs.replace(  # proofs of the graph with clones do not hold
             result, budget_bytes=self.budget_bytes, least_feasible_bytes=0, least_schedule=None,
             held_at_peak=(), lower_bound_us=self.graph.time_us, least_bound_bytes=0, floor=None,
             wall_s=self.clock.elapsed_s, message=_message_without_clones(result.message),
@@ -300,20 +282,17 @@ class _PinnedSearch:
 
     def _finished(self, result: Result, sequence: Sequence[int]) -> Result:
         assert result.schedule is not None
-        # Every op and every clone once is proved for any schedule that keeps the pins.
-        bound_us = self.cloned_graph.time_us
+        bound_us = self.cloned_graph.time_us  # proved for any schedule that keeps the pins
         schedule = self._schedule(sequence, result.schedule)
         try:
             shorter = _leave_out_runs(
                 self.problem, sequence, self.again, self.budget_bytes, self.clock.left_s
             )
             schedule = self._schedule(shorter, result.schedule)
-            # Else it is optimal, and the other bound is not needed.
-            if simulate(self.graph, schedule).time_us > bound_us * (1 + 1e-9):
+            if simulate(self.graph, schedule).time_us > bound_us * (1 + 1e-9):  # else it is optimal
                 bound_us = max(bound_us, self._bound_with_keep_us())
         except KeyboardInterrupt:
-            # What there is fits: only the runs that were still to be looked at stay.
-            note_interrupt()
+            note_interrupt()  # what there is fits
             self.cut_short = True
         return evaluate_schedule(
             self.graph, schedule, budget_bytes=self.budget_bytes, lower_bound_us=bound_us,

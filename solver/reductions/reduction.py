@@ -1,7 +1,6 @@
-"""Levers around a solver: their form, which of them no plan keeps together, and the chain of them.
+"""Levers around a solver: a lever changes a question, has the rest answer it, and changes it back.
 
-A lever changes a question, has the rest answer it, and changes the answer back. Such a pair of maps
-is called a reduction, as in cvxpy, whose chain of reductions this follows.
+Such a pair of maps is a reduction, as in cvxpy, whose chain of reductions this follows.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from remat.solver.search import Clock, Listener, one_job
 from remat.solver.table import make_solver, option_names, plans_copies
 
 _Inverse = TypeVar("_Inverse")
-VARIABLE = "REMAT_CHECK"
-"""Where it is 1, `legal_step.py` checks what each lever and solver does."""
+VARIABLE = "REMAT_CHECK"  # where it is 1, `legal_step.py` checks each lever and solver
 
 
 @dataclass(frozen=True)
@@ -44,28 +42,22 @@ class Question:
     recompute: tuple[str, ...] = ()
     known_us: float = inf
     at_hand: Result | None = None
-    # Fields of the solver, and options of levers, which take theirs out.
+    # Fields of the solver; levers take theirs out.
     options: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
-Rest = Callable[[Question], Result]
-"""What is behind a lever in the chain: other levers, and in the end the solver."""
+Rest = Callable[[Question], Result]  # levers behind one in the chain, and in the end the solver
 
 
 class Reduction(ABC, Generic[_Inverse]):
-    """One lever. A subclass says when it has something to do, and how it changes the question.
-
-    One that searches, so that it asks the rest several times or not for one changed graph, defines
-    `solve` in place of the other methods. What it returns must have been judged on the graph of its
-    question.
-    """
+    """One lever. If it asks the rest several times, it defines `solve` and judges the answer."""
 
     @abstractmethod
     def accepts(self, question: Question) -> bool:
-        """Whether the lever has something to do; if not, the question passes it unchanged."""
+        """If not, the question passes unchanged."""
 
     def apply(self, question: Question) -> tuple[Question, _Inverse]:
-        """The question for the rest, without what this lever was asked; and what `invert` needs."""
+        """The question for the rest, without this lever's part; and what `invert` needs."""
         raise NotImplementedError
 
     def invert(self, schedule: Schedule, inverse: _Inverse) -> Schedule:
@@ -74,8 +66,7 @@ class Reduction(ABC, Generic[_Inverse]):
 
     def bound_us(self, found: Result, inverse: _Inverse) -> float:
         """What `found` proves of the graph that was asked, in microseconds; 0 for nothing."""
-        # Unless overridden: no schedule that the lever allows is faster than that bound.
-        return found.lower_bound_us
+        return found.lower_bound_us  # no schedule that the lever allows is faster
 
     def solve(self, question: Question, rest: Rest) -> Result:
         """The answer, judged on the question's graph, with a bound for it; `rest` is behind."""
@@ -95,11 +86,10 @@ class Reduction(ABC, Generic[_Inverse]):
 
 @dataclass(frozen=True)
 class _OtherOps(Reduction[tuple[AppliedLever, str]]):
-    """A lever that changes which ops run, as the `change` of its row says.
+    """A lever that changes which ops run, as the `change` of its row says; regions stay whole.
 
-    The schedule names it with all that turns the captured graph into the planned one, so that it
-    can be judged and drawn without the lever. The rewriter runs the lever's emitter, which must
-    make ops of the same names that read and make the same values. Regions of the graph stay whole.
+    The schedule names it with all that turns the captured graph into the planned one, so it is
+    judged without the lever. The emitter must make ops of the same names, reads and values.
     """
 
     name: str
@@ -109,14 +99,14 @@ class _OtherOps(Reduction[tuple[AppliedLever, str]]):
         return bool(question.options.get(self.row.option))
 
     def apply(self, question: Question) -> tuple[Question, tuple[AppliedLever, str]]:
-        """The question on the graph that the schedule will give again, without the option."""
+        """On the graph that the schedule will give again, without the option."""
         graph, options = question.graph, dict(question.options)
         changed, told = attribute_at(self.row.change)(graph, options.pop(self.row.option))
         lever = AppliedLever.between(self.name, graph, changed, told, self.row.tolerance)
         return replace(question, graph=lever.on(graph), options=options), (lever, graph.hash)
 
     def invert(self, schedule: Schedule, inverse: tuple[AppliedLever, str]) -> Schedule:
-        """The schedule, which names this lever; one that changed nothing is not named."""
+        """One that changed nothing is not named."""
         lever, captured_hash = inverse
         if schedule.graph_hash == captured_hash:
             return schedule
@@ -125,9 +115,9 @@ class _OtherOps(Reduction[tuple[AppliedLever, str]]):
 
 
 def solve_alone(question: Question) -> Result:
-    """The answer of the solver that is asked, without any lever: the end of every chain."""
+    """The answer of the solver, without any lever: the end of every chain."""
     options = dict(question.options)
-    # A solver refuses options that it does not know.
+    # A solver refuses unknown options.
     if question.known_us < inf and "known_us" in option_names(question.solver):
         options["known_us"] = question.known_us
     made = make_solver(
@@ -141,14 +131,11 @@ def within_its_limit(rest: Rest) -> Rest:
     return lambda asked: with_time_limit_message(rest(asked), asked.time_limit_s)
 
 
-# What no plan keeps together: one row for each pair of levers, asked before anything runs.
-
-ASKED: dict[str, Callable[[Question], bool]] = {
+ASKED: dict[str, Callable[[Question], bool]] = {  # whether a question asks for a lever
     "copies": lambda question: can_copy(question.graph) and plans_copies(question.solver),
     "recompute": lambda question: bool(question.recompute),
     "free order": lambda question: question.options.get("order") == "free",
 }
-"""Whether a question asks for a lever."""
 
 
 LEVER_PAIRS = {
@@ -159,12 +146,11 @@ LEVER_PAIRS = {
         "order free is not planned with copies to the host: take order fixed, or leave out {host}"
     ),
 }
-"""Two levers of `ASKED`, why they do not go together, and behind the colon what to do instead.
-Options in braces are written as the user has them, in Python or on the command line."""
+"""Why they do not go together, and what to do instead; options in braces as the user has them."""
 
 
 def refuse_pairs(question: Question) -> None:
-    """Raises SolverError, which says why they do not go together and what to do instead."""
+    """SolverError says why they do not go together."""
     for one, other in LEVER_PAIRS:
         if ASKED[one](question) and ASKED[other](question):
             raise SolverError(_text_of(one, other))
@@ -175,22 +161,15 @@ def _text_of(one: str, other: str) -> str:
     return LEVER_PAIRS[one, other].format_map(named)
 
 
-# A solve: levers, in the order of `REDUCTIONS`, around a solver that knows of none of them.
-#
-# Each lever that accepts a question changes it, asks those behind it, and changes the answer back:
-# chunks around updates, copies, simple rules and pins, and in the middle the solver.
-#
-# The order is part of what each relies on. Regions are chosen first, as each choice is another
-# graph for all others. Updates ask for several budgets, each of which all that is behind must keep.
-# What a solver without copies proves is weakened last, behind the rules that may replace its
-# schedule. Pins are next to the solver: the rules that stand in for it keep none.
+# A solve: levers in the order of `REDUCTIONS`. Regions come first: each choice is another graph.
+# Updates ask for several budgets. Proofs without copies are weakened behind the rules that may
+# replace the schedule. Pins are next to the solver, since rules keep none.
 
 
 def solve_question(question: Question) -> Result:
     """Ask the chain of levers; SolverError for two things that no plan keeps together."""
     refuse_pairs(question)
-    # Levers ask several times: Ctrl-C in one solve leaves no time to the next.
-    with one_job():
+    with one_job():  # Ctrl-C in one solve leaves no time to the next
         levers = tuple(_reduction(name, row) for name, row in REDUCTIONS.items())
         return with_time_limit_message(fold(question, levers), question.time_limit_s)
 
@@ -207,7 +186,7 @@ def fold(question: Question, levers: tuple[Reduction[Any], ...]) -> Result:
 def _held(
     name: str, question: Question, rest: Rest, solve: Callable[[Question, Rest], Result]
 ) -> Result:
-    """What `solve` answers, held to the rules on the way in and on the way out where that is on."""
+    """What `solve` answers, held to the rules where that is on."""
     if os.environ.get(VARIABLE) != "1":
         return solve(question, rest)
     from remat.solver.reductions.legal_step import require_legal_answer, require_legal_change

@@ -1,9 +1,8 @@
 """Cuts of a range, each with a schedule of its own, placed where the overhead changes most.
 
-The largest sizes are solved first; their schedule serves all. The step that keeps everything serves
-up to where it fits. Between the two, the part whose ends differ most in overhead is cut in its
-middle, where a schedule is solved, and so on: a plan for one size inside a part could save at most
-about what its ends differ by. Whatever serves a size was judged at sizes above it.
+The schedule of the largest sizes serves all; the step that keeps everything serves up to where it
+fits. Between, the part whose ends differ most in overhead is cut in its middle, and so on: a plan
+inside a part could save about that much. Whatever serves a size was judged above it.
 """
 
 from __future__ import annotations
@@ -26,25 +25,17 @@ from remat.schedules.simulate import overhead_of
 from remat.solver.policies.template import StoreAll
 from remat.solver.problem import Problem, least_needed_bytes
 
-# How far a schedule reaches in a range of sizes: where its peak is within a budget.
-#
-# The set of such sizes has no holes below its border, since bytes are bounded for all sizes below a
-# corner. So the border is found by halves, in the fast books, and its corners are then judged.
+# What a schedule serves has no holes, as bytes are bounded below a corner: halves find its border.
 
-_MOST_LEVELS = 256
-"""Points on the way from the smallest sizes to the largest, where several sizes vary."""
-_MOST_CORNERS = 16
-"""Corners of the part that a schedule serves. A few more would serve a little more."""
+_MOST_LEVELS = 256  # from the smallest sizes to the largest, where several vary
+_MOST_CORNERS = 16  # of what a schedule serves; more would serve a little more
 
 
 class Reach:
-    """Where in a range schedules fit a budget."""
-
     def __init__(self, graph: RangedGraph, budget_bytes: int) -> None:
         self.graph, self.budget_bytes = graph, budget_bytes
         self.symbols = graph.symbols
-        # From the smallest sizes to the largest; along them no size falls.
-        self.levels = _levels(graph.symbols)
+        self.levels = _levels(graph.symbols)  # along them no size falls
         self._bytes = BytesOver(graph)
 
     def part(self, sizes: Sizes) -> tuple[Symbol, ...]:
@@ -57,7 +48,7 @@ class Reach:
         return _last(len(self.levels), lambda i: self._fits(fast, self.levels[i]))
 
     def evaluated_corners(self, schedule: Schedule) -> tuple[tuple[dict[str, int], ...], int]:
-        """Corners of what it serves, and the most that it needs there, by the simulator."""
+        """Of what it serves, and the most that it needs there, by the simulator."""
         fast, peak_bytes = FastPeak(self.graph.base, schedule), 0
         found: list[dict[str, int]] = []
         for one in self._corners(fast):
@@ -72,10 +63,10 @@ class Reach:
         if self._fits(fast, top):
             return [top]
         *leading, last = self.symbols
-        # So that all combinations are about `_MOST_CORNERS`.
+        # All combinations are about `_MOST_CORNERS`.
         each = max(int(_MOST_CORNERS ** (1 / max(len(leading), 1))), 2)
         found: list[dict[str, int]] = []
-        # The largest first, so that a corner that another one covers comes after it.
+        # The largest first: a covered corner comes after.
         for sizes in itertools.product(*(_some(symbol, each)[::-1] for symbol in leading)):
             first = {s.name: size for s, size in zip(leading, sizes, strict=True)}
             i = _last(
@@ -111,7 +102,7 @@ def _levels(symbols: Sequence[Symbol]) -> list[dict[str, int]]:
 
 
 def _some(symbol: Symbol, count: int, *, repeated: bool = False) -> list[int]:
-    """So many sizes in geometric steps, both ends included; each once, unless `repeated`."""
+    """In geometric steps, both ends included; each once, unless `repeated`."""
     if not repeated and len(symbol.sizes) <= count:
         return list(symbol.sizes)
     ratio = math.log(symbol.high / symbol.low)
@@ -121,12 +112,10 @@ def _some(symbol: Symbol, count: int, *, repeated: bool = False) -> list[int]:
     return found if repeated else list(dict.fromkeys(found))
 
 
-_MOST_MEMBERS = 10
-"""Schedules of a family. Each has code of its own, which is made when a size first needs it."""
+_MOST_MEMBERS = 10  # of a family; each has code of its own, made when a size needs it
 _APART = 0.0075  # overheads of neighbours that are no further apart need no cut between them
 
-_Solve = Callable[[TrainingGraph, int], Result]
-"""A solver with all its options: from a graph and bytes."""
+_Solve = Callable[[TrainingGraph, int], Result]  # with all options: from a graph and bytes
 
 
 class _Found(NamedTuple):
@@ -161,8 +150,7 @@ class _FamilySearch:
         if reach >= 0:
             keeping = msgspec.structs.replace(keeping, budget_bytes=self.budget_bytes)
             self.found.append(_Found(keeping, reach, reach, 0.0, 0.0))
-        # Everything is kept at all sizes: nothing is faster.
-        if reach == last:
+        if reach == last:  # nothing is faster than keeping all
             return
         if top.schedule is None:
             raise self._too_large(top)
@@ -182,8 +170,7 @@ class _FamilySearch:
             apart, _, lower, upper = max(open_pairs, key=lambda one: one[:2])
             if apart <= _APART:
                 return
-            # Once alone, also if what is found there is not kept.
-            closed.add((lower.reach, upper.level))
+            closed.add((lower.reach, upper.level))  # only once, even if what is found is not kept
             self._cut_between(lower, upper)
 
     def _cut_between(self, lower: _Found, upper: _Found) -> None:
@@ -192,11 +179,10 @@ class _FamilySearch:
         if result.schedule is None:  # the time limit ended it: `upper` serves there
             return
         made = self._found(result, level)
-        # `upper` serves there too, at some overhead.
+        # `upper` serves there too.
         if made.overhead < simulate_resized(self._bounding(level), upper.schedule).overhead:
             self.found.insert(self.found.index(upper), made)
-            # Without those that a faster one replaces at all their sizes.
-            self.found = [
+            self.found = [  # without those that a faster one replaces
                 one
                 for i, one in enumerate(self.found)
                 if not any(other.reach >= one.reach for other in self.found[:i])
@@ -207,8 +193,7 @@ class _FamilySearch:
         assert schedule is not None
         base_us = self._bounding(level).base_us
         lower = min(overhead_of(result.lower_bound_us, base_us), result.overhead)
-        # Where it was solved, it fits.
-        reach = max(self.reach.along(schedule), level)
+        reach = max(self.reach.along(schedule), level)  # where it was solved, it fits
         return _Found(schedule, level, reach, result.overhead, lower)
 
     def _bounding(self, level: int) -> TrainingGraph:
@@ -254,7 +239,7 @@ class _FamilySearch:
             level = (low + high) // 2
             at = self._bounding(level)
             result = None
-            # Else one op alone exceeds the budget, and no solve is needed.
+            # No solve where one op exceeds the budget.
             if least_needed_bytes(Problem.of(at)) <= self.budget_bytes:
                 result = self.solve(at, self.budget_bytes)
             if result is not None and result.schedule is not None:

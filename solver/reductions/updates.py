@@ -1,20 +1,15 @@
 """Steps that update parameters during backward: no op reads a parameter after its update.
 
-Solvers do not know of this rule. They solve a graph without it, in which updates stand behind all
-captured readers of their parameters; what they compute again may read one later. Then the update
-waits for it, and its gradient lives longer. If that exceeds the budget, the graph is solved again
-with those updates behind those reads, so that the solver counts what waits. Where that has no
-schedule, it is asked for less, of the graph as it was. Few recomputations are that late: what
-backward computes again it needs for gradients that come before those of the parameter.
+Solvers get a graph without this rule, in which updates stand behind captured readers. Where what
+runs again reads a parameter later, the update waits, and its gradient lives longer. If that exceeds
+the budget, the graph is solved again with those updates behind those reads, or asked for less as it
+was. Few recomputations are that late.
 
-Schedules of the least peak compute most again, and read most parameters late. A little more than
-that peak often allows one whose updates come early. So where nothing fits, the solver is asked at a
-few budgets above the least of the graph without the rule, or halfway to the lowest that is known,
-and the lowest outcome is taken.
+Schedules of the least peak read most parameters late. So where nothing fits, the solver is asked a
+little above the least budget without the rule, or halfway to the lowest known.
 
-Bound: that of the graph without the rule, which every schedule that keeps the rule follows too.
-Where gradients are accumulated, what an update takes depends on those before it: the bound is then
-that of schedules that keep the captured order of updates.
+Bound: that without the rule. Where gradients are accumulated, what an update takes depends on those
+before it: the bound is that of schedules in the captured order of updates.
 """
 
 from __future__ import annotations
@@ -58,7 +53,7 @@ def without_rule(graph: TrainingGraph) -> TrainingGraph:
     def freed(op: Op) -> Op:
         if op.target != UPDATE:
             return op
-        # Without its parameter among its inputs, no read can come too late for it.
+        # Without its parameter, no read comes too late.
         made = tuple(name for name in op.inputs if name not in resident)
         return msgspec.structs.replace(
             op, target=ACCUMULATE, inputs=made,
@@ -90,8 +85,7 @@ def with_updates_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGra
     others = [(at, name) for name, at in first_runs.items() if name not in updates]
     behind: dict[str, list[Op]] = {}
     for name, read_at in _last_reads(Problem.of(graph), schedule.steps).items():
-        # Run too early. Behind that op, what is computed again for it may read the parameter, and
-        # the gradient counts as live until it has run.
+        # What runs again for that op may read the parameter, and the gradient lives until then.
         if read_at > first_runs[name]:
             after = others[min(bisect_left(others, (read_at, "")), len(others) - 1)][1]
             behind.setdefault(after, []).append(graph.ops[graph.op_index[name]])
@@ -123,7 +117,7 @@ def late_sequence(problem: Problem, sequence: Sequence[int]) -> list[int]:
 
 
 def late_steps(problem: Problem, steps: Sequence[Step]) -> list[Step]:
-    """As `late_sequence`, of steps that copy; SolverError if a gradient is away too early."""
+    """Of steps that copy; SolverError if a gradient is away too early."""
     until, made = _last_reads(problem, steps), set(problem.names)
     waiting: dict[int, list[Step]] = {}
     held: dict[str, int] = {}
@@ -132,8 +126,7 @@ def late_steps(problem: Problem, steps: Sequence[Step]) -> list[Step]:
         name = step.op if isinstance(step, Compute) else step.value
         if isinstance(step, Compute) and until.get(name, 0) > at:
             gradients = made.intersection(problem.graph.ops[problem.graph.op_index[name]].inputs)
-            # The gradient is read by the update, so its frees wait with it.
-            held |= dict.fromkeys(gradients, until[name])
+            held |= dict.fromkeys(gradients, until[name])  # its frees wait with the update
             waiting.setdefault(until[name], []).append(step)
         elif held.get(freed_value(step), 0) > at:
             waiting[held[freed_value(step)]].append(step)
@@ -172,8 +165,7 @@ def _brings(problem: Problem, step: Step, held: dict[str, int], at: int) -> bool
 
 
 _ROUNDS = 5  # how often a solver is asked for one budget
-_MORE = (1 / 400, 1 / 100, 1 / 25)
-"""Parts of the least peak without the rule by which a solver is asked for more."""
+_MORE = (1 / 400, 1 / 100, 1 / 25)  # of the least peak without the rule, to ask for more
 _PART = 1 / 2  # of the time that is left, for each solve
 _Ask = Callable[[TrainingGraph, int, float], Result]
 
@@ -201,7 +193,7 @@ def has_updates(graph: TrainingGraph) -> bool:
 def solve_with_updates(
     graph: TrainingGraph, budget_bytes: int, ask: _Ask, time_limit_s: float
 ) -> Result:
-    """The best with updates late enough; SolverError if all have a gradient away too early."""
+    """SolverError if all have a gradient away too early."""
     rounds = _Rounds(graph, budget_bytes, ask, Clock(time_limit_s))
     first = rounds.take(graph, budget_bytes)
     rounds.run(first)
@@ -210,8 +202,7 @@ def solve_with_updates(
             raise rounds.error
         return first
     if rounds.fits:
-        # The first solve is of the graph without the rule, whose bound holds here too.
-        found = evaluate_schedule(
+        found = evaluate_schedule(  # solved without the rule, its bound holds here too
             graph, rounds.best, budget_bytes=budget_bytes, lower_bound_us=first.lower_bound_us,
             wall_s=rounds.clock.elapsed_s, cut_short=rounds.is_cut_short,
             message=rounds.message,
@@ -226,8 +217,7 @@ class _Rounds:
     budget_bytes: int
     ask: _Ask
     clock: Clock
-    # The fastest that fits, or of the lowest peak of those found; updates late enough.
-    best: Schedule | None = None
+    best: Schedule | None = None  # the fastest that fits, or the lowest; updates late enough
     best_key: tuple[int, float] = (0, 0.0)
     lost: Result | None = None  # the last outcome without a schedule, of `graph` itself
     error: SolverError | None = None  # why updates could not be made late enough
@@ -244,7 +234,7 @@ class _Rounds:
         return self.best is not None and self.best_bytes == self.budget_bytes
 
     def take(self, placed: TrainingGraph, target_bytes: int) -> Result:
-        """Ask for `placed`, `graph` with updates elsewhere, and keep the outcome if it is lower."""
+        """`placed` is `graph` with updates elsewhere; the outcome is kept if lower."""
         result = self.ask(without_rule(placed), target_bytes, _PART * max(self.clock.left_s, 0.0))
         self.is_cut_short |= result.status == "time limit"
         if result.schedule is None and placed is self.graph:
@@ -257,7 +247,7 @@ class _Rounds:
                 self.error = error
                 return result
             simulation = simulate(self.graph, late)
-            # Within the budget, time alone counts.
+            # Within the budget, time counts.
             key = max(simulation.peak_bytes, self.budget_bytes), simulation.time_us
             if self.best is None or key < self.best_key:
                 self.best, self.best_key, self.message = late, key, result.message
@@ -272,30 +262,27 @@ class _Rounds:
             if self.clock.left_s <= 0:
                 return
             if result.schedule is not None:
-                # The solver then counts what waits.
-                placed = with_updates_behind(placed, result.schedule)
+                placed = with_updates_behind(placed, result.schedule)  # it then counts waits
                 target_bytes = self.budget_bytes
             elif placed is not self.graph and self.best is not None:
-                # That left no schedule: the graph as it was is asked for less.
+                # No schedule: the graph as it was is asked for less.
                 less_bytes -= self.best_bytes - self.budget_bytes
                 placed, target_bytes = self.graph, less_bytes
             else:
                 break
             result = self.take(placed, target_bytes)
         if self.best is not None and not self.fits:
-            # A search without the rule that has come to its end has none below the least it knows.
+            # An ended search without the rule has none below the least it knows.
             is_open = first.schedule is not None or first.status == "time limit"
             self._ask_for_more(may_be_lower=is_open)
         elif placed is not self.graph and first_bytes and self.clock.left_s > 0:
-            # A plan whose updates come early may be the faster one.
-            self.take(self.graph, 2 * self.budget_bytes - first_bytes)
+            self.take(self.graph, 2 * self.budget_bytes - first_bytes)  # these may be faster
 
     def _ask_for_more(self, *, may_be_lower: bool) -> None:
         """Ask for more than the budget, so that the outcome names a low one that does."""
         low_bytes = self.budget_bytes
         least_bytes = self.lost.least_feasible_bytes if self.lost else 0
-        # A little more memory than the least often allows updates that come early.
-        for more in _MORE:
+        for more in _MORE:  # a little more often allows updates that come early
             asked_bytes = int((1 + more) * least_bytes)
             if may_be_lower and not 0 < least_bytes <= asked_bytes < self.best_bytes:
                 asked_bytes = (low_bytes + self.best_bytes) // 2
@@ -314,7 +301,7 @@ class _Rounds:
             wall_s=self.clock.elapsed_s,
         )  # fmt: skip
         is_proved = first.schedule is None and first.message.startswith(NONE_FITS)
-        # That nothing fits in less, as an outcome for a lower budget says, is no news of this one.
+        # That nothing fits in less is no news of this budget.
         is_own = lost is first or lost.status != "infeasible"
         rest = without_least_budget(lost.message) if is_own else ""
         text = least_budget_message(self.budget_bytes, self.best_bytes, rest, is_proved=is_proved)

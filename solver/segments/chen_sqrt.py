@@ -30,20 +30,14 @@ from remat.solver.search import Listener
 from remat.solver.state import State, mark_made, recomputed_in
 from remat.solver.table import options_of
 
-# Where a training graph can be cut into a chain: articulation points, matched by backward.
-#
-# A place is a point of forward, in captured order, that at most one value crosses. Values that
-# are kept in any case do not count. Backward must visit the stages between places last to first.
-# Stages that backward reads interleaved are joined. Cost: linear in ops and reads for each sweep;
-# joins ask for a few more sweeps.
+# A place is a point of forward that at most one value crosses, apart from what is kept in any case.
+# Backward must visit the stages between last to first; those that it reads interleaved are joined.
+# Cost: linear for each sweep; joins ask for a few more.
 
+# What is read all along is kept up to this share of what forward makes: else one small mask that
+# every layer reads would leave no place to cut.
 _SMALL_PART = 0.01
-"""A value that is read all along is kept if it is at most this share of what forward makes.
-
-Otherwise one small mask or position table that every layer reads would leave no place to cut.
-"""
-_LONG_PART = 0.25
-"""Read all along means: the last read comes more than this share of forward's ops later."""
+_LONG_PART = 0.25  # all along: the last read is more than this share of forward's ops later
 
 
 class _ArticulationPoint(NamedTuple):
@@ -54,7 +48,7 @@ class _ArticulationPoint(NamedTuple):
 
 
 class StageSplit(NamedTuple):
-    """Places, and the first backward op of each of the stages between them, in stage order."""
+    """Places, and the first backward op of each stage between, in stage order."""
 
     places: tuple[_ArticulationPoint, ...]
     starts: tuple[int, ...]
@@ -75,10 +69,9 @@ def kept_values(problem: Problem) -> bytearray:
 
 
 def articulation_points(problem: Problem, kept: bytearray) -> list[_ArticulationPoint]:
-    """All places of forward. Of several that the same value crosses, only the first."""
+    """Of several that the same value crosses, only the first."""
     crossing = [0] * (problem.n_forward + 1)
-    # Where one value alone crosses, the sum of marks is its number.
-    marks = [0] * (problem.n_forward + 1)
+    marks = [0] * (problem.n_forward + 1)  # where one value crosses, the sum is its number
     for v, last in enumerate(problem.last_forward_read):
         made = problem.producer[v]
         if made < last and not kept[v]:
@@ -110,7 +103,7 @@ def coarsened(
     for place in places:
         window = min(int(done[place.end] / 2 * (most_stages - 1)), most_stages - 2)
         size_bytes = problem.size_bytes[place.entry] if place.entry >= 0 else 0
-        # Of the places near a cut, the one that the smallest value crosses.
+        # Near a cut, the one that the smallest value crosses.
         if window not in smallest or size_bytes < smallest[window][0]:
             smallest[window] = size_bytes, place
     return [place for _, place in smallest.values()]
@@ -124,8 +117,7 @@ def split_by_backward(
         stage_of_op, joined = _sweep(problem, kept, places)
         left = [place for place, is_joined in zip(places, joined, strict=True) if not is_joined]
         if len(left) == len(places):
-            # Stages never rise from op to op, and `bisect_left` takes what never falls.
-            falling = [-stage for stage in stage_of_op]
+            falling = [-stage for stage in stage_of_op]  # `bisect_left` takes what never falls
             first = (bisect_left(falling, -stage) for stage in range(len(places) + 1))
             return StageSplit(tuple(places), tuple(problem.n_forward + i for i in first))
         places = left
@@ -134,7 +126,7 @@ def split_by_backward(
 def _sweep(
     problem: Problem, kept: bytearray, places: list[_ArticulationPoint]
 ) -> tuple[list[int], list[bool]]:
-    """The stage of each backward op, which never rises, and which places have to be joined."""
+    """The stage of each backward op, never rising, and which places to join."""
     ends = [place.end for place in places]
     stage = [bisect_left(ends, op) for op in range(problem.n_forward)]
     crossing = {place.entry for place in places}
@@ -145,7 +137,7 @@ def _sweep(
         for v in problem.inputs[op]:
             if problem.producer[v] < problem.n_forward and not kept[v]:
                 here = stage[problem.producer[v]]
-                # What crosses a place is at hand in the stage behind it too.
+                # What crosses a place is at hand behind it too.
                 lowest, highest = max(lowest, here), min(highest, here + (v in crossing))
         current = highest
         assigned.append(current)
@@ -159,11 +151,9 @@ NO_SEGMENT = -1  # of ops that never run again, those of backward among them
 
 
 def segmented_state(problem: Problem, segment: Sequence[int], kept: bytes | bytearray) -> State:
-    """The state in which a segment runs again, as a whole, when backward first reads from it."""
-    # Stays until its last use: what is not made in forward, what cannot be made again, and what the
-    # segments are to keep.
-    available = bytearray(kept)
-    # For each segment what backward, or the end of the step, reads of it: stages and values.
+    """A segment runs again, as a whole, when backward first reads from it."""
+    available = bytearray(kept)  # stays: what is not of forward, cannot be made again, or is kept
+    # By segment what backward or the end reads: stages and values.
     reads: list[list[tuple[int, int]]] = [[] for _ in range(max(segment, default=NO_SEGMENT) + 1)]
     for stage in range(problem.n_forward, problem.n_ops + 1):
         for v in problem.needs[stage]:
@@ -173,8 +163,7 @@ def segmented_state(problem: Problem, segment: Sequence[int], kept: bytes | byte
     for t in range(problem.n_forward, problem.n_ops + 1):
         gone = [v for v in problem.needs[t] if not available[v]]
         reached = dict.fromkeys(segment[problem.producer[v]] for v in gone)
-        # What this stage or a later one reads of them.
-        wanted = dict.fromkeys(
+        wanted = dict.fromkeys(  # what this stage or a later one reads
             v for s in reached for _, v in reads[s][bisect_left(reads[s], (t, -1)) :]
         )
         recomputed.append(recomputed_in(problem, available, list(wanted), t, own_needs=False))
@@ -225,8 +214,7 @@ def _boundaries(problem: Problem, count: int) -> list[int]:
     made = list(accumulate(problem.output_bytes[: problem.n_forward]))
     ends: list[int] = []
     for i in range(1, count):
-        # Windows of neighbouring cuts do not meet.
-        low = bisect_left(made, made[-1] * (i - 0.4) / count)
+        low = bisect_left(made, made[-1] * (i - 0.4) / count)  # neighbouring windows do not meet
         high = bisect_left(made, made[-1] * (i + 0.4) / count)
         places = range(max(low, ends[-1] + 1 if ends else 0), min(high + 1, problem.n_forward))
         if places:

@@ -37,12 +37,8 @@ from remat.solver.search import Listener, Search
 from remat.solver.segments.chen_sqrt import NO_SEGMENT, segmented_state
 from remat.solver.state import State, recomputed_in, store_all_state
 
-# Lower sets of the forward graph: all of them, or the family of Kusumoto et al. 2019.
-#
-# A lower set holds with each op every op that it reads from. The graph here is that of the
-# forward ops that backward may run again, by position in captured order; what comes from
-# pinned ops, and what the caller holds, stays in any case and is left out. Lower sets are
-# integers, bit p for position p.
+# A lower set holds with each op every op that it reads from, as an integer with bit p for position
+# p of the forward ops that may run again; what stays in any case is left out.
 
 _Flags = npt.NDArray[np.bool_]
 
@@ -66,7 +62,7 @@ class ForwardGraph:
         roots = dict.fromkeys(
             v for stage in range(problem.n_forward, problem.n_ops + 1) for v in problem.needs[stage]
         )
-        # As of the end of the step, when every op has run and so can run again.
+        # At the end of the step, every op can run again.
         again = recomputed_in(problem, fixed, list(roots), problem.n_ops, own_needs=False)
         ops = tuple(sorted(again))
         position = {op: p for p, op in enumerate(ops)}
@@ -118,8 +114,7 @@ def all_lower_sets(graph: ForwardGraph, most: int) -> list[int] | None:
             for p, need in enumerate(needs):
                 if not mask >> p & 1 and not need & ~mask:
                     following[mask | 1 << p] = None
-            # Looked at early, as their number may be exponential.
-            if len(found) + len(following) > most:
+            if len(found) + len(following) > most:  # early: their number may be exponential
                 return None
         found.update(following)
         waiting = list(following)
@@ -151,13 +146,13 @@ def _thinned(graph: ForwardGraph, masks: list[int], most: int) -> list[int]:
     boundary = _boundary_bytes(graph, inner)
     edges = [len(inner) * i // groups for i in range(groups + 1)]
     spread = (range(low, high) for low, high in pairwise(edges))
-    # Of each stretch of sizes the one of the fewest boundary bytes.
+    # Of each stretch of sizes the fewest boundary bytes.
     chosen = [min(group, key=lambda i: (boundary[i], i)) for group in spread]
     return [masks[0], *(inner[i] for i in chosen), masks[-1]]
 
 
 def _boundary_bytes(graph: ForwardGraph, masks: Sequence[int]) -> list[int]:
-    """For each lower set the bytes that positions outside of it read from it."""
+    """The bytes that positions outside of each lower set read from it."""
     pairs = [
         (v, p, q)
         for p in range(len(graph.ops))
@@ -179,14 +174,10 @@ def _bits_of(mask: int, count: int) -> _Flags:
     return np.unpackbits(packed, count=count, bitorder="little").astype(np.bool_)
 
 
-# Dynamic programming over sequences of lower sets, with labels of time and memory.
-#
-# A sequence cuts the forward ops that may run again into segments. What a segment costs
-# depends on its two ends alone, so a table over pairs of lower sets holds all of it. A label
-# at a lower set says: this much time for the segments so far, this many bytes that stay.
+# Dynamic programming: what a segment costs depends on its two ends alone, so a table of pairs holds
+# it. A label at a set: time of the segments so far, and bytes that stay.
 
-_Numbers = npt.NDArray[np.float64]
-"""Microseconds or bytes: whole numbers of bytes are exact up to 2⁵³."""
+_Numbers = npt.NDArray[np.float64]  # microseconds, or bytes, exact up to 2⁵³
 _Indices = npt.NDArray[np.int64]
 
 
@@ -198,8 +189,7 @@ class SegmentTable:
     follows: _Flags  # whether the smaller is within the larger
     overhead_us: _Numbers  # of running the segment again, 0 for the last
     kept_bytes: _Numbers  # that the segment adds to what stays
-    # During the segment's part of backward, beyond what stays of earlier ones.
-    needed_bytes: _Numbers
+    needed_bytes: _Numbers  # in its part of backward, beyond what stays of earlier ones
 
     @classmethod
     def of(cls, graph: ForwardGraph, masks: list[int]) -> SegmentTable:
@@ -208,13 +198,12 @@ class SegmentTable:
         outside = (~member).astype(np.float64)
         cost_us = np.array([graph.problem.cost_us[op] for op in graph.ops])
         overhead_us = (again * cost_us[:, None]).T @ outside
-        # Backward begins with the last segment, while all of it is there.
-        overhead_us[-1] = 0.0
+        overhead_us[-1] = 0.0  # backward begins with all of the last segment
         inside = member.astype(np.float64)
         sizes = inside.sum(axis=0)
         return cls(
             masks=masks,
-            # Within: they have as many members in common as the smaller has.
+            # Within: as many members in common as the smaller has.
             follows=(inside.T @ inside == sizes[None, :]) & (sizes[:, None] > sizes[None, :]),
             overhead_us=overhead_us,
             kept_bytes=kept.T @ outside,
@@ -226,15 +215,13 @@ def _contents(graph: ForwardGraph, member: _Flags) -> tuple[_Flags, _Numbers]:
     """By position and lower set: whether it runs again, and the bytes of it that stay."""
     again = np.zeros_like(member)
     kept = np.zeros(member.shape)
-    # What runs again does not depend on where the segment began: a chain of values that do not stay
-    # cannot leave it.
+    # Whatever the segment's start: no chain of values that do not stay leaves it.
     for p in reversed(range(len(graph.ops))):
         for v in graph.loose_outputs(p):
             stays = np.zeros_like(member[p])
             wanted = np.full_like(member[p], v in graph.read_in_backward)
             for q in graph.readers[v]:
-                # A value stays if a position outside of the lower set reads it.
-                stays |= ~member[q]
+                stays |= ~member[q]  # a position outside reads it
                 wanted |= again[q]
             again[p] |= member[p] & ~stays & wanted
             kept[p] += graph.problem.size_bytes[v] * (stays & member[p])
@@ -242,7 +229,7 @@ def _contents(graph: ForwardGraph, member: _Flags) -> tuple[_Flags, _Numbers]:
 
 
 def _needed_bytes(graph: ForwardGraph, member: _Flags) -> _Numbers:
-    """Most bytes while backward reads a segment: what it has yet to read of it, and its own."""
+    """Most bytes while backward reads a segment: its rest, and backward's own."""
     problem, last = graph.problem, graph.problem.last_need
     position = {v: p for p in range(len(graph.ops)) for v in graph.loose_outputs(p)}
     reads = [
@@ -292,8 +279,6 @@ class _Labels:
 
 @dataclass(slots=True)
 class SequenceProgram:
-    """Finds the fastest sequence of lower sets under a limit."""
-
     table: SegmentTable
     most_labels: int  # at a lower set; of more, ones evenly spread from the fastest to the leanest
     was_thinned: bool = field(default=False, init=False)
@@ -307,8 +292,7 @@ class SequenceProgram:
         ends = np.flatnonzero(labels.owner[: labels.count] == last)
         if last == 0 or not ends.size:
             return (0.0, ()) if last == 0 else None
-        # Labels of a lower set come fastest first.
-        label = int(ends[0])
+        label = int(ends[0])  # labels come fastest first
         found_us, sequence = float(labels.time_us[label]), list[int]()
         while label:
             sequence.append(table.masks[int(labels.owner[label])])
@@ -343,8 +327,7 @@ LowerSetFamily = Literal["auto", "exact", "approximate"]
 _APPROXIMATE_SETS = 150  # most lower sets of the approximate family
 _LIMITS = 16  # limits of the sweep, evenly spread and the same whatever the budget
 _HALVINGS = 8  # bisections for the least limit of the sweep
-_REFINEMENTS = 4
-"""Bisections between the last limit whose schedule is too high and the first that fits."""
+_REFINEMENTS = 4  # bisections between the last limit too high and the first that fits
 
 
 @dataclass(frozen=True)
@@ -428,7 +411,7 @@ class _Sweep:
             for _ in range(_REFINEMENTS):
                 between = (over + under) / 2
                 over, under = (between, under) if self._is_over(between) else (over, between)
-        # On large graphs only limits next to the budget are tried, and one schedule is filled.
+        # Large graphs: limits next to the budget, one schedule filled.
         if not self.search.is_large or self.search.best is None:
             for limit_bytes in limits:
                 self._is_over(limit_bytes)
@@ -457,8 +440,7 @@ class _Sweep:
         if found is None:
             return False
         sequence = found[1]
-        # Several limits lead to one sequence.
-        if sequence not in self.over:
+        if sequence not in self.over:  # several limits share a sequence
             state = lower_set_state(self.forward, sequence)
             search.offer_least(state)
             does_fit = int(state.peak_bytes.max()) <= search.budget_bytes
@@ -474,15 +456,13 @@ class _Sweep:
 
 
 def lower_set_state(forward: ForwardGraph, sequence: Sequence[int]) -> State:
-    # For each op the index of the first lower set that holds it: that set is written last.
-    segment = [NO_SEGMENT] * forward.problem.n_ops
+    segment = [NO_SEGMENT] * forward.problem.n_ops  # an op's first set is written last
     last = len(sequence) - 1
     for i in range(last, -1, -1):
         for p, op in enumerate(forward.ops):
             if sequence[i] >> p & 1:
                 segment[op] = i
-    # What stays: of the last segment, read in another one, or never made again.
-    kept = bytearray(forward.fixed)
+    kept = bytearray(forward.fixed)  # read in another segment, or never made again
     for v, op in enumerate(forward.problem.producer):
         crosses = any(segment[forward.ops[q]] != segment[op] for q in forward.readers[v])
         if segment[op] in (NO_SEGMENT, last) or crosses:
