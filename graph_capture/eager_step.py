@@ -1,7 +1,6 @@
 """The step as eager runs it, where its memory differs from that of the captured graph.
 
-The prediction of the unmodified step is made of it. How long variables hold values is on the values
-(`Value.held_until`). Not predicted: temporaries of kernels that a trace takes apart.
+Not predicted: temporaries of kernels that a trace takes apart.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ CPU_STATE_BYTES = 5056
 
 
 def _with_own_checkpoints(graph: TrainingGraph, values: dict[str, Value]) -> Iterator[Op]:
-    """The ops of a step, those that checkpoints cover as eager runs them there. Each checkpoint
-    keeps the state of the random stream where it begins, from then until backward is through with
-    it. `values`, by name, are changed with the ops."""
+    """Ops that checkpoints cover as eager runs them. Each checkpoint keeps a random state from its
+    begin to its end in backward. `values`, by name, are changed too."""
     begun: set[int] = set()
     until = _last_readers(graph)
     for op in graph.ops:
@@ -62,8 +60,8 @@ def _masked_apart(op: Op, values: dict[str, Value]) -> Iterator[Op]:
     if op.target not in _DROPOUTS or len(op.outputs) != _MASK + 1:
         yield op
         return
-    # On a CPU, a mask is drawn, then multiplied by. Where backward wants the mask alone, a second
-    # run stops between the two.
+    # On a CPU a mask is drawn, then multiplied by; for the mask alone a second run stops in
+    # between.
     result, mask = op.outputs
     yield replace(op, outputs=(mask,))
     name = f"{op.name}_masked"
@@ -82,8 +80,7 @@ def with_eager_sizes(graph: TrainingGraph) -> TrainingGraph:
     """`graph` with the sizes of values that the unmodified module has."""
     # On a CPU, eager dropout keeps a mask of the input's dtype; a trace has a byte an element.
     values = _with_wide_masks(graph)
-    # Autograd adds a gradient to a view in a new tensor, which stands beside what the op reads and
-    # writes here. No other difference is known.
+    # Autograd adds a gradient to a view in a new tensor. No other difference is known.
     sizes = {value.name: value.size_bytes for value in graph.values}
     ops = tuple(
         replace(op, workspace_bytes=op.workspace_bytes + sizes[op.inputs[0]])
@@ -109,8 +106,7 @@ def with_eager_writes(eager: TrainingGraph) -> TrainingGraph:
     _write_over(eager, values)
     if tuple(values.values()) == eager.values and ops == eager.ops:
         return eager
-    # Another hash, so that no schedule is replayed on the sizes of the other graph.
-    return replace(
+    return replace(  # another hash, so that no schedule is replayed on the sizes of the other graph
         eager, ops=ops, values=tuple(values.values()), inputs=(*eager.inputs, _EAGER_SIZES)
     )
 
@@ -146,9 +142,9 @@ def _with_wide_masks(graph: TrainingGraph) -> tuple[Value, ...]:
 
 
 # A check keeps what eager saves for backward off the device, where the unmodified step is larger
-# than the budget (`rewriter/checking/off_device.py`). What forward makes leaves the device with its
-# last use in forward, and comes back for each node of autograd that reads it. Not predicted:
-# variables that hold it longer in forward, which a trace does not tell from autograd.
+# than the budget (`rewriter/checking/off_device.py`). It leaves with its last use in forward, and
+# comes back for each node of autograd that reads it. Not predicted: variables that hold it longer,
+# which a trace does not tell from autograd.
 
 LEAST_BYTES = 1024  # what is smaller stays on the device
 _BACK = "remat.back"
@@ -222,8 +218,7 @@ def _back(together: list[Op], moved: dict[str, Value]) -> dict[str, Value]:
     }  # fmt: skip
 
 
-# What turns one training graph into another, as the captured one into that with regions in chunks:
-# ops that are dropped, and ops in their places.
+# One training graph made from another, as that with regions in chunks from the captured one.
 
 
 def changes_between(
@@ -250,8 +245,8 @@ def with_ops_replaced(
     graph: TrainingGraph, dropped: Iterable[str], added: Iterable[tuple[str, Op]],
     made: Iterable[Value],
 ) -> TrainingGraph:  # fmt: skip
-    """`graph` without the ops of `dropped`; `added` ops, which make `made`, stand in their places.
-    Each comes with the name of the op that follows it, "" at the end. No region is left."""
+    """`added` ops, which make `made`, stand in the places of those dropped, each with the name of
+    the op that follows it, "" at the end. No region is left."""
     gone, own = set(dropped), {value.name: value for value in made}
     at: dict[str, list[Op]] = {}
     for place, op in added:
@@ -264,6 +259,5 @@ def with_ops_replaced(
         ops=ops,
         values=(*values, *own.values()),
         regions=(),
-        # Overheads go on being stated over the captured step.
-        captured_us=graph.base_us,
+        captured_us=graph.base_us,  # overheads go on being stated over the captured step
     )

@@ -1,7 +1,7 @@
 """What files hold: read whole within a limit, and written so that the old file survives a failure.
 
-All files of remat go through here: graphs, plans, profiles, fronts, reports and exports. What the
-system refuses, such as a full disk, becomes one `FileError` with the name and the cause.
+Graphs, plans, profiles, fronts, reports and exports go through here. What the system refuses, such
+as a full disk, becomes one `FileError`.
 """
 
 from __future__ import annotations
@@ -68,10 +68,9 @@ def write_contents(path: str | Path, data: bytes) -> None:
 def atomic_write(path: str | Path) -> Generator[BinaryIO]:
     """A new file, which takes the place of `path` if the block ends without an error.
 
-    It is written beside the old one, and has its mode and owner. Symbolic links are followed. Pipes
-    and devices, ``/dev/stdout`` among them, are written to as they are. Of several hard links, only
-    the one that is named gets the new file. If it raises a `FileError`, the old file is as it was.
-    """
+    It is written beside the old one, and has its mode and owner. Symbolic links are followed; of
+    several hard links, only the named one gets the new file. Pipes and devices, ``/dev/stdout``
+    among them, are written to as they are."""
     _require_name(path)
     try:
         is_stream = _is_stream(path)
@@ -130,8 +129,7 @@ def _beside(target: Path) -> Generator[BinaryIO]:
                 _take_over(out.fileno(), old)
             yield out
             out.flush()
-            # Some file systems notice a full disk only here.
-            os.fsync(out.fileno())
+            os.fsync(out.fileno())  # some file systems notice a full disk only here
             if not is_named:
                 # With a folder given, Python follows the link to the open file; else it links that.
                 os.link(f"{_OPEN_FILES}/{out.fileno()}", fresh, src_dir_fd=out.fileno())
@@ -141,8 +139,7 @@ def _beside(target: Path) -> Generator[BinaryIO]:
 
 
 def _put_in_place(fresh: Path, target: Path) -> None:
-    # Windows replaces no file that somebody has open.
-    for wait_s in WAITS_S:
+    for wait_s in WAITS_S:  # Windows replaces no file that somebody has open
         try:
             return os.replace(fresh, target)
         except PermissionError as error:
@@ -181,8 +178,7 @@ def _told(error: OSError, what: str) -> FileError:
 
 
 def _require_name(path: str | Path) -> None:
-    # Python would raise a `ValueError` for it, not an `OSError`.
-    if "\0" in os.fspath(path):
+    if "\0" in os.fspath(path):  # Python would raise a `ValueError` for it, not an `OSError`
         raise FileError(f"{os.fspath(path)!r} is no name of a file: it has a NUL")
 
 
@@ -193,8 +189,8 @@ _MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 def decode_json(data: bytes | str, kind: type[_Kind]) -> _Kind:
     """The value in a JSON text; `TextError` for another text, `ShapeError` for other fields."""
-    # Files come from anywhere: cut short, edited, of another kind, or made to do harm. So all are
-    # decoded here, and no error of the decoder goes further.
+    # Files come from anywhere: cut short, edited, or made to do harm. No decoding error goes
+    # further.
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -224,9 +220,8 @@ NO_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF
 
 @contextlib.contextmanager
 def file_lock(path: Path) -> Generator[None]:
-    """Hold a file against other processes and threads that do so too, by a lock beside it. Where a
-    file system has no locks, or one is held for too long, the block runs without. `OSError` where
-    the lock cannot be made, as in a folder that cannot be written."""
+    """Hold a file against others that do so, by a lock beside it. Without locks, or if one is held
+    for too long, the block runs unlocked. `OSError`: the folder cannot be written."""
     with contextlib.ExitStack() as held:
         try:
             # The system lets go of the lock of a process that dies.
@@ -248,15 +243,13 @@ _BROKEN = (
 
 
 def read_archive_member(path: Path, name: str) -> bytes | None:
-    """A member of a ``.pt2`` archive, by its name below the archive's root; None without one.
-    Raises ArchiveError if it is no such archive, is cut short, or is not what `torch.export`
-    writes, FileError if it cannot be read."""
+    """By its name below the archive's root; None without one. ArchiveError: not as `torch.export`
+    writes it, or cut short."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             size_bytes = file.seek(0, 2)
-            # Archives come from anywhere too. So sizes and names of all members are judged by the
-            # directory of the archive, and only the wanted one is unpacked. Torch's readers would
-            # unpickle what they find.
+            # Members are judged by the archive's directory, and only the wanted one is unpacked:
+            # torch's readers would unpickle what they find.
             members = archive.infolist()
             # More than a file of that size can hold in earnest.
             unpacked_bytes = sum(member.file_size for member in members)
@@ -299,10 +292,9 @@ def _read(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], name: str) -
     return archive.read(member)
 
 
-# Costs, plans and parts of clusters are kept for later processes. A file is data and is not
-# believed: it is read whole or not at all, and one that says what it cannot is told of and made
-# anew. A folder that cannot be written stops nothing: that is said once, and the next process makes
-# again what would have been kept.
+# Costs, plans and parts of clusters, kept for later processes. A file is not believed: it is read
+# whole or made anew, and that is told. A folder that cannot be written stops nothing: it is said
+# once, and the next process makes again what would have been kept.
 
 _T = TypeVar("_T")
 _SEAL_BYTES = 65  # of the first line of a sealed file, which is a digest of the rest
@@ -311,8 +303,8 @@ _unwritable: set[tuple[str, Path]] = set()
 
 
 def cache_folder() -> Path:
-    """``$REMAT_CACHE``, or the folder ``remat`` in the user's cache folder. For a user without a
-    home it is a folder of this process, which goes with it."""
+    """``$REMAT_CACHE``, or ``remat`` in the user's cache folder; without a home, one that goes with
+    this process."""
     if own := os.environ.get("REMAT_CACHE"):
         return Path(own)
     try:
@@ -334,8 +326,6 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 
 @dataclass(frozen=True)
 class CacheFiles:
-    """The kept files of one kind."""
-
     what: str  # is kept, as ``costs``
     otherwise: str  # what to do where the folder cannot be written, in words
     folder: str = ""  # within `cache_folder`; left empty, that one itself
@@ -359,8 +349,7 @@ class CacheFiles:
             )
             return None
         with contextlib.suppress(OSError):  # The folder may be read-only; then no file is removed.
-            # Its age tells when it was used last.
-            os.utime(path)
+            os.utime(path)  # its age tells when it was used last
         return found
 
     def write(self, name: str, data: bytes) -> None:

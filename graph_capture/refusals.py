@@ -89,7 +89,7 @@ def cudnn_rnn_message(place: str) -> str:
     )
 
 
-_SAID = {
+_SAID = {  # by a part of what torch says
     ".numpy() is not supported": (
         "forward hands a tensor to NumPy, and a graph holds torch's ops alone. Compute it with "
         "torch; or outside forward, and pass what comes of it"
@@ -141,7 +141,6 @@ _SAID = {
         "attribute of a module, or call the model once on a batch, then plan"
     ),
 }
-"""By a part of what torch says."""
 
 
 def refuse_subclass(what: str, tensor: Tensor) -> None:
@@ -164,12 +163,11 @@ _DATA_DEPENDENT = (
     "UnsupportedOperatorException",
 )
 
-_WAYS_OUT = {
+_WAYS_OUT = {  # by the function of torch that looks at values: how to keep it from doing so
     "_detect_is_causal_mask": "pass is_causal=True beside a causal mask, or is_causal=False",
     "_canonical_mask": "pass masks as floating point numbers, or as bool",
     "__init__ of Distribution": "make the distribution with validate_args=False",
 }
-"""By the function of torch that looks at values: how to keep it from doing so."""
 
 _OF_A_MASK = (
     "a mask decides how many rows x[mask], nonzero and torch.where(mask) give: keep all rows, and "
@@ -183,7 +181,7 @@ _OF_A_LOSS = (
     "the work of ctc_loss depends on the lengths of its targets: plan the model without it, that "
     "is, return its log-probabilities, give no loss_fn, and call ctc_loss on them in your loop"
 )
-_INSTEAD = {
+_INSTEAD = {  # by the op whose result's shape or value is asked for: what to write in its place
     "aten._ctc_loss": _OF_A_LOSS,
     "aten.nonzero": _OF_A_MASK,
     "aten.masked_select": _OF_A_MASK,
@@ -207,7 +205,6 @@ _INSTEAD = {
         "forward as a Python number, of which remat.rematerialize without a batch makes a plan each"
     ),
 }
-"""By the op whose result's shape or value is asked for: what to write in its place."""
 
 _ANY = "replace the `if`, `.item()` or index by tensor ops such as torch.where or masking"
 
@@ -312,8 +309,7 @@ def refuse_all_frozen(model: nn.Module, batch: Any = ()) -> None:
 
 
 def _refuse_hooks_that_tell(place: ModuleHooks) -> None:
-    # The trace would run it, and no step would.
-    for hook in place.value:
+    for hook in place.value:  # the trace would run it, and no step would
         if name := tells_a_person(hook.function):
             raise CaptureError(
                 f"the {place.text} ({hook}) calls {name}, and the rewritten step runs ops, not "

@@ -67,8 +67,7 @@ class FileCloser:
     def _run(self) -> None:
         while (ending := self._ended.get()) is not None:
             os.close(ending.fact)
-            # Not held while the thread waits for the next one.
-            del self._open[id(ending)], ending
+            del self._open[id(ending)], ending  # not held while the thread waits for the next one
 
 
 _file_closers: list[FileCloser] = []
@@ -83,8 +82,7 @@ def _file_closer() -> FileCloser:
 
 
 def _end() -> None:
-    # What ends later, in another function of `atexit`, the system closes.
-    for one in _file_closers:
+    for one in _file_closers:  # what ends later, in another function of `atexit`, the system closes
         one.end()
 
 
@@ -228,8 +226,7 @@ class Folder:
 
     def require_room(self, size_bytes: int) -> None:
         found = os.statvfs(self.path)
-        # As far as users other than root may take it.
-        free_bytes = found.f_bavail * found.f_frsize
+        free_bytes = found.f_bavail * found.f_frsize  # as far as users other than root may take it
         if free_bytes < size_bytes:
             raise TierError(
                 f"{self.path}, the folder of the {self.tier} tier, has {free_bytes} bytes free, "

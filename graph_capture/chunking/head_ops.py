@@ -1,16 +1,9 @@
 """A linear head with its cross-entropy in chunks, so that all logits are never live at once.
 
-Outputs are cut, sums never, so that each number is made by eager's kernel over eager's sum. Blocks
-of rows serve the loss and the gradient of the head's input. The gradient of its weight sums over
-rows, so it is cut by classes. A block of classes needs two numbers of each row that the whole row
-decides: its maximum and the logarithm of its sum. Forward returns them.
-
-With label smoothing, the gradient of a row's logits hangs on the sum of all of its terms, and in 16
-bits the kernel's own sum is not in what it returns. Then blocks of classes are cut out of blocks of
-whole rows. That makes the logits once more for each block of classes.
-
-`INPUT_AND_WEIGHT` sums the weight's gradient over blocks of rows instead. It makes the logits once
-where the exact pair makes them twice, and its sum has another order.
+Outputs are cut, sums never, so each number is made by eager's kernel over eager's sum. The gradient
+of the weight sums over rows, so it is cut by classes. Such a block needs each row's maximum and the
+logarithm of its sum, which forward returns. `INPUT_AND_WEIGHT` sums over blocks of rows instead: it
+makes the logits once, not twice, in another order.
 
 Chunked losses: Liger Kernel (P.-L. Hsu et al., 2024, https://arxiv.org/abs/2410.10989), Cut Your
 Losses (E. Wijmans et al., 2024, https://arxiv.org/abs/2411.09009). Both sum in another order.
@@ -33,15 +26,12 @@ from remat.graph_capture.joint.nodes import aten
 
 @dataclass(frozen=True)
 class _HeadLoss:
-    """One head and its loss."""
-
     x: Tensor  # (n, d)
     weight: Tensor  # (classes, d)
     bias: Tensor | None  # (classes,)
     target: Tensor  # (m,)
     class_weight: Tensor | None  # (classes,)
-    # Where the loss takes a part of the logits' rows, these as a grid, which is sliced from `start`
-    # to `stop`; empty where it takes all.
+    # Of the logits' rows, if the loss takes a part: a grid, sliced from `start` to `stop`.
     grid: Sequence[int]
     start: Sequence[int]
     stop: Sequence[int]
@@ -145,8 +135,7 @@ def _rows_gradient(one: _HeadLoss, of: _OfLoss, rows: _Rows) -> Tensor:
     if of.row_term is not None:
         of_log_p.add_(one.weighted(of.row_term[rows.of_loss]))
     made = aten._log_softmax_backward_data(of_log_p, log_p, 1, one.dtype)
-    # `whole_rows` may make another block, and three are what is planned for.
-    del log_p, of_log_p
+    del log_p, of_log_p  # `whole_rows` may make another block, and three are what is planned for
     return one.whole_rows(made, rows.a, rows.b, rows.inside)
 
 
@@ -158,8 +147,9 @@ def _nll_backward(one: _HeadLoss, of: _OfLoss, log_p: Tensor, rows: slice) -> Te
 
 
 def cuts_classes_out_of_rows(dtype: torch.dtype, row_term: object) -> bool:
-    # With smoothing a row's gradient depends on the sum of all its terms; in 16 bits the kernel's
-    # own sum is not in what it returns.
+    # A smoothed row's gradient depends on the sum of its terms; in 16 bits the kernel does not
+    # return its own. Then blocks of classes are cut out of whole rows, and the logits made once
+    # more for each.
     return row_term is not None or dtype.itemsize < torch.float32.itemsize
 
 
@@ -192,8 +182,7 @@ def _row_sums(one: _HeadLoss, of: _OfLoss, like: Tensor) -> Tensor:
     at = torch.where(one.target != one.ignore_index, one.target, 0).unsqueeze(1)
     for a, b in blocks(len(one.target), one.chunks):
         rows = slice(a, b)
-        # Only the shape of the logarithms is read.
-        log_p = like[rows].expand(-1, one.n_classes)
+        log_p = like[rows].expand(-1, one.n_classes)  # only the shape of the logarithms is read
         sums[rows] = _nll_backward(one, of, log_p, rows).gather(1, at[rows])
     return sums
 
@@ -272,8 +261,7 @@ def _losses(one: _HeadLoss, row_sums: Tensor | None) -> tuple[Tensor, Tensor, Te
         logits = one.logits(rows)
         top[rows.of_loss] = logits.amax(1, keepdim=True)
         log_p = aten._log_softmax(logits, 1, False)
-        # Or it would still be there while the next block's is made.
-        del logits
+        del logits  # or it would still be there while the next block's is made
         picked[rows.of_loss] = log_p.gather(1, safe[rows.of_loss])
         # At the maximum, the logarithm of p is 0 less that of the sum, exactly.
         log_sum[rows.of_loss] = log_p.amax(1, keepdim=True).neg_()

@@ -28,17 +28,14 @@ from remat.graph_capture.joint.nodes import NodeOrigins, copy_of
 from remat.graph_capture.tracing.trace import Trace
 
 COUNTS = (2, 4, 8, 16)  # numbers of chunks that are costed
+# Tensors of the logits' size that a head's backward holds. A head is taken by default if they are
+# so many bytes, and so large a part of the step: low, as recomputing leaves a fraction of that.
 _HELD, _LARGE_BYTES, _LARGE_PART = 3, 1 << 20, 1 / 50
-"""Tensors of the logits' size that a head's backward holds. By default a head is taken if these are
-so many bytes, and so large a part of what is resident and forward makes. The part is low: where
-most is computed again, what is left of a step is a fraction of that."""
 AND = ", "  # between the names of parts, which run in the same number of chunks
 
 
 @dataclass(frozen=True)
 class RegionCandidate:
-    """Parts of a step, and the ops that would run in their place."""
-
     parts: tuple[HeadOrMlp, ...]  # in the captured joint graph
     joint: Joint  # a copy of it, with every part in chunks
     nodes: tuple[tuple[fx.Node, ...], ...]  # for each part, the ops of ours in that copy
@@ -58,8 +55,7 @@ class RegionCandidate:
 
     @property
     def chunks(self) -> int:
-        # All ops of ours take it last.
-        return cast("int", self.nodes[0][0].args[-1])
+        return cast("int", self.nodes[0][0].args[-1])  # all ops of ours take it last
 
     def set_chunks(self, chunks: int) -> None:
         for node in (node for nodes in self.nodes for node in nodes):
@@ -150,9 +146,9 @@ def _found(trace: Trace, is_exact: bool, parts: Sequence[HeadOrMlp]) -> RegionCa
 
 # What our ops do in place of captured ones, for costs on a device that is not here.
 
+# Blocks of hidden tensors that an op has live: in forward what goes into the function and its
+# result; in backward what went into it and two gradients.
 _BLOCKS: dict[Any, int] = {MLP: 2, MLP_INPUT: 3, MLP_WEIGHTS: 3}
-"""Blocks of hidden tensors that an op has live: in forward what goes into the function and its
-result; in backward what went into it and two gradients."""
 _BLOCKS_GATED: dict[Any, int] = {MLP: 3, MLP_GATED_INPUT: 4, MLP_WEIGHTS: 5}
 """The same with a gate: what up returns is one more, and the product's gradient another."""
 
@@ -173,8 +169,8 @@ def _workspace_bytes(part: HeadOrMlp, node: fx.Node, chunks: int) -> int:
         value: Tensor = part.gate.product.meta["val"]
         n_blocks = (_BLOCKS if part.up is None else _BLOCKS_GATED)[node.target]
         return n_blocks * -(-value.nbytes // chunks)
-    # In backward, three blocks in the dtype of the loss: the logarithms of the probabilities, their
-    # gradient and that of the logits. A block of classes that is cut out of rows is one more.
+    # Backward: three blocks in the loss's dtype, the logarithms of probabilities, their gradient
+    # and the logits'. A block of classes cut out of rows is one more.
     value, of_x = part.softmax.meta["val"], part.product.meta["val"]
     blocks_bytes = 3 * (-(-value.numel() // chunks)) * value.element_size()
     if not _is_cut_out_of_rows(part, node):
@@ -240,8 +236,7 @@ def _region(
 def _choice(
     graph: TrainingGraph, found: RegionCandidate, ours: Mapping[str, Op], values: Sequence[Value]
 ) -> Choice:
-    # They do the same work, and some of it twice. They seem quicker where blocks fit into caches
-    # or a clock was off, and a step that fits as it was captured would not stay so.
+    # They do the same work, some of it twice. They only seem quicker where blocks fit into caches.
     least_us = _whole_us(graph, found)
     if found.is_exact and sum(op.cost_us for op in ours.values()) < least_us:
         ours = _taking(least_us, ours)

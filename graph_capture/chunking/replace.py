@@ -30,8 +30,7 @@ def _replace_node(old: fx.Node, new: fx.Node) -> None:
     name, meta = old.name, old.meta
     old.graph.erase_node(old)
     new.name = name
-    # An op of ours has its own meta already.
-    if new.target is operator.getitem:
+    if new.target is operator.getitem:  # an op of ours has its own meta already
         new.meta = dict(meta)
 
 

@@ -1,7 +1,6 @@
 """Whether parts in chunks give eager's bits on the device at hand, at the shapes at hand.
 
-Kernels for a block of rows may sum in another order than those for all rows. Which a library takes
-hangs on shapes and on the device, so both ways run here once, on made data, and are compared.
+Which kernel a library takes hangs on both, so both ways run here once, on made data.
 """
 
 from __future__ import annotations
@@ -83,8 +82,7 @@ _known: dict[_Key, bool] = {}
 
 
 def matches_eager_bitwise(found: RegionCandidate) -> bool | None:
-    """Whether parts in their chunks give the same bits as their own nodes; None: memory ran out. It
-    takes the memory of four times the logits, or what an MLP holds."""
+    """None: memory ran out. It takes the memory of four times the logits, or what an MLP holds."""
     # Equal kernels on equal shapes: of parts that are alike, one is compared.
     alike = {_likeness(*pair): pair for pair in zip(found.parts, found.nodes, strict=True)}
     try:
@@ -153,8 +151,7 @@ def _has_equal_blocks(mlp: Mlp, chunks: int) -> bool:
 class _Results(dict[fx.Node, Any]):
     """By node, each computed when first asked for."""
 
-    # A nested function that calls itself would refer to itself, and so hold these tensors until
-    # Python collects garbage.
+    # No nested function that calls itself: it would hold these tensors until garbage is collected.
 
     def __missing__(self, node: fx.Node) -> Any:
         target: Any = node.target
@@ -176,8 +173,8 @@ def _run_chunks(nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]) -> dict[
     return data
 
 
-# Whether chunks give eager's bits, kept on disk beside costs: to compare takes as long as a few
-# runs of the region. The file is named by the device, its settings and torch's version.
+# Kept on disk beside costs, by device, settings and torch: comparing takes a few runs of the
+# region.
 
 
 def kept_bits(meter: Meter, cache: CostCache | None = None) -> IsExact:
@@ -188,8 +185,7 @@ def kept_bits(meter: Meter, cache: CostCache | None = None) -> IsExact:
         key = _digest_of(found)
         if key not in kept.bits:
             answer = matches_eager_bitwise(found)
-            # Not kept: another time there may be room.
-            if answer is None:
+            if answer is None:  # not kept: another time there may be room
                 return False
             kept.bits[key] = answer
             kept.save()
@@ -208,8 +204,7 @@ def _digest_of(found: RegionCandidate) -> str:
         torch.get_float32_matmul_precision(),
         str(torch.are_deterministic_algorithms_enabled()),
         str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
-        # Chooses the branch of MKL's code.
-        os.environ.get("MKL_CBWR", ""),
+        os.environ.get("MKL_CBWR", ""),  # chooses the branch of MKL's code
     ]
     alike = (_likeness(*pair) for pair in zip(found.parts, found.nodes, strict=True))
     parts += dict.fromkeys(alike)

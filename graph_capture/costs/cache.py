@@ -1,9 +1,6 @@
 """What was measured, kept on disk, and profiles, which are files of it for other machines.
 
-There is one JSON file a device, thread count and torch version. Five tables stand in it: the cost
-of each distinct op, the times of each whole step, whether chunks give eager's bits
-(`chunking/same_bits.py`), how fast links to other memory are, and the times of ops that are being
-timed, so that little is lost if the process is ended.
+There is one JSON file a device, thread count and torch version.
 """
 
 from __future__ import annotations
@@ -31,9 +28,8 @@ from remat.graph_capture.joint.nodes import argument, target_name, tensors_of
 
 _SCHEMA_VERSION = 6  # of the file. One of another version is not read, and is written anew.
 _FILES = CacheFiles("costs", "they are measured again each time", is_sealed=False)
+# Of the time: measured while others had the core for longer, it is measured again once it is quiet.
 BUSY = 0.05
-"""Of the time: what was measured while others had the core for longer is measured again, once the
-machine is quiet."""
 
 
 class OpCost(msgspec.Struct, frozen=True, array_like=True):
@@ -105,16 +101,15 @@ def file_name(which: str) -> str:
 
 class CostCache:
     """What is known of a device and a torch version; `save` merges what is new into the file.
-    Without a title it is of this machine's CPU. Costs differ by the device's `settings`. `costs`
-    are by `cost_key`, `steps` by the hash of the step's graph, `bits` as of `kept_bits`, `links` by
-    their place. `begun` has times of ops that have no cost yet, in microseconds."""
+    Without a title it is of this machine's CPU."""
 
     def __init__(self, title: str | None = None, settings: str = "") -> None:
         self.title = title or cpu_title()
         self._name = file_name(" ".join(filter(None, (self.title, settings))))
         self.path, file = _FILES.path(self._name), self._read()
+        # By `cost_key`, by the hash of the step's graph, and as of `kept_bits`.
         self.costs, self.steps, self.bits = file.costs, file.steps, file.bits
-        self.begun, self.links = file.begun, file.links
+        self.begun, self.links = file.begun, file.links  # us of ops without a cost yet; by place
         self._saved, self._is_anew = set(self.costs), False
         self._own: set[str] = set()
 
@@ -138,8 +133,7 @@ class CostCache:
                 self.costs[key] = cost
             elif _truer(known, cost, is_less=cost.cost_us < known.cost_us):
                 self.costs[key] = cost
-                # Or `_merged` would put the file's in its place.
-                self._own.add(key)
+                self._own.add(key)  # or `_merged` would put the file's in its place
         self.save()
 
     def keep_step(self, key: str, step: WholeStepTimes) -> None:
@@ -178,8 +172,8 @@ class CostCache:
         known = self._read()
         costs, steps = {**known.costs, **self.costs}, {**known.steps, **self.steps}
         if not self._is_anew:
-            # Two processes may measure one op at once. The cost saved first stays, and goes to the
-            # other too: a kept plan rests on costs that the next process finds.
+            # Of two processes that measure one op, the cost saved first goes to both: a kept plan
+            # rests on costs that the next process finds.
             theirs = {k: v for k, v in known.costs.items() if k not in self._own}
             costs |= theirs
             self.costs |= {k: v for k, v in theirs.items() if k not in self._saved}
@@ -191,13 +185,9 @@ class CostCache:
         return _File(_SCHEMA_VERSION, self.title, costs, steps, bits, self.begun, links)
 
 
-# Profiles are files of measured costs that are taken in place of measuring. A profile names each op
-# by its `cost_key`, so it serves every model in which the same op occurs. Beside each cost stands
-# the op's work, so that a model of the device can be fitted to it (`roofline.py`). The format is
-# JSON, stated in `docs/files.md`.
-#
-# One that was measured on CUDA is of device ``cuda``, with the driver's title of it. It also serves
-# the device of the table that the title names (`roofline.py`).
+# A profile's format is stated in `docs/files.md`. It names ops by `cost_key`, so it serves every
+# model in which they occur, and has their work, so that a model of the device can be fitted to it
+# (`roofline.py`). One of ``cuda`` also serves the device of the table that its title names.
 
 # The work of an op is the same on every device, so a profile of one can fit a model of another.
 
@@ -362,8 +352,8 @@ def as_profile(profile: Profile | str | Path | None) -> Profile | None:
 def costs_of_profile(
     needed: dict[str, fx.Node], profile: Profile, meter: Meter
 ) -> Mapping[str, OpCost]:
-    """The costs of `profile`, by `cost_key`. Raises ProfileError if it is of another kind of
-    device; or of another machine, and lacks ops."""
+    """The costs of `profile`, by `cost_key`. ProfileError for another kind of device, or for
+    another machine, if it lacks ops."""
     kind, shown = (CUDA, "a CUDA device") if is_cuda(meter.device) else (CPU, "a CPU")
     if profile.device != kind:
         raise ProfileError(

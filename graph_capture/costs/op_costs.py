@@ -75,12 +75,9 @@ def time_ops(
     between: Callable[[], None] | None, cache: CostCache,
 ) -> tuple[dict[str, OpCost], frozenset[str]]:  # fmt: skip
     """Costs of the `missing` ops and of saving a random state, and which ops had no room to run.
-    `between` is called after each pass over the ops. `cache` keeps times meanwhile, and has those
-    that a process took that was ended. Raises CaptureError if memory runs out that ops had when
-    they were timed."""
+    `between` runs after each pass. `cache` keeps times for a process that is ended meanwhile."""
     meter.settle()
-    # `median_us` takes what has run before.
-    meter.rng_state()
+    meter.rng_state()  # `median_us` takes what has run before
     op_costs, no_room = {SAVE_RNG_KEY: OpCost(meter.median_us(meter.rng_state))}, set[str]()
 
     def failed(key: str, error: KernelError) -> None:
@@ -182,21 +179,13 @@ def measure_costs(
     most_bytes: int | None = None,
     chunks: bool = True,
 ) -> TrainingGraph:
-    """The trace's graph with measured costs and workspaces.
+    """The trace's graph with measured costs and workspaces: of a profile, else kept, else measured.
 
-    Each distinct op is run on made data. On a CPU the step is run as a whole too, for what it takes
-    beyond its ops (`step_time.py`). Both are kept on disk (`cache.py`).
-
-    progress : called with (distinct ops timed, distinct ops to time), and with what is done.
-    profile : its costs are taken, whatever machine measured them. Ops that it lacks are
-        measured if it is of this machine.
-    measure_again : costs and times that are kept on disk are measured anew, and kept instead.
-    most_bytes : a budget: the step is not run as a whole where that takes more. An op runs in any
-        case, with what it needs itself.
-    chunks : left out, the graph has no regions in chunks; `with_measured_chunks` adds them.
-
-    Raises ProfileError where `profile` is of another machine and lacks ops of the step.
-    """
+    On a CPU the step is run as a whole too, for what it takes beyond its ops (`step_time.py`),
+    unless that takes more than `most_bytes`, a budget. `progress` is called with (distinct ops
+    timed, distinct ops to time), and with what is done. `measure_again`: what is on disk is
+    measured anew. Without `chunks` no region is in chunks; `with_measured_chunks` adds them.
+    ProfileError where `profile` is of another machine and lacks ops of the step."""
     meter, cache = _meter_and_cache(trace, measure_again)
     graph = measure_costs_with(trace, meter, cache, progress, profile, most_bytes)[0]
     if not chunks:
@@ -307,7 +296,6 @@ def examples(joint: Joint) -> dict[str, fx.Node]:
 
 
 def _keys_and_nodes(joint: Joint) -> tuple[dict[str, str], dict[str, fx.Node]]:
-    """The `cost_key` of each op by its name, and a node for each of these keys."""
     keys = {name: cost_key(node) for name, node in joint.node_of_op.items()}
     # Reversed, so that of equal keys the first node is the one that stays.
     return keys, {keys[name]: node for name, node in reversed(joint.node_of_op.items())}
@@ -337,9 +325,8 @@ def _values_as_allocated(joint: Joint, costs: dict[str, OpCost]) -> tuple[Value,
     allocated = allocator_rounding(graph.device)
     # What a step on a CUDA device has on the host takes nothing on the device.
     host = _on_the_host(joint) if is_cuda(graph.device) else frozenset()
-    # Some results are larger than a trace says: mse_loss returns a scalar in the storage of all
-    # its terms. So the first result of an op grows by what the op was seen to keep. A graph's hash
-    # covers shapes and not sizes for this reason.
+    # Some results are larger than a trace says: mse_loss returns a scalar in the storage of all its
+    # terms. So the first result grows by what the op kept; for this a hash does not cover sizes.
     costed = (op for op in graph.ops if op.name in costs and op.outputs)
     kept = {op.outputs[0]: costs[op.name].kept_bytes for op in costed}
 
@@ -389,8 +376,8 @@ def measured_workspaces(trace: Trace, names: Collection[str]) -> dict[str, int]:
 
 
 class Sized:
-    """The graph of a trace with the bytes that its ops take, and without times. So a schedule is
-    judged at the sizes of a batch for which nothing was timed. Ops without known costs run once."""
+    """A trace's graph with the bytes of its ops and no times, to judge a schedule at other sizes.
+    Ops without known costs run once."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace, self._meter = trace, meter_of(trace.recipe.device)
@@ -402,8 +389,7 @@ class Sized:
         self.graph = replace(graph, resident=resident)
 
     def with_region(self, region: str, chunks: int, *, is_exact: bool) -> TrainingGraph:
-        """The graph with a region that may run in so many chunks. Without one where the step has
-        other parts, or where `is_exact` and bits are not eager's."""
+        """None where the step has other parts, or where `is_exact` and bits are not eager's."""
         has_them = kept_bits(self._meter, self._cache)
 
         def of_chunks(found: RegionCandidate) -> tuple[dict[str, Op], tuple[Value, ...]]:
@@ -451,7 +437,6 @@ def _warm(joint: Joint, nodes: Mapping[str, fx.Node], ran: list[str]) -> Iterato
     for key, node in nodes.items():
         with contextlib.suppress(*KERNEL_ERRORS):
             run = _runner_of(joint, node)
-            # What libraries allocate at their first use is then no op's.
-            run_locally(run)
+            run_locally(run)  # what libraries allocate at their first use is then no op's
             ran.append(key)
             yield run

@@ -1,7 +1,6 @@
 """How a CPU is measured: by its clock, and by the profiler's allocation events.
 
-A CPU has no counter of its own for memory, and modes that watch tensors miss workspaces. Its name,
-by which kept costs are told apart, stands here too.
+It has no counter of its own for memory, and modes that watch tensors miss workspaces.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ class CpuMeter:
         """The median of 1 to 8 runs, each of which finds the core's cache full of other data."""
         del moved_bytes
 
-        # As after a few ops of a step. An op that finds its data where it left them is a fifth
-        # cheaper, in an LSTM or a U-Net, than the same op computed again in a step.
+        # Full of other data, as after a few ops of a step: an op that finds its data where it left
+        # them is a fifth cheaper, in an LSTM, than one computed again.
         def timed_us() -> float:
             self._others.add_(1)
             return self.step_us(run)

@@ -21,13 +21,12 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 
 ShardingKind = Literal["none", "ddp", "zero1", "replicate", "fsdp2"]
 _KINDS: tuple[str, ...] = get_args(ShardingKind)
-_TAKEN_BY: dict[str, tuple[str, ...]] = {
+_TAKEN_BY: dict[str, tuple[str, ...]] = {  # by option, the kinds of sharding that have it
     "blocks": ("fsdp2", "replicate"), "replicas": ("fsdp2",), "reshard_after_forward": ("fsdp2",),
     "bucket_views": ("ddp", "zero1"), "param_dtype": ("fsdp2", "replicate"),
     "reduce_dtype": ("fsdp2", "replicate"), "cpu_offload": ("fsdp2",),
     "states_over": ("fsdp2", "zero1"),
 }  # fmt: skip
-"""By option, the kinds of sharding that have it."""
 _PARAM_DTYPES = ("bfloat16", "float16")
 _REDUCE_DTYPES = ("float32", *_PARAM_DTYPES)
 
@@ -205,8 +204,7 @@ def with_units(
         forward, backward = [i for i in found if i < n], [i for i in found if i >= n]
         units.append(Unit(path, forward[0], forward[-1] + 1, backward[0], backward[-1] + 1))
     units.sort(key=lambda unit: unit.start)
-    # Backward runs a chain in reverse.
-    for before, after in pairwise(units):
+    for before, after in pairwise(units):  # backward runs a chain in reverse
         if after.back_start > before.back_start:
             raise CaptureError(
                 f"block {after.path} runs after {before.path} in forward and also in backward, so "
@@ -236,8 +234,7 @@ def _in_order(items: Sequence[_Item]) -> list[_Item]:
         for other in reads:
             readers[other].append(i)
     ready = [i for i, count in enumerate(waits_for) if not count]
-    # By their places: the order changes no more than it must.
-    done: list[_Item] = []
+    done: list[_Item] = []  # by their places: the order changes no more than it must
     while ready:
         i = heapq.heappop(ready)
         done.append(items[i])

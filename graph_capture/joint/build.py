@@ -1,12 +1,9 @@
 """From AOTAutograd's joint fx graph to a `TrainingGraph`, and the way back to its nodes.
 
-Five kinds of op are ours, not torch's, so that the simulator needs no special case:
-
-- `TANGENTS` opens backward: its results are what autograd passes in.
-- `SAVE_RNG` stands before each op that draws. Its value is kept as long as that op may run again.
-- `STATISTICS` updates the running statistics of a batch norm. The normalisation may run again.
-- `ACCUMULATE` releases gradients where they are added to those of earlier batches, `UPDATE` where
-  the optimizer takes its step with them in backward.
+Ops that are ours, not torch's, so that the simulator needs no special case: `TANGENTS`, whose
+results are what autograd passes in; `SAVE_RNG` before each op that draws, with a value that is kept
+as long as that op may run again; `STATISTICS`, a batch norm's running statistics, so that the
+normalisation may run again; `ACCUMULATE` and `UPDATE`, which release gradients in backward.
 """
 
 from __future__ import annotations
@@ -140,8 +137,7 @@ class _Builder:
         )  # fmt: skip
 
     def _timed_hash(self, graph: TrainingGraph, tangents: tuple[str, ...]) -> str:
-        # Where nothing is released, the step is timed as it is.
-        if not self.accumulations.of_op:
+        if not self.accumulations.of_op:  # where nothing is released, the step is timed as it is
             return graph.hash
         # A step is timed with its gradients returned together: its time is kept under that graph.
         given, ends = self._ends(tangents, self.accumulations.gradients)
@@ -153,8 +149,8 @@ class _Builder:
         self, tangents: tuple[str, ...], returned: Sequence[Any]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         given = self.values.made_by_ops(self.forward_results)
-        # AOTAutograd copies new values of buffers into the buffers when forward ends, so they need
-        # not be live any longer. All else that forward returns is in the caller's hands.
+        # AOTAutograd copies new values into buffers when forward ends, so they need not be live
+        # longer. All else that forward returns is in the caller's hands.
         pairs = zip(self.forward_results, self.overwritten_inputs, strict=True)
         kept = self.values.made_by_ops(result for result, over in pairs if over is None)
         for name in kept:
@@ -162,8 +158,7 @@ class _Builder:
         gradients = self.values.made_by_ops(returned)
         # A gradient that is written in place is done only with its last write.
         gradients += self.values.writes_before(gradients, "backward")
-        # Autograd's engine holds the tangents to the end.
-        ends = (*kept, *gradients, *tangents)
+        ends = (*kept, *gradients, *tangents)  # autograd's engine holds the tangents to the end
         return tuple(dict.fromkeys(given)), tuple(dict.fromkeys(ends))
 
     def _add_call(self, node: fx.Node) -> None:
@@ -293,9 +288,8 @@ def build_joint(
     several_gradients: Mapping[int, int] | None = None,
     gradient_release: GradientRelease | None = None, **facts: Any,
 ) -> Joint:  # fmt: skip
-    """Analyse a joint graph: storages become values, nodes become ops, views become nothing. `gm`
-    is changed to run eager's ops. `several_gradients` is of `DuplicateOutputs.gradients`. Raises
-    CaptureError if the graph mutates a tensor, or uses one whose gradient would be lost."""
+    """Storages become values, nodes ops, views nothing. `gm` is changed to run eager's ops.
+    CaptureError if it mutates a tensor, or uses one whose gradient would be lost."""
     # A trace decomposes these otherwise than eager runs them; the results differ in the last bits.
     make_dropout_exact(gm)
     make_class_weights_exact(gm)

@@ -1,10 +1,8 @@
 """Values that depend on nothing but code are known while a trace holds no values.
 
-Libraries make positions and masks by `torch.arange` and its like, and look at them: transformers
-asks of positions whether they count up, and leaves the mask away if they do. Such values are the
-same at each step, so code that branches on them takes eager's way. So are answers that hold at all
-sizes of a range. Values that depend on the batch, parameters, buffers or random numbers are
-unknown. Where code looks at those, the arguments that they come from are named.
+Libraries make positions and masks by `torch.arange` and its like, and branch on them: transformers
+leaves a mask away if positions count up. Values that depend on the batch, parameters, buffers or
+random numbers are unknown; where code looks at those, the arguments that they come from are named.
 """
 
 from __future__ import annotations
@@ -45,10 +43,7 @@ _MODEL = ""  # the source of what parameters and buffers have a part in
 
 
 class ConstantFolder(TraceObserver):
-    """Runs ops on known values too, beside the trace, and answers code that looks at them.
-    `failure` is what was raised when code first looked at unknown values; `read` are the arguments
-    that those values come from, and `RANDOM` if numbers were drawn; empty if parameters or buffers
-    have a part in them."""
+    """Runs ops on known values too, beside the trace, and answers code that looks at them."""
 
     def __init__(
         self, batch: Iterable[tuple[str, Any]] = (), over: TraceSizes | None = None
@@ -58,7 +53,8 @@ class ConstantFolder(TraceObserver):
         self._values, self._formulas = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self._lost: dict[int, frozenset[str]] = {}
         self._sources = WeakTensorKeyDictionary()
-        self.failure: Exception | None = None
+        self.failure: Exception | None = None  # raised when code first looked at unknown values
+        # Arguments that those come from, and `RANDOM`; empty if parameters or buffers have a part.
         self.read: tuple[str, ...] = ()
         self._digest, self._has_looked = hashlib.blake2b(), False
         for name, leaf in batch:
@@ -179,8 +175,7 @@ class ConstantFolder(TraceObserver):
     def _lose(self, tensors: Iterable[Tensor], sources: frozenset[str]) -> None:
         for tensor in tensors:
             if (real := self._values.get(tensor)) is not None:
-                # By storage, as a write reaches every view.
-                self._lost[storage_key(real)] = sources
+                self._lost[storage_key(real)] = sources  # by storage, as a write reaches every view
             if (formula := self._formulas.get(tensor)) is not None:
                 formula.root.lost = sources
 
@@ -212,10 +207,9 @@ def _tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-# Positions count up at every length, so a trace for a range of lengths can go the way that eager
-# goes at each of them. A value that depends on nothing but sizes is kept as the ops that make it;
-# where code looks at it, they run at all sizes of the range, and the answer counts if it is the
-# same.
+# Positions count up at every length, so a trace over a range can go eager's way at each. A value of
+# sizes alone is kept as the ops that make it. Where code looks, they run at all sizes of the range,
+# and the answer counts if it is the same.
 
 _MOST_WORK = 1 << 30  # elements made to answer one question, at all sizes: a second on a CPU
 
@@ -245,8 +239,7 @@ class _Formula:
     base: _Formula | None = None
     # Where the values come from that it, or a view of it, was overwritten with.
     lost: frozenset[str] = frozenset()
-    # Symbolic ones in all that it is made of.
-    numbers: list[Any] = field(default_factory=list)
+    numbers: list[Any] = field(default_factory=list)  # symbolic ones in all that it is made of
 
     def __post_init__(self) -> None:
         for leaf in pytree.tree_leaves((self.args, self.kwargs)):

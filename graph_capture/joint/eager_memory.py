@@ -1,9 +1,7 @@
 """How long eager holds what a step makes, and where it writes in place or makes again.
 
-It is seen while tracing. Eager frees a tensor when its last reference goes: a variable of the
-user's code, a list, what autograd saves. While a step is traced the same code holds stand-ins,
-which die when eager's would.
-A trace is functional, so that an op that writes in place becomes one that makes a new tensor.
+It is seen while tracing: the same code holds stand-ins, which die when eager's tensors would. A
+trace is functional, so an op that writes in place becomes one that makes a new tensor.
 """
 
 from __future__ import annotations
@@ -35,17 +33,14 @@ from remat.graph_capture.torch_private.core import (
     pytree,
 )
 
+# Annotation of a node that autograd does not record: eager's op there that writes to its argument.
 WRITTEN_KEY = "remat_written"
-"""Among the annotations of a node that autograd does not record: the op that eager runs there, if
-that writes to its argument; else empty."""
+# The same where autograd records it. Nodes of its backward may have it from forward, beside theirs.
 RECORDED_KEY = "remat_recorded"
-"""The same for a write that autograd records. Nodes of its backward may have it from forward, but
-these have the other one too."""
+# On meta: a node's number in the trace, and how many there were when eager let go of its result.
 MADE_AS, _DIED_AS = "remat_made_as", "remat_died_as"
-"""On the meta of nodes: their number in the order of the trace, and how many there were when eager
-let go of what the node has made."""
+# On the meta of nodes that eager writes in place: the name of a node of the storage written to.
 _OVER = "remat_over"
-"""On the meta of nodes that eager writes in place: the name of a node of the storage written to."""
 
 
 @dataclass
@@ -101,8 +96,7 @@ class EagerMemory(TraceObserver):
         return super().__enter__()
 
     def __exit__(self, *what: Any) -> None:
-        # What dies from now on, dies for other reasons than in eager.
-        self._held.clear()
+        self._held.clear()  # what dies from now on, dies for other reasons than in eager
         self._tracer = None
         if self._collects:
             gc.enable()

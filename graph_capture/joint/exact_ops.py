@@ -1,13 +1,9 @@
 """Dropout as eager computes it on a CPU, to the last bit and in about its time.
 
-A trace replaces dropout by `aten.native_dropout`, which scales by 1 / (1 - p) rounded
-from double precision. Eager divides in the tensor's own precision, which for some p
-(0.04, 0.15, 0.45, ...) is another float32, and for most p another bfloat16 in backward.
-The nodes are changed here to ops that scale as eager does.
-
-The mask stays one byte an element, where eager keeps a whole float. So even the plan that keeps
-everything needs less than the unmodified step, whose prediction takes eager's size
-(`eager_step.py`).
+A trace's `aten.native_dropout` scales by 1 / (1 - p) rounded from double precision. Eager divides
+in the tensor's own precision, which for some p (0.04, 0.15, 0.45, ...) is another float32, and for
+most p another bfloat16 in backward. The mask stays one byte an element, where eager keeps a float:
+even the plan that keeps everything needs less than the unmodified step (`eager_step.py`).
 """
 
 from __future__ import annotations
@@ -48,8 +44,8 @@ def _dropout_as_eager(
 @torch.library.impl(_library, "dropout_backward", "CompositeExplicitAutograd")
 def _dropped(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     """`x` times eager's noise, in the storage of the noise if that is laid out as the product."""
-    # As uint8, since CPU kernels convert bool much slower: for 512 x 768 elements on AVX-512,
-    # torch's backward takes 0.56 ms, this 0.22, and eager's product 0.17.
+    # uint8, as CPU kernels convert bool much slower: 0.56 ms in torch's backward, 0.22 in this,
+    # 0.17 in eager's product (512 x 768 on AVX-512).
     noise = mask.view(torch.uint8).to(x.dtype).mul_(scale)
     # A product's strides along dimensions of one element are not always those of its factors.
     is_as_product = noise.stride() == x.stride() and (
@@ -104,8 +100,8 @@ _library.define("sum_of_class_weights(Tensor weight, Tensor target, int ignore_i
 
 @torch.library.impl(_library, "sum_of_class_weights", "CompositeExplicitAutograd")
 def sum_of_class_weights(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    # As `cross_entropy_loss_label_smoothing` in torch's `LossNLL.cpp`. A trace cannot know how many
-    # targets count, so there torch sums zeros for the others, which rounds otherwise.
+    # As `cross_entropy_loss_label_smoothing` in torch's `LossNLL.cpp`. In a trace, which does not
+    # know how many targets count, torch sums zeros for the others, which rounds otherwise.
     return weight.gather(0, target.masked_select(target != ignore_index)).sum()
 
 
@@ -145,10 +141,8 @@ def _called(node: Any, target: Any) -> fx.Node | None:
     return node if isinstance(node, fx.Node) and node.target is target else None
 
 
-# Batch norm in training: whose kernels it runs, and how it runs again.
-#
-# A trace has `aten.native_batch_norm` where eager may take cuDNN's kernels, whose last bits differ.
-# Such nodes are changed here, with their backward, to the op that chooses when it runs.
+# Batch norm in training. A trace has `aten.native_batch_norm` where eager may take cuDNN's kernels,
+# whose last bits differ. Such nodes become, with their backward, an op that chooses when it runs.
 
 _library.define(
     "batch_norm(Tensor x, Tensor weight, Tensor bias, float momentum, float eps)"
@@ -174,12 +168,12 @@ _CHOSEN = aten._batch_norm_with_update_functional.default
 CHOSEN_BACKWARD = aten.batch_norm_backward.default
 MEAN, _RESERVE = 1, 3  # places among the results
 
+# For an op that returns new running statistics: the op that computes the rest, and how many results
+# both have before the statistics.
 RECOMPUTED_BY: dict[Any, tuple[Any, int]] = {
     _TRACED: (_TRACED_WITHOUT_STATISTICS, 3),
     _CHOSEN: (_WITHOUT_STATISTICS, 4),
 }
-"""For an op that also returns new running statistics: the op that computes the rest of it, and how
-many results both have before the statistics."""
 
 
 def makes_statistics(node: fx.Node) -> bool:
@@ -237,10 +231,9 @@ def _change(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
             backward.args = (*read, True, eps, mask, kept)
 
 
-# The gradient of a product: where no factor is zero, eager divides the product by each. A trace has
-# no numbers, so that torch takes the products of all others there, which round otherwise and take
-# more memory (`prod_backward` in torch's `FunctionsManual.cpp`). The nodes are changed here to one
-# op that looks at the numbers as eager does. It takes as much memory with zeros as without.
+# A product's gradient. Eager divides it by each factor if none is zero. A trace has no numbers, so
+# torch takes the products of all others there, with other rounding and more memory (`prod_backward`
+# in torch's `FunctionsManual.cpp`). One op looks at the numbers instead, as eager does.
 
 _SLICE = aten.slice.Tensor
 
@@ -255,8 +248,7 @@ def gradient_of_product(
 ) -> Tensor:
     """The gradient of the product of all of `input`, flat, or of that over `dim`."""
     zeros = input.numel() - int(torch.count_nonzero(input))
-    # With two zeros, the product of all others is zero for each factor.
-    if whole and zeros > 1:
+    if whole and zeros > 1:  # with two zeros, the product of all others is zero for each factor
         return input.new_zeros(input.numel())
     if zeros:
         # In place where it can be, so that never more than two tensors as large as `factors` exist.

@@ -1,10 +1,8 @@
 """Gradients that are released as they are made, to be added to those of earlier batches.
 
-Eager's autograd adds each gradient to ``.grad`` as soon as backward has made it, and lets go of it
-(`AccumulateGrad`). A step that returned all of them together would hold them to its end, beside
-those that they are added to. So a step that accumulates has an op for it, `ACCUMULATE`: after it,
-nothing needs the gradient any more. Without accumulation there is nothing to gain: ``.grad`` is
-then the gradient itself, and stays.
+Autograd adds each gradient to ``.grad`` at once and lets go of it (`AccumulateGrad`). A step that
+returned all together would hold them to its end, so one that accumulates has an op, `ACCUMULATE`,
+that releases each. Without accumulation ``.grad`` is the gradient itself, and stays.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ _ALIASES_OF_INPUTS = (OutputType.alias_of_input, OutputType.is_input)
 
 
 def can_release_gradients(metadata: ViewAndMutationMeta) -> bool:
-    # A step that releases gradients is given views of what it differentiates. It can then neither
-    # write to one of them nor return a part of one.
+    # A step that releases gradients is given views, so it can neither write to what it
+    # differentiates nor return a part of it.
     inputs = metadata.input_info
     aliases = (one for one in metadata.output_info if one.output_type in _ALIASES_OF_INPUTS)
     returned = [inputs[one.base_idx] for one in aliases if one.base_idx is not None]
@@ -53,12 +51,11 @@ def of_parameters(gm: fx.GraphModule, num_forward_outputs: int) -> dict[int, fx.
 
 @dataclass
 class GradientAccumulation:
-    """Adds the ops that release gradients, or that update parameters. `updated` has the bytes of
-    each update in backward, by name. If there are some, only the gradients of these parameters are
-    released."""
+    """Adds the ops that release gradients, or that update parameters."""
 
     gradients: Sequence[Any]
     parameters: Mapping[int, fx.Node]  # by place, those whose gradients may be released
+    # Bytes of each update in backward, by name; if any, only their gradients are released.
     updated: Mapping[str, int] = field(default_factory=dict[str, int])
     is_added: bool = True  # to what ``.grad`` holds; autograd then copies none
     # The places that each op releases.
@@ -143,8 +140,7 @@ class GradientAccumulation:
             return _sum_bytes(values, shared) + max(took.values())
         name_of = {place: values.of(self.gradients[place]) for place in places}
         n_places = Counter(name_of.values())
-        # Once a gradient is added, autograd lets it go before the parameter is updated.
-        let_go = {
+        let_go = {  # once a gradient is added, autograd lets it go before the parameter is updated
             place: _sum_bytes(values, [name])
             for place, name in name_of.items()
             if n_places[name] == 1 and name not in shared
@@ -165,11 +161,9 @@ def _sum_bytes(values: ValueTable, names: Iterable[str]) -> int:
     return sum(values.by_name[name].size_bytes for name in names)
 
 
-# Gradients that autograd would copy are copied inside the step.
-#
 # Autograd keeps a gradient only if nothing else holds it and it is laid out as its parameter
-# (`AccumulateGrad`, the "gradient layout contract"). Eager copies any other as soon as it is made.
-# A compiled step returns all gradients at its end, so that copies would come on top of the peak.
+# (`AccumulateGrad`, the "gradient layout contract"), and copies any other at once. Here the copy is
+# in the step: after it, copies of all gradients would come on top of the peak.
 
 _library = torch.library.Library("remat", "FRAGMENT")
 _library.define("laid_out(Tensor x, int[] strides) -> Tensor")
@@ -241,10 +235,9 @@ def _before_copy(gradient: fx.Node, parameter: fx.Node) -> fx.Node:
     while is_view(source):
         source = source.all_input_nodes[0]
     if not is_tangent(source) and len(source.users) < 2:
-        # The copy frees what it is a copy of, so the sooner the better.
-        return gradient
-    # Eager copies once the backward of the op that reads the parameter is over. Ops of forward are
-    # numbered, and autograd goes through them downwards.
+        return gradient  # the copy frees what it is a copy of, so the sooner the better
+    # Eager copies once the backward of the op that reads the parameter is over; it goes through the
+    # numbers of forward's ops downwards.
     numbers = (_sequence_of(user) for user in parameter.users)
     read_at = min((n for n in numbers if n is not None), default=0)
     last = gradient
@@ -258,11 +251,9 @@ def _sequence_of(node: fx.Node) -> int | None:
     return node.meta.get("seq_nr")
 
 
-# The update of one parameter is the optimizer's own step, run with one group that holds it alone.
-# Nothing of it is written again here, so its bits are those of a step over all parameters.
+# The optimizer's own step with one group for one parameter, so bits are those of a step over all.
 
-_KNOWN = (SGD, Adam, AdamW)
-"""Their step of a parameter depends on its own gradient, state and group alone."""
+_KNOWN = (SGD, Adam, AdamW)  # a parameter's step depends on it alone
 
 _Alike = tuple[Any, ...]
 
@@ -358,10 +349,10 @@ def _cost_of(
 
 @dataclass(frozen=True)
 class GradientRelease:
-    """Gradients of parameters leave backward one by one. `updates` are of the parameters that the
-    optimizer updates in backward, with the bytes that each takes. Other gradients then stay to the
-    end. Empty: gradients are only released."""
+    """Gradients of parameters leave backward one by one."""
 
     is_added: bool = True  # to a ``.grad`` that is there before the step
+    # Parameters that the optimizer updates in backward, with the bytes of each; other gradients
+    # then stay to the end.
     updates: tuple[tuple[str, int], ...] = ()
     state_bytes: int = 0  # of the optimizer, between steps

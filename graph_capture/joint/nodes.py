@@ -1,7 +1,4 @@
-"""One fx node of a joint graph: its tensors and storages, its arguments, its randomness, its place.
-
-And `copy_of`: a copy of a whole graph with these facts.
-"""
+"""One fx node of a joint graph: its tensors and storages, arguments, randomness and place."""
 
 from __future__ import annotations
 
@@ -30,8 +27,7 @@ _PROBABILITY_ARGUMENTS = ("dropout_p", "p")
 _CLONES_WHOLE_STORAGE = (
     aten.copy.default, aten.slice_scatter.default, aten.select_scatter.default,
     aten.diagonal_scatter.default, aten.as_strided_scatter.default,
-)  # fmt: skip
-"""They clone all of their argument's storage, even where the argument is a small view of it."""
+)  # fmt: skip  # all of it, even for a small view
 
 
 def tensors_of(node: fx.Node) -> list[Tensor | None]:
@@ -192,20 +188,18 @@ def node_inputs(node: fx.Node) -> list[fx.Node]:
 
 def copy_of(gm: fx.GraphModule, edit: Callable[[fx.Graph], Any] = lambda _: None) -> fx.GraphModule:
     """A copy with the same constants and `meta`, changed by `edit`. It takes its inputs flat."""
-    # A new graph has fx's plain calling convention, whatever that of `gm` is.
-    graph = fx.Graph()
+    graph = fx.Graph()  # a new graph has fx's plain calling convention, whatever that of `gm` is
     results = graph.graph_copy(gm.graph, {})
     output = graph.output(results)
     # `graph_copy` leaves the output node out, and with it AOTAutograd's "desc".
     output.meta = dict(gm.graph.find_nodes(op="output")[0].meta)
-    # Before code is made of the graph, which takes long for thousands of nodes.
-    edit(graph)
+    edit(graph)  # before code is made of the graph, which takes long for thousands of nodes
     return fx.GraphModule(gm, graph)
 
 
 def written_inputs(graph: fx.Graph, results: int) -> tuple[Any, ...]:
-    """For each input that the step writes to, AOTAutograd's description; None for the others. Of
-    the graph's outputs, the first `results` are forward's."""
+    """AOTAutograd's description by input; None without a write. `results`: how many are
+    forward's."""
     said = graph.output_node().meta["desc"][:results]
     written = {what.mutated_input for what in said if hasattr(what, "mutated_input")}
     given = [n.meta["desc"] for n in graph.find_nodes(op="placeholder") if not is_tangent(n)]
@@ -215,16 +209,15 @@ def written_inputs(graph: fx.Graph, results: int) -> tuple[Any, ...]:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The bytes of a strided tensor in the order of its elements: shape (bytes,), dtype uint8. By
-    these values are compared, since a NaN equals a NaN of the same bits. Copied only if needed."""
-    # One element is contiguous whatever its stride is, 0 where it was expanded. `view` to another
-    # dtype needs a stride of 1, hence `as_strided`.
+    """A tensor's bytes in the order of its elements, shape (bytes,), uint8, copied only if needed.
+    For comparisons, as a NaN equals a NaN of the same bits."""
+    # One element is contiguous at any stride, 0 if expanded; `view` to another dtype needs stride
+    # 1.
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
-# A trace holds forward and backward in one graph. Which nodes belong to forward is seen from what
-# its results need, and from the marks that it leaves when it ends.
+# What belongs to forward is seen from its results, and from the marks that it leaves as it ends.
 
 MADE_IN_FORWARD = "remat_made_in_forward"
 """On the meta of nodes: an autograd function's forward may compute what only backward reads."""
@@ -240,8 +233,7 @@ def mark_forward() -> None:
 
 def forward_nodes(nodes: Sequence[fx.Node], forward_results: Sequence[Any]) -> set[fx.Node]:
     """Ancestors of forward's outputs, and of ops without tangents that draw, act or are marked."""
-    # What forward has made stays there, though only backward reads it: a loss that makes its
-    # gradient in forward, by chunks, frees each chunk there.
+    # A loss that makes its gradient in forward, by chunks, frees each chunk there, not in backward.
     from_tangents = {node for node in nodes if is_tangent(node)}
     for node in nodes:
         if node.op == "call_function" and not from_tangents.isdisjoint(node.all_input_nodes):

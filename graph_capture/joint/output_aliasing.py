@@ -1,10 +1,8 @@
 """Results that are views of one tensor: each has a gradient of its own, as in eager.
 
-Where several results are views of one tensor, AOTAutograd returns that tensor, makes the views
-again outside the step, and has autograd add up their gradients there: more memory than eager takes,
-that no plan sees, and sums in another order. It makes an exception for views that came from one op,
-as from `unbind`: those it returns as they are. So such an op is put behind each of the views while
-the step is traced, and taken out of the graph again.
+AOTAutograd would return that tensor, make the views again outside the step, and have autograd add
+up their gradients there: more memory, unseen by plans, and another order. Not for views of one op,
+as `unbind`: so such an op is put behind each view for the trace, and taken out again.
 """
 
 from __future__ import annotations
@@ -111,8 +109,8 @@ def why_no_recompute(
     node: fx.Node, phase: Phase, inputs: Sequence[str], overwritten: Mapping[str, str],
     place: tuple[str, str],
 ) -> str:  # fmt: skip
-    """Empty if the op of `node` may run twice. `place` is its module and its line. Raises
-    CaptureError if it reads in backward what forward overwrites."""
+    """Empty if the op of `node` may run twice. `place`: module and line. CaptureError if it reads
+    in backward what forward overwrites."""
     for name in inputs:
         if name in overwritten and phase == "forward":
             return f"it reads {overwritten[name]}, which the step overwrites"
@@ -143,8 +141,8 @@ def why_custom(node: fx.Node) -> str:
 
 
 def overwritten_values(nodes: Sequence[fx.Node], inputs: Sequence[Any]) -> dict[str, str]:
-    """Resident values that the step overwrites, with the names that users know them by.
-    `inputs` has for each result of forward the input that it overwrites, or None."""
+    """Resident values that the step overwrites, with users' names for them. `inputs`: for each
+    result of forward the input that it overwrites, or None."""
     overwritten = {what for what in inputs if what is not None}
     return {
         node.name: path_in_model(str(getattr(node.meta["desc"], "target", node.name)))

@@ -1,8 +1,4 @@
-"""Which module and which source line each traced op comes from.
-
-While forward is traced, each node gets the path of the module that runs, and the innermost line
-that is the user's.
-"""
+"""Which module and which source line of the user's each traced op comes from."""
 
 from __future__ import annotations
 

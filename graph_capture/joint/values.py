@@ -35,8 +35,8 @@ class ValueTable:
     of_node: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
     base_of: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])  # first to return it
     constants_bytes: dict[int, int] = field(default_factory=dict[int, int])  # by `storage_key`
-    # For each value that is written to in place, the token of the last write so far: a value of no
-    # bytes, which later readers of the phase read too, so as to come after.
+    # By value that is written to in place: the token of its last write, of no bytes, which the
+    # phase's later readers read too, so as to come after.
     written: dict[Phase, dict[str, str]] = field(
         default_factory=lambda: {"forward": {}, "backward": {}}
     )
@@ -102,8 +102,8 @@ class ValueTable:
                 self.of_node[node] = node.name
                 self.base_of[node.name] = node
                 names.append(node.name)
-                # Autograd's engine holds the gradients of a tensor that is returned several times
-                # beside the sum that it hands on.
+                # Autograd's engine holds a result's several gradients beside the sum that it hands
+                # on.
                 result = getattr(getattr(node.meta.get("desc"), "output", None), "idx", -1)
                 for name in (f"{node.name}.{i}" for i in range(several.get(result, 0))):
                     self.by_name[name] = replace(self.by_name[node.name], name=name)

@@ -62,8 +62,7 @@ class LoadedNames:
         names = names_of(function.__code__)
         if kind not in self._own:
             self._own[kind] = set()
-            # Methods of heirs read the namespaces of their bases.
-            for base in kind.__mro__[1:]:
+            for base in kind.__mro__[1:]:  # methods of heirs read the namespaces of their bases
                 self._heirs.setdefault(base, []).append(kind)
         if is_looked_into(kind) and is_library(function.__module__):
             # A data set counts only where the user's own code names it.
@@ -89,8 +88,7 @@ class LoadedNames:
     def _add_to(self, known: set[str], names: Iterable[str]) -> None:
         new = set(names) - known
         known |= new
-        # Sorted, as a set of texts has another order in each process.
-        self.new += sorted(new)
+        self.new += sorted(new)  # sorted, as a set of texts has another order in each process
 
     def _add_asking(self, kind: type | None) -> None:
         if kind not in self._asking:
@@ -297,8 +295,7 @@ def without_recording(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     tracer = sys.gettrace()
     if not hasattr(tracer, "is_ours") or op.namespace not in _OPS_OF_TORCH:
         return op(*args, **kwargs)
-    # To trace one of torch's ops takes thousands of calls.
-    sys.settrace(None)
+    sys.settrace(None)  # to trace one of torch's ops takes thousands of calls
     try:
         return op(*args, **kwargs)
     finally:

@@ -207,8 +207,7 @@ def _set_hooks(module: nn.Module, hooks: _Registered) -> None:
     space = vars(module)
     names = [f"{table}{end}" for table in FORWARD_HOOKS for end in ("", "_with_kwargs")]
     for name in (*names, "_forward_hooks_always_called"):
-        # In place: handles refer to these very tables.
-        space[name].clear()
+        space[name].clear()  # in place: handles refer to these very tables
     for hook in hooks:
         space[hook.table][hook.key] = hook.function
         if hook.with_kwargs:

@@ -56,8 +56,7 @@ class ObjectNames:
 
     def __call__(self, value: Any) -> str:
         name = self._known.setdefault(id(value), f"v{len(self._known)}")
-        # Kept alive here, so that no other object gets its id.
-        self.space[name] = value
+        self.space[name] = value  # kept alive here, so that no other object gets its id
         return name
 
 
@@ -93,8 +92,7 @@ def same_facts(tensors: Sequence[Tensor]) -> Callable[[], bool]:
     """A check of type, dtype, device, shape, strides, and whether they require a gradient."""
 
     def add(node: GuardManager, tensor: Tensor) -> None:
-        # Lists of numbers, unlike what torch's stub says.
-        sizes: Any = list(tensor.shape)
+        sizes: Any = list(tensor.shape)  # lists of numbers, unlike what torch's stub says
         strides: Any = list(tensor.stride())
         keys = dispatch_keys(tensor)
         node.add_tensor_match_guard(tensor, sizes, strides, "", [""], None, type(tensor), keys)
@@ -119,8 +117,7 @@ def _nodes_below(node: GuardManager, values: tuple[Any, ...]) -> list[tuple[Any,
 @functools.cache
 def versions_tell() -> bool:
     """Whether this Python tells of each write to a dictionary."""
-    # Tried, as it is not documented.
-    tried: dict[str, Any] = {"key": None}
+    tried: dict[str, Any] = {"key": None}  # tried, as it is not documented
     same = unwritten([tried])
     before = same()
     tried["key"] = same
@@ -150,8 +147,7 @@ class WatchedDicts:
         # A write gives another version also where it puts back what was there: the terms decide.
         if not self._all():
             return False
-        # Not more often than a new tree pays.
-        if self._calls >= CALLS_A_TREE * (self._trees - 1):
+        if self._calls >= CALLS_A_TREE * (self._trees - 1):  # not more often than a new tree pays
             # What one step was enough to write to, as a loss that a layer leaves in an attribute,
             # is compared by its terms from then on.
             if self._is_new:
@@ -216,8 +212,7 @@ class PythonState:
 
     def begins(self, code: CodeType) -> None:
         if runs_unseen(code):
-            # From now on code may run unseen, so all of it counts.
-            self._walk.follow_all()
+            self._walk.follow_all()  # from now on code may run unseen, so all of it counts
         else:
             self._walk.begins(code)
 
@@ -345,8 +340,7 @@ class PythonState:
         gone = {_key_of(place) for place in places}
         if not gone <= self._gone:
             self._gone |= gone
-            # So that all is gathered anew at the next look.
-            self._size = ()
+            self._size = ()  # so that all is gathered anew at the next look
 
     def compare_executed(self) -> None:
         """Compare what the code may read that ran since, and what a cache has kept of any code."""
@@ -382,15 +376,13 @@ class PythonState:
                 return None
         change = next(chain(self._changed_places(), self._appeared()), None)
         if change is None:
-            # Other objects of equal values: the next test is for those.
-            self._compile()
+            self._compile()  # other objects of equal values: the next test is for those
         return change
 
     def _compile(self) -> None:
         names, by_space, others = ObjectNames(), dict[int, Watched](), list[str]()
         for space, term in self._terms(names):
-            # Only a plain dictionary tells of writes by its version.
-            if type(space) is dict:
+            if type(space) is dict:  # only a plain dictionary tells of writes by its version
                 by_space.setdefault(id(space), (space, []))[1].append(term)
             else:
                 others.append(term)
@@ -402,8 +394,7 @@ class PythonState:
         for place in self.places:
             space = place.space if isinstance(place, DictItem) else None
             yield space, replace(place, value=place.now()).term(names)
-        # A name that appears makes it longer.
-        for _, space, _ in self.watched:
+        for _, space, _ in self.watched:  # a name that appears makes it longer
             yield space, f"len({names(space)}) == {len(space)}"
 
 

@@ -30,11 +30,10 @@ from remat.graph_capture.torch_private.core import disable_current_modes
 _FX = inspect.getfile(torch.fx.Tracer)
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "missing"})()
 
-PLAIN = (
+PLAIN = (  # types whose values are compared by what they are, not by who they are
     int, float, complex, bool, str, bytes, type(None), range, slice, type(Ellipsis),
     torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum,
 )  # fmt: skip
-"""Types whose values are compared by what they are, not by who they are."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,7 @@ class ClosureCell:
     value: Any
 
     def now(self) -> Any:
-        # An empty cell raises a ValueError.
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # an empty cell raises a ValueError
             return self.cell.cell_contents
         return MISSING
 
@@ -209,12 +207,10 @@ def is_same(now: Any, before: Any) -> bool:
     """Whether a value is what it was: the very object, or a plain one of that type and value."""
     if now is before:
         return True
-    # True, 1 and 1.0 are three values.
-    if type(now) is not type(before):
+    if type(now) is not type(before):  # true, 1 and 1.0 are three values
         return False
     if isinstance(now, (float, complex)):
-        # By text: NaN is NaN, and 0.0 is not -0.0.
-        return repr(now) == repr(before)
+        return repr(now) == repr(before)  # by text: NaN is NaN, and 0.0 is not -0.0
     if isinstance(now, PLAIN):
         return bool(now == before)
     if isinstance(now, (tuple, list, deque)):
@@ -239,8 +235,7 @@ def is_same_function(now: Any, before: Any) -> bool:
     now, before = _without_fx(now), _without_fx(before)
     if now is before:
         return True
-    # Each look-up makes a bound method anew.
-    function = getattr(now, "__func__", None)
+    function = getattr(now, "__func__", None)  # each look-up makes a bound method anew
     is_one = function is not None and function is getattr(before, "__func__", None)
     return is_one and now.__self__ is before.__self__
 
@@ -251,11 +246,10 @@ def _without_fx(value: Any) -> Any:
 
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-_SETTINGS = frozenset({
+_SETTINGS = frozenset({  # beside those that every plan compares
     "get_default_device", "get_deterministic_debug_mode", "get_float32_matmul_precision",
     "get_num_interop_threads", "get_num_threads", "is_anomaly_enabled", "is_warn_always_enabled",
 })  # fmt: skip
-"""Beside those that every plan compares."""
 _OF_ALL = (random._inst, np.random.mtrand._rand)  # pyright: ignore
 """The streams behind `random` and `numpy.random`, which are watched while forward is traced."""
 
@@ -386,8 +380,7 @@ def _progress(iterator: Any) -> Any:
         frame = iterator.gi_frame
         return None if frame is None else (frame.f_lasti, dict(frame.f_locals))
     if isinstance(iterator, itertools.count):
-        # Its repr alone shows the number.
-        return repr(iterator)
+        return repr(iterator)  # its repr alone shows the number
     if hasattr(iterator, "__length_hint__"):
         # Iterators over containers say how much is left.
         return operator.length_hint(iterator, _ENDLESS)

@@ -208,8 +208,7 @@ class StateWalk:
         elif isinstance(value, (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
             self._visit(vars(value)["data"], text)
         elif isinstance(value, _NAMES_OF_ATTRIBUTES):
-            # They show their names in no attribute.
-            self._visit(value.__reduce__()[1], text)
+            self._visit(value.__reduce__()[1], text)  # they show their names in no attribute
         elif isinstance(value, GENERATORS):
             if (found := stream(text, value)) is not None:
                 self.found.streams.append(found)
@@ -301,8 +300,7 @@ class StateWalk:
     def _visit_items(self, value: Any, text: str) -> None:
         if isinstance(value, CONTAINERS):
             self.found.places.append(ContainerItems(f"an item of {text}", value, copied(value)))
-            # By the copy: a user's subclass may iterate in its own way.
-            value = copied(value)
+            value = copied(value)  # by the copy: a user's subclass may iterate in its own way
         if isinstance(value, dict):
             for key, item in value.items():
                 self._visit(key, text)
@@ -379,6 +377,5 @@ class StateWalk:
 
 
 def _key_text(key: Any) -> str:
-    # No method of the user's is run for a text.
-    parts = key if isinstance(key, tuple) else (key,)
+    parts = key if isinstance(key, tuple) else (key,)  # no method of the user's is run for a text
     return repr(key) if all(isinstance(one, PLAIN) for one in parts) else type(key).__name__

@@ -147,8 +147,7 @@ def _lines_of(op: int, value: int, sizes: list[int], made: list[int]) -> list[_L
             end += 1
         if end - start + 1 >= _ON_LINE and step > 0 and more > 0:
             found.append(_Line(op, value, sizes[start], made[start], step, more, start + 1, end))
-        # The next line may begin where this one ends.
-        start = end
+        start = end  # the next line may begin where this one ends
     return found
 
 
@@ -362,10 +361,8 @@ def _moved_bytes(graph: TrainingGraph) -> Floats:
 def _fitted(costs: Floats, flops: Floats, moved: Floats) -> tuple[Floats, Floats, Floats]:
     """Coefficients of each op, 0 or more: the best of those with some of them 0."""
     columns = np.stack([np.ones_like(costs), flops, moved], axis=-1)  # points, ops, 3
-    # Columns differ by orders of magnitude.
-    scale = np.maximum(columns.max(axis=0), 1e-300)
-    # The error counts relative to the cost.
-    weight = 1.0 / np.maximum(costs, 1e-9)
+    scale = np.maximum(columns.max(axis=0), 1e-300)  # columns differ by orders of magnitude
+    weight = 1.0 / np.maximum(costs, 1e-9)  # the error counts relative to the cost
     table = np.swapaxes(columns / scale * weight[..., None], 0, 1)  # ops, points, 3
     wanted = np.swapaxes(costs * weight, 0, 1)[..., None]
     best = np.zeros((costs.shape[1], 3))
@@ -375,8 +372,7 @@ def _fitted(costs: Floats, flops: Floats, moved: Floats) -> tuple[Floats, Floats
         found: Any = np.linalg.pinv(table[..., used]) @ wanted
         error = ((table[..., used] @ found - wanted) ** 2).sum(axis=(1, 2))
         error[(found < 0).any(axis=(1, 2))] = np.inf
-        # Of two that are as good, the first has fewer terms.
-        is_better = error < least * (1 - 1e-9)
+        is_better = error < least * (1 - 1e-9)  # of two that are as good, the first has fewer terms
         least = np.where(is_better, error, least)
         own = np.zeros((costs.shape[1], 3))
         own[:, used] = found[..., 0]

@@ -154,8 +154,7 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
         """
         low = require_in_range(self.symbols, corner(part, "low"))
         high = require_in_range(self.symbols, corner(part, "high"))
-        # Where no bytes fall as a size grows, they are most at the largest sizes.
-        if self.rising:
+        if self.rising:  # where no bytes fall as a size grows, they are most at the largest sizes
             most = functools.cache(lambda text: evaluated(text, high))
         else:
             most = functools.cache(lambda text: bounds_of(text, low, high)[1])

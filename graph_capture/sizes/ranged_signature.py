@@ -254,8 +254,7 @@ def places_in(
     symbols: list[Symbol] = []
     places: list[Place] = []
     for argument, dims in _as_mapping(dynamic, "dynamic").items():
-        # Names under which a signature may have it.
-        names = [f"args[{argument}]"]
+        names = [f"args[{argument}]"]  # names under which a signature may have it
         if not isinstance(argument, int):
             at = positions.index(argument) if argument in positions else None
             names = [argument, f"kwargs[{argument!r}]", f"args[{at}]"]

@@ -322,8 +322,7 @@ def points(symbols: Sequence[Symbol]) -> Iterator[dict[str, int]]:
 
 def generic_sizes(symbols: Sequence[Symbol], fixed: Collection[int]) -> dict[str, int]:
     """Sizes to trace with: inside the ranges, and unlike each other and the sizes in `fixed`."""
-    # Two sizes that are equal by chance look as if one followed from the other.
-    taken = set(fixed)
+    taken = set(fixed)  # two sizes that are equal by chance look as if one followed from the other
     found: dict[str, int] = {}
     for symbol in symbols:
         at = symbol.sizes.index(symbol.middle)

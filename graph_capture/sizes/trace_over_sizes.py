@@ -63,8 +63,7 @@ class Environment:
         named: Any = sympy.Symbol(symbol.name, integer=True, positive=True)
         self._named[made] = named
         self._multiple[made] = symbol
-        # Torch's symbol counts steps of `multiple`.
-        self._whole[made] = named / symbol.multiple
+        self._whole[made] = named / symbol.multiple  # torch's symbol counts steps of `multiple`
         return self.shape_env.create_symintnode(made, hint=steps, source=source) * symbol.multiple
 
     def value(self, number: Any, sizes: Mapping[str, int]) -> Any:

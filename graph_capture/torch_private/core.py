@@ -96,8 +96,7 @@ def checks_kept() -> Generator[None]:
     torchs: Any = _effects
     with contextlib.ExitStack() as stack:
         for op in _CHECKING_OPS:
-            # Later releases know of it themselves.
-            if torchs._get_effect(op) is None:
+            if torchs._get_effect(op) is None:  # later releases know of it themselves
                 ordered = torchs._EffectType.ORDERED
                 stack.callback(torchs._register_effectful_op(op, ordered).destroy)
         yield
@@ -129,8 +128,7 @@ def fake_store() -> Any:
 
 def enabled_backends() -> tuple[bool, ...]:
     """Of mkldnn, cuDNN, and flash, memory-efficient and plain attention."""
-    # `torch.backends` answers the same in ten times the time, 7 us, and each step asks.
-    return (
+    return (  # `torch.backends` answers the same in ten times the time, 7 us, and each step asks
         _C._get_mkldnn_enabled(), _C._get_cudnn_enabled(), _C._get_flash_sdp_enabled(),
         _C._get_mem_efficient_sdp_enabled(), _C._get_math_sdp_enabled(),
     )  # fmt: skip

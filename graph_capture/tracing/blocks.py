@@ -96,8 +96,7 @@ def watching_calls(model: nn.Module, blocks: dict[str, nn.Module]) -> Generator[
     calls = _BlockCalls(blocks)
 
     def start(args: Any, kwargs: Any) -> None:
-        # A trace runs forward more than once, and the last run counts.
-        calls.signatures.clear()
+        calls.signatures.clear()  # a trace runs forward more than once, and the last run counts
         calls.autocast.clear()
 
     def note(path: str, args: Any, kwargs: Any) -> None:
@@ -181,8 +180,7 @@ class _Matcher:
         return type(a) is type(b) and a == b
 
     def _same(self, a: fx.Node, b: fx.Node) -> bool:
-        # A view is the tensor that it views.
-        a, b = _behind_aliases(a), _behind_aliases(b)
+        a, b = _behind_aliases(a), _behind_aliases(b)  # a view is the tensor that it views
         if a in self.of_node:
             return self.of_node[a] is b
         if a.op == "placeholder":

@@ -169,7 +169,7 @@ RULES: dict[Any, _Rule] = {
     aten.max_unpool2d.default: _unpooled, aten.roll.default: _rolled,
 }  # fmt: skip
 
-_CPU_ONLY = {
+_CPU_ONLY = {  # ops whose fake kernels state the strides of CUDA's kernels
     aten.native_batch_norm.default, aten._native_batch_norm_legit.default,
     aten._native_batch_norm_legit.no_stats, aten._native_batch_norm_legit_functional.default,
     aten.native_group_norm.default, aten.native_dropout_backward.default,
@@ -179,7 +179,6 @@ _CPU_ONLY = {
     aten.reflection_pad3d_backward.default, aten.replication_pad3d_backward.default,
     aten.channel_shuffle.default,
 }  # fmt: skip
-"""Ops whose fake kernels state the strides of CUDA's kernels."""
 
 _WEIGHTS: dict[Any, slice] = {
     aten.native_batch_norm.default: slice(1, 5),
@@ -225,8 +224,7 @@ def as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> Generator[None]:
         kept += [(held, name, t) for name, t in held.items() if t is not None and t.is_meta]
     try:
         for held, name, tensor in kept:
-            # Tied ones stay tied.
-            if id(tensor) not in made:
+            if id(tensor) not in made:  # tied ones stay tied
                 made[id(tensor)] = _fake(tensor, mode)
             held[name] = made[id(tensor)]
         yield
@@ -256,11 +254,10 @@ def has_storage(model: nn.Module) -> bool:
 
 _DROPOUT_POSITION = 4  # of ``dropout_p`` among the arguments of `scaled_dot_product_attention`
 _KEYS = DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd
-_FAMILIES = (
+_FAMILIES = (  # ops by name, beside all that resample
     "rnn_tanh", "rnn_relu", "gru", "lstm", "softshrink", "hardshrink", "multi_margin_loss",
     "multilabel_margin_loss_forward", "stft", "istft",
 )  # fmt: skip
-"""Ops by name, beside all that resample."""
 
 
 @contextlib.contextmanager
@@ -271,8 +268,7 @@ def kernels_of_eager() -> Generator[None]:
     found = [(op, key) for op in _decomposed() for key in _KEYS if key in op.py_kernels]
     taken = [(op, key, op.py_kernels.pop(key)) for op, key in found]
     for op, _, _ in taken:
-        # The op's cache may still hold the Python kernel.
-        op._dispatch_cache.clear()
+        op._dispatch_cache.clear()  # the op's cache may still hold the Python kernel
     try:
         yield
     finally:

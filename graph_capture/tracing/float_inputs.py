@@ -58,8 +58,7 @@ class FloatInputs:
         except (ArithmeticError, ValueError) as error:
             return str(error)
         for index, answer in self.answers:
-            # Code branched on it while it was traced.
-            if found[index] != answer:
+            if found[index] != answer:  # code branched on it while it was traced
                 return f"{self.steps[index].name} of it is {found[index]} instead of {answer}"
         before = [*(place.value for place in self.places), *self.own]
         for now, was in zip([*values, *given], before, strict=True):
@@ -173,8 +172,7 @@ class _Arguments:
         return ""
 
     def _argument(self, constants: Sequence[float]) -> int | None:
-        # One argument serves every op that takes the same number.
-        key = tuple(map(repr, constants))
+        key = tuple(map(repr, constants))  # one argument serves every op that takes the same number
         if key not in self._known and (found := self._rule(constants)) is not None:
             self._known[key] = len(self.arguments)
             self.arguments.append(found)

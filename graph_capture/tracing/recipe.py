@@ -84,8 +84,7 @@ class Recipe:
     # numbers that each step reads anew, by name, with their values in the trace
     float_inputs: tuple[tuple[str, float], ...] = ()
     split: Split | None = "none"
-    # what a plan changes in the joint graph, in order
-    edits: tuple[JointEdit, ...] = ()
+    edits: tuple[JointEdit, ...] = ()  # what a plan changes in the joint graph, in order
     gradient_release: GradientRelease | None = None
     links: Links | None = None  # to memory below the device, where values may leave it
 
@@ -158,8 +157,7 @@ def check_arguments(args: Any, kwargs: Any, loss_fn: Any = None, target: Any = N
 
 def require_switches(**given: Any) -> None:
     for name, value in given.items():
-        # A text such as "no" would count as True.
-        if not isinstance(value, bool):
+        if not isinstance(value, bool):  # a text such as "no" would count as True
             raise RewriteError(f"{option(name, value)} is unknown: give True or False")
 
 

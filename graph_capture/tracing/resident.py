@@ -117,8 +117,7 @@ def storage_bytes(
     seen = set() if seen is None else seen
     total = 0
     for tensor in (one for one in tensors if isinstance(one, Tensor)):
-        # Of a DTensor, only its part is here.
-        storage = local_part(tensor).untyped_storage()
+        storage = local_part(tensor).untyped_storage()  # of a DTensor, only its part is here
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             total += allocated(storage.nbytes())

@@ -120,8 +120,7 @@ def _restore(now: dict[str, Any], attributes: _Attributes, but: frozenset[str]) 
             del now[name]
             continue
         now[name], kept = attributes[name]
-        # In place: others may hold the same container.
-        if kept is not None:
+        if kept is not None:  # in place: others may hold the same container
             refill(now[name], kept)
 
 
@@ -133,8 +132,7 @@ _SEEDS = ("manual_seed", "seed", "set_rng_state")
 
 def streams() -> dict[str, Any]:
     _, keys, *rest = cast("tuple[str, np.ndarray, int, int, float]", np.random.get_state())
-    # Torch's default stream is not among them: it is part of the plan.
-    return {
+    return {  # torch's default stream is not among them: it is part of the plan
         _PYTHON: random.getstate(),
         _NUMPY: (keys.tobytes(), *rest),  # as bytes, since arrays compare element by element
     }
@@ -266,8 +264,7 @@ class GradientOrder:
         self.places: list[int] = []
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        # A trace runs forward more than once.
-        self.places.clear()
+        self.places.clear()  # a trace runs forward more than once
         for place, parameter in enumerate(parameters):
             if parameter.requires_grad:
                 parameter.register_hook(lambda _, place=place: self.places.append(place))

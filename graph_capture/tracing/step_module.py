@@ -233,8 +233,7 @@ def _autocast_cache(*, enabled: bool) -> Generator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
-        # No tensor of a trace stays there.
-        torch.clear_autocast_cache()
+        torch.clear_autocast_cache()  # no tensor of a trace stays there
 
 
 @contextlib.contextmanager

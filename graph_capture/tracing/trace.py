@@ -131,8 +131,7 @@ class Trace:
     # Of what is mutated, what forward may read from an earlier step.
     loop_carried: tuple[MutatedAttribute, ...] = ()
     duplicate_outputs: DuplicateOutputs | None = None
-    # Values that code has looked at, and those that they come from.
-    looked_at: bytes = b""
+    looked_at: bytes = b""  # values that code has looked at, and those that they come from
     floats: FloatInputs | None = None
     compiled: bool = False  # whether `descriptors` has been
     # Places of parameters, in the order in which eager's gradients of them come.
@@ -443,8 +442,7 @@ def _traced_once(model: nn.Module, recipe: Recipe, ran: ExecutedCode, *, whole: 
     try:
         return _trace_once(model, recipe, ran, whole=whole)
     except CaptureError as error:
-        # The frames are those of its cause, some hundred lines.
-        refused = type(error)(*error.args)
+        refused = type(error)(*error.args)  # the frames are those of its cause, some hundred lines
         vars(refused).update(vars(error))
         cause = error.__cause__
         raise refused.caused_by(cause if isinstance(cause, Exception) else error) from None
@@ -511,8 +509,7 @@ def _counts_as_one(done: Trace) -> bool:
     written = written_inputs(done.joint.module.graph, done.joint.num_forward_outputs)
     # Parameters and buffers come first among the inputs.
     of_batch = written[len(written) - len(signature.firsts) :]
-    # A write to one is a write to the other.
-    return any(of_batch[i] is not None for i in places)
+    return any(of_batch[i] is not None for i in places)  # a write to one is a write to the other
 
 
 def _require_the_same_again(model: nn.Module, done: Trace, ran: ExecutedCode) -> None:

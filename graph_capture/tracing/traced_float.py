@@ -76,8 +76,7 @@ class _TracedFloat(float):
         return made
 
     def __deepcopy__(self, memo: Any) -> _TracedFloat:
-        # Copied with what holds it, it is still the user's number.
-        return self
+        return self  # copied with what holds it, it is still the user's number
 
 
 def _applied(name: str, function: Callable[..., Any], *operands: Any) -> Any:
