@@ -1,8 +1,4 @@
-"""Models that cannot be captured exactly are refused, before the trace or with its error.
-
-Shards of FSDP2's, backward hooks of submodules and the like are seen on the module itself. What
-fails while traced gets its place and a way out by `refusal`.
-"""
+"""Models that cannot be captured exactly are refused, before the trace or with its error."""
 
 from __future__ import annotations
 
@@ -210,8 +206,8 @@ _ANY = "replace the `if`, `.item()` or index by tensor ops such as torch.where o
 
 
 def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureError:
-    """The refusal of code that looks at values. `read`: the arguments whose values were looked at,
-    and `RANDOM`, if nothing else had a part. `said`: the first line of what torch says."""
+    """`read`: arguments whose values were looked at, and `RANDOM`, if nothing else had a part.
+    `said`: the first line of what torch says."""
     what, ways = "", list[str]()
     if named := " and ".join(name for name in read if name != RANDOM):
         what = f", the values of {named},"
@@ -250,8 +246,7 @@ def _known_way_out(error: Exception) -> str:
     return ""
 
 
-_VECTORS_BYTES = {"AVX512": 128}
-"""What CPU kernels compute at a time, two vectors, by torch's name for what the CPU can do."""
+_VECTORS_BYTES = {"AVX512": 128}  # two vectors, what kernels compute at a time
 _OTHER_VECTORS_BYTES = 64  # of AVX2, and no less of others
 
 Hooked = tuple[str, nn.Module, str, Any]

@@ -1,10 +1,8 @@
 """Files without a name, for values of a running step and for the meter of a folder.
 
-A file is opened without a name (``O_TMPFILE``, Linux), so no exception, no Ctrl-C and no
-``kill -9`` leaves one behind. Where a folder has no such files, as on a network file system, a file
-is unlinked right after it is opened. It is written and read past the page cache (``O_DIRECT``) if
-the folder takes that, as the cache would be memory that nobody planned for; else through it. The
-values of a step share one.
+So no exception, no Ctrl-C and no ``kill -9`` leaves one behind (``O_TMPFILE``, Linux). Where there
+is no such file, as on a network file system, it is unlinked once it is open. The page cache would
+be memory that nobody planned for: files go past it (``O_DIRECT``) if the folder takes that.
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ _Fact = TypeVar("_Fact")
 class Finalizer(weakref.ref[Any], Generic[_Fact]):
     """Calls `hear`, a method of C, with itself when `thing` has ended; held until then."""
 
-    # Python raises Ctrl-C between two of its bytecodes, and drops what a callback raises: one
-    # written in Python may end before it has closed or noted anything. A method of C puts the fact
-    # on a queue, and another thread, where Ctrl-C is never heard, or a later call does the rest.
+    # Python raises Ctrl-C between two bytecodes and drops what a callback raises, so a callback in
+    # Python may end too early. A method of C queues the fact; another thread or a later call does
+    # the rest.
     fact: _Fact
 
     def __new__(cls, thing: Any, hear: Callable[[Any], Any], fact: _Fact) -> Finalizer[_Fact]:
@@ -188,8 +186,8 @@ def _require_calls(tier: str) -> None:
 
 
 class Folder:
-    """A folder for nameless files, and the way in which it takes them. Raises `TierError` where no
-    file can be made, or the system has no such files."""
+    """A folder for nameless files, and how it takes them. `TierError`: no file can be made
+    there."""
 
     def __init__(self, path: str, tier: str) -> None:
         _require_calls(tier)
@@ -298,9 +296,8 @@ class File:
         return self.size_bytes - start
 
     def _blocks(self, address: int) -> Iterator[tuple[int, memoryview, int]]:
-        """Parts of the file: where each starts, what is written or read, and its address. Memory
-        goes through this thread's aligned buffer where it does not lie as a direct write wants it;
-        the address is 0 where it is used as it is."""
+        """Parts of the file: start, what is written or read, and its address; 0 where memory is
+        used as it is. Else it goes through the thread's aligned buffer, as a direct write wants."""
         bounce, aligned = _bounce()
         for start in range(0, self.size_bytes, CHUNK_BYTES):
             size_bytes = min(CHUNK_BYTES, self.left(start))

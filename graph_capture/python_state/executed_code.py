@@ -42,8 +42,8 @@ class LoadedNames:
         # Attributes of anything, by methods of objects that are looked into.
         self.by_libraries: set[str] = set()
         self.global_names: set[str] = set()  # of modules
-        # Names, and classes whose attributes code may ask for by any name (None: those of
-        # anything), that were added since. Who looks them up takes them out.
+        # Names, and classes whose attributes code may ask for by any name (None: of anything),
+        # since added.
         self.new: list[str] = []
         self.new_asking: list[type | None] = []
         self._own: dict[type, set[str]] = {}
@@ -112,8 +112,8 @@ class LoadedNames:
         return is_loaded
 
     def is_asked_of(self, kind: type) -> Callable[[str, Any], bool]:
-        """Whether code may ask for a name of objects of that class that it puts together. By a
-        method's own first argument, or of what holds data."""
+        """By a name that it puts together, of a method's own first argument, or of what holds
+        data."""
         is_own = not self._asking.isdisjoint(self._related(kind))
         holds_data = kind.__module__ in OF_DATA or dataclasses.is_dataclass(kind)
         is_asked = is_own or (None in self._asking and holds_data)
@@ -121,8 +121,8 @@ class LoadedNames:
 
         def is_asked_for(name: str, value: Any) -> bool:
             is_out = name in _OF_MODULES or name.startswith("_remat_")
-            # Of a library's objects, only numbers, texts and the like: what else they hold is
-            # seldom read so, and often changed.
+            # Of a library's objects only numbers and texts: the rest is seldom read so, and often
+            # changed.
             return is_asked and not is_out and (is_any_kind or isinstance(value, PLAIN))
 
         return is_asked_for
@@ -167,8 +167,7 @@ _Tracer = Callable[[FrameType, str, Any], None]
 class ExecutedCode:
     """The code that runs while a step is traced: what did not run has read nothing."""
 
-    # Names alone say too much: a method of a common name makes all that it could read seem read. A
-    # step whose values are as they were takes the same way through the same code.
+    # By what ran: names alone make all that a common method's name could read seem read.
     def __init__(self) -> None:
         # by identity, which compares faster than code objects do
         self._codes: dict[int, CodeType] = {}

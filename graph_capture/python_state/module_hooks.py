@@ -1,8 +1,7 @@
 """Forward hooks of submodules: they are code of forward, so a plan holds what they compute.
 
-A library may set them itself, as transformers does to record hidden states. Which hooks a module
-has is Python's state like any other: kept, compared before each step, and put back. Hooks of
-backward are not of this kind, since backward is traced once and never runs Python again.
+Libraries set some too. Which hooks a module has is kept, compared before each step, and put back.
+Not hooks of backward, which is traced once and never runs Python again.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ _IDLE = frozenset({"CACHE", "NOP", "RESUME", "EXTENDED_ARG"})
 
 @dataclass
 class Names:
-    """Names that code loads."""
-
     global_names: set[str] = field(default_factory=set)
     # attributes of its first argument, ``self`` in a method
     own: set[str] = field(default_factory=set)
@@ -42,8 +39,8 @@ class Names:
     stored: dict[str, int] = field(default_factory=dict)
     # that it imports as it runs, with the level of a relative import
     modules: set[tuple[str, int]] = field(default_factory=set)
-    # Whether it may ask for an attribute by a name that is known only as it runs, as in
-    # `getattr(self, f"scale_{i}")`: of its first argument, of anything else.
+    # Whether it asks its first argument, or anything else, for a name known only as it runs, such
+    # as `getattr(self, f"scale_{i}")`.
     asks_own: bool = False
     asks_others: bool = False
 
@@ -100,9 +97,8 @@ def _add_asked(found: Names, instructions: list[dis.Instruction], first: str | N
 
 
 def _second_argument(after: list[dis.Instruction]) -> tuple[int, bool]:
-    """Where the second argument of a call begins whose function was loaded just now. And whether
-    something else than the call takes what is there, to make a name of it. The first argument is
-    complete where it is alone on the stack for the last time."""
+    """Where the second argument begins of a call whose function was loaded just now, and whether
+    something else than the call takes it. The first ends where it is last alone on the stack."""
     depth, second, is_taken = 0, 0, False
     for i, one in enumerate(after):
         before, depth = depth, depth + dis.stack_effect(one.opcode, one.arg, jump=False)
@@ -193,7 +189,6 @@ class ModuleHooks:
 
 
 def _hooks_of(module: nn.Module) -> _Registered:
-    """In the order in which they run."""
     space = vars(module)
     always = space["_forward_hooks_always_called"]
     return tuple(

@@ -1,7 +1,4 @@
-"""Names of the objects, classes and modules that a walk over Python's state comes by.
-
-Each name that code loads is read once, in the namespaces that have it.
-"""
+"""Names of what a walk over Python's state comes by; each that code loads is read once."""
 
 from __future__ import annotations
 

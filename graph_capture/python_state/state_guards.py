@@ -70,9 +70,8 @@ def _compiled_check(terms: Iterable[str], names: ObjectNames) -> Callable[[], bo
     return names.space["test"]
 
 
-# Guards that dynamo makes for its own frames compare many objects in one call into C++: 10 ns for a
-# dictionary, 40 ns for a tensor. In Python, one entry of a dictionary takes 20 ns. They are private
-# to torch; the tests run them on each release that is supported.
+# Private guards of dynamo's compare many objects in one call into C++: 10 ns a dictionary, 40 ns a
+# tensor; in Python one entry takes 20 ns. Tests run them on each supported release.
 
 _PART = 64  # objects below one node of the tree. To add one, torch looks at all that are there.
 
@@ -81,8 +80,8 @@ def unwritten(dictionaries: Sequence[dict[Any, Any]]) -> Callable[[], bool]:
     """A check that holds while nothing is written to any of the dictionaries."""
 
     def add(node: GuardManager, dictionary: dict[Any, Any]) -> None:
-        # What dynamo would print of a guard that fails: nobody reads it here.
-        # A write that puts back what was there counts too: False may be wrong, True never is.
+        # The text is what dynamo would print. A write that puts back what was there counts too:
+        # False may be wrong, True never is.
         node.add_dict_version_guard(dictionary, [""], None)
 
     return _tree(dictionaries, add)
@@ -148,8 +147,8 @@ class WatchedDicts:
         if not self._all():
             return False
         if self._calls >= CALLS_A_TREE * (self._trees - 1):  # not more often than a new tree pays
-            # What one step was enough to write to, as a loss that a layer leaves in an attribute,
-            # is compared by its terms from then on.
+            # What one step has written, as a loss in an attribute, is compared by its terms from
+            # then on.
             if self._is_new:
                 pairs = list(zip(self._still, self._versions, strict=True))
                 moved = [one for one, version in pairs if dict_version(one[0]) != version]
@@ -178,8 +177,6 @@ def _terms(watched: Iterable[Watched]) -> Iterable[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """A place whose value is not what it was."""
-
     text: str
     before: Any
     now: Any
@@ -187,9 +184,8 @@ class Change:
 
 
 class PythonState:
-    """Python's state that forward and the loss may read, as it is when this is made. `ran`: compare
-    what this code may read, also what runs later; each state that it comes by is as it was before.
-    None: what any code may read, whether it runs or not."""
+    """Python's state that forward and the loss may read, as it is when this is made. `ran`: what
+    this code may read, and what runs later; None: any code."""
 
     def __init__(
         self,
@@ -306,8 +302,8 @@ class PythonState:
             if is_changed and self.writer(place) is not Writer.FORWARD:
                 continue
             of_trace = is_changed and holds_tensors(now)
-            # So does what a library has found out at its first call: caches of its own, which
-            # nobody sees, may rest on it. Tensors of the trace go.
+            # So do caches that a library has filled at its first call and nobody sees. Tensors of a
+            # trace go.
             if not of_trace and self._found.is_of_library(_holder(place)):
                 continue
             if isinstance(place, ContainerItems) or not is_same_function(now, place.value):

@@ -47,7 +47,6 @@ class DictItem:
     owner: Any = None  # whose namespace it is; a class is written through it
 
     def now(self) -> Any:
-        """`MISSING` where there is none."""
         return self.space.get(self.key, MISSING)
 
     def put(self, value: Any) -> None:
@@ -132,8 +131,7 @@ class ContainerItems:
 
 StateSlot = DictItem | ClosureCell | SlotAttr | ContainerItems | ModuleHooks
 
-# A subclass may have methods of its own, as a dictionary that makes an object of each class that is
-# looked up. So items are read and written by the methods of the base.
+# Items go by methods of the base: a subclass may have its own, as one that makes what is looked up.
 _BASES: tuple[Any, ...] = (list, deque, set, OrderedDict, dict)
 _NUMBERS = (bytearray, array)
 CONTAINERS = (*_BASES, *_NUMBERS, np.ndarray, MappingProxyType)
@@ -260,8 +258,7 @@ _ENDLESS = -1  # how much is left of an iterator that does not end, such as `ite
 class OpaqueState:
     """State that only a call can read, such as an iterator's position, and its value at capture."""
 
-    # To take the next item, or the next number, changes nothing that a walk sees, and a step that
-    # follows a plan would take the same one each time.
+    # To take the next item changes nothing that a walk sees: each planned step would take the same.
     text: str
     owner: Any
     ask: Callable[[Any], Any]  # from the owner to its state

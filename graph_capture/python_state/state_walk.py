@@ -1,8 +1,7 @@
 """What code reaches: places that forward and the loss may read, found without running them.
 
-From the modules of a model and its loss, the walk follows what their code names: attributes,
-globals, closures, defaults, and from those on. Code of torch, NumPy and the standard library is
-not followed; of their modules, only what forward itself loads is of interest.
+The walk follows what code of a model names: attributes, globals, closures, defaults. Code of torch,
+NumPy and the standard library is not followed; their modules count as forward itself loads them.
 """
 
 from __future__ import annotations
@@ -74,12 +73,11 @@ _NAMES_OF_ATTRIBUTES = (operator.attrgetter, operator.methodcaller)
 
 
 class StateWalk:
-    """One walk from a model and its loss, breadth first. `found` has what it has come by so far.
-    `loss_fn` may be other functions that are called. `ran`: follow this code alone, and what
-    `begins` later; None: all."""
+    """One walk from a model and its loss, breadth first. `ran`: only this code, and what
+    `begins`."""
 
     def __init__(self, model: nn.Module, loss_fn: Any, ran: ExecutedCode | None = None) -> None:
-        self.found = ReachableObjects()
+        self.found = ReachableObjects()  # what it has come by so far
         self.ran = ran
         self._in_library = False  # whether what is followed now is an installed library's
         # First in, first out: beyond `MOST_PLACES`, what is farthest from the model is missing.
@@ -152,8 +150,8 @@ class StateWalk:
                 self._spaces.read_asking(self._names.new_asking.pop())
 
     def _visit(self, value: Any, text: str) -> None:
-        # `getattr(self, self.key)` reads the attribute that a text in reach names; `attrgetter`
-        # takes several, joined by dots.
+        # `getattr(self, self.key)` reads what a text in reach names, `attrgetter` several with
+        # dots.
         if isinstance(value, str) and len(value) < LONGEST_NAME:
             self._names.add_texts(value.split("."))
         if not self._in_library:

@@ -1,10 +1,9 @@
 """Costs of ops at any size of a range, from those at a few sizes.
 
-The cost of an op is taken as ``a + b * flops + c * bytes``, with coefficients of 0 or more that fit
-what was measured best, relative to it: the form of the roofline model (Williams, Waterman and
-Patterson 2009, https://doi.org/10.1145/1498765.1498785), with the two ceilings added up. What is
-left over at the sizes that were measured is interpolated between them, so that these keep the
-costs that they were measured to have.
+A cost is ``a + b * flops + c * bytes``, with coefficients of 0 or more that fit best, relative to
+what was measured: the roofline model (Williams, Waterman and Patterson 2009,
+https://doi.org/10.1145/1498765.1498785) with its ceilings added up. What is left over is
+interpolated, so that the sizes that were measured keep their costs.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from remat.graph_capture.devices.known_devices import plan_rounding
 from remat.graph_capture.graph import TANGENTS, Floats, Ints, Origin, TrainingGraph, Value
 from remat.graph_capture.sizes.symbols import Sizes
 
-# A kernel may choose by the size, so that its workspace follows no formula: then it is taken to be
-# the larger of those at the measured sizes next to it. Many are in proportion to a tensor that the
-# op reads or makes, beside a constant, from one size to another: where that gives what was measured
-# to the byte at three sizes in a row, it is taken to hold between them.
+# A workspace may follow no formula: then it is the larger of those at the measured sizes next to
+# it. Where three sizes in a row are, to the byte, a constant and a share of a tensor that the op
+# reads or makes, that holds between them.
 
 _ON_LINE = 3  # points in a row that make a line: any two are on one
 _NONE_YET = np.iinfo(np.int64).min
@@ -33,31 +31,27 @@ _SLACK = 1e-6  # of a byte: what floats may be off
 
 
 class WorkspacePoint(msgspec.Struct, frozen=True):
-    """Workspaces that were measured at one size; of each op, in the graph's order."""
-
     sizes: dict[str, int]
     workspace_bytes: tuple[int, ...]
 
 
 class _Line(NamedTuple):
-    """Workspace `made` at `size` bytes of a value, and `more` for each further `step` bytes. It
-    holds up to the point `last`, from the point before `first` on."""
+    """Holds up to the point `last`, from the point before `first` on."""
 
     op: int
     value: int
-    size: int
-    made: int
+    size: int  # bytes of the value
+    made: int  # workspace at `size`
     step: int
-    more: int
+    more: int  # for each further `step` bytes
     first: int
     last: int
 
 
 class Workspaces:
-    """Workspaces between points, which go from the smallest sizes to the largest. `beside`: for
-    each that was measured the values with which it may grow; left out, those that the op reads or
-    makes. `along`: the only size that varies from point to point, in which lines then are; left
-    out, they are in bytes of values."""
+    """Workspaces between points, which go from the smallest sizes to the largest. `beside`: the
+    values with which each may grow; left out, what the op reads or makes. `along`: the only size
+    that varies, in which lines then are; else they are in bytes of values."""
 
     def __init__(
         self, sizes: Sequence[Sizes], measured: Sequence[Sequence[int]],
@@ -91,7 +85,6 @@ class Workspaces:
         return found
 
     def varying(self) -> Ints:
-        """Indices of ops."""
         return np.flatnonzero((self._measured != self._measured[0]).any(axis=0))
 
     def _beside(self, upper: int, sizes: Sizes, is_bound: bool) -> Ints:
@@ -169,8 +162,8 @@ class WorkspacesOfRange:
             self._diagonal = _in_a_row([*points, *more], [*graphs, *more_graphs])
             self._along: dict[str, tuple[Workspaces, Ints]] = {}
             return
-        # Ops are timed from the smallest sizes to the largest. Beside these points, each size
-        # varies by itself, with all others at their largest.
+        # Ops are timed from the smallest sizes to the largest; each size also varies with others
+        # largest.
         self._diagonal = _in_a_row(points, graphs)
         rows = {name: _row_of(name, [*more, points[-1]]) for name in names}
         along = {
@@ -178,8 +171,8 @@ class WorkspacesOfRange:
             for name, row in rows.items()
             if len(row) > 1
         }
-        # What varies with one size alone follows from that one, as attention's buffers do: they are
-        # those of a thread, whatever the batch.
+        # What varies with one size alone follows from it: attention's buffers are a thread's, at
+        # any batch.
         axes = Counter(i for one in along.values() for i in one.varying().tolist())
         self._along = {
             name: (one, np.array([i for i in one.varying() if axes[int(i)] == 1], dtype=np.int64))
@@ -187,7 +180,6 @@ class WorkspacesOfRange:
         }
 
     def at(self, sizes: Sizes, value_bytes: Ints, *, is_bound: bool) -> Ints:
-        """Workspace of each op; see `Workspaces.at`."""
         found = self._diagonal.at(sizes, value_bytes, is_bound=is_bound)
         for one, ops in self._along.values():
             own = one.at(sizes, value_bytes, is_bound=is_bound)[ops]

@@ -1,7 +1,6 @@
-"""A training graph for a range of sizes: the ops and values of one, with sizes as expressions.
+"""A training graph for a range of sizes, with sizes as expressions; nothing here imports torch.
 
-It has the same structure at all sizes of its range, so that the steps of a schedule carry over from
-one size to the next. Nothing here imports torch.
+It has one structure at all sizes, so that a schedule's steps carry over from one to the next.
 """
 
 from __future__ import annotations
@@ -286,8 +285,7 @@ class BytesOver:
     """Bytes of one graph over a range, for any part of it."""
 
     def __init__(self, graph: RangedGraph) -> None:
-        # They are those of `RangedGraph.bounding`, without a graph being made: searches over sizes
-        # ask for them at hundreds of points.
+        # As `RangedGraph.bounding`, without a graph: searches over sizes ask at hundreds of points.
         self.graph = graph
         fixed = {value.name: str(value.size_bytes) for value in graph.base.values}
         varying = {name: extent.size_bytes for name, extent in graph.extents.items()}

@@ -1,7 +1,6 @@
 """The signature of batches whose sizes vary: what a step takes, and how that is looked at.
 
-The test of a batch is compiled to one function: a comparison of shapes, strides and types for each
-tensor, then the range of each size and the guards of the trace.
+The test of a batch is one compiled function.
 """
 
 from __future__ import annotations

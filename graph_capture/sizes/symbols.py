@@ -1,8 +1,4 @@
-"""Sizes that vary: what ``dynamic=`` says of them, and expressions of them.
-
-``{"tokens": {1: ("seq", 16, 2048)}}`` lets dimension 1 of the argument ``tokens`` be any size from
-16 to 2048, by the name of ``seq``. A fourth entry says what sizes are multiples of.
-"""
+"""Sizes that vary: what ``dynamic=`` says of them, and expressions of them."""
 
 from __future__ import annotations
 
@@ -114,8 +110,8 @@ _Interval = tuple[int, int]
 
 def bounds_of(text: str, low: Mapping[str, int], high: Mapping[str, int]) -> _Interval:
     """Bounds of an expression where each size is from its `low` to its `high`, both included."""
-    # Interval arithmetic (Moore 1966, Interval Analysis) bounds all values, also where they may
-    # fall as a size grows, and is exact where each size is named once.
+    # Interval arithmetic (Moore 1966, Interval Analysis): it bounds also what may fall as a size
+    # grows, and is exact where each size is named once.
     return _bounds(parsed(text), low, high, text)
 
 
@@ -200,9 +196,9 @@ class FloatOfSizes(float):
         return made
 
 
+# By argument (its name, its position, or ``target``) and dimension: a name, or a tuple of it, the
+# least size, the largest, and what sizes are multiples of: ``{"tokens": {1: ("seq", 16, 2048)}}``.
 Dynamic = Mapping[str | int, Mapping[int, Any]]
-"""By argument (its name, its position, or ``target``): by dimension, a name, or a tuple of a name,
-the least size, the largest one and, if need be, what all sizes are multiples of."""
 
 
 class Symbol(msgspec.Struct, frozen=True):
@@ -365,8 +361,7 @@ class RangeError(CaptureError):
 def require_guards(guards: Sequence[Guard], symbols: Sequence[Symbol], model: str) -> None:
     """Raise `RangeError` for the first guard that does not hold at all sizes of the ranges."""
     for guard in guards:
-        # A guard that fails somewhere in the range would have another graph run there, so the range
-        # is refused where it is captured.
+        # A guard that fails somewhere in the range would have another graph there.
         used = [symbol for symbol in symbols if symbol.name in names_in(parsed(guard.text))]
         if number_of_points(used) > _MOST_POINTS:
             raise _range_error(guard, used[0], (), model, "cannot be tried at each size")

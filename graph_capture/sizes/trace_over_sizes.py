@@ -1,8 +1,7 @@
 """Torch's symbols for the sizes that vary, and the guards that a trace with them leaves.
 
-A size is a symbol times what it is a multiple of, so that nothing need be asked about remainders.
-The range of each symbol is told to torch before the trace. What then stays open, and is asked by
-torch or by the model, becomes a guard: it is noted with the op and the line that asked.
+A size is a symbol times what it is a multiple of, so that nobody asks about remainders. What the
+told ranges leave open becomes a guard when it is asked, with the op and the line that asked.
 """
 
 from __future__ import annotations
@@ -169,8 +168,8 @@ _NO_NAMES: dict[str, Any] = {"__builtins__": {}, "max": max, "min": min}
 
 
 def at_sizes(gm: fx.GraphModule, env: Environment, sizes: Mapping[str, int]) -> fx.GraphModule:
-    """A copy of the joint graph with numbers for symbols, as a trace at these sizes has it. Tensors
-    that share memory still do. Numbers that follow from the sizes are `SizeArgument`s."""
+    """The joint graph with numbers for symbols, as traced at these sizes. Tensors that share memory
+    still do. Numbers that follow from the sizes are `SizeArgument`s."""
     return _AtSizes(gm, env, sizes).copy()
 
 

@@ -91,8 +91,8 @@ _CHECKING_OPS = ("aten::_linalg_check_errors",)  # they only raise an error for 
 @contextlib.contextmanager
 def checks_kept() -> Generator[None]:
     """While tracing, let torch know that these ops have an effect."""
-    # torch 2.11 drops them, as nothing reads them: a model that calls `torch.linalg.cholesky` would
-    # go on with NaN where eager raises. In the graph, they are refused (`refusals.py`).
+    # torch 2.11 drops them, as nothing reads them: `torch.linalg.cholesky` would go on with NaN
+    # where eager raises. In the graph, they are refused (`refusals.py`).
     torchs: Any = _effects
     with contextlib.ExitStack() as stack:
         for op in _CHECKING_OPS:
@@ -189,8 +189,7 @@ def cudnn_batch_norm_reserve_bytes(x: Tensor) -> int:
     return _C._get_cudnn_batch_norm_reserve_space_size(x, True)
 
 
-# A plan stands on private parts of AOTAutograd and Inductor, which change with each release. A
-# release that the tests have not run with may carry a plan out in another way.
+# Private parts of AOTAutograd and Inductor change with releases: one untested may do otherwise.
 
 OLDEST, NEWEST = "2.11.0", "2.14.1"
 """The tests run on both (`make test-versions`), and on the one between of `constraints.txt`."""

@@ -41,9 +41,8 @@ from remat.graph_capture.torch_private.core import CallWatcher, pytree
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.restore import ModuleAttributes, Written
 
-# A mixture of experts keeps its auxiliary loss on an attribute, attention its weights: each step
-# sets such tensors as eager does. A counter that forward reads and changes would need another graph
-# at each step, so it is refused.
+# Each step sets such tensors as eager does, as a mixture of experts keeps its auxiliary loss. A
+# counter that forward reads and changes needs another graph at each step, so it is refused.
 
 
 @dataclass(frozen=True)
@@ -161,8 +160,8 @@ class ForwardWrites:
         for written in self._attributes.written():
             leaves, spec = pytree.tree_flatten(written.value)
             is_read = self._state.reads(vars(written.module), written.name)
-            # A flag that its first call sets. Whether the next call then does something else is
-            # looked at once the trace is done.
+            # A flag of the first call. Whether the next then does something else is seen after the
+            # trace.
             if is_read and _is_first_value(written.before, written.value):
                 self.initialised.append(InitialisedOnce(written.place, written.value))
                 continue
@@ -312,8 +311,7 @@ def find_loop_carried(
     duplicate_outputs: DuplicateOutputs | None, constants: frozenset[int],
 ) -> list[MutatedAttribute]:  # fmt: skip
     """Attributes that forward may read from an earlier step, and sets to something else. `results`
-    is how many of the joint graph's outputs, at `end`, are forward's; the last of them are the
-    mutated tensors. `constants` are the storages of tensors that the graph holds itself."""
+    of the outputs are forward's, the mutated tensors last. `constants`: the graph's, by storage."""
     number = sum(one.tensors for one in mutated)
     if not number:
         return []
@@ -326,8 +324,7 @@ def find_loop_carried(
     found: list[MutatedAttribute] = []
     for one in mutated:
         own, nodes = nodes[: one.tensors], nodes[one.tensors :]
-        # What depends on neither batch, parameters nor random numbers, as a mask that is made at
-        # the first call, is the same at each step.
+        # What depends on code alone, as a mask made at the first call, is the same at each step.
         is_another = any(_depends_on_input(node) for node in own)
         if one.is_read and (is_another or one.before & constants):
             found.append(one)
@@ -375,8 +372,8 @@ class NoSetData(CallWatcher):
         self.set_data: Any = torch.Tensor.data.__set__  # pyright: ignore
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # A trace loses new data without a word: only the tensor's stand-in has it. Torch's own
-        # `vector_to_parameters` sets data so, and code that averages weights.
+        # A trace loses new data without a word. `vector_to_parameters` and code that averages
+        # weights do so.
         line = line_of_user() if func == self.set_data else ""  # torch does so too, beside it
         if line:
             raise CaptureError(

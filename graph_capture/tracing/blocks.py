@@ -28,8 +28,6 @@ _SHOWN = 5  # module paths that an error shows
 
 @dataclass
 class _BlockCalls:
-    """What the blocks, by module path, were called with in the last forward watched."""
-
     blocks: dict[str, nn.Module]
     signatures: dict[str, list[Signature]] = field(default_factory=dict[str, list[Signature]])
     autocast: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -175,8 +173,7 @@ class _Matcher:
     def _same_leaf(self, a: Any, b: Any) -> bool:
         if isinstance(a, fx.Node) and isinstance(b, fx.Node):
             return self._same(a, b)
-        # Scalars count too: blocks share a compiled step only if they compute the same of their own
-        # parameters. By type, as 1 == True.
+        # Blocks that share a compiled step have equal scalars too. By type, as 1 == True.
         return type(a) is type(b) and a == b
 
     def _same(self, a: fx.Node, b: fx.Node) -> bool:
@@ -218,8 +215,8 @@ def _looks_alike(a: fx.Node, b: fx.Node) -> bool:
 
 def match_block(block: Joint, whole: Joint, path: str) -> BlockMatch:
     """Find the ops of `block`, traced by itself, among those of the model at `path`."""
-    # A block that is compiled by itself sums gradients inside itself first. The bits are eager's
-    # only if the whole step has its very ops, wired alike and in its order.
+    # A block compiled by itself sums gradients inside first. Bits are eager's only if the whole
+    # step has its very ops, wired alike and in its order.
     matcher = _Matcher(block, whole)
     _match_forward(matcher, path)
     _match_backward(matcher, path)

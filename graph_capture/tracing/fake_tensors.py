@@ -1,14 +1,9 @@
 """Fake tensors as the kernels of their device give them: laid out alike, statistics of their dtype.
 
-Some of torch's fake kernels state other strides than the kernels give: a trace with those takes a
-view where eager copies, and fails when it runs. They were found in torch 2.13 and 2.14 by comparing
-forward and backward of some 200 ops on turned, sliced and channels-last tensors.
-
-On a CPU they also give the statistics that norms save the dtype of the input. The kernels give them
-that of the weights: of bfloat16 inputs and float32 weights, as under autocast, twice the bytes.
-
-`RULES` mend those that are known: on a CPU all of them, on a CUDA device all but `_CPU_ONLY`.
-Timing compares the strides of each op that it runs with the traced ones, and refuses a difference.
+Some of torch's fake kernels state other strides than the kernels give: a trace then takes a view
+where eager copies, and fails when it runs. On a CPU, they give norms' statistics the dtype of the
+input, not of the weights: under autocast half the bytes. `RULES` mend the known ones, found in
+torch 2.13 and 2.14 over some 200 ops. Timing refuses what differs still.
 """
 
 from __future__ import annotations
@@ -43,8 +38,8 @@ _Rule = Callable[..., Tensor]
 
 def fake_with_eager_strides(shape_env: ShapeEnv | None = None) -> FakeTensorMode:
     """With true strides and statistics. `shape_env`: of sizes that are symbols."""
-    # No subclass: torch finds its rules of higher-order ops by the very type of the mode. Real
-    # tensors are allowed, as plain ones that forward reads are constants of the graph.
+    # No subclass: torch finds rules of higher-order ops by the mode's very type. Real tensors that
+    # forward reads are constants of the graph.
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     dispatch = mode.dispatch
 
@@ -262,9 +257,8 @@ _FAMILIES = (  # ops by name, beside all that resample
 
 @contextlib.contextmanager
 def kernels_of_eager() -> Generator[None]:
-    # Under the Python dispatcher, which AOTAutograd turns on, torch decomposes these in Python
-    # where eager runs compiled code: other last bits, and `rnn_tanh` and `rnn_relu` lose their
-    # dropout (torch 2.13).
+    # The Python dispatcher, on in AOTAutograd, decomposes these in Python where eager runs compiled
+    # code: other last bits, and `rnn_tanh` and `rnn_relu` lose their dropout (torch 2.13).
     found = [(op, key) for op in _decomposed() for key in _KEYS if key in op.py_kernels]
     taken = [(op, key, op.py_kernels.pop(key)) for op, key in found]
     for op, _, _ in taken:
@@ -309,8 +303,8 @@ class FusedAttention(CallWatcher):
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(kwargs)
         if func is functional.scaled_dot_product_attention:
-            # A CPU has no fused attention with dropout, the device that is planned for has. Without
-            # its dropout the call is traced alike: a kernel that draws inside itself keeps no mask.
+            # A CPU has no fused attention with dropout. Without, it is traced alike: the kernel
+            # draws inside.
             at = _DROPOUT_POSITION
             args = (*args[:at], *(0.0 for _ in args[at : at + 1]), *args[at + 1 :])
             given.pop("dropout_p", None)

@@ -217,12 +217,10 @@ def _are_equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and repr(one) == repr(other)
 
 
-# Numbers of Python's that each step may read anew: a temperature, a drop rate.
-#
-# Ops take such numbers as constants. To find where they go, the model is traced twice more with
-# other values, as floats that remember what is computed from them. A constant that follows from a
-# number by a known rule in all three traces is an argument of the step; one that follows by none,
-# or a trace of other ops, is a reason to plan for each value instead.
+# Numbers of Python's that each step may read anew: a temperature, a drop rate. To find where they
+# go, the model is traced twice more with other values, as floats that remember what is computed. A
+# constant that follows by a known rule in all three traces is an argument of the step; else there
+# is a plan for each value.
 
 _PROBES = ((0.0070682, 0.00137), (0.0148291, 0.00211))
 """How much lower a number is in a further trace, as a part of it: the first one, and each next."""
@@ -243,8 +241,7 @@ def holding(places: Sequence[FloatPlace], values: Sequence[float]) -> Generator[
 def probed(
     places: Sequence[FloatPlace], state: PythonState, base: Probe, trace: Callable[[Log], Probe]
 ) -> FloatInputs | str:
-    """Where the numbers go, by two further traces; or why they cannot be inputs. `base` is the
-    trace with their own values, `state` all that forward reads."""
+    """By two further traces; or why they cannot be inputs. `base`: with their own values."""
     others: list[Probe] = []
     for first, more in _PROBES:
         log = Log()
@@ -293,8 +290,7 @@ def _unfollowed(state: PythonState, others: Sequence[Probe]) -> str:
 
 
 def _reads_past_methods(value: Any) -> bool:
-    # Functions in C read a float's value past its methods. Those of `math` are watched as long as
-    # code calls them as attributes of the module (`traced_by_math`).
+    # C reads a float past its methods; `math`'s are watched as attributes (`traced_by_math`).
     if isinstance(value, ModuleType):
         return value is np
     home = str(getattr(value, "__module__", "")).partition(".")[0]

@@ -1,7 +1,6 @@
 """Options that do not go together: each pair, why, and what to do instead.
 
-Every function and verb that takes options asks this one table before anything runs. The table of
-`docs/limits.md` is made from it, see its `as_table`.
+Asked before anything runs; the table of `docs/limits.md` is made from it.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from remat.graph_capture.errors import CaptureError, RematError, RewriteError
 
 
 class OptionPair(NamedTuple):
-    """Two options of which one call takes one, spelled as in Python. The message says that `other`
-    is not taken with `one`; `why` and `instead` are a clause each."""
+    """`other` is not taken with `one`, spelled as in Python; `why` and `instead` are a clause
+    each."""
 
     other: str
     one: str
@@ -86,8 +85,8 @@ PAIRS = (
         solver="blocks have one of their own",
     ),
 )  # fmt: skip
+# All options that not all others go with.
 PAIRED = tuple(sorted({name for pair in PAIRS for name in (pair.one, pair.other)}))
-"""All options that not all others go with."""
 
 
 def require_compatible(**asked: object) -> None:

@@ -1,8 +1,6 @@
 """What a step returns, where one tensor comes more than once in it, or a dataclass.
 
-A model may return its last hidden state by itself and again among all of them, or return what it
-keeps on an attribute. Eager then returns one tensor, whose gradients are added up before its own
-backward runs. As two results of a graph it would be two tensors, and two gradients at once.
+Eager returns one tensor, with gradients added up before its backward; two results would be two.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ _Context = tuple[Any, tuple[str, ...]]
 class _FlatDataclass:
     """A container that torch knows, with what a dataclass holds, fields or not, by name."""
 
-    # Torch finds no tensor in a dataclass that is not registered. To register it would change how
-    # the user's other code walks through it, so this stands in its place while a step is traced.
+    # For the trace only: to register the dataclass would change how other code walks through it.
     def __init__(self, kind: type, values: dict[str, Any]) -> None:
         self.kind, self.values = kind, values
 

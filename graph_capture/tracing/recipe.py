@@ -1,11 +1,7 @@
 """What a model is traced with, kept so that it can be traced again.
 
-A trace can be compiled once, since AOTAutograd spends its metadata. So what is kept between capture
-and rewriting is a `Recipe`, and rewriting traces again.
-
-A recipe remembers the device, and rewriting traces the ops that run here. If these are not those of
-the plan, the plan is refused. So a plan with attention dropout that was made for a GPU of the table
-cannot be trained with on a CPU by mistake.
+A trace can be compiled once, since AOTAutograd spends its metadata, so rewriting traces again. That
+traces the ops that run here: a plan with other ones, as one for a GPU of the table, is refused.
 """
 
 from __future__ import annotations
@@ -29,9 +25,8 @@ from remat.graph_capture.torch_private.core import fake_tensor_log
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction
 
-# Libraries take another way through their models where `torch.compiler.is_compiling` or
-# `is_exporting` says so: transformers then writes out causal masks and repeats keys, which changes
-# the last bits. So a model is first traced as in eager, where both say no.
+# Where torch says that it compiles or exports, transformers writes out causal masks and repeats
+# keys, which changes the last bits. So a model is first traced as in eager.
 
 _Flags = tuple[bool, bool]
 FLAGS: tuple[_Flags, ...] = (False, False), (True, False), (True, True)
@@ -48,12 +43,9 @@ def silenced_logs() -> Generator[None]:
         fake_tensor_log.disabled = before
 
 
+# What may run in chunks: nothing; what gives eager's bits; also sums in another order. None, where
+# a user names none, is ``exact`` for large heads; others stay whole, without a warning.
 Split = Literal["none", "exact", "tolerance"]
-"""What may run in chunks: nothing; what gives eager's bits; also sums in another order.
-
-Where a user names none, it is None: ``exact``, for heads that take a large part of a step's memory,
-and heads that cannot be chunked stay whole, without a warning.
-"""
 
 
 def require_split(given: object) -> None:

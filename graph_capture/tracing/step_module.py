@@ -89,10 +89,9 @@ def checkpoints_noted(provenance: Provenance) -> Generator[None]:
 
 
 def refuse_checkpointed_writes(graph: fx.Graph, results: int, paths: set[str]) -> None:
-    """Raise `CaptureError` if forward writes to a buffer of a module that a checkpoint covers.
-    `results` is how many of the joint graph's outputs are forward's."""
-    # Eager runs what a checkpoint covers twice, and so writes such a buffer twice: a batch norm
-    # counts each batch double. A plan runs forward as without the checkpoint.
+    """`CaptureError` if forward writes to a buffer under a checkpoint. `results`: how many are
+    its."""
+    # Eager runs it twice, so a batch norm counts each batch double; a plan does not.
     for what in graph.output_node().meta["desc"][:results]:
         buffer = str(getattr(getattr(what, "mutated_input", None), "target", ""))
         module = buffer.rpartition(".")[0]
@@ -133,9 +132,8 @@ LossFunction = Callable[..., Any]
 
 
 class StepModule(nn.Module):
-    """``loss_fn(model(*args, **kwargs), target)``, or the model alone. As in
-    `torch.distributed.pipelining`, `loss_fn` takes the output, and the target where there is one.
-    Where forward sets tensors on attributes, the result is a pair: with those."""
+    """As in `torch.distributed.pipelining`, `loss_fn` takes the output, and the target if there is
+    one. Tensors that forward sets on attributes come as the second of a pair."""
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFunction | None, writes: ForwardWrites,

@@ -1,7 +1,6 @@
 """The trace: one joint graph of forward and backward, from a module and a batch.
 
-A module is traced as eager runs it, else as if it were compiled or exported; what it does at its
-second call has to be the same.
+As eager runs it, else as if compiled or exported; the second call has to do the same.
 """
 
 from __future__ import annotations
@@ -111,8 +110,7 @@ from remat.graph_capture.tracing.step_module import (
 )
 from remat.graph_capture.tracing.traced_float import Log
 
-# `torch.utils.checkpoint` in a model is transparent to the trace: a plan covers what it covers, and
-# replaces it.
+# `torch.utils.checkpoint` is transparent to the trace: a plan covers what it covers.
 
 
 @dataclass
@@ -183,8 +181,8 @@ def _trace_once(
         stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
         # A loss made of elementwise ops sends gradients back in the strides of the results.
         stack.enter_context(functorch_config.patch(guess_tangent_strides_as_outputs=True))
-        # torch 2.14 would trace the function inside of one that torch.compile has wrapped, without
-        # a word, while the user's own step runs Inductor's kernels. So it fails, as before.
+        # torch 2.14 would trace inside a function that torch.compile has wrapped, while the user's
+        # own step runs Inductor's kernels. So it fails, as before.
         stack.enter_context(dynamo_config.patch(force_compile_during_fx_trace=True))
         if recipe.is_modelled:  # the CPU has no fused attention with dropout, the device has
             stack.enter_context(FusedAttention())
@@ -192,10 +190,9 @@ def _trace_once(
         # Last, so that it is called first and sees the frame of the user's code.
         stack.enter_context(provenance)
         try:
-            # Without decompositions, so that eager's ATen ops stay, and gradients are bit-equal.
-            # This way in takes keyword arguments, tied weights, mutated inputs and nested outputs.
-            # `torch.export` as a first step gave wrong gradients for custom autograd functions, and
-            # `make_fx` fails on tied weights.
+            # Without decompositions, for eager's ATen ops and bit-equal gradients; takes keyword
+            # arguments, tied weights, mutated inputs and nested outputs. `torch.export` first gave
+            # wrong gradients for custom autograd functions, and `make_fx` fails on tied weights.
             descriptors = aot_export_joint_with_descriptors(
                 stack, step, _example(recipe, fake, env), {}, decompositions={}
             )
@@ -332,25 +329,17 @@ def trace(
 ) -> Trace:
     """Trace one training step of `model` on a batch, without running or changing anything.
 
-    model : in training mode. args, kwargs : one batch, as forward takes it.
-    loss_fn, target : where given, ``loss_fn(output, target)`` (or ``loss_fn(output)``) is
-        part of the step, and the rewritten module returns its result.
-    optimizer, accumulate : what stays allocated between steps, see `resident_bytes`.
-    device : whose costs the graph gets; left at None, where the model is. Either ``cpu``
-        or ``cuda``, where model and batch must be; or a name of `devices.json`, for which the CPU's
-        ops are traced and the model may be on ``meta``.
-    sharding : over ranks. It counts for what is resident on one of them.
-    float_inputs : numbers of Python's that each step is to read anew, by the names that a refusal
-        gives them, such as ``"temperature"`` or ``"layers.0.drop.p"``. It takes two more traces.
-    split : what may run in chunks: ``exact`` allows what gives eager's bits, ``tolerance`` also
-        what sums in another order. None allows ``exact`` for large heads of a step on one rank.
-    gradient_release : how gradients are released as they are made: True always, False never. None
-        lets them be added to others where they are accumulated on one rank.
-    dynamic : sizes of the batch that vary; the trace is then for all sizes of their ranges.
+    `model` is in training mode; with `loss_fn`, ``loss_fn(output, target)`` (or
+    ``loss_fn(output)``) is part of the step. `optimizer` and `accumulate` are of `resident_bytes`.
+    `device`: ``cpu`` or ``cuda``, where model and batch must be; a name of `devices.json`, for
+    which the CPU's ops are traced and the model may be on ``meta``; None: where the model is.
+    `float_inputs`: numbers that each step reads anew, as refusals name them, such as
+    ``"layers.0.drop.p"``; two more traces. `split`: see `Split`. `gradient_release`: True always,
+    False never; None, where gradients are accumulated on one rank. `dynamic`: sizes that vary, over
+    whose ranges the trace is.
 
-    Raises CaptureError, with module, line and way out, if the step cannot be one static graph;
-    DeviceError if the device is unknown or not here, or a tensor is on another one.
-    """
+    CaptureError, with module, line and way out: no static graph. DeviceError: unknown, or not
+    here."""
     require_split(split)
     check_arguments(args, kwargs, loss_fn, target)
     device = resolved_device(device, model)
@@ -404,8 +393,8 @@ def trace(
 
 
 def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
-    """Trace `model` on fake tensors with the recipe's signature. Raises `CaptureError` as `trace`
-    does, or where a number of the recipe cannot be an input of the step."""
+    """On fake tensors. `CaptureError` also if a number of the recipe cannot be an input of the
+    step."""
     if not recipe.float_inputs:
         return _trace_recipe(model, recipe)
     names, values = zip(*recipe.float_inputs, strict=True)
@@ -451,8 +440,7 @@ def _traced_once(model: nn.Module, recipe: Recipe, ran: ExecutedCode, *, whole: 
 def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     failed: list[CaptureError] = []
     ran = ExecutedCode()
-    # First as eager. If that fails, as if compiled, then as if exported: models may take other code
-    # then, so it warns.
+    # If not as eager, as if compiled, then exported: models may take other code then, so it warns.
     for flags in FLAGS if recipe.flags is None else [recipe.flags]:
         try:
             one = dataclasses.replace(recipe, flags=flags)
@@ -521,8 +509,8 @@ def _require_the_same_again(model: nn.Module, done: Trace, ran: ExecutedCode) ->
     kept = [(one.place, one.place.now()) for one in first_only]
     again: Trace | None = None
     try:
-        # A flag that only says that it was set may be set by each step. One that stands for a first
-        # call which initialises something may not, nor a result that the next call reads.
+        # Each step may set a flag that only says so; not one of a first call that initialises
+        # something, nor a result that the next call reads.
         for one in first_only:
             one.put()
         for space, name in spaces:
