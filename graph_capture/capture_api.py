@@ -110,8 +110,7 @@ def capture(
     # Before the trace, so that a wrong option is refused at once.
     known, tiers = as_profile(profile), tiers_for(model, device, host, nvme)
     require_compatible(dynamic=dynamic, host=host is not None, nvme=nvme is not None)
-    # `fully_shard` casts what it gathers, so the plan is of the cast model.
-    with parameters_cast(model, sharding):
+    with parameters_cast(model, sharding):  # the plan is of the cast model, as `fully_shard` casts
         traced = trace(
             model, args, kwargs, loss_fn=loss_fn, target=target, optimizer=optimizer,
             accumulate=accumulate, device=device, sharding=sharding, split=split, dynamic=dynamic,

@@ -17,8 +17,7 @@ from remat.graph_capture.graph import TANGENTS, WRITES_FIRST, Op, TrainingGraph,
 _DROPOUTS = ("aten.native_dropout.default", "remat.dropout.default")
 _MASK = 1  # the place of its mask among a dropout's results
 _STATE = "remat.state_of_checkpoint"
-CPU_STATE_BYTES = 5056
-"""What `torch.get_rng_state()` takes. That of a CUDA device is kept on the host, by eager too."""
+CPU_STATE_BYTES = 5056  # of `torch.get_rng_state()`; a CUDA device's is on the host in eager, too
 
 
 def _with_own_checkpoints(graph: TrainingGraph, values: dict[str, Value]) -> Iterator[Op]:
@@ -30,8 +29,7 @@ def _with_own_checkpoints(graph: TrainingGraph, values: dict[str, Value]) -> Ite
         if not op.checkpoint:
             yield op
             continue
-        # Its ops run again from the checkpoint's state, and need none of their own.
-        for read in op.inputs:
+        for read in op.inputs:  # its ops run again from the checkpoint's state
             if values[read].kind == "rng_state":
                 values[read] = replace(values[read], size_bytes=0)
         op = replace(op, no_recompute="")
@@ -72,14 +70,12 @@ def _masked_apart(op: Op, values: dict[str, Value]) -> Iterator[Op]:
     )  # fmt: skip
 
 
-_EAGER_SIZES = "room as eager takes it"
-"""Among the inputs of a graph whose sizes are those of `baseline_graph`."""
+_EAGER_SIZES = "room as eager takes it"  # marks a graph with the sizes of `baseline_graph`
 
 
 def with_eager_sizes(graph: TrainingGraph) -> TrainingGraph:
     """`graph` with the sizes of values that the unmodified module has."""
-    # On a CPU, eager dropout keeps a mask of the input's dtype; a trace has a byte an element.
-    values = _with_wide_masks(graph)
+    values = _with_wide_masks(graph)  # eager dropout's CPU mask has the input's dtype
     # Autograd adds a gradient to a view in a new tensor. No other difference is known.
     sizes = {value.name: value.size_bytes for value in graph.values}
     ops = tuple(
@@ -102,8 +98,7 @@ def with_eager_writes(eager: TrainingGraph) -> TrainingGraph:
     """A graph of `with_eager_sizes`, for the step in which ops run when eager runs them."""
     values = {value.name: value for value in eager.values}
     ops = tuple(_with_own_checkpoints(eager, values))
-    # What eager writes over another value takes no room of its own, and holds that value.
-    _write_over(eager, values)
+    _write_over(eager, values)  # what is written over another value takes no room
     if tuple(values.values()) == eager.values and ops == eager.ops:
         return eager
     return replace(  # another hash, so that no schedule is replayed on the sizes of the other graph
@@ -193,8 +188,7 @@ def _line_of(op: Op) -> tuple[str, ...]:
 def _moved(graph: TrainingGraph) -> Iterator[Value]:
     forward = {name for op in graph.ops if op.phase == "forward" for name in op.outputs}
     read = {name for op in graph.ops if op.phase == "backward" for name in op.inputs}
-    # What the user's checkpoints cover, and what these read, stays: they keep it in Python.
-    covered = (op for op in graph.ops if op.checkpoint)
+    covered = (op for op in graph.ops if op.checkpoint)  # checkpoints keep it in Python: it stays
     stays = {name for op in covered for name in (*op.inputs, *op.outputs)}
     stays.update(graph.outputs, graph.forward_outputs)
     for value in graph.values:
@@ -230,8 +224,7 @@ def changes_between(
     same: set[str] = set()
     for op in after.ops:
         at = index.get(op.name, -1)
-        # What stays keeps its order: an op that moved ahead is dropped and added.
-        if at > last and before.ops[at] == op:
+        if at > last and before.ops[at] == op:  # what stays keeps its order
             added += [(op.name, one) for one in waiting]
             waiting, last = [], at
             same.add(op.name)

@@ -33,8 +33,7 @@ from remat.graph_capture.errors import ArchiveError, FileError, RematError, Shap
 MOST_FILE_BYTES = 1 << 30  # of a file read whole. A graph of 100,000 ops takes a twentieth of it.
 _CHUNK_BYTES = 1 << 20
 _OPEN_FILES = "/proc/self/fd"
-_NO_NAMELESS = errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL
-"""What file systems and old kernels answer that know no files without a name."""
+_NO_NAMELESS = errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL  # where nameless files are unknown
 IN_USE = 5, 32  # Windows says access denied, or a sharing violation, of a file that is open
 WAITS_S = (0.01, 0.05, 0.2, 0.5)  # readers have a file for milliseconds
 
@@ -45,8 +44,7 @@ def read_contents(path: str | Path) -> bytes:
     parts, size_bytes = list[bytes](), 0
     try:
         with open(path, "rb") as file:
-            # In parts, since a device such as /dev/zero has no end and says no size.
-            while part := file.read(_CHUNK_BYTES):
+            while part := file.read(_CHUNK_BYTES):  # in parts: /dev/zero has no end, says no size
                 parts.append(part)
                 size_bytes += len(part)
                 if size_bytes > MOST_FILE_BYTES:
@@ -104,8 +102,7 @@ def check_writable(path: Path) -> None:
 def _is_stream(path: str | Path) -> bool:
     """Whether it is a pipe or a device, or stands for an open file."""
     folder = os.path.realpath(os.path.dirname(path))
-    # /dev/stdout leads to whatever standard output is. That may be a file; its name is no new one.
-    if folder == "/dev" or folder.startswith("/proc/"):
+    if folder == "/dev" or folder.startswith("/proc/"):  # /dev/stdout may be a file
         return True
     try:
         mode = os.stat(path).st_mode
@@ -117,11 +114,9 @@ def _is_stream(path: str | Path) -> bool:
 @contextlib.contextmanager
 def _beside(target: Path) -> Generator[BinaryIO]:
     old = target.stat() if target.exists() else None
-    # Its folder would allow to replace it. But who protected it meant that nobody writes it.
-    if old and not os.access(target, os.W_OK):
+    if old and not os.access(target, os.W_OK):  # who protected it meant that nobody writes it
         raise PermissionError("it is write-protected")
-    # Not named after the target, whose name may be as long as the file system allows.
-    fresh = target.with_name(f".remat-{secrets.token_hex(8)}.tmp")
+    fresh = target.with_name(f".remat-{secrets.token_hex(8)}.tmp")  # the target's may be too long
     handle, is_named = _fresh_file(fresh)
     try:
         with os.fdopen(handle, "wb") as out:
@@ -151,8 +146,7 @@ def _put_in_place(fresh: Path, target: Path) -> None:
 
 def _fresh_file(fresh: Path) -> tuple[int, bool]:
     """A new file to write to, and whether it has its name already."""
-    # A file that has no name until it is whole leaves nothing behind after a kill.
-    nameless = getattr(os, "O_TMPFILE", 0)
+    nameless = getattr(os, "O_TMPFILE", 0)  # nothing is left after a kill
     if nameless and os.path.isdir(_OPEN_FILES):
         try:
             return os.open(fresh.parent, nameless | os.O_WRONLY, 0o666), False
@@ -165,8 +159,7 @@ def _fresh_file(fresh: Path) -> tuple[int, bool]:
 def _take_over(handle: int, old: os.stat_result) -> None:
     now = os.fstat(handle)
     if (now.st_uid, now.st_gid) != (old.st_uid, old.st_gid):
-        # Only root may give a file away. The file of another, in a folder of both, becomes ours.
-        with contextlib.suppress(PermissionError):
+        with contextlib.suppress(PermissionError):  # only root may give it away: it becomes ours
             os.fchown(handle, old.st_uid, old.st_gid)
     if hasattr(os, "fchmod"):  # else only that it is write-protected, and then it stays
         os.fchmod(handle, stat.S_IMODE(old.st_mode))
@@ -214,8 +207,7 @@ def _cause(data: bytes | str, said: str) -> str:
 
 
 WAIT_S = 10.0  # a save takes milliseconds. One that was stopped halfway must not stop all others.
-NO_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF
-"""What file systems answer that have no locks."""
+NO_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF  # file systems without locks
 
 
 @contextlib.contextmanager
@@ -298,8 +290,7 @@ def _read(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], name: str) -
 
 _T = TypeVar("_T")
 _SEAL_BYTES = 65  # of the first line of a sealed file, which is a digest of the rest
-_unwritable: set[tuple[str, Path]] = set()
-"""Kinds of file and their folders that were said not to be writable."""
+_unwritable: set[tuple[str, Path]] = set()  # those that were said not to be writable
 
 
 def cache_folder() -> Path:
@@ -390,8 +381,7 @@ class CacheFiles:
     def _remove_oldest(self, kept: Path) -> None:
         used: list[tuple[int, Path]] = []
         for path in kept.parent.glob(f"*{kept.suffix}"):
-            # Another process may remove files at the same time.
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # others may remove files meanwhile
                 used.append((path.stat().st_mtime_ns, path))
         for _, path in sorted(used)[: max(0, len(used) - self.most_files)]:
             path.unlink(missing_ok=True)

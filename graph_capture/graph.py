@@ -27,8 +27,7 @@ Floats = NDArray[np.float64]
 FLOAT32_BYTES = 4
 MOST_BYTES = 1 << 62  # sums below it stay exact in 64-bit integers, and so does twice a sum
 MOST_US = 1e100  # sums and squares of what is below it are finite
-_MOST_FIGURE = 10**300
-"""What is below it can be shown, since floats reach further. Budgets may be that large."""
+_MOST_FIGURE = 10**300  # floats reach further, so it can be shown; budgets may be that large
 
 
 def are_figures(*numbers: float) -> bool:
@@ -155,8 +154,7 @@ def _check_sums(graph: TrainingGraph) -> None:
 # A peak never depends on a link's rate: a wrong rate costs time and cannot break a budget.
 
 Tier = Literal["device", "host", "nvme"]
-TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
-"""Kinds of memory, from the fastest down. A copy goes one tier down, or one up."""
+TIERS: tuple[Tier, ...] = ("device", "host", "nvme")  # from the fastest down; copies go one tier
 LOWER_TIERS: tuple[Tier, ...] = ("host", "nvme")
 LinkName = Literal["d2h", "h2d", "write", "read"]
 LINK_NAMES: tuple[LinkName, ...] = ("d2h", "h2d", "write", "read")
@@ -512,8 +510,7 @@ PREFIX = "remat kept: "
 
 def cached_on(graph: TrainingGraph, name: str, make: Callable[[], _T]) -> _T:
     """What `make` returned when it was first asked under `name` for this graph object."""
-    # Kept as long as the object, and no field: files, copies and other processes do not see it.
-    known, key = vars(graph), PREFIX + name
+    known, key = vars(graph), PREFIX + name  # no field: neither files nor copies have it
     if key not in known:
         known[key] = make()
     return cast("_T", known[key])

@@ -249,8 +249,7 @@ def _known_way_out(error: Exception) -> str:
 _VECTORS_BYTES = {"AVX512": 128}  # two vectors, what kernels compute at a time
 _OTHER_VECTORS_BYTES = 64  # of AVX2, and no less of others
 
-Hooked = tuple[str, nn.Module, str, Any]
-"""Path and module, and the name of a table of its hooks, with the table."""
+Hooked = tuple[str, nn.Module, str, Any]  # path and module, the name of a table of hooks, the table
 
 
 def hook_tables(modules: Iterable[tuple[str, nn.Module]], tables: Iterable[str]) -> list[Hooked]:
@@ -389,8 +388,7 @@ def refusal(
     kind = type(error).__name__
     if isinstance(error, DeviceError):
         return DeviceError(f"{error} ({place})")
-    # Before other looks at values: torch's own function has a switch.
-    if way := _known_way_out(error):
+    if way := _known_way_out(error):  # first: torch's own function has a switch
         return CaptureError(f"torch looks at the values of a tensor ({place}): {way}")
     if type(error).__module__ == "torch._dynamo.exc":
         return CaptureError(

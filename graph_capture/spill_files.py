@@ -85,8 +85,7 @@ def _end() -> None:
 
 
 def _forget() -> None:
-    # A forked process has its parent's thread in name only, and perhaps a held lock.
-    global _starting
+    global _starting  # the fork has its thread in name only, and perhaps a held lock
     _starting = threading.Lock()
     _file_closers.clear()
 
@@ -107,11 +106,9 @@ class _SharedFile:
 
     # One for many, as a process may have few files open, often 1,024.
     def __init__(self, descriptor: int, is_direct: bool) -> None:
-        # `is_direct`: it goes past the page cache.
-        self.descriptor, self.is_direct = descriptor, is_direct
+        self.descriptor, self.is_direct = descriptor, is_direct  # past the page cache
         _file_closer().watch(self, descriptor)
-        # Of all ranges, and of the gaps between them.
-        self.size_bytes, self._gaps = 0, list[_Range]()
+        self.size_bytes, self._gaps = 0, list[_Range]()  # of all ranges, and gaps between
         # That a value has ended a method of C notes; it is looked at when the next range is taken.
         self._ended: queue.SimpleQueue[Finalizer[_Range]] = queue.SimpleQueue()
         self._held: dict[int, Finalizer[_Range]] = {}
@@ -153,8 +150,7 @@ class _SharedFile:
         more_bytes = size_bytes - sum(b - a for a, b in self._gaps if b == end)
         try:
             if more_bytes:
-                # A full disk is an error now, not amid a copy.
-                os.posix_fallocate(self.descriptor, end, more_bytes)
+                os.posix_fallocate(self.descriptor, end, more_bytes)  # a full disk fails here
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
@@ -166,8 +162,7 @@ HOST_FOLDER = "REMAT_OFFLOAD"  # the environment variable that names the folder 
 CHUNK_BYTES = 4 << 20  # one write or read. On an NVMe disk, larger ones were no faster.
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NAMELESS = getattr(os, "O_TMPFILE", 0)
-_CALLS = ("posix_fallocate", "preadv", "pwrite", "statvfs")
-"""What all of this is done by. Linux has them; Windows has none, and macOS not the first."""
+_CALLS = ("posix_fallocate", "preadv", "pwrite", "statvfs")  # Linux has all, macOS not the first
 
 _of_thread = threading.local()
 
@@ -241,8 +236,7 @@ class Folder:
         """The file that values are in now: the one that is open, or a new one."""
         with self._opening:
             found = self._open()
-            # Of another kind only while the ways are tried.
-            if found is None or found.is_direct != self.is_direct:
+            if found is None or found.is_direct != self.is_direct:  # only while ways are tried
                 found = _SharedFile(self._new(), self.is_direct)
                 self._open = weakref.ref(found)  # closed with its last value
             return found
@@ -332,8 +326,7 @@ def _bounce() -> tuple[mmap.mmap, int]:
 
 def host_folder() -> str:
     """That of `HOST_FOLDER`, or the system's temporary one."""
-    # On a CPU, whose memory is the device's, files are the tier that plans call the host.
-    return os.environ.get(HOST_FOLDER) or tempfile.gettempdir()
+    return os.environ.get(HOST_FOLDER) or tempfile.gettempdir()  # the host tier of plans for a CPU
 
 
 def require_writable(folder: str, tier: str = "host") -> None:

@@ -334,8 +334,7 @@ def _find_backward(head: Head) -> None:
     if list(map(identity_of, head.loss.args[1:5])) != list(map(identity_of, of_loss.args[2:6])):
         raise _NoHeadError(f"{of_loss.name} reads something else than {head.loss.name}")
     reader = smoothing.total if smoothing else of_softmax
-    # Ours would leave out any other term of the gradient.
-    if of_loss not in reader.args or list(of_loss.users) != [reader]:
+    if of_loss not in reader.args or list(of_loss.users) != [reader]:  # ours would leave out others
         raise _NoHeadError(f"the gradient of {head.softmax.name} has other terms than the loss's")
     head.gradient, head.total_weight = of_loss.args[0], of_loss.args[6]  # pyright: ignore
     if smoothing:

@@ -49,8 +49,7 @@ class _HeadLoss:
         """The rows of the logits that the loss takes, ascending; None for all."""
         if not self.grid:
             return None
-        # On the CPU whatever the device is, so that nothing waits for a GPU.
-        rows = torch.arange(self.x.shape[0]).view(*self.grid)
+        rows = torch.arange(self.x.shape[0]).view(*self.grid)  # on the CPU, so that nothing waits
         for dim, (a, b) in enumerate(zip(self.start, self.stop, strict=True)):
             rows = rows.narrow(dim, a, b - a)
         return rows.reshape(-1)
@@ -87,8 +86,7 @@ class _HeadLoss:
         gradient = gradient.to(self.x.dtype)
         if chosen is None:
             return gradient
-        # As autograd has it: rows that the loss leaves out have zeros.
-        whole = gradient.new_zeros(b - a, gradient.shape[1])
+        whole = gradient.new_zeros(b - a, gradient.shape[1])  # zeros where the loss leaves rows out
         return whole.index_copy_(0, chosen, gradient)
 
 
@@ -255,8 +253,7 @@ def _losses(one: _HeadLoss, row_sums: Tensor | None) -> tuple[Tensor, Tensor, Te
     picked = torch.empty(len(target), 1, dtype=one.dtype, device=one.x.device)
     top, log_sum = torch.empty_like(picked), torch.empty_like(picked)
     is_counted = target != one.ignore_index
-    # An ignored target, -100 by default, is no index to gather at.
-    safe = torch.where(is_counted, target, 0).unsqueeze(1)
+    safe = torch.where(is_counted, target, 0).unsqueeze(1)  # an ignored target, -100, is no index
     for rows in one.row_blocks():
         logits = one.logits(rows)
         top[rows.of_loss] = logits.amax(1, keepdim=True)
@@ -273,8 +270,7 @@ def _losses(one: _HeadLoss, row_sums: Tensor | None) -> tuple[Tensor, Tensor, Te
 
 def _reduced(one: _HeadLoss, picked: Tensor, is_counted: Tensor) -> tuple[Tensor, Tensor]:
     """``(loss, total weight)`` of rows with these logarithms: by eager's kernel, of one class."""
-    # That class is 0, which the user's loss may ignore, so the class to ignore is another here.
-    target = torch.where(is_counted, 0, _NO_CLASS)
+    target = torch.where(is_counted, 0, _NO_CLASS)  # 0 may be a class that the loss ignores
     if one.class_weight is None:
         return aten.nll_loss_forward(picked, target, None, one.reduction, _NO_CLASS)
     of_row = one.class_weight[torch.where(is_counted, one.target, 0)].unsqueeze(1)
@@ -284,8 +280,7 @@ def _reduced(one: _HeadLoss, picked: Tensor, is_counted: Tensor) -> tuple[Tensor
 
     weighted = picked * of_row
     if one.reduction == _NONE:
-        # Without reduction, eager's total weight is 0.
-        return summed(weighted, _NONE), picked.new_zeros(())
+        return summed(weighted, _NONE), picked.new_zeros(())  # as eager's is without reduction
     loss, total = summed(weighted), summed(of_row.neg())
     return (loss / total if one.reduction == _MEAN else loss), total
 

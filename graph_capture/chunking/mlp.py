@@ -219,8 +219,7 @@ def _collect(mlp: Mlp, hidden: list[fx.Node], order: dict[fx.Node, int]) -> None
         raise NoMlpError
     width = mlp.gate.product.meta["val"].shape[-1]
     names = [one for node in hidden for one in aliases_of(node)]
-    # Blocks are cut along the last dimension, which must be the hidden one alone.
-    if any(one.meta["val"].shape[-1] != width for one in names):
+    if any(one.meta["val"].shape[-1] != width for one in names):  # blocks are cut along that dim
         raise NoMlpError
     turned = [u for one in names for u in one.users if u.target is aten.t.default]
     own, ends = dict.fromkeys((*names, *turned)), mlp.ends

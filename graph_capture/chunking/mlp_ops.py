@@ -86,8 +86,7 @@ class _SplitMlp:
         result = function(read)
         if function.of_result:
             read = result
-        # Else it is made later, when `result` is gone: one block less at once.
-        up = self._up(rows, columns) if use_inner else None
+        up = self._up(rows, columns) if use_inner else None  # made once `result` is gone, else
         if use_inner and up is not None:
             use_inner(result * up)
         made = torch.mm(gradient[rows], self.down_weight[:, columns])
@@ -182,8 +181,7 @@ class _Gradients:
         if weight.numel():
             torch.mm(made.t(), self.one.x, out=weight[columns])
         if bias.numel():
-            # As autograd sums a bias's gradient, whose shape is (1, h).
-            bias[:, columns] = made.sum([0], True)
+            bias[:, columns] = made.sum([0], True)  # as autograd sums: shape (1, h)
 
 
 MLP = torch.ops.remat.mlp.default

@@ -75,8 +75,7 @@ def requested_regions(trace: Trace) -> list[RegionCandidate]:
     parts = find_parts(trace.joint.module.graph)
     heads, least_bytes = [one for one in parts if isinstance(one, Head)], 0
     if asked is None:
-        # Nobody asked, so only what pays is measured, and nobody is warned of the rest.
-        heads, least_bytes = _large(trace, heads), _LARGE_BYTES
+        heads, least_bytes = _large(trace, heads), _LARGE_BYTES  # nobody asked: only what pays
     else:
         places = NodeOrigins(trace.joint.module.graph)
         for softmax, reason in find_heads(trace.joint.module.graph)[1]:
@@ -137,8 +136,7 @@ def _found(trace: Trace, is_exact: bool, parts: Sequence[HeadOrMlp]) -> RegionCa
         gm, captured.num_forward_outputs, recipe.name, recipe.resident,
         gradient_release=recipe.gradient_release, **recipe.facts(),
     )  # fmt: skip
-    # The copy that becomes a module has nodes of its own, under the same names.
-    node_named = {node.name: node for node in gm.graph.nodes}
+    node_named = {node.name: node for node in gm.graph.nodes}  # of the copy that becomes the module
     nodes = tuple(tuple(node_named[name] for name in own) for own in made)
     changes = changes_between(captured.graph, joint.graph)
     return RegionCandidate(tuple(parts), joint, nodes, is_exact, *changes, recipe.split is not None)
@@ -200,8 +198,7 @@ def _is_cut_out_of_rows(head: Head, node: fx.Node) -> bool:
 ChunkCosts = Callable[[RegionCandidate], tuple[Mapping[str, Op], Sequence[Value]]]
 """From a region in chunks: its ops of ours by name, and the values of the graph with them."""
 _HEADS = ("head",)
-IsExact = Callable[[RegionCandidate], bool]
-"""Whether the ops of a region, in the chunks that they are set to, give eager's bits."""
+IsExact = Callable[[RegionCandidate], bool]  # in the chunks that they are set to
 
 
 def with_regions(

@@ -29,8 +29,7 @@ _IGNORED_PART = 0.1  # of the made targets: rows that the loss ignores
 
 def _made_inputs(part: HeadOrMlp, seed: int) -> dict[fx.Node, Tensor]:
     at: Tensor = part.ends[0].meta["val"]
-    # The user's random stream stays where it is.
-    with torch.random.fork_rng([at.device] if at.is_cuda else []):
+    with torch.random.fork_rng([at.device] if at.is_cuda else []):  # the user's random stream stays
         torch.manual_seed(seed)
         return _of_head(part) if isinstance(part, Head) else _of_mlp(part)
 
@@ -73,12 +72,10 @@ def _normal(node: fx.Node) -> Tensor:
     return made.normal_()
 
 
-_SEEN_NUMBERS, _MOST_DRAWS = 1 << 22, 16
-"""In 16 bits so many logits, or hidden activations, are compared, in at most so many draws."""
+_SEEN_NUMBERS, _MOST_DRAWS = 1 << 22, 16  # in 16 bits: logits that are compared, and most draws
 
 _Key = tuple[str, str, str, int, bool, int]
-_known: dict[_Key, bool] = {}
-"""What was found in this process, by graph in chunks, device, region, chunks, how and threads."""
+_known: dict[_Key, bool] = {}  # by graph in chunks, device, region, chunks, how and threads
 
 
 def matches_eager_bitwise(found: RegionCandidate) -> bool | None:
@@ -131,8 +128,7 @@ def _are_same_once(part: HeadOrMlp, nodes: Sequence[fx.Node], seed: int) -> bool
     made = _made_inputs(part, seed)
     captured, results = [*part.forward, *part.backward], _Results(dict(made))
     order = {node: i for i, node in enumerate(captured[0].graph.nodes)}
-    # In graph order, so that no result asks for a long chain of others.
-    for node in sorted(captured, key=order.__getitem__):
+    for node in sorted(captured, key=order.__getitem__):  # in graph order: no long chains
         results[node]
     expected = {node.name: results[node] for node in part.ends}
     del results  # or what is in between would be there beside the chunks

@@ -28,8 +28,7 @@ from remat.graph_capture.joint.nodes import argument, target_name, tensors_of
 
 _SCHEMA_VERSION = 6  # of the file. One of another version is not read, and is written anew.
 _FILES = CacheFiles("costs", "they are measured again each time", is_sealed=False)
-# Of the time: measured while others had the core for longer, it is measured again once it is quiet.
-BUSY = 0.05
+BUSY = 0.05  # of the time, with others on the core; beyond, measured again once it is quiet
 
 
 class OpCost(msgspec.Struct, frozen=True, array_like=True):
@@ -62,8 +61,7 @@ def _are_times(step: WholeStepTimes) -> bool:
 
 
 def _truer(known: OpCost | WholeStepTimes, anew: OpCost | WholeStepTimes, *, is_less: bool) -> bool:
-    # Times only grow by what others do: quiet ones say more, and of two busy ones the lesser.
-    if (known.away > BUSY) != (anew.away > BUSY):
+    if (known.away > BUSY) != (anew.away > BUSY):  # quiet ones say more; of busy ones the lesser
         return known.away > BUSY
     return known.away > BUSY and is_less
 
@@ -144,8 +142,7 @@ class CostCache:
 
     def doubt(self, keys: Collection[str], step_key: str) -> None:
         """Steps are quicker than these costs say: they were taken in a busy time."""
-        # As busy as can be, so that `settled` asks for them again once the machine is quiet.
-        for key in self.costs.keys() & set(keys):
+        for key in self.costs.keys() & set(keys):  # as busy as can be, so `settled` asks again
             self.costs[key] = replace(self.costs[key], away=1.0)
             self._own.add(key)
         if step_key in self.steps:
@@ -210,8 +207,7 @@ class OpWork(msgspec.Struct, frozen=True):
 
 def work_of(node: fx.Node) -> OpWork:
     kind, flops = _kind_of(target_name(node)), flops_of(node)
-    # torch counts all of causal attention; its kernels skip the half above the diagonal.
-    if kind == "attention" and argument(node, "is_causal"):
+    if kind == "attention" and argument(node, "is_causal"):  # CUDA's kernels skip the half above it
         flops //= 2
     floats = (t for t in _read_and_made(node) if t.is_floating_point())
     dtype = next((str(t.dtype).removeprefix("torch.") for t in floats), "float32")
@@ -361,8 +357,7 @@ def costs_of_profile(
             f"plan for {option('device', profile.device)}"
         )
     missing = [node for key, node in needed.items() if key not in profile.ops]
-    # On its own machine, what it lacks can be measured.
-    if missing and profile.title != meter.title:
+    if missing and profile.title != meter.title:  # the rest is measured on its own machine
         raise ProfileError(
             f"the profile of {profile.title} lacks {len(missing)} of {len(needed)} distinct ops, "
             f"such as {target_name(missing[0])}: measure this model there, with "

@@ -67,8 +67,7 @@ def links_below(
         if is_in_table(device):
             return _modelled_drive() if nvme_path else _modelled(device)
         title = meter_of(device).title
-        # Links of this machine would say nothing of the one whose ops are planned with.
-        if profile is not None and profile.title != title:
+        if profile is not None and profile.title != title:  # they would say nothing of another
             raise ProfileError(_missing_text(profile.title, nvme_path))
         return _planned(measured_pair(device, nvme_path, measure_again=measure_again), title)
 

@@ -66,8 +66,7 @@ from remat.graph_capture.tracing.trace import ProgressCallback, Trace
 # The cost of each distinct op, measured by running it alone on made data.
 
 ESTIMATED_BYTES_PER_US = 5_000  # a guess, for ops that do not run on made data
-SAVE_RNG_KEY = "remat.save_rng_state()"
-"""Stands for a `cost_key`, as saving a random state is no op of torch."""
+SAVE_RNG_KEY = "remat.save_rng_state()"  # stands for a `cost_key`, as this is no op of torch's
 
 
 def time_ops(
@@ -102,8 +101,7 @@ def time_ops(
         meter, failed, first=first, after=after, between=between,
         begun=cache.begun, keep=cache.keep_begun,
     )  # fmt: skip
-    # Memory comes last: what libraries allocate at their first use is then no op's.
-    with _said_if_short():
+    with _said_if_short():  # memory comes last: what libraries take at first is then no op's
         memory = meter.regions(_runner_of(joint, missing[key]) for key in costs)
     for (key, (cost_us, away)), found in zip(costs.items(), memory, strict=True):
         op_costs[key] = OpCost(cost_us, *_bytes_taken(missing[key], found, meter), away=away)
@@ -152,8 +150,7 @@ def _bytes_taken(node: fx.Node, region: RegionMemory, meter: Meter) -> tuple[int
 
 
 def _runner_of(joint: Joint, node: fx.Node) -> Callable[[], Any]:
-    # Outside of `run`, so that making data is not timed.
-    args, kwargs = sample_arguments(node, joint.module)
+    args, kwargs = sample_arguments(node, joint.module)  # outside of `run`: it is not timed
     target = local_runner(node)
     return lambda: target(*args, **kwargs)
 
@@ -217,8 +214,7 @@ def with_measured_chunks(
 
 def with_optimistic_chunks(trace: Trace, graph: TrainingGraph) -> TrainingGraph:
     """`graph` with its costs, and regions that may run in chunks, as if they took no more time."""
-    # No measured region is faster, as chunks do the work of the captured ops.
-    in_chunks = hoped(graph, allocator_rounding(graph.device))
+    in_chunks = hoped(graph, allocator_rounding(graph.device))  # chunks do the captured ops' work
     return with_regions(graph, requested_regions(trace), in_chunks, lambda _: True)
 
 
@@ -239,8 +235,7 @@ def _measured(
     keys, nodes = _keys_and_nodes(joint)
     known: Mapping[str, OpCost] = {} if profile is None else costs_of_profile(nodes, profile, meter)
     rounds = step_rounds(joint, graph, meter, cache, profile, most_bytes)
-    # Whole steps are timed between the passes over ops, so that a slow spell is one of both.
-    between = rounds.some if rounds else None
+    between = rounds.some if rounds else None  # between passes: one slow spell meets both
     costs = _known_or_measured(joint, nodes, meter, cache, known, told, between)
     # These have no node, and so no key of their own.
     keys |= {op.name: SAVE_RNG_KEY for op in graph.ops if op.target == SAVE_RNG}
@@ -315,8 +310,7 @@ def _known_or_measured(
             found, no_room = time_ops(joint, new, meter, progress, between, cache)
         # What had no room is not kept, as another time there may be room to run it.
         cache.keep_costs({key: one for key, one in found.items() if key not in no_room})
-    # What another process has saved meanwhile stays, and takes the place of what was found.
-    every = {**found, **cache.costs, **known}
+    every = {**found, **cache.costs, **known}  # another process's costs stay in place of these
     return {key: every[key] for key in wanted}
 
 
@@ -428,8 +422,7 @@ def _regions(joint: Joint, nodes: Mapping[str, fx.Node], meter: Meter) -> dict[s
     ran: list[str] = []
     with meter.quiet():
         regions = meter.regions(_warm(joint, nodes, ran))
-    # `ran` is complete only once the regions are measured.
-    return dict(zip(ran, regions, strict=True))
+    return dict(zip(ran, regions, strict=True))  # complete once the regions are measured
 
 
 def _warm(joint: Joint, nodes: Mapping[str, fx.Node], ran: list[str]) -> Iterator[Run]:

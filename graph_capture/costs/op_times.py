@@ -82,11 +82,9 @@ def _take(
             if key in found and not (number >= meter.passes and have_agreed(found[key])):
                 try:
                     run = made[key]()
-                    # `first` also looks at layouts, so ops whose times were kept run too.
-                    if number == 0:
+                    if number == 0:  # `first` looks at layouts, so all run
                         first(key, run)
-                    # Times that an earlier process took stand for its passes.
-                    if len(found[key]) <= number:
+                    if len(found[key]) <= number:  # else an earlier process took them
                         watch = LoadAwareTimer()
                         found[key].append(meter.median_us(run, moved_bytes[key]))
                         away[key] = min(away.get(key, 1.0), watch.away) if is_here else 0.0
@@ -127,8 +125,7 @@ _BOUND: dict[Any, Callable[[Any], int]] = {
     aten.embedding_dense_backward.default: lambda node: node.args[2],
     aten._embedding_bag.default: lambda node: node.args[0].meta["val"].shape[0],
     aten._embedding_bag_backward.default: lambda node: node.args[6],
-}
-"""How many rows the table has that each of these reads at indices, which are its argument 1."""
+}  # rows of the table that each reads at the indices in its argument 1
 
 
 def cost_key(node: fx.Node) -> str:
@@ -190,8 +187,7 @@ def _dtype_of_kernel(leaf: fx.Node, value: Tensor) -> torch.dtype:
     source = leaf.args[0] if is_getitem(leaf) else None
     if not isinstance(source, fx.Node) or source.target not in _NORMS or leaf.args[1] not in (1, 2):
         return value.dtype
-    # Its mean and deviation are as precise as its weight, where a trace has its input's 16 bits.
-    weight = source.args[_NORMS[source.target]]
+    weight = source.args[_NORMS[source.target]]  # as precise as the weight, not as in the trace
     if value.device.type != CPU or not isinstance(weight, fx.Node):
         return value.dtype
     return weight.meta["val"].dtype

@@ -173,8 +173,7 @@ def model_costs(
         notes=() if profile is None else _notes(ops, assumed, profile),
     )  # fmt: skip
     costed = with_collective_costs(costed, nodes, ranks or links_of_step(name, "", profile))
-    # Bits are compared where the plan is rewritten, on the device that will train.
-    in_chunks = modelled(costed, roofline.launch_us, rounded)
+    in_chunks = modelled(costed, roofline.launch_us, rounded)  # compared on the device that trains
     return with_regions(costed, requested_regions(trace), in_chunks, lambda _: True)
 
 
@@ -197,8 +196,7 @@ class _OpCosts:
         cost_us = self.roofline.launch_us
         if node is not None:
             cost_us = self.roofline.cost_us(op.target, work_of(node))
-            # It stands for the device's flash form, which keeps sums beside its results.
-            if op.target == ATTENTION_BACKWARD:
+            if op.target == ATTENTION_BACKWARD:  # its flash form keeps sums too
                 base_bytes += _attention_sums_bytes(node)
         return replace(op, cost_us=cost_us, workspace_bytes=base_bytes, cost_origin=MODELLED)
 
@@ -242,8 +240,7 @@ def _rounded_value(value: Value) -> Value:
 def _resident(graph: TrainingGraph) -> Resident:
     extra = dict.fromkeys(("parameter", "buffer", "constant", "input"), 0)
     for value in graph.values:
-        # Only what the step reads is known tensor by tensor.
-        if not value.producer and value.kind in extra:
+        if not value.producer and value.kind in extra:  # only what the step reads is known
             extra[value.kind] += rounded(value.size_bytes) - value.size_bytes
     known = graph.resident
     if not known.parameters_bytes:  # a sharding keeps them on the host

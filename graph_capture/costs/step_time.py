@@ -137,8 +137,7 @@ def _end_of_forward(joint: Joint, nodes: Sequence[fx.Node]) -> int:
 
 
 LEAST_OF_RECOMPUTING, MOST_OF_RECOMPUTING = 0.5, 2.0  # beyond, it says more of the clock
-# Power of the factor: 1 suits long stretches, 0 what is made again right before it is read.
-_SEGMENTED = 0.5
+_SEGMENTED = 0.5  # power of the factor: 1 suits long stretches, 0 what is made right before use
 
 
 @dataclass(frozen=True)
@@ -200,8 +199,7 @@ def _make_again(graph: fx.Graph, dropped: list[fx.Node], later: dict[fx.Node, in
     needed = {node for node in dropped if readers[node]}
     if not needed:
         return []
-    # Backwards, as what a needed node reads inside the segment is needed too.
-    for node in reversed(dropped):
+    for node in reversed(dropped):  # what a needed node reads inside is needed too
         if any(user in needed for user in node.users):
             needed.add(node)
     first = min((user for users in readers.values() for user in users), key=later.__getitem__)
@@ -397,8 +395,7 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
         runs = [partial(module, *inputs) for module in made]
         taken_us: list[float] = []
         for run in runs:
-            # The first run of all, which may also find that there is no memory for it.
-            timer = LoadAwareTimer()
+            timer = LoadAwareTimer()  # the first run of all may find that memory is short
             run_locally(run)
             taken_us.append(timer.taken_us)
         first_us = *taken_us, watch.taken_us

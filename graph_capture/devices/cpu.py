@@ -20,10 +20,8 @@ from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.memory_events import measure_peak, measure_regions
 from remat.graph_capture.devices.meter import PASSES, LoadAwareTimer, Run, StepMemory, median_of
 
-_TRIED_S, _QUIET = 0.05, 0.02
-"""Seconds for which a core is tried, and the part of them that others may have had it."""
-_OFTEN, _APART_S = 9, 0.1
-"""Times and pause of `CpuMeter.often_us`: over a slow spell of the core, of some seconds."""
+_TRIED_S, _QUIET = 0.05, 0.02  # seconds to try a core, and the part others may have had it
+_OFTEN, _APART_S = 9, 0.1  # times of `CpuMeter.often_us` and the pause, over a slow spell
 _CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
 _USUAL_CACHE_BYTES = 1 << 20  # of the second level, where the system does not say its size
 _SHIFTS = {"K": 10, "M": 20}
@@ -81,8 +79,7 @@ class CpuMeter:
         """The median of many `median_us` of each, for numbers that later costs are made of."""
         found: list[list[float]] = []
         for _ in range(_OFTEN):
-            # In turn, so that a slow spell is one of all.
-            found.append([self.median_us(run) for run in runs])
+            found.append([self.median_us(run) for run in runs])  # in turn: a spell meets all
             time.sleep(_APART_S)
         return [statistics.median(times) for times in zip(*found, strict=True)]
 

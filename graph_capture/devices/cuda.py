@@ -85,16 +85,14 @@ class CudaMeter:
 
     def median_us(self, run: Run, moved_bytes: int = 0) -> float:
         """The longer of the medians of what the device and what the host take."""
-        # What fits into the L2 cache would otherwise still be there from the run before.
-        is_flushed = moved_bytes < self.cache_bytes
+        is_flushed = moved_bytes < self.cache_bytes  # else it would be found in the L2 cache
         with torch.cuda.device(self.device):
             host_us = median_of(lambda: self._host_us(run))
             self._warm_up(run, is_flushed, host_us)
             return max(host_us, median_of(lambda: self._device_us(run, is_flushed, host_us)))
 
     def often_us(self, *runs: Run) -> list[float]:
-        # `moved_bytes` left at 0 has the cache flushed.
-        return [self.median_us(run) for run in runs]
+        return [self.median_us(run) for run in runs]  # 0 bytes moved: the cache is flushed
 
     def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
         """By the bytes asked of the allocator. The callables must have run before."""
@@ -235,8 +233,7 @@ def pinned_pair(device: str) -> LinkPair:
 
 
 def copies_us(device: str, size_bytes: int) -> _Row:
-    # A stream each way: in one, copies would wait for each other.
-    below, above = torch.cuda.Stream(), torch.cuda.Stream()
+    below, above = torch.cuda.Stream(), torch.cuda.Stream()  # in one, copies would wait
     on_device = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     pinned = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     pageable = torch.empty(size_bytes, dtype=torch.uint8)

@@ -116,11 +116,9 @@ def modelled_device(name: str) -> Device:
 
 def table_name(title: str) -> str:
     """The name in the table of a device that its driver calls `title`; empty if it is not there."""
-    # A driver says ``NVIDIA A100-SXM4-40GB`` or ``NVIDIA GeForce RTX 4090``.
-    words = re.split(r"[^a-z0-9]+", title.lower())
+    words = re.split(r"[^a-z0-9]+", title.lower())  # such as ``NVIDIA A100-SXM4-40GB``
     shown = f" {' '.join(words)} ".replace(" rtx ", " rtx")
-    # The longest first, as a100 is in the title of an a100-40gb too.
-    for name in sorted(device_table().devices, key=len, reverse=True):
+    for name in sorted(device_table().devices, key=len, reverse=True):  # a100-40gb before a100
         if re.search(".*".join(rf" {part}\b" for part in name.split("-")), shown):
             return name
     return ""

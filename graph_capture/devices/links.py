@@ -152,8 +152,7 @@ class CollectiveTimes(msgspec.Struct, frozen=True):
 
     def us(self, size_bytes: float) -> float:
         """Between two sizes, and in proportion above the largest."""
-        # Beyond the largest size only the bytes count, and no start any more.
-        if size_bytes > self.size_bytes[-1]:
+        if size_bytes > self.size_bytes[-1]:  # beyond the largest only bytes count
             return self.time_us[-1] * size_bytes / self.size_bytes[-1]
         return float(np.interp(size_bytes, self.size_bytes, self.time_us))
 
@@ -207,8 +206,7 @@ class RankLinks(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def both_us(self, compute_us: float, collective_us: float) -> float:
         """Time until both are done, where one goes on beside the other."""
-        # Of the computation's speed, to the multiprocessors that the collective takes.
-        lost = 1 - 1 / self.beside
+        lost = 1 - 1 / self.beside  # of its speed, to multiprocessors of the collective
         return max(collective_us, compute_us + collective_us * lost)
 
     def _in_node(self, ranks: int, apart: int) -> int:
@@ -261,8 +259,7 @@ class FileMeter:
         return [File(self.folder, end - start) for start, end in pairwise(ends)]
 
     def fill(self) -> None:
-        # Files without holes: reading a hole does not touch the drive.
-        for is_down, size_bytes in self.files:
+        for is_down, size_bytes in self.files:  # without holes, which touch no drive
             self._share(True, is_down, size_bytes)
 
     def close(self) -> None:

@@ -67,8 +67,7 @@ class _WindowsMemory(ctypes.Structure):
 def _free_on_windows() -> int | None:
     if sys.platform != "win32":
         return None
-    # Windows refuses a structure that does not say its own length.
-    found = _WindowsMemory(length=ctypes.sizeof(_WindowsMemory))
+    found = _WindowsMemory(length=ctypes.sizeof(_WindowsMemory))  # Windows refuses one without it
     if not ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(found)):
         return None
     return int(found.available)
@@ -158,12 +157,10 @@ def _free_on_cuda(device: str) -> int:
     if not torch.cuda.is_available():
         raise BudgetError(f"budget 'auto': {device} is not here to say what is free; give a size")
     reserved_bytes = torch.cuda.memory_reserved(device)
-    # torch's allocator gives new work what it holds unused.
-    unused_bytes = reserved_bytes - torch.cuda.memory_allocated(device)
+    unused_bytes = reserved_bytes - torch.cuda.memory_allocated(device)  # held unused, for new work
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     part = torch.cuda.get_per_process_memory_fraction(device)
-    # `set_per_process_memory_fraction` may let this process take less.
-    own_bytes = int(part * total_bytes) - reserved_bytes
+    own_bytes = int(part * total_bytes) - reserved_bytes  # `set_per_process_memory_fraction` says
     return max(0, min(free_bytes, own_bytes)) + unused_bytes
 
 
@@ -221,8 +218,7 @@ def _folder_and_size(nvme: str) -> tuple[str, str]:
     """Both parts of ``/mnt/nvme:200GiB``."""
     if not isinstance(nvme, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BudgetError(f"nvme {nvme!r} names no folder: write it like {_NVME_FORM}")
-    # The last colon, as a folder's name may have one too.
-    folder, parted, size = nvme.rpartition(":")
+    folder, parted, size = nvme.rpartition(":")  # a folder's name may have one too
     if not parted and nvme[:1] in "/.~":
         raise BudgetError(f"nvme {nvme!r} names no size: write it like {_NVME_FORM}")
     if not folder:

@@ -62,8 +62,7 @@ def _watched(
     with without_garbage(), _without_its_log(), _ops_profiled() as found:
         for i, region in enumerate(regions):
             with RecordFunctionFast(f"{_MARK}{i}"):
-                # Kept until the mark has ended: what it returns is live at the end of its region.
-                kept = region()
+                kept = region()  # kept to the mark: what it returns is live at the end
             del kept, region
             count = i + 1
     spans: dict[int, tuple[int, int]] = {}
@@ -102,8 +101,7 @@ def _without_its_log() -> Generator[None]:
     if "KINETO_LOG_LEVEL" in os.environ:
         yield
         return
-    # Read once, when the profiler starts for the first time in a process.
-    os.environ["KINETO_LOG_LEVEL"] = "99"
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # read as the profiler first starts
     try:
         yield
     finally:
@@ -132,5 +130,4 @@ def measure_rank_peak(run: Callable[[], Any], reset: Callable[[], Any], runs: in
     for _ in range(runs):
         reset()
         seen.extend(measure_regions([run]))
-    # The profiler does not see a buffer that gloo's threads free, so later peaks look higher.
-    return min(memory.peak_bytes for memory in seen)
+    return min(memory.peak_bytes for memory in seen)  # later ones look higher: gloo frees unseen

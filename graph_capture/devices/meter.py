@@ -17,13 +17,10 @@ from remat.graph_capture.devices.memory_events import RegionMemory
 
 Run = Callable[[], Any]
 
-_MIN_RUNS, _MAX_RUNS, _ENOUGH_US = 3, 25, 50_000.0
-"""Runs of an op in all its passes, and the time after which no more are made."""
-_SOON_US = 2_000.0
-"""Runs of a pass that have taken as long are enough once two agree: other passes confirm them."""
+_MIN_RUNS, _MAX_RUNS, _ENOUGH_US = 3, 25, 50_000.0  # runs in all passes; no more after that time
+_SOON_US = 2_000.0  # ends a pass once two runs agree, as other passes confirm them
 PASSES = 3  # of a CPU: of three, two agree though one falls into a slow spell (`op_times.py`)
-_AGREE, _ABOUT_US = 0.02, 10.0
-"""Two times that differ by less, as a part or in microseconds, are one figure twice."""
+_AGREE, _ABOUT_US = 0.02, 10.0  # times that differ by less are one figure twice
 
 
 @dataclass(frozen=True)
@@ -89,8 +86,7 @@ def have_agreed(times: Sequence[float]) -> bool:
 
 def least_agreed(times: Sequence[float]) -> float:
     """The least time that another confirms; the median where all differ."""
-    # Others make a run slower, never faster, so the least counts unless the clock cut it short.
-    rising = sorted(times)
+    rising = sorted(times)  # others only make it slower, unless the clock cut it short
     agreed = (one for one, following in pairwise(rising) if have_agreed((one, following)))
     return next(agreed, statistics.median(rising))
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from remat.graph_capture.devices.meter import Meter
 
 
-_HOST = (CPU, "meta")
-"""Where tensors may be for any device but CUDA; those on ``meta`` are traced as if on the CPU."""
+_HOST = (CPU, "meta")  # for any device but CUDA; those on ``meta`` are traced as if on the CPU
 
 
 def resolved_device(name: str | None, model: nn.Module) -> str:

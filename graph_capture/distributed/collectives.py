@@ -169,8 +169,7 @@ def _copied_bytes(node: fx.Node) -> int:
 def _made_up(layouts: Any, copied_bytes: int) -> Any:
     """Zeros of the given layouts."""
     made = [_zeros(*one) for one in layouts] if isinstance(layouts, list) else _zeros(*layouts)
-    # As gloo has its buffer, so that the measured peak is that of the collective.
-    torch.empty(copied_bytes, dtype=torch.uint8)
+    torch.empty(copied_bytes, dtype=torch.uint8)  # as gloo's buffer, so that peaks agree
     return made
 
 
@@ -333,8 +332,7 @@ class _LocalExecution(OpWatcher):
         key = _kernel_of(func, pytree.tree_leaves((args, kwargs)))
         if key is None:
             return func(*args, **kwargs)
-        # The mode is off in here. On again, it sees what the kernel of somebody's op runs.
-        with self:
+        with self:  # off in here; on again, it sees what others' kernels run
             return func._op_dk(key, *args, **kwargs)
 
 
@@ -344,8 +342,7 @@ def _kernel_of(func: Any, read: list[Any]) -> DispatchKey | None:
     if not isinstance(func, OpOverload) or func.namespace in TORCHS_NAMESPACES or not tensors:
         return None
     own = "CUDA" if any(tensor.is_cuda for tensor in tensors) else "CPU"
-    # `custom_op` has one for all devices under an alias; to call another key ends the process.
-    for key in (own, *_ALIASES):
+    for key in (own, *_ALIASES):  # one for all devices has an alias; another key ends the process
         if has_kernel(func.name(), key):
             return getattr(DispatchKey, key)
     return None

@@ -46,8 +46,7 @@ def is_sharded_by_fsdp(model: nn.Module) -> bool:
 
 def describe_parts(gm: fx.GraphModule) -> None:
     """Describe local parts in a joint graph as the DTensors that they are of."""
-    # A mesh keeps the description of a part: `is_beside_local_part` knows it by that.
-    for node in gm.graph.find_nodes(op="placeholder"):
+    for node in gm.graph.find_nodes(op="placeholder"):  # `is_beside_local_part` needs it on a mesh
         node.meta["desc"] = _of_whole(node.meta.get("desc"))
     end = gm.graph.output_node()
     for what in end.meta["desc"]:
@@ -104,8 +103,7 @@ def parameters_cast(model: nn.Module, sharding: Sharding) -> Generator[None]:
     try:
         for parameter, data in held:
             parameter.data = data.to(dtype)
-        # The data of a DTensor cannot be set, so another parameter takes its place.
-        for module, name, parameter in split:
+        for module, name, parameter in split:  # as a DTensor's data cannot be set
             data = parameter.detach().to(dtype)
             module._parameters[name] = nn.Parameter(data, parameter.requires_grad)
         yield

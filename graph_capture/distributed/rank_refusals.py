@@ -150,8 +150,7 @@ def refuse_wrappers(model: nn.Module) -> None:
                 "(.original_module of it) and plan the whole"
             )
         for kind in type(module).__mro__:
-            # By name: their classes take long to load, or are not installed.
-            if kind.__name__ in _WAYS_OUT:
+            if kind.__name__ in _WAYS_OUT:  # by name: to import their classes takes long
                 way_out, why = _WAYS_OUT[kind.__name__]
                 by = "torch.compile" if kind.__name__ == "OptimizedModule" else kind.__name__
                 found = f"{place} is wrapped by {by}"

@@ -73,8 +73,7 @@ def _with_copies(graph: TrainingGraph, nodes: Sequence[Unit], gradients: set[str
         yield op
         made.extend(name for name in op.outputs if name in gradients)
         node = nodes[node_of[i]] if i in node_of else None
-        # An autograd node holds its gradients until it ends.
-        if made and (node is None or i == node.back_stop - 1):
+        if made and (node is None or i == node.back_stop - 1):  # a node holds them until it ends
             module, place = (node.path, node.path) if node else ("", op.name)
             yield _communication_op(COPY_IN, "backward", module, tuple(made), place=place)[0]
             made = []
@@ -166,8 +165,7 @@ class _FsdpStep:
             k = self.unit_of.get(i, -1)
             if is_gathered_again and k >= 0 and i == self.units[k].back_start:
                 yield self._unshard(self.groups[k], "backward")
-                # The next block's parameters are gathered as soon as this one's backward begins.
-                if k:
+                if k:  # the next is gathered as this one's backward begins
                     yield self._gather(self.groups[k - 1], "backward", module=self.groups[k].path)
             yield self.given.ops[i]
             if k >= 0 and i == self.units[k].back_stop - 1:
@@ -183,8 +181,7 @@ class _FsdpStep:
         if not group.gradients:
             return
         input_bytes, held_bytes = group.reduced_bytes(self.sharding)
-        # Gradients are copied into one buffer, then freed, then summed over the ranks.
-        names = tuple(value.name for value in group.gradients)
+        names = tuple(value.name for value in group.gradients)  # one buffer, then a sum over ranks
         (buffer,) = self._buffer_of(group)
         yield self._op(COPY_IN, "backward", group.path, names, Value(buffer, input_bytes))
         yield self._reduce(group, input_bytes, held_bytes)

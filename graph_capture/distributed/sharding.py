@@ -308,8 +308,7 @@ class ParameterGroup:
         own = element_bytes(self.gradients[0].dtype)
         elements = size_bytes // own
         reduced = element_bytes(sharding.reduce_dtype) if sharding.reduce_dtype else own
-        # Gradients are put into the dtype that parameters are held in.
-        held = MASTER_BYTES if sharding.param_dtype else own
+        held = MASTER_BYTES if sharding.param_dtype else own  # as parameters are held
         return elements * reduced, elements // n * held
 
 
@@ -326,8 +325,7 @@ def wrapped_groups(
     for value in graph.values:
         if value.kind == "parameter":
             own = readers.get(value.name, set())
-            # What several units read is gathered with the root.
-            k = own.pop() if len(own) == 1 else -1
+            k = own.pop() if len(own) == 1 else -1  # the root has what several read
             (root if k < 0 else groups[k]).add(value, sharding)
     for name in dict.fromkeys(graph.outputs):
         value = graph.value_by_name[name]

@@ -31,8 +31,7 @@ def cast_weights_once(gm: fx.GraphModule) -> None:
     if not repeated:  # making code of the graph anew takes long for thousands of nodes
         return
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    # The backward of each cast; none of one that no gradient reaches.
-    back: dict[Any, list[fx.Node]] = {}
+    back: dict[Any, list[fx.Node]] = {}  # backward of each cast; none without gradient
     for node in gm.graph.find_nodes(op="call_function", target=aten._to_copy.default):
         if made_by_autograd(node):
             back.setdefault(_made_as(node), []).append(node)
@@ -51,8 +50,7 @@ def _repeated(weight: fx.Node) -> Iterator[list[fx.Node]]:
     yield from (casts for casts in groups.values() if len(casts) > 1)
 
 
-CachedCast = tuple[list[str], int]
-"""Values that are one in autocast's cache, and the last op that finds it there."""
+CachedCast = tuple[list[str], int]  # values that are one in the cache, and who last finds it
 
 
 def cached_casts(ops: Sequence[Op], node_of_op: Mapping[str, fx.Node]) -> Iterator[CachedCast]:

@@ -84,8 +84,7 @@ class _Builder:
     backward: list[Op] = field(default_factory=list[Op])
 
     def __post_init__(self) -> None:
-        # It changes what nodes read, so it comes before all that follows from reads.
-        read_past_copies(self.gm.graph)
+        read_past_copies(self.gm.graph)  # first, as it changes what nodes read
         self.nodes = list(self.gm.graph.nodes)
         self.values = ValueTable(self.gm)
         self.places = NodeOrigins(self.gm.graph)
@@ -177,8 +176,7 @@ class _Builder:
         if is_getitem(node) or is_alias_of_input(node) or is_wait(node):
             self._add_name(node)
         elif keys and keys <= self.values.of_storage.keys():
-            # A view: it creates no storage. The rewriter replays it where it is needed.
-            if len(keys) == 1:
+            if len(keys) == 1:  # a view creates no storage: replayed where it is needed
                 self.values.of_node[node] = self.values.of_storage[keys.pop()]
         else:
             self._add_op(node)
@@ -208,8 +206,7 @@ class _Builder:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         repeats = is_alias_of_input(node) or is_wait(node)
-        # A getitem's source may return several storages, so its own storage tells which.
-        known = values.of(source) if repeats else ""
+        known = values.of(source) if repeats else ""  # a getitem's source may have several
         if not known and tensors:
             known = values.of_storage[storage_key(tensors[0])]
         if repeats:
@@ -218,8 +215,7 @@ class _Builder:
         if is_getitem(node) and source.name in self.node_of_op:
             values.base_of.setdefault(known, node)
         if is_wait(node) and known:
-            # Only what was waited for may be saved: until then its storage is being written.
-            values.base_of[known] = node
+            values.base_of[known] = node  # until the wait, it is being written
 
     def _add_op(self, node: fx.Node) -> None:
         place, workspace_bytes = self.places.of(node), 0
@@ -234,8 +230,7 @@ class _Builder:
         statistics: Op | None = None
         if makes_statistics(node):
             inputs, outputs, statistics = self._split_batch_norm(node, outputs, *place)
-            # Only the update of the statistics must not run twice, and it is an op of its own now.
-            no_recompute = ""
+            no_recompute = ""  # only the statistics' update, its own op, must run once
         if node in self.in_place.begins:
             # Tensors after the writes are laid out as this view, so it stands for the value.
             self.values.base_of[outputs[0]] = self.in_place.begins[node]
@@ -290,8 +285,7 @@ def build_joint(
 ) -> Joint:  # fmt: skip
     """Storages become values, nodes ops, views nothing. `gm` is changed to run eager's ops.
     CaptureError if it mutates a tensor, or uses one whose gradient would be lost."""
-    # A trace decomposes these otherwise than eager runs them; the results differ in the last bits.
-    make_dropout_exact(gm)
+    make_dropout_exact(gm)  # traced otherwise than eager runs them, in the last bits
     make_class_weights_exact(gm)
     make_products_exact(gm)
     run_by_kernels_of_eager(gm)

@@ -31,8 +31,7 @@ from remat.graph_capture.torch_private.core import (
 
 RANDOM = "a random number"  # among what the values that code looks at come from
 
-_MOST_ELEMENTS = 1 << 20
-"""Of a tensor whose values are kept: more would make tracing slow, and nobody branches on them."""
+_MOST_ELEMENTS = 1 << 20  # of elements that are kept: more would be slow, and code asks for few
 
 _UNFILLED = ("empty", "new_empty")  # of ops that give whatever memory held, by how names begin
 
@@ -192,8 +191,7 @@ def _is_random(func: OpOverload) -> bool:
 
 def _bits_of(tensor: Tensor) -> bytes:
     with disable_current_modes(), torch.no_grad():
-        # Only strided tensors have their numbers in one storage.
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided:  # only strided numbers are in one storage
             return repr(tensor).encode()
         return bits_of(tensor).cpu().numpy().tobytes()
 
@@ -237,8 +235,7 @@ class _Formula:
     kwargs: dict[str, Any]
     item: int | None = None  # which of several results it is
     base: _Formula | None = None
-    # Where the values come from that it, or a view of it, was overwritten with.
-    lost: frozenset[str] = frozenset()
+    lost: frozenset[str] = frozenset()  # sources of what it, or a view of it, was overwritten with
     numbers: list[Any] = field(default_factory=list)  # symbolic ones in all that it is made of
 
     def __post_init__(self) -> None:
@@ -281,8 +278,7 @@ def answer(formula: _Formula, over: TraceSizes, run: _Run) -> Any:
     """What code that looks at a value finds at all sizes; None if that differs or they are many."""
     points = over.points_of(formula.numbers)
     found: Any = None
-    # The largest first: it tells how much work all sizes are at most.
-    for i, sizes in enumerate(reversed(points)):
+    for i, sizes in enumerate(reversed(points)):  # the largest first: it bounds the work of all
         one = _Evaluation(over, sizes, run)
         said = one.of(formula)
         found = found if i else said

@@ -59,8 +59,7 @@ DROPOUT_BACKWARD = torch.ops.remat.dropout_backward.default
 
 
 def scale_of_eager(p: float, dtype: torch.dtype) -> float:
-    # Eager divides in the tensor's own precision, where a trace rounds 1 / (1 - p) from a double.
-    return torch.ones(1, dtype=dtype).div_(1 - p).item()
+    return torch.ones(1, dtype=dtype).div_(1 - p).item()  # a trace rounds 1 / (1 - p) from a double
 
 
 def make_dropout_exact(gm: fx.GraphModule) -> None:
@@ -68,8 +67,7 @@ def make_dropout_exact(gm: fx.GraphModule) -> None:
         x, p = node.args[0], node.args[1]
         value: Any = x.meta["val"] if isinstance(x, fx.Node) else None
         is_on_cpu = isinstance(value, Tensor) and value.device.type == "cpu"
-        # p = 1 has no scale, and p = 0 needs none.
-        if is_on_cpu and isinstance(p, float) and 0 < p < 1:
+        if is_on_cpu and isinstance(p, float) and 0 < p < 1:  # p = 1 has no scale, p = 0 needs none
             scale = scale_of_eager(p, value.dtype)
             node.target, node.args = DROPOUT, (x, p, scale)
             for user in _reading_result(node, 1):
@@ -225,8 +223,7 @@ def _change(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
     kept.meta = {**node.meta, "val": reserve}
     for backward in list(_reading_result(node, MEAN)):
         if backward.target is _TRACED_BACKWARD:
-            # Instead of `train` it takes `update`, and the reserve comes last.
-            *read, _, eps, mask = backward.args
+            *read, _, eps, mask = backward.args  # `update` instead of `train`, reserve last
             backward.target = CHOSEN_BACKWARD
             backward.args = (*read, True, eps, mask, kept)
 
@@ -271,8 +268,7 @@ def _like_factors(grad: Tensor, input: Tensor, result: Tensor, dim: int, whole: 
 def _shifted(factors: Tensor, dim: int, whole: bool, *, reverse: bool) -> Tensor:
     """One, then all factors but the last; with `reverse`, all but the first, from the end."""
     n = factors.numel() if whole else factors.shape[dim]
-    # Copied straight behind the one: `reshape` of what is not packed would be one tensor more.
-    if whole and not reverse:
+    if whole and not reverse:  # copied at once: else `reshape` makes one tensor more
         one_more = factors.new_empty(n + 1)
         one_more[1:].view(factors.shape).copy_(factors)
         one_more[0] = 1
@@ -294,8 +290,7 @@ def make_products_exact(gm: fx.GraphModule) -> None:
 
 
 def _gradient_of_product(node: fx.Node) -> tuple[Any, ...] | None:
-    # What torch's `prod_safe_zeros_backward` traces to, from the end backwards.
-    grad, others = node.args
+    grad, others = node.args  # torch's `prod_safe_zeros_backward` as traced, from the end
     resolved = _if_calls(others, aten.clone.default)
     conjugate = _if_calls(resolved.args[0] if resolved else others, aten._conj.default)
     product = _if_calls(conjugate.args[0] if conjugate else others, aten.mul.Tensor)
@@ -327,8 +322,7 @@ def _as_eager(grad: Any, factors: Any, dim: Any) -> tuple[Any, ...] | None:
     if flat is not None and whole:
         packed = _if_calls(flat.args[0], aten.clone.default)
         factors = packed.args[0] if packed else flat.args[0]
-    # With prod(dtype=), forward and backward may each have cast the factors.
-    cast = _if_calls(factors, aten._to_copy.default)
+    cast = _if_calls(factors, aten._to_copy.default)  # prod(dtype=) may have cast the factors
     value = factors.meta["val"]
     for result in (*factors.users, *(cast.args[0].users if cast else ())):
         if whole:

@@ -135,8 +135,7 @@ class GradientAccumulation:
     def _update_bytes(self, values: ValueTable, places: list[int], shared: Sequence[str]) -> int:
         """What the updates take beside the gradients, at most: they come one after another."""
         took = {place: self.updated[_parameter_name(self.parameters[place])] for place in places}
-        # Autograd copies a gradient that others read, unless it adds it to what is there.
-        if not self.is_added:
+        if not self.is_added:  # autograd copies what others read, unless it adds
             return _sum_bytes(values, shared) + max(took.values())
         name_of = {place: values.of(self.gradients[place]) for place in places}
         n_places = Counter(name_of.values())
@@ -200,8 +199,7 @@ def lay_out_gradients(gm: fx.GraphModule, n_forward: int, released: Collection[i
         is_kept = all(size == 1 or own == other for size, own, other in triples)
         if key in taken or not is_kept:
             results[i] = _laid_out_copy(gm, node, like)
-        # Of two parameters with one gradient, as where they are added up, the first keeps it.
-        taken.add(key)
+        taken.add(key)  # of two parameters with one gradient, the first keeps it
     if results != list(given):
         end.args = (tuple(results),)
         gm.recompile()
@@ -296,8 +294,7 @@ def step_alone(optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]
     groups = optimizer.param_groups
     optimizer.param_groups = [{**group, "params": [parameter]}]
     try:
-        # Not the instance's: a scheduler has put its own there, which counts steps.
-        type(optimizer).step(optimizer)
+        type(optimizer).step(optimizer)  # not the instance's, which a scheduler has put there
     finally:
         optimizer.param_groups = groups
 
@@ -306,8 +303,7 @@ def update_costs(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], meter: Meter, allocated: Allocated
 ) -> dict[str, _UpdateCost]:
     groups = parameter_groups(optimizer)
-    # Models have many parameters alike, and each measurement runs two steps.
-    found: dict[_Alike, _UpdateCost] = {}
+    found: dict[_Alike, _UpdateCost] = {}  # many are alike, and to measure one runs two steps
     costs: dict[str, _UpdateCost] = {}
     for name, parameter in parameters.items():
         if parameter.requires_grad and id(parameter) in groups:
@@ -339,8 +335,7 @@ def _cost_of(
     kind: Any = type(optimizer)
     other: Optimizer = kind([{**options, "params": [made]}])
     made.grad = torch.zeros_like(made)
-    # The first step makes the state, so only the second takes what all later ones take.
-    other.step()
+    other.step()  # the first makes the state; later ones take as this one
     memory = meter.step_memory(lambda: step_alone(other, made, other.param_groups[0]))
     state = [one for one in other.state[made].values() if isinstance(one, Tensor)]
     own = (one for one in state if one.device == parameter.device)

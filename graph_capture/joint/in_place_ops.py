@@ -48,8 +48,7 @@ from remat.graph_capture.torch_private.core import OpOverload, pytree
 # `_MADE` stands for what an earlier step has made: fx can write that into code.
 
 _MADE = "remat.made_by_step_"
-STEP_METAS = "remat_step_metas"
-"""On the meta of a node that runs several ops as one: the meta of the node behind each."""
+STEP_METAS = "remat_step_metas"  # on meta: that of the node behind each op that runs as one
 
 
 @dataclass(frozen=True)
@@ -122,8 +121,7 @@ def _join_members(members: Sequence[fx.Node], steps: Sequence[JoinedOp]) -> None
         )
 
     calls = tuple(map(given, members))
-    # Copies, as `last` is one of the members and its meta would hold itself.
-    last.meta[STEP_METAS] = [dict(node.meta) for node in members]
+    last.meta[STEP_METAS] = [dict(node.meta) for node in members]  # copies: it would hold itself
     last.target, last.args, last.kwargs = JoinedTarget(tuple(steps)), calls, {}
     for node in reversed(others):
         node.graph.erase_node(node)  # readers first: fx erases no node that is still read
@@ -156,8 +154,7 @@ def _writes_after(
     is_empty = is_made_for_writes(node)
     before, tensor = node, as_written(node)
     members = [node]
-    # Into equal numbers or none any op may write; what has numbers only where eager does.
-    form = _any_form if is_empty else written_by_eager
+    form = _any_form if is_empty else written_by_eager  # into equal numbers any op may write
     while (
         write := only_write(tensor, form, lambda n: written_by_eager(n) is not None)
     ) is not None:
@@ -228,8 +225,7 @@ def _join(node: fx.Node, writes: list[Write]) -> None:
     members = {node, *steps}
     for tensor in (node, *(write.result for write in writes[:-1])):
         members |= reads_of(tensor)[1]
-    # Views that a trace has made again, and nothing reads now that the write is in place.
-    erase_unread(*(one for one in members if not one.users))
+    erase_unread(*(one for one in members if not one.users))  # views that nothing reads any more
     order = [node]
     while order[-1] is not result:
         order.append(order[-1].next)

@@ -103,8 +103,7 @@ def only_write(
     if source not in views:
         return None
     a, b = node.meta["val"], source.meta["val"]
-    # In place, no op can promote or broadcast its first argument.
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
+    if (a.dtype, a.shape) != (b.dtype, b.shape):  # no op in place promotes its first argument
         return None
     if len(reads_it) > 1 and not (may_read_it(node) and all(one in node.args for one in reads_it)):
         return None

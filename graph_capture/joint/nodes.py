@@ -39,8 +39,7 @@ def tensors_of(node: fx.Node) -> list[Tensor | None]:
 
 
 def storage_key(tensor: Tensor) -> int:
-    # Not data_ptr(): the fake tensors of a trace have no memory to point to.
-    return tensor.untyped_storage()._cdata
+    return tensor.untyped_storage()._cdata  # not data_ptr(): fake tensors have no memory
 
 
 def erase_unread(*nodes: fx.Node) -> None:
@@ -52,8 +51,7 @@ def erase_unread(*nodes: fx.Node) -> None:
 
 
 def result_bytes(node: fx.Node, tensor: Tensor) -> int:
-    # Whether a fake tensor says that the whole storage is cloned depends on torch's cache.
-    if node.target in _CLONES_WHOLE_STORAGE:
+    if node.target in _CLONES_WHOLE_STORAGE:  # a fake's storage size depends on torch's cache
         cloned = tensors_of(node.all_input_nodes[0])[0]
         if cloned is not None and 0 not in cloned.stride():
             return cloned.untyped_storage().nbytes()
@@ -130,8 +128,7 @@ def is_custom(node: fx.Node) -> bool:
 
 def is_alias_of_input(node: fx.Node) -> bool:
     """Whether the node stands for its first argument and need not run at all."""
-    # Eager's dropout with p = 0 returns its input, where a trace has a copy.
-    called = node.meta.get("custom", {}).get(FUNCTION_KEY, "")
+    called = node.meta.get("custom", {}).get(FUNCTION_KEY, "")  # p = 0 returns its input in eager
     is_idle_dropout = node.target is aten.clone.default and "dropout" in called
     return node.target is aten.detach.default or is_idle_dropout
 
@@ -163,8 +160,7 @@ class NodeOrigins:
             own = self._own(node)
             sequence = node.meta.get("seq_nr")
             if own and sequence is not None and not made_by_autograd(node):
-                # Autograd numbers the nodes of a backward as their op of forward.
-                self._by_sequence.setdefault(sequence, own)
+                self._by_sequence.setdefault(sequence, own)  # numbered as their op of forward
 
     def of(self, node: fx.Node) -> tuple[str, str]:
         """``(module path, file:line)``, empty strings where unknown."""
@@ -219,8 +215,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 # What belongs to forward is seen from its results, and from the marks that it leaves as it ends.
 
-MADE_IN_FORWARD = "remat_made_in_forward"
-"""On the meta of nodes: an autograd function's forward may compute what only backward reads."""
+MADE_IN_FORWARD = "remat_made_in_forward"  # marks what a forward has computed for backward alone
 
 
 def mark_forward() -> None:

@@ -41,8 +41,7 @@ def views_told_apart(results: Any) -> Any:
     }
     sharing = Counter(storage_key(leaf) for leaf in distinct.values())
     told = {
-        # AOTAutograd returns views from an op of several results as they are.
-        key: leaf.unsqueeze(0).unbind(0)[0]
+        key: leaf.unsqueeze(0).unbind(0)[0]  # AOTAutograd returns views of such an op as they are
         for key, leaf in distinct.items()
         if sharing[storage_key(leaf)] > 1 and storage_key(leaf) in viewed
         # What is detached has no base either, as the result itself, but does not require grad.
@@ -69,8 +68,7 @@ def take_out_of(graph: fx.Graph) -> None:
                 _replace(user, stacked[0])
                 copied.add(stacked[0])
                 erase_unread(node)
-    # `stack` packed the tangent; as it is, it may have other strides, and so what is made of it.
-    if copied:
+    if copied:  # `stack` packed the tangent; as it is, strides may differ
         _lay_out_again(graph, copied)
 
 
@@ -134,8 +132,7 @@ def why_no_recompute(
 
 def why_custom(node: fx.Node) -> str:
     """Why a custom op must not run twice unless the user asks for it; empty for other ops."""
-    # One that is tagged as drawing draws the same numbers again, from the state that was saved.
-    if not is_custom(node) or draws_randomness(node):
+    if not is_custom(node) or draws_randomness(node):  # tagged ones draw again from the saved state
         return ""
     return f"{CUSTOM} may draw or act without a tag, unless recompute names its module"
 

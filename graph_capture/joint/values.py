@@ -76,14 +76,11 @@ class ValueTable:
                     "buffers and compute with them (torch.Tensor.index_add, or a dense product)"
                 )
             self.constants_bytes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-            # Views of a constant in the graph alias the traced tensor, not the real one.
-            shown = node.meta.get("val")
+            shown = node.meta.get("val")  # views of a constant alias the traced tensor
             tensor = shown if isinstance(shown, Tensor) else tensor
-        # Inputs that share a storage, as views of one tensor, are one value.
-        key = storage_key(tensor)
+        key = storage_key(tensor)  # inputs that share a storage are one value
         if key not in self.of_storage:
-            # By the names of classes that are private to torch.
-            described = type(node.meta.get("desc")).__name__
+            described = type(node.meta.get("desc")).__name__  # private classes, by name
             kind = "constant" if is_constant else _KINDS_OF_INPUTS.get(described, "input")
             self.register(node.name, node, tensor, "", kind)
             self.base_of[node.name] = node
@@ -143,8 +140,7 @@ class ValueTable:
         return tuple(dict.fromkeys(names))
 
     def writes_before(self, names: Iterable[str], phase: Phase) -> tuple[str, ...]:
-        # By phase: the writes of forward are over when backward begins.
-        written = self.written[phase]
+        written = self.written[phase]  # forward's are over when backward begins
         return tuple(written[name] for name in names if name in written)
 
     def add_write(self, nodes: Sequence[fx.Node], phase: Phase) -> str:

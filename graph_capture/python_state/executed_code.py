@@ -39,8 +39,7 @@ class LoadedNames:
     def __init__(self, texts: set[str]) -> None:
         self.texts = texts  # that may name attributes
         self.others: set[str] = set(RUN_BY_TORCH)  # attributes of anything
-        # Attributes of anything, by methods of objects that are looked into.
-        self.by_libraries: set[str] = set()
+        self.by_libraries: set[str] = set()  # attributes of anything, by libraries' methods
         self.global_names: set[str] = set()  # of modules
         # Names, and classes whose attributes code may ask for by any name (None: of anything),
         # since added.
@@ -65,8 +64,7 @@ class LoadedNames:
             for base in kind.__mro__[1:]:  # methods of heirs read the namespaces of their bases
                 self._heirs.setdefault(base, []).append(kind)
         if is_looked_into(kind) and is_library(function.__module__):
-            # A data set counts only where the user's own code names it.
-            self._add_to(self._own[kind], names.own - DATA)
+            self._add_to(self._own[kind], names.own - DATA)  # data sets need the user's own code
             self._add_to(self.by_libraries, names.others - DATA)
             return
         self._add_to(self._own[kind], names.own)
@@ -169,8 +167,7 @@ class ExecutedCode:
 
     # By what ran: names alone make all that a common method's name could read seem read.
     def __init__(self) -> None:
-        # by identity, which compares faster than code objects do
-        self._codes: dict[int, CodeType] = {}
+        self._codes: dict[int, CodeType] = {}  # by identity, which compares faster
         self._is_seen, self._goes_on = True, False
         self._begins: Callable[[CodeType], None] | None = None
         self._note = self._tracer()
@@ -185,8 +182,7 @@ class ExecutedCode:
 
     @property
     def can_be_seen(self) -> bool:
-        # A debugger, or a test's coverage, has the only place for a tracer.
-        return sys.gettrace() in (None, self._note)
+        return sys.gettrace() in (None, self._note)  # a debugger or coverage has the only place
 
     def own_codes(self) -> list[CodeType]:
         """Code of neither torch, Python's own library nor ours, all of which write for others."""
@@ -232,8 +228,7 @@ class ExecutedCode:
         if sys.gettrace() is self._note:
             sys.settrace(None)
         elif self._goes_on:
-            # Python drops a tracer at a stack that is too deep, and code may set its own.
-            self._is_seen = False
+            self._is_seen = False  # a deep stack drops a tracer, and code may set its own
         self._goes_on = False
 
     def may_run_in_backward(self) -> bool:

@@ -32,11 +32,9 @@ _IDLE = frozenset({"CACHE", "NOP", "RESUME", "EXTENDED_ARG"})
 @dataclass
 class Names:
     global_names: set[str] = field(default_factory=set)
-    # attributes of its first argument, ``self`` in a method
-    own: set[str] = field(default_factory=set)
+    own: set[str] = field(default_factory=set)  # of its first argument, ``self`` in a method
     others: set[str] = field(default_factory=set)  # attributes of anything else
-    # attributes that it sets, of anything, with the first line that does
-    stored: dict[str, int] = field(default_factory=dict)
+    stored: dict[str, int] = field(default_factory=dict)  # that it sets, with the first line
     # that it imports as it runs, with the level of a relative import
     modules: set[tuple[str, int]] = field(default_factory=set)
     # Whether it asks its first argument, or anything else, for a name known only as it runs, such

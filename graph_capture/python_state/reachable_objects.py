@@ -20,8 +20,7 @@ from remat.graph_capture.python_state.state_slots import OpaqueState, StateSlot,
 from remat.graph_capture.torch_private.core import FakeTensor, FunctionalTensor
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "remat", "builtins"})
-STATE = frozenset({"_parameters", "_buffers", "_modules", "training"})
-"""Of a module's ``__dict__``: compared by guards of their own."""
+STATE = frozenset({"_parameters", "_buffers", "_modules", "training"})  # a module's, guarded apart
 RUN_BY_TORCH = frozenset({"forward", "backward", "setup_context", "jvp", "vjp"})
 NOT_RUN = frozenset({
     "__init_subclass__", "__repr__", "__str__", "__del__", "__reduce__", "__reduce_ex__",
@@ -30,16 +29,14 @@ NOT_RUN = frozenset({
 })  # fmt: skip
 OF_DATA = frozenset({"types", "argparse", "collections", "_thread"})
 """Modules of Python whose objects hold a user's data, as a `SimpleNamespace` or a thread's own."""
-AROUND_DATA = (UserDict, UserList, UserString, ChainMap)
-"""Of these, Python's own code reads all attributes, whatever a user's code names."""
+AROUND_DATA = (UserDict, UserList, UserString, ChainMap)  # Python's own code reads all of them
 CLASSES_OF_A_TRACE = (FunctionalTensor, FakeTensor)  # of tensors, while a step is traced
 _OF_A_TRACE = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, torch.fx.Proxy)
 _MOST_HELD = 10_000  # so many objects are looked at for one of these
 LONGEST_NAME = 64  # of a text that may name an attribute
 LruCache = type(functools.lru_cache(lambda: None))
 
-Absent = tuple[str, dict[str, Any], set[str]]
-"""A namespace by its text, and names that must not appear in it."""
+Absent = tuple[str, dict[str, Any], set[str]]  # its text, and names that must not appear in it
 
 
 @dataclass
@@ -57,12 +54,10 @@ class ReachableObjects:
     kinds: dict[int, type] = field(default_factory=dict)
     # Names of attributes that code sets, with the first ``file:line`` that does.
     stores: dict[str, str] = field(default_factory=dict)
-    # Identities of what installed libraries hold, beside their classes and functions.
-    of_libraries: set[int] = field(default_factory=set)
+    of_libraries: set[int] = field(default_factory=set)  # ids of what libraries hold, not classes
 
     def is_of_library(self, holder: Any) -> bool:
-        # Classes and functions say themselves where they are from.
-        if isinstance(holder, (type, FunctionType)):
+        if isinstance(holder, (type, FunctionType)):  # these say where they are from
             return is_installed(sys.modules.get(str(holder.__module__)))
         return id(holder) in self.of_libraries
 
@@ -103,8 +98,7 @@ def holds_tensors(value: Any) -> bool:
         if id(one) in seen or isinstance(one, (type, ModuleType)):
             continue
         seen.add(id(one))
-        # Better to drop what a library found out than to keep a tensor of the trace.
-        if len(seen) > _MOST_HELD:
+        if len(seen) > _MOST_HELD:  # drop too much rather than keep a tensor of the trace
             return True
         if isinstance(one, FunctionType):  # its globals are not its own
             queue += [one.__defaults__, one.__kwdefaults__, *(one.__closure__ or ())]

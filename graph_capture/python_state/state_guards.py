@@ -123,8 +123,7 @@ def versions_tell() -> bool:
     return before and not same()
 
 
-Watched = tuple[dict[Any, Any], list[str]]
-"""A dictionary, and the terms that are true while it holds what it holds now."""
+Watched = tuple[dict[Any, Any], list[str]]  # the dictionary, and what is true while it holds this
 
 CALLS_A_TREE = 64  # a tree of versions takes as long to make as so many comparisons of terms
 
@@ -143,8 +142,7 @@ class WatchedDicts:
         if self._are_still():
             self._is_new = False
             return self._others_hold()
-        # A write gives another version also where it puts back what was there: the terms decide.
-        if not self._all():
+        if not self._all():  # a write that changes nothing gives another version too
             return False
         if self._calls >= CALLS_A_TREE * (self._trees - 1):  # not more often than a new tree pays
             # What one step has written, as a loss in an attribute, is compared by its terms from
@@ -159,8 +157,7 @@ class WatchedDicts:
 
     @functools.cached_property
     def _all(self) -> Callable[[], bool]:
-        # Made when the versions first are not enough: most models never need it.
-        return _compiled_check(_terms(self._watched), self._names)
+        return _compiled_check(_terms(self._watched), self._names)  # most models never need it
 
     def _watch(self) -> None:
         dictionaries = [one for one, _ in self._still]
@@ -198,8 +195,7 @@ class PythonState:
         self.grown: list[ContainerItems] = []
         self._gone: set[tuple[int, Any]] = set()
         self._added: list[StateSlot | OpaqueState] = []
-        # Functions that ran earlier, of which forward took results that a cache has kept.
-        self.behind_caches: list[FunctionType] = []
+        self.behind_caches: list[FunctionType] = []  # forward took their results out of a cache
         self._behind: list[StateWalk] = []
         self._size: tuple[int, ...] = ()
         self._test: Callable[[], bool] | None = None

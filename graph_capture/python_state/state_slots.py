@@ -178,8 +178,7 @@ def refill(owner: Any, value: Any) -> None:
 def holds(owner: Any, value: Any) -> bool:
     """Whether a container holds the very items of `value`, a copy of it; of arrays, the bits."""
     if isinstance(owner, np.ndarray):
-        # By bits: NaN is NaN, and -0.0 is not 0.0.
-        same = owner.shape == value.shape and owner.dtype == value.dtype
+        same = owner.shape == value.shape and owner.dtype == value.dtype  # by bits: -0.0 is not 0.0
         return same and owner.tobytes() == value.tobytes()
     if isinstance(owner, _NUMBERS):
         return _bits(owner) == _bits(value)
@@ -192,8 +191,7 @@ def holds(owner: Any, value: Any) -> bool:
         keys = all(map(operator.is_, dict.keys(owner), value))
         return keys and all(map(operator.is_, dict.values(owner), value.values()))
     if isinstance(owner, set):
-        # Sets have no order in which items could be compared by identity.
-        return set.__eq__(owner, value)
+        return set.__eq__(owner, value)  # sets have no order to compare by identity
     return all(map(operator.is_, base.__iter__(owner), value))
 
 
@@ -229,8 +227,7 @@ def is_same(now: Any, before: Any) -> bool:
 
 def is_same_function(now: Any, before: Any) -> bool:
     """Whether two are one function, or bound methods of one object."""
-    # While fx traces, it has a function of its own in the place of each that `torch.fx.wrap` names.
-    now, before = _without_fx(now), _without_fx(before)
+    now, before = _without_fx(now), _without_fx(before)  # fx puts its own in some places
     if now is before:
         return True
     function = getattr(now, "__func__", None)  # each look-up makes a bound method anew
@@ -248,8 +245,7 @@ _SETTINGS = frozenset({  # beside those that every plan compares
     "get_default_device", "get_deterministic_debug_mode", "get_float32_matmul_precision",
     "get_num_interop_threads", "get_num_threads", "is_anomaly_enabled", "is_warn_always_enabled",
 })  # fmt: skip
-_OF_ALL = (random._inst, np.random.mtrand._rand)  # pyright: ignore
-"""The streams behind `random` and `numpy.random`, which are watched while forward is traced."""
+_OF_ALL = (random._inst, np.random.mtrand._rand)  # pyright: ignore  # watched while forward runs
 
 _ENDLESS = -1  # how much is left of an iterator that does not end, such as `itertools.repeat`
 
@@ -258,8 +254,7 @@ _ENDLESS = -1  # how much is left of an iterator that does not end, such as `ite
 class OpaqueState:
     """State that only a call can read, such as an iterator's position, and its value at capture."""
 
-    # To take the next item changes nothing that a walk sees: each planned step would take the same.
-    text: str
+    text: str  # each planned step would take the same next item, and a walk sees no change
     owner: Any
     ask: Callable[[Any], Any]  # from the owner to its state
     value: Any
@@ -367,8 +362,7 @@ def _context(variable: ContextVar[Any]) -> Any:
 
 
 def _variables(keys: tuple[Any, ...], environ: Mapping[str, str]) -> Any:
-    # Its own `get` encodes each name anew, which takes longer than all other guards.
-    return tuple(map(vars(environ)["_data"].get, keys))
+    return tuple(map(vars(environ)["_data"].get, keys))  # its own `get` encodes each name
 
 
 def _progress(iterator: Any) -> Any:
@@ -379,12 +373,10 @@ def _progress(iterator: Any) -> Any:
     if isinstance(iterator, itertools.count):
         return repr(iterator)  # its repr alone shows the number
     if hasattr(iterator, "__length_hint__"):
-        # Iterators over containers say how much is left.
-        return operator.length_hint(iterator, _ENDLESS)
+        return operator.length_hint(iterator, _ENDLESS)  # those over containers tell what is left
     try:
         with warnings.catch_warnings():
-            # Python 3.12 warns where one of itertools is taken apart, and 3.14 does it no more.
-            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 warns, and 3.14 cannot
             return _taken_apart(iterator.__reduce__())
     except TypeError:  # newer Pythons do not take some of them apart
         return MISSING

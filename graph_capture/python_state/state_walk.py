@@ -155,8 +155,7 @@ class StateWalk:
         if isinstance(value, str) and len(value) < LONGEST_NAME:
             self._names.add_texts(value.split("."))
         if not self._in_library:
-            # What the user's code reaches too is not the library's alone.
-            self.found.of_libraries.discard(id(value))
+            self.found.of_libraries.discard(id(value))  # the user's code reaches it too
         if isinstance(value, PLAIN) or id(value) in self._seen:
             return
         if isinstance(value, Tensor) and not attributes_of(value):
@@ -179,8 +178,7 @@ class StateWalk:
         if isinstance(value, Tensor):
             self._spaces.add_instance(text, value, attributes_of(value))
         elif isinstance(value, FunctionType):
-            # A function is an object too, which may keep something between calls.
-            if not is_library(value.__module__):
+            if not is_library(value.__module__):  # a function may keep something in attributes
                 self._spaces.add_instance(value.__qualname__, value, vars(value))
                 self._read_when_run(value, None)
         elif isinstance(value, MethodType):
@@ -218,8 +216,7 @@ class StateWalk:
         elif isinstance(value, nn.Module) and id(value) not in self._of_step:
             self._visit_other_module(value, text)
         elif isinstance(value, BuiltinFunctionType):
-            # A method such as `table.get`, of the object that it was taken from.
-            if not isinstance(value.__self__, ModuleType):
+            if not isinstance(value.__self__, ModuleType):  # such as `table.get`, of a table
                 self._visit(value.__self__, text)
         else:
             self._visit_instance(value, text)
@@ -256,8 +253,7 @@ class StateWalk:
             self._visit(hook.function, place.text)
             if isinstance(hook.function, FunctionType):
                 continue
-            # Of an object of torch, as of spectral norm, the code is not read: all may count.
-            space = getattr(hook.function, "__dict__", {})
+            space = getattr(hook.function, "__dict__", {})  # code of torch's is not read: all count
             for key, value in space.items():
                 self._add_entry(DictItem(f"{key} of the {place.text}", space, key, value))
 
@@ -353,8 +349,7 @@ class StateWalk:
         return is_new
 
     def _add_entry(self, place: DictItem) -> None:
-        # A class makes another view of its namespace at each look.
-        holder = place.space if place.owner is None else place.owner
+        holder = place.space if place.owner is None else place.owner  # each look makes another view
         if self._is_new(holder, place.key):
             self.found.places.append(place)
             with self._within(holder):

@@ -71,8 +71,7 @@ def kept_attributes(leaf: object) -> _Attributes:
 def _for_signature(name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         return _OfTensor(name)  # a signature holds no tensor
-    # A copy, as the user's own may change.
-    return copied(value) if isinstance(value, CONTAINERS) else value
+    return copied(value) if isinstance(value, CONTAINERS) else value  # the user's may change
 
 
 def with_attributes_of(tensor: Tensor, copy: _Copy) -> _Copy:

@@ -112,8 +112,7 @@ def ranged_graph_of(
         batch_bytes=signature.bytes_of_leaves(), guards=signature.guards,
         traced_hash=trace.graph.hash,
     )  # fmt: skip
-    # The formulas must give, field by field, what was traced at each of these sizes.
-    for sizes, graph in graphs:
+    for sizes, graph in graphs:  # formulas have to give what was traced at each
         if ranged.at(**sizes) != graph:
             raise CaptureError(
                 f"the step of {ranged.name} at {dict(sizes)} is not what follows from the range: "

@@ -213,8 +213,7 @@ class CostPoint(msgspec.Struct, frozen=True):
     cost_us: tuple[float, ...]
     workspace_bytes: tuple[int, ...]
     flops: tuple[int, ...]
-    # By value, what its op keeps beyond what its shape says; `NOT_ON_DEVICE`: nothing there.
-    extra_bytes: dict[str, int] = {}
+    extra_bytes: dict[str, int] = {}  # what ops keep beyond shapes; `NOT_ON_DEVICE`: nothing
     libraries_bytes: int = 0
     cost_origin: str = msgspec.field(default="measured", name="prices")  # the key in files
     origins: tuple[Origin, ...] = ()

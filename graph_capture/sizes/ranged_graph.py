@@ -178,10 +178,8 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     @functools.cached_property
     def costs(self) -> RangeCosts:
         """The costs of ops at any size, from those at `points`."""
-        # Of graphs without costs, as these are what costs are made from.
-        plain = replace(self, points=())
-        # They may be out of the range, where it is a part of the one that was timed.
-        graphs, more = (
+        plain = replace(self, points=())  # costs are made from graphs without any
+        graphs, more = (  # they may be out of a range that is a part of the timed one
             [plain._graph(one.sizes, functools.partial(evaluated, sizes=one.sizes)) for one in each]
             for each in (self.points, self.workspaces)
         )
@@ -285,13 +283,11 @@ class BytesOver:
     """Bytes of one graph over a range, for any part of it."""
 
     def __init__(self, graph: RangedGraph) -> None:
-        # As `RangedGraph.bounding`, without a graph: searches over sizes ask at hundreds of points.
-        self.graph = graph
+        self.graph = graph  # as `RangedGraph.bounding`, without a graph for each of many points
         fixed = {value.name: str(value.size_bytes) for value in graph.base.values}
         varying = {name: extent.size_bytes for name, extent in graph.extents.items()}
         texts = [varying.get(name, text) for name, text in fixed.items()]
-        # Many values have the same text, which is evaluated once.
-        self._texts = list(dict.fromkeys(texts))
+        self._texts = list(dict.fromkeys(texts))  # many values have the same text
         place = {text: i for i, text in enumerate(self._texts)}
         self._which = np.array([place[text] for text in texts], dtype=np.int64)
         self._index = {value.name: i for i, value in enumerate(graph.base.values)}

@@ -139,16 +139,14 @@ def _bounds(node: ast.expr, low: Sizes, high: Sizes, text: str) -> _Interval:
 
 
 def _ends(of: Callable[[int, int], int], a: _Interval, b: _Interval) -> _Interval:
-    # It goes one way in each argument, so it is largest and least at their ends.
-    found = [of(x, y) for x, y in itertools.product(a, b)]
+    found = [of(x, y) for x, y in itertools.product(a, b)]  # monotone in each: extremes are at ends
     return min(found), max(found)
 
 
 def _remainder(a: _Interval, b: _Interval) -> _Interval | None:
     if b[0] <= 0:
         return None
-    # Within one period the remainder rises with what is divided.
-    if b[0] == b[1] and a[0] // b[0] == a[1] // b[0]:
+    if b[0] == b[1] and a[0] // b[0] == a[1] // b[0]:  # one period: the remainder rises with it
         return a[0] % b[0], a[1] % b[0]
     return 0, b[1] - 1
 
@@ -186,8 +184,7 @@ class SizeArgument(int):
 class FloatOfSizes(float):
     """A float. `text` is Python of sizes and of the functions that are `bound` to its names."""
 
-    # It does what the model's code did, operation by operation, so that its bits are eager's.
-    text: str
+    text: str  # operation by operation as the model's code, so that bits are eager's
     bound: dict[str, Any]
 
     def __new__(cls, value: float, text: str = "", bound: Any = None) -> FloatOfSizes:
@@ -354,8 +351,7 @@ class RangeError(CaptureError):
     """A range holds sizes at which the model runs other ops."""
 
     symbol: str = ""  # whose range
-    # Of the range, those in which the guard gives one answer: the least and the largest size.
-    parts: tuple[tuple[int, int], ...] = ()
+    parts: tuple[tuple[int, int], ...] = ()  # the least and largest sizes that give one answer
 
 
 def require_guards(guards: Sequence[Guard], symbols: Sequence[Symbol], model: str) -> None:

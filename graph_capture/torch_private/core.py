@@ -151,8 +151,7 @@ def compiling_and_exporting(*flags: bool) -> Generator[None]:
 
 # Modules and their hooks.
 
-module_call_code: Any = nn.Module._call_impl.__code__
-"""The code that calls the forward of every module."""
+module_call_code: Any = nn.Module._call_impl.__code__  # calls each module's forward
 has_global_hook: Callable[[], Any] = _modules._has_any_global_hook
 
 
@@ -191,8 +190,7 @@ def cudnn_batch_norm_reserve_bytes(x: Tensor) -> int:
 
 # Private parts of AOTAutograd and Inductor change with releases: one untested may do otherwise.
 
-OLDEST, NEWEST = "2.11.0", "2.14.1"
-"""The tests run on both (`make test-versions`), and on the one between of `constraints.txt`."""
+OLDEST, NEWEST = "2.11.0", "2.14.1"  # both are tested (`make test-versions`), and one between
 
 
 def requirement() -> str:
@@ -213,8 +211,7 @@ def refused_release(version: str) -> str:
 
 def _minor(version: str) -> tuple[int, int]:
     found = re.match(r"(\d+)\.(\d+)", version)
-    # A version that cannot be read is refused, as it is before the oldest.
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    return (int(found[1]), int(found[2])) if found else (0, 0)  # unreadable: before the oldest
 
 
 def require_tested_release() -> None:
@@ -224,8 +221,7 @@ def require_tested_release() -> None:
 
 def loses_gradients() -> bool:
     """Whether dynamo drops the backward of an `autograd.Function` that writes to its result."""
-    # torch 2.11 does, with every backend: `y = x.clone(); y.mul_(3); return y` in its forward.
-    return _minor(torch.__version__) < (2, 12)
+    return _minor(torch.__version__) < (2, 12)  # as of `y = x.clone(); y.mul_(3); return y`
 
 
 def holds_tangents() -> bool:
@@ -270,8 +266,7 @@ class TraceObserver(OpWatcher):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        # Under other modes torch runs compiled code uncompiled, so that would not be refused.
-        return True
+        return True  # else torch would run compiled code uncompiled, and not refuse it
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -52,8 +52,7 @@ class MutatedAttribute:
     path: str
     name: str
     spec: pytree.TreeSpec
-    # (is_tensor, constant) for each leaf; the constant is None where the step gives a tensor
-    leaves: tuple[Any, ...]
+    leaves: tuple[Any, ...]  # (is_tensor, constant) by leaf; the constant of a tensor is None
     tensors: int
     is_read: bool  # forward reads it too, so it may keep something for later
     before: frozenset[int] = frozenset()  # storages of the tensors that it held until now
@@ -138,11 +137,9 @@ class ForwardWrites:
         self._attributes = ModuleAttributes(model, but=_HELD_BY_TORCH)
         self._hooked = list(hooked_modules(model, loss_fn))
         self._hooks = [place_of_hooks(path, module) for path, module in self._hooked]
-        # Of the last run alone: a trace runs forward more than once.
-        self.mutated: list[MutatedAttribute] = []
+        self.mutated: list[MutatedAttribute] = []  # of the last run of forward alone
         self.initialised: list[InitialisedOnce] = []
-        # No later step adds to these dictionaries of libraries.
-        self.library_caches: list[LibraryCache] = []
+        self.library_caches: list[LibraryCache] = []  # no later step adds to these
         self._in_forward: set[str] = set()
 
     def begin(self) -> None:
@@ -154,8 +151,7 @@ class ForwardWrites:
     def end(self) -> list[Tensor]:
         """Tensors that forward has set on attributes; `CaptureError` for what no step can set."""
         tensors: list[Tensor] = []
-        # From the run before: what is not a tensor must be the same again, unlike a clock.
-        earlier = self._plain_values()
+        earlier = self._plain_values()  # what is no tensor must be the same, unlike a clock
         self.mutated, self.initialised, self.library_caches = [], [], []
         for written in self._attributes.written():
             leaves, spec = pytree.tree_flatten(written.value)
@@ -201,8 +197,7 @@ class ForwardWrites:
     def _note_hooks(self) -> None:
         if registered := registered_hook(hook_tables(self._hooked, BACKWARD_HOOKS)):
             raise CaptureError(f"forward of {self._kind} sets a {registered}")
-        # A library may set hooks on submodules at its first call, as transformers does.
-        for place in self._hooks:
+        for place in self._hooks:  # transformers sets some on submodules at its first call
             now = place.now()
             if are_alike(now, place.value):
                 continue
@@ -214,8 +209,7 @@ class ForwardWrites:
             self.initialised.append(InitialisedOnce(place, now))
 
     def require_that_backward_writes_nothing(self) -> None:
-        # A hook that forward sets on a tensor runs while backward is traced, and never again.
-        texts = self._texts()
+        texts = self._texts()  # one on a tensor runs only while backward is traced
         late = [one.text for one in self._attributes.written() if one.text not in texts]
         # What forward itself changed was judged when it ended.
         changed = [one for one in self._state.changes() if one.text not in self._in_forward]
@@ -237,8 +231,7 @@ class ForwardWrites:
         texts, changes = self._texts(), self._state.changes()
         self._in_forward = {change.text for change in changes}
         for change in changes:
-            # Noted already, or inside what was: "an item of ...".
-            if any(text in change.text for text in texts):
+            if any(text in change.text for text in texts):  # inside of one: "an item of ..."
                 continue
             if isinstance(change.place, (OpaqueState, Stream)):
                 raise CaptureError(_taken_text(self._kind, change.text))
@@ -289,8 +282,7 @@ def _taken_text(kind: str, text: str) -> str:
 
 
 def _is_first_value(before: Any, now: Any) -> bool:
-    # False and None count as empty: a flag that is set once begins as one of them.
-    is_plain = isinstance(now, PLAIN) and now is not None
+    is_plain = isinstance(now, PLAIN) and now is not None  # False and None count as empty
     return is_plain and (before is MISSING or before is None or before is False)
 
 

@@ -143,8 +143,7 @@ class _Matcher:
     block: Joint
     whole: Joint
     of_node: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
-    # What the comparison at hand has bound: taken back if it fails.
-    trail: list[fx.Node] = field(default_factory=list[fx.Node])
+    trail: list[fx.Node] = field(default_factory=list[fx.Node])  # undone if the comparison fails
     op_of: dict[str, str] = field(default_factory=dict[str, str])
 
     def is_same_op(self, mine: Op, theirs: Op) -> bool:
@@ -173,8 +172,7 @@ class _Matcher:
     def _same_leaf(self, a: Any, b: Any) -> bool:
         if isinstance(a, fx.Node) and isinstance(b, fx.Node):
             return self._same(a, b)
-        # Blocks that share a compiled step have equal scalars too. By type, as 1 == True.
-        return type(a) is type(b) and a == b
+        return type(a) is type(b) and a == b  # scalars are equal too, by type, as 1 == True
 
     def _same(self, a: fx.Node, b: fx.Node) -> bool:
         a, b = _behind_aliases(a), _behind_aliases(b)  # a view is the tensor that it views
@@ -263,15 +261,13 @@ def _match_forward(matcher: _Matcher, path: str) -> None:
 
 def _match_backward(matcher: _Matcher, path: str) -> None:
     own, graph = matcher.block.graph, matcher.whole.graph
-    # One iterator for all: ops of others may stand between the block's, which keep their order.
-    backward = iter(graph.ops[graph.n_forward :])
+    backward = iter(graph.ops[graph.n_forward :])  # one iterator: others' ops may stand between
     begun = False
     for mine in own.ops[own.n_forward :]:
         if mine.target == TANGENTS:
             continue
         for theirs in backward:
-            # Backward runs modules behind the block first, which may have ops that look alike.
-            begun = begun or _is_inside(theirs.module, path)
+            begun = begun or _is_inside(theirs.module, path)  # modules behind it may look alike
             if begun and matcher.is_same_op(mine, theirs):
                 break
         else:

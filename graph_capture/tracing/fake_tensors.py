@@ -32,8 +32,7 @@ from remat.graph_capture.torch_private.core import (
 
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
-_Rule = Callable[..., Tensor]
-"""From an op's arguments to a tensor on ``meta``: results of its shape are laid out like it."""
+_Rule = Callable[..., Tensor]  # to a ``meta`` tensor, laid out as results of its shape
 
 
 def fake_with_eager_strides(shape_env: ShapeEnv | None = None) -> FakeTensorMode:
@@ -66,8 +65,7 @@ def _with_true_statistics(mode: FakeTensorMode, func: Any, args: Sequence[Any], 
         return found
     results = cast("tuple[Any, ...]", found)
     given = next((one for one in args[_WEIGHTS[func]] if isinstance(one, Tensor)), args[0])
-    # The first result is the output itself, whose dtype is right.
-    wanted = [results[0], *(given for _ in results[1:])]
+    wanted = [results[0], *(given for _ in results[1:])]  # the output's own dtype is right
     if func is _FUNCTIONAL:
         wanted[3:] = args[3:5]  # new running statistics, as those that they replace
     with mode:
@@ -91,8 +89,7 @@ def _mended(mode: FakeTensorMode, found: Any, true: Tensor) -> Any:
 
 
 def _in_format_of(x: Tensor, shape: Sequence[int]) -> Tensor:
-    # Channels last stays channels last; all else comes out contiguous.
-    empty = torch.empty(shape, device="meta")
+    empty = torch.empty(shape, device="meta")  # channels last stays so, all else is contiguous
     return empty.contiguous(memory_format=suggest_memory_format(x))
 
 
@@ -292,8 +289,7 @@ class IdleDropout(CallWatcher):
             # `functional.dropout` calls it `training`, `torch.dropout` calls it `train`.
             is_on = named.get("training", named.get("train", True))
             if not is_on or named.get("p", 0.5) == 0:
-                # A later write in place to the result has to reach the input too.
-                return named["input"]
+                return named["input"]  # a later write to the result reaches the input too
         return func(*args, **kwargs)
 
 

@@ -25,8 +25,7 @@ from remat.graph_capture.tracing.traced_float import FloatStep, Log, run_float_s
 
 FloatPlace = DictItem | ClosureCell | SlotAttr
 _SHOWN = 8  # names that an error shows
-_SPECIAL = (0.0, 1.0)
-"""Values for which torch may leave out ops, as dropout's. Only those of the trace are taken."""
+_SPECIAL = (0.0, 1.0)  # torch may leave out ops at these: only the trace's are taken
 
 
 @dataclass(frozen=True)
@@ -222,8 +221,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 # constant that follows by a known rule in all three traces is an argument of the step; else there
 # is a plan for each value.
 
-_PROBES = ((0.0070682, 0.00137), (0.0148291, 0.00211))
-"""How much lower a number is in a further trace, as a part of it: the first one, and each next."""
+_PROBES = ((0.0070682, 0.00137), (0.0148291, 0.00211))  # lower by these parts: first, and each next
 
 
 @contextlib.contextmanager
@@ -290,8 +288,7 @@ def _unfollowed(state: PythonState, others: Sequence[Probe]) -> str:
 
 
 def _reads_past_methods(value: Any) -> bool:
-    # C reads a float past its methods; `math`'s are watched as attributes (`traced_by_math`).
-    if isinstance(value, ModuleType):
+    if isinstance(value, ModuleType):  # C reads past a float's methods: `math`'s are watched
         return value is np
     home = str(getattr(value, "__module__", "")).partition(".")[0]
     is_function = isinstance(value, (BuiltinFunctionType, np.ufunc)) or callable(value)

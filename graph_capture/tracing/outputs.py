@@ -26,8 +26,7 @@ class _FlatDataclass:
         self.kind, self.values = kind, values
 
     def closed(self) -> Any:
-        # As `copy.copy` makes one: neither `__init__` nor a check runs, of frozen ones either.
-        made = object.__new__(self.kind)
+        made = object.__new__(self.kind)  # as `copy.copy`: no `__init__`, of frozen ones either
         for name, value in self.values.items():
             object.__setattr__(made, name, value)
         return made

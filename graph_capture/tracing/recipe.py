@@ -49,8 +49,7 @@ Split = Literal["none", "exact", "tolerance"]
 
 
 def require_split(given: object) -> None:
-    # An unknown word would be taken for one of the known ones.
-    if given is not None and given not in get_args(Split):
+    if given is not None and given not in get_args(Split):  # unknown words count as known, else
         raise CaptureError(
             f"split={given!r} is unknown: give 'none', 'exact' (only what gives eager's bits) or "
             "'tolerance' (also sums in another order)"
@@ -69,12 +68,9 @@ class Recipe:
     loss_fn: LossFunction | None
     resident: Resident  # bytes that no schedule changes
     autocast: tuple[Any, ...]
-    # ``cpu`` or ``cuda:0``, whose own ops are traced; or a name of the table, with the CPU's ops
-    device: str = CPU
-    # what the model's code is told of compiling and exporting; None before a first trace
-    flags: _Flags | None = None
-    # numbers that each step reads anew, by name, with their values in the trace
-    float_inputs: tuple[tuple[str, float], ...] = ()
+    device: str = CPU  # ``cpu`` or ``cuda:0``; or a name of the table, with the CPU's ops
+    flags: _Flags | None = None  # of compiling and exporting; None before a first trace
+    float_inputs: tuple[tuple[str, float], ...] = ()  # each step reads them anew; by name
     split: Split | None = "none"
     edits: tuple[JointEdit, ...] = ()  # what a plan changes in the joint graph, in order
     gradient_release: GradientRelease | None = None
@@ -92,8 +88,7 @@ class Recipe:
     def facts(self) -> dict[str, Any]:
         return {
             "inputs": self.signature.lines(),
-            # Nothing runs on a device of the table, so the graph has the CPU's ops.
-            "device": CPU if self.is_modelled else self.device,
+            "device": CPU if self.is_modelled else self.device,  # nothing runs on one of the table
             "versions": {"torch": str(torch.__version__)},
             "links": self.links,
         }

@@ -45,8 +45,7 @@ def resident_bytes(
     trained = [p for p in parameters if p.requires_grad]
     trained_bytes = sum(allocated(_own_bytes(p, sharding)) for p in trained)
     seen: set[int] = set()
-    # What FSDP2 gathers is added by `distributed/sharded_step.py`.
-    is_held_otherwise = sharding.kind in ("fsdp2", "replicate")
+    is_held_otherwise = sharding.kind in ("fsdp2", "replicate")  # see `distributed/sharded_step.py`
     parameters_bytes = (
         sum(allocated(_own_bytes(p, sharding)) for p in parameters)
         if is_held_otherwise

@@ -20,8 +20,7 @@ from remat.graph_capture.python_state.state_guards import PythonState
 from remat.graph_capture.python_state.state_slots import MISSING, DictItem, copied, holds, refill
 from remat.graph_capture.torch_private.core import CallWatcher, FakeTensor, pytree
 
-_Attributes = dict[str, tuple[Any, Any]]
-"""Values by name, each with a shallow copy of it where it is a plain container."""
+_Attributes = dict[str, tuple[Any, Any]]  # each with a shallow copy if it is a plain container
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,7 @@ class ModuleAttributes:
             Written(path, module, name, *_before(module, name, attributes))
             for path, module, attributes in self._before
             for name in _changed(vars(module), attributes, self._but)
-            # Torch's tables of hooks are compared elsewhere; an LSTM's flat weights are its own.
-            if name not in OF_TORCH
+            if name not in OF_TORCH  # hooks are compared elsewhere
             if not (name.startswith("_") and type(module).__module__.startswith("torch."))
         ]
 
@@ -70,14 +68,12 @@ class ModuleAttributes:
             _restore(vars(module), attributes, self._but)
 
 
-OF_TORCH = frozenset(vars(nn.Module()))
-"""What every module has: its tables of parameters, of hooks and of other modules, and its mode."""
+OF_TORCH = frozenset(vars(nn.Module()))  # tables of parameters, hooks and modules, and its mode
 
 
 def _before(module: nn.Module, name: str, attributes: _Attributes) -> tuple[Any, Any]:
     if name not in attributes:
-        # Without one of its own, the instance had its class's.
-        return (getattr(type(module), name, MISSING),) * 2
+        return (getattr(type(module), name, MISSING),) * 2  # else it was the class's
     value, kept = attributes[name]
     return value, value if kept is None else kept
 
@@ -126,8 +122,7 @@ def _restore(now: dict[str, Any], attributes: _Attributes, but: frozenset[str]) 
 
 _NUMPY = "numpy.random"
 _PYTHON = "random"
-_SEEDS = ("manual_seed", "seed", "set_rng_state")
-"""Functions of torch and of `torch.random` that put its generator elsewhere."""
+_SEEDS = ("manual_seed", "seed", "set_rng_state")  # they put torch's generator elsewhere
 
 
 def streams() -> dict[str, Any]:
@@ -160,8 +155,7 @@ def _line_that_draws(run: Callable[[], Any], moved: str) -> str:
     def look(frame: FrameType, event: str, arg: Any) -> Any:
         if not is_users(frame) or found:
             return None
-        # An event comes before its line runs, so the line before it has drawn.
-        if event in ("line", "return"):
+        if event in ("line", "return"):  # events come before their line has run
             if streams()[moved] != before:
                 found.append(last[0])
                 return None
@@ -171,8 +165,7 @@ def _line_that_draws(run: Callable[[], Any], moved: str) -> str:
     tracing = sys.gettrace()
     sys.settrace(look)
     try:
-        # Whatever this run raises, the refusal that follows says more.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the refusal that follows says more
             run()
     finally:
         sys.settrace(tracing)
@@ -260,8 +253,7 @@ class GradientOrder:
     """The order in which a traced backward makes gradients, which autograd's engine decides."""
 
     def __init__(self) -> None:
-        # Of the parameters that were watched last, as their gradients came.
-        self.places: list[int] = []
+        self.places: list[int] = []  # of those watched last, as gradients came
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         self.places.clear()  # a trace runs forward more than once

@@ -121,21 +121,16 @@ class Trace:
     recipe: Recipe
     descriptors: JointWithDescriptors  # AOTAutograd's own record, which can be compiled once
     python_state: PythonState  # what forward and the loss read of Python's state, as it was
-    # What forward sets on modules and elsewhere: each step sets it too.
-    mutated: tuple[MutatedAttribute, ...] = ()
+    mutated: tuple[MutatedAttribute, ...] = ()  # on modules and elsewhere, as each step does
     initialised: tuple[InitialisedOnce, ...] = ()
-    # What forward adds to dictionaries of libraries at its first call.
-    library_caches: tuple[LibraryCache, ...] = ()
-    # Of what is mutated, what forward may read from an earlier step.
-    loop_carried: tuple[MutatedAttribute, ...] = ()
+    library_caches: tuple[LibraryCache, ...] = ()  # added to at forward's first call
+    loop_carried: tuple[MutatedAttribute, ...] = ()  # what forward may read from earlier steps
     duplicate_outputs: DuplicateOutputs | None = None
     looked_at: bytes = b""  # values that code has looked at, and those that they come from
     floats: FloatInputs | None = None
     compiled: bool = False  # whether `descriptors` has been
-    # Places of parameters, in the order in which eager's gradients of them come.
-    gradient_order: tuple[int, ...] = ()
-    # Symbols of a trace for a range of sizes; `joint` is then at the sizes in its hints.
-    env: Environment | None = None
+    gradient_order: tuple[int, ...] = ()  # places of parameters, as eager's gradients come
+    env: Environment | None = None  # of a range's sizes; `joint` is then at its hints
 
     @property
     def graph(self) -> TrainingGraph:
@@ -152,8 +147,7 @@ def _trace_once(
     refuse_other_devices(fake, recipe.device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(silenced_logs())
-        # Entered before all that stands in for parts of the model, so that it restores last.
-        stack.enter_context(restored_after(model))
+        stack.enter_context(restored_after(model))  # entered first, so that it restores last
         stack.enter_context(as_if_on_cpu(model, fake))
         stack.enter_context(tied_as_one(with_loss(model, recipe.loss_fn)))
         # Under a debugger or a coverage nobody knows which code runs, so all of it counts.
@@ -167,8 +161,7 @@ def _trace_once(
         provenance = Provenance(step)
         stack.enter_context(compiling_and_exporting(*(recipe.flags or FLAGS[0])))
         stack.enter_context(kernels_of_eager())
-        # Else torch 2.11 drops ops that do nothing but raise an error for some values.
-        stack.enter_context(checks_kept())
+        stack.enter_context(checks_kept())  # else torch 2.11 drops ops that only raise errors
         stack.enter_context(IdleDropout())
         stack.enter_context(NoSetData(recipe.name))
         stack.enter_context(NoForeignWrites(recipe.name, state))
@@ -187,8 +180,7 @@ def _trace_once(
         if recipe.is_modelled:  # the CPU has no fused attention with dropout, the device has
             stack.enter_context(FusedAttention())
         stack.enter_context(EagerMemory())
-        # Last, so that it is called first and sees the frame of the user's code.
-        stack.enter_context(provenance)
+        stack.enter_context(provenance)  # last: called first, it sees the frame of the user's
         try:
             # Without decompositions, for eager's ATen ops and bit-equal gradients; takes keyword
             # arguments, tied weights, mutated inputs and nested outputs. `torch.export` first gave
@@ -384,8 +376,7 @@ def trace(
         done = trace_recipe(model, recipe)
     except CaptureError as error:
         why = call_error(model, args, kwargs, loss_fn, target)
-        # A call that forward cannot take fails in the trace, far from the argument that is wrong.
-        if isinstance(error.cause, TypeError) and why:
+        if isinstance(error.cause, TypeError) and why:  # it fails far from the wrong argument
             raise CaptureError(why).caused_by(error) from None
         raise
     keep_recipe(model, done.graph.hash, done.recipe)
