@@ -169,8 +169,6 @@ WAYS: dict[tuple[Tier, Tier], LinkName] = {  # the link from one tier to another
 
 
 class Link(msgspec.Struct, frozen=True):
-    """One way between two tiers."""
-
     bytes_per_us: float  # sustained
     latency_us: float = 0.0  # of each copy, beside its bytes
 
@@ -186,8 +184,6 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class Links(msgspec.Struct, frozen=True):
-    """What lies below the device, and the ways there."""
-
     d2h: Link  # device to host
     h2d: Link
     host_bytes: int  # room there
@@ -309,7 +305,6 @@ class Resident(msgspec.Struct, frozen=True):
 
     @property
     def total_bytes(self) -> int:
-        """Sum of all categories."""
         return sum(msgspec.structs.astuple(self))
 
 

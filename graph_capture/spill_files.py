@@ -325,12 +325,10 @@ def _bounce() -> tuple[mmap.mmap, int]:
 
 
 def host_folder() -> str:
-    """That of `HOST_FOLDER`, or the system's temporary one."""
     return os.environ.get(HOST_FOLDER) or tempfile.gettempdir()  # the host tier of plans for a CPU
 
 
 def require_writable(folder: str, tier: str = "host") -> None:
-    """Write a block there, to see that it can be."""
     _require_calls(tier)
     if not Path(folder).is_dir():
         raise FileError(f"{folder} is no folder: name one on the drive that is to be used")

@@ -188,8 +188,6 @@ class _NoHeadError(Exception):
 
 @dataclass
 class Head:
-    """One head with its loss, and the nodes that its forward and its backward consist of."""
-
     softmax: fx.Node
     product: fx.Node  # of all logits
     x: fx.Node

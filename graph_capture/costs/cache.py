@@ -40,8 +40,6 @@ class OpCost(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WholeStepTimes(msgspec.Struct, frozen=True):
-    """Times of a step that was run as a whole (`step_time.py`)."""
-
     step_us: float  # with every op run once
     keeping_us: float = 0.0  # forward alone takes so much less if it keeps nothing for backward
     again_us: float = 0.0  # the step takes so much longer with forward computed again in segments
@@ -197,8 +195,6 @@ _WorkKind = Literal["matmul", "convolution", "attention", "other"]
 
 
 class OpWork(msgspec.Struct, frozen=True):
-    """What one run of an op takes."""
-
     kind: _WorkKind = "other"
     dtype: str = "float32"  # of the first tensor in floating point
     flops: int = 0  # where torch does not count them

@@ -63,8 +63,6 @@ class ForwardWatch:
 
 
 def with_forward_timed(joint: Joint, watch: ForwardWatch) -> fx.GraphModule:
-    """The step, which tells `watch` when forward begins and ends."""
-
     def tell(graph: fx.Graph) -> None:
         nodes = list(graph.nodes)
         first = next(node for node in nodes if node.op != "placeholder")

@@ -28,7 +28,6 @@ _SHIFTS = {"K": 10, "M": 20}
 
 
 def cpu_title() -> str:
-    """Model and thread count, by which costs differ."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

@@ -92,7 +92,6 @@ def _free_by_sysconf() -> int | None:
 
 
 def _free_of_the_process() -> Iterator[int]:
-    """What is left of the limits that ``ulimit -v`` and ``ulimit -d`` set."""
     try:
         import resource
     except ImportError:  # no such limits on this system

@@ -107,7 +107,6 @@ def any_rank(collectives: Iterable[fx.Node], said: bool, device: str) -> bool:
 
 
 def resolved_group(group: Any) -> Any:
-    """A group of `groups_of` itself."""
     named: Any = dist.distributed_c10d
     return named._resolve_process_group(group) if isinstance(group, str) else group
 
@@ -132,7 +131,6 @@ def without_other_ranks(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def op_name(node: fx.Node) -> str:
-    """``all_reduce`` and the like."""
     return str(getattr(_overload(node), "_opname", ""))
 
 
@@ -147,7 +145,6 @@ def _overload(node: fx.Node) -> Any:
 
 
 def _layouts(node: fx.Node) -> Any:
-    """The layout of each result, in a list where the op returns several."""
     found: list[_Layout | None] = [
         None if t is None else (tuple(t.shape), tuple(t.stride()), t.dtype, t.device)
         for t in tensors_of(node)
@@ -167,7 +164,6 @@ def _copied_bytes(node: fx.Node) -> int:
 
 
 def _made_up(layouts: Any, copied_bytes: int) -> Any:
-    """Zeros of the given layouts."""
     made = [_zeros(*one) for one in layouts] if isinstance(layouts, list) else _zeros(*layouts)
     torch.empty(copied_bytes, dtype=torch.uint8)  # as gloo's buffer, so that peaks agree
     return made

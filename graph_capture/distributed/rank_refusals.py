@@ -141,7 +141,6 @@ _WAYS_OUT = {  # by the name of a wrapper's class: what to do, and why it is ref
 
 
 def refuse_wrappers(model: nn.Module) -> None:
-    """Refuse a model that is wrapped already, or of which a part is."""
     for path, module in model.named_modules():
         place = path or "the model"
         if hasattr(type(module), "_remat_original_module"):

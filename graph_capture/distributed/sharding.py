@@ -163,7 +163,6 @@ MASTER_BYTES = 4  # of an element of a parameter that a policy casts: it is held
 
 
 def element_bytes(dtype: str) -> int:
-    """Bytes of an element of a dtype by its name, such as ``bfloat16``."""
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) // 8 if bits else 1
 
@@ -215,7 +214,6 @@ def with_units(
 
 
 def _items(ops: Sequence[Op], path_of: Mapping[str, str]) -> list[_Item]:
-    """Items in the order of their first ops."""
     found: dict[str, list[Op]] = {}
     for op in ops:
         path = path_of.get(op.name)
@@ -283,8 +281,6 @@ def _matching(module: str, pattern: str) -> str:
 
 @dataclass
 class ParameterGroup:
-    """Parameters that are gathered together."""
-
     path: str  # of the module that is wrapped; empty for the model, the root
     parameters_bytes: int = 0  # in the dtype of the step
     gathered_bytes: int = 0  # with FSDP2's padding

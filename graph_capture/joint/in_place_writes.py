@@ -191,8 +191,6 @@ _ADD = {"add", "sub", "addmm", "addbmm", "baddbmm", "addmv", "addr", "addcmul", 
 
 @dataclass
 class InPlace:
-    """The writes of a joint graph that stay in place."""
-
     # The node that makes what is written to, and the tensor before the first write, itself or a
     # view.
     begins: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])

@@ -134,7 +134,6 @@ def is_alias_of_input(node: fx.Node) -> bool:
 
 
 def target_name(node: fx.Node) -> str:
-    """``aten.mm.default`` and the like."""
     target = node.target
     if not callable(target) or hasattr(target, "_schema"):
         return str(target)

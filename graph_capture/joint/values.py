@@ -27,8 +27,6 @@ _KINDS_OF_INPUTS: dict[str, Kind] = {"ParamAOTInput": "parameter", "BufferAOTInp
 
 @dataclass
 class ValueTable:
-    """Values found so far, by name, and the nodes that stand for them."""
-
     gm: fx.GraphModule
     by_name: dict[str, Value] = field(default_factory=dict[str, Value])
     of_storage: dict[int, str] = field(default_factory=dict[int, str])  # by `storage_key`

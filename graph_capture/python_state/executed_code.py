@@ -34,8 +34,6 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class LoadedNames:
-    """Names loaded by the functions that a walk has come by."""
-
     def __init__(self, texts: set[str]) -> None:
         self.texts = texts  # that may name attributes
         self.others: set[str] = set(RUN_BY_TORCH)  # attributes of anything

@@ -25,8 +25,6 @@ _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 
 
 class Namespaces:
-    """The namespaces that a walk has come by, and what of them code reads."""
-
     def __init__(
         self,
         names: LoadedNames,

@@ -41,8 +41,6 @@ Absent = tuple[str, dict[str, Any], set[str]]  # its text, and names that must n
 
 @dataclass
 class ReachableObjects:
-    """What a walk found."""
-
     places: list[StateSlot | OpaqueState] = field(default_factory=list)  # to be compared
     # of `functools`, each with its counts
     caches: list[tuple[Any, Any]] = field(default_factory=list)
@@ -64,8 +62,6 @@ class ReachableObjects:
 
 @dataclass
 class Namespace:
-    """Names of an instance, a class or a module."""
-
     text: str
     value: Any
     space: Mapping[str, Any]  # its ``__dict__``

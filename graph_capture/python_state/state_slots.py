@@ -74,8 +74,6 @@ def _put_attribute(owner: Any, name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class ClosureCell:
-    """A variable that a function has from the one around it."""
-
     text: str
     cell: CellType
     value: Any

@@ -147,8 +147,6 @@ _BY_TEXT = {"setattr", "delattr", "globals", "vars", "exec", "eval", "__dict__",
 
 
 class Writer(enum.Enum):
-    """Who has changed a place."""
-
     FORWARD = enum.auto()  # or nobody knows
     THREAD = enum.auto()  # and forward may have read it
 

@@ -139,7 +139,6 @@ fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 @contextlib.contextmanager
 def compiling_and_exporting(*flags: bool) -> Generator[None]:
-    """Set what `torch.compiler.is_compiling` and `is_exporting` return."""
     compiler: Any = torch.compiler
     before = compiler._is_compiling_flag, compiler._is_exporting_flag
     compiler._is_compiling_flag, compiler._is_exporting_flag = flags

@@ -90,7 +90,6 @@ def _nothing_matched(model: nn.Module, pattern: str) -> str:
 
 @contextlib.contextmanager
 def watching_calls(model: nn.Module, blocks: dict[str, nn.Module]) -> Generator[_BlockCalls]:
-    """Note how forward calls `blocks`."""
     calls = _BlockCalls(blocks)
 
     def start(args: Any, kwargs: Any) -> None:

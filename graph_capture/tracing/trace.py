@@ -115,8 +115,6 @@ from remat.graph_capture.tracing.traced_float import Log
 
 @dataclass
 class Trace:
-    """One trace of a training step."""
-
     joint: Joint
     recipe: Recipe
     descriptors: JointWithDescriptors  # AOTAutograd's own record, which can be compiled once
