@@ -58,8 +58,8 @@ def _masked_apart(op: Op, values: dict[str, Value]) -> Iterator[Op]:
     if op.target not in _DROPOUTS or len(op.outputs) != _MASK + 1:
         yield op
         return
-    # On a CPU a mask is drawn, then multiplied by; for the mask alone a second run stops in
-    # between.
+    # On a CPU a mask is drawn, then multiplied by; for the mask alone a second run stops before
+    # that.
     result, mask = op.outputs
     yield replace(op, outputs=(mask,))
     name = f"{op.name}_masked"

@@ -182,8 +182,7 @@ _MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 def decode_json(data: bytes | str, kind: type[_Kind]) -> _Kind:
     """The value in a JSON text; `TextError` for another text, `ShapeError` for other fields."""
-    # Files come from anywhere: cut short, edited, or made to do harm. No decoding error goes
-    # further.
+    # Files come from anywhere: cut short, edited, or made to harm. No decoding error goes further.
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:

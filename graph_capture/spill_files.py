@@ -30,9 +30,9 @@ _Fact = TypeVar("_Fact")
 class Finalizer(weakref.ref[Any], Generic[_Fact]):
     """Calls `hear`, a method of C, with itself when `thing` has ended; held until then."""
 
-    # Python raises Ctrl-C between two bytecodes and drops what a callback raises, so a callback in
-    # Python may end too early. A method of C queues the fact; another thread or a later call does
-    # the rest.
+    # Python raises Ctrl-C between two bytecodes and drops what a callback raises, so one in Python
+    # may end too early. A method of C queues the fact; another thread or a later call does the
+    # rest.
     fact: _Fact
 
     def __new__(cls, thing: Any, hear: Callable[[Any], Any], fact: _Fact) -> Finalizer[_Fact]:
@@ -181,8 +181,7 @@ def _require_calls(tier: str) -> None:
 
 
 class Folder:
-    """A folder for nameless files, and how it takes them. `TierError`: no file can be made
-    there."""
+    """A folder for nameless files, and how it takes them. `TierError`: it takes none."""
 
     def __init__(self, path: str, tier: str) -> None:
         _require_calls(tier)

@@ -145,9 +145,8 @@ def _nll_backward(one: _HeadLoss, of: _OfLoss, log_p: Tensor, rows: slice) -> Te
 
 
 def cuts_classes_out_of_rows(dtype: torch.dtype, row_term: object) -> bool:
-    # A smoothed row's gradient depends on the sum of its terms; in 16 bits the kernel does not
-    # return its own. Then blocks of classes are cut out of whole rows, and the logits made once
-    # more for each.
+    # A smoothed row's gradient depends on the sum of its terms, which in 16 bits no kernel returns.
+    # Then blocks of classes are cut out of whole rows, and the logits made once more for each.
     return row_term is not None or dtype.itemsize < torch.float32.itemsize
 
 

@@ -169,8 +169,7 @@ def _run_chunks(nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]) -> dict[
     return data
 
 
-# Kept on disk beside costs, by device, settings and torch: comparing takes a few runs of the
-# region.
+# Kept on disk beside costs, by device, settings and torch: to compare takes a few runs.
 
 
 def kept_bits(meter: Meter, cache: CostCache | None = None) -> IsExact:

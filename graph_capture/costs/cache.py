@@ -1,7 +1,4 @@
-"""What was measured, kept on disk, and profiles, which are files of it for other machines.
-
-There is one JSON file a device, thread count and torch version.
-"""
+"""What was measured, kept on disk, and profiles, which are files of it for other machines."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""From a trace to a graph with the costs of a device that is here.
-
-Costs come from a profile, from the cache on disk, or are measured now, in this order.
-"""
+"""From a trace to a graph with the costs of a device that is here."""
 
 from __future__ import annotations
 
@@ -383,7 +380,8 @@ class Sized:
         self.graph = replace(graph, resident=resident)
 
     def with_region(self, region: str, chunks: int, *, is_exact: bool) -> TrainingGraph:
-        """None where the step has other parts, or where `is_exact` and bits are not eager's."""
+        """Without the region where the step has other parts, or where `is_exact` and bits
+        differ."""
         has_them = kept_bits(self._meter, self._cache)
 
         def of_chunks(found: RegionCandidate) -> tuple[dict[str, Op], tuple[Value, ...]]:

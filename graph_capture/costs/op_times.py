@@ -228,7 +228,7 @@ def _as(like: Tensor, flat: Tensor) -> Tensor:
 
 def _sample_tensor(like: Tensor, bound: int) -> Tensor:
     flat = _storage_for(like)
-    # 0.1 to 0.9: probabilities, and no denormals, which are slow. A repeated block is quicker to
+    # 0.1 to 0.9: probabilities, and no denormals, which are slow. A repeated block is quick to
     # make.
     if flat.dtype == torch.bool:
         block = torch.rand(_BLOCK, device=flat.device) < 0.9

@@ -191,8 +191,7 @@ def _segments(joint: Joint, nodes: Sequence[fx.Node]) -> list[Sequence[fx.Node]]
 
 
 def _make_again(graph: fx.Graph, dropped: list[fx.Node], later: dict[fx.Node, int]) -> list[str]:
-    """Let nodes of `later` read copies of `dropped`, each made before its first reader; their
-    names."""
+    """Let nodes of `later` read copies of `dropped`, each before its first reader; their names."""
     readers = {node: [user for user in node.users if user in later] for node in dropped}
     needed = {node for node in dropped if readers[node]}
     if not needed:
@@ -213,8 +212,7 @@ def _make_again(graph: fx.Graph, dropped: list[fx.Node], later: dict[fx.Node, in
 
 
 # What a step takes beyond its ops is added to the arrival of the tangents, the one op that every
-# schedule runs exactly once and that costs nothing. So solvers, bounds and `simulate` need not
-# know.
+# schedule runs exactly once and that costs nothing. So nobody else need know of it.
 
 
 def calibrated(graph: TrainingGraph, step: WholeStepTimes) -> TrainingGraph:

@@ -203,8 +203,7 @@ def checked_bytes(given: SupportsIndex, what: str, forms: str) -> int:
 
 
 def parse_bytes(text: str, what: str, forms: str, unless: str = "") -> int:
-    """A text with a unit as bytes. `unless`: what it could have meant without one, such as
-    ``%``."""
+    """A text with a unit as bytes. `unless`: what it could have meant without one, as ``%``."""
     match = re.fullmatch(rf"{NUMBER}\s*([a-z]*)", text.lower())
     if match is None:
         raise BudgetError(f"{what} {text!r} cannot be read: write it like {forms}")
@@ -272,8 +271,7 @@ def _as_reached(device: Device, source: str) -> RankLinks:
 
 
 def read_rank_links(path: Path, node_size: int) -> RankLinks:
-    """From a file of the fields of `RankLinks`, or from a profile. DeviceError for any other
-    file."""
+    """From a file of the fields of `RankLinks`, or from a profile; DeviceError for any other."""
     contents = read_contents(path)
     try:
         found = decode_json(contents, _OfProfile).ranks or decode_json(contents, RankLinks)

@@ -1,7 +1,4 @@
-"""Links between tiers of memory and between ranks: as measured, and as plans are made with them.
-
-A link between tiers is measured alone and with the other way busy, as a step copies both ways.
-"""
+"""Links between tiers of memory and between ranks: as measured, and as plans are made with them."""
 
 from __future__ import annotations
 
@@ -103,8 +100,7 @@ def speed_of(alone_us: Mapping[int, float], both_us: Mapping[int, float]) -> Lin
 # a plan that moves all weights for each microbatch looks better than it is. No rank times a
 # collective by itself: it would wait for the others for ever.
 
-# All-to-all: each rank sends every other one a part of its own. What is sent goes whole from each
-# rank to another one, all at once.
+# All-to-all: each rank sends every other one a part of its own. Send: whole, all ranks at once.
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 _MOST_BESIDE = 10
 
@@ -177,8 +173,7 @@ class RankLinks(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def us(self, kind: Collective, size_bytes: float, ranks: int, apart: int = 1) -> float:
-        """`size_bytes`: all shards together; `apart`: ranks from one neighbour of the group to the
-        next."""
+        """`size_bytes`: all shards together; `apart`: ranks between two neighbours of the group."""
         return self.collective_us(Traffic(kind, size_bytes, ranks, self._in_node(ranks, apart)))
 
     def collective_us(self, traffic: Traffic) -> float:

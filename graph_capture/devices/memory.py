@@ -39,8 +39,7 @@ _SHORT = (  # what a `RuntimeError` says where memory ran out; a new thread need
 
 
 def free_bytes(device: str = CPU) -> int:
-    """Bytes that new work may take, on a CPU without swapping. BudgetError if nobody says how
-    many."""
+    """Bytes that new work may take, on a CPU without swapping. BudgetError if nobody says so."""
     if is_cuda(device):
         return _free_on_cuda(device)
     return max(0, min([_free_on_the_machine(), *_free_in_cgroups(), *_free_of_the_process()]))
@@ -119,8 +118,7 @@ def _free_in_cgroups() -> Iterator[int]:
 
 
 def _left_in(root: Path, path: str, limit: str, usage: str, cached: str) -> Iterator[int]:
-    # A container shows its own group as the root, whatever its path outside: of the path what is
-    # there.
+    # A container shows its own group as the root, whatever its path outside.
     group = root / path.lstrip("/")
     below = [one for one in (group, *group.parents) if one != root and root in one.parents]
     for folder in (root, *(root / part for part in below)):

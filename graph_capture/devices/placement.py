@@ -24,8 +24,7 @@ _HOST = (CPU, "meta")  # for any device but CUDA; those on ``meta`` are traced a
 
 
 def resolved_device(name: str | None, model: nn.Module) -> str:
-    """`name`, with its index if it is ``cuda``; None is where the model is. DeviceError: not
-    here."""
+    """`name`, with its index if it is ``cuda``; None: where the model is. DeviceError: not here."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise CaptureError(
             f"a step is captured of a torch.nn.Module, and this is {type(model).__name__}: pass "

@@ -1,7 +1,4 @@
-"""One rank's step, with what DDP or FSDP2 adds: buckets, gathered buffers and shards.
-
-The time of communication is not predicted.
-"""
+"""One rank's step, with what DDP or FSDP2 adds to it; communication's time is not predicted."""
 
 from __future__ import annotations
 

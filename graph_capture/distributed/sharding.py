@@ -1,7 +1,4 @@
-"""How a step is spread over ranks: the ways of data parallelism that torch has.
-
-Words are torch's: an option is called as the argument of the wrapper that it stands for.
-"""
+"""How a step is spread over ranks: torch's ways of data parallelism, called as torch calls them."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ def _dropout_as_eager(
 @torch.library.impl(_library, "dropout_backward", "CompositeExplicitAutograd")
 def _dropped(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     """`x` times eager's noise, in the storage of the noise if that is laid out as the product."""
-    # uint8, as CPU kernels convert bool much slower: 0.56 ms in torch's backward, 0.22 in this,
-    # 0.17 in eager's product (512 x 768 on AVX-512).
+    # uint8: CPU kernels convert bool slower; torch's backward took 0.56 ms, this 0.22, eager 0.17.
     noise = mask.view(torch.uint8).to(x.dtype).mul_(scale)
     # A product's strides along dimensions of one element are not always those of its factors.
     is_as_product = noise.stride() == x.stride() and (

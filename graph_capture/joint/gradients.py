@@ -347,7 +347,6 @@ class GradientRelease:
     """Gradients of parameters leave backward one by one."""
 
     is_added: bool = True  # to a ``.grad`` that is there before the step
-    # Parameters that the optimizer updates in backward, with the bytes of each; other gradients
-    # then stay to the end.
+    # Updated in backward, with the bytes of each; other gradients stay to the end.
     updates: tuple[tuple[str, int], ...] = ()
     state_bytes: int = 0  # of the optimizer, between steps

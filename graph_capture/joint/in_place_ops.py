@@ -176,8 +176,7 @@ def _writes_after(
 
 def _any_form(node: fx.Node) -> Any:
     """The op in place that does what `node` does, if it takes the same arguments."""
-    # A pointwise op makes another tensor in eager, beside what it reads, unless eager ran it in
-    # place.
+    # A pointwise op makes another tensor in eager, unless eager ran it in place.
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return written_by_eager(node)
     op = in_place_form(node)

@@ -191,8 +191,7 @@ _ADD = {"add", "sub", "addmm", "addbmm", "baddbmm", "addmv", "addr", "addcmul", 
 
 @dataclass
 class InPlace:
-    # The node that makes what is written to, and the tensor before the first write, itself or a
-    # view.
+    # The node that makes what is written to, and the tensor before the first write.
     begins: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
     # For each node that writes, the op that does so in place.
     targets: dict[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
@@ -202,8 +201,7 @@ class InPlace:
     scattered: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
 
     def why_no_recompute(self, write: fx.Node) -> str:
-        # Not if the term is a view: the engine adds only to what nothing else holds, and its base
-        # is held.
+        # Not if the term is a view: the engine adds only to what nothing else holds.
         is_first = _is_sum_of_autograd(write) and is_view(write.all_input_nodes[0])
         return WRITES_FIRST if is_first else WRITES
 
@@ -260,7 +258,7 @@ def written_by_eager(node: fx.Node) -> Any:
 
 def _is_sum_of_autograd(node: fx.Node) -> bool:
     # Autograd's engine adds in place if it records nothing and nothing else holds the first term
-    # (`can_accumulate_inplace` of torch's csrc/autograd/input_buffer.cpp); `only_write` sees the
-    # rest.
+    # (`can_accumulate_inplace` of torch's csrc/autograd/input_buffer.cpp; `only_write` sees to
+    # that).
     is_sum = node.meta.get("is_gradient_acc", False) and WRITTEN_KEY in _annotations(node)
     return is_sum and node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs

@@ -193,7 +193,7 @@ def copy_of(gm: fx.GraphModule, edit: Callable[[fx.Graph], Any] = lambda _: None
 
 
 def written_inputs(graph: fx.Graph, results: int) -> tuple[Any, ...]:
-    """AOTAutograd's description by input; None without a write. `results`: how many are
+    """AOTAutograd's description by input, or None. `results`: how many of the outputs are
     forward's."""
     said = graph.output_node().meta["desc"][:results]
     written = {what.mutated_input for what in said if hasattr(what, "mutated_input")}
@@ -206,8 +206,7 @@ def written_inputs(graph: fx.Graph, results: int) -> tuple[Any, ...]:
 def bits_of(tensor: Tensor) -> Tensor:
     """A tensor's bytes in the order of its elements, shape (bytes,), uint8, copied only if needed.
     For comparisons, as a NaN equals a NaN of the same bits."""
-    # One element is contiguous at any stride, 0 if expanded; `view` to another dtype needs stride
-    # 1.
+    # One element is contiguous at any stride, 0 if expanded; `view` to another dtype needs 1.
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 

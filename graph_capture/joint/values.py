@@ -97,8 +97,7 @@ class ValueTable:
                 self.of_node[node] = node.name
                 self.base_of[node.name] = node
                 names.append(node.name)
-                # Autograd's engine holds a result's several gradients beside the sum that it hands
-                # on.
+                # Autograd's engine holds several gradients beside the sum that it hands on.
                 result = getattr(getattr(node.meta.get("desc"), "output", None), "idx", -1)
                 for name in (f"{node.name}.{i}" for i in range(several.get(result, 0))):
                     self.by_name[name] = replace(self.by_name[node.name], name=name)

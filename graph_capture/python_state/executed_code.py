@@ -39,8 +39,7 @@ class LoadedNames:
         self.others: set[str] = set(RUN_BY_TORCH)  # attributes of anything
         self.by_libraries: set[str] = set()  # attributes of anything, by libraries' methods
         self.global_names: set[str] = set()  # of modules
-        # Names, and classes whose attributes code may ask for by any name (None: of anything),
-        # since added.
+        # Names, and classes (None: any) whose attributes code may ask for by any name, since added.
         self.new: list[str] = []
         self.new_asking: list[type | None] = []
         self._own: dict[type, set[str]] = {}
@@ -108,8 +107,7 @@ class LoadedNames:
         return is_loaded
 
     def is_asked_of(self, kind: type) -> Callable[[str, Any], bool]:
-        """By a name that it puts together, of a method's own first argument, or of what holds
-        data."""
+        """By a name that it puts together: of a method's own first argument, or of data."""
         is_own = not self._asking.isdisjoint(self._related(kind))
         holds_data = kind.__module__ in OF_DATA or dataclasses.is_dataclass(kind)
         is_asked = is_own or (None in self._asking and holds_data)
@@ -117,8 +115,8 @@ class LoadedNames:
 
         def is_asked_for(name: str, value: Any) -> bool:
             is_out = name in _OF_MODULES or name.startswith("_remat_")
-            # Of a library's objects only numbers and texts: the rest is seldom read so, and often
-            # changed.
+            # Of a library's objects only numbers and texts: the rest often changes, and is seldom
+            # read.
             return is_asked and not is_out and (is_any_kind or isinstance(value, PLAIN))
 
         return is_asked_for

@@ -145,8 +145,7 @@ class WatchedDicts:
         if not self._all():  # a write that changes nothing gives another version too
             return False
         if self._calls >= CALLS_A_TREE * (self._trees - 1):  # not more often than a new tree pays
-            # What one step has written, as a loss in an attribute, is compared by its terms from
-            # then on.
+            # What one step has written, as a loss in an attribute, is then compared by its terms.
             if self._is_new:
                 pairs = list(zip(self._still, self._versions, strict=True))
                 moved = [one for one, version in pairs if dict_version(one[0]) != version]
@@ -298,8 +297,7 @@ class PythonState:
             if is_changed and self.writer(place) is not Writer.FORWARD:
                 continue
             of_trace = is_changed and holds_tensors(now)
-            # So do caches that a library has filled at its first call and nobody sees. Tensors of a
-            # trace go.
+            # So do caches of a library's first call, which nobody sees. Tensors of a trace go.
             if not of_trace and self._found.is_of_library(_holder(place)):
                 continue
             if isinstance(place, ContainerItems) or not is_same_function(now, place.value):

@@ -73,8 +73,7 @@ _NAMES_OF_ATTRIBUTES = (operator.attrgetter, operator.methodcaller)
 
 
 class StateWalk:
-    """One walk from a model and its loss, breadth first. `ran`: only this code, and what
-    `begins`."""
+    """One walk from a model and its loss, breadth first; `ran`: only of this code."""
 
     def __init__(self, model: nn.Module, loss_fn: Any, ran: ExecutedCode | None = None) -> None:
         self.found = ReachableObjects()  # what it has come by so far
@@ -150,8 +149,7 @@ class StateWalk:
                 self._spaces.read_asking(self._names.new_asking.pop())
 
     def _visit(self, value: Any, text: str) -> None:
-        # `getattr(self, self.key)` reads what a text in reach names, `attrgetter` several with
-        # dots.
+        # `getattr(self, self.key)` reads what a text in reach names; `attrgetter` takes several.
         if isinstance(value, str) and len(value) < LONGEST_NAME:
             self._names.add_texts(value.split("."))
         if not self._in_library:

@@ -83,8 +83,7 @@ def with_attributes_of(tensor: Tensor, copy: _Copy) -> _Copy:
 def first_other(
     before: Mapping[str, Any], tensor: Tensor, names: Collection[str]
 ) -> tuple[str, Any, Any] | None:
-    """The first attribute that is not as it was: its name, was and is. `names`: those code may
-    load."""
+    """The first attribute that is not as it was: name, was and is. `names`: those code may load."""
     now = attributes_of(tensor)
     for name in sorted((before.keys() | now.keys()) & set(names)):
         if name.startswith(_BY_TORCH):
@@ -155,8 +154,7 @@ def writer_of(place: StateSlot | OpaqueState | Stream, ran: ExecutedCode) -> Wri
     """Who has changed `place`, by the code that forward ran, all of it."""
     if isinstance(place, (OpaqueState, Stream, ModuleHooks)):
         return Writer.FORWARD
-    # A library's thread may count at any moment. What forward writes, code of its own thread
-    # stores.
+    # A library's thread may count at any moment. What forward writes, its own code stores.
     name = place.key if isinstance(place, (DictItem, SlotAttr)) else None
     own = ran.own_codes()
     if any(name in code.co_names and name in _names_stored_by(code) for code in own):

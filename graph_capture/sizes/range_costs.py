@@ -162,8 +162,7 @@ class WorkspacesOfRange:
             self._diagonal = _in_a_row([*points, *more], [*graphs, *more_graphs])
             self._along: dict[str, tuple[Workspaces, Ints]] = {}
             return
-        # Ops are timed from the smallest sizes to the largest; each size also varies with others
-        # largest.
+        # Ops are timed from the smallest sizes to the largest; others vary one size alone.
         self._diagonal = _in_a_row(points, graphs)
         rows = {name: _row_of(name, [*more, points[-1]]) for name in names}
         along = {
@@ -171,8 +170,8 @@ class WorkspacesOfRange:
             for name, row in rows.items()
             if len(row) > 1
         }
-        # What varies with one size alone follows from it: attention's buffers are a thread's, at
-        # any batch.
+        # What varies with one size follows from it: attention's buffers are a thread's, at any
+        # batch.
         axes = Counter(i for one in along.values() for i in one.varying().tolist())
         self._along = {
             name: (one, np.array([i for i in one.varying() if axes[int(i)] == 1], dtype=np.int64))

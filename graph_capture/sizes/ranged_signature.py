@@ -1,7 +1,4 @@
-"""The signature of batches whose sizes vary: what a step takes, and how that is looked at.
-
-The test of a batch is one compiled function.
-"""
+"""The signature of batches whose sizes vary, whose test is compiled to one function."""
 
 from __future__ import annotations
 

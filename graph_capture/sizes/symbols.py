@@ -357,7 +357,7 @@ class RangeError(CaptureError):
 def require_guards(guards: Sequence[Guard], symbols: Sequence[Symbol], model: str) -> None:
     """Raise `RangeError` for the first guard that does not hold at all sizes of the ranges."""
     for guard in guards:
-        # A guard that fails somewhere in the range would have another graph there.
+        # A guard that fails somewhere would have another graph there, so the range is refused.
         used = [symbol for symbol in symbols if symbol.name in names_in(parsed(guard.text))]
         if number_of_points(used) > _MOST_POINTS:
             raise _range_error(guard, used[0], (), model, "cannot be tried at each size")

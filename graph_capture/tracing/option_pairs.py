@@ -1,7 +1,4 @@
-"""Options that do not go together: each pair, why, and what to do instead.
-
-Asked before anything runs; the table of `docs/limits.md` is made from it.
-"""
+"""Options that do not go together: each pair, why, and what to do instead (`docs/limits.md`)."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ from remat.graph_capture.errors import CaptureError, RematError, RewriteError
 
 
 class OptionPair(NamedTuple):
-    """`other` is not taken with `one`, spelled as in Python; `why` and `instead` are a clause
-    each."""
+    """`other` is not taken with `one`, both as in Python; `why` and `instead` are a clause each."""
 
     other: str
     one: str

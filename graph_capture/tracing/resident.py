@@ -38,8 +38,8 @@ def resident_bytes(
     allocated: Allocated = int, sharding: Sharding = NO_SHARDING, is_on_host: bool = False,
 ) -> Resident:  # fmt: skip
     """Of one rank; a storage shared by two tensors counts once. `accumulate`: gradient buffers
-    exist before the step. `is_on_host`: parameters, gradients and state are, as with
-    `CPUOffloadPolicy`."""
+    exist before the step. `is_on_host`: so parameters, gradients and state are
+    (`CPUOffloadPolicy`)."""
     require_optimizer(optimizer)
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
@@ -100,8 +100,7 @@ def _state_bytes(
 def _dealt_out(parameters: Sequence[Tensor], n_ranks: int) -> list[list[Tensor]]:
     ranks: list[list[Tensor]] = [[] for _ in range(n_ranks)]
     elements = [0] * n_ranks
-    # As `_partition_parameters` of torch 2.13: whole, the largest first, to the first rank with
-    # fewest.
+    # As `_partition_parameters` of torch 2.13: the largest first, to the first rank with fewest.
     for parameter in sorted(parameters, key=lambda p: p.numel(), reverse=True):
         rank = elements.index(min(elements))
         ranks[rank].append(parameter)

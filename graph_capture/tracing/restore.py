@@ -85,8 +85,7 @@ def restored_after(model: nn.Module) -> Generator[ModuleAttributes]:
     # `fork_rng` would start CUDA where nothing has used it yet.
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     python, numpy = random.getstate(), np.random.get_state()
-    # A caller may be under ``no_grad`` or ``inference_mode``; leaving the latter puts gradients on
-    # too.
+    # A caller may be under ``no_grad`` or ``inference_mode``; to leave that puts gradients on too.
     with torch.inference_mode(False), torch.random.fork_rng(devices=devices):
         try:
             yield attributes
@@ -211,8 +210,8 @@ class NoForeignWrites(CallWatcher):
         self.kind, self.state = kind, state
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Parameters, buffers and arguments are inputs. A module's plain tensor, or a global, is a
-        # constant.
+        # Parameters, buffers and arguments are inputs. Other tensors of modules or globals are
+        # constants.
         name = getattr(func, "__name__", "")
         is_in_place = name.endswith("_") and not name.endswith("__")
         is_in_place = is_in_place and name not in _WRITES_NO_VALUES

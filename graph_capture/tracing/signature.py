@@ -27,14 +27,13 @@ def leaves_with_paths(tree: Any) -> list[tuple[_Path, Any]]:
 
 
 def _below(path: _Path, tree: Any) -> Iterator[tuple[_Path, Any]]:
-    # By number: torch's function refers to itself, so a tree in it would live until garbage
-    # collection.
+    # By number: torch's function refers to itself and would hold a tree until garbage collection.
     whole = id(tree)
     parts, spec = pytree.tree_flatten(tree, is_leaf=lambda part: id(part) != whole)
     if spec.is_leaf():
         yield path, tree
         return
-    # Torch has paths only through containers registered with names; diffusers' are not: numbered.
+    # Torch has paths only through containers with named parts. Others, as diffusers', are numbered.
     named = pytree.SUPPORTED_NODES[spec.type].flatten_with_keys_fn
     keys = map(pytree.SequenceKey, range(len(parts)))
     if named is not None:
@@ -78,8 +77,7 @@ _NO_TENSOR = "Pass a tensor there, as at capture, or make another plan for this 
 
 
 class Signature:
-    """Shapes, strides, dtypes and devices of a batch's tensors, and its other leaves; no
-    tensors."""
+    """Shapes, strides, dtypes and devices of a batch's tensors, none of which it holds."""
 
     def __init__(self, batch: Any) -> None:
         paths, self.spec = leaves_with_paths(batch), pytree.tree_structure(batch)
@@ -88,8 +86,7 @@ class Signature:
         self.tensors = [tensor_facts(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.attributes = [kept_attributes(leaf) for leaf in leaves]
-        # By leaf, the first that is the same tensor; held to, if code asks or it makes another
-        # step.
+        # `firsts`: by leaf, the first that is the same tensor; `as_one`: batches are held to that.
         self.firsts, self.as_one = first_places(leaves), False
         # By place of a tensor of integers or bools, what all elements are, None where they differ:
         # here, and in all batches of the plan where code looks, as at a mask of ones.

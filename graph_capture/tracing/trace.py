@@ -382,8 +382,7 @@ def trace(
 
 
 def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
-    """On fake tensors. `CaptureError` also if a number of the recipe cannot be an input of the
-    step."""
+    """On fake tensors. `CaptureError` also if a number of the recipe cannot be an input."""
     if not recipe.float_inputs:
         return _trace_recipe(model, recipe)
     names, values = zip(*recipe.float_inputs, strict=True)
