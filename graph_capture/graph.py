@@ -272,8 +272,6 @@ class Op(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One way to run a region in chunks."""
-
     chunks: int = msgspec.field(name="pieces")
     exact: bool  # whether it gives eager's bits
     ops: tuple[tuple[str, Op], ...]  # each after the name of the op that it precedes, "" at the end

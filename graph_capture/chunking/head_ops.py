@@ -119,8 +119,6 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _OfLoss(NamedTuple):
-    """What backward hands to the loss."""
-
     gradient: Tensor
     total: Tensor
     row_term: Tensor | None  # label smoothing: of each row's sum of logarithms, (m, 1)

@@ -115,8 +115,6 @@ _HIDDEN, _HIDDEN_GATED = 3, 6
 
 @dataclass
 class _MlpGradients:
-    """The nodes of a linear layer's gradients, None where nobody needs one."""
-
     x: fx.Node | None = None
     weight: fx.Node | None = None
     bias: fx.Node | None = None

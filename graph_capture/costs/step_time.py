@@ -140,8 +140,6 @@ _SEGMENTED = 0.5  # power of the factor: 1 suits long stretches, 0 what is made 
 
 @dataclass(frozen=True)
 class _Recomputing:
-    """A step that computes forward again."""
-
     module: fx.GraphModule  # called as the joint module
     again: tuple[str, ...]  # names of the ops that run twice
 

@@ -127,8 +127,6 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 class CollectiveTimes(msgspec.Struct, frozen=True):
-    """Times of one collective over so many ranks."""
-
     kind: Collective
     ranks: int
     size_bytes: tuple[int, ...]  # of the whole, ascending

@@ -215,8 +215,6 @@ _Run = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class TraceSizes(Protocol):
-    """The sizes of one trace, see `Environment` in `trace_over_sizes.py`."""
-
     def points_of(self, numbers: Iterable[Any]) -> Sequence[Sizes]:
         """All sizes of the symbols in these numbers, the largest last; none if these are many."""
         ...

@@ -51,8 +51,6 @@ def of_parameters(gm: fx.GraphModule, num_forward_outputs: int) -> dict[int, fx.
 
 @dataclass
 class GradientAccumulation:
-    """Adds the ops that release gradients, or that update parameters."""
-
     gradients: Sequence[Any]
     parameters: Mapping[int, fx.Node]  # by place, those whose gradients may be released
     # Bytes of each update in backward, by name; if any, only their gradients are released.
@@ -344,8 +342,6 @@ def _cost_of(
 
 @dataclass(frozen=True)
 class GradientRelease:
-    """Gradients of parameters leave backward one by one."""
-
     is_added: bool = True  # to a ``.grad`` that is there before the step
     # Updated in backward, with the bytes of each; other gradients stay to the end.
     updates: tuple[tuple[str, int], ...] = ()

@@ -53,8 +53,6 @@ STEP_METAS = "remat_step_metas"  # on meta: that of the node behind each op that
 
 @dataclass(frozen=True)
 class JoinedOp:
-    """One of the ops that a node runs as one."""
-
     op: Any  # of the trace
     in_place: Any = None  # runs in place of `op`
     is_whole: bool = False  # nothing runs: the first argument is the result

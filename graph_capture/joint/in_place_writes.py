@@ -37,8 +37,6 @@ _InPlaceOf = Callable[[fx.Node], Any]  # None if it may not
 
 @dataclass(frozen=True)
 class Write:
-    """`node` writes to a tensor or a view of it."""
-
     node: fx.Node
     target: Any  # does so in place
     scattered: tuple[fx.Node, ...]  # puts the written part into the whole

@@ -279,8 +279,6 @@ def opaque_state(text: str, owner: Any) -> OpaqueState | None:
 
 
 class SettingsBefore:
-    """Environment variables and torch's settings, as they are when this is made."""
-
     def __init__(self) -> None:
         self._variables = dict(vars(os.environ)["_data"])
         self._said = {name: _said_by_torch(name, torch) for name in sorted(_SETTINGS)}

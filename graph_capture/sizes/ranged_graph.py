@@ -280,8 +280,6 @@ class PartBytes(NamedTuple):
 
 
 class BytesOver:
-    """Bytes of one graph over a range, for any part of it."""
-
     def __init__(self, graph: RangedGraph) -> None:
         self.graph = graph  # as `RangedGraph.bounding`, without a graph for each of many points
         fixed = {value.name: str(value.size_bytes) for value in graph.base.values}

@@ -211,7 +211,6 @@ def _looks_alike(a: fx.Node, b: fx.Node) -> bool:
 
 
 def match_block(block: Joint, whole: Joint, path: str) -> BlockMatch:
-    """Find the ops of `block`, traced by itself, among those of the model at `path`."""
     # A block compiled by itself sums gradients inside first. Bits are eager's only if the whole
     # step has its very ops, wired alike and in its order.
     matcher = _Matcher(block, whole)

@@ -94,8 +94,6 @@ _Leaf = TypeVar("_Leaf")
 
 @dataclass(frozen=True)
 class DuplicateOutputs:
-    """A tree of results in which a tensor comes more than once, or a dataclass."""
-
     spec: pytree.TreeSpec
     which: tuple[int, ...]  # for each leaf of the tree, its index among the distinct ones
     own: int  # leaves that are the module's results; the others are set on attributes
