@@ -182,8 +182,7 @@ _MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 def decode_json(data: bytes | str, kind: type[_Kind]) -> _Kind:
     """The value in a JSON text; `TextError` for another text, `ShapeError` for other fields."""
-    # Files come from anywhere: cut short, edited, or made to harm. No decoding error goes further.
-    try:
+    try:  # files come from anywhere, so no error of the decoder goes further
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         raise ShapeError(str(error)) from error
@@ -259,8 +258,7 @@ def read_archive_member(path: Path, name: str) -> bytes | None:
 
 def _checked_root(members: list[zipfile.ZipInfo]) -> str:
     """The folder that all members are in; raises `ArchiveError` for a name out of place."""
-    # As it stands in the file: `filename` is cut at a NUL, and may have other separators.
-    names = [member.orig_filename for member in members]
+    names = [member.orig_filename for member in members]  # `filename` is cut at a NUL
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ArchiveError(f"it has two members {twice[0]!r}")
     roots = {name.partition("/")[0] for name in names}

@@ -126,8 +126,7 @@ class _SharedFile:
             if not gaps:
                 self._grow(size_bytes)
                 gaps = self._gaps[-1:] if size_bytes else [(0, 0)]
-            # The smallest that fits leaves larger ones whole.
-            start, end = min(gaps, key=lambda gap: gap[1] - gap[0])
+            start, end = min(gaps, key=lambda gap: gap[1] - gap[0])  # larger ones stay whole
             if size_bytes:
                 self._gaps.remove((start, end))
                 self._give_back((start + size_bytes, end))

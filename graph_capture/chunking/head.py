@@ -194,8 +194,7 @@ class Head:
     weight: fx.Node  # (classes, d)
     bias: fx.Node | None
     loss: fx.Node  # its `nll_loss_forward`
-    # The logits' rows that the loss takes; empty for all.
-    grid: list[int] = field(default_factory=list[int])
+    grid: list[int] = field(default_factory=list[int])  # rows that the loss takes; empty for all
     start: list[int] = field(default_factory=list[int])
     stop: list[int] = field(default_factory=list[int])
     gradient: fx.Node | None = None  # what backward hands to the loss
@@ -204,8 +203,7 @@ class Head:
     of_x: fx.Node | None = None  # nodes that make the gradients, None where nobody needs one
     of_weight: fx.Node | None = None
     of_bias: fx.Node | None = None
-    # Nodes that only serve these, each before those that read it.
-    forward: list[fx.Node] = field(default_factory=list[fx.Node])
+    forward: list[fx.Node] = field(default_factory=list[fx.Node])  # in graph order; they only serve
     backward: list[fx.Node] = field(default_factory=list[fx.Node])
 
     @property

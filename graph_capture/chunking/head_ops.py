@@ -31,8 +31,7 @@ class _HeadLoss:
     bias: Tensor | None  # (classes,)
     target: Tensor  # (m,)
     class_weight: Tensor | None  # (classes,)
-    # Of the logits' rows, if the loss takes a part: a grid, sliced from `start` to `stop`.
-    grid: Sequence[int]
+    grid: Sequence[int]  # of the logits' rows, from `start` to `stop`, if the loss takes a part
     start: Sequence[int]
     stop: Sequence[int]
     dtype: torch.dtype  # of the loss
@@ -191,8 +190,7 @@ def _class_gradients(
     log_p = torch.zeros(len(top), n_block + 1, dtype=one.dtype, device=top.device)
     bias = None if one.bias is None else one.bias[a:b]
     log_p[:, :n_block] = one._taken(_product(one.x, one.weight[a:b], bias), one.chosen_here)
-    # One by one, as torch's softmax kernel does: to subtract their sum would round otherwise.
-    log_p[:, :n_block].sub_(top).sub_(log_sum)
+    log_p[:, :n_block].sub_(top).sub_(log_sum)  # as torch's kernel: their sum would round otherwise
     at = torch.where((one.target >= a) & (one.target < b), one.target - a, n_block)
     of_log_p = torch.zeros_like(log_p)
     of_log_p[every, at] = row_sums[:, 0]

@@ -133,8 +133,7 @@ class Mlp:
     of_gate: _MlpGradients
     of_up: _MlpGradients
     of_down: _MlpGradients  # of the weight alone, as the bias's reads nothing hidden
-    # Nodes that only serve these, each before those that read it.
-    forward: list[fx.Node] = field(default_factory=list[fx.Node])
+    forward: list[fx.Node] = field(default_factory=list[fx.Node])  # in graph order; they only serve
     backward: list[fx.Node] = field(default_factory=list[fx.Node])
 
     @property

@@ -223,8 +223,7 @@ def _region(
     choices: list[Choice] = []
     for chunks in COUNTS:
         found.set_chunks(chunks)
-        # Where eager's bits are asked for, numbers of chunks that do not give them are left out.
-        if not found.is_exact or is_exact(found):
+        if not found.is_exact or is_exact(found):  # numbers that do not give eager's bits go
             ops, values = chunk_costs(found)
             choices.append(_choice(graph, found, ops, values))
     return Region(found.name, found.dropped, tuple(choices), found.kinds)
@@ -233,8 +232,7 @@ def _region(
 def _choice(
     graph: TrainingGraph, found: RegionCandidate, ours: Mapping[str, Op], values: Sequence[Value]
 ) -> Choice:
-    # They do the same work, some of it twice. They only seem quicker where blocks fit into caches.
-    least_us = _whole_us(graph, found)
+    least_us = _whole_us(graph, found)  # it seems quicker only where blocks fit into caches
     if found.is_exact and sum(op.cost_us for op in ours.values()) < least_us:
         ours = _taking(least_us, ours)
     ops = [(place, ours.get(op.name) or _as_captured(graph, op)) for place, op in found.added]
@@ -256,8 +254,7 @@ def _taking(all_us: float, ours: Mapping[str, Op]) -> Mapping[str, Op]:
 def _as_captured(graph: TrainingGraph, op: Op) -> Op:
     """An op that reads other values than before, such as an update, at its captured cost."""
     same = [one for one in graph.ops if one.target == op.target]
-    # An update is named by the gradient that it waits for.
-    before = next((one for one in same if one.name == op.name), same[0])
+    before = next((one for one in same if one.name == op.name), same[0])  # named by the gradient
     return replace(op, cost_us=before.cost_us, cost_origin=before.cost_origin)
 
 

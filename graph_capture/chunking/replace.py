@@ -181,8 +181,7 @@ def _take_places(mlp: Mlp, node: fx.Node) -> None:
     if node.target is MLP_INPUT:
         _replace_node(wanted[0], node)
         return
-    # A weight's gradient that nobody needs is left out (`wanted`); a term of x's is made anyway.
-    is_left_out = node.target is MLP_WEIGHTS
+    is_left_out = node.target is MLP_WEIGHTS  # what nobody needs (`wanted`), but no term of x's
     like: Tensor = (mlp.gate.weight if is_left_out else mlp.gate.x).meta["val"]
     node.meta["val"] = tuple(_values(old, like, 0 if is_left_out else like.shape))
     _replace_results(node, old)

@@ -89,8 +89,7 @@ class _Fit:
     assumed: Roofline
     profile: Profile
     launch_us: float = field(init=False)
-    # By target and by class, the time of each op over the assumed time, both without a launch.
-    factors: dict[str, dict[str, float]] = field(init=False)
+    factors: dict[str, dict[str, float]] = field(init=False)  # of times over assumed ones
 
     def __post_init__(self) -> None:
         assumed, self.factors = self.assumed, defaultdict(dict)

@@ -246,8 +246,7 @@ _SPREAD = 0.02  # of made inputs: small, so that values neither swell nor vanish
 STEP_NOT_TIMED = (
     "the step was not timed as a whole, as that takes more than the budget: overheads may be shown "
     "too high"
-)
-"""What a graph notes on its costs, where they lack what the step takes beyond its ops."""
+)  # of costs that lack what the step takes beyond its ops
 
 
 def whole_step(

@@ -118,8 +118,7 @@ def _free_in_cgroups() -> Iterator[int]:
 
 
 def _left_in(root: Path, path: str, limit: str, usage: str, cached: str) -> Iterator[int]:
-    # A container shows its own group as the root, whatever its path outside.
-    group = root / path.lstrip("/")
+    group = root / path.lstrip("/")  # the root is the container's own group
     below = [one for one in (group, *group.parents) if one != root and root in one.parents]
     for folder in (root, *(root / part for part in below)):
         most_bytes, used_bytes = _number(folder / limit), _number(folder / usage)

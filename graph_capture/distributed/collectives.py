@@ -308,8 +308,7 @@ def is_fake(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == _BACKEND
 
 
-_ALIASES = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
-"""Under which a kernel for several devices is registered."""
+_ALIASES = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")  # for kernels of several
 _Result = TypeVar("_Result")
 
 

@@ -25,8 +25,7 @@ from remat.graph_capture.graph import Op, Phase, TrainingGraph, Value
 
 GATHER, UNSHARD, RESHARD = "remat.all_gather", "remat.unshard", "remat.reshard"
 COPY_IN, REDUCE = "remat.copy_in", "remat.reduce_scatter"
-BEFORE_BLOCK, BEHIND_BLOCK = (GATHER, UNSHARD), (RESHARD, COPY_IN, REDUCE)
-"""What runs right before a block's forward or backward, and right after."""
+BEFORE_BLOCK, BEHIND_BLOCK = (GATHER, UNSHARD), (RESHARD, COPY_IN, REDUCE)  # right before and after
 COMMUNICATION = (*BEFORE_BLOCK, *BEHIND_BLOCK)
 
 _GLOO_COPIES = 1  # of a whole buffer that gloo, of CPUs, makes while it gathers or reduces
@@ -85,8 +84,7 @@ def _with_copies(graph: TrainingGraph, nodes: Sequence[Unit], gradients: set[str
 # accumulated in another dtype. With the loss outside the model, the last buffer is freed a little
 # earlier than here.
 
-_Kept = Literal["whole", "part", "none"]
-"""What is left of gathered parameters after forward: all, a part over fewer ranks, or nothing."""
+_Kept = Literal["whole", "part", "none"]  # left of gathered parameters; part: over fewer ranks
 
 
 class _FsdpStep:

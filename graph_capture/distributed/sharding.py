@@ -282,8 +282,7 @@ class ParameterGroup:
     parameters_bytes: int = 0  # in the dtype of the step
     gathered_bytes: int = 0  # with FSDP2's padding
     shard_bytes: int = 0  # of one rank's part, as it is held between steps
-    # in the order of the step's outputs
-    gradients: list[Value] = field(default_factory=list[Value])
+    gradients: list[Value] = field(default_factory=list[Value])  # in the order of the outputs
 
     def add(self, value: Value, sharding: Sharding) -> None:
         elements, size = sharding.shard_elements(value.shape), element_bytes(value.dtype)
@@ -294,8 +293,7 @@ class ParameterGroup:
     def reduced_bytes(self, sharding: Sharding) -> tuple[int, int]:
         """Bytes of the buffer that gradients are reduced in, and of this rank's held part."""
         size_bytes, n = sum(value.size_bytes for value in self.gradients), sharding.shard_ranks
-        # The buffer is padded as parameters are, if each of them has a gradient.
-        if size_bytes == self.parameters_bytes:
+        if size_bytes == self.parameters_bytes:  # padded if each parameter has a gradient
             size_bytes = self.gathered_bytes
         size_bytes = -(-size_bytes // n) * n
         own = element_bytes(self.gradients[0].dtype)

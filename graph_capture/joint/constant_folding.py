@@ -125,8 +125,7 @@ class ConstantFolder(TraceObserver):
     def _unknown(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]
     ) -> Any:
-        # Where the values that the op gives come from, as far as they are not known.
-        found = frozenset([RANDOM] if _is_random(func) else [])
+        found = frozenset([RANDOM] if _is_random(func) else [])  # as far as they are unknown
         unknown = (one for one in inputs if not self._is_known(one))
         sources = found.union(*map(self._sources_of, unknown)) or frozenset([_MODEL])
         self._forget_written(func, args, kwargs, sources)

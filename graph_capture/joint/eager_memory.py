@@ -35,8 +35,7 @@ from remat.graph_capture.torch_private.core import (
 
 WRITTEN_KEY = "remat_written"  # where autograd does not record: eager's op that writes there
 RECORDED_KEY = "remat_recorded"  # the same where autograd records; backward's nodes may have both
-# On meta: a node's number in the trace, and how many there were when eager let go of its result.
-MADE_AS, _DIED_AS = "remat_made_as", "remat_died_as"
+MADE_AS, _DIED_AS = "remat_made_as", "remat_died_as"  # on meta: when it came, and when eager let go
 _OVER = "remat_over"  # on the meta of nodes written in place: a node of the storage written to
 
 

@@ -46,8 +46,7 @@ def _dropped(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     """`x` times eager's noise, in the storage of the noise if that is laid out as the product."""
     # uint8: CPU kernels convert bool slower; torch's backward took 0.56 ms, this 0.22, eager 0.17.
     noise = mask.view(torch.uint8).to(x.dtype).mul_(scale)
-    # A product's strides along dimensions of one element are not always those of its factors.
-    is_as_product = noise.stride() == x.stride() and (
+    is_as_product = noise.stride() == x.stride() and (  # not along dimensions of one element
         1 not in x.shape or x.stride() == make_contiguous_strides_for(x.shape)
     )
     return noise.mul_(x) if is_as_product else x.mul(noise)

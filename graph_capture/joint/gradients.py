@@ -103,8 +103,7 @@ class GradientAccumulation:
         final: dict[int, list[int]] = {}
         for place, name in made.items():
             written = values.written["backward"].get(name, name)
-            # What forward has made is final as backward begins.
-            at = index.get(values.by_name[written].producer, 0)
+            at = index.get(values.by_name[written].producer, 0)  # what forward made is final there
             if self.updated:
                 # An update writes to the parameter, which backward may still have to read.
                 at = max(at, last_read.get(values.of(self.parameters[place]), 0))
@@ -315,8 +314,7 @@ def update_costs(
 
 def _same_update(parameter: Tensor, group: Mapping[str, Any]) -> _Alike:
     given = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
-    # Whether an option is zero decides which tensors a step makes, as of momentum.
-    options = ((k, v) for k, v in group.items() if k != "params")
+    options = ((k, v) for k, v in group.items() if k != "params")  # zero makes fewer tensors
     return *given, *(
         (name, value if isinstance(value, bool | str | type(None)) else value != 0)
         for name, value in options
@@ -343,6 +341,5 @@ def _cost_of(
 @dataclass(frozen=True)
 class GradientRelease:
     is_added: bool = True  # to a ``.grad`` that is there before the step
-    # Updated in backward, with the bytes of each; other gradients stay to the end.
-    updates: tuple[tuple[str, int], ...] = ()
+    updates: tuple[tuple[str, int], ...] = ()  # in backward, with bytes; others stay to the end
     state_bytes: int = 0  # of the optimizer, between steps

@@ -174,8 +174,7 @@ def _writes_after(
 
 def _any_form(node: fx.Node) -> Any:
     """The op in place that does what `node` does, if it takes the same arguments."""
-    # A pointwise op makes another tensor in eager, unless eager ran it in place.
-    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()):  # else it makes another tensor
         return written_by_eager(node)
     op = in_place_form(node)
     if op is None or torch.Tag.inplace_view in op.tags or not _is_plain(node) or is_view(node):

@@ -233,8 +233,7 @@ def writes_in_place(nodes: Sequence[fx.Node], in_forward: Collection[fx.Node]) -
 
 
 def _adds_to_term(node: fx.Node, write: fx.Node) -> bool:
-    # torch 2.11 tells only of the sum, and not of its terms, that backward has made it.
-    is_recorded = WRITTEN_KEY not in _annotations(node)
+    is_recorded = WRITTEN_KEY not in _annotations(node)  # torch 2.11 does not tell of terms
     return _is_sum_of_autograd(write) or (not is_recorded and _op_called(write) in _ADD)
 
 

@@ -186,8 +186,7 @@ def copy_of(gm: fx.GraphModule, edit: Callable[[fx.Graph], Any] = lambda _: None
     graph = fx.Graph()  # a new graph has fx's plain calling convention, whatever that of `gm` is
     results = graph.graph_copy(gm.graph, {})
     output = graph.output(results)
-    # `graph_copy` leaves the output node out, and with it AOTAutograd's "desc".
-    output.meta = dict(gm.graph.find_nodes(op="output")[0].meta)
+    output.meta = dict(gm.graph.find_nodes(op="output")[0].meta)  # `graph_copy` leaves it out
     edit(graph)  # before code is made of the graph, which takes long for thousands of nodes
     return fx.GraphModule(gm, graph)
 
@@ -198,8 +197,7 @@ def written_inputs(graph: fx.Graph, results: int) -> tuple[Any, ...]:
     said = graph.output_node().meta["desc"][:results]
     written = {what.mutated_input for what in said if hasattr(what, "mutated_input")}
     given = [n.meta["desc"] for n in graph.find_nodes(op="placeholder") if not is_tangent(n)]
-    # A DTensor is one input with two nodes: its local part and its mesh.
-    own = [one for one in given if not is_beside_local_part(one)]
+    own = [one for one in given if not is_beside_local_part(one)]  # a DTensor has a mesh, too
     return tuple(one if one in written else None for one in own)
 
 

@@ -44,8 +44,7 @@ def views_told_apart(results: Any) -> Any:
         key: leaf.unsqueeze(0).unbind(0)[0]  # AOTAutograd returns views of such an op as they are
         for key, leaf in distinct.items()
         if sharing[storage_key(leaf)] > 1 and storage_key(leaf) in viewed
-        # What is detached has no base either, as the result itself, but does not require grad.
-        if not (leaf.requires_grad and leaf._base is None)
+        if not (leaf.requires_grad and leaf._base is None)  # detached ones have no base either
     }
     return pytree.tree_unflatten([told.get(id(leaf), leaf) for leaf in leaves], spec)
 

@@ -102,8 +102,7 @@ class Provenance(CallWatcher):
 
 
 def path_in_model(path: str) -> str:
-    # The step that is traced holds the user's model as ``model``.
-    return "" if path == "model" else path.removeprefix("model.")
+    return "" if path == "model" else path.removeprefix("model.")  # the traced step names it so
 
 
 def source_of(frame: FrameType | None) -> str:

@@ -37,8 +37,7 @@ _TEXTS = (io.StringIO, io.BytesIO)
 def is_looked_into(kind: type) -> bool:
     """Whether objects of a library's class hold what a user sets."""
     module: Any = kind.__module__
-    # A class may have anything under ``__module__``.
-    if not isinstance(module, str) or issubclass(kind, nn.Module):
+    if not isinstance(module, str) or issubclass(kind, nn.Module):  # it may be anything
         return False
     root = module.partition(".")[0]
     if root == "torch":

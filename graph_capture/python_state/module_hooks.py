@@ -35,8 +35,7 @@ class Names:
     own: set[str] = field(default_factory=set)  # of its first argument, ``self`` in a method
     others: set[str] = field(default_factory=set)  # attributes of anything else
     stored: dict[str, int] = field(default_factory=dict)  # that it sets, with the first line
-    # that it imports as it runs, with the level of a relative import
-    modules: set[tuple[str, int]] = field(default_factory=set)
+    modules: set[tuple[str, int]] = field(default_factory=set)  # imported as it runs, with level
     # Whether it asks its first argument, or anything else, for a name known only as it runs, such
     # as `getattr(self, f"scale_{i}")`.
     asks_own: bool = False
@@ -101,8 +100,7 @@ def _second_argument(after: list[dis.Instruction]) -> tuple[int, bool]:
     for i, one in enumerate(after):
         before, depth = depth, depth + dis.stack_effect(one.opcode, one.arg, jump=False)
         is_load = one.opname.startswith("LOAD_") and depth > before
-        # A load only pushes; all others pop before they push.
-        lowest = before if is_load else min(before, depth - 1)
+        lowest = before if is_load else min(before, depth - 1)  # a load only pushes
         if lowest < 0:
             break
         if depth == 1:

@@ -42,16 +42,14 @@ Absent = tuple[str, dict[str, Any], set[str]]  # its text, and names that must n
 @dataclass
 class ReachableObjects:
     places: list[StateSlot | OpaqueState] = field(default_factory=list)  # to be compared
-    # of `functools`, each with its counts
-    caches: list[tuple[Any, Any]] = field(default_factory=list)
+    caches: list[tuple[Any, Any]] = field(default_factory=list)  # of `functools`, with counts
     streams: list[Stream] = field(default_factory=list)  # the user's own
     texts: set[str] = field(default_factory=set)  # that may name attributes
     functions: int = 0  # how many were read
     # By the identity of an instance's ``__dict__``: names that code loads of it, and its class.
     reads: dict[int, set[str]] = field(default_factory=dict)
     kinds: dict[int, type] = field(default_factory=dict)
-    # Names of attributes that code sets, with the first ``file:line`` that does.
-    stores: dict[str, str] = field(default_factory=dict)
+    stores: dict[str, str] = field(default_factory=dict)  # that code sets, and where it does first
     of_libraries: set[int] = field(default_factory=set)  # ids of what libraries hold, not classes
 
     def is_of_library(self, holder: Any) -> bool:

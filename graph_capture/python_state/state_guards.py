@@ -145,8 +145,7 @@ class WatchedDicts:
         if not self._all():  # a write that changes nothing gives another version too
             return False
         if self._calls >= CALLS_A_TREE * (self._trees - 1):  # not more often than a new tree pays
-            # What one step has written, as a loss in an attribute, is then compared by its terms.
-            if self._is_new:
+            if self._is_new:  # then compared by its terms, as a loss in an attribute
                 pairs = list(zip(self._still, self._versions, strict=True))
                 moved = [one for one, version in pairs if dict_version(one[0]) != version]
                 self._restless = [*self._restless, *moved]
@@ -335,8 +334,7 @@ class PythonState:
     def compare_executed(self) -> None:
         """Compare what the code may read that ran since, and what a cache has kept of any code."""
         self._walk.follow_executed()
-        # At an earlier call the rest of such a function ran too.
-        self._walk_behind(self._walk.behind_caches())
+        self._walk_behind(self._walk.behind_caches())  # an earlier call ran them wholly
 
     def compare_as(self, other: PythonState) -> None:
         """Compare what the code may read that `other` compares."""
@@ -433,8 +431,7 @@ def added_to_library(change: Change) -> LibraryCache | None:
     before, now = cast("dict[Any, Any]", change.before), cast("dict[Any, Any]", change.now)
     if not all(is_same(now.get(key, MISSING), value) for key, value in before.items()):
         return None
-    # What a first call finds out: einops keeps which backend is meant for which type of tensor.
-    added = {key: now[key] for key in now if key not in before}
+    added = {key: now[key] for key in now if key not in before}  # such as einops's backends
     installed = [vars(module) for module in list(sys.modules.values()) if is_installed(module)]
     is_global = any(place.owner is value for space in installed for value in list(space.values()))
     if not is_global or not all(map(_is_of_library, added.values())):

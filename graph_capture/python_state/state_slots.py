@@ -155,8 +155,7 @@ def copied(owner: Any) -> Any:
 
 def refill(owner: Any, value: Any) -> None:
     """Make a container hold `value`, a copy of it, again."""
-    # What is behind a view cannot be written through it.
-    if isinstance(owner, MappingProxyType) or holds(owner, value):
+    if isinstance(owner, MappingProxyType) or holds(owner, value):  # what is behind it stays
         return
     if isinstance(owner, _NUMBERS):
         owner[:] = value
@@ -309,8 +308,7 @@ class Stream:
     state: Any
 
     def has_moved(self) -> bool:
-        # States hold arrays, which compare element by element; bytes do not.
-        return pickle.dumps(_state_of(self.owner)) != self.state[0]
+        return pickle.dumps(_state_of(self.owner)) != self.state[0]  # arrays compare by element
 
     def put_back(self) -> None:
         if self.has_moved():

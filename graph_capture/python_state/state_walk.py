@@ -79,8 +79,7 @@ class StateWalk:
         self.found = ReachableObjects()  # what it has come by so far
         self.ran = ran
         self._in_library = False  # whether what is followed now is an installed library's
-        # First in, first out: beyond `MOST_PLACES`, what is farthest from the model is missing.
-        self._queue: deque[tuple[Any, str]] = deque()
+        self._queue: deque[tuple[Any, str]] = deque()  # the farthest are missing, if too many
         self._seen: dict[int, Any] = {}  # with the objects, whose identities stay theirs so
         self._entries: set[tuple[int, Any]] = set()
         # Functions, by the identity of code that has not run yet.

@@ -114,8 +114,7 @@ class StandIns:
 
     def require_unwritten(self, kind: str) -> None:
         for text, tensor, before in self._given:
-            # The traced module holds the user's model under that name.
-            now, of = _own(tensor), text.removeprefix("model.")
+            now, of = _own(tensor), text.removeprefix("model.")  # the traced module's name for it
             for name in before.keys() | now.keys():
                 if before.get(name, MISSING) is not now.get(name, MISSING):
                     raise CaptureError(

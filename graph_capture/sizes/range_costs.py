@@ -60,8 +60,7 @@ class Workspaces:
     ) -> None:  # fmt: skip
         self._sizes, self._along = sizes, along
         self._measured: Ints = np.array(measured, dtype=np.int64)
-        # At a point or any before it: a bound for all smaller sizes.
-        self._most: Ints = np.maximum.accumulate(self._measured, axis=0)
+        self._most: Ints = np.maximum.accumulate(self._measured, axis=0)  # bounds all smaller sizes
         lines = [] if along else _lines(self._measured, graphs, beside)
         for i in self.varying().tolist() if along else ():
             at = [one[along] for one in sizes]
@@ -162,8 +161,7 @@ class WorkspacesOfRange:
             self._diagonal = _in_a_row([*points, *more], [*graphs, *more_graphs])
             self._along: dict[str, tuple[Workspaces, Ints]] = {}
             return
-        # Ops are timed from the smallest sizes to the largest; others vary one size alone.
-        self._diagonal = _in_a_row(points, graphs)
+        self._diagonal = _in_a_row(points, graphs)  # smallest to largest; others vary one size
         rows = {name: _row_of(name, [*more, points[-1]]) for name in names}
         along = {
             name: _in_a_row(row, [graphs[-1]] * len(row), name)

@@ -300,8 +300,7 @@ class BytesOver:
 
     def _of(self, part: tuple[Symbol, ...]) -> PartBytes:
         graph, high = self.graph, corner(part, "high")
-        # Of a graph without costs, sizes are as they are: see `RangedGraph.at`.
-        counted = self._counted if graph.points else int
+        counted = self._counted if graph.points else int  # sizes as they are, without costs
         distinct = [self._bytes(text, part) for text in self._texts]
         plain = np.array(distinct, dtype=np.int64)[self._which]
         values = np.array(list(map(counted, distinct)), dtype=np.int64)[self._which]

@@ -96,8 +96,7 @@ def _grows(node: ast.expr, least: Mapping[str, int]) -> bool:
 
 
 def _grows_from_zero(node: ast.expr, least: Mapping[str, int]) -> bool:
-    # As it grows, its value at the least sizes is the least.
-    return _grows(node, least) and _value(node, least, "") >= 0
+    return _grows(node, least) and _value(node, least, "") >= 0  # rising: least at the least sizes
 
 
 def names_in(node: ast.expr) -> set[str]:

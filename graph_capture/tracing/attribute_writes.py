@@ -167,8 +167,7 @@ class ForwardWrites:
             if not is_known or (is_read and not own):
                 raise self._refused(written)
             kept = tuple((True, None) if isinstance(x, Tensor) else (False, x) for x in leaves)
-            # A graph that holds one of these as a constant has read what an earlier step left.
-            before = storages_in(pytree.tree_leaves(written.held))
+            before = storages_in(pytree.tree_leaves(written.held))  # read from an earlier step
             facts = spec, kept, len(own), is_read, before
             self.mutated.append(MutatedAttribute(written.path, written.name, *facts))
             tensors += own
@@ -316,8 +315,7 @@ def find_loop_carried(
     found: list[MutatedAttribute] = []
     for one in mutated:
         own, nodes = nodes[: one.tensors], nodes[one.tensors :]
-        # What depends on code alone, as a mask made at the first call, is the same at each step.
-        is_another = any(_depends_on_input(node) for node in own)
+        is_another = any(_depends_on_input(node) for node in own)  # code alone: alike at each step
         if one.is_read and (is_another or one.before & constants):
             found.append(one)
     return found
@@ -346,8 +344,7 @@ def _is_same_node(a: fx.GraphModule, m: fx.Node, b: fx.GraphModule, n: fx.Node) 
     if (m.op, m.name, str(m.target)) != (n.op, n.name, str(n.target)):
         return False
     if m.op != "get_attr":
-        # By their texts: nodes are named, and NaN is NaN.
-        return repr((m.args, m.kwargs)) == repr((n.args, n.kwargs))
+        return repr((m.args, m.kwargs)) == repr((n.args, n.kwargs))  # by text: NaN is NaN
     one, other = getattr(a, str(m.target)), getattr(b, str(n.target))
     if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one is other:
         return one is other

@@ -179,8 +179,7 @@ _WEIGHTS: dict[Any, slice] = {
     aten._native_batch_norm_legit.no_stats: slice(1, 3),
     aten.native_layer_norm.default: slice(2, 4),
     aten.native_group_norm.default: slice(1, 3),
-}
-"""Where an op takes weights, and running statistics: the first that is there has their dtype."""
+}  # by op: weights and running statistics; the first that is there has their dtype
 _FUNCTIONAL = aten._native_batch_norm_legit_functional.default
 
 

@@ -116,8 +116,7 @@ def distinct_results(results: Any, own: int) -> tuple[Any, DuplicateOutputs | No
     leaves, spec = pytree.tree_flatten(results)
     seen, distinct, which = dict[int, int](), list[Any](), list[int]()
     for leaf in leaves:
-        # Equal numbers may be one object by chance, so only tensors count.
-        known = seen.get(id(leaf)) if isinstance(leaf, Tensor) else None
+        known = seen.get(id(leaf)) if isinstance(leaf, Tensor) else None  # numbers may be equal
         which.append(len(distinct) if known is None else known)
         if known is None:
             seen[id(leaf)] = len(distinct)

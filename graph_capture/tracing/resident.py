@@ -181,6 +181,5 @@ def tied_places(model: nn.Module) -> dict[int, int]:
     """Of ``named_parameters(remove_duplicate=False)``, each with the place of its first name."""
     slots = _slots(model)
     later = _later_slots(model)
-    # Reversed, so that the first place counts of a module that comes twice.
-    place = {slot: i for i, slot in reversed(list(enumerate(slots)))}
+    place = {slot: i for i, slot in reversed(list(enumerate(slots)))}  # the first place counts
     return {i: place[later[slot]] for i, slot in enumerate(slots) if slot in later}

@@ -217,8 +217,7 @@ class NoForeignWrites(CallWatcher):
         is_in_place = is_in_place and name not in _WRITES_NO_VALUES
         targets = args[:1] if is_in_place or name in _IN_PLACE else ()
         for leaf in pytree.tree_leaves([*targets, kwargs.get("out")]):
-            # What the trace has made is a view of a constant, or of none.
-            while isinstance(leaf, FakeTensor):
+            while isinstance(leaf, FakeTensor):  # the trace's own is a view of a constant, or none
                 leaf = leaf._base
             is_own = type(leaf) in (Tensor, nn.Parameter)
             if isinstance(leaf, Tensor) and is_own and (line := line_of_user()):

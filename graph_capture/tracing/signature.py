@@ -27,8 +27,7 @@ def leaves_with_paths(tree: Any) -> list[tuple[_Path, Any]]:
 
 
 def _below(path: _Path, tree: Any) -> Iterator[tuple[_Path, Any]]:
-    # By number: torch's function refers to itself and would hold a tree until garbage collection.
-    whole = id(tree)
+    whole = id(tree)  # by number: torch's function refers to itself and would hold a tree
     parts, spec = pytree.tree_flatten(tree, is_leaf=lambda part: id(part) != whole)
     if spec.is_leaf():
         yield path, tree

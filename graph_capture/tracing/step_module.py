@@ -143,8 +143,7 @@ class StepModule(nn.Module):
         on_batch = zip(signature.names, signature.attributes, strict=True) if signature else ()
         self._stand_ins = StandIns(self, list(on_batch))
         self._casts_once = torch.is_autocast_cache_enabled()  # AOTAutograd switches it off
-        # Where results repeat a tensor; those of the last run are then the distinct ones.
-        self.duplicate_outputs: DuplicateOutputs | None = None
+        self.duplicate_outputs: DuplicateOutputs | None = None  # those of the last run
         self.known, self.gradient_order = ConstantFolder(), GradientOrder()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:

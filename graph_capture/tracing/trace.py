@@ -433,8 +433,7 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
         try:
             one = dataclasses.replace(recipe, flags=flags)
             done = _traced_once(model, one, ran, whole=False)
-            # Code that ran unseen may have read anything that any code reads.
-            if not ran.is_all and done.python_state.code_in_scope:
+            if not ran.is_all and done.python_state.code_in_scope:  # it may have read anything
                 done = _traced_once(model, one, ran, whole=True)
         except CaptureError as error:
             # What is refused by us, and not by torch, no flag changes.
@@ -483,8 +482,7 @@ def _counts_as_one(done: Trace) -> bool:
     if not twice or done.python_state.asks_identity or any(one.requires_grad for one in facts):
         return bool(twice)
     written = written_inputs(done.joint.module.graph, done.joint.num_forward_outputs)
-    # Parameters and buffers come first among the inputs.
-    of_batch = written[len(written) - len(signature.firsts) :]
+    of_batch = written[len(written) - len(signature.firsts) :]  # parameters and buffers are first
     return any(of_batch[i] is not None for i in places)  # a write to one is a write to the other
 
 
