@@ -1,7 +1,4 @@
-"""The step as eager runs it, where its memory differs from that of the captured graph.
-
-Not predicted: temporaries of kernels that a trace takes apart.
-"""
+"""The memory of the step in eager, without temporaries of kernels that a trace takes apart."""
 
 from __future__ import annotations
 
@@ -58,8 +55,7 @@ def _masked_apart(op: Op, values: dict[str, Value]) -> Iterator[Op]:
     if op.target not in _DROPOUTS or len(op.outputs) != _MASK + 1:
         yield op
         return
-    # On a CPU a mask is drawn, then multiplied by; for the mask alone a second run stops before
-    # that.
+    # On a CPU a mask is drawn, then multiplied by; for the mask alone a second run stops there.
     result, mask = op.outputs
     yield replace(op, outputs=(mask,))
     name = f"{op.name}_masked"

@@ -31,8 +31,7 @@ class Finalizer(weakref.ref[Any], Generic[_Fact]):
     """Calls `hear`, a method of C, with itself when `thing` has ended; held until then."""
 
     # Python raises Ctrl-C between two bytecodes and drops what a callback raises, so one in Python
-    # may end too early. A method of C queues the fact; another thread or a later call does the
-    # rest.
+    # may end too early. A method of C queues the fact; another thread or a later call goes on.
     fact: _Fact
 
     def __new__(cls, thing: Any, hear: Callable[[Any], Any], fact: _Fact) -> Finalizer[_Fact]:

@@ -380,8 +380,7 @@ class Sized:
         self.graph = replace(graph, resident=resident)
 
     def with_region(self, region: str, chunks: int, *, is_exact: bool) -> TrainingGraph:
-        """Without the region where the step has other parts, or where `is_exact` and bits
-        differ."""
+        """Without the region where the step has other parts, or where bits differ (`is_exact`)."""
         has_them = kept_bits(self._meter, self._cache)
 
         def of_chunks(found: RegionCandidate) -> tuple[dict[str, Op], tuple[Value, ...]]:

@@ -55,8 +55,7 @@ def times_us(
 
     `made` makes an op's run with its inputs, and `first` must run it before it is timed. `failed`
     ops are not tried again. `after` gets the number timed so far, `between` follows each pass.
-    `begun`: so many passes are left out. `keep` gets all times now and then, and where Ctrl-C ends
-    it."""
+    `begun`: so many passes are left out. `keep` gets all times now and then, and at Ctrl-C."""
     found: _Times = {key: list((begun or {}).get(key, ()))[: meter.passes] for key in made}
     away = dict[str, float]()
     try:
@@ -228,8 +227,7 @@ def _as(like: Tensor, flat: Tensor) -> Tensor:
 
 def _sample_tensor(like: Tensor, bound: int) -> Tensor:
     flat = _storage_for(like)
-    # 0.1 to 0.9: probabilities, and no denormals, which are slow. A repeated block is quick to
-    # make.
+    # 0.1 to 0.9: probabilities, and no denormals, which are slow. A repeated block is quick.
     if flat.dtype == torch.bool:
         block = torch.rand(_BLOCK, device=flat.device) < 0.9
     elif flat.is_floating_point() or flat.is_complex():

@@ -81,8 +81,7 @@ def _with_copies(graph: TrainingGraph, nodes: Sequence[Unit], gradients: set[str
 # dtype. Source: `torch.distributed.fsdp._fully_shard` of torch 2.13, read and measured.
 #
 # Not counted: custom collectives, shards along other dimensions than the first, gradients that are
-# accumulated in another dtype. With the loss outside the model, the last buffer is freed a little
-# earlier than here.
+# accumulated in another dtype. With the loss outside the model, the last buffer is freed earlier.
 
 _Kept = Literal["whole", "part", "none"]  # left of gathered parameters; part: over fewer ranks
 

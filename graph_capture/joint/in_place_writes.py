@@ -255,7 +255,6 @@ def written_by_eager(node: fx.Node) -> Any:
 
 def _is_sum_of_autograd(node: fx.Node) -> bool:
     # Autograd's engine adds in place if it records nothing and nothing else holds the first term
-    # (`can_accumulate_inplace` of torch's csrc/autograd/input_buffer.cpp; `only_write` sees to
-    # that).
+    # (`can_accumulate_inplace` of torch's csrc/autograd/input_buffer.cpp; see `only_write`).
     is_sum = node.meta.get("is_gradient_acc", False) and WRITTEN_KEY in _annotations(node)
     return is_sum and node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs

@@ -192,8 +192,7 @@ def copy_of(gm: fx.GraphModule, edit: Callable[[fx.Graph], Any] = lambda _: None
 
 
 def written_inputs(graph: fx.Graph, results: int) -> tuple[Any, ...]:
-    """AOTAutograd's description by input, or None. `results`: how many of the outputs are
-    forward's."""
+    """AOTAutograd's description by input, or None. `results`: how many outputs are forward's."""
     said = graph.output_node().meta["desc"][:results]
     written = {what.mutated_input for what in said if hasattr(what, "mutated_input")}
     given = [n.meta["desc"] for n in graph.find_nodes(op="placeholder") if not is_tangent(n)]

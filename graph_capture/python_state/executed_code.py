@@ -115,8 +115,7 @@ class LoadedNames:
 
         def is_asked_for(name: str, value: Any) -> bool:
             is_out = name in _OF_MODULES or name.startswith("_remat_")
-            # Of a library's objects only numbers and texts: the rest often changes, and is seldom
-            # read.
+            # Of a library's objects only numbers and texts: the rest is seldom read so.
             return is_asked and not is_out and (is_any_kind or isinstance(value, PLAIN))
 
         return is_asked_for

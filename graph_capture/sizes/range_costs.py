@@ -168,8 +168,7 @@ class WorkspacesOfRange:
             for name, row in rows.items()
             if len(row) > 1
         }
-        # What varies with one size follows from it: attention's buffers are a thread's, at any
-        # batch.
+        # What varies with one size follows from it: attention's buffers hang on no batch.
         axes = Counter(i for one in along.values() for i in one.varying().tolist())
         self._along = {
             name: (one, np.array([i for i in one.varying() if axes[int(i)] == 1], dtype=np.int64))

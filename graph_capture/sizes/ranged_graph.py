@@ -1,7 +1,4 @@
-"""A training graph for a range of sizes, with sizes as expressions; nothing here imports torch.
-
-It has one structure at all sizes, so that a schedule's steps carry over from one to the next.
-"""
+"""A graph over a range of sizes, of one structure, so that schedules carry over; without torch."""
 
 from __future__ import annotations
 

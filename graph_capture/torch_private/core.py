@@ -220,7 +220,7 @@ def require_tested_release() -> None:
 
 def loses_gradients() -> bool:
     """Whether dynamo drops the backward of an `autograd.Function` that writes to its result."""
-    return _minor(torch.__version__) < (2, 12)  # as of `y = x.clone(); y.mul_(3); return y`
+    return _minor(torch.__version__) < (2, 12)  # of `y = x.clone(); y.mul_(3); return y`
 
 
 def holds_tangents() -> bool:

@@ -156,8 +156,7 @@ class ForwardWrites:
         for written in self._attributes.written():
             leaves, spec = pytree.tree_flatten(written.value)
             is_read = self._state.reads(vars(written.module), written.name)
-            # A flag of the first call. After the trace is seen whether the next does something
-            # else.
+            # A flag of the first call. After the trace it is seen whether the next is alike.
             if is_read and _is_first_value(written.before, written.value):
                 self.initialised.append(InitialisedOnce(written.place, written.value))
                 continue
@@ -361,8 +360,7 @@ class NoSetData(CallWatcher):
         self.set_data: Any = torch.Tensor.data.__set__  # pyright: ignore
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # A trace loses new data without a word. `vector_to_parameters` sets it, and averaged
-        # weights.
+        # A trace loses new data without a word, as torch's `vector_to_parameters` sets it.
         line = line_of_user() if func == self.set_data else ""  # torch does so too, beside it
         if line:
             raise CaptureError(

@@ -298,8 +298,7 @@ class FusedAttention(CallWatcher):
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(kwargs)
         if func is functional.scaled_dot_product_attention:
-            # A CPU has no fused attention with dropout. Without, the trace is alike: no mask is
-            # kept.
+            # A CPU has no fused attention with dropout. Without, it is traced alike: no mask.
             at = _DROPOUT_POSITION
             args = (*args[:at], *(0.0 for _ in args[at : at + 1]), *args[at + 1 :])
             given.pop("dropout_p", None)

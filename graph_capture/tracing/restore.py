@@ -210,8 +210,7 @@ class NoForeignWrites(CallWatcher):
         self.kind, self.state = kind, state
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Parameters, buffers and arguments are inputs. Other tensors of modules or globals are
-        # constants.
+        # Parameters, buffers and arguments are inputs. Other tensors are constants.
         name = getattr(func, "__name__", "")
         is_in_place = name.endswith("_") and not name.endswith("__")
         is_in_place = is_in_place and name not in _WRITES_NO_VALUES

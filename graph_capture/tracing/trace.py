@@ -328,8 +328,7 @@ def trace(
     False never; None, where gradients are accumulated on one rank. `dynamic`: sizes that vary, over
     whose ranges the trace is.
 
-    CaptureError, with module, line and way out: no static graph. DeviceError: unknown, or not
-    here."""
+    CaptureError, with module, line and way out: no static graph. DeviceError: none such here."""
     require_split(split)
     check_arguments(args, kwargs, loss_fn, target)
     device = resolved_device(device, model)
