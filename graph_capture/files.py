@@ -291,7 +291,7 @@ _unwritable: set[tuple[str, Path]] = set()  # those that were said not to be wri
 
 
 def cache_folder() -> Path:
-    """``$REMAT_CACHE``, or ``remat`` in the user's cache folder; without a home, one of this process."""
+    """``$REMAT_CACHE``, or ``remat`` in the user's cache folder; else one of this process."""
     if own := os.environ.get("REMAT_CACHE"):
         return Path(own)
     try:

@@ -67,7 +67,7 @@ class Roofline:
         return _Fit(self, profile).roofline()
 
     def errors(self, profile: Profile) -> list[float]:
-        """How far the model fitted to the others is off on each op, ascending, relative to its time."""
+        """By op: how far the model fitted to the others is off, ascending, relative to its time."""
         return _Fit(self, profile).errors()
 
     def _work_us(self, work: OpWork, share: Efficiency) -> float:

@@ -38,7 +38,7 @@ def resident_bytes(
     allocated: Allocated = int, sharding: Sharding = NO_SHARDING, is_on_host: bool = False,
 ) -> Resident:  # fmt: skip
     """Of one rank; a storage shared by two tensors counts once. `accumulate`: gradient buffers
-    exist before the step. `is_on_host`: parameters, gradients and state are."""
+    exist before the step. `is_on_host`: parameters, gradients and state are there."""
     require_optimizer(optimizer)
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
