@@ -111,8 +111,7 @@ def capture(
         from remat.graph_capture.tracing.option_pairs import require_compatible
 
         require_compatible(dynamic=True, host=host is not None, nvme=nvme is not None)
-    # `fully_shard` casts what it gathers, so the plan is of the cast model.
-    with parameters_cast(model, sharding):
+    with parameters_cast(model, sharding):  # the plan is of the cast model, as `fully_shard` casts
         traced = trace(
             model, args, kwargs, loss_fn=loss_fn, target=target, optimizer=optimizer,
             accumulate=accumulate, device=device, sharding=sharding, split=split, dynamic=dynamic,

@@ -1,8 +1,4 @@
-"""The step as eager runs it, where its memory differs from that of the captured graph.
-
-The prediction of the unmodified step is made of it. How long variables hold values is on the values
-(`Value.held_until`). Not predicted: temporaries of kernels that a trace takes apart.
-"""
+"""The memory of the step in eager, without temporaries of kernels that a trace takes apart."""
 
 from __future__ import annotations
 
@@ -18,22 +14,19 @@ from remat.graph_capture.graph import TANGENTS, WRITES_FIRST, Op, TrainingGraph,
 _DROPOUTS = ("aten.native_dropout.default", "remat.dropout.default")
 _MASK = 1  # the place of its mask among a dropout's results
 _STATE = "remat.state_of_checkpoint"
-CPU_STATE_BYTES = 5056
-"""What `torch.get_rng_state()` takes. That of a CUDA device is kept on the host, by eager too."""
+CPU_STATE_BYTES = 5056  # of `torch.get_rng_state()`; a CUDA device's is on the host in eager, too
 
 
 def _with_own_checkpoints(graph: TrainingGraph, values: dict[str, Value]) -> Iterator[Op]:
-    """The ops of a step, those that checkpoints cover as eager runs them there. Each checkpoint
-    keeps the state of the random stream where it begins, from then until backward is through with
-    it. `values`, by name, are changed with the ops."""
+    """Ops that checkpoints cover as eager runs them. Each checkpoint keeps a random state from its
+    begin to its end in backward. `values`, by name, are changed too."""
     begun: set[int] = set()
     until = _last_readers(graph)
     for op in graph.ops:
         if not op.checkpoint:
             yield op
             continue
-        # Its ops run again from the checkpoint's state, and need none of their own.
-        for read in op.inputs:
+        for read in op.inputs:  # its ops run again from the checkpoint's state
             if values[read].kind == "rng_state":
                 values[read] = replace(values[read], size_bytes=0)
         op = replace(op, no_recompute="")
@@ -62,8 +55,7 @@ def _masked_apart(op: Op, values: dict[str, Value]) -> Iterator[Op]:
     if op.target not in _DROPOUTS or len(op.outputs) != _MASK + 1:
         yield op
         return
-    # On a CPU, a mask is drawn, then multiplied by. Where backward wants the mask alone, a second
-    # run stops between the two.
+    # On a CPU a mask is drawn, then multiplied by; for the mask alone a second run stops there.
     result, mask = op.outputs
     yield replace(op, outputs=(mask,))
     name = f"{op.name}_masked"
@@ -74,16 +66,13 @@ def _masked_apart(op: Op, values: dict[str, Value]) -> Iterator[Op]:
     )  # fmt: skip
 
 
-_EAGER_SIZES = "room as eager takes it"
-"""Among the inputs of a graph whose sizes are those of `baseline_graph`."""
+_EAGER_SIZES = "room as eager takes it"  # marks a graph with the sizes of `baseline_graph`
 
 
 def with_eager_sizes(graph: TrainingGraph) -> TrainingGraph:
     """`graph` with the sizes of values that the unmodified module has."""
-    # On a CPU, eager dropout keeps a mask of the input's dtype; a trace has a byte an element.
-    values = _with_wide_masks(graph)
-    # Autograd adds a gradient to a view in a new tensor, which stands beside what the op reads and
-    # writes here. No other difference is known.
+    values = _with_wide_masks(graph)  # eager dropout's CPU mask has the input's dtype
+    # Autograd adds a gradient to a view in a new tensor. No other difference is known.
     sizes = {value.name: value.size_bytes for value in graph.values}
     ops = tuple(
         replace(op, workspace_bytes=op.workspace_bytes + sizes[op.inputs[0]])
@@ -105,12 +94,10 @@ def with_eager_writes(eager: TrainingGraph) -> TrainingGraph:
     """A graph of `with_eager_sizes`, for the step in which ops run when eager runs them."""
     values = {value.name: value for value in eager.values}
     ops = tuple(_with_own_checkpoints(eager, values))
-    # What eager writes over another value takes no room of its own, and holds that value.
-    _write_over(eager, values)
+    _write_over(eager, values)  # what is written over another value takes no room
     if tuple(values.values()) == eager.values and ops == eager.ops:
         return eager
-    # Another hash, so that no schedule is replayed on the sizes of the other graph.
-    return replace(
+    return replace(  # another hash, so that no schedule is replayed on the sizes of the other graph
         eager, ops=ops, values=tuple(values.values()), inputs=(*eager.inputs, _EAGER_SIZES)
     )
 
@@ -146,9 +133,9 @@ def _with_wide_masks(graph: TrainingGraph) -> tuple[Value, ...]:
 
 
 # A check keeps what eager saves for backward off the device, where the unmodified step is larger
-# than the budget (`rewriter/checking/off_device.py`). What forward makes leaves the device with its
-# last use in forward, and comes back for each node of autograd that reads it. Not predicted:
-# variables that hold it longer in forward, which a trace does not tell from autograd.
+# than the budget (`rewriter/checking/off_device.py`). It leaves with its last use in forward, and
+# comes back for each node of autograd that reads it. Not predicted: variables that hold it longer,
+# which a trace does not tell from autograd.
 
 LEAST_BYTES = 1024  # what is smaller stays on the device
 _BACK = "remat.back"
@@ -197,8 +184,7 @@ def _line_of(op: Op) -> tuple[str, ...]:
 def _moved(graph: TrainingGraph) -> Iterator[Value]:
     forward = {name for op in graph.ops if op.phase == "forward" for name in op.outputs}
     read = {name for op in graph.ops if op.phase == "backward" for name in op.inputs}
-    # What the user's checkpoints cover, and what these read, stays: they keep it in Python.
-    covered = (op for op in graph.ops if op.checkpoint)
+    covered = (op for op in graph.ops if op.checkpoint)  # checkpoints keep it in Python: it stays
     stays = {name for op in covered for name in (*op.inputs, *op.outputs)}
     stays.update(graph.outputs, graph.forward_outputs)
     for value in graph.values:
@@ -222,8 +208,7 @@ def _back(together: list[Op], moved: dict[str, Value]) -> dict[str, Value]:
     }  # fmt: skip
 
 
-# What turns one training graph into another, as the captured one into that with regions in chunks:
-# ops that are dropped, and ops in their places.
+# One training graph made from another, as that with regions in chunks from the captured one.
 
 
 def changes_between(
@@ -235,8 +220,7 @@ def changes_between(
     same: set[str] = set()
     for op in after.ops:
         at = index.get(op.name, -1)
-        # What stays keeps its order: an op that moved ahead is dropped and added.
-        if at > last and before.ops[at] == op:
+        if at > last and before.ops[at] == op:  # what stays keeps its order
             added += [(op.name, one) for one in waiting]
             waiting, last = [], at
             same.add(op.name)
@@ -250,8 +234,8 @@ def with_ops_replaced(
     graph: TrainingGraph, dropped: Iterable[str], added: Iterable[tuple[str, Op]],
     made: Iterable[Value],
 ) -> TrainingGraph:  # fmt: skip
-    """`graph` without the ops of `dropped`; `added` ops, which make `made`, stand in their places.
-    Each comes with the name of the op that follows it, "" at the end. No region is left."""
+    """`added` ops, which make `made`, stand in the places of those dropped, each with the name of
+    the op that follows it, "" at the end. No region is left."""
     gone, own = set(dropped), {value.name: value for value in made}
     at: dict[str, list[Op]] = {}
     for place, op in added:
@@ -264,6 +248,5 @@ def with_ops_replaced(
         ops=ops,
         values=(*values, *own.values()),
         regions=(),
-        # Overheads go on being stated over the captured step.
-        captured_us=graph.base_us,
+        captured_us=graph.base_us,  # overheads go on being stated over the captured step
     )

@@ -168,10 +168,8 @@ class AgreementError(RematError):
     """Ranks that are to follow one plan do not have the same step."""
 
 
-_FLAGS = {"time_limit_s": "--time-limit"}
-"""Where a flag is not the name of the argument with dashes."""
-_command_lines: list[str] = []
-"""One for each command that runs in this process: of the process, as solves run in threads."""
+_FLAGS = {"time_limit_s": "--time-limit"}  # where a flag is not the argument with dashes
+_command_lines: list[str] = []  # of the process, not the thread: solves run in threads
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """What files hold: read whole within a limit, and written so that the old file survives a failure.
 
-All files of remat go through here: graphs, plans, profiles, fronts, reports and exports. What the
-system refuses, such as a full disk, becomes one `FileError` with the name and the cause.
+Graphs, plans, profiles, fronts, reports and exports go through here. What the system refuses, such
+as a full disk, becomes one `FileError`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from remat.graph_capture.errors import ArchiveError, FileError, RematError, Shap
 MOST_FILE_BYTES = 1 << 30  # of a file read whole. A graph of 100,000 ops takes a twentieth of it.
 _CHUNK_BYTES = 1 << 20
 _OPEN_FILES = "/proc/self/fd"
-_NO_NAMELESS = errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL
-"""What file systems and old kernels answer that know no files without a name."""
+_NO_NAMELESS = errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL  # where nameless files are unknown
 IN_USE = 5, 32  # Windows says access denied, or a sharing violation, of a file that is open
 WAITS_S = (0.01, 0.05, 0.2, 0.5)  # readers have a file for milliseconds
 
@@ -45,8 +44,7 @@ def read_contents(path: str | Path) -> bytes:
     parts, size_bytes = list[bytes](), 0
     try:
         with open(path, "rb") as file:
-            # In parts, since a device such as /dev/zero has no end and says no size.
-            while part := file.read(_CHUNK_BYTES):
+            while part := file.read(_CHUNK_BYTES):  # in parts: /dev/zero has no end, says no size
                 parts.append(part)
                 size_bytes += len(part)
                 if size_bytes > MOST_FILE_BYTES:
@@ -68,10 +66,9 @@ def write_contents(path: str | Path, data: bytes) -> None:
 def atomic_write(path: str | Path) -> Generator[BinaryIO]:
     """A new file, which takes the place of `path` if the block ends without an error.
 
-    It is written beside the old one, and has its mode and owner. Symbolic links are followed. Pipes
-    and devices, ``/dev/stdout`` among them, are written to as they are. Of several hard links, only
-    the one that is named gets the new file. If it raises a `FileError`, the old file is as it was.
-    """
+    It is written beside the old one, and has its mode and owner. Symbolic links are followed; of
+    several hard links, only the named one gets the new file. Pipes and devices, ``/dev/stdout``
+    among them, are written to as they are."""
     _require_name(path)
     try:
         is_stream = _is_stream(path)
@@ -105,8 +102,7 @@ def check_writable(path: Path) -> None:
 def _is_stream(path: str | Path) -> bool:
     """Whether it is a pipe or a device, or stands for an open file."""
     folder = os.path.realpath(os.path.dirname(path))
-    # /dev/stdout leads to whatever standard output is. That may be a file; its name is no new one.
-    if folder == "/dev" or folder.startswith("/proc/"):
+    if folder == "/dev" or folder.startswith("/proc/"):  # /dev/stdout may be a file
         return True
     try:
         mode = os.stat(path).st_mode
@@ -118,11 +114,9 @@ def _is_stream(path: str | Path) -> bool:
 @contextlib.contextmanager
 def _beside(target: Path) -> Generator[BinaryIO]:
     old = target.stat() if target.exists() else None
-    # Its folder would allow to replace it. But who protected it meant that nobody writes it.
-    if old and not os.access(target, os.W_OK):
+    if old and not os.access(target, os.W_OK):  # who protected it meant that nobody writes it
         raise PermissionError("it is write-protected")
-    # Not named after the target, whose name may be as long as the file system allows.
-    fresh = target.with_name(f".remat-{secrets.token_hex(8)}.tmp")
+    fresh = target.with_name(f".remat-{secrets.token_hex(8)}.tmp")  # the target's may be too long
     handle, is_named = _fresh_file(fresh)
     try:
         with os.fdopen(handle, "wb") as out:
@@ -130,8 +124,7 @@ def _beside(target: Path) -> Generator[BinaryIO]:
                 _take_over(out.fileno(), old)
             yield out
             out.flush()
-            # Some file systems notice a full disk only here.
-            os.fsync(out.fileno())
+            os.fsync(out.fileno())  # some file systems notice a full disk only here
             if not is_named:
                 # With a folder given, Python follows the link to the open file; else it links that.
                 os.link(f"{_OPEN_FILES}/{out.fileno()}", fresh, src_dir_fd=out.fileno())
@@ -141,8 +134,7 @@ def _beside(target: Path) -> Generator[BinaryIO]:
 
 
 def _put_in_place(fresh: Path, target: Path) -> None:
-    # Windows replaces no file that somebody has open.
-    for wait_s in WAITS_S:
+    for wait_s in WAITS_S:  # Windows replaces no file that somebody has open
         try:
             return os.replace(fresh, target)
         except PermissionError as error:
@@ -154,8 +146,7 @@ def _put_in_place(fresh: Path, target: Path) -> None:
 
 def _fresh_file(fresh: Path) -> tuple[int, bool]:
     """A new file to write to, and whether it has its name already."""
-    # A file that has no name until it is whole leaves nothing behind after a kill.
-    nameless = getattr(os, "O_TMPFILE", 0)
+    nameless = getattr(os, "O_TMPFILE", 0)  # nothing is left after a kill
     if nameless and os.path.isdir(_OPEN_FILES):
         try:
             return os.open(fresh.parent, nameless | os.O_WRONLY, 0o666), False
@@ -168,8 +159,7 @@ def _fresh_file(fresh: Path) -> tuple[int, bool]:
 def _take_over(handle: int, old: os.stat_result) -> None:
     now = os.fstat(handle)
     if (now.st_uid, now.st_gid) != (old.st_uid, old.st_gid):
-        # Only root may give a file away. The file of another, in a folder of both, becomes ours.
-        with contextlib.suppress(PermissionError):
+        with contextlib.suppress(PermissionError):  # only root may give it away: it becomes ours
             os.fchown(handle, old.st_uid, old.st_gid)
     if hasattr(os, "fchmod"):  # else only that it is write-protected, and then it stays
         os.fchmod(handle, stat.S_IMODE(old.st_mode))
@@ -181,8 +171,7 @@ def _told(error: OSError, what: str) -> FileError:
 
 
 def _require_name(path: str | Path) -> None:
-    # Python would raise a `ValueError` for it, not an `OSError`.
-    if "\0" in os.fspath(path):
+    if "\0" in os.fspath(path):  # Python would raise a `ValueError` for it, not an `OSError`
         raise FileError(f"{os.fspath(path)!r} is no name of a file: it has a NUL")
 
 
@@ -193,9 +182,7 @@ _MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 def decode_json(data: bytes | str, kind: type[_Kind]) -> _Kind:
     """The value in a JSON text; `TextError` for another text, `ShapeError` for other fields."""
-    # Files come from anywhere: cut short, edited, of another kind, or made to do harm. So all are
-    # decoded here, and no error of the decoder goes further.
-    try:
+    try:  # files come from anywhere, so no error of the decoder goes further
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         raise ShapeError(str(error)) from error
@@ -218,15 +205,13 @@ def _cause(data: bytes | str, said: str) -> str:
 
 
 WAIT_S = 10.0  # a save takes milliseconds. One that was stopped halfway must not stop all others.
-NO_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF
-"""What file systems answer that have no locks."""
+NO_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF  # file systems without locks
 
 
 @contextlib.contextmanager
 def file_lock(path: Path) -> Generator[None]:
-    """Hold a file against other processes and threads that do so too, by a lock beside it. Where a
-    file system has no locks, or one is held for too long, the block runs without. `OSError` where
-    the lock cannot be made, as in a folder that cannot be written."""
+    """Hold a file against others that do so, by a lock beside it. Without locks, or if one is held
+    for too long, the block runs unlocked. `OSError`: the folder cannot be written."""
     with contextlib.ExitStack() as held:
         try:
             # The system lets go of the lock of a process that dies.
@@ -248,15 +233,13 @@ _BROKEN = (
 
 
 def read_archive_member(path: Path, name: str) -> bytes | None:
-    """A member of a ``.pt2`` archive, by its name below the archive's root; None without one.
-    Raises ArchiveError if it is no such archive, is cut short, or is not what `torch.export`
-    writes, FileError if it cannot be read."""
+    """By its name below the archive's root; None without one. ArchiveError: not as `torch.export`
+    writes it, or cut short."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             size_bytes = file.seek(0, 2)
-            # Archives come from anywhere too. So sizes and names of all members are judged by the
-            # directory of the archive, and only the wanted one is unpacked. Torch's readers would
-            # unpickle what they find.
+            # Members are judged by the archive's directory, and only the wanted one is unpacked:
+            # torch's readers would unpickle what they find.
             members = archive.infolist()
             # More than a file of that size can hold in earnest.
             unpacked_bytes = sum(member.file_size for member in members)
@@ -275,8 +258,7 @@ def read_archive_member(path: Path, name: str) -> bytes | None:
 
 def _checked_root(members: list[zipfile.ZipInfo]) -> str:
     """The folder that all members are in; raises `ArchiveError` for a name out of place."""
-    # As it stands in the file: `filename` is cut at a NUL, and may have other separators.
-    names = [member.orig_filename for member in members]
+    names = [member.orig_filename for member in members]  # `filename` is cut at a NUL
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ArchiveError(f"it has two members {twice[0]!r}")
     roots = {name.partition("/")[0] for name in names}
@@ -299,20 +281,17 @@ def _read(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], name: str) -
     return archive.read(member)
 
 
-# Costs, plans and parts of clusters are kept for later processes. A file is data and is not
-# believed: it is read whole or not at all, and one that says what it cannot is told of and made
-# anew. A folder that cannot be written stops nothing: that is said once, and the next process makes
-# again what would have been kept.
+# Costs, plans and parts of clusters, kept for later processes. A file is not believed: it is read
+# whole or made anew, and that is told. A folder that cannot be written stops nothing: it is said
+# once, and the next process makes again what would have been kept.
 
 _T = TypeVar("_T")
 _SEAL_BYTES = 65  # of the first line of a sealed file, which is a digest of the rest
-_unwritable: set[tuple[str, Path]] = set()
-"""Kinds of file and their folders that were said not to be writable."""
+_unwritable: set[tuple[str, Path]] = set()  # those that were said not to be writable
 
 
 def cache_folder() -> Path:
-    """``$REMAT_CACHE``, or the folder ``remat`` in the user's cache folder. For a user without a
-    home it is a folder of this process, which goes with it."""
+    """``$REMAT_CACHE``, or ``remat`` in the user's cache folder; else one of this process."""
     if own := os.environ.get("REMAT_CACHE"):
         return Path(own)
     try:
@@ -334,8 +313,6 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 
 @dataclass(frozen=True)
 class CacheFiles:
-    """The kept files of one kind."""
-
     what: str  # is kept, as ``costs``
     otherwise: str  # what to do where the folder cannot be written, in words
     folder: str = ""  # within `cache_folder`; left empty, that one itself
@@ -359,8 +336,7 @@ class CacheFiles:
             )
             return None
         with contextlib.suppress(OSError):  # The folder may be read-only; then no file is removed.
-            # Its age tells when it was used last.
-            os.utime(path)
+            os.utime(path)  # its age tells when it was used last
         return found
 
     def write(self, name: str, data: bytes) -> None:
@@ -401,8 +377,7 @@ class CacheFiles:
     def _remove_oldest(self, kept: Path) -> None:
         used: list[tuple[int, Path]] = []
         for path in kept.parent.glob(f"*{kept.suffix}"):
-            # Another process may remove files at the same time.
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # others may remove files meanwhile
                 used.append((path.stat().st_mtime_ns, path))
         for _, path in sorted(used)[: max(0, len(used) - self.most_files)]:
             path.unlink(missing_ok=True)

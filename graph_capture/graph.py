@@ -1,10 +1,7 @@
-"""The training graph: plain, frozen facts about one training step.
+"""The training graph: plain, frozen facts about one training step, without torch.
 
-All that plans, judges or draws a step reads these classes. Nothing here imports torch, so a plan
-can be studied on a machine that has none.
-
-A schedule has no marker for the end of forward: forward ends right after the first run of the
-forward op that first runs last. What is live then and read later is saved for backward.
+Forward ends right after the first run of the forward op that first runs last; a schedule has no
+marker for it. What is live then and read later is saved for backward.
 """
 
 from __future__ import annotations
@@ -30,8 +27,7 @@ Floats = NDArray[np.float64]
 FLOAT32_BYTES = 4
 MOST_BYTES = 1 << 62  # sums below it stay exact in 64-bit integers, and so does twice a sum
 MOST_US = 1e100  # sums and squares of what is below it are finite
-_MOST_FIGURE = 10**300
-"""What is below it can be shown, since floats reach further. Budgets may be that large."""
+_MOST_FIGURE = 10**300  # floats reach further, so it can be shown; budgets may be that large
 
 
 def are_figures(*numbers: float) -> bool:
@@ -155,12 +151,10 @@ def _check_sums(graph: TrainingGraph) -> None:
         )
 
 
-# A graph without links is planned for its device alone. A peak never depends on a link's rate: a
-# wrong rate costs time and cannot break a budget.
+# A peak never depends on a link's rate: a wrong rate costs time and cannot break a budget.
 
 Tier = Literal["device", "host", "nvme"]
-TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
-"""Kinds of memory, from the fastest down. A copy goes one tier down, or one up."""
+TIERS: tuple[Tier, ...] = ("device", "host", "nvme")  # from the fastest down; copies go one tier
 LOWER_TIERS: tuple[Tier, ...] = ("host", "nvme")
 LinkName = Literal["d2h", "h2d", "write", "read"]
 LINK_NAMES: tuple[LinkName, ...] = ("d2h", "h2d", "write", "read")
@@ -168,16 +162,13 @@ LINK_TITLES: dict[LinkName, str] = {
     "d2h": "device to host", "h2d": "host to device", "write": "host to NVMe",
     "read": "NVMe to host",
 }  # fmt: skip
-WAYS: dict[tuple[Tier, Tier], LinkName] = {
+WAYS: dict[tuple[Tier, Tier], LinkName] = {  # the link from one tier to another
     ("device", "host"): "d2h", ("host", "device"): "h2d", ("host", "nvme"): "write",
     ("nvme", "host"): "read",
 }  # fmt: skip
-"""The link from one tier to another."""
 
 
 class Link(msgspec.Struct, frozen=True):
-    """One way between two tiers."""
-
     bytes_per_us: float  # sustained
     latency_us: float = 0.0  # of each copy, beside its bytes
 
@@ -193,8 +184,6 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class Links(msgspec.Struct, frozen=True):
-    """What lies below the device, and the ways there."""
-
     d2h: Link  # device to host
     h2d: Link
     host_bytes: int  # room there
@@ -227,18 +216,15 @@ class Links(msgspec.Struct, frozen=True):
 _SCHEMA_VERSION = 2
 _READ_VERSIONS = (1, 2)  # version 1 had no links, and no values with a home
 KEPT = "kept by"  # how `Op.no_recompute` begins where only the user wants that the op runs once
+# How `Op.no_recompute` begins where the user may ask for `recompute`: what a custom op draws or
+# changes unseen is not known. Such a pin is no part of a graph's hash.
 CUSTOM = "a custom op"
-"""How `Op.no_recompute` begins where the user may ask that the op runs twice, by `recompute`.
-
-What a custom op draws or changes unseen is not known. Such a pin is no part of a graph's hash.
-"""
 ACCUMULATE = "remat.deliver"  # the op that releases gradients where they are added to earlier ones
-UPDATE = "remat.update"
-"""The op that steps the optimizer with gradients. It writes to the parameters that it reads."""
+UPDATE = "remat.update"  # steps the optimizer, and writes to the parameters that it reads
 TANGENTS = "remat.tangents"  # the op that opens backward, so it runs before any other backward op
 JOINED = " + "  # between targets of ops that run as one: one makes a tensor, others write to it
+# Why an op must not run twice that adds a gradient's term to a view, as autograd would not.
 WRITES_FIRST = "it writes in place, where eager makes a new tensor"
-"""Why an op must not run twice that adds a term of a gradient to a view, as autograd would not."""
 
 Phase = Literal["forward", "backward", "update"]
 Origin = Literal["unpriced", "measured", "modelled", "estimated"]
@@ -251,122 +237,72 @@ Optimizer = Literal["none", "sgd", "momentum", "adamw"]
 
 
 class Value(msgspec.Struct, frozen=True):
-    """One storage: a tensor with all its views and aliases.
+    """One storage: a tensor with all its views and aliases."""
 
-    Attributes
-    ----------
-    name : name of the fx node that first returned the storage.
-    size_bytes : bytes of the storage, rounded as the device's allocator rounds.
-    producer : name of the op that creates it; empty for what is resident
-        (parameters, buffers, the batch, constants), which lives through the step.
-    kind : what the bytes are for.
-    dtype, shape : of the tensor that created the storage, for people to read.
-    held_until : name of the last op that finds it in memory in eager, where a variable of the
-        user's code holds it after its last use. No schedule needs to.
-    written_over : name of the value in whose storage eager writes it; empty for most. A schedule
-        makes a storage for each.
-    home : only without a producer. The tier where the value is as the step begins, and must be
-        as it ends; the schedule may move it in between, and `Resident` does not count it. None for
-        what is resident on the device.
-    """
-
-    name: str
-    size_bytes: int
-    producer: str = ""
+    name: str  # of the fx node that first returned the storage
+    size_bytes: int  # rounded as the device's allocator rounds
+    producer: str = ""  # the op that creates it; empty for what lives through the step
     kind: Kind = "activation"
-    dtype: str = ""
+    dtype: str = ""  # of the tensor that created the storage, for people to read
     shape: tuple[int, ...] = ()
-    held_until: str = ""
-    written_over: str = ""
+    held_until: str = ""  # the last op for which a variable holds it in eager; no schedule needs to
+    written_over: str = ""  # in whose storage eager writes it; schedules make one for each
+    # Without a producer: the tier where it is as the step begins and ends. The schedule may move it
+    # in between, and `Resident` does not count it. None for what is resident on the device.
     home: Tier | None = None
 
 
 class Op(msgspec.Struct, frozen=True):
-    """One node that creates storage, draws randomness or mutates. Views are no ops, and free.
-
-    Attributes
-    ----------
-    name : name of the fx node. target : for example ``aten.mm.default``, or several (`JOINED`).
-    inputs, outputs : names of the values it reads and of the values it creates.
-    cost_us : time of one run. workspace_bytes : bytes taken while it runs beyond its
-        inputs and outputs. cost_origin : where these two come from; ``price`` in a file.
-    no_recompute : why the op must not run twice; empty if it may.
-    module, source : module path and ``file:line`` of the user's code behind it.
-    checkpoint : number of the user's own checkpoint that covers it; 0 for none. Eager makes again
-        what a checkpoint covers. A plan decides anew.
-    host_cost_us : time of one run on the host; None where it cannot run there.
-    updates : those of `inputs` that it rewrites in place, where it runs.
-    """
+    """One node that creates storage, draws randomness or mutates. Views are no ops, and free."""
 
     name: str
-    target: str
+    target: str  # such as ``aten.mm.default``, or several (`JOINED`)
     phase: Phase
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     cost_us: float = 0.0
-    workspace_bytes: int = 0
-    no_recompute: str = msgspec.field(default="", name="pinned")
-    module: str = ""
-    source: str = ""
-    cost_origin: Origin = msgspec.field(default="unpriced", name="price")
-    checkpoint: int = 0
-    host_cost_us: float | None = None
-    updates: tuple[str, ...] = ()
+    workspace_bytes: int = 0  # taken while it runs, beyond inputs and outputs
+    no_recompute: str = msgspec.field(default="", name="pinned")  # why it must not run twice
+    module: str = ""  # its path in the user's model
+    source: str = ""  # ``file:line`` of the user's code
+    cost_origin: Origin = msgspec.field(default="unpriced", name="price")  # of time and workspace
+    checkpoint: int = 0  # of the user's that covers it, by number; a plan decides anew
+    host_cost_us: float | None = None  # None where it cannot run there
+    updates: tuple[str, ...] = ()  # those of `inputs` that it rewrites in place
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One way to run a region in chunks.
-
-    Attributes
-    ----------
-    chunks : their number, ``pieces`` in a file. exact : whether it gives eager's bits.
-    ops : what runs in the region's place: each op, after the name of the op before which it
-        stands; empty for the end. values : those that these ops make.
-    """
-
     chunks: int = msgspec.field(name="pieces")
-    exact: bool
-    ops: tuple[tuple[str, Op], ...]
-    values: tuple[Value, ...]
+    exact: bool  # whether it gives eager's bits
+    ops: tuple[tuple[str, Op], ...]  # each after the name of the op that it precedes, "" at the end
+    values: tuple[Value, ...]  # those that these ops make
 
 
 PartKind = Literal["head", "mlp"]
 
 
 class Region(msgspec.Struct, frozen=True):
-    """Ops that may run in chunks: linear heads with their losses, MLPs, or both.
-
-    Attributes
-    ----------
-    name : of the ops that it is known by. ops : names of those that the chunks replace.
-    choices : ways to run it, apart from the captured one. kinds : what it consists of.
-    """
+    """Ops that may run in chunks: linear heads with their losses, MLPs, or both."""
 
     name: str
-    ops: tuple[str, ...]
-    choices: tuple[Choice, ...] = ()
+    ops: tuple[str, ...]  # those that the chunks replace
+    choices: tuple[Choice, ...] = ()  # ways to run it, apart from the captured one
     kinds: tuple[PartKind, ...] = ("head",)
 
 
 class Resident(msgspec.Struct, frozen=True):
-    """Bytes that live through the whole step, by category.
-
-    `communication_bytes` are those of data parallelism: DDP's buckets, or the parameters that
-    FSDP2 gathers for the whole step. `libraries_bytes` is what a device's libraries keep once they
-    were used, as cuBLAS does.
-    """
+    """Bytes that live through the whole step, by category."""
 
     parameters_bytes: int = 0
     buffers_bytes: int = 0
     batch_bytes: int = 0
     gradients_bytes: int = 0
     optimizer_bytes: int = 0
-    libraries_bytes: int = 0
-    communication_bytes: int = 0
+    libraries_bytes: int = 0  # what they keep once they were used, as cuBLAS does
+    communication_bytes: int = 0  # DDP's buckets, or what FSDP2 gathers for the whole step
 
     @property
     def total_bytes(self) -> int:
-        """Sum of all categories."""
         return sum(msgspec.structs.astuple(self))
 
 
@@ -487,8 +423,8 @@ class TrainingGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     @functools.cached_property
     def ordered_ops(self) -> tuple[str, ...]:
         """Ops whose first runs keep their captured order: they draw, or have effects."""
-        # They share one random stream and the buffers. An op that only the user wants kept is not
-        # among them, nor one that updates parameters, each of which stands for itself.
+        # They share one random stream and the buffers. Not an op that only the user wants kept, nor
+        # one that updates parameters, each of which stands for itself.
         states = {value.name for value in self.values if value.kind == "rng_state"}
 
         def is_ordered(op: Op) -> bool:
@@ -567,8 +503,7 @@ PREFIX = "remat kept: "
 
 def cached_on(graph: TrainingGraph, name: str, make: Callable[[], _T]) -> _T:
     """What `make` returned when it was first asked under `name` for this graph object."""
-    # Kept as long as the object, and no field: files, copies and other processes do not see it.
-    known, key = vars(graph), PREFIX + name
+    known, key = vars(graph), PREFIX + name  # no field: neither files nor copies have it
     if key not in known:
         known[key] = make()
     return cast("_T", known[key])

@@ -1,8 +1,4 @@
-"""Models that cannot be captured exactly are refused, before the trace or with its error.
-
-Shards of FSDP2's, backward hooks of submodules and the like are seen on the module itself. What
-fails while traced gets its place and a way out by `refusal`.
-"""
+"""Models that cannot be captured exactly are refused, before the trace or with its error."""
 
 from __future__ import annotations
 
@@ -89,7 +85,7 @@ def cudnn_rnn_message(place: str) -> str:
     )
 
 
-_SAID = {
+_SAID = {  # by a part of what torch says
     ".numpy() is not supported": (
         "forward hands a tensor to NumPy, and a graph holds torch's ops alone. Compute it with "
         "torch; or outside forward, and pass what comes of it"
@@ -141,7 +137,6 @@ _SAID = {
         "attribute of a module, or call the model once on a batch, then plan"
     ),
 }
-"""By a part of what torch says."""
 
 
 def _in_words(said: str) -> str:
@@ -169,12 +164,11 @@ _DATA_DEPENDENT = (
     "UnsupportedOperatorException",
 )
 
-_WAYS_OUT = {
+_WAYS_OUT = {  # by the function of torch that looks at values: how to keep it from doing so
     "_detect_is_causal_mask": "pass is_causal=True beside a causal mask, or is_causal=False",
     "_canonical_mask": "pass masks as floating point numbers, or as bool",
     "__init__ of Distribution": "make the distribution with validate_args=False",
 }
-"""By the function of torch that looks at values: how to keep it from doing so."""
 
 _OF_A_MASK = (
     "a mask decides how many rows x[mask], nonzero and torch.where(mask) give: keep all rows, and "
@@ -188,7 +182,7 @@ _OF_A_LOSS = (
     "the work of ctc_loss depends on the lengths of its targets: plan the model without it, that "
     "is, return its log-probabilities, give no loss_fn, and call ctc_loss on them in your loop"
 )
-_INSTEAD = {
+_INSTEAD = {  # by the op whose result's shape or value is asked for: what to write in its place
     "aten._ctc_loss": _OF_A_LOSS,
     "aten.nonzero": _OF_A_MASK,
     "aten.masked_select": _OF_A_MASK,
@@ -212,14 +206,13 @@ _INSTEAD = {
         "forward as a Python number, of which remat.rematerialize without a batch makes a plan each"
     ),
 }
-"""By the op whose result's shape or value is asked for: what to write in its place."""
 
 _ANY = "replace the `if`, `.item()` or index by tensor ops such as torch.where or masking"
 
 
 def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureError:
-    """The refusal of code that looks at values. `read`: the arguments whose values were looked at,
-    and `RANDOM`, if nothing else had a part. `said`: the first line of what torch says."""
+    """`read`: arguments whose values were looked at, and `RANDOM`, if nothing else had a part.
+    `said`: the first line of what torch says."""
     what, ways = "", list[str]()
     if named := " and ".join(name for name in read if name != RANDOM):
         what = f", the values of {named},"
@@ -258,12 +251,10 @@ def _known_way_out(error: Exception) -> str:
     return ""
 
 
-_VECTORS_BYTES = {"AVX512": 128}
-"""What CPU kernels compute at a time, two vectors, by torch's name for what the CPU can do."""
+_VECTORS_BYTES = {"AVX512": 128}  # two vectors, what kernels compute at a time
 _OTHER_VECTORS_BYTES = 64  # of AVX2, and no less of others
 
-Hooked = tuple[str, nn.Module, str, Any]
-"""Path and module, and the name of a table of its hooks, with the table."""
+Hooked = tuple[str, nn.Module, str, Any]  # path and module, the name of a table of hooks, the table
 
 
 def hook_tables(modules: Iterable[tuple[str, nn.Module]], tables: Iterable[str]) -> list[Hooked]:
@@ -317,8 +308,7 @@ def refuse_all_frozen(model: nn.Module, batch: Any = ()) -> None:
 
 
 def _refuse_hooks_that_tell(place: ModuleHooks) -> None:
-    # The trace would run it, and no step would.
-    for hook in place.value:
+    for hook in place.value:  # the trace would run it, and no step would
         if name := tells_a_person(hook.function):
             raise CaptureError(
                 f"the {place.text} ({hook}) calls {name}, and the rewritten step runs ops, not "
@@ -405,8 +395,7 @@ def refusal(
     kind = type(error).__name__
     if isinstance(error, DeviceError):
         return DeviceError(f"{error} ({place})")
-    # Before other looks at values: torch's own function has a switch.
-    if way := _known_way_out(error):
+    if way := _known_way_out(error):  # first: torch's own function has a switch
         return CaptureError(f"torch looks at the values of a tensor ({place}): {way}")
     if type(error).__module__ == "torch._dynamo.exc":
         return CaptureError(

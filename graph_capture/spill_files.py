@@ -1,10 +1,8 @@
 """Files without a name, for values of a running step and for the meter of a folder.
 
-A file is opened without a name (``O_TMPFILE``, Linux), so no exception, no Ctrl-C and no
-``kill -9`` leaves one behind. Where a folder has no such files, as on a network file system, a file
-is unlinked right after it is opened. It is written and read past the page cache (``O_DIRECT``) if
-the folder takes that, as the cache would be memory that nobody planned for; else through it. The
-values of a step share one.
+So no exception, no Ctrl-C and no ``kill -9`` leaves one behind (``O_TMPFILE``, Linux). Where there
+is no such file, as on a network file system, it is unlinked once it is open. The page cache would
+be memory that nobody planned for: files go past it (``O_DIRECT``) if the folder takes that.
 """
 
 from __future__ import annotations
@@ -32,9 +30,8 @@ _Fact = TypeVar("_Fact")
 class Finalizer(weakref.ref[Any], Generic[_Fact]):
     """Calls `hear`, a method of C, with itself when `thing` has ended; held until then."""
 
-    # Python raises Ctrl-C between two of its bytecodes, and drops what a callback raises: one
-    # written in Python may end before it has closed or noted anything. A method of C puts the fact
-    # on a queue, and another thread, where Ctrl-C is never heard, or a later call does the rest.
+    # Python raises Ctrl-C between two bytecodes and drops what a callback raises, so one in Python
+    # may end too early. A method of C queues the fact; another thread or a later call goes on.
     fact: _Fact
 
     def __new__(cls, thing: Any, hear: Callable[[Any], Any], fact: _Fact) -> Finalizer[_Fact]:
@@ -67,8 +64,7 @@ class FileCloser:
     def _run(self) -> None:
         while (ending := self._ended.get()) is not None:
             os.close(ending.fact)
-            # Not held while the thread waits for the next one.
-            del self._open[id(ending)], ending
+            del self._open[id(ending)], ending  # not held while the thread waits for the next one
 
 
 _file_closers: list[FileCloser] = []
@@ -83,14 +79,12 @@ def _file_closer() -> FileCloser:
 
 
 def _end() -> None:
-    # What ends later, in another function of `atexit`, the system closes.
-    for one in _file_closers:
+    for one in _file_closers:  # what ends later, in another function of `atexit`, the system closes
         one.end()
 
 
 def _forget() -> None:
-    # A forked process has its parent's thread in name only, and perhaps a held lock.
-    global _starting
+    global _starting  # the fork has its thread in name only, and perhaps a held lock
     _starting = threading.Lock()
     _file_closers.clear()
 
@@ -111,11 +105,9 @@ class _SharedFile:
 
     # One for many, as a process may have few files open, often 1,024.
     def __init__(self, descriptor: int, is_direct: bool) -> None:
-        # `is_direct`: it goes past the page cache.
-        self.descriptor, self.is_direct = descriptor, is_direct
+        self.descriptor, self.is_direct = descriptor, is_direct  # past the page cache
         _file_closer().watch(self, descriptor)
-        # Of all ranges, and of the gaps between them.
-        self.size_bytes, self._gaps = 0, list[_Range]()
+        self.size_bytes, self._gaps = 0, list[_Range]()  # of all ranges, and gaps between
         # That a value has ended a method of C notes; it is looked at when the next range is taken.
         self._ended: queue.SimpleQueue[Finalizer[_Range]] = queue.SimpleQueue()
         self._held: dict[int, Finalizer[_Range]] = {}
@@ -133,8 +125,7 @@ class _SharedFile:
             if not gaps:
                 self._grow(size_bytes)
                 gaps = self._gaps[-1:] if size_bytes else [(0, 0)]
-            # The smallest that fits leaves larger ones whole.
-            start, end = min(gaps, key=lambda gap: gap[1] - gap[0])
+            start, end = min(gaps, key=lambda gap: gap[1] - gap[0])  # larger ones stay whole
             if size_bytes:
                 self._gaps.remove((start, end))
                 self._give_back((start + size_bytes, end))
@@ -157,8 +148,7 @@ class _SharedFile:
         more_bytes = size_bytes - sum(b - a for a, b in self._gaps if b == end)
         try:
             if more_bytes:
-                # A full disk is an error now, not amid a copy.
-                os.posix_fallocate(self.descriptor, end, more_bytes)
+                os.posix_fallocate(self.descriptor, end, more_bytes)  # a full disk fails here
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
@@ -170,8 +160,7 @@ HOST_FOLDER = "REMAT_OFFLOAD"  # the environment variable that names the folder 
 CHUNK_BYTES = 4 << 20  # one write or read. On an NVMe disk, larger ones were no faster.
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NAMELESS = getattr(os, "O_TMPFILE", 0)
-_CALLS = ("posix_fallocate", "preadv", "pwrite", "statvfs")
-"""What all of this is done by. Linux has them; Windows has none, and macOS not the first."""
+_CALLS = ("posix_fallocate", "preadv", "pwrite", "statvfs")  # Linux has all, macOS not the first
 
 _of_thread = threading.local()
 
@@ -190,8 +179,7 @@ def _require_calls(tier: str) -> None:
 
 
 class Folder:
-    """A folder for nameless files, and the way in which it takes them. Raises `TierError` where no
-    file can be made, or the system has no such files."""
+    """A folder for nameless files, and how it takes them. `TierError`: it takes none."""
 
     def __init__(self, path: str, tier: str) -> None:
         _require_calls(tier)
@@ -228,8 +216,7 @@ class Folder:
 
     def require_room(self, size_bytes: int) -> None:
         found = os.statvfs(self.path)
-        # As far as users other than root may take it.
-        free_bytes = found.f_bavail * found.f_frsize
+        free_bytes = found.f_bavail * found.f_frsize  # as far as users other than root may take it
         if free_bytes < size_bytes:
             raise TierError(
                 f"{self.path}, the folder of the {self.tier} tier, has {free_bytes} bytes free, "
@@ -246,8 +233,7 @@ class Folder:
         """The file that values are in now: the one that is open, or a new one."""
         with self._opening:
             found = self._open()
-            # Of another kind only while the ways are tried.
-            if found is None or found.is_direct != self.is_direct:
+            if found is None or found.is_direct != self.is_direct:  # only while ways are tried
                 found = _SharedFile(self._new(), self.is_direct)
                 self._open = weakref.ref(found)  # closed with its last value
             return found
@@ -301,9 +287,8 @@ class File:
         return self.size_bytes - start
 
     def _blocks(self, address: int) -> Iterator[tuple[int, memoryview, int]]:
-        """Parts of the file: where each starts, what is written or read, and its address. Memory
-        goes through this thread's aligned buffer where it does not lie as a direct write wants it;
-        the address is 0 where it is used as it is."""
+        """Parts of the file: start, what is written or read, and its address; 0 where memory is
+        used as it is. Else it goes through the thread's aligned buffer, as a direct write wants."""
         bounce, aligned = _bounce()
         for start in range(0, self.size_bytes, CHUNK_BYTES):
             size_bytes = min(CHUNK_BYTES, self.left(start))
@@ -337,13 +322,10 @@ def _bounce() -> tuple[mmap.mmap, int]:
 
 
 def host_folder() -> str:
-    """That of `HOST_FOLDER`, or the system's temporary one."""
-    # On a CPU, whose memory is the device's, files are the tier that plans call the host.
-    return os.environ.get(HOST_FOLDER) or tempfile.gettempdir()
+    return os.environ.get(HOST_FOLDER) or tempfile.gettempdir()  # the host tier of plans for a CPU
 
 
 def require_writable(folder: str, tier: str = "host") -> None:
-    """Write a block there, to see that it can be."""
     _require_calls(tier)
     if not Path(folder).is_dir():
         raise FileError(f"{folder} is no folder: name one on the drive that is to be used")

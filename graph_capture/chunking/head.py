@@ -1,6 +1,6 @@
-"""Linear layers in a joint graph, and heads: such a layer with a cross-entropy, or why it is none.
+"""Linear layers in a joint graph, and heads, or why one is none.
 
-A head is a product with the transposed weight, then nodes that change the shape, take rows or
+A head: a product with the transposed weight, then nodes that change the shape, take rows or
 convert, then `_log_softmax` and `nll_loss_forward`; and their backward.
 """
 
@@ -80,7 +80,6 @@ def sources_of(node: Any) -> list[fx.Node]:
 
 
 def aliases_of(node: fx.Node) -> list[fx.Node]:
-    """`node`, and nodes that are it in another shape or under another name."""
     own = [user for user in node.users if user.target in _NAMES]
     return [node, *(alias for user in own for alias in aliases_of(user))]
 
@@ -107,10 +106,8 @@ def behind_transposes(node: Any) -> fx.Node | None:
     return node if isinstance(node, fx.Node) and n_transposes % 2 == 0 else None
 
 
-# Label smoothing around a head's loss: what it reads of the probabilities, and what it hands back.
-#
-# It adds the sum of each row's logarithms to the loss. That sum is made by a chunk too. All else
-# that label smoothing does has one number a row, and stays as captured.
+# Label smoothing adds the sum of each row's logarithms to the loss: a chunk makes that sum too. All
+# else that it does has one number a row, and stays as captured.
 
 
 @dataclass(frozen=True)
@@ -148,8 +145,7 @@ def _find_smoothing(
 
 
 def identity_of(argument: Any) -> Any:
-    # Several nodes may read one constant.
-    if not isinstance(argument, fx.Node):
+    if not isinstance(argument, fx.Node):  # several nodes may read one constant
         return argument
     return str(argument.target) if argument.op == "get_attr" else argument.name
 
@@ -192,27 +188,22 @@ class _NoHeadError(Exception):
 
 @dataclass
 class Head:
-    """One head with its loss, and the nodes that its forward and its backward consist of."""
-
     softmax: fx.Node
     product: fx.Node  # of all logits
     x: fx.Node
     weight: fx.Node  # (classes, d)
     bias: fx.Node | None
     loss: fx.Node  # its `nll_loss_forward`
-    # The logits' rows that the loss takes; empty for all.
-    grid: list[int] = field(default_factory=list[int])
+    grid: list[int] = field(default_factory=list[int])  # rows that the loss takes; empty for all
     start: list[int] = field(default_factory=list[int])
     stop: list[int] = field(default_factory=list[int])
     gradient: fx.Node | None = None  # what backward hands to the loss
     total_weight: fx.Node | None = None
     smoothing: _Smoothing | None = None
-    # Nodes that make the gradients, None where nobody needs one.
-    of_x: fx.Node | None = None
+    of_x: fx.Node | None = None  # nodes that make the gradients, None where nobody needs one
     of_weight: fx.Node | None = None
     of_bias: fx.Node | None = None
-    # Nodes that only serve these, each before those that read it.
-    forward: list[fx.Node] = field(default_factory=list[fx.Node])
+    forward: list[fx.Node] = field(default_factory=list[fx.Node])  # in graph order; they only serve
     backward: list[fx.Node] = field(default_factory=list[fx.Node])
 
     @property
@@ -313,8 +304,7 @@ def _slice(head: Head, node: fx.Node, before: Tensor) -> None:
     dim, size = int(node.args[1]) % before.dim(), node.meta["val"].shape  # pyright: ignore
     if len(node.args) > 4 and node.args[4] != 1:
         raise _NoHeadError(f"{node.name} skips rows")
-    # The first slice sets the grid; later ones cut it further.
-    if not head.grid:
+    if not head.grid:  # the first slice sets the grid; later ones cut it further
         rows = list(before.shape[:-1])
         head.grid, head.start, head.stop = rows, [0] * len(rows), list(rows)
     elif [b - a for a, b in zip(head.start, head.stop, strict=True)] != list(before.shape[:-1]):
@@ -340,8 +330,7 @@ def _find_backward(head: Head) -> None:
     if list(map(identity_of, head.loss.args[1:5])) != list(map(identity_of, of_loss.args[2:6])):
         raise _NoHeadError(f"{of_loss.name} reads something else than {head.loss.name}")
     reader = smoothing.total if smoothing else of_softmax
-    # Ours would leave out any other term of the gradient.
-    if of_loss not in reader.args or list(of_loss.users) != [reader]:
+    if of_loss not in reader.args or list(of_loss.users) != [reader]:  # ours would leave out others
         raise _NoHeadError(f"the gradient of {head.softmax.name} has other terms than the loss's")
     head.gradient, head.total_weight = of_loss.args[0], of_loss.args[6]  # pyright: ignore
     if smoothing:

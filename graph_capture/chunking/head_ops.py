@@ -1,16 +1,9 @@
 """A linear head with its cross-entropy in chunks, so that all logits are never live at once.
 
-Outputs are cut, sums never, so that each number is made by eager's kernel over eager's sum. Blocks
-of rows serve the loss and the gradient of the head's input. The gradient of its weight sums over
-rows, so it is cut by classes. A block of classes needs two numbers of each row that the whole row
-decides: its maximum and the logarithm of its sum. Forward returns them.
-
-With label smoothing, the gradient of a row's logits hangs on the sum of all of its terms, and in 16
-bits the kernel's own sum is not in what it returns. Then blocks of classes are cut out of blocks of
-whole rows. That makes the logits once more for each block of classes.
-
-`INPUT_AND_WEIGHT` sums the weight's gradient over blocks of rows instead. It makes the logits once
-where the exact pair makes them twice, and its sum has another order.
+Outputs are cut, sums never, so each number is made by eager's kernel over eager's sum. The gradient
+of the weight sums over rows, so it is cut by classes. Such a block needs each row's maximum and the
+logarithm of its sum, which forward returns. `INPUT_AND_WEIGHT` sums over blocks of rows instead: it
+makes the logits once, not twice, in another order.
 
 Chunked losses: Liger Kernel (P.-L. Hsu et al., 2024, https://arxiv.org/abs/2410.10989), Cut Your
 Losses (E. Wijmans et al., 2024, https://arxiv.org/abs/2411.09009). Both sum in another order.
@@ -33,16 +26,12 @@ from remat.graph_capture.joint.nodes import aten
 
 @dataclass(frozen=True)
 class _HeadLoss:
-    """One head and its loss."""
-
     x: Tensor  # (n, d)
     weight: Tensor  # (classes, d)
     bias: Tensor | None  # (classes,)
     target: Tensor  # (m,)
     class_weight: Tensor | None  # (classes,)
-    # Where the loss takes a part of the logits' rows, these as a grid, which is sliced from `start`
-    # to `stop`; empty where it takes all.
-    grid: Sequence[int]
+    grid: Sequence[int]  # of the logits' rows, from `start` to `stop`, if the loss takes a part
     start: Sequence[int]
     stop: Sequence[int]
     dtype: torch.dtype  # of the loss
@@ -59,8 +48,7 @@ class _HeadLoss:
         """The rows of the logits that the loss takes, ascending; None for all."""
         if not self.grid:
             return None
-        # On the CPU whatever the device is, so that nothing waits for a GPU.
-        rows = torch.arange(self.x.shape[0]).view(*self.grid)
+        rows = torch.arange(self.x.shape[0]).view(*self.grid)  # on the CPU, so that nothing waits
         for dim, (a, b) in enumerate(zip(self.start, self.stop, strict=True)):
             rows = rows.narrow(dim, a, b - a)
         return rows.reshape(-1)
@@ -97,8 +85,7 @@ class _HeadLoss:
         gradient = gradient.to(self.x.dtype)
         if chosen is None:
             return gradient
-        # As autograd has it: rows that the loss leaves out have zeros.
-        whole = gradient.new_zeros(b - a, gradient.shape[1])
+        whole = gradient.new_zeros(b - a, gradient.shape[1])  # zeros where the loss leaves rows out
         return whole.index_copy_(0, chosen, gradient)
 
 
@@ -131,8 +118,6 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _OfLoss(NamedTuple):
-    """What backward hands to the loss."""
-
     gradient: Tensor
     total: Tensor
     row_term: Tensor | None  # label smoothing: of each row's sum of logarithms, (m, 1)
@@ -145,8 +130,7 @@ def _rows_gradient(one: _HeadLoss, of: _OfLoss, rows: _Rows) -> Tensor:
     if of.row_term is not None:
         of_log_p.add_(one.weighted(of.row_term[rows.of_loss]))
     made = aten._log_softmax_backward_data(of_log_p, log_p, 1, one.dtype)
-    # `whole_rows` may make another block, and three are what is planned for.
-    del log_p, of_log_p
+    del log_p, of_log_p  # `whole_rows` may make another block, and three are what is planned for
     return one.whole_rows(made, rows.a, rows.b, rows.inside)
 
 
@@ -158,8 +142,8 @@ def _nll_backward(one: _HeadLoss, of: _OfLoss, log_p: Tensor, rows: slice) -> Te
 
 
 def cuts_classes_out_of_rows(dtype: torch.dtype, row_term: object) -> bool:
-    # With smoothing a row's gradient depends on the sum of all its terms; in 16 bits the kernel's
-    # own sum is not in what it returns.
+    # A smoothed row's gradient depends on the sum of its terms, which in 16 bits no kernel returns.
+    # Then blocks of classes are cut out of whole rows, and the logits made once more for each.
     return row_term is not None or dtype.itemsize < torch.float32.itemsize
 
 
@@ -192,8 +176,7 @@ def _row_sums(one: _HeadLoss, of: _OfLoss, like: Tensor) -> Tensor:
     at = torch.where(one.target != one.ignore_index, one.target, 0).unsqueeze(1)
     for a, b in blocks(len(one.target), one.chunks):
         rows = slice(a, b)
-        # Only the shape of the logarithms is read.
-        log_p = like[rows].expand(-1, one.n_classes)
+        log_p = like[rows].expand(-1, one.n_classes)  # only the shape of the logarithms is read
         sums[rows] = _nll_backward(one, of, log_p, rows).gather(1, at[rows])
     return sums
 
@@ -207,8 +190,7 @@ def _class_gradients(
     log_p = torch.zeros(len(top), n_block + 1, dtype=one.dtype, device=top.device)
     bias = None if one.bias is None else one.bias[a:b]
     log_p[:, :n_block] = one._taken(_product(one.x, one.weight[a:b], bias), one.chosen_here)
-    # One by one, as torch's softmax kernel does: to subtract their sum would round otherwise.
-    log_p[:, :n_block].sub_(top).sub_(log_sum)
+    log_p[:, :n_block].sub_(top).sub_(log_sum)  # as torch's kernel: their sum would round otherwise
     at = torch.where((one.target >= a) & (one.target < b), one.target - a, n_block)
     of_log_p = torch.zeros_like(log_p)
     of_log_p[every, at] = row_sums[:, 0]
@@ -266,14 +248,12 @@ def _losses(one: _HeadLoss, row_sums: Tensor | None) -> tuple[Tensor, Tensor, Te
     picked = torch.empty(len(target), 1, dtype=one.dtype, device=one.x.device)
     top, log_sum = torch.empty_like(picked), torch.empty_like(picked)
     is_counted = target != one.ignore_index
-    # An ignored target, -100 by default, is no index to gather at.
-    safe = torch.where(is_counted, target, 0).unsqueeze(1)
+    safe = torch.where(is_counted, target, 0).unsqueeze(1)  # an ignored target, -100, is no index
     for rows in one.row_blocks():
         logits = one.logits(rows)
         top[rows.of_loss] = logits.amax(1, keepdim=True)
         log_p = aten._log_softmax(logits, 1, False)
-        # Or it would still be there while the next block's is made.
-        del logits
+        del logits  # or it would still be there while the next block's is made
         picked[rows.of_loss] = log_p.gather(1, safe[rows.of_loss])
         # At the maximum, the logarithm of p is 0 less that of the sum, exactly.
         log_sum[rows.of_loss] = log_p.amax(1, keepdim=True).neg_()
@@ -285,8 +265,7 @@ def _losses(one: _HeadLoss, row_sums: Tensor | None) -> tuple[Tensor, Tensor, Te
 
 def _reduced(one: _HeadLoss, picked: Tensor, is_counted: Tensor) -> tuple[Tensor, Tensor]:
     """``(loss, total weight)`` of rows with these logarithms: by eager's kernel, of one class."""
-    # That class is 0, which the user's loss may ignore, so the class to ignore is another here.
-    target = torch.where(is_counted, 0, _NO_CLASS)
+    target = torch.where(is_counted, 0, _NO_CLASS)  # 0 may be a class that the loss ignores
     if one.class_weight is None:
         return aten.nll_loss_forward(picked, target, None, one.reduction, _NO_CLASS)
     of_row = one.class_weight[torch.where(is_counted, one.target, 0)].unsqueeze(1)
@@ -296,8 +275,7 @@ def _reduced(one: _HeadLoss, picked: Tensor, is_counted: Tensor) -> tuple[Tensor
 
     weighted = picked * of_row
     if one.reduction == _NONE:
-        # Without reduction, eager's total weight is 0.
-        return summed(weighted, _NONE), picked.new_zeros(())
+        return summed(weighted, _NONE), picked.new_zeros(())  # as eager's is without reduction
     loss, total = summed(weighted), summed(of_row.neg())
     return (loss / total if one.reduction == _MEAN else loss), total
 

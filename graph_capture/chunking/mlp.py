@@ -1,8 +1,7 @@
 """Finds MLPs in a joint graph: linear layers with a pointwise function between, and backward.
 
-Which nodes have the hidden dimension decides what belongs to one. Everything that reads one of them
-must be known, else the MLP is none that can run in chunks. So one with dropout after its activation
-is not taken: its mask would have to be drawn in chunks.
+All that reads a node with the hidden dimension must be known, else the MLP cannot run in chunks. So
+one with dropout after its activation is not taken: its mask would have to be drawn in chunks.
 """
 
 from __future__ import annotations
@@ -28,23 +27,17 @@ from remat.graph_capture.chunking.head import (
 )
 from remat.graph_capture.joint.nodes import aten
 
-# The pointwise functions between the layers of an MLP that may run in chunks.
-#
-# On a CPU, a kernel takes most elements of a tensor by vectors, and the rest, at the end of what
-# each thread is given, one by one. Some functions give other last bits that way: in float32, GELU
-# and SiLU do. What falls among the rest hangs on the number of elements, so a block may differ from
-# the whole in a few of them. Data that is made for a comparison might not show that.
+# On a CPU, a kernel takes the rest at the end of each thread's part one by one, not by vectors.
+# float32's GELU and SiLU have other last bits that way, so a block may differ from the whole in a
+# few elements. Data that is made for a comparison might not show that.
 
 _VECTOR_ELEMENTS = 64  # a multiple of what any CPU's loop takes at once: two vectors of 64 bytes
-_GRAIN_ELEMENTS = 1 << 15
-"""From so many elements a thread on, torch gives each of its threads a part (`GRAIN_SIZE`)."""
+_GRAIN_ELEMENTS = 1 << 15  # of a thread; torch splits work from here on (`GRAIN_SIZE`)
 _COMPARED = 1 << 20  # elements that show whether a function has other bits one by one
 
 
 @dataclass(frozen=True)
 class _Activation:
-    """A pointwise function and its derivative, as eager calls them."""
-
     forward: Any
     backward: Any
     of_result: bool = False  # backward reads the function's result, not what it was given
@@ -115,15 +108,13 @@ def _is_the_same_one_by_one(name: str, dtype: torch.dtype) -> bool:
 
 # An MLP of a joint graph: its layers, and the nodes of its forward and its backward.
 
+# Hidden-sized tensors that a whole MLP's backward holds: what went into the function, and two
+# gradients; with a gate also what it and up return, and another one.
 _HIDDEN, _HIDDEN_GATED = 3, 6
-"""Tensors of the hidden activation's size that backward of a whole MLP has live at once: what went
-into the function, and two gradients; with a gate also what it and up return, and another one."""
 
 
 @dataclass
 class _MlpGradients:
-    """The nodes of a linear layer's gradients, None where nobody needs one."""
-
     x: fx.Node | None = None
     weight: fx.Node | None = None
     bias: fx.Node | None = None
@@ -134,8 +125,6 @@ class _MlpGradients:
 
 @dataclass
 class Mlp:
-    """One MLP, and the nodes that its forward and its backward consist of."""
-
     activation: str  # a name of `ACTIVATIONS`
     gate: Linear  # the layer before it
     up: Linear | None  # the one whose result it is multiplied with, if any
@@ -144,8 +133,7 @@ class Mlp:
     of_gate: _MlpGradients
     of_up: _MlpGradients
     of_down: _MlpGradients  # of the weight alone, as the bias's reads nothing hidden
-    # Nodes that only serve these, each before those that read it.
-    forward: list[fx.Node] = field(default_factory=list[fx.Node])
+    forward: list[fx.Node] = field(default_factory=list[fx.Node])  # in graph order; they only serve
     backward: list[fx.Node] = field(default_factory=list[fx.Node])
 
     @property
@@ -228,8 +216,7 @@ def _collect(mlp: Mlp, hidden: list[fx.Node], order: dict[fx.Node, int]) -> None
         raise NoMlpError
     width = mlp.gate.product.meta["val"].shape[-1]
     names = [one for node in hidden for one in aliases_of(node)]
-    # Blocks are cut along the last dimension, which must be the hidden one alone.
-    if any(one.meta["val"].shape[-1] != width for one in names):
+    if any(one.meta["val"].shape[-1] != width for one in names):  # blocks are cut along that dim
         raise NoMlpError
     turned = [u for one in names for u in one.users if u.target is aten.t.default]
     own, ends = dict.fromkeys((*names, *turned)), mlp.ends

@@ -1,10 +1,9 @@
 """An MLP in chunks, so that its whole hidden activation is never live.
 
-Outputs are cut, sums never, so that each number is made by eager's kernel over eager's sum. Blocks
-of rows serve the output and the gradient of the input, which sum over the hidden dimension. The
-gradients of the weights sum over rows, so they are cut along the hidden dimension. Backward makes
-the hidden activation and its gradient once in each orientation: that is two products more than
-where it is made again once, and three more than where it is kept; with a gate three and five.
+Outputs are cut, sums never, so each number is made by eager's kernel over eager's sum. The weights'
+gradients sum over rows, so they are cut along the hidden dimension. Backward makes the hidden
+activation and its gradient once in each orientation: two products more than where it is made again
+once, three more than where it is kept; with a gate three and five.
 
 An MLP is ``down(f(gate(x)))``, or ``down(f(gate(x)) * up(x))`` with a gate (N. Shazeer, 2020,
 https://arxiv.org/abs/2002.05202). Blocks of rows of MLPs: Blockwise Parallel Transformer (H. Liu
@@ -42,18 +41,13 @@ _Taken = Callable[[Tensor], Any]  # takes a block of the gradient, which lives n
 
 @dataclass(frozen=True)
 class _SplitMlp:
-    """x : (n, d). weight, up_weight : (h, d); without a gate up's is None. biases : (h,) or None.
-
-    down_weight : (d_out, h). activation : a name of `ACTIVATIONS`.
-    """
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    up_weight: Tensor | None
+    x: Tensor  # (n, d)
+    weight: Tensor  # (h, d)
+    bias: Tensor | None  # (h,)
+    up_weight: Tensor | None  # (h, d); None without a gate
     up_bias: Tensor | None
-    down_weight: Tensor
-    activation: str
+    down_weight: Tensor  # (d_out, h)
+    activation: str  # a name of `ACTIVATIONS`
     chunks: int
 
     def rows(self) -> list[slice]:
@@ -78,8 +72,7 @@ class _SplitMlp:
         self, gradient: Tensor, rows: slice, columns: slice,
         use_gate: _Taken, use_up: _Taken, use_inner: _Taken | None = None,
     ) -> None:  # fmt: skip
-        """Hand on a block of the gradients of what gate and up return, from that of the output.
-        `use_inner` takes what down is given itself."""
+        """Hand on a block of the gradients of what gate, up, and (`use_inner`) down are given."""
         function = ACTIVATIONS[self.activation]
         read = self._gate(rows, columns)
         if self.up_weight is None:
@@ -93,14 +86,12 @@ class _SplitMlp:
         result = function(read)
         if function.of_result:
             read = result
-        # Else it is made later, when `result` is gone: one block less at once.
-        up = self._up(rows, columns) if use_inner else None
+        up = self._up(rows, columns) if use_inner else None  # made once `result` is gone, else
         if use_inner and up is not None:
             use_inner(result * up)
         made = torch.mm(gradient[rows], self.down_weight[:, columns])
         use_up(made * result)
-        # `_BLOCKS_GATED` of regions.py counts what is live here.
-        del result
+        del result  # `_BLOCKS_GATED` of regions.py counts what is live here
         made = made * (self._up(rows, columns) if up is None else up)
         del up
         use_gate(function.gradient(made, read))
@@ -190,8 +181,7 @@ class _Gradients:
         if weight.numel():
             torch.mm(made.t(), self.one.x, out=weight[columns])
         if bias.numel():
-            # As autograd sums a bias's gradient, whose shape is (1, h).
-            bias[:, columns] = made.sum([0], True)
+            bias[:, columns] = made.sum([0], True)  # as autograd sums: shape (1, h)
 
 
 MLP = torch.ops.remat.mlp.default

@@ -28,17 +28,14 @@ from remat.graph_capture.joint.nodes import NodeOrigins, copy_of
 from remat.graph_capture.tracing.trace import Trace
 
 COUNTS = (2, 4, 8, 16)  # numbers of chunks that are costed
+# Tensors of the logits' size that a head's backward holds. A head is taken by default if they are
+# so many bytes, and so large a part of the step: low, as recomputing leaves a fraction of that.
 _HELD, _LARGE_BYTES, _LARGE_PART = 3, 1 << 20, 1 / 50
-"""Tensors of the logits' size that a head's backward holds. By default a head is taken if these are
-so many bytes, and so large a part of what is resident and forward makes. The part is low: where
-most is computed again, what is left of a step is a fraction of that."""
 AND = ", "  # between the names of parts, which run in the same number of chunks
 
 
 @dataclass(frozen=True)
 class RegionCandidate:
-    """Parts of a step, and the ops that would run in their place."""
-
     parts: tuple[HeadOrMlp, ...]  # in the captured joint graph
     joint: Joint  # a copy of it, with every part in chunks
     nodes: tuple[tuple[fx.Node, ...], ...]  # for each part, the ops of ours in that copy
@@ -58,8 +55,7 @@ class RegionCandidate:
 
     @property
     def chunks(self) -> int:
-        # All ops of ours take it last.
-        return cast("int", self.nodes[0][0].args[-1])
+        return cast("int", self.nodes[0][0].args[-1])  # all ops of ours take it last
 
     def set_chunks(self, chunks: int) -> None:
         for node in (node for nodes in self.nodes for node in nodes):
@@ -79,8 +75,7 @@ def requested_regions(trace: Trace) -> list[RegionCandidate]:
     parts = find_parts(trace.joint.module.graph)
     heads, least_bytes = [one for one in parts if isinstance(one, Head)], 0
     if asked is None:
-        # Nobody asked, so only what pays is measured, and nobody is warned of the rest.
-        heads, least_bytes = _large(trace, heads), _LARGE_BYTES
+        heads, least_bytes = _large(trace, heads), _LARGE_BYTES  # nobody asked: only what pays
     else:
         places = NodeOrigins(trace.joint.module.graph)
         for softmax, reason in find_heads(trace.joint.module.graph)[1]:
@@ -141,8 +136,7 @@ def _found(trace: Trace, is_exact: bool, parts: Sequence[HeadOrMlp]) -> RegionCa
         gm, captured.num_forward_outputs, recipe.name, recipe.resident,
         gradient_release=recipe.gradient_release, **recipe.facts(),
     )  # fmt: skip
-    # The copy that becomes a module has nodes of its own, under the same names.
-    node_named = {node.name: node for node in gm.graph.nodes}
+    node_named = {node.name: node for node in gm.graph.nodes}  # of the copy that becomes the module
     nodes = tuple(tuple(node_named[name] for name in own) for own in made)
     changes = changes_between(captured.graph, joint.graph)
     return RegionCandidate(tuple(parts), joint, nodes, is_exact, *changes, recipe.split is not None)
@@ -150,9 +144,9 @@ def _found(trace: Trace, is_exact: bool, parts: Sequence[HeadOrMlp]) -> RegionCa
 
 # What our ops do in place of captured ones, for costs on a device that is not here.
 
+# Blocks of hidden tensors that an op has live: in forward what goes into the function and its
+# result; in backward what went into it and two gradients.
 _BLOCKS: dict[Any, int] = {MLP: 2, MLP_INPUT: 3, MLP_WEIGHTS: 3}
-"""Blocks of hidden tensors that an op has live: in forward what goes into the function and its
-result; in backward what went into it and two gradients."""
 _BLOCKS_GATED: dict[Any, int] = {MLP: 3, MLP_GATED_INPUT: 4, MLP_WEIGHTS: 5}
 """The same with a gate: what up returns is one more, and the product's gradient another."""
 
@@ -173,8 +167,8 @@ def _workspace_bytes(part: HeadOrMlp, node: fx.Node, chunks: int) -> int:
         value: Tensor = part.gate.product.meta["val"]
         n_blocks = (_BLOCKS if part.up is None else _BLOCKS_GATED)[node.target]
         return n_blocks * -(-value.nbytes // chunks)
-    # In backward, three blocks in the dtype of the loss: the logarithms of the probabilities, their
-    # gradient and that of the logits. A block of classes that is cut out of rows is one more.
+    # Backward: three blocks in the loss's dtype, the logarithms of probabilities, their gradient
+    # and the logits'. A block of classes cut out of rows is one more.
     value, of_x = part.softmax.meta["val"], part.product.meta["val"]
     blocks_bytes = 3 * (-(-value.numel() // chunks)) * value.element_size()
     if not _is_cut_out_of_rows(part, node):
@@ -204,8 +198,7 @@ def _is_cut_out_of_rows(head: Head, node: fx.Node) -> bool:
 ChunkCosts = Callable[[RegionCandidate], tuple[Mapping[str, Op], Sequence[Value]]]
 """From a region in chunks: its ops of ours by name, and the values of the graph with them."""
 _HEADS = ("head",)
-IsExact = Callable[[RegionCandidate], bool]
-"""Whether the ops of a region, in the chunks that they are set to, give eager's bits."""
+IsExact = Callable[[RegionCandidate], bool]  # in the chunks that they are set to
 
 
 def with_regions(
@@ -230,8 +223,7 @@ def _region(
     choices: list[Choice] = []
     for chunks in COUNTS:
         found.set_chunks(chunks)
-        # Where eager's bits are asked for, numbers of chunks that do not give them are left out.
-        if not found.is_exact or is_exact(found):
+        if not found.is_exact or is_exact(found):  # numbers that do not give eager's bits go
             ops, values = chunk_costs(found)
             choices.append(_choice(graph, found, ops, values))
     return Region(found.name, found.dropped, tuple(choices), found.kinds)
@@ -240,9 +232,7 @@ def _region(
 def _choice(
     graph: TrainingGraph, found: RegionCandidate, ours: Mapping[str, Op], values: Sequence[Value]
 ) -> Choice:
-    # They do the same work, and some of it twice. They seem quicker where blocks fit into caches
-    # or a clock was off, and a step that fits as it was captured would not stay so.
-    least_us = _whole_us(graph, found)
+    least_us = _whole_us(graph, found)  # it seems quicker only where blocks fit into caches
     if found.is_exact and sum(op.cost_us for op in ours.values()) < least_us:
         ours = _taking(least_us, ours)
     ops = [(place, ours.get(op.name) or _as_captured(graph, op)) for place, op in found.added]
@@ -264,8 +254,7 @@ def _taking(all_us: float, ours: Mapping[str, Op]) -> Mapping[str, Op]:
 def _as_captured(graph: TrainingGraph, op: Op) -> Op:
     """An op that reads other values than before, such as an update, at its captured cost."""
     same = [one for one in graph.ops if one.target == op.target]
-    # An update is named by the gradient that it waits for.
-    before = next((one for one in same if one.name == op.name), same[0])
+    before = next((one for one in same if one.name == op.name), same[0])  # named by the gradient
     return replace(op, cost_us=before.cost_us, cost_origin=before.cost_origin)
 
 

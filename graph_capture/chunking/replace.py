@@ -26,12 +26,10 @@ def picked(node: fx.Node, i: int, name: str, before: fx.Node | None = None) -> f
 
 def _replace_node(old: fx.Node, new: fx.Node) -> None:
     old.replace_all_uses_with(new)
-    # Under its name, so that the rest of the training graph stays as it is.
-    name, meta = old.name, old.meta
+    name, meta = old.name, old.meta  # under its name, the rest of the graph stays as it is
     old.graph.erase_node(old)
     new.name = name
-    # An op of ours has its own meta already.
-    if new.target is operator.getitem:
+    if new.target is operator.getitem:  # an op of ours has its own meta already
         new.meta = dict(meta)
 
 
@@ -75,8 +73,7 @@ _Gradients = tuple[fx.Node | None, ...]
 def _backward_ops(head: Head, is_exact: bool) -> list[tuple[Any, str, _Gradients]]:
     if not is_exact and head.of_x is not None and head.of_weight is not None:
         results = (head.of_x, head.of_weight, head.of_bias)
-        # Its sum has another order, for which the logits are made once less.
-        return [(INPUT_AND_WEIGHT, "gradients", results)]
+        return [(INPUT_AND_WEIGHT, "gradients", results)]  # the logits are made once less
     ops: list[tuple[Any, str, _Gradients]] = []
     if head.of_x is not None:
         ops.append((INPUT, "of_input", (head.of_x,)))
@@ -93,8 +90,7 @@ def _forward(head: Head, args: tuple[Any, ...]) -> fx.Node:
     log_p: Tensor = head.softmax.meta["val"]
     with log_p.fake_mode:  # pyright: ignore
         a_row = [torch.empty(len(log_p), 1, dtype=log_p.dtype, device=log_p.device) for _ in _SAVED]
-    # Results of the loss that nobody picks have no storage of their own in the trace.
-    values = [loss, total, *a_row]
+    values = [loss, total, *a_row]  # results that nobody picks have no storage in the trace
     if head.smoothing:
         results[len(values)] = head.smoothing.row_sum
         values.append(head.smoothing.row_sum.meta["val"])
@@ -136,16 +132,14 @@ def _replace_mlp(mlp: Mlp, chunks: int) -> list[fx.Node]:
     gate, down = mlp.gate, mlp.down
     read = gate.x, gate.weight, gate.bias, up_weight, up_bias, down.weight
     graph = down.product.graph
-    # A part that was replaced before has left others in the places of these, under their names.
-    standing = {node.name: node for node in graph.nodes}
+    standing = {node.name: node for node in graph.nodes}  # an earlier part may have left others
     read = tuple(node and standing[node.name] for node in read)
     gradient = standing[mlp.gradient.name]
     made = [_node_before(down.product, MLP, mlp.name, (*read, down.bias, mlp.activation, chunks))]
     made[0].meta = dict(down.product.meta)
     _replace_node(down.product, made[0])
     first = _first_of([*mlp.of_gate.all(), *mlp.of_up.all(), *mlp.of_down.all()])
-    # The input's gradient comes first: it reads the weights, whose updates wait for it.
-    given = (gradient, *read, mlp.activation)
+    given = (gradient, *read, mlp.activation)  # the input's first: weights before their updates
     made += [
         _node_before(first, op, f"{made[0].name}_{name}", (*given, *more, chunks))
         for op, name, more in _ops_of_backward(mlp)
@@ -187,8 +181,7 @@ def _take_places(mlp: Mlp, node: fx.Node) -> None:
     if node.target is MLP_INPUT:
         _replace_node(wanted[0], node)
         return
-    # A weight's gradient that nobody needs is left out (`wanted`); a term of x's is made anyway.
-    is_left_out = node.target is MLP_WEIGHTS
+    is_left_out = node.target is MLP_WEIGHTS  # what nobody needs (`wanted`), but no term of x's
     like: Tensor = (mlp.gate.weight if is_left_out else mlp.gate.x).meta["val"]
     node.meta["val"] = tuple(_values(old, like, 0 if is_left_out else like.shape))
     _replace_results(node, old)

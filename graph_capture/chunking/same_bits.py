@@ -1,7 +1,6 @@
 """Whether parts in chunks give eager's bits on the device at hand, at the shapes at hand.
 
-Kernels for a block of rows may sum in another order than those for all rows. Which a library takes
-hangs on shapes and on the device, so both ways run here once, on made data, and are compared.
+Which kernel a library takes hangs on both, so both ways run here once, on made data.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ _IGNORED_PART = 0.1  # of the made targets: rows that the loss ignores
 
 def _made_inputs(part: HeadOrMlp, seed: int) -> dict[fx.Node, Tensor]:
     at: Tensor = part.ends[0].meta["val"]
-    # The user's random stream stays where it is.
-    with torch.random.fork_rng([at.device] if at.is_cuda else []):
+    with torch.random.fork_rng([at.device] if at.is_cuda else []):  # the user's random stream stays
         torch.manual_seed(seed)
         return _of_head(part) if isinstance(part, Head) else _of_mlp(part)
 
@@ -74,17 +72,14 @@ def _normal(node: fx.Node) -> Tensor:
     return made.normal_()
 
 
-_SEEN_NUMBERS, _MOST_DRAWS = 1 << 22, 16
-"""In 16 bits so many logits, or hidden activations, are compared, in at most so many draws."""
+_SEEN_NUMBERS, _MOST_DRAWS = 1 << 22, 16  # in 16 bits: logits that are compared, and most draws
 
 _Key = tuple[str, str, str, int, bool, int]
-_known: dict[_Key, bool] = {}
-"""What was found in this process, by graph in chunks, device, region, chunks, how and threads."""
+_known: dict[_Key, bool] = {}  # by graph in chunks, device, region, chunks, how and threads
 
 
 def matches_eager_bitwise(found: RegionCandidate) -> bool | None:
-    """Whether parts in their chunks give the same bits as their own nodes; None: memory ran out. It
-    takes the memory of four times the logits, or what an MLP holds."""
+    """None: memory ran out. It takes the memory of four times the logits, or what an MLP holds."""
     # Equal kernels on equal shapes: of parts that are alike, one is compared.
     alike = {_likeness(*pair): pair for pair in zip(found.parts, found.nodes, strict=True)}
     try:
@@ -133,8 +128,7 @@ def _are_same_once(part: HeadOrMlp, nodes: Sequence[fx.Node], seed: int) -> bool
     made = _made_inputs(part, seed)
     captured, results = [*part.forward, *part.backward], _Results(dict(made))
     order = {node: i for i, node in enumerate(captured[0].graph.nodes)}
-    # In graph order, so that no result asks for a long chain of others.
-    for node in sorted(captured, key=order.__getitem__):
+    for node in sorted(captured, key=order.__getitem__):  # in graph order: no long chains
         results[node]
     expected = {node.name: results[node] for node in part.ends}
     del results  # or what is in between would be there beside the chunks
@@ -153,8 +147,7 @@ def _has_equal_blocks(mlp: Mlp, chunks: int) -> bool:
 class _Results(dict[fx.Node, Any]):
     """By node, each computed when first asked for."""
 
-    # A nested function that calls itself would refer to itself, and so hold these tensors until
-    # Python collects garbage.
+    # No nested function that calls itself: it would hold these tensors until garbage is collected.
 
     def __missing__(self, node: fx.Node) -> Any:
         target: Any = node.target
@@ -176,8 +169,7 @@ def _run_chunks(nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]) -> dict[
     return data
 
 
-# Whether chunks give eager's bits, kept on disk beside costs: to compare takes as long as a few
-# runs of the region. The file is named by the device, its settings and torch's version.
+# Kept on disk beside costs, by device, settings and torch: to compare takes a few runs.
 
 
 def kept_bits(meter: Meter, cache: CostCache | None = None) -> IsExact:
@@ -188,8 +180,7 @@ def kept_bits(meter: Meter, cache: CostCache | None = None) -> IsExact:
         key = _digest_of(found)
         if key not in kept.bits:
             answer = matches_eager_bitwise(found)
-            # Not kept: another time there may be room.
-            if answer is None:
+            if answer is None:  # not kept: another time there may be room
                 return False
             kept.bits[key] = answer
             kept.save()
@@ -208,8 +199,7 @@ def _digest_of(found: RegionCandidate) -> str:
         torch.get_float32_matmul_precision(),
         str(torch.are_deterministic_algorithms_enabled()),
         str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
-        # Chooses the branch of MKL's code.
-        os.environ.get("MKL_CBWR", ""),
+        os.environ.get("MKL_CBWR", ""),  # chooses the branch of MKL's code
     ]
     alike = (_likeness(*pair) for pair in zip(found.parts, found.nodes, strict=True))
     parts += dict.fromkeys(alike)

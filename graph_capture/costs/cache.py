@@ -1,10 +1,4 @@
-"""What was measured, kept on disk, and profiles, which are files of it for other machines.
-
-There is one JSON file a device, thread count and torch version. Five tables stand in it: the cost
-of each distinct op, the times of each whole step, whether chunks give eager's bits
-(`chunking/same_bits.py`), how fast links to other memory are, and the times of ops that are being
-timed, so that little is lost if the process is ended.
-"""
+"""What was measured, kept on disk, and profiles, which are files of it for other machines."""
 
 from __future__ import annotations
 
@@ -31,9 +25,7 @@ from remat.graph_capture.joint.nodes import argument, target_name, tensors_of
 
 _SCHEMA_VERSION = 6  # of the file. One of another version is not read, and is written anew.
 _FILES = CacheFiles("costs", "they are measured again each time", is_sealed=False)
-BUSY = 0.05
-"""Of the time: what was measured while others had the core for longer is measured again, once the
-machine is quiet."""
+BUSY = 0.05  # of the time, with others on the core; beyond, measured again once it is quiet
 
 
 class OpCost(msgspec.Struct, frozen=True, array_like=True):
@@ -45,8 +37,6 @@ class OpCost(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WholeStepTimes(msgspec.Struct, frozen=True):
-    """Times of a step that was run as a whole (`step_time.py`)."""
-
     step_us: float  # with every op run once
     keeping_us: float = 0.0  # forward alone takes so much less if it keeps nothing for backward
     again_us: float = 0.0  # the step takes so much longer with forward computed again in segments
@@ -66,8 +56,7 @@ def _are_times(step: WholeStepTimes) -> bool:
 
 
 def _truer(known: OpCost | WholeStepTimes, anew: OpCost | WholeStepTimes, *, is_less: bool) -> bool:
-    # Times only grow by what others do: quiet ones say more, and of two busy ones the lesser.
-    if (known.away > BUSY) != (anew.away > BUSY):
+    if (known.away > BUSY) != (anew.away > BUSY):  # quiet ones say more; of busy ones the lesser
         return known.away > BUSY
     return known.away > BUSY and is_less
 
@@ -105,16 +94,15 @@ def file_name(which: str) -> str:
 
 class CostCache:
     """What is known of a device and a torch version; `save` merges what is new into the file.
-    Without a title it is of this machine's CPU. Costs differ by the device's `settings`. `costs`
-    are by `cost_key`, `steps` by the hash of the step's graph, `bits` as of `kept_bits`, `links` by
-    their place. `begun` has times of ops that have no cost yet, in microseconds."""
+    Without a title it is of this machine's CPU."""
 
     def __init__(self, title: str | None = None, settings: str = "") -> None:
         self.title = title or cpu_title()
         self._name = file_name(" ".join(filter(None, (self.title, settings))))
         self.path, file = _FILES.path(self._name), self._read()
+        # By `cost_key`, by the hash of the step's graph, and as of `kept_bits`.
         self.costs, self.steps, self.bits = file.costs, file.steps, file.bits
-        self.begun, self.links = file.begun, file.links
+        self.begun, self.links = file.begun, file.links  # us of ops without a cost yet; by place
         self._saved, self._is_anew = set(self.costs), False
         self._own: set[str] = set()
 
@@ -138,8 +126,7 @@ class CostCache:
                 self.costs[key] = cost
             elif _truer(known, cost, is_less=cost.cost_us < known.cost_us):
                 self.costs[key] = cost
-                # Or `_merged` would put the file's in its place.
-                self._own.add(key)
+                self._own.add(key)  # or `_merged` would put the file's in its place
         self.save()
 
     def keep_step(self, key: str, step: WholeStepTimes) -> None:
@@ -150,8 +137,7 @@ class CostCache:
 
     def doubt(self, keys: Collection[str], step_key: str) -> None:
         """Steps are quicker than these costs say: they were taken in a busy time."""
-        # As busy as can be, so that `settled` asks for them again once the machine is quiet.
-        for key in self.costs.keys() & set(keys):
+        for key in self.costs.keys() & set(keys):  # as busy as can be, so `settled` asks again
             self.costs[key] = replace(self.costs[key], away=1.0)
             self._own.add(key)
         if step_key in self.steps:
@@ -178,8 +164,8 @@ class CostCache:
         known = self._read()
         costs, steps = {**known.costs, **self.costs}, {**known.steps, **self.steps}
         if not self._is_anew:
-            # Two processes may measure one op at once. The cost saved first stays, and goes to the
-            # other too: a kept plan rests on costs that the next process finds.
+            # Of two processes that measure one op, the cost saved first goes to both: a kept plan
+            # rests on costs that the next process finds.
             theirs = {k: v for k, v in known.costs.items() if k not in self._own}
             costs |= theirs
             self.costs |= {k: v for k, v in theirs.items() if k not in self._saved}
@@ -191,13 +177,9 @@ class CostCache:
         return _File(_SCHEMA_VERSION, self.title, costs, steps, bits, self.begun, links)
 
 
-# Profiles are files of measured costs that are taken in place of measuring. A profile names each op
-# by its `cost_key`, so it serves every model in which the same op occurs. Beside each cost stands
-# the op's work, so that a model of the device can be fitted to it (`roofline.py`). The format is
-# JSON, stated in `docs/files.md`.
-#
-# One that was measured on CUDA is of device ``cuda``, with the driver's title of it. It also serves
-# the device of the table that the title names (`roofline.py`).
+# A profile's format is stated in `docs/files.md`. It names ops by `cost_key`, so it serves every
+# model in which they occur, and has their work, so that a model of the device can be fitted to it
+# (`roofline.py`). One of ``cuda`` also serves the device of the table that its title names.
 
 # The work of an op is the same on every device, so a profile of one can fit a model of another.
 
@@ -210,8 +192,6 @@ _WorkKind = Literal["matmul", "convolution", "attention", "other"]
 
 
 class OpWork(msgspec.Struct, frozen=True):
-    """What one run of an op takes."""
-
     kind: _WorkKind = "other"
     dtype: str = "float32"  # of the first tensor in floating point
     flops: int = 0  # where torch does not count them
@@ -220,8 +200,7 @@ class OpWork(msgspec.Struct, frozen=True):
 
 def work_of(node: fx.Node) -> OpWork:
     kind, flops = _kind_of(target_name(node)), flops_of(node)
-    # torch counts all of causal attention; its kernels skip the half above the diagonal.
-    if kind == "attention" and argument(node, "is_causal"):
+    if kind == "attention" and argument(node, "is_causal"):  # CUDA's kernels skip the half above it
         flops //= 2
     floats = (t for t in _read_and_made(node) if t.is_floating_point())
     dtype = next((str(t.dtype).removeprefix("torch.") for t in floats), "float32")
@@ -362,8 +341,8 @@ def as_profile(profile: Profile | str | Path | None) -> Profile | None:
 def costs_of_profile(
     needed: dict[str, fx.Node], profile: Profile, meter: Meter
 ) -> Mapping[str, OpCost]:
-    """The costs of `profile`, by `cost_key`. Raises ProfileError if it is of another kind of
-    device; or of another machine, and lacks ops."""
+    """The costs of `profile`, by `cost_key`. ProfileError for another kind of device, or for
+    another machine, if it lacks ops."""
     kind, shown = (CUDA, "a CUDA device") if is_cuda(meter.device) else (CPU, "a CPU")
     if profile.device != kind:
         raise ProfileError(
@@ -371,8 +350,7 @@ def costs_of_profile(
             f"plan for {option('device', profile.device)}"
         )
     missing = [node for key, node in needed.items() if key not in profile.ops]
-    # On its own machine, what it lacks can be measured.
-    if missing and profile.title != meter.title:
+    if missing and profile.title != meter.title:  # the rest is measured on its own machine
         raise ProfileError(
             f"the profile of {profile.title} lacks {len(missing)} of {len(needed)} distinct ops, "
             f"such as {target_name(missing[0])}: measure this model there, with "

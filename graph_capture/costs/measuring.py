@@ -55,9 +55,8 @@ class _PlannedPair(NamedTuple):
 def links_below(
     device: str, tiers: LowerTiers, profile: Profile | None = None, *, measure_again: bool = False
 ) -> Links:
-    """The links of `device`, with as much room as `tiers` has: of the profile, or table, or here.
-    Those of this machine are taken from disk, or else measured now. Raises ProfileError where the
-    profile is of another machine and lacks them, FileError where a folder cannot be written."""
+    """Links with as much room as `tiers` has: of the profile or the table; of this machine from
+    disk, else measured. ProfileError: the profile is of another machine and lacks them."""
 
     def pair(nvme_path: str) -> _PlannedPair:
         known = profile.links if profile is not None else None
@@ -68,8 +67,7 @@ def links_below(
         if is_in_table(device):
             return _modelled_drive() if nvme_path else _modelled(device)
         title = meter_of(device).title
-        # Links of this machine would say nothing of the one whose ops are planned with.
-        if profile is not None and profile.title != title:
+        if profile is not None and profile.title != title:  # they would say nothing of another
             raise ProfileError(_missing_text(profile.title, nvme_path))
         return _planned(measured_pair(device, nvme_path, measure_again=measure_again), title)
 
@@ -84,8 +82,8 @@ def links_below(
 
 
 def relinked(graph: TrainingGraph, tiers: LowerTiers) -> TrainingGraph:
-    """A graph of a file, with links to `tiers`: its own with that room, if it has them. Raises
-    ProfileError if it was measured on another machine, whose links are not known."""
+    """A graph of a file, with its own links to `tiers` if it has that room, else measured ones.
+    ProfileError: it was measured on another machine."""
     own = graph.links
     if own is not None and tiers.nvme_path in ("", own.nvme_path):
         room = {"host_bytes": tiers.host_bytes, "nvme_bytes": tiers.nvme_bytes}
@@ -191,8 +189,7 @@ def profile(
         check_measured(device)
     if nvme is not None:
         require_writable(nvme, "nvme")
-    # First, so that no rank waits here for one whose model cannot be traced.
-    ranks = None
+    ranks = None  # first, so that no rank waits here for one whose model cannot be traced
     if group is not None:
         here = resolved_device(device, model)
         ranks = measured_rank_links(group, here, meter_of(here).title)

@@ -1,7 +1,4 @@
-"""From a trace to a graph with the costs of a device that is here.
-
-Costs come from a profile, from the cache on disk, or are measured now, in this order.
-"""
+"""From a trace to a graph with the costs of a device that is here."""
 
 from __future__ import annotations
 
@@ -65,8 +62,7 @@ from remat.graph_capture.tracing.trace import ProgressCallback, Trace
 # The cost of each distinct op, measured by running it alone on made data.
 
 ESTIMATED_BYTES_PER_US = 5_000  # a guess, for ops that do not run on made data
-SAVE_RNG_KEY = "remat.save_rng_state()"
-"""Stands for a `cost_key`, as saving a random state is no op of torch."""
+SAVE_RNG_KEY = "remat.save_rng_state()"  # stands for a `cost_key`, as this is no op of torch's
 
 
 def time_ops(
@@ -74,12 +70,9 @@ def time_ops(
     between: Callable[[], None] | None, cache: CostCache,
 ) -> tuple[dict[str, OpCost], frozenset[str]]:  # fmt: skip
     """Costs of the `missing` ops and of saving a random state, and which ops had no room to run.
-    `between` is called after each pass over the ops. `cache` keeps times meanwhile, and has those
-    that a process took that was ended. Raises CaptureError if memory runs out that ops had when
-    they were timed."""
+    `between` runs after each pass. `cache` keeps times for a process that is ended meanwhile."""
     meter.settle()
-    # `median_us` takes what has run before.
-    meter.rng_state()
+    meter.rng_state()  # `median_us` takes what has run before
     op_costs, no_room = {SAVE_RNG_KEY: OpCost(meter.median_us(meter.rng_state))}, set[str]()
 
     def failed(key: str, error: KernelError) -> None:
@@ -104,8 +97,7 @@ def time_ops(
         meter, failed, first=first, after=after, between=between,
         begun=cache.begun, keep=cache.keep_begun,
     )  # fmt: skip
-    # Memory comes last: what libraries allocate at their first use is then no op's.
-    with _said_if_short():
+    with _said_if_short():  # memory comes last: what libraries take at first is then no op's
         memory = meter.regions(_runner_of(joint, missing[key]) for key in costs)
     for (key, (cost_us, away)), found in zip(costs.items(), memory, strict=True):
         op_costs[key] = OpCost(cost_us, *_bytes_taken(missing[key], found, meter), away=away)
@@ -154,8 +146,7 @@ def _bytes_taken(node: fx.Node, region: RegionMemory, meter: Meter) -> tuple[int
 
 
 def _runner_of(joint: Joint, node: fx.Node) -> Callable[[], Any]:
-    # Outside of `run`, so that making data is not timed.
-    args, kwargs = sample_arguments(node, joint.module)
+    args, kwargs = sample_arguments(node, joint.module)  # outside of `run`: it is not timed
     target = local_runner(node)
     return lambda: target(*args, **kwargs)
 
@@ -181,21 +172,13 @@ def measure_costs(
     most_bytes: int | None = None,
     chunks: bool = True,
 ) -> TrainingGraph:
-    """The trace's graph with measured costs and workspaces.
+    """The trace's graph with measured costs and workspaces: of a profile, else kept, else measured.
 
-    Each distinct op is run on made data. On a CPU the step is run as a whole too, for what it takes
-    beyond its ops (`step_time.py`). Both are kept on disk (`cache.py`).
-
-    progress : called with (distinct ops timed, distinct ops to time), and with what is done.
-    profile : its costs are taken, whatever machine measured them. Ops that it lacks are
-        measured if it is of this machine.
-    measure_again : costs and times that are kept on disk are measured anew, and kept instead.
-    most_bytes : a budget: the step is not run as a whole where that takes more. An op runs in any
-        case, with what it needs itself.
-    chunks : left out, the graph has no regions in chunks; `with_measured_chunks` adds them.
-
-    Raises ProfileError where `profile` is of another machine and lacks ops of the step.
-    """
+    On a CPU the step is run as a whole too, for what it takes beyond its ops (`step_time.py`),
+    unless that takes more than `most_bytes`, a budget. `progress` is called with (distinct ops
+    timed, distinct ops to time), and with what is done. `measure_again`: what is on disk is
+    measured anew. Without `chunks` no region is in chunks; `with_measured_chunks` adds them.
+    ProfileError where `profile` is of another machine and lacks ops of the step."""
     meter, cache = _meter_and_cache(trace, measure_again)
     graph = measure_costs_with(trace, meter, cache, progress, profile, most_bytes)[0]
     if not chunks:
@@ -227,8 +210,7 @@ def with_measured_chunks(
 
 def with_optimistic_chunks(trace: Trace, graph: TrainingGraph) -> TrainingGraph:
     """`graph` with its costs, and regions that may run in chunks, as if they took no more time."""
-    # No measured region is faster, as chunks do the work of the captured ops.
-    in_chunks = hoped(graph, allocator_rounding(graph.device))
+    in_chunks = hoped(graph, allocator_rounding(graph.device))  # chunks do the captured ops' work
     return with_regions(graph, requested_regions(trace), in_chunks, lambda _: True)
 
 
@@ -249,8 +231,7 @@ def _measured(
     keys, nodes = _keys_and_nodes(joint)
     known: Mapping[str, OpCost] = {} if profile is None else costs_of_profile(nodes, profile, meter)
     rounds = step_rounds(joint, graph, meter, cache, profile, most_bytes)
-    # Whole steps are timed between the passes over ops, so that a slow spell is one of both.
-    between = rounds.some if rounds else None
+    between = rounds.some if rounds else None  # between passes: one slow spell meets both
     costs = _known_or_measured(joint, nodes, meter, cache, known, told, between)
     # These have no node, and so no key of their own.
     keys |= {op.name: SAVE_RNG_KEY for op in graph.ops if op.target == SAVE_RNG}
@@ -312,7 +293,6 @@ def examples(joint: Joint) -> dict[str, fx.Node]:
 
 
 def _keys_and_nodes(joint: Joint) -> tuple[dict[str, str], dict[str, fx.Node]]:
-    """The `cost_key` of each op by its name, and a node for each of these keys."""
     keys = {name: cost_key(node) for name, node in joint.node_of_op.items()}
     # Reversed, so that of equal keys the first node is the one that stays.
     return keys, {keys[name]: node for name, node in reversed(joint.node_of_op.items())}
@@ -332,8 +312,7 @@ def _known_or_measured(
             found, no_room = time_ops(joint, new, meter, progress, between, cache)
         # What had no room is not kept, as another time there may be room to run it.
         cache.keep_costs({key: one for key, one in found.items() if key not in no_room})
-    # What another process has saved meanwhile stays, and takes the place of what was found.
-    every = {**found, **cache.costs, **known}
+    every = {**found, **cache.costs, **known}  # another process's costs stay in place of these
     return {key: every[key] for key in wanted}
 
 
@@ -342,9 +321,8 @@ def _values_as_allocated(joint: Joint, costs: dict[str, OpCost]) -> tuple[Value,
     allocated = allocator_rounding(graph.device)
     # What a step on a CUDA device has on the host takes nothing on the device.
     host = _on_the_host(joint) if is_cuda(graph.device) else frozenset()
-    # Some results are larger than a trace says: mse_loss returns a scalar in the storage of all
-    # its terms. So the first result of an op grows by what the op was seen to keep. A graph's hash
-    # covers shapes and not sizes for this reason.
+    # Some results are larger than a trace says: mse_loss returns a scalar in the storage of all its
+    # terms. So the first result grows by what the op kept; for this a hash does not cover sizes.
     costed = (op for op in graph.ops if op.name in costs and op.outputs)
     kept = {op.outputs[0]: costs[op.name].kept_bytes for op in costed}
 
@@ -394,8 +372,8 @@ def measured_workspaces(trace: Trace, names: Collection[str]) -> dict[str, int]:
 
 
 class Sized:
-    """The graph of a trace with the bytes that its ops take, and without times. So a schedule is
-    judged at the sizes of a batch for which nothing was timed. Ops without known costs run once."""
+    """A trace's graph with the bytes of its ops and no times, to judge a schedule at other sizes.
+    Ops without known costs run once."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace, self._meter = trace, meter_of(trace.recipe.device)
@@ -407,8 +385,7 @@ class Sized:
         self.graph = replace(graph, resident=resident)
 
     def with_region(self, region: str, chunks: int, *, is_exact: bool) -> TrainingGraph:
-        """The graph with a region that may run in so many chunks. Without one where the step has
-        other parts, or where `is_exact` and bits are not eager's."""
+        """Without the region where the step has other parts, or where bits differ (`is_exact`)."""
         has_them = kept_bits(self._meter, self._cache)
 
         def of_chunks(found: RegionCandidate) -> tuple[dict[str, Op], tuple[Value, ...]]:
@@ -447,8 +424,7 @@ def _regions(joint: Joint, nodes: Mapping[str, fx.Node], meter: Meter) -> dict[s
     ran: list[str] = []
     with meter.quiet():
         regions = meter.regions(_warm(joint, nodes, ran))
-    # `ran` is complete only once the regions are measured.
-    return dict(zip(ran, regions, strict=True))
+    return dict(zip(ran, regions, strict=True))  # complete once the regions are measured
 
 
 def _warm(joint: Joint, nodes: Mapping[str, fx.Node], ran: list[str]) -> Iterator[Run]:
@@ -456,7 +432,6 @@ def _warm(joint: Joint, nodes: Mapping[str, fx.Node], ran: list[str]) -> Iterato
     for key, node in nodes.items():
         with contextlib.suppress(*KERNEL_ERRORS):
             run = _runner_of(joint, node)
-            # What libraries allocate at their first use is then no op's.
-            run_locally(run)
+            run_locally(run)  # what libraries allocate at their first use is then no op's
             ran.append(key)
             yield run

@@ -1,10 +1,8 @@
 """The times of many ops, taken in several passes over all of them.
 
-A core that others share changes its speed by a fifth for seconds on end. Costs taken in one slow
-spell cannot be compared with the rest, so each op is timed in several passes, and the least of its
-times counts that another pass confirms. An op whose two least times differ is timed in a few more
-passes. Seen on such a core: the products of an LSTM were timed at 865 us in one go, took 980 a
-minute later, and 1,060 in the step.
+A shared core changes its speed by a fifth for seconds on end, so costs of one slow spell cannot be
+compared with the rest: an LSTM's products took 865 us in one go and 980 a minute later. The least
+time counts that another pass confirms; an op without one is timed in a few more.
 """
 
 from __future__ import annotations
@@ -55,20 +53,15 @@ def times_us(
 ) -> dict[str, _OpTime]:  # fmt: skip
     """The time of each op that runs: the least over the passes that another one confirms.
 
-    made : makes the run of an op, with its inputs.
-    failed : called with an op that cannot be run, and the error. The op is not tried again.
-    first : called with an op and its run before the op is timed. It must run it.
-    after : called with the number of ops timed so far, over all passes. between : after each pass.
-    begun : times that an earlier process took before it was ended: so many are left out here.
-    keep : called now and then with all times so far, and where Ctrl-C or an error ends it.
-    """
+    `made` makes an op's run with its inputs, and `first` must run it before it is timed. `failed`
+    ops are not tried again. `after` gets the number timed so far, `between` follows each pass.
+    `begun`: so many passes are left out. `keep` gets all times now and then, and at Ctrl-C."""
     found: _Times = {key: list((begun or {}).get(key, ()))[: meter.passes] for key in made}
     away = dict[str, float]()
     try:
         _take(found, away, made, moved_bytes, meter, failed, first, after, between, keep)
     except BaseException:
-        # Ctrl-C too: what was timed so far is not lost.
-        keep(found)
+        keep(found)  # Ctrl-C too: what was timed so far is not lost
         raise
     return {key: _OpTime(least_agreed(each), away.get(key, 0.0)) for key, each in found.items()}
 
@@ -80,8 +73,7 @@ def _take(
     between: Callable[[], None] | None, keep: Callable[[_Times], None],
 ) -> None:  # fmt: skip
     kept_s = time.monotonic()
-    # While another device runs, this thread waits.
-    is_here = meter.device == CPU
+    is_here = meter.device == CPU  # while another device runs, this thread waits
     more = MORE_PASSES if meter.passes > 1 else 0
     for number in range(meter.passes + more):
         for at, key in enumerate(made):
@@ -89,11 +81,9 @@ def _take(
             if key in found and not (number >= meter.passes and have_agreed(found[key])):
                 try:
                     run = made[key]()
-                    # `first` also looks at layouts, so ops whose times were kept run too.
-                    if number == 0:
+                    if number == 0:  # `first` looks at layouts, so all run
                         first(key, run)
-                    # Times that an earlier process took stand for its passes.
-                    if len(found[key]) <= number:
+                    if len(found[key]) <= number:  # else an earlier process took them
                         watch = LoadAwareTimer()
                         found[key].append(meter.median_us(run, moved_bytes[key]))
                         away[key] = min(away.get(key, 1.0), watch.away) if is_here else 0.0
@@ -110,38 +100,31 @@ def _take(
             between()
 
 
-# Made data to run a traced node on its own: tensors laid out as its arguments.
-#
-# What a kernel trusts is never made up: one that is given an index out of range, and does not look,
-# writes to memory that is not its own. Random integers go only to kernels that check them, or below
-# a bound that is known. Integers that an op has made for its backward are taken from a run of that
-# op: the places of a pooling or an embedding bag, pivots, the seed of fused attention on a CUDA
-# device (which may be on the host where a trace has it on the device), what cuDNN's batch norm
-# reserves. All others are zero.
+# Made data to run a traced node on its own. What a kernel trusts is never made up: one that is
+# given an index out of range, and does not look, writes to memory that is not its own. So random
+# integers go only to kernels that check them, or stay below a known bound. What an op has made for
+# its backward is taken from a run of it: places of a pooling, pivots, the seed of fused attention
+# (which may be on the host where a trace has it on the device). All others are zero.
 
 _BLOCK = 4096  # elements of the random pattern that made data repeats
 _LINE_BYTES = 64  # of the caches: no kernel's speed hangs on more than an address's place in a line
-_CHECKED = (
+_CHECKED = (  # ops that raise where an index is out of range
     "aten.index.", "aten.index_put", "aten.index_select.", "aten.index_add", "aten.index_copy",
     "aten.gather.", "aten.scatter", "aten.take.", "aten.put", "aten.nll_loss",
 )  # fmt: skip
-"""Ops that raise where an index is out of range."""
-_ASSERTIONS = ("aten._assert_async", "aten._functional_assert_async")
-"""Ops that fail where a tensor says False, such as those that check the classes of a one-hot."""
-_NORMS: dict[Any, int] = {
+_ASSERTIONS = ("aten._assert_async", "aten._functional_assert_async")  # if a tensor says False
+_NORMS: dict[Any, int] = {  # the place of the weight among the arguments of each norm
     aten.native_layer_norm.default: 2,
     aten.native_group_norm.default: 1,
     aten._native_batch_norm_legit_functional.default: 1,
     aten._native_batch_norm_legit.no_stats: 1,
 }
-"""The place of the weight among the arguments of each norm."""
 _BOUND: dict[Any, Callable[[Any], int]] = {
     aten.embedding.default: lambda node: node.args[0].meta["val"].shape[0],
     aten.embedding_dense_backward.default: lambda node: node.args[2],
     aten._embedding_bag.default: lambda node: node.args[0].meta["val"].shape[0],
     aten._embedding_bag_backward.default: lambda node: node.args[6],
-}
-"""How many rows the table has that each of these reads at indices, which are its argument 1."""
+}  # rows of the table that each reads at the indices in its argument 1
 
 
 def cost_key(node: fx.Node) -> str:
@@ -172,8 +155,7 @@ def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], di
         if not isinstance(leaf, fx.Node):
             return leaf
         if leaf.op == "get_attr":
-            # Real values, so kernels may trust them.
-            return getattr(constants, str(leaf.target))
+            return getattr(constants, str(leaf.target))  # real values, so kernels may trust them
         value = leaf.meta.get("val")
         if not isinstance(value, Tensor):
             return value
@@ -204,9 +186,7 @@ def _dtype_of_kernel(leaf: fx.Node, value: Tensor) -> torch.dtype:
     source = leaf.args[0] if is_getitem(leaf) else None
     if not isinstance(source, fx.Node) or source.target not in _NORMS or leaf.args[1] not in (1, 2):
         return value.dtype
-    # A CPU has mean and deviation of a norm as precise as its weight, where a trace has them in the
-    # 16 bits of its input. Backward takes them in no other dtype.
-    weight = source.args[_NORMS[source.target]]
+    weight = source.args[_NORMS[source.target]]  # as precise as the weight, not as in the trace
     if value.device.type != CPU or not isinstance(weight, fx.Node):
         return value.dtype
     return weight.meta["val"].dtype
@@ -247,8 +227,7 @@ def _as(like: Tensor, flat: Tensor) -> Tensor:
 
 def _sample_tensor(like: Tensor, bound: int) -> Tensor:
     flat = _storage_for(like)
-    # Between 0.1 and 0.9: probabilities, as some kernels ask for, and no denormals, which are slow.
-    # A block repeated is far quicker to make than random numbers for all.
+    # 0.1 to 0.9: probabilities, and no denormals, which are slow. A repeated block is quick.
     if flat.dtype == torch.bool:
         block = torch.rand(_BLOCK, device=flat.device) < 0.9
     elif flat.is_floating_point() or flat.is_complex():

@@ -1,10 +1,9 @@
 """A model of the time of an op, from its work and a device's rates.
 
-An op takes the longer of its arithmetic and its traffic, and a launch:
 ``max(flops / rate, bytes / bandwidth) + launch`` (S. Williams, A. Waterman, D. Patterson,
 "Roofline", 2009, https://doi.org/10.1145/1498765.1498785). Rate and bandwidth are shares of the
-device's peaks. `devices.json` assumes a share for each class of ops. A profile of the device gives
-measured ones: the median over ops of the same target, else of the same class.
+device's peaks: those that `devices.json` assumes for a class of ops, or a profile's median over ops
+of the same target, else of the same class.
 """
 
 from __future__ import annotations
@@ -51,8 +50,6 @@ _LEAST_WORK = 0.5  # in launches: an op of less work says too little of the rate
 
 @dataclass(frozen=True)
 class Roofline:
-    """The model of one device."""
-
     device: Device
     shares: dict[str, Efficiency]  # by target, and by class for targets without own shares
     launch_us: float  # least time of any op
@@ -70,8 +67,7 @@ class Roofline:
         return _Fit(self, profile).roofline()
 
     def errors(self, profile: Profile) -> list[float]:
-        """How far the model fitted to the others is off on each op of `profile`, ascending. Each
-        error is a part of the measured time."""
+        """By op: how far the model fitted to the others is off, ascending, relative to its time."""
         return _Fit(self, profile).errors()
 
     def _work_us(self, work: OpWork, share: Efficiency) -> float:
@@ -92,8 +88,7 @@ class _Fit:
     assumed: Roofline
     profile: Profile
     launch_us: float = field(init=False)
-    # By target and by class, the time of each op over the assumed time, both without a launch.
-    factors: dict[str, dict[str, float]] = field(init=False)
+    factors: dict[str, dict[str, float]] = field(init=False)  # of times over assumed ones
 
     def __post_init__(self) -> None:
         assumed, self.factors = self.assumed, defaultdict(dict)
@@ -143,25 +138,21 @@ def _groups(key: str, one: ProfiledOp) -> Iterable[str]:
     return key.partition("(")[0], one.work.kind
 
 
-# Costs for a device that is not here: from a profile of it, else from its `Roofline`.
-#
-# The graph is captured on the CPU, as fake CUDA tensors abort a process whose torch is built for
-# the CPU alone. Sizes are rounded up to 512 bytes, resident ones too, as the CUDA caching allocator
-# does. Not counted: workspaces of cuBLAS and cuDNN, the context, fragmentation. Budget ``auto``
-# leaves a tenth of the memory for these.
+# Costs for a device that is not here. The graph is captured on the CPU, as fake CUDA tensors abort
+# a process whose torch is built for the CPU alone. Sizes are rounded up to 512 bytes, as CUDA's
+# allocator does. Not counted: workspaces of cuBLAS and cuDNN, the context, fragmentation. Budget
+# ``auto`` leaves a tenth of the memory for these.
 
 _RNG_STATE_BYTES = 16  # of a CUDA generator: seed and offset
 _MOST = 0.9  # part of the measured ops whose largest error is told
-_ATTENTION_ROWS, _ATTENTION_COLUMNS = 128, 32
-"""Flash attention pads the sequence and the head of its float32 sums to multiples of these."""
+_ATTENTION_ROWS, _ATTENTION_COLUMNS = 128, 32  # to which flash attention pads sequence and head
 
 
 def model_costs(
     trace: Trace, name: str, profile: Profile | None = None, ranks: RankLinks | None = None
 ) -> TrainingGraph:
-    """The trace's graph with the costs, workspaces and sizes of a device of the table. `ranks` left
-    out are those of the profile, or of the table. Raises DeviceError where there is no such device,
-    ProfileError where `profile` is of another."""
+    """Costs, workspaces and sizes of a device of the table. `ranks` left out are the profile's,
+    else the table's. ProfileError where `profile` is of another device."""
     roofline = assumed = Roofline.assumed(modelled_device(name))
     known: Mapping[str, OpCost] = {}
     if profile is not None:
@@ -180,8 +171,7 @@ def model_costs(
         notes=() if profile is None else _notes(ops, assumed, profile),
     )  # fmt: skip
     costed = with_collective_costs(costed, nodes, ranks or links_of_step(name, "", profile))
-    # Bits are compared where the plan is rewritten, on the device that will train.
-    in_chunks = modelled(costed, roofline.launch_us, rounded)
+    in_chunks = modelled(costed, roofline.launch_us, rounded)  # compared on the device that trains
     return with_regions(costed, requested_regions(trace), in_chunks, lambda _: True)
 
 
@@ -204,8 +194,7 @@ class _OpCosts:
         cost_us = self.roofline.launch_us
         if node is not None:
             cost_us = self.roofline.cost_us(op.target, work_of(node))
-            # It stands for the device's flash form, which keeps sums beside its results.
-            if op.target == ATTENTION_BACKWARD:
+            if op.target == ATTENTION_BACKWARD:  # its flash form keeps sums too
                 base_bytes += _attention_sums_bytes(node)
         return replace(op, cost_us=cost_us, workspace_bytes=base_bytes, cost_origin=MODELLED)
 
@@ -249,8 +238,7 @@ def _rounded_value(value: Value) -> Value:
 def _resident(graph: TrainingGraph) -> Resident:
     extra = dict.fromkeys(("parameter", "buffer", "constant", "input"), 0)
     for value in graph.values:
-        # Only what the step reads is known tensor by tensor.
-        if not value.producer and value.kind in extra:
+        if not value.producer and value.kind in extra:  # only what the step reads is known
             extra[value.kind] += rounded(value.size_bytes) - value.size_bytes
     known = graph.resident
     if not known.parameters_bytes:  # a sharding keeps them on the host

@@ -1,17 +1,11 @@
-"""The step run as a whole, for what it takes beyond its ops.
+"""The step run as a whole, for what it takes beyond its ops, on a CPU a tenth or two.
 
-An op that is computed again runs shortly before it is read, and takes about its cost. In the step
-the same op finds less in the caches, and there is work between ops. So a step on a CPU takes a
-tenth or two more than the sum of its costs. Without that, overheads are shares of too little: at
-45 % of its peak, a Llama was planned at 12.0 % and took 8.5.
-
-Three runs on made data tell it: the step, in which forward is timed too (`with_forward_timed`), the
-step that computes its forward again (`recomputing`), and forward that drops its results
-(`dropping`). They take turns, as a machine that others share is slow for seconds on end, and end
-when their least times stand. `calibrated` says what becomes of these.
-
-Timing every op where it stands in the step was not taken: it would charge what is computed again
-for caches that it finds filled.
+Without that, overheads are shares of too little: a Llama was planned at 12.0 % and took 8.5. An op
+in the step finds less in the caches than one that is computed again right before it is read. Three
+runs on made data take turns, as a shared machine is slow for seconds on end: the step
+(`with_forward_timed`), the step that computes forward again (`recomputing`), and forward that drops
+its results (`dropping`). Timing every op where it stands was not taken: it would charge what is
+computed again for caches that it finds filled.
 """
 
 from __future__ import annotations
@@ -42,20 +36,13 @@ from remat.graph_capture.joint.nodes import copy_of, is_getitem
 
 # What it costs to keep results for backward, beside dropping them.
 #
-# A result that is dropped leaves its memory, near the core, to the next one. Where a result is
-# kept, the next one is written to memory farther away. Costs of single ops know nothing of this,
-# so computing again seems to cost more than it does. In a mixture of experts a product of 1 MiB
-# takes 620 us in the step that keeps everything, 537 each time it runs in a plan for 40 % of the
-# peak, and 483 alone. Plans for 48 MB and 59 MB were said to take 13.4 % and 10.1 %, and took 9.4 %
-# and 7.7 %.
-#
-# So forward is timed in the step, as it keeps what backward reads, and alone, as it drops it. The
-# difference is taken off the costs of what is kept, and `calibrated` adds it to the step. The two
-# runs take turns, in both orders. With five runs of each in a row, the difference of an LSTM's
-# forwards of 160 ms came out between -8 and +7 % of a step on a shared core; as a median of fifteen
-# differences, between -0.5 and +1.4 %.
-#
-# Tried and not taken: costs with caches warm, and a cost for each byte that is read again.
+# A dropped result leaves its memory, near the core, to the next one; costs of single ops do not
+# know this, so computing again seems to cost more than it does. Plans of a mixture of experts said
+# to take 13.4 % took 9.4 %. So forward is timed as it keeps and as it drops: the difference is
+# taken off the costs of what is kept, and `calibrated` adds it to the step. Both runs take turns in
+# both orders, and a median counts: an LSTM's then came out between -0.5 and +1.4 % of a step, and
+# between -8 and +7 % by five runs in a row. Not taken: costs with caches warm, and a cost for each
+# byte that is read again.
 
 
 Costs = Mapping[str, float]  # the time of one run of each op, in us, by its name
@@ -76,8 +63,6 @@ class ForwardWatch:
 
 
 def with_forward_timed(joint: Joint, watch: ForwardWatch) -> fx.GraphModule:
-    """The step, which tells `watch` when forward begins and ends."""
-
     def tell(graph: fx.Graph) -> None:
         nodes = list(graph.nodes)
         first = next(node for node in nodes if node.op != "placeholder")
@@ -106,8 +91,8 @@ def dropping(joint: Joint) -> fx.GraphModule:
 
 
 def less_for_kept(graph: TrainingGraph, costs: Costs, saved_us: float) -> Costs:
-    """`costs` with `saved_us` taken off those of values kept for backward, in proportion to bytes.
-    Every op keeps `LEAST_KEPT_PART` of its cost, so that less than `saved_us` may be taken off."""
+    """`costs` with `saved_us` taken off those of values kept for backward, in proportion to bytes;
+    but each op keeps `LEAST_KEPT_PART` of its cost."""
     of_op = bytes_for_backward(graph)
     us_per_byte = saved_us / max(1, sum(of_op.values()))
     return {
@@ -134,54 +119,29 @@ def _end_of_forward(joint: Joint, nodes: Sequence[fx.Node]) -> int:
     return next((i for i, node in enumerate(nodes) if node.name in backward), len(nodes) - 1)
 
 
-# What computing again really takes: a step that makes its forward again in segments.
+# What computing again really takes: one step is run that makes forward again in segments, about as
+# many as the root of the number of its ops, and keeps only what others read of a segment (Chen et
+# al., Training Deep Nets with Sublinear Memory Cost, 2016, https://arxiv.org/abs/1604.06174).
 #
-# Costs of single ops know nothing of where ops stand in a step. So one step that recomputes is
-# run, that of Chen et al. (Training Deep Nets with Sublinear Memory Cost, 2016,
-# https://arxiv.org/abs/1604.06174). Forward is cut into about as many segments as the root of the
-# number of its ops. What others read of a segment is kept. The rest is made again when backward
-# first reads any of it.
+# Where each result is made again right before it is read, all of what keeping takes is saved
+# (`less_for_kept`). Where a stretch is made again and held, nothing is, and reading from far away
+# costs more. Plans lie between, so forward's costs are multiplied by the root of what the segments
+# took over what their costs say: 0.99 in a mixture of experts to 1.14 in ResNet-50 on an AMD EPYC.
 #
-# Plans lie between two kinds. Where each result is made again right before it is read, all of what
-# keeping takes is saved (`less_for_kept`). Where a stretch is made again and held, as plans of
-# chains do, nothing is saved, and more is paid for reading what lies far away. So forward's costs
-# are multiplied by the root of what the segments took over what they should take by their costs:
-# halfway, in proportion, between the two kinds.
-#
-# On an AMD EPYC the segments took 1.12 times their cost in an LSTM, 0.99 in a mixture of experts,
-# 1.08 in GPT-2, 1.13 in a U-Net, 1.07 in a ViT and 1.14 in ResNet-50. Over 33 plans of these models
-# and a Llama, each timed in 42 rounds and costed three times, planned overheads were off by these
-# points:
-#
-#     kept is cheaper by   costs times             median   worst
-#     nothing              1                        0.57     2.5
-#     nothing              the factor               0.57     2.1
-#     half of keeping      1                        0.57     2.3
-#     half                 the root of the factor   0.37     1.9
-#     all                  1                        0.57     2.5
-#     all                  the root (taken)         0.38     1.6
-#     all                  the factor               0.39     1.6
-#
-# Segments that a solver cuts (`chen_sqrt`) gave like factors. They are not taken, since this
-# package knows no solver. The run takes time: with it, and rounds for twice as long, capture and
-# timing of the U-Net take 9.1 s in place of 5.3, of the LSTM 9.4 in place of 4.9. Rounds that end
-# once the ratio is sure were not tried.
+# Over 33 plans of six models, overheads were off by 0.38 points in the median and 1.6 at worst;
+# with nothing taken off and no factor by 0.57 and 2.5, with the whole factor by 0.39 and 1.6. The
+# run takes time: a U-Net's capture and timing 9.1 s in place of 5.3. Not taken: segments that a
+# solver cuts, which gave like factors. Not tried: rounds that end once the ratio is sure.
 
 
-LEAST_OF_RECOMPUTING, MOST_OF_RECOMPUTING = 0.5, 2.0
-"""Bounds on the factor of costs. What is beyond says more of the clock than of the ops."""
-_SEGMENTED = 0.5
-"""The power of the factor that costs are multiplied by: 1 would be right for plans of long
-stretches, 0 where each result is made again right before it is read."""
+LEAST_OF_RECOMPUTING, MOST_OF_RECOMPUTING = 0.5, 2.0  # beyond, it says more of the clock
+_SEGMENTED = 0.5  # power of the factor: 1 suits long stretches, 0 what is made right before use
 
 
 @dataclass(frozen=True)
 class _Recomputing:
-    """A step that computes forward again. `module` is called as the joint module. `again` has the
-    names of the ops that run twice."""
-
-    module: fx.GraphModule
-    again: tuple[str, ...]
+    module: fx.GraphModule  # called as the joint module
+    again: tuple[str, ...]  # names of the ops that run twice
 
 
 def recomputing(joint: Joint) -> _Recomputing:
@@ -208,9 +168,8 @@ def _in_segments(joint: Joint, graph: fx.Graph) -> list[str]:
 
 
 def as_recomputed(graph: TrainingGraph, costs: Costs, again_us: float, expected_us: float) -> Costs:
-    """`costs` with forward between the costs of its ops and what they took in segments. `again_us`
-    is what the ops that ran again took, `expected_us` what they take by their costs; 0 if none
-    ran."""
+    """`costs` with forward between its ops' costs and what they took in segments. `again_us`, for
+    the ops that ran again, was `expected_us` by their costs; 0 if none ran."""
     factor = 1.0
     if expected_us:
         ratio = max(LEAST_OF_RECOMPUTING, again_us / expected_us)
@@ -230,14 +189,12 @@ def _segments(joint: Joint, nodes: Sequence[fx.Node]) -> list[Sequence[fx.Node]]
 
 
 def _make_again(graph: fx.Graph, dropped: list[fx.Node], later: dict[fx.Node, int]) -> list[str]:
-    """Let nodes of `later` read copies of `dropped`; returns the names of those that are copied.
-    The copies stand before the first node that reads one."""
+    """Let nodes of `later` read copies of `dropped`, each before its first reader; their names."""
     readers = {node: [user for user in node.users if user in later] for node in dropped}
     needed = {node for node in dropped if readers[node]}
     if not needed:
         return []
-    # Backwards, as what a needed node reads inside the segment is needed too.
-    for node in reversed(dropped):
+    for node in reversed(dropped):  # what a needed node reads inside is needed too
         if any(user in needed for user in node.users):
             needed.add(node)
     first = min((user for users in readers.values() for user in users), key=later.__getitem__)
@@ -252,11 +209,8 @@ def _make_again(graph: fx.Graph, dropped: list[fx.Node], later: dict[fx.Node, in
     return [node.name for node in copies]
 
 
-# From the costs of ops and the times of their whole step to the costs that a graph states.
-#
-# What a step takes beyond its ops is added to the arrival of the tangents: the one op that every
-# schedule runs exactly once and that costs nothing itself. So solvers, bounds and `simulate` need
-# not know of it.
+# What a step takes beyond its ops is added to the arrival of the tangents, the one op that every
+# schedule runs exactly once and that costs nothing. So nobody else need know of it.
 
 
 def calibrated(graph: TrainingGraph, step: WholeStepTimes) -> TrainingGraph:
@@ -275,12 +229,10 @@ def calibrated(graph: TrainingGraph, step: WholeStepTimes) -> TrainingGraph:
 
 
 def costs_of(graph: TrainingGraph) -> dict[str, float]:
-    """The cost of each op of `graph`, in its order."""
     return {op.name: op.cost_us for op in graph.ops}
 
 
 def with_costs(graph: TrainingGraph, costs: Costs) -> TrainingGraph:
-    """`graph` with these costs of its ops."""
     ops = tuple(replace(op, cost_us=costs[op.name]) for op in graph.ops)
     return replace(graph, ops=ops)
 
@@ -294,16 +246,15 @@ _SPREAD = 0.02  # of made inputs: small, so that values neither swell nor vanish
 STEP_NOT_TIMED = (
     "the step was not timed as a whole, as that takes more than the budget: overheads may be shown "
     "too high"
-)
-"""What a graph notes on its costs, where they lack what the step takes beyond its ops."""
+)  # of costs that lack what the step takes beyond its ops
 
 
 def whole_step(
     joint: Joint, graph: TrainingGraph, cache: CostCache, rounds: StepRounds | None,
     profile: Profile | None,
 ) -> WholeStepTimes | None:  # fmt: skip
-    """The times of the whole step, of `profile`, of `rounds` or of `cache`; None if of none. What
-    `rounds` find is kept in `cache`, and so on disk. `graph` has each op at its cost alone."""
+    """Of `profile`, `rounds` (which `cache` then keeps) or `cache`; None if of none. `graph` has
+    each op at its cost alone."""
     if graph.device != CPU:
         return None
     key = joint.timed_hash
@@ -324,8 +275,6 @@ def _is_of(profile: Profile | None, title: str) -> bool:
 
 @dataclass(frozen=True)
 class WholeRuns:
-    """The three runs of a step."""
-
     step: Callable[[], Any]  # as it is
     recomputing: Callable[[], Any]  # with forward computed again
     plain: Callable[[], Any]  # forward alone, which drops its results
@@ -337,11 +286,9 @@ class WholeRuns:
 class StepRounds:
     """Rounds of the runs of a step: each run once, in turn. Forward in the step is another time.
 
-    They are timed in shares, one after each pass over the ops, so that ops and step meet the same
-    slow spells. Every other round goes in the opposite order, so that no run always follows the
-    same other. The rounds end once the two least times of each run agree, taken in two shares; of
-    a long step, once there are three.
-    """
+    They are timed in shares, one after each pass over the ops, so that both meet the same slow
+    spells, and in alternate orders, so that no run always follows the same other. They end once the
+    two least times of each run agree, taken in two shares; of a long step, once there are three."""
 
     def __init__(self, meter: Meter, made: Callable[[], WholeRuns | None]) -> None:
         self._meter, self._made = meter, made
@@ -407,8 +354,7 @@ class StepRounds:
 
 
 def is_beyond(joint: Joint, graph: TrainingGraph, most_bytes: int | None) -> bool:
-    """Whether runs of the step on made data, beside the model and its batch, take more than that.
-    The step keeps all that backward reads."""
+    """Whether runs of the step, which keep all that backward reads, take more than that."""
     if most_bytes is None or graph.device != CPU:
         return False
     needed_bytes = graph.resident.total_bytes + peak_bytes(graph) + _made_bytes(joint)
@@ -419,8 +365,8 @@ def step_rounds(
     joint: Joint, graph: TrainingGraph, meter: Meter, cache: CostCache, profile: Profile | None,
     most_bytes: int | None = None,
 ) -> StepRounds | None:  # fmt: skip
-    """The rounds of a step on a CPU. None where its times are known, where a `profile` of another
-    machine is used, and where they take more than `most_bytes`."""
+    """On a CPU. None where times are known, where a `profile` is of another machine, and where the
+    step takes more than `most_bytes`."""
     key = joint.timed_hash
     is_known = cache.has_step(key, meter) or (profile is not None and key in profile.steps)
     if graph.device != CPU or is_known or not _is_of(profile, meter.title):
@@ -430,9 +376,8 @@ def step_rounds(
 
 
 def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | None:
-    """The runs of a step, each of which has been run once. None for a step that needs more than
-    half of the free memory, or fails on made data; where the system does not say what is free, for
-    any."""
+    """Each has run once. None for a step that fails on made data, or needs more than half of the
+    free memory; for any where the system does not say what is free."""
     if not _has_room(peak_bytes(graph) + _made_bytes(joint), meter.device):
         return None
     twice, watch = recomputing(joint), ForwardWatch()
@@ -443,8 +388,7 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
         runs = [partial(module, *inputs) for module in made]
         taken_us: list[float] = []
         for run in runs:
-            # The first run of all, which may also find that there is no memory for it.
-            timer = LoadAwareTimer()
+            timer = LoadAwareTimer()  # the first run of all may find that memory is short
             run_locally(run)
             taken_us.append(timer.taken_us)
         first_us = *taken_us, watch.taken_us
@@ -473,8 +417,8 @@ def _made_bytes(joint: Joint) -> int:
 
 
 def peak_bytes(graph: TrainingGraph) -> int:
-    """The most bytes live when every op runs once, without resident ones. The judge of schedules
-    says the same (a test holds that); this package does not import it."""
+    """The most bytes live when every op runs once, without resident ones: as the judge of schedules
+    says (a test holds that), which this package does not import."""
     sizes = {value.name: value.size_bytes for value in graph.values if value.producer}
     readers = Counter(name for op in graph.ops for name in {*op.inputs} if name in sizes)
     readers.update(name for name in graph.outputs if name in sizes)

@@ -1,7 +1,6 @@
 """How a CPU is measured: by its clock, and by the profiler's allocation events.
 
-A CPU has no counter of its own for memory, and modes that watch tensors miss workspaces. Its name,
-by which kept costs are told apart, stands here too.
+It has no counter of its own for memory, and modes that watch tensors miss workspaces.
 """
 
 from __future__ import annotations
@@ -21,17 +20,14 @@ from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.memory_events import measure_peak, measure_regions
 from remat.graph_capture.devices.meter import PASSES, LoadAwareTimer, Run, StepMemory, median_of
 
-_TRIED_S, _QUIET = 0.05, 0.02
-"""Seconds for which a core is tried, and the part of them that others may have had it."""
-_OFTEN, _APART_S = 9, 0.1
-"""Times and pause of `CpuMeter.often_us`: over a slow spell of the core, of some seconds."""
+_TRIED_S, _QUIET = 0.05, 0.02  # seconds to try a core, and the part others may have had it
+_OFTEN, _APART_S = 9, 0.1  # times of `CpuMeter.often_us` and the pause, over a slow spell
 _CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
 _USUAL_CACHE_BYTES = 1 << 20  # of the second level, where the system does not say its size
 _SHIFTS = {"K": 10, "M": 20}
 
 
 def cpu_title() -> str:
-    """Model and thread count, by which costs differ."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -70,8 +66,8 @@ class CpuMeter:
         """The median of 1 to 8 runs, each of which finds the core's cache full of other data."""
         del moved_bytes
 
-        # As after a few ops of a step. An op that finds its data where it left them is a fifth
-        # cheaper, in an LSTM or a U-Net, than the same op computed again in a step.
+        # Full of other data, as after a few ops of a step: an op that finds its data where it left
+        # them is a fifth cheaper, in an LSTM, than one computed again.
         def timed_us() -> float:
             self._others.add_(1)
             return self.step_us(run)
@@ -82,8 +78,7 @@ class CpuMeter:
         """The median of many `median_us` of each, for numbers that later costs are made of."""
         found: list[list[float]] = []
         for _ in range(_OFTEN):
-            # In turn, so that a slow spell is one of all.
-            found.append([self.median_us(run) for run in runs])
+            found.append([self.median_us(run) for run in runs])  # in turn: a spell meets all
             time.sleep(_APART_S)
         return [statistics.median(times) for times in zip(*found, strict=True)]
 

@@ -1,10 +1,7 @@
 """How a CUDA device is measured: by events of its stream, and by the counters of its allocator.
 
-An op costs the longer of two times. One is the device's, between two events that are queued while
-it still sleeps, so that no gap of the host counts. The other is the host's, to queue the op. A step
-of large ops runs at the first, one of small ops at the second.
-
-An op is timed once the device has worked for a while and two times in a row agree.
+An op costs the longer of two times: the device's, between events that are queued while it sleeps,
+so that no gap of the host counts; and the host's, to queue it, which decides for small ops.
 """
 
 from __future__ import annotations
@@ -33,17 +30,13 @@ from remat.graph_capture.devices.meter import Run, StepMemory, median_of
 from remat.graph_capture.torch_private.core import clear_cublas_workspaces, cuda_sleep
 
 SETTLE_S = 0.3  # the device works so long before the first op is timed, for its clocks to rise
-_SETTLED, _MOST_WARM_UPS = 0.05, 10
-"""An op is warm once two runs in a row differ by no more than this part, or after so many runs."""
-CYCLES_PER_US, MOST_SLEEP_US = 2_000, 10_000
-"""The first is more than a microsecond has at the clocks of today's devices."""
+_SETTLED, _MOST_WARM_UPS = 0.05, 10  # an op is warm once two runs differ by less, or after so many
+CYCLES_PER_US, MOST_SLEEP_US = 2_000, 10_000  # the first is beyond today's clocks
 PROBE = 64  # rows and columns of the product that makes cuBLAS allocate what it keeps
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class CudaMeter:
-    """One CUDA device, such as ``cuda:0``."""
-
     def __init__(self, device: str) -> None:
         self.device = device
         self.title = torch.cuda.get_device_name(device)
@@ -86,28 +79,25 @@ class CudaMeter:
 
     def settle(self) -> None:
         end = time.perf_counter() + SETTLE_S
-        # Its clocks rise only under load.
-        while time.perf_counter() < end:
+        while time.perf_counter() < end:  # its clocks rise only under load
             self._flush()
             torch.cuda.synchronize(self.device)
 
     def median_us(self, run: Run, moved_bytes: int = 0) -> float:
         """The longer of the medians of what the device and what the host take."""
-        # What fits into the L2 cache would otherwise still be there from the run before.
-        is_flushed = moved_bytes < self.cache_bytes
+        is_flushed = moved_bytes < self.cache_bytes  # else it would be found in the L2 cache
         with torch.cuda.device(self.device):
             host_us = median_of(lambda: self._host_us(run))
             self._warm_up(run, is_flushed, host_us)
             return max(host_us, median_of(lambda: self._device_us(run, is_flushed, host_us)))
 
     def often_us(self, *runs: Run) -> list[float]:
-        # `moved_bytes` left at 0 has the cache flushed.
-        return [self.median_us(run) for run in runs]
+        return [self.median_us(run) for run in runs]  # 0 bytes moved: the cache is flushed
 
     def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
         """By the bytes asked of the allocator. The callables must have run before."""
-        # Asked, as the blocks that it gives depend on what was freed before. What cuBLAS and
-        # cuDNN keep from the first run on is no op's.
+        # Asked, as the blocks given depend on what was freed before. What cuBLAS and cuDNN keep
+        # from the first run on is no op's.
         found: list[RegionMemory] = []
         with without_garbage():
             for region in regions:
@@ -147,8 +137,7 @@ class CudaMeter:
             clear_cublas_workspaces()
             before_bytes = torch.cuda.memory_allocated()
             probe = torch.ones(PROBE, PROBE, device=self.device, requires_grad=True)
-            # Products with a bias are cuBLASLt's.
-            bias = torch.ones(PROBE, device=self.device)
+            bias = torch.ones(PROBE, device=self.device)  # products with a bias are cuBLASLt's
             # Recomputation, in backward's thread, runs the first product and stops before the last.
             checkpoint(_products, probe, bias, use_reentrant=False).sum().backward()
             del probe, bias
@@ -244,8 +233,7 @@ def pinned_pair(device: str) -> LinkPair:
 
 
 def copies_us(device: str, size_bytes: int) -> _Row:
-    # A stream each way: in one, copies would wait for each other.
-    below, above = torch.cuda.Stream(), torch.cuda.Stream()
+    below, above = torch.cuda.Stream(), torch.cuda.Stream()  # in one, copies would wait
     on_device = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     pinned = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     pageable = torch.empty(size_bytes, dtype=torch.uint8)
@@ -261,8 +249,7 @@ def copies_us(device: str, size_bytes: int) -> _Row:
 
 def _copy_us(jobs: Sequence[_Copying]) -> list[float]:
     """Microseconds of one copy of each job, all jobs at once."""
-    # An idle device: with a full queue the host would wait.
-    torch.cuda.synchronize()
+    torch.cuda.synchronize()  # an idle device: with a full queue the host would wait
     spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     for job in jobs:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

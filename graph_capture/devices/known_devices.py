@@ -1,11 +1,7 @@
 """Names of devices: the table of `devices.json`, which names can be planned for, and rounding.
 
-A device of the table can be planned for without owning it. The table holds what makers state, with
-its source: dense peak rates, and memory in units of 10^9 bytes as sold, a little less than what a
-driver shows. `Efficiency` is the share of the peaks that ops are assumed to reach.
-
-Other names are ``cpu`` and ``cuda``, for devices of this machine. How a CUDA device rounds sizes up
-stands here too, as it holds for both.
+The table holds what makers state, with its source: dense peak rates, and memory as sold, in units
+of 10^9 bytes, a little less than a driver shows. ``cpu`` and ``cuda`` are of this machine.
 """
 
 from __future__ import annotations
@@ -42,8 +38,6 @@ class Efficiency(msgspec.Struct, frozen=True):
 
 
 class Device(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One device, as its maker states it."""
-
     title: str
     memory_gb: float
     bandwidth_gb_s: float
@@ -63,7 +57,6 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.bandwidth_gb_s * GB / 1e6
 
     def flops_per_us(self, dtype: str) -> float:
-        """Peak arithmetic of a dtype; that of float32 where the table has none of it."""
         return self.tflops.get(dtype, self.tflops["float32"]) * 1e6
 
 
@@ -92,8 +85,6 @@ class _BetweenRanks(msgspec.Struct, frozen=True):
 
 
 class _DeviceTable(msgspec.Struct, frozen=True):
-    """All devices, and what holds for each of them."""
-
     classes: dict[str, Efficiency]
     launch_us: float  # least time of any op
     link_share: float  # of a stated rate, that copies reach
@@ -115,7 +106,6 @@ def is_in_table(name: str) -> bool:
 
 
 def modelled_device(name: str) -> Device:
-    """The device of that name. Raises DeviceError, which names those that are near, or all."""
     known = device_table().devices
     if name in known:
         return known[name]
@@ -126,11 +116,9 @@ def modelled_device(name: str) -> Device:
 
 def table_name(title: str) -> str:
     """The name in the table of a device that its driver calls `title`; empty if it is not there."""
-    # A driver says ``NVIDIA A100-SXM4-40GB`` or ``NVIDIA GeForce RTX 4090``.
-    words = re.split(r"[^a-z0-9]+", title.lower())
+    words = re.split(r"[^a-z0-9]+", title.lower())  # such as ``NVIDIA A100-SXM4-40GB``
     shown = f" {' '.join(words)} ".replace(" rtx ", " rtx")
-    # The longest first, as a100 is in the title of an a100-40gb too.
-    for name in sorted(device_table().devices, key=len, reverse=True):
+    for name in sorted(device_table().devices, key=len, reverse=True):  # a100-40gb before a100
         if re.search(".*".join(rf" {part}\b" for part in name.split("-")), shown):
             return name
     return ""
@@ -142,8 +130,7 @@ def is_cuda(name: str) -> bool:
 
 
 def has_cuda_allocator(name: str) -> bool:
-    # All of the table are NVIDIA's.
-    return is_cuda(name) or is_in_table(name)
+    return is_cuda(name) or is_in_table(name)  # all of the table are NVIDIA's
 
 
 def check_device(name: str) -> None:
@@ -179,8 +166,7 @@ def _check_cuda(name: str) -> None:
 
 
 def rounded(size_bytes: int) -> int:
-    # Blocks above 1 MiB may be larger, by up to 1 MiB each. `predict_reserved` counts
-    # that, and a plan's peak does not.
+    # Blocks above 1 MiB may be larger by up to 1 MiB: `predict_reserved` counts that, no peak does.
     return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
 
 
@@ -204,10 +190,8 @@ NUMBER = r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)"
 
 
 def checked_bytes(given: SupportsIndex, what: str, forms: str) -> int:
-    """An int as bytes. `what` is its name in errors, `forms` how it may be written. Raises
-    BudgetError if it is no int."""
-    # A bool has an index too, and is no size.
-    if isinstance(given, bool):
+    """An int as bytes. `what` names it in errors, `forms` says how it may be written."""
+    if isinstance(given, bool):  # a bool has an index too, and is no size
         raise BudgetError(f"{what} {given!r} is no size: give bytes as an int, or {forms}")
     try:
         return operator.index(given)
@@ -219,8 +203,7 @@ def checked_bytes(given: SupportsIndex, what: str, forms: str) -> int:
 
 
 def parse_bytes(text: str, what: str, forms: str, unless: str = "") -> int:
-    """A text with a unit as bytes. `unless` is what it could have meant without one, such as ``%``.
-    Raises BudgetError if it is no number, or has no unit or an unknown one."""
+    """A text with a unit as bytes. `unless`: what it could have meant without one, as ``%``."""
     match = re.fullmatch(rf"{NUMBER}\s*([a-z]*)", text.lower())
     if match is None:
         raise BudgetError(f"{what} {text!r} cannot be read: write it like {forms}")
@@ -288,8 +271,7 @@ def _as_reached(device: Device, source: str) -> RankLinks:
 
 
 def read_rank_links(path: Path, node_size: int) -> RankLinks:
-    """Links from a file of the fields of `RankLinks`, or from a profile that has some. Raises
-    DeviceError if it is no such file or a figure cannot be, FileError if it is not readable."""
+    """From a file of the fields of `RankLinks`, or from a profile; DeviceError for any other."""
     contents = read_contents(path)
     try:
         found = decode_json(contents, _OfProfile).ranks or decode_json(contents, RankLinks)

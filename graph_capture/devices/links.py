@@ -1,9 +1,4 @@
-"""Links between tiers of memory and between ranks: as measured, and as plans are made with them.
-
-A link between tiers is measured alone and with the other way busy, since a step copies both ways at
-once. Plans take the second, less a tenth: a link that plans load to the full is late in every step
-in which it is a little slower, and its stalls then add up.
-"""
+"""Links between tiers of memory and between ranks: as measured, and as plans are made with them."""
 
 from __future__ import annotations
 
@@ -24,19 +19,16 @@ from remat.graph_capture.errors import FileError
 from remat.graph_capture.graph import MOST_US, Link
 from remat.graph_capture.spill_files import File, Folder, require_writable
 
+# Plans take this part of a measured rate: a link that is loaded to the full is late in each step in
+# which it is a little slower, and its stalls add up. At the full rate, a GPT on an RTX 4090 took
+# 7.7 % more than eager on a link of 95 % of it, where 5.3 % were planned.
 PLANNED_SHARE = 0.9
-"""Of a measured rate, with which plans are made. A GPT on an RTX 4090 that was planned at the full
-rate took 7.7 % more than eager on a link of 95 % of it, and 11.3 % on one of 90 %, where 5.3 % were
-planned."""
 BYTES_PER_US_IN_GB_S = 1e3  # bytes a microsecond in a GB/s
 _MOST_GB_S = 1e6
-PINNED_MEMORY = "pinned memory"
-"""The place below a CUDA device. Copies to memory that is not pinned are slow, and wait."""
+PINNED_MEMORY = "pinned memory"  # not pinned, copies are slow and wait
 
 
 class LinkSpeed(msgspec.Struct, frozen=True):
-    """One way between two tiers."""
-
     gb_s: float  # 10⁹ bytes a second, alone
     both_gb_s: float  # with the other way busy
     latency_us: float  # of each copy, beside its bytes
@@ -48,8 +40,6 @@ class LinkSpeed(msgspec.Struct, frozen=True):
 
 
 class LinkPair(msgspec.Struct, frozen=True):
-    """Both ways between a tier and the one below."""
-
     down: LinkSpeed  # to the lower tier
     up: LinkSpeed
     place: str  # the lower tier: ``pinned memory``, or the folder of its files
@@ -68,8 +58,6 @@ class LinkPair(msgspec.Struct, frozen=True):
 
 
 class LinkSpeeds(msgspec.Struct, frozen=True):
-    """Those that were measured between device and host, and host and NVMe."""
-
     host: LinkPair
     nvme: LinkPair | None = None
 
@@ -105,19 +93,15 @@ def speed_of(alone_us: Mapping[int, float], both_us: Mapping[int, float]) -> Lin
 # Links between ranks. A collective takes a start and the time of its bytes: the alpha-beta model
 # (R. Hockney 1994, https://doi.org/10.1016/S0167-8191(06)80021-9). A rank of n moves the share (n -
 # 1) / n of the whole, twice for a sum that all get (the "bus bandwidth" of nccl-tests,
-# https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). What comes from its own node
-# comes over the links inside; of what comes from other nodes, each GPU of the node takes a part
-# over its own card. Both go on at once. A ring takes one hop for each further node.
+# https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Links inside the node and
+# each GPU's card work at once. A ring takes one hop for each further node.
 #
-# Computations beside a collective lose the multiprocessors that it takes: `beside` says how much
-# longer they take meanwhile. Without it, a plan that moves all weights for each microbatch looks
-# better than it is.
-#
-# No rank times a collective by itself: it would wait for the others for ever.
+# `beside`: how much longer computations take that lose multiprocessors to a collective. Without it,
+# a plan that moves all weights for each microbatch looks better than it is. No rank times a
+# collective by itself: it would wait for the others for ever.
 
+# All-to-all: each rank sends every other one a part of its own. Send: whole, all ranks at once.
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
-"""In an all-to-all each rank sends every other one a part of its own. What is sent goes whole from
-each rank to another one, all of them at once."""
 _MOST_BESIDE = 10
 
 
@@ -143,14 +127,11 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 class CollectiveTimes(msgspec.Struct, frozen=True):
-    """Times of one collective over so many ranks, by its whole bytes, ascending. `apart` is how
-    many ranks lie between two neighbours of the group."""
-
     kind: Collective
     ranks: int
-    size_bytes: tuple[int, ...]
+    size_bytes: tuple[int, ...]  # of the whole, ascending
     time_us: tuple[float, ...]
-    apart: int = 1
+    apart: int = 1  # ranks between two neighbours of the group
 
     @property
     def is_sound(self) -> bool:
@@ -165,8 +146,7 @@ class CollectiveTimes(msgspec.Struct, frozen=True):
 
     def us(self, size_bytes: float) -> float:
         """Between two sizes, and in proportion above the largest."""
-        # Beyond the largest size only the bytes count, and no start any more.
-        if size_bytes > self.size_bytes[-1]:
+        if size_bytes > self.size_bytes[-1]:  # beyond the largest only bytes count
             return self.time_us[-1] * size_bytes / self.size_bytes[-1]
         return float(np.interp(size_bytes, self.size_bytes, self.time_us))
 
@@ -191,8 +171,7 @@ class RankLinks(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def us(self, kind: Collective, size_bytes: float, ranks: int, apart: int = 1) -> float:
-        """Time of a collective over ranks that lie evenly, `apart` between two neighbours.
-        `size_bytes` are of the whole, all shards together."""
+        """`size_bytes`: all shards together; `apart`: ranks between two neighbours of the group."""
         return self.collective_us(Traffic(kind, size_bytes, ranks, self._in_node(ranks, apart)))
 
     def collective_us(self, traffic: Traffic) -> float:
@@ -220,8 +199,7 @@ class RankLinks(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def both_us(self, compute_us: float, collective_us: float) -> float:
         """Time until both are done, where one goes on beside the other."""
-        # Of the computation's speed, to the multiprocessors that the collective takes.
-        lost = 1 - 1 / self.beside
+        lost = 1 - 1 / self.beside  # of its speed, to multiprocessors of the collective
         return max(collective_us, compute_us + collective_us * lost)
 
     def _in_node(self, ranks: int, apart: int) -> int:
@@ -247,10 +225,8 @@ def wrong_in(links: RankLinks) -> str:
     return ""
 
 
-# Files of a folder are the links of a CPU, and those to NVMe. They are copied by a step's own code.
-#
-# To measure a folder moves less than a GiB each way, and each series of copies ends early once it
-# took `MOST_S`, as a drive whose cache is exhausted is slower.
+# Files of a folder are the links of a CPU, and those to NVMe, copied by a step's own code. Less
+# than a GiB goes each way, and a series ends at `MOST_S`: a drive with its cache full is slower.
 
 SIZES = (MIB, 4 * MIB, 16 * MIB)
 MORE_THREADS = (2, 4)
@@ -259,8 +235,7 @@ _COPIES_BESIDE = 24  # copies the other way, after which a very uneven link is a
 
 
 class FileMeter:
-    """Copies between memory and files of a folder; `threads` share each copy. Raises FileError if
-    the folder is not there or cannot be written, OSError if it has no room."""
+    """Copies between memory and files of a folder; `threads` share each copy. OSError: no room."""
 
     def __init__(self, folder: str, threads: int = 1) -> None:
         require_writable(folder)
@@ -277,8 +252,7 @@ class FileMeter:
         return [File(self.folder, end - start) for start, end in pairwise(ends)]
 
     def fill(self) -> None:
-        # Files without holes: reading a hole does not touch the drive.
-        for is_down, size_bytes in self.files:
+        for is_down, size_bytes in self.files:  # without holes, which touch no drive
             self._share(True, is_down, size_bytes)
 
     def close(self) -> None:
@@ -304,8 +278,7 @@ class FileMeter:
         ended = threading.Event()
 
         def other() -> None:
-            # Not for ever: a drive's cache must not be exhausted.
-            for _ in range(_COPIES_BESIDE):
+            for _ in range(_COPIES_BESIDE):  # not for ever: a drive's cache must not be exhausted
                 if not ended.is_set():
                     self._share(not is_down, not is_down, max(SIZES))
 
@@ -333,7 +306,7 @@ class FileMeter:
 
 def file_pair(folder: str, threads: Sequence[int] = ()) -> LinkPair:
     """Both ways between memory and files in `folder`, by one thread each, as a step copies.
-    `threads` are tried only for a look at what they would reach. Raises FileError."""
+    `threads` are tried only for a look at what they would reach."""
     try:
         with contextlib.closing(FileMeter(folder)) as meter:
             meter.fill()

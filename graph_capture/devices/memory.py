@@ -1,8 +1,7 @@
 """How much memory is free: for the machine, for the container, and for this process.
 
-The least of these counts. A container ends a process that takes more than its limit; a limit of the
-process (``ulimit -v``, ``ulimit -d``) and torch's own share of a CUDA device make an allocation
-fail.
+The least counts: a container ends a process beyond its limit; limits of the process (``ulimit -v``,
+``ulimit -d``) and torch's own share of a CUDA device make an allocation fail.
 """
 
 from __future__ import annotations
@@ -33,16 +32,14 @@ STATUS = Path("/proc/self/status")
 CGROUP_OF_SELF = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
 VM_STAT = ("/usr/bin/vm_stat",)  # says it on macOS
-_SHORT = (
+_SHORT = (  # what a `RuntimeError` says where memory ran out; a new thread needs room for its stack
     "can't allocate memory", "not enough memory", "out of memory", "bad_alloc",
     "can't start new thread", "Resource temporarily unavailable",
 )  # fmt: skip
-"""What a `RuntimeError` says where memory ran out; a new thread needs room for its stack."""
 
 
 def free_bytes(device: str = CPU) -> int:
-    """Bytes that new work may take on a device of this machine; on a CPU, without swapping. Raises
-    BudgetError if the device is not here, or the system does not say what is free."""
+    """Bytes that new work may take, on a CPU without swapping. BudgetError if nobody says so."""
     if is_cuda(device):
         return _free_on_cuda(device)
     return max(0, min([_free_on_the_machine(), *_free_in_cgroups(), *_free_of_the_process()]))
@@ -69,8 +66,7 @@ class _WindowsMemory(ctypes.Structure):
 def _free_on_windows() -> int | None:
     if sys.platform != "win32":
         return None
-    # Windows refuses a structure that does not say its own length.
-    found = _WindowsMemory(length=ctypes.sizeof(_WindowsMemory))
+    found = _WindowsMemory(length=ctypes.sizeof(_WindowsMemory))  # Windows refuses one without it
     if not ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(found)):
         return None
     return int(found.available)
@@ -95,7 +91,6 @@ def _free_by_sysconf() -> int | None:
 
 
 def _free_of_the_process() -> Iterator[int]:
-    """What is left of the limits that ``ulimit -v`` and ``ulimit -d`` set."""
     try:
         import resource
     except ImportError:  # no such limits on this system
@@ -115,8 +110,7 @@ def _free_in_cgroups() -> Iterator[int]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        # Version 2 has one line without names of controllers.
-        if not controllers:
+        if not controllers:  # version 2 has one line without names of controllers
             yield from _left_in(CGROUPS, path, "memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
@@ -124,9 +118,7 @@ def _free_in_cgroups() -> Iterator[int]:
 
 
 def _left_in(root: Path, path: str, limit: str, usage: str, cached: str) -> Iterator[int]:
-    # Within a container the root shows its own group, whatever path it has outside. So the root
-    # counts, and of the path what is there.
-    group = root / path.lstrip("/")
+    group = root / path.lstrip("/")  # the root is the container's own group
     below = [one for one in (group, *group.parents) if one != root and root in one.parents]
     for folder in (root, *(root / part for part in below)):
         most_bytes, used_bytes = _number(folder / limit), _number(folder / usage)
@@ -161,12 +153,10 @@ def _free_on_cuda(device: str) -> int:
     if not torch.cuda.is_available():
         raise BudgetError(f"budget 'auto': {device} is not here to say what is free; give a size")
     reserved_bytes = torch.cuda.memory_reserved(device)
-    # torch's allocator gives new work what it holds unused.
-    unused_bytes = reserved_bytes - torch.cuda.memory_allocated(device)
+    unused_bytes = reserved_bytes - torch.cuda.memory_allocated(device)  # held unused, for new work
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     part = torch.cuda.get_per_process_memory_fraction(device)
-    # `set_per_process_memory_fraction` may let this process take less.
-    own_bytes = int(part * total_bytes) - reserved_bytes
+    own_bytes = int(part * total_bytes) - reserved_bytes  # `set_per_process_memory_fraction` says
     return max(0, min(free_bytes, own_bytes)) + unused_bytes
 
 
@@ -197,10 +187,8 @@ class LowerTiers(NamedTuple):
 def lower_tiers(
     host: str | SupportsIndex | None, nvme: str | None, device: str, *, is_here: bool | None = None
 ) -> LowerTiers | None:
-    """What is asked for in bytes, looked at on this machine; None where nothing is asked for.
-    Raises BudgetError if a size cannot be read, is 0 or less, or is more than there is; FileError
-    if the folder is not there, or cannot be written; TierError if it takes files, and the system
-    cannot keep values in them."""
+    """What is asked for in bytes, None for nothing. BudgetError for a size that cannot be read, or
+    is more than there is; TierError where the system cannot keep values in files."""
     if host is None and nvme is None:
         return None
     if host is None:
@@ -226,8 +214,7 @@ def _folder_and_size(nvme: str) -> tuple[str, str]:
     """Both parts of ``/mnt/nvme:200GiB``."""
     if not isinstance(nvme, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BudgetError(f"nvme {nvme!r} names no folder: write it like {_NVME_FORM}")
-    # The last colon, as a folder's name may have one too.
-    folder, parted, size = nvme.rpartition(":")
+    folder, parted, size = nvme.rpartition(":")  # a folder's name may have one too
     if not parted and nvme[:1] in "/.~":
         raise BudgetError(f"nvme {nvme!r} names no size: write it like {_NVME_FORM}")
     if not folder:
@@ -266,8 +253,7 @@ class _Machine(NamedTuple):
         return size_bytes
 
     def _is_memory(self, what: str) -> bool:
-        # On a CPU the host's tier is files.
-        return what == "host" and is_cuda(self.device)
+        return what == "host" and is_cuda(self.device)  # on a CPU the host's tier is files
 
     def _free_bytes(self, what: str, folder: str) -> int:
         return free_bytes(CPU) if self._is_memory(what) else free_on_drive_bytes(folder)

@@ -34,9 +34,8 @@ class RegionMemory:
 
 
 def measure_regions(regions: Iterable[Callable[[], Any]]) -> list[RegionMemory]:
-    """Run each callable once under one profiler, and account for its allocations alone; CPU only.
-    `final_bytes` counts what a callable returns. What the iterable allocates between two callables
-    counts for neither."""
+    """Run each callable under one profiler, and account for its allocations alone; CPU only. What a
+    callable returns is in `final_bytes`; what the iterable allocates counts for none."""
     deltas, spans = _watched(regions)
     times, found = [time for time, _ in deltas], list[RegionMemory]()
     for start_ns, end_ns in spans:
@@ -59,13 +58,11 @@ def _watched(
     regions: Iterable[Callable[[], Any]],
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Allocations in the order of their times, in ns and bytes, and the span of each region."""
-    # Garbage that is collected meanwhile was live before: it would count as given back.
-    count = 0
+    count = 0  # garbage that is collected meanwhile was live before: it would count as given back
     with without_garbage(), _without_its_log(), _ops_profiled() as found:
         for i, region in enumerate(regions):
             with RecordFunctionFast(f"{_MARK}{i}"):
-                # Kept until the mark has ended: what it returns is live at the end of its region.
-                kept = region()
+                kept = region()  # kept to the mark: what it returns is live at the end
             del kept, region
             count = i + 1
     spans: dict[int, tuple[int, int]] = {}
@@ -87,10 +84,9 @@ def _ops_profiled() -> Generator[list[Any]]:
     asked: Any = profile(use_cpu=True, use_kineto=True, profile_memory=True)
     activities = asked.kineto_activities
     prepare_profiler(asked.config(create_trace_id=True), activities)
-    # Ops alone, where ``profile`` also records gloo's collectives (``USER_SCOPE``): torch wakes
-    # whoever waits for one before gloo's thread ends its record. By then the profiler may have
-    # freed it, and the thread writes to memory that is no longer its own. Seen with torch alone,
-    # 2.11 to 2.14.
+    # Ops alone: where ``profile`` also records gloo's collectives (``USER_SCOPE``), torch wakes who
+    # waits before gloo's thread ends its record. The profiler may have freed that by then, and
+    # memory is written that is no longer its own. Seen with torch alone, 2.11 to 2.14.
     enable_profiler(asked.config(), activities, {RecordScope.FUNCTION})
     found: list[Any] = []
     try:
@@ -105,8 +101,7 @@ def _without_its_log() -> Generator[None]:
     if "KINETO_LOG_LEVEL" in os.environ:
         yield
         return
-    # Read once, when the profiler starts for the first time in a process.
-    os.environ["KINETO_LOG_LEVEL"] = "99"
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # read as the profiler first starts
     try:
         yield
     finally:
@@ -129,12 +124,10 @@ def measure_peak(run: Callable[[], Any]) -> int:
 
 
 def measure_rank_peak(run: Callable[[], Any], reset: Callable[[], Any], runs: int = RUNS) -> int:
-    """As `measure_peak`, for a step that communicates through gloo, on every rank. `reset` is
-    called before each of `runs` steps, unmeasured. It has to drop the gradients."""
+    """As `measure_peak`, on every rank, for a step that communicates through gloo. `reset`, before
+    each step, has to drop the gradients."""
     seen: list[RegionMemory] = []
     for _ in range(runs):
         reset()
         seen.extend(measure_regions([run]))
-    # The profiler does not watch gloo's own threads. Where one of these frees a buffer, it looks as
-    # if nobody did, and later peaks look higher.
-    return min(memory.peak_bytes for memory in seen)
+    return min(memory.peak_bytes for memory in seen)  # later ones look higher: gloo frees unseen

@@ -1,8 +1,4 @@
-"""How a device is measured: the times and the memory of ops and of steps.
-
-A `Meter` is all that timing and checking know of a device. There is one of a CPU
-(`cpu.py`) and one of a CUDA device (`cuda.py`).
-"""
+"""How a device is measured: a `Meter` is all that timing and checking know of it."""
 
 from __future__ import annotations
 
@@ -21,27 +17,20 @@ from remat.graph_capture.devices.memory_events import RegionMemory
 
 Run = Callable[[], Any]
 
-_MIN_RUNS, _MAX_RUNS, _ENOUGH_US = 3, 25, 50_000.0
-"""Runs of an op in all its passes, and the time after which no more are made."""
-_SOON_US = 2_000.0
-"""Runs of a pass that have taken as long are enough once two agree: other passes confirm them."""
+_MIN_RUNS, _MAX_RUNS, _ENOUGH_US = 3, 25, 50_000.0  # runs in all passes; no more after that time
+_SOON_US = 2_000.0  # ends a pass once two runs agree, as other passes confirm them
 PASSES = 3  # of a CPU: of three, two agree though one falls into a slow spell (`op_times.py`)
-_AGREE, _ABOUT_US = 0.02, 10.0
-"""Two times that differ by less, as a part or in microseconds, are one figure twice."""
+_AGREE, _ABOUT_US = 0.02, 10.0  # times that differ by less are one figure twice
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Memory of one step."""
-
     peak_bytes: int  # the most live above what was live when it began
     rounding_bytes: int = 0  # of these, what the allocator gave beyond what was asked of it
     slack_bytes: int | None = None  # held by the allocator at the peak; None if it holds none
 
 
 class Meter(Protocol):
-    """How one device is measured."""
-
     device: str  # such as ``cpu`` or ``cuda:0``
     title: str  # of the machine, as profiles name it
     passes: int  # over the distinct ops of a step, in each of which all are timed
@@ -97,9 +86,7 @@ def have_agreed(times: Sequence[float]) -> bool:
 
 def least_agreed(times: Sequence[float]) -> float:
     """The least time that another confirms; the median where all differ."""
-    # What else runs on a machine makes a run slower and never faster, for seconds on end. So the
-    # least is what the run takes, unless it alone was cut short by the clock.
-    rising = sorted(times)
+    rising = sorted(times)  # others only make it slower, unless the clock cut it short
     agreed = (one for one, following in pairwise(rising) if have_agreed((one, following)))
     return next(agreed, statistics.median(rising))
 
@@ -148,8 +135,8 @@ class LoadAwareTimer:
     def taken_us(self) -> float:
         """The time since the start, without what others had, where the two can be told apart."""
         wall_s, own_s, by_others, by_itself = self._spans()
-        # Switched off without having asked, the thread lost the core to others. Time that it waits
-        # of its own accord, for threads that work for it, is time that the work takes.
+        # Switched off without having asked, the thread lost the core to others. A wait of its own
+        # accord, for threads that work for it, is time that the work takes.
         return 1e6 * (own_s if by_others and not by_itself else wall_s)
 
     @property

@@ -1,7 +1,7 @@
 """A step is captured on one device, which all of its tensors are on.
 
-A tensor of another device is refused in the model, in the batch, and as soon as forward makes it.
-So autograd never sees a fake CUDA tensor where torch has no CUDA device: that ends the process.
+Any other is refused as soon as forward makes it: autograd must never see a fake CUDA tensor where
+torch has no CUDA device, as that ends the process.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ if TYPE_CHECKING:
     from remat.graph_capture.devices.meter import Meter
 
 
-_HOST = (CPU, "meta")
-"""Where tensors may be for any device but CUDA; those on ``meta`` are traced as if on the CPU."""
+_HOST = (CPU, "meta")  # for any device but CUDA; those on ``meta`` are traced as if on the CPU
 
 
 def resolved_device(name: str | None, model: nn.Module) -> str:
-    """`name`, with its index if it is ``cuda``; if it is None, the device that the model is on.
-    Raises CaptureError for what is no module, DeviceError for a device that is not here."""
+    """`name`, with its index if it is ``cuda``; None: where the model is. DeviceError: not here."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise CaptureError(
             f"a step is captured of a torch.nn.Module, and this is {type(model).__name__}: pass "

@@ -1,7 +1,4 @@
-"""Costs of collectives: each by its traffic, over the links between ranks (`devices/links.py`).
-
-Links are a profile's if it has measured them, else those of the table of devices.
-"""
+"""Costs of collectives: each by its traffic, over links of a profile, else of the device table."""
 
 from __future__ import annotations
 
@@ -28,14 +25,13 @@ from remat.graph_capture.distributed.collectives import (
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.joint.nodes import tensors_of
 
-_KINDS: dict[str, Collective] = {
+_KINDS: dict[str, Collective] = {  # by how the names of ops begin; all others send
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce": "all_reduce",
     "all_to_all_single": "all_to_all",
     "shard_dim_alltoall": "all_to_all",
 }
-"""By how the names of ops begin; all others send."""
 
 
 def traffic_of(node: fx.Node, node_size: int) -> Traffic:
@@ -43,8 +39,7 @@ def traffic_of(node: fx.Node, node_size: int) -> Traffic:
     ranks = members_of(node)
     here = max(Counter(rank // node_size for rank in ranks).values())  # the most in one node
     read_bytes = sum(_tensor_bytes(source) for source in node.all_input_nodes)
-    # Gathers return the whole, scatters read it.
-    whole_bytes = max(read_bytes, _tensor_bytes(node))
+    whole_bytes = max(read_bytes, _tensor_bytes(node))  # gathers return the whole, scatters read it
     name = op_name(node)
     kinds: list[Collective] = [kind for begin, kind in _KINDS.items() if name.startswith(begin)]
     # By `permute_tensor` each rank gives all that it has to one other.
@@ -102,8 +97,7 @@ def measured_rank_links(group: dist.ProcessGroup, device: str, title: str) -> Ra
     # A rank receives all parts but its own.
     moved_us = {size * (n - 1) // n: _gather_us(group, device, size) for size in _SIZES}
     gb_s, latency_us = fitted(moved_us)
-    # Ranks are taken to be in one node; the links between nodes stay the table's.
-    return replace(
+    return replace(  # ranks are taken to be in one node; the links between nodes stay the table's
         links_between_ranks(device, title), inside_gb_s=gb_s, inside_us=latency_us, node_size=n,
         source=f"in a node measured over {n} ranks by {dist.get_backend(group)} on {title}",
     )  # fmt: skip
@@ -114,18 +108,15 @@ def _gather_us(group: dist.ProcessGroup, device: str, size_bytes: int) -> float:
     whole = torch.empty(len(own) * group.size(), dtype=torch.uint8, device=device)
     times = [_timed_us(group, whole, own) for _ in range(_WARM + _RUNS)][_WARM:]
     median = torch.tensor([statistics.median(times)], dtype=torch.float32, device=device)
-    # The slowest rank counts.
-    dist.all_reduce(median, dist.ReduceOp.MAX, group)
+    dist.all_reduce(median, dist.ReduceOp.MAX, group)  # the slowest rank counts
     return float(median)
 
 
 def _timed_us(group: dist.ProcessGroup, whole: Tensor, own: Tensor) -> float:
-    # Together, or a rank would time its wait for another that comes later.
-    dist.barrier(group)
+    dist.barrier(group)  # together, or a rank would time its wait for another that comes later
     _settle(own)
     start = time.perf_counter()
-    # Torch 2.13 has another name for it, which older releases lack.
-    named: Any = dist
+    named: Any = dist  # torch 2.13 has another name for it, which older releases lack
     gather = getattr(named, "all_gather_single", None) or named.all_gather_into_tensor
     gather(whole, own, group)
     _settle(own)

@@ -1,12 +1,8 @@
 """Ops in which other ranks take part: collectives, what waits for them, and ranks that are fake.
 
-Each rank must run the same ones as the others, as often and in the same order, or all wait for
-ever. So ranks follow one plan (`remat/ranks/`), which may run one again where that pays; one that
-makes an output of the step runs once. What one rank does by itself, such as timing, runs stand-ins
-for them.
-
-A trace has a result twice: as the collective returns it, and as it is once somebody has waited for
-it. Both are one storage.
+Each rank must run them as often and in the same order as the others, or all wait for ever. What one
+rank does alone, such as timing, runs stand-ins. A trace has a result twice, as the collective
+returns it and as it is once somebody has waited; both are one storage.
 """
 
 from __future__ import annotations
@@ -45,8 +41,7 @@ NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d
 _WAIT = "wait_tensor"
 _THROUGH_A_BUFFER = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
-_Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
-"""Shape, strides, dtype and device."""
+_Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]  # shape, strides
 
 
 def is_wait(node: fx.Node) -> bool:
@@ -118,7 +113,6 @@ def any_rank(collectives: Iterable[fx.Node], said: bool, device: str) -> bool:
 
 
 def _resolved_group(group: Any) -> Any:
-    """A group of `groups_of` itself."""
     named: Any = dist.distributed_c10d
     return named._resolve_process_group(group) if isinstance(group, str) else group
 
@@ -143,7 +137,6 @@ def without_other_ranks(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def op_name(node: fx.Node) -> str:
-    """``all_reduce`` and the like."""
     return str(getattr(_overload(node), "_opname", ""))
 
 
@@ -158,7 +151,6 @@ def _overload(node: fx.Node) -> Any:
 
 
 def _layouts(node: fx.Node) -> Any:
-    """The layout of each result, in a list where the op returns several."""
     found: list[_Layout | None] = [
         None if t is None else (tuple(t.shape), tuple(t.stride()), t.dtype, t.device)
         for t in tensors_of(node)
@@ -171,18 +163,15 @@ def _copied_bytes(node: fx.Node) -> int:
     if any(t.device.type != "cpu" for t in made):
         return 0
     read = [t for source in node.all_input_nodes for t in tensors_of(source) if t is not None]
-    # gloo, on a CPU, gathers, scatters and coalesces in one buffer.
-    name = op_name(node)
+    name = op_name(node)  # gloo, on a CPU, gathers, scatters and coalesces in one buffer
     if not name.startswith(_THROUGH_A_BUFFER) and not name.endswith("coalesced"):
         return 0
     return sum(t.nbytes for t in (read if name.startswith("reduce_scatter") else made))
 
 
 def _made_up(layouts: Any, copied_bytes: int) -> Any:
-    """Zeros of the given layouts."""
     made = [_zeros(*one) for one in layouts] if isinstance(layouts, list) else _zeros(*layouts)
-    # As gloo has its buffer, so that the measured peak is that of the collective.
-    torch.empty(copied_bytes, dtype=torch.uint8)
+    torch.empty(copied_bytes, dtype=torch.uint8)  # as gloo's buffer, so that peaks agree
     return made
 
 
@@ -190,15 +179,13 @@ def _zeros(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) ->
     return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
 
 
-# Collectives that write to their arguments, as `dist.all_reduce` does, in functional form. Autograd
-# does not differentiate them, nor the form here, which runs where autograd is over.
+# `dist.all_reduce` and others that write to arguments, in functional form: autograd sees neither.
 
 NAMESPACE = "c10d"
-NAMES = {
+NAMES = {  # of the ops that have a functional form here: what users call them by
     "allreduce_": "all_reduce", "broadcast_": "broadcast",
     "_allgather_base_": "all_gather_into_tensor", "_reduce_scatter_base_": "reduce_scatter_tensor",
 }  # fmt: skip
-"""Of the ops that have a functional form here: what users call them by."""
 
 
 def run_functionally(func: Any, args: tuple[Any, ...]) -> Any:
@@ -267,8 +254,7 @@ class _Arrived(Function):
 
     @staticmethod
     def forward(ctx: Any, sent: Any) -> Tensor:
-        # Another object, as autograd notes its history on it.
-        return sent.trigger_wait().detach()
+        return sent.trigger_wait().detach()  # another object, as autograd notes its history on it
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -277,27 +263,23 @@ class _Arrived(Function):
 
 def is_in_flight(leaf: object) -> bool:
     """Whether a collective may still write to it."""
-    # Told by the name, as importing the class takes long.
-    return type(leaf).__name__ == _SENT
+    return type(leaf).__name__ == _SENT  # told by the name, as importing the class takes long
 
 
 def wait_all(tree: Any) -> Any:
     """The tree with each such tensor as a plain one, once it has arrived."""
-    # Eager waits where the first op reads one. A step that is traced or compiled takes plain
-    # tensors: torch 2.11 fails at others, and later releases wait op by op.
+    # Eager waits where an op first reads one. Traced or compiled, a step takes plain tensors: torch
+    # 2.11 fails at others, and later releases wait op by op.
     return pytree.tree_map(lambda leaf: _Arrived.apply(leaf) if is_in_flight(leaf) else leaf, tree)
 
 
-# In torch's fake process group collectives do nothing, and one process traces what one rank of a
-# thousand runs.
+# torch's fake group: collectives do nothing, and one process traces one rank of a thousand.
 
 _BACKEND = "fake"
 _WORLD = 4096  # ranks of the fake world. It has no threads and no memory of its own.
 
 
 class FakeGroups:
-    """Groups of the fake world, made when first asked for."""
-
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], Any] = {}
 
@@ -332,8 +314,7 @@ def is_fake(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == _BACKEND
 
 
-_ALIASES = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
-"""Under which a kernel for several devices is registered."""
+_ALIASES = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")  # for kernels of several
 _Result = TypeVar("_Result")
 
 
@@ -352,8 +333,7 @@ class _LocalExecution(OpWatcher):
         key = _kernel_of(func, pytree.tree_leaves((args, kwargs)))
         if key is None:
             return func(*args, **kwargs)
-        # The mode is off in here. On again, it sees what the kernel of somebody's op runs.
-        with self:
+        with self:  # off in here; on again, it sees what others' kernels run
             return func._op_dk(key, *args, **kwargs)
 
 
@@ -363,9 +343,7 @@ def _kernel_of(func: Any, read: list[Any]) -> DispatchKey | None:
     if not isinstance(func, OpOverload) or func.namespace in TORCHS_NAMESPACES or not tensors:
         return None
     own = "CUDA" if any(tensor.is_cuda for tensor in tensors) else "CPU"
-    # `custom_op` has one for all devices under an alias. To call another key than that of the
-    # registration ends the process.
-    for key in (own, *_ALIASES):
+    for key in (own, *_ALIASES):  # one for all devices has an alias; another key ends the process
         if has_kernel(func.name(), key):
             return getattr(DispatchKey, key)
     return None

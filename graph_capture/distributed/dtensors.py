@@ -1,9 +1,7 @@
 """Parameters as ranks hold them: parts of DTensors, and in the dtype of a policy of FSDP2.
 
-`parallelize_module` makes DTensors. AOTAutograd traces the ops on local parts, the collectives
-among them. It gives a DTensor to the graph as two inputs, the local part and the mesh, and takes a
-gradient back as two results. The mesh is no tensor, and no op reads it. So the local part is
-described as the parameter here.
+AOTAutograd gives a DTensor to the graph as its local part and a mesh, and takes a gradient back as
+two results. No op reads the mesh, so the local part is described as the parameter here.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ _FSDP = "FSDPModule"
 
 
 def is_distributed(tensor: object) -> bool:
-    # Told by the name, as importing the class takes long.
-    return type(tensor).__name__ == "DTensor"
+    return type(tensor).__name__ == "DTensor"  # told by the name, as importing the class takes long
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -49,8 +46,7 @@ def is_sharded_by_fsdp(model: nn.Module) -> bool:
 
 def describe_parts(gm: fx.GraphModule) -> None:
     """Describe local parts in a joint graph as the DTensors that they are of."""
-    # A mesh keeps the description of a part: `is_beside_local_part` knows it by that.
-    for node in gm.graph.find_nodes(op="placeholder"):
+    for node in gm.graph.find_nodes(op="placeholder"):  # `is_beside_local_part` needs it on a mesh
         node.meta["desc"] = _of_whole(node.meta.get("desc"))
     end = gm.graph.output_node()
     for what in end.meta["desc"]:
@@ -79,9 +75,8 @@ def _of_whole(description: Any) -> Any:
     return description.base if is_local else description
 
 
-# With mixed precision, `fully_shard` holds parameters in float32 and casts what it gathers, and the
-# floating point inputs of what it wraps. So a plan is made of the cast model, which then gets its
-# float32 parameters back.
+# With mixed precision `fully_shard` keeps float32 parameters and casts what it gathers and what is
+# put in. So a plan is made of the cast model, which then gets its parameters back.
 
 _MASTER = torch.float32  # what parameters are held in that a policy casts
 
@@ -108,8 +103,7 @@ def parameters_cast(model: nn.Module, sharding: Sharding) -> Generator[None]:
     try:
         for parameter, data in held:
             parameter.data = data.to(dtype)
-        # The data of a DTensor cannot be set, so another parameter takes its place.
-        for module, name, parameter in split:
+        for module, name, parameter in split:  # as a DTensor's data cannot be set
             data = parameter.detach().to(dtype)
             module._parameters[name] = nn.Parameter(data, parameter.requires_grad)
         yield

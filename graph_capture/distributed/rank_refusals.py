@@ -58,8 +58,7 @@ class _AmongRanks(TraceObserver):
 
 
 def refuse_range_of_dtensors(model: nn.Module) -> None:
-    # The sizes of a part depend on those of the whole.
-    if has_dtensors(model):
+    if has_dtensors(model):  # the sizes of a part depend on those of the whole
         raise CaptureError(
             f"{type(model).__name__} has parameters that are DTensors, whose plans are for one "
             "size: leave dynamic out, plan at the largest size, and pad batches to it"
@@ -111,7 +110,7 @@ def _after(wrapped: str) -> str:
     return f"plan the model that it was made of, .module of it, and wrap what you get: {wrapped}"
 
 
-_WAYS_OUT = {
+_WAYS_OUT = {  # by the name of a wrapper's class: what to do, and why it is refused
     "DistributedDataParallel": (
         _after("DistributedDataParallel(remat.rematerialize(model, ...))"),
         "its gradients would be reduced in the first step alone",
@@ -139,11 +138,9 @@ _WAYS_OUT = {
         "torch.compile's code cannot be traced",
     ),
 }
-"""By the name of a wrapper's class: what to do, and why it is refused."""
 
 
 def refuse_wrappers(model: nn.Module) -> None:
-    """Refuse a model that is wrapped already, or of which a part is."""
     for path, module in model.named_modules():
         place = path or "the model"
         if hasattr(type(module), "_remat_original_module"):
@@ -152,8 +149,7 @@ def refuse_wrappers(model: nn.Module) -> None:
                 "(.original_module of it) and plan the whole"
             )
         for kind in type(module).__mro__:
-            # By name: their classes take long to load, or are not installed.
-            if kind.__name__ in _WAYS_OUT:
+            if kind.__name__ in _WAYS_OUT:  # by name: to import their classes takes long
                 way_out, why = _WAYS_OUT[kind.__name__]
                 by = "torch.compile" if kind.__name__ == "OptimizedModule" else kind.__name__
                 found = f"{place} is wrapped by {by}"

@@ -1,7 +1,4 @@
-"""The step of one rank: with what DDP or FSDP2 adds to it, buckets, gathered buffers and shards.
-
-The time of communication is not predicted.
-"""
+"""One rank's step, with what DDP or FSDP2 adds to it; communication's time is not predicted."""
 
 from __future__ import annotations
 
@@ -22,15 +19,13 @@ from remat.graph_capture.distributed.sharding import (
 )
 from remat.graph_capture.graph import Op, Phase, TrainingGraph, Value
 
-# When a wrapper of data parallelism communicates is fixed, so it is part of the graph, not of the
-# schedule: each communication is an op, pinned where it stands. Its buffer is a value, read by the
-# op that lets go of it. As workspaces of the ops beside them, buffers were wrong wherever an op of
-# forward runs again in backward.
+# When a wrapper communicates is fixed, so each communication is an op, pinned where it stands, and
+# its buffer a value, read by the op that lets go of it. As workspaces of ops beside them, buffers
+# were wrong wherever an op of forward runs again.
 
 GATHER, UNSHARD, RESHARD = "remat.all_gather", "remat.unshard", "remat.reshard"
 COPY_IN, REDUCE = "remat.copy_in", "remat.reduce_scatter"
-BEFORE_BLOCK, BEHIND_BLOCK = (GATHER, UNSHARD), (RESHARD, COPY_IN, REDUCE)
-"""What runs right before a block's forward or backward, and right after."""
+BEFORE_BLOCK, BEHIND_BLOCK = (GATHER, UNSHARD), (RESHARD, COPY_IN, REDUCE)  # right before and after
 COMMUNICATION = (*BEFORE_BLOCK, *BEHIND_BLOCK)
 
 _GLOO_COPIES = 1  # of a whole buffer that gloo, of CPUs, makes while it gathers or reduces
@@ -51,11 +46,9 @@ def _communication_op(
     return op, values
 
 
-# DDP whose gradients are views of its buckets (``gradient_as_bucket_view=True``):
-# A gradient is copied into its bucket as soon as autograd has it, and freed. Buckets are resident.
-#
-# Source: `torch.nn.parallel.DistributedDataParallel` of torch 2.13, read and measured. Li et al.,
-# PyTorch Distributed, 2020, https://arxiv.org/abs/2006.15704.
+# DDP with ``gradient_as_bucket_view=True`` copies each gradient into its bucket at once and frees
+# it. Buckets are resident. Source: `torch.nn.parallel.DistributedDataParallel` of torch 2.13, read
+# and measured. Li et al., PyTorch Distributed, 2020, https://arxiv.org/abs/2006.15704.
 
 
 def _into_buckets(graph: TrainingGraph, nodes: Sequence[Unit]) -> TrainingGraph:
@@ -76,28 +69,21 @@ def _with_copies(graph: TrainingGraph, nodes: Sequence[Unit], gradients: set[str
         yield op
         made.extend(name for name in op.outputs if name in gradients)
         node = nodes[node_of[i]] if i in node_of else None
-        # An autograd node holds its gradients until it ends.
-        if made and (node is None or i == node.back_stop - 1):
+        if made and (node is None or i == node.back_stop - 1):  # a node holds them until it ends
             module, place = (node.path, node.path) if node else ("", op.name)
             yield _communication_op(COPY_IN, "backward", module, tuple(made), place=place)[0]
             made = []
 
 
-# The timeline of FSDP2's buffers over the ops of a step, and that of its `replicate`.
-#
-# FSDP2 gathers a module's parameters right before its forward and its backward, and reduces its
-# gradients right after. What it does with the parameters after forward is `reshard_after_forward`.
-# With a mixed precision policy shards are cast, then gathered; gradients are copied into a buffer
-# of the reduced dtype, and their part is put back into that of the parameters.
+# FSDP2's buffers over the ops of a step, and those of its `replicate`. Parameters are gathered
+# right before a module's forward and backward, gradients reduced right after. With a mixed
+# precision policy shards are cast, then gathered; gradients go through a buffer of the reduced
+# dtype. Source: `torch.distributed.fsdp._fully_shard` of torch 2.13, read and measured.
 #
 # Not counted: custom collectives, shards along other dimensions than the first, gradients that are
-# accumulated in another dtype. Where the loss is computed outside the model, the last buffer is
-# freed a little earlier than here.
-#
-# Source: `torch.distributed.fsdp._fully_shard` of torch 2.13, read and measured.
+# accumulated in another dtype. With the loss outside the model, the last buffer is freed earlier.
 
-_Kept = Literal["whole", "part", "none"]
-"""What is left of gathered parameters after forward: all, a part over fewer ranks, or nothing."""
+_Kept = Literal["whole", "part", "none"]  # left of gathered parameters; part: over fewer ranks
 
 
 class _FsdpStep:
@@ -173,8 +159,7 @@ class _FsdpStep:
             k = self.unit_of.get(i, -1)
             if is_gathered_again and k >= 0 and i == self.units[k].back_start:
                 yield self._unshard(self.groups[k], "backward")
-                # The next block's parameters are gathered as soon as this one's backward begins.
-                if k:
+                if k:  # the next is gathered as this one's backward begins
                     yield self._gather(self.groups[k - 1], "backward", module=self.groups[k].path)
             yield self.given.ops[i]
             if k >= 0 and i == self.units[k].back_stop - 1:
@@ -190,8 +175,7 @@ class _FsdpStep:
         if not group.gradients:
             return
         input_bytes, held_bytes = group.reduced_bytes(self.sharding)
-        # Gradients are copied into one buffer, then freed, then summed over the ranks.
-        names = tuple(value.name for value in group.gradients)
+        names = tuple(value.name for value in group.gradients)  # one buffer, then a sum over ranks
         (buffer,) = self._buffer_of(group)
         yield self._op(COPY_IN, "backward", group.path, names, Value(buffer, input_bytes))
         yield self._reduce(group, input_bytes, held_bytes)
@@ -209,8 +193,7 @@ class _FsdpStep:
             beside_bytes = max(copies_bytes - held_bytes, 0)
         elif is_cast:
             beside_bytes = max(copies_bytes + part_bytes - held_bytes, part_bytes)
-        # The shards of gradients go to the host.
-        if self.is_offloaded:
+        if self.is_offloaded:  # the shards of gradients go to the host
             made, beside_bytes = made[1:], beside_bytes + held_bytes
         self.lasting.extend(value.name for value in made)
         reads = self._buffer_of(group)
@@ -225,8 +208,7 @@ class _FsdpStep:
             is_part = phase == "backward" and self._kept(group) == "part"
             members = self._members if is_part else self.sharding.shard_ranks
             beside_bytes += group.gathered_bytes // members
-        # The shard comes from the host first.
-        if self.is_offloaded:
+        if self.is_offloaded:  # the shard comes from the host first
             beside_bytes += group.shard_bytes
         return self._op(
             GATHER, phase, group.path if module is None else module, (freed,) if freed else (),
@@ -262,9 +244,8 @@ class _FsdpStep:
 def sharded(
     graph: TrainingGraph, units: Sequence[Unit], sharding: Sharding, *, is_eager: bool = False
 ) -> TrainingGraph:
-    """`graph` as it runs on one rank, where each unit is wrapped by itself, then the model. `graph`
-    has `resident` counted for the sharding already. `is_eager`: units run op by op, so that each
-    gradient leaves backward on its own."""
+    """`graph` on one rank, with each unit wrapped by itself, then the model. `resident` is counted
+    already. `is_eager`: units run op by op, and each gradient leaves backward on its own."""
     if sharding.kind in ("fsdp2", "replicate"):
         return _FsdpStep(graph, units, sharding).graph()
     if sharding.bucket_views:
@@ -275,8 +256,8 @@ def sharded(
 def local_step(
     graph: TrainingGraph, sharding: Sharding, *, is_rewritten: bool = False
 ) -> TrainingGraph:
-    """The step of one rank, with blocks found by the module paths of ops. `is_rewritten`: the whole
-    step is to be one autograd node, whose gradients come at its end."""
+    """Blocks are found by the module paths of ops. `is_rewritten`: the whole step is to be one
+    autograd node, whose gradients come at its end."""
     if sharding.kind == "none":
         return graph
     # One node hands over all gradients at its end: buckets stand beside them, views or not.

@@ -1,7 +1,4 @@
-"""How a step is spread over ranks: the ways of data parallelism that torch has.
-
-Words are torch's: an option is called as the argument of the wrapper that it stands for.
-"""
+"""How a step is spread over ranks: torch's ways of data parallelism, called as torch calls them."""
 
 from __future__ import annotations
 
@@ -21,13 +18,12 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 
 ShardingKind = Literal["none", "ddp", "zero1", "replicate", "fsdp2"]
 _KINDS: tuple[str, ...] = get_args(ShardingKind)
-_TAKEN_BY: dict[str, tuple[str, ...]] = {
+_TAKEN_BY: dict[str, tuple[str, ...]] = {  # by option, the kinds of sharding that have it
     "blocks": ("fsdp2", "replicate"), "replicas": ("fsdp2",), "reshard_after_forward": ("fsdp2",),
     "bucket_views": ("ddp", "zero1"), "param_dtype": ("fsdp2", "replicate"),
     "reduce_dtype": ("fsdp2", "replicate"), "cpu_offload": ("fsdp2",),
     "states_over": ("fsdp2", "zero1"),
 }  # fmt: skip
-"""By option, the kinds of sharding that have it."""
 _PARAM_DTYPES = ("bfloat16", "float16")
 _REDUCE_DTYPES = ("float32", *_PARAM_DTYPES)
 
@@ -164,7 +160,6 @@ MASTER_BYTES = 4  # of an element of a parameter that a policy casts: it is held
 
 
 def element_bytes(dtype: str) -> int:
-    """Bytes of an element of a dtype by its name, such as ``bfloat16``."""
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) // 8 if bits else 1
 
@@ -205,8 +200,7 @@ def with_units(
         forward, backward = [i for i in found if i < n], [i for i in found if i >= n]
         units.append(Unit(path, forward[0], forward[-1] + 1, backward[0], backward[-1] + 1))
     units.sort(key=lambda unit: unit.start)
-    # Backward runs a chain in reverse.
-    for before, after in pairwise(units):
+    for before, after in pairwise(units):  # backward runs a chain in reverse
         if after.back_start > before.back_start:
             raise CaptureError(
                 f"block {after.path} runs after {before.path} in forward and also in backward, so "
@@ -217,7 +211,6 @@ def with_units(
 
 
 def _items(ops: Sequence[Op], path_of: Mapping[str, str]) -> list[_Item]:
-    """Items in the order of their first ops."""
     found: dict[str, list[Op]] = {}
     for op in ops:
         path = path_of.get(op.name)
@@ -236,8 +229,7 @@ def _in_order(items: Sequence[_Item]) -> list[_Item]:
         for other in reads:
             readers[other].append(i)
     ready = [i for i, count in enumerate(waits_for) if not count]
-    # By their places: the order changes no more than it must.
-    done: list[_Item] = []
+    done: list[_Item] = []  # by their places: the order changes no more than it must
     while ready:
         i = heapq.heappop(ready)
         done.append(items[i])
@@ -286,14 +278,11 @@ def _matching(module: str, pattern: str) -> str:
 
 @dataclass
 class ParameterGroup:
-    """Parameters that are gathered together."""
-
     path: str  # of the module that is wrapped; empty for the model, the root
     parameters_bytes: int = 0  # in the dtype of the step
     gathered_bytes: int = 0  # with FSDP2's padding
     shard_bytes: int = 0  # of one rank's part, as it is held between steps
-    # in the order of the step's outputs
-    gradients: list[Value] = field(default_factory=list[Value])
+    gradients: list[Value] = field(default_factory=list[Value])  # in the order of the outputs
 
     def add(self, value: Value, sharding: Sharding) -> None:
         elements, size = sharding.shard_elements(value.shape), element_bytes(value.dtype)
@@ -304,15 +293,13 @@ class ParameterGroup:
     def reduced_bytes(self, sharding: Sharding) -> tuple[int, int]:
         """Bytes of the buffer that gradients are reduced in, and of this rank's held part."""
         size_bytes, n = sum(value.size_bytes for value in self.gradients), sharding.shard_ranks
-        # The buffer is padded as parameters are, if each of them has a gradient.
-        if size_bytes == self.parameters_bytes:
+        if size_bytes == self.parameters_bytes:  # padded if each parameter has a gradient
             size_bytes = self.gathered_bytes
         size_bytes = -(-size_bytes // n) * n
         own = element_bytes(self.gradients[0].dtype)
         elements = size_bytes // own
         reduced = element_bytes(sharding.reduce_dtype) if sharding.reduce_dtype else own
-        # Gradients are put into the dtype that parameters are held in.
-        held = MASTER_BYTES if sharding.param_dtype else own
+        held = MASTER_BYTES if sharding.param_dtype else own  # as parameters are held
         return elements * reduced, elements // n * held
 
 
@@ -329,8 +316,7 @@ def wrapped_groups(
     for value in graph.values:
         if value.kind == "parameter":
             own = readers.get(value.name, set())
-            # What several units read is gathered with the root.
-            k = own.pop() if len(own) == 1 else -1
+            k = own.pop() if len(own) == 1 else -1  # the root has what several read
             (root if k < 0 else groups[k]).add(value, sharding)
     for name in dict.fromkeys(graph.outputs):
         value = graph.value_by_name[name]

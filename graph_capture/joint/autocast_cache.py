@@ -1,9 +1,8 @@
 """Weights that autocast casts for several uses: once, as in eager.
 
-Eager's autocast keeps the cast of a weight until its outermost region ends. So the uses share one
-cast, and their gradients are added up in the lower precision. A trace has no such cache: it casts
-at each use, and adds in the higher precision, with other last bits. Here the casts become one, and
-the sum moves before the cast of its result.
+Eager caches the cast until the outermost region ends, and adds up the uses' gradients in the lower
+precision. A trace casts at each use and adds in the higher one, with other last bits. Here the
+casts become one, and the sum moves before the cast of its result.
 """
 
 from __future__ import annotations
@@ -25,16 +24,14 @@ _KEPT_BY_AUTOCAST = ("ParamAOTInput", "PlainAOTInput")
 
 
 def cast_weights_once(gm: fx.GraphModule) -> None:
-    """Let all uses of a weight in one region of autocast share a cast. Raises CaptureError if the
-    order in which eager adds up a gradient cannot be told; or if it is that of an input of the
-    step, which eager casts once only if it is a leaf."""
+    """CaptureError if eager's order of adding up a gradient cannot be told, or is that of an input
+    of the step, which eager casts once only if it is a leaf."""
     weights = gm.graph.find_nodes(op="placeholder")
     repeated = [(weight, casts) for weight in weights for casts in _repeated(weight)]
     if not repeated:  # making code of the graph anew takes long for thousands of nodes
         return
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    # The backward of each cast; none of one that no gradient reaches.
-    back: dict[Any, list[fx.Node]] = {}
+    back: dict[Any, list[fx.Node]] = {}  # backward of each cast; none without gradient
     for node in gm.graph.find_nodes(op="call_function", target=aten._to_copy.default):
         if made_by_autograd(node):
             back.setdefault(_made_as(node), []).append(node)
@@ -53,8 +50,7 @@ def _repeated(weight: fx.Node) -> Iterator[list[fx.Node]]:
     yield from (casts for casts in groups.values() if len(casts) > 1)
 
 
-CachedCast = tuple[list[str], int]
-"""Values that are one in autocast's cache, and the last op that finds it there."""
+CachedCast = tuple[list[str], int]  # values that are one in the cache, and who last finds it
 
 
 def cached_casts(ops: Sequence[Op], node_of_op: Mapping[str, fx.Node]) -> Iterator[CachedCast]:
@@ -95,15 +91,14 @@ def _share(
     order: Mapping[fx.Node, int],
 ) -> None:  # fmt: skip
     ends = dict.fromkeys(end for cast in casts for end in back.get(_made_as(cast), ()))
-    # Autocast keeps only casts of what is trained.
-    if not ends:
+    if not ends:  # autocast keeps only casts of what is trained
         return
     if len(ends) > 1:
         chain = _chain_of(ends)
         if type(weight.meta["desc"]).__name__ != "ParamAOTInput" or chain is None:
             raise _refused(weight, casts)
-        # Autograd runs what was made last first. The one cast was made before the first use, so
-        # its backward runs where that of the first of many casts does: after all others, as a rule.
+        # Autograd runs what was made last first. The one cast was made before the first use, so its
+        # backward runs as a rule after all others.
         own = [order[_gradient(term)] for term in chain.terms if term in ends]
         is_alone = len(ends) == len(chain.terms)
         last = next(term for term in reversed(chain.terms) if term in ends)
@@ -117,8 +112,7 @@ def _share(
 
 
 def _let_views_share(node: fx.Node) -> None:
-    # Views of the other casts had the storage of those, which are gone now.
-    for view in node.users:
+    for view in node.users:  # views of the other casts had the storage of those, which are gone now
         if is_view(view):
             args, kwargs = fx.map_arg((view.args, view.kwargs), lambda n: n.meta["val"])
             view.meta["val"] = view.target(*args, **kwargs)  # pyright: ignore
@@ -135,8 +129,7 @@ class _Chain:
     """A gradient as autograd adds it up: `terms` in order, and the addition that each joins."""
 
     terms: tuple[fx.Node, ...]
-    # The first two terms join the same one.
-    joins: tuple[fx.Node, ...]
+    joins: tuple[fx.Node, ...]  # the first two terms join the same one
 
 
 def _chain_of(ends: Collection[fx.Node]) -> _Chain | None:

@@ -1,12 +1,9 @@
 """From AOTAutograd's joint fx graph to a `TrainingGraph`, and the way back to its nodes.
 
-Five kinds of op are ours, not torch's, so that the simulator needs no special case:
-
-- `TANGENTS` opens backward: its results are what autograd passes in.
-- `SAVE_RNG` stands before each op that draws. Its value is kept as long as that op may run again.
-- `STATISTICS` updates the running statistics of a batch norm. The normalisation may run again.
-- `ACCUMULATE` releases gradients where they are added to those of earlier batches, `UPDATE` where
-  the optimizer takes its step with them in backward.
+Ops that are ours, not torch's, so that the simulator needs no special case: `TANGENTS`, whose
+results are what autograd passes in; `SAVE_RNG` before each op that draws, with a value that is kept
+as long as that op may run again; `STATISTICS`, a batch norm's running statistics, so that the
+normalisation may run again; `ACCUMULATE` and `UPDATE`, which release gradients in backward.
 """
 
 from __future__ import annotations
@@ -87,8 +84,7 @@ class _Builder:
     backward: list[Op] = field(default_factory=list[Op])
 
     def __post_init__(self) -> None:
-        # It changes what nodes read, so it comes before all that follows from reads.
-        read_past_copies(self.gm.graph)
+        read_past_copies(self.gm.graph)  # first, as it changes what nodes read
         self.nodes = list(self.gm.graph.nodes)
         self.values = ValueTable(self.gm)
         self.places = NodeOrigins(self.gm.graph)
@@ -140,8 +136,7 @@ class _Builder:
         )  # fmt: skip
 
     def _timed_hash(self, graph: TrainingGraph, tangents: tuple[str, ...]) -> str:
-        # Where nothing is released, the step is timed as it is.
-        if not self.accumulations.of_op:
+        if not self.accumulations.of_op:  # where nothing is released, the step is timed as it is
             return graph.hash
         # A step is timed with its gradients returned together: its time is kept under that graph.
         given, ends = self._ends(tangents, self.accumulations.gradients)
@@ -153,8 +148,8 @@ class _Builder:
         self, tangents: tuple[str, ...], returned: Sequence[Any]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         given = self.values.made_by_ops(self.forward_results)
-        # AOTAutograd copies new values of buffers into the buffers when forward ends, so they need
-        # not be live any longer. All else that forward returns is in the caller's hands.
+        # AOTAutograd copies new values into buffers when forward ends, so they need not be live
+        # longer. All else that forward returns is in the caller's hands.
         pairs = zip(self.forward_results, self.overwritten_inputs, strict=True)
         kept = self.values.made_by_ops(result for result, over in pairs if over is None)
         for name in kept:
@@ -162,8 +157,7 @@ class _Builder:
         gradients = self.values.made_by_ops(returned)
         # A gradient that is written in place is done only with its last write.
         gradients += self.values.writes_before(gradients, "backward")
-        # Autograd's engine holds the tangents to the end.
-        ends = (*kept, *gradients, *tangents)
+        ends = (*kept, *gradients, *tangents)  # autograd's engine holds the tangents to the end
         return tuple(dict.fromkeys(given)), tuple(dict.fromkeys(ends))
 
     def _add_call(self, node: fx.Node) -> None:
@@ -182,8 +176,7 @@ class _Builder:
         if is_getitem(node) or is_alias_of_input(node) or is_wait(node):
             self._add_name(node)
         elif keys and keys <= self.values.of_storage.keys():
-            # A view: it creates no storage. The rewriter replays it where it is needed.
-            if len(keys) == 1:
+            if len(keys) == 1:  # a view creates no storage: replayed where it is needed
                 self.values.of_node[node] = self.values.of_storage[keys.pop()]
         else:
             self._add_op(node)
@@ -213,8 +206,7 @@ class _Builder:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         repeats = is_alias_of_input(node) or is_wait(node)
-        # A getitem's source may return several storages, so its own storage tells which.
-        known = values.of(source) if repeats else ""
+        known = values.of(source) if repeats else ""  # a getitem's source may have several
         if not known and tensors:
             known = values.of_storage[storage_key(tensors[0])]
         if repeats:
@@ -223,8 +215,7 @@ class _Builder:
         if is_getitem(node) and source.name in self.node_of_op:
             values.base_of.setdefault(known, node)
         if is_wait(node) and known:
-            # Only what was waited for may be saved: until then its storage is being written.
-            values.base_of[known] = node
+            values.base_of[known] = node  # until the wait, it is being written
 
     def _add_op(self, node: fx.Node) -> None:
         place, workspace_bytes = self.places.of(node), 0
@@ -239,8 +230,7 @@ class _Builder:
         statistics: Op | None = None
         if makes_statistics(node):
             inputs, outputs, statistics = self._split_batch_norm(node, outputs, *place)
-            # Only the update of the statistics must not run twice, and it is an op of its own now.
-            no_recompute = ""
+            no_recompute = ""  # only the statistics' update, its own op, must run once
         if node in self.in_place.begins:
             # Tensors after the writes are laid out as this view, so it stands for the value.
             self.values.base_of[outputs[0]] = self.in_place.begins[node]
@@ -293,11 +283,9 @@ def build_joint(
     several_gradients: Mapping[int, int] | None = None,
     gradient_release: GradientRelease | None = None, **facts: Any,
 ) -> Joint:  # fmt: skip
-    """Analyse a joint graph: storages become values, nodes become ops, views become nothing. `gm`
-    is changed to run eager's ops. `several_gradients` is of `DuplicateOutputs.gradients`. Raises
-    CaptureError if the graph mutates a tensor, or uses one whose gradient would be lost."""
-    # A trace decomposes these otherwise than eager runs them; the results differ in the last bits.
-    make_dropout_exact(gm)
+    """Storages become values, nodes ops, views nothing. `gm` is changed to run eager's ops.
+    CaptureError if it mutates a tensor, or uses one whose gradient would be lost."""
+    make_dropout_exact(gm)  # traced otherwise than eager runs them, in the last bits
     make_class_weights_exact(gm)
     make_products_exact(gm)
     run_by_kernels_of_eager(gm)

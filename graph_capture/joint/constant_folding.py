@@ -1,10 +1,8 @@
 """Values that depend on nothing but code are known while a trace holds no values.
 
-Libraries make positions and masks by `torch.arange` and its like, and look at them: transformers
-asks of positions whether they count up, and leaves the mask away if they do. Such values are the
-same at each step, so code that branches on them takes eager's way. So are answers that hold at all
-sizes of a range. Values that depend on the batch, parameters, buffers or random numbers are
-unknown. Where code looks at those, the arguments that they come from are named.
+Libraries make positions and masks by `torch.arange` and its like, and branch on them: transformers
+leaves a mask away if positions count up. Values that depend on the batch, parameters, buffers or
+random numbers are unknown; where code looks at those, the arguments that they come from are named.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ from remat.graph_capture.torch_private.core import (
 
 RANDOM = "a random number"  # among what the values that code looks at come from
 
-_MOST_ELEMENTS = 1 << 20
-"""Of a tensor whose values are kept: more would make tracing slow, and nobody branches on them."""
+_MOST_ELEMENTS = 1 << 20  # of elements that are kept: more would be slow, and code asks for few
 
 _UNFILLED = ("empty", "new_empty")  # of ops that give whatever memory held, by how names begin
 
@@ -45,10 +42,7 @@ _MODEL = ""  # the source of what parameters and buffers have a part in
 
 
 class ConstantFolder(TraceObserver):
-    """Runs ops on known values too, beside the trace, and answers code that looks at them.
-    `failure` is what was raised when code first looked at unknown values; `read` are the arguments
-    that those values come from, and `RANDOM` if numbers were drawn; empty if parameters or buffers
-    have a part in them."""
+    """Runs ops on known values too, beside the trace, and answers code that looks at them."""
 
     def __init__(
         self, batch: Iterable[tuple[str, Any]] = (), over: TraceSizes | None = None
@@ -58,7 +52,8 @@ class ConstantFolder(TraceObserver):
         self._values, self._formulas = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self._lost: dict[int, frozenset[str]] = {}
         self._sources = WeakTensorKeyDictionary()
-        self.failure: Exception | None = None
+        self.failure: Exception | None = None  # raised when code first looked at unknown values
+        # Arguments that those come from, and `RANDOM`; empty if parameters or buffers have a part.
         self.read: tuple[str, ...] = ()
         self._digest, self._has_looked = hashlib.blake2b(), False
         for name, leaf in batch:
@@ -130,8 +125,7 @@ class ConstantFolder(TraceObserver):
     def _unknown(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]
     ) -> Any:
-        # Where the values that the op gives come from, as far as they are not known.
-        found = frozenset([RANDOM] if _is_random(func) else [])
+        found = frozenset([RANDOM] if _is_random(func) else [])  # as far as they are unknown
         unknown = (one for one in inputs if not self._is_known(one))
         sources = found.union(*map(self._sources_of, unknown)) or frozenset([_MODEL])
         self._forget_written(func, args, kwargs, sources)
@@ -179,8 +173,7 @@ class ConstantFolder(TraceObserver):
     def _lose(self, tensors: Iterable[Tensor], sources: frozenset[str]) -> None:
         for tensor in tensors:
             if (real := self._values.get(tensor)) is not None:
-                # By storage, as a write reaches every view.
-                self._lost[storage_key(real)] = sources
+                self._lost[storage_key(real)] = sources  # by storage, as a write reaches every view
             if (formula := self._formulas.get(tensor)) is not None:
                 formula.root.lost = sources
 
@@ -197,8 +190,7 @@ def _is_random(func: OpOverload) -> bool:
 
 def _bits_of(tensor: Tensor) -> bytes:
     with disable_current_modes(), torch.no_grad():
-        # Only strided tensors have their numbers in one storage.
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided:  # only strided numbers are in one storage
             return repr(tensor).encode()
         return bits_of(tensor).cpu().numpy().tobytes()
 
@@ -212,10 +204,9 @@ def _tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-# Positions count up at every length, so a trace for a range of lengths can go the way that eager
-# goes at each of them. A value that depends on nothing but sizes is kept as the ops that make it;
-# where code looks at it, they run at all sizes of the range, and the answer counts if it is the
-# same.
+# Positions count up at every length, so a trace over a range can go eager's way at each. A value of
+# sizes alone is kept as the ops that make it. Where code looks, they run at all sizes of the range,
+# and the answer counts if it is the same.
 
 _MOST_WORK = 1 << 30  # elements made to answer one question, at all sizes: a second on a CPU
 
@@ -223,8 +214,6 @@ _Run = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class TraceSizes(Protocol):
-    """The sizes of one trace, see `Environment` in `trace_over_sizes.py`."""
-
     def points_of(self, numbers: Iterable[Any]) -> Sequence[Sizes]:
         """All sizes of the symbols in these numbers, the largest last; none if these are many."""
         ...
@@ -243,10 +232,8 @@ class _Formula:
     kwargs: dict[str, Any]
     item: int | None = None  # which of several results it is
     base: _Formula | None = None
-    # Where the values come from that it, or a view of it, was overwritten with.
-    lost: frozenset[str] = frozenset()
-    # Symbolic ones in all that it is made of.
-    numbers: list[Any] = field(default_factory=list)
+    lost: frozenset[str] = frozenset()  # sources of what it, or a view of it, was overwritten with
+    numbers: list[Any] = field(default_factory=list)  # symbolic ones in all that it is made of
 
     def __post_init__(self) -> None:
         for leaf in pytree.tree_leaves((self.args, self.kwargs)):
@@ -288,8 +275,7 @@ def answer(formula: _Formula, over: TraceSizes, run: _Run) -> Any:
     """What code that looks at a value finds at all sizes; None if that differs or they are many."""
     points = over.points_of(formula.numbers)
     found: Any = None
-    # The largest first: it tells how much work all sizes are at most.
-    for i, sizes in enumerate(reversed(points)):
+    for i, sizes in enumerate(reversed(points)):  # the largest first: it bounds the work of all
         one = _Evaluation(over, sizes, run)
         said = one.of(formula)
         found = found if i else said

@@ -1,9 +1,7 @@
 """How long eager holds what a step makes, and where it writes in place or makes again.
 
-It is seen while tracing. Eager frees a tensor when its last reference goes: a variable of the
-user's code, a list, what autograd saves. While a step is traced the same code holds stand-ins,
-which die when eager's would.
-A trace is functional, so that an op that writes in place becomes one that makes a new tensor.
+It is seen while tracing: the same code holds stand-ins, which die when eager's tensors would. A
+trace is functional, so an op that writes in place becomes one that makes a new tensor.
 """
 
 from __future__ import annotations
@@ -35,17 +33,10 @@ from remat.graph_capture.torch_private.core import (
     pytree,
 )
 
-WRITTEN_KEY = "remat_written"
-"""Among the annotations of a node that autograd does not record: the op that eager runs there, if
-that writes to its argument; else empty."""
-RECORDED_KEY = "remat_recorded"
-"""The same for a write that autograd records. Nodes of its backward may have it from forward, but
-these have the other one too."""
-MADE_AS, _DIED_AS = "remat_made_as", "remat_died_as"
-"""On the meta of nodes: their number in the order of the trace, and how many there were when eager
-let go of what the node has made."""
-_OVER = "remat_over"
-"""On the meta of nodes that eager writes in place: the name of a node of the storage written to."""
+WRITTEN_KEY = "remat_written"  # where autograd does not record: eager's op that writes there
+RECORDED_KEY = "remat_recorded"  # the same where autograd records; backward's nodes may have both
+MADE_AS, _DIED_AS = "remat_made_as", "remat_died_as"  # on meta: when it came, and when eager let go
+_OVER = "remat_over"  # on the meta of nodes written in place: a node of the storage written to
 
 
 @dataclass
@@ -72,8 +63,7 @@ class EagerMemory(TraceObserver):
             return func(*args, **kwargs)
         self._tracer = mode.tracer
         if torch.is_inference_mode_enabled():
-            # Functionalization would hold all that inference mode makes to the end of the trace.
-            functional = functional_mode()
+            functional = functional_mode()  # functionalization would keep what inference mode makes
             held = getattr(functional, "_storage_to_base", None)
             if held is not None and not isinstance(held, _WeakBases):
                 functional._storage_to_base = _WeakBases()
@@ -95,14 +85,12 @@ class EagerMemory(TraceObserver):
         return results
 
     def __enter__(self) -> Any:
-        # What only the garbage collector frees would go at another time in each trace.
-        self._collects = gc.isenabled()
+        self._collects = gc.isenabled()  # garbage would go at another time in each trace
         gc.disable()
         return super().__enter__()
 
     def __exit__(self, *what: Any) -> None:
-        # What dies from now on, dies for other reasons than in eager.
-        self._held.clear()
+        self._held.clear()  # what dies from now on, dies for other reasons than in eager
         self._tracer = None
         if self._collects:
             gc.enable()
@@ -116,8 +104,7 @@ class EagerMemory(TraceObserver):
         held = self._held.setdefault(key, _Held())
         if id(tensor) in self._alive:  # it was written to, and what it was before is no more
             held.nodes = [node]
-            # Functionalization makes views anew after a write through one of them.
-            while is_view(held.nodes[-1]):
+            while is_view(held.nodes[-1]):  # functionalization makes views anew after a write
                 held.nodes.append(held.nodes[-1].args[0])  # pyright: ignore
             return
         held.nodes.append(node)
@@ -133,8 +120,7 @@ class EagerMemory(TraceObserver):
     def _let_go(self, tensor: int, key: int, held: _Held) -> None:
         self._alive.discard(tensor)
         held.alive -= 1
-        # Views count too: a storage goes with the last tensor that shows it.
-        if held.alive == 0 and self._tracer is not None:
+        if held.alive == 0 and self._tracer is not None:  # a storage goes with its last tensor
             self._held.pop(key, None)
             n_nodes = self._numbered()
             for node in held.nodes:
@@ -142,8 +128,7 @@ class EagerMemory(TraceObserver):
 
     def _numbered(self) -> int:
         """Number the nodes that have none yet; how many there are."""
-        # A trace only appends, so all before the first numbered node are numbered.
-        nodes = reversed(self._tracer.graph.nodes)
+        nodes = reversed(self._tracer.graph.nodes)  # all before a numbered node are numbered
         for node in reversed(list(takewhile(lambda node: MADE_AS not in node.meta, nodes))):
             node.meta[MADE_AS] = self._n_nodes
             self._n_nodes += 1
@@ -176,8 +161,7 @@ def held_until(
     # A later phase comes later, whatever the order of the trace is.
     made = list(accumulate((_number_of(node_of_op.get(op.name)) for op in ops), max))
     ends = {value: bisect_left(made, n_nodes) - 1 for value, n_nodes in ends.items()}
-    # Autocast keeps the cast of a weight to the end of the region, whoever lets it go.
-    for (value, *_), last in casts:
+    for (value, *_), last in casts:  # autocast keeps a cast to the end of the region
         ends[value] = max(ends.get(value, 0), last)
     # A released gradient goes with the op that releases it.
     late = ((v, last) for v, last in ends.items() if last > last_use.get(v, len(ops)))

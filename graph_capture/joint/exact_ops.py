@@ -1,13 +1,9 @@
 """Dropout as eager computes it on a CPU, to the last bit and in about its time.
 
-A trace replaces dropout by `aten.native_dropout`, which scales by 1 / (1 - p) rounded
-from double precision. Eager divides in the tensor's own precision, which for some p
-(0.04, 0.15, 0.45, ...) is another float32, and for most p another bfloat16 in backward.
-The nodes are changed here to ops that scale as eager does.
-
-The mask stays one byte an element, where eager keeps a whole float. So even the plan that keeps
-everything needs less than the unmodified step, whose prediction takes eager's size
-(`eager_step.py`).
+A trace's `aten.native_dropout` scales by 1 / (1 - p) rounded from double precision. Eager divides
+in the tensor's own precision, which for some p (0.04, 0.15, 0.45, ...) is another float32, and for
+most p another bfloat16 in backward. The mask stays one byte an element, where eager keeps a float:
+even the plan that keeps everything needs less than the unmodified step (`eager_step.py`).
 """
 
 from __future__ import annotations
@@ -48,11 +44,9 @@ def _dropout_as_eager(
 @torch.library.impl(_library, "dropout_backward", "CompositeExplicitAutograd")
 def _dropped(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     """`x` times eager's noise, in the storage of the noise if that is laid out as the product."""
-    # As uint8, since CPU kernels convert bool much slower: for 512 x 768 elements on AVX-512,
-    # torch's backward takes 0.56 ms, this 0.22, and eager's product 0.17.
+    # uint8: CPU kernels convert bool slower; torch's backward took 0.56 ms, this 0.22, eager 0.17.
     noise = mask.view(torch.uint8).to(x.dtype).mul_(scale)
-    # A product's strides along dimensions of one element are not always those of its factors.
-    is_as_product = noise.stride() == x.stride() and (
+    is_as_product = noise.stride() == x.stride() and (  # not along dimensions of one element
         1 not in x.shape or x.stride() == make_contiguous_strides_for(x.shape)
     )
     return noise.mul_(x) if is_as_product else x.mul(noise)
@@ -63,8 +57,7 @@ DROPOUT_BACKWARD = torch.ops.remat.dropout_backward.default
 
 
 def scale_of_eager(p: float, dtype: torch.dtype) -> float:
-    # Eager divides in the tensor's own precision, where a trace rounds 1 / (1 - p) from a double.
-    return torch.ones(1, dtype=dtype).div_(1 - p).item()
+    return torch.ones(1, dtype=dtype).div_(1 - p).item()  # a trace rounds 1 / (1 - p) from a double
 
 
 def make_dropout_exact(gm: fx.GraphModule) -> None:
@@ -72,8 +65,7 @@ def make_dropout_exact(gm: fx.GraphModule) -> None:
         x, p = node.args[0], node.args[1]
         value: Any = x.meta["val"] if isinstance(x, fx.Node) else None
         is_on_cpu = isinstance(value, Tensor) and value.device.type == "cpu"
-        # p = 1 has no scale, and p = 0 needs none.
-        if is_on_cpu and isinstance(p, float) and 0 < p < 1:
+        if is_on_cpu and isinstance(p, float) and 0 < p < 1:  # p = 1 has no scale, p = 0 needs none
             scale = scale_of_eager(p, value.dtype)
             node.target, node.args = DROPOUT, (x, p, scale)
             for user in _reading_result(node, 1):
@@ -104,8 +96,8 @@ _library.define("sum_of_class_weights(Tensor weight, Tensor target, int ignore_i
 
 @torch.library.impl(_library, "sum_of_class_weights", "CompositeExplicitAutograd")
 def sum_of_class_weights(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    # As `cross_entropy_loss_label_smoothing` in torch's `LossNLL.cpp`. A trace cannot know how many
-    # targets count, so there torch sums zeros for the others, which rounds otherwise.
+    # As `cross_entropy_loss_label_smoothing` in torch's `LossNLL.cpp`. In a trace, which does not
+    # know how many targets count, torch sums zeros for the others, which rounds otherwise.
     return weight.gather(0, target.masked_select(target != ignore_index)).sum()
 
 
@@ -145,10 +137,8 @@ def _called(node: Any, target: Any) -> fx.Node | None:
     return node if isinstance(node, fx.Node) and node.target is target else None
 
 
-# Batch norm in training: whose kernels it runs, and how it runs again.
-#
-# A trace has `aten.native_batch_norm` where eager may take cuDNN's kernels, whose last bits differ.
-# Such nodes are changed here, with their backward, to the op that chooses when it runs.
+# Batch norm in training. A trace has `aten.native_batch_norm` where eager may take cuDNN's kernels,
+# whose last bits differ. Such nodes become, with their backward, an op that chooses when it runs.
 
 _library.define(
     "batch_norm(Tensor x, Tensor weight, Tensor bias, float momentum, float eps)"
@@ -174,12 +164,12 @@ _CHOSEN = aten._batch_norm_with_update_functional.default
 CHOSEN_BACKWARD = aten.batch_norm_backward.default
 MEAN, _RESERVE = 1, 3  # places among the results
 
+# For an op that returns new running statistics: the op that computes the rest, and how many results
+# both have before the statistics.
 RECOMPUTED_BY: dict[Any, tuple[Any, int]] = {
     _TRACED: (_TRACED_WITHOUT_STATISTICS, 3),
     _CHOSEN: (_WITHOUT_STATISTICS, 4),
 }
-"""For an op that also returns new running statistics: the op that computes the rest of it, and how
-many results both have before the statistics."""
 
 
 def makes_statistics(node: fx.Node) -> bool:
@@ -231,16 +221,14 @@ def _change(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
     kept.meta = {**node.meta, "val": reserve}
     for backward in list(_reading_result(node, MEAN)):
         if backward.target is _TRACED_BACKWARD:
-            # Instead of `train` it takes `update`, and the reserve comes last.
-            *read, _, eps, mask = backward.args
+            *read, _, eps, mask = backward.args  # `update` instead of `train`, reserve last
             backward.target = CHOSEN_BACKWARD
             backward.args = (*read, True, eps, mask, kept)
 
 
-# The gradient of a product: where no factor is zero, eager divides the product by each. A trace has
-# no numbers, so that torch takes the products of all others there, which round otherwise and take
-# more memory (`prod_backward` in torch's `FunctionsManual.cpp`). The nodes are changed here to one
-# op that looks at the numbers as eager does. It takes as much memory with zeros as without.
+# A product's gradient. Eager divides it by each factor if none is zero. A trace has no numbers, so
+# torch takes the products of all others there, with other rounding and more memory (`prod_backward`
+# in torch's `FunctionsManual.cpp`). One op looks at the numbers instead, as eager does.
 
 _SLICE = aten.slice.Tensor
 
@@ -255,8 +243,7 @@ def gradient_of_product(
 ) -> Tensor:
     """The gradient of the product of all of `input`, flat, or of that over `dim`."""
     zeros = input.numel() - int(torch.count_nonzero(input))
-    # With two zeros, the product of all others is zero for each factor.
-    if whole and zeros > 1:
+    if whole and zeros > 1:  # with two zeros, the product of all others is zero for each factor
         return input.new_zeros(input.numel())
     if zeros:
         # In place where it can be, so that never more than two tensors as large as `factors` exist.
@@ -279,8 +266,7 @@ def _like_factors(grad: Tensor, input: Tensor, result: Tensor, dim: int, whole: 
 def _shifted(factors: Tensor, dim: int, whole: bool, *, reverse: bool) -> Tensor:
     """One, then all factors but the last; with `reverse`, all but the first, from the end."""
     n = factors.numel() if whole else factors.shape[dim]
-    # Copied straight behind the one: `reshape` of what is not packed would be one tensor more.
-    if whole and not reverse:
+    if whole and not reverse:  # copied at once: else `reshape` makes one tensor more
         one_more = factors.new_empty(n + 1)
         one_more[1:].view(factors.shape).copy_(factors)
         one_more[0] = 1
@@ -302,8 +288,7 @@ def make_products_exact(gm: fx.GraphModule) -> None:
 
 
 def _gradient_of_product(node: fx.Node) -> tuple[Any, ...] | None:
-    # What torch's `prod_safe_zeros_backward` traces to, from the end backwards.
-    grad, others = node.args
+    grad, others = node.args  # torch's `prod_safe_zeros_backward` as traced, from the end
     resolved = _if_calls(others, aten.clone.default)
     conjugate = _if_calls(resolved.args[0] if resolved else others, aten._conj.default)
     product = _if_calls(conjugate.args[0] if conjugate else others, aten.mul.Tensor)
@@ -335,8 +320,7 @@ def _as_eager(grad: Any, factors: Any, dim: Any) -> tuple[Any, ...] | None:
     if flat is not None and whole:
         packed = _if_calls(flat.args[0], aten.clone.default)
         factors = packed.args[0] if packed else flat.args[0]
-    # With prod(dtype=), forward and backward may each have cast the factors.
-    cast = _if_calls(factors, aten._to_copy.default)
+    cast = _if_calls(factors, aten._to_copy.default)  # prod(dtype=) may have cast the factors
     value = factors.meta["val"]
     for result in (*factors.users, *(cast.args[0].users if cast else ())):
         if whole:

@@ -1,10 +1,8 @@
 """Gradients that are released as they are made, to be added to those of earlier batches.
 
-Eager's autograd adds each gradient to ``.grad`` as soon as backward has made it, and lets go of it
-(`AccumulateGrad`). A step that returned all of them together would hold them to its end, beside
-those that they are added to. So a step that accumulates has an op for it, `ACCUMULATE`: after it,
-nothing needs the gradient any more. Without accumulation there is nothing to gain: ``.grad`` is
-then the gradient itself, and stays.
+Autograd adds each gradient to ``.grad`` at once and lets go of it (`AccumulateGrad`). A step that
+returned all together would hold them to its end, so one that accumulates has an op, `ACCUMULATE`,
+that releases each. Without accumulation ``.grad`` is the gradient itself, and stays.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ _ALIASES_OF_INPUTS = (OutputType.alias_of_input, OutputType.is_input)
 
 
 def can_release_gradients(metadata: ViewAndMutationMeta) -> bool:
-    # A step that releases gradients is given views of what it differentiates. It can then neither
-    # write to one of them nor return a part of one.
+    # A step that releases gradients is given views, so it can neither write to what it
+    # differentiates nor return a part of it.
     inputs = metadata.input_info
     aliases = (one for one in metadata.output_info if one.output_type in _ALIASES_OF_INPUTS)
     returned = [inputs[one.base_idx] for one in aliases if one.base_idx is not None]
@@ -53,12 +51,9 @@ def of_parameters(gm: fx.GraphModule, num_forward_outputs: int) -> dict[int, fx.
 
 @dataclass
 class GradientAccumulation:
-    """Adds the ops that release gradients, or that update parameters. `updated` has the bytes of
-    each update in backward, by name. If there are some, only the gradients of these parameters are
-    released."""
-
     gradients: Sequence[Any]
     parameters: Mapping[int, fx.Node]  # by place, those whose gradients may be released
+    # Bytes of each update in backward, by name; if any, only their gradients are released.
     updated: Mapping[str, int] = field(default_factory=dict[str, int])
     is_added: bool = True  # to what ``.grad`` holds; autograd then copies none
     # The places that each op releases.
@@ -108,8 +103,7 @@ class GradientAccumulation:
         final: dict[int, list[int]] = {}
         for place, name in made.items():
             written = values.written["backward"].get(name, name)
-            # What forward has made is final as backward begins.
-            at = index.get(values.by_name[written].producer, 0)
+            at = index.get(values.by_name[written].producer, 0)  # what forward made is final there
             if self.updated:
                 # An update writes to the parameter, which backward may still have to read.
                 at = max(at, last_read.get(values.of(self.parameters[place]), 0))
@@ -138,13 +132,11 @@ class GradientAccumulation:
     def _update_bytes(self, values: ValueTable, places: list[int], shared: Sequence[str]) -> int:
         """What the updates take beside the gradients, at most: they come one after another."""
         took = {place: self.updated[_parameter_name(self.parameters[place])] for place in places}
-        # Autograd copies a gradient that others read, unless it adds it to what is there.
-        if not self.is_added:
+        if not self.is_added:  # autograd copies what others read, unless it adds
             return _sum_bytes(values, shared) + max(took.values())
         name_of = {place: values.of(self.gradients[place]) for place in places}
         n_places = Counter(name_of.values())
-        # Once a gradient is added, autograd lets it go before the parameter is updated.
-        let_go = {
+        let_go = {  # once a gradient is added, autograd lets it go before the parameter is updated
             place: _sum_bytes(values, [name])
             for place, name in name_of.items()
             if n_places[name] == 1 and name not in shared
@@ -165,11 +157,9 @@ def _sum_bytes(values: ValueTable, names: Iterable[str]) -> int:
     return sum(values.by_name[name].size_bytes for name in names)
 
 
-# Gradients that autograd would copy are copied inside the step.
-#
 # Autograd keeps a gradient only if nothing else holds it and it is laid out as its parameter
-# (`AccumulateGrad`, the "gradient layout contract"). Eager copies any other as soon as it is made.
-# A compiled step returns all gradients at its end, so that copies would come on top of the peak.
+# (`AccumulateGrad`, the "gradient layout contract"), and copies any other at once. Here the copy is
+# in the step: after it, copies of all gradients would come on top of the peak.
 
 _library = torch.library.Library("remat", "FRAGMENT")
 _library.define("laid_out(Tensor x, int[] strides) -> Tensor")
@@ -206,8 +196,7 @@ def lay_out_gradients(gm: fx.GraphModule, n_forward: int, released: Collection[i
         is_kept = all(size == 1 or own == other for size, own, other in triples)
         if key in taken or not is_kept:
             results[i] = _laid_out_copy(gm, node, like)
-        # Of two parameters with one gradient, as where they are added up, the first keeps it.
-        taken.add(key)
+        taken.add(key)  # of two parameters with one gradient, the first keeps it
     if results != list(given):
         end.args = (tuple(results),)
         gm.recompile()
@@ -241,10 +230,9 @@ def _before_copy(gradient: fx.Node, parameter: fx.Node) -> fx.Node:
     while is_view(source):
         source = source.all_input_nodes[0]
     if not is_tangent(source) and len(source.users) < 2:
-        # The copy frees what it is a copy of, so the sooner the better.
-        return gradient
-    # Eager copies once the backward of the op that reads the parameter is over. Ops of forward are
-    # numbered, and autograd goes through them downwards.
+        return gradient  # the copy frees what it is a copy of, so the sooner the better
+    # Eager copies once the backward of the op that reads the parameter is over; it goes through the
+    # numbers of forward's ops downwards.
     numbers = (_sequence_of(user) for user in parameter.users)
     read_at = min((n for n in numbers if n is not None), default=0)
     last = gradient
@@ -258,11 +246,9 @@ def _sequence_of(node: fx.Node) -> int | None:
     return node.meta.get("seq_nr")
 
 
-# The update of one parameter is the optimizer's own step, run with one group that holds it alone.
-# Nothing of it is written again here, so its bits are those of a step over all parameters.
+# The optimizer's own step with one group for one parameter, so bits are those of a step over all.
 
-_KNOWN = (SGD, Adam, AdamW)
-"""Their step of a parameter depends on its own gradient, state and group alone."""
+_KNOWN = (SGD, Adam, AdamW)  # a parameter's step depends on it alone
 
 _Alike = tuple[Any, ...]
 
@@ -305,8 +291,7 @@ def step_alone(optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]
     groups = optimizer.param_groups
     optimizer.param_groups = [{**group, "params": [parameter]}]
     try:
-        # Not the instance's: a scheduler has put its own there, which counts steps.
-        type(optimizer).step(optimizer)
+        type(optimizer).step(optimizer)  # not the instance's, which a scheduler has put there
     finally:
         optimizer.param_groups = groups
 
@@ -315,8 +300,7 @@ def update_costs(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], meter: Meter, allocated: Allocated
 ) -> dict[str, _UpdateCost]:
     groups = parameter_groups(optimizer)
-    # Models have many parameters alike, and each measurement runs two steps.
-    found: dict[_Alike, _UpdateCost] = {}
+    found: dict[_Alike, _UpdateCost] = {}  # many are alike, and to measure one runs two steps
     costs: dict[str, _UpdateCost] = {}
     for name, parameter in parameters.items():
         if parameter.requires_grad and id(parameter) in groups:
@@ -330,8 +314,7 @@ def update_costs(
 
 def _same_update(parameter: Tensor, group: Mapping[str, Any]) -> _Alike:
     given = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
-    # Whether an option is zero decides which tensors a step makes, as of momentum.
-    options = ((k, v) for k, v in group.items() if k != "params")
+    options = ((k, v) for k, v in group.items() if k != "params")  # zero makes fewer tensors
     return *given, *(
         (name, value if isinstance(value, bool | str | type(None)) else value != 0)
         for name, value in options
@@ -348,8 +331,7 @@ def _cost_of(
     kind: Any = type(optimizer)
     other: Optimizer = kind([{**options, "params": [made]}])
     made.grad = torch.zeros_like(made)
-    # The first step makes the state, so only the second takes what all later ones take.
-    other.step()
+    other.step()  # the first makes the state; later ones take as this one
     memory = meter.step_memory(lambda: step_alone(other, made, other.param_groups[0]))
     state = [one for one in other.state[made].values() if isinstance(one, Tensor)]
     own = (one for one in state if one.device == parameter.device)
@@ -358,10 +340,6 @@ def _cost_of(
 
 @dataclass(frozen=True)
 class GradientRelease:
-    """Gradients of parameters leave backward one by one. `updates` are of the parameters that the
-    optimizer updates in backward, with the bytes that each takes. Other gradients then stay to the
-    end. Empty: gradients are only released."""
-
     is_added: bool = True  # to a ``.grad`` that is there before the step
-    updates: tuple[tuple[str, int], ...] = ()
+    updates: tuple[tuple[str, int], ...] = ()  # in backward, with bytes; others stay to the end
     state_bytes: int = 0  # of the optimizer, between steps

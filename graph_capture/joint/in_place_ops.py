@@ -1,14 +1,10 @@
 """A tensor that is made only to be written to is made and written to by one op.
 
-The gradient of an element that was picked is zeros with that element put there: of `gather`, of an
-index, of `topk`, `sort` or `max`. Eager writes into the zeros. A trace has an op that makes them
-and an op that makes a copy of them with the element, so that both are there while it runs. As one
-op the two take what eager takes, and may run again.
-
-So it is done where nothing else reads what is written to. Either it was made of equal numbers or
-of none, and then any op may write there that has a form in place; or eager has run that form. And
-nothing else runs in between, or eager holds meanwhile what the first ops read, so that none of it
-is held for longer than in eager.
+So are gradients of picked elements (`gather`, an index, `topk`, `max`): eager writes into zeros,
+where a trace has zeros and a copy of them at once. As one op the two take what eager takes, and may
+run again. It is done where nothing else reads what is written to, where eager has run the form in
+place (or the tensor is of equal numbers or none), and where nothing is held for longer than in
+eager.
 """
 
 from __future__ import annotations
@@ -48,23 +44,18 @@ from remat.graph_capture.joint.nodes import (
 )
 from remat.graph_capture.torch_private.core import OpOverload, pytree
 
-# A node that runs several ops as one has one argument a step, ``(args, kwargs)``. A text that
-# begins with `_MADE` stands there for what an earlier step has made: the code that fx writes of a
-# graph can hold that.
+# A node that runs several ops has one argument a step, ``(args, kwargs)``. A text that begins with
+# `_MADE` stands for what an earlier step has made: fx can write that into code.
 
 _MADE = "remat.made_by_step_"
-STEP_METAS = "remat_step_metas"
-"""On the meta of a node that runs several ops as one: the meta of the node behind each."""
+STEP_METAS = "remat_step_metas"  # on meta: that of the node behind each op that runs as one
 
 
 @dataclass(frozen=True)
 class JoinedOp:
-    """`op` of the trace; `in_place` runs instead, if given; or, if `is_whole`, nothing runs. Then
-    the first argument is the result, as an earlier step has written to it."""
-
-    op: Any
-    in_place: Any = None
-    is_whole: bool = False
+    op: Any  # of the trace
+    in_place: Any = None  # runs in place of `op`
+    is_whole: bool = False  # nothing runs: the first argument is the result
 
     @property
     def is_view(self) -> bool:
@@ -102,7 +93,6 @@ def _is_made(argument: Any) -> bool:
 
 
 def joined_op_names(node: fx.Node) -> tuple[str, ...]:
-    """Of all ops of the node, views among them; most often it is one."""
     if isinstance(node.target, JoinedTarget):
         return tuple(str(step.op) for step in node.target.steps)
     return (target_name(node),)
@@ -118,8 +108,7 @@ def _carry_out(step: JoinedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _join_members(members: Sequence[fx.Node], steps: Sequence[JoinedOp]) -> None:
-    """Let the last of `members`, which stand in graph order, do what all of them do. Nothing else
-    may read any of them but the last. `steps` says what each does."""
+    """Let the last of `members` do what all do, by `steps`. Nothing else may read the others."""
     index = {node: i for i, node in enumerate(members)}
     *others, last = members
 
@@ -130,17 +119,14 @@ def _join_members(members: Sequence[fx.Node], steps: Sequence[JoinedOp]) -> None
         )
 
     calls = tuple(map(given, members))
-    # Copies, as `last` is one of the members and its meta would hold itself.
-    last.meta[STEP_METAS] = [dict(node.meta) for node in members]
+    last.meta[STEP_METAS] = [dict(node.meta) for node in members]  # copies: it would hold itself
     last.target, last.args, last.kwargs = JoinedTarget(tuple(steps)), calls, {}
     for node in reversed(others):
-        # Readers first: fx erases no node that is still read.
-        node.graph.erase_node(node)
+        node.graph.erase_node(node)  # readers first: fx erases no node that is still read
 
 
 def join_writes(graph: fx.Graph, in_forward: Collection[fx.Node], sums: InPlace) -> None:
-    """Change each tensor that is made only to be written to, and its writes, to one op. `sums` are
-    those that are added up in place otherwise, and stay as they are."""
+    """`sums` are added up in place otherwise, and stay as they are."""
     apart = {*sums.targets, *sums.before}
     apart.update(node for scattered in sums.scattered.values() for node in scattered)
     for node in list(graph.nodes):
@@ -166,8 +152,7 @@ def _writes_after(
     is_empty = is_made_for_writes(node)
     before, tensor = node, as_written(node)
     members = [node]
-    # Into equal numbers or none any op may write; what has numbers only where eager does.
-    form = _any_form if is_empty else written_by_eager
+    form = _any_form if is_empty else written_by_eager  # into equal numbers any op may write
     while (
         write := only_write(tensor, form, lambda n: written_by_eager(n) is not None)
     ) is not None:
@@ -189,9 +174,7 @@ def _writes_after(
 
 def _any_form(node: fx.Node) -> Any:
     """The op in place that does what `node` does, if it takes the same arguments."""
-    # A pointwise op, as a sum with zeros, makes another tensor in eager, and the unmodified step
-    # then has both. So it counts only if eager has run it in place.
-    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()):  # else it makes another tensor
         return written_by_eager(node)
     op = in_place_form(node)
     if op is None or torch.Tag.inplace_view in op.tags or not _is_plain(node) or is_view(node):
@@ -238,8 +221,7 @@ def _join(node: fx.Node, writes: list[Write]) -> None:
     members = {node, *steps}
     for tensor in (node, *(write.result for write in writes[:-1])):
         members |= reads_of(tensor)[1]
-    # Views that a trace has made again, and nothing reads now that the write is in place.
-    erase_unread(*(one for one in members if not one.users))
+    erase_unread(*(one for one in members if not one.users))  # views that nothing reads any more
     order = [node]
     while order[-1] is not result:
         order.append(order[-1].next)
@@ -247,20 +229,17 @@ def _join(node: fx.Node, writes: list[Write]) -> None:
     _join_members(order, [steps.get(one) or JoinedOp(one.target) for one in order])
 
 
-# What a write in place reads, without the copies that a trace adds.
-#
 # A write that autograd records goes backward in a copy of the gradient: eager copies the written
-# part out of the copy, and then writes there. A trace would copy the whole once more, as the part
-# is read in between. The part is the same in the gradient itself, which eager holds meanwhile.
+# part out, then writes there. A trace would copy the whole once more, as the part is read between.
+# The part is the same in the gradient itself, which eager holds meanwhile.
 
-_OF_ANY_LAYOUT = frozenset(
+_OF_ANY_LAYOUT = frozenset(  # views that show the same numbers however their tensor is laid out
     {
         aten.slice.Tensor, aten.select.int, aten.diagonal.default, aten.transpose.int,
         aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.t.default,
         aten.alias.default,
     }
 )  # fmt: skip
-"""Views that show the same numbers however their tensor is laid out."""
 
 
 def read_past_copies(graph: fx.Graph) -> None:

@@ -1,8 +1,4 @@
-"""Writes that a trace has taken apart: an op on a tensor, and what puts its result back there.
-
-A trace is functional. Where eager writes to a part of a tensor, it has a view, an op that makes a
-new part, and a scatter that makes a new whole.
-"""
+"""Writes that a trace has taken apart: for a part of a tensor a view, an op, and a scatter."""
 
 from __future__ import annotations
 
@@ -36,18 +32,14 @@ _SCATTER_OF = {
     aten.as_strided.default: aten.as_strided_scatter.default,
 }
 
-_InPlaceOf = Callable[[fx.Node], Any]
-"""Gives the op that does in place what a node does; None if it may not."""
+_InPlaceOf = Callable[[fx.Node], Any]  # None if it may not
 
 
 @dataclass(frozen=True)
 class Write:
-    """`node` writes to a tensor or a view of it, and `target` does so in place. `scattered` puts
-    the part that was written back into the whole."""
-
     node: fx.Node
-    target: Any
-    scattered: tuple[fx.Node, ...]
+    target: Any  # does so in place
+    scattered: tuple[fx.Node, ...]  # puts the written part into the whole
 
     @property
     def result(self) -> fx.Node:
@@ -97,7 +89,7 @@ def as_written(node: fx.Node) -> fx.Node:
 def only_write(
     tensor: fx.Node, in_place: _InPlaceOf, may_read_it: Callable[[fx.Node], bool] = lambda _: False
 ) -> Write | None:
-    """The write to `tensor`, if that is all that reads it. `may_read_it` says whether a node that
+    """The write to `tensor`, if that is all that reads it. `may_read_it`: whether a node that
     writes to a part may read other parts too."""
     readers, views = reads_of(tensor)
     writers = [node for node in readers if in_place(node) is not None]
@@ -109,8 +101,7 @@ def only_write(
     if source not in views:
         return None
     a, b = node.meta["val"], source.meta["val"]
-    # In place, no op can promote or broadcast its first argument.
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
+    if (a.dtype, a.shape) != (b.dtype, b.shape):  # no op in place promotes its first argument
         return None
     if len(reads_it) > 1 and not (may_read_it(node) and all(one in node.args for one in reads_it)):
         return None
@@ -186,15 +177,10 @@ def _scatter(part: fx.Node, view: fx.Node) -> fx.Node | None:
     return scatter if view.meta["val"].storage_offset() == offset else None
 
 
-# Sums that eager adds up in place, without recording it.
-#
-# They are gradients that a forward makes by chunks, and the gradients of what is used several
-# times, whose terms autograd's engine adds up in the first of them. A trace makes a new tensor of
-# each addition, so that the sum is there twice while one runs.
-#
-# None of these ops may run twice. So it is done where that costs nothing: where what is written to
-# was made for it, as zeros are, or is the first term of a sum; outside of what autograd records;
-# and where nothing reads the sum before it is done.
+# Sums that eager adds up in place, without recording it: gradients that a forward makes by chunks,
+# or of what is used several times. A trace has such a sum twice while one addition runs. None of
+# these ops may run twice. So it is done where that costs nothing: where what is written to was made
+# for it, or is the first term; outside of what autograd records; if nobody reads the sum before.
 
 BEGUN = "what follows writes to its result in place"
 WRITES = "it writes in place"
@@ -203,10 +189,7 @@ _ADD = {"add", "sub", "addmm", "addbmm", "baddbmm", "addmv", "addr", "addcmul", 
 
 @dataclass
 class InPlace:
-    """The writes of a joint graph that stay in place."""
-
-    # The node that makes what is written to, and the tensor before the first write: itself, or a
-    # view of it. Tensors after writes are laid out as that one.
+    # The node that makes what is written to, and the tensor before the first write.
     begins: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
     # For each node that writes, the op that does so in place.
     targets: dict[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
@@ -216,8 +199,7 @@ class InPlace:
     scattered: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
 
     def why_no_recompute(self, write: fx.Node) -> str:
-        # Eager does not write there if the term is a view: autograd's engine adds in place only to
-        # what nothing else holds, and the tensor that the view shows is held beside it.
+        # Not if the term is a view: the engine adds only to what nothing else holds.
         is_first = _is_sum_of_autograd(write) and is_view(write.all_input_nodes[0])
         return WRITES_FIRST if is_first else WRITES
 
@@ -251,8 +233,7 @@ def writes_in_place(nodes: Sequence[fx.Node], in_forward: Collection[fx.Node]) -
 
 
 def _adds_to_term(node: fx.Node, write: fx.Node) -> bool:
-    # torch 2.11 tells only of the sum, and not of its terms, that backward has made it.
-    is_recorded = WRITTEN_KEY not in _annotations(node)
+    is_recorded = WRITTEN_KEY not in _annotations(node)  # torch 2.11 does not tell of terms
     return _is_sum_of_autograd(write) or (not is_recorded and _op_called(write) in _ADD)
 
 
@@ -274,7 +255,6 @@ def written_by_eager(node: fx.Node) -> Any:
 
 def _is_sum_of_autograd(node: fx.Node) -> bool:
     # Autograd's engine adds in place if it records nothing and nothing else holds the first term
-    # (`can_accumulate_inplace` of torch's csrc/autograd/input_buffer.cpp). Who else reads the term
-    # is looked at in `only_write`.
+    # (`can_accumulate_inplace` of torch's csrc/autograd/input_buffer.cpp; see `only_write`).
     is_sum = node.meta.get("is_gradient_acc", False) and WRITTEN_KEY in _annotations(node)
     return is_sum and node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs

@@ -1,7 +1,4 @@
-"""One fx node of a joint graph: its tensors and storages, its arguments, its randomness, its place.
-
-And `copy_of`: a copy of a whole graph with these facts.
-"""
+"""One fx node of a joint graph: its tensors and storages, arguments, randomness and place."""
 
 from __future__ import annotations
 
@@ -30,8 +27,7 @@ _PROBABILITY_ARGUMENTS = ("dropout_p", "p")
 _CLONES_WHOLE_STORAGE = (
     aten.copy.default, aten.slice_scatter.default, aten.select_scatter.default,
     aten.diagonal_scatter.default, aten.as_strided_scatter.default,
-)  # fmt: skip
-"""They clone all of their argument's storage, even where the argument is a small view of it."""
+)  # fmt: skip  # all of it, even for a small view
 
 
 def tensors_of(node: fx.Node) -> list[Tensor | None]:
@@ -43,8 +39,7 @@ def tensors_of(node: fx.Node) -> list[Tensor | None]:
 
 
 def storage_key(tensor: Tensor) -> int:
-    # Not data_ptr(): the fake tensors of a trace have no memory to point to.
-    return tensor.untyped_storage()._cdata
+    return tensor.untyped_storage()._cdata  # not data_ptr(): fake tensors have no memory
 
 
 def erase_unread(*nodes: fx.Node) -> None:
@@ -56,8 +51,7 @@ def erase_unread(*nodes: fx.Node) -> None:
 
 
 def result_bytes(node: fx.Node, tensor: Tensor) -> int:
-    # Whether a fake tensor says that the whole storage is cloned depends on torch's cache.
-    if node.target in _CLONES_WHOLE_STORAGE:
+    if node.target in _CLONES_WHOLE_STORAGE:  # a fake's storage size depends on torch's cache
         cloned = tensors_of(node.all_input_nodes[0])[0]
         if cloned is not None and 0 not in cloned.stride():
             return cloned.untyped_storage().nbytes()
@@ -134,14 +128,12 @@ def is_custom(node: fx.Node) -> bool:
 
 def is_alias_of_input(node: fx.Node) -> bool:
     """Whether the node stands for its first argument and need not run at all."""
-    # Eager's dropout with p = 0 returns its input, where a trace has a copy.
-    called = node.meta.get("custom", {}).get(FUNCTION_KEY, "")
+    called = node.meta.get("custom", {}).get(FUNCTION_KEY, "")  # p = 0 returns its input in eager
     is_idle_dropout = node.target is aten.clone.default and "dropout" in called
     return node.target is aten.detach.default or is_idle_dropout
 
 
 def target_name(node: fx.Node) -> str:
-    """``aten.mm.default`` and the like."""
     target = node.target
     if not callable(target) or hasattr(target, "_schema"):
         return str(target)
@@ -167,8 +159,7 @@ class NodeOrigins:
             own = self._own(node)
             sequence = node.meta.get("seq_nr")
             if own and sequence is not None and not made_by_autograd(node):
-                # Autograd numbers the nodes of a backward as their op of forward.
-                self._by_sequence.setdefault(sequence, own)
+                self._by_sequence.setdefault(sequence, own)  # numbered as their op of forward
 
     def of(self, node: fx.Node) -> tuple[str, str]:
         """``(module path, file:line)``, empty strings where unknown."""
@@ -192,42 +183,34 @@ def node_inputs(node: fx.Node) -> list[fx.Node]:
 
 def copy_of(gm: fx.GraphModule, edit: Callable[[fx.Graph], Any] = lambda _: None) -> fx.GraphModule:
     """A copy with the same constants and `meta`, changed by `edit`. It takes its inputs flat."""
-    # A new graph has fx's plain calling convention, whatever that of `gm` is.
-    graph = fx.Graph()
+    graph = fx.Graph()  # a new graph has fx's plain calling convention, whatever that of `gm` is
     results = graph.graph_copy(gm.graph, {})
     output = graph.output(results)
-    # `graph_copy` leaves the output node out, and with it AOTAutograd's "desc".
-    output.meta = dict(gm.graph.find_nodes(op="output")[0].meta)
-    # Before code is made of the graph, which takes long for thousands of nodes.
-    edit(graph)
+    output.meta = dict(gm.graph.find_nodes(op="output")[0].meta)  # `graph_copy` leaves it out
+    edit(graph)  # before code is made of the graph, which takes long for thousands of nodes
     return fx.GraphModule(gm, graph)
 
 
 def written_inputs(graph: fx.Graph, results: int) -> tuple[Any, ...]:
-    """For each input that the step writes to, AOTAutograd's description; None for the others. Of
-    the graph's outputs, the first `results` are forward's."""
+    """AOTAutograd's description by input, or None. `results`: how many outputs are forward's."""
     said = graph.output_node().meta["desc"][:results]
     written = {what.mutated_input for what in said if hasattr(what, "mutated_input")}
     given = [n.meta["desc"] for n in graph.find_nodes(op="placeholder") if not is_tangent(n)]
-    # A DTensor is one input with two nodes: its local part and its mesh.
-    own = [one for one in given if not is_beside_local_part(one)]
+    own = [one for one in given if not is_beside_local_part(one)]  # a DTensor has a mesh, too
     return tuple(one if one in written else None for one in own)
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The bytes of a strided tensor in the order of its elements: shape (bytes,), dtype uint8. By
-    these values are compared, since a NaN equals a NaN of the same bits. Copied only if needed."""
-    # One element is contiguous whatever its stride is, 0 where it was expanded. `view` to another
-    # dtype needs a stride of 1, hence `as_strided`.
+    """A tensor's bytes in the order of its elements, shape (bytes,), uint8, copied only if needed.
+    For comparisons, as a NaN equals a NaN of the same bits."""
+    # One element is contiguous at any stride, 0 if expanded; `view` to another dtype needs 1.
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
-# A trace holds forward and backward in one graph. Which nodes belong to forward is seen from what
-# its results need, and from the marks that it leaves when it ends.
+# What belongs to forward is seen from its results, and from the marks that it leaves as it ends.
 
-MADE_IN_FORWARD = "remat_made_in_forward"
-"""On the meta of nodes: an autograd function's forward may compute what only backward reads."""
+MADE_IN_FORWARD = "remat_made_in_forward"  # marks what a forward has computed for backward alone
 
 
 def mark_forward() -> None:
@@ -240,8 +223,7 @@ def mark_forward() -> None:
 
 def forward_nodes(nodes: Sequence[fx.Node], forward_results: Sequence[Any]) -> set[fx.Node]:
     """Ancestors of forward's outputs, and of ops without tangents that draw, act or are marked."""
-    # What forward has made stays there, though only backward reads it: a loss that makes its
-    # gradient in forward, by chunks, frees each chunk there.
+    # A loss that makes its gradient in forward, by chunks, frees each chunk there, not in backward.
     from_tangents = {node for node in nodes if is_tangent(node)}
     for node in nodes:
         if node.op == "call_function" and not from_tangents.isdisjoint(node.all_input_nodes):

@@ -1,10 +1,8 @@
 """Results that are views of one tensor: each has a gradient of its own, as in eager.
 
-Where several results are views of one tensor, AOTAutograd returns that tensor, makes the views
-again outside the step, and has autograd add up their gradients there: more memory than eager takes,
-that no plan sees, and sums in another order. It makes an exception for views that came from one op,
-as from `unbind`: those it returns as they are. So such an op is put behind each of the views while
-the step is traced, and taken out of the graph again.
+AOTAutograd would return that tensor, make the views again outside the step, and have autograd add
+up their gradients there: more memory, unseen by plans, and another order. Not for views of one op,
+as `unbind`: so such an op is put behind each view for the trace, and taken out again.
 """
 
 from __future__ import annotations
@@ -43,12 +41,10 @@ def views_told_apart(results: Any) -> Any:
     }
     sharing = Counter(storage_key(leaf) for leaf in distinct.values())
     told = {
-        # AOTAutograd returns views from an op of several results as they are.
-        key: leaf.unsqueeze(0).unbind(0)[0]
+        key: leaf.unsqueeze(0).unbind(0)[0]  # AOTAutograd returns views of such an op as they are
         for key, leaf in distinct.items()
         if sharing[storage_key(leaf)] > 1 and storage_key(leaf) in viewed
-        # What is detached has no base either, as the result itself, but does not require grad.
-        if not (leaf.requires_grad and leaf._base is None)
+        if not (leaf.requires_grad and leaf._base is None)  # detached ones have no base either
     }
     return pytree.tree_unflatten([told.get(id(leaf), leaf) for leaf in leaves], spec)
 
@@ -71,8 +67,7 @@ def take_out_of(graph: fx.Graph) -> None:
                 _replace(user, stacked[0])
                 copied.add(stacked[0])
                 erase_unread(node)
-    # `stack` packed the tangent; as it is, it may have other strides, and so what is made of it.
-    if copied:
+    if copied:  # `stack` packed the tangent; as it is, strides may differ
         _lay_out_again(graph, copied)
 
 
@@ -111,8 +106,8 @@ def why_no_recompute(
     node: fx.Node, phase: Phase, inputs: Sequence[str], overwritten: Mapping[str, str],
     place: tuple[str, str],
 ) -> str:  # fmt: skip
-    """Empty if the op of `node` may run twice. `place` is its module and its line. Raises
-    CaptureError if it reads in backward what forward overwrites."""
+    """Empty if the op of `node` may run twice. `place`: module and line. CaptureError if it reads
+    in backward what forward overwrites."""
     for name in inputs:
         if name in overwritten and phase == "forward":
             return f"it reads {overwritten[name]}, which the step overwrites"
@@ -136,15 +131,14 @@ def why_no_recompute(
 
 def why_custom(node: fx.Node) -> str:
     """Why a custom op must not run twice unless the user asks for it; empty for other ops."""
-    # One that is tagged as drawing draws the same numbers again, from the state that was saved.
-    if not is_custom(node) or draws_randomness(node):
+    if not is_custom(node) or draws_randomness(node):  # tagged ones draw again from the saved state
         return ""
     return f"{CUSTOM} may draw or act without a tag, unless recompute names its module"
 
 
 def overwritten_values(nodes: Sequence[fx.Node], inputs: Sequence[Any]) -> dict[str, str]:
-    """Resident values that the step overwrites, with the names that users know them by.
-    `inputs` has for each result of forward the input that it overwrites, or None."""
+    """Resident values that the step overwrites, with users' names for them. `inputs`: for each
+    result of forward the input that it overwrites, or None."""
     overwritten = {what for what in inputs if what is not None}
     return {
         node.name: path_in_model(str(getattr(node.meta["desc"], "target", node.name)))

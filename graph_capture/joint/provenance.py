@@ -1,8 +1,4 @@
-"""Which module and which source line each traced op comes from.
-
-While forward is traced, each node gets the path of the module that runs, and the innermost line
-that is the user's.
-"""
+"""Which module and which source line of the user's each traced op comes from."""
 
 from __future__ import annotations
 
@@ -27,8 +23,7 @@ from remat.graph_capture.torch_private.core import (
 
 MODULE_KEY, SOURCE_KEY, FUNCTION_KEY = "remat_module", "remat_source", "remat_function"
 CASTS_KEY = "remat_casts"  # the region of autocast that an op is in, if casts of weights are kept
-CHECKPOINT_KEY = "remat_checkpoint"
-"""Which of the user's checkpoints covers an op; absent where none does."""
+CHECKPOINT_KEY = "remat_checkpoint"  # number of the user's checkpoint that covers an op
 
 _MAKES_NO_NODE = frozenset({
     "__get__", "__set__", "dim", "element_size", "is_complex", "is_floating_point", "numel", "size",
@@ -64,8 +59,7 @@ class Provenance(CallWatcher):
         }
         if torch.is_autocast_cache_enabled():
             place[CASTS_KEY] = str(self.regions)
-        # A policy may keep some ops' results, so its checkpoint does not make all of them again.
-        if self.checkpoint and not any(
+        if self.checkpoint and not any(  # a policy may keep results, which are not made again
             isinstance(mode, SelectiveCheckpointMode) for mode in dispatch_mode_stack()
         ):
             place[CHECKPOINT_KEY] = str(self.checkpoint)
@@ -75,8 +69,7 @@ class Provenance(CallWatcher):
     @contextlib.contextmanager
     def watching_modules(self) -> Generator[Provenance]:
         hooks = nn.modules.module
-        # autocast calls it where its outermost region ends, so each call opens the next region.
-        forget = torch.clear_autocast_cache
+        forget = torch.clear_autocast_cache  # called as the outermost region of autocast ends
 
         def next_region() -> None:
             self.regions += 1
@@ -102,16 +95,14 @@ class Provenance(CallWatcher):
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         error = sys.exc_info()[1]
-        # The innermost module sees the error first; those around it see the same one.
-        if error is not None and error is not self.failure:
+        if error is not None and error is not self.failure:  # the innermost sees the error first
             self.failure, self.failed_in = error, self.stack[-1]
         if len(self.stack) > 1:
             self.stack.pop()
 
 
 def path_in_model(path: str) -> str:
-    # The step that is traced holds the user's model as ``model``.
-    return "" if path == "model" else path.removeprefix("model.")
+    return "" if path == "model" else path.removeprefix("model.")  # the traced step names it so
 
 
 def source_of(frame: FrameType | None) -> str:
@@ -120,8 +111,7 @@ def source_of(frame: FrameType | None) -> str:
         filename = frame.f_code.co_filename
         if filename.startswith(_OWN):
             break
-        # Names in angle brackets are of generated code, as fx's.
-        if not filename.startswith((_TORCH, "<")):
+        if not filename.startswith((_TORCH, "<")):  # names in brackets are of generated code
             return f"{_short_path(filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -27,16 +27,14 @@ _KINDS_OF_INPUTS: dict[str, Kind] = {"ParamAOTInput": "parameter", "BufferAOTInp
 
 @dataclass
 class ValueTable:
-    """Values found so far, by name, and the nodes that stand for them."""
-
     gm: fx.GraphModule
     by_name: dict[str, Value] = field(default_factory=dict[str, Value])
     of_storage: dict[int, str] = field(default_factory=dict[int, str])  # by `storage_key`
     of_node: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
     base_of: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])  # first to return it
     constants_bytes: dict[int, int] = field(default_factory=dict[int, int])  # by `storage_key`
-    # For each value that is written to in place, the token of the last write so far: a value of no
-    # bytes, which later readers of the phase read too, so as to come after.
+    # By value that is written to in place: the token of its last write, of no bytes, which the
+    # phase's later readers read too, so as to come after.
     written: dict[Phase, dict[str, str]] = field(
         default_factory=lambda: {"forward": {}, "backward": {}}
     )
@@ -76,14 +74,11 @@ class ValueTable:
                     "buffers and compute with them (torch.Tensor.index_add, or a dense product)"
                 )
             self.constants_bytes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-            # Views of a constant in the graph alias the traced tensor, not the real one.
-            shown = node.meta.get("val")
+            shown = node.meta.get("val")  # views of a constant alias the traced tensor
             tensor = shown if isinstance(shown, Tensor) else tensor
-        # Inputs that share a storage, as views of one tensor, are one value.
-        key = storage_key(tensor)
+        key = storage_key(tensor)  # inputs that share a storage are one value
         if key not in self.of_storage:
-            # By the names of classes that are private to torch.
-            described = type(node.meta.get("desc")).__name__
+            described = type(node.meta.get("desc")).__name__  # private classes, by name
             kind = "constant" if is_constant else _KINDS_OF_INPUTS.get(described, "input")
             self.register(node.name, node, tensor, "", kind)
             self.base_of[node.name] = node
@@ -102,8 +97,7 @@ class ValueTable:
                 self.of_node[node] = node.name
                 self.base_of[node.name] = node
                 names.append(node.name)
-                # Autograd's engine holds the gradients of a tensor that is returned several times
-                # beside the sum that it hands on.
+                # Autograd's engine holds several gradients beside the sum that it hands on.
                 result = getattr(getattr(node.meta.get("desc"), "output", None), "idx", -1)
                 for name in (f"{node.name}.{i}" for i in range(several.get(result, 0))):
                     self.by_name[name] = replace(self.by_name[node.name], name=name)
@@ -143,8 +137,7 @@ class ValueTable:
         return tuple(dict.fromkeys(names))
 
     def writes_before(self, names: Iterable[str], phase: Phase) -> tuple[str, ...]:
-        # By phase: the writes of forward are over when backward begins.
-        written = self.written[phase]
+        written = self.written[phase]  # forward's are over when backward begins
         return tuple(written[name] for name in names if name in written)
 
     def add_write(self, nodes: Sequence[fx.Node], phase: Phase) -> str:

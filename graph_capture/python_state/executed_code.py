@@ -34,16 +34,12 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class LoadedNames:
-    """Names loaded by the functions that a walk has come by."""
-
     def __init__(self, texts: set[str]) -> None:
         self.texts = texts  # that may name attributes
         self.others: set[str] = set(RUN_BY_TORCH)  # attributes of anything
-        # Attributes of anything, by methods of objects that are looked into.
-        self.by_libraries: set[str] = set()
+        self.by_libraries: set[str] = set()  # attributes of anything, by libraries' methods
         self.global_names: set[str] = set()  # of modules
-        # Names, and classes whose attributes code may ask for by any name (None: those of
-        # anything), that were added since. Who looks them up takes them out.
+        # Names, and classes (None: any) whose attributes code may ask for by any name, since added.
         self.new: list[str] = []
         self.new_asking: list[type | None] = []
         self._own: dict[type, set[str]] = {}
@@ -62,12 +58,10 @@ class LoadedNames:
         names = names_of(function.__code__)
         if kind not in self._own:
             self._own[kind] = set()
-            # Methods of heirs read the namespaces of their bases.
-            for base in kind.__mro__[1:]:
+            for base in kind.__mro__[1:]:  # methods of heirs read the namespaces of their bases
                 self._heirs.setdefault(base, []).append(kind)
         if is_looked_into(kind) and is_library(function.__module__):
-            # A data set counts only where the user's own code names it.
-            self._add_to(self._own[kind], names.own - DATA)
+            self._add_to(self._own[kind], names.own - DATA)  # data sets need the user's own code
             self._add_to(self.by_libraries, names.others - DATA)
             return
         self._add_to(self._own[kind], names.own)
@@ -89,8 +83,7 @@ class LoadedNames:
     def _add_to(self, known: set[str], names: Iterable[str]) -> None:
         new = set(names) - known
         known |= new
-        # Sorted, as a set of texts has another order in each process.
-        self.new += sorted(new)
+        self.new += sorted(new)  # sorted, as a set of texts has another order in each process
 
     def _add_asking(self, kind: type | None) -> None:
         if kind not in self._asking:
@@ -114,8 +107,7 @@ class LoadedNames:
         return is_loaded
 
     def is_asked_of(self, kind: type) -> Callable[[str, Any], bool]:
-        """Whether code may ask for a name of objects of that class that it puts together. By a
-        method's own first argument, or of what holds data."""
+        """By a name that it puts together: of a method's own first argument, or of data."""
         is_own = not self._asking.isdisjoint(self._related(kind))
         holds_data = kind.__module__ in OF_DATA or dataclasses.is_dataclass(kind)
         is_asked = is_own or (None in self._asking and holds_data)
@@ -123,8 +115,7 @@ class LoadedNames:
 
         def is_asked_for(name: str, value: Any) -> bool:
             is_out = name in _OF_MODULES or name.startswith("_remat_")
-            # Of a library's objects, only numbers, texts and the like: what else they hold is
-            # seldom read so, and often changed.
+            # Of a library's objects only numbers and texts: the rest is seldom read so.
             return is_asked and not is_out and (is_any_kind or isinstance(value, PLAIN))
 
         return is_asked_for
@@ -169,11 +160,9 @@ _Tracer = Callable[[FrameType, str, Any], None]
 class ExecutedCode:
     """The code that runs while a step is traced: what did not run has read nothing."""
 
-    # Names alone say too much: a method of a common name makes all that it could read seem read. A
-    # step whose values are as they were takes the same way through the same code.
+    # By what ran: names alone make all that a common method's name could read seem read.
     def __init__(self) -> None:
-        # by identity, which compares faster than code objects do
-        self._codes: dict[int, CodeType] = {}
+        self._codes: dict[int, CodeType] = {}  # by identity, which compares faster
         self._is_seen, self._goes_on = True, False
         self._begins: Callable[[CodeType], None] | None = None
         self._note = self._tracer()
@@ -188,8 +177,7 @@ class ExecutedCode:
 
     @property
     def can_be_seen(self) -> bool:
-        # A debugger, or a test's coverage, has the only place for a tracer.
-        return sys.gettrace() in (None, self._note)
+        return sys.gettrace() in (None, self._note)  # a debugger or coverage has the only place
 
     def own_codes(self) -> list[CodeType]:
         """Code of neither torch, Python's own library nor ours, all of which write for others."""
@@ -235,8 +223,7 @@ class ExecutedCode:
         if sys.gettrace() is self._note:
             sys.settrace(None)
         elif self._goes_on:
-            # Python drops a tracer at a stack that is too deep, and code may set its own.
-            self._is_seen = False
+            self._is_seen = False  # a deep stack drops a tracer, and code may set its own
         self._goes_on = False
 
     def may_run_in_backward(self) -> bool:
@@ -297,8 +284,7 @@ def without_recording(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     tracer = sys.gettrace()
     if not hasattr(tracer, "is_ours") or op.namespace not in _OPS_OF_TORCH:
         return op(*args, **kwargs)
-    # To trace one of torch's ops takes thousands of calls.
-    sys.settrace(None)
+    sys.settrace(None)  # to trace one of torch's ops takes thousands of calls
     try:
         return op(*args, **kwargs)
     finally:

@@ -1,9 +1,8 @@
 """Objects of torch's and Python's own classes that hold a user's numbers: which are looked into.
 
-Forward may ask an optimizer for its rate, a distribution for its scale, a sampler for its epoch.
-Of such an object those attributes count that the user's code names, and those that methods which
-it names read, as `get_last_lr` reads ``_last_lr``. Objects that change by themselves, as loggers
-and their caches do, are left out.
+Such as an optimizer's rate or a sampler's epoch. Those attributes count that the user's code names,
+or that methods which it names read, as `get_last_lr` reads ``_last_lr``. Objects that change by
+themselves, as loggers, are left out.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ _OF_TOOLS = frozenset({
     "weakref",
 })  # fmt: skip
 """Modules of Python whose objects are tools, or note for themselves what they have done."""
-DATA = frozenset({"data_source", "dataset"})
-"""Attributes that hold a data set: only where the user's own code names them."""
+DATA = frozenset({"data_source", "dataset"})  # if the user's own code names them
 NUMBERS_OF_C = (ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._SimpleCData)
 _PROXY = ("multiprocessing.managers", "BaseProxy")
 _RAW = (mmap.mmap, memoryview)
@@ -39,8 +37,7 @@ _TEXTS = (io.StringIO, io.BytesIO)
 def is_looked_into(kind: type) -> bool:
     """Whether objects of a library's class hold what a user sets."""
     module: Any = kind.__module__
-    # A class may have anything under ``__module__``.
-    if not isinstance(module, str) or issubclass(kind, nn.Module):
+    if not isinstance(module, str) or issubclass(kind, nn.Module):  # it may be anything
         return False
     root = module.partition(".")[0]
     if root == "torch":

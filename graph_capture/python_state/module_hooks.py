@@ -1,8 +1,7 @@
 """Forward hooks of submodules: they are code of forward, so a plan holds what they compute.
 
-A library may set them itself, as transformers does to record hidden states. Which hooks a module
-has is Python's state like any other: kept, compared before each step, and put back. Hooks of
-backward are not of this kind, since backward is traced once and never runs Python again.
+Libraries set some too. Which hooks a module has is kept, compared before each step, and put back.
+Not hooks of backward, which is traced once and never runs Python again.
 """
 
 from __future__ import annotations
@@ -32,18 +31,13 @@ _IDLE = frozenset({"CACHE", "NOP", "RESUME", "EXTENDED_ARG"})
 
 @dataclass
 class Names:
-    """Names that code loads."""
-
     global_names: set[str] = field(default_factory=set)
-    # attributes of its first argument, ``self`` in a method
-    own: set[str] = field(default_factory=set)
+    own: set[str] = field(default_factory=set)  # of its first argument, ``self`` in a method
     others: set[str] = field(default_factory=set)  # attributes of anything else
-    # attributes that it sets, of anything, with the first line that does
-    stored: dict[str, int] = field(default_factory=dict)
-    # that it imports as it runs, with the level of a relative import
-    modules: set[tuple[str, int]] = field(default_factory=set)
-    # Whether it may ask for an attribute by a name that is known only as it runs, as in
-    # `getattr(self, f"scale_{i}")`: of its first argument, of anything else.
+    stored: dict[str, int] = field(default_factory=dict)  # that it sets, with the first line
+    modules: set[tuple[str, int]] = field(default_factory=set)  # imported as it runs, with level
+    # Whether it asks its first argument, or anything else, for a name known only as it runs, such
+    # as `getattr(self, f"scale_{i}")`.
     asks_own: bool = False
     asks_others: bool = False
 
@@ -100,15 +94,13 @@ def _add_asked(found: Names, instructions: list[dis.Instruction], first: str | N
 
 
 def _second_argument(after: list[dis.Instruction]) -> tuple[int, bool]:
-    """Where the second argument of a call begins whose function was loaded just now. And whether
-    something else than the call takes what is there, to make a name of it. The first argument is
-    complete where it is alone on the stack for the last time."""
+    """Where the second argument begins of a call whose function was loaded just now, and whether
+    something else than the call takes it. The first ends where it is last alone on the stack."""
     depth, second, is_taken = 0, 0, False
     for i, one in enumerate(after):
         before, depth = depth, depth + dis.stack_effect(one.opcode, one.arg, jump=False)
         is_load = one.opname.startswith("LOAD_") and depth > before
-        # A load only pushes; all others pop before they push.
-        lowest = before if is_load else min(before, depth - 1)
+        lowest = before if is_load else min(before, depth - 1)  # a load only pushes
         if lowest < 0:
             break
         if depth == 1:
@@ -193,7 +185,6 @@ class ModuleHooks:
 
 
 def _hooks_of(module: nn.Module) -> _Registered:
-    """In the order in which they run."""
     space = vars(module)
     always = space["_forward_hooks_always_called"]
     return tuple(
@@ -207,8 +198,7 @@ def _set_hooks(module: nn.Module, hooks: _Registered) -> None:
     space = vars(module)
     names = [f"{table}{end}" for table in FORWARD_HOOKS for end in ("", "_with_kwargs")]
     for name in (*names, "_forward_hooks_always_called"):
-        # In place: handles refer to these very tables.
-        space[name].clear()
+        space[name].clear()  # in place: handles refer to these very tables
     for hook in hooks:
         space[hook.table][hook.key] = hook.function
         if hook.with_kwargs:

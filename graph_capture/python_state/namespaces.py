@@ -1,7 +1,4 @@
-"""Names of the objects, classes and modules that a walk over Python's state comes by.
-
-Each name that code loads is read once, in the namespaces that have it.
-"""
+"""Names of what a walk over Python's state comes by; each that code loads is read once."""
 
 from __future__ import annotations
 
@@ -28,8 +25,6 @@ _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 
 
 class Namespaces:
-    """The namespaces that a walk has come by, and what of them code reads."""
-
     def __init__(
         self,
         names: LoadedNames,
@@ -37,8 +32,7 @@ class Namespaces:
         read_method: Callable[[type, FunctionType], None],
     ) -> None:
         self._names = names
-        # `add` takes each place to compare, `read_method` each method that code may call.
-        self._add, self._read_method = add, read_method
+        self._add, self._read_method = add, read_method  # called with each place; with each method
         self._held: list[Any] = []  # an identity is of an object that lives
         self._before: dict[int, dict[str, Any]] = {}
         self._instances: dict[type, list[Namespace]] = {}
@@ -60,8 +54,7 @@ class Namespaces:
 
     def call(self, kind: type) -> None:
         for owner in kind.__mro__:
-            # Forward may run the constructor of a class that some code names.
-            if owner not in self._called:
+            if owner not in self._called:  # the constructor of a class that is named may run
                 self._called.add(owner)
                 if owner in self._classes:
                     self._read(self._classes[owner], _CONSTRUCTORS)
@@ -92,8 +85,7 @@ class Namespaces:
     def as_before(self, space: Any, holder: Any = None) -> dict[str, Any]:
         holder = space if holder is None else holder
         if id(holder) not in self._before:
-            # A copy, as code may write to it before it reads.
-            self._before[id(holder)] = dict(space)
+            self._before[id(holder)] = dict(space)  # a copy: code may write before it reads
             self._held.append(holder)
         return self._before[id(holder)]
 
@@ -131,8 +123,7 @@ class Namespaces:
 
     def _read_instance(self, space: Namespace, keys: Iterable[str]) -> None:
         kind = type(space.value)
-        # Python's own code reads all of what stands around data, whatever a user's code names.
-        if not isinstance(space.value, AROUND_DATA):
+        if not isinstance(space.value, AROUND_DATA):  # Python's own code reads all around data
             is_loaded, is_asked = self._names.is_loaded_of(kind), self._names.is_asked_of(kind)
             keys = [key for key in keys if is_loaded(key) or is_asked(key, space.before[key])]
         for key in sorted(keys):
@@ -147,8 +138,7 @@ class Namespaces:
         found: list[Absent] = []
         for kind, instances in self._instances.items():
             named = self._names.named_for(kind)
-            # Many instances of a class have the same names, so the difference is made once.
-            missing: dict[frozenset[str], set[str]] = {}
+            missing: dict[frozenset[str], set[str]] = {}  # many instances have the same names
             for one in instances:
                 has = frozenset(one.before)
                 if has not in missing:

@@ -20,8 +20,7 @@ from remat.graph_capture.python_state.state_slots import OpaqueState, StateSlot,
 from remat.graph_capture.torch_private.core import FakeTensor, FunctionalTensor
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "remat", "builtins"})
-STATE = frozenset({"_parameters", "_buffers", "_modules", "training"})
-"""Of a module's ``__dict__``: compared by guards of their own."""
+STATE = frozenset({"_parameters", "_buffers", "_modules", "training"})  # a module's, guarded apart
 RUN_BY_TORCH = frozenset({"forward", "backward", "setup_context", "jvp", "vjp"})
 NOT_RUN = frozenset({
     "__init_subclass__", "__repr__", "__str__", "__del__", "__reduce__", "__reduce_ex__",
@@ -30,47 +29,37 @@ NOT_RUN = frozenset({
 })  # fmt: skip
 OF_DATA = frozenset({"types", "argparse", "collections", "_thread"})
 """Modules of Python whose objects hold a user's data, as a `SimpleNamespace` or a thread's own."""
-AROUND_DATA = (UserDict, UserList, UserString, ChainMap)
-"""Of these, Python's own code reads all attributes, whatever a user's code names."""
+AROUND_DATA = (UserDict, UserList, UserString, ChainMap)  # Python's own code reads all of them
 CLASSES_OF_A_TRACE = (FunctionalTensor, FakeTensor)  # of tensors, while a step is traced
 _OF_A_TRACE = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, torch.fx.Proxy)
 _MOST_HELD = 10_000  # so many objects are looked at for one of these
 LONGEST_NAME = 64  # of a text that may name an attribute
 LruCache = type(functools.lru_cache(lambda: None))
 
-Absent = tuple[str, dict[str, Any], set[str]]
-"""A namespace by its text, and names that must not appear in it."""
+Absent = tuple[str, dict[str, Any], set[str]]  # its text, and names that must not appear in it
 
 
 @dataclass
 class ReachableObjects:
-    """What a walk found."""
-
     places: list[StateSlot | OpaqueState] = field(default_factory=list)  # to be compared
-    # of `functools`, each with its counts
-    caches: list[tuple[Any, Any]] = field(default_factory=list)
+    caches: list[tuple[Any, Any]] = field(default_factory=list)  # of `functools`, with counts
     streams: list[Stream] = field(default_factory=list)  # the user's own
     texts: set[str] = field(default_factory=set)  # that may name attributes
     functions: int = 0  # how many were read
     # By the identity of an instance's ``__dict__``: names that code loads of it, and its class.
     reads: dict[int, set[str]] = field(default_factory=dict)
     kinds: dict[int, type] = field(default_factory=dict)
-    # Names of attributes that code sets, with the first ``file:line`` that does.
-    stores: dict[str, str] = field(default_factory=dict)
-    # Identities of what installed libraries hold, beside their classes and functions.
-    of_libraries: set[int] = field(default_factory=set)
+    stores: dict[str, str] = field(default_factory=dict)  # that code sets, and where it does first
+    of_libraries: set[int] = field(default_factory=set)  # ids of what libraries hold, not classes
 
     def is_of_library(self, holder: Any) -> bool:
-        # Classes and functions say themselves where they are from.
-        if isinstance(holder, (type, FunctionType)):
+        if isinstance(holder, (type, FunctionType)):  # these say where they are from
             return is_installed(sys.modules.get(str(holder.__module__)))
         return id(holder) in self.of_libraries
 
 
 @dataclass
 class Namespace:
-    """Names of an instance, a class or a module."""
-
     text: str
     value: Any
     space: Mapping[str, Any]  # its ``__dict__``
@@ -103,8 +92,7 @@ def holds_tensors(value: Any) -> bool:
         if id(one) in seen or isinstance(one, (type, ModuleType)):
             continue
         seen.add(id(one))
-        # Better to drop what a library found out than to keep a tensor of the trace.
-        if len(seen) > _MOST_HELD:
+        if len(seen) > _MOST_HELD:  # drop too much rather than keep a tensor of the trace
             return True
         if isinstance(one, FunctionType):  # its globals are not its own
             queue += [one.__defaults__, one.__kwdefaults__, *(one.__closure__ or ())]

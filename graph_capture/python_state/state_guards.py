@@ -56,8 +56,7 @@ class ObjectNames:
 
     def __call__(self, value: Any) -> str:
         name = self._known.setdefault(id(value), f"v{len(self._known)}")
-        # Kept alive here, so that no other object gets its id.
-        self.space[name] = value
+        self.space[name] = value  # kept alive here, so that no other object gets its id
         return name
 
 
@@ -71,9 +70,8 @@ def _compiled_check(terms: Iterable[str], names: ObjectNames) -> Callable[[], bo
     return names.space["test"]
 
 
-# Guards that dynamo makes for its own frames compare many objects in one call into C++: 10 ns for a
-# dictionary, 40 ns for a tensor. In Python, one entry of a dictionary takes 20 ns. They are private
-# to torch; the tests run them on each release that is supported.
+# Private guards of dynamo's compare many objects in one call into C++: 10 ns a dictionary, 40 ns a
+# tensor; in Python one entry takes 20 ns. Tests run them on each supported release.
 
 _PART = 64  # objects below one node of the tree. To add one, torch looks at all that are there.
 
@@ -82,8 +80,8 @@ def unwritten(dictionaries: Sequence[dict[Any, Any]]) -> Callable[[], bool]:
     """A check that holds while nothing is written to any of the dictionaries."""
 
     def add(node: GuardManager, dictionary: dict[Any, Any]) -> None:
-        # What dynamo would print of a guard that fails: nobody reads it here.
-        # A write that puts back what was there counts too: False may be wrong, True never is.
+        # The text is what dynamo would print. A write that puts back what was there counts too:
+        # False may be wrong, True never is.
         node.add_dict_version_guard(dictionary, [""], None)
 
     return _tree(dictionaries, add)
@@ -93,8 +91,7 @@ def same_facts(tensors: Sequence[Tensor]) -> Callable[[], bool]:
     """A check of type, dtype, device, shape, strides, and whether they require a gradient."""
 
     def add(node: GuardManager, tensor: Tensor) -> None:
-        # Lists of numbers, unlike what torch's stub says.
-        sizes: Any = list(tensor.shape)
+        sizes: Any = list(tensor.shape)  # lists of numbers, unlike what torch's stub says
         strides: Any = list(tensor.stride())
         keys = dispatch_keys(tensor)
         node.add_tensor_match_guard(tensor, sizes, strides, "", [""], None, type(tensor), keys)
@@ -119,16 +116,14 @@ def _nodes_below(node: GuardManager, values: tuple[Any, ...]) -> list[tuple[Any,
 @functools.cache
 def versions_tell() -> bool:
     """Whether this Python tells of each write to a dictionary."""
-    # Tried, as it is not documented.
-    tried: dict[str, Any] = {"key": None}
+    tried: dict[str, Any] = {"key": None}  # tried, as it is not documented
     same = unwritten([tried])
     before = same()
     tried["key"] = same
     return before and not same()
 
 
-Watched = tuple[dict[Any, Any], list[str]]
-"""A dictionary, and the terms that are true while it holds what it holds now."""
+Watched = tuple[dict[Any, Any], list[str]]  # the dictionary, and what is true while it holds this
 
 CALLS_A_TREE = 64  # a tree of versions takes as long to make as so many comparisons of terms
 
@@ -147,14 +142,10 @@ class WatchedDicts:
         if self._are_still():
             self._is_new = False
             return self._others_hold()
-        # A write gives another version also where it puts back what was there: the terms decide.
-        if not self._all():
+        if not self._all():  # a write that changes nothing gives another version too
             return False
-        # Not more often than a new tree pays.
-        if self._calls >= CALLS_A_TREE * (self._trees - 1):
-            # What one step was enough to write to, as a loss that a layer leaves in an attribute,
-            # is compared by its terms from then on.
-            if self._is_new:
+        if self._calls >= CALLS_A_TREE * (self._trees - 1):  # not more often than a new tree pays
+            if self._is_new:  # then compared by its terms, as a loss in an attribute
                 pairs = list(zip(self._still, self._versions, strict=True))
                 moved = [one for one, version in pairs if dict_version(one[0]) != version]
                 self._restless = [*self._restless, *moved]
@@ -164,8 +155,7 @@ class WatchedDicts:
 
     @functools.cached_property
     def _all(self) -> Callable[[], bool]:
-        # Made when the versions first are not enough: most models never need it.
-        return _compiled_check(_terms(self._watched), self._names)
+        return _compiled_check(_terms(self._watched), self._names)  # most models never need it
 
     def _watch(self) -> None:
         dictionaries = [one for one, _ in self._still]
@@ -182,8 +172,6 @@ def _terms(watched: Iterable[Watched]) -> Iterable[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """A place whose value is not what it was."""
-
     text: str
     before: Any
     now: Any
@@ -191,9 +179,8 @@ class Change:
 
 
 class PythonState:
-    """Python's state that forward and the loss may read, as it is when this is made. `ran`: compare
-    what this code may read, also what runs later; each state that it comes by is as it was before.
-    None: what any code may read, whether it runs or not."""
+    """Python's state that forward and the loss may read, as it is when this is made. `ran`: what
+    this code may read, and what runs later; None: any code."""
 
     def __init__(
         self,
@@ -206,8 +193,7 @@ class PythonState:
         self.grown: list[ContainerItems] = []
         self._gone: set[tuple[int, Any]] = set()
         self._added: list[StateSlot | OpaqueState] = []
-        # Functions that ran earlier, of which forward took results that a cache has kept.
-        self.behind_caches: list[FunctionType] = []
+        self.behind_caches: list[FunctionType] = []  # forward took their results out of a cache
         self._behind: list[StateWalk] = []
         self._size: tuple[int, ...] = ()
         self._test: Callable[[], bool] | None = None
@@ -216,8 +202,7 @@ class PythonState:
 
     def begins(self, code: CodeType) -> None:
         if runs_unseen(code):
-            # From now on code may run unseen, so all of it counts.
-            self._walk.follow_all()
+            self._walk.follow_all()  # from now on code may run unseen, so all of it counts
         else:
             self._walk.begins(code)
 
@@ -311,8 +296,7 @@ class PythonState:
             if is_changed and self.writer(place) is not Writer.FORWARD:
                 continue
             of_trace = is_changed and holds_tensors(now)
-            # So does what a library has found out at its first call: caches of its own, which
-            # nobody sees, may rest on it. Tensors of the trace go.
+            # So do caches of a library's first call, which nobody sees. Tensors of a trace go.
             if not of_trace and self._found.is_of_library(_holder(place)):
                 continue
             if isinstance(place, ContainerItems) or not is_same_function(now, place.value):
@@ -345,14 +329,12 @@ class PythonState:
         gone = {_key_of(place) for place in places}
         if not gone <= self._gone:
             self._gone |= gone
-            # So that all is gathered anew at the next look.
-            self._size = ()
+            self._size = ()  # so that all is gathered anew at the next look
 
     def compare_executed(self) -> None:
         """Compare what the code may read that ran since, and what a cache has kept of any code."""
         self._walk.follow_executed()
-        # At an earlier call the rest of such a function ran too.
-        self._walk_behind(self._walk.behind_caches())
+        self._walk_behind(self._walk.behind_caches())  # an earlier call ran them wholly
 
     def compare_as(self, other: PythonState) -> None:
         """Compare what the code may read that `other` compares."""
@@ -382,15 +364,13 @@ class PythonState:
                 return None
         change = next(chain(self._changed_places(), self._appeared()), None)
         if change is None:
-            # Other objects of equal values: the next test is for those.
-            self._compile()
+            self._compile()  # other objects of equal values: the next test is for those
         return change
 
     def _compile(self) -> None:
         names, by_space, others = ObjectNames(), dict[int, Watched](), list[str]()
         for space, term in self._terms(names):
-            # Only a plain dictionary tells of writes by its version.
-            if type(space) is dict:
+            if type(space) is dict:  # only a plain dictionary tells of writes by its version
                 by_space.setdefault(id(space), (space, []))[1].append(term)
             else:
                 others.append(term)
@@ -402,8 +382,7 @@ class PythonState:
         for place in self.places:
             space = place.space if isinstance(place, DictItem) else None
             yield space, replace(place, value=place.now()).term(names)
-        # A name that appears makes it longer.
-        for _, space, _ in self.watched:
+        for _, space, _ in self.watched:  # a name that appears makes it longer
             yield space, f"len({names(space)}) == {len(space)}"
 
 
@@ -452,8 +431,7 @@ def added_to_library(change: Change) -> LibraryCache | None:
     before, now = cast("dict[Any, Any]", change.before), cast("dict[Any, Any]", change.now)
     if not all(is_same(now.get(key, MISSING), value) for key, value in before.items()):
         return None
-    # What a first call finds out: einops keeps which backend is meant for which type of tensor.
-    added = {key: now[key] for key in now if key not in before}
+    added = {key: now[key] for key in now if key not in before}  # such as einops's backends
     installed = [vars(module) for module in list(sys.modules.values()) if is_installed(module)]
     is_global = any(place.owner is value for space in installed for value in list(space.values()))
     if not is_global or not all(map(_is_of_library, added.values())):

@@ -30,11 +30,10 @@ from remat.graph_capture.torch_private.core import disable_current_modes
 _FX = inspect.getfile(torch.fx.Tracer)
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "missing"})()
 
-PLAIN = (
+PLAIN = (  # types whose values are compared by what they are, not by who they are
     int, float, complex, bool, str, bytes, type(None), range, slice, type(Ellipsis),
     torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum,
 )  # fmt: skip
-"""Types whose values are compared by what they are, not by who they are."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class DictItem:
     owner: Any = None  # whose namespace it is; a class is written through it
 
     def now(self) -> Any:
-        """`MISSING` where there is none."""
         return self.space.get(self.key, MISSING)
 
     def put(self, value: Any) -> None:
@@ -76,15 +74,12 @@ def _put_attribute(owner: Any, name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class ClosureCell:
-    """A variable that a function has from the one around it."""
-
     text: str
     cell: CellType
     value: Any
 
     def now(self) -> Any:
-        # An empty cell raises a ValueError.
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # an empty cell raises a ValueError
             return self.cell.cell_contents
         return MISSING
 
@@ -134,8 +129,7 @@ class ContainerItems:
 
 StateSlot = DictItem | ClosureCell | SlotAttr | ContainerItems | ModuleHooks
 
-# A subclass may have methods of its own, as a dictionary that makes an object of each class that is
-# looked up. So items are read and written by the methods of the base.
+# Items go by methods of the base: a subclass may have its own, as one that makes what is looked up.
 _BASES: tuple[Any, ...] = (list, deque, set, OrderedDict, dict)
 _NUMBERS = (bytearray, array)
 CONTAINERS = (*_BASES, *_NUMBERS, np.ndarray, MappingProxyType)
@@ -161,8 +155,7 @@ def copied(owner: Any) -> Any:
 
 def refill(owner: Any, value: Any) -> None:
     """Make a container hold `value`, a copy of it, again."""
-    # What is behind a view cannot be written through it.
-    if isinstance(owner, MappingProxyType) or holds(owner, value):
+    if isinstance(owner, MappingProxyType) or holds(owner, value):  # what is behind it stays
         return
     if isinstance(owner, _NUMBERS):
         owner[:] = value
@@ -182,8 +175,7 @@ def refill(owner: Any, value: Any) -> None:
 def holds(owner: Any, value: Any) -> bool:
     """Whether a container holds the very items of `value`, a copy of it; of arrays, the bits."""
     if isinstance(owner, np.ndarray):
-        # By bits: NaN is NaN, and -0.0 is not 0.0.
-        same = owner.shape == value.shape and owner.dtype == value.dtype
+        same = owner.shape == value.shape and owner.dtype == value.dtype  # by bits: -0.0 is not 0.0
         return same and owner.tobytes() == value.tobytes()
     if isinstance(owner, _NUMBERS):
         return _bits(owner) == _bits(value)
@@ -196,8 +188,7 @@ def holds(owner: Any, value: Any) -> bool:
         keys = all(map(operator.is_, dict.keys(owner), value))
         return keys and all(map(operator.is_, dict.values(owner), value.values()))
     if isinstance(owner, set):
-        # Sets have no order in which items could be compared by identity.
-        return set.__eq__(owner, value)
+        return set.__eq__(owner, value)  # sets have no order to compare by identity
     return all(map(operator.is_, base.__iter__(owner), value))
 
 
@@ -209,12 +200,10 @@ def is_same(now: Any, before: Any) -> bool:
     """Whether a value is what it was: the very object, or a plain one of that type and value."""
     if now is before:
         return True
-    # True, 1 and 1.0 are three values.
-    if type(now) is not type(before):
+    if type(now) is not type(before):  # true, 1 and 1.0 are three values
         return False
     if isinstance(now, (float, complex)):
-        # By text: NaN is NaN, and 0.0 is not -0.0.
-        return repr(now) == repr(before)
+        return repr(now) == repr(before)  # by text: NaN is NaN, and 0.0 is not -0.0
     if isinstance(now, PLAIN):
         return bool(now == before)
     if isinstance(now, (tuple, list, deque)):
@@ -235,12 +224,10 @@ def is_same(now: Any, before: Any) -> bool:
 
 def is_same_function(now: Any, before: Any) -> bool:
     """Whether two are one function, or bound methods of one object."""
-    # While fx traces, it has a function of its own in the place of each that `torch.fx.wrap` names.
-    now, before = _without_fx(now), _without_fx(before)
+    now, before = _without_fx(now), _without_fx(before)  # fx puts its own in some places
     if now is before:
         return True
-    # Each look-up makes a bound method anew.
-    function = getattr(now, "__func__", None)
+    function = getattr(now, "__func__", None)  # each look-up makes a bound method anew
     is_one = function is not None and function is getattr(before, "__func__", None)
     return is_one and now.__self__ is before.__self__
 
@@ -251,13 +238,11 @@ def _without_fx(value: Any) -> Any:
 
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-_SETTINGS = frozenset({
+_SETTINGS = frozenset({  # beside those that every plan compares
     "get_default_device", "get_deterministic_debug_mode", "get_float32_matmul_precision",
     "get_num_interop_threads", "get_num_threads", "is_anomaly_enabled", "is_warn_always_enabled",
 })  # fmt: skip
-"""Beside those that every plan compares."""
-_OF_ALL = (random._inst, np.random.mtrand._rand)  # pyright: ignore
-"""The streams behind `random` and `numpy.random`, which are watched while forward is traced."""
+_OF_ALL = (random._inst, np.random.mtrand._rand)  # pyright: ignore  # watched while forward runs
 
 _ENDLESS = -1  # how much is left of an iterator that does not end, such as `itertools.repeat`
 
@@ -266,9 +251,7 @@ _ENDLESS = -1  # how much is left of an iterator that does not end, such as `ite
 class OpaqueState:
     """State that only a call can read, such as an iterator's position, and its value at capture."""
 
-    # To take the next item, or the next number, changes nothing that a walk sees, and a step that
-    # follows a plan would take the same one each time.
-    text: str
+    text: str  # each planned step would take the same next item, and a walk sees no change
     owner: Any
     ask: Callable[[Any], Any]  # from the owner to its state
     value: Any
@@ -295,8 +278,6 @@ def opaque_state(text: str, owner: Any) -> OpaqueState | None:
 
 
 class SettingsBefore:
-    """Environment variables and torch's settings, as they are when this is made."""
-
     def __init__(self) -> None:
         self._variables = dict(vars(os.environ)["_data"])
         self._said = {name: _said_by_torch(name, torch) for name in sorted(_SETTINGS)}
@@ -327,8 +308,7 @@ class Stream:
     state: Any
 
     def has_moved(self) -> bool:
-        # States hold arrays, which compare element by element; bytes do not.
-        return pickle.dumps(_state_of(self.owner)) != self.state[0]
+        return pickle.dumps(_state_of(self.owner)) != self.state[0]  # arrays compare by element
 
     def put_back(self) -> None:
         if self.has_moved():
@@ -376,8 +356,7 @@ def _context(variable: ContextVar[Any]) -> Any:
 
 
 def _variables(keys: tuple[Any, ...], environ: Mapping[str, str]) -> Any:
-    # Its own `get` encodes each name anew, which takes longer than all other guards.
-    return tuple(map(vars(environ)["_data"].get, keys))
+    return tuple(map(vars(environ)["_data"].get, keys))  # its own `get` encodes each name
 
 
 def _progress(iterator: Any) -> Any:
@@ -386,15 +365,12 @@ def _progress(iterator: Any) -> Any:
         frame = iterator.gi_frame
         return None if frame is None else (frame.f_lasti, dict(frame.f_locals))
     if isinstance(iterator, itertools.count):
-        # Its repr alone shows the number.
-        return repr(iterator)
+        return repr(iterator)  # its repr alone shows the number
     if hasattr(iterator, "__length_hint__"):
-        # Iterators over containers say how much is left.
-        return operator.length_hint(iterator, _ENDLESS)
+        return operator.length_hint(iterator, _ENDLESS)  # those over containers tell what is left
     try:
         with warnings.catch_warnings():
-            # Python 3.12 warns where one of itertools is taken apart, and 3.14 does it no more.
-            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 warns, and 3.14 cannot
             return _taken_apart(iterator.__reduce__())
     except TypeError:  # newer Pythons do not take some of them apart
         return MISSING

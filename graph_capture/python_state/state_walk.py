@@ -1,8 +1,7 @@
 """What code reaches: places that forward and the loss may read, found without running them.
 
-From the modules of a model and its loss, the walk follows what their code names: attributes,
-globals, closures, defaults, and from those on. Code of torch, NumPy and the standard library is
-not followed; of their modules, only what forward itself loads is of interest.
+The walk follows what code of a model names: attributes, globals, closures, defaults. Code of torch,
+NumPy and the standard library is not followed; their modules count as forward itself loads them.
 """
 
 from __future__ import annotations
@@ -74,16 +73,13 @@ _NAMES_OF_ATTRIBUTES = (operator.attrgetter, operator.methodcaller)
 
 
 class StateWalk:
-    """One walk from a model and its loss, breadth first. `found` has what it has come by so far.
-    `loss_fn` may be other functions that are called. `ran`: follow this code alone, and what
-    `begins` later; None: all."""
+    """One walk from a model and its loss, breadth first; `ran`: only of this code."""
 
     def __init__(self, model: nn.Module, loss_fn: Any, ran: ExecutedCode | None = None) -> None:
-        self.found = ReachableObjects()
+        self.found = ReachableObjects()  # what it has come by so far
         self.ran = ran
         self._in_library = False  # whether what is followed now is an installed library's
-        # First in, first out: beyond `MOST_PLACES`, what is farthest from the model is missing.
-        self._queue: deque[tuple[Any, str]] = deque()
+        self._queue: deque[tuple[Any, str]] = deque()  # the farthest are missing, if too many
         self._seen: dict[int, Any] = {}  # with the objects, whose identities stay theirs so
         self._entries: set[tuple[int, Any]] = set()
         # Functions, by the identity of code that has not run yet.
@@ -152,13 +148,11 @@ class StateWalk:
                 self._spaces.read_asking(self._names.new_asking.pop())
 
     def _visit(self, value: Any, text: str) -> None:
-        # `getattr(self, self.key)` reads the attribute that a text in reach names; `attrgetter`
-        # takes several, joined by dots.
+        # `getattr(self, self.key)` reads what a text in reach names; `attrgetter` takes several.
         if isinstance(value, str) and len(value) < LONGEST_NAME:
             self._names.add_texts(value.split("."))
         if not self._in_library:
-            # What the user's code reaches too is not the library's alone.
-            self.found.of_libraries.discard(id(value))
+            self.found.of_libraries.discard(id(value))  # the user's code reaches it too
         if isinstance(value, PLAIN) or id(value) in self._seen:
             return
         if isinstance(value, Tensor) and not attributes_of(value):
@@ -181,8 +175,7 @@ class StateWalk:
         if isinstance(value, Tensor):
             self._spaces.add_instance(text, value, attributes_of(value))
         elif isinstance(value, FunctionType):
-            # A function is an object too, which may keep something between calls.
-            if not is_library(value.__module__):
+            if not is_library(value.__module__):  # a function may keep something in attributes
                 self._spaces.add_instance(value.__qualname__, value, vars(value))
                 self._read_when_run(value, None)
         elif isinstance(value, MethodType):
@@ -208,8 +201,7 @@ class StateWalk:
         elif isinstance(value, (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
             self._visit(vars(value)["data"], text)
         elif isinstance(value, _NAMES_OF_ATTRIBUTES):
-            # They show their names in no attribute.
-            self._visit(value.__reduce__()[1], text)
+            self._visit(value.__reduce__()[1], text)  # they show their names in no attribute
         elif isinstance(value, GENERATORS):
             if (found := stream(text, value)) is not None:
                 self.found.streams.append(found)
@@ -221,8 +213,7 @@ class StateWalk:
         elif isinstance(value, nn.Module) and id(value) not in self._of_step:
             self._visit_other_module(value, text)
         elif isinstance(value, BuiltinFunctionType):
-            # A method such as `table.get`, of the object that it was taken from.
-            if not isinstance(value.__self__, ModuleType):
+            if not isinstance(value.__self__, ModuleType):  # such as `table.get`, of a table
                 self._visit(value.__self__, text)
         else:
             self._visit_instance(value, text)
@@ -259,8 +250,7 @@ class StateWalk:
             self._visit(hook.function, place.text)
             if isinstance(hook.function, FunctionType):
                 continue
-            # Of an object of torch, as of spectral norm, the code is not read: all may count.
-            space = getattr(hook.function, "__dict__", {})
+            space = getattr(hook.function, "__dict__", {})  # code of torch's is not read: all count
             for key, value in space.items():
                 self._add_entry(DictItem(f"{key} of the {place.text}", space, key, value))
 
@@ -301,8 +291,7 @@ class StateWalk:
     def _visit_items(self, value: Any, text: str) -> None:
         if isinstance(value, CONTAINERS):
             self.found.places.append(ContainerItems(f"an item of {text}", value, copied(value)))
-            # By the copy: a user's subclass may iterate in its own way.
-            value = copied(value)
+            value = copied(value)  # by the copy: a user's subclass may iterate in its own way
         if isinstance(value, dict):
             for key, item in value.items():
                 self._visit(key, text)
@@ -357,8 +346,7 @@ class StateWalk:
         return is_new
 
     def _add_entry(self, place: DictItem) -> None:
-        # A class makes another view of its namespace at each look.
-        holder = place.space if place.owner is None else place.owner
+        holder = place.space if place.owner is None else place.owner  # each look makes another view
         if self._is_new(holder, place.key):
             self.found.places.append(place)
             with self._within(holder):
@@ -379,6 +367,5 @@ class StateWalk:
 
 
 def _key_text(key: Any) -> str:
-    # No method of the user's is run for a text.
-    parts = key if isinstance(key, tuple) else (key,)
+    parts = key if isinstance(key, tuple) else (key,)  # no method of the user's is run for a text
     return repr(key) if all(isinstance(one, PLAIN) for one in parts) else type(key).__name__

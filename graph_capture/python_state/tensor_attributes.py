@@ -1,7 +1,6 @@
 """What users set on tensors by name, as in ``x.gain = 2.0``: seen while traced, and compared.
 
-A trace runs on stand-ins of tensors, which get the attributes of those that they stand for. An
-attribute that is a tensor itself would be one tensor for all steps.
+A trace's stand-ins get the attributes. One that is a tensor itself would be one for all steps.
 """
 
 from __future__ import annotations
@@ -72,8 +71,7 @@ def kept_attributes(leaf: object) -> _Attributes:
 def _for_signature(name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         return _OfTensor(name)  # a signature holds no tensor
-    # A copy, as the user's own may change.
-    return copied(value) if isinstance(value, CONTAINERS) else value
+    return copied(value) if isinstance(value, CONTAINERS) else value  # the user's may change
 
 
 def with_attributes_of(tensor: Tensor, copy: _Copy) -> _Copy:
@@ -85,8 +83,7 @@ def with_attributes_of(tensor: Tensor, copy: _Copy) -> _Copy:
 def first_other(
     before: Mapping[str, Any], tensor: Tensor, names: Collection[str]
 ) -> tuple[str, Any, Any] | None:
-    """The first attribute of a tensor that is not as it was: its name, what it was and what it is.
-    `names` are those that code may load."""
+    """The first attribute that is not as it was: name, was and is. `names`: those code may load."""
     now = attributes_of(tensor)
     for name in sorted((before.keys() | now.keys()) & set(names)):
         if name.startswith(_BY_TORCH):
@@ -100,8 +97,7 @@ def first_other(
 
 
 class StandIns:
-    """Gives the tensors of a trace the attributes of those that they stand for. `on_batch`: the
-    names of the batch's leaves, each with what was set on it."""
+    """Gives tensors of a trace the attributes of theirs. `on_batch`: what was set, by leaf."""
 
     def __init__(self, step: nn.Module, on_batch: Sequence[tuple[str, _Attributes]]) -> None:
         self._on_batch = on_batch
@@ -118,8 +114,7 @@ class StandIns:
 
     def require_unwritten(self, kind: str) -> None:
         for text, tensor, before in self._given:
-            # The traced module holds the user's model under that name.
-            now, of = _own(tensor), text.removeprefix("model.")
+            now, of = _own(tensor), text.removeprefix("model.")  # the traced module's name for it
             for name in before.keys() | now.keys():
                 if before.get(name, MISSING) is not now.get(name, MISSING):
                     raise CaptureError(
@@ -150,8 +145,6 @@ _BY_TEXT = {"setattr", "delattr", "globals", "vars", "exec", "eval", "__dict__",
 
 
 class Writer(enum.Enum):
-    """Who has changed a place."""
-
     FORWARD = enum.auto()  # or nobody knows
     THREAD = enum.auto()  # and forward may have read it
 
@@ -160,8 +153,7 @@ def writer_of(place: StateSlot | OpaqueState | Stream, ran: ExecutedCode) -> Wri
     """Who has changed `place`, by the code that forward ran, all of it."""
     if isinstance(place, (OpaqueState, Stream, ModuleHooks)):
         return Writer.FORWARD
-    # A library may have a thread that counts or collects at any moment. What forward itself writes,
-    # code of its own thread stores: by name, or in a container or a namespace that it reaches.
+    # A library's thread may count at any moment. What forward writes, its own code stores.
     name = place.key if isinstance(place, (DictItem, SlotAttr)) else None
     own = ran.own_codes()
     if any(name in code.co_names and name in _names_stored_by(code) for code in own):

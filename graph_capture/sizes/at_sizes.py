@@ -99,10 +99,9 @@ def _trace_at(trace: Trace, sizes: Sizes) -> Trace:
 def ranged_graph_of(
     trace: Trace, cost_model: _CostModel, workspaces: WorkspacesOf | None = None
 ) -> RangedGraph:
-    """The graph over the range of a trace, with costs at its ends and its geometric middle.
-    Workspaces that follow no formula are measured at up to `_MOST_SIZES` of each size, with the
-    others at their largest. `cost_model` is asked for the largest sizes first; without `workspaces`
-    none are measured beside costs."""
+    """The graph over a trace's range, with costs at its ends and geometric middle; the largest
+    sizes are asked for first. Workspaces without a formula are measured at up to `_MOST_SIZES` of
+    each size; without `workspaces`, none are beside costs."""
     env, signature = _range_of(trace)
     corners = [corner(env.symbols, which) for which in ("low", "middle", "high")]
     traces = [(sizes, _trace_at(trace, sizes)) for sizes in corners]
@@ -113,8 +112,7 @@ def ranged_graph_of(
         batch_bytes=signature.bytes_of_leaves(), guards=signature.guards,
         traced_hash=trace.graph.hash,
     )  # fmt: skip
-    # The formulas must give, field by field, what was traced at each of these sizes.
-    for sizes, graph in graphs:
+    for sizes, graph in graphs:  # formulas have to give what was traced at each
         if ranged.at(**sizes) != graph:
             raise CaptureError(
                 f"the step of {ranged.name} at {dict(sizes)} is not what follows from the range: "

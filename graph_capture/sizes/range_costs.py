@@ -1,10 +1,9 @@
 """Costs of ops at any size of a range, from those at a few sizes.
 
-The cost of an op is taken as ``a + b * flops + c * bytes``, with coefficients of 0 or more that fit
-what was measured best, relative to it: the form of the roofline model (Williams, Waterman and
-Patterson 2009, https://doi.org/10.1145/1498765.1498785), with the two ceilings added up. What is
-left over at the sizes that were measured is interpolated between them, so that these keep the
-costs that they were measured to have.
+A cost is ``a + b * flops + c * bytes``, with coefficients of 0 or more that fit best, relative to
+what was measured: the roofline model (Williams, Waterman and Patterson 2009,
+https://doi.org/10.1145/1498765.1498785) with its ceilings added up. What is left over is
+interpolated, so that the sizes that were measured keep their costs.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from remat.graph_capture.devices.known_devices import plan_rounding
 from remat.graph_capture.graph import TANGENTS, Floats, Ints, Origin, TrainingGraph, Value
 from remat.graph_capture.sizes.symbols import Sizes
 
-# A kernel may choose by the size, so that its workspace follows no formula: then it is taken to be
-# the larger of those at the measured sizes next to it. Many are in proportion to a tensor that the
-# op reads or makes, beside a constant, from one size to another: where that gives what was measured
-# to the byte at three sizes in a row, it is taken to hold between them.
+# A workspace may follow no formula: then it is the larger of those at the measured sizes next to
+# it. Where three sizes in a row are, to the byte, a constant and a share of a tensor that the op
+# reads or makes, that holds between them.
 
 _ON_LINE = 3  # points in a row that make a line: any two are on one
 _NONE_YET = np.iinfo(np.int64).min
@@ -33,31 +31,27 @@ _SLACK = 1e-6  # of a byte: what floats may be off
 
 
 class WorkspacePoint(msgspec.Struct, frozen=True):
-    """Workspaces that were measured at one size; of each op, in the graph's order."""
-
     sizes: dict[str, int]
     workspace_bytes: tuple[int, ...]
 
 
 class _Line(NamedTuple):
-    """Workspace `made` at `size` bytes of a value, and `more` for each further `step` bytes. It
-    holds up to the point `last`, from the point before `first` on."""
+    """Holds up to the point `last`, from the point before `first` on."""
 
     op: int
     value: int
-    size: int
-    made: int
+    size: int  # bytes of the value
+    made: int  # workspace at `size`
     step: int
-    more: int
+    more: int  # for each further `step` bytes
     first: int
     last: int
 
 
 class Workspaces:
-    """Workspaces between points, which go from the smallest sizes to the largest. `beside`: for
-    each that was measured the values with which it may grow; left out, those that the op reads or
-    makes. `along`: the only size that varies from point to point, in which lines then are; left
-    out, they are in bytes of values."""
+    """Workspaces between points, which go from the smallest sizes to the largest. `beside`: the
+    values with which each may grow; left out, what the op reads or makes. `along`: the only size
+    that varies, in which lines then are; else they are in bytes of values."""
 
     def __init__(
         self, sizes: Sequence[Sizes], measured: Sequence[Sequence[int]],
@@ -66,8 +60,7 @@ class Workspaces:
     ) -> None:  # fmt: skip
         self._sizes, self._along = sizes, along
         self._measured: Ints = np.array(measured, dtype=np.int64)
-        # At a point or any before it: a bound for all smaller sizes.
-        self._most: Ints = np.maximum.accumulate(self._measured, axis=0)
+        self._most: Ints = np.maximum.accumulate(self._measured, axis=0)  # bounds all smaller sizes
         lines = [] if along else _lines(self._measured, graphs, beside)
         for i in self.varying().tolist() if along else ():
             at = [one[along] for one in sizes]
@@ -91,7 +84,6 @@ class Workspaces:
         return found
 
     def varying(self) -> Ints:
-        """Indices of ops."""
         return np.flatnonzero((self._measured != self._measured[0]).any(axis=0))
 
     def _beside(self, upper: int, sizes: Sizes, is_bound: bool) -> Ints:
@@ -147,8 +139,7 @@ def _lines_of(op: int, value: int, sizes: list[int], made: list[int]) -> list[_L
             end += 1
         if end - start + 1 >= _ON_LINE and step > 0 and more > 0:
             found.append(_Line(op, value, sizes[start], made[start], step, more, start + 1, end))
-        # The next line may begin where this one ends.
-        start = end
+        start = end  # the next line may begin where this one ends
     return found
 
 
@@ -170,17 +161,14 @@ class WorkspacesOfRange:
             self._diagonal = _in_a_row([*points, *more], [*graphs, *more_graphs])
             self._along: dict[str, tuple[Workspaces, Ints]] = {}
             return
-        # Ops are timed from the smallest sizes to the largest. Beside these points, each size
-        # varies by itself, with all others at their largest.
-        self._diagonal = _in_a_row(points, graphs)
+        self._diagonal = _in_a_row(points, graphs)  # smallest to largest; others vary one size
         rows = {name: _row_of(name, [*more, points[-1]]) for name in names}
         along = {
             name: _in_a_row(row, [graphs[-1]] * len(row), name)
             for name, row in rows.items()
             if len(row) > 1
         }
-        # What varies with one size alone follows from that one, as attention's buffers do: they are
-        # those of a thread, whatever the batch.
+        # What varies with one size follows from it: attention's buffers hang on no batch.
         axes = Counter(i for one in along.values() for i in one.varying().tolist())
         self._along = {
             name: (one, np.array([i for i in one.varying() if axes[int(i)] == 1], dtype=np.int64))
@@ -188,7 +176,6 @@ class WorkspacesOfRange:
         }
 
     def at(self, sizes: Sizes, value_bytes: Ints, *, is_bound: bool) -> Ints:
-        """Workspace of each op; see `Workspaces.at`."""
         found = self._diagonal.at(sizes, value_bytes, is_bound=is_bound)
         for one, ops in self._along.values():
             own = one.at(sizes, value_bytes, is_bound=is_bound)[ops]
@@ -222,8 +209,7 @@ class CostPoint(msgspec.Struct, frozen=True):
     cost_us: tuple[float, ...]
     workspace_bytes: tuple[int, ...]
     flops: tuple[int, ...]
-    # By value, what its op keeps beyond what its shape says; `NOT_ON_DEVICE`: nothing there.
-    extra_bytes: dict[str, int] = {}
+    extra_bytes: dict[str, int] = {}  # what ops keep beyond shapes; `NOT_ON_DEVICE`: nothing
     libraries_bytes: int = 0
     cost_origin: str = msgspec.field(default="measured", name="prices")  # the key in files
     origins: tuple[Origin, ...] = ()
@@ -362,10 +348,8 @@ def _moved_bytes(graph: TrainingGraph) -> Floats:
 def _fitted(costs: Floats, flops: Floats, moved: Floats) -> tuple[Floats, Floats, Floats]:
     """Coefficients of each op, 0 or more: the best of those with some of them 0."""
     columns = np.stack([np.ones_like(costs), flops, moved], axis=-1)  # points, ops, 3
-    # Columns differ by orders of magnitude.
-    scale = np.maximum(columns.max(axis=0), 1e-300)
-    # The error counts relative to the cost.
-    weight = 1.0 / np.maximum(costs, 1e-9)
+    scale = np.maximum(columns.max(axis=0), 1e-300)  # columns differ by orders of magnitude
+    weight = 1.0 / np.maximum(costs, 1e-9)  # the error counts relative to the cost
     table = np.swapaxes(columns / scale * weight[..., None], 0, 1)  # ops, points, 3
     wanted = np.swapaxes(costs * weight, 0, 1)[..., None]
     best = np.zeros((costs.shape[1], 3))
@@ -375,8 +359,7 @@ def _fitted(costs: Floats, flops: Floats, moved: Floats) -> tuple[Floats, Floats
         found: Any = np.linalg.pinv(table[..., used]) @ wanted
         error = ((table[..., used] @ found - wanted) ** 2).sum(axis=(1, 2))
         error[(found < 0).any(axis=(1, 2))] = np.inf
-        # Of two that are as good, the first has fewer terms.
-        is_better = error < least * (1 - 1e-9)
+        is_better = error < least * (1 - 1e-9)  # of two that are as good, the first has fewer terms
         least = np.where(is_better, error, least)
         own = np.zeros((costs.shape[1], 3))
         own[:, used] = found[..., 0]

@@ -1,8 +1,4 @@
-"""A training graph for a range of sizes: the ops and values of one, with sizes as expressions.
-
-It has the same structure at all sizes of its range, so that the steps of a schedule carry over from
-one size to the next. Nothing here imports torch.
-"""
+"""A graph over a range of sizes, of one structure, so that schedules carry over; without torch."""
 
 from __future__ import annotations
 
@@ -154,8 +150,7 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
         """
         low = require_in_range(self.symbols, corner(part, "low"))
         high = require_in_range(self.symbols, corner(part, "high"))
-        # Where no bytes fall as a size grows, they are most at the largest sizes.
-        if self.rising:
+        if self.rising:  # where no bytes fall as a size grows, they are most at the largest sizes
             most = functools.cache(lambda text: evaluated(text, high))
         else:
             most = functools.cache(lambda text: bounds_of(text, low, high)[1])
@@ -180,10 +175,8 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     @functools.cached_property
     def costs(self) -> RangeCosts:
         """The costs of ops at any size, from those at `points`."""
-        # Of graphs without costs, as these are what costs are made from.
-        plain = replace(self, points=())
-        # They may be out of the range, where it is a part of the one that was timed.
-        graphs, more = (
+        plain = replace(self, points=())  # costs are made from graphs without any
+        graphs, more = (  # they may be out of a range that is a part of the timed one
             [plain._graph(one.sizes, functools.partial(evaluated, sizes=one.sizes)) for one in each]
             for each in (self.points, self.workspaces)
         )
@@ -284,17 +277,12 @@ class PartBytes(NamedTuple):
 
 
 class BytesOver:
-    """Bytes of one graph over a range, for any part of it."""
-
     def __init__(self, graph: RangedGraph) -> None:
-        # They are those of `RangedGraph.bounding`, without a graph being made: searches over sizes
-        # ask for them at hundreds of points.
-        self.graph = graph
+        self.graph = graph  # as `RangedGraph.bounding`, without a graph for each of many points
         fixed = {value.name: str(value.size_bytes) for value in graph.base.values}
         varying = {name: extent.size_bytes for name, extent in graph.extents.items()}
         texts = [varying.get(name, text) for name, text in fixed.items()]
-        # Many values have the same text, which is evaluated once.
-        self._texts = list(dict.fromkeys(texts))
+        self._texts = list(dict.fromkeys(texts))  # many values have the same text
         place = {text: i for i, text in enumerate(self._texts)}
         self._which = np.array([place[text] for text in texts], dtype=np.int64)
         self._index = {value.name: i for i, value in enumerate(graph.base.values)}
@@ -309,8 +297,7 @@ class BytesOver:
 
     def _of(self, part: tuple[Symbol, ...]) -> PartBytes:
         graph, high = self.graph, corner(part, "high")
-        # Of a graph without costs, sizes are as they are: see `RangedGraph.at`.
-        counted = self._counted if graph.points else int
+        counted = self._counted if graph.points else int  # sizes as they are, without costs
         distinct = [self._bytes(text, part) for text in self._texts]
         plain = np.array(distinct, dtype=np.int64)[self._which]
         values = np.array(list(map(counted, distinct)), dtype=np.int64)[self._which]

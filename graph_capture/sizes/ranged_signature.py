@@ -1,8 +1,4 @@
-"""The signature of batches whose sizes vary: what a step takes, and how that is looked at.
-
-The test of a batch is compiled to one function: a comparison of shapes, strides and types for each
-tensor, then the range of each size and the guards of the trace.
-"""
+"""The signature of batches whose sizes vary, whose test is compiled to one function."""
 
 from __future__ import annotations
 
@@ -254,8 +250,7 @@ def places_in(
     symbols: list[Symbol] = []
     places: list[Place] = []
     for argument, dims in _as_mapping(dynamic, "dynamic").items():
-        # Names under which a signature may have it.
-        names = [f"args[{argument}]"]
+        names = [f"args[{argument}]"]  # names under which a signature may have it
         if not isinstance(argument, int):
             at = positions.index(argument) if argument in positions else None
             names = [argument, f"kwargs[{argument!r}]", f"args[{at}]"]

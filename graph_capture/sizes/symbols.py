@@ -1,8 +1,4 @@
-"""Sizes that vary: what ``dynamic=`` says of them, and expressions of them.
-
-``{"tokens": {1: ("seq", 16, 2048)}}`` lets dimension 1 of the argument ``tokens`` be any size from
-16 to 2048, by the name of ``seq``. A fourth entry says what sizes are multiples of.
-"""
+"""Sizes that vary: what ``dynamic=`` says of them, and expressions of them."""
 
 from __future__ import annotations
 
@@ -100,8 +96,7 @@ def _grows(node: ast.expr, least: Mapping[str, int]) -> bool:
 
 
 def _grows_from_zero(node: ast.expr, least: Mapping[str, int]) -> bool:
-    # As it grows, its value at the least sizes is the least.
-    return _grows(node, least) and _value(node, least, "") >= 0
+    return _grows(node, least) and _value(node, least, "") >= 0  # rising: least at the least sizes
 
 
 def names_in(node: ast.expr) -> set[str]:
@@ -114,8 +109,8 @@ _Interval = tuple[int, int]
 
 def bounds_of(text: str, low: Mapping[str, int], high: Mapping[str, int]) -> _Interval:
     """Bounds of an expression where each size is from its `low` to its `high`, both included."""
-    # Interval arithmetic (Moore 1966, Interval Analysis) bounds all values, also where they may
-    # fall as a size grows, and is exact where each size is named once.
+    # Interval arithmetic (Moore 1966, Interval Analysis): it bounds also what may fall as a size
+    # grows, and is exact where each size is named once.
     return _bounds(parsed(text), low, high, text)
 
 
@@ -143,16 +138,14 @@ def _bounds(node: ast.expr, low: Sizes, high: Sizes, text: str) -> _Interval:
 
 
 def _ends(of: Callable[[int, int], int], a: _Interval, b: _Interval) -> _Interval:
-    # It goes one way in each argument, so it is largest and least at their ends.
-    found = [of(x, y) for x, y in itertools.product(a, b)]
+    found = [of(x, y) for x, y in itertools.product(a, b)]  # monotone in each: extremes are at ends
     return min(found), max(found)
 
 
 def _remainder(a: _Interval, b: _Interval) -> _Interval | None:
     if b[0] <= 0:
         return None
-    # Within one period the remainder rises with what is divided.
-    if b[0] == b[1] and a[0] // b[0] == a[1] // b[0]:
+    if b[0] == b[1] and a[0] // b[0] == a[1] // b[0]:  # one period: the remainder rises with it
         return a[0] % b[0], a[1] % b[0]
     return 0, b[1] - 1
 
@@ -190,8 +183,7 @@ class SizeArgument(int):
 class FloatOfSizes(float):
     """A float. `text` is Python of sizes and of the functions that are `bound` to its names."""
 
-    # It does what the model's code did, operation by operation, so that its bits are eager's.
-    text: str
+    text: str  # operation by operation as the model's code, so that bits are eager's
     bound: dict[str, Any]
 
     def __new__(cls, value: float, text: str = "", bound: Any = None) -> FloatOfSizes:
@@ -200,9 +192,9 @@ class FloatOfSizes(float):
         return made
 
 
+# By argument (its name, its position, or ``target``) and dimension: a name, or a tuple of it, the
+# least size, the largest, and what sizes are multiples of: ``{"tokens": {1: ("seq", 16, 2048)}}``.
 Dynamic = Mapping[str | int, Mapping[int, Any]]
-"""By argument (its name, its position, or ``target``): by dimension, a name, or a tuple of a name,
-the least size, the largest one and, if need be, what all sizes are multiples of."""
 
 
 class Symbol(msgspec.Struct, frozen=True):
@@ -322,8 +314,7 @@ def points(symbols: Sequence[Symbol]) -> Iterator[dict[str, int]]:
 
 def generic_sizes(symbols: Sequence[Symbol], fixed: Collection[int]) -> dict[str, int]:
     """Sizes to trace with: inside the ranges, and unlike each other and the sizes in `fixed`."""
-    # Two sizes that are equal by chance look as if one followed from the other.
-    taken = set(fixed)
+    taken = set(fixed)  # two sizes that are equal by chance look as if one followed from the other
     found: dict[str, int] = {}
     for symbol in symbols:
         at = symbol.sizes.index(symbol.middle)
@@ -359,15 +350,13 @@ class RangeError(CaptureError):
     """A range holds sizes at which the model runs other ops."""
 
     symbol: str = ""  # whose range
-    # Of the range, those in which the guard gives one answer: the least and the largest size.
-    parts: tuple[tuple[int, int], ...] = ()
+    parts: tuple[tuple[int, int], ...] = ()  # the least and largest sizes that give one answer
 
 
 def require_guards(guards: Sequence[Guard], symbols: Sequence[Symbol], model: str) -> None:
     """Raise `RangeError` for the first guard that does not hold at all sizes of the ranges."""
     for guard in guards:
-        # A guard that fails somewhere in the range would have another graph run there, so the range
-        # is refused where it is captured.
+        # A guard that fails somewhere would have another graph there, so the range is refused.
         used = [symbol for symbol in symbols if symbol.name in names_in(parsed(guard.text))]
         if number_of_points(used) > _MOST_POINTS:
             raise _range_error(guard, used[0], (), model, "cannot be tried at each size")

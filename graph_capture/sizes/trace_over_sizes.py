@@ -1,8 +1,7 @@
 """Torch's symbols for the sizes that vary, and the guards that a trace with them leaves.
 
-A size is a symbol times what it is a multiple of, so that nothing need be asked about remainders.
-The range of each symbol is told to torch before the trace. What then stays open, and is asked by
-torch or by the model, becomes a guard: it is noted with the op and the line that asked.
+A size is a symbol times what it is a multiple of, so that nobody asks about remainders. What the
+told ranges leave open becomes a guard when it is asked, with the op and the line that asked.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from remat.graph_capture.sizes.symbols import (
 from remat.graph_capture.torch_private.aot import ConstantSource, Max, PythonPrinter, bound_sympy
 from remat.graph_capture.torch_private.core import OpOverload, pytree
 
-MOST_POINTS = 1 << 14
-"""Sizes at which a question of the model's code is answered, to know that all give one answer."""
+MOST_POINTS = 1 << 14  # points at which to ask the code's question: all must agree
 
 
 class Environment:
@@ -56,15 +54,13 @@ class Environment:
     def _size_of(self, symbol: Symbol) -> Any:
         steps, source = self.hints[symbol.name] // symbol.multiple, ConstantSource(symbol.name)
         made: Any = self.shape_env.create_symbol(steps, source, DimDynamic.DYNAMIC, None)
-        # The range may be a part of one that was traced, with sizes that are out of it.
-        least = min(symbol.low // symbol.multiple, steps)
+        least = min(symbol.low // symbol.multiple, steps)  # in a part, they may lie outside
         most = max(symbol.high // symbol.multiple, steps)
         self.shape_env.constrain_symbol_range(made, least, most)
         named: Any = sympy.Symbol(symbol.name, integer=True, positive=True)
         self._named[made] = named
         self._multiple[made] = symbol
-        # Torch's symbol counts steps of `multiple`.
-        self._whole[made] = named / symbol.multiple
+        self._whole[made] = named / symbol.multiple  # torch's symbol counts steps of `multiple`
         return self.shape_env.create_symintnode(made, hint=steps, source=source) * symbol.multiple
 
     def value(self, number: Any, sizes: Mapping[str, int]) -> Any:
@@ -96,8 +92,7 @@ class Environment:
         return self._texts[expr]
 
     def _without_max(self, expr: Any) -> Any:
-        # Where the ranges tell which of two is larger, the text needs no max.
-        for one in expr.atoms(sympy.Max, Max):
+        for one in expr.atoms(sympy.Max, Max):  # where ranges tell the larger one, no max
             for arg in one.args:
                 others = [other for other in one.args if other is not arg]
                 least = self._bounds(arg).lower
@@ -109,15 +104,13 @@ class Environment:
         return bound_sympy(expr, self.shape_env.var_to_range)
 
     def _printed(self, expr: Any) -> str:
-        # If the multiples cancel out, the text needs no floor.
-        whole = sympy.expand(expr.xreplace(self._whole))
+        whole = sympy.expand(expr.xreplace(self._whole))  # no floor if the multiples cancel out
         is_whole = all(number.is_Integer for number in whole.atoms(sympy.Rational))
         if is_whole and not expr.atoms(sympy.Function):
             return PythonPrinter().doprint(whole)
         printed = PythonPrinter().doprint(sympy.expand(expr.xreplace(self._named)))
         for symbol in self.symbols:
-            # In steps of more than 1, torch's symbol is the number of steps.
-            if symbol.multiple > 1:
+            if symbol.multiple > 1:  # torch's symbol is the number of steps
                 steps = f"({symbol.name}//{symbol.multiple})"
                 printed = re.sub(rf"\b{symbol.name}\b", steps, printed)
         return printed
@@ -170,8 +163,8 @@ _NO_NAMES: dict[str, Any] = {"__builtins__": {}, "max": max, "min": min}
 
 
 def at_sizes(gm: fx.GraphModule, env: Environment, sizes: Mapping[str, int]) -> fx.GraphModule:
-    """A copy of the joint graph with numbers for symbols, as a trace at these sizes has it. Tensors
-    that share memory still do. Numbers that follow from the sizes are `SizeArgument`s."""
+    """The joint graph with numbers for symbols, as traced at these sizes. Tensors that share memory
+    still do. Numbers that follow from the sizes are `SizeArgument`s."""
     return _AtSizes(gm, env, sizes).copy()
 
 
@@ -251,8 +244,7 @@ class _AtSizes:
             key = storage_key(traced)
             if key not in self.storages:
                 held = self.env.value(size_bytes, self.sizes)
-                # Tensors without symbols stay as they are, in that storage.
-                is_symbolic = isinstance(size_bytes, torch.SymInt)
+                is_symbolic = isinstance(size_bytes, torch.SymInt)  # others stay as they are
                 made = torch.empty(held, dtype=torch.uint8, device=traced.device)
                 self.storages[key] = made.untyped_storage() if is_symbolic else storage
             view = torch.empty(0, dtype=traced.dtype, device=traced.device)

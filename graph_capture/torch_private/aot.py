@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from remat.graph_capture.devices.memory_events import without_garbage
 
-# Among so many new objects the collector looks for garbage for a fifth of that time.
-with without_garbage():
+with without_garbage():  # to look for garbage among the new objects takes a fifth
     from torch._C._dynamo.guards import GuardManager, RootGuardManager, dict_version
     from torch._dynamo import compiled_autograd, symbolic_convert
     from torch._dynamo import config as dynamo_config

@@ -91,13 +91,12 @@ _CHECKING_OPS = ("aten::_linalg_check_errors",)  # they only raise an error for 
 @contextlib.contextmanager
 def checks_kept() -> Generator[None]:
     """While tracing, let torch know that these ops have an effect."""
-    # torch 2.11 drops them, as nothing reads them: a model that calls `torch.linalg.cholesky` would
-    # go on with NaN where eager raises. In the graph, they are refused (`refusals.py`).
+    # torch 2.11 drops them, as nothing reads them: `torch.linalg.cholesky` would go on with NaN
+    # where eager raises. In the graph, they are refused (`refusals.py`).
     torchs: Any = _effects
     with contextlib.ExitStack() as stack:
         for op in _CHECKING_OPS:
-            # Later releases know of it themselves.
-            if torchs._get_effect(op) is None:
+            if torchs._get_effect(op) is None:  # later releases know of it themselves
                 ordered = torchs._EffectType.ORDERED
                 stack.callback(torchs._register_effectful_op(op, ordered).destroy)
         yield
@@ -129,8 +128,7 @@ def fake_store() -> Any:
 
 def enabled_backends() -> tuple[bool, ...]:
     """Of mkldnn, cuDNN, and flash, memory-efficient and plain attention."""
-    # `torch.backends` answers the same in ten times the time, 7 us, and each step asks.
-    return (
+    return (  # `torch.backends` answers the same in ten times the time, 7 us, and each step asks
         _C._get_mkldnn_enabled(), _C._get_cudnn_enabled(), _C._get_flash_sdp_enabled(),
         _C._get_mem_efficient_sdp_enabled(), _C._get_math_sdp_enabled(),
     )  # fmt: skip
@@ -141,7 +139,6 @@ fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 @contextlib.contextmanager
 def compiling_and_exporting(*flags: bool) -> Generator[None]:
-    """Set what `torch.compiler.is_compiling` and `is_exporting` return."""
     compiler: Any = torch.compiler
     before = compiler._is_compiling_flag, compiler._is_exporting_flag
     compiler._is_compiling_flag, compiler._is_exporting_flag = flags
@@ -153,8 +150,7 @@ def compiling_and_exporting(*flags: bool) -> Generator[None]:
 
 # Modules and their hooks.
 
-module_call_code: Any = nn.Module._call_impl.__code__
-"""The code that calls the forward of every module."""
+module_call_code: Any = nn.Module._call_impl.__code__  # calls each module's forward
 has_global_hook: Callable[[], Any] = _modules._has_any_global_hook
 
 
@@ -191,11 +187,9 @@ def cudnn_batch_norm_reserve_bytes(x: Tensor) -> int:
     return _C._get_cudnn_batch_norm_reserve_space_size(x, True)
 
 
-# A plan stands on private parts of AOTAutograd and Inductor, which change with each release. A
-# release that the tests have not run with may carry a plan out in another way.
+# Private parts of AOTAutograd and Inductor change with releases: one untested may do otherwise.
 
-OLDEST, NEWEST = "2.11.0", "2.14.1"
-"""The tests run on both (`make test-versions`), and on the one between of `constraints.txt`."""
+OLDEST, NEWEST = "2.11.0", "2.14.1"  # both are tested (`make test-versions`), and one between
 
 
 def requirement() -> str:
@@ -216,8 +210,7 @@ def refused_release(version: str) -> str:
 
 def _minor(version: str) -> tuple[int, int]:
     found = re.match(r"(\d+)\.(\d+)", version)
-    # A version that cannot be read is refused, as it is before the oldest.
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    return (int(found[1]), int(found[2])) if found else (0, 0)  # unreadable: before the oldest
 
 
 def require_tested_release() -> None:
@@ -227,8 +220,7 @@ def require_tested_release() -> None:
 
 def loses_gradients() -> bool:
     """Whether dynamo drops the backward of an `autograd.Function` that writes to its result."""
-    # torch 2.11 does, with every backend: `y = x.clone(); y.mul_(3); return y` in its forward.
-    return _minor(torch.__version__) < (2, 12)
+    return _minor(torch.__version__) < (2, 12)  # of `y = x.clone(); y.mul_(3); return y`
 
 
 def holds_tangents() -> bool:
@@ -273,8 +265,7 @@ class TraceObserver(OpWatcher):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        # Under other modes torch runs compiled code uncompiled, so that would not be refused.
-        return True
+        return True  # else torch would run compiled code uncompiled, and not refuse it
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

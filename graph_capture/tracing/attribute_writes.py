@@ -41,9 +41,8 @@ from remat.graph_capture.torch_private.core import CallWatcher, pytree
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.restore import ModuleAttributes, Written
 
-# A mixture of experts keeps its auxiliary loss on an attribute, attention its weights: each step
-# sets such tensors as eager does. A counter that forward reads and changes would need another graph
-# at each step, so it is refused.
+# Each step sets such tensors as eager does, as a mixture of experts keeps its auxiliary loss. A
+# counter that forward reads and changes needs another graph at each step, so it is refused.
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,7 @@ class MutatedAttribute:
     path: str
     name: str
     spec: pytree.TreeSpec
-    # (is_tensor, constant) for each leaf; the constant is None where the step gives a tensor
-    leaves: tuple[Any, ...]
+    leaves: tuple[Any, ...]  # (is_tensor, constant) by leaf; the constant of a tensor is None
     tensors: int
     is_read: bool  # forward reads it too, so it may keep something for later
     before: frozenset[int] = frozenset()  # storages of the tensors that it held until now
@@ -139,11 +137,9 @@ class ForwardWrites:
         self._attributes = ModuleAttributes(model, but=_HELD_BY_TORCH)
         self._hooked = list(hooked_modules(model, loss_fn))
         self._hooks = [place_of_hooks(path, module) for path, module in self._hooked]
-        # Of the last run alone: a trace runs forward more than once.
-        self.mutated: list[MutatedAttribute] = []
+        self.mutated: list[MutatedAttribute] = []  # of the last run of forward alone
         self.initialised: list[InitialisedOnce] = []
-        # No later step adds to these dictionaries of libraries.
-        self.library_caches: list[LibraryCache] = []
+        self.library_caches: list[LibraryCache] = []  # no later step adds to these
         self._in_forward: set[str] = set()
 
     def begin(self) -> None:
@@ -155,14 +151,12 @@ class ForwardWrites:
     def end(self) -> list[Tensor]:
         """Tensors that forward has set on attributes; `CaptureError` for what no step can set."""
         tensors: list[Tensor] = []
-        # From the run before: what is not a tensor must be the same again, unlike a clock.
-        earlier = self._plain_values()
+        earlier = self._plain_values()  # what is no tensor must be the same, unlike a clock
         self.mutated, self.initialised, self.library_caches = [], [], []
         for written in self._attributes.written():
             leaves, spec = pytree.tree_flatten(written.value)
             is_read = self._state.reads(vars(written.module), written.name)
-            # A flag that its first call sets. Whether the next call then does something else is
-            # looked at once the trace is done.
+            # A flag of the first call. After the trace it is seen whether the next is alike.
             if is_read and _is_first_value(written.before, written.value):
                 self.initialised.append(InitialisedOnce(written.place, written.value))
                 continue
@@ -172,8 +166,7 @@ class ForwardWrites:
             if not is_known or (is_read and not own):
                 raise self._refused(written)
             kept = tuple((True, None) if isinstance(x, Tensor) else (False, x) for x in leaves)
-            # A graph that holds one of these as a constant has read what an earlier step left.
-            before = storages_in(pytree.tree_leaves(written.held))
+            before = storages_in(pytree.tree_leaves(written.held))  # read from an earlier step
             facts = spec, kept, len(own), is_read, before
             self.mutated.append(MutatedAttribute(written.path, written.name, *facts))
             tensors += own
@@ -202,8 +195,7 @@ class ForwardWrites:
     def _note_hooks(self) -> None:
         if registered := registered_hook(hook_tables(self._hooked, BACKWARD_HOOKS)):
             raise CaptureError(f"forward of {self._kind} sets a {registered}")
-        # A library may set hooks on submodules at its first call, as transformers does.
-        for place in self._hooks:
+        for place in self._hooks:  # transformers sets some on submodules at its first call
             now = place.now()
             if are_alike(now, place.value):
                 continue
@@ -215,8 +207,7 @@ class ForwardWrites:
             self.initialised.append(InitialisedOnce(place, now))
 
     def require_that_backward_writes_nothing(self) -> None:
-        # A hook that forward sets on a tensor runs while backward is traced, and never again.
-        texts = self._texts()
+        texts = self._texts()  # one on a tensor runs only while backward is traced
         late = [one.text for one in self._attributes.written() if one.text not in texts]
         # What forward itself changed was judged when it ended.
         changed = [one for one in self._state.changes() if one.text not in self._in_forward]
@@ -238,8 +229,7 @@ class ForwardWrites:
         texts, changes = self._texts(), self._state.changes()
         self._in_forward = {change.text for change in changes}
         for change in changes:
-            # Noted already, or inside what was: "an item of ...".
-            if any(text in change.text for text in texts):
+            if any(text in change.text for text in texts):  # inside of one: "an item of ..."
                 continue
             if isinstance(change.place, (OpaqueState, Stream)):
                 raise CaptureError(_taken_text(self._kind, change.text))
@@ -290,8 +280,7 @@ def _taken_text(kind: str, text: str) -> str:
 
 
 def _is_first_value(before: Any, now: Any) -> bool:
-    # False and None count as empty: a flag that is set once begins as one of them.
-    is_plain = isinstance(now, PLAIN) and now is not None
+    is_plain = isinstance(now, PLAIN) and now is not None  # False and None count as empty
     return is_plain and (before is MISSING or before is None or before is False)
 
 
@@ -312,8 +301,7 @@ def find_loop_carried(
     duplicate_outputs: DuplicateOutputs | None, constants: frozenset[int],
 ) -> list[MutatedAttribute]:  # fmt: skip
     """Attributes that forward may read from an earlier step, and sets to something else. `results`
-    is how many of the joint graph's outputs, at `end`, are forward's; the last of them are the
-    mutated tensors. `constants` are the storages of tensors that the graph holds itself."""
+    of the outputs are forward's, the mutated tensors last. `constants`: the graph's, by storage."""
     number = sum(one.tensors for one in mutated)
     if not number:
         return []
@@ -326,9 +314,7 @@ def find_loop_carried(
     found: list[MutatedAttribute] = []
     for one in mutated:
         own, nodes = nodes[: one.tensors], nodes[one.tensors :]
-        # What depends on neither batch, parameters nor random numbers, as a mask that is made at
-        # the first call, is the same at each step.
-        is_another = any(_depends_on_input(node) for node in own)
+        is_another = any(_depends_on_input(node) for node in own)  # code alone: alike at each step
         if one.is_read and (is_another or one.before & constants):
             found.append(one)
     return found
@@ -357,8 +343,7 @@ def _is_same_node(a: fx.GraphModule, m: fx.Node, b: fx.GraphModule, n: fx.Node) 
     if (m.op, m.name, str(m.target)) != (n.op, n.name, str(n.target)):
         return False
     if m.op != "get_attr":
-        # By their texts: nodes are named, and NaN is NaN.
-        return repr((m.args, m.kwargs)) == repr((n.args, n.kwargs))
+        return repr((m.args, m.kwargs)) == repr((n.args, n.kwargs))  # by text: NaN is NaN
     one, other = getattr(a, str(m.target)), getattr(b, str(n.target))
     if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one is other:
         return one is other
@@ -375,8 +360,7 @@ class NoSetData(CallWatcher):
         self.set_data: Any = torch.Tensor.data.__set__  # pyright: ignore
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # A trace loses new data without a word: only the tensor's stand-in has it. Torch's own
-        # `vector_to_parameters` sets data so, and code that averages weights.
+        # A trace loses new data without a word, as torch's `vector_to_parameters` sets it.
         line = line_of_user() if func == self.set_data else ""  # torch does so too, beside it
         if line:
             raise CaptureError(

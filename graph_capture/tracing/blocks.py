@@ -28,8 +28,6 @@ _SHOWN = 5  # module paths that an error shows
 
 @dataclass
 class _BlockCalls:
-    """What the blocks, by module path, were called with in the last forward watched."""
-
     blocks: dict[str, nn.Module]
     signatures: dict[str, list[Signature]] = field(default_factory=dict[str, list[Signature]])
     autocast: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -92,12 +90,10 @@ def _nothing_matched(model: nn.Module, pattern: str) -> str:
 
 @contextlib.contextmanager
 def watching_calls(model: nn.Module, blocks: dict[str, nn.Module]) -> Generator[_BlockCalls]:
-    """Note how forward calls `blocks`."""
     calls = _BlockCalls(blocks)
 
     def start(args: Any, kwargs: Any) -> None:
-        # A trace runs forward more than once, and the last run counts.
-        calls.signatures.clear()
+        calls.signatures.clear()  # a trace runs forward more than once, and the last run counts
         calls.autocast.clear()
 
     def note(path: str, args: Any, kwargs: Any) -> None:
@@ -146,8 +142,7 @@ class _Matcher:
     block: Joint
     whole: Joint
     of_node: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
-    # What the comparison at hand has bound: taken back if it fails.
-    trail: list[fx.Node] = field(default_factory=list[fx.Node])
+    trail: list[fx.Node] = field(default_factory=list[fx.Node])  # undone if the comparison fails
     op_of: dict[str, str] = field(default_factory=dict[str, str])
 
     def is_same_op(self, mine: Op, theirs: Op) -> bool:
@@ -176,13 +171,10 @@ class _Matcher:
     def _same_leaf(self, a: Any, b: Any) -> bool:
         if isinstance(a, fx.Node) and isinstance(b, fx.Node):
             return self._same(a, b)
-        # Scalars count too: blocks share a compiled step only if they compute the same of their own
-        # parameters. By type, as 1 == True.
-        return type(a) is type(b) and a == b
+        return type(a) is type(b) and a == b  # scalars are equal too, by type, as 1 == True
 
     def _same(self, a: fx.Node, b: fx.Node) -> bool:
-        # A view is the tensor that it views.
-        a, b = _behind_aliases(a), _behind_aliases(b)
+        a, b = _behind_aliases(a), _behind_aliases(b)  # a view is the tensor that it views
         if a in self.of_node:
             return self.of_node[a] is b
         if a.op == "placeholder":
@@ -219,9 +211,8 @@ def _looks_alike(a: fx.Node, b: fx.Node) -> bool:
 
 
 def match_block(block: Joint, whole: Joint, path: str) -> BlockMatch:
-    """Find the ops of `block`, traced by itself, among those of the model at `path`."""
-    # A block that is compiled by itself sums gradients inside itself first. The bits are eager's
-    # only if the whole step has its very ops, wired alike and in its order.
+    # A block compiled by itself sums gradients inside first. Bits are eager's only if the whole
+    # step has its very ops, wired alike and in its order.
     matcher = _Matcher(block, whole)
     _match_forward(matcher, path)
     _match_backward(matcher, path)
@@ -268,15 +259,13 @@ def _match_forward(matcher: _Matcher, path: str) -> None:
 
 def _match_backward(matcher: _Matcher, path: str) -> None:
     own, graph = matcher.block.graph, matcher.whole.graph
-    # One iterator for all: ops of others may stand between the block's, which keep their order.
-    backward = iter(graph.ops[graph.n_forward :])
+    backward = iter(graph.ops[graph.n_forward :])  # one iterator: others' ops may stand between
     begun = False
     for mine in own.ops[own.n_forward :]:
         if mine.target == TANGENTS:
             continue
         for theirs in backward:
-            # Backward runs modules behind the block first, which may have ops that look alike.
-            begun = begun or _is_inside(theirs.module, path)
+            begun = begun or _is_inside(theirs.module, path)  # modules behind it may look alike
             if begun and matcher.is_same_op(mine, theirs):
                 break
         else:

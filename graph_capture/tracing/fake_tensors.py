@@ -1,14 +1,9 @@
 """Fake tensors as the kernels of their device give them: laid out alike, statistics of their dtype.
 
-Some of torch's fake kernels state other strides than the kernels give: a trace with those takes a
-view where eager copies, and fails when it runs. They were found in torch 2.13 and 2.14 by comparing
-forward and backward of some 200 ops on turned, sliced and channels-last tensors.
-
-On a CPU they also give the statistics that norms save the dtype of the input. The kernels give them
-that of the weights: of bfloat16 inputs and float32 weights, as under autocast, twice the bytes.
-
-`RULES` mend those that are known: on a CPU all of them, on a CUDA device all but `_CPU_ONLY`.
-Timing compares the strides of each op that it runs with the traced ones, and refuses a difference.
+Some of torch's fake kernels state other strides than the kernels give: a trace then takes a view
+where eager copies, and fails when it runs. On a CPU, they give norms' statistics the dtype of the
+input, not of the weights: under autocast half the bytes. `RULES` mend the known ones, found in
+torch 2.13 and 2.14 over some 200 ops. Timing refuses what differs still.
 """
 
 from __future__ import annotations
@@ -37,14 +32,13 @@ from remat.graph_capture.torch_private.core import (
 
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
-_Rule = Callable[..., Tensor]
-"""From an op's arguments to a tensor on ``meta``: results of its shape are laid out like it."""
+_Rule = Callable[..., Tensor]  # to a ``meta`` tensor, laid out as results of its shape
 
 
 def fake_with_eager_strides(shape_env: ShapeEnv | None = None) -> FakeTensorMode:
     """With true strides and statistics. `shape_env`: of sizes that are symbols."""
-    # No subclass: torch finds its rules of higher-order ops by the very type of the mode. Real
-    # tensors are allowed, as plain ones that forward reads are constants of the graph.
+    # No subclass: torch finds rules of higher-order ops by the mode's very type. Real tensors that
+    # forward reads are constants of the graph.
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     dispatch = mode.dispatch
 
@@ -71,8 +65,7 @@ def _with_true_statistics(mode: FakeTensorMode, func: Any, args: Sequence[Any], 
         return found
     results = cast("tuple[Any, ...]", found)
     given = next((one for one in args[_WEIGHTS[func]] if isinstance(one, Tensor)), args[0])
-    # The first result is the output itself, whose dtype is right.
-    wanted = [results[0], *(given for _ in results[1:])]
+    wanted = [results[0], *(given for _ in results[1:])]  # the output's own dtype is right
     if func is _FUNCTIONAL:
         wanted[3:] = args[3:5]  # new running statistics, as those that they replace
     with mode:
@@ -96,8 +89,7 @@ def _mended(mode: FakeTensorMode, found: Any, true: Tensor) -> Any:
 
 
 def _in_format_of(x: Tensor, shape: Sequence[int]) -> Tensor:
-    # Channels last stays channels last; all else comes out contiguous.
-    empty = torch.empty(shape, device="meta")
+    empty = torch.empty(shape, device="meta")  # channels last stays so, all else is contiguous
     return empty.contiguous(memory_format=suggest_memory_format(x))
 
 
@@ -169,7 +161,7 @@ RULES: dict[Any, _Rule] = {
     aten.max_unpool2d.default: _unpooled, aten.roll.default: _rolled,
 }  # fmt: skip
 
-_CPU_ONLY = {
+_CPU_ONLY = {  # ops whose fake kernels state the strides of CUDA's kernels
     aten.native_batch_norm.default, aten._native_batch_norm_legit.default,
     aten._native_batch_norm_legit.no_stats, aten._native_batch_norm_legit_functional.default,
     aten.native_group_norm.default, aten.native_dropout_backward.default,
@@ -179,7 +171,6 @@ _CPU_ONLY = {
     aten.reflection_pad3d_backward.default, aten.replication_pad3d_backward.default,
     aten.channel_shuffle.default,
 }  # fmt: skip
-"""Ops whose fake kernels state the strides of CUDA's kernels."""
 
 _WEIGHTS: dict[Any, slice] = {
     aten.native_batch_norm.default: slice(1, 5),
@@ -188,8 +179,7 @@ _WEIGHTS: dict[Any, slice] = {
     aten._native_batch_norm_legit.no_stats: slice(1, 3),
     aten.native_layer_norm.default: slice(2, 4),
     aten.native_group_norm.default: slice(1, 3),
-}
-"""Where an op takes weights, and running statistics: the first that is there has their dtype."""
+}  # by op: weights and running statistics; the first that is there has their dtype
 _FUNCTIONAL = aten._native_batch_norm_legit_functional.default
 
 
@@ -225,8 +215,7 @@ def as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> Generator[None]:
         kept += [(held, name, t) for name, t in held.items() if t is not None and t.is_meta]
     try:
         for held, name, tensor in kept:
-            # Tied ones stay tied.
-            if id(tensor) not in made:
+            if id(tensor) not in made:  # tied ones stay tied
                 made[id(tensor)] = _fake(tensor, mode)
             held[name] = made[id(tensor)]
         yield
@@ -256,23 +245,20 @@ def has_storage(model: nn.Module) -> bool:
 
 _DROPOUT_POSITION = 4  # of ``dropout_p`` among the arguments of `scaled_dot_product_attention`
 _KEYS = DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd
-_FAMILIES = (
+_FAMILIES = (  # ops by name, beside all that resample
     "rnn_tanh", "rnn_relu", "gru", "lstm", "softshrink", "hardshrink", "multi_margin_loss",
     "multilabel_margin_loss_forward", "stft", "istft",
 )  # fmt: skip
-"""Ops by name, beside all that resample."""
 
 
 @contextlib.contextmanager
 def kernels_of_eager() -> Generator[None]:
-    # Under the Python dispatcher, which AOTAutograd turns on, torch decomposes these in Python
-    # where eager runs compiled code: other last bits, and `rnn_tanh` and `rnn_relu` lose their
-    # dropout (torch 2.13).
+    # The Python dispatcher, on in AOTAutograd, decomposes these in Python where eager runs compiled
+    # code: other last bits, and `rnn_tanh` and `rnn_relu` lose their dropout (torch 2.13).
     found = [(op, key) for op in _decomposed() for key in _KEYS if key in op.py_kernels]
     taken = [(op, key, op.py_kernels.pop(key)) for op, key in found]
     for op, _, _ in taken:
-        # The op's cache may still hold the Python kernel.
-        op._dispatch_cache.clear()
+        op._dispatch_cache.clear()  # the op's cache may still hold the Python kernel
     try:
         yield
     finally:
@@ -302,8 +288,7 @@ class IdleDropout(CallWatcher):
             # `functional.dropout` calls it `training`, `torch.dropout` calls it `train`.
             is_on = named.get("training", named.get("train", True))
             if not is_on or named.get("p", 0.5) == 0:
-                # A later write in place to the result has to reach the input too.
-                return named["input"]
+                return named["input"]  # a later write to the result reaches the input too
         return func(*args, **kwargs)
 
 
@@ -313,8 +298,7 @@ class FusedAttention(CallWatcher):
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(kwargs)
         if func is functional.scaled_dot_product_attention:
-            # A CPU has no fused attention with dropout, the device that is planned for has. Without
-            # its dropout the call is traced alike: a kernel that draws inside itself keeps no mask.
+            # A CPU has no fused attention with dropout. Without, it is traced alike: no mask.
             at = _DROPOUT_POSITION
             args = (*args[:at], *(0.0 for _ in args[at : at + 1]), *args[at + 1 :])
             given.pop("dropout_p", None)

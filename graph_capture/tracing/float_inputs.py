@@ -25,8 +25,7 @@ from remat.graph_capture.tracing.traced_float import FloatStep, Log, run_float_s
 
 FloatPlace = DictItem | ClosureCell | SlotAttr
 _SHOWN = 8  # names that an error shows
-_SPECIAL = (0.0, 1.0)
-"""Values for which torch may leave out ops, as dropout's. Only those of the trace are taken."""
+_SPECIAL = (0.0, 1.0)  # torch may leave out ops at these: only the trace's are taken
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,7 @@ class FloatInputs:
         except (ArithmeticError, ValueError) as error:
             return str(error)
         for index, answer in self.answers:
-            # Code branched on it while it was traced.
-            if found[index] != answer:
+            if found[index] != answer:  # code branched on it while it was traced
                 return f"{self.steps[index].name} of it is {found[index]} instead of {answer}"
         before = [*(place.value for place in self.places), *self.own]
         for now, was in zip([*values, *given], before, strict=True):
@@ -173,8 +171,7 @@ class _Arguments:
         return ""
 
     def _argument(self, constants: Sequence[float]) -> int | None:
-        # One argument serves every op that takes the same number.
-        key = tuple(map(repr, constants))
+        key = tuple(map(repr, constants))  # one argument serves every op that takes the same number
         if key not in self._known and (found := self._rule(constants)) is not None:
             self._known[key] = len(self.arguments)
             self.arguments.append(found)
@@ -219,15 +216,12 @@ def _are_equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and repr(one) == repr(other)
 
 
-# Numbers of Python's that each step may read anew: a temperature, a drop rate.
-#
-# Ops take such numbers as constants. To find where they go, the model is traced twice more with
-# other values, as floats that remember what is computed from them. A constant that follows from a
-# number by a known rule in all three traces is an argument of the step; one that follows by none,
-# or a trace of other ops, is a reason to plan for each value instead.
+# Numbers of Python's that each step may read anew: a temperature, a drop rate. To find where they
+# go, the model is traced twice more with other values, as floats that remember what is computed. A
+# constant that follows by a known rule in all three traces is an argument of the step; else there
+# is a plan for each value.
 
-_PROBES = ((0.0070682, 0.00137), (0.0148291, 0.00211))
-"""How much lower a number is in a further trace, as a part of it: the first one, and each next."""
+_PROBES = ((0.0070682, 0.00137), (0.0148291, 0.00211))  # lower by these parts: first, and each next
 
 
 @contextlib.contextmanager
@@ -245,8 +239,7 @@ def holding(places: Sequence[FloatPlace], values: Sequence[float]) -> Generator[
 def probed(
     places: Sequence[FloatPlace], state: PythonState, base: Probe, trace: Callable[[Log], Probe]
 ) -> FloatInputs | str:
-    """Where the numbers go, by two further traces; or why they cannot be inputs. `base` is the
-    trace with their own values, `state` all that forward reads."""
+    """By two further traces; or why they cannot be inputs. `base`: with their own values."""
     others: list[Probe] = []
     for first, more in _PROBES:
         log = Log()
@@ -295,9 +288,7 @@ def _unfollowed(state: PythonState, others: Sequence[Probe]) -> str:
 
 
 def _reads_past_methods(value: Any) -> bool:
-    # Functions in C read a float's value past its methods. Those of `math` are watched as long as
-    # code calls them as attributes of the module (`traced_by_math`).
-    if isinstance(value, ModuleType):
+    if isinstance(value, ModuleType):  # C reads past a float's methods: `math`'s are watched
         return value is np
     home = str(getattr(value, "__module__", "")).partition(".")[0]
     is_function = isinstance(value, (BuiltinFunctionType, np.ufunc)) or callable(value)

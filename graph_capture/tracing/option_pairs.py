@@ -1,8 +1,4 @@
-"""Options that do not go together: each pair, why, and what to do instead.
-
-Every function and verb that takes options asks this one table before anything runs. The table of
-`docs/limits.md` is made from it, see its `as_table`.
-"""
+"""Options that do not go together: each pair, why, and what to do instead (`docs/limits.md`)."""
 
 from __future__ import annotations
 
@@ -12,8 +8,7 @@ from remat.graph_capture.errors import CaptureError, RematError, RewriteError
 
 
 class OptionPair(NamedTuple):
-    """Two options of which one call takes one, spelled as in Python. The message says that `other`
-    is not taken with `one`; `why` and `instead` are a clause each."""
+    """`other` is not taken with `one`, both as in Python; `why` and `instead` are a clause each."""
 
     other: str
     one: str
@@ -86,8 +81,8 @@ PAIRS = (
         solver="blocks have one of their own",
     ),
 )  # fmt: skip
+# All options that not all others go with.
 PAIRED = tuple(sorted({name for pair in PAIRS for name in (pair.one, pair.other)}))
-"""All options that not all others go with."""
 
 
 def require_compatible(**asked: object) -> None:

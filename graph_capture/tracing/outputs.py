@@ -1,8 +1,6 @@
 """What a step returns, where one tensor comes more than once in it, or a dataclass.
 
-A model may return its last hidden state by itself and again among all of them, or return what it
-keeps on an attribute. Eager then returns one tensor, whose gradients are added up before its own
-backward runs. As two results of a graph it would be two tensors, and two gradients at once.
+Eager returns one tensor, with gradients added up before its backward; two results would be two.
 """
 
 from __future__ import annotations
@@ -23,14 +21,12 @@ _Context = tuple[Any, tuple[str, ...]]
 class _FlatDataclass:
     """A container that torch knows, with what a dataclass holds, fields or not, by name."""
 
-    # Torch finds no tensor in a dataclass that is not registered. To register it would change how
-    # the user's other code walks through it, so this stands in its place while a step is traced.
+    # For the trace only: to register the dataclass would change how other code walks through it.
     def __init__(self, kind: type, values: dict[str, Any]) -> None:
         self.kind, self.values = kind, values
 
     def closed(self) -> Any:
-        # As `copy.copy` makes one: neither `__init__` nor a check runs, of frozen ones either.
-        made = object.__new__(self.kind)
+        made = object.__new__(self.kind)  # as `copy.copy`: no `__init__`, of frozen ones either
         for name, value in self.values.items():
             object.__setattr__(made, name, value)
         return made
@@ -98,8 +94,6 @@ _Leaf = TypeVar("_Leaf")
 
 @dataclass(frozen=True)
 class DuplicateOutputs:
-    """A tree of results in which a tensor comes more than once, or a dataclass."""
-
     spec: pytree.TreeSpec
     which: tuple[int, ...]  # for each leaf of the tree, its index among the distinct ones
     own: int  # leaves that are the module's results; the others are set on attributes
@@ -122,8 +116,7 @@ def distinct_results(results: Any, own: int) -> tuple[Any, DuplicateOutputs | No
     leaves, spec = pytree.tree_flatten(results)
     seen, distinct, which = dict[int, int](), list[Any](), list[int]()
     for leaf in leaves:
-        # Equal numbers may be one object by chance, so only tensors count.
-        known = seen.get(id(leaf)) if isinstance(leaf, Tensor) else None
+        known = seen.get(id(leaf)) if isinstance(leaf, Tensor) else None  # numbers may be equal
         which.append(len(distinct) if known is None else known)
         if known is None:
             seen[id(leaf)] = len(distinct)

@@ -1,11 +1,7 @@
 """What a model is traced with, kept so that it can be traced again.
 
-A trace can be compiled once, since AOTAutograd spends its metadata. So what is kept between capture
-and rewriting is a `Recipe`, and rewriting traces again.
-
-A recipe remembers the device, and rewriting traces the ops that run here. If these are not those of
-the plan, the plan is refused. So a plan with attention dropout that was made for a GPU of the table
-cannot be trained with on a CPU by mistake.
+A trace can be compiled once, since AOTAutograd spends its metadata, so rewriting traces again. That
+traces the ops that run here: a plan with other ones, as one for a GPU of the table, is refused.
 """
 
 from __future__ import annotations
@@ -29,9 +25,8 @@ from remat.graph_capture.torch_private.core import fake_tensor_log
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction
 
-# Libraries take another way through their models where `torch.compiler.is_compiling` or
-# `is_exporting` says so: transformers then writes out causal masks and repeats keys, which changes
-# the last bits. So a model is first traced as in eager, where both say no.
+# Where torch says that it compiles or exports, transformers writes out causal masks and repeats
+# keys, which changes the last bits. So a model is first traced as in eager.
 
 _Flags = tuple[bool, bool]
 FLAGS: tuple[_Flags, ...] = (False, False), (True, False), (True, True)
@@ -48,17 +43,13 @@ def silenced_logs() -> Generator[None]:
         fake_tensor_log.disabled = before
 
 
+# What may run in chunks: nothing; what gives eager's bits; also sums in another order. None, where
+# a user names none, is ``exact`` for large heads; others stay whole, without a warning.
 Split = Literal["none", "exact", "tolerance"]
-"""What may run in chunks: nothing; what gives eager's bits; also sums in another order.
-
-Where a user names none, it is None: ``exact``, for heads that take a large part of a step's memory,
-and heads that cannot be chunked stay whole, without a warning.
-"""
 
 
 def require_split(given: object) -> None:
-    # An unknown word would be taken for one of the known ones.
-    if given is not None and given not in get_args(Split):
+    if given is not None and given not in get_args(Split):  # unknown words count as known, else
         raise CaptureError(
             f"split={given!r} is unknown: give 'none', 'exact' (only what gives eager's bits) or "
             "'tolerance' (also sums in another order)"
@@ -77,15 +68,11 @@ class Recipe:
     loss_fn: LossFunction | None
     resident: Resident  # bytes that no schedule changes
     autocast: tuple[Any, ...]
-    # ``cpu`` or ``cuda:0``, whose own ops are traced; or a name of the table, with the CPU's ops
-    device: str = CPU
-    # what the model's code is told of compiling and exporting; None before a first trace
-    flags: _Flags | None = None
-    # numbers that each step reads anew, by name, with their values in the trace
-    float_inputs: tuple[tuple[str, float], ...] = ()
+    device: str = CPU  # ``cpu`` or ``cuda:0``; or a name of the table, with the CPU's ops
+    flags: _Flags | None = None  # of compiling and exporting; None before a first trace
+    float_inputs: tuple[tuple[str, float], ...] = ()  # each step reads them anew; by name
     split: Split | None = "none"
-    # what a plan changes in the joint graph, in order
-    edits: tuple[JointEdit, ...] = ()
+    edits: tuple[JointEdit, ...] = ()  # what a plan changes in the joint graph, in order
     gradient_release: GradientRelease | None = None
     links: Links | None = None  # to memory below the device, where values may leave it
 
@@ -101,8 +88,7 @@ class Recipe:
     def facts(self) -> dict[str, Any]:
         return {
             "inputs": self.signature.lines(),
-            # Nothing runs on a device of the table, so the graph has the CPU's ops.
-            "device": CPU if self.is_modelled else self.device,
+            "device": CPU if self.is_modelled else self.device,  # nothing runs on one of the table
             "versions": {"torch": str(torch.__version__)},
             "links": self.links,
         }
@@ -158,8 +144,7 @@ def check_arguments(args: Any, kwargs: Any, loss_fn: Any = None, target: Any = N
 
 def require_switches(**given: Any) -> None:
     for name, value in given.items():
-        # A text such as "no" would count as True.
-        if not isinstance(value, bool):
+        if not isinstance(value, bool):  # a text such as "no" would count as True
             raise RewriteError(f"{option(name, value)} is unknown: give True or False")
 
 

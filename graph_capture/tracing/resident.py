@@ -16,8 +16,8 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Optimizer, Resident
 from remat.graph_capture.torch_private.core import pytree
 
+# Buffers as large as the parameter that an optimizer keeps.
 _STATES_PER_PARAMETER: dict[str, int] = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
-"""Buffers as large as the parameter that an optimizer keeps."""
 _ADAMW_STEP_BYTES = 4  # of the step counter, one a parameter
 
 
@@ -37,16 +37,14 @@ def resident_bytes(
     model: nn.Module, batch: Any, *, optimizer: Optimizer, accumulate: bool,
     allocated: Allocated = int, sharding: Sharding = NO_SHARDING, is_on_host: bool = False,
 ) -> Resident:  # fmt: skip
-    """Resident bytes of one rank, by category; a storage shared by two tensors counts once.
-    `accumulate`: gradient buffers exist before the step, as where several batches are summed.
-    `is_on_host`: parameters, gradients and state are, as with `CPUOffloadPolicy`."""
+    """Of one rank; a storage shared by two tensors counts once. `accumulate`: gradient buffers
+    exist before the step. `is_on_host`: parameters, gradients and state are there."""
     require_optimizer(optimizer)
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     trained_bytes = sum(allocated(_own_bytes(p, sharding)) for p in trained)
     seen: set[int] = set()
-    # What FSDP2 gathers is added by `distributed/sharded_step.py`.
-    is_held_otherwise = sharding.kind in ("fsdp2", "replicate")
+    is_held_otherwise = sharding.kind in ("fsdp2", "replicate")  # see `distributed/sharded_step.py`
     parameters_bytes = (
         sum(allocated(_own_bytes(p, sharding)) for p in parameters)
         if is_held_otherwise
@@ -101,8 +99,7 @@ def _state_bytes(
 def _dealt_out(parameters: Sequence[Tensor], n_ranks: int) -> list[list[Tensor]]:
     ranks: list[list[Tensor]] = [[] for _ in range(n_ranks)]
     elements = [0] * n_ranks
-    # `ZeroRedundancyOptimizer` gives parameters out whole, the largest first, each to the first
-    # rank of those with the fewest elements so far (`_partition_parameters` of torch 2.13).
+    # As `_partition_parameters` of torch 2.13: the largest first, to the first rank with fewest.
     for parameter in sorted(parameters, key=lambda p: p.numel(), reverse=True):
         rank = elements.index(min(elements))
         ranks[rank].append(parameter)
@@ -117,8 +114,7 @@ def storage_bytes(
     seen = set() if seen is None else seen
     total = 0
     for tensor in (one for one in tensors if isinstance(one, Tensor)):
-        # Of a DTensor, only its part is here.
-        storage = local_part(tensor).untyped_storage()
+        storage = local_part(tensor).untyped_storage()  # of a DTensor, only its part is here
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             total += allocated(storage.nbytes())
@@ -148,9 +144,8 @@ class _Shared(dict[str, Any]):
 @contextlib.contextmanager
 def tied_as_one(model: nn.Module) -> Generator[None]:
     """List each parameter under its first name alone; it is still found under the others."""
-    # AOTAutograd would make an input of each name, and autograd would add their gradients after
-    # backward. Eager adds them as backward makes them. Two commute; the order of three changes the
-    # last bits of the sum. A guard of the rewritten module holds that they are still tied.
+    # As several inputs, autograd would add their gradients after backward. Eager adds them
+    # meanwhile: the order of three changes the last bits. A guard holds that they are still tied.
     before = [(module, module._parameters) for module in model.modules()]
     elsewhere: dict[nn.Module, dict[str, _Slot]] = {}
     for (module, name), first in _later_slots(model).items():
@@ -182,10 +177,8 @@ def _later_slots(model: nn.Module) -> dict[_Slot, _Slot]:
 
 
 def tied_places(model: nn.Module) -> dict[int, int]:
-    """Places in ``named_parameters(remove_duplicate=False)`` that a trace leaves out. Each with the
-    place of the parameter's first name."""
+    """Of ``named_parameters(remove_duplicate=False)``, each with the place of its first name."""
     slots = _slots(model)
     later = _later_slots(model)
-    # Reversed, so that the first place counts of a module that comes twice.
-    place = {slot: i for i, slot in reversed(list(enumerate(slots)))}
+    place = {slot: i for i, slot in reversed(list(enumerate(slots)))}  # the first place counts
     return {i: place[later[slot]] for i, slot in enumerate(slots) if slot in later}

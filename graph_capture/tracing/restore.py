@@ -20,8 +20,7 @@ from remat.graph_capture.python_state.state_guards import PythonState
 from remat.graph_capture.python_state.state_slots import MISSING, DictItem, copied, holds, refill
 from remat.graph_capture.torch_private.core import CallWatcher, FakeTensor, pytree
 
-_Attributes = dict[str, tuple[Any, Any]]
-"""Values by name, each with a shallow copy of it where it is a plain container."""
+_Attributes = dict[str, tuple[Any, Any]]  # each with a shallow copy if it is a plain container
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,7 @@ class ModuleAttributes:
             Written(path, module, name, *_before(module, name, attributes))
             for path, module, attributes in self._before
             for name in _changed(vars(module), attributes, self._but)
-            # Torch's tables of hooks are compared elsewhere; an LSTM's flat weights are its own.
-            if name not in OF_TORCH
+            if name not in OF_TORCH  # hooks are compared elsewhere
             if not (name.startswith("_") and type(module).__module__.startswith("torch."))
         ]
 
@@ -70,14 +68,12 @@ class ModuleAttributes:
             _restore(vars(module), attributes, self._but)
 
 
-OF_TORCH = frozenset(vars(nn.Module()))
-"""What every module has: its tables of parameters, of hooks and of other modules, and its mode."""
+OF_TORCH = frozenset(vars(nn.Module()))  # tables of parameters, hooks and modules, and its mode
 
 
 def _before(module: nn.Module, name: str, attributes: _Attributes) -> tuple[Any, Any]:
     if name not in attributes:
-        # Without one of its own, the instance had its class's.
-        return (getattr(type(module), name, MISSING),) * 2
+        return (getattr(type(module), name, MISSING),) * 2  # else it was the class's
     value, kept = attributes[name]
     return value, value if kept is None else kept
 
@@ -89,8 +85,7 @@ def restored_after(model: nn.Module) -> Generator[ModuleAttributes]:
     # `fork_rng` would start CUDA where nothing has used it yet.
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     python, numpy = random.getstate(), np.random.get_state()
-    # A caller may be under ``torch.no_grad()`` or ``torch.inference_mode()``, as blocks that set up
-    # a model often are. Leaving inference mode also switches gradients on.
+    # A caller may be under ``no_grad`` or ``inference_mode``; to leave that puts gradients on too.
     with torch.inference_mode(False), torch.random.fork_rng(devices=devices):
         try:
             yield attributes
@@ -120,21 +115,18 @@ def _restore(now: dict[str, Any], attributes: _Attributes, but: frozenset[str]) 
             del now[name]
             continue
         now[name], kept = attributes[name]
-        # In place: others may hold the same container.
-        if kept is not None:
+        if kept is not None:  # in place: others may hold the same container
             refill(now[name], kept)
 
 
 _NUMPY = "numpy.random"
 _PYTHON = "random"
-_SEEDS = ("manual_seed", "seed", "set_rng_state")
-"""Functions of torch and of `torch.random` that put its generator elsewhere."""
+_SEEDS = ("manual_seed", "seed", "set_rng_state")  # they put torch's generator elsewhere
 
 
 def streams() -> dict[str, Any]:
     _, keys, *rest = cast("tuple[str, np.ndarray, int, int, float]", np.random.get_state())
-    # Torch's default stream is not among them: it is part of the plan.
-    return {
+    return {  # torch's default stream is not among them: it is part of the plan
         _PYTHON: random.getstate(),
         _NUMPY: (keys.tobytes(), *rest),  # as bytes, since arrays compare element by element
     }
@@ -162,8 +154,7 @@ def _line_that_draws(run: Callable[[], Any], moved: str) -> str:
     def look(frame: FrameType, event: str, arg: Any) -> Any:
         if not is_users(frame) or found:
             return None
-        # An event comes before its line runs, so the line before it has drawn.
-        if event in ("line", "return"):
+        if event in ("line", "return"):  # events come before their line has run
             if streams()[moved] != before:
                 found.append(last[0])
                 return None
@@ -173,8 +164,7 @@ def _line_that_draws(run: Callable[[], Any], moved: str) -> str:
     tracing = sys.gettrace()
     sys.settrace(look)
     try:
-        # Whatever this run raises, the refusal that follows says more.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the refusal that follows says more
             run()
     finally:
         sys.settrace(tracing)
@@ -220,15 +210,13 @@ class NoForeignWrites(CallWatcher):
         self.kind, self.state = kind, state
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Parameters, buffers and arguments are inputs, which each step writes as eager does. A
-        # plain tensor of a module, of a global or of a module that is no submodule is a constant.
+        # Parameters, buffers and arguments are inputs. Other tensors are constants.
         name = getattr(func, "__name__", "")
         is_in_place = name.endswith("_") and not name.endswith("__")
         is_in_place = is_in_place and name not in _WRITES_NO_VALUES
         targets = args[:1] if is_in_place or name in _IN_PLACE else ()
         for leaf in pytree.tree_leaves([*targets, kwargs.get("out")]):
-            # What the trace has made is a view of a constant, or of none.
-            while isinstance(leaf, FakeTensor):
+            while isinstance(leaf, FakeTensor):  # the trace's own is a view of a constant, or none
                 leaf = leaf._base
             is_own = type(leaf) in (Tensor, nn.Parameter)
             if isinstance(leaf, Tensor) and is_own and (line := line_of_user()):
@@ -262,12 +250,10 @@ class GradientOrder:
     """The order in which a traced backward makes gradients, which autograd's engine decides."""
 
     def __init__(self) -> None:
-        # Of the parameters that were watched last, as their gradients came.
-        self.places: list[int] = []
+        self.places: list[int] = []  # of those watched last, as gradients came
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        # A trace runs forward more than once.
-        self.places.clear()
+        self.places.clear()  # a trace runs forward more than once
         for place, parameter in enumerate(parameters):
             if parameter.requires_grad:
                 parameter.register_hook(lambda _, place=place: self.places.append(place))

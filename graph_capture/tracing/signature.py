@@ -1,7 +1,4 @@
-"""What a batch looked like at capture, and whether another one is like it.
-
-A plan is exact for one signature.
-"""
+"""What a batch looked like at capture, and whether another one is like it."""
 
 from __future__ import annotations
 
@@ -30,15 +27,12 @@ def leaves_with_paths(tree: Any) -> list[tuple[_Path, Any]]:
 
 
 def _below(path: _Path, tree: Any) -> Iterator[tuple[_Path, Any]]:
-    # By number: torch's function refers to itself and to this one, so that a tree in it would live
-    # on until Python collects garbage, with all of a model's result.
-    whole = id(tree)
+    whole = id(tree)  # by number: torch's function refers to itself and would hold a tree
     parts, spec = pytree.tree_flatten(tree, is_leaf=lambda part: id(part) != whole)
     if spec.is_leaf():
         yield path, tree
         return
-    # Torch gives paths only through containers that were registered with names for their parts.
-    # Many libraries register theirs without, as diffusers its outputs: those parts are numbered.
+    # Torch has paths only through containers with named parts. Others, as diffusers', are numbered.
     named = pytree.SUPPORTED_NODES[spec.type].flatten_with_keys_fn
     keys = map(pytree.SequenceKey, range(len(parts)))
     if named is not None:
@@ -82,8 +76,7 @@ _NO_TENSOR = "Pass a tensor there, as at capture, or make another plan for this 
 
 
 class Signature:
-    """Shapes, strides, dtypes and devices of a batch's tensors, and its other leaves as they are.
-    It holds no tensor of the batch."""
+    """Shapes, strides, dtypes and devices of a batch's tensors, none of which it holds."""
 
     def __init__(self, batch: Any) -> None:
         paths, self.spec = leaves_with_paths(batch), pytree.tree_structure(batch)
@@ -92,12 +85,10 @@ class Signature:
         self.tensors = [tensor_facts(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.attributes = [kept_attributes(leaf) for leaf in leaves]
-        # `firsts`: for each leaf, the number of the first one that is the same tensor. `as_one`:
-        # batches are held to that, since code asks, or it makes another step.
+        # `firsts`: by leaf, the first that is the same tensor; `as_one`: batches are held to that.
         self.firsts, self.as_one = first_places(leaves), False
-        # By the place of a tensor of whole numbers or truths, what all its elements are, or None
-        # where they differ: in the batch at hand, and in every batch of the plan, where code looks
-        # at them. As at a mask of ones, which libraries leave away.
+        # By place of a tensor of integers or bools, what all elements are, None where they differ:
+        # here, and in all batches of the plan where code looks, as at a mask of ones.
         self.numbers: Mapping[int, int | None] = {}
         self.held_numbers: Mapping[int, int | None] = {}
 

@@ -49,8 +49,7 @@ def checkpointed_modules(path: Mapping[int, str]) -> Generator[set[str]]:
     found: set[str] = set()
 
     def note(module: nn.Module, args: Any) -> None:
-        # `path` is by identity, as in `Provenance`; the hook sees every module of the process.
-        if id(module) in path and is_inside_checkpoint():
+        if id(module) in path and is_inside_checkpoint():  # a hook sees all modules of the process
             found.add(path[id(module)])
 
     with nn.modules.module.register_module_forward_pre_hook(note):
@@ -67,8 +66,7 @@ def checkpoints_noted(provenance: Provenance) -> Generator[None]:
     def noted_enter(hook: Any) -> Any:
         nonlocal depth, entered
         result = enter(hook)
-        # One within another is a part of it: to make the outer one again is to make both.
-        depth, entered = depth + 1, entered + (depth == 0)
+        depth, entered = depth + 1, entered + (depth == 0)  # to make the outer again makes both
         provenance.checkpoint = entered
         return result
 
@@ -89,11 +87,8 @@ def checkpoints_noted(provenance: Provenance) -> Generator[None]:
 
 
 def refuse_checkpointed_writes(graph: fx.Graph, results: int, paths: set[str]) -> None:
-    """Raise `CaptureError` if forward writes to a buffer of a module that a checkpoint covers.
-    `results` is how many of the joint graph's outputs are forward's."""
-    # Eager runs what a checkpoint covers twice, and so writes such a buffer twice: a batch norm
-    # counts each batch double. A plan runs forward as without the checkpoint.
-    for what in graph.output_node().meta["desc"][:results]:
+    """`CaptureError` if forward writes to a buffer under a checkpoint. `results`: its outputs."""
+    for what in graph.output_node().meta["desc"][:results]:  # a batch norm would count twice
         buffer = str(getattr(getattr(what, "mutated_input", None), "target", ""))
         module = buffer.rpartition(".")[0]
         if buffer and module in paths:
@@ -133,9 +128,8 @@ LossFunction = Callable[..., Any]
 
 
 class StepModule(nn.Module):
-    """``loss_fn(model(*args, **kwargs), target)``, or the model alone. As in
-    `torch.distributed.pipelining`, `loss_fn` takes the output, and the target where there is one.
-    Where forward sets tensors on attributes, the result is a pair: with those."""
+    """As in `torch.distributed.pipelining`, `loss_fn` takes the output, and the target if there is
+    one. Tensors that forward sets on attributes come as the second of a pair."""
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFunction | None, writes: ForwardWrites,
@@ -147,15 +141,12 @@ class StepModule(nn.Module):
         self._writes, self._ran, self._over, self._signature = writes, ran, over, signature
         on_batch = zip(signature.names, signature.attributes, strict=True) if signature else ()
         self._stand_ins = StandIns(self, list(on_batch))
-        # As the caller has it: while AOTAutograd traces, it is off.
-        self._casts_once = torch.is_autocast_cache_enabled()
-        # Where results repeat a tensor; those of the last run are then the distinct ones.
-        self.duplicate_outputs: DuplicateOutputs | None = None
+        self._casts_once = torch.is_autocast_cache_enabled()  # AOTAutograd switches it off
+        self.duplicate_outputs: DuplicateOutputs | None = None  # those of the last run
         self.known, self.gradient_order = ConstantFolder(), GradientOrder()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
-        # A trace runs forward more than once, and each run must find what the first one found.
-        self._writes.begin()
+        self._writes.begin()  # forward runs more than once, and each run begins alike
         self.gradient_order.watch(self.parameters())
         batch = leaves_with_paths((args, kwargs, target))
         named = [(argument_name(path), leaf) for path, leaf in batch]
@@ -165,8 +156,7 @@ class StepModule(nn.Module):
                 self.known.hold(batch[place][1], number)
         self._stand_ins.give(self, [leaf for _, leaf in batch])
         recorded = self._ran.recorded() if self._ran else contextlib.nullcontext()
-        # Forward may ask whether two tensors are one, so one stand-in stands for both.
-        if self._signature and self._signature.as_one:
+        if self._signature and self._signature.as_one:  # forward may ask if two are one
             leaves, spec = pytree.tree_flatten((args, kwargs, target))
             firsts = [leaves[i] for i in self._signature.firsts]
             args, kwargs, target = pytree.tree_unflatten(firsts, spec)
@@ -225,22 +215,19 @@ def _require_known(kind: str, result: Any) -> None:
 @contextlib.contextmanager
 def _autocast_cache(*, enabled: bool) -> Generator[None]:
     """Tell forward what it is told in eager: whether autocast keeps what it has cast."""
-    # AOTAutograd traces without the cache, but a region of autocast in forward has it in eager.
-    before = torch.is_autocast_cache_enabled()
+    before = torch.is_autocast_cache_enabled()  # off in AOTAutograd, on for a region in forward
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(enabled)
     try:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
-        # No tensor of a trace stays there.
-        torch.clear_autocast_cache()
+        torch.clear_autocast_cache()  # no tensor of a trace stays there
 
 
 @contextlib.contextmanager
 def without_own_hooks(model: nn.Module) -> Generator[None]:
-    # Each call of a planned module runs the hooks of the whole model around it.
-    before = {name: vars(model)[name] for name in ALL_HOOKS}
+    before = {name: vars(model)[name] for name in ALL_HOOKS}  # each call runs them around the step
     try:
         vars(model).update({name: OrderedDict() for name in ALL_HOOKS})
         yield

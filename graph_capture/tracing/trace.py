@@ -1,7 +1,6 @@
 """The trace: one joint graph of forward and backward, from a module and a batch.
 
-A module is traced as eager runs it, else as if it were compiled or exported; what it does at its
-second call has to be the same.
+As eager runs it, else as if compiled or exported; the second call has to do the same.
 """
 
 from __future__ import annotations
@@ -105,34 +104,25 @@ if TYPE_CHECKING:
     from remat.graph_capture.tracing.float_inputs import FloatInputs, FloatPlace, Probe
     from remat.graph_capture.tracing.traced_float import Log
 
-# `torch.utils.checkpoint` in a model is transparent to the trace: a plan covers what it covers, and
-# replaces it.
+# `torch.utils.checkpoint` is transparent to the trace: a plan covers what it covers.
 
 
 @dataclass
 class Trace:
-    """One trace of a training step."""
-
     joint: Joint
     recipe: Recipe
     descriptors: JointWithDescriptors  # AOTAutograd's own record, which can be compiled once
     python_state: PythonState  # what forward and the loss read of Python's state, as it was
-    # What forward sets on modules and elsewhere: each step sets it too.
-    mutated: tuple[MutatedAttribute, ...] = ()
+    mutated: tuple[MutatedAttribute, ...] = ()  # on modules and elsewhere, as each step does
     initialised: tuple[InitialisedOnce, ...] = ()
-    # What forward adds to dictionaries of libraries at its first call.
-    library_caches: tuple[LibraryCache, ...] = ()
-    # Of what is mutated, what forward may read from an earlier step.
-    loop_carried: tuple[MutatedAttribute, ...] = ()
+    library_caches: tuple[LibraryCache, ...] = ()  # added to at forward's first call
+    loop_carried: tuple[MutatedAttribute, ...] = ()  # what forward may read from earlier steps
     duplicate_outputs: DuplicateOutputs | None = None
-    # Values that code has looked at, and those that they come from.
-    looked_at: bytes = b""
+    looked_at: bytes = b""  # values that code has looked at, and those that they come from
     floats: FloatInputs | None = None
     compiled: bool = False  # whether `descriptors` has been
-    # Places of parameters, in the order in which eager's gradients of them come.
-    gradient_order: tuple[int, ...] = ()
-    # Symbols of a trace for a range of sizes; `joint` is then at the sizes in its hints.
-    env: Environment | None = None
+    gradient_order: tuple[int, ...] = ()  # places of parameters, as eager's gradients come
+    env: Environment | None = None  # of a range's sizes; `joint` is then at its hints
 
     @property
     def graph(self) -> TrainingGraph:
@@ -149,8 +139,7 @@ def _trace_once(
     refuse_other_devices(fake, recipe.device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(silenced_logs())
-        # Entered before all that stands in for parts of the model, so that it restores last.
-        stack.enter_context(restored_after(model))
+        stack.enter_context(restored_after(model))  # entered first, so that it restores last
         stack.enter_context(as_if_on_cpu(model, fake))
         stack.enter_context(tied_as_one(with_loss(model, recipe.loss_fn)))
         # Under a debugger or a coverage nobody knows which code runs, so all of it counts.
@@ -164,8 +153,7 @@ def _trace_once(
         provenance = Provenance(step)
         stack.enter_context(compiling_and_exporting(*(recipe.flags or FLAGS[0])))
         stack.enter_context(kernels_of_eager())
-        # Else torch 2.11 drops ops that do nothing but raise an error for some values.
-        stack.enter_context(checks_kept())
+        stack.enter_context(checks_kept())  # else torch 2.11 drops ops that only raise errors
         stack.enter_context(IdleDropout())
         stack.enter_context(NoSetData(recipe.name))
         stack.enter_context(NoForeignWrites(recipe.name, state))
@@ -178,19 +166,17 @@ def _trace_once(
         stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
         # A loss made of elementwise ops sends gradients back in the strides of the results.
         stack.enter_context(functorch_config.patch(guess_tangent_strides_as_outputs=True))
-        # torch 2.14 would trace the function inside of one that torch.compile has wrapped, without
-        # a word, while the user's own step runs Inductor's kernels. So it fails, as before.
+        # torch 2.14 would trace inside a function that torch.compile has wrapped, while the user's
+        # own step runs Inductor's kernels. So it fails, as before.
         stack.enter_context(dynamo_config.patch(force_compile_during_fx_trace=True))
         if recipe.is_modelled:  # the CPU has no fused attention with dropout, the device has
             stack.enter_context(FusedAttention())
         stack.enter_context(EagerMemory())
-        # Last, so that it is called first and sees the frame of the user's code.
-        stack.enter_context(provenance)
+        stack.enter_context(provenance)  # last: called first, it sees the frame of the user's
         try:
-            # Without decompositions, so that eager's ATen ops stay, and gradients are bit-equal.
-            # This way in takes keyword arguments, tied weights, mutated inputs and nested outputs.
-            # `torch.export` as a first step gave wrong gradients for custom autograd functions, and
-            # `make_fx` fails on tied weights.
+            # Without decompositions, for eager's ATen ops and bit-equal gradients; takes keyword
+            # arguments, tied weights, mutated inputs and nested outputs. `torch.export` first gave
+            # wrong gradients for custom autograd functions, and `make_fx` fails on tied weights.
             descriptors = aot_export_joint_with_descriptors(
                 stack, step, _example(recipe, fake, env), {}, decompositions={}
             )
@@ -327,25 +313,16 @@ def trace(
 ) -> Trace:
     """Trace one training step of `model` on a batch, without running or changing anything.
 
-    model : in training mode. args, kwargs : one batch, as forward takes it.
-    loss_fn, target : where given, ``loss_fn(output, target)`` (or ``loss_fn(output)``) is
-        part of the step, and the rewritten module returns its result.
-    optimizer, accumulate : what stays allocated between steps, see `resident_bytes`.
-    device : whose costs the graph gets; left at None, where the model is. Either ``cpu``
-        or ``cuda``, where model and batch must be; or a name of `devices.json`, for which the CPU's
-        ops are traced and the model may be on ``meta``.
-    sharding : over ranks. It counts for what is resident on one of them.
-    float_inputs : numbers of Python's that each step is to read anew, by the names that a refusal
-        gives them, such as ``"temperature"`` or ``"layers.0.drop.p"``. It takes two more traces.
-    split : what may run in chunks: ``exact`` allows what gives eager's bits, ``tolerance`` also
-        what sums in another order. None allows ``exact`` for large heads of a step on one rank.
-    gradient_release : how gradients are released as they are made: True always, False never. None
-        lets them be added to others where they are accumulated on one rank.
-    dynamic : sizes of the batch that vary; the trace is then for all sizes of their ranges.
+    `model` is in training mode; with `loss_fn`, ``loss_fn(output, target)`` (or
+    ``loss_fn(output)``) is part of the step. `optimizer` and `accumulate` are of `resident_bytes`.
+    `device`: ``cpu`` or ``cuda``, where model and batch must be; a name of `devices.json`, for
+    which the CPU's ops are traced and the model may be on ``meta``; None: where the model is.
+    `float_inputs`: numbers that each step reads anew, as refusals name them, such as
+    ``"layers.0.drop.p"``; two more traces. `split`: see `Split`. `gradient_release`: True always,
+    False never; None, where gradients are accumulated on one rank. `dynamic`: sizes that vary, over
+    whose ranges the trace is.
 
-    Raises CaptureError, with module, line and way out, if the step cannot be one static graph;
-    DeviceError if the device is unknown or not here, or a tensor is on another one.
-    """
+    CaptureError, with module, line and way out: no static graph. DeviceError: none such here."""
     require_split(split)
     check_arguments(args, kwargs, loss_fn, target)
     device = resolved_device(device, model)
@@ -394,8 +371,7 @@ def trace(
         done = trace_recipe(model, recipe)
     except CaptureError as error:
         why = call_error(model, args, kwargs, loss_fn, target)
-        # A call that forward cannot take fails in the trace, far from the argument that is wrong.
-        if isinstance(error.cause, TypeError) and why:
+        if isinstance(error.cause, TypeError) and why:  # it fails far from the wrong argument
             raise CaptureError(why).caused_by(error) from None
         raise
     keep_recipe(model, done.graph.hash, done.recipe)
@@ -403,8 +379,7 @@ def trace(
 
 
 def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
-    """Trace `model` on fake tensors with the recipe's signature. Raises `CaptureError` as `trace`
-    does, or where a number of the recipe cannot be an input of the step."""
+    """On fake tensors. `CaptureError` also if a number of the recipe cannot be an input."""
     if not recipe.float_inputs:
         return _trace_recipe(model, recipe)
     # Few steps have such inputs.
@@ -447,8 +422,7 @@ def _traced_once(model: nn.Module, recipe: Recipe, ran: ExecutedCode, *, whole: 
     try:
         return _trace_once(model, recipe, ran, whole=whole)
     except CaptureError as error:
-        # The frames are those of its cause, some hundred lines.
-        refused = type(error)(*error.args)
+        refused = type(error)(*error.args)  # the frames are those of its cause, some hundred lines
         vars(refused).update(vars(error))
         cause = error.__cause__
         raise refused.caused_by(cause if isinstance(cause, Exception) else error) from None
@@ -457,14 +431,12 @@ def _traced_once(model: nn.Module, recipe: Recipe, ran: ExecutedCode, *, whole: 
 def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     failed: list[CaptureError] = []
     ran = ExecutedCode()
-    # First as eager. If that fails, as if compiled, then as if exported: models may take other code
-    # then, so it warns.
+    # If not as eager, as if compiled, then exported: models may take other code then, so it warns.
     for flags in FLAGS if recipe.flags is None else [recipe.flags]:
         try:
             one = dataclasses.replace(recipe, flags=flags)
             done = _traced_once(model, one, ran, whole=False)
-            # Code that ran unseen may have read anything that any code reads.
-            if not ran.is_all and done.python_state.code_in_scope:
+            if not ran.is_all and done.python_state.code_in_scope:  # it may have read anything
                 done = _traced_once(model, one, ran, whole=True)
         except CaptureError as error:
             # What is refused by us, and not by torch, no flag changes.
@@ -513,10 +485,8 @@ def _counts_as_one(done: Trace) -> bool:
     if not twice or done.python_state.asks_identity or any(one.requires_grad for one in facts):
         return bool(twice)
     written = written_inputs(done.joint.module.graph, done.joint.num_forward_outputs)
-    # Parameters and buffers come first among the inputs.
-    of_batch = written[len(written) - len(signature.firsts) :]
-    # A write to one is a write to the other.
-    return any(of_batch[i] is not None for i in places)
+    of_batch = written[len(written) - len(signature.firsts) :]  # parameters and buffers are first
+    return any(of_batch[i] is not None for i in places)  # a write to one is a write to the other
 
 
 def _require_the_same_again(model: nn.Module, done: Trace, ran: ExecutedCode) -> None:
@@ -528,8 +498,8 @@ def _require_the_same_again(model: nn.Module, done: Trace, ran: ExecutedCode) ->
     kept = [(one.place, one.place.now()) for one in first_only]
     again: Trace | None = None
     try:
-        # A flag that only says that it was set may be set by each step. One that stands for a first
-        # call which initialises something may not, nor a result that the next call reads.
+        # Each step may set a flag that only says so; not one of a first call that initialises
+        # something, nor a result that the next call reads.
         for one in first_only:
             one.put()
         for space, name in spaces:

@@ -1,8 +1,7 @@
 """Floats that remember how they were computed, and what was asked of them, while a step is traced.
 
-What forward computes from a number of the user's, as ``1 / self.temperature``, is a program of a
-few steps; what it asks of one, as ``if self.p > 0``, is a step with an answer under which the trace
-holds. A number that leaves for where neither can be followed, as a text, is lost sight of.
+Arithmetic is a program of a few steps; a question, as ``if self.p > 0``, is a step with the answer
+under which the trace holds. A number that leaves, as into a text, is lost sight of.
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ class _TracedFloat(float):
         return made
 
     def __deepcopy__(self, memo: Any) -> _TracedFloat:
-        # Copied with what holds it, it is still the user's number.
-        return self
+        return self  # copied with what holds it, it is still the user's number
 
 
 def _applied(name: str, function: Callable[..., Any], *operands: Any) -> Any:
