@@ -35,8 +35,7 @@ from remat.solver.state import schedule_of
 
 # A plan counts what the step allocates. Workspaces of cuBLAS and cuDNN, the CUDA context and
 # fragmentation come on top of it.
-RESERVE = 0.10
-"""Share of the free memory that ``auto`` leaves to others."""
+RESERVE = 0.10  # share of the free memory that ``auto`` leaves to others
 
 _FORMS = "8GiB, 512MiB, 1.5GB, 60%, auto or min"
 

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 # What a failed check says: what differs from eager, by how much, where, and what to do.
 
-_SHOWN = 5
-"""Differences that are named; the rest are counted."""
+_SHOWN = 5  # differences that are named; the rest are counted
 _ALONE = (
     "remat.rematerialize(model, args, blocks=pattern) plans the modules that a pattern names, and "
     "leaves all others to eager"
@@ -88,13 +87,10 @@ def cause_text(check: Check) -> str:
 
 
 _T = TypeVar("_T")
-_NO_ROOM = "memory ran out"
-"""Why a check was not run that had to be given up."""
+_NO_ROOM = "memory ran out"  # why a check was not run that had to be given up
 _UNCHECKED = "the plan is not checked against the unmodified step"
-CHECKED = ("outputs", "gradients", "buffers", "rng")
-"""What has to be equal to eager's, to the bit."""
-_FRAGMENTED = 0.10
-"""Share of the peak that an allocator may hold beside it before the user is told."""
+CHECKED = ("outputs", "gradients", "buffers", "rng")  # what has to be equal to eager's, to the bit
+_FRAGMENTED = 0.10  # share of the peak that an allocator may hold beside it before the user is told
 _LITTLE, _ALLOCATOR_BLOCK_BYTES = 0.001, 2 * 2**20
 """Of a budget, and what the CUDA allocator takes at a time: less beyond a budget ends no run."""
 EXPANDABLE_CONF = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"

@@ -8,8 +8,7 @@ from html import escape
 KIB = 2**10
 MIB = 2**20
 GIB = 2**30
-NO_BOUND = "no bound"
-"""What stands for a bound and a gap where nothing is proved."""
+NO_BOUND = "no bound"  # what stands for a bound and a gap where nothing is proved
 
 
 def bytes_text(size_bytes: float) -> str:

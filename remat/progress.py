@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 
 _LOG = logging.getLogger("remat")
-_LEAST_S = 0.05
-"""Stages that took less are not shown."""
+_LEAST_S = 0.05  # stages that took less are not shown
 
 
 class Stopwatch:
@@ -127,8 +126,7 @@ class TerminalStopwatch(Stopwatch):
                 del task
                 return Text(f"{clock.elapsed_s:.0f} s", style="progress.elapsed")
 
-        # Dots are no ASCII.
-        shows_dots = self.console.encoding.lower().startswith("utf")
+        shows_dots = self.console.encoding.lower().startswith("utf")  # dots are no ASCII
         spinner = SpinnerColumn("dots" if shows_dots else "line")
         # A description holds names, which are no markup.
         columns = spinner, TextColumn("{task.description}", markup=False), BarColumn(20), Clock()
@@ -182,8 +180,7 @@ def _silent(done: int = 0, total: int | None = None, *, text: str = "") -> None:
 
 # When a command began: before its imports, which take a second.
 
-_began: list[float] = []
-"""Until a session has taken it."""
+_began: list[float] = []  # until a session has taken it
 
 
 def note_start() -> None:

@@ -249,8 +249,7 @@ class _Cut:
         # the user's tensors all the same, which may change in place.
         for node in gm.graph.find_nodes(op="get_attr"):
             setattr(gm, str(node.target), getattr(self.backward, str(node.target)))
-        # First backwards of several threads would share the graph's fake mode.
-        with _compiling:
+        with _compiling:  # first backwards of several threads would share the graph's fake mode
             return in_parts(self.gates.compile_backward(gm) if self.gates else compile_boxed(gm))
 
 
@@ -295,8 +294,7 @@ def tier_for(
         from remat.rewriter.tiers.stream_tier import StreamTier
 
         tier = StreamTier(graph.device, host_places(graph, schedule), links, found.nvme_peak_bytes)
-    # A lack of room shows when the module is made, not only in a step.
-    tier.require_room()
+    tier.require_room()  # a lack of room shows when the module is made, not only in a step
     return tier
 
 

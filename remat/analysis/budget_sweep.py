@@ -46,8 +46,7 @@ def sweep_fronts(
 ) -> dict[str, Front]:  # fmt: skip
     """The time of the step against its peak: a front for each solver, all at the same budgets."""
     names = tuple(solvers)
-    # Words are refused before budgets are named, which may take a solve.
-    for name in names:
+    for name in names:  # words are refused before budgets are named, which may take a solve
         solver_class(name)
     check_jobs(jobs)
     check_number("time_limit_s", time_limit_s)
@@ -103,8 +102,7 @@ def in_bytes(
         count = BUDGETS if budgets is None else budgets
         unmodified_bytes = unmodified(graph).peak_bytes
         return spread_budgets(graph, count, unmodified_bytes, time_limit_s=time_limit_s, **pins)
-    # Else each letter would be read as a budget.
-    if isinstance(budgets, str):
+    if isinstance(budgets, str):  # else each letter would be read as a budget
         raise BudgetError(f"budgets is one text: give a list, such as [{budgets!r}]")
     limits: dict[str, Any] = {"time_limit_s": time_limit_s, **pins}
     return [parse_budget(b).bytes_for(graph, **limits) for b in budgets], []
@@ -126,8 +124,7 @@ def price_json(price: GibPrice) -> dict[str, float | int | None]:
 # A slider over budgets for notebooks. `at` solves, `text` and `picture` say what it found, and the
 # widget only shows these, so all but the widget is tested without a notebook.
 
-_STEP_PERCENT = 5
-"""What one move of the slider adds, in per cent of the unmodified peak."""
+_STEP_PERCENT = 5  # what one move of the slider adds, in per cent of the unmodified peak
 
 
 class BudgetSlider:
@@ -151,8 +148,7 @@ class BudgetSlider:
 
     def at(self, percent: int) -> Result:
         """The outcome at that share of the unmodified peak."""
-        # Each budget once: a slider comes back to where it was.
-        if percent not in self._solved:
+        if percent not in self._solved:  # each budget once: a slider comes back to where it was
             self._solved[percent] = parse_budget(f"{percent}%").solve(self.graph, **self._asked)
         return self._solved[percent]
 

@@ -35,8 +35,7 @@ UNMODIFIED = "unmodified"
 THIS_PLAN = "this plan"
 
 _NAME_COLUMNS = 24
-_CELL_COLUMNS = 13
-"""Columns of the screen that a solver's name takes, and a cell."""
+_CELL_COLUMNS = 13  # columns of the screen that a solver's name takes, and a cell
 
 
 class _Cell(msgspec.Struct, frozen=True):
@@ -185,11 +184,10 @@ def _overhead_text(cell: _Cell, is_best: bool) -> str:
 
 _Arena = Callable[[Result], int]
 DEFAULT_BUDGETS = ("80%", "60%", "45%")
-DEFAULT_SOLVERS = (
+DEFAULT_SOLVERS = (  # the best of each kind that answers in seconds, and what people write by hand
     "auto", "cut", "hierarchical", "msps", "dtr", "rotor", "chen_sqrt", "every_n_layers",
     "keep_attention_output", "selective", "full", "torch_knapsack",
 )  # fmt: skip
-"""The best of each kind that answers in seconds, and what people write by hand."""
 
 
 def sweep(

@@ -30,8 +30,7 @@ from remat.solver import solve_within
 from remat.solver.budgets.sweep import PINS, price_of_gib
 from remat.solver.search import Clock, is_interrupted, one_job
 
-FURTHER_SOLVE_S = 10.0
-"""Seconds that each further solve may take."""
+FURTHER_SOLVE_S = 10.0  # seconds that each further solve may take
 _T = TypeVar("_T")
 
 

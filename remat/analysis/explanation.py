@@ -29,10 +29,8 @@ from remat.schedules.value_report.peak_holders import ForcedOps, PeakHolders
 from remat.schedules.value_report.rows import FoldedRow
 from remat.solver.budgets.front import GibPrice
 
-_SAME = 1e-4
-"""Two steps whose times differ by less than this part are said to be equally long."""
-_SHOWN = 3
-"""Most values that a sentence names."""
+_SAME = 1e-4  # two steps whose times differ by less than this part are said to be equally long
+_SHOWN = 3  # most values that a sentence names
 
 
 def _peak_text(held: PeakHolders) -> Text:
@@ -139,8 +137,7 @@ def why_text(one: Why, budget_bytes: int) -> str:
     # Before what is forced: an op that must not run again may still have its value copied.
     if row.verdict == "offload":
         return head + _offloaded_text(one, budget_bytes)
-    # No solve was made for it.
-    if one.forced:
+    if one.forced:  # no solve was made for it
         return f"{head}{row.verdict_text}; there is no choice: {one.forced}"
     if row.verdict == "free":
         return f"{head}not kept, and never made again: nothing in backward reads it"
@@ -316,8 +313,7 @@ def sentences(found: Explanation) -> Iterator[tuple[str, str]]:
     for one in found.chunks:
         yield "chunks", str(one)
     for i, one in enumerate(found.levers):
-        # Named once, at its first line.
-        yield "levers" if i == 0 else "", str(one)
+        yield "levers" if i == 0 else "", str(one)  # named once, at its first line
     for i, one in enumerate(found.forced):
         yield "forced" if i == 0 else "", _forced_text(one)
     if not found.forced:

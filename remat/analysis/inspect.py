@@ -38,12 +38,9 @@ from remat.schedules.value_report.rows import (
 )
 from remat.schedules.value_report.rows import Group as Sums
 
-_WIDE = 110
-"""Columns of the screen from which each fact has a column of its own."""
-_ROOMY = 76
-"""Columns of the screen from which the runs of a group are counted too."""
-_TOP = 20
-"""Rows that are shown unless more are asked for."""
+_WIDE = 110  # columns of the screen from which each fact has a column of its own
+_ROOMY = 76  # columns of the screen from which the runs of a group are counted too
+_TOP = 20  # rows that are shown unless more are asked for
 
 InspectBy = Literal["value", "module", "op", "line"]
 """What values are summed by; ``value`` for one row a value."""
@@ -118,8 +115,7 @@ def _left_out(count: int, top: int) -> Text:
 
 def _wide_values(rows: Iterable[FoldedRow]) -> Table:
     table = plain_table("op", "layers", "verdict", "bytes", "one run", "dtype", "module", "line")
-    # Columns of words; `plain_table` aligns to the right, as for figures.
-    for i in (2, 5, 6, 7):
+    for i in (2, 5, 6, 7):  # columns of words; `plain_table` aligns to the right, as for figures
         table.columns[i].justify = "left"
     for row in rows:
         table.add_row(
@@ -145,8 +141,7 @@ def _narrow_values(rows: Iterable[FoldedRow]) -> Table:
 
 
 def _groups_table(found: Inspection, top: int, width: int) -> Table:
-    # Without a plan there are sizes and costs alone.
-    if found.at_peak is None:
+    if found.at_peak is None:  # without a plan there are sizes and costs alone
         table = plain_table(found.by, "values", "bytes", "time")
         for group in found.groups[:top]:
             sizes = bytes_text(group.size_bytes), fine_time_text(group.cost_us)

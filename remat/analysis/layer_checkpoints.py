@@ -15,8 +15,7 @@ from remat.solver.policies.template import module_blocks, nth_blocks, template_s
 from remat.solver.problem import Problem
 from remat.solver.state import schedule_of
 
-SAME_SPEED = 0.01
-"""How much slower than the plan, as a fraction, still counts as the same."""
+SAME_SPEED = 0.01  # how much slower than the plan, as a fraction, still counts as the same
 
 
 class EveryNth(msgspec.Struct, frozen=True):

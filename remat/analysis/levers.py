@@ -20,8 +20,7 @@ from remat.solver.state import schedule_of
 # A plan with one of its levers off: the same ops in the same order, for the simulator to compare.
 # No solver is asked, and values are freed as early as can be.
 
-_Off = tuple[TrainingGraph, Schedule]
-"""A graph without a lever, and the plan on it."""
+_Off = tuple[TrainingGraph, Schedule]  # a graph without a lever, and the plan on it
 
 
 def without_recomputation(graph: TrainingGraph, schedule: Schedule) -> _Off:
@@ -164,8 +163,7 @@ def levers_of(
     if schedule.moves:
         off = without_copies(graph, schedule)
         found.append(_beside(OFFLOAD, planned, schedule, off, solve_without))
-        # Chunks and updates could not be taken out without the copies.
-        return tuple(found)
+        return tuple(found)  # chunks and updates could not be taken out without the copies
     for one in [chunks_of(graph, schedule)] if schedule.chunks else []:
         name = ", ".join(region.name for region in one)
         off = without_chunks(graph, schedule)

@@ -303,8 +303,7 @@ def use_arena(
     from remat.rewriter.arena.library import arena_library
 
     rewritten = require_arena_fits(module)
-    # Compiled before a step runs, as there may be no compiler.
-    arena_library()
+    arena_library()  # compiled before a step runs, as there may be no compiler
     requests = record_step(rewritten, args, kwargs, loss_fn, target)
     layout = place_buffers(requests.buffers, alignment_bytes=CPU_ALIGNMENT_BYTES)
     return Arena(rewritten._remat_compiled_step.memory, requests, layout)

@@ -31,10 +31,8 @@ from remat.solver.result import at_least_budget
 
 # Parts that several screens share: tables that fit 60 columns, and words for their cells.
 
-_LONGEST = 36
-"""Letters that a folded path may have before its ranges are cut short."""
-_HOLDERS = 8
-"""Values that are named as holders of the peak; the rest is one row."""
+_LONGEST = 36  # letters that a folded path may have before its ranges are cut short
+_HOLDERS = 8  # values that are named as holders of the peak; the rest is one row
 
 
 def rendered(screen: RenderableType) -> str:
@@ -49,8 +47,7 @@ def holders_table(held: PeakHolders) -> Table:
     parts += [(_holder_name(row), row.size_bytes) for row in held.values[:_HOLDERS]]
     rest = held.values[_HOLDERS:]
     if rest:
-        # The rest is one row, so that rows sum to the peak.
-        count = sum(row.count for row in rest)
+        count = sum(row.count for row in rest)  # the rest is one row, so that rows sum to the peak
         parts.append((f"{count} more values", sum(row.size_bytes for row in rest)))
     if held.workspace_bytes:
         parts.append((f"workspace of {short_target(held.target)}", held.workspace_bytes))
@@ -157,8 +154,7 @@ def fronts_in(data: bytes, name: str = "the file") -> dict[str, Front]:
         front = Front.from_json(data, name)
         return {front.solver: front}
     for front in fronts.values():
-        # Anyone can edit the file.
-        front.check_figures(name)
+        front.check_figures(name)  # anyone can edit the file
     return fronts
 
 

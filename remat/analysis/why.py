@@ -43,8 +43,7 @@ from remat.solver.reductions.pin_globs import Pins, why_not_again
 from remat.solver.reductions.pins import PinnedOps
 from remat.solver.reductions.reduction import Question, solve_alone
 
-_MOST = 3
-"""Most ops that are asked about, those of the largest values first. Each takes a solve."""
+_MOST = 3  # Most ops that are asked about, those of the largest values first. Each takes a solve.
 
 
 class Turned(msgspec.Struct, frozen=True):
@@ -78,8 +77,7 @@ def why(
     largest: dict[str, ValueRow] = {}
     # What backward does not read is freed by any plan, which explains nothing: that comes last.
     for row in sorted(matching(rows, asked), key=lambda r: (r.verdict == "free", -r.size_bytes)):
-        # An op is pinned as a whole, so it is asked about once.
-        largest.setdefault(row.op, row)
+        largest.setdefault(row.op, row)  # an op is pinned as a whole, so it is asked about once
     return tuple(_why(graph, result, row, pins, each_s) for row in list(largest.values())[:_MOST])
 
 
@@ -102,8 +100,7 @@ def _why(graph: TrainingGraph, result: Result, row: ValueRow, pins: Pins, each_s
 
 def _forced(graph: TrainingGraph, op: Op, runs: int, pins: Pins) -> str:
     if runs > 1:
-        # An op that does run again is forced by nothing but a pin.
-        pin = pins.again.get(op.name)
+        pin = pins.again.get(op.name)  # an op that does run again is forced by nothing but a pin
         return f"pinned by {option('recompute', pin)}" if pin else ""
     if op.name in pins.kept:
         return f"pinned by {option('keep', pins.kept[op.name])}"
@@ -145,8 +142,7 @@ def _largest(rows: Sequence[ValueRow]) -> tuple[FoldedRow, ...]:
 
 _GREEDY = ("msps", "dtr", "largest", "chen_greedy")
 """Solvers that decide step by step and never look back: three that evict, and one by segments."""
-_PLACES = 3
-"""Most modules that are named."""
+_PLACES = 3  # most modules that are named
 
 
 class _Tried(msgspec.Struct, frozen=True):
@@ -220,13 +216,12 @@ def _spent(graph: TrainingGraph, schedule: Schedule) -> dict[str, float]:
     return {", ".join(boxes_of[pattern]): us for pattern, us in spent_us.items()}
 
 
-_RULES = {
+_RULES = {  # solvers of the table that carry out a rule, and what the rule says
     "full": "checkpoint every layer",
     "selective": "recompute the core of each attention",
     "keep_attention_output": "checkpoint every layer, keeping attention's output",
     "norms_and_activations": "recompute normalisations and activations",
 }
-"""Solvers of the table that carry out a rule, and what the rule says."""
 
 
 class Rule(msgspec.Struct, frozen=True):

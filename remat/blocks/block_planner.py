@@ -49,8 +49,7 @@ from remat.solver.result import evaluate_schedule
 from remat.solver.search import Clock
 from remat.solver.state import last_forward_position, schedule_of
 
-_Moves = Mapping[int, Sequence[Step]]
-"""By the position of the op that they stand before."""
+_Moves = Mapping[int, Sequence[Step]]  # by the position of the op that they stand before
 
 
 def _block_schedule(graph: TrainingGraph, match: BlockMatch, run: Sequence[Step]) -> Schedule:
@@ -149,8 +148,7 @@ def _add_block(
 ) -> None:
     block = model.get_submodule(path)
     for one in distinct:
-        # Cheap facts first: matching walks both graphs.
-        if _looks_like(block, recipe, one):
+        if _looks_like(block, recipe, one):  # cheap facts first: matching walks both graphs
             try:
                 # What looks alike may still compute something else, or other blocks' parameters.
                 match = match_block(one.trace.joint, whole.joint, path)
@@ -181,11 +179,9 @@ def _state_facts(block: nn.Module) -> list[Any]:
     return [modes, facts, [(name, t.requires_grad) for name, t in named_state(block)]]
 
 
-_TRIES = 12
-"""Most sizes of the room for the blocks that are tried."""
+_TRIES = 12  # most sizes of the room for the blocks that are tried
 
-_Planned = tuple[dict[str, Schedule], Schedule]
-"""By block, and of the whole step."""
+_Planned = tuple[dict[str, Schedule], Schedule]  # by block, and of the whole step
 
 
 class BlocksPlan(msgspec.Struct, frozen=True):
@@ -304,8 +300,7 @@ class BlockPlanner:
                 low = room_bytes + 1
                 if found.time_us < best_us:
                     best, best_us = tried, found.time_us
-            # Nothing runs twice: no plan is faster.
-            if best_us <= self.graph.time_us * (1 + 1e-9):
+            if best_us <= self.graph.time_us * (1 + 1e-9):  # nothing runs twice: no plan is faster
                 break
             room_bytes = (low + high) // 2
         return best

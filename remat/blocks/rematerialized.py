@@ -48,8 +48,7 @@ _plans: weakref.WeakKeyDictionary[nn.Module, BlocksPlan] = weakref.WeakKeyDictio
 
 def blocks_planned(spec: StepSpec) -> nn.Module:
     """What `remat.rematerialize` returns where `blocks` is given; its docstring has the errors."""
-    # Before ranks come together: a fake group has no others to wait for.
-    refuse_fake(spec.group)
+    refuse_fake(spec.group)  # before ranks come together: a fake group has no others to wait for
     model, budget, sharding = spec.model, spec.budget, spec.sharding
     pattern, batch = spec.blocks or "", spec.batch
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(model).__name__

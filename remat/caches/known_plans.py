@@ -39,8 +39,7 @@ from remat.solved import Solved
 from remat.solver.policies.template import StoreAll
 from remat.solver.result import INTERRUPTED, evaluate_schedule
 
-_MOST_SCHEDULES = 16
-"""That are tried on a batch of other sizes; the first ones go first."""
+_MOST_SCHEDULES = 16  # that are tried on a batch of other sizes; the first ones go first
 
 
 class _Reusable(NamedTuple):
@@ -105,8 +104,7 @@ class KnownPlans:
 
 
 def _graph_for(sized: Sized, schedule: Schedule) -> TrainingGraph:
-    # Judged with its region in chunks, as it runs so.
-    if not schedule.chunks:
+    if not schedule.chunks:  # judged with its region in chunks, as it runs so
         return sized.graph
     one = schedule.chunks[0]
     return sized.with_region(one.region, one.chunks, is_exact=one.exact)
@@ -146,8 +144,7 @@ def adopted(
 
 @functools.cache
 def sources_key() -> str:
-    # Another release may plan otherwise, and so may an edited checkout.
-    digest = hashlib.sha256()
+    digest = hashlib.sha256()  # another release may plan otherwise, and so may an edited checkout
     for package in (remat, remat.graph_capture, remat.rewriter, remat.schedules, remat.solver):
         for path in sorted(Path(str(package.__file__)).parent.rglob("*.py")):
             facts = path.stat()
@@ -162,8 +159,7 @@ _SCHEMA_VERSION = 1
 FILES = CacheFiles(
     "plans", "each process plans anew", "planned", most_files=256, most_bytes=1 << 24
 )  # fmt: skip
-ADDRESS = " at 0x"
-"""In the text of an option that says no more than where it lies."""
+ADDRESS = " at 0x"  # in the text of an option that says no more than where it lies
 _NEAR, _CHEAP = 0.97, 0.005
 """What is free is never the same twice: a plan for so large a part of it is taken, or of so little
 overhead."""

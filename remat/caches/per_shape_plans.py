@@ -77,8 +77,7 @@ class _FloatPromotion:
 
 _MAX_PLANS = 16
 """Plans that are kept. Beyond, the oldest goes with a warning: to plan at each step is slow."""
-_OFTEN = 3
-"""Plans for one signature, beyond which it is said what keeps changing."""
+_OFTEN = 3  # plans for one signature, beyond which it is said what keeps changing
 _numbers = itertools.count()
 _OF_A_BATCH = {"args", "kwargs", "target", "float_inputs"}
 _WITH_A_BATCH = {"blocks": "blocks are", "optimizer_in_backward": "updates in backward are"}
@@ -161,8 +160,7 @@ class PlanCache(SharedState, nn.Module):
         else:
             cls._remat_drop_outgrown(outgrown, planned)
         cls._remat_known.took(_peak_bytes(planned))
-        # Numbered, as one signature may have several plans.
-        key = signature, next(_numbers)
+        key = signature, next(_numbers)  # numbered, as one signature may have several plans
         cls._remat_plans[key] = planned
         cls._remat_drop_oldest()
         try:
@@ -283,8 +281,7 @@ def plan_cache(
         require_dynamic(model, dynamic, may_be_auto=True)
         require_upto(model, upto or {}, dynamic)
         require_compatible(**spec.asked | {"dynamic": True})
-    # `True` would pass as 1.
-    if type(max_plans) is not int or max_plans < 1:
+    if type(max_plans) is not int or max_plans < 1:  # `True` would pass as 1
         raise SolverError(f"max_plans must be 1 or more, not {max_plans!r}")
     sizes = None if dynamic is None else (dynamic, upto)
     return _make_cache(model, loss_fn, max_plans, {"budget": budget, **options}, sizes)

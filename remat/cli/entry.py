@@ -14,8 +14,7 @@ def command() -> None:
 
         note_start()
         from remat.cli.main import main as run_verb
-    # Outside of the block: a verb has a session, which answers Ctrl-C itself.
-    run_verb()
+    run_verb()  # outside of the block: a verb has a session, which answers Ctrl-C itself
 
 
 @contextlib.contextmanager

@@ -44,8 +44,7 @@ def profile_verb(
     from remat.graph_capture.costs.measuring import measure
 
     if request.device != NAMED_BY_TORCH:
-        # A device of the table has no ops to measure.
-        check_measured(request.device)
+        check_measured(request.device)  # a device of the table has no ops to measure
     if nvme is not None:
         require_writable(str(nvme), "nvme")
     loaded, request = load_shown(model, session.stopwatch, request)

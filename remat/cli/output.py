@@ -38,8 +38,7 @@ def save_result_file(session: Session, path: Path | None, of: Captured, result: 
 
 def save_plan_file(session: Session, path: Path, plan: PlanFile | None) -> None:
     if plan is not None:
-        # Not by `session.save`: the name may ask for an archive.
-        write_plan(plan, path)
+        write_plan(plan, path)  # not by `session.save`: the name may ask for an archive
         session.say_written(path, "plan")
 
 

@@ -152,8 +152,7 @@ def _conclude_run(
     if session.as_json:
         worth: dict[str, Any] = {} if price is None else {"price_of_gib": price_json(price)}
         session.emit(screen.report_json(report) | layout_entry(layout) | worth)
-    # Only after the object of --json: this ends the process.
-    if report.result.schedule is None:
+    if report.result.schedule is None:  # only after the object of --json: this ends the process
         session.conclude(INFEASIBLE, [infeasible_text(report.result)])
     if not session.as_json:
         screen.show_run(session.out, report)
@@ -240,8 +239,7 @@ def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | Non
 def check_verb(session: Session, model: Model, plan: PlanArgument, request: Request) -> None:
     """Rewrite MODEL to a kept plan and compare it with eager, bit for bit."""
     plan_source.require_model(model)
-    # Read first: a bad file is told before the model is built.
-    kept = plan_source.read_kept(plan)
+    kept = plan_source.read_kept(plan)  # read first: a bad file is told before the model is built
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)
     if isinstance(kept, PlanFile) and kept.over is not None:
         from remat.rewriter.plans.loading import load_plan

@@ -117,14 +117,13 @@ def each_warning_once(tell: Callable[[str], None]) -> Generator[None]:
         file: TextIO | None = None, line: str | None = None,
     ) -> None:  # fmt: skip
         key = (said := str(message)), filename, lineno
-        # Torch tells of a backward that Ctrl-C ended, with the traceback of its forward.
+        # torch tells of a backward that Ctrl-C ended, with the traceback of its forward.
         is_of_ctrl_c = is_interrupted() and said.startswith("Error detected in ")
         if key in shown or is_of_ctrl_c:
             return
         shown.add(key)
         if any(Path(filename).is_relative_to(folder) for folder in _OURS):
-            # A line of remat's code says nothing to whoever runs a verb.
-            tell(said)
+            tell(said)  # a line of remat's code says nothing to whoever runs a verb
         else:
             show(message, category, filename, lineno, file, line)
 
@@ -222,8 +221,7 @@ class Session:
     def abandon(self) -> None:
         self.err.show_cursor()  # a spinner has hidden it
         self.complain(self._interrupted())
-        # Not by an exception, which would abort the import of torch in its C++.
-        os._exit(STOPPED)
+        os._exit(STOPPED)  # not by an exception, which would abort the import of torch in its C++
 
     def _interrupted(self) -> str:
         doing = self.stopwatch.doing
@@ -237,8 +235,7 @@ class Session:
         with named_as_flags(), one_job(), noted[0], noted[1]:
             with self._refusing():
                 yield
-                # Inside, so that a full disk is told as other errors are.
-                sys.stdout.flush()
+                sys.stdout.flush()  # inside, so that a full disk is told as other errors are
             if is_interrupted():
                 self.complain(f"{INTERRUPTED}: this is the best that was found until then")
                 raise typer.Exit(STOPPED)
@@ -250,8 +247,7 @@ class Session:
         except KeyboardInterrupt:
             self.fail(STOPPED, "KeyboardInterrupt", self._interrupted())
         except SystemExit:
-            # Where Ctrl-C ended the search, that nothing fits is not known.
-            if is_interrupted():
+            if is_interrupted():  # where Ctrl-C ended the search, that nothing fits is not known
                 self.complain(INTERRUPTED)
                 raise typer.Exit(STOPPED) from None
             raise

@@ -210,8 +210,7 @@ def _show_as(
 
 
 def _exported(opened: plan_source.PlanSource, form: _Form) -> bytes:
-    # A graph without a plan can be drawn too; the others are of a schedule.
-    if form == "dot":
+    if form == "dot":  # a graph without a plan can be drawn too; the others are of a schedule
         return to_dot(opened.graph, opened.schedule).encode()
     schedule = opened.solved.schedule
     assert schedule is not None

@@ -129,8 +129,7 @@ def asked_budgets(text: str, named: Sequence[str] = (), default: str = _SWEPT) -
             raise BudgetError(f"budgets {text!r}: ask for 1 or more, or list them: 50%,60%,2GiB")
         return int(text)
     parts = [part.strip() for part in text.split(",")]
-    # Read once before the capture, so that a wrong one costs no time.
-    for part in parts:
+    for part in parts:  # read once before the capture, so that a wrong one costs no time
         parse_budget(part)
     return parts
 
@@ -138,8 +137,7 @@ def asked_budgets(text: str, named: Sequence[str] = (), default: str = _SWEPT) -
 def asked_hosts(text: str) -> dict[str, int]:
     """``0,8GiB,16GiB`` in bytes by what each is called; 0 is without a host."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    # Several are compared, so that each has a size; one alone need not.
-    if parts == [AUTO]:
+    if parts == [AUTO]:  # several are compared, so that each has a size; one alone need not
         return {AUTO: 1}  # any size but 0, as it is asked for when the graph is captured
     hosts = {part: 0 if part == "0" else parse_bytes(part, "host", _HOSTS) for part in parts}
     if len(set(hosts.values())) < len(parts):

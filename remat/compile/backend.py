@@ -52,8 +52,7 @@ from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, plan
 # Dynamo's guards stay symbolic, so it compiles a graph of symbolic sizes once. Each size is planned
 # when it first comes, as if that shape were the only one: the same plan, the same code.
 
-_MOST_SIZES = 16
-"""Sizes whose code is kept; of those beyond, what was not used for longest goes."""
+_MOST_SIZES = 16  # sizes whose code is kept; of those beyond, what was not used for longest goes
 _WAY_OUT = (
     'remat.rematerialize(model, budget=..., dynamic="auto") makes one plan for a range of sizes, '
     "without Inductor's code"
@@ -211,7 +210,7 @@ def _planned(
     partitioner = Partitioner(start.plan, _n_visible(gm), lambda: start.name)
     call = _code(gm, inputs, partitioner, later)
     if not partitioner.was_called:
-        # Torch has the code in its caches, or the graph has no gradients.
+        # torch has the code in its caches, or the graph has no gradients.
         start.go_without_a_graph()
     # Nothing was noted of a graph without gradients: it leaves nothing open.
     if context.frame not in context.shared.noted:
@@ -228,8 +227,7 @@ def _subgraph(
     if frame not in shared.noted:
         return call
     run = watched(call, shared, frame, is_first=subgraphs.is_first, is_last=subgraphs.is_last)
-    # After `watched`, which asks whether this one is the first or the last.
-    subgraphs.at += 1
+    subgraphs.at += 1  # after `watched`, which asks whether this one is the first or the last
     return run
 
 

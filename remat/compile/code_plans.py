@@ -27,8 +27,7 @@ from remat.rewriter.user_module.module import RematModule
 from remat.solved import Solved, facts_of
 
 _LOG = logging.getLogger("remat")
-_TRIES = 6
-"""Most plans whose code is generated; each takes some seconds."""
+_TRIES = 6  # most plans whose code is generated; each takes some seconds
 
 
 def with_fitting_code(

@@ -33,9 +33,8 @@ from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.guards.backward import COMPILED_NODE
 
-_SHOWN = 3
-"""Layers that an error names."""
-_REMEDY = {
+_SHOWN = 3  # layers that an error names
+_REMEDY = {  # what to do, by a part of what dynamo says; the last where it says something else
     "recompile limit": (
         "Pad batches to fewer sizes, leave out dynamic=False, or raise "
         "torch._dynamo.config.recompile_limit"
@@ -49,7 +48,6 @@ _REMEDY = {
         '(block.compile(backend="remat", options=options))'
     ),
 }
-"""What to do, by a part of what dynamo says; the last where it says something else."""
 _warned = set[CodeType]()
 
 
@@ -106,8 +104,7 @@ def _eager_nodes(inputs: Iterable[Any]) -> list[Any]:
         if node is None or node in seen:
             continue
         if node.name() == COMPILED_NODE:
-            # What lies behind it is another graph's.
-            is_after_one = True
+            is_after_one = True  # what lies behind it is another graph's
             continue
         seen[node] = None
         todo += [before for before, _ in node.next_functions]
@@ -117,8 +114,7 @@ def _eager_nodes(inputs: Iterable[Any]) -> list[Any]:
 def _saved(node: Any) -> Iterator[Tensor]:
     names = (name for name in dir(node) if name.startswith("_saved_"))
     values = pytree.tree_leaves([getattr(node, name) for name in names])
-    # An `autograd.Function` keeps its tensors there.
-    values += getattr(node, "saved_tensors", ())
+    values += getattr(node, "saved_tensors", ())  # an `autograd.Function` keeps its tensors there
     yield from (value for value in values if isinstance(value, Tensor))
 
 

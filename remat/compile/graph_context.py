@@ -101,13 +101,11 @@ def _check(options: CompileOptions) -> None:
             raise SolverError(f"{name} must be True or False, not {is_on!r}")
     for name in ("replays", "calls"):
         count: Any = getattr(options, name)
-        # True is an int.
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:  # True is an int
             raise SolverError(f"{name} must be 1 or more, not {count!r}")
 
 
-_MOST_KEPT = 64
-"""Plans; the oldest go first."""
+_MOST_KEPT = 64  # plans; the oldest go first
 _plans: deque[CompiledPlan] = deque(maxlen=_MOST_KEPT)
 
 
@@ -225,8 +223,7 @@ class GraphContext:
 
     def warn_of_part(self) -> None:
         around = self.whole.around
-        # Said with the first graph alone.
-        if around and not self.shared.forwards.graphs():
+        if around and not self.shared.forwards.graphs():  # said with the first graph alone
             warnings.warn(
                 f"what is compiled is a part of {around}, whose parameters and gradients count. "
                 f"What {around} runs beside its compiled parts does not, and per cents are without "

@@ -34,14 +34,11 @@ from remat.schedules.schedule import Schedule, Step
 from remat.schedules.simulate import simulate
 
 _LOG = logging.getLogger("remat")
-CLOSE_ENOUGH = 0.97
-"""A plan whose peak is at least this part of the limit is good enough."""
-CHEAP = 0.005
-"""So is one of at most this overhead: each try costs seconds."""
+CLOSE_ENOUGH = 0.97  # a plan whose peak is at least this part of the limit is good enough
+CHEAP = 0.005  # so is one of at most this overhead: each try costs seconds
 _LOOSER = (1.02, 1.06)
 """Targets above the lowest peak of a schedule, as factors: their code may need less memory."""
-_UNCERTAIN = 1.1
-"""Factor on the peak of a schedule whose code could not be replayed."""
+_UNCERTAIN = 1.1  # factor on the peak of a schedule whose code could not be replayed
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ class PlanSearch:
 
     def within(self, limit_bytes: int, stock: Candidate) -> Candidate | None:
         fits = stock.code_peak_bytes <= limit_bytes and self.may_take_stock
-        # Torch's cut keeps masks as bool, which is slow to write on a CPU. On an AVX-512 machine a
+        # torch's cut keeps masks as bool, which is slow to write on a CPU. On an AVX-512 machine a
         # GPT-2 with dropout took 25.5 % more than eager by torch's cut, and 5.5 % more by a plan
         # that recomputes nothing and keeps masks as bytes.
         if fits and not self.step.n_masks:
@@ -207,8 +204,7 @@ def is_good_enough(overhead: float, peak_bytes: int, limit_bytes: int) -> bool:
 
 _NARROW = 1.01
 """Ratio of a target that does not fit to one that does, below which nothing is tried between."""
-_STEP = 0.995
-"""How far below a target that did not fit the next one is, at least."""
+_STEP = 0.995  # how far below a target that did not fit the next one is, at least
 
 
 class _Generated(Protocol):
@@ -288,8 +284,7 @@ def _next_target(
         least = min(target, found.schedule_peak_bytes)
         guess = min(max(least + room_bytes, int(least * ratio)), int(_STEP * least))
     if fitting and failing < UNBOUNDED_BYTES and not fitting < guess < failing:
-        # The guess lies where the answer is known.
-        return (fitting + failing) // 2
+        return (fitting + failing) // 2  # the guess lies where the answer is known
     return guess
 
 
@@ -325,8 +320,7 @@ def require_within(
     held_bytes: int,
 ) -> None:  # fmt: skip
     """Raise `BudgetError` for the plan of another rank that takes more than this rank may."""
-    # The least peak is no limit.
-    if asked.parsed.kind == "min":
+    if asked.parsed.kind == "min":  # the least peak is no limit
         return
     if asked.parsed.kind == "auto":
         # What is free here can be less than on the rank that planned.

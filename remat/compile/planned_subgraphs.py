@@ -77,8 +77,7 @@ class PlannedSubgraphs:
         """Those of the subgraph that is compiled now; `BudgetError` if its code takes too much."""
         option, subgraph = self._chosen_options[self.at], self._whole.subgraphs[self.at]
         schedule = option.candidate.schedule if option.candidate else None
-        # Calls count once, for all subgraphs together.
-        step.calls = 1
+        step.calls = 1  # calls count once, for all subgraphs together
         step.holds_outputs = subgraph.step is None or subgraph.step.holds_outputs
         pair = step.emit(schedule) if schedule else step.stock()
         replay = step.replay(pair)
@@ -199,8 +198,7 @@ class _Traced(Exception):  # noqa: N818
 
 def _traced_step(gm: fx.GraphModule, inputs: Sequence[Any]) -> FusedStep | None:
     """The step that Inductor would plan of a graph; None for one without gradients."""
-    # Dynamo compiles `gm` itself afterwards.
-    graph, n_visible = _copied(gm)
+    graph, n_visible = _copied(gm)  # Dynamo compiles `gm` itself afterwards
     partitioner = Partitioner(_stop, n_visible)
     try:
         with planned(partitioner) as patches:

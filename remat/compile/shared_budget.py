@@ -39,8 +39,7 @@ from remat.rewriter.inductor.replay import ReplayedMemory
 # one after the other, so when the first is planned, those after it are not known. But the
 # parameters of all modules are there, and they are found on the stack.
 
-_BUFFERS = 3
-"""Buffers of the size of a block that FSDP2 needs beside the block that runs."""
+_BUFFERS = 3  # buffers of the size of a block that FSDP2 needs beside the block that runs
 
 
 @dataclass(frozen=True)
@@ -207,8 +206,7 @@ class SharedBudget:
     libraries_bytes: int = 0
 
     def runs_on(self, device: str) -> None:
-        # What libraries keep is measured, once for each device.
-        if device != self.device:
+        if device != self.device:  # what libraries keep is measured, once for each device
             self.device, self.libraries_bytes = device, libraries_bytes(device)
 
     def modules_ahead(self, whole: WholeModel, frame: Frame) -> int:
@@ -276,8 +274,7 @@ class SharedBudget:
             raised = max(budget_bytes, *peaks)
             self.noted[frame] = dataclasses.replace(self.noted[frame], budget_bytes=raised)
             return
-        # Earlier graphs were planned before this one was known.
-        highest = peaks.index(max(peaks))
+        highest = peaks.index(max(peaks))  # earlier graphs were planned before this one was known
         if peaks[highest] <= budget_bytes:
             return
         enough = max(*peaks, *(self._peak(frames, k, is_stock=True) for k in range(len(frames))))
@@ -292,8 +289,7 @@ class SharedBudget:
     def require_room(self, frame: Frame) -> None:
         """`BudgetError` where more forwards are open than when the graph of `frame` was planned."""
         before = self.forwards.graphs()
-        # Alone, it has the room that it was planned for.
-        if not before:
+        if not before:  # alone, it has the room that it was planned for
             return
         budget_bytes, frames = self.noted[frame].budget_bytes, [*before, frame]
         peak_bytes = max(self._peak(frames, k, is_stock=False) for k in range(len(frames)))
@@ -329,8 +325,7 @@ class SharedBudget:
             if one.is_of_several:
                 own_bytes += one.gradient_bytes
             else:
-                # Calls of one module add up in one gradient.
-                shared[frame[0]] = one.gradient_bytes
+                shared[frame[0]] = one.gradient_bytes  # calls of one module add up in one gradient
         return own_bytes + sum(shared.values())
 
     def _peak(self, frames: Sequence[Frame], k: int, *, is_stock: bool) -> int:
@@ -344,8 +339,7 @@ class SharedBudget:
         after_bytes = self._gradient_bytes(frames[k + 1 :])
         backward = peaks.backward_peak_bytes + after_bytes + self.awaited_gradient_bytes
         if k < len(frames) - 1:
-            # The loss, which the user holds.
-            backward += self.noted[frames[-1]].chosen.output_bytes
+            backward += self.noted[frames[-1]].chosen.output_bytes  # the loss, which the user holds
         left = self._left(frames[:k], is_stock=is_stock)
         beside = self.libraries_bytes + left + parameters + own.dynamic_bytes
         return beside + max(peaks.forward_peak_bytes, backward)
@@ -366,8 +360,7 @@ def watched(
         if is_subgraph and any(isinstance(value, FakeTensor) for value in args):
             # DDP's subgraphs run once on fake tensors, for the shapes that the next subgraph gets.
             return call(*args)
-        # It may have been turned on since the graph was compiled.
-        refuse_compiled_autograd()
+        refuse_compiled_autograd()  # it may have been turned on since the graph was compiled
         if is_new and not is_subgraph:
             is_new = False
             warn_of_eager_ops(args)
@@ -392,5 +385,4 @@ def shared_budget(options: Mapping[str, Any] | None) -> SharedBudget:
 
 
 def forget_graphs() -> None:
-    # Dynamo calls this when it is reset.
-    _known.clear()
+    _known.clear()  # Dynamo calls this when it is reset

@@ -28,8 +28,7 @@ from remat.graph_capture.torch_private.core import FakeTensor, FakeTensorMode, p
 from remat.rewriter.inductor.fused_nodes import data_dependent_message
 from remat.rewriter.inductor.kernel_costs import for_real
 
-_EXAMPLE = "example_value"
-"""Key of a node's `meta` for what dynamo traced the node with."""
+_EXAMPLE = "example_value"  # key of a node's `meta` for what dynamo traced the node with
 _SIZED = (Tensor, torch.SymInt)
 
 
@@ -68,8 +67,7 @@ def _items_of(node: fx.Node) -> list[fx.Node]:
 
 def refuse_data_dependent(gm: fx.GraphModule) -> None:
     """Raise `CaptureError` if a size in the graph depends on data."""
-    # An unbacked symbol that comes in has a number at each call.
-    given: set[Any] = set()
+    given: set[Any] = set()  # an unbacked symbol that comes in has a number at each call
     for node in gm.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get(_EXAMPLE)):
             found = free_unbacked_symbols(value) if isinstance(value, _SIZED) else set[Any]()
@@ -127,8 +125,7 @@ def specialized(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
     traced = [node.meta.get(_EXAMPLE) for node in placeholders]
     if not any(map(_is_symbolic, traced)):
         return list(example_inputs)
-    # A symbol that the user has asked for may not be fixed.
-    _refuse_asked_for(placeholders, traced)
+    _refuse_asked_for(placeholders, traced)  # a symbol that the user has asked for may not be fixed
     for node, value in zip(placeholders, traced, strict=True):
         if isinstance(value, torch.SymInt):
             _read_number(node, int(value))
@@ -182,8 +179,7 @@ def _fixed(fake: FakeTensor, bases: dict[int, Tensor]) -> Tensor:
     shape, stride = [int(n) for n in fake.shape], [int(n) for n in fake.stride()]
     offset, key = int(fake.storage_offset()), storage_key(fake)
     with fake.fake_mode, torch.no_grad():
-        # Inputs that share a storage still do.
-        if key not in bases:
+        if key not in bases:  # inputs that share a storage still do
             size_bytes = int(fake.untyped_storage().nbytes())
             bases[key] = torch.empty(size_bytes, dtype=torch.uint8, device=fake.device)
         made = torch.empty(0, dtype=fake.dtype, device=fake.device)

@@ -115,8 +115,7 @@ def _graph_lines(gm: fx.GraphModule) -> Iterator[str]:
     # Positions, as names differ from run to run.
     number = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
     for node in gm.graph.nodes:
-        # Inputs have lines of their own.
-        if node.op == "placeholder":
+        if node.op == "placeholder":  # inputs have lines of their own
             continue
         arguments = fx.map_arg((node.args, node.kwargs), number.__getitem__)
         target = node.target if isinstance(node.target, str) else _name_of(node.target)
@@ -180,7 +179,7 @@ class Start:
             self._note_kept(kept, step)
             return step.emit(kept.schedule) if kept.schedule else step.stock()
         if kept:
-            # Torch has a key of its own with the old name in it. No code may go under that.
+            # torch has a key of its own with the old name in it. No code may go under that.
             self._kept, self.name = None, ""
         return self._planned(step)
 
@@ -223,8 +222,7 @@ class Start:
         search = PlanSearch(step, self.context.asked)
         stock = search.stock()
         budget_bytes, found = self._agreed(search, stock)
-        # One more: that of `stock`.
-        figures = found.overhead, found.gap, 1 + len(search.tried)
+        figures = found.overhead, found.gap, 1 + len(search.tried)  # one more: that of `stock`
         taken = ChosenPlan(stock.replay, found.replay, found.schedule, *figures)
         self.context.note(step, taken, budget_bytes, self._looked_s + clock.elapsed_s)
         if self._key:
@@ -301,8 +299,7 @@ def _too_small(search: PlanSearch, stock: Candidate, budget_bytes: int, held_byt
 
 _SCHEMA_VERSION = 1
 CHOICES_FOLDER = "compiled"
-MOST_FILES = 256
-"""Of the folder; those that were not used for longest go first."""
+MOST_FILES = 256  # of the folder; those that were not used for longest go first
 MOST_ENTRY_BYTES = 1 << 24
 """A plan for a graph of 5,000 ops takes 2 MB. What takes more is planned each time."""
 

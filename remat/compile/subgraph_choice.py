@@ -29,10 +29,8 @@ _SHARES = (0.0, 1.0, 0.5, 0.75, 0.25)
 """In this order, as long as it helps: what fits at all comes first."""
 _LOWER = 0.99
 """A lower room is tried as long as each is lower than the last by more than this factor."""
-_BETWEEN = 2
-"""Index of the first share that is no end."""
-_MOST_STATES = 400
-"""Of the table, a subgraph."""
+_BETWEEN = 2  # index of the first share that is no end
+_MOST_STATES = 400  # of the table, a subgraph
 
 
 @dataclass(frozen=True)
@@ -192,7 +190,7 @@ class SubgraphSearch:
         return sum(step.graph.time_us for step in steps if step is not None)
 
     def _allowed(self) -> list[list[SubgraphOption]]:
-        # Torch's own cut ignores the user's pins, so it is the last resort.
+        # torch's own cut ignores the user's pins, so it is the last resort.
         pairs = zip(self.options, self._barred, strict=True)
         return [options[1:] if barred and options[1:] else options for options, barred in pairs]
 
@@ -217,8 +215,7 @@ class SubgraphSearch:
             found = search.solved(target_bytes, graph) or search.solved(0, graph)
             if found is None:
                 return None
-            # With the gradients beside it.
-            peak = option_of(subgraph, found).peak_bytes
+            peak = option_of(subgraph, found).peak_bytes  # with the gradients beside it
             own = found.schedule_peak_bytes
             return PlanWithCode(found, own, peak, found.time_us, found.is_least)
 

@@ -60,8 +60,7 @@ def submod_compiler() -> SubmodCompiler | None:
     """None where nothing is cut."""
     frame = sys._getframe()
     while frame is not None:
-        # Torch hands a backend the subgraph alone.
-        owner = frame.f_locals.get("self")
+        owner = frame.f_locals.get("self")  # torch hands a backend the subgraph alone
         if isinstance(owner, SubmodCompiler):
             return owner
         frame = frame.f_back
@@ -173,8 +172,7 @@ class _Beside:
             return False
         made = self._made[node]
         if made is not None:
-            # Of what a subgraph has made, it is there until that subgraph reads it.
-            return made < k
+            return made < k  # of what a subgraph has made, it is there until that subgraph reads it
         # Of an input it stays, unless it is complete and DDP has moved it into its bucket.
         return node not in self._moved or any(reader <= k for reader in self._readers[node])
 

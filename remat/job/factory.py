@@ -69,8 +69,7 @@ def _unseen_text(module: ModuleType, where: str) -> str:
         stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
         made = [name for name in missing if name in stored]
         is_guard = isinstance(statement, ast.If) and "__main__" in ast.unparse(statement.test)
-        # What a training script guards so is not made when it is imported.
-        if made and is_guard:
+        if made and is_guard:  # what a training script guards so is not made when it is imported
             return (
                 f"{where} makes {' and '.join(made)} under `if __name__ == "
                 f'"__main__"` (line {statement.lineno}), which runs only as a script: move what '
@@ -103,8 +102,7 @@ def _written_functions(module: ModuleType) -> dict[str, _Written]:
         named = [call for call in calls if isinstance(call, ast.Attribute | ast.Name)]
         called[name] = {call.attr if isinstance(call, ast.Attribute) else call.id for call in named}
     training = {name for name, names in called.items() if names & _TRAINS}
-    # Callers of callers train too: repeat until no name is added.
-    size = -1
+    size = -1  # callers of callers train too: repeat until no name is added
     while size != len(training):
         size = len(training)
         training |= {name for name, names in called.items() if names & training}
@@ -163,8 +161,7 @@ def _is_with_batch(value: ast.expr) -> bool:
     return isinstance(value, ast.Tuple) and len(value.elts) in (2, 3)
 
 
-_DEFAULT = "factory"
-"""The function of a file or module that is taken where none is named."""
+_DEFAULT = "factory"  # the function of a file or module that is taken where none is named
 _WRITE = (
     f"write def {_DEFAULT}(): return model, (x,); or name the model `model` and its batch `batch`"
 )
@@ -203,8 +200,7 @@ def function_named(name: str) -> Generator[NamedFunction]:
 def _place(name: str) -> tuple[str, str]:
     """The file or module, and the function in it; empty where none is named."""
     where, colon, inside = name.rpartition(":")
-    # Folders may have colons in their names.
-    if not colon or inside.endswith(".py"):
+    if not colon or inside.endswith(".py"):  # folders may have colons in their names
         where, inside = name, ""
     if not where:
         raise FactoryError(
@@ -219,8 +215,7 @@ def _as_script(where: str, folder: Path) -> Generator[None]:
     """With the folder importable, and without arguments."""
     sys.path.insert(0, str(folder))
     kept = sys.argv
-    # A parser in the file would read remat's own arguments.
-    sys.argv = [where]
+    sys.argv = [where]  # a parser in the file would read remat's own arguments
     try:
         yield
     finally:
@@ -343,11 +338,9 @@ def _is_called_with_nothing(function: Callable[..., Any]) -> bool:
 def _explained_errors(doing: str) -> Generator[None]:
     try:
         yield
-    # One of ours is in one line already.
-    except FactoryError:
+    except FactoryError:  # one of ours is in one line already
         raise
-    # argparse ends Python so, which is no Exception.
-    except SystemExit as error:
+    except SystemExit as error:  # argparse ends Python so, which is no Exception
         raise FactoryError(
             f"{doing} ended Python by SystemExit: {error} ({_raised_at(error)}). It is given no "
             "arguments of a command line, so those that a parser requires need defaults; a batch "
@@ -494,8 +487,7 @@ def _parts(built: Any, name: str) -> dict[str, Any]:
         unknown = [str(key) for key in parts if key not in _KEYS]
         if unknown:
             raise FactoryError(f"{name} returned unknown keys {', '.join(unknown)}: {_RETURNS}")
-        # A copy: `_read` writes to it, and the factory may keep its own.
-        return dict(parts)
+        return dict(parts)  # a copy: `_read` writes to it, and the factory may keep its own
     if isinstance(built, tuple) and len(cast("tuple[Any, ...]", built)) in (2, 3):
         return dict(zip(_KEYS, cast("tuple[Any, ...]", built), strict=False))
     from torch import nn

@@ -91,8 +91,7 @@ def _answer_lines(found: Fit) -> list[str]:
     else:
         more = "interrupted before more" if found.limited_by == "interrupt" else "no larger"
         lines.append(f"{more} {found.vary} was to be tried")
-    # "About", as it is read off a line through two captures.
-    if found.without_plan:
+    if found.without_plan:  # "About", as it is read off a line through two captures
         lines.append(f"without a plan, about {found.without_plan} would fit")
     return lines
 

@@ -43,10 +43,8 @@ if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check
 
 
-_EXACT = 1e-9
-"""Of a step: times that differ by less are the same sum in another order."""
-FAR_OFF = 1.25
-"""A measured step that is longer or shorter than the predicted one by this is told."""
+_EXACT = 1e-9  # of a step: times that differ by less are the same sum in another order
+FAR_OFF = 1.25  # a measured step that is longer or shorter than the predicted one by this is told
 
 
 @dataclass(frozen=True)
@@ -225,8 +223,7 @@ def run_job(
 
 def _why_not_run(graph: Callable[[], TrainingGraph], check: bool | None) -> str:
     """Why a plan for this machine is not run; empty where it is."""
-    # Ctrl-C ended the solve with the best so far, which is told and kept.
-    if is_interrupted():
+    if is_interrupted():  # Ctrl-C ended the solve with the best so far, which is told and kept
         return INTERRUPTED
     reason = "" if check else why_unchecked(graph())
     return f"{reason}; --check runs it anyway" if reason else ""
@@ -239,8 +236,7 @@ def _before_the_check(
         traced = trace_loaded(loaded, request)
     graph, result = _solved_in_turn(traced, request, stopwatch)
     report, chen = planned_report(graph, request, stopwatch, result)
-    # Something fits, so there is no way out to name.
-    if report.simulation is not None:
+    if report.simulation is not None:  # something fits, so there is no way out to name
         return replace(report, recipe=traced.recipe), traced, chen
     from remat.levers.chunks_at_need import naming_tolerance
 

@@ -103,8 +103,7 @@ def costed_graph_in(kept: PlanFile | Schedule) -> TrainingGraph | None:
 def fitting_schedule(kept: PlanFile | Schedule, loaded: Loaded, name: str) -> Schedule:
     """The schedule of a plan that fits the model, its batch and this torch; else a `PlanError`."""
     if isinstance(kept, PlanFile):
-        # Judged before it is run: anyone can edit the file.
-        if kept.graph is not None:
+        if kept.graph is not None:  # judged before it is run: anyone can edit the file
             evaluate_plan(kept, name)
         from remat.rewriter.plans.facts import require_fit
 

@@ -36,15 +36,13 @@ if TYPE_CHECKING:
     from remat.graph_capture.costs.cache import Profile
 
 
-NO_BUDGET = ""
-"""The budget of a request that asks for no solve."""
+NO_BUDGET = ""  # the budget of a request that asks for no solve
 NAMED_BY_TORCH = ""
 """The device of a request that names none: which one it is, is asked once torch is imported."""
 
 
 _WORLD = "world"
-_FIELDS = {_WORLD: "world_size"}
-"""Fields of `Sharding` whose key has another name."""
+_FIELDS = {_WORLD: "world_size"}  # fields of `Sharding` whose key has another name
 SHARDING_KEYS = ("kind", _WORLD, *(field.name for field in dataclasses.fields(Sharding)[2:]))
 
 
@@ -147,8 +145,7 @@ class Request:
             parse_budget(self.budget)
         if self.device != NAMED_BY_TORCH:
             check_device(self.device)
-        # A kept graph's device is known only when its file is read.
-        if not is_kept:
+        if not is_kept:  # a kept graph's device is known only when its file is read
             self.tiers()
         # All is read now: a capture takes long, and would be lost to a wrong word.
         known = self.read_profile()
@@ -180,8 +177,7 @@ def parse_dynamic(texts: Iterable[str]) -> Dynamic:
     for text in texts:
         argument, dim, entry = _read_range(text)
         dims = found.setdefault(argument, {})
-        # A dict would keep the second in silence.
-        if dim in dims:
+        if dim in dims:  # a dict would keep the second in silence
             raise CaptureError(f"--dynamic names dimension {dim} of {argument} twice")
         dims[dim] = entry
         if len(entry) > 1:  # a name alone states no range

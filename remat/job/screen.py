@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check
 
 
-_OFF = 0.1
-"""A measured overhead of the plan that is this far from the predicted one is told."""
+_OFF = 0.1  # a measured overhead of the plan that is this far from the predicted one is told
 
 _FASTER = 0.01
 """A plan that takes this much less time than the unmodified step, with checkpoints, is told."""
@@ -113,8 +112,7 @@ def _schedules_table(rows: Iterable[Row]) -> Table:
     for row in rows:
         peak = bytes_pair(row.peak_bytes, row.measured_peak_bytes)
         step = time_pair(row.time_us, row.measured_step_us)
-        # Of the unmodified step it is 0 by definition.
-        is_base = row.name == "unmodified"
+        is_base = row.name == "unmodified"  # of the unmodified step it is 0 by definition
         overhead = "-" if is_base else percent_pair(row.overhead, row.measured_overhead)
         table.add_row(_LABELS.get(row.name, row.name), peak, step, overhead)
     return table
@@ -154,8 +152,7 @@ def _add_check(table: Table, report: Report | RangeReport, budget_bytes: int, at
 def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
     known = {row.name: row for row in rows}
     plan, without = known.get("this plan"), known["unmodified"].reserved
-    # A CPU's allocator reserves nothing.
-    if plan is not None and plan.reserved is not None:
+    if plan is not None and plan.reserved is not None:  # a CPU's allocator reserves nothing
         table.add_row("reserved", reserved_text(plan.reserved, without))
     measured = [(row.name, row.reserved_bytes) for row in known.values()]
     said = [f"{_LABELS.get(n, n)} {bytes_text(held)}" for n, held in measured if held is not None]

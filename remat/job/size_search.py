@@ -127,21 +127,18 @@ def _next(
     tries: int,
 ) -> int:  # fmt: skip
     top = sizes.most if fails is None else fails - sizes.step
-    # After so many wrong guesses: double, then halve.
-    if tries >= _GUESSES and fails is None:
+    if tries >= _GUESSES and fails is None:  # after so many wrong guesses: double, then halve
         return min(max(sizes.below(2 * low), low + sizes.step), top)
     if tries >= _GUESSES and fails is not None:
         return max(sizes.below((low + fails) // 2), low + sizes.step)
-    # A step at least, so that each try tells something new.
-    wanted = sizes.below(guess(low, fails))
+    wanted = sizes.below(guess(low, fails))  # a step at least, so that each try tells something new
     return min(max(wanted, low + sizes.step), top)
 
 
 # Guesses of `fit` from two captures. Bytes are affine in the size of a batch, costs not as exactly:
 # near the limit an overhead hangs on what ops were measured to take, so `fit` only guesses.
 
-_Pair = tuple[_Sized, _Sized]
-"""Two sizes, each with its graph."""
+_Pair = tuple[_Sized, _Sized]  # two sizes, each with its graph
 
 
 def _pair_near(
@@ -175,12 +172,9 @@ def _unmodified_reaches(pair: _Pair, budget_bytes: int) -> int:
 
 
 _Factory = str | Callable[..., Any]
-SOLVE_S = 10.0
-"""Seconds that the solve at a size may take."""
-LARGEST_SIZE = 1 << 20
-"""Largest size that is tried unless told otherwise."""
-GUESS_S = 2.0
-"""Seconds that a solve of a guess may take."""
+SOLVE_S = 10.0  # seconds that the solve at a size may take
+LARGEST_SIZE = 1 << 20  # largest size that is tried unless told otherwise
+GUESS_S = 2.0  # seconds that a solve of a guess may take
 _GROWTH = 4
 """How many times the largest size that was captured, or whose unmodified step fits, a guess may be.
 Beyond that, plans take more time than anyone would bear."""
@@ -412,7 +406,6 @@ class FitSearch:
         if found is None:
             return None
         failed = failures(found, self.budget_bytes)
-        # The answer is a promise, so a step that breaks it is an error and no figure.
-        if failed:
+        if failed:  # the answer is a promise, so a step that breaks it is an error and no figure
             raise RewriteError(f"{self.vary}={self.best[0]} fits as planned, but {failed[0]}")
         return found.plan_peak_bytes

@@ -64,8 +64,7 @@ def _may_help(
 
     if whole.schedule is None:
         return True
-    # What chunks could win is within the gap that ends a search.
-    if whole.overhead <= DEFAULT_GAP:
+    if whole.overhead <= DEFAULT_GAP:  # what chunks could win is within the gap that ends a search
         return False
     with stages.stage("solve", "looking at what could run in chunks"):
         # As if chunks took no longer than the whole: if that is no faster, measuring is in vain.

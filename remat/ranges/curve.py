@@ -17,8 +17,7 @@ from remat.schedules.family import Family, simulate_resized, sizes_text
 from remat.schedules.outcome import Result
 from remat.solver.reductions.sizes import Reach, plan_family
 
-_SIZES = 10
-"""Sizes of a curve that names none."""
+_SIZES = 10  # sizes of a curve that names none
 
 
 class _CurvePoint(msgspec.Struct, frozen=True):

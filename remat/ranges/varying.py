@@ -27,10 +27,8 @@ from remat.rewriter.user_module.ranged import RangedModule
 
 Shapes = tuple[tuple[int, ...] | None, ...]
 """Of each leaf of a batch; None for one that is no tensor, or whose sizes stay as they are."""
-At = tuple[int, int]
-"""A leaf and a dimension."""
-_LEAST = 2
-"""Torch runs other ops for sizes of 0 and 1, so that no range holds them."""
+At = tuple[int, int]  # a leaf and a dimension
+_LEAST = 2  # torch runs other ops for sizes of 0 and 1, so that no range holds them
 _Follows = Callable[[At, At], bool]
 _WAYS: tuple[_Follows, ...] = (
     lambda at, named: at[0] != named[0] and at[1] == named[1],
@@ -153,8 +151,7 @@ class LearnedSizes:
     ) -> At | None:
         """The place that the user named and that another one goes with."""
         equal = [one for one in self.upto if sizes.get(one) == sizes[at]]
-        # Sizes that were equal while they varied are no chance.
-        if not has_varied:
+        if not has_varied:  # sizes that were equal while they varied are no chance
             equal = [one for one in equal if _WAYS[self._way](at, one)]
         return min(equal, key=lambda one: one[1] != at[1], default=None)
 
@@ -276,8 +273,7 @@ def _kind_of(leaf: Any) -> Hashable:
     """What no plan of another size can serve."""
     if not isinstance(leaf, Tensor):
         return type(leaf), repr(leaf)
-    # Strides with gaps do not follow from sizes, so all facts count.
-    if not leaf.is_contiguous():
+    if not leaf.is_contiguous():  # strides with gaps do not follow from sizes, so all facts count
         return tensor_facts(leaf)
     return leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad
 
@@ -291,8 +287,7 @@ def _identifier(name: str, dim: int) -> str:
     return f"{re.sub(r'[^0-9A-Za-z]+', '_', name).strip('_')}_{dim}"
 
 
-_MOST_PARTS = 4
-"""Of a range in which a guard changes its answer more often, sizes have a plan each."""
+_MOST_PARTS = 4  # of a range in which a guard changes its answer more often, sizes have a plan each
 _MOST_NARROWED = 8
 """How often a range is narrowed to what a guard allows, before sizes have a plan each."""
 

@@ -93,8 +93,7 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
                 ) from lost
             error.add_note(f"The other ranks were not told, as their store is gone: {lost}")
         finally:
-            # Else the thread would show life for a rank that has left.
-            self._messages.close()
+            self._messages.close()  # else the thread would show life for a rank that has left
 
     def gathered_texts(self, name: str, mine: str) -> list[str]:
         """The texts of all ranks, in order."""
@@ -123,8 +122,7 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
             if error is None:
                 # A rank that left early could not be told of an error of a later one.
                 self.gathered_texts("end", "")
-            # An error that came from another rank is known to all.
-            elif error is not self._theirs:
+            elif error is not self._theirs:  # an error that came from another rank is known to all
                 before = messages.failure()
                 if before is None:
                     messages.fail(error)
@@ -173,13 +171,10 @@ def _store_errors() -> type[Exception]:
 # work, a thread of its own shows that it lives. So a long solve is told from a process that has
 # ended.
 
-BEAT_S = 2.0
-"""Seconds between two signs of life."""
-SILENT_S = 60.0
-"""A rank that has shown none for so long has ended, or its process stands still."""
+BEAT_S = 2.0  # seconds between two signs of life
+SILENT_S = 60.0  # a rank that has shown none for so long has ended, or its process stands still
 PAUSE_S = 0.02
-_LAST_BEAT_S = 5.0
-"""Longest wait for the last sign of life to reach the store."""
+_LAST_BEAT_S = 5.0  # longest wait for the last sign of life to reach the store
 LINGER_S = 10.0
 """How long a rank stays for the others to read its last word: the store may end with it."""
 
@@ -278,16 +273,14 @@ class RankMessages:
         self._beat.join(_LAST_BEAT_S)
 
     def _show_life(self) -> None:
-        # A connection of its own: one serves a request at a time.
-        store = self._store.clone()
+        store = self._store.clone()  # a connection of its own: one serves a request at a time
         for number in itertools.count(1):
             if self._ended.wait(BEAT_S):
                 return
             try:
                 store.set(f"beat/{self.rank}", str(number))
             except RuntimeError:
-                # The store has ended. Whoever reads from it next gets the error.
-                return
+                return  # The store has ended. Whoever reads from it next gets the error.
 
 
 class RankWatch:

@@ -36,8 +36,7 @@ from remat.ranks.same_order import resolved
 # collective. A rank that has compiled waits for those that are at it, and some seconds for others
 # to begin. One that has not begun by then runs code that it has, and is not waited for.
 
-_BEGIN_S = 10.0
-"""How long others may take to begin, once a rank has compiled."""
+_BEGIN_S = 10.0  # how long others may take to begin, once a rank has compiled
 _WHAT = 'torch.compile(backend="remat")'
 
 
@@ -121,8 +120,7 @@ def _hear(messages: RankMessages) -> None:
             # It has the code already, and will not come.
             elif not watch.has_come and time.monotonic() > end:
                 del watches[rank]
-        # A rank that fails is never done.
-        if failure := messages.failure():
+        if failure := messages.failure():  # a rank that fails is never done
             messages.leave()
             raise error_of(failure, _WHAT)
         time.sleep(PAUSE_S)
@@ -182,8 +180,7 @@ def one_plan(key: str) -> Generator[OnePlan]:
     try:
         yield one
     except BaseException as error:
-        # Nobody waits for a rank that follows.
-        if one.is_made_here:
+        if one.is_made_here:  # nobody waits for a rank that follows
             messages.fail(error)
             messages.leave()
         raise
@@ -198,6 +195,5 @@ def is_alone() -> bool:
 def _all_ranks() -> dist.ProcessGroup | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    # torch types WORLD as None where no group is initialised.
-    group = dist.group.WORLD
+    group = dist.group.WORLD  # torch types WORLD as None where no group is initialised
     return group if group is not None and group.size() > 1 else None

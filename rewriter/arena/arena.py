@@ -59,8 +59,7 @@ class _Requests:
 
     @property
     def outlives(self) -> _Mask:
-        # Not given back when backward's graph has returned.
-        return self.end == self.n_events
+        return self.end == self.n_events  # not given back when backward's graph has returned
 
     @property
     def is_placed(self) -> _Mask:
@@ -220,8 +219,7 @@ def _with_loss(module: RematModule, batch: OwnBatch, loss_fn: LossFunction) -> R
     return run
 
 
-_PATIENCE = 64
-"""Graphs that may run until what the user has kept no longer is in the way."""
+_PATIENCE = 64  # graphs that may run until what the user has kept no longer is in the way
 
 
 class Arena:
@@ -247,8 +245,7 @@ class Arena:
         self._memory, self._library = memory, arena_library()
         n_forward = requests.n_forward
         self._parts = {"forward": (0, n_forward), "backward": (n_forward, len(requests))}
-        # -1 leaves a request to torch's allocator.
-        offsets = np.full(len(requests), -1, np.int64)
+        offsets = np.full(len(requests), -1, np.int64)  # -1 leaves a request to torch's allocator
         offsets[requests.is_placed] = layout.offsets_bytes
         arena_bytes = max(layout.arena_bytes, 1)  # the system maps no 0 bytes
         may_outlive = requests.outlives.astype(np.int64)
@@ -280,8 +277,7 @@ class Arena:
         # A second close must not take away the arena that came after.
         if self._memory.source is self:
             self._memory.source = None
-        # The library has no counts of a closed arena.
-        self._last_counts = self.counts
+        self._last_counts = self.counts  # the library has no counts of a closed arena
         self._close()
 
     def __enter__(self) -> Self:

@@ -29,10 +29,8 @@ _SOURCES = _HERE / "cpu.cpp", _HERE / "arena.h"
 _TORCH = Path(torch.__file__).parent
 _WITHOUT = "or train without an arena: a plan keeps its budget without one too"
 
-BUILD = "arena-build-"
-"""What the names of folders begin with in which a library is being made."""
-STALE_S = 3600.0
-"""No compiler takes so long: an older folder is of a process that was killed."""
+BUILD = "arena-build-"  # what the names of folders begin with in which a library is being made
+STALE_S = 3600.0  # no compiler takes so long: an older folder is of a process that was killed
 
 
 def built_library() -> Path:
@@ -49,8 +47,7 @@ def built_library() -> Path:
     if not path.exists():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Processes that were killed have left these.
-            for left in path.parent.glob(f"{BUILD}*"):
+            for left in path.parent.glob(f"{BUILD}*"):  # processes that were killed have left these
                 with contextlib.suppress(FileNotFoundError):  # another process removes it as well
                     if time.time() - left.stat().st_mtime > STALE_S:
                         shutil.rmtree(left)
@@ -79,8 +76,7 @@ def _flags() -> list[str]:
 
 
 def _digest(flags: list[str]) -> str:
-    # A changed source or flag is another file.
-    digest = hashlib.sha256("\0".join(flags).encode())
+    digest = hashlib.sha256("\0".join(flags).encode())  # a changed source or flag is another file
     for source in _SOURCES:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
@@ -225,5 +221,4 @@ class ArenaLibrary:
 
 @functools.cache
 def arena_library() -> ArenaLibrary:
-    # Its allocator stays before torch's: load it once.
-    return ArenaLibrary(built_library())
+    return ArenaLibrary(built_library())  # its allocator stays before torch's: load it once

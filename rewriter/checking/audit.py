@@ -80,8 +80,7 @@ def why_no_room(
     return f"the model's own forward takes {need}, and there is room for {most}"
 
 
-_FOR_OTHERS = "concurrent.futures"
-"""Its threads run what they are given."""
+_FOR_OTHERS = "concurrent.futures"  # its threads run what they are given
 
 
 def others_may_draw() -> bool:
@@ -117,12 +116,10 @@ def of_steps(audit: bool) -> Audits:
     return "step" if audit else "none"
 
 
-_EVERY = 1000
-"""Beside the steps 2, 4, 8 and so on, every so many steps are audited."""
+_EVERY = 1000  # beside the steps 2, 4, 8 and so on, every so many steps are audited
 MOST_EAGER = 8
 """Runs of eager where one does not repeat its bits, before the plan's are called others."""
-_pauses: list[None] = []
-"""One for each `audits_paused` that is under way."""
+_pauses: list[None] = []  # one for each `audits_paused` that is under way
 _LOG = logging.getLogger("remat")
 
 

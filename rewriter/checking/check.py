@@ -273,8 +273,7 @@ def check(
         if differences and is_steady and not _has_other_ranks():
             unsteady = unsteady_names(expected, state.outcome(eager))
             diverges_at = _diverges_at(state, eager, module)
-        # It would be in memory beside the steps that are measured.
-        del outcome
+        del outcome  # it would be in memory beside the steps that are measured
         alike.close()
         resident_total_bytes = resident.total_bytes + meter.library_bytes()
         memory = memory or [
@@ -310,8 +309,7 @@ def _compared_again(
     state: StepState, eager: Run, variation: EagerVariation, outcome: Outcome
 ) -> tuple[str, ...]:
     differences = differing_names(variation, outcome)
-    # Two runs may add up alike by chance.
-    for _ in range(2, MOST_EAGER):
+    for _ in range(2, MOST_EAGER):  # two runs may add up alike by chance
         # All ranks run as often, since steps may hold collectives.
         if not differences and not _has_other_ranks():
             break

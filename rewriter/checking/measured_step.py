@@ -24,8 +24,7 @@ from remat.rewriter.checking.outcomes import OwnBatch, StepState, own_parameters
 from remat.rewriter.user_module.own_forward import as_before
 from remat.schedules.report.page_facts import MeasuredStep
 
-_STEPS = 3
-"""How many steps the median time is taken of."""
+_STEPS = 3  # how many steps the median time is taken of
 
 
 def measured_step(

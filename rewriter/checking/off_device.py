@@ -31,10 +31,8 @@ from remat.graph_capture.torch_private.core import (
 )
 from remat.rewriter.tiers.file_tier import StorageView
 
-Read = Callable[[], Tensor]
-"""Gives back what was kept."""
-_NO_HOOKS = "saved tensor hooks"
-"""What torch says where code takes no hooks on what autograd saves."""
+Read = Callable[[], Tensor]  # gives back what was kept
+_NO_HOOKS = "saved tensor hooks"  # what torch says where code takes no hooks on what autograd saves
 
 
 class OffDeviceMemory:

@@ -57,8 +57,7 @@ class OwnBatch:
 
 
 def _cut_off(tensor: Tensor, own: dict[int, Tensor]) -> Tensor:
-    # A tensor that is given twice stays one.
-    if id(tensor) not in own:
+    if id(tensor) not in own:  # a tensor that is given twice stays one
         with torch.inference_mode(False):
             # Autograd saves no tensor of inference mode.
             cut = (tensor.clone() if tensor.is_inference() else tensor).detach()
@@ -129,8 +128,7 @@ class StepState:
                 leaf.grad = self.gradients[name]
 
     def reset(self) -> None:
-        # Or a run would find what the one before it has cast.
-        torch.clear_autocast_cache()
+        torch.clear_autocast_cache()  # or a run would find what the one before it has cast
         with torch.no_grad():
             for tensor, read in self.before:
                 if not torch.equal(tensor, value := read()):
@@ -253,8 +251,7 @@ def device_of_model(model: nn.Module) -> str:
     return CPU if tensor is None else str(tensor.device)
 
 
-HASH_BLOCK_BYTES = 1 << 16
-"""Of a tensor that is not contiguous, so much is copied at a time."""
+HASH_BLOCK_BYTES = 1 << 16  # of a tensor that is not contiguous, so much is copied at a time
 
 
 def fingerprint(tensor: Tensor) -> str:
@@ -270,8 +267,7 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
     if is_whole or tensor.nbytes <= HASH_BLOCK_BYTES:
         yield tensor
         return
-    # A contiguous copy of the whole may have no room.
-    for part in tensor.unbind(0):
+    for part in tensor.unbind(0):  # a contiguous copy of the whole may have no room
         yield from _blocks(part)
 
 

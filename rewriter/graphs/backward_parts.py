@@ -177,8 +177,7 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         _, *given = gradients
-        # AOTAutograd runs backward without autocast, too.
-        with DisableAutocast():
+        with DisableAutocast():  # AOTAutograd runs backward without autocast, too
             found = ctx.running.gradients(ctx.number)
         places = ctx.running.gradient_gates.gates[ctx.number]
         pairs = [(found.pop(p, None), g) for p, g in zip(places, given, strict=True)]
@@ -193,8 +192,7 @@ class _Gate(torch.autograd.Function):
 # A compiled step is one autograd node, whose gradients all come together. So, until the buckets are
 # made, each parameter passes through a node of its own.
 
-_MOST_EXACT_RANKS = 2
-"""A sum of two terms has one order."""
+_MOST_EXACT_RANKS = 2  # a sum of two terms has one order
 
 
 def is_order_noted() -> bool:
@@ -210,8 +208,7 @@ def is_order_noted() -> bool:
 def in_gradient_order(tensors: Sequence[Tensor], gradient_order: Sequence[int]) -> list[Tensor]:
     """`tensors`; those at the places `gradient_order` get their gradients in that order."""
     passed = list(tensors)
-    # The engine takes the node first that forward made last.
-    for place in reversed(gradient_order):
+    for place in reversed(gradient_order):  # the engine takes the node first that forward made last
         passed[place] = passed[place].view_as(passed[place])
     return passed
 
@@ -343,8 +340,7 @@ class _Waiting:
         assert self.code.run_weights is not None
         for places, gradients in self.code.run_weights(self.carried):
             found = {p: g for p, g in zip(places, gradients, strict=True) if p in self.parameters}
-            # The generator holds this list.
-            gradients.clear()
+            gradients.clear()  # the generator holds this list
             if found:
                 parameters, gradients = [self.parameters[p] for p in found], list(found.values())
                 # Nobody else then holds the gradients, so autograd need not copy them.

@@ -67,8 +67,7 @@ def _quickest(
             candidate = getattr(space, name, None)
             if candidate is not None and _runs_same(candidate, target, args, kwargs):
                 return candidate
-    # Without the Python of `OpOverload.__call__` around it.
-    return target._op
+    return target._op  # without the Python of `OpOverload.__call__` around it
 
 
 def _runs_same(
@@ -218,8 +217,7 @@ class _Writer:
         return self.bind(argument)
 
     def bind(self, thing: Any) -> str:
-        # `bound` keeps the thing, so no other gets its id.
-        if id(thing) not in self.names:
+        if id(thing) not in self.names:  # `bound` keeps the thing, so no other gets its id
             name = f"_{len(self.bound)}"
             self.names[id(thing)], self.bound[name] = name, thing
         return self.names[id(thing)]

@@ -86,8 +86,7 @@ def _end_of_stay(steps: list[tuple[int, Step]], begun: int) -> float:
 
 
 def _require_fresh(value: str, steps: list[tuple[int, Step]], writes: list[int]) -> None:
-    # Once the value has left the device, a write to it no longer reaches its copy.
-    copied_at = -1
+    copied_at = -1  # once the value has left the device, a write to it no longer reaches its copy
     for i, step in steps:
         if isinstance(step, Offload) and step.to == "host":
             copied_at = max([i, *(at for at in writes if i < at < _end_of_stay(steps, i))])
@@ -145,8 +144,7 @@ class CopyEmitter(EagerEmitter):
         if step.at != "device":
             self.handles.pop(LowerTierCopy(step.value, step.at), None)
             return
-        # No copy may read or write the memory that is dropped.
-        self._arrive(step.value)
+        self._arrive(step.value)  # no copy may read or write the memory that is dropped
         self._leave(step.value)
         self.free(step.value)
 

@@ -107,8 +107,7 @@ class EagerEmitter(Emitter[Joint]):
     def compute(self, op: Op) -> None:
         again = op.name in self.again
         self.again.add(op.name)
-        # Tangents come from autograd: nothing runs.
-        if op.target == TANGENTS:
+        if op.target == TANGENTS:  # tangents come from autograd: nothing runs
             return
         if op.target in (ACCUMULATE, UPDATE):
             self._release_gradients(op)
@@ -148,8 +147,7 @@ class EagerEmitter(Emitter[Joint]):
     def fake_state(self, value: str) -> Tensor:
         node = self.joint.node_of_op[value.removeprefix(RNG_STATE)]
         drawn: Any = next(tensor for tensor in tensors_of(node) if tensor is not None)
-        # AOTAutograd wants what a step saves described.
-        with drawn.fake_mode:
+        with drawn.fake_mode:  # AOTAutograd wants what a step saves described
             return torch.empty(save_rng_state(str(drawn_on(node))).shape, dtype=torch.uint8)
 
     def _run(self, op: Op, node: fx.Node, again: bool) -> None:
@@ -238,11 +236,10 @@ class EagerEmitter(Emitter[Joint]):
 RESHAPES = (aten.view.default, aten._unsafe_view.default)
 _OWN_STRIDES = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 """Their results have the same strides whatever those of their arguments are."""
-_READ_MEMORY = (
+_READ_MEMORY = (  # they read memory as the trace saw it laid out
     aten.as_strided.default, aten.as_strided_scatter.default, aten._reshape_alias.default,
     aten.view.dtype,
 )  # fmt: skip
-"""They read memory as the trace saw it laid out."""
 _COPIED: dict[Any, tuple[int, int | None]] = {
     aten.native_group_norm_backward.default: (0, 1),
     aten.cudnn_batch_norm_backward.default: (1, 0),

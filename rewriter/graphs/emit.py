@@ -213,8 +213,7 @@ def _program(leaves: Sequence[Any], names: Sequence[str]) -> Any:
     source = f"def from_sizes({', '.join(names)}):\n    return ({', '.join(texts)},)\n"
     exec(compile(source, "<remat sizes>", "exec"), space)
     made = space["from_sizes"]
-    # exec leaves none, and fx names a function by its module.
-    made.__module__ = __name__
+    made.__module__ = __name__  # exec leaves none, and fx names a function by its module
     return made
 
 

@@ -50,8 +50,7 @@ _AnyJoint = TypeVar("_AnyJoint", bound=_JointGraph)
 class Emitter(ABC, Generic[_AnyJoint]):
     """Emits one of the two graphs; `at` is the index of the step in the schedule."""
 
-    cannot_move: ClassVar[str]
-    """Why a step that copies a value to the host is refused."""
+    cannot_move: ClassVar[str]  # why a step that copies a value to the host is refused
 
     def __init__(self, joint: _AnyJoint, demand: Demand) -> None:
         self.joint, self.demand = joint, demand

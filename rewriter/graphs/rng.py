@@ -124,8 +124,7 @@ def _place(state: Tensor, form: _StateForm) -> int:
 
 _drawing = threading.RLock()
 """Held while a state and the draw from it must belong together: plans in two threads take turns."""
-TRIES = 20
-"""How often a first draw is made anew beside another thread that draws."""
+TRIES = 20  # how often a first draw is made anew beside another thread that draws
 _OTHERS = (
     "another thread drew from torch's default generator at that moment. Give that thread a "
     "torch.Generator of its own, or plan with the module that draws kept (keep='its.path'), so "

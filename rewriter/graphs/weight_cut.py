@@ -98,8 +98,7 @@ class Dependencies:
         if node.target is draw_noting:
             state = node.args[0]
             assert isinstance(state, fx.Node)
-            # `draw_noting` writes a note into the state.
-            written |= self.storages[state]
+            written |= self.storages[state]  # `draw_noting` writes a note into the state
         target, args = drawn(node)
         schema = getattr(target, "_schema", None)
         returns_alias = schema is not None and any(r.alias_info for r in schema.returns)

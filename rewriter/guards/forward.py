@@ -235,8 +235,7 @@ class Guards:
                 raise self._changed(f"submodule {path}", _mode(mode), _mode(module.training))
         state = self._state()
         taken = [state[i] for i in self.taken]
-        # The next step is first compared with what has just passed.
-        if self._looks < MOST_LOOKS:
+        if self._looks < MOST_LOOKS:  # the next step is first compared with what has just passed
             self._looks += 1
             self._last = list(taken)
             self._is_same = _same_objects(self.step, state, self.modes, self.unhooked)

@@ -122,16 +122,12 @@ def _versions(group: Any) -> _Versions:
 # forward ends and when backward begins. All of them at the first steps, and as long as that takes a
 # small part of a step; else some of them, others at each step.
 
-WHOLE_STEPS = 3
-"""After so many steps, only what costs little is compared."""
-_SHARE = 0.01
-"""Of a step's time, that comparisons may take."""
-LEAST_US = 100.0
-"""They may always take this long."""
+WHOLE_STEPS = 3  # after so many steps, only what costs little is compared
+_SHARE = 0.01  # of a step's time, that comparisons may take
+LEAST_US = 100.0  # they may always take this long
 BYTES_A_US, _TENSOR_US, LINE_BYTES = 8000.0, 3.0, 64
 """What a CPU adds up, what a tensor takes beyond that, and what it reads at least of each place."""
-_FEW_BYTES = 1024
-"""So many are copied sooner than they are added up."""
+_FEW_BYTES = 1024  # so many are copied sooner than they are added up
 _KINDS = (np.uint64, np.uint32, np.uint16, np.uint8)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -210,8 +206,7 @@ class RecomputeInputs:
         if tensor.nbytes <= _FEW_BYTES:
             return words.tobytes()
         if part.of_words > 1:
-            # Others at each step.
-            words = words[part.number % part.of_words :: part.of_words]
+            words = words[part.number % part.of_words :: part.of_words]  # others at each step
         return int(np.add.reduce(words))
 
     def require(self, noted: tuple[_Sample, list[_Noted]], kind: str) -> None:

@@ -412,8 +412,7 @@ def _with_own_inputs(run: Any, phase: _Phase) -> Boxed:
         args.extend(phase.constants)
         args.extend(save_rng_state(device) for device in phase.devices)
         results: list[Any] = list(run(args))
-        # The last results are the next states, one a device.
-        for device in reversed(phase.devices):
+        for device in reversed(phase.devices):  # the last results are the next states, one a device
             state: Tensor = results.pop()
             set_rng_state(state, device)
         return results

@@ -352,7 +352,6 @@ def _lasting_steps(joint: FusedJoint, schedule: Schedule) -> set[int]:
         elif isinstance(step, Compute):
             op = ops[index[step.op]]
             if op.name in calls:
-                # Live while a later call runs.
-                lasting.update(made_at.values())
+                lasting.update(made_at.values())  # live while a later call runs
             made_at.update({value: i for value in op.outputs if value not in made_at})
     return lasting

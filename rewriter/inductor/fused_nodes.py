@@ -295,8 +295,7 @@ def _draws_inside(graph: fx.Graph) -> bool:
 #
 # The joint graph is changed before it is planned, so that the byte is what a plan keeps.
 
-LEAST_MASK_ELEMENTS = 1024
-"""Smaller masks stay as they are: their time does not matter."""
+LEAST_MASK_ELEMENTS = 1024  # smaller masks stay as they are: their time does not matter
 CONVERT = torch.ops.prims.convert_element_type.default
 _IS_SET = torch.ops.aten.ne.Scalar
 

@@ -64,8 +64,7 @@ _FUNCTIONS: dict[Any, str] = {
 _TARGETS = {name: target for target, name in _FUNCTIONS.items()}
 DRAW, BYTE = "draw", "byte"
 KEY = "remat.element"
-ELEMENTS = 1 << 20
-"""What the measured kernels compute: enough to keep every thread busy."""
+ELEMENTS = 1 << 20  # what the measured kernels compute: enough to keep every thread busy
 
 
 def slow_part(node: fx.Node) -> str:
@@ -90,8 +89,7 @@ def us_per_element(parts: Iterable[str], cache: CostCache) -> dict[str, float]:
     missing = [part for part, key in keys.items() if key not in cache.costs]
     if missing:
         meter = CpuMeter()
-        # It may be called in the middle of a compilation.
-        with for_real(meter):
+        with for_real(meter):  # it may be called in the middle of a compilation
             # Beside a kernel without it, since what else an element costs is counted as bytes.
             without_us, *found_us = meter.often_us(*map(_kernel, ("", *missing)))
         for part, with_it_us in zip(missing, found_us, strict=True):
@@ -260,8 +258,7 @@ def with_kernel_costs(joint: FusedJoint, costs: CallCosts) -> TrainingGraph:
 
 def _kernel_bytes(op: Op, node: fx.Node, values: Mapping[str, Value]) -> int:
     made = [tensor for tensor in tensors_of(node) if tensor is not None]
-    # The call that multiplies writes the sum, and reads the other term.
-    if is_added_product(node):
+    if is_added_product(node):  # the call that multiplies writes the sum, and reads the other term
         return sum(tensor.numel() * tensor.element_size() for tensor in made)
     written = max((tensor.numel() for tensor in made), default=0)
     total = sum(tensor.numel() * tensor.element_size() for tensor in made)

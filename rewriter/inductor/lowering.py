@@ -120,8 +120,7 @@ def skip_kernel_codegen() -> Generator[None]:
 
 
 def _schedule(group: Any, kernel: Any, nodes: Iterable[SchedulerNode]) -> None:
-    # `KernelGroup.finalize_kernel` without the loops.
-    group.scheduled_nodes += nodes
+    group.scheduled_nodes += nodes  # `KernelGroup.finalize_kernel` without the loops
 
 
 class _SkippedKernel(CppKernelProxy):
@@ -285,8 +284,7 @@ def _stopped_after_codegen() -> Generator[list[Any]]:
             graph.codegen()
         try:
             found.append(_read(graph))
-        # Inductor would wrap it into an error of its own.
-        except ReplayError as error:
+        except ReplayError as error:  # Inductor would wrap it into an error of its own
             found.append(error)
         raise _Stopped
 

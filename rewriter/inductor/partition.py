@@ -89,8 +89,7 @@ def _read_from_copies(gm: fx.GraphModule, overwritten: Sequence[fx.Node]) -> lis
         with gm.graph.inserting_after(copies[-1] if copies else inputs[-1]):
             copy = gm.graph.call_function(_COPY, (node,))
         copy.meta = {**readers[0].meta, "val": torch.empty_like(node.meta["val"])}
-        # It describes the reader's result.
-        copy.meta.pop("tensor_meta", None)
+        copy.meta.pop("tensor_meta", None)  # it describes the reader's result
         for reader in readers:
             reader.replace_input_with(node, copy)
         copies.append(copy)
@@ -114,7 +113,7 @@ def is_valid(
 
     `n_outputs` results of forward are not saved for backward; `overwritten` names inputs.
     """
-    # Torch's own cut looks neither at what an input holds when backward reads it again, nor at
+    # torch's own cut looks neither at what an input holds when backward reads it again, nor at
     # whether an op that it computes again does the same a second time.
     once = {node.name for node in forward.graph.nodes if _runs_once(node)}
     again = any(_runs_once(node) and node.name in once for node in backward.graph.nodes)
@@ -159,8 +158,7 @@ class _BetweenCalls(InductorChoices):
 
 @contextlib.contextmanager
 def calls_in_order(is_asked: bool) -> Generator[None]:
-    # Torch's own cut keeps Inductor's choices, which make it up to 4 % faster.
-    if not is_asked:
+    if not is_asked:  # torch's own cut keeps Inductor's choices, which make it up to 4 % faster
         yield
         return
     backend: Any = CppScheduling
@@ -207,7 +205,7 @@ class FusedStep(StepBytes):
         for node in gm.graph.nodes:
             refuse_sparse(node, module_and_line)
         refuse_drawing(gm.graph)
-        # Torch's own cut is made of the graph without bytes: cut from the changed graph, it would
+        # torch's own cut is made of the graph without bytes: cut from the changed graph, it would
         # keep the bool from which the byte is made. Nor would it keep copies of inputs.
         self._gm, self._joint_inputs, self._static = copy_of(gm), joint_inputs, list(static)
         overwritten = _overwritten_inputs(gm)
@@ -332,8 +330,7 @@ class Partitioner(CustomPartitionerFn):
         return str, (self.uuid() or "",)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
-        # Inductor copies its configuration, and with it the partitioner.
-        return self
+        return self  # Inductor copies its configuration, and with it the partitioner
 
 
 @contextlib.contextmanager

@@ -24,8 +24,7 @@ from remat.graph_capture.files import decode_json
 from remat.graph_capture.torch_private.core import pytree
 
 _PROTOCOL = 1
-_MOST_DEPTH = 100
-"""Containers within containers: torch takes such a tree apart by recursion."""
+_MOST_DEPTH = 100  # containers within containers: torch takes such a tree apart by recursion
 _ENUM = "__enum__"
 
 
@@ -70,8 +69,7 @@ def _spec(node: _Node, depth: int) -> pytree.TreeSpec:
     if node.type is None:
         if node.context is not None or node.children_spec:
             raise _unread("a leaf of its tree has parts")
-        # Any leaf will do: a tree holds no values.
-        return pytree.tree_structure(0)
+        return pytree.tree_structure(0)  # any leaf will do: a tree holds no values
     children = [_spec(child, depth + 1) for child in node.children_spec]
     if node.type in _OWN:
         kind, context_of = _OWN[node.type]
@@ -112,8 +110,7 @@ def _with_enums(one: Any) -> Any:
 
 def _enum_member(place: str, name: object) -> enum.Enum:
     module, _, path = place.partition(":")
-    # Not import: a file must not choose what code runs.
-    found: object = sys.modules.get(module)
+    found: object = sys.modules.get(module)  # not import: a file must not choose what code runs
     for part in path.split("."):
         # Not getattr: a module may import another when it is asked for a name.
         found = vars(found).get(part) if hasattr(found, "__dict__") else None

@@ -51,11 +51,10 @@ _VALUES: dict[str, Callable[[str], Any]] = {
     "NoneType": {"None": None}.__getitem__,
 }  # fmt: skip
 """Reads the `repr` of an argument that is no tensor and no text."""
-_UNREADABLE = (
+_UNREADABLE = (  # what torch and Python raise for a tree or a leaf that is none
     ValueError, TypeError, KeyError, AttributeError, SyntaxError, RuntimeError, OverflowError,
     AssertionError,
 )  # fmt: skip
-"""What torch and Python raise for a tree or a leaf that is none."""
 _MOST_SHOWN = 40
 
 
@@ -161,8 +160,7 @@ def _dtype_text(dtype: torch.dtype) -> str:
 
 
 def _dtype_of(text: str) -> torch.dtype:
-    # Not getattr, by which torch imports submodules.
-    found = vars(torch).get(text)
+    found = vars(torch).get(text)  # not getattr, by which torch imports submodules
     if not isinstance(found, torch.dtype):
         raise PlanError(
             f"the batch in the plan file names a dtype {text!r}, which this torch does not have"
@@ -175,8 +173,7 @@ def under_autocast(planned: tuple[Autocast, ...]) -> Generator[None]:
     here = [kind for kind, _, _ in autocast_state()]
     with contextlib.ExitStack() as stack:
         for one in planned:
-            # A plan made beside a GPU may be loaded where there is none.
-            if one.device in here:
+            if one.device in here:  # a plan made beside a GPU may be loaded where there is none
                 dtype = _dtype_of(one.dtype)
                 stack.enter_context(torch.autocast(one.device, dtype, enabled=one.enabled))
         yield

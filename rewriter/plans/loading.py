@@ -53,8 +53,7 @@ from remat.schedules.plan import (
 )
 
 _ARCHIVE = ".pt2"
-EXTRA_FILE = "remat_plan.json"
-"""The plan's name among the `extra_files` of `torch.export.save`."""
+EXTRA_FILE = "remat_plan.json"  # the plan's name among the `extra_files` of `torch.export.save`
 _RECORD = f"extra/{EXTRA_FILE}"
 
 
@@ -80,12 +79,10 @@ class _Deferring(io.RawIOBase):
         return len(data)
 
     def seekable(self) -> bool:
-        # torch asks for it, for its one call of `seek`.
-        return True
+        return True  # torch asks for it, for its one call of `seek`
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        # torch rewinds once all is written, and a pipe has no way back.
-        return offset
+        return offset  # torch rewinds once all is written, and a pipe has no way back
 
     def raise_lost(self) -> None:
         if self._lost is not None:
@@ -156,8 +153,7 @@ def _load_over_range(
     plan: PlanFile, over: RangeFacts, model: nn.Module, batch: Any, loss_fn: LossFunction | None, *,
     audit: bool = True,
 ) -> RangedModule:  # fmt: skip
-    # The file may have been edited: each member is judged anew.
-    evaluate_family(over)
+    evaluate_family(over)  # the file may have been edited: each member is judged anew
     signature = _ranged(plan, over)
     if batch is not None:
         try:

@@ -309,14 +309,12 @@ class FileTier:
         self._host = Folder(host_folder(), "host")
         self._nvme = Folder(nvme_path, "nvme") if nvme_path and nvme_bytes else self._host
         self._needs = [(self._host, host_bytes), (self._nvme, nvme_bytes)]
-        # One folder needs room for both.
-        if self._nvme is self._host:
+        if self._nvme is self._host:  # one folder needs room for both
             self._needs = [(self._host, host_bytes + nvme_bytes)]
         self.folders: dict[TierName, Folder] = {"host": self._host, "nvme": self._nvme}
 
     def require_room(self) -> None:
-        # What other steps take meanwhile is not known.
-        for folder, size_bytes in self._needs:
+        for folder, size_bytes in self._needs:  # what other steps take meanwhile is not known
             folder.require_room(size_bytes)
 
     def offload(self, x: Tensor, place_bytes: int) -> Tensor:

@@ -36,8 +36,7 @@ from remat.rewriter.tiers.file_tier import (
     store_of,
 )
 
-_PORTABLE = 1
-"""``cudaHostRegisterPortable``: pinned for all devices of the process."""
+_PORTABLE = 1  # ``cudaHostRegisterPortable``: pinned for all devices of the process
 
 
 @dataclass
@@ -48,8 +47,7 @@ class _Uses:
     copies: list[PendingCopy] = field(default_factory=list[PendingCopy])
 
     def settle(self) -> None:
-        # Streams wait for the events.
-        for copy in self.copies:
+        for copy in self.copies:  # streams wait for the events
             copy.settle()
         self.copies.clear()
 
@@ -143,8 +141,7 @@ class _Mapping(mmap.mmap):
 
 def pinned(size_bytes: int) -> Tensor:
     """A uint8 tensor of new pinned memory, which is given back when nothing holds it."""
-    # Registered with the driver, as torch's pinned memory rounds up to a power of two.
-    try:
+    try:  # registered with the driver, as torch's pinned memory rounds up to a power of two
         memory = _Mapping(-1, size_bytes)
     except OSError as error:
         raise _refused(size_bytes, str(error)) from error
@@ -208,8 +205,7 @@ class StreamTier:
         self._nvme = Folder(links.nvme_path or host_folder(), "nvme") if nvme_bytes else None
 
     def require_room(self) -> None:
-        # Before the first step: pinning takes time, and may fail.
-        self._ranges.require()
+        self._ranges.require()  # before the first step: pinning takes time, and may fail
         if self._nvme is not None:
             self._nvme.require_room(self._nvme_bytes)
 
@@ -292,8 +288,7 @@ class StreamTier:
 
 @functools.cache
 def side_stream(device: str, link: str) -> Any:
-    # All plans of a process share it, as they do the link.
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # all plans of a process share it, as they do the link
 
 
 def compute_memory(size_bytes: int, device: torch.device) -> Tensor:

@@ -199,8 +199,7 @@ class RematModule(SharedState, fx.GraphModule):
     _remat_split: ClassVar[StepSplit | None] = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> RematModule:
-        # `GraphModule.__new__` would make another class for it.
-        return object.__new__(cls)
+        return object.__new__(cls)  # `GraphModule.__new__` would make another class for it
 
     def no_update(self) -> contextlib.AbstractContextManager[None]:
         """Within it backwards add to ``.grad`` and update nothing: for all batches but the last.
@@ -239,8 +238,7 @@ class RematModule(SharedState, fx.GraphModule):
             for one in step.mutated:
                 one.put(guards.model.get_submodule(one.path), tensors[: one.tensors])
                 tensors = tensors[one.tensors :]
-        # What eager's forward sets at its first call alone.
-        for one in step.initialised:
+        for one in step.initialised:  # what eager's forward sets at its first call alone
             one.put()
         if audit and seen and (names := audit.differing(self, seen, output)):
             raise audit.error(names)
@@ -257,8 +255,7 @@ class RematModule(SharedState, fx.GraphModule):
         guards.unsharded_parameters.require_fresh(self)
         state, leaves = guards.require(batch)
         if any(map(is_in_flight, leaves)):
-            # A collective may still write to these.
-            leaves = wait_all(leaves)
+            leaves = wait_all(leaves)  # a collective may still write to these
             batch = guards.batches.tree(leaves)
         if step.floats and (unlike := step.floats.refresh()):
             raise StateChangedError(unlike)
@@ -385,8 +382,7 @@ def _restored(
     audit: Audits = "step",
 ) -> RematModule:  # fmt: skip
     """The module of a plan over a copy of its model, whose modules were in `modes`, traced anew."""
-    # The copy may be in eval mode, and stays so.
-    with in_modes(model, modes):
+    with in_modes(model, modes):  # the copy may be in eval mode, and stays so
         traced = trace_recipe(model, recipe)
         links = links_of(traced, costed)
         step = compile_step(traced, schedule, by_inductor=by_inductor, links=links)

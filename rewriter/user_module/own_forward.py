@@ -83,8 +83,7 @@ class Unplanned:
         self._watch_while_alive(module, functools.partial(_of_parts, self._name(module), part))
 
     def replaced(self, module: nn.Module, forward: Any) -> None:
-        # The new forward may not call the planned one.
-        self.is_open = not self._is_said
+        self.is_open = not self._is_said  # the new forward may not call the planned one
         self._watch_while_alive(module, functools.partial(_of_other, self._name(module), forward))
 
     def evaluated(self, module: nn.Module, output: Any) -> None:
@@ -350,8 +349,7 @@ def _like_users(user: type[nn.Module], forward: _Forward, loss_fn: LossFunction 
     if loss_fn is not None and "target" not in found.parameters:
         target = inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY, default=None)
         place = sum(one.kind is not inspect.Parameter.VAR_KEYWORD for one in given)
-        # Keyword-only, so before **kwargs.
-        given.insert(place, target)
+        given.insert(place, target)  # keyword-only, so before **kwargs
     vars(method)["__signature__"] = found.replace(parameters=given)
     return method
 
@@ -376,8 +374,7 @@ def original_of_shell(model: nn.Module) -> nn.Module:
 
 
 def _rebuilt(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
-    # A module that stands in several places stays one module.
-    if module in known:
+    if module in known:  # a module that stands in several places stays one module
         return known[module]
     own = module._modules.items()
     children = {name: None if one is None else _rebuilt(one, known) for name, one in own}

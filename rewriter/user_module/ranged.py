@@ -44,8 +44,7 @@ class _Members:
         leaves, spec = self.batches.leaves(batch)
         number = self._number(leaves) if spec == self.signature.spec else -1
         if number < 0:
-            # Its guards name the difference.
-            return self.first
+            return self.first  # its guards name the difference
         found = self._modules[number]
         if found is None:
             # A later member relies on what the first one was made for.

@@ -70,8 +70,7 @@ def split_backward(module: nn.Module) -> SplitBackward:
             f"no part of this {type(module).__name__} is rewritten, and torch splits the backward "
             "of eager modules itself: leave out dw_builder"
         )
-    # All refusals come before any block is changed.
-    _refuse_shared(module, blocks)
+    _refuse_shared(module, blocks)  # all refusals come before any block is changed
     codes: dict[Any, SplitCode] = {}
     for path, block in blocks.items():
         _refuse_step(path, block)
@@ -92,8 +91,7 @@ def _graphs(path: str, block: RematModule) -> SplitGraphs:
                 f"draws random numbers in backward ({node.target}), in an order that two parts "
                 "would change: rewrite its parts by themselves",
             )  # fmt: skip
-    # Parameters and buffers are the first inputs.
-    n_state = len(block._remat_guards.names)
+    n_state = len(block._remat_guards.names)  # parameters and buffers are the first inputs
     weights = [place for place in step.gradients.needs if place < n_state]
     return split_graph(step.backward, weights, _resident(step.forward.graph, step, n_state))
 
@@ -103,8 +101,7 @@ def _resident(forward: fx.Graph, step: Any, n_state: int) -> list[str]:
     results: Any = forward.output_node().args[0]
     inputs = [n for n in step.backward.graph.nodes if n.op == "placeholder"]
     saved = [n for n in inputs if not str(n.target).startswith("tangents")]
-    # What forward saves comes last.
-    kept = results[len(results) - len(saved) :]
+    kept = results[len(results) - len(saved) :]  # what forward saves comes last
     return [given.name for given, node in zip(saved, kept, strict=True) if node in state]
 
 
