@@ -42,8 +42,7 @@ def trace_of_schedule(
     """A trace of the step that `schedule` is of; `captured` is used up if it can serve."""
     _require_counts(schedule)
     facts = schedule.graph_hash, recipe.device
-    # The plan may have been made elsewhere, or for a device of the table: exact chunks are compared
-    # with eager on the device that will train, once a process.
+    # The plan may come from elsewhere: exact chunks are compared with eager here, once a process.
     exact = [one for one in schedule.chunks if one.exact]
     unknown = [one for one in exact if not is_known_to_give_them(*facts, one.region, one.chunks)]
     # Compiling uses up a trace's record, which `with_edits` takes over.
@@ -74,8 +73,7 @@ def _edits_of(schedule: Schedule) -> Iterator[JointEdit]:
 
 
 def _require_counts(schedule: Schedule) -> None:
-    # The graph's hash does not cover these, and a plan file may have been edited.
-    for one in schedule.chunks:
+    for one in schedule.chunks:  # not covered by the hash, and a file may have been edited
         if one.chunks not in COUNTS:
             raise ScheduleError(
                 f"this plan runs {one.region} in {one.chunks} chunks; regions run in "
@@ -220,8 +218,7 @@ def module_for(
 
 
 def _warn_above_budget(traced: Trace, schedule: Schedule) -> None:
-    # Inductor is imported only where its code is asked for.
-    from remat.rewriter.inductor.compiler import code_peak_bytes
+    from remat.rewriter.inductor.compiler import code_peak_bytes  # only where its code is asked for
     from remat.rewriter.inductor.lowering import ReplayError
 
     if not schedule.budget_bytes:  # made without a budget
@@ -293,7 +290,7 @@ def _trace_range(model: nn.Module, known: RangedGraph | Family) -> Trace:
 def _traced_again(
     model: nn.Module, recipe: Recipe, schedule: Schedule, captured: Trace | None = None
 ) -> Trace:
-    # The ops that run here, whatever device the plan is for: where they differ, its hash is
-    # refused. So no plan with attention dropout made for a GPU trains here by mistake.
+    # The ops that run here: where a plan's differ, its hash is refused, as with attention dropout
+    # for a GPU.
     device = CPU if recipe.is_modelled else recipe.device
     return trace_of_schedule(model, dataclasses.replace(recipe, device=device), schedule, captured)

@@ -1,8 +1,7 @@
 """One training step recorded, and the arena that serves each later request from its planned place.
 
-A record has what a graph does not tell, such as the workspaces of kernels in their pieces: what a
-step asks the allocator for, in order, and when it gives each block back. Related: STAlloc, 2025,
-arXiv 2507.16274, which records a step too.
+A record has what a graph does not tell, such as a kernel's workspaces: each request, in order, and
+when its block is given back. Related: STAlloc, 2025, arXiv 2507.16274.
 """
 
 from __future__ import annotations
@@ -41,18 +40,14 @@ _one_at_a_time = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class _Requests:
-    """The requests of one step in the order of its calls, those of forward first.
-
-    `start` and `end` are in events of the step; `end` is `n_events` for what backward leaves alive.
-    `results` are calls that took what forward returns to the user.
-    """
+    """The requests of one step in the order of its calls, those of forward first."""
 
     size_bytes: Ints
-    start: Ints
-    end: Ints
+    start: Ints  # event of the step, as `end`
+    end: Ints  # `n_events` for what backward leaves alive
     n_forward: int
     n_events: int
-    results: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()  # calls that took what forward returns to the user
 
     def __len__(self) -> int:
         return len(self.size_bytes)
@@ -63,8 +58,7 @@ class _Requests:
 
     @property
     def is_placed(self) -> _Mask:
-        # The user may hold what forward leaves while the next step runs.
-        of_forward = np.arange(len(self)) < self.n_forward
+        of_forward = np.arange(len(self)) < self.n_forward  # the user may hold it in the next step
         placed = ~(of_forward & self.outlives)
         placed[list(self.results)] = False
         return placed
@@ -111,8 +105,7 @@ class Recorder:
                 f"the {missing} of the rewritten step did not run, so there is nothing to place: "
                 "pass the batch that the module was planned for"
             )
-        # Backward in steps returns no gradients, and goes on after the graph.
-        if not self._has_gradients:
+        if not self._has_gradients:  # backward in steps returns none, and goes on after its graph
             raise ArenaError(
                 "the backward of this module goes on after its graph has returned, as where "
                 "parameters are updated during backward, and an arena serves whole graphs: make "
@@ -126,8 +119,7 @@ class Recorder:
 def requests_of(
     events: Ints, n_calls: int, n_forward: int, results: tuple[int, ...] = ()
 ) -> _Requests:
-    # As of `ArenaLibrary.record_read`: a size of -1 gives the call's block back.
-    sizes, calls = events.T
+    sizes, calls = events.T  # a size of -1 gives the call's block back (`record_read`)
     is_start = sizes >= 0
     size_bytes, start = (np.zeros(n_calls, np.int64) for _ in range(2))
     end = np.full(n_calls, len(events), np.int64)  # what is never given back outlives the step
@@ -184,8 +176,7 @@ def record_step(
 ) -> _Requests:  # fmt: skip
     """The requests of one step; all that it changes is put back, and no hook of a parameter runs.
 
-    `loss_fn` is what the results go through outside of the module. It says in which layout backward
-    gets its first gradients, and so what that asks for.
+    `loss_fn` decides the layout of backward's first gradients, and so what that asks for.
     """
     guards, model = module._remat_guards, module._remat_original_module
     captured_loss = guards.recipe.loss_fn
@@ -201,8 +192,7 @@ def record_step(
         stack.enter_context(own_parameters(model, module))
         state = StepState(model, batch.leaves, CPU, python_state, keep_parameters=overwrites)
         stack.enter_context(state.put_back())
-        # The first step of a process asks for more, such as what kernels keep.
-        state.prepared(run, accumulate=False)
+        state.prepared(run, accumulate=False)  # the first step of a process asks for more
         state.reset()
         recorder = stack.enter_context(recorded(module._remat_compiled_step.memory))
         run()
@@ -225,18 +215,11 @@ _PATIENCE = 64  # graphs that may run until what the user has kept no longer is 
 class Arena:
     """One range of memory, in which each request of a training step has a planned place.
 
-    It serves the training steps of one rewritten module, and of its copies, until it is closed. A
-    request that is not as planned, or whose place is still taken, is served by torch's allocator:
-    a plan that does not hold costs memory and never bits. Such misses are warned about once.
-    Blocks that outlive the step, as gradients do, stay valid for as long as anything holds them,
-    also once the arena is closed; its memory goes with the last one.
-
-    Gradients that are kept until the next step needs their places, as where micro-batches are
-    added up, are in the way until they are dropped. From then on torch's allocator serves them.
-
-    Attributes
-    ----------
-    layout : where each request lies.
+    It serves one rewritten module and its copies until it is closed. A request that is not as
+    planned, or whose place is taken, goes to torch's allocator: that costs memory and never bits.
+    Blocks that outlive the step stay valid while anything holds them, also once the arena is
+    closed. Gradients kept into the next step are in the way until dropped; from then on torch's
+    allocator serves them.
     """
 
     def __init__(self, memory: StepAllocator, requests: _Requests, layout: Layout) -> None:
@@ -251,8 +234,7 @@ class Arena:
         may_outlive = requests.outlives.astype(np.int64)
         self._number = self._library.open(requests.size_bytes, offsets, may_outlive, arena_bytes)
         self._close = weakref.finalize(self, self._library.close, self._number)
-        # Blocks are given back until the process has ended, and its end frees all.
-        self._close.atexit = False
+        self._close.atexit = False  # the process's end frees all, and gives back until then
         self._has_warned, self._patience = False, _PATIENCE
         self._last_counts = Counts()
         memory.source = self
@@ -264,18 +246,15 @@ class Arena:
 
     @property
     def counts(self) -> Counts:
-        """What became of the requests of all steps so far."""
         return self._library.counts(self._number) if self.is_open else self._last_counts
 
     @property
     def is_open(self) -> bool:
-        """Whether steps are served from it."""
         return self._close.alive
 
     def close(self) -> None:
         """Leave all steps to torch's allocator from now on."""
-        # A second close must not take away the arena that came after.
-        if self._memory.source is self:
+        if self._memory.source is self:  # a second close must not take away a later arena
             self._memory.source = None
         self._last_counts = self.counts  # the library has no counts of a closed arena
         self._close()
@@ -288,8 +267,7 @@ class Arena:
 
     def run(self, phase: PassKind, graph: Boxed, args: list[Any]) -> Any:
         """What the graph returns. This thread is armed while it runs, and not after."""
-        # Beginning another would disarm this thread for the graph that it runs within.
-        if self._library.is_armed():
+        if self._library.is_armed():  # another would disarm this thread for the outer graph
             return graph(args)
         counts = Counts()
         try:

@@ -66,9 +66,8 @@ _T: Any = torch
 @contextlib.contextmanager
 def _outside_autocast(device: str) -> Generator[None]:
     """Leave all open regions of autocast for a while, though the caller is within them."""
-    # A region that opens meanwhile is the outermost one, so that what it has cast goes when it
-    # ends, as in what a checkpoint runs again. `torch.autocast(enabled=False)` would be a region
-    # itself.
+    # An outermost region, so that what it has cast goes when it ends, as in a checkpoint's rerun.
+    # `torch.autocast(enabled=False)` would be a region itself.
     depth = _T.autocast_increment_nesting() - 1
     _T.autocast_decrement_nesting()
     before = torch.is_autocast_enabled(device)
@@ -84,8 +83,7 @@ def _outside_autocast(device: str) -> Generator[None]:
             _T.autocast_increment_nesting()
 
 
-SOON_US, _ENOUGH_US = 5e5, 4e6
-"""Once the steps have taken this long in all, no more are timed, unless there are other ranks."""
+SOON_US, _ENOUGH_US = 5e5, 4e6  # then no more are timed, unless there are other ranks
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -139,7 +137,6 @@ class Check(msgspec.Struct, frozen=True):
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
         return not self.differences
 
     def exceeds(self, budget_bytes: int) -> bool:
@@ -204,8 +201,7 @@ def check(
             )
     given = (tuple(args), dict(kwargs or {}), target)
     if isinstance(module, SharedState):
-        # Of a range or a cache, the module that serves this batch.
-        module = module._remat_running(given)
+        module = module._remat_running(given)  # of a range or a cache, the module for this batch
     batch = OwnBatch(given)
     eager, plan = _eager_run(model, batch, loss_fn), plan_run(module, batch, loss_fn)
     meter = meter_of(resolved_device(None, model))
@@ -230,8 +226,7 @@ def check(
         overwrites = not is_planned or module._remat_compiled_step.gradients.overwrites
         python_state = stack.enter_context(python_state_kept(model, loss_fn, code))
         stack.enter_context(own_parameters(step, module))
-        # They run around both, and what they hold is no part of the plan.
-        stack.enter_context(without_own_hooks(model))
+        stack.enter_context(without_own_hooks(model))  # run around both, no part of the plan
         state = StepState(
             step, batch.leaves, meter.device, python_state,
             keep_parameters=overwrites, elsewhere=elsewhere,
@@ -269,8 +264,7 @@ def check(
             differences, error = differing_beyond(expected, outcome, allowed, moved)
         distances = tuple(distance(expected[name], outcome.get(name)) for name in differences)
         diverges_at = None
-        # Other ranks may have found no difference, and would not join in collectives.
-        if differences and is_steady and not _has_other_ranks():
+        if differences and is_steady and not _has_other_ranks():  # other ranks would not join
             unsteady = unsteady_names(expected, state.outcome(eager))
             diverges_at = _diverges_at(state, eager, module)
         del outcome  # it would be in memory beside the steps that are measured
@@ -281,8 +275,7 @@ def check(
         ]
         begun = [first_us] if is_usual and not elsewhere else []
         times = _step_times(state, meter, (eager, plan), accumulate, steps, begun)
-    # A CPU has no counter of its own, so its meter sums the profiler's allocation events. Modes
-    # that watch tensors would miss workspaces.
+    # A CPU's meter sums the profiler's events: modes that watch tensors would miss workspaces.
     peaks = [resident_total_bytes + one.peak_bytes for one in memory]
     reserved = [
         None if one.slack_bytes is None else peak_bytes + one.slack_bytes
@@ -310,8 +303,7 @@ def _compared_again(
 ) -> tuple[str, ...]:
     differences = differing_names(variation, outcome)
     for _ in range(2, MOST_EAGER):  # two runs may add up alike by chance
-        # All ranks run as often, since steps may hold collectives.
-        if not differences and not _has_other_ranks():
+        if not differences and not _has_other_ranks():  # all run as often, for collectives
             break
         variation.add(state.outcome(eager))
         differences = differing_names(variation, outcome)
@@ -362,13 +354,11 @@ def plan_run(module: nn.Module, batch: OwnBatch, loss_fn: LossFunction | None) -
 def _backward(output: Any) -> None:
     roots = [t for t in leaves_in(output) if isinstance(t, Tensor) and t.requires_grad]
     generator = torch.Generator(device=roots[0].device).manual_seed(0)
-    # In the leaves' strides, as elementwise losses make them.
-    tangents = [
+    tangents = [  # in the leaves' strides, as elementwise losses make them
         None if root.numel() == 1 else torch.empty_like(root).normal_(generator=generator)
         for root in roots
     ]
-    # As torch's documentation asks, and training loops do.
-    with _outside_autocast(roots[0].device.type):
+    with _outside_autocast(roots[0].device.type):  # as torch's documentation asks, and loops do
         torch.autograd.backward(roots, tangents)
 
 
@@ -397,10 +387,7 @@ def _step_times(
     state: StepState, meter: Meter, runs: tuple[Run, Run], accumulate: bool, steps: int,
     begun: list[list[float]],
 ) -> tuple[float, float]:  # fmt: skip
-    """Least step times in microseconds that a second one confirms, or medians where none do.
-
-    `begun` has times of both that are known. They confirm others, as a first run may be a slow one.
-    """
+    """Least step times in us that a second confirms, or medians; `begun` only confirms others."""
     if not steps:
         return math.nan, math.nan
     # Steps may hold collectives. By its own clock, a rank would end before the others.

@@ -43,8 +43,7 @@ class OwnBatch:
 
     def __init__(self, batch: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(batch)
-        # The storages stay the user's, since copies would count in the peak.
-        own: dict[int, Tensor] = {}
+        own: dict[int, Tensor] = {}  # the storages stay the user's: copies would count in the peak
         self.leaves = [_cut_off(leaf, own) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._asked = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
 
@@ -52,8 +51,7 @@ class OwnBatch:
         for leaf, asked in zip(self.leaves, self._asked, strict=True):
             if isinstance(leaf, Tensor) and leaf.requires_grad is not asked:
                 leaf.requires_grad_(asked)
-        # Anew: a forward that takes a list apart takes apart one of its own.
-        return pytree.tree_unflatten(self.leaves, self._spec)
+        return pytree.tree_unflatten(self.leaves, self._spec)  # anew: forward may take it apart
 
 
 def _cut_off(tensor: Tensor, own: dict[int, Tensor]) -> Tensor:
@@ -68,8 +66,7 @@ def _cut_off(tensor: Tensor, own: dict[int, Tensor]) -> Tensor:
 @contextlib.contextmanager
 def own_parameters(*models: nn.Module) -> Generator[None]:
     """Other parameters over the same storages meanwhile: without hooks, and without gradients."""
-    # So no hook steps an optimizer in backward, and no gradient of the user's is added to. Tied
-    # ones stay tied, as do those that the models share.
+    # No hook steps an optimizer in backward then, and no gradient of the user's is added to.
     made: dict[int, nn.Parameter] = {}
     tables = {id(m._parameters): m._parameters for model in models for m in model.modules()}
     places = [
@@ -94,8 +91,8 @@ def own_parameters(*models: nn.Module) -> Generator[None]:
 class StepState:
     """Gradients, buffers, the batch and the random streams as they were, on `device` and the CPU.
 
-    `keep_parameters` says that forward may write to parameters too, as a momentum encoder's does.
-    Copies and outcomes are kept `elsewhere`, or in memory.
+    `keep_parameters`: forward may write to them, as a momentum encoder's does. `elsewhere` keeps
+    the copies and outcomes, or memory does.
     """
 
     def __init__(
@@ -190,8 +187,7 @@ def _kept(leaf: Any, copy: bool) -> Any:
 class BeforeForward:
     """Buffers, batch, random streams and Python's state that forward may write, to be put back.
 
-    The planned forward writes to the tensors in `written`, and only reads `others`. `devices` are
-    those whose random streams it knows.
+    The planned forward writes `written`, only reads `others`, and knows the streams of `devices`.
     """
 
     def __init__(self, guards: Guards, written: Iterable[Tensor], others: Iterable[Tensor]) -> None:
@@ -222,8 +218,7 @@ class BeforeForward:
     def put_back(self) -> None:
         with torch.no_grad():
             for tensor, before in self._tensors:
-                # A write would raise the version of what is as it was.
-                if not bitwise_equal(tensor, before):
+                if not bitwise_equal(tensor, before):  # a write would raise the version for nothing
                     tensor.copy_(before)
         for device, state in self._streams.items():
             if not torch.equal(save_rng_state(device), state):
@@ -255,8 +250,7 @@ HASH_BLOCK_BYTES = 1 << 16  # of a tensor that is not contiguous, so much is cop
 
 
 def fingerprint(tensor: Tensor) -> str:
-    # J.-P. Aumasson et al., BLAKE2, 2013. Results are compared without a copy of them.
-    found = hashlib.blake2b(digest_size=16)
+    found = hashlib.blake2b(digest_size=16)  # J.-P. Aumasson et al., BLAKE2, 2013: needs no copy
     for block in _blocks(tensor.detach()):
         found.update(bits_of(block).numpy().data)
     return f"{tensor.dtype} {list(tensor.shape)} {found.hexdigest()}"
@@ -366,8 +360,7 @@ def _nothing_saved() -> Generator[None]:
 
 @contextlib.contextmanager
 def _no_casts_kept() -> Generator[None]:
-    # The planned forward must find no cast that it has not made.
-    before = torch.is_autocast_cache_enabled()
+    before = torch.is_autocast_cache_enabled()  # the planned forward must find no foreign cast
     torch.set_autocast_cache_enabled(False)
     try:
         yield

@@ -1,8 +1,7 @@
 """Generated Python that takes its inputs in a list and lets go of each value after its last use.
 
-A function that takes its inputs one by one holds all of them until it returns, whatever the
-schedule says. fx's own code looks each op up by a path of attributes at each call; here ops and
-constants are bound once. `python -m benchmarks.runtime` measures what Python costs beyond that.
+A function with inputs one by one would hold them until it returns. fx's own code looks ops up at
+each call; here they are bound once. `python -m benchmarks.runtime` measures what is left.
 """
 
 from __future__ import annotations
@@ -20,15 +19,13 @@ from torch.fx.node import has_side_effect
 from remat.graph_capture.joint.nodes import is_getitem
 from remat.graph_capture.torch_private.core import OP_NAMESPACES, OpOverload, OpWatcher, pytree
 
-# `torch.ops.aten.mm.default(a, b)` matches its arguments against a schema at each call. That takes
-# one to two microseconds more than `torch.mm(a, b)`, whose parser is generated. Which op such a
-# function runs depends on its arguments. So each is tried once on the fake tensors of the trace,
-# and taken only if it runs the same overload with the same arguments.
+# `torch.ops.aten.mm.default(a, b)` matches a schema at each call, one to two microseconds more than
+# `torch.mm(a, b)`. Which op that runs depends on its arguments, so each is tried once on fake
+# tensors, and taken only if it runs the same overload with the same arguments.
 
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
-_REJECTED = (TypeError, ValueError, RuntimeError)
-"""What a function raises if its parameters are not those of the op."""
+_REJECTED = (TypeError, ValueError, RuntimeError)  # where a function's parameters are not the op's
 
 
 class _OpBindings:
@@ -52,8 +49,7 @@ class _OpBindings:
 
 
 def _kind(leaf: Any) -> Any:
-    # What a parser tells apart: it may take a tensor without dimensions for a number.
-    if isinstance(leaf, Tensor):
+    if isinstance(leaf, Tensor):  # a parser may take a tensor without dimensions for a number
         return Tensor, leaf.dtype, leaf.dim() == 0
     return leaf if isinstance(leaf, str) else type(leaf)
 
@@ -112,11 +108,9 @@ def _same(found: Any, wanted: Any) -> bool:
     return type(found) is type(wanted) and found == wanted
 
 
-# With marks, backward is a generator. At each it releases gradients, lets go of them, and waits
-# until it is asked to go on (by `rewriter/graphs/backward_parts.py`).
+# With marks, backward is a generator: it releases gradients at each, and waits to be asked again.
 
-Released = tuple[tuple[int, ...], list[Any]]
-"""Places of gradients among the results of backward, and the gradients."""
+Released = tuple[tuple[int, ...], list[Any]]  # places among backward's results, and gradients
 Steps = Callable[[list[Any]], Iterator[Released]]
 
 
@@ -144,10 +138,7 @@ _serial = itertools.count()
 
 
 class _Writer:
-    """Writes one graph as a function; `bound` holds the globals that it reads.
-
-    With `in_steps` it is a generator, which stops at each mark of `release_gradients`.
-    """
+    """Writes one graph as a function; `bound` holds the globals that it reads."""
 
     def __init__(self, gm: fx.GraphModule, *, in_steps: bool = False) -> None:
         self.gm = gm
@@ -166,8 +157,7 @@ class _Writer:
         taken = [node for node in nodes if node.op == "placeholder"]
         if taken:
             self.lines.append(f"{', '.join(node.name for node in taken)}, = args_list")
-        # Otherwise the caller's list would hold the inputs until the end.
-        self.lines.append("args_list.clear()")
+        self.lines.append("args_list.clear()")  # or the caller's list would hold the inputs
         self._drop([node for node in taken if not node.users])
         for node in nodes:
             self._line(node)

@@ -1,12 +1,10 @@
 """Emits copies between tiers as nodes of the two graphs.
 
-``h = offload(x)`` begins a copy out; ``h = leave(h, x)`` stands where x is freed and is the last to
-read it, so that generated code drops x there; ``p = fetch(h)`` takes memory and begins a copy back;
-``x = arrive(p)`` stands before the first op that reads x. What is copied is the whole storage, of
-any view and any strides. A handle is a tensor, which forward saves for backward like any other.
-What is fetched in forward and first read in backward has arrived when forward ends.
-
-Below the device, ``h = write(h)`` and ``h = read(h)`` copy between the host and NVMe.
+``h = offload(x)`` begins a copy out; ``h = leave(h, x)`` is the last to read x, where it is freed;
+``p = fetch(h)`` takes memory and begins a copy back; ``x = arrive(p)`` stands before the first
+reader. Below the device, ``write`` and ``read`` copy between host and NVMe. Whole storages are
+copied. A handle is a tensor, which forward saves like any other. What is fetched in forward and
+first read in backward has arrived when forward ends.
 """
 
 from __future__ import annotations
@@ -28,20 +26,15 @@ from remat.rewriter.graphs.emitter import Demanded, LowerTierCopy
 from remat.rewriter.tiers.file_tier import HANDLE_BYTES, TierCopies
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 
-# A sum that is added up in place, and a random state that gets its note from the op that draws, are
-# whole only after the last write. A copy that a schedule begins before that waits for it. Then the
-# copy below holds what backward is to read, as a tensor that is saved does.
+# A sum added up in place, and a random state with its note, are whole only after the last write. A
+# copy that a schedule begins before waits, and so holds what backward is to read.
 
-_WritesOf = Callable[[str], tuple[str, ...]]
-"""The values that the first run of an op writes to, beside those that it makes."""
+_WritesOf = Callable[[str], tuple[str, ...]]  # that an op's first run writes to, beside its own
 
 
 @dataclass
 class CopyTimes:
-    """Which copies out of the device begin later than a schedule has it: indices of their steps.
-
-    `after_write` has, by the index of a run, the values copied after it, each with its step.
-    """
+    """Which copies out of the device begin later than a schedule has it: indices of their steps."""
 
     delayed: set[int] = field(default_factory=set[int])
     after_write: dict[int, list[tuple[str, int]]] = field(
@@ -72,8 +65,7 @@ def _writes(schedule: Schedule, writes_of: _WritesOf) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     ran: set[str] = set()
     for i, step in enumerate(schedule.steps):
-        # Only a first run adds to a sum or notes its draw.
-        if isinstance(step, Compute) and step.op not in ran:
+        if isinstance(step, Compute) and step.op not in ran:  # only a first run adds or notes
             ran.add(step.op)
             for value in writes_of(step.op):
                 found.setdefault(value, []).append(i)
@@ -113,8 +105,8 @@ class CopyContext:
 class CopyEmitter(EagerEmitter):
     """Emits one of the two graphs of a schedule with copies.
 
-    `handles` are nodes of what is below the device, `pending` of values that are on their way back,
-    `leaving` handles of copies to the host that may still read the device.
+    `handles`: nodes below the device. `pending`: on their way back. `leaving`: handles of copies to
+    the host that may still read the device.
     """
 
     def __init__(self, moving: CopyContext, *given: Any) -> None:
@@ -122,8 +114,7 @@ class CopyEmitter(EagerEmitter):
         self.moving = moving
         self.handles: dict[LowerTierCopy, fx.Node] = {}
         self.pending: dict[str, fx.Node] = {}
-        # Apart from `handles`: the host's copy may be dropped before, where it goes on to NVMe.
-        self.leaving: dict[str, fx.Node] = {}
+        self.leaving: dict[str, fx.Node] = {}  # apart: its host copy may go before, on to NVMe
 
     def move(self, step: Offload | Fetch) -> None:
         # Nothing reads other values, or they stand for a write in place.
@@ -169,8 +160,7 @@ class CopyEmitter(EagerEmitter):
 
     def results(self, results: Iterable[Any]) -> list[Any]:
         found = super().results(results)
-        # The caller may write to what it gets, so no copy may still read it.
-        for value in self.joint.graph.outputs:
+        for value in self.joint.graph.outputs:  # the caller may write to it: no copy reads on
             self._leave(value)
         return found
 

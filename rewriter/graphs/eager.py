@@ -38,9 +38,8 @@ RNG_STATE = "rng_state_"
 class EagerEmitter(Emitter[Joint]):
     """Emits one of the two graphs in eager's ops.
 
-    Ops in `again` have run before, those in `repeated` run more than once in the schedule.
-    `left_live` are values that the graph before this one left. With `writes`, what eager writes in
-    place is written in place, which Inductor cannot take.
+    Ops in `again` have run before, those in `repeated` run more than once. `left_live`: values that
+    the graph before left. `writes`: write in place as eager does, which Inductor cannot take.
     """
 
     cannot_move = "which code by Inductor does not do"
@@ -168,8 +167,8 @@ class EagerEmitter(Emitter[Joint]):
             for picked, result in self._picked_results(node, op):
                 self.put(picked, result)
                 self._wait(picked)
-            # The next run makes no statistics. The op that updates them may come much later, and
-            # until then the tuple would hold all other results.
+            # The next run makes no statistics. Their update may come much later, and the tuple
+            # would hold all other results until then.
             index = self.joint.graph.op_index.get(f"{op.name}_statistics")
             if not again and index is not None:
                 for picked, copy in self._picked_results(node, self.joint.graph.ops[index]):
@@ -193,8 +192,7 @@ class EagerEmitter(Emitter[Joint]):
                 self.put(whole, self.resolve(writes.before[whole]))
 
     def _wait(self, made: fx.Node) -> None:
-        # A collective's result is what was waited for, wherever it is read.
-        for wait in wait_nodes(made):
+        for wait in wait_nodes(made):  # a collective's result is what was waited for
             self.put(wait, self._copy(wait, wait.name))
 
     def _draw(self, op: Op, node: fx.Node, drawing: Any, name: str) -> fx.Node:
@@ -209,8 +207,7 @@ class EagerEmitter(Emitter[Joint]):
     def _normalise_again(self, node: fx.Node) -> fx.Node:
         read = [self.resolve(a) if isinstance(a, fx.Node) else a for a in node.args[:3]]
         target, n_results = RECOMPUTED_BY[node.target]
-        # Arguments 3 and 4 are the running statistics, which the first run has updated.
-        taken: tuple[Any, ...] = (*read, *node.args[5:])
+        taken: tuple[Any, ...] = (*read, *node.args[5:])  # arguments 3 and 4 are already updated
         meta = {**node.meta, "val": node.meta["val"][:n_results]}
         return self.call(target, taken, {}, f"{node.name}_again", meta)
 
@@ -220,18 +217,15 @@ class EagerEmitter(Emitter[Joint]):
             picked = base and skip_wait(base)
             if picked is None or not is_getitem(picked):
                 continue
-            # A second run makes these too, which nothing reads.
-            if name in self.left_live or picked in self.copies:
+            if name in self.left_live or picked in self.copies:  # made by a second run, but unread
                 continue
             args = self.tuples[node], picked.args[1]
             yield picked, self.call(picked.target, args, {}, picked.name, picked.meta)
 
 
-# Backward takes the gradients of the results in the strides that they come in, as eager does.
-# ``out.sum()`` sends back one number that stands for all, ``loss(out.transpose(1, 2))`` a gradient
-# in another order. AOTAutograd copies such a gradient into the strides that it has traced. A kernel
-# that sums, as batch norm's does, adds a copy's elements in another order than eager the gradient's
-# own.
+# Backward takes gradients in the strides that they come in, as eager does: ``out.sum()`` sends back
+# an expanded number. AOTAutograd would copy into traced strides, and a kernel that sums, as batch
+# norm's does, adds a copy's elements in another order.
 
 RESHAPES = (aten.view.default, aten._unsafe_view.default)
 _OWN_STRIDES = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
@@ -248,9 +242,9 @@ _COPIED: dict[Any, tuple[int, int | None]] = {
     aten.view_as_complex.default: (0, None),
     aten.view_as_real.default: (0, None),
 }
-"""Where autograd's formula calls ``contiguous`` on the gradient, which a trace of a contiguous one
-does not show (torch's ``derivatives.yaml``): the gradient's argument, and that of the input whose
-memory format is asked for."""
+# Autograd's ``contiguous`` on a gradient, which a contiguous trace does not show
+# (``derivatives.yaml``): the gradient's argument, and that of the input whose memory format is
+# asked for.
 
 
 def take_as_they_come(metadata: ViewAndMutationMeta, backward: fx.Graph) -> None:
@@ -259,8 +253,7 @@ def take_as_they_come(metadata: ViewAndMutationMeta, backward: fx.Graph) -> None
         return
     for node in reached:
         if node.target in RESHAPES:
-            # Where the trace has a view, eager has a reshape, which copies what no view shows.
-            node.target = aten.reshape.default
+            node.target = aten.reshape.default  # a reshape copies what no view shows, as in eager
         elif node.target in _COPIED:
             _make_contiguous(node, *_COPIED[node.target])
     for fact in metadata.subclass_tangent_meta or ():
@@ -288,8 +281,7 @@ def _make_contiguous(node: fx.Node, gradient: int, like: int | None) -> None:
     layout = torch.contiguous_format
     is_group_norm = node.target is aten.native_group_norm_backward.default
     on_cpu = is_group_norm and node.args[0].meta["val"].device.type == "cpu"  # pyright: ignore
-    # Group norm asks for its input's memory format on a CPU alone.
-    if like is not None and (on_cpu or not is_group_norm):
+    if like is not None and (on_cpu or not is_group_norm):  # group norm asks it on a CPU alone
         source = node.args[like]
         assert isinstance(source, fx.Node)
         layout = suggest_memory_format(source.meta["val"])

@@ -1,9 +1,8 @@
 """Parameters are updated during backward, each as soon as its gradient is there.
 
-Autograd's engine calls a hook when it has put a gradient into ``.grad``, whatever else has a part
-in it. The hooks stand only while a backward of the step runs, so that no other backward of the
-user's updates anything. When they run is the schedule's business: an update is an op of the plan,
-and no op reads a parameter after it (`schedules/simulate.py`).
+Autograd calls a hook when ``.grad`` is complete. Hooks stand only while the step's backward runs,
+so no other backward updates anything. An update is an op of the plan, and no op reads a parameter
+after it (`schedules/simulate.py`).
 """
 
 from __future__ import annotations
@@ -43,9 +42,8 @@ class ClippingWatch:
     has_warned: bool = False
 
     def look(self) -> None:
-        # clip_grad_norm_ after backward finds no gradients, returns a norm of 0 and says nothing.
-        # No hook sees that call. But the callers of forward are on the stack, mostly the loop that
-        # clips.
+        # clip_grad_norm_ after backward finds no gradients and returns 0 in silence. No hook sees
+        # it, but forward's callers are on the stack, mostly the loop that clips.
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not self.has_warned:
             code = frame.f_code

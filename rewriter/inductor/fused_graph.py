@@ -1,8 +1,7 @@
 """Inductor's joint graph as a `TrainingGraph` of kernels and calls, and a schedule of it as graphs.
 
-Pointwise nodes take no storage of their own: they are inlined into the kernels that read them. Some
-are values all the same: those that a call reads, that backward reads of forward, or that would make
-their readers hold too much (`stored`).
+Pointwise nodes are inlined into their readers, and take no storage. Some are values all the same:
+read by a call, or by backward, or too much to hold for their readers (`stored`).
 """
 
 from __future__ import annotations
@@ -51,17 +50,14 @@ from remat.schedules.schedule import Compute, Free, Schedule
 
 @dataclass
 class FusedJoint:
-    """A training graph of kernels together with the fx nodes that its names stand for.
-
-    `base_of_value` first returns a value; `values_read` must be live where a node is emitted.
-    """
+    """A training graph of kernels together with the fx nodes that its names stand for."""
 
     module: fx.GraphModule
     n_outputs: int
     graph: TrainingGraph
     node_of_op: dict[str, fx.Node]
-    base_of_value: dict[str, fx.Node]
-    values_read: dict[fx.Node, tuple[str, ...]]
+    base_of_value: dict[str, fx.Node]  # the node that first returns it
+    values_read: dict[fx.Node, tuple[str, ...]]  # live where a node is emitted
 
 
 @dataclass
@@ -247,9 +243,8 @@ def build_fused(
 
 
 MOVED = frozenset({torch.ops.aten.mm.default})
-"""Calls that Inductor makes one with an addition, at the place of the addition.
-
-For tied weights, a product moved there would hold the logits' gradient to the end of backward."""
+"""Calls that Inductor makes one with an addition, and moves there: with tied weights one would hold
+the logits' gradient to the end of backward."""
 
 
 class _FusedEmitter(Emitter[FusedJoint]):
@@ -299,8 +294,7 @@ class _FusedEmitter(Emitter[FusedJoint]):
         node = self.joint.node_of_op[op.name]
         copy = self._copy(node, in_kernel=is_generated(node))
         if not is_generated(node):
-            # Inductor would store what kernels on both sides of a call read.
-            for inlined in self.inlined:
+            for inlined in self.inlined:  # Inductor stores what is read on both sides of a call
                 self.forget(inlined)
             self.inlined.clear()
         if isinstance(node.meta.get("val"), (tuple, list)):
@@ -314,19 +308,16 @@ class _FusedEmitter(Emitter[FusedJoint]):
             self._wait(node)
 
     def _wait(self, made: fx.Node) -> None:
-        # A collective's result is what was waited for, as in `EagerEmitter`.
-        for wait in wait_nodes(made):
+        for wait in wait_nodes(made):  # a collective's result is what was waited for
             self.put(wait, self._copy(wait, in_kernel=False))
 
     def _copy(self, node: fx.Node, in_kernel: bool) -> fx.Node:
         return self.copy_of(node, node.name, lambda read: self.resolve(read, in_kernel))
 
     def _stored(self, node: fx.Node, copy: fx.Node) -> fx.Node | None:
-        # Only what kernels could compute themselves, or what moves, need be stored.
-        if not is_inlined(node) and node.target not in MOVED:
+        if not is_inlined(node) and node.target not in MOVED:  # the rest is stored anyway
             return None
-        # Kernels read it through this, so that Inductor stores it where it is made.
-        return self.call(REALIZE, (copy,), {}, None, node.meta)
+        return self.call(REALIZE, (copy,), {}, None, node.meta)  # so Inductor stores it here
 
 
 def emit_fused(joint: FusedJoint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -1,10 +1,8 @@
 """The tree of a batch in a plan file, read as data: nothing is imported because a file names it.
 
-torch reads such a tree by `treespec_loads`, which imports the module of an enum or of a factory of
-default values by the name that the text gives, and so would run whatever the file wants. Here the
-JSON that `treespec_dumps` writes is read by ourselves. Containers of Python's own are known. Others
-are taken only where the running program has registered them with torch already, as a named tuple,
-a dataclass or an output of Hugging Face's; enums only from modules that are imported already.
+torch's `treespec_loads` imports what the text names, and so would run whatever the file wants. Here
+only Python's containers, those registered with torch already, and enums of imported modules are
+taken.
 """
 
 from __future__ import annotations
@@ -94,8 +92,7 @@ def _registered(name: str) -> type[Any]:
 def _json_context(context: object) -> Any:
     if not isinstance(context, str):
         raise _unread("the context of a container is no text")
-    # torch writes the context as JSON within the JSON.
-    return _with_enums(_decoded(context, object))
+    return _with_enums(_decoded(context, object))  # JSON within the JSON
 
 
 def _with_enums(one: Any) -> Any:

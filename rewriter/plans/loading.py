@@ -72,8 +72,8 @@ class _Deferring(io.RawIOBase):
         if self._lost is None:
             try:
                 self._file.write(data)
-            # torch's writer writes an archive's end when it is destroyed, where an error from C++
-            # ends the process: of a full disk, or of a file that was closed after the first error.
+            # torch ends an archive in a destructor, where a C++ error ends the process: on a full
+            # disk, or in a file closed after an error.
             except (OSError, ValueError) as error:  # a closed file is a ValueError
                 self._lost = error
         return len(data)
@@ -90,7 +90,6 @@ class _Deferring(io.RawIOBase):
 
 
 def save_plan(plan: PlanFile, path: str | Path, program: ExportedProgram | None = None) -> None:
-    """Keep a plan as a file."""
     path = Path(path)
     if path.suffix != _ARCHIVE:
         if program is not None:
@@ -202,10 +201,7 @@ def followed(module: nn.Module) -> type[RematModule] | type[RangedModule]:
 
 
 def plan_of(module: nn.Module) -> PlanFile:
-    """What a file keeps of the plan that a rewritten module follows.
-
-    `PlanError` : it follows none, or its batch holds what a file cannot.
-    """
+    """What a file keeps of the plan that a module follows; `PlanError` if there is none to keep."""
     kind = followed(module)
     if issubclass(kind, RangedModule):
         return _plan_over_range(kind)
