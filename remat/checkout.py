@@ -1,8 +1,7 @@
 """Finds the packages that lie beside `remat/` in a checkout.
 
-An installation puts `solver/` and the others into `remat/` (`packages` in `pyproject.toml`). In the
-root of a checkout Python imports `remat/` from there, even if one is installed, and they are not
-inside. Without this it would find no `remat.solver`, or that of another checkout.
+An installation has `solver/` and the others inside `remat/`. In a checkout's root they are not, and
+Python would find no `remat.solver`, or that of another checkout.
 """
 
 from __future__ import annotations
@@ -38,5 +37,4 @@ def find_beside() -> None:
     """Have the packages found in a checkout. It does nothing where they were installed."""
     if (PACKAGE_FOLDER / BESIDE[0]).is_dir():
         return
-    # First, as an editable installation may have another checkout's packages to offer.
-    sys.meta_path.insert(0, _BesideFinder())
+    sys.meta_path.insert(0, _BesideFinder())  # first: an editable installation may have others

@@ -91,8 +91,7 @@ _NO_ROOM = "memory ran out"  # why a check was not run that had to be given up
 _UNCHECKED = "the plan is not checked against the unmodified step"
 CHECKED = ("outputs", "gradients", "buffers", "rng")  # what has to be equal to eager's, to the bit
 _FRAGMENTED = 0.10  # share of the peak that an allocator may hold beside it before the user is told
-_LITTLE, _ALLOCATOR_BLOCK_BYTES = 0.001, 2 * 2**20
-"""Of a budget, and what the CUDA allocator takes at a time: less beyond a budget ends no run."""
+_LITTLE, _ALLOCATOR_BLOCK_BYTES = 0.001, 2 * 2**20  # beyond a budget, and an allocator's block
 EXPANDABLE_CONF = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -113,8 +112,7 @@ def is_checked(
 ) -> bool:
     """Whether to run the unmodified step too: as asked, else if it fits into free memory.
 
-    And as `reference` into the plan's budget. Many use a plan because that step does not fit. They
-    get a warning in place of the check.
+    And as `reference` into the plan's budget. Where it does not, a warning takes the check's place.
     """
     if check is not None:
         return check
@@ -140,10 +138,9 @@ def why_unchecked(graph: TrainingGraph) -> str:
 
 
 def unless_short(run: Callable[[], _T], told: Callable[[str], None]) -> _T | None:
-    """What `run`, which runs a step, returns; where memory runs out, `told` hears why it did not.
+    """What `run` returns; where memory runs out, `told` hears why it did not.
 
-    So it does where the unmodified step turns out not to run within the budget, and where Ctrl-C
-    ends it: the plan is found, and `remat` goes on to say so.
+    So too at Ctrl-C: the plan is found, and `remat` goes on to say so.
     """
     try:
         return run()
@@ -172,8 +169,8 @@ def require_equal(
 ) -> Check:  # fmt: skip
     """Run a step of both and compare them; compare the peak too, unless the budget is None.
 
-    `reference` says how eager's step runs, None as it is. `CheckError` : they differ.
-    `RewriteError` : the peak exceeds the budget. `NotComparedError` : eager's step cannot run so.
+    `reference` says how eager's step runs, None as it is. `CheckError`: they differ.
+    `RewriteError`: the peak is above. `NotComparedError`: eager cannot run so.
     """
     from remat.rewriter.checking.check import check
 
@@ -237,8 +234,7 @@ def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:
     """What to do about memory held without use, and about bits that eager does not repeat."""
     said: list[str] = []
     over_bytes = check.plan_peak_bytes - (budget_bytes or 0)
-    # The budget bounds what is asked of the allocator. Larger blocks are its own choice, so they
-    # are no failure.
+    # The budget bounds requests. Larger blocks are the allocator's choice, so no failure.
     if budget_bytes and over_bytes > 0 and not check.exceeds(budget_bytes):
         said.append(
             f"the allocator gives out {bytes_text(over_bytes)} more than the budget, in blocks "
@@ -268,8 +264,8 @@ def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:
 class Reference:
     """The unmodified step beside a plan, with the graph that it was solved on and its budget.
 
-    What it holds is moved as far as it has to be: its results and copies of the state, and what it
-    saves for backward. On a CPU these go to files, from a CUDA device to the host's memory.
+    Its results, copies of the state and what it saves move as far as needed: from a CPU to files,
+    from a CUDA device to the host.
     """
 
     graph: TrainingGraph

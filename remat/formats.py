@@ -26,10 +26,7 @@ def bytes_pair(predicted: int, measured: int | None) -> str:
 
 
 def budget_text(size_bytes: int) -> str:
-    """The least budget of three digits that holds so many bytes: ``118MiB``, ``12.7MiB``, ``36B``.
-
-    It is written as a user gives it, and is at most 1 % more.
-    """
+    """The least budget of three digits, at most 1 % more: ``118MiB``, ``12.7MiB``, ``36B``."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size_bytes >= unit:
             parts = 100 if size_bytes < 10 * unit else 10 if size_bytes < 100 * unit else 1

@@ -1,8 +1,7 @@
 """How the stages of planning are named, timed and shown to the person who waits.
 
-A terminal has one line, with what is done and a clock that counts from the beginning; where there
-is none, the log has a line a stage. Called from Python, a plan ends in one line that says what it
-is, unless ``verbose=False``.
+A terminal has one line with a running clock, else the log has a line a stage. Called from Python,
+one line says what the plan is, unless ``verbose=False``.
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ class TerminalStopwatch(Stopwatch):
     """Shows each stage with a spinner, the clock and, where a total is known, a bar."""
 
     takes_prints = False
-    """Whether what is printed meanwhile goes above the line. Where planning is called from Python,
-    the standard streams stay what the user's code has read."""
+    """Whether prints go above the line; called from Python, the user's streams stay as they are."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -106,8 +104,7 @@ class TerminalStopwatch(Stopwatch):
 
             def update(done: int = 0, total: int | None = None, *, text: str = "") -> None:
                 nonlocal most
-                # What is named anew begins anew; else a bar does not run back.
-                most = done if text else max(most, done)
+                most = done if text else max(most, done)  # only what is named anew runs back
                 progress.update(task, completed=most, total=total, description=text or None)
 
             yield update
@@ -159,8 +156,7 @@ def stopwatch_of_call(*, verbose: bool) -> Stopwatch:
     """That of a call in Python: on a terminal, else in the log; silent if not `verbose`."""
     if not verbose:
         return Stopwatch()
-    # Python has no standard error under pythonw, and some programs put their own there.
-    is_terminal = bool(getattr(sys.stderr, "isatty", bool)())
+    is_terminal = bool(getattr(sys.stderr, "isatty", bool)())  # pythonw has no standard error
     if not is_terminal or not _is_first_rank():
         return LoggedStopwatch()
     return TerminalStopwatch(steady_console(stderr=True))
@@ -204,11 +200,8 @@ def when_it_began() -> float:
     return _began.pop() if _began else time.perf_counter()
 
 
-# What terminals can show: any encoding, and no letter of a file that would steer them.
-#
-# Names in plans and graphs come from files. So a console here neither reads them as markup nor lets
-# through letters that move a cursor or change colours. Letters that the terminal's encoding lacks
-# are shown by others that are as wide.
+# What terminals can show. Names in plans come from files: consoles read no markup in them, let no
+# letter steer a cursor or colours, and replace what the encoding lacks by letters as wide.
 
 _SIMPLE = {"\u2013": "-", "\u2026": ".", "\u2501": "-", "\u2578": "-", "\u257a": "-"}
 """Letters of ours and of rich, and what stands for them in ASCII."""
@@ -216,8 +209,7 @@ _UNKNOWN = "?"
 _LACKING = "remat.lacking"
 _STDIN, STDOUT, _STDERR = 0, 1, 2
 _COLUMNS, LEAST_COLUMNS = 80, 40
-MOST_WORD = 400
-"""Letters of a word in a message: a path may have them, a number of a broken file has more."""
+MOST_WORD = 400  # letters of a path at most; a broken file's number has more
 
 
 def use_simple_letters() -> None:
@@ -276,9 +268,9 @@ class _SteadyConsole(Console):
 
 
 def steady_console(*, stderr: bool = False) -> Console:
-    """A console for names of anywhere: no markup, no emoji, nothing that steers the terminal.
+    """A console for any names: no markup, no emoji, nothing that steers; wide enough for tables.
 
-    It is no narrower than tables can be read in. A terminal that says 0 columns knows of none.
+    A terminal that says 0 columns knows of none.
     """
     console = _SteadyConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
     console.push_render_hook(_SteadyHook())
@@ -296,8 +288,8 @@ def lead_nowhere(number: int) -> None:
 def open_closed_streams() -> None:
     """Stand in for standard streams that were closed before the start, as by ``>&-``.
 
-    Otherwise the next file that is opened would take their number, and get what is printed. What is
-    written to standard output then fails, as it does on a full disk; messages go nowhere.
+    The next opened file would take their number, and get what is printed. Writing to standard
+    output fails then as on a full disk; messages go nowhere.
     """
     closed = [number for number in (_STDIN, STDOUT, _STDERR) if not _is_open(number)]
     for number in closed:

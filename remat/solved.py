@@ -53,7 +53,7 @@ def planned_text(
 ) -> str:
     """A plan in one line: what it is for, its peak, what it costs, whether it was checked.
 
-    `is_compared` : what its first step gives is compared with eager's, and no more.
+    `is_compared`: what its first step gives is compared with eager's, and no more.
     """
     checked = "its first step is compared with eager" if is_compared else _checked_text(check)
     return (

@@ -1,8 +1,4 @@
-"""From a step to a plan that has been compared with eager: each stage once, for every entry.
-
-`remat.rematerialize`, its caches of plans, and updates in backward go this way; what differs is
-which stages they leave out, and what becomes of the schedule.
-"""
+"""From a step to a plan that has been compared with eager: each stage once, for every entry."""
 
 from __future__ import annotations
 
@@ -81,10 +77,7 @@ class StepPlanner:
     def found(
         self, budget: str | SupportsIndex | None = None, graph: TrainingGraph | None = None
     ) -> Solved:
-        """The outcome for a budget, that of the spec if None, and the graph that it is of.
-
-        `graph` has costs, where it is at hand; without those of chunks where they may wait.
-        """
+        """The outcome for a budget, None for the spec's, and its graph; `graph` has costs."""
         solve_for = functools.partial(self.solve, budget=budget)
         waits = self.may_wait(None if budget is None else parse_budget(budget))
         graph = self.costed(self.traced, chunks=not waits) if graph is None else graph
@@ -106,8 +99,8 @@ class StepPlanner:
     ) -> Check | None:  # fmt: skip
         """A step of `module` beside eager's, as far as there is room; None where none was run.
 
-        `is_bound` : the measured peak is held to the budget. `ranks` compare theirs too, or none
-        of them does. `CheckError`, `RewriteError` : they differ, or the peak is above the budget.
+        `is_bound`: the peak is held to the budget. `ranks` compare too, or none does. `CheckError`,
+        `RewriteError`: they differ, or the peak is above.
         """
         spec = self.spec
         beside_bytes = gradients_there(spec.model) if spec.accumulate else 0

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 class StepSpec:
     """A training step and how it is to be planned; the fields are the options of `rematerialize`.
 
-    It is made and checked once, where a call comes in, and passed on as one. `options` are those
-    of the solver.
+    Checked once, where a call comes in. `options` are those of the solver.
     """
 
     model: nn.Module
@@ -65,10 +64,7 @@ class StepSpec:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> StepSpec:
-        """The spec of a call, checked; names that are no field are options of the solver.
-
-        `RematError` : an option is unknown or has no such form, or two of them exclude each other.
-        """
+        """The spec of a call; other names are options of the solver, or a `RematError`."""
         from remat.graph_capture.tracing.recipe import check_arguments
         from remat.option_checks import require_dynamic, require_options
         from remat.rewriter.user_module.module import original_of
@@ -146,8 +142,7 @@ class StepSpec:
 
 
 _FIELDS = {one.name for one in dataclasses.fields(StepSpec)}
-_OBJECTS = ("host", "nvme", "group", "optimizer_in_backward", "blocks")
-"""Options that are asked for by anything but None, 0 bytes too."""
+_OBJECTS = ("host", "nvme", "group", "optimizer_in_backward", "blocks")  # given is all but None
 _DEFAULTS = {
     one.name: one.default
     for one in dataclasses.fields(StepSpec)

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     import ipywidgets
 
 
-Budgets = int | Iterable[str | SupportsIndex] | None
-"""How many budgets, or each as `remat.solve` takes it; None for twelve."""
+Budgets = int | Iterable[str | SupportsIndex] | None  # each as in `remat.solve`; None for twelve
 
 
 def sweep_fronts(
@@ -55,8 +54,7 @@ def sweep_fronts(
     unmodified_bytes = unmodified(graph).peak_bytes
     with one_job():
         asked, at_hand = in_bytes(graph, budgets, NAMING.of(time_limit_s), pins)
-        # Naming the least budget took a part of the limit, and its plan is at hand for the sweep.
-        left_s = max(clock.left_s, 0.0)
+        left_s = max(clock.left_s, 0.0)  # naming the least budget took a part; its plan is there
         shared: dict[str, Any] = {
             "time_limit_s": left_s, "jobs": jobs, "progress": progress, "at_hand": at_hand,
             "unmodified_bytes": unmodified_bytes, **options, **pins,
@@ -70,11 +68,9 @@ def sweep_hosts(
 ) -> dict[str, Front]:  # fmt: skip
     """Fronts by solver and host, such as ``auto, host 8GiB``, all over the same budgets.
 
-    `hosts` : bytes by what each is called; with 0 nothing leaves the device. Others as of
-    `sweep_fronts`.
+    `hosts`: bytes by name; with 0 nothing leaves the device.
     """
-    # Budgets are spread as without a host, so that every front has the same.
-    alone = msgspec.structs.replace(graph, links=None)
+    alone = msgspec.structs.replace(graph, links=None)  # spread as without a host: the same for all
     pins = {name: as_globs(options[name]) for name in PINS if name in options}
     asked = in_bytes(alone, budgets, NAMING.of(options.get("time_limit_s", 60.0)), pins)[0]
     names, fronts = tuple(solvers), dict[str, Front]()
@@ -121,8 +117,7 @@ def price_json(price: GibPrice) -> dict[str, float | int | None]:
     return {name: getattr(price, name) for name in names}
 
 
-# A slider over budgets for notebooks. `at` solves, `text` and `picture` say what it found, and the
-# widget only shows these, so all but the widget is tested without a notebook.
+# A slider over budgets for notebooks. Its `widget` only shows what `at`, `text` and `picture` say.
 
 _STEP_PERCENT = 5  # what one move of the slider adds, in per cent of the unmodified peak
 
@@ -130,8 +125,8 @@ _STEP_PERCENT = 5  # what one move of the slider adds, in per cent of the unmodi
 class BudgetSlider:
     """A plan at each budget that is asked for, in per cent of the unmodified peak.
 
-    `at` works anywhere; `widget` needs the front end of a notebook. The slider begins at
-    `least_percent`, the least budget known, rounded up.
+    Only `widget` needs a notebook. The slider begins at `least_percent`, the least budget known,
+    rounded up.
     """
 
     def __init__(
@@ -147,7 +142,6 @@ class BudgetSlider:
         self.least_percent = min(-(-100 * least_bytes // self._unmodified.result.peak_bytes), 100)
 
     def at(self, percent: int) -> Result:
-        """The outcome at that share of the unmodified peak."""
         if percent not in self._solved:  # each budget once: a slider comes back to where it was
             self._solved[percent] = parse_budget(f"{percent}%").solve(self.graph, **self._asked)
         return self._solved[percent]
@@ -185,12 +179,7 @@ class BudgetSlider:
         return drawn.getvalue()
 
     def widget(self, percent: int = 60) -> ipywidgets.VBox:
-        """The slider, at `percent` first, with text and picture below it.
-
-        Raises
-        ------
-        SolverError : ipywidgets is not installed.
-        """
+        """The slider, at `percent` first, with text and picture; `SolverError`: no ipywidgets."""
         try:
             import ipywidgets as widgets
         except ImportError as error:

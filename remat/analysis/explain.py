@@ -1,7 +1,6 @@
 """Makes the answer of `explain`: why a plan is as it is, and what the alternatives cost.
 
-Every figure is one of `simulate` or of a real solve that is made here. The answer says how many
-seconds each part took.
+Every figure is one of `simulate` or of a real solve that is made here.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class _Parts:
         clock = Clock()
         made = make()
         if is_interrupted():
-            # Solves return what they have at Ctrl-C; an explanation without some parts would
+            # At Ctrl-C solves return what they have; an explanation without some parts would
             # mislead.
             raise KeyboardInterrupt
         self.seconds[name] = round(clock.elapsed_s, 3)
@@ -95,8 +94,7 @@ def _levers(graph: TrainingGraph, result: Result, each_s: float) -> tuple[LeverE
     asked = solve_arguments(schedule)
 
     def solve_without(off: TrainingGraph) -> Result:
-        # Its own solver may need the links, so `auto` is asked.
-        if off.links is None and graph.links is not None:
+        if off.links is None and graph.links is not None:  # its solver may need links: ask `auto`
             pins = {name: asked[name] for name in PINS if name in asked}
             return solve_within(off, result.budget_bytes, time_limit_s=each_s, **pins)
         return solve_within(off, result.budget_bytes, time_limit_s=each_s, **asked)

@@ -134,8 +134,7 @@ def why_text(one: Why, budget_bytes: int) -> str:
         bytes_text(row.size_bytes),
     )  # fmt: skip
     head = ", ".join(fact for fact in facts if fact) + ": "
-    # Before what is forced: an op that must not run again may still have its value copied.
-    if row.verdict == "offload":
+    if row.verdict == "offload":  # first: a value that is not made again may still be copied
         return head + _offloaded_text(one, budget_bytes)
     if one.forced:  # no solve was made for it
         return f"{head}{row.verdict_text}; there is no choice: {one.forced}"
@@ -197,23 +196,12 @@ def _named(rows: tuple[FoldedRow, ...]) -> str:
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """Why a plan is as it is.
-
-    Attributes
-    ----------
-    status, solver, budget_bytes, peak_bytes, time_us, overhead, lower_bound_us, gap : of the plan.
-    unmodified_bytes, base_us : peak of the unmodified step, and its time: every op once.
-    at_peak : who holds the memory at the peak. least : what sets the least feasible budget.
-    price : of a step of memory, which is a GiB, or 5 % of the peak where that is less.
-    forced : what left no choice, and for how many ops. rules : those that fit first.
-    greedy : `cut` beside greedy solvers. why : answers to what was asked about single values.
-    seconds : of each part. moves : whether values are copied to the host and back.
-    """
+    """Why a plan is as it is."""
 
     model: str
     device: str
     cost_origin: str = msgspec.field(name="prices")  # the key of older releases
-    status: str
+    status: str  # this and the next seven are of the plan
     solver: str
     budget_bytes: int
     peak_bytes: int
@@ -221,19 +209,19 @@ class Explanation(msgspec.Struct, frozen=True):
     overhead: float
     lower_bound_us: float
     gap: float | None
-    unmodified_bytes: int
-    base_us: float
-    at_peak: PeakHolders
-    least: LeastBudget
-    price: GibPrice
-    forced: tuple[ForcedOps, ...]
-    rules: tuple[Rule, ...]
-    greedy: AgainstGreedy
-    why: tuple[Why, ...]
-    seconds: dict[str, float]
+    unmodified_bytes: int  # peak of the unmodified step
+    base_us: float  # every op once
+    at_peak: PeakHolders  # who holds the memory at the peak
+    least: LeastBudget  # what sets the least feasible budget
+    price: GibPrice  # of a step of memory: a GiB, or 5 % of the peak if less
+    forced: tuple[ForcedOps, ...]  # what left no choice, and for how many ops
+    rules: tuple[Rule, ...]  # those that fit first
+    greedy: AgainstGreedy  # `cut` beside greedy solvers
+    why: tuple[Why, ...]  # answers about single values
+    seconds: dict[str, float]  # of each part
     chunks: tuple[InChunks, ...] = msgspec.field(default=(), name="pieces")
     levers: tuple[LeverEffect, ...] = ()
-    moves: bool = False
+    moves: bool = False  # whether values are copied to the host and back
 
     @property
     def is_whole_gib(self) -> bool:
@@ -253,8 +241,7 @@ class Explanation(msgspec.Struct, frozen=True):
     @property
     def simple(self) -> Rule | None:
         """The fastest rule that fits and is within 1 % of the plan, if something is recomputed."""
-        # A step that computes nothing again needs no rule, however near one comes.
-        if not self.is_recomputing:
+        if not self.is_recomputing:  # a step that computes nothing again needs no rule
             return None
         return next((rule for rule in self.rules if rule.is_close), None)
 

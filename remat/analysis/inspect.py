@@ -42,31 +42,22 @@ _WIDE = 110  # columns of the screen from which each fact has a column of its ow
 _ROOMY = 76  # columns of the screen from which the runs of a group are counted too
 _TOP = 20  # rows that are shown unless more are asked for
 
-InspectBy = Literal["value", "module", "op", "line"]
-"""What values are summed by; ``value`` for one row a value."""
+InspectBy = Literal["value", "module", "op", "line"]  # ``value`` for one row a value
 
 
 class Inspection(msgspec.Struct, frozen=True):
-    """The values of a step, largest first, and the verdicts of a schedule, if there is one.
-
-    Attributes
-    ----------
-    by : how `groups` are summed; ``value`` for no groups.
-    budget_bytes : 0 without a schedule. time_us, overhead : of every op once without one.
-    at_peak : who holds the peak; None without a schedule.
-    values : one row a value, after filters. rows : the same, identical layers folded.
-    """
+    """The values of a step, largest first, and the verdicts of a schedule, if there is one."""
 
     model: str
     device: str
     cost_origin: str = msgspec.field(name="prices")  # the key of older releases
-    budget_bytes: int
-    time_us: float
+    budget_bytes: int  # 0 without a schedule
+    time_us: float  # of every op once without a schedule
     overhead: float
-    by: InspectBy
-    at_peak: PeakHolders | None
-    values: tuple[ValueRow, ...]
-    rows: tuple[FoldedRow, ...]
+    by: InspectBy  # how `groups` are summed; ``value`` for no groups
+    at_peak: PeakHolders | None  # None without a schedule
+    values: tuple[ValueRow, ...]  # one row a value, after filters
+    rows: tuple[FoldedRow, ...]  # the same, identical layers folded
     groups: tuple[Sums, ...]
 
     @property

@@ -1,7 +1,4 @@
-"""What a plan takes of memory: what a CUDA allocator reserves, and its buffers in one arena.
-
-A budget bounds what is allocated. What runs out is what is reserved: see docs/reserved.md.
-"""
+"""What a CUDA allocator reserves for a plan (docs/reserved.md), and its buffers in one arena."""
 
 from __future__ import annotations
 
@@ -62,8 +59,7 @@ def predict_reserved(graph: TrainingGraph, plan: Result | Schedule | None = None
             f"capture it for one, such as {option('device', 'h100')}"
         )
     if plan is None:
-        # Eager has sizes and writes in place of its own, so its step is one of another graph.
-        step = unmodified_step(graph)
+        step = unmodified_step(graph)  # eager has sizes of its own, so another graph
         graph, plan = step.graph, step.result
     if isinstance(plan, Result) and plan.schedule is None:
         raise BudgetError(infeasible_text(plan))
@@ -170,8 +166,7 @@ def _own_bytes(graph: TrainingGraph, ops: Sequence[Op]) -> int:
 
 
 SLOWER = 0.8
-"""Share of the rates at which a plan is judged once more: what links may fall to beside other
-traffic."""
+"""Share of the rates at which a plan is judged once more: links may fall beside other traffic."""
 _WAYS = {"d2h": "to the host", "h2d": "back", "write": "to NVMe", "read": "back from NVMe"}
 
 
@@ -239,8 +234,7 @@ def offloaded(
     links = graph.links
     assert links is not None
     here = found or simulate(graph, schedule)
-    # Links are shared with other traffic, of which the rates that were measured know nothing.
-    slower = simulate(graph, schedule, links.slower(SLOWER))
+    slower = simulate(graph, schedule, links.slower(SLOWER))  # measured rates know no other traffic
     return _Offloaded(
         source=links.source or "not said", links=_uses(here, graph),
         host_bytes=here.host_peak_bytes, host_room_bytes=links.host_bytes,

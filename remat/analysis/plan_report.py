@@ -71,8 +71,7 @@ def verdict_text(row: FoldedRow) -> str:
 
 
 def run_cost_text(row: FoldedRow) -> str:
-    # A folded row is several layers, and one run that of one of them.
-    said = fine_time_text(row.cost_us / row.count)
+    said = fine_time_text(row.cost_us / row.count)  # a folded row is several layers: of one of them
     return said if row.first.cost_origin != "estimated" else f"{said} (guessed)"
 
 
@@ -126,10 +125,8 @@ def costs_text(graph: TrainingGraph) -> str:
     return "; ".join(said)
 
 
-_RULES = ("full", "every_n_layers", "selective", "chen_sqrt")
-"""Rules that people follow by hand, quick to solve; the page shows them beside the plan."""
-_RULE_S = 0.5
-"""Seconds for each rule. On thousands of ops, a rule does not try all settings that it has."""
+_RULES = ("full", "every_n_layers", "selective", "chen_sqrt")  # quick to solve, shown by the plan
+_RULE_S = 0.5  # seconds a rule: on thousands of ops, not all settings are tried
 
 
 def report(
@@ -149,8 +146,7 @@ def fronts_in(data: bytes, name: str = "the file") -> dict[str, Front]:
     """What `remat sweep -o` kept, of one solver or of several."""
     try:
         fronts = decode_json(data, dict[str, Front])
-    # A front of one solver is kept as such; it says what is wrong if it is none.
-    except (TextError, ScheduleError):
+    except (TextError, ScheduleError):  # one front alone says what is wrong with it
         front = Front.from_json(data, name)
         return {front.solver: front}
     for front in fronts.values():
@@ -187,8 +183,7 @@ def _rules_of(graph: TrainingGraph, budget_bytes: int) -> tuple[Alternative, ...
     for name in _RULES:
         result = solvers.solve_within(graph, budget_bytes, name, time_limit_s=_RULE_S)
         if result.schedule is None:
-            # Where a rule does not fit, its least peak shows by how much.
-            result = at_least_budget(graph, result)
+            result = at_least_budget(graph, result)  # its least peak shows how far a rule is off
         if result is not None:
             found.append(_alternative(name, result))
     return tuple(found)
@@ -203,8 +198,7 @@ def _points_of(graph: TrainingGraph, front: Front) -> tuple[Alternative, ...]:
     points: list[Alternative] = []
     for budget_bytes, result in front.points:
         if result.schedule is not None:
-            # Judged anew: anyone can edit the file that a front is kept in.
-            found = simulate(graph, result.schedule)
+            found = simulate(graph, result.schedule)  # judged anew: anyone can edit a front's file
             figures = found.peak_bytes, found.time_us, found.overhead
             asked = budget_bytes, result.lower_bound_us
             points.append(Alternative(front.solver, *figures, *asked))

@@ -1,8 +1,7 @@
 """Why a plan keeps a value or computes it again.
 
-No reason is made up. Only two things are said, and both can be checked: the peak that the
-simulator gives the same schedule with the value left in place, and what a real solve finds with
-the op pinned the other way.
+No reason is made up: said are the peak with the value left in place, by the simulator, and what a
+real solve finds with the op pinned the other way.
 """
 
 from __future__ import annotations
@@ -140,8 +139,7 @@ def _largest(rows: Sequence[ValueRow]) -> tuple[FoldedRow, ...]:
     return tuple(sorted(fold_rows(rows), key=lambda row: (-row.size_bytes, -row.cost_us)))
 
 
-_GREEDY = ("msps", "dtr", "largest", "chen_greedy")
-"""Solvers that decide step by step and never look back: three that evict, and one by segments."""
+_GREEDY = ("msps", "dtr", "largest", "chen_greedy")  # three that evict, one by segments
 _PLACES = 3  # most modules that are named
 
 
@@ -180,8 +178,7 @@ def against_greedy(
     found: list[Result] = []
     for name in _GREEDY:
         left_s = each_s - sum(one.wall_s for one in found)
-        # The first is tried even without time left, so that there is one to compare with.
-        if left_s > 0 or not found:
+        if left_s > 0 or not found:  # the first in any case, so that one can be compared
             found.append(solvers.solve_within(graph, budget_bytes, name, time_limit_s=left_s))
     found.sort(key=lambda one: (one.schedule is None, one.time_us))
     best = found[0]
@@ -296,12 +293,10 @@ def least_budget(
     # Nothing fits into 0 bytes, so the result of that solve names the least budget.
     named = solve_within(graph, 0, time_limit_s=time_limit_s, **asked)
     schedule: Schedule | None = named.least_schedule
-    # With pins the schedule is one of another graph, that with clones: look for one of this graph.
-    if schedule is None or schedule.graph_hash != graph.hash:
+    if schedule is None or schedule.graph_hash != graph.hash:  # pins add clones: another graph
         schedule = least_peak(graph, time_limit_s, **asked).schedule
     held = peak_holders(graph, schedule) if schedule is not None else None
     of_plan = peak_holders(graph, plan)
-    # A plan with copies can be below: the search for the least knows none.
-    if held is None or of_plan.peak_bytes < held.peak_bytes:
+    if held is None or of_plan.peak_bytes < held.peak_bytes:  # a plan with copies can be below
         held = of_plan
     return LeastBudget(held.peak_bytes, held, named.floor, named.least_bound_bytes)

@@ -1,9 +1,8 @@
 """Plans a model block by block: what each may keep, and what the whole step then needs.
 
-The whole step stays the measure. Blocks are solved and chosen on the model's graph, with the ops
-of each block standing together. Their schedules are then put together to one of the whole step, as
-autograd will run it, and the simulator judges that one. While it is over the budget, the knapsack
-over blocks gets less room.
+Blocks are solved and chosen on the model's graph. Their schedules are put together as autograd will
+run them, and the simulator judges that one step. While it is over the budget, the knapsack over
+blocks gets less room.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ def _block_schedule(graph: TrainingGraph, match: BlockMatch, run: Sequence[Step]
             moves.setdefault(len(ops), []).append(own)
         elif step.op in op_in_block:
             ops.append(graph.op_index[op_in_block[step.op]])
-    # The model's graph has no op of the block's tangents: they come as the block's forward ends.
-    end = last_forward_position(problem, ops) + 1
+    end = last_forward_position(problem, ops) + 1  # the block's tangents come when its forward ends
     ops.insert(end, graph.n_forward)
     schedule = schedule_of(problem, ops, solver="blocks")
     if not moves:
@@ -88,8 +86,7 @@ def _with_moves(steps: Sequence[Step], names: Sequence[str], moves: _Moves) -> I
     at = 0
     for step in steps:
         if isinstance(step, Compute):
-            # `schedule_of` leaves out a run whose outputs are all live; its moves are still due.
-            while True:
+            while True:  # `schedule_of` omits runs of live outputs; their moves are due
                 yield from moves.get(at, ())
                 at += 1
                 if names[at - 1] == step.op:
@@ -99,9 +96,9 @@ def _with_moves(steps: Sequence[Step], names: Sequence[str], moves: _Moves) -> I
         yield from moves.get(left, ())
 
 
-# A block is rewritten only where the model's own graph contains it, node by node, so a sum of
-# gradients that would change its order is found before anything runs. Two blocks share one compiled
-# step only if they are the same computation of their own parameters.
+# A block is rewritten only where the model's graph contains it node by node, so gradients summed in
+# another order are found before anything runs. Two share a compiled step only if they compute the
+# same.
 
 
 @dataclass
@@ -134,8 +131,7 @@ def trace_blocks(
 ) -> TracedBlocks:
     """Raises `CaptureError` where a block cannot be run by itself to the same bits."""
     blocks = matching_blocks(model, pattern, resolved_device(asked.get("device"), model))
-    # A block's own inputs are known only while the model runs.
-    with watching_calls(model, blocks) as calls:
+    with watching_calls(model, blocks) as calls:  # only the running model knows a block's inputs
         whole = trace(model, args, kwargs, **asked)
     distinct: list[_DistinctBlock] = []
     for path, recipe in calls.recipes().items():
@@ -185,19 +181,14 @@ _Planned = tuple[dict[str, Schedule], Schedule]  # by block, and of the whole st
 
 
 class BlocksPlan(msgspec.Struct, frozen=True):
-    """A plan for each block that `pattern` names, and the whole step that comes of them.
-
-    `schedules` are by path, each for the block's own graph; `result` is of the whole step as it
-    then runs, on one rank where it is sharded. `distinct` blocks were captured. `host_bytes` and
-    `nvme_bytes` are the most there at once, of all blocks together.
-    """
+    """A plan for each block that `pattern` names, and the whole step that comes of them."""
 
     pattern: str
-    schedules: dict[str, Schedule]
-    result: Result
-    distinct: int
+    schedules: dict[str, Schedule]  # by path, each for the block's own graph
+    result: Result  # of the whole step as it runs, on one rank
+    distinct: int  # blocks that were captured
     links: Links | None = None
-    host_bytes: int = 0
+    host_bytes: int = 0  # the most at once, of all blocks, as `nvme_bytes`
     nvme_bytes: int = 0
 
     def __repr__(self) -> str:
@@ -267,8 +258,7 @@ class BlockPlanner:
         """The fastest plan found; its result is infeasible where none fits."""
         began = Clock()
         schedules, schedule = self._fastest(budget_bytes) or self._least()
-        # Nothing is proved of the share-out, so the bound is every op once.
-        result = evaluate_schedule(
+        result = evaluate_schedule(  # nothing is proved of shares: the bound is every op once
             self.graph, msgspec.structs.replace(schedule, budget_bytes=budget_bytes),
             budget_bytes=budget_bytes, lower_bound_us=self.graph.time_us,
             wall_s=began.elapsed_s, cut_short=self.clock.left_s < 0,
@@ -283,8 +273,8 @@ class BlockPlanner:
     def _fastest(self, budget_bytes: int) -> _Planned | None:
         """The fastest plan tried whose whole step fits; None if none does."""
         room_bytes = budget_bytes - self.graph.resident.total_bytes
-        # The knapsack counts bytes by a model, the simulator exactly. So the knapsack's room is
-        # bisected until what it gives fits as simulated.
+        # The knapsack counts bytes by a model, the simulator exactly: bisect its room until that
+        # fits.
         low, high = self._shared.least_room_bytes(), 2 * room_bytes
         best: _Planned | None = None
         best_us = math.inf
@@ -338,8 +328,7 @@ class BlockPlanner:
             elif step.op in match.op_of:
                 half.append(Compute(match.op_of[step.op]))
             else:
-                # The one op that the model's graph lacks is that of the tangents, where backward
-                # opens.
+                # The model's graph lacks one op: that of the tangents, where backward opens.
                 half = halves[1]
         behind = self._added(path, BEHIND_BLOCK)
         return [*halves[0], *behind[0]], [*halves[1], *behind[1]]

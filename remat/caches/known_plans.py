@@ -1,8 +1,7 @@
 """What a cache of plans knows before it plans a batch, so that few batches are timed and solved.
 
-A batch that fits with every op run once runs so. Another one takes a schedule that was made for
-other sizes, if its step has the same ops and `simulate` finds that it fits at the sizes at hand. A
-trace tells both, with the bytes that its ops take and without their times.
+A batch that fits with every op run once runs so. Else a schedule of other sizes serves, if the step
+has the same ops and `simulate` finds that it fits. A trace tells both without times.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ class AtHand(NamedTuple):
 
 class KnownPlans:
     def __init__(self) -> None:
-        # The highest peak of its plans, for which the run has room; and whether a whole step of the
-        # model was compared with eager's.
+        # The highest peak of its plans, and whether a whole step was compared with eager's.
         self.most_bytes, self.is_checked = 0, False
         self._solved: list[_Reusable] = []
 
@@ -80,7 +78,7 @@ class KnownPlans:
     def at_hand(self, traced: Trace, budget: Budget, *, may_keep_all: bool) -> AtHand | None:
         """A schedule that fits the trace, of those the one with least overhead; or None."""
         plain = [_Reusable(0.0, StoreAll().schedule(traced.graph))] if may_keep_all else []
-        # Without what kernels take for themselves a peak is too low: most end here.
+        # Peaks without workspaces are too low: most end here.
         limit_bytes = self._budget_bytes(traced.graph, budget)
         tried = [
             one
@@ -90,8 +88,7 @@ class KnownPlans:
         ]
         if not tried:
             return None
-        # Runs ops whose costs are not known, so only where a schedule may fit.
-        sized = Sized(traced)
+        sized = Sized(traced)  # runs ops of unknown cost, so only where one may fit
         limit_bytes = self._budget_bytes(sized.graph, budget)
         found = (_fitting(_graph_for(sized, one.schedule), one, limit_bytes) for one in tried)
         return next((one for one in found if one), None)
@@ -152,17 +149,14 @@ def sources_key() -> str:
     return digest.hexdigest()
 
 
-# Schedules of plan caches on disk, for the processes after this one: a file for each question,
-# which is a graph with every op, size and cost in it, a budget and the options of the solve.
+# Schedules on disk, a file for each question: a graph with sizes and costs, a budget and options.
 
 _SCHEMA_VERSION = 1
 FILES = CacheFiles(
     "plans", "each process plans anew", "planned", most_files=256, most_bytes=1 << 24
 )  # fmt: skip
 ADDRESS = " at 0x"  # in the text of an option that says no more than where it lies
-_NEAR, _CHEAP = 0.97, 0.005
-"""What is free is never the same twice: a plan for so large a part of it is taken, or of so little
-overhead."""
+_NEAR, _CHEAP = 0.97, 0.005  # of what is free, never the same twice; or of little overhead
 
 
 class KeptSolve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -174,8 +168,7 @@ class KeptSolve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def keeps_solves() -> bool:
-    # Whoever has torch keep nothing wants every run to start anew.
-    return not torch.compiler.config.force_disable_caches
+    return not torch.compiler.config.force_disable_caches  # then every run is to start anew
 
 
 def kept_solve(
@@ -224,8 +217,7 @@ def _judged(graph: TrainingGraph, kept: KeptSolve) -> Result:
 
 def _suits(found: Result, budget: Budget, graph: TrainingGraph) -> bool:
     """Whether it is what would be planned now."""
-    # The least peak is an answer to the question, and the question is the same.
-    if budget.kind == "min":
+    if budget.kind == "min":  # the least peak answers the same question
         return True
     now_bytes = budget.bytes_for(graph)
     if budget.kind != "auto":

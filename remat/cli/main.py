@@ -109,14 +109,11 @@ def _before_verbs(version: _Version = False) -> None:
 def main() -> None:
     open_closed_streams()
     use_simple_letters()  # a session does so too; this is for the help, which has none
-    # One verb is imported without the others; what is no verb is answered by all.
-    first = next(iter(sys.argv[1:2]), "")
+    first = next(iter(sys.argv[1:2]), "")  # one verb is imported alone; no verb imports all
     asked = [first] if first in VERBS else [] if first in (*FORMER, "--version") else VERBS
     try:
         _app_of(asked)()
     finally:
-        # The verb has ended, so Ctrl-C has nothing to end. Python's own end should not change the
-        # exit code that says how.
+        # The verb has ended: Python's own end should not change the exit code.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # Nor is there anything to collect among a million objects of torch, which takes a second.
-        gc.freeze()
+        gc.freeze()  # collecting a million objects of torch takes a second

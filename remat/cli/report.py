@@ -70,8 +70,7 @@ def report_verb(
 
 
 def _report_cluster(session: Session, source: str, output: Path) -> None:
-    # It imports torch, whose order of a pipeline is replayed.
-    from remat.cluster.replayed_plan import replay_of
+    from remat.cluster.replayed_plan import replay_of  # imports torch, to replay a pipeline's order
 
     plan = read_cluster_plan(read_contents(source), source)
     page = page_of(plan, replay_of(plan, source))

@@ -49,11 +49,10 @@ _PriceOfGib = Annotated[bool, more("--price-of-gib", "also say what a GiB more o
 _CompareRule = Annotated[
     bool, more("--compare", "also run square-root checkpointing, and measure it")
 ]
-_ONE_BATCH = (
+_ONE_BATCH = (  # a whole step takes none: it is limited by plans, not seconds
     "keep", "recompute", "solver", "order", "split", "sharding", "optimizer_in_backward",
     "accumulate", "time_limit_s", "gap",
 )  # fmt: skip
-"""Fields of a request that a whole step is planned without: it is limited by plans, not seconds."""
 _Microbatches = Annotated[int | None, more(
     "--microbatches",
     "plan a whole optimizer step of so many such batches, with parameters, gradients and the "
@@ -113,8 +112,7 @@ def _run(
 ) -> pipeline.Report:  # fmt: skip
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)
 
-    # Written before a step is run, which may end the process.
-    def keep(known: pipeline.Report) -> None:
+    def keep(known: pipeline.Report) -> None:  # written before a step, which may end the process
         of = plan_source.Captured(known.graph, loaded, known.recipe)
         save_result_file(session, output, of, known.result)
 
@@ -226,8 +224,7 @@ def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | Non
             f"{kept} goes with a plan that runs, and one of --microbatches is planned and not run: "
             "leave it out, --json prints what was found"
         )
-    # typer gives every option, so one that differs from its default was asked for.
-    usual = Request()
+    usual = Request()  # typer gives every option: another value was asked for
     for name in _ONE_BATCH:
         if getattr(request, name) != getattr(usual, name):
             raise SolverError(
@@ -252,8 +249,7 @@ def check_verb(session: Session, model: Model, plan: PlanArgument, request: Requ
     schedule = plan_source.fitting_schedule(kept, loaded, str(plan))
     with session.stopwatch.stage("capture", "tracing the training step"):
         traced = pipeline.trace_loaded(loaded, request)
-        # Before the step is rewritten: the first op that differs is named.
-        schedule.check_captured_as(traced.graph)
+        schedule.check_captured_as(traced.graph)  # before the rewrite: names the first op off
     with session.stopwatch.stage("check", "checking the plan against eager"):
         costed = plan_source.costed_graph_in(kept)
         found = pipeline.check_schedule(loaded, traced, schedule, request, costed)

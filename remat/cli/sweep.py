@@ -29,11 +29,9 @@ from remat.solver import make_solver, solver_class
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.sweep import check_jobs
 
-_SWEPT, _COMPARED = "12", ",".join(DEFAULT_BUDGETS)
-"""Budgets where none are named: of one solver, and of several."""
+_SWEPT, _COMPARED = "12", ",".join(DEFAULT_BUDGETS)  # of one solver, and of several
 _NOTHING = "no schedule was found at any budget"
-_ALL = "usual"
-"""The name of no solver, which stands for the best of each kind and what people write by hand."""
+_ALL = "usual"  # the best of each kind, and what people write by hand
 _HOSTS = "8GiB, or several with 0 for none: 0,8GiB,16GiB"
 _SweptBudgets = Annotated[str, typer.Option(
     help="how many, from the least peak to the unmodified one, or 50%,2GiB,...; where none is "
@@ -64,8 +62,7 @@ def sweep_verb(
         # A comparison has a row for a solver that does not take the order.
         solver_class(one) if is_compared else make_solver(one, order=request.order, gap=request.gap)
     check_jobs(jobs)
-    # The largest, so that more than there is is refused now; the sweep sets each in the links.
-    largest = max(hosts, key=hosts.__getitem__, default="")
+    largest = max(hosts, key=hosts.__getitem__, default="")  # more than there is is refused now
     asked = replace(request, host=largest if any(hosts.values()) else "", nvme=nvme)
     asked = asked.checked(is_kept=source.endswith(PLAN_FILES))
     if is_compared:
@@ -123,8 +120,7 @@ def asked_budgets(text: str, named: Sequence[str] = (), default: str = _SWEPT) -
     if text and named:
         raise BudgetError(f"name budgets by --budget or by --budgets {text}, not by both")
     text = text or ",".join(named) or default
-    # With a sign too, so that -3 is told that it is no number of budgets.
-    if not named and text.strip().lstrip("+-").isdigit():
+    if not named and text.strip().lstrip("+-").isdigit():  # -3 too is told off as a number
         if int(text) < 1:
             raise BudgetError(f"budgets {text!r}: ask for 1 or more, or list them: 50%,60%,2GiB")
         return int(text)
@@ -157,8 +153,7 @@ def _show_fronts(session: Session, graph: TrainingGraph, fronts: Mapping[str, Fr
     table = plain_table("budget", "peak", "overhead", "bound", "gap", "solver", "seconds")
     points = [(name, front, point) for name, front in fronts.items() for point in front.points]
     for name, front, (budget_bytes, result) in points:
-        # An infeasible budget says so where its peak would be.
-        figures = (result.status, "-", "-", "-")
+        figures = (result.status, "-", "-", "-")  # an infeasible budget says so as its peak
         if result.schedule is not None:
             bound = bound_of(result.lower_bound_us, front.base_us)
             gap = "-" if result.gap is None else percent_text(result.gap)

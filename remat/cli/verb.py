@@ -1,11 +1,9 @@
 """What verbs share: a session, the planning options if they plan, and arguments that recur.
 
-A verb is a function of a `Session` and of its own options. Where it takes a `Request` too, each
-field of that dataclass becomes an option, with the flag, help, type and default of the field. So
-all verbs that plan take the same options. A verb that has a field among its own parameters is
-given it apart from the request, with its own type and default: `sweep` takes a list of solvers.
-
-The help shows in its first list what people use, and below it what few need (`MORE`).
+A verb is a function of a `Session` and of its own options. Where it takes a `Request`, each field
+of that becomes an option, so all verbs that plan take the same. A field among a verb's own
+parameters is given apart, with the verb's type and default. Help shows the usual options first,
+then `MORE`.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ from remat.job.plan_source import PLAN_FILES
 from remat.job.request import DYNAMIC_METAVAR, Request, parse_sharding
 
 MORE = "More options"  # the heading of options that few need
-_USUAL = ("budget", "device", "host", "optimizer", "keep", "time_limit_s", "gap")
-"""Fields of the first list of options, in its order; the others stand under `MORE`."""
+_USUAL = ("budget", "device", "host", "optimizer", "keep", "time_limit_s", "gap")  # the first list
 FIELDS = {field.name: field for field in dataclasses.fields(Request)}
 _KINDS = get_type_hints(Request, localns={"Profile": Path}) | {"sharding": str}
 """Types of the options. A profile is named by its file: the class itself would import torch."""

@@ -1,10 +1,8 @@
 """``torch.compile(model, backend="remat", options={"budget": ...})``.
 
-An entry point registers it, so nothing need be imported. Dynamo traces and guards as ever, and
-Inductor makes the code. In between, Inductor hands its joint graph to our partitioner, which cuts
-it into forward and backward by a plan under the budget. So guards, graph breaks, views and mutated
-buffers stay dynamo's and AOTAutograd's; with an export of our own the guards would be ours. Where
-no gradients are asked for, Inductor runs as it is.
+An entry point registers it. Dynamo traces and guards, Inductor makes the code, and our partitioner
+cuts the joint graph by a plan under the budget. With an export of our own, guards would be ours.
+Without gradients, Inductor runs as it is.
 """
 
 from __future__ import annotations
@@ -49,8 +47,7 @@ from remat.rewriter.guards.backward import refuse_compiled_autograd
 from remat.rewriter.inductor.fused_nodes import refuse_lost_gradients, refuse_regions
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
 
-# Dynamo's guards stay symbolic, so it compiles a graph of symbolic sizes once. Each size is planned
-# when it first comes, as if that shape were the only one: the same plan, the same code.
+# Dynamo compiles a graph of symbolic sizes once. Each size is planned as if it were the only one.
 
 _MOST_SIZES = 16  # sizes whose code is kept; of those beyond, what was not used for longest goes
 _WAY_OUT = (
@@ -84,8 +81,7 @@ class SizeTable:
             call = self._calls[sizes] = self._planned(sizes, args)
             self._keep_few()
         self._calls.move_to_end(sizes)
-        # The code of one size has numbers where the symbols were.
-        return call(*[args[i] for i in self._others])
+        return call(*[args[i] for i in self._others])  # one size's code has numbers for symbols
 
     def _planned(self, sizes: tuple[float, ...], args: Sequence[Any]) -> _Compiled:
         """The code for sizes that come for the first time, or that were dropped."""
@@ -95,8 +91,8 @@ class SizeTable:
             self._warn_of_planning(sizes)
         numbers = dict(zip(self._symbols, sizes, strict=True))
         devices = {t.device.index for t in args if isinstance(t, Tensor) and t.is_cuda}
-        # Dynamo restores the random stream around its compilations, and closes what traces itself.
-        # This runs between steps, so the same is done here.
+        # Dynamo restores the random stream and closes what traces itself; this runs between steps,
+        # so too.
         with disable_current_modes(), torch.random.fork_rng(sorted(devices)):
             gm, inputs = numbered(self._gm, numbers, args)
             mode: Any = next(t.fake_mode for t in inputs if isinstance(t, FakeTensor))
@@ -154,8 +150,7 @@ def backend(
     # A frame that dynamo gives up never comes here: `given_up` refuses it.
     if has_symbols(gm) and submod_compiler() is None and _has_gradients(gm, example_inputs):
         context = _context_of_graph(gm, example_inputs, options, mode)
-        # Outside `compiled_alike`: nothing is compiled before a size comes.
-        return _of_many_sizes(gm, context)
+        return _of_many_sizes(gm, context)  # nothing is compiled before a size comes: no ranks meet
     with compiled_alike(gm, example_inputs) as later:
         context = _context_of_graph(gm, example_inputs, options, mode)
         cut = submod_compiler()
@@ -163,8 +158,8 @@ def backend(
             subgraphs = planned_subgraphs(cut, context.asked, context.shared, context.frame)
             return _subgraph(gm, specialized(gm, example_inputs), context, subgraphs, later)
         if has_symbols(gm):
-            # Inductor's own code, for all sizes at once. It calls this only where gradients are
-            # asked for after all.
+            # Inductor's own code for all sizes. It calls this only where gradients are asked for
+            # after all.
             refusing = Partitioner(_refuse_gradients, _n_visible(gm), lambda: "without gradients")
             return _code(gm, example_inputs, refusing, later)
         return _planned(gm, example_inputs, context, later)
@@ -210,10 +205,8 @@ def _planned(
     partitioner = Partitioner(start.plan, _n_visible(gm), lambda: start.name)
     call = _code(gm, inputs, partitioner, later)
     if not partitioner.was_called:
-        # torch has the code in its caches, or the graph has no gradients.
-        start.go_without_a_graph()
-    # Nothing was noted of a graph without gradients: it leaves nothing open.
-    if context.frame not in context.shared.noted:
+        start.go_without_a_graph()  # torch has the code cached, or there are no gradients
+    if context.frame not in context.shared.noted:  # without gradients it leaves nothing open
         return call
     return watched(call, context.shared, context.frame)
 

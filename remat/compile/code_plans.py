@@ -1,7 +1,6 @@
 """For `rematerialize(compile=True)`: a plan whose code by Inductor keeps to the budget.
 
-The peak of the code can be above that of the schedule, so `fastest_within` lowers the target until
-the code fits. (`rewrite(compile=True)` is given one schedule, so it can only warn.)
+The code's peak can be above the schedule's, so `fastest_within` lowers the target until it fits.
 """
 
 from __future__ import annotations

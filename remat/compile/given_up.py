@@ -1,9 +1,8 @@
 """Frames that dynamo gives up: no backend sees them, so nothing in them could be planned.
 
-Where dynamo meets a graph break inside a loop, an `nn.LSTM`, or one compilation more than its
-limit, it runs the whole Python frame eagerly and says nothing. Layers that such a frame runs would
-be trained outside of every plan, and the budget would not hold. So the frame is refused before it
-runs. Calls of the user's own modules in it are no reason to: dynamo tries each of them by itself.
+At a graph break in a loop, an `nn.LSTM`, or its limit of compilations, dynamo runs the frame
+eagerly in silence. Its layers would train outside of every plan, so it is refused before it runs.
+Calls of the user's modules are no reason: dynamo tries each by itself.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ _warned = set[CodeType]()
 
 def refuse_given_up_frames(backend: Callable[..., Any]) -> None:
     """From now on refuse each frame under `backend` that dynamo gives up, if it would train."""
-    # Dynamo tells nobody of such a frame, neither a callback nor the backend, so the call that
-    # gives it up is wrapped, once for each process.
+    # Dynamo tells nobody of such a frame, so the call that gives it up is wrapped, once a process.
     convert = ConvertFrameAssert.__call__
 
     @functools.wraps(convert)
@@ -71,8 +69,8 @@ def refuse_given_up_frames(backend: Callable[..., Any]) -> None:
 
 
 def refuse_lstm(gm: fx.GraphModule, device: str) -> None:
-    # Its oneDNN kernel returns something else than a tensor, for which Inductor's own code fails,
-    # and the kernel of its backward crashes the process.
+    # Its oneDNN kernel returns no tensor, for which Inductor fails, and its backward crashes the
+    # process.
     if device == CPU and any(node.target is torch.lstm for node in gm.graph.nodes):
         raise CaptureError(
             "take remat.rematerialize(model, ..., budget=...), or a GRU: torch's compilers cannot "

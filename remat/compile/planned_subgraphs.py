@@ -33,8 +33,7 @@ def planned_subgraphs(
     compiler: SubmodCompiler, asked: CompileOptions, shared: SharedBudget, frame: Frame
 ) -> PlannedSubgraphs:
     """`BudgetError` where no choice of plans fits."""
-    # Made when the first subgraph comes, before any of them runs.
-    found = _known.get(compiler.module)
+    found = _known.get(compiler.module)  # made when the first one comes, before any runs
     if found is None:
         found = PlannedSubgraphs(whole_of(compiler, _traced_step), asked, shared, frame)
         _known[compiler.module] = found
@@ -156,8 +155,7 @@ class PlannedSubgraphs:
 
     def _remember(self, option: SubgraphOption, replay: ReplayedMemory, peak_bytes: int) -> None:
         found = option.candidate
-        # The search was one for all: its time is told with the first.
-        self._seconds, seconds = 0.0, self._seconds
+        self._seconds, seconds = 0.0, self._seconds  # one search for all: told with the first
         of_all = f"subgraph {self.at + 1} of {len(self._whole.subgraphs)}"
         remember(
             CompiledPlan(

@@ -1,12 +1,9 @@
 """What a graph of dynamo's is planned for: one shape, and one device.
 
-Where a size has changed from one call to the next, or the user marks it, dynamo makes it a symbol,
-so that one graph serves all sizes. But a plan is for one shape. So each size that comes is given a
-copy of the graph with numbers in it (`numbered`).
-
-Subgraphs that DDP cuts are planned together before any of them runs. They are fixed to the shape at
-hand while dynamo compiles (`specialized`). Asking a symbol for its value notes a guard: dynamo
-then compiles again for each other shape.
+Where a size varies, dynamo makes it a symbol, but a plan is for one shape: each size gets a copy
+with numbers (`numbered`). DDP's subgraphs are planned before any runs, so they are fixed while
+dynamo compiles (`specialized`): asking a symbol's value notes a guard, and another shape compiles
+again.
 """
 
 from __future__ import annotations
@@ -60,8 +57,7 @@ def _items_of(node: fx.Node) -> list[fx.Node]:
         for user in node.users
         if (user.op, user.target) == ("call_method", "item")
         and isinstance(value := user.meta.get(_EXAMPLE), torch.SymFloat)
-        # Sizes and floats that forward takes out of tensors have none.
-        and value.node.has_hint()
+        and value.node.has_hint()  # taken out of tensors by forward, they have none
     ]
 
 
@@ -79,8 +75,7 @@ def refuse_data_dependent(gm: fx.GraphModule) -> None:
 
 
 def _name_of_input(node: fx.Node) -> str:
-    # Dynamo calls ``x`` of its caller ``L_x_``.
-    return str(node.target).removeprefix("L_").strip("_")
+    return str(node.target).removeprefix("L_").strip("_")  # dynamo calls a caller's ``x`` ``L_x_``
 
 
 def numbered(
@@ -97,11 +92,9 @@ def numbered(
         _read_number(node, number)
         made.graph.erase_node(node)
     for node in made.graph.nodes:
-        # Symbols in there belong to dynamo's trace, whose guards are closed.
-        node.meta.pop(_EXAMPLE, None)
+        node.meta.pop(_EXAMPLE, None)  # its symbols are of dynamo's trace, which is closed
     made.recompile()
-    # A mode of its own: dynamo's knows the same inputs by symbols.
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    mode = FakeTensorMode(shape_env=ShapeEnv())  # its own: dynamo's knows the inputs by symbols
     others = [value for i, value in enumerate(given) if i not in numbers]
     fake = (mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x for x in others)
     return made, list(fake)

@@ -1,12 +1,9 @@
 """One compilation of a graph: planned, or by the plan that an earlier process has kept.
 
-A start is warm where a plan is kept under the graph's `start_key`. If torch then has the code of
-both graphs in its own caches, it asks for no plan: it is told of the kept one all the same, for the
-graphs that share the budget. Else it hands over its joint graph as ever. Then nothing is solved,
-and no code is generated to be replayed, if that graph is the one that was planned.
-
-Torch finds code by the name of the plan that it was made by, which is drawn anew for each plan. So
-code and plan cannot be mixed up, whatever torch's keys leave out.
+A start is warm where a plan is kept under the graph's `start_key`. If torch has the code cached, it
+asks for no plan; the kept one is noted for graphs that share the budget. Else, if its joint graph
+is the one that was planned, nothing is solved or replayed. Torch finds code by the plan's name,
+drawn anew each time: code and plan cannot be mixed up.
 """
 
 from __future__ import annotations
@@ -55,9 +52,8 @@ from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import gap_of, simulate
 from remat.solver.search import Clock
 
-# A key of all that a compiled plan depends on, made of dynamo's graph before anything of Inductor
-# runs. Names that differ from run to run are left out. Costs are not in it: they are kept with the
-# plan, and compared.
+# A key of all that a compiled plan depends on, made of dynamo's graph before Inductor runs. Costs
+# are not in it: they are kept with the plan, and compared.
 
 
 def start_key(gm: fx.GraphModule, inputs: Sequence[Any], asked: CompileOptions, around: str) -> str:
@@ -65,8 +61,7 @@ def start_key(gm: fx.GraphModule, inputs: Sequence[Any], asked: CompileOptions, 
     digest = hashlib.sha256()
     surroundings = _surroundings(device_of_inputs(inputs))
     for part in (repr(asked), around, *surroundings, *_input_lines(inputs), *_graph_lines(gm)):
-        # An object's default text has its address, which another process does not give.
-        if ADDRESS in part:
+        if ADDRESS in part:  # an object's default text has its address
             return ""
         digest.update(part.encode() + b"\n")
     return digest.hexdigest()
@@ -179,8 +174,7 @@ class Start:
             self._note_kept(kept, step)
             return step.emit(kept.schedule) if kept.schedule else step.stock()
         if kept:
-            # torch has a key of its own with the old name in it. No code may go under that.
-            self._kept, self.name = None, ""
+            self._kept, self.name = None, ""  # torch's key has the old name in it
         return self._planned(step)
 
     def go_without_a_graph(self) -> None:
@@ -190,8 +184,7 @@ class Start:
             self.context.set_beside(step)
             self._note_kept(self._kept, step)
         elif self._key and not self._kept:
-            # So the next process asks for the code by the same name.
-            keep_choice(KeptChoice(self._key, self.name))
+            keep_choice(KeptChoice(self._key, self.name))  # so the next process asks for it
 
     def _suits(self, kept: KeptChoice) -> bool:
         """Whether a kept plan keeps to the budget as it is now, and is what would be chosen."""
@@ -292,30 +285,22 @@ def _too_small(search: PlanSearch, stock: Candidate, budget_bytes: int, held_byt
     )
 
 
-# Plans of compiled steps on disk, for the processes after this one: one file for each `start_key`.
-#
-# A file is not believed (`graph_capture/files.py`): its schedule is judged by `simulate`
-# on the graph in it, and its costs must be those that are measured here.
+# Plans of compiled steps on disk, a file for each `start_key`. None is believed
+# (`graph_capture/files.py`): `simulate` judges its schedule, and costs must be those measured here.
 
 _SCHEMA_VERSION = 1
 CHOICES_FOLDER = "compiled"
 MOST_FILES = 256  # of the folder; those that were not used for longest go first
-MOST_ENTRY_BYTES = 1 << 24
-"""A plan for a graph of 5,000 ops takes 2 MB. What takes more is planned each time."""
+MOST_ENTRY_BYTES = 1 << 24  # more is planned each time; 5,000 ops take 2 MB
 
 
 class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was chosen for one graph of dynamo's, and all that must be known to take it again.
-
-    `name` is that under which Inductor has cached the code; `graph` and `schedule` are None where
-    there are no gradients, `schedule` also where the step is as torch compiles it. `budget_bytes`
-    has parameters in it. `costs` are by key of the `CostCache`; other bytes are as in `StepBytes`.
-    """
+    """What was chosen for one graph of dynamo's, and all that must be known to take it again."""
 
     key: str
-    name: str
-    graph: TrainingGraph | None = None
-    schedule: Schedule | None = None
+    name: str  # under which Inductor has cached the code
+    graph: TrainingGraph | None = None  # None without gradients
+    schedule: Schedule | None = None  # None too where the step is as torch compiles it
     lower_bound_us: float = 0.0
     stock: ReplayedMemory = ReplayedMemory(0, 0, 0)
     chosen: ReplayedMemory = ReplayedMemory(0, 0, 0)
@@ -325,7 +310,7 @@ class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     calls: int = 1
     modules: int = 1
     awaited_gradient_bytes: int = 0
-    budget_bytes: int = 0
+    budget_bytes: int = 0  # with parameters
     costs: dict[str, OpCost] = msgspec.field(default_factory=dict[str, OpCost], name="prices")
     schema_version: int = _SCHEMA_VERSION
 
@@ -334,8 +319,7 @@ class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.schedule is None or self.graph is None:
             return ChosenPlan(self.stock, self.chosen)
         found = simulate(self.graph, self.schedule)
-        # A bound above a time that was reached is no bound, up to rounding.
-        if self.lower_bound_us > (1 + 1e-9) * found.time_us:
+        if self.lower_bound_us > (1 + 1e-9) * found.time_us:  # no bound is above a reached time
             raise PlanError("its bound is above its time")
         gap = gap_of(found.time_us, self.lower_bound_us)
         gap = None if gap is None else max(0.0, gap)
@@ -371,8 +355,7 @@ def _whole_choice(data: bytes) -> KeptChoice:
     found = decode_json(data, KeptChoice)
     if not all(0 <= size < MOST_BYTES for size in _choice_sizes(found)):
         raise PlanError("a size cannot be")
-    # Simulates the schedule: a damaged file is found here, where it can be told as such.
-    found.taken()
+    found.taken()  # a damaged file is found here, where it can be told
     return found
 
 
@@ -387,6 +370,5 @@ def _has_costs(choice: KeptChoice) -> bool:
     """Whether the costs of the plan are those that are kept for its device here."""
     if not choice.costs or choice.graph is None:
         return True
-    # With other costs another plan might have been chosen.
-    known = CostCache.of(meter_of(choice.graph.device)).costs
+    known = CostCache.of(meter_of(choice.graph.device)).costs  # other costs might give another plan
     return all(known.get(key) == cost for key, cost in choice.costs.items())

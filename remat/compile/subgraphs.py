@@ -1,13 +1,8 @@
 """The subgraphs into which DDP cuts a compiled model, seen as one step.
 
-`torch.compile` under DDP cuts the graph at DDP's buckets, so that gradients are exchanged while
-backward runs (`torch._dynamo.config.optimize_ddp`). A backend is given one subgraph after
-another, before any of them runs. But while one runs, there are the parameters of all, what those
-before it have saved, and the gradients of those behind it. So all subgraphs are planned together
-when the first one comes.
-
-Torch keeps the whole in the object that compiles the subgraphs, and nowhere else: it is looked up
-on the stack.
+`torch.compile` cuts the graph at DDP's buckets (`optimize_ddp`), and hands a backend one subgraph
+after another before any runs. But all share memory, so all are planned when the first comes. Only
+the object that compiles them knows the whole: it is looked up on the stack.
 """
 
 from __future__ import annotations
@@ -27,23 +22,17 @@ from remat.graph_capture.torch_private.core import FakeTensor, active_ddp_module
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.inductor.partition import FusedStep
 
-_Traced = Callable[[fx.GraphModule, Sequence[Any]], FusedStep | None]
-"""None for a graph without gradients."""
+_Traced = Callable[[fx.GraphModule, Sequence[Any]], FusedStep | None]  # None without gradients
 
 
 @dataclass(frozen=True)
 class Subgraph:
-    """One subgraph, and the bytes that others hold while it runs; `step` None without gradients.
-
-    `beside_bytes` : while its backward runs, of the gradients that the subgraphs behind it have
-    left, and of what these have returned. `after_bytes` : when its backward has ended, of these,
-    its own, and the sums of gradients of parameters that it shares with subgraphs behind it.
-    """
+    """One subgraph, and the bytes that others hold while it runs; `step` None without gradients."""
 
     step: FusedStep | None
-    outputs_bytes: int
-    beside_bytes: int
-    after_bytes: int
+    outputs_bytes: int  # what it returns
+    beside_bytes: int  # in its backward: later ones' gradients and results
+    after_bytes: int  # when that ends: these, its own, and shared sums
 
 
 @dataclass(frozen=True)
@@ -119,8 +108,7 @@ class _Walk(fx.Interpreter):
             Subgraph(seen.step, seen.outputs_bytes, beside.while_running(k), beside.afterwards(k))
             for k, seen in enumerate(self._seen)
         )
-        # Without `gradient_as_bucket_view`, DDP holds gradients beside its buckets.
-        holds_twice = not beside.moves_to_buckets
+        holds_twice = not beside.moves_to_buckets  # else gradients lie beside DDP's buckets
         return Whole(subgraphs, self._static_bytes, self._dynamic_bytes, holds_twice)
 
     def _input(self, value: Any) -> Any:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# What the text of a file says: which functions build a model, and where names are made that an
-# import does not make. A function that is named by mistake is not called: it may train.
+# What a file's text says: which functions build a model, and where names are made without an
+# import. A function named by mistake is not called: it may train.
 
 _MODEL, _BATCH = "model", "batch"
 _OTHERS = ("loss_fn", "target")
@@ -42,8 +42,7 @@ _OF_A_MODEL = re.compile(r"model|net(work)?$|module", re.IGNORECASE)
 
 def _factory_of(module: ModuleType) -> Callable[[], dict[str, Any]] | None:
     """A factory of the module's variables `model` and `batch`; None if it lacks one."""
-    # Verbs that read kept files alone import this file, and do without torch.
-    from torch import nn
+    from torch import nn  # verbs that read kept files do without torch
 
     if not isinstance(getattr(module, _MODEL, None), nn.Module) or not hasattr(module, _BATCH):
         return None
@@ -51,8 +50,7 @@ def _factory_of(module: ModuleType) -> Callable[[], dict[str, Any]] | None:
     def factory() -> dict[str, Any]:
         batch = getattr(module, _BATCH)
         parts = {name: getattr(module, name) for name in _OTHERS if hasattr(module, name)}
-        # A batch goes to forward as a data loader gives it: a dict by keywords.
-        if isinstance(batch, dict):
+        if isinstance(batch, dict):  # forward takes a dict of a data loader by keywords
             return {"model": module.model, "kwargs": batch, **parts}
         args = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
         return {"model": module.model, "args": args, **parts}
@@ -124,8 +122,7 @@ def _returns_nothing(function: Any) -> bool:
     except (OSError, TypeError, SyntaxError):
         return False
     found = next((part for part in ast.walk(one) if isinstance(part, ast.FunctionDef)), None)
-    # One that ends in an error is called all the same, as its own error says more.
-    if found is None or isinstance(found.body[-1], ast.Raise):
+    if found is None or isinstance(found.body[-1], ast.Raise):  # it ends in an error of its own
         return False
     is_generator = any(isinstance(part, ast.Yield | ast.YieldFrom) for part in _own(found))
     return not is_generator and not any(_values(found))
@@ -185,8 +182,7 @@ def function_named(name: str) -> Generator[NamedFunction]:
     is_on_disk = path.exists() and not (path / "__init__.py").exists()
     is_file = where.endswith(".py") or "/" in where or is_on_disk
     folder = path.resolve().parent if is_file else Path.cwd()
-    # Until the caller has called the function too, as it may import neighbours or parse only then.
-    with _as_script(where, folder):
+    with _as_script(where, folder):  # until it was called too: it may import or parse then
         module = _import_file(path) if is_file else _import_module(where)
         is_open = inside == _MODEL or (not inside and not hasattr(module, _DEFAULT))
         plain = _factory_of(module) if is_open else None
@@ -229,8 +225,7 @@ def _import_file(path: Path) -> ModuleType:
         raise FactoryError(f"{path} is a folder: name a file{_near_files(path / 'factory.py')}")
     if not path.is_file():
         raise FactoryError(f"there is no file {path}{_near_files(path)}")
-    # A file may be called as a library is, which it would replace in sys.modules.
-    name = f"remat_factory_{path.stem}"
+    name = f"remat_factory_{path.stem}"  # or it could replace a library in sys.modules
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise FactoryError(f"{path} is not a Python file: its name should end with .py")
@@ -243,8 +238,7 @@ def _import_file(path: Path) -> ModuleType:
 
 def _import_module(name: str) -> ModuleType:
     try:
-        # Imports only its parents, so that an error of the module itself is told apart below.
-        found = importlib.util.find_spec(name)
+        found = importlib.util.find_spec(name)  # imports only parents: the module's errors differ
     except (ImportError, ValueError) as error:
         raise FactoryError(f"there is no module {name}: {error}") from error
     if found is None:
@@ -291,8 +285,7 @@ def _default_of(module: ModuleType, where: str) -> str:
     own = _own_functions(module)
     written = _written_functions(module)
     building = [name for name in own if name in written and written[name].may_build]
-    # What the text shows comes before a list of functions: there the model is built.
-    unseen = _unseen_text(module, where)
+    unseen = _unseen_text(module, where)  # the text shows where the model is built
     if unseen or not building:
         is_given = [name for name in own if name in written and written[name].gives]
         nothing = f"and nothing is returned by {', '.join(own)}" if own else "and no other"
@@ -301,8 +294,7 @@ def _default_of(module: ModuleType, where: str) -> str:
     has = f"{where} has no function {_DEFAULT}. It has {', '.join(own)}"
     with_batch = [name for name in building if written[name].has_batch]
     alone = [name for name in building if written[name].is_of_a_model]
-    # A function that builds the model alone needs one line around it: show that line.
-    if alone and not with_batch:
+    if alone and not with_batch:  # it needs one line around it: show that line
         name, given = alone[0], "" if _is_called_with_nothing(own[alone[0]]) else "..."
         raise FactoryError(
             f"{has}: {name} returns a model without a batch, so write def {_DEFAULT}(): return "
@@ -388,8 +380,7 @@ class Loaded:
         from torch import nn
 
         check_device(device)
-        # A model that is planned for a device of the table stays where it is.
-        if not is_cuda(device):
+        if not is_cuda(device):  # a device of the table: the model stays
             return self
         loss_fn = self.loss_fn
         return Loaded(
@@ -411,8 +402,7 @@ def _moved(tree: Any, device: str) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in made:
-            # Without detach, the copy of a leaf that requires grad is a result, and
-            # gets no gradient.
+            # Without detach, the copy of a leaf that requires grad would get no gradient.
             other = leaf.detach().to(device).requires_grad_(leaf.requires_grad)
             made[id(leaf)] = with_attributes_of(leaf, other)
         return made[id(leaf)]
@@ -423,10 +413,10 @@ def _moved(tree: Any, device: str) -> Any:
 def load_model(name: str, **sizes: int) -> Loaded:
     """Import what `name` names, call it, and read what it returns.
 
-    `name` is ``path/to/file.py:function``, from anywhere on disk, which can import what is in its
-    own folder; or ``package.module:function``. The function may be left out if it is ``factory``,
-    or if there are variables ``model`` and ``batch`` instead. `sizes` are arguments for the
-    factory, such as ``batch=8``. All that goes wrong is a `FactoryError`.
+    `name` is ``path/to/file.py:function``, which can import from its own folder, or
+    ``package.module:function``. The function may be left out if it is ``factory``, or if there are
+    variables ``model`` and ``batch``. `sizes` are arguments for it, such as ``batch=8``. All that
+    goes wrong is a `FactoryError`.
     """
     with function_named(name) as named:
         return call(named.function, str(named), sizes, f"factory {named.name} of {named.where}")

@@ -30,29 +30,21 @@ class SizeTried(msgspec.Struct, frozen=True):
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """The largest size that fits, the one after it that does not, and all that were tried.
-
-    Attributes
-    ----------
-    size : 0 where none fits. measured_peak_bytes : of the answer; None where it was not run.
-    limited_by : why the next size does not fit: ``memory`` (no plan within the budget is known),
-        ``overhead`` (the fastest one is too slow), ``most`` (it was not to be tried), or
-        ``interrupt`` (Ctrl-C came before it was).
-    without_plan : the largest size whose unmodified step fits, as two captures predict.
-    """
+    """The largest size that fits, the one after it that does not, and all that were tried."""
 
     model: str
     device: str
     vary: str
-    size: int
+    size: int  # 0 where none fits
     budget_bytes: int
     max_overhead: float
+    # Of `next`: no plan fits, the fastest is too slow, it was not to be tried, or Ctrl-C came.
     limited_by: Literal["memory", "overhead", "most", "interrupt"]
     answer: SizeTried | None
     next: SizeTried | None
     tried: tuple[SizeTried, ...]
-    without_plan: int
-    measured_peak_bytes: int | None = None
+    without_plan: int  # the largest without a plan, as two captures predict
+    measured_peak_bytes: int | None = None  # of the answer; None where it was not run
 
     def as_json(self) -> dict[str, Any]:
         """Plain bytes, microseconds and names, for `--json`."""

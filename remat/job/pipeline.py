@@ -83,8 +83,8 @@ def rows_as_run(rows: Sequence[Row], check: Check, of_chen: Check | None) -> tup
 
 
 def _as_run(row: Row, check: Check, base_us: float) -> Row:
-    # The unmodified step that is timed beside each plan may take longer in one check than in
-    # another: on top of that of the first row, steps and overheads agree.
+    # Unmodified steps timed beside each plan vary: on top of the first row's, steps and overheads
+    # agree.
     return replace(
         row, measured_peak_bytes=check.plan_peak_bytes,
         measured_step_us=base_us * (1 + check.overhead),
@@ -186,11 +186,10 @@ def run_job(
     """Capture, time, solve, rewrite and check; `planned` gets what is known before a step runs.
 
     No step runs where nothing fits, for a device or ranks that are not here, or with `check` False;
-    nor, unless `check` is True, where the unmodified step does not fit into free memory.
+    nor, unless `check` is True, where the unmodified step does not fit.
     """
     report, traced, chen = _before_the_check(loaded, request, stopwatch)
-    # Before a step runs, which may end the process for want of memory: the plan is kept by then.
-    planned(report)
+    planned(report)  # kept before a step, which may run out of memory
     graph, result = report.graph, report.result
     if result.schedule is None or not request.is_run_here or check is False:
         return report
@@ -216,8 +215,7 @@ def run_job(
     if request.profile is None and FAR_OFF * checked.baseline_step_us < rows[0].time_us:
         from remat.graph_capture.costs.op_costs import doubt_costs
 
-        # Costs that say too much were taken in a busy time: the next run measures them anew.
-        doubt_costs(traced)
+        doubt_costs(traced)  # measured in a busy time: the next run measures anew
     return replace(report, rows=rows, check=checked, unchecked="".join(said))
 
 
@@ -242,8 +240,7 @@ def _before_the_check(
 
     # In bytes: `auto` or per cents could be others for the graph with chunks.
     within = replace(request, budget=f"{report.result.budget_bytes}B")
-    # With what a head in chunks would need by tolerance.
-    named = naming_tolerance(
+    named = naming_tolerance(  # what a head in chunks would need by tolerance
         report.result, traced, graph, lambda one: graph_with_costs(one, request, stopwatch),
         lambda graph: solve_request(graph, within, stopwatch),
     )  # fmt: skip

@@ -1,7 +1,6 @@
 """What is asked of a plan: the one place of the planning options.
 
-Each field of `Request` is an option of every verb that plans, with the flag and the help that
-stand at the field (`remat/cli/verb.py` reads them).
+Each field of `Request` is an option of every verb that plans (`remat/cli/verb.py`).
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
 
 
 NO_BUDGET = ""  # the budget of a request that asks for no solve
-NAMED_BY_TORCH = ""
-"""The device of a request that names none: which one it is, is asked once torch is imported."""
+NAMED_BY_TORCH = ""  # which device that is, is asked once torch is imported
 
 
 _WORLD = "world"
@@ -54,8 +52,8 @@ def _ask(default: Any, text: str, **shown: Any) -> Any:
 class Request:
     """What to plan for, on what, and how long to try.
 
-    The metadata of a field is what the command line shows of it: its help and, where they are
-    not the usual ones, its flag, its metavar and the least value that it takes.
+    A field's metadata is what the command line shows: its help, and what is unusual of flag,
+    metavar and least value.
     """
 
     budget: str = _ask(
@@ -147,8 +145,7 @@ class Request:
             check_device(self.device)
         if not is_kept:  # a kept graph's device is known only when its file is read
             self.tiers()
-        # All is read now: a capture takes long, and would be lost to a wrong word.
-        known = self.read_profile()
+        known = self.read_profile()  # now: a capture takes long, and would be lost to a wrong word
         make_solver(self.solver, order=self.order, gap=self.gap)  # refuses what it does not know
         if self.optimizer_in_backward and self.sharding != NO_SHARDING:
             raise DeviceError(
@@ -160,8 +157,7 @@ class Request:
     def read_profile(self) -> Profile | None:
         if self.profile is None:
             return None
-        # Profiles import torch, which a request does without.
-        from remat.graph_capture.costs.cache import as_profile
+        from remat.graph_capture.costs.cache import as_profile  # a profile imports torch
 
         return as_profile(self.profile)
 

@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 
 _OFF = 0.1  # a measured overhead of the plan that is this far from the predicted one is told
 
-_FASTER = 0.01
-"""A plan that takes this much less time than the unmodified step, with checkpoints, is told."""
+_FASTER = 0.01  # less time than the unmodified step, with checkpoints, is told
 
 
 def advice_on_run(report: Report) -> tuple[str, ...]:
@@ -79,8 +78,7 @@ def _far_apart(rows: tuple[Row, ...]) -> tuple[str, ...]:
 
 
 def _off(plan: Row) -> tuple[str, ...]:
-    # Asked only where steps as such took about as long as predicted.
-    measured = plan.measured_overhead
+    measured = plan.measured_overhead  # asked where steps as such are as predicted
     if measured is None or abs(measured - plan.overhead) < _OFF:
         return ()
     return (
@@ -92,8 +90,7 @@ def _off(plan: Row) -> tuple[str, ...]:
 
 _HELD_ROWS = 3
 _OUTSIDE = "the loss and what is outside of modules"
-_LABELS = {"chen_sqrt": "square-root checkpointing"}
-"""What a row is called on the screen, where a solver's name says nothing to a stranger."""
+_LABELS = {"chen_sqrt": "square-root checkpointing"}  # for solver names that say nothing
 
 
 def show_run(console: Console, report: Report) -> None:
@@ -242,8 +239,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "model": report.graph.name,
         "ops": len(report.graph.ops),
         "device": report.graph.device,
-        # Keys keep the names of older releases, as those of files do.
-        "prices": report.graph.cost_origin,
+        "prices": report.graph.cost_origin,  # keys keep the names of older releases
         "price_notes": report.graph.notes,
         "baseline": _row_json(rows["unmodified"]),
         "chen_sqrt": _row_json(rows["chen_sqrt"]),

@@ -1,7 +1,6 @@
 """The largest batch, or sequence, that trains within a budget at a bearable overhead.
 
-Sizes are guessed on graphs made from two captures. The answer and the size
-after it are captured, timed and solved, so both are as sure as any plan.
+Sizes are guessed on graphs made from two captures; the answer and the next are captured and solved.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check
 
 
-# The graph of a step at a size that was not captured, from two captures at other sizes. Bytes and
-# costs are taken to be affine in the size. That holds for bytes in a batch; in the length of a
-# sequence attention is not affine, so such a graph is a guess, to be checked by a capture.
+# A step's graph at a size that was not captured, from two captures, as if bytes and costs were
+# affine in it. Attention is not affine in a sequence's length: such a graph is a guess, to be
+# checked.
 
 
 def is_same_step(first: TrainingGraph, second: TrainingGraph) -> bool:
@@ -83,8 +82,7 @@ def _facts_between(op: Op) -> tuple[object, ...]:
     return op.name, op.target, op.phase, op.inputs, op.outputs, op.no_recompute
 
 
-_GUESSES = 4
-"""Tries that follow a guess. Later ones double or halve the size, in case guesses are wrong."""
+_GUESSES = 4  # that follow a guess; later ones double or halve the size
 
 
 @dataclass(frozen=True)
@@ -135,8 +133,8 @@ def _next(
     return min(max(wanted, low + sizes.step), top)
 
 
-# Guesses of `fit` from two captures. Bytes are affine in the size of a batch, costs not as exactly:
-# near the limit an overhead hangs on what ops were measured to take, so `fit` only guesses.
+# Guesses of `fit` from two captures. Near the limit an overhead hangs on measured times: only
+# guesses.
 
 _Pair = tuple[_Sized, _Sized]  # two sizes, each with its graph
 
@@ -144,9 +142,9 @@ _Pair = tuple[_Sized, _Sized]  # two sizes, each with its graph
 def _pair_near(
     graphs: Mapping[int, TrainingGraph], near: int, fails: int | None = None
 ) -> _Pair | None:
-    """Two captures of the same step, to guess between or beyond; None where no two are.
+    """Two captures to guess between: `near`, which holds, and `fails`, if both are captured.
 
-    `near`, which holds, and `fails`, if both were captured; else the nearest and one farther away.
+    Else the nearest and one farther away; None where no two are of the same step.
     """
 
     def pair(one: int, other: int) -> _Pair | None:
@@ -175,9 +173,7 @@ _Factory = str | Callable[..., Any]
 SOLVE_S = 10.0  # seconds that the solve at a size may take
 LARGEST_SIZE = 1 << 20  # largest size that is tried unless told otherwise
 GUESS_S = 2.0  # seconds that a solve of a guess may take
-_GROWTH = 4
-"""How many times the largest size that was captured, or whose unmodified step fits, a guess may be.
-Beyond that, plans take more time than anyone would bear."""
+_GROWTH = 4  # times the largest captured or unmodified size: more takes too long
 
 
 def largest_batch(
@@ -256,8 +252,7 @@ class FitSearch:
                 size = self._largest(small, large) or 0
             except KeyboardInterrupt:
                 note_interrupt()
-                # With a plan at hand, Ctrl-C ends the search and not the verb.
-                if self.best is None:
+                if self.best is None:  # with a plan at hand, Ctrl-C ends the search alone
                     raise
                 size = self.best[0]
             return self._fit(size, check)
@@ -266,8 +261,7 @@ class FitSearch:
         # Both are captured even if the smaller fails: guesses take two.
         held = [size for size in (small, large) if self._holds(size)]
         fails = min((size for size in (small, large) if not self.tried[size].fits), default=None)
-        # Costs are measured, so a larger size may hold where a smaller one failed: trust the
-        # smaller.
+        # Costs are measured, so a larger size may hold where a smaller failed: trust the smaller.
         fits = max((size for size in held if fails is None or size < fails), default=None)
         return largest(self.sizes, self._holds, self._guess, fits, fails)
 
@@ -278,8 +272,7 @@ class FitSearch:
             else:
                 name = getattr(self.factory, "__name__", type(self.factory).__name__)
                 loaded = call(self.factory, name, {self.vary: size})
-            # Asked when the model is there, as it has imported torch.
-            self.request = self.request.with_device()
+            self.request = self.request.with_device()  # asked now: the model has imported torch
             loaded = loaded.on(self.request.device)
         captured = captured_model(loaded, self.request, self.stopwatch)
         self.graphs[size] = captured.graph
@@ -326,12 +319,10 @@ class FitSearch:
 
     def _guess(self, fits: int, fails: int | None) -> int:
         step, known = self.sizes.step, max(self.graphs)
-        # Bytes are as good as exact at any size, so they need no captures in between.
-        known = max(known, self._without_plan(known))
+        known = max(known, self._without_plan(known))  # bytes are as good as exact at any size
         top = min(self.sizes.most, known * _GROWTH) if fails is None else fails - step
         pair = _pair_near(self.graphs, fits, fails)
-        # Captures of other ops, as where a model branches by size, give no line: double, or halve.
-        if pair is None:
+        if pair is None:  # captures of other ops, as by a branch on size, give no line
             return min(2 * max(fits, step), top) if fails is None else (fits + fails) // 2
         with self.stopwatch.stage("guess", f"guessing {self.vary} from two captures"):
             return self._largest_guessed(fits, top, pair)

@@ -1,9 +1,8 @@
 """Large heads and MLPs in chunks, on a device that is here: measured only where they may help.
 
-To time chunks and to compare their bits takes longer than all else together that is measured of a
-small step. A plan of whole ops that costs next to nothing needs no chunks. For any other, they are
-first solved for as if they took no longer than the whole. Only if that is faster by more than the
-gap, or if no plan of whole ops fits, are they measured.
+Timing chunks takes longer than all else of a small step. Where a plan of whole ops does not fit, or
+costs more than next to nothing, chunks are first solved as if they took no longer. Only if that is
+faster by more than the gap are they measured.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ def _may_help(
     if whole.overhead <= DEFAULT_GAP:  # what chunks could win is within the gap that ends a search
         return False
     with stages.stage("solve", "looking at what could run in chunks"):
-        # As if chunks took no longer than the whole: if that is no faster, measuring is in vain.
-        hoped = with_optimistic_chunks(traced, graph)
+        hoped = with_optimistic_chunks(traced, graph)  # no faster even so: measuring is in vain
     if not hoped.regions:
         return False
     best = solve_for(hoped, at_hand=whole).schedule
@@ -101,8 +99,7 @@ def naming_tolerance(
 
 def _exact_chunks(traced: Trace) -> list[RegionCandidate]:
     """The regions that were to run in chunks if these give eager's bits."""
-    # On a device that is not here no bits are compared, so none keep a head whole.
-    if traced.recipe.is_modelled:
+    if traced.recipe.is_modelled:  # no bits are compared on a device that is not here
         return []
     from remat.graph_capture.chunking.regions import requested_regions
 
@@ -110,8 +107,7 @@ def _exact_chunks(traced: Trace) -> list[RegionCandidate]:
 
 
 def _are_exact_on_one_thread(whole: list[RegionCandidate], device: str) -> bool:
-    # On one thread no other takes a part of the rows, so kernels may sum in eager's order.
-    import torch
+    import torch  # on one thread kernels may sum in eager's order
 
     threads = torch.get_num_threads()
     if device != CPU or threads == 1:

@@ -92,8 +92,7 @@ def _point_row(point: _CurvePoint) -> str:
 
 
 _CUT_PART = 0.25
-"""Of the time limit: what each schedule but that of the largest sizes may take at most. There are
-up to eight, so that together they take at most twice as long as that."""
+"""Of the limit, for each schedule but the largest's: up to eight take twice as long at most."""
 
 
 def solve_over(

@@ -20,13 +20,11 @@ from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import Signature, tensor_facts
 from remat.rewriter.user_module.ranged import RangedModule
 
-# Which sizes of batches vary: learned from the batches of a run, or named by the user. Places whose
-# sizes were equal in all batches have one name, as lengths of tokens and of targets. A place that
-# had one size so far is fixed, unless it follows one that the user has named. Equal sizes may be so
-# by chance, so there are several ways to follow, and a model shows which is its own.
+# Which sizes of batches vary: learned, or named by the user. Places that were equal in all batches
+# share a name, as tokens and targets. One that had one size is fixed, unless it follows a named
+# one. Equality may be chance, so there are several ways to follow, and a model shows its own.
 
-Shapes = tuple[tuple[int, ...] | None, ...]
-"""Of each leaf of a batch; None for one that is no tensor, or whose sizes stay as they are."""
+Shapes = tuple[tuple[int, ...] | None, ...]  # by leaf; None for no tensor, or sizes that stay
 At = tuple[int, int]  # a leaf and a dimension
 _LEAST = 2  # torch runs other ops for sizes of 0 and 1, so that no range holds them
 _Follows = Callable[[At, At], bool]
@@ -36,10 +34,9 @@ _WAYS: tuple[_Follows, ...] = (
     lambda at, named: True,
     lambda at, named: False,
 )
-"""Which places of one size follow a named one, the likeliest first: the same dimension of other
-tensors, any dimension of them, or also one of the same tensor; and none."""
-_GROWTH = 2
-"""How many times the size that was the largest a range reaches once it has to be extended."""
+"""Places of equal size that follow a named one, likeliest first: the same dimension of other
+tensors, any of them, or of the same tensor too; none."""
+_GROWTH = 2  # times the largest size, where a range is extended
 
 
 @dataclass
@@ -167,8 +164,7 @@ def _size(shapes: Shapes, at: At) -> int:
 
 
 DynamicOrAuto = Dynamic | Literal["auto"]
-Upto = Mapping[str | int, Any]
-"""The largest sizes to come: by argument and dimension, ``{"tokens": {1: 2048}}``, or by name."""
+Upto = Mapping[str | int, Any]  # by argument, ``{"tokens": {1: 2048}}``, or by name
 
 
 class _Wanted(NamedTuple):
@@ -288,8 +284,7 @@ def _identifier(name: str, dim: int) -> str:
 
 
 _MOST_PARTS = 4  # of a range in which a guard changes its answer more often, sizes have a plan each
-_MOST_NARROWED = 8
-"""How often a range is narrowed to what a guard allows, before sizes have a plan each."""
+_MOST_NARROWED = 8  # times to narrow a range to a guard, before plans a size
 
 
 def planned_over(
@@ -297,8 +292,8 @@ def planned_over(
 ) -> RangedModule | None:
     """A plan for a range that holds a batch, as wide as the model and the budget allow.
 
-    None where its sizes need a plan each. `TooLargeError` where not even the batch fits, or what
-    the user has said is to come does not.
+    None where its sizes need a plan each. `TooLargeError`: the batch, or what is to come, does not
+    fit.
     """
     why, too_large, (known, _) = "", None, sizes.known(batch)
     while True:
@@ -314,8 +309,7 @@ def planned_over(
         if not (failed or too_large) or not known.follow_otherwise():
             break
     if too_large is not None:
-        # No way was better, so the next batch begins with the likeliest again.
-        known.follow_as_at_first()
+        known.follow_as_at_first()  # the next batch begins with the likeliest again
         raise too_large
     if why:
         known.unfit = why
@@ -337,8 +331,7 @@ def _within_guards(
         try:
             return make(dynamic, as_far_as_fits=wanted.is_guess), ""
         except CheckError as error:
-            # At any size the model asks for what it knows at one, and runs other ops for it.
-            return None, str(error)
+            return None, str(error)  # the model asks for what it knows at one size alone
         except CaptureError as error:
             why = str(error)
             dynamic = _with_part(dynamic, error, batch) if isinstance(error, RangeError) else None
@@ -357,8 +350,7 @@ def _with_part(dynamic: Dynamic, error: RangeError, batch: Any) -> Dynamic | Non
     for dims in narrowed.values():
         for dim, (name, low, high, multiple) in dims.items():
             if name == error.symbol:
-                # The same range would be refused in the same way, for ever.
-                is_other |= (low, high) != part
+                is_other |= (low, high) != part  # the same range would be refused for ever
                 dims[dim] = (name, *part, multiple)
     return narrowed if is_other else None
 

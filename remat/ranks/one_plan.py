@@ -1,9 +1,7 @@
 """One plan for a graph that several ranks compile: the first rank that comes makes it for all.
 
-Each rank has costs of its own, measured or kept on its disk, so plans made apart could differ.
-Dynamo compiles where a rank first meets a graph, so no rank knows who else will compile it, or
-when. So the first rank that comes to a graph plans it and leaves the plan in the store, and those
-that come later take it from there. Ranks with other graphs, as those of a pipeline, never meet.
+Ranks' costs differ, so plans made apart could. No rank knows who else will compile a graph, or
+when: the first leaves its plan in the store. Ranks with other graphs, as of a pipeline, never meet.
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ from remat.ranks.collective_call import (
 )
 from remat.ranks.same_order import resolved
 
-# An error of a rank reaches those that compile the same graph before they wait for it in a
-# collective. A rank that has compiled waits for those that are at it, and some seconds for others
-# to begin. One that has not begun by then runs code that it has, and is not waited for.
+# A rank's error reaches those that compile the same graph before a collective. A rank that has
+# compiled waits for those at it, and some seconds for others to begin; later ones run code they
+# have.
 
 _BEGIN_S = 10.0  # how long others may take to begin, once a rank has compiled
 _WHAT = 'torch.compile(backend="remat")'
@@ -61,8 +59,7 @@ class CompiledLater:
 
         def compiled(*args: Any, **kwargs: Any) -> Any:
             if not (self.has_begun and kwargs.get("is_backward")):
-                # What torch compiles within `compiled_alike`, that one tells the others of.
-                return compile_inner(*args, **kwargs)
+                return compile_inner(*args, **kwargs)  # an outer `compiled_alike` tells the others
             with _together(self.groups, f"backward/{self.key}"):
                 return compile_inner(*args, **kwargs)
 
@@ -77,8 +74,7 @@ def _together(groups: Iterable[dist.ProcessGroup], what: str) -> Generator[None]
             stack.callback(messages.close)
         try:
             yield
-        # Ctrl-C too: the others would wait for this rank all the same.
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: the others would wait
             for messages in of_groups:
                 messages.fail(error)
                 messages.leave()
