@@ -39,7 +39,7 @@ RESERVE = 0.10  # share of the free memory that ``auto`` leaves to others
 
 _FORMS = "8GiB, 512MiB, 1.5GB, 60%, auto or min"
 
-UNBOUNDED_BYTES = 2**62  # fits everything: schedules to compare a plan with
+UNBOUNDED_BYTES = 2**62  # everything fits: for schedules to compare with
 
 
 @dataclass(frozen=True)

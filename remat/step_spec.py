@@ -142,7 +142,7 @@ class StepSpec:
 
 
 _FIELDS = {one.name for one in dataclasses.fields(StepSpec)}
-_OBJECTS = ("host", "nvme", "group", "optimizer_in_backward", "blocks")  # given is all but None
+_OBJECTS = ("host", "nvme", "group", "optimizer_in_backward", "blocks")  # asked by all but None
 _DEFAULTS = {
     one.name: one.default
     for one in dataclasses.fields(StepSpec)

@@ -73,7 +73,7 @@ _SUM = torch.ops.aten.add.Tensor
 class GradientFacts:
     """Gradients of a step, by the places of its inputs: parameters and buffers first."""
 
-    unused: frozenset[int]  # get none, though they may require one
+    unused: frozenset[int]  # these get none, though they may require one
     needs: dict[int, frozenset[int]]  # by place, forward's results that a gradient comes from
     through: frozenset[int]  # all of these results
     summed: tuple[int, ...]  # whose gradient is a sum of several terms
@@ -212,7 +212,7 @@ class _Cut:
             self.gates = GradientGates(self.backward)
         self.compilers = compile_boxed, self._compiled_backward
         if self.by_inductor:
-            from remat.rewriter.inductor.compiler import InductorStep  # only for its own plans
+            from remat.rewriter.inductor.compiler import InductorStep  # only if it makes the code
 
             step = InductorStep(joint, self.forward, self.backward)
             self.compilers = step.compile_forward, step.compile_backward
@@ -244,7 +244,7 @@ def compile_step(
     cut = _Cut(trace, schedule, tier_for(trace.graph, schedule, links, found), by_inductor)
     trace.compiled = True  # AOTAutograd uses up the trace's metadata
     facts, state = _gradient_facts(trace.joint), trace.descriptors._aot_state
-    state.fw_metadata.bw_donated_idxs = []  # for Inductor alone; they refuse retain_graph=True
+    state.fw_metadata.bw_donated_idxs = []  # else AOTAutograd refuses retain_graph=True
     config = state.aot_config  # or Inductor would compile backward within the first step
     state.aot_config = dataclasses.replace(config, force_non_lazy_backward_lowering=by_inductor)
     with functorch_config.patch(donated_buffer=False):

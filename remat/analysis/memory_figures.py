@@ -234,7 +234,7 @@ def offloaded(
     links = graph.links
     assert links is not None
     here = found or simulate(graph, schedule)
-    slower = simulate(graph, schedule, links.slower(SLOWER))  # measured rates know no other traffic
+    slower = simulate(graph, schedule, links.slower(SLOWER))  # links have other traffic too
     return _Offloaded(
         source=links.source or "not said", links=_uses(here, graph),
         host_bytes=here.host_peak_bytes, host_room_bytes=links.host_bytes,

@@ -71,7 +71,7 @@ def verdict_text(row: FoldedRow) -> str:
 
 
 def run_cost_text(row: FoldedRow) -> str:
-    said = fine_time_text(row.cost_us / row.count)  # a folded row is several layers: of one of them
+    said = fine_time_text(row.cost_us / row.count)  # a folded row is several layers
     return said if row.first.cost_origin != "estimated" else f"{said} (guessed)"
 
 
@@ -146,7 +146,7 @@ def fronts_in(data: bytes, name: str = "the file") -> dict[str, Front]:
     """What `remat sweep -o` kept, of one solver or of several."""
     try:
         fronts = decode_json(data, dict[str, Front])
-    except (TextError, ScheduleError):  # one front alone says what is wrong with it
+    except (TextError, ScheduleError):  # a single front says what is wrong with it
         front = Front.from_json(data, name)
         return {front.solver: front}
     for front in fronts.values():

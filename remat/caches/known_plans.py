@@ -156,7 +156,7 @@ FILES = CacheFiles(
     "plans", "each process plans anew", "planned", most_files=256, most_bytes=1 << 24
 )  # fmt: skip
 ADDRESS = " at 0x"  # in the text of an option that says no more than where it lies
-_NEAR, _CHEAP = 0.97, 0.005  # of what is free, never the same twice; or of little overhead
+_NEAR, _CHEAP = 0.97, 0.005  # a plan this near to what is free is taken, or this cheap
 
 
 class KeptSolve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

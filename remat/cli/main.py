@@ -109,7 +109,7 @@ def _before_verbs(version: _Version = False) -> None:
 def main() -> None:
     open_closed_streams()
     use_simple_letters()  # a session does so too; this is for the help, which has none
-    first = next(iter(sys.argv[1:2]), "")  # one verb is imported alone; no verb imports all
+    first = next(iter(sys.argv[1:2]), "")  # one verb is imported without others
     asked = [first] if first in VERBS else [] if first in (*FORMER, "--version") else VERBS
     try:
         _app_of(asked)()

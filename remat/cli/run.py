@@ -249,7 +249,7 @@ def check_verb(session: Session, model: Model, plan: PlanArgument, request: Requ
     schedule = plan_source.fitting_schedule(kept, loaded, str(plan))
     with session.stopwatch.stage("capture", "tracing the training step"):
         traced = pipeline.trace_loaded(loaded, request)
-        schedule.check_captured_as(traced.graph)  # before the rewrite: names the first op off
+        schedule.check_captured_as(traced.graph)  # first: it names the op that differs
     with session.stopwatch.stage("check", "checking the plan against eager"):
         costed = plan_source.costed_graph_in(kept)
         found = pipeline.check_schedule(loaded, traced, schedule, request, costed)

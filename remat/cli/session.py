@@ -243,7 +243,7 @@ class Session:
                 raise typer.Exit(STOPPED) from None
             raise
         except RematError as error:
-            if self.verbose and error.cause is not None:  # torch's frames, left out above
+            if self.verbose and error.cause is not None:  # it has torch's frames
                 raise error from error.cause
             if self.verbose:
                 raise
@@ -258,7 +258,7 @@ class Session:
             if self.verbose or (error.filename is None and not _is_stdout_lost()):
                 raise
             if error.filename is None and isinstance(error, BrokenPipeError):
-                raise typer.Exit(REFUSED) from None  # as of `head`: nobody need be told
+                raise typer.Exit(REFUSED) from None  # `head` has read all that it wants
             place = error.filename or "standard output"
             self.fail(REFUSED, type(error).__name__, f"{place}: {error.strerror}")
 

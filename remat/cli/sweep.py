@@ -120,7 +120,7 @@ def asked_budgets(text: str, named: Sequence[str] = (), default: str = _SWEPT) -
     if text and named:
         raise BudgetError(f"name budgets by --budget or by --budgets {text}, not by both")
     text = text or ",".join(named) or default
-    if not named and text.strip().lstrip("+-").isdigit():  # -3 too is told off as a number
+    if not named and text.strip().lstrip("+-").isdigit():  # -3 is no number of budgets
         if int(text) < 1:
             raise BudgetError(f"budgets {text!r}: ask for 1 or more, or list them: 50%,60%,2GiB")
         return int(text)
@@ -153,7 +153,7 @@ def _show_fronts(session: Session, graph: TrainingGraph, fronts: Mapping[str, Fr
     table = plain_table("budget", "peak", "overhead", "bound", "gap", "solver", "seconds")
     points = [(name, front, point) for name, front in fronts.items() for point in front.points]
     for name, front, (budget_bytes, result) in points:
-        figures = (result.status, "-", "-", "-")  # an infeasible budget says so as its peak
+        figures = (result.status, "-", "-", "-")  # infeasible is said in place of a peak
         if result.schedule is not None:
             bound = bound_of(result.lower_bound_us, front.base_us)
             gap = "-" if result.gap is None else percent_text(result.gap)

@@ -222,7 +222,7 @@ class SharedBudget:
         """The peak that all graphs so far have as torch compiles them, that of `frame` included."""
         before = self.forwards.graphs()
         left, held = self._left(before, is_stock=True), self._left(before, is_stock=False)
-        self.noted[frame] = _Noted.of(step, stock, stock, 0)  # `_peak` reads it until `note` does
+        self.noted[frame] = _Noted.of(step, stock, stock, 0)  # for `_peak`; `note` replaces it
         frames = [*before, frame]
         peaks = [self._peak(frames, k, is_stock=True) for k in range(len(frames))]
         return max(held_bytes + stock.peak_bytes - held + left, *peaks)

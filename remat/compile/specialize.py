@@ -92,7 +92,7 @@ def numbered(
         _read_number(node, number)
         made.graph.erase_node(node)
     for node in made.graph.nodes:
-        node.meta.pop(_EXAMPLE, None)  # its symbols are of dynamo's trace, which is closed
+        node.meta.pop(_EXAMPLE, None)  # symbols in it are of dynamo's closed trace
     made.recompile()
     mode = FakeTensorMode(shape_env=ShapeEnv())  # its own: dynamo's knows the inputs by symbols
     others = [value for i, value in enumerate(given) if i not in numbers]

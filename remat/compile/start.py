@@ -174,7 +174,7 @@ class Start:
             self._note_kept(kept, step)
             return step.emit(kept.schedule) if kept.schedule else step.stock()
         if kept:
-            self._kept, self.name = None, ""  # torch's key has the old name in it
+            self._kept, self.name = None, ""  # torch's own key has the old name in it
         return self._planned(step)
 
     def go_without_a_graph(self) -> None:
@@ -291,7 +291,7 @@ def _too_small(search: PlanSearch, stock: Candidate, budget_bytes: int, held_byt
 _SCHEMA_VERSION = 1
 CHOICES_FOLDER = "compiled"
 MOST_FILES = 256  # of the folder; those that were not used for longest go first
-MOST_ENTRY_BYTES = 1 << 24  # more is planned each time; 5,000 ops take 2 MB
+MOST_ENTRY_BYTES = 1 << 24  # larger plans are made anew; 5,000 ops take 2 MB
 
 
 class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

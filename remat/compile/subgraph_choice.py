@@ -93,12 +93,12 @@ def _with(before: _State, option: SubgraphOption) -> _State:
 def _pruned(states: Iterable[_State]) -> list[_State]:
     kept: list[_State] = []
     for state in sorted(states, key=lambda s: (s.extra_us, s.left_bytes, s.peak_bytes)):
-        left, peak = state.left_bytes, state.peak_bytes  # by time: what is kept is no slower
+        left, peak = state.left_bytes, state.peak_bytes  # sorted by time
         if not any(one.left_bytes <= left and one.peak_bytes <= peak for one in kept):
             kept.append(state)
     if len(kept) <= _MOST_STATES:
         return kept
-    kept.sort(key=lambda s: s.left_bytes)  # the fastest stays, and what leaves least
+    kept.sort(key=lambda s: s.left_bytes)  # the ends stay: fastest, and least left
     step = (len(kept) - 1) / (_MOST_STATES - 1)
     return [kept[round(i * step)] for i in range(_MOST_STATES)]
 

@@ -31,8 +31,8 @@ class Subgraph:
 
     step: FusedStep | None
     outputs_bytes: int  # what it returns
-    beside_bytes: int  # in its backward: later ones' gradients and results
-    after_bytes: int  # when that ends: these, its own, and shared sums
+    beside_bytes: int  # in backward: what later ones leave and return
+    after_bytes: int  # as it ends: these, its own, sums for shared ones
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ def function_named(name: str) -> Generator[NamedFunction]:
     is_on_disk = path.exists() and not (path / "__init__.py").exists()
     is_file = where.endswith(".py") or "/" in where or is_on_disk
     folder = path.resolve().parent if is_file else Path.cwd()
-    with _as_script(where, folder):  # until it was called too: it may import or parse then
+    with _as_script(where, folder):  # until the call too: it may import or parse then
         module = _import_file(path) if is_file else _import_module(where)
         is_open = inside == _MODEL or (not inside and not hasattr(module, _DEFAULT))
         plain = _factory_of(module) if is_open else None
@@ -238,7 +238,7 @@ def _import_file(path: Path) -> ModuleType:
 
 def _import_module(name: str) -> ModuleType:
     try:
-        found = importlib.util.find_spec(name)  # imports only parents: the module's errors differ
+        found = importlib.util.find_spec(name)  # imports only the parents of the module
     except (ImportError, ValueError) as error:
         raise FactoryError(f"there is no module {name}: {error}") from error
     if found is None:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _OFF = 0.1  # a measured overhead of the plan that is this far from the predicted one is told
 
-_FASTER = 0.01  # less time than the unmodified step, with checkpoints, is told
+_FASTER = 0.01  # a plan this much faster than the user's checkpoints is told
 
 
 def advice_on_run(report: Report) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ def _far_apart(rows: tuple[Row, ...]) -> tuple[str, ...]:
 
 
 def _off(plan: Row) -> tuple[str, ...]:
-    measured = plan.measured_overhead  # asked where steps as such are as predicted
+    measured = plan.measured_overhead  # only where steps took about as predicted
     if measured is None or abs(measured - plan.overhead) < _OFF:
         return ()
     return (

@@ -66,7 +66,7 @@ def _may_help(
     if whole.overhead <= DEFAULT_GAP:  # what chunks could win is within the gap that ends a search
         return False
     with stages.stage("solve", "looking at what could run in chunks"):
-        hoped = with_optimistic_chunks(traced, graph)  # no faster even so: measuring is in vain
+        hoped = with_optimistic_chunks(traced, graph)  # if that is no faster, measuring is in vain
     if not hoped.regions:
         return False
     best = solve_for(hoped, at_hand=whole).schedule
@@ -107,9 +107,9 @@ def _exact_chunks(traced: Trace) -> list[RegionCandidate]:
 
 
 def _are_exact_on_one_thread(whole: list[RegionCandidate], device: str) -> bool:
-    import torch  # on one thread kernels may sum in eager's order
+    import torch
 
-    threads = torch.get_num_threads()
+    threads = torch.get_num_threads()  # on one, kernels may sum in eager's order
     if device != CPU or threads == 1:
         return False
     torch.set_num_threads(1)

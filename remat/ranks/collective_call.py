@@ -85,7 +85,7 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
             self._end(self._messages, error)
         except _store_errors() as lost:
             if error is None or isinstance(error, _store_errors()):
-                raise AgreementError(  # it hides no error of this rank's own
+                raise AgreementError(  # it hides no error of this rank
                     f"the ranks' store cannot be reached any more at the end of {self._what}: the "
                     "process that holds it, most often the first rank or torchrun, has ended. See "
                     "what it said last"
@@ -188,7 +188,7 @@ class RankMessages:
     """Texts of one call; the n-th calls with the same `what` on all ranks belong together."""
 
     def __init__(self, group: ProcessGroup, what: str) -> None:
-        import torch.distributed as dist  # here: one process does without
+        import torch.distributed as dist  # one process does without
 
         calls = _calls.setdefault(group, defaultdict(itertools.count))
         store: Any = group.get_group_store()

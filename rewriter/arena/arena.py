@@ -234,7 +234,7 @@ class Arena:
         may_outlive = requests.outlives.astype(np.int64)
         self._number = self._library.open(requests.size_bytes, offsets, may_outlive, arena_bytes)
         self._close = weakref.finalize(self, self._library.close, self._number)
-        self._close.atexit = False  # the process's end frees all, and gives back until then
+        self._close.atexit = False  # blocks are given back until the process ends
         self._has_warned, self._patience = False, _PATIENCE
         self._last_counts = Counts()
         memory.source = self

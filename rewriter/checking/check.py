@@ -83,7 +83,7 @@ def _outside_autocast(device: str) -> Generator[None]:
             _T.autocast_increment_nesting()
 
 
-SOON_US, _ENOUGH_US = 5e5, 4e6  # then no more are timed, unless there are other ranks
+SOON_US, _ENOUGH_US = 5e5, 4e6  # once steps took this long, no more are timed (without other ranks)
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -226,7 +226,7 @@ def check(
         overwrites = not is_planned or module._remat_compiled_step.gradients.overwrites
         python_state = stack.enter_context(python_state_kept(model, loss_fn, code))
         stack.enter_context(own_parameters(step, module))
-        stack.enter_context(without_own_hooks(model))  # run around both, no part of the plan
+        stack.enter_context(without_own_hooks(model))  # they are no part of the plan
         state = StepState(
             step, batch.leaves, meter.device, python_state,
             keep_parameters=overwrites, elsewhere=elsewhere,
@@ -303,7 +303,7 @@ def _compared_again(
 ) -> tuple[str, ...]:
     differences = differing_names(variation, outcome)
     for _ in range(2, MOST_EAGER):  # two runs may add up alike by chance
-        if not differences and not _has_other_ranks():  # all run as often, for collectives
+        if not differences and not _has_other_ranks():  # steps may hold collectives
             break
         variation.add(state.outcome(eager))
         differences = differing_names(variation, outcome)

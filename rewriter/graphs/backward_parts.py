@@ -81,7 +81,7 @@ class Running:
     def begin(self, steps: Iterator[Released], unreached: frozenset[int]) -> None:
         task = current_graph_task_id()
         self.passes[task] = _Pass(steps, unreached)
-        queue_callback(lambda: self.passes.pop(task, None))  # for a pass that wants few gradients
+        queue_callback(lambda: self.passes.pop(task, None))  # a pass for few gradients leaves some
         if self.updates:
             queue_callback(self.updates.begin(self.parameters))
 
@@ -171,7 +171,7 @@ class _Gate(torch.autograd.Function):
         places = ctx.running.gradient_gates.gates[ctx.number]
         pairs = [(found.pop(p, None), g) for p, g in zip(places, given, strict=True)]
         sums = [g if own is None else own if g is None else own + g for own, g in pairs]
-        return None, None, ctx.token, *sums  # the token's leads the engine to the next gate
+        return None, None, ctx.token, *sums  # the token's gradient leads to the next gate
 
 
 # After the first backward DDP (Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704) rebuilds its

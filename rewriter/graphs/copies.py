@@ -29,7 +29,7 @@ from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, St
 # A sum added up in place, and a random state with its note, are whole only after the last write. A
 # copy that a schedule begins before waits, and so holds what backward is to read.
 
-_WritesOf = Callable[[str], tuple[str, ...]]  # that an op's first run writes to, beside its own
+_WritesOf = Callable[[str], tuple[str, ...]]  # what an op's first run also writes to
 
 
 @dataclass
@@ -114,7 +114,7 @@ class CopyEmitter(EagerEmitter):
         self.moving = moving
         self.handles: dict[LowerTierCopy, fx.Node] = {}
         self.pending: dict[str, fx.Node] = {}
-        self.leaving: dict[str, fx.Node] = {}  # apart: its host copy may go before, on to NVMe
+        self.leaving: dict[str, fx.Node] = {}  # its host copy may go first, on to NVMe
 
     def move(self, step: Offload | Fetch) -> None:
         # Nothing reads other values, or they stand for a write in place.
@@ -160,7 +160,7 @@ class CopyEmitter(EagerEmitter):
 
     def results(self, results: Iterable[Any]) -> list[Any]:
         found = super().results(results)
-        for value in self.joint.graph.outputs:  # the caller may write to it: no copy reads on
+        for value in self.joint.graph.outputs:  # the caller may write to it after the step
             self._leave(value)
         return found
 

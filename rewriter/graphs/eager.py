@@ -217,7 +217,7 @@ class EagerEmitter(Emitter[Joint]):
             picked = base and skip_wait(base)
             if picked is None or not is_getitem(picked):
                 continue
-            if name in self.left_live or picked in self.copies:  # made by a second run, but unread
+            if name in self.left_live or picked in self.copies:  # a second run's goes unread
                 continue
             args = self.tuples[node], picked.args[1]
             yield picked, self.call(picked.target, args, {}, picked.name, picked.meta)
@@ -281,7 +281,7 @@ def _make_contiguous(node: fx.Node, gradient: int, like: int | None) -> None:
     layout = torch.contiguous_format
     is_group_norm = node.target is aten.native_group_norm_backward.default
     on_cpu = is_group_norm and node.args[0].meta["val"].device.type == "cpu"  # pyright: ignore
-    if like is not None and (on_cpu or not is_group_norm):  # group norm asks it on a CPU alone
+    if like is not None and (on_cpu or not is_group_norm):  # group norm's is asked on a CPU
         source = node.args[like]
         assert isinstance(source, fx.Node)
         layout = suggest_memory_format(source.meta["val"])

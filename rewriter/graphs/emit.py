@@ -62,7 +62,7 @@ class FloatSource:
 
 def _read_floats(forward: fx.Graph, backward: fx.Graph, source: FloatSource, results: int) -> None:
     if not _leaves_in(backward, FloatArgument):
-        _list_floats(forward, source.numbers, ())  # backward takes none: forward need save none
+        _list_floats(forward, source.numbers, ())  # so forward saves none for backward
         return
     with _after_inputs(forward):
         saved = forward.call_function(source.saved)
@@ -201,7 +201,7 @@ def _program(leaves: Sequence[Any], names: Sequence[str]) -> Any:
     texts: list[str] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, FloatOfSizes):
-            own = dict(leaf.bound)  # binding names changes no other function
+            own = dict(leaf.bound)  # its names are not those of others
             exec(f"def number({', '.join(names)}):\n    return {leaf.text}\n", own)
             space[f"_number{i}"] = own["number"]
             texts.append(f"_number{i}({', '.join(names)})")

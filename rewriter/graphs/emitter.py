@@ -32,7 +32,7 @@ class LowerTierCopy:
 
 _NO_VERSION = "saved_tensor_with_no_vc_check"
 Demanded = fx.Node | str | LowerTierCopy  # a node of the joint graph, a random state, or a copy
-Demand = Callable[[Demanded], fx.Node]  # for what a graph lacks; the node of the one before
+Demand = Callable[[Demanded], fx.Node]  # asks the graph before for what this one lacks
 
 
 class _JointGraph(Protocol):

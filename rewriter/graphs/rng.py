@@ -119,7 +119,7 @@ _OTHERS = (
     "torch.Generator of its own, or plan with the module that draws kept (keep='its.path'), so "
     "that it draws once"
 )
-_moves: dict[Any, int | None] = {}  # by an op; None if not always as far
+_moves: dict[Any, int | None] = {}  # by op; None where that varies
 
 
 def draw_noting(

@@ -119,7 +119,7 @@ class Dependencies:
         for node in nodes:
             found = dict.fromkeys(node.all_input_nodes)
             for storage in _storages_in_order(self.touched[node] & changing):
-                found |= dict.fromkeys(writers[storage])  # and so do two writes of one storage
+                found |= dict.fromkeys(writers[storage])  # reads and writes stay in order
                 if storage in self.written[node]:
                     found |= dict.fromkeys(readers[storage])
                     writers[storage].append(node)
@@ -168,7 +168,7 @@ def _last_uses(part: fx.GraphModule, facts: Dependencies) -> dict[_Storage, int]
     last: dict[_Storage, int] = {}
     releases_gradients = bool(marks(part.graph))
     for place, node in enumerate(part.graph.nodes):
-        if node.op != "output" or not releases_gradients:  # marks still need other results
+        if node.op != "output" or not releases_gradients:  # marks still need the others
             last |= {s: place for one in node.all_input_nodes for s in facts.storages[one]}
     return last
 

@@ -101,7 +101,7 @@ class BackwardGuards:
         return [i for i, needs in self.facts.needs.items() if needs.isdisjoint(given)]
 
     def _require_unchanged(self) -> None:
-        # Eager refuses it too, if it saved the tensor. Else the plan might make its save again.
+        # Eager refuses it if it saved the tensor. A saved result the plan might make again.
         if self.recompute_inputs and self.noted:
             self.recompute_inputs.require(self.noted, self._kind)
         for name, tensor, version in self.constants:

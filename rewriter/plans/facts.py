@@ -45,7 +45,7 @@ from remat.schedules.schedule import Schedule
 
 _LITERALS = (bool, int, str, type(None))
 _TEXT = re.compile(r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*\"""")
-_VALUES: dict[str, Callable[[str], Any]] = {  # by the `repr` of neither tensor nor text
+_VALUES: dict[str, Callable[[str], Any]] = {  # reads the `repr` of an argument: no tensor, no text
     "float": float, "int": int, "bool": {"True": True, "False": False}.__getitem__,
     "NoneType": {"None": None}.__getitem__,
 }  # fmt: skip
@@ -247,7 +247,7 @@ def _require_model(plan: PlanFile, model: nn.Module) -> None:
     if plan.model != type(model).__name__:
         raise _differs("the model's class", plan.model, type(model).__name__)
     found = _state_of(model)
-    for mine, theirs in zip(plan.state, found, strict=False):  # not strict: a difference says more
+    for mine, theirs in zip(plan.state, found, strict=False):  # not strict: name a difference
         _require_same(mine, theirs)
     if len(plan.state) != len(found):
         longer = plan.state if len(plan.state) > len(found) else found

@@ -209,7 +209,7 @@ class StreamTier:
         part = self._ranges.take(place_bytes, shown.size_bytes)
         part.uses.settle()
         way = side_stream(str(self.device), "d2h")
-        way.wait_event(self._computing().record_event())  # the value is made by what it was given
+        way.wait_event(self._computing().record_event())  # its work makes the value
         copied = self._queued(way, part.uses, part.memory, _whole(x, shown.size_bytes))
         part.uses.events[:] = [copied]
         return handle_of(Store(shown, _PinnedCopy(part, copied)))
