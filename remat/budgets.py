@@ -127,7 +127,6 @@ def _auto_bytes_for(graph: TrainingGraph) -> int:
 
 
 def auto_bytes(device: str = CPU) -> int:
-    """What a device of this machine has free, less the reserve."""
     return int(free_bytes(device) * (1 - RESERVE))
 
 

@@ -18,12 +18,9 @@ PACKAGE_FOLDER = Path(__file__).resolve().parent
 
 
 class _BesideFinder:
-    """Finds ``remat.solver`` in ``solver/`` beside the folder that ``remat`` was imported from."""
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Where a package is, or None if it is none of those beside `PACKAGE_FOLDER`."""
         parent, _, name = fullname.rpartition(".")
         if parent != "remat" or name not in BESIDE:
             return None

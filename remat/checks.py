@@ -43,7 +43,6 @@ def _differences_text(check: Check) -> str:
 
 
 def cause_text(check: Check) -> str:
-    """Why such a difference comes about, where, and the way out."""
     unsteady = [name for name in check.differences if name in check.unsteady]
     if unsteady:
         return (
@@ -97,8 +96,6 @@ EXPANDABLE_CONF = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step is captured on."""
-
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] | None
     loss_fn: Callable[..., Any] | None
@@ -159,7 +156,6 @@ def unless_short(run: Callable[[], _T], told: Callable[[str], None]) -> _T | Non
 
 
 def say_unchecked(reason: str) -> None:
-    """Warn that a plan is used without its check."""
     warnings.warn(f"{_UNCHECKED}: {reason}", stacklevel=4)
 
 
@@ -274,13 +270,11 @@ class Reference:
 
     @property
     def keeps_results(self) -> bool:
-        """Whether results, and copies of the state, stay on the device while a step runs."""
         peak_bytes = unmodified(self.graph).peak_bytes + self._results_bytes + self.beside_bytes
         return peak_bytes <= self.budget_bytes
 
     @property
     def keeps_saved(self) -> bool:
-        """Whether what eager saves for backward stays on the device."""
         return unmodified(self.graph).peak_bytes <= self.budget_bytes
 
     @property
@@ -328,7 +322,6 @@ class Reference:
 
 
 def gradients_there(model: nn.Module) -> int:
-    """Bytes of the gradients that the model's parameters have now."""
     from remat.graph_capture.tracing.resident import storage_bytes
 
     return storage_bytes(p.grad for p in model.parameters())

@@ -18,7 +18,6 @@ def bytes_text(size_bytes: float) -> str:
 
 
 def bytes_pair(predicted: int, measured: int | None) -> str:
-    """``predicted | measured`` in one unit."""
     largest = max(predicted, measured or 0)
     left, unit = _scaled(predicted, largest)
     right = "-" if measured is None else _scaled(measured, largest)[0]
@@ -57,7 +56,6 @@ def fine_time_text(time_us: float) -> str:
 
 
 def time_pair(predicted_us: float, measured_us: float | None) -> str:
-    """``predicted | measured`` in ms."""
     right = "- ms" if measured_us is None else time_text(measured_us)
     return f"{time_text(predicted_us).removesuffix(' ms')} | {right}"
 
@@ -79,7 +77,6 @@ def gap_text(gap: float | None) -> str:
 
 
 def percent_pair(predicted: float, measured: float | None) -> str:
-    """``predicted | measured`` in per cent."""
     right = "- %" if measured is None else f"{100 * measured:.1f} %"
     return f"{100 * predicted:.1f} | {right}"
 
@@ -91,7 +88,6 @@ _TEXT = ' style="text-align:left"'
 
 
 def figures_html(title: str, figures: Sequence[tuple[str, str]]) -> str:
-    """A title, and one row a figure; figures without text are left out."""
     rows = "".join(
         f'<tr><th scope="row"{_TEXT}>{escape(name)}</th><td{_TEXT}>{escape(text)}</td></tr>'
         for name, text in figures

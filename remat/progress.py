@@ -44,7 +44,6 @@ class Stopwatch:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the job began."""
         return time.perf_counter() - self.began
 
     def accounted(self) -> dict[str, float]:
@@ -134,7 +133,6 @@ class TerminalStopwatch(Stopwatch):
 
 
 def took_text(seconds: Mapping[str, float]) -> str:
-    """What each stage took, and all together."""
     shown = [f"{name} {one_s:.1f} s" for name, one_s in seconds.items() if one_s >= _LEAST_S]
     return f"{sum(seconds.values()):.1f} s: {', '.join(shown)}"
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 
 class Solved(msgspec.Struct, frozen=True):
-    """A graph and what was solved on it."""
-
     graph: TrainingGraph
     result: Result
 
@@ -84,7 +82,6 @@ def _peaks_text(peak_bytes: int, check: Check | None) -> str:
 
 
 def family_text(family: Family, check: Check | None, seconds: float) -> str:
-    """Plans for a range of sizes in one line."""
     top, ranges = family.top, ", ".join(map(str, family.symbols))
     return (
         f"remat: {family.model} for {ranges}: {len(family.members)} schedules, peak "

@@ -42,8 +42,7 @@ class StepPlanner:
     def __init__(self, spec: StepSpec, **of_trace: Any) -> None:
         self.spec = spec
         self.stages, self.name = stopwatch_of_call(verbose=spec.verbose), type(spec.model).__name__
-        # They refuse what cannot be had before the model is traced.
-        self._profile, self._tiers = spec.known_profile, spec.tiers
+        self._profile, self._tiers = spec.known_profile, spec.tiers  # these refuse before the trace
         with self.stages.stage("capture", f"tracing {self.name}"):
             self.traced = trace(spec.model, **spec.of_trace, **of_trace)
 
@@ -57,7 +56,6 @@ class StepPlanner:
         return local_step(graph, sharding, is_rewritten=True)
 
     def in_chunks(self, graph: TrainingGraph) -> TrainingGraph:
-        """A graph with costs, also of what may run in chunks."""
         with self.stages.stage("profile", "timing large layers in chunks") as shown:
             return with_measured_chunks(self.traced, graph, shown)
 
@@ -71,7 +69,6 @@ class StepPlanner:
             return parse_budget(shown_budget).solve(graph, **listen, **self.spec.of_solve, **known)
 
     def may_wait(self, budget: Budget | None = None) -> bool:
-        """Whether chunks need not be timed at once."""
         return may_wait(self.traced, budget or self.spec.parsed_budget)
 
     def found(
@@ -126,7 +123,6 @@ class StepPlanner:
 
 
 def plan_one_size(spec: StepSpec) -> fx.GraphModule:
-    """The module that `remat.rematerialize` returns for a batch of one size."""
     refuse_fake(spec.group)
     if spec.compile and has_dtensors(spec.model):
         raise RewriteError(

@@ -92,19 +92,16 @@ class StepSpec:
 
     @property
     def parsed_budget(self) -> Budget:
-        """The budget as `parse_budget` reads it."""
         return parse_budget(self.budget)
 
     @property
     def known_profile(self) -> Profile | None:
-        """The profile itself, read if it is a file's."""
         from remat.graph_capture.costs.cache import as_profile
 
         return as_profile(self.profile)
 
     @property
     def tiers(self) -> LowerTiers | None:
-        """What may be used below the device."""
         from remat.graph_capture.capture_api import tiers_for
 
         return tiers_for(self.model, None, self.host, self.nvme)
@@ -125,7 +122,6 @@ class StepSpec:
 
     @property
     def of_solve(self) -> dict[str, Any]:
-        """What a solve is given beside a graph and a budget."""
         return {
             "solver": self.solver, "time_limit_s": self.time_limit_s,
             "keep": as_globs(self.keep), "recompute": as_globs(self.recompute), **self.options,
@@ -137,7 +133,6 @@ class StepSpec:
         return self.solver in TAKE_CHUNKS and not self.recompute
 
     def replace(self, **changed: Any) -> StepSpec:
-        """The same but for these fields."""
         return dataclasses.replace(self, **changed)
 
 

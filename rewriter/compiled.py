@@ -236,7 +236,6 @@ class _Cut:
 def compile_step(
     trace: Trace, schedule: Schedule, *, by_inductor: bool = False, links: Links | None = None
 ) -> CompiledStep:
-    """Carry out `schedule` on a fresh trace, by our own code or Inductor's."""
     found = require_valid(trace.graph, schedule, links)
     if schedule.moves:
         refuse_copies(by_inductor=by_inductor, over_range=trace.env is not None)

@@ -125,37 +125,24 @@ def rewrite(
 ) -> RematModule | RangedModule:
     """Compile `schedule` into a module that trains as `model` does, within its budget.
 
-    The result is a `torch.fx.GraphModule` and an instance of the model's class, with the
-    same parameters, buffers and names. `model` itself stays as it is and stays usable. Where the
-    model has collectives, all ranks that take part must call, and their plans must run these alike.
+    The result is a `torch.fx.GraphModule` and an instance of the model's class, with the same
+    parameters, buffers and names. `model` stays usable. With collectives, all ranks must call, and
+    their plans must run these alike.
 
-    A family of `remat.solve` over a range of sizes makes a `RangedModule`, in which the size of a
-    batch picks the schedule; of the other arguments only `trace` and `over` are heeded. In the
-    process that captured `model` no batch is needed; in another one, it is traced on `args`,
-    `kwargs`, `loss_fn` and `target`.
+    A family over a range of sizes makes a `RangedModule`; of the other arguments only `trace` and
+    `over` are heeded. In the process that captured `model` no batch is needed, else it is traced on
+    `args`, `kwargs`, `loss_fn` and `target`.
 
-    Parameters
-    ----------
-    prediction, costed : what was predicted of the schedule, and its graph with costs. Both are kept
-        in the module's plan. The links of the graph say where a schedule may copy values to.
-    compile : whether Inductor makes the code. The random stream and every random number stay
-        eager's to the bit. Results do not, since fused kernels round differently. The code's peak
-        can differ from the schedule's; `rematerialize` looks for one whose code keeps the budget.
-    over : the graph over a range of sizes that `schedule` was made for at one of its sizes. The
-        module then runs at all of them. `model` must have been captured in this process.
+    `prediction` and `costed`, whose links say where values may be copied to, are kept in the
+    module's plan. `compile`: Inductor makes the code; random numbers stay eager's to the bit,
+    results do not, and the code's peak can differ from the schedule's. `over`: the graph over a
+    range of sizes that `schedule` was made for at one; `model` must have been captured here.
 
-    Warns
-    -----
-    UserWarning : the peak of the schedule, or of Inductor's code for it, is above its budget.
-
-    Raises
-    ------
-    ScheduleError : the schedule was made for another model or batch, or `simulate` refuses it.
-    RewriteError : the batch that the schedule was made for is not known here; or the schedule
-        copies values to the host, and `compile` or `over` is given.
-    TierError : the schedule copies values to a folder that cannot be written or has no room.
-    CaptureError : the model has changed, and cannot be captured any more.
-    AgreementError : by `Plan.apply`: other ranks would run the collectives in another order.
+    Warns where the peak of the schedule, or of its code, is above its budget. `ScheduleError`: of
+    another model or batch, or `simulate` refuses it. `RewriteError`: the batch is not known here,
+    or copies to the host meet `compile` or `over`. `TierError`: the folder cannot be written or has
+    no room. `CaptureError`: the model has changed. `AgreementError`, by `Plan.apply`: ranks would
+    run collectives in another order.
     """
     require_switches(compile=compile, audit=audit)
     refuse_wrappers(model)

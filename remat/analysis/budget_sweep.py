@@ -132,7 +132,6 @@ class BudgetSlider:
     def __init__(
         self, graph: TrainingGraph, solver: str = "auto", time_limit_s: float = 5.0, **options: Any
     ) -> None:
-        """Arguments and errors are as of `remat.solve`; the time limit is that of each budget."""
         self.graph = graph
         self._asked: dict[str, Any] = {"solver": solver, "time_limit_s": time_limit_s, **options}
         self._unmodified = unmodified_step(graph)

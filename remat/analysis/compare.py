@@ -87,7 +87,6 @@ class Sweep(msgspec.Struct, frozen=True):
 
     @property
     def front(self) -> Front:
-        """What the first solver found."""
         return next(iter(self.fronts.values()))
 
     def __iter__(self) -> Iterator[Plan]:
@@ -104,18 +103,15 @@ class Sweep(msgspec.Struct, frozen=True):
         return None if best is None else Plan.from_result(best, step=self.step)
 
     def slider(self, time_limit_s: float = 5.0, **options: Any) -> BudgetSlider:
-        """A slider over budgets for notebooks, with `time_limit_s` for each budget."""
         return BudgetSlider(self.step, self.front.solver, time_limit_s, **options)
 
     def best(self, i: int) -> tuple[str, ...]:
-        """The solvers whose plan is the fastest at the i-th budget."""
         found = [row for row in self.rows if row.cells and row.cells[i].fits]
         least_us = min((row.cells[i].time_us for row in found), default=0.0)
         # The slack is for sums in another order: equal plans are all the best.
         return tuple(row.solver for row in found if row.cells[i].time_us <= least_us * (1 + 1e-9))
 
     def as_json(self) -> dict[str, Any]:
-        """Plain bytes, microseconds and names, for `--json`."""
         best = [self.best(i) for i in range(len(self.bounds))]
         fields = [one for one in msgspec.structs.fields(self) if one.name != "step"]
         plain = {one.encode_name: msgspec.to_builtins(getattr(self, one.name)) for one in fields}
@@ -128,7 +124,6 @@ class Sweep(msgspec.Struct, frozen=True):
 
 
 def comparison_screen(found: Sweep, width: int = 100) -> RenderableType:
-    """Overheads by solver and budget; the best at each budget is marked."""
     most = max((width - _NAME_COLUMNS) // _CELL_COLUMNS, 1)
     parts: list[RenderableType] = [_compared_line(found)]
     count = len(found.bounds)
@@ -279,7 +274,6 @@ def _budgets(
     graph: TrainingGraph, budgets: Any, plan: Result | None, time_limit_s: float,
     options: Mapping[str, Any],
 ) -> tuple[dict[int, str], list[Result]]:  # fmt: skip
-    """Each budget in bytes with what it was written as, the largest first; what was found so."""
     named: dict[int, str] = {}
     if plan is not None and plan.schedule is not None:
         named[plan.budget_bytes] = THIS_PLAN

@@ -225,12 +225,11 @@ class Explanation(msgspec.Struct, frozen=True):
 
     @property
     def is_whole_gib(self) -> bool:
-        """Whether the price is that of a GiB, and not of 5 % of the peak."""
         return self.price.step_bytes == GIB
 
     @property
     def is_recomputing(self) -> bool:
-        """Whether the plan takes longer than every op once: it computes again, or waits."""
+        """Whether the plan computes again, or waits."""
         return self.time_us > self.base_us
 
     @property
@@ -247,11 +246,9 @@ class Explanation(msgspec.Struct, frozen=True):
 
     @property
     def nearest(self) -> Rule | None:
-        """The fastest rule that fits."""
         return next((rule for rule in self.rules if rule.fits), None)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain bytes, microseconds and names, for `--json`."""
         said = {**msgspec.to_builtins(self), "price": price_json(self.price)}
         simple = msgspec.to_builtins(self.simple)
         return {**said, "is_whole_gib": self.is_whole_gib, "simple": simple}

@@ -62,11 +62,9 @@ class Inspection(msgspec.Struct, frozen=True):
 
     @property
     def peak_bytes(self) -> int:
-        """The schedule's peak, 0 without one."""
         return self.at_peak.peak_bytes if self.at_peak else 0
 
     def as_json(self) -> dict[str, Any]:
-        """Plain bytes, microseconds and names, for `--json`."""
         return {**msgspec.to_builtins(self), "peak_bytes": self.peak_bytes}
 
     def __str__(self) -> str:

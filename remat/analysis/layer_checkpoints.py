@@ -31,7 +31,6 @@ class EveryNth(msgspec.Struct, frozen=True):
 
     @property
     def which(self) -> str:
-        """``every layer``, ``every 3rd layer``."""
         return "every layer" if self.n == 1 else f"every {_ordinal(self.n)} layer"
 
     @property

@@ -123,7 +123,6 @@ class InChunks(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """``head and its loss in 8 chunks``, ``MLPs in 8 chunks``."""
         what = f"{self.module or self.region} and its loss"
         if "mlp" in self.kinds:
             what = "MLPs" if self.kinds == ("mlp",) else "MLPs, and heads with their losses,"
@@ -284,7 +283,6 @@ def layout_json(layout: Layout) -> dict[str, Any]:
 
 
 def arena_text(layout: Layout) -> str:
-    """``1.34 GiB, 0.0 % above the most live bytes``."""
     return f"{bytes_text(layout.arena_bytes)}, {percent_text(layout.gap)} above the most live bytes"
 
 
@@ -292,7 +290,6 @@ def use_arena(
     module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
     loss_fn: Callable[..., Any] | None = None, target: Any = None,
 ) -> Arena:  # fmt: skip
-    """Serve the training steps of a rewritten module on a CPU from one arena."""
     from remat.rewriter.arena.arena import Arena, record_step, require_arena_fits
     from remat.rewriter.arena.library import arena_library
 

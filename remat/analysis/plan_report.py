@@ -76,17 +76,14 @@ def run_cost_text(row: FoldedRow) -> str:
 
 
 def tensor_text(row: FoldedRow) -> str:
-    """``float32 [4, 256, 384]``."""
     return f"{row.first.dtype} {list(row.first.shape)}" if row.first.dtype else ""
 
 
 def short_target(target: str) -> str:
-    """``aten.mm`` of ``aten.mm.default``."""
     return target.removesuffix(".default")
 
 
 def short_line(source: str) -> str:
-    """``gpt.py:55`` of a whole path."""
     return source.rpartition("/")[2]
 
 

@@ -255,7 +255,6 @@ class BlockPlanner:
         return beside
 
     def plan(self, budget_bytes: int) -> BlocksPlan:
-        """The fastest plan found; its result is infeasible where none fits."""
         began = Clock()
         schedules, schedule = self._fastest(budget_bytes) or self._least()
         result = evaluate_schedule(  # nothing is proved of shares: the bound is every op once

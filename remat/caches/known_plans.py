@@ -68,7 +68,6 @@ class KnownPlans:
         del self._solved[:-_MOST_SCHEDULES]
 
     def forget(self) -> None:
-        """Have the next batch planned and compared as the first one was."""
         self.is_checked = False
         self._solved.clear()
 
@@ -237,7 +236,7 @@ def _question_key(graph: TrainingGraph, budget: Budget, asked: str) -> str:
 
 
 def without_lines(graph: TrainingGraph) -> TrainingGraph:
-    """Lines of the user's files move while the step stays the same."""
+    """Without the lines of the user's files, which move while the step stays the same."""
     ops = (msgspec.structs.replace(op, source="") for op in graph.ops)
     return msgspec.structs.replace(graph, ops=tuple(ops))
 

@@ -91,8 +91,7 @@ class PlanCache(SharedState, nn.Module):
     forward.
     """
 
-    # With a prefix of ours: all other names are those of the user's class, whatever they are.
-    _remat_plans: ClassVar[OrderedDict[tuple[Any, int], Any]]
+    _remat_plans: ClassVar[OrderedDict[tuple[Any, int], Any]]  # prefixed, as others are the user's
     _remat_options: ClassVar[dict[str, Any]]
     _remat_max_plans: ClassVar[int]
     _remat_numbers: ClassVar[_FloatPromotion]
@@ -102,7 +101,6 @@ class PlanCache(SharedState, nn.Module):
 
     @property
     def audit(self) -> Audit | None:
-        """That of the plan that was used last; each is audited by itself."""
         type(self)._remat_last_used()  # which says what to do where there is none
         return next(reversed(type(self)._remat_plans.values())).audit
 
@@ -167,7 +165,6 @@ class PlanCache(SharedState, nn.Module):
 
     @classmethod
     def _remat_signature(cls, batch: Any) -> Hashable:
-        """What the plans that can serve a batch are kept under."""
         if cls._remat_sizes is None:
             return _key(batch)
         signature, is_new = cls._remat_sizes.key(batch)
@@ -306,7 +303,6 @@ def _make_cache(
 
 
 def planned_modules(cache: PlanCache) -> list[Any]:
-    """The modules that follow the plans of a cache, the last used one last."""
     return list(type(cache)._remat_plans.values())
 
 

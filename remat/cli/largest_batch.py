@@ -62,7 +62,6 @@ def largest_batch_verb(
 
 
 def _asked_overhead(text: str) -> float:
-    """``10%`` or ``0.1`` as a fraction."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", text)
     if match is None:
         raise BudgetError(f"overhead {text!r} cannot be read: write it like 10% or 0.1")

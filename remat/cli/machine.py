@@ -140,7 +140,6 @@ def _free_bytes() -> int | None:
 
 
 def _known_links() -> dict[str, str]:
-    """The links that were measured here before, by device and place."""
     import torch
 
     from remat.graph_capture.costs.measuring import kept_links

@@ -97,8 +97,7 @@ def _layout(session: Session, opened: PlanSource, kept: Path | None, place: bool
     assert schedule is not None
     if kept is not None:
         layout = Layout.from_json(read_contents(kept), str(kept))
-        # A file may be of another plan, whose buffers would be drawn over these.
-        check_kept_layout(layout, opened.graph, schedule, str(kept))
+        check_kept_layout(layout, opened.graph, schedule, str(kept))  # it may be of another plan
         return layout
     return place_shown(session, opened.graph, schedule) if place else None
 

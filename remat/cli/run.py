@@ -176,8 +176,7 @@ def _run_over(
     try:
         report = pipeline.plan_over(loaded, request, ranges, session.stopwatch, keep, check=check)
     except TooLargeError as error:
-        # As without a range, too little memory is no refusal: it ends with 3.
-        session.fail(INFEASIBLE, type(error).__name__, str(error))
+        session.fail(INFEASIBLE, type(error).__name__, str(error))  # too little memory ends with 3
         raise
     report = replace(report, seconds=session.stopwatch.accounted())
     if session.as_json:
@@ -190,8 +189,7 @@ def _run_over(
 def _run_whole_step(
     session: Session, model: str, request: Request, microbatches: int, **state: Any
 ) -> None:
-    # A wing, which other runs leave out.
-    from remat.whole_step.step_planning import StepRequest, plan_step
+    from remat.whole_step.step_planning import StepRequest, plan_step  # a wing, which others omit
     from remat.whole_step.step_screen import show_step, step_json
 
     asked = StepRequest(

@@ -160,7 +160,6 @@ def _show_reasons(
 def _reasons(
     session: Session, opened: plan_source.PlanSource, why: list[str], each_limit: float
 ) -> Explanation | None:
-    """None where Ctrl-C came before the last part."""
     try:
         with session.stopwatch.stage("explain", "explaining the plan") as progress:
             return explain(

@@ -127,8 +127,7 @@ class SizeTable:
 
 
 def _number(given: Any) -> float:
-    # Dynamo passes a float as a tensor of no dimension.
-    return given.item() if isinstance(given, Tensor) else given
+    return given.item() if isinstance(given, Tensor) else given  # Dynamo passes a float as a tensor
 
 
 def backend(
@@ -248,7 +247,6 @@ refuse_given_up_frames(backend)
 
 
 def _frame() -> tuple[int, int]:
-    """Dynamo's number of the frame that is compiled, and that of its compilation."""
     compiled: Any = CompileContext.current_compile_id()
     # Called without dynamo, there is none.
     return (compiled.frame_id or 0, compiled.frame_compile_id or 0) if compiled else (0, 0)

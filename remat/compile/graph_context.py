@@ -97,8 +97,6 @@ _plans: deque[CompiledPlan] = deque(maxlen=_MOST_KEPT)
 
 
 class CompiledPlan(msgspec.Struct, frozen=True):
-    """One compiled training graph."""
-
     frame: str  # dynamo's number of the graph, of its compilation, and ours of a size
     budget_bytes: int
     peak_bytes: int  # of its code, replayed, with `held_bytes`
@@ -162,7 +160,7 @@ class GraphContext:
     sizes: str = ""
 
     def text(self) -> str:
-        """Known before the graph is traced; the same in each process."""
+        """The same in each process, before the graph is traced."""
         return f"{self.whole} {self.shared.others_text(self.frame)}"
 
     def set_beside(self, step: StepBytes) -> None:

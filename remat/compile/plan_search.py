@@ -151,7 +151,6 @@ class PlanSearch:
         return found
 
     def of(self, schedule: Schedule | None, gap: float | None) -> Candidate:
-        """For what another rank has chosen, `schedule` None for torch's own cut."""
         if schedule is None:
             pair = self.step.stock()
             return Candidate(pair, self._replayed(pair, 0))
@@ -195,8 +194,6 @@ _STEP = 0.995  # how far below a target that did not fit the next one is, at lea
 
 
 class _Generated(Protocol):
-    """A schedule with the code that was made of it."""
-
     @property
     def schedule_peak_bytes(self) -> int: ...
     @property
@@ -295,7 +292,6 @@ class AgreedPlan(msgspec.Struct, frozen=True):
 
 
 def plan_key(asked: CompileOptions, steps: Sequence[FusedStep | None]) -> str:
-    """The same on ranks that have the same steps to plan and are asked the same."""
     # A rank with another shape, as of the last batch of an epoch, has a plan of its own.
     text = f"{asked} {[step and step.graph.hash for step in steps]}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -41,7 +41,7 @@ def planned_subgraphs(
 
 
 class PlannedSubgraphs:
-    """A plan for each subgraph; `at` is the number of those that have been compiled."""
+    """`at` is the number of subgraphs that have been compiled."""
 
     def __init__(
         self, whole: Whole, asked: CompileOptions, shared: SharedBudget, frame: Frame
@@ -73,7 +73,6 @@ class PlannedSubgraphs:
         return self.at == len(self._whole.subgraphs) - 1
 
     def plan(self, step: FusedStep) -> Pair:
-        """Those of the subgraph that is compiled now; `BudgetError` if its code takes too much."""
         option, subgraph = self._chosen_options[self.at], self._whole.subgraphs[self.at]
         schedule = option.candidate.schedule if option.candidate else None
         step.calls = 1  # calls count once, for all subgraphs together
@@ -123,8 +122,7 @@ class PlannedSubgraphs:
         self, budget_bytes: int, asked: CompileOptions
     ) -> tuple[SubgraphOption, ...]:
         """The choice of the lowest peak, looked for anew; `BudgetError` if it does not fit."""
-        # Each subgraph has `replays` plans at most, and those went to other rooms.
-        self._search = SubgraphSearch(self._whole, asked)
+        self._search = SubgraphSearch(self._whole, asked)  # the others' plans were for other rooms
         least = self._search.least()
         least_bytes = self._held_bytes + peak_of(least, asked.calls - 1)
         if least_bytes > budget_bytes:
@@ -173,8 +171,6 @@ class PlannedSubgraphs:
 
 @dataclass(frozen=True)
 class _AsOne:
-    """The bytes of all subgraphs, as a graph that is not cut gives them."""
-
     static_bytes: int
     dynamic_bytes: int
     gradient_bytes: int

@@ -47,7 +47,6 @@ class WholeModel:
 
 
 def whole_model() -> WholeModel:
-    """The modules around the graph that dynamo is compiling now."""
     translator: Any = getattr(symbolic_convert.tls, "current_tx", None)
     if translator is None:
         return WholeModel()
@@ -228,7 +227,6 @@ class SharedBudget:
         return max(held_bytes + stock.peak_bytes - held + left, *peaks)
 
     def others_text(self, frame: Frame) -> str:
-        """What a plan for `frame` depends on of other graphs."""
         # Without the numbers of frames, which differ between processes.
         before = [(one[0] == frame[0], self.noted[one]) for one in self.forwards.graphs()]
         whole = self.whole if before else None

@@ -62,7 +62,6 @@ def _items_of(node: fx.Node) -> list[fx.Node]:
 
 
 def refuse_data_dependent(gm: fx.GraphModule) -> None:
-    """Raise `CaptureError` if a size in the graph depends on data."""
     given: set[Any] = set()  # an unbacked symbol that comes in has a number at each call
     for node in gm.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get(_EXAMPLE)):

@@ -80,7 +80,6 @@ def _surroundings(device: str) -> Iterator[str]:
 
 
 def _title(device: str) -> str:
-    """Empty for the CPU, whose title is there anyway."""
     if not is_cuda(device):
         return ""
     meter = meter_of(device)
@@ -106,7 +105,6 @@ def _tensor_text(tensor: Tensor) -> str:
 
 
 def _graph_lines(gm: fx.GraphModule) -> Iterator[str]:
-    """A line for each node; graphs that a node runs come with it."""
     # Positions, as names differ from run to run.
     number = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
     for node in gm.graph.nodes:
@@ -150,7 +148,7 @@ def keeps_plans(asked: CompileOptions) -> bool:
 
 
 class Start:
-    """Plans one graph, or takes the plan kept for it; `name` is empty where nothing is kept."""
+    """`name` is empty where nothing is kept."""
 
     def __init__(self, context: GraphContext, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self.context, clock = context, Clock()
@@ -166,11 +164,9 @@ class Start:
         self._looked_s = clock.elapsed_s
 
     def plan(self, step: FusedStep) -> Pair:
-        """`BudgetError` where no plan fits."""
         self.context.set_beside(step)
         kept = self._kept
-        # The key is of dynamo's graph; this compares the graph that was planned.
-        if kept and kept.graph == without_lines(step.graph):
+        if kept and kept.graph == without_lines(step.graph):  # the key is of dynamo's graph alone
             self._note_kept(kept, step)
             return step.emit(kept.schedule) if kept.schedule else step.stock()
         if kept:
@@ -326,7 +322,6 @@ class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ChosenPlan(self.stock, self.chosen, self.schedule, found.overhead, gap)
 
     def step(self) -> StepBytes:
-        """Its bytes, with nothing beside them."""
         return StepBytes(self.static_bytes, self.dynamic_bytes, self.gradient_bytes)
 
 
@@ -367,7 +362,6 @@ def _choice_sizes(choice: KeptChoice) -> Iterator[int]:
 
 
 def _has_costs(choice: KeptChoice) -> bool:
-    """Whether the costs of the plan are those that are kept for its device here."""
     if not choice.costs or choice.graph is None:
         return True
     known = CostCache.of(meter_of(choice.graph.device)).costs  # other costs might give another plan

@@ -62,7 +62,6 @@ def fastest(
 
 
 def peak_of(chosen: Sequence[SubgraphOption], other_calls: int = 0) -> int:
-    """Beside the inputs."""
     state = _State(0, 0, 0.0, ())
     for option in chosen:
         state = _with(state, option)
@@ -123,7 +122,6 @@ class SubgraphSearch:
 
     @property
     def stock_peak_bytes(self) -> int:
-        """Beside the inputs."""
         return peak_of(self.stock, self.asked.calls - 1)
 
     def within(self, room_bytes: int) -> tuple[SubgraphOption, ...] | None:
@@ -167,8 +165,7 @@ class SubgraphSearch:
 
     def replays_of(self, k: int) -> int:
         search = self.searches[k]
-        # One more: torch's own cut is replayed too.
-        return 0 if search is None else 1 + len(search.tried)
+        return 0 if search is None else 1 + len(search.tried)  # one more: torch's own cut
 
     @property
     def _time_us(self) -> float:
@@ -181,7 +178,6 @@ class SubgraphSearch:
         return [options[1:] if barred and options[1:] else options for options, barred in pairs]
 
     def _plan(self, share: float, room_bytes: int) -> None:
-        """Add a plan for each subgraph that does not fit as it is, if all save `share`."""
         before_bytes = 0
         for k, (subgraph, stock) in enumerate(zip(self.whole.subgraphs, self.stock, strict=True)):
             saved_bytes = stock.left_bytes - subgraph.outputs_bytes

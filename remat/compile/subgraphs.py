@@ -92,8 +92,7 @@ class _Walk(fx.Interpreter):
         step = self._traced(module, args)
         if step is not None:
             results = [n, *filter(is_getitem, n.users)]
-            # Other results are held by what has saved them.
-            step.holds_outputs = any(map(_is_given_back, results))
+            step.holds_outputs = any(map(_is_given_back, results))  # savers hold the other results
         with self._mode:
             made = module(*args, **kwargs)
         # A result that is a view of an input takes nothing more.
@@ -170,7 +169,6 @@ def _is_given_back(node: fx.Node) -> bool:
 
 
 def _held_bytes(value: Any) -> int:
-    """Of a result of the model while backward runs."""
     if not isinstance(value, Tensor):
         return 0
     # `Tensor.backward` makes the gradient of a loss, and holds it to the end.

@@ -178,8 +178,7 @@ class NamedFunction:
 def function_named(name: str) -> Generator[NamedFunction]:
     where, inside = _place(name)
     path = Path(where)
-    # A folder that is a package can be imported, so its name is that of a module.
-    is_on_disk = path.exists() and not (path / "__init__.py").exists()
+    is_on_disk = path.exists() and not (path / "__init__.py").exists()  # such a folder is a module
     is_file = where.endswith(".py") or "/" in where or is_on_disk
     folder = path.resolve().parent if is_file else Path.cwd()
     with _as_script(where, folder):  # until the call too: it may import or parse then

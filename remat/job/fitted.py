@@ -47,7 +47,6 @@ class Fit(msgspec.Struct, frozen=True):
     measured_peak_bytes: int | None = None  # of the answer; None where it was not run
 
     def as_json(self) -> dict[str, Any]:
-        """Plain bytes, microseconds and names, for `--json`."""
         return msgspec.to_builtins(self)
 
     def __str__(self) -> str:

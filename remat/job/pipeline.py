@@ -220,7 +220,6 @@ def run_job(
 
 
 def _why_not_run(graph: Callable[[], TrainingGraph], check: bool | None) -> str:
-    """Why a plan for this machine is not run; empty where it is."""
     if is_interrupted():  # Ctrl-C ended the solve with the best so far, which is told and kept
         return INTERRUPTED
     reason = "" if check else why_unchecked(graph())

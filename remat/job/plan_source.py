@@ -113,8 +113,6 @@ def fitting_schedule(kept: PlanFile | Schedule, loaded: Loaded, name: str) -> Sc
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph with costs, and the model behind it where one was captured just now."""
-
     graph: TrainingGraph
     loaded: Loaded | None = None
     recipe: Recipe | None = None
@@ -258,7 +256,6 @@ def captured(source: str, request: Request, stopwatch: Stopwatch) -> Captured:
 
 
 def _as_asked(graph: TrainingGraph, request: Request) -> TrainingGraph:
-    """A kept graph with the chunks that the request allows, and links where it has a host."""
     graph = within_split(graph, request.split)
     if not (request.host or request.nvme):
         return graph

@@ -215,8 +215,7 @@ def parse_sharding(text: str) -> Sharding:
         raise DeviceError(f"--sharding: there is no key {wrong[0]!r}; {_FORM_OF_SHARDING}")
     values = {_FIELDS.get(key, key): _TRUTHS.get(str(value), value) for key, value in given.items()}
     try:
-        # Not strict: on the command line numbers are text.
-        return msgspec.convert(values, Sharding, strict=False)
+        return msgspec.convert(values, Sharding, strict=False)  # not strict: numbers are text here
     except msgspec.ValidationError as error:
         # msgspec names its own path; a person wrote the key.
         said = str(error).replace("$.world_size", _WORLD).replace("$.", "")

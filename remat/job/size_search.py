@@ -258,8 +258,7 @@ class FitSearch:
             return self._fit(size, check)
 
     def _largest(self, small: int, large: int) -> int | None:
-        # Both are captured even if the smaller fails: guesses take two.
-        held = [size for size in (small, large) if self._holds(size)]
+        held = [size for size in (small, large) if self._holds(size)]  # both, as guesses take two
         fails = min((size for size in (small, large) if not self.tried[size].fits), default=None)
         # Costs are measured, so a larger size may hold where a smaller failed: trust the smaller.
         fits = max((size for size in held if fails is None or size < fails), default=None)
@@ -344,8 +343,7 @@ class FitSearch:
         return low
 
     def _is_thought_to_hold(self, graph: TrainingGraph) -> bool:
-        # Cheap answers first: what no plan can do, what needs none, and only then a solve.
-        if least_needed_bytes(Problem.of(graph)) > self.budget_bytes:
+        if least_needed_bytes(Problem.of(graph)) > self.budget_bytes:  # cheap answers first
             return False
         if solvers.solve_within(graph, self.budget_bytes, "store_all").schedule is not None:
             return True

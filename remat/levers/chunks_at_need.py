@@ -52,8 +52,7 @@ def solved_at_need(
     in_chunks = with_measured_chunks(graph)
     if not in_chunks.regions:
         return Solved(graph, whole)
-    # The plan of whole ops is one of this graph too, and the solve begins with it.
-    return Solved(in_chunks, solve_for(in_chunks, at_hand=whole))
+    return Solved(in_chunks, solve_for(in_chunks, at_hand=whole))  # begins with the whole ops' plan
 
 
 def _may_help(

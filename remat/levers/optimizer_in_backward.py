@@ -121,8 +121,7 @@ def _made(name: str, parameters: Iterable[Tensor]) -> Optimizer:
 
     if name == "adamw":
         return AdamW(parameters)
-    # Only whether there is momentum tells on memory; its value does not.
-    return SGD(parameters, momentum=0.9 if name == "momentum" else 0.0)
+    return SGD(parameters, momentum=0.9 if name == "momentum" else 0.0)  # the value takes no memory
 
 
 def _parameters(model: nn.Module, loss_fn: Callable[..., Any] | None) -> dict[str, nn.Parameter]:

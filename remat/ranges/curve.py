@@ -53,7 +53,6 @@ def overheads_over(
     graph: RangedGraph, family: Family, sizes: int | Sequence[Mapping[str, int]] = _SIZES, *,
     alone: bool = False, solver: str = "auto", time_limit_s: float = 60.0, **options: Any,
 ) -> Curve:  # fmt: skip
-    """What a family costs at sizes of its range: a curve that can be printed."""
     if graph.traced_hash != family.traced_hash:
         raise ScheduleError(
             f"this family was made for another step of {family.model}: pass the graph that it was "

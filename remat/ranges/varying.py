@@ -203,7 +203,6 @@ class VaryingSizes:
         return (kind, sizes), is_new
 
     def wanted(self, batch: Any) -> _Wanted:
-        """The plan to make for a batch, whose `key` was asked for before."""
         kind, shapes = self.known(batch)
         ranges, is_guess = kind.ranges_for(shapes)
         names = Signature(batch).names

@@ -95,7 +95,6 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
             self._messages.close()  # else the thread would show life for a rank that has left
 
     def gathered_texts(self, name: str, mine: str) -> list[str]:
-        """The texts of all ranks, in order."""
         messages = self._messages
         if messages is None:
             return [mine]
@@ -203,7 +202,6 @@ class RankMessages:
 
     @property
     def others(self) -> list[int]:
-        """Numbers in the group, not among all ranks."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def post(self, key: str, text: str) -> None:
@@ -214,7 +212,6 @@ class RankMessages:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def first(self, key: str) -> str:
-        """The number in the group of the first rank to ask for this key."""
         # The store compares and sets in one request, so two ranks cannot both be first.
         return self._store.compare_set(key, "", str(self.rank)).decode()
 
@@ -275,8 +272,6 @@ class RankMessages:
 
 
 class RankWatch:
-    """How long ago a rank has last shown that it lives."""
-
     def __init__(self, messages: RankMessages, rank: int) -> None:
         self._messages, self._rank = messages, rank
         self._last: str | None = None

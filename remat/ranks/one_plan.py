@@ -139,7 +139,6 @@ class OnePlan:
         return messages is None or messages.ranks[messages.rank] == self.leader
 
     def post(self, plan: object) -> None:
-        """Leave the plan, a msgspec struct, for those that come later."""
         if self._messages is not None:
             self._messages.post("plan", msgspec.json.encode(plan).decode())
 

@@ -253,7 +253,6 @@ class Arena:
         return self._close.alive
 
     def close(self) -> None:
-        """Leave all steps to torch's allocator from now on."""
         if self._memory.source is self:  # a second close must not take away a later arena
             self._memory.source = None
         self._last_counts = self.counts  # the library has no counts of a closed arena
@@ -271,8 +270,7 @@ class Arena:
             return graph(args)
         counts = Counts()
         try:
-            # Inside, since Ctrl-C may be heard right after it.
-            self._library.begin(self._number, *self._parts[phase])
+            self._library.begin(self._number, *self._parts[phase])  # inside, as Ctrl-C may follow
             results = graph(args)
         finally:
             counts = self._library.end()

@@ -168,7 +168,6 @@ class Audit:
         return self._gave_up or self._why_never or self._why_later
 
     def compare_next(self) -> None:
-        """Compare the next step too, whatever its number."""
         self._is_due = True
 
     def begin(self, module: nn.Module, leaves: list[Any]) -> _Seen | None:

@@ -147,7 +147,6 @@ class StepState:
         return run()
 
     def outcome(self, run: Run) -> Outcome:
-        """Every output, gradient and buffer after one step, by name, and the random streams."""
         self.reset()
         found: MutableMapping[str, Any] = self.elsewhere.outcome() if self.elsewhere else {}
         copy = self.elsewhere is None  # else `found` copies what it is given

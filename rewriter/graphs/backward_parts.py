@@ -155,8 +155,6 @@ class GradientGates:
 
 
 class _Gate(torch.autograd.Function):
-    """Passes tensors on as they are; returns their gradients when they are final."""
-
     @staticmethod
     def forward(ctx: Any, running: Running, number: int, token: Tensor, *inputs: Tensor) -> Any:
         ctx.set_materialize_grads(False)  # a gradient that nobody gave stays None, not zeros

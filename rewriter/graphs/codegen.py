@@ -138,7 +138,7 @@ _serial = itertools.count()
 
 
 class _Writer:
-    """Writes one graph as a function; `bound` holds the globals that it reads."""
+    """`bound` holds the globals that it reads."""
 
     def __init__(self, gm: fx.GraphModule, *, in_steps: bool = False) -> None:
         self.gm = gm
@@ -196,8 +196,7 @@ class _Writer:
     def _shown(self, argument: Any) -> str:
         if isinstance(argument, fx.Node):
             return argument.name
-        # Floats are bound: inf and nan have no literal.
-        if argument is None or isinstance(argument, (bool, int)):
+        if argument is None or isinstance(argument, (bool, int)):  # inf and nan have no literal
             return repr(argument)
         if isinstance(argument, (tuple, list)):
             if any(isinstance(item, (fx.Node, tuple, list)) for item in argument):

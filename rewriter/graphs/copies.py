@@ -180,8 +180,7 @@ class CopyEmitter(EagerEmitter):
             return
         del self.moving.leaving[value]
         key = LowerTierCopy(value, "host")
-        # Forward may have begun the copy, whose handle it then saves.
-        handle = self.leaving.pop(value, None) or self._handle(key)
+        handle = self.leaving.pop(value, None) or self._handle(key)  # forward may have begun it
         left = self._call("leave", (handle, self._tensor(value)), f"{value}_left")
         left.meta = dict(handle.meta)  # it stands for the handle from now on
         if self.handles.get(key) is handle:

@@ -69,8 +69,7 @@ class EagerEmitter(Emitter[Joint]):
         if isinstance(what, str):
             return self.states[what]
         assert isinstance(what, fx.Node)
-        # Backward reads what was written to as it is after the last write.
-        return super().kept(self.joint.in_place.last(what))
+        return super().kept(self.joint.in_place.last(what))  # as it is after the last write
 
     def resolve(self, node: fx.Node) -> fx.Node:
         if node in self.copies:
@@ -154,8 +153,7 @@ class EagerEmitter(Emitter[Joint]):
             # It leaves the stream as eager's one draw does.
             copy = self._draw(op, node, run_with_rng_state, f"{node.name}_again")
         elif self.writes and f"{RNG_STATE}{op.name}" in self.states:
-            # The state that is saved gets a note of this first draw.
-            copy = self._draw(op, node, draw_noting, node.name)
+            copy = self._draw(op, node, draw_noting, node.name)  # this first draw makes a note
         elif again and node.target in RECOMPUTED_BY:
             copy = self._normalise_again(node)
         else:

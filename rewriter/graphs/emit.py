@@ -315,6 +315,5 @@ def recompute_inputs(joint: Joint, schedule: Schedule) -> tuple[int, ...]:
 
 
 def _inputs(joint: Joint) -> list[fx.Node]:
-    # A DTensor is one input of several nodes: its local part stands for it.
-    given = joint.module.graph.find_nodes(op="placeholder")
+    given = joint.module.graph.find_nodes(op="placeholder")  # a DTensor's local part stands for it
     return [n for n in given if not is_tangent(n) and not is_beside_local_part(n.meta.get("desc"))]

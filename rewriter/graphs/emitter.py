@@ -61,7 +61,6 @@ class Emitter(ABC, Generic[_AnyJoint]):
         self.at = 0
 
     def take_inputs(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """Add a placeholder for each node; returns the placeholders."""
         taken = {node: placeholder_like(self.graph, node.name, node) for node in nodes}
         for node, placeholder in taken.items():
             self.put(node, placeholder)
@@ -102,12 +101,10 @@ class Emitter(ABC, Generic[_AnyJoint]):
         )
 
     def free(self, value: str) -> None:
-        """Forget all copies that a value is behind."""
         for node in self.copied.pop(value, ()):
             self.forget(node)
 
     def forget(self, node: fx.Node) -> None:
-        """Let no copy stand for `node` any more."""
         self.copies.pop(node, None)
 
     @abstractmethod
@@ -137,11 +134,9 @@ class Emitter(ABC, Generic[_AnyJoint]):
         return placeholder
 
     def results(self, results: Iterable[Any]) -> list[Any]:
-        """Emitted nodes of some of the joint graph's results."""
         return [self.resolve(r) if isinstance(r, fx.Node) else r for r in results]
 
     def gradients(self, results: Sequence[Any]) -> list[Any]:
-        """Emitted nodes of the results of backward."""
         return self.results(results)
 
     def entering(self, node: fx.Node) -> fx.Node | None:

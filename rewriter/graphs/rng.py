@@ -99,8 +99,7 @@ def _parted(state: Tensor, device: str) -> tuple[Tensor, _Words]:
 
 def _note_of(state: Tensor, device: str) -> _Words:
     held = state.numpy()[: _form_of(device).torch_bytes].tobytes()
-    # Never zero, as an absent note is.
-    return np.array([hash(held) | 1], dtype=np.int64).view(np.uint32)
+    return np.array([hash(held) | 1], dtype=np.int64).view(np.uint32)  # zero means no note
 
 
 def _moved(before: Tensor, after: Tensor, device: str) -> int:
@@ -144,8 +143,7 @@ def draw_noting(
 
 
 def drawn(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    # Both take the state and the device before the op.
-    if node.target in (draw_noting, run_with_rng_state):
+    if node.target in (draw_noting, run_with_rng_state):  # both take state and device first
         return node.args[2], node.args[3:]
     return node.target, node.args
 

@@ -129,8 +129,7 @@ class Dependencies:
 
 
 def _storages_in_order(storages: frozenset[_Storage]) -> list[_Storage]:
-    # A frozenset has another order in each process.
-    return sorted(storages, key=lambda one: (one[0].name, one[1]))
+    return sorted(storages, key=lambda one: (one[0].name, one[1]))  # a frozenset has no fixed order
 
 
 def is_heavy(node: fx.Node) -> bool:

@@ -227,8 +227,7 @@ class RecomputeInputs:
 def _added_on_device(tensor: Tensor) -> _Bits:
     if tensor.is_meta or not tensor.numel():
         return None
-    # Dense in whatever order of dimensions: its memory is one range.
-    whole = tensor.detach().as_strided((tensor.numel(),), (1,))
+    whole = tensor.detach().as_strided((tensor.numel(),), (1,))  # dense: its memory is one range
     return int(whole.view(torch.uint8).sum(dtype=torch.int64))
 
 
@@ -264,8 +263,7 @@ def first_other_identity(
             continue
         if was != i:
             return i, was
-        # One tensor has one gradient, the sum of what two would have.
-        if leaves[i].requires_grad or counts(i) or counts(now):
+        if leaves[i].requires_grad or counts(i) or counts(now):  # one gradient, the sum of both
             return i, now
     return None
 

@@ -163,8 +163,7 @@ def _schema(name: str, target: Any) -> str:
     return f"{name}(Tensor random_state, str drawn_on, {taken}) -> ({results}, Tensor)"
 
 
-# `target` may have arguments of the names that the first two have here, so these are by place only.
-def _runner(target: Any) -> Callable[..., tuple[Any, ...]]:
+def _runner(target: Any) -> Callable[..., tuple[Any, ...]]:  # by place, as names may clash
     def run(state: Tensor, device: str, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         now = save_rng_state(device)
         set_rng_state(state, device)

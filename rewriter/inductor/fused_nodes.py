@@ -54,7 +54,6 @@ _REDUCTIONS = frozenset(
 
 
 def shares_storage(node: fx.Node) -> bool:
-    """Whether the node's result shares the storage of an argument."""
     if node.op != "call_function" or mutates(node) or is_getitem(node):
         return False
     if getattr(node.target, "is_view", False):
@@ -214,8 +213,7 @@ def subgraphs(node: fx.Node) -> Iterator[fx.Graph]:
 def refuse_regions(graph: fx.Graph) -> None:
     """Raise `CaptureError` for a nested compile region in a graph of dynamo's."""
     for node in graph.nodes:
-        # Inductor partitions a region's graph by itself, before the one that it is part of.
-        if node.target is torch.ops.higher_order.invoke_subgraph:
+        if node.target is torch.ops.higher_order.invoke_subgraph:  # regions are partitioned first
             raise CaptureError(
                 f"{_where(node)} calls a nested compile region, of which torch makes wrong "
                 "gradients: leave out torch.compiler.nested_compile_region under this backend"

@@ -174,7 +174,6 @@ class CallCosts:
         return 2 * _BANDWIDTH_BYTES / self.cache.costs[_BANDWIDTH_KEY].cost_us
 
     def us_per_element(self, parts: Collection[str]) -> dict[str, float]:
-        """What each slow part of a kernel that Inductor generates costs here."""
         if is_cuda(self.meter.device):  # its kernels wait for memory
             return dict.fromkeys(parts, 0.0)
         found = us_per_element(parts, self.cache)

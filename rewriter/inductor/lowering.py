@@ -220,8 +220,6 @@ class ReplayError(RewriteError):
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that the generated code does to memory."""
-
     kind: _EventKind
     name: str  # made or dropped
     of: str = ""  # whose storage it may share

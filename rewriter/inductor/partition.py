@@ -224,7 +224,7 @@ class FusedStep(StepBytes):
 
     @property
     def costs(self) -> dict[str, OpCost]:
-        """What its plans rest on: the measured costs, by their keys."""
+        """The measured costs that its plans rest on, by their keys."""
         return self._costs.taken()
 
     @property

@@ -35,8 +35,6 @@ class _Node(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Factory(msgspec.Struct, forbid_unknown_fields=True):
-    """The context of a `defaultdict`."""
-
     default_factory_module: str
     default_factory_name: str
     dict_context: list[object]

@@ -108,7 +108,6 @@ def save_plan(plan: PlanFile, path: str | Path, program: ExportedProgram | None 
 
 
 def read_plan(path: str | Path) -> PlanFile:
-    """Read a plan from a JSON file or a ``.pt2`` archive."""
     path = Path(path)
     data = read_contents(path) if path.suffix != _ARCHIVE else _from_archive(path)
     return PlanFile.from_json(data, str(path))
@@ -170,8 +169,7 @@ def _load_over_range(
             f"the plan does not fit: values of {plan.model} have other sizes than those that it "
             "was made for. Make it again with remat.rematerialize(..., dynamic=...)"
         )
-    # As a capture does: `rewrite` looks the recipe up by this hash.
-    keep_recipe(model, over.family.traced_hash, traced.recipe)
+    keep_recipe(model, over.family.traced_hash, traced.recipe)  # `rewrite` looks it up by this hash
     return make_ranged(model, over.family, traced, over.graph, audit=of_steps(audit))
 
 

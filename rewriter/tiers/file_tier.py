@@ -54,8 +54,6 @@ class StorageView:
 
 
 class Store(bytearray):
-    """The memory of one handle, with what its tier keeps of the value."""
-
     def __init__(self, shown: StorageView, kept: Any) -> None:
         super().__init__(HANDLE_BYTES)
         self.shown, self.kept = shown, kept

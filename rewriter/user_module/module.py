@@ -47,8 +47,8 @@ class SharedState:
     """Shares every parameter, buffer and attribute with the user's module, through one dict.
 
     Each instance has a class of its own, whose `original_module` is the user's. Pickling keeps
-    that, the schedule and the recipe of the trace; reading traces anew, so a plan that another
-    torch would trace differently is refused there.
+    that, the schedule and the recipe; reading traces anew, and refuses what another torch would
+    trace otherwise.
     """
 
     training: bool
@@ -104,8 +104,7 @@ class SharedState:
         return found
 
     def _remat_note(self, part: str) -> None:
-        # A part that is taken may be called in place of the whole, and be trained without the plan.
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # a part may be trained in its place, without the plan
             return
         forward, module = replacement_of(self), self  # pyright: ignore
         if forward is not None:
@@ -290,9 +289,8 @@ class RematModule(SharedState, fx.GraphModule):
     def _remat_over(cls, model: nn.Module) -> RematModule:
         guards = cls._remat_guards
         is_own = guards.initialised or cls._remat_compiled_step.floats
-        # The compiled step takes all state as arguments, so a copy shares it; but not where the
-        # graphs hold tensors of the model, its Python state is another one now, or steps set what
-        # no path finds.
+        # A copy shares the compiled step, which takes all state as arguments. Not where graphs hold
+        # the model's tensors, Python state changed, or steps set what no path finds.
         if guards.constants or is_own or guards.python_state.first_change():
             return super()._remat_over(model)
         recipe, step = guards.recipe, cls._remat_compiled_step
@@ -325,7 +323,6 @@ class RematModule(SharedState, fx.GraphModule):
 
     @property
     def code(self) -> str:
-        """Python code of both graphs."""
         step = self._remat_compiled_step
         return f"# forward{step.forward.code}\n# backward{step.backward.code}"
 
@@ -337,7 +334,6 @@ class RematModule(SharedState, fx.GraphModule):
         )
 
     def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
-        """Both graphs with the shape of every tensor, as text; also printed by default."""
         step = self._remat_compiled_step
         graphs = step.forward, step.backward
         return "\n".join(one.print_readable(print_output, *args, **kwargs) for one in graphs)
@@ -354,7 +350,6 @@ def make_module(
     python_state: PythonState, prediction: Prediction | None = None,
     costed: TrainingGraph | None = None, updates: Updates | None = None, *, audit: Audits = "step",
 ) -> RematModule:  # fmt: skip
-    """A `RematModule` over `model`, which is an instance of the model's own class too."""
     guards = Guards(
         model, recipe, python_state, step.initialised, step.forward, step.backward,
         tuple(step.gradients.written),
@@ -386,8 +381,7 @@ def _restored(
         traced = trace_recipe(model, recipe)
         links = links_of(traced, costed)
         step = compile_step(traced, schedule, by_inductor=by_inductor, links=links)
-        # No updates: copies have parameters of their own, which no optimizer knows.
-        known = (prediction, costed)
+        known = (prediction, costed)  # no updates: no optimizer knows a copy's parameters
         return make_module(model, schedule, recipe, step, traced.python_state, *known, audit=audit)
 
 

@@ -29,10 +29,7 @@ class SplitBackward:
             type(block)._remat_split = StepSplit(codes[path], self._queue)
 
     def dw_builder(self) -> Callable[[], None]:
-        """For `torch.distributed.pipelining.PipelineStage`: W of the backward that has just run.
-
-        The function adds the gradients of the weights to ``.grad``. It is to be called once.
-        """
+        """W of the backward that has just run, for `PipelineStage`; to be called once."""
         return self._queue.take()
 
     def together(self) -> None:
@@ -74,8 +71,7 @@ def split_backward(module: nn.Module) -> SplitBackward:
     codes: dict[Any, SplitCode] = {}
     for path, block in blocks.items():
         _refuse_step(path, block)
-        # Blocks that are alike share a step, and so the code of both parts.
-        key = id(block._remat_compiled_step)
+        key = id(block._remat_compiled_step)  # equal blocks share a step, and both parts' code
         if key not in codes:
             codes[key] = SplitCode(_graphs(path, block), block._remat_guards.kind)
     of_path = {path: codes[id(block._remat_compiled_step)] for path, block in blocks.items()}
@@ -126,8 +122,7 @@ def _refuse_step(path: str, block: RematModule) -> None:
 
 
 def _refuse_shared(module: nn.Module, blocks: dict[str, RematModule]) -> None:
-    # A parameter of two blocks, or also outside, would be summed in another order.
-    owners: dict[int, str] = {}
+    owners: dict[int, str] = {}  # a parameter of two would be summed in another order
     for path, holder in _holders(module, blocks):
         for name, parameter in holder:
             where = owners.setdefault(id(parameter), path)
