@@ -33,8 +33,7 @@ from remat.solver.problem import Problem
 from remat.solver.result import evaluate_schedule
 from remat.solver.state import schedule_of
 
-# A plan counts what the step allocates. Library workspaces, the context and fragmentation come on
-# top.
+# It counts what the step allocates: workspaces, the context and fragmentation come on top.
 RESERVE = 0.10  # share of the free memory that ``auto`` leaves to others
 
 _FORMS = "8GiB, 512MiB, 1.5GB, 60%, auto or min"
@@ -70,8 +69,7 @@ class Budget:
         if self.kind == "auto":
             return _auto_bytes_for(graph)
         if self.kind == "min":
-            # From the graph alone, never from a budget: another process that asks for these bytes
-            # finds a fit.
+            # From the graph alone: another process that asks for these bytes finds that they fit.
             lost = solvers.solve_within(graph, 0, solver, time_limit_s=time_limit_s, **options)
             return lost.least_feasible_bytes
         return self.size_bytes

@@ -1,7 +1,6 @@
 """Finds the packages that lie beside `remat/` in a checkout.
 
-An installation has `solver/` and the others inside `remat/`. In a checkout's root they are not, and
-Python would find no `remat.solver`, or that of another checkout.
+Without it Python would find no `remat.solver` there, or that of another checkout.
 """
 
 from __future__ import annotations

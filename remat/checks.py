@@ -135,10 +135,7 @@ def why_unchecked(graph: TrainingGraph) -> str:
 
 
 def unless_short(run: Callable[[], _T], told: Callable[[str], None]) -> _T | None:
-    """What `run` returns; where memory runs out, `told` hears why it did not.
-
-    So too at Ctrl-C: the plan is found, and `remat` goes on to say so.
-    """
+    """What `run` returns; where memory runs out, or at Ctrl-C, `told` hears why it did not."""
     try:
         return run()
     except NotComparedError as error:
@@ -260,8 +257,7 @@ def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:
 class Reference:
     """The unmodified step beside a plan, with the graph that it was solved on and its budget.
 
-    Its results, copies of the state and what it saves move as far as needed: from a CPU to files,
-    from a CUDA device to the host.
+    What it holds moves as far as needed: from a CPU to files, from CUDA to the host.
     """
 
     graph: TrainingGraph

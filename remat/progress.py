@@ -1,8 +1,4 @@
-"""How the stages of planning are named, timed and shown to the person who waits.
-
-A terminal has one line with a running clock, else the log has a line a stage. Called from Python,
-one line says what the plan is, unless ``verbose=False``.
-"""
+"""How the stages of planning are named, timed and shown: one line on a terminal, else the log."""
 
 from __future__ import annotations
 
@@ -266,10 +262,7 @@ class _SteadyConsole(Console):
 
 
 def steady_console(*, stderr: bool = False) -> Console:
-    """A console for any names: no markup, no emoji, nothing that steers; wide enough for tables.
-
-    A terminal that says 0 columns knows of none.
-    """
+    """A console for any names: no markup, no emoji, nothing that steers; wide enough for tables."""
     console = _SteadyConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
     console.push_render_hook(_SteadyHook())
     if console.width < LEAST_COLUMNS:
@@ -286,8 +279,8 @@ def lead_nowhere(number: int) -> None:
 def open_closed_streams() -> None:
     """Stand in for standard streams that were closed before the start, as by ``>&-``.
 
-    The next opened file would take their number, and get what is printed. Writing to standard
-    output fails then as on a full disk; messages go nowhere.
+    The next file would take their number, and get what is printed. Writes to standard output then
+    fail.
     """
     closed = [number for number in (_STDIN, STDOUT, _STDERR) if not _is_open(number)]
     for number in closed:

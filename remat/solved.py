@@ -49,10 +49,7 @@ def predicted(result: Result, cost_origin: str) -> Prediction:
 def planned_text(
     what: str, found: Result, check: Check | None, seconds: float, *, is_compared: bool = False
 ) -> str:
-    """A plan in one line: what it is for, its peak, what it costs, whether it was checked.
-
-    `is_compared`: what its first step gives is compared with eager's, and no more.
-    """
+    """A plan in one line; `is_compared`: what its first step gives is compared, and no more."""
     checked = "its first step is compared with eager" if is_compared else _checked_text(check)
     return (
         f"remat: {what}: {_peaks_text(found.peak_bytes, check)}, budget "
@@ -102,10 +99,7 @@ def _checked_text(check: Check | None) -> str:
 
 
 def infeasible_text(result: Result) -> str:
-    """One sentence each: what was asked, what is possible, what holds it, what to try.
-
-    A search that the time limit or Ctrl-C ended is told apart: it names what did.
-    """
+    """A sentence each: what was asked, is possible, holds it, is to be tried, ended the search."""
     asked, least = bytes_text(result.budget_bytes), result.least_feasible_bytes
     if result.message.startswith((OUT_OF_TIME, INTERRUPTED)):
         return _late_text(result)

@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """A training step and how it is to be planned; the fields are the options of `rematerialize`.
-
-    Checked once, where a call comes in. `options` are those of the solver.
-    """
+    """A training step and how to plan it, checked once; `options` are those of the solver."""
 
     model: nn.Module
     args: tuple[Any, ...] = ()

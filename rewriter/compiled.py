@@ -49,8 +49,7 @@ class _Source(Protocol):
 class StepAllocator:
     """Where an arena is put around the graphs of one compiled step; shared by a module's copies.
 
-    A `source` of None leaves all requests to torch's allocator. Forward's graph returns `n_results`
-    to the user, then what backward reads.
+    Without `source`, torch's allocator serves. Forward returns `n_results`, then what is saved.
     """
 
     def __init__(self) -> None:
@@ -225,8 +224,7 @@ class _Cut:
         return self.memory.around("backward", self.compilers[1](gm))
 
     def _compiled_backward(self, gm: fx.GraphModule) -> Boxed:
-        # AOTAutograd compiles a deep copy of backward, but its constants must be the user's
-        # tensors.
+        # AOTAutograd copies backward deeply, but constants must be the user's tensors.
         for node in gm.graph.find_nodes(op="get_attr"):
             setattr(gm, str(node.target), getattr(self.backward, str(node.target)))
         with _compiling:  # first backwards of several threads would share the graph's fake mode

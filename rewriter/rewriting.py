@@ -277,7 +277,6 @@ def _trace_range(model: nn.Module, known: RangedGraph | Family) -> Trace:
 def _traced_again(
     model: nn.Module, recipe: Recipe, schedule: Schedule, captured: Trace | None = None
 ) -> Trace:
-    # The ops that run here: where a plan's differ, its hash is refused, as with attention dropout
-    # for a GPU.
+    # A plan with other ops, as attention dropout for a GPU, is refused by its hash.
     device = CPU if recipe.is_modelled else recipe.device
     return trace_of_schedule(model, dataclasses.replace(recipe, device=device), schedule, captured)

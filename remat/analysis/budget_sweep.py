@@ -66,10 +66,7 @@ def sweep_hosts(
     graph: TrainingGraph, hosts: Mapping[str, int], budgets: Budgets = None,
     solvers: Iterable[str] = ("auto",), **options: Any,
 ) -> dict[str, Front]:  # fmt: skip
-    """Fronts by solver and host, such as ``auto, host 8GiB``, all over the same budgets.
-
-    `hosts`: bytes by name; with 0 nothing leaves the device.
-    """
+    """Fronts by solver and host; `hosts` has bytes by name, 0 for nothing off the device."""
     alone = msgspec.structs.replace(graph, links=None)  # spread as without a host: the same for all
     pins = {name: as_globs(options[name]) for name in PINS if name in options}
     asked = in_bytes(alone, budgets, NAMING.of(options.get("time_limit_s", 60.0)), pins)[0]
@@ -125,8 +122,7 @@ _STEP_PERCENT = 5  # what one move of the slider adds, in per cent of the unmodi
 class BudgetSlider:
     """A plan at each budget that is asked for, in per cent of the unmodified peak.
 
-    Only `widget` needs a notebook. The slider begins at `least_percent`, the least budget known,
-    rounded up.
+    Only `widget` needs a notebook. `least_percent` is the least budget known, rounded up.
     """
 
     def __init__(

@@ -69,10 +69,7 @@ class _Bound(msgspec.Struct, frozen=True):
 
 
 class Sweep(msgspec.Struct, frozen=True):
-    """Outcomes at several budgets, of one solver or several, with the bound at each budget.
-
-    Iterating goes over the plans of the first solver, that of the smallest budget first.
-    """
+    """Outcomes at several budgets, of one or more solvers; iterates over the first one's plans."""
 
     step: TrainingGraph
     model: str

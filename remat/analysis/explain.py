@@ -1,7 +1,4 @@
-"""Makes the answer of `explain`: why a plan is as it is, and what the alternatives cost.
-
-Every figure is one of `simulate` or of a real solve that is made here.
-"""
+"""Makes the answer of `explain`; every figure is one of `simulate` or of a real solve made here."""
 
 from __future__ import annotations
 
@@ -44,8 +41,7 @@ class _Parts:
         clock = Clock()
         made = make()
         if is_interrupted():
-            # At Ctrl-C solves return what they have; an explanation without some parts would
-            # mislead.
+            # At Ctrl-C solves return what they have; parts of an explanation would mislead.
             raise KeyboardInterrupt
         self.seconds[name] = round(clock.elapsed_s, 3)
         return made

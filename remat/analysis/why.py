@@ -1,7 +1,6 @@
 """Why a plan keeps a value or computes it again.
 
-No reason is made up: said are the peak with the value left in place, by the simulator, and what a
-real solve finds with the op pinned the other way.
+Said are only the simulator's peak with the value kept, and a real solve with the op pinned.
 """
 
 from __future__ import annotations

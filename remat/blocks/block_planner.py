@@ -1,8 +1,7 @@
 """Plans a model block by block: what each may keep, and what the whole step then needs.
 
-Blocks are solved and chosen on the model's graph. Their schedules are put together as autograd will
-run them, and the simulator judges that one step. While it is over the budget, the knapsack over
-blocks gets less room.
+Blocks are solved on the model's graph, and the simulator judges the whole step. While it is over
+the budget, the knapsack over blocks gets less room.
 """
 
 from __future__ import annotations
@@ -96,9 +95,8 @@ def _with_moves(steps: Sequence[Step], names: Sequence[str], moves: _Moves) -> I
         yield from moves.get(left, ())
 
 
-# A block is rewritten only where the model's graph contains it node by node, so gradients summed in
-# another order are found before anything runs. Two share a compiled step only if they compute the
-# same.
+# A block is rewritten only where the model's graph contains it node by node: else gradients could
+# be summed in another order. Two share a compiled step only if they compute the same.
 
 
 @dataclass
@@ -272,8 +270,7 @@ class BlockPlanner:
     def _fastest(self, budget_bytes: int) -> _Planned | None:
         """The fastest plan tried whose whole step fits; None if none does."""
         room_bytes = budget_bytes - self.graph.resident.total_bytes
-        # The knapsack counts bytes by a model, the simulator exactly: bisect its room until that
-        # fits.
+        # The knapsack counts by a model, the simulator exactly: bisect until it fits.
         low, high = self._shared.least_room_bytes(), 2 * room_bytes
         best: _Planned | None = None
         best_us = math.inf

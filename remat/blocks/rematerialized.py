@@ -137,8 +137,7 @@ def _plan_within(planner: BlockPlanner, budget: str | SupportsIndex) -> BlocksPl
 def _rewritten(
     model: nn.Module, traced: TracedBlocks, plan: BlocksPlan, audit: Audits
 ) -> nn.Module:
-    # Each block's room was looked at alone: on CUDA each says before its first step if memory is
-    # short.
+    # Each block's room was looked at alone: before its first step each says if it is short.
     links = plan.links
     if links is not None and plan.host_bytes and not is_cuda(traced.whole.graph.device):
         FileTier(plan.host_bytes, plan.nvme_bytes, links.nvme_path).require_room()

@@ -203,8 +203,7 @@ class PlanCache(SharedState, nn.Module):
         except BudgetError:
             if spec.parsed_budget.kind != "share" or not peak_bytes:
                 raise
-        # A per cent of a small last batch can be less than its parameters; the run has room for
-        # larger ones.
+        # A per cent of a small last batch can be too little; the run has room for larger ones.
         return make(spec.replace(budget=peak_bytes))
 
     @classmethod

@@ -1,9 +1,8 @@
 """What verbs share: a session, the planning options if they plan, and arguments that recur.
 
-A verb is a function of a `Session` and of its own options. Where it takes a `Request`, each field
-of that becomes an option, so all verbs that plan take the same. A field among a verb's own
-parameters is given apart, with the verb's type and default. Help shows the usual options first,
-then `MORE`.
+A verb is a function of a `Session` and its own options. Where it takes a `Request`, each field of
+that becomes an option. A field among its own parameters has its own type and default. Help shows
+the usual options first, then `MORE`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """``torch.compile(model, backend="remat", options={"budget": ...})``.
 
-An entry point registers it. Dynamo traces and guards, Inductor makes the code, and our partitioner
-cuts the joint graph by a plan under the budget. With an export of our own, guards would be ours.
-Without gradients, Inductor runs as it is.
+Dynamo traces and guards, Inductor makes the code, and our partitioner cuts the joint graph by a
+plan. With an export of our own, guards would be ours. Without gradients, Inductor runs alone.
 """
 
 from __future__ import annotations
@@ -91,8 +90,7 @@ class SizeTable:
             self._warn_of_planning(sizes)
         numbers = dict(zip(self._symbols, sizes, strict=True))
         devices = {t.device.index for t in args if isinstance(t, Tensor) and t.is_cuda}
-        # Dynamo restores the random stream and closes what traces itself; this runs between steps,
-        # so too.
+        # As dynamo does around compilations: restore the random stream, close what traces.
         with disable_current_modes(), torch.random.fork_rng(sorted(devices)):
             gm, inputs = numbered(self._gm, numbers, args)
             mode: Any = next(t.fake_mode for t in inputs if isinstance(t, FakeTensor))
@@ -157,8 +155,7 @@ def backend(
             subgraphs = planned_subgraphs(cut, context.asked, context.shared, context.frame)
             return _subgraph(gm, specialized(gm, example_inputs), context, subgraphs, later)
         if has_symbols(gm):
-            # Inductor's own code for all sizes. It calls this only where gradients are asked for
-            # after all.
+            # Inductor's own code for all sizes; called only if gradients are asked for after all.
             refusing = Partitioner(_refuse_gradients, _n_visible(gm), lambda: "without gradients")
             return _code(gm, example_inputs, refusing, later)
         return _planned(gm, example_inputs, context, later)

@@ -1,8 +1,8 @@
 """Frames that dynamo gives up: no backend sees them, so nothing in them could be planned.
 
 At a graph break in a loop, an `nn.LSTM`, or its limit of compilations, dynamo runs the frame
-eagerly in silence. Its layers would train outside of every plan, so it is refused before it runs.
-Calls of the user's modules are no reason: dynamo tries each by itself.
+eagerly in silence. It would train outside of every plan, so it is refused before it runs. The
+user's own modules are no reason: dynamo tries each by itself.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ def refuse_given_up_frames(backend: Callable[..., Any]) -> None:
 
 
 def refuse_lstm(gm: fx.GraphModule, device: str) -> None:
-    # Its oneDNN kernel returns no tensor, for which Inductor fails, and its backward crashes the
-    # process.
+    # oneDNN's returns no tensor, so Inductor fails; its backward crashes the process.
     if device == CPU and any(node.target is torch.lstm for node in gm.graph.nodes):
         raise CaptureError(
             "take remat.rematerialize(model, ..., budget=...), or a GRU: torch's compilers cannot "

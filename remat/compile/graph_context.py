@@ -182,8 +182,7 @@ class GraphContext:
             return [auto_bytes(self.shared.device) + held_bytes]  # what the graph holds is not free
         if budget.kind != "share":
             return [budget.size_bytes]
-        # A share of a small last batch can be less than its parameters; the run has a larger
-        # shape's room.
+        # A share of a small last batch can be too little; the run has a larger shape's room.
         given_bytes = self.shared.given_to_other_shapes_bytes(self.frame)
         own_bytes = int(budget.share * base_bytes)
         return [own_bytes, given_bytes] if given_bytes > own_bytes else [own_bytes]

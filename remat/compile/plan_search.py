@@ -225,8 +225,7 @@ def fastest_within(
 ) -> _G | None:  # fmt: skip
     """The fastest plan found whose code keeps to the limit; None where none does.
 
-    `generated` makes a schedule and its code for a target in bytes. Each of `tries` costs a solve
-    and seconds.
+    `generated` makes a schedule and its code for a target; each of `tries` costs seconds.
     """
     best: _G | None = None
     seen: list[_G] = []

@@ -29,8 +29,7 @@ from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.guards.backward import OpenForwards, refuse_compiled_autograd
 from remat.rewriter.inductor.replay import ReplayedMemory
 
-# Graphs are compiled one after the other, so later ones are not known. But the parameters of all
-# modules are there, and are found on the stack.
+# Later graphs are not known yet, but the parameters of all modules are found on the stack.
 
 _BUFFERS = 3  # buffers of the size of a block that FSDP2 needs beside the block that runs
 
@@ -103,8 +102,7 @@ def _sharding_buffers_bytes(outer: nn.Module) -> int:
     from torch.distributed.fsdp import FSDPModule
 
     sharded = [module for module in outer.modules() if isinstance(module, FSDPModule)]
-    # What it gathers ahead, what it reduces in, and gloo's copy on a CPU: each at most the largest
-    # block.
+    # Gathered ahead, reduced in, and gloo's copy: each at most as large as the largest block.
     return _BUFFERS * max(map(_sharded_bytes, sharded), default=0)
 
 

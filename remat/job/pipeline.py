@@ -83,8 +83,7 @@ def rows_as_run(rows: Sequence[Row], check: Check, of_chen: Check | None) -> tup
 
 
 def _as_run(row: Row, check: Check, base_us: float) -> Row:
-    # Unmodified steps timed beside each plan vary: on top of the first row's, steps and overheads
-    # agree.
+    # Unmodified steps timed beside plans vary: steps and overheads agree on the first's.
     return replace(
         row, measured_peak_bytes=check.plan_peak_bytes,
         measured_step_us=base_us * (1 + check.overhead),

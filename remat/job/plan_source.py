@@ -1,7 +1,6 @@
 """What a verb works on: a model, a kept graph or a kept plan, opened to a graph and a result.
 
-A plan stands alone, without torch: its graph is in it. Beside a model or graph it must be of that
-one. Where a budget is given, it is solved for.
+A plan needs no torch: its graph is in it. A budget is solved for.
 """
 
 from __future__ import annotations

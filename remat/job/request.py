@@ -50,11 +50,7 @@ def _ask(default: Any, text: str, **shown: Any) -> Any:
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan for, on what, and how long to try.
-
-    A field's metadata is what the command line shows: its help, and what is unusual of flag,
-    metavar and least value.
-    """
+    """What to plan for, on what, how long to try; a field's metadata is its part of the help."""
 
     budget: str = _ask(
         NO_BUDGET, "to solve for: 8GiB, 512MiB, 60% of the unmodified peak, auto (what is free) "

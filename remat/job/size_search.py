@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check
 
 
-# A step's graph at a size that was not captured, from two captures, as if bytes and costs were
-# affine in it. Attention is not affine in a sequence's length: such a graph is a guess, to be
-# checked.
+# A step's graph at another size, as if bytes and costs were affine between two captures. Attention
+# is not affine in a sequence's length: such a graph is a guess, to be checked.
 
 
 def is_same_step(first: TrainingGraph, second: TrainingGraph) -> bool:
@@ -133,8 +132,7 @@ def _next(
     return min(max(wanted, low + sizes.step), top)
 
 
-# Guesses of `fit` from two captures. Near the limit an overhead hangs on measured times: only
-# guesses.
+# Guesses from two captures: near the limit an overhead hangs on measured times.
 
 _Pair = tuple[_Sized, _Sized]  # two sizes, each with its graph
 

@@ -1,8 +1,7 @@
 """Large heads and MLPs in chunks, on a device that is here: measured only where they may help.
 
-Timing chunks takes longer than all else of a small step. Where a plan of whole ops does not fit, or
-costs more than next to nothing, chunks are first solved as if they took no longer. Only if that is
-faster by more than the gap are they measured.
+Timing them takes longer than the rest of a small step. Unless whole ops fit at next to no cost,
+chunks are first solved as if they took no longer, and measured if that wins more than the gap.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import Signature, tensor_facts
 from remat.rewriter.user_module.ranged import RangedModule
 
-# Which sizes of batches vary: learned, or named by the user. Places that were equal in all batches
-# share a name, as tokens and targets. One that had one size is fixed, unless it follows a named
-# one. Equality may be chance, so there are several ways to follow, and a model shows its own.
+# Which sizes vary: learned, or named by the user. Places that were equal in all batches share a
+# name. One of one size is fixed, unless it follows a named one. Equality may be chance, so there
+# are several ways to follow.
 
 Shapes = tuple[tuple[int, ...] | None, ...]  # by leaf; None for no tensor, or sizes that stay
 At = tuple[int, int]  # a leaf and a dimension
@@ -289,10 +289,9 @@ _MOST_NARROWED = 8  # times to narrow a range to a guard, before plans a size
 def planned_over(
     sizes: VaryingSizes, batch: Any, make: Callable[..., RangedModule]
 ) -> RangedModule | None:
-    """A plan for a range that holds a batch, as wide as the model and the budget allow.
+    """A plan for a range that holds a batch; None where its sizes need a plan each.
 
-    None where its sizes need a plan each. `TooLargeError`: the batch, or what is to come, does not
-    fit.
+    `TooLargeError`: the batch, or what is to come, does not fit.
     """
     why, too_large, (known, _) = "", None, sizes.known(batch)
     while True:

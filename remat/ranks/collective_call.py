@@ -1,7 +1,7 @@
 """Several ranks in one call: they agree at each point, and leave with the same outcome.
 
-What decides how many collectives a rank runs is agreed here before the next one. An error of one
-rank, a `KeyboardInterrupt` too, is raised on all.
+What decides how many collectives a rank runs is agreed on before the next. Any rank's error, a
+`KeyboardInterrupt` too, is raised on all.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ _Plan = TypeVar("_Plan")
 
 
 class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
-    """The ranks of `group` in one call of the function `what`; without a group, this rank alone.
-
-    Points to agree on have names, and all ranks come to the same points in one order.
-    """
+    """The ranks of `group` in one call of `what`; all come to the same named points in order."""
 
     def __init__(self, group: ProcessGroup | None, what: str) -> None:
         self._group, self._what = group, what
@@ -161,9 +158,8 @@ def _store_errors() -> type[Exception]:
     return DistError
 
 
-# What ranks tell one another beside their collectives: short texts in the group's store. It needs
-# no partner: a failed rank can say so while another waits. A thread shows that a rank lives, which
-# tells a long solve from a dead process.
+# Short texts in the group's store, beside the collectives. It needs no partner: a failed rank can
+# say so while another waits. A thread shows that a rank lives through a long solve.
 
 BEAT_S = 2.0  # seconds between two signs of life
 SILENT_S = 60.0  # a rank that has shown none for so long has ended, or its process stands still
@@ -256,8 +252,7 @@ class RankMessages:
 
     def close(self) -> None:
         self._ended.set()
-        # Torch's C++ aborts if a thread comes back while the process ends. The store may be out of
-        # reach.
+        # Torch's C++ aborts if a thread comes back at the end; the store may be out of reach.
         self._beat.join(_LAST_BEAT_S)
 
     def _show_life(self) -> None:

@@ -36,8 +36,7 @@ def require_group(
     for node in collectives_in(joint):
         groups = map(resolved, groups_of([node]))
         ranks = sorted(set[int]().union(*map(dist.get_process_group_ranks, groups)))
-        # A rank alone cannot tell others that it failed or runs no check: they would wait in a
-        # collective.
+        # A rank alone cannot say that it failed: others would wait in the first collective.
         if len(ranks) > 1 and not together.issuperset(ranks):
             module, line = NodeOrigins(joint.graph).of(node)
             raise AgreementError(

@@ -174,10 +174,7 @@ def record_step(
     module: RematModule, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None,
     loss_fn: LossFunction | None, target: Any,
 ) -> _Requests:  # fmt: skip
-    """The requests of one step; all that it changes is put back, and no hook of a parameter runs.
-
-    `loss_fn` decides the layout of backward's first gradients, and so what that asks for.
-    """
+    """The requests of one step, which is put back; `loss_fn` decides what backward asks for."""
     guards, model = module._remat_guards, module._remat_original_module
     captured_loss = guards.recipe.loss_fn
     batch = OwnBatch((args, dict(kwargs or {}), target))

@@ -56,16 +56,14 @@ def why_no_room(
 ) -> str:  # fmt: skip
     """Why forward alone, which keeps nothing, would raise a step's peak; empty where it does not.
 
-    `kept_bytes`: state that is put back afterwards. `results_bytes`: held beside the planned step
-    too. `is_block`: the plan is for a part of a model.
+    `kept_bytes` is put back afterwards, `results_bytes` held beside the planned step too.
     """
     need_bytes = simulate(*forward_alone(baseline_graph(unchunked(graph)))).peak_bytes + kept_bytes
     planned = simulate(graph, schedule, links)
     most_bytes = max(planned.peak_bytes, schedule.budget_bytes)
     if planned.peak_bytes + results_bytes > most_bytes + _SMALL_BYTES:
         return f"its results take {bytes_text(results_bytes)} beside the planned step"
-    # What others keep is in memory beside a part's forward: only the forward's own peak surely
-    # fits.
+    # Others' memory lies beside a part's forward: only the forward's own peak surely fits.
     if is_block:
         end = end_of_forward(graph_of_schedule(graph, schedule), schedule)
         most_bytes = max(planned.live_bytes[:end], default=0)

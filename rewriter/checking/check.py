@@ -1,7 +1,4 @@
-"""Proof by running: the rewritten module against the original, bit for bit.
-
-A module that runs Inductor's code cannot have eager's bits, so it may be off by a tolerance.
-"""
+"""Proof by running: the rewritten module against the original, bit for bit or to a tolerance."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Outcomes of a step, compared bit for bit, or to a tolerance; and how far rounding moves them.
-
-On a CUDA device eager is compared with itself first: sums in no fixed order differ in eager too.
-"""
+"""Outcomes of a step, compared bit for bit, or to a tolerance; and how far rounding moves them."""
 
 from __future__ import annotations
 
@@ -35,15 +32,11 @@ hundred."""
 
 
 class EagerVariation:
-    """How far runs of eager from the same state are from the first of them, which gave `expected`.
-
-    `noise`: the largest distance of an element, by tensor that differed; 0 where there is none to
-    take.
-    """
+    """How far runs of eager from one state are from the first of them, which gave `expected`."""
 
     def __init__(self, expected: Outcome) -> None:
         self.expected = expected
-        self.noise: dict[str, float] = {}
+        self.noise: dict[str, float] = {}  # largest distance of an element, by tensor; else 0
 
     def add(self, again: Outcome) -> None:
         for name in unsteady_names(self.expected, again):
@@ -207,8 +200,8 @@ def moved_by_rounding(outcome: Callable[[], Outcome], expected: Outcome) -> dict
     }
 
 
-# On a CPU eager does not repeat sums of `accumulate` writes to indices (also backward of
-# `x[indices]`): all threads add at once. In torch 2.11 to 2.14 that holds for float32 alone.
+# Threads add `accumulate` writes to indices at once, as in backward of `x[indices]`: on a CPU eager
+# does not repeat such sums. In torch 2.11 to 2.14 that holds for float32 alone.
 
 _ACCUMULATING = ("index_put", "_unsafe_index_put", "_index_put_impl", "put")
 """Ops that add so, if their argument `accumulate` says it."""
@@ -220,8 +213,7 @@ class DeterministicReductions(OpWatcher):
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if plain_name(func) not in _ACCUMULATING:
             return func(*args, **kwargs)
-        # Around these ops alone: a rewritten module refuses to run in another setting than its
-        # plan's.
+        # Around these ops alone: a rewritten module refuses to run in another setting.
         torch.use_deterministic_algorithms(True)
         try:
             return func(*args, **kwargs)

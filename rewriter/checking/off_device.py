@@ -121,8 +121,7 @@ class OffDeviceMemory:
             moved = _Moved(storage, self._copy(storage), self._live)
             self._known[storage._cdata] = weakref.ref(storage), weakref.ref(moved)
         else:
-            # Views of `unsafe_chunk` and `.data` have versions of their own, so a write may be
-            # unseen. Eager's earlier saves see it too.
+            # `unsafe_chunk` and `.data` have versions of their own: a write is unseen, as in eager.
             moved.write(storage)
         return moved
 

@@ -91,8 +91,7 @@ def own_parameters(*models: nn.Module) -> Generator[None]:
 class StepState:
     """Gradients, buffers, the batch and the random streams as they were, on `device` and the CPU.
 
-    `keep_parameters`: forward may write to them, as a momentum encoder's does. `elsewhere` keeps
-    the copies and outcomes, or memory does.
+    `keep_parameters`: forward may write to them too, as a momentum encoder's does.
     """
 
     def __init__(
@@ -184,10 +183,7 @@ def _kept(leaf: Any, copy: bool) -> Any:
 
 
 class BeforeForward:
-    """Buffers, batch, random streams and Python's state that forward may write, to be put back.
-
-    The planned forward writes `written`, only reads `others`, and knows the streams of `devices`.
-    """
+    """What forward may write, to be put back: `written`; it only reads `others`."""
 
     def __init__(self, guards: Guards, written: Iterable[Tensor], others: Iterable[Tensor]) -> None:
         model = guards.step

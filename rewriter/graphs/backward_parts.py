@@ -42,10 +42,7 @@ _Run = TypeVar("_Run")
 
 
 class _ExpectedBackward(Generic[_Run]):
-    """Tells the backward of a compiled step which forward it is of, as autograd does not.
-
-    A hook that runs right before it, in the same thread and pass of the engine, says so.
-    """
+    """Tells the backward of a compiled step which forward it is of; a hook before it says so."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
@@ -108,10 +105,7 @@ class _Pass:
 
 
 class GradientGates:
-    """The gates of one compiled step, each with the places of the inputs that pass through it.
-
-    `updated` are places of the parameters whose gradients are released before the end.
-    """
+    """The gates of a compiled step, with their places; `updated` parameters are released early."""
 
     def __init__(self, backward: fx.GraphModule) -> None:
         *released, rest = places_released(backward.graph)
@@ -173,9 +167,8 @@ class _Gate(torch.autograd.Function):
 
 
 # After the first backward DDP (Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704) rebuilds its
-# buckets in the order of gradients. The place in a bucket decides a ring's order of adding, so over
-# more than two ranks another order gives other bits. So until then each parameter passes through an
-# autograd node of its own: a compiled step's gradients all come together.
+# buckets in the order of gradients. That decides a ring's order of adding, so over more than two
+# ranks the bits. Until then each parameter passes through an autograd node of its own.
 
 _MOST_EXACT_RANKS = 2  # a sum of two terms has one order
 
@@ -207,10 +200,9 @@ def warn_of_own_order(kind: str) -> None:
     )
 
 
-# Where weights' gradients (W) come later than inputs' (I), the node of a compiled step runs I
-# alone. W's needs wait in a `_Waiting`. Parameters come in as leaves of their own, which tells a
-# pass that wants gradients of inputs alone from one that adds to ``.grad``: the first leaves
-# nothing to wait for.
+# Where weights' gradients (W) come later than inputs' (I), a step's node runs I alone; W waits in a
+# `_Waiting`. Parameters are leaves of their own here, to tell a pass that wants gradients of inputs
+# alone: it leaves nothing to wait for.
 
 
 class _Given(torch.autograd.Function):
@@ -260,10 +252,7 @@ class SplitCode:
 
 
 class SplitRun:
-    """One forward whose backward comes in two parts, each time that a pass comes to it.
-
-    `state` is the parameters and buffers that the step reads; `leave` is given what waits after I.
-    """
+    """One forward whose backward comes in two parts; `leave` is given what waits after I."""
 
     def __init__(
         self, code: SplitCode, state: Sequence[Tensor], leave: Callable[[_Waiting], None]
@@ -318,9 +307,8 @@ class _Waiting:
             if found:
                 parameters, gradients = [self.parameters[p] for p in found], list(found.values())
                 found.clear()  # autograd need not copy gradients that nobody else holds
-                # By autograd's own node of each parameter: hooks run, wrappers for ranks see
-                # gradients, and the first becomes .grad where eager would take it. The list is
-                # empty afterwards.
+                # By each parameter's own autograd node: hooks run, wrappers see gradients, and the
+                # first becomes .grad as in eager. The list is empty afterwards.
                 with torch.enable_grad():
                     root = _Given.apply(gradients, *parameters)
                 torch.autograd.backward(root, root.detach())

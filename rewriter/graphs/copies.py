@@ -26,8 +26,7 @@ from remat.rewriter.graphs.emitter import Demanded, LowerTierCopy
 from remat.rewriter.tiers.file_tier import HANDLE_BYTES, TierCopies
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 
-# A sum added up in place, and a random state with its note, are whole only after the last write. A
-# copy that a schedule begins before waits, and so holds what backward is to read.
+# Sums in place and noted random states are whole after the last write: earlier copies wait.
 
 _WritesOf = Callable[[str], tuple[str, ...]]  # what an op's first run also writes to
 
@@ -105,8 +104,7 @@ class CopyContext:
 class CopyEmitter(EagerEmitter):
     """Emits one of the two graphs of a schedule with copies.
 
-    `handles`: nodes below the device. `pending`: on their way back. `leaving`: handles of copies to
-    the host that may still read the device.
+    `handles` are below the device, `pending` on their way back, `leaving` may still read it.
     """
 
     def __init__(self, moving: CopyContext, *given: Any) -> None:

@@ -165,8 +165,8 @@ class EagerEmitter(Emitter[Joint]):
             for picked, result in self._picked_results(node, op):
                 self.put(picked, result)
                 self._wait(picked)
-            # The next run makes no statistics. Their update may come much later, and the tuple
-            # would hold all other results until then.
+            # The next run has none, and their update may come late: the tuple would hold all
+            # results.
             index = self.joint.graph.op_index.get(f"{op.name}_statistics")
             if not again and index is not None:
                 for picked, copy in self._picked_results(node, self.joint.graph.ops[index]):

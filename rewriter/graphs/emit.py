@@ -117,8 +117,7 @@ def _fake(graph: fx.Graph, source: FloatSource) -> Tensor:
         return torch.empty(len(source.arguments), dtype=torch.float64)
 
 
-# Numbers that follow from a batch's sizes: forward computes them from its inputs' shapes at its
-# start, and backward gets those of its own forward.
+# From a batch's sizes: forward computes them from its inputs, and saves them for its backward.
 
 _OF_SIZES = (SizeArgument, FloatOfSizes)
 
@@ -130,8 +129,7 @@ def _read_sizes(forward: fx.Graph, backward: fx.Graph, env: Environment) -> None
     sizes = _sizes_of_inputs(forward, env)
     if in_backward:
         given: Any = forward.output_node().args[0]
-        # AOTAutograd's order for symbolic integers: forward returns them last, backward takes them
-        # first.
+        # AOTAutograd's order of symbolic integers: forward's last, backward's first.
         forward.output_node().args = ((*given, *sizes),)
         taken: list[fx.Node] = []
         with backward.inserting_before(next(iter(backward.nodes))):

@@ -1,7 +1,6 @@
 """What both emitters share: from the steps of a schedule to a forward and a backward graph.
 
-Forward is emitted first. What backward asks for and has not made, forward returns as well, and
-backward gets a placeholder for it.
+What backward asks for and has not made, forward, emitted first, returns as well.
 """
 
 from __future__ import annotations
@@ -168,8 +167,7 @@ def emit_both(
     joint: _JointGraph, schedule: Schedule, n_outputs: int,
     start: Callable[[Demand, frozenset[str]], Emitter[Any]],
 ) -> tuple[fx.Graph, fx.Graph]:  # fmt: skip
-    # AOTAutograd's contract: forward returns results, then what is saved; backward takes saved,
-    # tangents, and returns gradients.
+    # AOTAutograd's contract: forward returns results, then saved; backward takes saved, tangents.
     end = _require_end_of_forward(joint.graph, schedule)
     inputs = joint.module.graph.find_nodes(op="placeholder")
     returned = joint.module.graph.output_node().args[0]
@@ -182,8 +180,7 @@ def emit_both(
     tangents = backward.take_inputs(node for node in inputs if is_tangent(node))
     backward.carry_out(schedule.steps[end:], first=end)
     gradients = backward.gradients(returned[n_outputs:])
-    # Known only now, but placeholders come first; AOTAutograd wants tensors without version check
-    # last.
+    # Placeholders come first in a graph; AOTAutograd wants unversioned tensors last.
     brought = backward.brought.values()
     saved = sorted(brought, key=lambda pair: pair[0].meta.get(_NO_VERSION, False))
     for node in reversed([*(placeholder for _, placeholder in saved), *tangents]):

@@ -42,8 +42,8 @@ class ClippingWatch:
     has_warned: bool = False
 
     def look(self) -> None:
-        # clip_grad_norm_ after backward finds no gradients and returns 0 in silence. No hook sees
-        # it, but forward's callers are on the stack, mostly the loop that clips.
+        # Clipping after backward finds no gradients and returns 0 in silence. No hook sees it, but
+        # forward's callers are on the stack.
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not self.has_warned:
             code = frame.f_code
@@ -86,10 +86,7 @@ def _line_of(code: CodeType, name: str) -> int:
 
 
 class Updates:
-    """The updates of one rewritten module.
-
-    The plan counts gradients that stay if it `accumulates`; while `paused` they do, in ``.grad``.
-    """
+    """Gradients stay in ``.grad`` while `paused`, which the plan counts if it `accumulates`."""
 
     def __init__(self, optimizer: Optimizer, kind: str, *, accumulates: bool) -> None:
         self.optimizer, self.kind, self.accumulates = optimizer, kind, accumulates

@@ -33,8 +33,7 @@ _Storage = tuple[fx.Node, int]  # its maker, and the place among the maker's res
 class Dependencies:
     """The order that parts of a graph of eager's ops, as `emit` writes it, must keep.
 
-    By node: `storages` of its results, those `touched` (none of a view) or written, and the nodes
-    `before` it. Marks of gradients are left out.
+    By node: `storages` of results, those `touched` or written, and nodes to run `before` it.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -143,10 +142,7 @@ def is_mark(node: fx.Node) -> bool:
 
 
 def most_live_bytes(part: fx.GraphModule, resident: Collection[str] = ()) -> int:
-    """The most that a part has live, where each storage is freed behind the last op that reads it.
-
-    `part` is I or W of `split_graph`, `resident` the names of inputs that cost nothing.
-    """
+    """The most that a part has live, each storage freed after its last reader; not `resident`."""
     facts, inputs = Dependencies(part.graph), part.graph.find_nodes(op="placeholder")
     free_nodes = [n for n in inputs if n.name in resident]
     free_nodes += part.graph.find_nodes(op="get_attr")
@@ -172,11 +168,10 @@ def _last_uses(part: fx.GraphModule, facts: Dependencies) -> dict[_Storage, int]
     return last
 
 
-# Ops that gradients of inputs do not need may run in either part. A cast, a mask, a bias's sum: run
-# early, what they make is held in place of what they read. Products and convolutions stay late.
-# What is held is a minimum cut (Ford and Fulkerson 1956, https://doi.org/10.4153/CJM-1956-045-5),
-# as in torch/_functorch/partitioners.py: a storage is an arc of its bytes, what must run before
-# joins without limit.
+# Ops that inputs' gradients do not need may run in either part. A cast, a mask, a bias's sum: run
+# early, their results are held in place of what they read. Products stay late. What is held is a
+# minimum cut (Ford and Fulkerson 1956, https://doi.org/10.4153/CJM-1956-045-5), as in
+# torch/_functorch/partitioners.py: an arc is a storage's bytes.
 
 _SOURCE, _SINK = 0, 1
 
@@ -187,8 +182,7 @@ def _ops_run_early(
 ) -> set[fx.Node]:  # fmt: skip
     """`early`, and the ops that join them for the least bytes held between the two parts.
 
-    `early` run early in any case, with all before them. `late_results`: gradients of weights, which
-    are given away late. `resident` storages cost nothing to hold.
+    `late_results` are gradients of weights; `resident` storages cost nothing to hold.
     """
     flow = cast("Any", max_flow.SimpleMaxFlow())
     place = {node: i for i, node in enumerate(nodes, start=2)}  # 0 and 1 are the ends
@@ -239,8 +233,7 @@ def split_graph(
 ) -> SplitGraphs:
     """Cut a backward graph, as `emit` writes it, into I and W.
 
-    `weights`: places of results that are gradients of weights. `resident`: names of inputs that are
-    parameters or buffers, which cost nothing to hold.
+    `weights` are places of weights' gradients among the results, `resident` costs nothing to hold.
     """
     return _BackwardCut(backward, weights, resident).graphs()
 

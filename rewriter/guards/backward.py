@@ -40,8 +40,7 @@ class _Expecting(Protocol):
 class BackwardGuards:
     """Watches the autograd node of one forward, called with `inputs`, parameters and buffers first.
 
-    `constants`: tensors that backward's graph holds. `running` releases gradients as they are made.
-    `recompute_inputs`: read by backward to make values again.
+    `constants` are in backward's graph; `recompute_inputs` make values again; `running` releases.
     """
 
     def __init__(
@@ -150,8 +149,7 @@ def _compiled_node(leaves: Iterable[Any]) -> Any:
 def refuse_checkpoint(model: nn.Module, facts: GradientFacts) -> None:
     if not facts.overwrites:
         return
-    # Torch stops a checkpoint's second forward once it has what backward needs: before buffers are
-    # written, unlike eager.
+    # Torch stops its second forward early: before buffers are written, unlike eager.
     if is_inside_checkpoint():
         raise RewriteError(
             f"the rewritten {type(model).__name__} writes to its buffers and is called inside "
@@ -180,8 +178,7 @@ class _Open:
 class OpenForwards:
     """Forwards whose backward is still to come, in the order in which they ran.
 
-    Each graph of a broken model finds held what the others' open forwards have saved. A forward is
-    closed by its backward, also with ``retain_graph=True``, or when nothing reaches its results.
+    Closed by backward, even with ``retain_graph=True``, or when nothing reaches the results.
     """
 
     def __init__(self) -> None:
@@ -194,8 +191,7 @@ class OpenForwards:
     def watch(self, graph: Hashable, output: Any) -> None:
         if (node := _compiled_node(pytree.tree_leaves(output))) is None:
             return
-        # Dynamo's frame numbers say neither which model a graph is of nor whether it is called
-        # twice.
+        # Dynamo's numbers do not say which graphs are of one model, or called twice.
         self._number += 1
         one = _Open(graph, self._number)
         self._open.add(one)

@@ -142,9 +142,8 @@ MOST_LOOKS = 8  # of the quick test: not for objects that change at each step
 class Guards:
     """The state that a plan relies on, read at rewriting and compared at every step.
 
-    `recipe`: the batch's signature and autocast at capture. `python_state`: what forward and the
-    loss read then. `initialised`: set at forward's first call alone. `written`: places of inputs
-    that the step writes to. The graphs' constants are watched.
+    `recipe`: the signature and autocast. `python_state`: what forward and loss read. `initialised`:
+    set at the first call alone. `written`: places of inputs that the step writes to.
     """
 
     def __init__(

@@ -78,9 +78,9 @@ class UnshardedParameters:
 
     def require_fresh(self, module: nn.Module) -> None:
         self._groups = _groups_of(module)
-        # With set_reshard_after_backward(False) the next forward gathers nothing: after an
-        # optimizer's step it would go on with old parameters. Ranks have the same flags: all raise,
-        # or none.
+        # After an optimizer's step a forward that gathers nothing, as
+        # set_reshard_after_backward(False) has it, would read old parameters. All ranks raise, or
+        # none.
         for group, versions in self._kept:
             if _versions(group) != versions:
                 raise StateChangedError(
@@ -219,8 +219,7 @@ class RecomputeInputs:
             return False
         if one.bits is not None:
             return self._bits(tensor, part) == one.bits
-        # Elsewhere nothing is known of its bits. The same one may move: FSDP frees it, and gathers
-        # it in backward.
+        # Elsewhere its bits are unknown. FSDP frees and gathers the same one anew.
         return tensor.untyped_storage()._cdata == one.storage
 
 
@@ -255,8 +254,7 @@ def first_other_identity(
 ) -> tuple[int, int] | None:
     """The first leaf that is another one's tensor and was not, or the reverse; and that other one.
 
-    `as_captured`: for each leaf, the first one that was the same tensor. `counts`: whether it
-    matters.
+    `as_captured`: the first leaf of the same tensor, by leaf. `counts`: whether it matters.
     """
     for i, (was, now) in enumerate(zip(as_captured, first_places(leaves), strict=True)):
         if was == now:

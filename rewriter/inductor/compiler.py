@@ -62,8 +62,7 @@ _wrapped: dict[Any, Any] = {}
 def _make_functional(gm: fx.GraphModule) -> tuple[str, ...]:
     """Make functional, in place, what draws and what saves or puts back the stream.
 
-    Returns the devices that the graph draws from. For each, in this order, the graph gets a last
-    input, the state before it, and a last output, the state after it.
+    Returns the devices; for each the graph gets a last input and output, the states around it.
     """
     drawing = [node for node in gm.graph.nodes if draws_randomness(node)]
     for node in drawing:
@@ -144,10 +143,7 @@ def _underlying(node: fx.Node) -> fx.Node:
 
 @functools.cache
 def functional_form(target: Any) -> Any:
-    """`target` as an op without effects, which leaves the generator as it was.
-
-    It takes ``(state, device)`` first, and returns the next state last.
-    """
+    """`target` without effects: takes ``(state, device)`` first, returns the next state last."""
     name = f"functional_{target.name().replace('::', '_').replace('.', '_')}"
     _library.define(_schema(name, target))
     _library.impl(name, _runner(target), "CompositeExplicitAutograd")
@@ -234,8 +230,7 @@ class _OfTracedDtypes(fx.Interpreter):
     """Runs a graph, and gives what decompositions return the dtypes of eager's kernels."""
 
     def run_node(self, n: fx.Node) -> Any:
-        # The other graph reads saved values by these. On a CPU, decomposed norms return statistics
-        # of bfloat16 inputs in bfloat16, kernels in float32.
+        # The other graph reads saved values by these; decomposed norms may return bfloat16.
         return _of_dtypes(super().run_node(n), n.meta.get("val"))
 
 

@@ -248,10 +248,7 @@ the logits' gradient to the end of backward."""
 
 
 class _FusedEmitter(Emitter[FusedJoint]):
-    """Emits one of the two graphs, each inlined node right before the kernel that reads it.
-
-    `lasting` are the steps whose results are kept across a call.
-    """
+    """Emits inlined nodes right before their kernels; results of `lasting` outlive a call."""
 
     cannot_move = "which cannot be compiled"
 

@@ -110,8 +110,7 @@ def data_dependent_message(name: str, sizes: Sequence[Any]) -> str:
     )
 
 
-# A node inlined into several kernels makes each hold what it reads. If that is more than itself, it
-# is stored.
+# Inlined into several kernels, a node makes each hold what it reads: if more, it is stored.
 
 _MOST_READS = 4  # more, read twice, is stored by Inductor itself
 _MOST_LARGE_READS = 2  # of its size or more: stored, which took a ResNet-18 from 101 to 85 MB
@@ -284,10 +283,7 @@ _IS_SET = torch.ops.aten.ne.Scalar
 
 
 def keep_masks_as_bytes(gm: fx.GraphModule, n_outputs: int) -> int:
-    """Keep each mask that forward makes and backward reads as a byte; returns how many there are.
-
-    Changes the joint graph in place; its first `n_outputs` results are forward's.
-    """
+    """Keep, in place, each mask that backward reads of forward as a byte; returns how many."""
     forward = makers(gm.graph.find_nodes(op="output")[0].args[0][:n_outputs])  # pyright: ignore
     made = [node for node in gm.graph.nodes if node in forward and _is_mask(node)]
     masks = [node for node in made if _is_read_beyond(node, forward)]

@@ -228,15 +228,14 @@ def with_kernel_costs(joint: FusedJoint, costs: CallCosts) -> TrainingGraph:
             facts = {"cost_us": cost.cost_us, "workspace_bytes": extra, "cost_origin": origin}
             op = msgspec.structs.replace(op, **facts)
         elif node is not None:
-            # To read and write its values at the rate of a copy, plus its slow functions. What is
-            # inlined costs nothing more.
+            # Reads and writes at the rate of a copy, plus slow functions; inlined ones cost
+            # nothing.
             cost_us = _kernel_bytes(op, node, values) / bytes_per_us
             cost_us += sum(n * element_us[part] for part, n in slow[op.name].items())
             op = msgspec.structs.replace(op, cost_us=cost_us, cost_origin="modelled")
         ops.append(op)
     costed = msgspec.structs.replace(joint.graph, ops=tuple(ops), cost_origin="mixed")
-    # Recomputed values are near the core when read: `NEAR` of that time is taken off, and added to
-    # the step.
+    # Recomputed values are near when read: `NEAR` of that time is taken off, added to the step.
     read_us = sum(bytes_for_backward(costed).values()) / bytes_per_us
     return calibrated(costed, WholeStepTimes(step_us=0.0, keeping_us=NEAR * read_us))
 

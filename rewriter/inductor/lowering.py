@@ -1,8 +1,7 @@
 """What Inductor's generated code allocates and frees, read off before anything is compiled.
 
-Only this file reads Inductor's private code. It runs `compile_fx_inner` on copies up to
-`GraphLowering.codegen`, and reads the wrapper's lines. A line of an unknown kind is an error:
-callers then warn, and estimate the peak from the graph.
+Only this file reads Inductor's private code: the lines of its wrapper, up to
+`GraphLowering.codegen`. An unknown line is an error: callers warn, and estimate the peak.
 """
 
 from __future__ import annotations
@@ -241,10 +240,9 @@ class Lowered:
 def lower(
     gm: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool, visible: Sequence[int]
 ) -> Lowered:
-    """Lower a copy of `gm` as Inductor will, and stop before its compiler runs.
+    """Lower a copy of `gm` as Inductor will, and stop before its compiler runs; or `ReplayError`.
 
-    `inputs`: fake, one a placeholder; `visible` outputs keep their strides. May raise
-    `ReplayError`.
+    `inputs` are fake, one a placeholder; `visible` outputs keep their strides.
     """
     graph = copy_of(gm)
     graph.graph.find_nodes(op="output")[0].meta["user_visible_output_idxs"] = list(visible)

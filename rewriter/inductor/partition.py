@@ -196,8 +196,7 @@ class FusedStep(StepBytes):
         for node in gm.graph.nodes:
             refuse_sparse(node, module_and_line)
         refuse_drawing(gm.graph)
-        # torch's own cut is of the graph without bytes and copies: else it would keep the bool
-        # behind a byte.
+        # torch's own cut is of the graph without bytes: else it would keep the bool behind one.
         self._gm, self._joint_inputs, self._static = copy_of(gm), joint_inputs, list(static)
         overwritten = _overwritten_inputs(gm)
         self._overwritten = {node.name for node in overwritten}
@@ -302,8 +301,7 @@ class Partitioner(CustomPartitionerFn):
         return pair.forward, pair.backward
 
     def compile_inner(self, *args: Any, **kwargs: Any) -> Any:
-        # Backward is compiled when it first runs, with no context in force: the compiler brings
-        # what a plan needs.
+        # Backward is compiled later, with no context in force: the compiler brings what it needs.
         is_kept = bool(self.name())
         with calls_in_order(self.holds_order), inductor_config.patch(fx_graph_cache=is_kept):
             return compile_fx_inner(*args, **kwargs)

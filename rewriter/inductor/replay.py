@@ -1,8 +1,4 @@
-"""The peak of a compiled step: what its two graphs allocate and free, replayed over storages.
-
-Fusion and the order of kernels are only known from generated code. So that is replayed, and calls
-add their measured workspaces.
-"""
+"""The peak of a compiled step: what its generated code allocates and frees, replayed."""
 
 from __future__ import annotations
 
@@ -77,8 +73,7 @@ def replay(
 ) -> ReplayedMemory:  # fmt: skip
     """Lower both graphs and replay what they allocate; a `ReplayError` if the code cannot be read.
 
-    Forward's first `n_outputs` are its own, the rest is saved. `workspaces`: bytes beyond a call's
-    results. `holds_outputs`: the caller holds forward's outputs while backward runs.
+    Forward's first `n_outputs` are its own; `workspaces` are bytes of calls beyond their results.
     """
     inputs = [node.meta["val"] for node in forward.graph.find_nodes(op="placeholder")]
     lowered = lower(forward, inputs, is_backward=False, visible=visible)

@@ -203,10 +203,7 @@ _IN_PYTHON = "remat.plans(remat.rematerialize(model, args, budget=...))[0].save(
 
 
 def require_fit(plan: PlanFile, model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> None:
-    """Raise `PlanError` with the first difference of torch, device, model, batch or loss.
-
-    `batch` is (args, kwargs, target), or None to let the first step compare it.
-    """
+    """Raise `PlanError` with the first difference; a `batch` of None waits for the first step."""
     # What a person can name comes first, the graph's hash last (in `loading`): it says less.
     planned, here = plan.versions.torch, str(torch.__version__)
     if planned.partition("+")[0] != here.partition("+")[0]:  # 2.13.0+cpu is 2.13.0

@@ -72,8 +72,7 @@ class _Deferring(io.RawIOBase):
         if self._lost is None:
             try:
                 self._file.write(data)
-            # torch ends an archive in a destructor, where a C++ error ends the process: on a full
-            # disk, or in a file closed after an error.
+            # A C++ error in torch's destructor ends the process: a full disk, a closed file.
             except (OSError, ValueError) as error:  # a closed file is a ValueError
                 self._lost = error
         return len(data)

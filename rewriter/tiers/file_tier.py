@@ -85,10 +85,7 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class HostPlaces:
-    """Offsets in bytes by the index of the step that begins a stay, and the range that they need.
-
-    Empty where the host is no range of memory.
-    """
+    """Offsets by the index of the step that begins a stay, and the range; empty without a range."""
 
     offsets_bytes: dict[int, int] = field(default_factory=dict[int, int])
     size_bytes: int = 0
@@ -105,10 +102,7 @@ class _Stay:
 
 
 def host_places(graph: TrainingGraph, schedule: Schedule) -> HostPlaces:
-    """Places in one range of pinned memory for all stays of a schedule's values on the host.
-
-    A stay is from the copy into the host to the step that drops it there.
-    """
+    """Places in one range of pinned memory for all stays, from the copy in to the drop."""
     stays = _stays(graph, schedule)
     placed: list[tuple[_Stay, int]] = []
     # Large ones first, each as low as it can (Pisarchyk and Lee, 2020, arXiv 2001.03288).
@@ -180,8 +174,8 @@ class PendingCopy:
     def wait(self) -> None:
         self._ended.wait()
         if self._error is not None:
-            # An error of its own: the thread's holds frames, and these handles, in a circle that
-            # Python's collector does not see through a tensor.
+            # An error of its own: the thread's frames hold these handles in a circle that Python's
+            # collector does not see through a tensor.
             raise TierError(
                 f"a value could not be copied between tiers of memory: {self._error}. Nothing of "
                 "this step is kept; the module can train on"
@@ -288,10 +282,7 @@ class FileOf:
 
 
 class FileTier:
-    """The tiers of one plan for a CPU; of each, the most bytes that a step keeps there.
-
-    `nvme_path` is the folder of NVMe; empty for that of the host tier.
-    """
+    """The tiers of one plan for a CPU; without `nvme_path`, NVMe is in the host tier's folder."""
 
     def __init__(self, host_bytes: int, nvme_bytes: int, nvme_path: str) -> None:
         self.places = HostPlaces()

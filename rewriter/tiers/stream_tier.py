@@ -113,8 +113,7 @@ class _PinnedRanges:
                 part = one.take(start, end)
                 if part is not None:
                     return part
-            # Still held, as by a second forward or a retained graph: the range is there once more,
-            # and stays.
+            # Still held, as by a second forward: the range is there once more, and stays.
             self.ranges.append(_Range(max(self.size_bytes, end)))
             part = self.ranges[-1].take(start, end)
             assert part is not None
@@ -177,8 +176,7 @@ class Arriving:
         self.x, self.copied, self.computing = x, copied, computing
 
     def __del__(self) -> None:
-        # Dropped before it has arrived, as where backward fails: the block may go to another
-        # tensor.
+        # Dropped before it has arrived, as in a failed backward: the block may be reused.
         if self.copied is not None:
             self.computing.wait_event(self.copied)
 

@@ -46,8 +46,7 @@ class _Arrived(OnlyLooks):
 class Unplanned:
     """What is known of one planned module, or of the planned blocks of one model.
 
-    `kind`: the model's class name, None for the module in use. `is_open`: no plan has run, and
-    nothing was said.
+    `kind`: the model's class name, None if in use. `is_open`: nothing ran, and nothing was said.
     """
 
     def __init__(self, kind: str | None = None) -> None:
@@ -235,8 +234,8 @@ class _OwnForward:
         if getattr(replacement, "__func__", None) is self.function:  # ours again
             self.replacement = None
             return
-        # Kept here: on the user's module it and ours would call each other without end, as with
-        # Accelerate.
+        # Not on the user's module, where it and ours could call each other without end
+        # (Accelerate).
         self.replacement = replacement
         type(instance)._remat_unplanned.replaced(instance, replacement)
 
@@ -356,8 +355,7 @@ _originals: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDic
 def with_replaced(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """`model` with other modules in the places of some; the user's model stays as it is.
 
-    What holds a replaced one is copied, one deep: the same parameters, buffers and attributes, but
-    its own submodules and hooks. All else is shared.
+    What holds one is copied, with its own submodules and hooks; all else is shared.
     """
     made = _rebuilt(model, dict(replaced))
     if made is not model:
