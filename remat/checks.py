@@ -34,7 +34,6 @@ _ALONE = (
 
 
 def _differences_text(check: Check) -> str:
-    """The differences, each with the largest distance from eager's."""
     known = dict(zip(check.differences, check.distances, strict=False))
     shown = [(name, known.get(name, math.nan)) for name in check.differences[:_SHOWN]]
     said = [f"{one} (off by up to {by:.2g})" if not math.isnan(by) else one for one, by in shown]
@@ -191,7 +190,6 @@ def require_equal(
 
 
 def failures(check: Check, budget_bytes: int) -> list[str]:
-    """What differs from eager, and whether the measured peak exceeds the budget."""
     found = [
         f"{name} differ from eager's" for name in CHECKED if not getattr(check, f"{name}_equal")
     ]
@@ -224,7 +222,6 @@ def _less(check: Check, budget_bytes: int) -> str:
 
 
 def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:
-    """What to do about memory held without use, and about bits that eager does not repeat."""
     said: list[str] = []
     over_bytes = check.plan_peak_bytes - (budget_bytes or 0)
     # The budget bounds requests. Larger blocks are the allocator's choice, so no failure.

@@ -105,7 +105,6 @@ def require_upto(model: nn.Module, upto: Any, dynamic: Any) -> None:
 def _dimensions(
     name: str, given: Any, wanted: str, example: str
 ) -> Iterator[tuple[str | int, int, Any]]:
-    """Each argument and dimension that is named, and what is said of it."""
     form = f"give {wanted} by argument and dimension, such as {example or _UPTO_EXAMPLE}"
     if not isinstance(given, Mapping):
         raise CaptureError(f"{name}={given!r} is unknown: {form}")

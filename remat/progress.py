@@ -134,12 +134,10 @@ def took_text(seconds: Mapping[str, float]) -> str:
 
 
 def solver_shown(shown: ProgressCallback, budget: object) -> Callable[[Progress], None]:
-    """A listener of a search that has `shown` say how far it is."""
     return lambda state: shown(text=solver_text(budget, state))
 
 
 def solver_text(budget: object, state: Progress) -> str:
-    """What is shown while it solves: best schedule, bound and gap, and what comes next."""
     best = "none" if state.best_overhead is None else percent_text(state.best_overhead)
     bound = percent_text(state.bound_overhead)
     gap = "open" if state.gap is None else percent_text(state.gap)
@@ -271,7 +269,6 @@ def steady_console(*, stderr: bool = False) -> Console:
 
 
 def lead_nowhere(number: int) -> None:
-    """Let what is written to a standard stream go nowhere."""
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), number)
 

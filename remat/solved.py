@@ -25,7 +25,6 @@ class Solved(msgspec.Struct, frozen=True):
 
 
 def facts_of(found: Solved) -> dict[str, Any]:
-    """What `rewrite` keeps of a solve in the module's plan."""
     assert found.result.schedule is not None
     return {
         "prediction": predicted(found.result, found.graph.cost_origin),
@@ -39,7 +38,6 @@ def graph_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph | No
 
 
 def predicted(result: Result, cost_origin: str) -> Prediction:
-    """What a plan keeps of a result: figures of `simulate`, by costs of that origin."""
     return Prediction(
         peak_bytes=result.peak_bytes, time_us=result.time_us, overhead=result.overhead,
         lower_bound_us=result.lower_bound_us, gap=result.gap, cost_origin=cost_origin,

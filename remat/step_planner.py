@@ -47,7 +47,6 @@ class StepPlanner:
             self.traced = trace(spec.model, **spec.of_trace, **of_trace)
 
     def costed(self, one: Trace, *, chunks: bool = True) -> TrainingGraph:
-        """The graph of a trace on one rank, with costs; of what may run in chunks, if wanted."""
         sharding = self.spec.sharding
         most_bytes = self.spec.parsed_budget.most_bytes(local_step(one.graph, sharding))
         with self.stages.stage("profile", "timing ops") as shown:
@@ -62,7 +61,6 @@ class StepPlanner:
     def solve(
         self, graph: TrainingGraph, /, *, budget: str | SupportsIndex | None = None, **known: Any
     ) -> Result:
-        """The outcome of a solve, within the budget of the spec if no other is given."""
         shown_budget = self.spec.budget if budget is None else budget
         with self.stages.stage("solve", f"solving for {shown_budget}") as shown:
             listen = {"progress": solver_shown(shown, shown_budget)}
@@ -115,7 +113,6 @@ class StepPlanner:
     def say_planned(
         self, found: Solved, checked: Check | None, *, is_compared: bool = False
     ) -> None:
-        """Say in one line what the plan is; `is_compared` as of `planned_text`."""
         title, seconds = self.traced.recipe.title, self.stages.elapsed_s
         self.stages.say(
             planned_text(title, found.result, checked, seconds, is_compared=is_compared)

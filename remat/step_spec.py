@@ -105,7 +105,6 @@ class StepSpec:
 
     @property
     def batch(self) -> Batch:
-        """What a step runs on, as the sharded model gets it."""
         from remat.graph_capture.distributed.dtensors import inputs_cast
 
         args, kwargs = inputs_cast(self.args, self.kwargs, self.sharding)
@@ -113,7 +112,6 @@ class StepSpec:
 
     @property
     def of_trace(self) -> dict[str, Any]:
-        """The step itself, as `trace` takes it."""
         names = ("args", "kwargs", "loss_fn", "target", "optimizer", "accumulate")
         return {name: getattr(self, name) for name in names}
 

@@ -63,7 +63,6 @@ def _contexts(
 def checkpoint_policy(
     graph: TrainingGraph, schedule: Schedule, module: str = ""
 ) -> OccurrencePolicy:
-    """What `schedule` keeps in a module, as a policy for torch's own selective checkpointing."""
     if schedule.chunks:
         raise RewriteError(
             f"this plan runs {schedule.chunks[0].region} in chunks, which torch's checkpointing "

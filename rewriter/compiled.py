@@ -41,8 +41,6 @@ PassKind = Literal["forward", "backward"]
 
 
 class _Source(Protocol):
-    """Runs a graph, and gives it memory meanwhile."""
-
     def run(self, phase: PassKind, graph: Boxed, args: list[Any]) -> Any: ...
 
 
@@ -224,8 +222,7 @@ class _Cut:
         return self.memory.around("backward", self.compilers[1](gm))
 
     def _compiled_backward(self, gm: fx.GraphModule) -> Boxed:
-        # AOTAutograd copies backward deeply, but constants must be the user's tensors.
-        for node in gm.graph.find_nodes(op="get_attr"):
+        for node in gm.graph.find_nodes(op="get_attr"):  # constants must be the user's tensors
             setattr(gm, str(node.target), getattr(self.backward, str(node.target)))
         with _compiling:  # first backwards of several threads would share the graph's fake mode
             return in_parts(self.gates.compile_backward(gm) if self.gates else compile_boxed(gm))

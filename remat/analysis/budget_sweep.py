@@ -43,7 +43,6 @@ def sweep_fronts(
     time_limit_s: float = 60.0, jobs: int = 1, *, progress: BudgetsDone | None = None,
     **options: Any,
 ) -> dict[str, Front]:  # fmt: skip
-    """The time of the step against its peak: a front for each solver, all at the same budgets."""
     names = tuple(solvers)
     for name in names:  # words are refused before budgets are named, which may take a solve
         solver_class(name)
@@ -142,7 +141,6 @@ class BudgetSlider:
         return self._solved[percent]
 
     def text(self, percent: int) -> str:
-        """What the slider says there: peak, overhead, bound, and what runs again."""
         result = self.at(percent)
         budget = f"budget      {bytes_text(result.budget_bytes)}, {percent} % of the peak"
         if result.schedule is None:

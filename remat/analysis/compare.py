@@ -142,7 +142,6 @@ def _compared_line(found: Sweep) -> Text:
 
 
 def _table(found: Sweep, columns: range) -> Table:
-    """Overheads, and arenas below them where buffers were placed."""
     table = plain_table("budget", *(bytes_text(found.bounds[i].budget_bytes) for i in columns))
     if any(found.asked):
         # A row says already which plan that is.

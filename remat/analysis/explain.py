@@ -41,8 +41,7 @@ class _Parts:
         clock = Clock()
         made = make()
         if is_interrupted():
-            # At Ctrl-C solves return what they have; parts of an explanation would mislead.
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt  # parts of an explanation would mislead
         self.seconds[name] = round(clock.elapsed_s, 3)
         return made
 

@@ -291,7 +291,6 @@ def _plan_line(found: Explanation) -> Text:
 
 
 def sentences(found: Explanation) -> Iterator[tuple[str, str]]:
-    """Each question in one word, with its answer."""
     yield "least", _least_text(found.least, found.solver)
     yield "memory", _price_text(found.price, is_whole_gib=found.is_whole_gib)
     for one in found.chunks:

@@ -158,7 +158,6 @@ def inspect(
     graph: TrainingGraph, plan: Schedule | Result | None = None, *, by: InspectBy = "value",
     only: str | Iterable[str] = (), at_peak: bool = False,
 ) -> Inspection:  # fmt: skip
-    """What the step holds, and what a plan keeps, makes again, offloads and frees."""
     schedule = plan.schedule if isinstance(plan, Result) else plan
     if at_peak and schedule is None:
         raise GlobError(

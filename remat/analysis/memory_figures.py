@@ -158,7 +158,6 @@ def chunks_of(graph: TrainingGraph, schedule: Schedule | None) -> tuple[InChunks
 
 
 def _own_bytes(graph: TrainingGraph, ops: Sequence[Op]) -> int:
-    """The most that one of `ops` has live of what they make and of its workspace."""
     size = {name: graph.value_by_name[name].size_bytes for op in ops for name in op.outputs}
     live = [sum(size.get(name, 0) for name in {*op.inputs, *op.outputs}) for op in ops]
     return max(op.workspace_bytes + own for op, own in zip(ops, live, strict=True))
@@ -262,7 +261,6 @@ def _uses(found: Simulation, graph: TrainingGraph) -> tuple[_LinkUse, ...]:
 def place(
     graph: TrainingGraph, schedule: Schedule, *, alignment_bytes: int | None = None
 ) -> Layout:
-    """Offsets for all buffers of `schedule` in one arena, near the most live bytes."""
     buffers = buffers_of(graph, schedule)  # first: it refuses what is no graph
     alignment_bytes = alignment_on(graph.device) if alignment_bytes is None else alignment_bytes
     return place_buffers(buffers, alignment_bytes=alignment_bytes)

@@ -66,7 +66,6 @@ def _holder_name(row: FoldedRow) -> str:
 
 
 def verdict_text(row: FoldedRow) -> str:
-    """``keep``, ``recompute x2``, with a mark where it is live at the peak."""
     return row.first.verdict_text + (" *" if row.first.at_peak else "")
 
 

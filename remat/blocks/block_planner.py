@@ -314,7 +314,6 @@ class BlockPlanner:
     def _steps_in_model(
         self, path: str, one: _DistinctBlock, schedule: Schedule
     ) -> tuple[list[Step], list[Step]]:
-        """A block's forward and backward in names of the model's graph, communication included."""
         match = one.at[path]
         halves: tuple[list[Step], list[Step]] = self._added(path, BEFORE_BLOCK)
         half = halves[0]
@@ -324,8 +323,7 @@ class BlockPlanner:
             elif step.op in match.op_of:
                 half.append(Compute(match.op_of[step.op]))
             else:
-                # The model's graph lacks one op: that of the tangents, where backward opens.
-                half = halves[1]
+                half = halves[1]  # the model's graph lacks the op of the tangents alone
         behind = self._added(path, BEHIND_BLOCK)
         return [*halves[0], *behind[0]], [*halves[1], *behind[1]]
 

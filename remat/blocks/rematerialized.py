@@ -137,8 +137,7 @@ def _plan_within(planner: BlockPlanner, budget: str | SupportsIndex) -> BlocksPl
 def _rewritten(
     model: nn.Module, traced: TracedBlocks, plan: BlocksPlan, audit: Audits
 ) -> nn.Module:
-    # Each block's room was looked at alone: before its first step each says if it is short.
-    links = plan.links
+    links = plan.links  # before its first step each block says if its room is short
     if links is not None and plan.host_bytes and not is_cuda(traced.whole.graph.device):
         FileTier(plan.host_bytes, plan.nvme_bytes, links.nvme_path).require_room()
     compiled: dict[tuple[int, Any], CompiledStep] = {}  # equal blocks of one schedule share a step

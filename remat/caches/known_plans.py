@@ -215,7 +215,6 @@ def _judged(graph: TrainingGraph, kept: KeptSolve) -> Result:
 
 
 def _suits(found: Result, budget: Budget, graph: TrainingGraph) -> bool:
-    """Whether it is what would be planned now."""
     if budget.kind == "min":  # the least peak answers the same question
         return True
     now_bytes = budget.bytes_for(graph)

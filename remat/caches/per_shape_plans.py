@@ -121,8 +121,7 @@ class PlanCache(SharedState, nn.Module):
         for key in [key for key in reversed(cls._remat_plans) if key[0] == signature]:
             plan = cls._remat_plans[key]
             if isinstance(plan, RangedModule) and not type(plan)._remat_members.hold(batch):
-                # Dropped only once a plan for a wider range is there: making it may fail.
-                outgrown.append(key)
+                outgrown.append(key)  # dropped once a wider plan is there, as making it may fail
                 continue
             try:
                 result = plan(*args, **given)

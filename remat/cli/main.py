@@ -114,6 +114,5 @@ def main() -> None:
     try:
         _app_of(asked)()
     finally:
-        # The verb has ended: Python's own end should not change the exit code.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python's end must not change the exit code
         gc.freeze()  # collecting a million objects of torch takes a second

@@ -153,8 +153,7 @@ class _ShownStopwatch(TerminalStopwatch):
 @contextlib.contextmanager
 def _quiet_output() -> Generator[None]:
     sys.stdout.flush()
-    # By its descriptor: native MILP solvers print past Python. Standard output is for results.
-    kept = os.dup(STDOUT)
+    kept = os.dup(STDOUT)  # by descriptor, as native MILP solvers print past Python
     lead_nowhere(STDOUT)
     try:
         with contextlib.redirect_stdout(sys.stderr):

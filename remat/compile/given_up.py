@@ -52,8 +52,7 @@ _warned = set[CodeType]()
 
 def refuse_given_up_frames(backend: Callable[..., Any]) -> None:
     """From now on refuse each frame under `backend` that dynamo gives up, if it would train."""
-    # Dynamo tells nobody of such a frame, so the call that gives it up is wrapped, once a process.
-    convert = ConvertFrameAssert.__call__
+    convert = ConvertFrameAssert.__call__  # wrapped once a process, as dynamo tells nobody
 
     @functools.wraps(convert)
     def looked_at(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:

@@ -182,7 +182,6 @@ class PlanSearch:
 
 
 def is_good_enough(overhead: float, peak_bytes: int, limit_bytes: int) -> bool:
-    """Whether to stop at a plan that fits: each further try costs seconds."""
     return overhead <= CHEAP or peak_bytes >= CLOSE_ENOUGH * limit_bytes
 
 

@@ -147,7 +147,6 @@ class PlannedSubgraphs:
         )
 
     def _replay(self, chosen: Sequence[SubgraphOption]) -> ReplayedMemory:
-        """What the whole takes, in the words of a graph that is not cut."""
         peak_bytes = peak_of(chosen, self._calls - 1)
         return ReplayedMemory(peak_bytes, peak_bytes, sum(option.left_bytes for option in chosen))
 

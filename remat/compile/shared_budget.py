@@ -156,8 +156,6 @@ class _Noted:
 
 
 class Measured(Protocol):
-    """A graph whose bytes are noted: one step, or the subgraphs of one."""
-
     @property
     def static_bytes(self) -> int: ...  # of parameters and buffers
     @property

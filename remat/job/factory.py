@@ -207,7 +207,6 @@ def _place(name: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def _as_script(where: str, folder: Path) -> Generator[None]:
-    """With the folder importable, and without arguments."""
     sys.path.insert(0, str(folder))
     kept = sys.argv
     sys.argv = [where]  # a parser in the file would read remat's own arguments

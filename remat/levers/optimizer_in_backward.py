@@ -35,8 +35,7 @@ def _refuse_scaling() -> None:
 def _refuse_parts(model: nn.Module) -> None:
     from remat.graph_capture.distributed.dtensors import has_dtensors
 
-    # A rank holds a part of it, so it has a gradient of the whole and one of the part.
-    if has_dtensors(model):
+    if has_dtensors(model):  # a rank has a gradient of the whole and one of its part
         raise CaptureError(
             f"{type(model).__name__} has parameters that are DTensors, which cannot be updated "
             "during backward: update after backward (remat.rematerialize)"

@@ -31,15 +31,12 @@ class _CurvePoint(msgspec.Struct, frozen=True):
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """Overheads of a family over its range, from small sizes to large ones."""
-
     model: str
     budget_bytes: int
     points: tuple[_CurvePoint, ...]
 
     @property
     def most_above_alone(self) -> float:
-        """How much more overhead the family has than plans for each size, at most."""
         known = [p.overhead - p.alone_overhead for p in self.points if p.alone_overhead is not None]
         return max(known, default=0.0)
 
@@ -98,7 +95,6 @@ def solve_over(
     graph: RangedGraph, budget: str | SupportsIndex, solver: str = "auto",
     time_limit_s: float = 60.0, **options: Any,
 ) -> Family:  # fmt: skip
-    """A family of schedules within `budget` at every size of the range of `graph`."""
     asked, bounding = parse_budget(budget), graph.bounding(graph.symbols)
     # The largest sizes first: their schedule serves all, and says what the budget is in bytes.
     top = asked.solve(bounding, solver, time_limit_s=time_limit_s, **options)

@@ -83,8 +83,7 @@ def _costs_within(
     left_out: list[bool] = []
 
     def costed(one: Trace) -> TrainingGraph:
-        # Costs of sizes are fitted to each other: if the largest cannot be timed, none is.
-        if not left_out:
+        if not left_out:  # if the largest cannot be timed, none is: costs are fitted
             left_out.append(is_beyond(one.joint, one.graph, budget.most_bytes(one.graph)))
         return add_costs(one, progress=shown, profile=known, most_bytes=0 if left_out[0] else None)
 

@@ -79,7 +79,6 @@ class LearnedSizes:
             self._groups = self._grouped()
 
     def symbols_at(self, shapes: Shapes) -> dict[At, str]:
-        """The symbol of each place that varies, but for sizes that no range holds."""
         if self.unfit:
             return {}
         return {at: name for at, name in self._groups.items() if self._may_vary(at, shapes)}
@@ -120,8 +119,7 @@ class LearnedSizes:
         groups: dict[str, int] = {}
         for at in _all_places(shapes):
             name, size = self._groups.get(at), _size(shapes, at)
-            # A place that was fixed has varied.
-            if name is None and size != _size(self.told[0], at):
+            if name is None and size != _size(self.told[0], at):  # a fixed place has varied
                 return False
             # Two that had one name were equal by chance.
             if name is not None and groups.setdefault(name, size) != size:

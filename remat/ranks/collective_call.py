@@ -42,7 +42,6 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
         return self
 
     def require_same_step(self, graph_hash: str) -> None:
-        """Raise `AgreementError` on every rank where ranks have another step than the first."""
         hashes = self.gathered_texts("step", graph_hash)
         others = [str(rank) for rank, found in enumerate(hashes) if found != hashes[0]]
         if others:
@@ -53,7 +52,6 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
             )
 
     def require_same_order(self, order: str) -> None:
-        """Raise `AgreementError` on every rank where ranks run collectives in different orders."""
         if len(set(self.gathered_texts("order", order))) > 1:
             raise AgreementError(
                 "the plans of the ranks run their collectives in different orders, or one of them "
@@ -252,8 +250,7 @@ class RankMessages:
 
     def close(self) -> None:
         self._ended.set()
-        # Torch's C++ aborts if a thread comes back at the end; the store may be out of reach.
-        self._beat.join(_LAST_BEAT_S)
+        self._beat.join(_LAST_BEAT_S)  # Torch's C++ aborts if a thread comes back at the end
 
     def _show_life(self) -> None:
         store = self._store.clone()  # a connection of its own: one serves a request at a time

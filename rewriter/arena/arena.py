@@ -40,8 +40,6 @@ _one_at_a_time = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class _Requests:
-    """The requests of one step in the order of its calls, those of forward first."""
-
     size_bytes: Ints
     start: Ints  # event of the step, as `end`
     end: Ints  # `n_events` for what backward leaves alive

@@ -63,8 +63,7 @@ def why_no_room(
     most_bytes = max(planned.peak_bytes, schedule.budget_bytes)
     if planned.peak_bytes + results_bytes > most_bytes + _SMALL_BYTES:
         return f"its results take {bytes_text(results_bytes)} beside the planned step"
-    # Others' memory lies beside a part's forward: only the forward's own peak surely fits.
-    if is_block:
+    if is_block:  # others' memory lies beside it: only forward's own peak surely fits
         end = end_of_forward(graph_of_schedule(graph, schedule), schedule)
         most_bytes = max(planned.live_bytes[:end], default=0)
     if need_bytes <= most_bytes + _SMALL_BYTES:

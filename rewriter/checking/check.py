@@ -120,7 +120,6 @@ class Check(msgspec.Struct, frozen=True):
 
     @property
     def overhead(self) -> float:
-        """Measured time of the rewritten step over the unmodified one's, minus one."""
         return self.plan_step_us / self.baseline_step_us - 1
 
 

@@ -204,7 +204,6 @@ def moved_by_rounding(outcome: Callable[[], Outcome], expected: Outcome) -> dict
 # does not repeat such sums. In torch 2.11 to 2.14 that holds for float32 alone.
 
 _ACCUMULATING = ("index_put", "_unsafe_index_put", "_index_put_impl", "put")
-"""Ops that add so, if their argument `accumulate` says it."""
 
 
 class DeterministicReductions(OpWatcher):
@@ -213,8 +212,7 @@ class DeterministicReductions(OpWatcher):
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if plain_name(func) not in _ACCUMULATING:
             return func(*args, **kwargs)
-        # Around these ops alone: a rewritten module refuses to run in another setting.
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(True)  # alone: a plan refuses to run under it
         try:
             return func(*args, **kwargs)
         finally:

@@ -32,7 +32,6 @@ def measured_step(
     kwargs: Mapping[str, Any] | None = None, *, loss_fn: LossFunction | None = None,
     target: Any = None, optimizer: Optimizer = "none", accumulate: bool = False,
 ) -> MeasuredStep:  # fmt: skip
-    """Run steps of `module`: what they have live, by the profiler, and how long they take."""
     device = resolved_device(None, model)
     if device != CPU:
         raise DeviceError(

@@ -121,8 +121,7 @@ class OffDeviceMemory:
             moved = _Moved(storage, self._copy(storage), self._live)
             self._known[storage._cdata] = weakref.ref(storage), weakref.ref(moved)
         else:
-            # `unsafe_chunk` and `.data` have versions of their own: a write is unseen, as in eager.
-            moved.write(storage)
+            moved.write(storage)  # versions of `unsafe_chunk` and `.data` hide writes, as in eager
         return moved
 
 
@@ -163,8 +162,7 @@ class _Moved:
         self._size_bytes, self.write = storage.nbytes(), copied.write
 
     def storage(self) -> UntypedStorage:
-        # What still has the storage, or has fetched it already, shares it: nothing is there twice.
-        found = self._there()
+        found = self._there()  # what still has or has fetched the storage shares it
         if found is None:
             self._live.require(self._size_bytes)
             found = self._copied.read()

@@ -66,8 +66,7 @@ def _cut_off(tensor: Tensor, own: dict[int, Tensor]) -> Tensor:
 @contextlib.contextmanager
 def own_parameters(*models: nn.Module) -> Generator[None]:
     """Other parameters over the same storages meanwhile: without hooks, and without gradients."""
-    # No hook steps an optimizer in backward then, and no gradient of the user's is added to.
-    made: dict[int, nn.Parameter] = {}
+    made: dict[int, nn.Parameter] = {}  # no hook runs then, and no gradient is added to
     tables = {id(m._parameters): m._parameters for model in models for m in model.modules()}
     places = [
         (held, name, parameter)
@@ -203,7 +202,6 @@ class BeforeForward:
         self._own = [stream(one.text, one.owner) for one in self._state.streams]
 
     def written_else(self) -> list[str]:
-        """Says which tensors were written to that the planned forward only reads."""
         moved = [tensor for tensor, version in self._versions if tensor._version != version]
         return [f"tensor of shape {list(tensor.shape)}" for tensor in moved]
 
@@ -289,7 +287,6 @@ class ForwardOutcomes:
         return [*own, *constants_of(self._step.forward)]
 
     def of_eager(self, before: BeforeForward, leaves: list[Any], keeps_values: bool) -> Outcome:
-        """Run the model's own forward and the loss, and put everything back."""
         try:
             found = self.left(before, leaves, self._run(leaves), keeps_values)
             # The planned forward gives nothing of that name, so such a write is a difference.

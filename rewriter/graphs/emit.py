@@ -129,8 +129,7 @@ def _read_sizes(forward: fx.Graph, backward: fx.Graph, env: Environment) -> None
     sizes = _sizes_of_inputs(forward, env)
     if in_backward:
         given: Any = forward.output_node().args[0]
-        # AOTAutograd's order of symbolic integers: forward's last, backward's first.
-        forward.output_node().args = ((*given, *sizes),)
+        forward.output_node().args = ((*given, *sizes),)  # AOTAutograd's order of symbols
         taken: list[fx.Node] = []
         with backward.inserting_before(next(iter(backward.nodes))):
             for size in sizes:

@@ -180,8 +180,7 @@ def emit_both(
     tangents = backward.take_inputs(node for node in inputs if is_tangent(node))
     backward.carry_out(schedule.steps[end:], first=end)
     gradients = backward.gradients(returned[n_outputs:])
-    # Placeholders come first in a graph; AOTAutograd wants unversioned tensors last.
-    brought = backward.brought.values()
+    brought = backward.brought.values()  # placeholders come first, unversioned tensors last
     saved = sorted(brought, key=lambda pair: pair[0].meta.get(_NO_VERSION, False))
     for node in reversed([*(placeholder for _, placeholder in saved), *tangents]):
         next(iter(backward.graph.nodes)).prepend(node)

@@ -125,8 +125,7 @@ def draw_noting(
     state: Tensor, device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run `op`, which will draw again from `state`: that is brought up to date and noted."""
-    # By place: `op` may have arguments of these names, as aten.randn.
-    if not _takes_note(state, device):
+    if not _takes_note(state, device):  # by place: aten.randn has arguments of these names
         return op(*args, **kwargs)
     key = _key(op, args, kwargs)
     with _drawing:

@@ -107,7 +107,6 @@ class Updates:
             )
 
     def require_backward(self) -> None:
-        """Refuse a backward after which parameters are read again."""
         if self.paused:
             return
         require_known(self.optimizer)

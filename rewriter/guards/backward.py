@@ -100,8 +100,7 @@ class BackwardGuards:
         return [i for i, needs in self.facts.needs.items() if needs.isdisjoint(given)]
 
     def _require_unchanged(self) -> None:
-        # Eager refuses it if it saved the tensor. A saved result the plan might make again.
-        if self.recompute_inputs and self.noted:
+        if self.recompute_inputs and self.noted:  # eager refuses if it has saved the tensor
             self.recompute_inputs.require(self.noted, self._kind)
         for name, tensor, version in self.constants:
             if tensor._version != version:
@@ -149,8 +148,7 @@ def _compiled_node(leaves: Iterable[Any]) -> Any:
 def refuse_checkpoint(model: nn.Module, facts: GradientFacts) -> None:
     if not facts.overwrites:
         return
-    # Torch stops its second forward early: before buffers are written, unlike eager.
-    if is_inside_checkpoint():
+    if is_inside_checkpoint():  # torch stops it early, before buffers are written
         raise RewriteError(
             f"the rewritten {type(model).__name__} writes to its buffers and is called inside "
             "torch.utils.checkpoint. Torch ends a checkpoint's second forward before the step has "
@@ -191,8 +189,7 @@ class OpenForwards:
     def watch(self, graph: Hashable, output: Any) -> None:
         if (node := _compiled_node(pytree.tree_leaves(output))) is None:
             return
-        # Dynamo's numbers do not say which graphs are of one model, or called twice.
-        self._number += 1
+        self._number += 1  # dynamo's numbers do not say which graphs are of one model
         one = _Open(graph, self._number)
         self._open.add(one)
         node.register_hook(lambda *_: self._open.discard(one))  # keeps `one` as long as the node

@@ -60,7 +60,6 @@ class BatchFlattener:
         self._args, self._names = args.num_children, list(kwargs.context or ())
 
     def leaves(self, batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
-        """The leaves of (args, kwargs, target), and how they are put together."""
         args, kwargs, target = batch
         if self._is_flat and len(args) == self._args and list(kwargs) == self._names:
             leaves = [*args, *kwargs.values(), target]

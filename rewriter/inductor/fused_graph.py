@@ -168,8 +168,7 @@ class _Builder:
         if is_getitem(node):
             source = node.args[0]
             assert isinstance(source, fx.Node)
-            # An element is a value of the op that made the tuple, or a view as its source is.
-            is_value = node.name in self.values
+            is_value = node.name in self.values  # of the op that made the tuple, or a view
             self.values_read[node] = (node.name,) if is_value else self.values_read[source]
         elif is_wait(node):
             names = self._read(node)
@@ -318,7 +317,6 @@ class _FusedEmitter(Emitter[FusedJoint]):
 
 
 def emit_fused(joint: FusedJoint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward graphs that carry out `schedule`, in AOTAutograd's contract."""
     schedule.check_made_for(joint.graph)
     lasting = _lasting_steps(joint, schedule)
 

@@ -64,7 +64,6 @@ def shares_storage(node: fx.Node) -> bool:
 
 
 def is_inlined(node: fx.Node) -> bool:
-    """Whether Inductor computes the node inside the kernels that read it."""
     if node.op != "call_function" or draws_randomness(node) or mutates(node) or is_custom(node):
         return False
     return node.target in _INLINED or torch.Tag.pointwise in getattr(node.target, "tags", ())
@@ -210,7 +209,6 @@ def subgraphs(node: fx.Node) -> Iterator[fx.Graph]:
 
 
 def refuse_regions(graph: fx.Graph) -> None:
-    """Raise `CaptureError` for a nested compile region in a graph of dynamo's."""
     for node in graph.nodes:
         if node.target is torch.ops.higher_order.invoke_subgraph:  # regions are partitioned first
             raise CaptureError(

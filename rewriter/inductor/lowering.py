@@ -83,7 +83,6 @@ def _inside(node: fx.Node | None, target: Any) -> fx.Node | None:
 
 
 def _laid_out(like: Any, layout: Any) -> Any:
-    """`like` with the strides of `layout`, if its shape is the same."""
     if not isinstance(like, FakeTensor) or layout is None:
         return like
     size, stride = [int(n) for n in layout.size], [int(n) for n in layout.stride]

@@ -263,8 +263,7 @@ class FusedStep(StepBytes):
 
 @contextlib.contextmanager
 def _sizes_as_numbers() -> Generator[None]:
-    # What torch makes meanwhile gets no symbols: no input would tell their values.
-    mode = detect_fake_mode()
+    mode = detect_fake_mode()  # without symbols: no input would tell their values
     if mode is None:
         yield
         return
@@ -301,8 +300,7 @@ class Partitioner(CustomPartitionerFn):
         return pair.forward, pair.backward
 
     def compile_inner(self, *args: Any, **kwargs: Any) -> Any:
-        # Backward is compiled later, with no context in force: the compiler brings what it needs.
-        is_kept = bool(self.name())
+        is_kept = bool(self.name())  # backward is compiled later, with no context in force
         with calls_in_order(self.holds_order), inductor_config.patch(fx_graph_cache=is_kept):
             return compile_fx_inner(*args, **kwargs)
 

@@ -194,8 +194,7 @@ class PendingCopy:
             self._error = cause.with_traceback(None)
             cause.__context__ = None
         finally:
-            # Before anybody hears of the end: a late free escapes the profiler.
-            given.clear()
+            given.clear()  # a late free would escape the profiler
             self._ended.set()
 
     def drop(self, given: list[Any]) -> None:

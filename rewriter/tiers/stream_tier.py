@@ -176,8 +176,7 @@ class Arriving:
         self.x, self.copied, self.computing = x, copied, computing
 
     def __del__(self) -> None:
-        # Dropped before it has arrived, as in a failed backward: the block may be reused.
-        if self.copied is not None:
+        if self.copied is not None:  # not yet arrived, as in a failed backward
             self.computing.wait_event(self.copied)
 
 
@@ -215,8 +214,7 @@ class StreamTier:
     def leave(self, handle: Tensor, x: Tensor) -> Tensor:
         kept = store_of(handle).kept
         if isinstance(kept, _PinnedCopy) and kept.copied is not None:
-            # The computing stream waits, the host does not. Then the block may be given away.
-            self._computing().wait_event(kept.copied)
+            self._computing().wait_event(kept.copied)  # only then may the block be given away
         return handle
 
     def fetch(self, handle: Tensor) -> Arriving:

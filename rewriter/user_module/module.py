@@ -173,20 +173,13 @@ class RematModule(SharedState, fx.GraphModule):
     schedule and the guards are attributes of a class that is made for the one instance. That class
     is a subclass of the user's, so `isinstance` holds for both. In training mode with gradients
     enabled, a call runs the rewritten step; otherwise it runs the user's own forward.
-
-    Class attributes (each instance has a class of its own)
-    -------------------------------------------------------
-    schedule : what the step carries out.
-    forward_module, backward_module : the two graphs, as plain GraphModules that can be read,
-        printed and iterated.
-    audit : compares steps with the model's own forward, or says why not; None without.
     """
 
-    schedule: ClassVar[Schedule]
+    schedule: ClassVar[Schedule]  # what the step carries out
     _remat_schedule: ClassVar[Schedule]
-    forward_module: ClassVar[fx.GraphModule]
+    forward_module: ClassVar[fx.GraphModule]  # can be read, printed and iterated, as backward's
     backward_module: ClassVar[fx.GraphModule]
-    audit: ClassVar[Audit | None]
+    audit: ClassVar[Audit | None]  # compares steps with the model's forward, or says why not
     _remat_compiled_step: ClassVar[CompiledStep]
     _remat_guards: ClassVar[Guards]
     _remat_recompute_inputs: ClassVar[RecomputeInputs | None]

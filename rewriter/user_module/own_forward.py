@@ -213,8 +213,7 @@ def _level_of_user() -> int:
 
 
 _Forward = Callable[..., Any]
-_TAKEN_BY = ("__getitem__", "__iter__")
-"""Methods of a container, such as `nn.Sequential`, that hand out its parts."""
+_TAKEN_BY = ("__getitem__", "__iter__")  # methods of a container that hand out its parts
 
 
 class _OwnForward:
@@ -244,7 +243,6 @@ class _OwnForward:
 
 
 def replacement_of(module: nn.Module) -> Any:
-    """What has taken the place of a planned module's forward, on it or on its class, or None."""
     found = inspect.getattr_static(type(module), "forward")
     return found.replacement if isinstance(found, _OwnForward) else found
 
