@@ -161,8 +161,7 @@ def require_equal(
 ) -> Check:  # fmt: skip
     """Run a step of both and compare them; compare the peak too, unless the budget is None.
 
-    `reference` says how eager's step runs, None as it is. `CheckError`: they differ.
-    `RewriteError`: the peak is above. `NotComparedError`: eager cannot run so.
+    `CheckError`: they differ. `RewriteError`: the peak is above. `NotComparedError`: it cannot run.
     """
     from remat.rewriter.checking.check import check
 

@@ -94,8 +94,7 @@ class StepPlanner:
     ) -> Check | None:  # fmt: skip
         """A step of `module` beside eager's, as far as there is room; None where none was run.
 
-        `is_bound`: the peak is held to the budget. `ranks` compare too, or none does. `CheckError`,
-        `RewriteError`: they differ, or the peak is above.
+        `is_bound`: the peak is held to the budget. `ranks` compare too, or none does.
         """
         spec = self.spec
         beside_bytes = gradients_there(spec.model) if spec.accumulate else 0

@@ -1,9 +1,8 @@
 """A schedule as a policy for torch's own selective activation checkpointing.
 
-A policy only chooses what is saved. Torch recomputes the rest of a checkpointed function at once:
-around a whole model that peaks as high as none, so each checkpointed module gets its own. The peak
-may still be above the schedule's. Policies see ops, not modules: the n-th run of an op in a module
-is the n-th in the graph. A wrong count costs memory or time, never bits.
+Torch recomputes the rest of a checkpointed function at once: around a whole model that peaks as
+high as none, so each checkpointed module gets its own. Policies see ops, not modules: the n-th run
+of an op in a module is the n-th in the graph. A wrong count costs memory or time, never bits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Plans a model block by block: what each may keep, and what the whole step then needs.
 
-Blocks are solved on the model's graph, and the simulator judges the whole step. While it is over
-the budget, the knapsack over blocks gets less room.
+The simulator judges the whole step: while it is over the budget, the blocks get less room.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What a cache of plans knows before it plans a batch, so that few batches are timed and solved.
 
-A batch that fits with every op run once runs so. Else a schedule of other sizes serves, if the step
-has the same ops and `simulate` finds that it fits. A trace tells both without times.
+A batch that fits with every op run once runs so. Else a schedule of other sizes may serve.
 """
 
 from __future__ import annotations

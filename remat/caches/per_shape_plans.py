@@ -85,10 +85,9 @@ class PlanCache(SharedState, nn.Module):
     """A module that shares every attribute with the user's, and trains by a plan for each shape.
 
     It has the user's ``__dict__`` itself. In training with gradients, a call runs by the plan for
-    its signature: structure, shapes, strides, dtypes, values of what is no tensor, and autocast. A
-    new signature makes a plan, as does a change of what the code reads or of what is trained. A
-    changed float, such as a dropout's p, is an input of the next plan. Other calls run the user's
-    forward.
+    its signature: structure, shapes, strides, dtypes, other values, autocast. A new signature makes
+    a plan, as does a change of what the code reads or is trained. A changed float is an input of
+    the next plan.
     """
 
     _remat_plans: ClassVar[OrderedDict[tuple[Any, int], Any]]  # prefixed, as others are the user's
@@ -247,10 +246,9 @@ def plan_cache(
 ) -> PlanCache:  # fmt: skip
     """The module that `remat.rematerialize` returns without a batch; arguments are its own.
 
-    A batch that fits with every op run once runs so, or by an earlier plan that fits, or it is
-    planned. The first plan is compared with eager as a whole; reused schedules by what their first
-    step returns. A size of 1 has its own plan. Where the model fixes a size, each has a plan, and a
-    warning says why.
+    A batch runs with every op once if that fits, or by an earlier plan that fits, or is planned.
+    The first plan is compared with eager as a whole, reused schedules by their first outputs. Where
+    the model fixes a size, each has a plan, and a warning says why.
     """
     resolved_device(None, model)
     model = original_of(model)  # a notebook cell that is run twice plans the user's model

@@ -1,7 +1,6 @@
 """``torch.compile(model, backend="remat", options={"budget": ...})``.
 
-Dynamo traces and guards, Inductor makes the code, and our partitioner cuts the joint graph by a
-plan. With an export of our own, guards would be ours. Without gradients, Inductor runs alone.
+Our partitioner cuts Inductor's joint graph by a plan; with an export, guards would be ours.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The search for a compiled step that fits: solve, generate code, replay its peak, move on.
 
-Fusion and kernel order are known from generated code alone, up to where its compiler would start.
-`fastest_within` moves the target until the replayed peak is right below the limit.
+Fusion and order are known from generated code alone; its compiler is never started.
 """
 
 from __future__ import annotations

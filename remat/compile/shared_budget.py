@@ -1,10 +1,9 @@
 """One budget for the several graphs that a model breaks into, and for several calls of one.
 
 While a graph runs, what the open forwards before it saved is held: those whose autograd node lives
-and whose backward has not run. Dynamo's frame numbers cannot say this. Of later graphs, parameters
-are there all the time, gradients once their backward has run, which comes first. All graphs are
-compiled in the first forward, so each finds the same forwards open as in later steps. If the
-program changes, a forward that no longer fits is refused.
+and whose backward has not run. Dynamo's frame numbers cannot say this. All graphs are compiled in
+the first forward, so each finds the same forwards open as in later steps. If the program changes, a
+forward that no longer fits is refused.
 """
 
 from __future__ import annotations

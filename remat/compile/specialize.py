@@ -1,9 +1,8 @@
 """What a graph of dynamo's is planned for: one shape, and one device.
 
-Where a size varies, dynamo makes it a symbol, but a plan is for one shape: each size gets a copy
-with numbers (`numbered`). DDP's subgraphs are planned before any runs, so they are fixed while
-dynamo compiles (`specialized`): asking a symbol's value notes a guard, and another shape compiles
-again.
+A plan is for one shape: where dynamo has a symbol, each size gets a copy with numbers (`numbered`).
+DDP's subgraphs are planned before any runs, so they are fixed while dynamo compiles
+(`specialized`): asking a symbol's value notes a guard.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """One compilation of a graph: planned, or by the plan that an earlier process has kept.
 
-A start is warm where a plan is kept under the graph's `start_key`. If torch has the code cached, it
-asks for no plan; the kept one is noted for graphs that share the budget. Else, if its joint graph
-is the one that was planned, nothing is solved or replayed. Torch finds code by the plan's name,
-drawn anew each time: code and plan cannot be mixed up.
+A start is warm where a plan is kept under the graph's `start_key`. If torch has the code, it asks
+for no plan; the kept one is noted for graphs that share the budget. Torch finds code by the plan's
+name, drawn anew each time: code and plan cannot be mixed up.
 """
 
 from __future__ import annotations

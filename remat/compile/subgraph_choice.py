@@ -1,9 +1,8 @@
 """One budget for all subgraphs of a step: which plan each takes.
 
-What earlier subgraphs saved is live while one runs. `fastest` chooses among known plans by a table
-over what is left, the highest peak and the time; it is exact for these. Plans are made for shares:
-in a round, every subgraph may save a share of what it saves as torch compiles it, and gets the room
-that the others leave. The share is halved and doubled, then `fastest` mixes the rounds.
+`fastest` chooses among known plans by a table over what is left, the highest peak and the time; it
+is exact for these. In a round, every subgraph may save a share of what it saves as torch compiles
+it. The share is halved and doubled, then `fastest` mixes the rounds.
 """
 
 from __future__ import annotations

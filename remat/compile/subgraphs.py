@@ -1,8 +1,8 @@
 """The subgraphs into which DDP cuts a compiled model, seen as one step.
 
-`torch.compile` cuts the graph at DDP's buckets (`optimize_ddp`), and hands a backend one subgraph
-after another before any runs. But all share memory, so all are planned when the first comes. Only
-the object that compiles them knows the whole: it is looked up on the stack.
+`torch.compile` cuts at DDP's buckets (`optimize_ddp`), and a backend gets the subgraphs before any
+runs. All share memory, so all are planned with the first. Only the object that compiles them knows
+the whole: it is looked up on the stack.
 """
 
 from __future__ import annotations

@@ -184,8 +184,7 @@ def run_job(
 ) -> Report:  # fmt: skip
     """Capture, time, solve, rewrite and check; `planned` gets what is known before a step runs.
 
-    No step runs where nothing fits, for a device or ranks that are not here, or with `check` False;
-    nor, unless `check` is True, where the unmodified step does not fit.
+    No step runs for a device or ranks elsewhere, nor, unless `check` is True, without room for it.
     """
     report, traced, chen = _before_the_check(loaded, request, stopwatch)
     planned(report)  # kept before a step, which may run out of memory

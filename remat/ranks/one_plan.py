@@ -1,7 +1,6 @@
 """One plan for a graph that several ranks compile: the first rank that comes makes it for all.
 
-Ranks' costs differ, and none knows who else will compile a graph, or when: the first leaves its
-plan in the store. Ranks of a pipeline, with other graphs, never meet.
+Ranks' costs differ, and none knows who else will compile a graph: the first leaves its plan.
 """
 
 from __future__ import annotations

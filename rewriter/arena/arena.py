@@ -1,7 +1,6 @@
 """One training step recorded, and the arena that serves each later request from its planned place.
 
-A record has what a graph does not tell, such as a kernel's workspaces: each request, in order, and
-when its block is given back. Related: STAlloc, 2025, arXiv 2507.16274.
+A record has kernels' workspaces too, in order. Related: STAlloc, 2025, arXiv 2507.16274.
 """
 
 from __future__ import annotations
@@ -210,11 +209,10 @@ _PATIENCE = 64  # graphs that may run until what the user has kept no longer is 
 class Arena:
     """One range of memory, in which each request of a training step has a planned place.
 
-    It serves one rewritten module and its copies until it is closed. A request that is not as
-    planned, or whose place is taken, goes to torch's allocator: that costs memory and never bits.
-    Blocks that outlive the step stay valid while anything holds them, also once the arena is
-    closed. Gradients kept into the next step are in the way until dropped; from then on torch's
-    allocator serves them.
+    It serves one rewritten module and its copies until it is closed. Requests that are not as
+    planned go to torch's allocator: that costs memory and never bits. Blocks that outlive the step
+    stay valid while anything holds them. Gradients kept into the next step are in the way until
+    dropped; from then on torch's allocator serves them.
     """
 
     def __init__(self, memory: StepAllocator, requests: _Requests, layout: Layout) -> None:

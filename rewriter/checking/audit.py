@@ -1,9 +1,9 @@
 """A net under the guards: now and then the user's own forward runs beside the planned one.
 
-What no guard knows shows in forward's results. So at a few steps eager's forward and loss run on
-the same batch and state, and must give the plan's bits. Eager comes first: nothing of the planned
-step is in memory yet, and the planned step is the last to write. Gradients are recorded, since
-torch takes other kernels without them; what autograd would save is dropped at once.
+At a few steps eager's forward and loss run on the same batch and state, and must give the plan's
+bits. Eager comes first: nothing of the planned step is in memory yet, and that is the last to
+write. Gradients are recorded, since torch takes other kernels without them; what autograd would
+save is dropped at once.
 """
 
 from __future__ import annotations
@@ -139,8 +139,7 @@ def audits_paused() -> Generator[None]:
 class Audit:
     """Compares steps of one plan with the model's own forward: the 2nd, 4th, 8th and so on.
 
-    `audited` of `steps` were compared. `is_agreed`: all ranks that forward exchanges something with
-    audit the same steps. `costed`: the graph that the plan was solved on, if at hand.
+    `is_agreed`: all ranks with which forward exchanges something audit the same steps.
     """
 
     def __init__(

@@ -1,11 +1,9 @@
 """A backward in several parts: gradients reach autograd as they are made, those of weights later.
 
 AOTAutograd makes one node of a backward, and the engine takes a node's gradients when it has run.
-So the inputs of a step pass through a chain of gates, one for each place where gradients are final:
-loss ─► compiled step ─► gate 1 ─► gate 2 ─► ... ─► last gate. In backward the compiled step only
-begins a generator; each gate runs it to the next mark and returns the gradients that are final
-there. Hooks, `torch.autograd.grad`, ``inputs=`` and wrappers for ranks stay autograd's. Gates that
-no wanted gradient needs are not run.
+So the inputs of a step pass through a chain of gates, one for each place where gradients are final.
+In backward the compiled step only begins a generator; each gate runs it to the next mark and
+returns the gradients that are final there. Gates that no wanted gradient needs are not run.
 """
 
 from __future__ import annotations

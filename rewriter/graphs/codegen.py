@@ -1,7 +1,6 @@
 """Generated Python that takes its inputs in a list and lets go of each value after its last use.
 
-A function with inputs one by one would hold them until it returns. fx's own code looks ops up at
-each call; here they are bound once. `python -m benchmarks.runtime` measures what is left.
+With inputs one by one it would hold them until it returns. Ops are bound once, not per call.
 """
 
 from __future__ import annotations

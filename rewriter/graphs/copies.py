@@ -1,10 +1,9 @@
 """Emits copies between tiers as nodes of the two graphs.
 
-``h = offload(x)`` begins a copy out; ``h = leave(h, x)`` is the last to read x, where it is freed;
-``p = fetch(h)`` takes memory and begins a copy back; ``x = arrive(p)`` stands before the first
-reader. Below the device, ``write`` and ``read`` copy between host and NVMe. Whole storages are
-copied. A handle is a tensor, which forward saves like any other. What is fetched in forward and
-first read in backward has arrived when forward ends.
+``h = offload(x)`` begins a copy out; ``h = leave(h, x)`` is the last to read x; ``p = fetch(h)``
+takes memory and begins a copy back; ``x = arrive(p)`` stands before the first reader. ``write`` and
+``read`` copy between host and NVMe. Whole storages are copied. A handle is a tensor, which forward
+saves. What is fetched in forward has arrived when forward ends.
 """
 
 from __future__ import annotations

@@ -38,8 +38,7 @@ RNG_STATE = "rng_state_"
 class EagerEmitter(Emitter[Joint]):
     """Emits one of the two graphs in eager's ops.
 
-    Ops in `again` have run before, those in `repeated` run more than once. `left_live`: values that
-    the graph before left. `writes`: write in place as eager does, which Inductor cannot take.
+    Ops in `again` have run before, those in `repeated` run more than once.
     """
 
     cannot_move = "which code by Inductor does not do"

@@ -1,11 +1,10 @@
 """Saving the random stream where an op draws from it, and drawing the same again.
 
-Plain functions as fx targets: torch's higher-order ops for this fail under user dispatch modes. A
-step leaves each device's stream as an eager step does. Another thread may draw meanwhile, and torch
-has no lock for a state and its draw. So an op draws again from a generator of its own, if it takes
-one, and the state notes where the stream was after the first draw. A second draw that ends
-elsewhere is an error. It is rare: a first draw that moves the stream otherwise than known is made
-anew.
+Plain functions as fx targets: torch's higher-order ops for this fail under user dispatch modes.
+Another thread may draw meanwhile, and torch has no lock for a state and its draw. So an op draws
+again from a generator of its own, if it takes one, and the state notes where the stream was after
+the first draw. A second draw that ends elsewhere is an error. It is rare: a first draw that moves
+the stream otherwise than known is made anew.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Parameters are updated during backward, each as soon as its gradient is there.
 
-Autograd calls a hook when ``.grad`` is complete. Hooks stand only while the step's backward runs,
-so no other backward updates anything. An update is an op of the plan, and no op reads a parameter
-after it (`schedules/simulate.py`).
+Hooks stand only while the step's backward runs, so no other backward updates anything. No op reads
+a parameter after its update (`schedules/simulate.py`).
 """
 
 from __future__ import annotations

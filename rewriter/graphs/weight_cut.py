@@ -1,8 +1,7 @@
 """Cuts a backward graph into the gradients of inputs (I) and those of weights (W).
 
-After zero bubble pipelines (Qi et al. 2023, https://arxiv.org/abs/2401.10241). I also has light ops
-whose results are smaller to hold than what they read. W releases each gradient once it is final. No
-op runs in both.
+After zero bubble pipelines (Qi et al. 2023, https://arxiv.org/abs/2401.10241). Light ops run in I
+if their results are smaller than what they read. W releases each gradient once it is final.
 """
 
 from __future__ import annotations

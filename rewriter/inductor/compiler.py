@@ -1,8 +1,7 @@
 """Inductor in place of our own generated code: the compiler of a schedule's two graphs.
 
-AOTAutograd lets `compile_fx_inner` compile the graphs of `emit`, so guards, views and mutation stay
-its own. Unlike in Inductor alone, draws are functions of the stream's state (`_make_functional`),
-what lasts across a call is stored (`decomposed`), and results keep their strides.
+Unlike in Inductor alone, draws are functions of the stream's state (`_make_functional`), what lasts
+across a call is stored (`decomposed`), and results keep their strides.
 """
 
 from __future__ import annotations

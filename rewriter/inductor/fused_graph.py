@@ -1,7 +1,6 @@
 """Inductor's joint graph as a `TrainingGraph` of kernels and calls, and a schedule of it as graphs.
 
-Pointwise nodes are inlined into their readers, and take no storage. Some are values all the same:
-read by a call, or by backward, or too much to hold for their readers (`stored`).
+Pointwise nodes take no storage in their readers, but where these would hold too much (`stored`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The place in torch.compile where a step is cut in two: our partitioner, and what it offers.
 
-Inductor hands over its joint graph after its own passes, and compiles the two graphs that it gets
-back. So guards, graph breaks and views stay dynamo's and AOTAutograd's. A `FusedStep` is that graph
-with costs.
+Inductor hands over its joint graph, and compiles the two that it gets back. So guards, graph breaks
+and views stay dynamo's and AOTAutograd's.
 """
 
 from __future__ import annotations
@@ -277,8 +276,7 @@ def _sizes_as_numbers() -> Generator[None]:
 class Partitioner(CustomPartitionerFn):
     """Hands the joint graph to `plan` and its two graphs to Inductor.
 
-    `name` is the plan's, which no two share; if empty, torch's caches are off. `was_called` stays
-    False without gradients, or if torch has the code already.
+    An empty `name` turns torch's caches off. `was_called` stays False if torch has the code.
     """
 
     def __init__(

@@ -38,8 +38,7 @@ class ReplayedMemory:
 class StepBytes:
     """Bytes live while a graph runs that other graphs have allocated.
 
-    `calls` forwards run before the first backward. All but one leave what they saved, and their
-    inputs.
+    All but one of the `calls` before a backward leave what they saved, and their inputs.
     """
 
     static_bytes: int  # parameters and buffers

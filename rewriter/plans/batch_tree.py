@@ -1,8 +1,7 @@
 """The tree of a batch in a plan file, read as data: nothing is imported because a file names it.
 
-torch's `treespec_loads` imports what the text names, and so would run whatever the file wants. Here
-only Python's containers, those registered with torch already, and enums of imported modules are
-taken.
+torch's `treespec_loads` imports what the text names, and so would run whatever the file wants.
+Taken are Python's containers, those registered already, and enums of imported modules.
 """
 
 from __future__ import annotations

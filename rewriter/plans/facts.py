@@ -1,7 +1,6 @@
 """What a plan keeps of a model, a batch and a machine, and how the trace's recipe is made of it.
 
-A file holds facts: reading one runs no code of others. A loss is kept by name and given again. What
-facts and hash do not cover, such as a dropout's p, is traced as the model at hand has it.
+Reading facts runs no code of others. What they do not cover, as a dropout's p, is the model's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What a graph asks of the memory below its device; below a CPU: files, for the host and NVMe.
 
-A CPU's memory is the host's, so its "host" tier is a file in `REMAT_OFFLOAD` or the temporary
-folder; NVMe's is in the links' folder. The thread that fills a range takes it, where Ctrl-C is
-never heard; the handle owns it. CUDA uses pinned memory (`stream_tier.py`).
+A CPU's "host" tier is a file in `REMAT_OFFLOAD` or the temporary folder; NVMe's is in the links'
+folder. The thread that fills a range takes it, where Ctrl-C is never heard.
 """
 
 from __future__ import annotations

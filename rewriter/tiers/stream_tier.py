@@ -1,9 +1,8 @@
 """Below a CUDA device: pinned memory of the host over two streams, and files for NVMe.
 
-A copy out waits for the computing stream. Where the value is freed, that stream waits for the copy,
-so the stream's order makes reuse safe; `record_stream` would defer it, and peaks would vary. A copy
-back takes its memory from the computing stream; the first reader waits for it. Threads write and
-read files; queueing a copy to the device waits until its bytes are on the host.
+Where a value is freed, the computing stream waits for its copy, so the stream's order makes reuse
+safe; `record_stream` would defer it, and peaks would vary. A copy back takes its memory from the
+computing stream. Queueing one from NVMe waits until its bytes are on the host.
 """
 
 from __future__ import annotations

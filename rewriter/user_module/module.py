@@ -46,9 +46,8 @@ from remat.schedules.schedule import Schedule
 class SharedState:
     """Shares every parameter, buffer and attribute with the user's module, through one dict.
 
-    Each instance has a class of its own, whose `original_module` is the user's. Pickling keeps
-    that, the schedule and the recipe; reading traces anew, and refuses what another torch would
-    trace otherwise.
+    Each instance has a class of its own, whose `original_module` is the user's. Reading a pickle
+    traces anew, and refuses what another torch would trace otherwise.
     """
 
     training: bool

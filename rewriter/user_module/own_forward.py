@@ -1,8 +1,7 @@
 """The forward of a planned module, as trainers see and replace it; and who trains without it.
 
 Training without the plan is said once, with its cause: eval mode, a replaced forward, Lightning's
-`training_step`, or a caller who takes the module apart. Whoever calls the original means to.
-Parameters are watched only once one of the four is seen.
+`training_step`, or a module taken apart. Parameters are watched only after one of these.
 """
 
 from __future__ import annotations

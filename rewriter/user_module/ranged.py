@@ -71,8 +71,7 @@ class _Members:
 class RangedModule(SharedState, nn.Module):
     """A module that trains as the user's does at every size of a range, by a family of schedules.
 
-    It has the user's ``__dict__`` itself, and is an instance of the user's class. In training with
-    gradients, a call runs the schedule for the batch's sizes; else the user's own forward.
+    It has the user's ``__dict__`` itself, and is an instance of the user's class.
     """
 
     family: ClassVar[Family]  # the schedules, and the sizes that each serves
