@@ -60,7 +60,6 @@ def at_hand_text(
     what: str, schedule: Schedule, peak_bytes: int, check: Check | None, seconds: float, *,
     is_compared: bool,
 ) -> str:  # fmt: skip
-    """As `planned_text`, of a schedule that nothing was solved for."""
     runs_once = all(n == 1 for n in schedule.computations().values())
     is_plain = runs_once and not (schedule.captured_hash or schedule.moves)
     how = "runs as it is" if is_plain else "a schedule at hand"

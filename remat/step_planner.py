@@ -37,8 +37,6 @@ from remat.step_spec import StepSpec
 
 
 class StepPlanner:
-    """The stages of planning one step, as `spec` asks; `traced` is its trace."""
-
     def __init__(self, spec: StepSpec, **of_trace: Any) -> None:
         self.spec = spec
         self.stages, self.name = stopwatch_of_call(verbose=spec.verbose), type(spec.model).__name__

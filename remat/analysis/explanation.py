@@ -196,8 +196,6 @@ def _named(rows: tuple[FoldedRow, ...]) -> str:
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """Why a plan is as it is."""
-
     model: str
     device: str
     cost_origin: str = msgspec.field(name="prices")  # the key of older releases

@@ -35,7 +35,6 @@ class EveryNth(msgspec.Struct, frozen=True):
 
     @property
     def where(self) -> str:
-        """``blocks.*``: the lists of which layers are checkpointed."""
         return ", ".join(f"{name}.*" for name in self.containers)
 
     def __str__(self) -> str:

@@ -23,7 +23,6 @@ _Off = tuple[TrainingGraph, Schedule]  # a graph without a lever, and the plan o
 
 
 def without_recomputation(graph: TrainingGraph, schedule: Schedule) -> _Off:
-    """Each op at its first run alone; what is copied still is."""
     planned = graph_of_schedule(graph, schedule)
     if schedule.moves:  # a plan made anew would have no copies: take runs out
         for name in [name for name, runs in schedule.computations().items() if runs > 1]:

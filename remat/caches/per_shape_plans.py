@@ -87,7 +87,7 @@ class PlanCache(SharedState, nn.Module):
     It has the user's ``__dict__`` itself. In training with gradients, a call runs by the plan for
     its signature: structure, shapes, strides, dtypes, other values, autocast. A new signature makes
     a plan, as does a change of what the code reads or is trained. A changed float is an input of
-    the next plan.
+    the next plan. Other calls run the user's forward.
     """
 
     _remat_plans: ClassVar[OrderedDict[tuple[Any, int], Any]]  # prefixed, as others are the user's

@@ -19,7 +19,6 @@ def command() -> None:
 
 @contextlib.contextmanager
 def ended_by_ctrl_c() -> Generator[None]:
-    """In the block, Ctrl-C ends the process without a traceback."""
     own, is_main = signal.default_int_handler, threading.current_thread() is threading.main_thread()
     # Only the main thread may set it, and where somebody else listens, that stays.
     if not is_main or signal.getsignal(signal.SIGINT) is not own:

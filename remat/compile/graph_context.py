@@ -46,7 +46,6 @@ class CompileOptions:
 
 
 def read_options(given: Mapping[str, Any] | None, **others: Any) -> CompileOptions:
-    """Check what came to the backend, and fill in what is left out."""
     unknown = [name for name, value in others.items() if value is not None]
     if unknown:
         raise SolverError(

@@ -1,6 +1,6 @@
 """The search for a compiled step that fits: solve, generate code, replay its peak, move on.
 
-Fusion and order are known from generated code alone; its compiler is never started.
+Fusion and order are known from generated code alone, so each candidate's code is replayed.
 """
 
 from __future__ import annotations

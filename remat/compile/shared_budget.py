@@ -116,7 +116,6 @@ def _sharded_bytes(module: nn.Module) -> int:
 
 
 def _n_alike(part: nn.Module, outer: nn.Module | None) -> int:
-    """How many compiled modules in `outer` run the same code as `part`."""
     if outer is None:
         return 1
     compiled = {
@@ -163,9 +162,7 @@ class Measured(Protocol):
     def gradient_bytes(self) -> int: ...  # of the gradients of parameters
     @property
     def modules(self) -> int: ...  # that run the graph, each with gradients of its own
-    def alone(self, found: ReplayedMemory) -> ReplayedMemory:
-        """`found` without what other calls and later graphs have left."""
-        ...
+    def alone(self, found: ReplayedMemory) -> ReplayedMemory: ...
 
 
 @dataclass

@@ -14,8 +14,6 @@ from remat.formats import bytes_text, percent_text
 
 
 class SizeTried(msgspec.Struct, frozen=True):
-    """A real capture at a size, and the fastest plan within the budget there."""
-
     size: int
     fits: bool  # within the budget, at no more than the overhead asked for
     status: str

@@ -1,9 +1,8 @@
 """A net under the guards: now and then the user's own forward runs beside the planned one.
 
 At a few steps eager's forward and loss run on the same batch and state, and must give the plan's
-bits. Eager comes first: nothing of the planned step is in memory yet, and that is the last to
-write. Gradients are recorded, since torch takes other kernels without them; what autograd would
-save is dropped at once.
+bits. Eager comes first, so nothing of the planned step is in memory yet. Gradients are recorded,
+since torch takes other kernels without them; what autograd would save is dropped at once.
 """
 
 from __future__ import annotations

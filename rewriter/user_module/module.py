@@ -113,7 +113,6 @@ class SharedState:
 
     @classmethod
     def _remat_over(cls, model: nn.Module) -> Any:
-        """The same over a copy of the original module."""
         make, (_, *given) = cls._remat_recipe_to_pickle()
         return make(model, *given)
 
