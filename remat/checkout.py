@@ -1,7 +1,4 @@
-"""Finds the packages that lie beside `remat/` in a checkout.
-
-Without it Python would find no `remat.solver` there, or that of another checkout.
-"""
+"""Finds the packages that lie beside `remat/` in a checkout, not those of another checkout."""
 
 from __future__ import annotations
 

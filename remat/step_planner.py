@@ -90,10 +90,7 @@ class StepPlanner:
         self, module: nn.Module, graph: TrainingGraph, budget_bytes: int, *, is_bound: bool = True,
         ranks: CollectiveCall | None = None,
     ) -> Check | None:  # fmt: skip
-        """A step of `module` beside eager's, as far as there is room; None where none was run.
-
-        `is_bound`: the peak is held to the budget. `ranks` compare too, or none does.
-        """
+        """A step of `module` beside eager's; None without room. `ranks` compare too, or none."""
         spec = self.spec
         beside_bytes = gradients_there(spec.model) if spec.accumulate else 0
         beside = Reference(graph, budget_bytes, beside_bytes)

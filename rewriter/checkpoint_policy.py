@@ -47,8 +47,7 @@ class OccurrencePolicy:
                 "this policy counts one forward. Pass context_fn=policy.contexts to checkpoint, "
                 "which begins anew at each forward"
             )
-        # Later ops may write to a result in place. What the graph lacks, such as views, is
-        # recomputed.
+        # Later ops may write to it in place. What the graph lacks, such as views, is recomputed.
         is_kept = i < len(runs) and runs[i] and not in_place
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 

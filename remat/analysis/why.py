@@ -1,7 +1,4 @@
-"""Why a plan keeps a value or computes it again.
-
-Said are only the simulator's peak with the value kept, and a real solve with the op pinned.
-"""
+"""Why a plan keeps a value or computes it again: by the simulator, and by solves with pins."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a cache of plans knows before it plans a batch, so that few batches are timed and solved.
-
-A batch that fits with every op run once runs so. Else a schedule of other sizes may serve.
-"""
+"""What a cache of plans knows before it plans a batch: a schedule of other sizes may serve."""
 
 from __future__ import annotations
 

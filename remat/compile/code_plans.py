@@ -1,7 +1,4 @@
-"""For `rematerialize(compile=True)`: a plan whose code by Inductor keeps to the budget.
-
-The code's peak can be above the schedule's, so `fastest_within` lowers the target until it fits.
-"""
+"""For `rematerialize(compile=True)`: targets are lowered until a plan's code fits the budget."""
 
 from __future__ import annotations
 

@@ -221,10 +221,7 @@ def fastest_within(
     limit_bytes: int, generated: Callable[[int], _G | None], *, tries: int,
     is_enough: Callable[[_G], bool],
 ) -> _G | None:  # fmt: skip
-    """The fastest plan found whose code keeps to the limit; None where none does.
-
-    `generated` makes a schedule and its code for a target; each of `tries` costs seconds.
-    """
+    """The fastest plan found whose code keeps to the limit, or None; each try costs seconds."""
     best: _G | None = None
     seen: list[_G] = []
     fitting, failing, target = 0, UNBOUNDED_BYTES, limit_bytes

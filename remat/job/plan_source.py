@@ -1,7 +1,4 @@
-"""What a verb works on: a model, a kept graph or a kept plan, opened to a graph and a result.
-
-A plan needs no torch: its graph is in it. A budget is solved for.
-"""
+"""What a verb works on: a model, a kept graph, or a kept plan, which needs no torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What is asked of a plan: the one place of the planning options.
-
-Each field of `Request` is an option of every verb that plans (`remat/cli/verb.py`).
-"""
+"""What is asked of a plan: each field of `Request` is an option of every verb that plans."""
 
 from __future__ import annotations
 

@@ -20,9 +20,8 @@ from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import Signature, tensor_facts
 from remat.rewriter.user_module.ranged import RangedModule
 
-# Which sizes vary: learned, or named by the user. Places that were equal in all batches share a
-# name. One of one size is fixed, unless it follows a named one. Equality may be chance, so there
-# are several ways to follow.
+# Which sizes vary: learned, or named by the user. Places that were always equal share a name. A
+# place of one size is fixed, unless it follows a named one. There are several ways to follow.
 
 Shapes = tuple[tuple[int, ...] | None, ...]  # by leaf; None for no tensor, or sizes that stay
 At = tuple[int, int]  # a leaf and a dimension
@@ -287,10 +286,7 @@ _MOST_NARROWED = 8  # times to narrow a range to a guard, before plans a size
 def planned_over(
     sizes: VaryingSizes, batch: Any, make: Callable[..., RangedModule]
 ) -> RangedModule | None:
-    """A plan for a range that holds a batch; None where its sizes need a plan each.
-
-    `TooLargeError`: the batch, or what is to come, does not fit.
-    """
+    """A plan for a range that holds a batch, or None; `TooLargeError` if the batch does not fit."""
     why, too_large, (known, _) = "", None, sizes.known(batch)
     while True:
         try:

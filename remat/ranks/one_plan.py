@@ -30,8 +30,7 @@ from remat.ranks.collective_call import (
 from remat.ranks.same_order import resolved
 
 # A rank's error reaches those that compile the same graph before a collective. A rank that has
-# compiled waits for those at it, and some seconds for others to begin; later ones run code they
-# have.
+# compiled waits for those at it, and some seconds for others to begin.
 
 _BEGIN_S = 10.0  # how long others may take to begin, once a rank has compiled
 _WHAT = 'torch.compile(backend="remat")'

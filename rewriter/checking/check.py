@@ -105,8 +105,7 @@ class Check(msgspec.Struct, frozen=True):
     tolerance: float = 0.0  # how far results may be off, as a part of their norm
     largest_error: float = 0.0  # how far off the worst result is; 0 for bits
     distances: tuple[float, ...] = ()  # at most, of each of `differences`; NaN for no tensor
-    # ``file:line`` of the first op of eager's that the plan lacks; empty if none, None if not
-    # looked at
+    # ``file:line`` of eager's first op that the plan lacks; empty if none, None if not looked at
     diverges_at: str | None = None
     rounding: Rounding = ""  # what rounds unlike eager; empty for nothing
 

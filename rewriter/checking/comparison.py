@@ -27,8 +27,7 @@ a wrong gradient, as of another dropout mask, is off by its own size."""
 _LEAST_PART = 1e-3  # of the norm of its kind; smaller results are rounding errors
 _ROUNDINGS = 16  # units in the last place that few bits may always be off by
 _MOST_ROUNDING = _ROUNDINGS * torch.finfo(torch.bfloat16).eps
-"""The most, 0.125, that rounding excuses; another dropout mask is off by more, from one in a
-hundred."""
+"""The most, 0.125, that rounding excuses; that of another dropout mask is off by more."""
 
 
 class EagerVariation:
@@ -157,8 +156,7 @@ def tolerance_of(module: nn.Module) -> float:
 
 
 # Monte Carlo arithmetic (D. S. Parker, 1997): each op's result is off by up to one rounding.
-# Results that move by their own size are rounding errors, such as a bias's gradient before a batch
-# norm.
+# Results that move by their own size are rounding errors, as a bias's gradient before a batch norm.
 
 
 class RoundingNoise(OpWatcher):

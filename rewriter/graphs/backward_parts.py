@@ -165,8 +165,8 @@ class _Gate(torch.autograd.Function):
 
 
 # After the first backward DDP (Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704) rebuilds its
-# buckets in the order of gradients. That decides a ring's order of adding, so over more than two
-# ranks the bits. Until then each parameter passes through an autograd node of its own.
+# buckets in the order of gradients. That is a ring's order of adding, which decides the last bits
+# over more than two ranks. Until then each parameter passes through an autograd node of its own.
 
 _MOST_EXACT_RANKS = 2  # a sum of two terms has one order
 

@@ -36,10 +36,7 @@ RNG_STATE = "rng_state_"
 
 
 class EagerEmitter(Emitter[Joint]):
-    """Emits one of the two graphs in eager's ops.
-
-    Ops in `again` have run before, those in `repeated` run more than once.
-    """
+    """Emits one of the two graphs in eager's ops; `again` have run before, `repeated` run again."""
 
     cannot_move = "which code by Inductor does not do"
 
@@ -164,8 +161,7 @@ class EagerEmitter(Emitter[Joint]):
             for picked, result in self._picked_results(node, op):
                 self.put(picked, result)
                 self._wait(picked)
-            # The next run has none, and their update may come late: the tuple would hold all
-            # results.
+            # The next run has none, and their update may come late: the tuple would hold the rest.
             index = self.joint.graph.op_index.get(f"{op.name}_statistics")
             if not again and index is not None:
                 for picked, copy in self._picked_results(node, self.joint.graph.ops[index]):
@@ -239,9 +235,8 @@ _COPIED: dict[Any, tuple[int, int | None]] = {
     aten.view_as_complex.default: (0, None),
     aten.view_as_real.default: (0, None),
 }
-# Autograd's ``contiguous`` on a gradient, which a contiguous trace does not show
-# (``derivatives.yaml``): the gradient's argument, and that of the input whose memory format is
-# asked for.
+# Autograd's ``contiguous`` on a gradient, which no contiguous trace shows (``derivatives.yaml``):
+# the gradient's argument, and that of the input whose memory format is asked for.
 
 
 def take_as_they_come(metadata: ViewAndMutationMeta, backward: fx.Graph) -> None:

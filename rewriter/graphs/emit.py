@@ -211,9 +211,8 @@ def _program(leaves: Sequence[Any], names: Sequence[str]) -> Any:
     return made
 
 
-# Autograd's formulas transpose what forward transposed. From Python each view is a call. A view
-# with the geometry of a tensor that it goes back to is that tensor; a reshape of a reshape is one
-# reshape.
+# Autograd's formulas transpose what forward transposed, and each view is a call. One with the
+# geometry of a tensor that it goes back to is that tensor; a reshape of a reshape is one reshape.
 
 _VIEWS = (*RESHAPES, aten.t.default, aten.transpose.int, aten.permute.default)
 

@@ -1,7 +1,4 @@
-"""What both emitters share: from the steps of a schedule to a forward and a backward graph.
-
-What backward asks for and has not made, forward, emitted first, returns as well.
-"""
+"""What both emitters share; forward comes first, and returns also what backward asks for."""
 
 from __future__ import annotations
 

@@ -41,8 +41,7 @@ class ClippingWatch:
     has_warned: bool = False
 
     def look(self) -> None:
-        # Clipping after backward finds no gradients and returns 0 in silence. No hook sees it, but
-        # forward's callers are on the stack.
+        # Clipping finds no gradients and returns 0; forward's callers on the stack show it.
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not self.has_warned:
             code = frame.f_code

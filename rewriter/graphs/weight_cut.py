@@ -230,10 +230,7 @@ class _LateGradient:
 def split_graph(
     backward: fx.GraphModule, weights: Collection[int], resident: Collection[str] = ()
 ) -> SplitGraphs:
-    """Cut a backward graph, as `emit` writes it, into I and W.
-
-    `weights` are places of weights' gradients among the results, `resident` costs nothing to hold.
-    """
+    """Cut a backward graph of `emit` into I and W; `weights` are places of weights' gradients."""
     return _BackwardCut(backward, weights, resident).graphs()
 
 

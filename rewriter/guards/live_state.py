@@ -78,9 +78,8 @@ class UnshardedParameters:
 
     def require_fresh(self, module: nn.Module) -> None:
         self._groups = _groups_of(module)
-        # After an optimizer's step a forward that gathers nothing, as
-        # set_reshard_after_backward(False) has it, would read old parameters. All ranks raise, or
-        # none.
+        # With set_reshard_after_backward(False) a forward after an optimizer's step would read old
+        # parameters. All ranks raise, or none.
         for group, versions in self._kept:
             if _versions(group) != versions:
                 raise StateChangedError(

@@ -30,8 +30,7 @@ _prims = torch.ops.prims
 
 SEEDS = inductor_prims.seeds
 SEEDED_DRAWS = frozenset({inductor_prims.random, inductor_prims.randint})
-"""They draw from a seed that forward makes and saves, so they repeat. What draws from the stream
-runs once."""
+"""They draw from a seed that forward saves, so they repeat; draws from the stream run once."""
 
 _INLINED = frozenset(
     {

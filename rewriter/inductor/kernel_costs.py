@@ -228,8 +228,7 @@ def with_kernel_costs(joint: FusedJoint, costs: CallCosts) -> TrainingGraph:
             facts = {"cost_us": cost.cost_us, "workspace_bytes": extra, "cost_origin": origin}
             op = msgspec.structs.replace(op, **facts)
         elif node is not None:
-            # Reads and writes at the rate of a copy, plus slow functions; inlined ones cost
-            # nothing.
+            # Reads and writes at the rate of a copy, plus slow functions; inlined ones are free.
             cost_us = _kernel_bytes(op, node, values) / bytes_per_us
             cost_us += sum(n * element_us[part] for part, n in slow[op.name].items())
             op = msgspec.structs.replace(op, cost_us=cost_us, cost_origin="modelled")

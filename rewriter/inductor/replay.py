@@ -50,8 +50,7 @@ class StepBytes:
 
     def beside(self, found: ReplayedMemory, times: int = 1) -> ReplayedMemory:
         # The last call's backward runs first, beside what all others saved. Later ones have one
-        # less, but the gradients of the first, and of all before if each call has a module of its
-        # own.
+        # less, but the gradients of the first, or of all before if each has a module of its own.
         each_bytes = found.saved_bytes + self.dynamic_bytes
         saved_bytes = (self.calls - 1) * each_bytes
         left_bytes = saved_bytes

@@ -173,8 +173,7 @@ class PendingCopy:
     def wait(self) -> None:
         self._ended.wait()
         if self._error is not None:
-            # An error of its own: the thread's frames hold these handles in a circle that Python's
-            # collector does not see through a tensor.
+            # An error of its own: the thread's frames hold these handles in a circle.
             raise TierError(
                 f"a value could not be copied between tiers of memory: {self._error}. Nothing of "
                 "this step is kept; the module can train on"

@@ -232,8 +232,7 @@ class _OwnForward:
         if getattr(replacement, "__func__", None) is self.function:  # ours again
             self.replacement = None
             return
-        # Not on the user's module, where it and ours could call each other without end
-        # (Accelerate).
+        # Not on the user's module: it and ours could call each other without end (Accelerate).
         self.replacement = replacement
         type(instance)._remat_unplanned.replaced(instance, replacement)
 

@@ -69,10 +69,7 @@ class _Members:
 
 
 class RangedModule(SharedState, nn.Module):
-    """A module that trains as the user's does at every size of a range, by a family of schedules.
-
-    It has the user's ``__dict__`` itself, and is an instance of the user's class.
-    """
+    """A module that trains as the user's at every size of a range, with its ``__dict__`` itself."""
 
     family: ClassVar[Family]  # the schedules, and the sizes that each serves
     ranged_graph: ClassVar[RangedGraph | None]  # with its costs, if at hand
