@@ -251,10 +251,7 @@ def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Reference:
-    """The unmodified step beside a plan, with the graph that it was solved on and its budget.
-
-    What it holds moves as far as needed: from a CPU to files, from CUDA to the host.
-    """
+    """The unmodified step beside a plan; what it holds moves to files, or from CUDA to the host."""
 
     graph: TrainingGraph
     budget_bytes: int

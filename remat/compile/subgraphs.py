@@ -30,7 +30,7 @@ class Subgraph:
     """One subgraph, and the bytes that others hold while it runs; `step` None without gradients."""
 
     step: FusedStep | None
-    outputs_bytes: int  # what it returns
+    outputs_bytes: int
     beside_bytes: int  # in backward: what later ones leave and return
     after_bytes: int  # as it ends: these, its own, sums for shared ones
 

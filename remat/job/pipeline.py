@@ -182,10 +182,7 @@ def run_job(
     loaded: Loaded, request: Request, stopwatch: Stopwatch, *, check: bool | None = None,
     compare: bool = False, planned: Callable[[Report], None] = lambda _: None,
 ) -> Report:  # fmt: skip
-    """Capture, time, solve, rewrite and check; `planned` gets what is known before a step runs.
-
-    No step runs for a device or ranks elsewhere, nor, unless `check` is True, without room for it.
-    """
+    """Capture, time, solve, rewrite and check; `planned` gets what is known before a step runs."""
     report, traced, chen = _before_the_check(loaded, request, stopwatch)
     planned(report)  # kept before a step, which may run out of memory
     graph, result = report.graph, report.result

@@ -140,10 +140,7 @@ _Pair = tuple[_Sized, _Sized]  # two sizes, each with its graph
 def _pair_near(
     graphs: Mapping[int, TrainingGraph], near: int, fails: int | None = None
 ) -> _Pair | None:
-    """Two captures to guess between: `near`, which holds, and `fails`, if both are captured.
-
-    Else the nearest and one farther away; None where no two are of the same step.
-    """
+    """Two captures to guess between: `near` and `fails`, else the nearest and a farther one."""
 
     def pair(one: int, other: int) -> _Pair | None:
         if not is_same_step(graphs[one], graphs[other]):

@@ -53,10 +53,7 @@ def why_no_room(
     graph: TrainingGraph, schedule: Schedule, links: Links | None, kept_bytes: int, *,
     is_block: bool, results_bytes: int = 0,
 ) -> str:  # fmt: skip
-    """Why forward alone, which keeps nothing, would raise a step's peak; empty where it does not.
-
-    `kept_bytes` is put back afterwards, `results_bytes` held beside the planned step too.
-    """
+    """Why forward alone, beside what is kept and given, would raise a step's peak; else empty."""
     need_bytes = simulate(*forward_alone(baseline_graph(unchunked(graph)))).peak_bytes + kept_bytes
     planned = simulate(graph, schedule, links)
     most_bytes = max(planned.peak_bytes, schedule.budget_bytes)

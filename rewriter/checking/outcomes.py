@@ -88,10 +88,7 @@ def own_parameters(*models: nn.Module) -> Generator[None]:
 
 
 class StepState:
-    """Gradients, buffers, the batch and the random streams as they were, on `device` and the CPU.
-
-    `keep_parameters`: forward may write to them too, as a momentum encoder's does.
-    """
+    """The state as it was; `keep_parameters`: forward writes to them, as momentum encoders do."""
 
     def __init__(
         self, model: nn.Module, batch: Any, device: str, python_state: PythonState | None = None, *,

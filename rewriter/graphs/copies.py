@@ -101,10 +101,7 @@ class CopyContext:
 
 
 class CopyEmitter(EagerEmitter):
-    """Emits one of the two graphs of a schedule with copies.
-
-    `handles` are below the device, `pending` on their way back, `leaving` may still read it.
-    """
+    """Emits a graph with copies; `handles` are below the device, `pending` on their way back."""
 
     def __init__(self, moving: CopyContext, *given: Any) -> None:
         super().__init__(*given)

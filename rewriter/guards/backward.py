@@ -174,10 +174,7 @@ class _Open:
 
 
 class OpenForwards:
-    """Forwards whose backward is still to come, in the order in which they ran.
-
-    Closed by backward, even with ``retain_graph=True``, or when nothing reaches the results.
-    """
+    """Forwards whose backward is to come; closed by the first, even with ``retain_graph=True``."""
 
     def __init__(self) -> None:
         self._open: weakref.WeakSet[_Open] = weakref.WeakSet()

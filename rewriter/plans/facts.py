@@ -1,7 +1,4 @@
-"""What a plan keeps of a model, a batch and a machine, and how the trace's recipe is made of it.
-
-Reading facts runs no code of others. What they do not cover, as a dropout's p, is the model's.
-"""
+"""What a plan keeps of a model, a batch and a machine: facts, read without code of others."""
 
 from __future__ import annotations
 
