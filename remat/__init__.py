@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from remat.checkout import BESIDE, find_beside
 
-# The other packages must be found before they are imported.
-find_beside()
+find_beside()  # the other packages must be found before they are imported
 
 if TYPE_CHECKING:
     from remat import cluster, whole_step
@@ -59,7 +58,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _ERRORS = "remat.graph_capture.errors"
-_HOMES = {
+_HOMES = {  # where a name is defined, but for errors and wings
     "Plan": "remat.plan",
     "Sharding": "remat.graph_capture.distributed.sharding",
     "Step": "remat.graph_capture.graph:TrainingStep",
@@ -73,7 +72,6 @@ _HOMES = {
     "solve": "remat.one_call",
     "sweep": "remat.analysis.compare",
 }
-"""Where a name is defined, but for errors and wings."""
 
 
 def __getattr__(name: str) -> Any:

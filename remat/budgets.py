@@ -33,15 +33,12 @@ from remat.solver.problem import Problem
 from remat.solver.result import evaluate_schedule
 from remat.solver.state import schedule_of
 
-# A plan counts what the step allocates. Workspaces of cuBLAS and cuDNN, the CUDA context and
-# fragmentation come on top of it.
-RESERVE = 0.10
-"""Share of the free memory that ``auto`` leaves to others."""
+# It counts what the step allocates: workspaces, the context and fragmentation come on top.
+RESERVE = 0.10  # share of the free memory that ``auto`` leaves to others
 
 _FORMS = "8GiB, 512MiB, 1.5GB, 60%, auto or min"
 
-UNBOUNDED_BYTES = 2**62
-"""A budget that everything fits: for the schedules that a plan is compared with."""
+UNBOUNDED_BYTES = 2**62  # everything fits: for schedules to compare with
 
 
 @dataclass(frozen=True)
@@ -63,17 +60,16 @@ class Budget:
     ) -> int:  # fmt: skip
         """What it means for `graph`.
 
-        Per cents are of the unmodified peak. ``auto`` is what the model and the batch take plus
-        the memory that is free on their device less a tenth; for a modelled device, its memory
-        less a tenth. ``min`` is the least peak that `solver` knows with these pins and options.
+        Per cents are of the unmodified peak. ``auto`` is what the model and batch take plus nine
+        tenths of the memory free on their device, or of a modelled device's memory. ``min`` is the
+        least peak that `solver` knows with these pins and options.
         """
         if self.kind == "share":
             return int(self.share * unmodified(graph).peak_bytes)
         if self.kind == "auto":
             return _auto_bytes_for(graph)
         if self.kind == "min":
-            # The search for the least peak starts from the graph alone, never from a budget, so
-            # another process that asks for these bytes finds that they fit.
+            # From the graph alone: another process that asks for these bytes finds that they fit.
             lost = solvers.solve_within(graph, 0, solver, time_limit_s=time_limit_s, **options)
             return lost.least_feasible_bytes
         return self.size_bytes
@@ -89,7 +85,6 @@ class Budget:
         self, graph: TrainingGraph, solver: str = "auto", *, time_limit_s: float = 60.0,
         **options: Any,
     ) -> Result:  # fmt: skip
-        """The outcome for `graph` at this budget."""
         if self.kind == "min":
             # The solve that names the least peak has its schedule at hand; `least_peak` keeps it.
             return least_peak(graph, time_limit_s, solver=solver, **options)
@@ -98,10 +93,7 @@ class Budget:
 
 
 def parse_budget(budget: str | SupportsIndex) -> Budget:
-    """Read a budget: an int is bytes, a text needs a unit, ``%``, ``auto`` or ``min``.
-
-    `BudgetError` : no unit, an unknown unit, or nothing to spend.
-    """
+    """An int is bytes, a text needs a unit, ``%``, ``auto`` or ``min``; else a `BudgetError`."""
     parsed = _parse_text(budget.strip()) if isinstance(budget, str) else _parse_int(budget)
     if parsed.kind == "bytes" and parsed.size_bytes <= 0:
         raise BudgetError(f"budget {budget!r} leaves nothing to spend: give a positive size")
@@ -127,31 +119,26 @@ def _parse_text(text: str) -> Budget:
 def _auto_bytes_for(graph: TrainingGraph) -> int:
     if is_in_table(graph.device):
         return int(modelled_device(graph.device).memory_bytes * (1 - RESERVE))
-    # What the step keeps resident is allocated already, so it is not among what is free.
-    resident = graph.resident
+    resident = graph.resident  # what stays resident is allocated already, not free
     allocated_bytes = resident.parameters_bytes + resident.buffers_bytes + resident.batch_bytes
     return auto_bytes(graph.device) + allocated_bytes
 
 
 def auto_bytes(device: str = CPU) -> int:
-    """What a device of this machine has free, less the reserve."""
     return int(free_bytes(device) * (1 - RESERVE))
 
 
 def unmodified(graph: TrainingGraph) -> Result:
     """The step as eager runs it: nothing is dropped before eager drops it.
 
-    Every op runs once, but for those that checkpoints of the user's own cover. Its sizes are those
-    of eager, which keeps larger dropout masks than a trace and writes in place.
+    Every op runs once, but for checkpoints of the user's own. Sizes are eager's, which keeps larger
+    dropout masks than a trace and writes in place.
     """
     return cached_on(graph, "unmodified", lambda: _as_eager_runs(baseline_graph(unchunked(graph))))
 
 
 def unmodified_step(graph: TrainingGraph) -> Solved:
-    """`unmodified` with the graph that its schedule goes with.
-
-    On `graph` itself that schedule would be given room for what eager writes in place.
-    """
+    """`unmodified` with its own graph; on `graph`, what eager writes in place would get room."""
     return Solved(baseline_graph(unchunked(graph)), unmodified(graph))
 
 

@@ -1,9 +1,4 @@
-"""Finds the packages that lie beside `remat/` in a checkout.
-
-An installation puts `solver/` and the others into `remat/` (`packages` in `pyproject.toml`). In the
-root of a checkout Python imports `remat/` from there, even if one is installed, and they are not
-inside. Without this it would find no `remat.solver`, or that of another checkout.
-"""
+"""Finds the packages that lie beside `remat/` in a checkout, not those of another checkout."""
 
 from __future__ import annotations
 
@@ -19,12 +14,9 @@ PACKAGE_FOLDER = Path(__file__).resolve().parent
 
 
 class _BesideFinder:
-    """Finds ``remat.solver`` in ``solver/`` beside the folder that ``remat`` was imported from."""
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Where a package is, or None if it is none of those beside `PACKAGE_FOLDER`."""
         parent, _, name = fullname.rpartition(".")
         if parent != "remat" or name not in BESIDE:
             return None
@@ -38,5 +30,4 @@ def find_beside() -> None:
     """Have the packages found in a checkout. It does nothing where they were installed."""
     if (PACKAGE_FOLDER / BESIDE[0]).is_dir():
         return
-    # First, as an editable installation may have another checkout's packages to offer.
-    sys.meta_path.insert(0, _BesideFinder())
+    sys.meta_path.insert(0, _BesideFinder())  # first: an editable installation may have others

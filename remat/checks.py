@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 # What a failed check says: what differs from eager, by how much, where, and what to do.
 
-_SHOWN = 5
-"""Differences that are named; the rest are counted."""
+_SHOWN = 5  # differences that are named; the rest are counted
 _ALONE = (
     "remat.rematerialize(model, args, blocks=pattern) plans the modules that a pattern names, and "
     "leaves all others to eager"
@@ -35,7 +34,6 @@ _ALONE = (
 
 
 def _differences_text(check: Check) -> str:
-    """The differences, each with the largest distance from eager's."""
     known = dict(zip(check.differences, check.distances, strict=False))
     shown = [(name, known.get(name, math.nan)) for name in check.differences[:_SHOWN]]
     said = [f"{one} (off by up to {by:.2g})" if not math.isnan(by) else one for one, by in shown]
@@ -44,7 +42,6 @@ def _differences_text(check: Check) -> str:
 
 
 def cause_text(check: Check) -> str:
-    """Why such a difference comes about, where, and the way out."""
     unsteady = [name for name in check.differences if name in check.unsteady]
     if unsteady:
         return (
@@ -88,22 +85,16 @@ def cause_text(check: Check) -> str:
 
 
 _T = TypeVar("_T")
-_NO_ROOM = "memory ran out"
-"""Why a check was not run that had to be given up."""
+_NO_ROOM = "memory ran out"  # why a check was not run that had to be given up
 _UNCHECKED = "the plan is not checked against the unmodified step"
-CHECKED = ("outputs", "gradients", "buffers", "rng")
-"""What has to be equal to eager's, to the bit."""
-_FRAGMENTED = 0.10
-"""Share of the peak that an allocator may hold beside it before the user is told."""
-_LITTLE, _ALLOCATOR_BLOCK_BYTES = 0.001, 2 * 2**20
-"""Of a budget, and what the CUDA allocator takes at a time: less beyond a budget ends no run."""
+CHECKED = ("outputs", "gradients", "buffers", "rng")  # what has to be equal to eager's, to the bit
+_FRAGMENTED = 0.10  # share of the peak that an allocator may hold beside it before the user is told
+_LITTLE, _ALLOCATOR_BLOCK_BYTES = 0.001, 2 * 2**20  # beyond a budget, and an allocator's block
 EXPANDABLE_CONF = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step is captured on."""
-
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] | None
     loss_fn: Callable[..., Any] | None
@@ -117,8 +108,7 @@ def is_checked(
 ) -> bool:
     """Whether to run the unmodified step too: as asked, else if it fits into free memory.
 
-    And as `reference` into the plan's budget. Many use a plan because that step does not fit. They
-    get a warning in place of the check.
+    And as `reference` into the plan's budget. Where it does not, a warning takes the check's place.
     """
     if check is not None:
         return check
@@ -144,11 +134,7 @@ def why_unchecked(graph: TrainingGraph) -> str:
 
 
 def unless_short(run: Callable[[], _T], told: Callable[[str], None]) -> _T | None:
-    """What `run`, which runs a step, returns; where memory runs out, `told` hears why it did not.
-
-    So it does where the unmodified step turns out not to run within the budget, and where Ctrl-C
-    ends it: the plan is found, and `remat` goes on to say so.
-    """
+    """What `run` returns; where memory runs out, or at Ctrl-C, `told` hears why it did not."""
     try:
         return run()
     except NotComparedError as error:
@@ -166,7 +152,6 @@ def unless_short(run: Callable[[], _T], told: Callable[[str], None]) -> _T | Non
 
 
 def say_unchecked(reason: str) -> None:
-    """Warn that a plan is used without its check."""
     warnings.warn(f"{_UNCHECKED}: {reason}", stacklevel=4)
 
 
@@ -176,8 +161,7 @@ def require_equal(
 ) -> Check:  # fmt: skip
     """Run a step of both and compare them; compare the peak too, unless the budget is None.
 
-    `reference` says how eager's step runs, None as it is. `CheckError` : they differ.
-    `RewriteError` : the peak exceeds the budget. `NotComparedError` : eager's step cannot run so.
+    `CheckError`: they differ. `RewriteError`: the peak is above. `NotComparedError`: it cannot run.
     """
     from remat.rewriter.checking.check import check
 
@@ -205,7 +189,6 @@ def require_equal(
 
 
 def failures(check: Check, budget_bytes: int) -> list[str]:
-    """What differs from eager, and whether the measured peak exceeds the budget."""
     found = [
         f"{name} differ from eager's" for name in CHECKED if not getattr(check, f"{name}_equal")
     ]
@@ -238,11 +221,9 @@ def _less(check: Check, budget_bytes: int) -> str:
 
 
 def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:
-    """What to do about memory held without use, and about bits that eager does not repeat."""
     said: list[str] = []
     over_bytes = check.plan_peak_bytes - (budget_bytes or 0)
-    # The budget bounds what is asked of the allocator. Larger blocks are its own choice, so they
-    # are no failure.
+    # The budget bounds requests. Larger blocks are the allocator's choice, so no failure.
     if budget_bytes and over_bytes > 0 and not check.exceeds(budget_bytes):
         said.append(
             f"the allocator gives out {bytes_text(over_bytes)} more than the budget, in blocks "
@@ -270,11 +251,7 @@ def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Reference:
-    """The unmodified step beside a plan, with the graph that it was solved on and its budget.
-
-    What it holds is moved as far as it has to be: its results and copies of the state, and what it
-    saves for backward. On a CPU these go to files, from a CUDA device to the host's memory.
-    """
+    """The unmodified step beside a plan; what it holds moves to files, or from CUDA to the host."""
 
     graph: TrainingGraph
     budget_bytes: int
@@ -282,13 +259,11 @@ class Reference:
 
     @property
     def keeps_results(self) -> bool:
-        """Whether results, and copies of the state, stay on the device while a step runs."""
         peak_bytes = unmodified(self.graph).peak_bytes + self._results_bytes + self.beside_bytes
         return peak_bytes <= self.budget_bytes
 
     @property
     def keeps_saved(self) -> bool:
-        """Whether what eager saves for backward stays on the device."""
         return unmodified(self.graph).peak_bytes <= self.budget_bytes
 
     @property
@@ -336,7 +311,6 @@ class Reference:
 
 
 def gradients_there(model: nn.Module) -> int:
-    """Bytes of the gradients that the model's parameters have now."""
     from remat.graph_capture.tracing.resident import storage_bytes
 
     return storage_bytes(p.grad for p in model.parameters())

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 KIB = 2**10
 MIB = 2**20
 GIB = 2**30
-NO_BOUND = "no bound"
-"""What stands for a bound and a gap where nothing is proved."""
+NO_BOUND = "no bound"  # what stands for a bound and a gap where nothing is proved
 
 
 def bytes_text(size_bytes: float) -> str:
@@ -23,7 +22,6 @@ def bytes_text(size_bytes: float) -> str:
 
 
 def bytes_pair(predicted: int, measured: int | None) -> str:
-    """``predicted | measured`` in one unit."""
     largest = max(predicted, measured or 0)
     left, unit = _scaled(predicted, largest)
     right = "-" if measured is None else _scaled(measured, largest)[0]
@@ -31,10 +29,7 @@ def bytes_pair(predicted: int, measured: int | None) -> str:
 
 
 def budget_text(size_bytes: int) -> str:
-    """The least budget of three digits that holds so many bytes: ``118MiB``, ``12.7MiB``, ``36B``.
-
-    It is written as a user gives it, and is at most 1 % more.
-    """
+    """The least budget of three digits, at most 1 % more: ``118MiB``, ``12.7MiB``, ``36B``."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size_bytes >= unit:
             parts = 100 if size_bytes < 10 * unit else 10 if size_bytes < 100 * unit else 1
@@ -65,7 +60,6 @@ def fine_time_text(time_us: float) -> str:
 
 
 def time_pair(predicted_us: float, measured_us: float | None) -> str:
-    """``predicted | measured`` in ms."""
     right = "- ms" if measured_us is None else time_text(measured_us)
     return f"{time_text(predicted_us).removesuffix(' ms')} | {right}"
 
@@ -87,7 +81,6 @@ def gap_text(gap: float | None) -> str:
 
 
 def percent_pair(predicted: float, measured: float | None) -> str:
-    """``predicted | measured`` in per cent."""
     right = "- %" if measured is None else f"{100 * measured:.1f} %"
     return f"{100 * predicted:.1f} | {right}"
 
@@ -99,7 +92,6 @@ _TEXT = ' style="text-align:left"'
 
 
 def figures_html(title: str, figures: Sequence[tuple[str, str]]) -> str:
-    """A title, and one row a figure; figures without text are left out."""
     rows = "".join(
         f'<tr><th scope="row"{_TEXT}>{escape(name)}</th><td{_TEXT}>{escape(text)}</td></tr>'
         for name, text in figures

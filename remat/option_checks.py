@@ -21,8 +21,7 @@ from remat.solver.table import check_number
 
 _EXAMPLE = '{"tokens": {1: ("seq", 16, 2048)}}'
 _UPTO_EXAMPLE = '{"tokens": {1: 2048}}'
-_SIZE_OF_ANY_BATCH = 2**40
-"""Where a name alone is to vary up to the batch's own size, which is not known yet."""
+_SIZE_OF_ANY_BATCH = 2**40  # for a name whose size varies up to an unknown batch
 _SWITCHES = ("accumulate", "audit", "compile", "verbose")
 _PROFILE = (Profile, str, Path, type(None))
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
@@ -33,10 +32,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def require_options(options: Mapping[str, Any]) -> None:
-    """Refuse what `remat.rematerialize` cannot take with any batch; names left out are not asked.
-
-    The `RematError` names the option, and what to give.
-    """
+    """Refuse what `remat.rematerialize` takes with no batch; the `RematError` says what to give."""
     for name, (kinds, wanted) in _TYPES.items():
         if name in options and not isinstance(options[name], kinds):
             raise RewriteError(f"{option(name, options[name])} is unknown: give {wanted}")
@@ -109,7 +105,6 @@ def require_upto(model: nn.Module, upto: Any, dynamic: Any) -> None:
 def _dimensions(
     name: str, given: Any, wanted: str, example: str
 ) -> Iterator[tuple[str | int, int, Any]]:
-    """Each argument and dimension that is named, and what is said of it."""
     form = f"give {wanted} by argument and dimension, such as {example or _UPTO_EXAMPLE}"
     if not isinstance(given, Mapping):
         raise CaptureError(f"{name}={given!r} is unknown: {form}")

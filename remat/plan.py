@@ -574,8 +574,7 @@ def _of_code(code: CompiledPlan) -> Plan:
 
 
 def _of_module(module: nn.Module) -> Plan:
-    # Not of its file: a batch may hold what a file cannot.
-    from remat.rewriter.plans.loading import followed
+    from remat.rewriter.plans.loading import followed  # not the file: a batch may not fit in one
     from remat.rewriter.user_module.ranged import RangedModule
 
     kind = followed(module)

@@ -1,9 +1,4 @@
-"""How the stages of planning are named, timed and shown to the person who waits.
-
-A terminal has one line, with what is done and a clock that counts from the beginning; where there
-is none, the log has a line a stage. Called from Python, a plan ends in one line that says what it
-is, unless ``verbose=False``.
-"""
+"""How the stages of planning are named, timed and shown: one line on a terminal, else the log."""
 
 from __future__ import annotations
 
@@ -33,8 +28,7 @@ if TYPE_CHECKING:
 
 
 _LOG = logging.getLogger("remat")
-_LEAST_S = 0.05
-"""Stages that took less are not shown."""
+_LEAST_S = 0.05  # stages that took less are not shown
 
 
 class Stopwatch:
@@ -46,7 +40,6 @@ class Stopwatch:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the job began."""
         return time.perf_counter() - self.began
 
     def accounted(self) -> dict[str, float]:
@@ -90,8 +83,7 @@ class TerminalStopwatch(Stopwatch):
     """Shows each stage with a spinner, the clock and, where a total is known, a bar."""
 
     takes_prints = False
-    """Whether what is printed meanwhile goes above the line. Where planning is called from Python,
-    the standard streams stay what the user's code has read."""
+    """Whether prints go above the line; called from Python, the user's streams stay as they are."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -107,8 +99,7 @@ class TerminalStopwatch(Stopwatch):
 
             def update(done: int = 0, total: int | None = None, *, text: str = "") -> None:
                 nonlocal most
-                # What is named anew begins anew; else a bar does not run back.
-                most = done if text else max(most, done)
+                most = done if text else max(most, done)  # only what is named anew runs back
                 progress.update(task, completed=most, total=total, description=text or None)
 
             yield update
@@ -127,8 +118,7 @@ class TerminalStopwatch(Stopwatch):
                 del task
                 return Text(f"{clock.elapsed_s:.0f} s", style="progress.elapsed")
 
-        # Dots are no ASCII.
-        shows_dots = self.console.encoding.lower().startswith("utf")
+        shows_dots = self.console.encoding.lower().startswith("utf")  # dots are no ASCII
         spinner = SpinnerColumn("dots" if shows_dots else "line")
         # A description holds names, which are no markup.
         columns = spinner, TextColumn("{task.description}", markup=False), BarColumn(20), Clock()
@@ -139,18 +129,15 @@ class TerminalStopwatch(Stopwatch):
 
 
 def took_text(seconds: Mapping[str, float]) -> str:
-    """What each stage took, and all together."""
     shown = [f"{name} {one_s:.1f} s" for name, one_s in seconds.items() if one_s >= _LEAST_S]
     return f"{sum(seconds.values()):.1f} s: {', '.join(shown)}"
 
 
 def solver_shown(shown: ProgressCallback, budget: object) -> Callable[[Progress], None]:
-    """A listener of a search that has `shown` say how far it is."""
     return lambda state: shown(text=solver_text(budget, state))
 
 
 def solver_text(budget: object, state: Progress) -> str:
-    """What is shown while it solves: best schedule, bound and gap, and what comes next."""
     best = "none" if state.best_overhead is None else percent_text(state.best_overhead)
     bound = percent_text(state.bound_overhead)
     gap = "open" if state.gap is None else percent_text(state.gap)
@@ -161,8 +148,7 @@ def stopwatch_of_call(*, verbose: bool) -> Stopwatch:
     """That of a call in Python: on a terminal, else in the log; silent if not `verbose`."""
     if not verbose:
         return Stopwatch()
-    # Python has no standard error under pythonw, and some programs put their own there.
-    is_terminal = bool(getattr(sys.stderr, "isatty", bool)())
+    is_terminal = bool(getattr(sys.stderr, "isatty", bool)())  # pythonw has no standard error
     if not is_terminal or not _is_first_rank():
         return LoggedStopwatch()
     return TerminalStopwatch(steady_console(stderr=True))
@@ -182,8 +168,7 @@ def _silent(done: int = 0, total: int | None = None, *, text: str = "") -> None:
 
 # When a command began: before its imports, which take a second.
 
-_began: list[float] = []
-"""Until a session has taken it."""
+_began: list[float] = []  # until a session has taken it
 
 
 def note_start() -> None:
@@ -207,11 +192,8 @@ def when_it_began() -> float:
     return _began.pop() if _began else time.perf_counter()
 
 
-# What terminals can show: any encoding, and no letter of a file that would steer them.
-#
-# Names in plans and graphs come from files. So a console here neither reads them as markup nor lets
-# through letters that move a cursor or change colours. Letters that the terminal's encoding lacks
-# are shown by others that are as wide.
+# What terminals can show. Names in plans come from files: consoles read no markup in them, let no
+# letter steer a cursor or colours, and replace what the encoding lacks by letters as wide.
 
 _SIMPLE = {"\u2013": "-", "\u2026": ".", "\u2501": "-", "\u2578": "-", "\u257a": "-"}
 """Letters of ours and of rich, and what stands for them in ASCII."""
@@ -219,8 +201,7 @@ _UNKNOWN = "?"
 _LACKING = "remat.lacking"
 _STDIN, STDOUT, _STDERR = 0, 1, 2
 _COLUMNS, LEAST_COLUMNS = 80, 40
-MOST_WORD = 400
-"""Letters of a word in a message: a path may have them, a number of a broken file has more."""
+MOST_WORD = 400  # letters of a path at most; a broken file's number has more
 
 
 def use_simple_letters() -> None:
@@ -279,10 +260,7 @@ class _SteadyConsole(Console):
 
 
 def steady_console(*, stderr: bool = False) -> Console:
-    """A console for names of anywhere: no markup, no emoji, nothing that steers the terminal.
-
-    It is no narrower than tables can be read in. A terminal that says 0 columns knows of none.
-    """
+    """A console for any names: no markup, no emoji, nothing that steers; wide enough for tables."""
     console = _SteadyConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
     console.push_render_hook(_SteadyHook())
     if console.width < LEAST_COLUMNS:
@@ -291,7 +269,6 @@ def steady_console(*, stderr: bool = False) -> Console:
 
 
 def lead_nowhere(number: int) -> None:
-    """Let what is written to a standard stream go nowhere."""
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), number)
 
@@ -299,8 +276,8 @@ def lead_nowhere(number: int) -> None:
 def open_closed_streams() -> None:
     """Stand in for standard streams that were closed before the start, as by ``>&-``.
 
-    Otherwise the next file that is opened would take their number, and get what is printed. What is
-    written to standard output then fails, as it does on a full disk; messages go nowhere.
+    The next file would take their number, and get what is printed. Writes to standard output then
+    fail.
     """
     closed = [number for number in (_STDIN, STDOUT, _STDERR) if not _is_open(number)]
     for number in closed:

@@ -20,14 +20,11 @@ if TYPE_CHECKING:
 
 
 class Solved(msgspec.Struct, frozen=True):
-    """A graph and what was solved on it."""
-
     graph: TrainingGraph
     result: Result
 
 
 def facts_of(found: Solved) -> dict[str, Any]:
-    """What `rewrite` keeps of a solve in the module's plan."""
     assert found.result.schedule is not None
     return {
         "prediction": predicted(found.result, found.graph.cost_origin),
@@ -41,7 +38,6 @@ def graph_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph | No
 
 
 def predicted(result: Result, cost_origin: str) -> Prediction:
-    """What a plan keeps of a result: figures of `simulate`, by costs of that origin."""
     return Prediction(
         peak_bytes=result.peak_bytes, time_us=result.time_us, overhead=result.overhead,
         lower_bound_us=result.lower_bound_us, gap=result.gap, cost_origin=cost_origin,
@@ -51,10 +47,7 @@ def predicted(result: Result, cost_origin: str) -> Prediction:
 def planned_text(
     what: str, found: Result, check: Check | None, seconds: float, *, is_compared: bool = False
 ) -> str:
-    """A plan in one line: what it is for, its peak, what it costs, whether it was checked.
-
-    `is_compared` : what its first step gives is compared with eager's, and no more.
-    """
+    """A plan in one line; `is_compared`: what its first step gives is compared, and no more."""
     checked = "its first step is compared with eager" if is_compared else _checked_text(check)
     return (
         f"remat: {what}: {_peaks_text(found.peak_bytes, check)}, budget "
@@ -67,7 +60,6 @@ def at_hand_text(
     what: str, schedule: Schedule, peak_bytes: int, check: Check | None, seconds: float, *,
     is_compared: bool,
 ) -> str:  # fmt: skip
-    """As `planned_text`, of a schedule that nothing was solved for."""
     runs_once = all(n == 1 for n in schedule.computations().values())
     is_plain = runs_once and not (schedule.captured_hash or schedule.moves)
     how = "runs as it is" if is_plain else "a schedule at hand"
@@ -84,7 +76,6 @@ def _peaks_text(peak_bytes: int, check: Check | None) -> str:
 
 
 def family_text(family: Family, check: Check | None, seconds: float) -> str:
-    """Plans for a range of sizes in one line."""
     top, ranges = family.top, ", ".join(map(str, family.symbols))
     return (
         f"remat: {family.model} for {ranges}: {len(family.members)} schedules, peak "
@@ -105,10 +96,7 @@ def _checked_text(check: Check | None) -> str:
 
 
 def infeasible_text(result: Result) -> str:
-    """One sentence each: what was asked, what is possible, what holds it, what to try.
-
-    A search that the time limit or Ctrl-C ended is told apart: it names what did.
-    """
+    """A sentence each: what was asked, is possible, holds it, is to be tried, ended the search."""
     asked, least = bytes_text(result.budget_bytes), result.least_feasible_bytes
     if result.message.startswith((OUT_OF_TIME, INTERRUPTED)):
         return _late_text(result)

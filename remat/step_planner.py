@@ -1,8 +1,4 @@
-"""From a step to a plan that has been compared with eager: each stage once, for every entry.
-
-`remat.rematerialize`, its caches of plans, and updates in backward go this way; what differs is
-which stages they leave out, and what becomes of the schedule.
-"""
+"""From a step to a plan that has been compared with eager: each stage once, for every entry."""
 
 from __future__ import annotations
 
@@ -41,18 +37,14 @@ from remat.step_spec import StepSpec
 
 
 class StepPlanner:
-    """The stages of planning one step, as `spec` asks; `traced` is its trace."""
-
     def __init__(self, spec: StepSpec, **of_trace: Any) -> None:
         self.spec = spec
         self.stages, self.name = stopwatch_of_call(verbose=spec.verbose), type(spec.model).__name__
-        # They refuse what cannot be had before the model is traced.
-        self._profile, self._tiers = spec.known_profile, spec.tiers
+        self._profile, self._tiers = spec.known_profile, spec.tiers  # these refuse before the trace
         with self.stages.stage("capture", f"tracing {self.name}"):
             self.traced = trace(spec.model, **spec.of_trace, **of_trace)
 
     def costed(self, one: Trace, *, chunks: bool = True) -> TrainingGraph:
-        """The graph of a trace on one rank, with costs; of what may run in chunks, if wanted."""
         sharding = self.spec.sharding
         most_bytes = self.spec.parsed_budget.most_bytes(local_step(one.graph, sharding))
         with self.stages.stage("profile", "timing ops") as shown:
@@ -61,30 +53,24 @@ class StepPlanner:
         return local_step(graph, sharding, is_rewritten=True)
 
     def in_chunks(self, graph: TrainingGraph) -> TrainingGraph:
-        """A graph with costs, also of what may run in chunks."""
         with self.stages.stage("profile", "timing large layers in chunks") as shown:
             return with_measured_chunks(self.traced, graph, shown)
 
     def solve(
         self, graph: TrainingGraph, /, *, budget: str | SupportsIndex | None = None, **known: Any
     ) -> Result:
-        """The outcome of a solve, within the budget of the spec if no other is given."""
         shown_budget = self.spec.budget if budget is None else budget
         with self.stages.stage("solve", f"solving for {shown_budget}") as shown:
             listen = {"progress": solver_shown(shown, shown_budget)}
             return parse_budget(shown_budget).solve(graph, **listen, **self.spec.of_solve, **known)
 
     def may_wait(self, budget: Budget | None = None) -> bool:
-        """Whether chunks need not be timed at once."""
         return may_wait(self.traced, budget or self.spec.parsed_budget)
 
     def found(
         self, budget: str | SupportsIndex | None = None, graph: TrainingGraph | None = None
     ) -> Solved:
-        """The outcome for a budget, that of the spec if None, and the graph that it is of.
-
-        `graph` has costs, where it is at hand; without those of chunks where they may wait.
-        """
+        """The outcome for a budget, None for the spec's, and its graph; `graph` has costs."""
         solve_for = functools.partial(self.solve, budget=budget)
         waits = self.may_wait(None if budget is None else parse_budget(budget))
         graph = self.costed(self.traced, chunks=not waits) if graph is None else graph
@@ -104,11 +90,7 @@ class StepPlanner:
         self, module: nn.Module, graph: TrainingGraph, budget_bytes: int, *, is_bound: bool = True,
         ranks: CollectiveCall | None = None,
     ) -> Check | None:  # fmt: skip
-        """A step of `module` beside eager's, as far as there is room; None where none was run.
-
-        `is_bound` : the measured peak is held to the budget. `ranks` compare theirs too, or none
-        of them does. `CheckError`, `RewriteError` : they differ, or the peak is above the budget.
-        """
+        """A step of `module` beside eager's; None without room. `ranks` compare too, or none."""
         spec = self.spec
         beside_bytes = gradients_there(spec.model) if spec.accumulate else 0
         beside = Reference(graph, budget_bytes, beside_bytes)
@@ -125,7 +107,6 @@ class StepPlanner:
     def say_planned(
         self, found: Solved, checked: Check | None, *, is_compared: bool = False
     ) -> None:
-        """Say in one line what the plan is; `is_compared` as of `planned_text`."""
         title, seconds = self.traced.recipe.title, self.stages.elapsed_s
         self.stages.say(
             planned_text(title, found.result, checked, seconds, is_compared=is_compared)
@@ -133,7 +114,6 @@ class StepPlanner:
 
 
 def plan_one_size(spec: StepSpec) -> fx.GraphModule:
-    """The module that `remat.rematerialize` returns for a batch of one size."""
     refuse_fake(spec.group)
     if spec.compile and has_dtensors(spec.model):
         raise RewriteError(

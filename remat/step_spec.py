@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """A training step and how it is to be planned; the fields are the options of `rematerialize`.
-
-    It is made and checked once, where a call comes in, and passed on as one. `options` are those
-    of the solver.
-    """
+    """A training step and how to plan it, checked once; `options` are those of the solver."""
 
     model: nn.Module
     args: tuple[Any, ...] = ()
@@ -65,10 +61,7 @@ class StepSpec:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> StepSpec:
-        """The spec of a call, checked; names that are no field are options of the solver.
-
-        `RematError` : an option is unknown or has no such form, or two of them exclude each other.
-        """
+        """The spec of a call; other names are options of the solver, or a `RematError`."""
         from remat.graph_capture.tracing.recipe import check_arguments
         from remat.option_checks import require_dynamic, require_options
         from remat.rewriter.user_module.module import original_of
@@ -96,26 +89,22 @@ class StepSpec:
 
     @property
     def parsed_budget(self) -> Budget:
-        """The budget as `parse_budget` reads it."""
         return parse_budget(self.budget)
 
     @property
     def known_profile(self) -> Profile | None:
-        """The profile itself, read if it is a file's."""
         from remat.graph_capture.costs.cache import as_profile
 
         return as_profile(self.profile)
 
     @property
     def tiers(self) -> LowerTiers | None:
-        """What may be used below the device."""
         from remat.graph_capture.capture_api import tiers_for
 
         return tiers_for(self.model, None, self.host, self.nvme)
 
     @property
     def batch(self) -> Batch:
-        """What a step runs on, as the sharded model gets it."""
         from remat.graph_capture.distributed.dtensors import inputs_cast
 
         args, kwargs = inputs_cast(self.args, self.kwargs, self.sharding)
@@ -123,13 +112,11 @@ class StepSpec:
 
     @property
     def of_trace(self) -> dict[str, Any]:
-        """The step itself, as `trace` takes it."""
         names = ("args", "kwargs", "loss_fn", "target", "optimizer", "accumulate")
         return {name: getattr(self, name) for name in names}
 
     @property
     def of_solve(self) -> dict[str, Any]:
-        """What a solve is given beside a graph and a budget."""
         return {
             "solver": self.solver, "time_limit_s": self.time_limit_s,
             "keep": as_globs(self.keep), "recompute": as_globs(self.recompute), **self.options,
@@ -141,13 +128,11 @@ class StepSpec:
         return self.solver in TAKE_CHUNKS and not self.recompute
 
     def replace(self, **changed: Any) -> StepSpec:
-        """The same but for these fields."""
         return dataclasses.replace(self, **changed)
 
 
 _FIELDS = {one.name for one in dataclasses.fields(StepSpec)}
-_OBJECTS = ("host", "nvme", "group", "optimizer_in_backward", "blocks")
-"""Options that are asked for by anything but None, 0 bytes too."""
+_OBJECTS = ("host", "nvme", "group", "optimizer_in_backward", "blocks")  # asked by all but None
 _DEFAULTS = {
     one.name: one.default
     for one in dataclasses.fields(StepSpec)

@@ -1,13 +1,8 @@
 """A schedule as a policy for torch's own selective activation checkpointing.
 
-This is for those who stay with `torch.utils.checkpoint`. A policy only chooses what is saved, so
-the gradients are eager's whatever it says. Torch recomputes all the rest of a checkpointed function
-at once; around a whole model, that peaks as high as no checkpoint at all. So each checkpointed
-module gets a policy of its own. Even then the peak may be above the schedule's, which recomputes an
-op alone, and only when it is needed.
-
-Torch's policies see an op, not its module. So ops are told apart by occurrence: the n-th run of an
-op in a module is the n-th in the graph. A wrong count would cost memory or time, never bits.
+Torch recomputes the rest of a checkpointed function at once: around a whole model that peaks as
+high as none, so each checkpointed module gets its own. Policies see ops, not modules: the n-th run
+of an op in a module is the n-th in the graph. A wrong count costs memory or time, never bits.
 """
 
 from __future__ import annotations
@@ -42,20 +37,17 @@ class OccurrencePolicy:
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         del args, kwargs
-        # The captured graph is functional: it has aten.relu for aten.relu_.
-        packet, _, overload = str(op).rpartition(".")
+        packet, _, overload = str(op).rpartition(".")  # functional graphs have relu for relu_
         name, in_place = f"{packet.removesuffix('_')}.{overload}", packet.endswith("_")
         runs, i = self.kept.get(name, ()), self._runs[ctx.is_recompute, name]
-        # Recomputation runs the same ops once more, so it is counted apart.
-        self._runs[ctx.is_recompute, name] += 1
+        self._runs[ctx.is_recompute, name] += 1  # recomputation runs the ops again: counted apart
         if runs and i >= len(runs) and not self._is_fresh:
             raise RewriteError(
                 f"{op} runs more often than the {len(runs)} times of the forward that was planned: "
                 "this policy counts one forward. Pass context_fn=policy.contexts to checkpoint, "
                 "which begins anew at each forward"
             )
-        # Later ops may write to the result of an op in place. What the graph lacks, such as views,
-        # is recomputed too.
+        # Later ops may write to it in place. What the graph lacks, such as views, is recomputed.
         is_kept = i < len(runs) and runs[i] and not in_place
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -69,7 +61,6 @@ def _contexts(
 def checkpoint_policy(
     graph: TrainingGraph, schedule: Schedule, module: str = ""
 ) -> OccurrencePolicy:
-    """What `schedule` keeps in a module, as a policy for torch's own selective checkpointing."""
     if schedule.chunks:
         raise RewriteError(
             f"this plan runs {schedule.chunks[0].region} in chunks, which torch's checkpointing "

@@ -1,7 +1,4 @@
-"""AOTAutograd's runtime around our two graphs: views, mutation, hooks, version checks.
-
-And what a step is compiled with: facts about its gradients, its allocator, the tiers of its copies.
-"""
+"""AOTAutograd's runtime around our two graphs, and what a step is compiled with."""
 
 from __future__ import annotations
 
@@ -38,23 +35,19 @@ from remat.schedules.simulate import Simulation, require_valid
 
 _compiling = threading.RLock()
 
-# Only the graphs are served from an arena. What the user runs between forward and backward, and
-# what guards and hooks allocate, is not in the way of the calls that were counted.
+# Only the graphs use the arena. What runs between them is not in the way of the counted calls.
 
 PassKind = Literal["forward", "backward"]
 
 
 class _Source(Protocol):
-    """Runs a graph, and gives it memory meanwhile."""
-
     def run(self, phase: PassKind, graph: Boxed, args: list[Any]) -> Any: ...
 
 
 class StepAllocator:
-    """The place at which an arena is put around the graphs of one compiled step.
+    """Where an arena is put around the graphs of one compiled step; shared by a module's copies.
 
-    Copies of a module share its step, and so its arena. A `source` of None leaves all requests to
-    torch's allocator. Forward's graph returns `n_results` to the user, then what backward reads.
+    Without `source`, torch's allocator serves. Forward returns `n_results`, then what is saved.
     """
 
     def __init__(self) -> None:
@@ -75,19 +68,13 @@ _SUM = torch.ops.aten.add.Tensor
 
 @dataclass(frozen=True)
 class GradientFacts:
-    """Gradients of a step, by the places of its inputs: parameters and buffers first.
+    """Gradients of a step, by the places of its inputs: parameters and buffers first."""
 
-    Inputs in `unused` get none, though they may require one. `needs` has, for each other place, the
-    places of the results of forward that its gradient comes from; `through` are all of these. A
-    gradient in `summed` is a sum of several terms. `written` are inputs that the step writes to,
-    with the paths of parameters and buffers, else empty.
-    """
-
-    unused: frozenset[int]
-    needs: dict[int, frozenset[int]]
-    through: frozenset[int]
-    summed: tuple[int, ...]
-    written: dict[int, str]
+    unused: frozenset[int]  # these get none, though they may require one
+    needs: dict[int, frozenset[int]]  # by place, forward's results that a gradient comes from
+    through: frozenset[int]  # all of these results
+    summed: tuple[int, ...]  # whose gradient is a sum of several terms
+    written: dict[int, str]  # inputs that the step writes to, with their paths
 
     @property
     def overwrites(self) -> bool:
@@ -102,8 +89,7 @@ def _gradient_facts(joint: Joint) -> GradientFacts:
     output = joint.module.graph.find_nodes(op="output")[0]
     results, described = output.args[0], output.meta["desc"]
     assert isinstance(results, (tuple, list))
-    # A DTensor is one input, and its gradient is two results: its local part and its mesh.
-    n_outputs = joint.num_forward_outputs
+    n_outputs = joint.num_forward_outputs  # a DTensor's gradient is two results: local and mesh
     pairs = zip(results[n_outputs:], described[n_outputs:], strict=True)
     gradients = [result for result, what in pairs if not is_beside_local_part(what)]
     forward = list(described[:n_outputs])
@@ -147,13 +133,7 @@ def _is_sum(joint: Joint, node: fx.Node, reached: dict[fx.Node, frozenset[int]])
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A callable step, the two GraphModules that it carries out, and facts about its gradients.
-
-    `mutated` and `initialised` are what each step sets on modules and elsewhere,
-    `duplicate_outputs` where its results repeat a tensor, `floats` the numbers that each step reads
-    anew. `gradient_order` is the order in which eager's gradients come, by place;
-    `recompute_inputs` are the places of what backward reads to make values again.
-    """
+    """A callable step, the two GraphModules that it carries out, and facts about its gradients."""
 
     call: Callable[..., Any]
     forward: fx.GraphModule
@@ -161,16 +141,16 @@ class CompiledStep:
     gradients: GradientFacts
     graph: TrainingGraph
     links: Links | None = None
-    mutated: tuple[MutatedAttribute, ...] = ()
+    mutated: tuple[MutatedAttribute, ...] = ()  # what each step sets on modules
     initialised: tuple[InitialisedOnce, ...] = ()
-    duplicate_outputs: DuplicateOutputs | None = None
-    floats: FloatSource | None = None
+    duplicate_outputs: DuplicateOutputs | None = None  # where its results repeat a tensor
+    floats: FloatSource | None = None  # numbers that each step reads anew
     by_inductor: bool = False
     gradient_gates: GradientGates | None = None
     memory: StepAllocator = field(default_factory=StepAllocator)
     tier: TierCopies | None = None
-    gradient_order: tuple[int, ...] = ()
-    recompute_inputs: tuple[int, ...] = ()
+    gradient_order: tuple[int, ...] = ()  # eager's order, by place
+    recompute_inputs: tuple[int, ...] = ()  # places that backward reads to make values again
 
     def results(self, *inputs: Any) -> Any:
         """The module's results of one run, with `mutated` as a pair."""
@@ -180,8 +160,7 @@ class CompiledStep:
 
 def copy_to_compile(trace: Trace) -> Trace:
     state = trace.descriptors._aot_state
-    # AOTAutograd notes in its metadata what one schedule saves for backward; all else of a trace is
-    # only read.
+    # AOTAutograd's metadata notes what one schedule saves; the rest of a trace is only read.
     own = dataclasses.replace(state, fw_metadata=copy.copy(state.fw_metadata))
     descriptors = dataclasses.replace(trace.descriptors, _aot_state=own)
     return dataclasses.replace(trace, descriptors=descriptors)
@@ -219,8 +198,7 @@ class _Cut:
             gm, num_fwd_outputs, recipe.name, recipe.resident, several, recipe.gradient_release,
             **recipe.facts(),
         )  # fmt: skip
-        # What AOTAutograd hands over must still be the graph that was planned.
-        self.schedule.check_made_for(joint.graph)
+        self.schedule.check_made_for(joint.graph)  # it must still be the graph that was planned
         # Inductor's kernels are made for the strides of the trace.
         metadata = None if self.by_inductor else trace.descriptors._aot_state.fw_metadata
         self.forward, self.backward = emit(
@@ -231,8 +209,7 @@ class _Cut:
             self.gates = GradientGates(self.backward)
         self.compilers = compile_boxed, self._compiled_backward
         if self.by_inductor:
-            # Inductor is imported only for plans whose code it makes.
-            from remat.rewriter.inductor.compiler import InductorStep
+            from remat.rewriter.inductor.compiler import InductorStep  # only if it makes the code
 
             step = InductorStep(joint, self.forward, self.backward)
             self.compilers = step.compile_forward, step.compile_backward
@@ -245,19 +222,15 @@ class _Cut:
         return self.memory.around("backward", self.compilers[1](gm))
 
     def _compiled_backward(self, gm: fx.GraphModule) -> Boxed:
-        # AOTAutograd compiles a deep copy of backward when it first runs. Its constants have to be
-        # the user's tensors all the same, which may change in place.
-        for node in gm.graph.find_nodes(op="get_attr"):
+        for node in gm.graph.find_nodes(op="get_attr"):  # constants must be the user's tensors
             setattr(gm, str(node.target), getattr(self.backward, str(node.target)))
-        # First backwards of several threads would share the graph's fake mode.
-        with _compiling:
+        with _compiling:  # first backwards of several threads would share the graph's fake mode
             return in_parts(self.gates.compile_backward(gm) if self.gates else compile_boxed(gm))
 
 
 def compile_step(
     trace: Trace, schedule: Schedule, *, by_inductor: bool = False, links: Links | None = None
 ) -> CompiledStep:
-    """Carry out `schedule` on a fresh trace, by our own code or Inductor's."""
     found = require_valid(trace.graph, schedule, links)
     if schedule.moves:
         refuse_copies(by_inductor=by_inductor, over_range=trace.env is not None)
@@ -265,10 +238,8 @@ def compile_step(
     cut = _Cut(trace, schedule, tier_for(trace.graph, schedule, links, found), by_inductor)
     trace.compiled = True  # AOTAutograd uses up the trace's metadata
     facts, state = _gradient_facts(trace.joint), trace.descriptors._aot_state
-    # Donated buffers are of use to Inductor. With them, AOTAutograd refuses retain_graph=True.
-    state.fw_metadata.bw_donated_idxs = []
-    # Otherwise Inductor would compile backward in the middle of the first training step.
-    config = state.aot_config
+    state.fw_metadata.bw_donated_idxs = []  # else AOTAutograd refuses retain_graph=True
+    config = state.aot_config  # or Inductor would compile backward within the first step
     state.aot_config = dataclasses.replace(config, force_non_lazy_backward_lowering=by_inductor)
     with functorch_config.patch(donated_buffer=False):
         call = aot_compile_joint_with_descriptors(
@@ -295,8 +266,7 @@ def tier_for(
         from remat.rewriter.tiers.stream_tier import StreamTier
 
         tier = StreamTier(graph.device, host_places(graph, schedule), links, found.nvme_peak_bytes)
-    # A lack of room shows when the module is made, not only in a step.
-    tier.require_room()
+    tier.require_room()  # a lack of room shows when the module is made, not only in a step
     return tier
 
 

@@ -41,8 +41,7 @@ def trace_of_schedule(
     """A trace of the step that `schedule` is of; `captured` is used up if it can serve."""
     _require_counts(schedule)
     facts = schedule.graph_hash, recipe.device
-    # The plan may have been made elsewhere, or for a device of the table: exact chunks are compared
-    # with eager on the device that will train, once a process.
+    # The plan may come from elsewhere: exact chunks are compared with eager here, once a process.
     exact = [one for one in schedule.chunks if one.exact]
     unknown = [one for one in exact if not is_known_to_give_them(*facts, one.region, one.chunks)]
     # Compiling uses up a trace's record, which `with_edits` takes over.
@@ -73,8 +72,7 @@ def _edits_of(schedule: Schedule) -> Iterator[JointEdit]:
 
 
 def _require_counts(schedule: Schedule) -> None:
-    # The graph's hash does not cover these, and a plan file may have been edited.
-    for one in schedule.chunks:
+    for one in schedule.chunks:  # not covered by the hash, and a file may have been edited
         if one.chunks not in COUNTS:
             raise ScheduleError(
                 f"this plan runs {one.region} in {one.chunks} chunks; regions run in "
@@ -126,37 +124,24 @@ def rewrite(
 ) -> RematModule | RangedModule:
     """Compile `schedule` into a module that trains as `model` does, within its budget.
 
-    The result is a `torch.fx.GraphModule` and an instance of the model's class, with the
-    same parameters, buffers and names. `model` itself stays as it is and stays usable. Where the
-    model has collectives, all ranks that take part must call, and their plans must run these alike.
+    The result is a `torch.fx.GraphModule` and an instance of the model's class, with the same
+    parameters, buffers and names. `model` stays usable. With collectives, all ranks must call, and
+    their plans must run these alike.
 
-    A family of `remat.solve` over a range of sizes makes a `RangedModule`, in which the size of a
-    batch picks the schedule; of the other arguments only `trace` and `over` are heeded. In the
-    process that captured `model` no batch is needed; in another one, it is traced on `args`,
-    `kwargs`, `loss_fn` and `target`.
+    A family over a range of sizes makes a `RangedModule`; of the other arguments only `trace` and
+    `over` are heeded. In the process that captured `model` no batch is needed, else it is traced on
+    `args`, `kwargs`, `loss_fn` and `target`.
 
-    Parameters
-    ----------
-    prediction, costed : what was predicted of the schedule, and its graph with costs. Both are kept
-        in the module's plan. The links of the graph say where a schedule may copy values to.
-    compile : whether Inductor makes the code. The random stream and every random number stay
-        eager's to the bit. Results do not, since fused kernels round differently. The code's peak
-        can differ from the schedule's; `rematerialize` looks for one whose code keeps the budget.
-    over : the graph over a range of sizes that `schedule` was made for at one of its sizes. The
-        module then runs at all of them. `model` must have been captured in this process.
+    `prediction` and `costed`, whose links say where values may be copied to, are kept in the
+    module's plan. `compile`: Inductor makes the code; random numbers stay eager's to the bit,
+    results do not, and the code's peak can differ from the schedule's. `over`: the graph over a
+    range of sizes that `schedule` was made for at one; `model` must have been captured here.
 
-    Warns
-    -----
-    UserWarning : the peak of the schedule, or of Inductor's code for it, is above its budget.
-
-    Raises
-    ------
-    ScheduleError : the schedule was made for another model or batch, or `simulate` refuses it.
-    RewriteError : the batch that the schedule was made for is not known here; or the schedule
-        copies values to the host, and `compile` or `over` is given.
-    TierError : the schedule copies values to a folder that cannot be written or has no room.
-    CaptureError : the model has changed, and cannot be captured any more.
-    AgreementError : by `Plan.apply`: other ranks would run the collectives in another order.
+    Warns where the peak of the schedule, or of its code, is above its budget. `ScheduleError`: of
+    another model or batch, or `simulate` refuses it. `RewriteError`: the batch is not known here,
+    or copies to the host meet `compile` or `over`. `TierError`: the folder cannot be written or has
+    no room. `CaptureError`: the model has changed. `AgreementError`, by `Plan.apply`: ranks would
+    run collectives in another order.
     """
     require_switches(compile=compile, audit=audit)
     refuse_wrappers(model)
@@ -221,8 +206,7 @@ def module_for(
 
 
 def _warn_above_budget(traced: Trace, schedule: Schedule) -> None:
-    # Inductor is imported only where its code is asked for.
-    from remat.rewriter.inductor.compiler import code_peak_bytes
+    from remat.rewriter.inductor.compiler import code_peak_bytes  # only where its code is asked for
     from remat.rewriter.inductor.lowering import ReplayError
 
     if not schedule.budget_bytes:  # made without a budget
@@ -294,7 +278,6 @@ def _trace_range(model: nn.Module, known: RangedGraph | Family) -> Trace:
 def _traced_again(
     model: nn.Module, recipe: Recipe, schedule: Schedule, captured: Trace | None = None
 ) -> Trace:
-    # The ops that run here, whatever device the plan is for: where they differ, its hash is
-    # refused. So no plan with attention dropout made for a GPU trains here by mistake.
+    # A plan with other ops, as attention dropout for a GPU, is refused by its hash.
     device = CPU if recipe.is_modelled else recipe.device
     return trace_of_schedule(model, dataclasses.replace(recipe, device=device), schedule, captured)

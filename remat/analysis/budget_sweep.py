@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     import ipywidgets
 
 
-Budgets = int | Iterable[str | SupportsIndex] | None
-"""How many budgets, or each as `remat.solve` takes it; None for twelve."""
+Budgets = int | Iterable[str | SupportsIndex] | None  # each as in `remat.solve`; None for twelve
 
 
 def sweep_fronts(
@@ -44,10 +43,8 @@ def sweep_fronts(
     time_limit_s: float = 60.0, jobs: int = 1, *, progress: BudgetsDone | None = None,
     **options: Any,
 ) -> dict[str, Front]:  # fmt: skip
-    """The time of the step against its peak: a front for each solver, all at the same budgets."""
     names = tuple(solvers)
-    # Words are refused before budgets are named, which may take a solve.
-    for name in names:
+    for name in names:  # words are refused before budgets are named, which may take a solve
         solver_class(name)
     check_jobs(jobs)
     check_number("time_limit_s", time_limit_s)
@@ -56,8 +53,7 @@ def sweep_fronts(
     unmodified_bytes = unmodified(graph).peak_bytes
     with one_job():
         asked, at_hand = in_bytes(graph, budgets, NAMING.of(time_limit_s), pins)
-        # Naming the least budget took a part of the limit, and its plan is at hand for the sweep.
-        left_s = max(clock.left_s, 0.0)
+        left_s = max(clock.left_s, 0.0)  # naming the least budget took a part; its plan is there
         shared: dict[str, Any] = {
             "time_limit_s": left_s, "jobs": jobs, "progress": progress, "at_hand": at_hand,
             "unmodified_bytes": unmodified_bytes, **options, **pins,
@@ -69,13 +65,8 @@ def sweep_hosts(
     graph: TrainingGraph, hosts: Mapping[str, int], budgets: Budgets = None,
     solvers: Iterable[str] = ("auto",), **options: Any,
 ) -> dict[str, Front]:  # fmt: skip
-    """Fronts by solver and host, such as ``auto, host 8GiB``, all over the same budgets.
-
-    `hosts` : bytes by what each is called; with 0 nothing leaves the device. Others as of
-    `sweep_fronts`.
-    """
-    # Budgets are spread as without a host, so that every front has the same.
-    alone = msgspec.structs.replace(graph, links=None)
+    """Fronts by solver and host; `hosts` has bytes by name, 0 for nothing off the device."""
+    alone = msgspec.structs.replace(graph, links=None)  # spread as without a host: the same for all
     pins = {name: as_globs(options[name]) for name in PINS if name in options}
     asked = in_bytes(alone, budgets, NAMING.of(options.get("time_limit_s", 60.0)), pins)[0]
     names, fronts = tuple(solvers), dict[str, Front]()
@@ -103,8 +94,7 @@ def in_bytes(
         count = BUDGETS if budgets is None else budgets
         unmodified_bytes = unmodified(graph).peak_bytes
         return spread_budgets(graph, count, unmodified_bytes, time_limit_s=time_limit_s, **pins)
-    # Else each letter would be read as a budget.
-    if isinstance(budgets, str):
+    if isinstance(budgets, str):  # else each letter would be read as a budget
         raise BudgetError(f"budgets is one text: give a list, such as [{budgets!r}]")
     limits: dict[str, Any] = {"time_limit_s": time_limit_s, **pins}
     return [parse_budget(b).bytes_for(graph, **limits) for b in budgets], []
@@ -123,24 +113,20 @@ def price_json(price: GibPrice) -> dict[str, float | int | None]:
     return {name: getattr(price, name) for name in names}
 
 
-# A slider over budgets for notebooks. `at` solves, `text` and `picture` say what it found, and the
-# widget only shows these, so all but the widget is tested without a notebook.
+# A slider over budgets for notebooks. Its `widget` only shows what `at`, `text` and `picture` say.
 
-_STEP_PERCENT = 5
-"""What one move of the slider adds, in per cent of the unmodified peak."""
+_STEP_PERCENT = 5  # what one move of the slider adds, in per cent of the unmodified peak
 
 
 class BudgetSlider:
     """A plan at each budget that is asked for, in per cent of the unmodified peak.
 
-    `at` works anywhere; `widget` needs the front end of a notebook. The slider begins at
-    `least_percent`, the least budget known, rounded up.
+    Only `widget` needs a notebook. `least_percent` is the least budget known, rounded up.
     """
 
     def __init__(
         self, graph: TrainingGraph, solver: str = "auto", time_limit_s: float = 5.0, **options: Any
     ) -> None:
-        """Arguments and errors are as of `remat.solve`; the time limit is that of each budget."""
         self.graph = graph
         self._asked: dict[str, Any] = {"solver": solver, "time_limit_s": time_limit_s, **options}
         self._unmodified = unmodified_step(graph)
@@ -150,14 +136,11 @@ class BudgetSlider:
         self.least_percent = min(-(-100 * least_bytes // self._unmodified.result.peak_bytes), 100)
 
     def at(self, percent: int) -> Result:
-        """The outcome at that share of the unmodified peak."""
-        # Each budget once: a slider comes back to where it was.
-        if percent not in self._solved:
+        if percent not in self._solved:  # each budget once: a slider comes back to where it was
             self._solved[percent] = parse_budget(f"{percent}%").solve(self.graph, **self._asked)
         return self._solved[percent]
 
     def text(self, percent: int) -> str:
-        """What the slider says there: peak, overhead, bound, and what runs again."""
         result = self.at(percent)
         budget = f"budget      {bytes_text(result.budget_bytes)}, {percent} % of the peak"
         if result.schedule is None:
@@ -189,12 +172,7 @@ class BudgetSlider:
         return drawn.getvalue()
 
     def widget(self, percent: int = 60) -> ipywidgets.VBox:
-        """The slider, at `percent` first, with text and picture below it.
-
-        Raises
-        ------
-        SolverError : ipywidgets is not installed.
-        """
+        """The slider, at `percent` first, with text and picture; `SolverError`: no ipywidgets."""
         try:
             import ipywidgets as widgets
         except ImportError as error:

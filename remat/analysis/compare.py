@@ -35,8 +35,7 @@ UNMODIFIED = "unmodified"
 THIS_PLAN = "this plan"
 
 _NAME_COLUMNS = 24
-_CELL_COLUMNS = 13
-"""Columns of the screen that a solver's name takes, and a cell."""
+_CELL_COLUMNS = 13  # columns of the screen that a solver's name takes, and a cell
 
 
 class _Cell(msgspec.Struct, frozen=True):
@@ -70,33 +69,21 @@ class _Bound(msgspec.Struct, frozen=True):
 
 
 class Sweep(msgspec.Struct, frozen=True):
-    """Outcomes at several budgets, of one solver or several, with the bound at each budget.
-
-    Iterating goes over the plans of the first solver, that of the smallest budget first.
-
-    Attributes
-    ----------
-    step : that was solved.
-    base_us, unmodified_bytes : time of every op once, and peak of the unmodified step.
-    asked : the budgets as they were written.
-    rows : one a solver, in the order asked; the unmodified step, and the plan at hand, come first.
-    fronts : by solver, all that it found; without those that refuse this graph.
-    """
+    """Outcomes at several budgets, of one or more solvers; iterates over the first one's plans."""
 
     step: TrainingGraph
     model: str
     device: str
     cost_origin: str = msgspec.field(name="prices")  # the key of older releases
-    base_us: float
+    base_us: float  # every op once
     unmodified_bytes: int
-    asked: tuple[str, ...]
+    asked: tuple[str, ...]  # as they were written
     bounds: tuple[_Bound, ...]
-    rows: tuple[_Compared, ...]
-    fronts: dict[str, Front]
+    rows: tuple[_Compared, ...]  # one a solver; first the unmodified step and the plan at hand
+    fronts: dict[str, Front]  # by solver, without those that refuse this graph
 
     @property
     def front(self) -> Front:
-        """What the first solver found."""
         return next(iter(self.fronts.values()))
 
     def __iter__(self) -> Iterator[Plan]:
@@ -113,18 +100,15 @@ class Sweep(msgspec.Struct, frozen=True):
         return None if best is None else Plan.from_result(best, step=self.step)
 
     def slider(self, time_limit_s: float = 5.0, **options: Any) -> BudgetSlider:
-        """A slider over budgets for notebooks, with `time_limit_s` for each budget."""
         return BudgetSlider(self.step, self.front.solver, time_limit_s, **options)
 
     def best(self, i: int) -> tuple[str, ...]:
-        """The solvers whose plan is the fastest at the i-th budget."""
         found = [row for row in self.rows if row.cells and row.cells[i].fits]
         least_us = min((row.cells[i].time_us for row in found), default=0.0)
         # The slack is for sums in another order: equal plans are all the best.
         return tuple(row.solver for row in found if row.cells[i].time_us <= least_us * (1 + 1e-9))
 
     def as_json(self) -> dict[str, Any]:
-        """Plain bytes, microseconds and names, for `--json`."""
         best = [self.best(i) for i in range(len(self.bounds))]
         fields = [one for one in msgspec.structs.fields(self) if one.name != "step"]
         plain = {one.encode_name: msgspec.to_builtins(getattr(self, one.name)) for one in fields}
@@ -137,12 +121,10 @@ class Sweep(msgspec.Struct, frozen=True):
 
 
 def comparison_screen(found: Sweep, width: int = 100) -> RenderableType:
-    """Overheads by solver and budget; the best at each budget is marked."""
     most = max((width - _NAME_COLUMNS) // _CELL_COLUMNS, 1)
     parts: list[RenderableType] = [_compared_line(found)]
     count = len(found.bounds)
-    # Budgets that the screen is too narrow for go into a table below.
-    for first in range(0, count, most):
+    for first in range(0, count, most):  # budgets that do not fit go into a table below
         parts += [Text(), _table(found, range(first, min(first + most, count)))]
     refused = [row for row in found.rows if row.refused]
     parts += [Text(), Text("* the fastest found at this budget; - finds nothing that fits")]
@@ -160,7 +142,6 @@ def _compared_line(found: Sweep) -> Text:
 
 
 def _table(found: Sweep, columns: range) -> Table:
-    """Overheads, and arenas below them where buffers were placed."""
     table = plain_table("budget", *(bytes_text(found.bounds[i].budget_bytes) for i in columns))
     if any(found.asked):
         # A row says already which plan that is.
@@ -185,11 +166,10 @@ def _overhead_text(cell: _Cell, is_best: bool) -> str:
 
 _Arena = Callable[[Result], int]
 DEFAULT_BUDGETS = ("80%", "60%", "45%")
-DEFAULT_SOLVERS = (
+DEFAULT_SOLVERS = (  # the best of each kind that answers in seconds, and what people write by hand
     "auto", "cut", "hierarchical", "msps", "dtr", "rotor", "chen_sqrt", "every_n_layers",
     "keep_attention_output", "selective", "full", "torch_knapsack",
 )  # fmt: skip
-"""The best of each kind that answers in seconds, and what people write by hand."""
 
 
 def sweep(
@@ -240,8 +220,7 @@ def sweep(
     eager, clock = unmodified_step(step), Clock(time_limit_s)
     with one_job():
         asked, at_hand = _budgets(step, budgets, plan, time_limit_s, options)
-        # Naming the least budget took a part of the limit, and its plan is at hand.
-        shared: dict[str, Any] = {
+        shared: dict[str, Any] = {  # naming the least budget took a part
             "time_limit_s": max(clock.left_s, 0.0), "jobs": jobs, "at_hand": at_hand,
             "unmodified_bytes": eager.result.peak_bytes, **options,
         }  # fmt: skip
@@ -254,8 +233,7 @@ def sweep(
     # Where none has an answer, rows would only repeat what the first solver says.
     if plan is None and refusals and len(refusals) == len(fronts):
         raise refusals[0]
-    # The bound of a plan holds for the captured order, so it says nothing of free ones.
-    is_fixed = options.get("order", "fixed") == "fixed"
+    is_fixed = options.get("order", "fixed") == "fixed"  # its bound says nothing of free orders
     bounding = plan if is_fixed else None
     bounds = tuple(_bound(step, size_bytes, fronts, bounding) for size_bytes in asked)
     return _compared_with(step, eager, asked, fronts, bounds, plan, is_placed=layouts)
@@ -292,7 +270,6 @@ def _budgets(
     graph: TrainingGraph, budgets: Any, plan: Result | None, time_limit_s: float,
     options: Mapping[str, Any],
 ) -> tuple[dict[int, str], list[Result]]:  # fmt: skip
-    """Each budget in bytes with what it was written as, the largest first; what was found so."""
     named: dict[int, str] = {}
     if plan is not None and plan.schedule is not None:
         named[plan.budget_bytes] = THIS_PLAN
@@ -321,8 +298,7 @@ def _bound(
     graph: TrainingGraph, budget_bytes: int, fronts: Mapping[str, Front | SolverError],
     plan: Result | None,
 ) -> _Bound:  # fmt: skip
-    # Where no solver proves more: no plan is faster than every op once.
-    best = _Bound(budget_bytes, 0.0, fastest_us(graph), "")
+    best = _Bound(budget_bytes, 0.0, fastest_us(graph), "")  # no plan is faster than every op once
     proved = [(THIS_PLAN, plan)] if plan is not None and _is_below(budget_bytes, plan) else []
     for name, front in fronts.items():
         points = () if isinstance(front, SolverError) else front.points
@@ -336,8 +312,7 @@ def _bound(
 
 
 def _is_below(budget_bytes: int, plan: Result) -> bool:
-    # The other rows' bounds are of the captured order. A bound holds at smaller budgets too: less
-    # memory permits no more.
+    # The other rows' bounds are of the captured order. A bound also holds at smaller budgets.
     is_fixed = plan.schedule is None or plan.schedule.options.get("order", "fixed") == "fixed"
     return is_fixed and budget_bytes <= plan.budget_bytes
 
@@ -367,8 +342,7 @@ def _at_hand(name: str, result: Result, bounds: tuple[_Bound, ...], arena: _Aren
 def _solved_cell(result: Result, bound: _Bound, arena_bytes: int) -> _Cell:
     fits = result.schedule is not None
     over = result.time_us / bound.lower_bound_us - 1 if fits and bound.lower_bound_us else 0.0
-    # Less than the bound can only be rounding.
-    return _Cell(
+    return _Cell(  # less than the bound can only be rounding
         bound.budget_bytes, fits, result.status, result.peak_bytes, result.time_us,
         result.overhead, max(over, 0.0), result.wall_s, arena_bytes,
     )  # fmt: skip

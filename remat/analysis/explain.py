@@ -1,8 +1,4 @@
-"""Makes the answer of `explain`: why a plan is as it is, and what the alternatives cost.
-
-Every figure is one of `simulate` or of a real solve that is made here. The answer says how many
-seconds each part took.
-"""
+"""Makes the answer of `explain`; every figure is one of `simulate` or of a real solve made here."""
 
 from __future__ import annotations
 
@@ -30,8 +26,7 @@ from remat.solver import solve_within
 from remat.solver.budgets.sweep import PINS, price_of_gib
 from remat.solver.search import Clock, is_interrupted, one_job
 
-FURTHER_SOLVE_S = 10.0
-"""Seconds that each further solve may take."""
+FURTHER_SOLVE_S = 10.0  # seconds that each further solve may take
 _T = TypeVar("_T")
 
 
@@ -46,9 +41,7 @@ class _Parts:
         clock = Clock()
         made = make()
         if is_interrupted():
-            # Solves return what they have at Ctrl-C; an explanation without some parts would
-            # mislead.
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt  # parts of an explanation would mislead
         self.seconds[name] = round(clock.elapsed_s, 3)
         return made
 
@@ -96,8 +89,7 @@ def _levers(graph: TrainingGraph, result: Result, each_s: float) -> tuple[LeverE
     asked = solve_arguments(schedule)
 
     def solve_without(off: TrainingGraph) -> Result:
-        # Its own solver may need the links, so `auto` is asked.
-        if off.links is None and graph.links is not None:
+        if off.links is None and graph.links is not None:  # its solver may need links: ask `auto`
             pins = {name: asked[name] for name in PINS if name in asked}
             return solve_within(off, result.budget_bytes, time_limit_s=each_s, **pins)
         return solve_within(off, result.budget_bytes, time_limit_s=each_s, **asked)

@@ -37,10 +37,8 @@ from remat.schedules.value_report.peak_holders import ForcedOps, PeakHolders
 from remat.schedules.value_report.rows import FoldedRow
 from remat.solver.budgets.front import GibPrice
 
-_SAME = 1e-4
-"""Two steps whose times differ by less than this part are said to be equally long."""
-_SHOWN = 3
-"""Most values that a sentence names."""
+_SAME = 1e-4  # two steps whose times differ by less than this part are said to be equally long
+_SHOWN = 3  # most values that a sentence names
 
 
 def _peak_text(held: PeakHolders) -> Text:
@@ -144,11 +142,9 @@ def why_text(one: Why, budget_bytes: int) -> str:
         bytes_text(row.size_bytes),
     )  # fmt: skip
     head = ", ".join(fact for fact in facts if fact) + ": "
-    # Before what is forced: an op that must not run again may still have its value copied.
-    if row.verdict == "offload":
+    if row.verdict == "offload":  # first: a value that is not made again may still be copied
         return head + _offloaded_text(one, budget_bytes)
-    # No solve was made for it.
-    if one.forced:
+    if one.forced:  # no solve was made for it
         return f"{head}{row.verdict_text}; there is no choice: {one.forced}"
     if row.verdict == "free":
         return f"{head}not kept, and never made again: nothing in backward reads it"
@@ -208,23 +204,10 @@ def _named(rows: tuple[FoldedRow, ...]) -> str:
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """Why a plan is as it is.
-
-    Attributes
-    ----------
-    status, solver, budget_bytes, peak_bytes, time_us, overhead, lower_bound_us, gap : of the plan.
-    unmodified_bytes, base_us : peak of the unmodified step, and its time: every op once.
-    at_peak : who holds the memory at the peak. least : what sets the least feasible budget.
-    price : of a step of memory, which is a GiB, or 5 % of the peak where that is less.
-    forced : what left no choice, and for how many ops. rules : those that fit first.
-    greedy : `cut` beside greedy solvers. why : answers to what was asked about single values.
-    seconds : of each part. moves : whether values are copied to the host and back.
-    """
-
     model: str
     device: str
     cost_origin: str = msgspec.field(name="prices")  # the key of older releases
-    status: str
+    status: str  # this and the next seven are of the plan
     solver: str
     budget_bytes: int
     peak_bytes: int
@@ -232,28 +215,27 @@ class Explanation(msgspec.Struct, frozen=True):
     overhead: float
     lower_bound_us: float
     gap: float | None
-    unmodified_bytes: int
-    base_us: float
-    at_peak: PeakHolders
-    least: LeastBudget
-    price: GibPrice
-    forced: tuple[ForcedOps, ...]
-    rules: tuple[Rule, ...]
-    greedy: AgainstGreedy
-    why: tuple[Why, ...]
-    seconds: dict[str, float]
+    unmodified_bytes: int  # peak of the unmodified step
+    base_us: float  # every op once
+    at_peak: PeakHolders  # who holds the memory at the peak
+    least: LeastBudget  # what sets the least feasible budget
+    price: GibPrice  # of a step of memory: a GiB, or 5 % of the peak if less
+    forced: tuple[ForcedOps, ...]  # what left no choice, and for how many ops
+    rules: tuple[Rule, ...]  # those that fit first
+    greedy: AgainstGreedy  # `cut` beside greedy solvers
+    why: tuple[Why, ...]  # answers about single values
+    seconds: dict[str, float]  # of each part
     chunks: tuple[InChunks, ...] = msgspec.field(default=(), name="pieces")
     levers: tuple[LeverEffect, ...] = ()
-    moves: bool = False
+    moves: bool = False  # whether values are copied to the host and back
 
     @property
     def is_whole_gib(self) -> bool:
-        """Whether the price is that of a GiB, and not of 5 % of the peak."""
         return self.price.step_bytes == GIB
 
     @property
     def is_recomputing(self) -> bool:
-        """Whether the plan takes longer than every op once: it computes again, or waits."""
+        """Whether the plan computes again, or waits."""
         return self.time_us > self.base_us
 
     @property
@@ -264,18 +246,15 @@ class Explanation(msgspec.Struct, frozen=True):
     @property
     def simple(self) -> Rule | None:
         """The fastest rule that fits and is within 1 % of the plan, if something is recomputed."""
-        # A step that computes nothing again needs no rule, however near one comes.
-        if not self.is_recomputing:
+        if not self.is_recomputing:  # a step that computes nothing again needs no rule
             return None
         return next((rule for rule in self.rules if rule.is_close), None)
 
     @property
     def nearest(self) -> Rule | None:
-        """The fastest rule that fits."""
         return next((rule for rule in self.rules if rule.fits), None)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain bytes, microseconds and names, for `--json`."""
         said = {**msgspec.to_builtins(self), "price": price_json(self.price)}
         simple = msgspec.to_builtins(self.simple)
         return {**said, "is_whole_gib": self.is_whole_gib, "simple": simple}
@@ -318,14 +297,12 @@ def _plan_line(found: Explanation) -> Text:
 
 
 def sentences(found: Explanation) -> Iterator[tuple[str, str]]:
-    """Each question in one word, with its answer."""
     yield "least", _least_text(found.least, found.solver)
     yield "memory", _price_text(found.price, is_whole_gib=found.is_whole_gib)
     for one in found.chunks:
         yield "chunks", str(one)
     for i, one in enumerate(found.levers):
-        # Named once, at its first line.
-        yield "levers" if i == 0 else "", str(one)
+        yield "levers" if i == 0 else "", str(one)  # named once, at its first line
     for i, one in enumerate(found.forced):
         yield "forced" if i == 0 else "", _forced_text(one)
     if not found.forced:

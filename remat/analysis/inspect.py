@@ -37,47 +37,33 @@ from remat.schedules.value_report.rows import (
 )
 from remat.schedules.value_report.rows import Group as Sums
 
-_WIDE = 110
-"""Columns of the screen from which each fact has a column of its own."""
-_ROOMY = 76
-"""Columns of the screen from which the runs of a group are counted too."""
-_TOP = 20
-"""Rows that are shown unless more are asked for."""
+_WIDE = 110  # columns of the screen from which each fact has a column of its own
+_ROOMY = 76  # columns of the screen from which the runs of a group are counted too
+_TOP = 20  # rows that are shown unless more are asked for
 
-InspectBy = Literal["value", "module", "op", "line"]
-"""What values are summed by; ``value`` for one row a value."""
+InspectBy = Literal["value", "module", "op", "line"]  # ``value`` for one row a value
 
 
 class Inspection(msgspec.Struct, frozen=True):
-    """The values of a step, largest first, and the verdicts of a schedule, if there is one.
-
-    Attributes
-    ----------
-    by : how `groups` are summed; ``value`` for no groups.
-    budget_bytes : 0 without a schedule. time_us, overhead : of every op once without one.
-    at_peak : who holds the peak; None without a schedule.
-    values : one row a value, after filters. rows : the same, identical layers folded.
-    """
+    """The values of a step, largest first, and the verdicts of a schedule, if there is one."""
 
     model: str
     device: str
     cost_origin: str = msgspec.field(name="prices")  # the key of older releases
-    budget_bytes: int
-    time_us: float
+    budget_bytes: int  # 0 without a schedule
+    time_us: float  # of every op once without a schedule
     overhead: float
-    by: InspectBy
-    at_peak: PeakHolders | None
-    values: tuple[ValueRow, ...]
-    rows: tuple[FoldedRow, ...]
+    by: InspectBy  # how `groups` are summed; ``value`` for no groups
+    at_peak: PeakHolders | None  # None without a schedule
+    values: tuple[ValueRow, ...]  # one row a value, after filters
+    rows: tuple[FoldedRow, ...]  # the same, identical layers folded
     groups: tuple[Sums, ...]
 
     @property
     def peak_bytes(self) -> int:
-        """The schedule's peak, 0 without one."""
         return self.at_peak.peak_bytes if self.at_peak else 0
 
     def as_json(self) -> dict[str, Any]:
-        """Plain bytes, microseconds and names, for `--json`."""
         return {**msgspec.to_builtins(self), "peak_bytes": self.peak_bytes}
 
     def __str__(self) -> str:
@@ -117,8 +103,7 @@ def _left_out(count: int, top: int) -> Text:
 
 def _wide_values(rows: Iterable[FoldedRow]) -> Table:
     table = plain_table("op", "layers", "verdict", "bytes", "one run", "dtype", "module", "line")
-    # Columns of words; `plain_table` aligns to the right, as for figures.
-    for i in (2, 5, 6, 7):
+    for i in (2, 5, 6, 7):  # columns of words; `plain_table` aligns to the right, as for figures
         table.columns[i].justify = "left"
     for row in rows:
         table.add_row(
@@ -144,8 +129,7 @@ def _narrow_values(rows: Iterable[FoldedRow]) -> Table:
 
 
 def _groups_table(found: Inspection, top: int, width: int) -> Table:
-    # Without a plan there are sizes and costs alone.
-    if found.at_peak is None:
+    if found.at_peak is None:  # without a plan there are sizes and costs alone
         table = plain_table(found.by, "values", "bytes", "time")
         for group in found.groups[:top]:
             sizes = bytes_text(group.size_bytes), fine_time_text(group.cost_us)
@@ -173,7 +157,6 @@ def inspect(
     graph: TrainingGraph, plan: Schedule | Result | None = None, *, by: InspectBy = "value",
     only: str | Iterable[str] = (), at_peak: bool = False,
 ) -> Inspection:  # fmt: skip
-    """What the step holds, and what a plan keeps, makes again, offloads and frees."""
     schedule = plan.schedule if isinstance(plan, Result) else plan
     if at_peak and schedule is None:
         raise GlobError(

@@ -15,37 +15,26 @@ from remat.solver.policies.template import module_blocks, nth_blocks, template_s
 from remat.solver.problem import Problem
 from remat.solver.state import schedule_of
 
-SAME_SPEED = 0.01
-"""How much slower than the plan, as a fraction, still counts as the same."""
+SAME_SPEED = 0.01  # how much slower than the plan, as a fraction, still counts as the same
 
 
 class EveryNth(msgspec.Struct, frozen=True):
-    """Checkpointing layers 0, n, 2n, … of each list of layers, and keeping the others.
+    """Checkpointing layers 0, n, 2n, … of each list of layers, and keeping the others."""
 
-    Attributes
-    ----------
-    n : 1 checkpoints every layer. layers : module paths of those to wrap in
-        `torch.utils.checkpoint.checkpoint`. containers : the lists they are entries of.
-    peak_bytes, time_us, overhead : from `simulate`. slower : than the plan, as a fraction;
-        below 0 where it is faster.
-    """
-
-    n: int
-    layers: tuple[str, ...]
-    containers: tuple[str, ...]
+    n: int  # 1 checkpoints every layer
+    layers: tuple[str, ...]  # module paths to wrap in `torch.utils.checkpoint.checkpoint`
+    containers: tuple[str, ...]  # the lists that they are entries of
     peak_bytes: int
     time_us: float
     overhead: float
-    slower: float
+    slower: float  # than the plan, as a fraction; below 0 where it is faster
 
     @property
     def which(self) -> str:
-        """``every layer``, ``every 3rd layer``."""
         return "every layer" if self.n == 1 else f"every {_ordinal(self.n)} layer"
 
     @property
     def where(self) -> str:
-        """``blocks.*``: the lists of which layers are checkpointed."""
         return ", ".join(f"{name}.*" for name in self.containers)
 
     def __str__(self) -> str:
@@ -68,12 +57,10 @@ def every_n_layers(graph: TrainingGraph, result: Result) -> EveryNth | None:
 
 def candidates(graph: TrainingGraph, plan_us: float) -> Iterator[EveryNth]:
     """Each n that checkpoints fewer layers than the n before, compared with a plan of `plan_us`."""
-    # Such a model runs its ops as eager does, so the sizes are those of eager.
-    eager = with_eager_sizes(graph)
+    eager = with_eager_sizes(graph)  # such a model runs its ops as eager does
     problem, blocks = Problem.of(eager), module_blocks(eager)
     fewest = len(blocks.names) + 1
-    # The largest n checkpoints the first layer of each list alone.
-    for n in range(1, max(blocks.rank, default=-1) + 2):
+    for n in range(1, max(blocks.rank, default=-1) + 2):  # the largest takes only each list's first
         ranked = zip(blocks.names, blocks.rank, strict=True)
         layers = tuple(name for name, rank in ranked if rank % n == 0)
         if len(layers) == fewest:

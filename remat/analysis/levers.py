@@ -17,18 +17,14 @@ from remat.schedules.value_report.peak_holders import counterfactual_schedule
 from remat.solver.problem import Problem
 from remat.solver.state import schedule_of
 
-# A plan with one of its levers off: the same ops in the same order, for the simulator to compare.
-# No solver is asked, and values are freed as early as can be.
+# A plan with one lever off: the same ops in the same order, simulated. No solver is asked.
 
-_Off = tuple[TrainingGraph, Schedule]
-"""A graph without a lever, and the plan on it."""
+_Off = tuple[TrainingGraph, Schedule]  # a graph without a lever, and the plan on it
 
 
 def without_recomputation(graph: TrainingGraph, schedule: Schedule) -> _Off:
-    """Each op at its first run alone; what is copied still is."""
     planned = graph_of_schedule(graph, schedule)
-    # A plan made anew of its runs would have no copies, so runs are taken out of this one.
-    if schedule.moves:
+    if schedule.moves:  # a plan made anew would have no copies: take runs out
         for name in [name for name, runs in schedule.computations().items() if runs > 1]:
             schedule = counterfactual_schedule(planned, schedule, name)
         return planned, schedule
@@ -54,8 +50,7 @@ def without_chunks(graph: TrainingGraph, schedule: Schedule) -> _Off:
             order.append(name)
             continue
         op = planned.ops[planned.op_index[name]]
-        # Chunks give their results the names of the captured ones: where such a result is made, so
-        # is it now.
+        # Chunks give their results the captured names: where one is made, the captured one is.
         made = [maker[value] for value in op.outputs if maker.get(value, "") in dropped]
         wanted = [*made, *([name] if name in dropped else [])]
         needed = _needed(captured, maker, dropped - done, wanted)
@@ -81,8 +76,7 @@ def _needed(
 def without_updates(graph: TrainingGraph, schedule: Schedule) -> _Off:
     planned = graph_of_schedule(graph, schedule)
     updates = {op.name for op in planned.ops if op.target == UPDATE}
-    # Added to those of earlier batches, each gradient is released as it is made.
-    if planned.resident.gradients_bytes:
+    if planned.resident.gradients_bytes:  # summed gradients are released as they are made
         ops = tuple(_without_update(planned, op) for op in planned.ops)
         return _in_order(msgspec.structs.replace(planned, ops=ops), _runs(schedule))
     taken = [op for op in planned.ops if op.name in updates]
@@ -155,8 +149,7 @@ def levers_of(
 ) -> tuple[LeverEffect, ...]:
     """The levers that a plan uses; `solve_without` solves a graph that lacks one, at its budget."""
     planned, found = graph_of_schedule(graph, schedule), list[LeverEffect]()
-    # Parameters that live below the device cannot be had without copies.
-    if any(value.home for value in planned.values):
+    if any(value.home for value in planned.values):  # parameters below the device need copies
         return ()
     if max(schedule.computations().values(), default=0) > 1:
         off = without_recomputation(graph, schedule)
@@ -164,8 +157,7 @@ def levers_of(
     if schedule.moves:
         off = without_copies(graph, schedule)
         found.append(_beside(OFFLOAD, planned, schedule, off, solve_without))
-        # Chunks and updates could not be taken out without the copies.
-        return tuple(found)
+        return tuple(found)  # chunks and updates could not be taken out without the copies
     for one in [chunks_of(graph, schedule)] if schedule.chunks else []:
         name = ", ".join(region.name for region in one)
         off = without_chunks(graph, schedule)

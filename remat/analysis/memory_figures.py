@@ -1,7 +1,4 @@
-"""What a plan takes of memory: what a CUDA allocator reserves, and its buffers in one arena.
-
-A budget bounds what is allocated. What runs out is what is reserved: see docs/reserved.md.
-"""
+"""What a CUDA allocator reserves for a plan (docs/reserved.md), and its buffers in one arena."""
 
 from __future__ import annotations
 
@@ -61,8 +58,7 @@ def predict_reserved(graph: TrainingGraph, plan: Result | Schedule | None = None
             f"capture it for one, such as {option('device', 'h100')}"
         )
     if plan is None:
-        # Eager has sizes and writes in place of its own, so its step is one of another graph.
-        step = unmodified_step(graph)
+        step = unmodified_step(graph)  # eager has sizes of its own, so another graph
         graph, plan = step.graph, step.result
     if isinstance(plan, Result) and plan.schedule is None:
         raise BudgetError(infeasible_text(plan))
@@ -126,7 +122,6 @@ class InChunks(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """``head and its loss in 8 chunks``, ``MLPs in 8 chunks``."""
         what = f"{self.module or self.region} and its loss"
         if "mlp" in self.kinds:
             what = "MLPs" if self.kinds == ("mlp",) else "MLPs, and heads with their losses,"
@@ -162,15 +157,13 @@ def chunks_of(graph: TrainingGraph, schedule: Schedule | None) -> tuple[InChunks
 
 
 def _own_bytes(graph: TrainingGraph, ops: Sequence[Op]) -> int:
-    """The most that one of `ops` has live of what they make and of its workspace."""
     size = {name: graph.value_by_name[name].size_bytes for op in ops for name in op.outputs}
     live = [sum(size.get(name, 0) for name in {*op.inputs, *op.outputs}) for op in ops]
     return max(op.workspace_bytes + own for op, own in zip(ops, live, strict=True))
 
 
 SLOWER = 0.8
-"""Share of the rates at which a plan is judged once more: what links may fall to beside other
-traffic."""
+"""Share of the rates at which a plan is judged once more: links may fall beside other traffic."""
 _WAYS = {"d2h": "to the host", "h2d": "back", "write": "to NVMe", "read": "back from NVMe"}
 
 
@@ -238,8 +231,7 @@ def offloaded(
     links = graph.links
     assert links is not None
     here = found or simulate(graph, schedule)
-    # Links are shared with other traffic, of which the rates that were measured know nothing.
-    slower = simulate(graph, schedule, links.slower(SLOWER))
+    slower = simulate(graph, schedule, links.slower(SLOWER))  # links have other traffic too
     return _Offloaded(
         source=links.source or "not said", links=_uses(here, graph),
         host_bytes=here.host_peak_bytes, host_room_bytes=links.host_bytes,
@@ -268,7 +260,6 @@ def _uses(found: Simulation, graph: TrainingGraph) -> tuple[_LinkUse, ...]:
 def place(
     graph: TrainingGraph, schedule: Schedule, *, alignment_bytes: int | None = None
 ) -> Layout:
-    """Offsets for all buffers of `schedule` in one arena, near the most live bytes."""
     from remat.solver.layout.placing import place_buffers
 
     buffers = buffers_of(graph, schedule)  # first: it refuses what is no graph
@@ -291,7 +282,6 @@ def layout_json(layout: Layout) -> dict[str, Any]:
 
 
 def arena_text(layout: Layout) -> str:
-    """``1.34 GiB, 0.0 % above the most live bytes``."""
     return f"{bytes_text(layout.arena_bytes)}, {percent_text(layout.gap)} above the most live bytes"
 
 
@@ -299,14 +289,12 @@ def use_arena(
     module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
     loss_fn: Callable[..., Any] | None = None, target: Any = None,
 ) -> Arena:  # fmt: skip
-    """Serve the training steps of a rewritten module on a CPU from one arena."""
     from remat.rewriter.arena.arena import Arena, record_step, require_arena_fits
     from remat.rewriter.arena.library import arena_library
     from remat.solver.layout.placing import place_buffers
 
     rewritten = require_arena_fits(module)
-    # Compiled before a step runs, as there may be no compiler.
-    arena_library()
+    arena_library()  # compiled before a step runs, as there may be no compiler
     requests = record_step(rewritten, args, kwargs, loss_fn, target)
     layout = place_buffers(requests.buffers, alignment_bytes=CPU_ALIGNMENT_BYTES)
     return Arena(rewritten._remat_compiled_step.memory, requests, layout)

@@ -31,10 +31,8 @@ from remat.solver.result import at_least_budget
 
 # Parts that several screens share: tables that fit 60 columns, and words for their cells.
 
-_LONGEST = 36
-"""Letters that a folded path may have before its ranges are cut short."""
-_HOLDERS = 8
-"""Values that are named as holders of the peak; the rest is one row."""
+_LONGEST = 36  # letters that a folded path may have before its ranges are cut short
+_HOLDERS = 8  # values that are named as holders of the peak; the rest is one row
 
 
 def rendered(screen: RenderableType) -> str:
@@ -49,8 +47,7 @@ def holders_table(held: PeakHolders) -> Table:
     parts += [(_holder_name(row), row.size_bytes) for row in held.values[:_HOLDERS]]
     rest = held.values[_HOLDERS:]
     if rest:
-        # The rest is one row, so that rows sum to the peak.
-        count = sum(row.count for row in rest)
+        count = sum(row.count for row in rest)  # the rest is one row, so that rows sum to the peak
         parts.append((f"{count} more values", sum(row.size_bytes for row in rest)))
     if held.workspace_bytes:
         parts.append((f"workspace of {short_target(held.target)}", held.workspace_bytes))
@@ -69,28 +66,23 @@ def _holder_name(row: FoldedRow) -> str:
 
 
 def verdict_text(row: FoldedRow) -> str:
-    """``keep``, ``recompute x2``, with a mark where it is live at the peak."""
     return row.first.verdict_text + (" *" if row.first.at_peak else "")
 
 
 def run_cost_text(row: FoldedRow) -> str:
-    # A folded row is several layers, and one run that of one of them.
-    said = fine_time_text(row.cost_us / row.count)
+    said = fine_time_text(row.cost_us / row.count)  # a folded row is several layers
     return said if row.first.cost_origin != "estimated" else f"{said} (guessed)"
 
 
 def tensor_text(row: FoldedRow) -> str:
-    """``float32 [4, 256, 384]``."""
     return f"{row.first.dtype} {list(row.first.shape)}" if row.first.dtype else ""
 
 
 def short_target(target: str) -> str:
-    """``aten.mm`` of ``aten.mm.default``."""
     return target.removesuffix(".default")
 
 
 def short_line(source: str) -> str:
-    """``gpt.py:55`` of a whole path."""
     return source.rpartition("/")[2]
 
 
@@ -122,10 +114,8 @@ def costs_text(graph: TrainingGraph) -> str:
     return "; ".join(said)
 
 
-_RULES = ("full", "every_n_layers", "selective", "chen_sqrt")
-"""Rules that people follow by hand, quick to solve; the page shows them beside the plan."""
-_RULE_S = 0.5
-"""Seconds for each rule. On thousands of ops, a rule does not try all settings that it has."""
+_RULES = ("full", "every_n_layers", "selective", "chen_sqrt")  # quick to solve, shown by the plan
+_RULE_S = 0.5  # seconds a rule: on thousands of ops, not all settings are tried
 
 
 def report(
@@ -145,13 +135,11 @@ def fronts_in(data: bytes, name: str = "the file") -> dict[str, Front]:
     """What `remat sweep -o` kept, of one solver or of several."""
     try:
         fronts = decode_json(data, dict[str, Front])
-    # A front of one solver is kept as such; it says what is wrong if it is none.
-    except (TextError, ScheduleError):
+    except (TextError, ScheduleError):  # a single front says what is wrong with it
         front = Front.from_json(data, name)
         return {front.solver: front}
     for front in fronts.values():
-        # Anyone can edit the file.
-        front.check_figures(name)
+        front.check_figures(name)  # anyone can edit the file
     return fronts
 
 
@@ -184,8 +172,7 @@ def _rules_of(graph: TrainingGraph, budget_bytes: int) -> tuple[Alternative, ...
     for name in _RULES:
         result = solvers.solve_within(graph, budget_bytes, name, time_limit_s=_RULE_S)
         if result.schedule is None:
-            # Where a rule does not fit, its least peak shows by how much.
-            result = at_least_budget(graph, result)
+            result = at_least_budget(graph, result)  # its least peak shows how far a rule is off
         if result is not None:
             found.append(_alternative(name, result))
     return tuple(found)
@@ -200,8 +187,7 @@ def _points_of(graph: TrainingGraph, front: Front) -> tuple[Alternative, ...]:
     points: list[Alternative] = []
     for budget_bytes, result in front.points:
         if result.schedule is not None:
-            # Judged anew: anyone can edit the file that a front is kept in.
-            found = simulate(graph, result.schedule)
+            found = simulate(graph, result.schedule)  # judged anew: anyone can edit a front's file
             figures = found.peak_bytes, found.time_us, found.overhead
             asked = budget_bytes, result.lower_bound_us
             points.append(Alternative(front.solver, *figures, *asked))

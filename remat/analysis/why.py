@@ -1,9 +1,4 @@
-"""Why a plan keeps a value or computes it again.
-
-No reason is made up. Only two things are said, and both can be checked: the peak that the
-simulator gives the same schedule with the value left in place, and what a real solve finds with
-the op pinned the other way.
-"""
+"""Why a plan keeps a value or computes it again: by the simulator, and by solves with pins."""
 
 from __future__ import annotations
 
@@ -43,8 +38,7 @@ from remat.solver.budgets.sweep import PINS, least_peak
 from remat.solver.reductions.pins import PinnedOps
 from remat.solver.reductions.reduction import Question, solve_alone
 
-_MOST = 3
-"""Most ops that are asked about, those of the largest values first. Each takes a solve."""
+_MOST = 3  # Most ops that are asked about, those of the largest values first. Each takes a solve.
 
 
 class Turned(msgspec.Struct, frozen=True):
@@ -78,8 +72,7 @@ def why(
     largest: dict[str, ValueRow] = {}
     # What backward does not read is freed by any plan, which explains nothing: that comes last.
     for row in sorted(matching(rows, asked), key=lambda r: (r.verdict == "free", -r.size_bytes)):
-        # An op is pinned as a whole, so it is asked about once.
-        largest.setdefault(row.op, row)
+        largest.setdefault(row.op, row)  # an op is pinned as a whole, so it is asked about once
     return tuple(_why(graph, result, row, pins, each_s) for row in list(largest.values())[:_MOST])
 
 
@@ -102,8 +95,7 @@ def _why(graph: TrainingGraph, result: Result, row: ValueRow, pins: Pins, each_s
 
 def _forced(graph: TrainingGraph, op: Op, runs: int, pins: Pins) -> str:
     if runs > 1:
-        # An op that does run again is forced by nothing but a pin.
-        pin = pins.again.get(op.name)
+        pin = pins.again.get(op.name)  # an op that does run again is forced by nothing but a pin
         return f"pinned by {option('recompute', pin)}" if pin else ""
     if op.name in pins.kept:
         return f"pinned by {option('keep', pins.kept[op.name])}"
@@ -143,10 +135,8 @@ def _largest(rows: Sequence[ValueRow]) -> tuple[FoldedRow, ...]:
     return tuple(sorted(fold_rows(rows), key=lambda row: (-row.size_bytes, -row.cost_us)))
 
 
-_GREEDY = ("msps", "dtr", "largest", "chen_greedy")
-"""Solvers that decide step by step and never look back: three that evict, and one by segments."""
-_PLACES = 3
-"""Most modules that are named."""
+_GREEDY = ("msps", "dtr", "largest", "chen_greedy")  # three that evict, one by segments
+_PLACES = 3  # most modules that are named
 
 
 class _Tried(msgspec.Struct, frozen=True):
@@ -184,8 +174,7 @@ def against_greedy(
     found: list[Result] = []
     for name in _GREEDY:
         left_s = each_s - sum(one.wall_s for one in found)
-        # The first is tried even without time left, so that there is one to compare with.
-        if left_s > 0 or not found:
+        if left_s > 0 or not found:  # the first in any case, so that one can be compared
             found.append(solvers.solve_within(graph, budget_bytes, name, time_limit_s=left_s))
     found.sort(key=lambda one: (one.schedule is None, one.time_us))
     best = found[0]
@@ -220,13 +209,12 @@ def _spent(graph: TrainingGraph, schedule: Schedule) -> dict[str, float]:
     return {", ".join(boxes_of[pattern]): us for pattern, us in spent_us.items()}
 
 
-_RULES = {
+_RULES = {  # solvers of the table that carry out a rule, and what the rule says
     "full": "checkpoint every layer",
     "selective": "recompute the core of each attention",
     "keep_attention_output": "checkpoint every layer, keeping attention's output",
     "norms_and_activations": "recompute normalisations and activations",
 }
-"""Solvers of the table that carry out a rule, and what the rule says."""
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -301,12 +289,10 @@ def least_budget(
     # Nothing fits into 0 bytes, so the result of that solve names the least budget.
     named = solve_within(graph, 0, time_limit_s=time_limit_s, **asked)
     schedule: Schedule | None = named.least_schedule
-    # With pins the schedule is one of another graph, that with clones: look for one of this graph.
-    if schedule is None or schedule.graph_hash != graph.hash:
+    if schedule is None or schedule.graph_hash != graph.hash:  # pins add clones: another graph
         schedule = least_peak(graph, time_limit_s, **asked).schedule
     held = peak_holders(graph, schedule) if schedule is not None else None
     of_plan = peak_holders(graph, plan)
-    # A plan with copies can be below: the search for the least knows none.
-    if held is None or of_plan.peak_bytes < held.peak_bytes:
+    if held is None or of_plan.peak_bytes < held.peak_bytes:  # a plan with copies can be below
         held = of_plan
     return LeastBudget(held.peak_bytes, held, named.floor, named.least_bound_bytes)

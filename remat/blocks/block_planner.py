@@ -1,9 +1,6 @@
 """Plans a model block by block: what each may keep, and what the whole step then needs.
 
-The whole step stays the measure. Blocks are solved and chosen on the model's graph, with the ops
-of each block standing together. Their schedules are then put together to one of the whole step, as
-autograd will run it, and the simulator judges that one. While it is over the budget, the knapsack
-over blocks gets less room.
+The simulator judges the whole step: while it is over the budget, the blocks get less room.
 """
 
 from __future__ import annotations
@@ -49,8 +46,7 @@ from remat.solver.result import evaluate_schedule
 from remat.solver.search import Clock
 from remat.solver.state import last_forward_position, schedule_of
 
-_Moves = Mapping[int, Sequence[Step]]
-"""By the position of the op that they stand before."""
+_Moves = Mapping[int, Sequence[Step]]  # by the position of the op that they stand before
 
 
 def _block_schedule(graph: TrainingGraph, match: BlockMatch, run: Sequence[Step]) -> Schedule:
@@ -66,8 +62,7 @@ def _block_schedule(graph: TrainingGraph, match: BlockMatch, run: Sequence[Step]
             moves.setdefault(len(ops), []).append(own)
         elif step.op in op_in_block:
             ops.append(graph.op_index[op_in_block[step.op]])
-    # The model's graph has no op of the block's tangents: they come as the block's forward ends.
-    end = last_forward_position(problem, ops) + 1
+    end = last_forward_position(problem, ops) + 1  # the block's tangents come when its forward ends
     ops.insert(end, graph.n_forward)
     schedule = schedule_of(problem, ops, solver="blocks")
     if not moves:
@@ -89,8 +84,7 @@ def _with_moves(steps: Sequence[Step], names: Sequence[str], moves: _Moves) -> I
     at = 0
     for step in steps:
         if isinstance(step, Compute):
-            # `schedule_of` leaves out a run whose outputs are all live; its moves are still due.
-            while True:
+            while True:  # `schedule_of` omits runs of live outputs; their moves are due
                 yield from moves.get(at, ())
                 at += 1
                 if names[at - 1] == step.op:
@@ -100,9 +94,8 @@ def _with_moves(steps: Sequence[Step], names: Sequence[str], moves: _Moves) -> I
         yield from moves.get(left, ())
 
 
-# A block is rewritten only where the model's own graph contains it, node by node, so a sum of
-# gradients that would change its order is found before anything runs. Two blocks share one compiled
-# step only if they are the same computation of their own parameters.
+# A block is rewritten only where the model's graph contains it node by node: else gradients could
+# be summed in another order. Two share a compiled step only if they compute the same.
 
 
 @dataclass
@@ -135,8 +128,7 @@ def trace_blocks(
 ) -> TracedBlocks:
     """Raises `CaptureError` where a block cannot be run by itself to the same bits."""
     blocks = matching_blocks(model, pattern, resolved_device(asked.get("device"), model))
-    # A block's own inputs are known only while the model runs.
-    with watching_calls(model, blocks) as calls:
+    with watching_calls(model, blocks) as calls:  # only the running model knows a block's inputs
         whole = trace(model, args, kwargs, **asked)
     distinct: list[_DistinctBlock] = []
     for path, recipe in calls.recipes().items():
@@ -149,8 +141,7 @@ def _add_block(
 ) -> None:
     block = model.get_submodule(path)
     for one in distinct:
-        # Cheap facts first: matching walks both graphs.
-        if _looks_like(block, recipe, one):
+        if _looks_like(block, recipe, one):  # cheap facts first: matching walks both graphs
             try:
                 # What looks alike may still compute something else, or other blocks' parameters.
                 match = match_block(one.trace.joint, whole.joint, path)
@@ -181,27 +172,20 @@ def _state_facts(block: nn.Module) -> list[Any]:
     return [modes, facts, [(name, t.requires_grad) for name, t in named_state(block)]]
 
 
-_TRIES = 12
-"""Most sizes of the room for the blocks that are tried."""
+_TRIES = 12  # most sizes of the room for the blocks that are tried
 
-_Planned = tuple[dict[str, Schedule], Schedule]
-"""By block, and of the whole step."""
+_Planned = tuple[dict[str, Schedule], Schedule]  # by block, and of the whole step
 
 
 class BlocksPlan(msgspec.Struct, frozen=True):
-    """A plan for each block that `pattern` names, and the whole step that comes of them.
-
-    `schedules` are by path, each for the block's own graph; `result` is of the whole step as it
-    then runs, on one rank where it is sharded. `distinct` blocks were captured. `host_bytes` and
-    `nvme_bytes` are the most there at once, of all blocks together.
-    """
+    """A plan for each block that `pattern` names, and the whole step that comes of them."""
 
     pattern: str
-    schedules: dict[str, Schedule]
-    result: Result
-    distinct: int
+    schedules: dict[str, Schedule]  # by path, each for the block's own graph
+    result: Result  # of the whole step as it runs, on one rank
+    distinct: int  # blocks that were captured
     links: Links | None = None
-    host_bytes: int = 0
+    host_bytes: int = 0  # the most at once, of all blocks, as `nvme_bytes`
     nvme_bytes: int = 0
 
     def __repr__(self) -> str:
@@ -268,11 +252,9 @@ class BlockPlanner:
         return beside
 
     def plan(self, budget_bytes: int) -> BlocksPlan:
-        """The fastest plan found; its result is infeasible where none fits."""
         began = Clock()
         schedules, schedule = self._fastest(budget_bytes) or self._least()
-        # Nothing is proved of the share-out, so the bound is every op once.
-        result = evaluate_schedule(
+        result = evaluate_schedule(  # nothing is proved of shares: the bound is every op once
             self.graph, msgspec.structs.replace(schedule, budget_bytes=budget_bytes),
             budget_bytes=budget_bytes, lower_bound_us=self.graph.time_us,
             wall_s=began.elapsed_s, cut_short=self.clock.left_s < 0,
@@ -287,8 +269,7 @@ class BlockPlanner:
     def _fastest(self, budget_bytes: int) -> _Planned | None:
         """The fastest plan tried whose whole step fits; None if none does."""
         room_bytes = budget_bytes - self.graph.resident.total_bytes
-        # The knapsack counts bytes by a model, the simulator exactly. So the knapsack's room is
-        # bisected until what it gives fits as simulated.
+        # The knapsack counts by a model, the simulator exactly: bisect until it fits.
         low, high = self._shared.least_room_bytes(), 2 * room_bytes
         best: _Planned | None = None
         best_us = math.inf
@@ -304,8 +285,7 @@ class BlockPlanner:
                 low = room_bytes + 1
                 if found.time_us < best_us:
                     best, best_us = tried, found.time_us
-            # Nothing runs twice: no plan is faster.
-            if best_us <= self.graph.time_us * (1 + 1e-9):
+            if best_us <= self.graph.time_us * (1 + 1e-9):  # nothing runs twice: no plan is faster
                 break
             room_bytes = (low + high) // 2
         return best
@@ -333,7 +313,6 @@ class BlockPlanner:
     def _steps_in_model(
         self, path: str, one: _DistinctBlock, schedule: Schedule
     ) -> tuple[list[Step], list[Step]]:
-        """A block's forward and backward in names of the model's graph, communication included."""
         match = one.at[path]
         halves: tuple[list[Step], list[Step]] = self._added(path, BEFORE_BLOCK)
         half = halves[0]
@@ -343,9 +322,7 @@ class BlockPlanner:
             elif step.op in match.op_of:
                 half.append(Compute(match.op_of[step.op]))
             else:
-                # The one op that the model's graph lacks is that of the tangents, where backward
-                # opens.
-                half = halves[1]
+                half = halves[1]  # the model's graph lacks the op of the tangents alone
         behind = self._added(path, BEHIND_BLOCK)
         return [*halves[0], *behind[0]], [*halves[1], *behind[1]]
 

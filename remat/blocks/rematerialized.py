@@ -1,7 +1,6 @@
 """Rewrites a model block by block, so that blocks can still be wrapped, as by `fully_shard`.
 
-Ranks agree on a plan only where `group` is given: ranks of a pipeline have different models and
-must not wait for one another.
+Ranks agree on a plan only where `group` is given: ranks of a pipeline must not wait for others.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ _plans: weakref.WeakKeyDictionary[nn.Module, BlocksPlan] = weakref.WeakKeyDictio
 
 def blocks_planned(spec: StepSpec) -> nn.Module:
     """What `remat.rematerialize` returns where `blocks` is given; its docstring has the errors."""
-    # Before ranks come together: a fake group has no others to wait for.
-    refuse_fake(spec.group)
+    refuse_fake(spec.group)  # before ranks come together: a fake group has no others to wait for
     model, budget, sharding = spec.model, spec.budget, spec.sharding
     pattern, batch = spec.blocks or "", spec.batch
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(model).__name__
@@ -74,10 +72,8 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
                 planner = BlockPlanner(traced, costed, sharding, spec.time_limit_s)
                 return _plan_within(planner, budget)
 
-        # Ranks of another step would decode a plan of ops that they do not have.
-        ranks.require_same_step(traced.hash)
-        # Each rank times ops for itself, so plans made apart would differ.
-        plan = ranks.from_first(make, BlocksPlan)
+        ranks.require_same_step(traced.hash)  # others would decode a plan of ops they lack
+        plan = ranks.from_first(make, BlocksPlan)  # ranks time ops apart: their plans would differ
         made = _rewritten(model, traced, plan, "block" if spec.audit else "none")
         agree_on_audits(ranks, made.modules())
         # The check runs before the user shards the model, so its peak is not that of the plan.
@@ -141,13 +137,10 @@ def _plan_within(planner: BlockPlanner, budget: str | SupportsIndex) -> BlocksPl
 def _rewritten(
     model: nn.Module, traced: TracedBlocks, plan: BlocksPlan, audit: Audits
 ) -> nn.Module:
-    # Each block's own room was looked at alone. On a CUDA device each takes its pinned memory
-    # before its first step, and says then if there is too little.
-    links = plan.links
+    links = plan.links  # before its first step each block says if its room is short
     if links is not None and plan.host_bytes and not is_cuda(traced.whole.graph.device):
         FileTier(plan.host_bytes, plan.nvme_bytes, links.nvme_path).require_room()
-    # Equal blocks of one schedule share one compiled step.
-    compiled: dict[tuple[int, Any], CompiledStep] = {}
+    compiled: dict[tuple[int, Any], CompiledStep] = {}  # equal blocks of one schedule share a step
     replaced: dict[nn.Module, nn.Module] = {}
     told = Unplanned(type(model).__name__)  # once for all blocks
     for path, schedule in plan.schedules.items():
@@ -157,14 +150,12 @@ def _rewritten(
         step = compiled.get(key)
         # A step that holds objects of one block is of use to no other.
         if step is None or step.initialised or constants_of(step.forward, step.backward):
-            # A trace can be compiled only once: AOTAutograd uses up its metadata.
-            fresh = trace_recipe(block, recipe)
+            fresh = trace_recipe(block, recipe)  # compiling uses up a trace's metadata
             step, state = compile_step(fresh, schedule, links=plan.links), fresh.python_state
             compiled[key] = step
         else:
             traced_as = one.trace.python_state
-            # The shared step was traced on another block: this one's own Python state is what its
-            # guards read.
+            # The shared step was traced on another block: guards read this one's own Python state.
             state = state_guarded(block, recipe.loss_fn, step.mutated, traced_as)
         made = make_module(block, schedule, recipe, step, state, audit=audit)
         made.__setstate__(told)

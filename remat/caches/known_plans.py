@@ -1,9 +1,4 @@
-"""What a cache of plans knows before it plans a batch, so that few batches are timed and solved.
-
-A batch that fits with every op run once runs so. Another one takes a schedule that was made for
-other sizes, if its step has the same ops and `simulate` finds that it fits at the sizes at hand. A
-trace tells both, with the bytes that its ops take and without their times.
-"""
+"""What a cache of plans knows before it plans a batch: a schedule of other sizes may serve."""
 
 from __future__ import annotations
 
@@ -39,8 +34,7 @@ from remat.solved import Solved
 from remat.solver.policies.template import StoreAll
 from remat.solver.result import INTERRUPTED, evaluate_schedule
 
-_MOST_SCHEDULES = 16
-"""That are tried on a batch of other sizes; the first ones go first."""
+_MOST_SCHEDULES = 16  # that are tried on a batch of other sizes; the first ones go first
 
 
 class _Reusable(NamedTuple):
@@ -58,8 +52,7 @@ class AtHand(NamedTuple):
 
 class KnownPlans:
     def __init__(self) -> None:
-        # The highest peak of its plans, for which the run has room; and whether a whole step of the
-        # model was compared with eager's.
+        # The highest peak of its plans, and whether a whole step was compared with eager's.
         self.most_bytes, self.is_checked = 0, False
         self._solved: list[_Reusable] = []
 
@@ -71,7 +64,6 @@ class KnownPlans:
         del self._solved[:-_MOST_SCHEDULES]
 
     def forget(self) -> None:
-        """Have the next batch planned and compared as the first one was."""
         self.is_checked = False
         self._solved.clear()
 
@@ -81,7 +73,7 @@ class KnownPlans:
     def at_hand(self, traced: Trace, budget: Budget, *, may_keep_all: bool) -> AtHand | None:
         """A schedule that fits the trace, of those the one with least overhead; or None."""
         plain = [_Reusable(0.0, StoreAll().schedule(traced.graph))] if may_keep_all else []
-        # Without what kernels take for themselves a peak is too low: most end here.
+        # Peaks without workspaces are too low: most end here.
         limit_bytes = self._budget_bytes(traced.graph, budget)
         tried = [
             one
@@ -91,8 +83,7 @@ class KnownPlans:
         ]
         if not tried:
             return None
-        # Runs ops whose costs are not known, so only where a schedule may fit.
-        sized = Sized(traced)
+        sized = Sized(traced)  # runs ops of unknown cost, so only where one may fit
         limit_bytes = self._budget_bytes(sized.graph, budget)
         found = (_fitting(_graph_for(sized, one.schedule), one, limit_bytes) for one in tried)
         return next((one for one in found if one), None)
@@ -105,8 +96,7 @@ class KnownPlans:
 
 
 def _graph_for(sized: Sized, schedule: Schedule) -> TrainingGraph:
-    # Judged with its region in chunks, as it runs so.
-    if not schedule.chunks:
+    if not schedule.chunks:  # judged with its region in chunks, as it runs so
         return sized.graph
     one = schedule.chunks[0]
     return sized.with_region(one.region, one.chunks, is_exact=one.exact)
@@ -146,8 +136,7 @@ def adopted(
 
 @functools.cache
 def sources_key() -> str:
-    # Another release may plan otherwise, and so may an edited checkout.
-    digest = hashlib.sha256()
+    digest = hashlib.sha256()  # another release may plan otherwise, and so may an edited checkout
     for package in (remat, remat.graph_capture, remat.rewriter, remat.schedules, remat.solver):
         for path in sorted(Path(str(package.__file__)).parent.rglob("*.py")):
             facts = path.stat()
@@ -155,18 +144,14 @@ def sources_key() -> str:
     return digest.hexdigest()
 
 
-# Schedules of plan caches on disk, for the processes after this one: a file for each question,
-# which is a graph with every op, size and cost in it, a budget and the options of the solve.
+# Schedules on disk, a file for each question: a graph with sizes and costs, a budget and options.
 
 _SCHEMA_VERSION = 1
 FILES = CacheFiles(
     "plans", "each process plans anew", "planned", most_files=256, most_bytes=1 << 24
 )  # fmt: skip
-ADDRESS = " at 0x"
-"""In the text of an option that says no more than where it lies."""
-_NEAR, _CHEAP = 0.97, 0.005
-"""What is free is never the same twice: a plan for so large a part of it is taken, or of so little
-overhead."""
+ADDRESS = " at 0x"  # in the text of an option that says no more than where it lies
+_NEAR, _CHEAP = 0.97, 0.005  # a plan this near to what is free is taken, or this cheap
 
 
 class KeptSolve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -178,8 +163,7 @@ class KeptSolve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def keeps_solves() -> bool:
-    # Whoever has torch keep nothing wants every run to start anew.
-    return not torch.compiler.config.force_disable_caches
+    return not torch.compiler.config.force_disable_caches  # then every run is to start anew
 
 
 def kept_solve(
@@ -227,9 +211,7 @@ def _judged(graph: TrainingGraph, kept: KeptSolve) -> Result:
 
 
 def _suits(found: Result, budget: Budget, graph: TrainingGraph) -> bool:
-    """Whether it is what would be planned now."""
-    # The least peak is an answer to the question, and the question is the same.
-    if budget.kind == "min":
+    if budget.kind == "min":  # the least peak answers the same question
         return True
     now_bytes = budget.bytes_for(graph)
     if budget.kind != "auto":
@@ -249,7 +231,7 @@ def _question_key(graph: TrainingGraph, budget: Budget, asked: str) -> str:
 
 
 def without_lines(graph: TrainingGraph) -> TrainingGraph:
-    """Lines of the user's files move while the step stays the same."""
+    """Without the lines of the user's files, which move while the step stays the same."""
     ops = (msgspec.structs.replace(op, source="") for op in graph.ops)
     return msgspec.structs.replace(graph, ops=tuple(ops))
 

@@ -68,17 +68,14 @@ class _FloatPromotion:
                 if error.unfit:  # for its value now
                     names -= set(error.unfit)
                     continue
-                # Those that came last are at fault, since the others were inputs before.
-                self._fixed |= changed & names or names
+                self._fixed |= changed & names or names  # the last ones: others were inputs before
                 names -= self._fixed
                 self._names -= self._fixed
         return make(())
 
 
-_MAX_PLANS = 16
-"""Plans that are kept. Beyond, the oldest goes with a warning: to plan at each step is slow."""
-_OFTEN = 3
-"""Plans for one signature, beyond which it is said what keeps changing."""
+_MAX_PLANS = 16  # beyond, the oldest goes with a warning: planning each step is slow
+_OFTEN = 3  # plans for one signature, beyond which it is said what keeps changing
 _numbers = itertools.count()
 _OF_A_BATCH = {"args", "kwargs", "target", "float_inputs"}
 _WITH_A_BATCH = {"blocks": "blocks are", "optimizer_in_backward": "updates in backward are"}
@@ -87,16 +84,13 @@ _WITH_A_BATCH = {"blocks": "blocks are", "optimizer_in_backward": "updates in ba
 class PlanCache(SharedState, nn.Module):
     """A module that shares every attribute with the user's, and trains by a plan for each shape.
 
-    Like a rewritten module, it has the user's ``__dict__`` itself. A call in training mode with
-    gradients enabled runs by the plan for its signature: structure, shapes, strides, dtypes,
-    values of what is no tensor, and autocast. A new signature makes a plan; so does a change of
-    what the model's code reads, or of what is trained. A float that has changed, such as a
-    dropout's p, is an input of the next plan, which serves for all its values where it can. Any
-    other call runs the user's own forward.
+    It has the user's ``__dict__`` itself. In training with gradients, a call runs by the plan for
+    its signature: structure, shapes, strides, dtypes, other values, autocast. A new signature makes
+    a plan, as does a change of what the code reads or is trained. A changed float is an input of
+    the next plan. Other calls run the user's forward.
     """
 
-    # With a prefix of ours: all other names are those of the user's class, whatever they are.
-    _remat_plans: ClassVar[OrderedDict[tuple[Any, int], Any]]
+    _remat_plans: ClassVar[OrderedDict[tuple[Any, int], Any]]  # prefixed, as others are the user's
     _remat_options: ClassVar[dict[str, Any]]
     _remat_max_plans: ClassVar[int]
     _remat_numbers: ClassVar[_FloatPromotion]
@@ -106,7 +100,6 @@ class PlanCache(SharedState, nn.Module):
 
     @property
     def audit(self) -> Audit | None:
-        """That of the plan that was used last; each is audited by itself."""
         type(self)._remat_last_used()  # which says what to do where there is none
         return next(reversed(type(self)._remat_plans.values())).audit
 
@@ -123,14 +116,11 @@ class PlanCache(SharedState, nn.Module):
         given = kwargs if target is None else {**kwargs, "target": target}
         changed: list[StateChangedError] = []
         outgrown: list[Any] = []
-        # The last used first. Several have one signature where Python's state differs, which only a
-        # plan's own guards can tell.
+        # The last used first: where Python's state differs, only a plan's own guards can tell.
         for key in [key for key in reversed(cls._remat_plans) if key[0] == signature]:
             plan = cls._remat_plans[key]
             if isinstance(plan, RangedModule) and not type(plan)._remat_members.hold(batch):
-                # Dropped once a plan for a wider range is there, and not before: making it may
-                # fail.
-                outgrown.append(key)
+                outgrown.append(key)  # dropped once a wider plan is there, as making it may fail
                 continue
             try:
                 result = plan(*args, **given)
@@ -161,21 +151,18 @@ class PlanCache(SharedState, nn.Module):
         else:
             cls._remat_drop_outgrown(outgrown, planned)
         cls._remat_known.took(_peak_bytes(planned))
-        # Numbered, as one signature may have several plans.
-        key = signature, next(_numbers)
+        key = signature, next(_numbers)  # numbered, as one signature may have several plans
         cls._remat_plans[key] = planned
         cls._remat_drop_oldest()
         try:
             return planned(*args, **given)
         except AuditError:
             del cls._remat_plans[key]
-            # A schedule that gave other outputs is not to serve the next size either.
-            cls._remat_known.forget()
+            cls._remat_known.forget()  # it is not to serve the next size either
             raise
 
     @classmethod
     def _remat_signature(cls, batch: Any) -> Hashable:
-        """What the plans that can serve a batch are kept under."""
         if cls._remat_sizes is None:
             return _key(batch)
         signature, is_new = cls._remat_sizes.key(batch)
@@ -214,8 +201,7 @@ class PlanCache(SharedState, nn.Module):
         except BudgetError:
             if spec.parsed_budget.kind != "share" or not peak_bytes:
                 raise
-        # A per cent of a small batch's own peak can be too little for its parameters, as with the
-        # last batch of an epoch; but the run has room for the larger ones.
+        # A per cent of a small last batch can be too little; the run has room for larger ones.
         return make(spec.replace(budget=peak_bytes))
 
     @classmethod
@@ -260,22 +246,18 @@ def plan_cache(
 ) -> PlanCache:  # fmt: skip
     """The module that `remat.rematerialize` returns without a batch; arguments are its own.
 
-    A batch that fits with every op run once runs so. One of other sizes takes the schedule of an
-    earlier plan where that fits at these sizes. Any other batch is planned. The first plan of a
-    model is compared with eager as a whole; schedules that are used again, by what their first step
-    returns. A size of 1 has a plan of its own; where the model fixes a size that is to vary, each
-    has a plan, and a warning says why.
+    A batch runs with every op once if that fits, or by an earlier plan that fits, or is planned.
+    The first plan is compared with eager as a whole, reused schedules by their first outputs. Where
+    the model fixes a size, each has a plan, and a warning says why.
     """
     resolved_device(None, model)
-    # A cell of a notebook that is run twice plans the user's model again, not a plan of it.
-    model = original_of(model)
+    model = original_of(model)  # a notebook cell that is run twice plans the user's model
     refuse_wrappers(model)
     if is_sharded_by_fsdp(model):
         raise CaptureError(distributed_message(next(iter(dict(model.named_parameters())), "")))
     _require_no_batch_is_needed(options)
     spec = StepSpec.of({"model": model, "budget": budget, "loss_fn": loss_fn, **options})
-    # Refused where the model is wrapped, and not only when the first batch has come.
-    parse_budget(spec.budget)
+    parse_budget(spec.budget)  # refused when the model is wrapped, not at a batch
     _ = spec.tiers
     make_solver(spec.solver, **spec.options)
     if dynamic is not None or upto is not None:
@@ -283,8 +265,7 @@ def plan_cache(
         require_dynamic(model, dynamic, may_be_auto=True)
         require_upto(model, upto or {}, dynamic)
         require_compatible(**spec.asked | {"dynamic": True})
-    # `True` would pass as 1.
-    if type(max_plans) is not int or max_plans < 1:
+    if type(max_plans) is not int or max_plans < 1:  # `True` would pass as 1
         raise SolverError(f"max_plans must be 1 or more, not {max_plans!r}")
     sizes = None if dynamic is None else (dynamic, upto)
     return _make_cache(model, loss_fn, max_plans, {"budget": budget, **options}, sizes)
@@ -318,7 +299,6 @@ def _make_cache(
 
 
 def planned_modules(cache: PlanCache) -> list[Any]:
-    """The modules that follow the plans of a cache, the last used one last."""
     return list(type(cache)._remat_plans.values())
 
 
@@ -365,8 +345,7 @@ def _module_at_hand(planner: StepPlanner, found: AtHand, known: KnownPlans) -> R
 def _solved(planner: StepPlanner, known: KnownPlans) -> RematModule:
     spec, traced = planner.spec, planner.traced
     graph = planner.costed(traced, chunks=not planner.may_wait())
-    # Sorted, as the order in which options were given asks nothing else.
-    text = repr(sorted(spec.of_solve.items()))
+    text = repr(sorted(spec.of_solve.items()))  # the order of options asks nothing else
     kept = kept_solve(graph, spec.parsed_budget, text, planner.in_chunks)
     found = kept or planner.required(planner.found(graph=graph))
     result, checked = found.result, None

@@ -14,21 +14,17 @@ def command() -> None:
 
         note_start()
         from remat.cli.main import main as run_verb
-    # Outside of the block: a verb has a session, which answers Ctrl-C itself.
-    run_verb()
+    run_verb()  # outside of the block: a verb has a session, which answers Ctrl-C itself
 
 
 @contextlib.contextmanager
 def ended_by_ctrl_c() -> Generator[None]:
-    """In the block, Ctrl-C ends the process without a traceback."""
     own, is_main = signal.default_int_handler, threading.current_thread() is threading.main_thread()
-    # Only the main thread may set it; and where somebody else listens, as a job in the background
-    # that ignores it, that stays.
+    # Only the main thread may set it, and where somebody else listens, that stays.
     if not is_main or signal.getsignal(signal.SIGINT) is not own:
         yield
         return
-    # There is nothing to keep yet. A shell sees exit code 130, as it does later.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to keep yet; a shell sees exit code 130
     try:
         yield
     finally:

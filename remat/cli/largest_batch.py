@@ -43,8 +43,7 @@ def largest_batch_verb(
     layout: LayoutFile = None,
 ) -> None:  # fmt: skip
     """Find the largest size whose plan fits; it and the next are captured and solved."""
-    # Refused before a session of captures: a kept graph has one size.
-    require_model(model)
+    require_model(model)  # refused before a session of captures: a kept graph has one size
     search = FitSearch(
         model, vary, SizeRange(step, most, step), _asked_overhead(max_overhead), request,
         session.stopwatch, request.time_limit_s,
@@ -64,13 +63,11 @@ def largest_batch_verb(
         for name, figure in moved.rows() if moved is not None else ():
             session.out.print(f"{name}  {figure}", markup=False, soft_wrap=True)
         show_layout(session, placed)
-    # Last, as what was tried is told where nothing fits, too.
-    if found.answer is None:
+    if found.answer is None:  # last, as what was tried is told where nothing fits, too
         raise SystemExit(INFEASIBLE)
 
 
 def _asked_overhead(text: str) -> float:
-    """``10%`` or ``0.1`` as a fraction."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", text)
     if match is None:
         raise BudgetError(f"overhead {text!r} cannot be read: write it like 10% or 0.1")

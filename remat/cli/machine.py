@@ -43,8 +43,7 @@ def profile_verb(
     from remat.graph_capture.costs.measuring import measure
 
     if request.device != NAMED_BY_TORCH:
-        # A device of the table has no ops to measure.
-        check_measured(request.device)
+        check_measured(request.device)  # a device of the table has no ops to measure
     if nvme is not None:
         require_writable(str(nvme), "nvme")
     loaded, request = load_shown(model, session.stopwatch, request)
@@ -81,8 +80,7 @@ def _show_profile(session: Session, measured: Profile, top: int) -> None:
     dearest = sorted(measured.ops.items(), key=lambda item: -item[1].cost_us)
     for key, one in dearest[:top]:
         table.add_row(
-            # The key goes on with the shapes, which would fill the line.
-            key.partition("(")[0],
+            key.partition("(")[0],  # the rest is shapes, which would fill the line
             time_text(one.cost_us) + (" (guessed)" if one.is_estimate else ""),
             bytes_text(one.workspace_bytes),
             f"{one.work.flops:.2e}" if one.work.flops else "-",
@@ -141,7 +139,6 @@ def _free_bytes() -> int | None:
 
 
 def _known_links() -> dict[str, str]:
-    """The links that were measured here before, by device and place."""
     import torch
 
     from remat.graph_capture.costs.measuring import kept_links
@@ -164,8 +161,7 @@ def _version(name: str) -> str:
 def _refused_release() -> str:
     """Why plans are not carried out under this torch; empty where they are."""
     try:
-        # Its import refuses releases of torch that it was not tested with.
-        importlib.import_module("remat.rewriter")
+        importlib.import_module("remat.rewriter")  # refuses untested releases of torch
     except RewriteError as error:
         return str(error)
     return ""
@@ -180,8 +176,7 @@ def _torch_works() -> bool:
 
 
 def _ortools_works() -> bool:
-    # An import alone would not show a native library that is broken.
-    from ortools.math_opt.python import mathopt
+    from ortools.math_opt.python import mathopt  # an import alone hides a broken native library
 
     model = mathopt.Model()
     x = model.add_binary_variable()
@@ -192,8 +187,7 @@ def _ortools_works() -> bool:
 
 def _show_findings(session: Session, found: dict[str, Any]) -> None:
     table = plain_table("what", "found")
-    # Words and not figures, which `plain_table` aligns to the right.
-    table.columns[1].justify = "left"
+    table.columns[1].justify = "left"  # words, which `plain_table` aligns to the right
     table.add_row("remat", found["remat"])
     table.add_row("python", found["python"])
     for name, version in found["versions"].items():

@@ -32,7 +32,7 @@ VERBS = {
     "doctor": "remat.cli.machine:doctor_verb",
 }
 """The module and the function of each. Those that plan come first, then those that read a plan."""
-FORMER = {
+FORMER = {  # what does now what a verb of an older release did
     "capture": "show MODEL --as graph",
     "solve": "run --no-check, or run GRAPH",
     "compare": "sweep --solver NAME --solver NAME",
@@ -43,7 +43,6 @@ FORMER = {
     "rewrite": "show MODEL --plan PLAN --as code",
     "plan-cluster": "cluster",
 }
-"""What does now what a verb of an older release did."""
 
 if TYPE_CHECKING:
     app: typer.Typer
@@ -60,8 +59,7 @@ class _Verbs(TyperGroup):
     """Says in one line what is wrong with the words of a verb."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        # Else typer would say that there is no such command.
-        if cmd_name in FORMER:
+        if cmd_name in FORMER:  # else typer would say that there is no such command
             _end_usage(f"{cmd_name} is by another name now: remat {FORMER[cmd_name]}")
         return super().get_command(ctx, cmd_name)
 
@@ -110,16 +108,11 @@ def _before_verbs(version: _Version = False) -> None:
 
 def main() -> None:
     open_closed_streams()
-    # A session does so too; this is for the help, which has none.
-    use_simple_letters()
-    # One verb is imported without the others; what is no verb is answered by all.
-    first = next(iter(sys.argv[1:2]), "")
+    use_simple_letters()  # a session does so too; this is for the help, which has none
+    first = next(iter(sys.argv[1:2]), "")  # one verb is imported without others
     asked = [first] if first in VERBS else [] if first in (*FORMER, "--version") else VERBS
     try:
         _app_of(asked)()
     finally:
-        # The verb has ended, so Ctrl-C has nothing to end. Python's own end should not change the
-        # exit code that says how.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # Nor is there anything to collect among a million objects of torch, which takes a second.
-        gc.freeze()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python's end must not change the exit code
+        gc.freeze()  # collecting a million objects of torch takes a second

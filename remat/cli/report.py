@@ -69,8 +69,7 @@ def report_verb(
 
 
 def _report_cluster(session: Session, source: str, output: Path) -> None:
-    # It imports torch, whose order of a pipeline is replayed.
-    from remat.cluster.replayed_plan import replay_of
+    from remat.cluster.replayed_plan import replay_of  # imports torch, to replay a pipeline's order
 
     plan = read_cluster_plan(read_contents(source), source)
     page = page_of(plan, replay_of(plan, source))
@@ -97,8 +96,7 @@ def _layout(session: Session, opened: PlanSource, kept: Path | None, place: bool
     assert schedule is not None
     if kept is not None:
         layout = Layout.from_json(read_contents(kept), str(kept))
-        # A file may be of another plan, whose buffers would be drawn over these.
-        check_kept_layout(layout, opened.graph, schedule, str(kept))
+        check_kept_layout(layout, opened.graph, schedule, str(kept))  # it may be of another plan
         return layout
     return place_shown(session, opened.graph, schedule) if place else None
 

@@ -51,11 +51,10 @@ _PriceOfGib = Annotated[bool, more("--price-of-gib", "also say what a GiB more o
 _CompareRule = Annotated[
     bool, more("--compare", "also run square-root checkpointing, and measure it")
 ]
-_ONE_BATCH = (
+_ONE_BATCH = (  # a whole step takes none: it is limited by plans, not seconds
     "keep", "recompute", "solver", "order", "split", "sharding", "optimizer_in_backward",
     "accumulate", "time_limit_s", "gap",
 )  # fmt: skip
-"""Fields of a request that a whole step is planned without: it is limited by plans, not seconds."""
 _Microbatches = Annotated[int | None, more(
     "--microbatches",
     "plan a whole optimizer step of so many such batches, with parameters, gradients and the "
@@ -115,8 +114,7 @@ def _run(
 ) -> pipeline.Report:  # fmt: skip
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)
 
-    # Written before a step is run, which may end the process.
-    def keep(known: pipeline.Report) -> None:
+    def keep(known: pipeline.Report) -> None:  # written before a step, which may end the process
         of = plan_source.Captured(known.graph, loaded, known.recipe)
         save_result_file(session, output, of, known.result)
 
@@ -154,8 +152,7 @@ def _conclude_run(
     if session.as_json:
         worth: dict[str, Any] = {} if price is None else {"price_of_gib": price_json(price)}
         session.emit(screen.report_json(report) | layout_entry(layout) | worth)
-    # Only after the object of --json: this ends the process.
-    if report.result.schedule is None:
+    if report.result.schedule is None:  # only after the object of --json: this ends the process
         session.conclude(INFEASIBLE, [infeasible_text(report.result)])
     if not session.as_json:
         screen.show_run(session.out, report)
@@ -181,8 +178,7 @@ def _run_over(
     try:
         report = pipeline.plan_over(loaded, request, ranges, session.stopwatch, keep, check=check)
     except TooLargeError as error:
-        # As without a range, too little memory is no refusal: it ends with 3.
-        session.fail(INFEASIBLE, type(error).__name__, str(error))
+        session.fail(INFEASIBLE, type(error).__name__, str(error))  # too little memory ends with 3
         raise
     report = replace(report, seconds=session.stopwatch.accounted())
     if session.as_json:
@@ -195,8 +191,7 @@ def _run_over(
 def _run_whole_step(
     session: Session, model: str, request: Request, microbatches: int, **state: Any
 ) -> None:
-    # A wing, which other runs leave out.
-    from remat.whole_step.step_planning import StepRequest, plan_step
+    from remat.whole_step.step_planning import StepRequest, plan_step  # a wing, which others omit
     from remat.whole_step.step_screen import show_step, step_json
 
     asked = StepRequest(
@@ -229,8 +224,7 @@ def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | Non
             f"{kept} goes with a plan that runs, and one of --microbatches is planned and not run: "
             "leave it out, --json prints what was found"
         )
-    # typer gives every option, so one that differs from its default was asked for.
-    usual = Request()
+    usual = Request()  # typer gives every option: another value was asked for
     for name in _ONE_BATCH:
         if getattr(request, name) != getattr(usual, name):
             raise SolverError(
@@ -242,8 +236,7 @@ def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | Non
 def check_verb(session: Session, model: Model, plan: PlanArgument, request: Request) -> None:
     """Rewrite MODEL to a kept plan and compare it with eager, bit for bit."""
     plan_source.require_model(model)
-    # Read first: a bad file is told before the model is built.
-    kept = plan_source.read_kept(plan)
+    kept = plan_source.read_kept(plan)  # read first: a bad file is told before the model is built
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)
     if isinstance(kept, PlanFile) and kept.over is not None:
         from remat.rewriter.plans.loading import load_plan
@@ -256,8 +249,7 @@ def check_verb(session: Session, model: Model, plan: PlanArgument, request: Requ
     schedule = plan_source.fitting_schedule(kept, loaded, str(plan))
     with session.stopwatch.stage("capture", "tracing the training step"):
         traced = pipeline.trace_loaded(loaded, request)
-        # Before the step is rewritten: the first op that differs is named.
-        schedule.check_captured_as(traced.graph)
+        schedule.check_captured_as(traced.graph)  # first: it names the op that differs
     with session.stopwatch.stage("check", "checking the plan against eager"):
         costed = plan_source.costed_graph_in(kept)
         found = pipeline.check_schedule(loaded, traced, schedule, request, costed)

@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from remat.graph_capture.tracing.trace import ProgressCallback
 
 
-_IN_C = ("numpy", "torch")
-"""Packages whose import an exception must not end: their C++ would abort the process."""
+_IN_C = ("numpy", "torch")  # an exception during their import would abort the process
 _SPELL_S = 0.02
 
 
@@ -66,8 +65,7 @@ def interrupts_noted(abandon: Callable[[], None] | None = None) -> Generator[Non
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         note_interrupt()
-        # The import of torch takes seconds, and many the first time: with nothing to keep, end now.
-        if _is_importing():
+        if _is_importing():  # torch's import takes seconds, with nothing to keep: end now
             if abandon is not None:
                 abandon()
             _interrupt_later()
@@ -76,8 +74,7 @@ def interrupts_noted(abandon: Callable[[], None] | None = None) -> Generator[Non
 
     lost = sys.unraisablehook
 
-    # What is raised while Python lets go of an object, it prints and drops.
-    def dropped(what: sys.UnraisableHookArgs) -> None:
+    def dropped(what: sys.UnraisableHookArgs) -> None:  # Python prints and drops what it raises
         if issubclass(what.exc_type, KeyboardInterrupt):
             _interrupt_later()
         else:
@@ -117,8 +114,7 @@ _OURS = (PACKAGE_FOLDER, *(PACKAGE_FOLDER.parent / name for name in BESIDE))
 @contextlib.contextmanager
 def each_warning_once(tell: Callable[[str], None]) -> Generator[None]:
     """In the block, what was warned of once is not warned of again; `tell` hears remat's own."""
-    # A model's forward runs several times in a verb. Python would show each of its warnings once,
-    # but torch resets what was shown.
+    # A model's forward runs several times in a verb, and torch resets what was shown.
     shown, show = set[tuple[str, str, int]](), warnings.showwarning
 
     def show_once(
@@ -126,14 +122,13 @@ def each_warning_once(tell: Callable[[str], None]) -> Generator[None]:
         file: TextIO | None = None, line: str | None = None,
     ) -> None:  # fmt: skip
         key = (said := str(message)), filename, lineno
-        # Torch tells of a backward that Ctrl-C ended, with the traceback of its forward.
+        # torch tells of a backward that Ctrl-C ended, with the traceback of its forward.
         is_of_ctrl_c = is_interrupted() and said.startswith("Error detected in ")
         if key in shown or is_of_ctrl_c:
             return
         shown.add(key)
         if any(Path(filename).is_relative_to(folder) for folder in _OURS):
-            # A line of remat's code says nothing to whoever runs a verb.
-            tell(said)
+            tell(said)  # a line of remat's code says nothing to whoever runs a verb
         else:
             show(message, category, filename, lineno, file, line)
 
@@ -167,9 +162,7 @@ class _ShownStopwatch(TerminalStopwatch):
 @contextlib.contextmanager
 def _quiet_output() -> Generator[None]:
     sys.stdout.flush()
-    # By its descriptor: native libraries, as the MILP solvers, print past Python. What the model
-    # prints goes to standard error; standard output is for results.
-    kept = os.dup(STDOUT)
+    kept = os.dup(STDOUT)  # by descriptor, as native MILP solvers print past Python
     lead_nowhere(STDOUT)
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -182,12 +175,10 @@ def _quiet_output() -> Generator[None]:
 def _is_stdout_lost() -> bool:
     """Whether standard output takes nothing more, as on a full disk; it then leads nowhere."""
     try:
-        # What could not be written may be gone from its buffer, so there may be nothing to flush.
-        sys.stdout.write("\n")
+        sys.stdout.write("\n")  # the buffer may be empty: nothing to flush
         sys.stdout.flush()
     except OSError:
-        # Else Python tries it again at its end, and complains of it in its own words.
-        lead_nowhere(STDOUT)
+        lead_nowhere(STDOUT)  # or Python tries again at its end, and complains
         return True
     return False
 
@@ -195,8 +186,7 @@ def _is_stdout_lost() -> bool:
 class Session:
     """Consoles, `--json` and `-v` of one command.
 
-    Results go to standard output, progress and errors to standard error. With `as_json`
-    standard output carries exactly one JSON object.
+    Results go to standard output, all else to standard error. `as_json`: exactly one JSON object.
     """
 
     def __init__(self, *, as_json: bool, verbose: bool) -> None:
@@ -231,8 +221,7 @@ class Session:
     def abandon(self) -> None:
         self.err.show_cursor()  # a spinner has hidden it
         self.complain(self._interrupted())
-        # Not by an exception, which would abort the import of torch in its C++.
-        os._exit(STOPPED)
+        os._exit(STOPPED)  # not by an exception, which would abort the import of torch in its C++
 
     def _interrupted(self) -> str:
         doing = self.stopwatch.doing
@@ -240,14 +229,12 @@ class Session:
 
     @contextlib.contextmanager
     def guarded(self) -> Generator[None]:
-        # JSON must be one whole object, which an end at once would leave out.
-        abandon = None if self.as_json else self.abandon
+        abandon = None if self.as_json else self.abandon  # JSON must be one whole object
         noted = interrupts_noted(abandon), each_warning_once(self.warn)
         with named_as_flags(), one_job(), noted[0], noted[1]:
             with self._refusing():
                 yield
-                # Inside, so that a full disk is told as other errors are.
-                sys.stdout.flush()
+                sys.stdout.flush()  # inside, so that a full disk is told as other errors are
             if is_interrupted():
                 self.complain(f"{INTERRUPTED}: this is the best that was found until then")
                 raise typer.Exit(STOPPED)
@@ -259,14 +246,12 @@ class Session:
         except KeyboardInterrupt:
             self.fail(STOPPED, "KeyboardInterrupt", self._interrupted())
         except SystemExit:
-            # Where Ctrl-C ended the search, that nothing fits is not known.
-            if is_interrupted():
+            if is_interrupted():  # where Ctrl-C ended the search, that nothing fits is not known
                 self.complain(INTERRUPTED)
                 raise typer.Exit(STOPPED) from None
             raise
         except RematError as error:
-            # The cause has torch's frames, which the error's own short traceback leaves out.
-            if self.verbose and error.cause is not None:
+            if self.verbose and error.cause is not None:  # it has torch's frames
                 raise error from error.cause
             if self.verbose:
                 raise
@@ -281,8 +266,7 @@ class Session:
             if self.verbose or (error.filename is None and not _is_stdout_lost()):
                 raise
             if error.filename is None and isinstance(error, BrokenPipeError):
-                # As of `head`, which has read all that it wants: nobody need be told.
-                raise typer.Exit(REFUSED) from None
+                raise typer.Exit(REFUSED) from None  # `head` has read all that it wants
             place = error.filename or "standard output"
             self.fail(REFUSED, type(error).__name__, f"{place}: {error.strerror}")
 

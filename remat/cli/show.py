@@ -34,8 +34,7 @@ from remat.schedules.exports import snapshot_file, to_dot, trace_file
 from remat.schedules.layout import Layout
 from remat.solver.search import is_interrupted, note_interrupt
 
-_Form = Literal["graph", "code", "snapshot", "trace", "dot"]
-"""What is kept as a file; a graph and code are printed where no file is named."""
+_Form = Literal["graph", "code", "snapshot", "trace", "dot"]  # for a file; some are printed
 _SUFFIXES: dict[str, _Form] = {
     ".pickle": "snapshot", ".json": "trace", ".dot": "dot", ".py": "code"
 }  # fmt: skip
@@ -74,8 +73,7 @@ def show_verb(
 ) -> None:  # fmt: skip
     """Show what is kept, recomputed and freed, why, and in other tools' files."""
     if output is not None or form is not None:
-        # Before anything is captured, so that a name without a known suffix is refused at once.
-        form = form or _form_of(output)
+        form = form or _form_of(output)  # before a capture: refuses unknown suffixes
     # typer gives every option, so one that differs from its default was asked for.
     table = {"--by": by != "value", "--at-peak": at_peak, "--only": only, "--top": top != _TOP}
     further = {"--each-limit": each_limit != FURTHER_SOLVE_S}
@@ -161,7 +159,6 @@ def _show_reasons(
 def _reasons(
     session: Session, opened: plan_source.PlanSource, why: list[str], each_limit: float
 ) -> Explanation | None:
-    """None where Ctrl-C came before the last part."""
     try:
         with session.stopwatch.stage("explain", "explaining the plan") as progress:
             return explain(
@@ -169,8 +166,7 @@ def _reasons(
                 progress=lambda part: progress(text=_DOING[part]),
             )  # fmt: skip
     except KeyboardInterrupt:
-        # The plan itself is at hand, so that it is shown, and the verb ends with 130.
-        note_interrupt()
+        note_interrupt()  # the plan is shown all the same; the verb ends with 130
         return None
 
 
@@ -209,8 +205,7 @@ def _show_as(
 
 
 def _exported(opened: plan_source.PlanSource, form: _Form) -> bytes:
-    # A graph without a plan can be drawn too; the others are of a schedule.
-    if form == "dot":
+    if form == "dot":  # a graph without a plan can be drawn too; the others are of a schedule
         return to_dot(opened.graph, opened.schedule).encode()
     schedule = opened.solved.schedule
     assert schedule is not None
@@ -245,8 +240,7 @@ def _show_code(
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)
     schedule = plan_source.fitting_schedule(kept, loaded, str(plan))
     with session.stopwatch.stage("rewrite", "rewriting"):
-        # Imports torch, which kept plans are shown without.
-        from remat.rewriter.rewriting import rewrite
+        from remat.rewriter.rewriting import rewrite  # imports torch; kept plans need none
 
         traced = pipeline.trace_loaded(loaded, request)
         costed = plan_source.costed_graph_in(kept)

@@ -28,11 +28,9 @@ from remat.solver import make_solver, solver_class
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.sweep import check_jobs
 
-_SWEPT, _COMPARED = "12", ",".join(DEFAULT_BUDGETS)
-"""Budgets where none are named: of one solver, and of several."""
+_SWEPT, _COMPARED = "12", ",".join(DEFAULT_BUDGETS)  # of one solver, and of several
 _NOTHING = "no schedule was found at any budget"
-_ALL = "usual"
-"""The name of no solver, which stands for the best of each kind and what people write by hand."""
+_ALL = "usual"  # the best of each kind, and what people write by hand
 _HOSTS = "8GiB, or several with 0 for none: 0,8GiB,16GiB"
 _SweptBudgets = Annotated[str, typer.Option(
     help="how many, from the least peak to the unmodified one, or 50%,2GiB,...; where none is "
@@ -63,8 +61,7 @@ def sweep_verb(
         # A comparison has a row for a solver that does not take the order.
         solver_class(one) if is_compared else make_solver(one, order=request.order, gap=request.gap)
     check_jobs(jobs)
-    # The largest, so that more than there is is refused now; the sweep sets each in the links.
-    largest = max(hosts, key=hosts.__getitem__, default="")
+    largest = max(hosts, key=hosts.__getitem__, default="")  # more than there is is refused now
     asked = replace(request, host=largest if any(hosts.values()) else "", nvme=nvme)
     asked = asked.checked(is_kept=source.endswith(PLAN_FILES))
     if is_compared:
@@ -122,14 +119,12 @@ def asked_budgets(text: str, named: Sequence[str] = (), default: str = _SWEPT) -
     if text and named:
         raise BudgetError(f"name budgets by --budget or by --budgets {text}, not by both")
     text = text or ",".join(named) or default
-    # With a sign too, so that -3 is told that it is no number of budgets.
-    if not named and text.strip().lstrip("+-").isdigit():
+    if not named and text.strip().lstrip("+-").isdigit():  # -3 is no number of budgets
         if int(text) < 1:
             raise BudgetError(f"budgets {text!r}: ask for 1 or more, or list them: 50%,60%,2GiB")
         return int(text)
     parts = [part.strip() for part in text.split(",")]
-    # Read once before the capture, so that a wrong one costs no time.
-    for part in parts:
+    for part in parts:  # read once before the capture, so that a wrong one costs no time
         parse_budget(part)
     return parts
 
@@ -137,8 +132,7 @@ def asked_budgets(text: str, named: Sequence[str] = (), default: str = _SWEPT) -
 def asked_hosts(text: str) -> dict[str, int]:
     """``0,8GiB,16GiB`` in bytes by what each is called; 0 is without a host."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    # Several are compared, so that each has a size; one alone need not.
-    if parts == [AUTO]:
+    if parts == [AUTO]:  # several are compared, so that each has a size; one alone need not
         return {AUTO: 1}  # any size but 0, as it is asked for when the graph is captured
     hosts = {part: 0 if part == "0" else parse_bytes(part, "host", _HOSTS) for part in parts}
     if len(set(hosts.values())) < len(parts):
@@ -158,8 +152,7 @@ def _show_fronts(session: Session, graph: TrainingGraph, fronts: Mapping[str, Fr
     table = plain_table("budget", "peak", "overhead", "bound", "gap", "solver", "seconds")
     points = [(name, front, point) for name, front in fronts.items() for point in front.points]
     for name, front, (budget_bytes, result) in points:
-        # An infeasible budget says so where its peak would be.
-        figures = (result.status, "-", "-", "-")
+        figures = (result.status, "-", "-", "-")  # infeasible is said in place of a peak
         if result.schedule is not None:
             bound = bound_of(result.lower_bound_us, front.base_us)
             gap = "-" if result.gap is None else percent_text(result.gap)

@@ -1,11 +1,8 @@
 """What verbs share: a session, the planning options if they plan, and arguments that recur.
 
-A verb is a function of a `Session` and of its own options. Where it takes a `Request` too, each
-field of that dataclass becomes an option, with the flag, help, type and default of the field. So
-all verbs that plan take the same options. A verb that has a field among its own parameters is
-given it apart from the request, with its own type and default: `sweep` takes a list of solvers.
-
-The help shows in its first list what people use, and below it what few need (`MORE`).
+A verb is a function of a `Session` and its own options. Where it takes a `Request`, each field of
+that becomes an option. A field among its own parameters has its own type and default. Help shows
+the usual options first, then `MORE`.
 """
 
 from __future__ import annotations
@@ -25,16 +22,13 @@ from remat.graph_capture.files import check_writable
 from remat.job.plan_source import PLAN_FILES
 from remat.job.request import DYNAMIC_METAVAR, Request, parse_sharding
 
-MORE = "More options"
-"""The heading of options that few need."""
-_USUAL = ("budget", "device", "host", "optimizer", "keep", "time_limit_s", "gap")
-"""Fields of the first list of options, in its order; the others stand under `MORE`."""
+MORE = "More options"  # the heading of options that few need
+_USUAL = ("budget", "device", "host", "optimizer", "keep", "time_limit_s", "gap")  # the first list
 FIELDS = {field.name: field for field in dataclasses.fields(Request)}
 _KINDS = get_type_hints(Request, localns={"Profile": Path}) | {"sharding": str}
 """Types of the options. A profile is named by its file: the class itself would import torch."""
 _REPEATED = [name for name, field in FIELDS.items() if field.default == ()]
-STEP_OPTIONS = ("optimizer", "accumulate", "device")
-"""Fields that a step is traced with."""
+STEP_OPTIONS = ("optimizer", "accumulate", "device")  # fields that a step is traced with
 
 _Verb = Callable[..., None]
 
@@ -91,13 +85,11 @@ def _planning_option(name: str, own: dict[str, Parameter], defaults: dict[str, A
     flag = shown.pop("flag", f"--{name.replace('_', '-')}")
     panel = None if name in _USUAL or name in own else MORE
     option = typer.Option(flag, rich_help_panel=panel, **shown)
-    # The verb's own type and default, with the flag and help of the field.
-    if name in own:
+    if name in own:  # the verb's own type and default, with the flag and help of the field
         return own[name].replace(annotation=Annotated[own[name].annotation, option])
     kind, default = _KINDS[name], defaults.get(name, field.default)
     if name in _REPEATED:
-        # typer knows lists, not tuples of any length.
-        kind, default = list[str], []
+        kind, default = list[str], []  # typer knows lists, not tuples of any length
     if name == "sharding":
         default = ""
     given = Annotated[kind, option]

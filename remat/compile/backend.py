@@ -1,10 +1,6 @@
 """``torch.compile(model, backend="remat", options={"budget": ...})``.
 
-An entry point registers it, so nothing need be imported. Dynamo traces and guards as ever, and
-Inductor makes the code. In between, Inductor hands its joint graph to our partitioner, which cuts
-it into forward and backward by a plan under the budget. So guards, graph breaks, views and mutated
-buffers stay dynamo's and AOTAutograd's; with an export of our own the guards would be ours. Where
-no gradients are asked for, Inductor runs as it is.
+Our partitioner cuts Inductor's joint graph by a plan; with an export, guards would be ours.
 """
 
 from __future__ import annotations
@@ -49,11 +45,9 @@ from remat.rewriter.guards.backward import refuse_compiled_autograd
 from remat.rewriter.inductor.fused_nodes import refuse_lost_gradients, refuse_regions
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
 
-# Dynamo's guards stay symbolic, so it compiles a graph of symbolic sizes once. Each size is planned
-# when it first comes, as if that shape were the only one: the same plan, the same code.
+# Dynamo compiles a graph of symbolic sizes once. Each size is planned as if it were the only one.
 
-_MOST_SIZES = 16
-"""Sizes whose code is kept; of those beyond, what was not used for longest goes."""
+_MOST_SIZES = 16  # sizes whose code is kept; of those beyond, what was not used for longest goes
 _WAY_OUT = (
     'remat.rematerialize(model, budget=..., dynamic="auto") makes one plan for a range of sizes, '
     "without Inductor's code"
@@ -85,8 +79,7 @@ class SizeTable:
             call = self._calls[sizes] = self._planned(sizes, args)
             self._keep_few()
         self._calls.move_to_end(sizes)
-        # The code of one size has numbers where the symbols were.
-        return call(*[args[i] for i in self._others])
+        return call(*[args[i] for i in self._others])  # one size's code has numbers for symbols
 
     def _planned(self, sizes: tuple[float, ...], args: Sequence[Any]) -> _Compiled:
         """The code for sizes that come for the first time, or that were dropped."""
@@ -96,8 +89,7 @@ class SizeTable:
             self._warn_of_planning(sizes)
         numbers = dict(zip(self._symbols, sizes, strict=True))
         devices = {t.device.index for t in args if isinstance(t, Tensor) and t.is_cuda}
-        # Dynamo restores the random stream around its compilations, and closes what traces itself.
-        # This runs between steps, so the same is done here.
+        # As dynamo does around compilations: restore the random stream, close what traces.
         with disable_current_modes(), torch.random.fork_rng(sorted(devices)):
             gm, inputs = numbered(self._gm, numbers, args)
             mode: Any = next(t.fake_mode for t in inputs if isinstance(t, FakeTensor))
@@ -132,8 +124,7 @@ class SizeTable:
 
 
 def _number(given: Any) -> float:
-    # Dynamo passes a float as a tensor of no dimension.
-    return given.item() if isinstance(given, Tensor) else given
+    return given.item() if isinstance(given, Tensor) else given  # Dynamo passes a float as a tensor
 
 
 def backend(
@@ -155,8 +146,7 @@ def backend(
     # A frame that dynamo gives up never comes here: `given_up` refuses it.
     if has_symbols(gm) and submod_compiler() is None and _has_gradients(gm, example_inputs):
         context = _context_of_graph(gm, example_inputs, options, mode)
-        # Outside `compiled_alike`: nothing is compiled before a size comes.
-        return _of_many_sizes(gm, context)
+        return _of_many_sizes(gm, context)  # nothing is compiled before a size comes: no ranks meet
     with compiled_alike(gm, example_inputs) as later:
         context = _context_of_graph(gm, example_inputs, options, mode)
         cut = submod_compiler()
@@ -164,8 +154,7 @@ def backend(
             subgraphs = planned_subgraphs(cut, context.asked, context.shared, context.frame)
             return _subgraph(gm, specialized(gm, example_inputs), context, subgraphs, later)
         if has_symbols(gm):
-            # Inductor's own code, for all sizes at once. It calls this only where gradients are
-            # asked for after all.
+            # Inductor's own code for all sizes; called only if gradients are asked for after all.
             refusing = Partitioner(_refuse_gradients, _n_visible(gm), lambda: "without gradients")
             return _code(gm, example_inputs, refusing, later)
         return _planned(gm, example_inputs, context, later)
@@ -211,10 +200,8 @@ def _planned(
     partitioner = Partitioner(start.plan, _n_visible(gm), lambda: start.name)
     call = _code(gm, inputs, partitioner, later)
     if not partitioner.was_called:
-        # Torch has the code in its caches, or the graph has no gradients.
-        start.go_without_a_graph()
-    # Nothing was noted of a graph without gradients: it leaves nothing open.
-    if context.frame not in context.shared.noted:
+        start.go_without_a_graph()  # torch has the code cached, or there are no gradients
+    if context.frame not in context.shared.noted:  # without gradients it leaves nothing open
         return call
     return watched(call, context.shared, context.frame)
 
@@ -228,8 +215,7 @@ def _subgraph(
     if frame not in shared.noted:
         return call
     run = watched(call, shared, frame, is_first=subgraphs.is_first, is_last=subgraphs.is_last)
-    # After `watched`, which asks whether this one is the first or the last.
-    subgraphs.at += 1
+    subgraphs.at += 1  # after `watched`, which asks whether this one is the first or the last
     return run
 
 
@@ -257,7 +243,6 @@ refuse_given_up_frames(backend)
 
 
 def _frame() -> tuple[int, int]:
-    """Dynamo's number of the frame that is compiled, and that of its compilation."""
     compiled: Any = CompileContext.current_compile_id()
     # Called without dynamo, there is none.
     return (compiled.frame_id or 0, compiled.frame_compile_id or 0) if compiled else (0, 0)

@@ -1,8 +1,4 @@
-"""For `rematerialize(compile=True)`: a plan whose code by Inductor keeps to the budget.
-
-The peak of the code can be above that of the schedule, so `fastest_within` lowers the target until
-the code fits. (`rewrite(compile=True)` is given one schedule, so it can only warn.)
-"""
+"""For `rematerialize(compile=True)`: targets are lowered until a plan's code fits the budget."""
 
 from __future__ import annotations
 
@@ -27,8 +23,7 @@ from remat.rewriter.user_module.module import RematModule
 from remat.solved import Solved, facts_of
 
 _LOG = logging.getLogger("remat")
-_TRIES = 6
-"""Most plans whose code is generated; each takes some seconds."""
+_TRIES = 6  # most plans whose code is generated; each takes some seconds
 
 
 def with_fitting_code(

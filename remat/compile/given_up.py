@@ -1,9 +1,8 @@
 """Frames that dynamo gives up: no backend sees them, so nothing in them could be planned.
 
-Where dynamo meets a graph break inside a loop, an `nn.LSTM`, or one compilation more than its
-limit, it runs the whole Python frame eagerly and says nothing. Layers that such a frame runs would
-be trained outside of every plan, and the budget would not hold. So the frame is refused before it
-runs. Calls of the user's own modules in it are no reason to: dynamo tries each of them by itself.
+At a graph break in a loop, an `nn.LSTM`, or its limit of compilations, dynamo runs the frame
+eagerly in silence. It would train outside of every plan, so it is refused before it runs. The
+user's own modules are no reason: dynamo tries each by itself.
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.guards.backward import COMPILED_NODE
 
-_SHOWN = 3
-"""Layers that an error names."""
-_REMEDY = {
+_SHOWN = 3  # layers that an error names
+_REMEDY = {  # what to do, by a part of what dynamo says; the last where it says something else
     "recompile limit": (
         "Pad batches to fewer sizes, leave out dynamic=False, or raise "
         "torch._dynamo.config.recompile_limit"
@@ -49,15 +47,12 @@ _REMEDY = {
         '(block.compile(backend="remat", options=options))'
     ),
 }
-"""What to do, by a part of what dynamo says; the last where it says something else."""
 _warned = set[CodeType]()
 
 
 def refuse_given_up_frames(backend: Callable[..., Any]) -> None:
     """From now on refuse each frame under `backend` that dynamo gives up, if it would train."""
-    # Dynamo tells nobody of such a frame, neither a callback nor the backend, so the call that
-    # gives it up is wrapped, once for each process.
-    convert = ConvertFrameAssert.__call__
+    convert = ConvertFrameAssert.__call__  # wrapped once a process, as dynamo tells nobody
 
     @functools.wraps(convert)
     def looked_at(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,8 +68,7 @@ def refuse_given_up_frames(backend: Callable[..., Any]) -> None:
 
 
 def refuse_lstm(gm: fx.GraphModule, device: str) -> None:
-    # Its oneDNN kernel returns something else than a tensor, for which Inductor's own code fails,
-    # and the kernel of its backward crashes the process.
+    # oneDNN's returns no tensor, so Inductor fails; its backward crashes the process.
     if device == CPU and any(node.target is torch.lstm for node in gm.graph.nodes):
         raise CaptureError(
             "take remat.rematerialize(model, ..., budget=...), or a GRU: torch's compilers cannot "
@@ -106,8 +100,7 @@ def _eager_nodes(inputs: Iterable[Any]) -> list[Any]:
         if node is None or node in seen:
             continue
         if node.name() == COMPILED_NODE:
-            # What lies behind it is another graph's.
-            is_after_one = True
+            is_after_one = True  # what lies behind it is another graph's
             continue
         seen[node] = None
         todo += [before for before, _ in node.next_functions]
@@ -117,8 +110,7 @@ def _eager_nodes(inputs: Iterable[Any]) -> list[Any]:
 def _saved(node: Any) -> Iterator[Tensor]:
     names = (name for name in dir(node) if name.startswith("_saved_"))
     values = pytree.tree_leaves([getattr(node, name) for name in names])
-    # An `autograd.Function` keeps its tensors there.
-    values += getattr(node, "saved_tensors", ())
+    values += getattr(node, "saved_tensors", ())  # an `autograd.Function` keeps its tensors there
     yield from (value for value in values if isinstance(value, Tensor))
 
 

@@ -27,29 +27,17 @@ from remat.solver.table import check_number
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """What is asked of a compiled step; what is not said here is as of `remat.rematerialize`.
+    """What is asked of a compiled step; what is not said here is as of `remat.rematerialize`."""
 
-    Attributes
-    ----------
-    budget : on its peak: bytes, ``"8GiB"``, ``"auto"``, ``"min"``, or ``"60%"`` of the peak that
-        the step has as torch compiles it.
-    gap : a schedule is proved to this part of the best, where the solver can; costs of kernels
-        that are generated are no more exact than the default.
-    replays : most candidates whose code is generated and replayed; each takes a solve.
-    calls : forwards of each graph that run before the first backward, where a model is called
-        more than once for a loss. Each leaves what backward needs.
-    warm : whether a plan that an earlier process has kept is taken, and this one's is kept.
-    """
-
-    budget: Any
+    budget: Any  # of its peak; ``%`` is of that of torch's own code
     solver: str = "auto"
-    gap: float = DEFAULT_GAP
+    gap: float = DEFAULT_GAP  # proved to this part of the best, where the solver can
     time_limit_s: float = 10.0
-    replays: int = 8
-    calls: int = 1
+    replays: int = 8  # most candidates to generate; each takes a solve
+    calls: int = 1  # forwards of each graph before the first backward
     keep: Globs = ()
     recompute: Globs = ()
-    warm: bool = True
+    warm: bool = True  # whether a kept plan is taken, and this one's is kept
     verbose: bool = True
 
     @property
@@ -58,7 +46,6 @@ class CompileOptions:
 
 
 def read_options(given: Mapping[str, Any] | None, **others: Any) -> CompileOptions:
-    """Check what came to the backend, and fill in what is left out."""
     unknown = [name for name, value in others.items() if value is not None]
     if unknown:
         raise SolverError(
@@ -67,8 +54,7 @@ def read_options(given: Mapping[str, Any] | None, **others: Any) -> CompileOptio
     asked = dict(given or {})
     names = [field.name for field in dataclasses.fields(CompileOptions)]
     for name in asked:
-        # Options of `remat.rematerialize`, which a hint of the nearest name would not explain.
-        if name in ("host", "nvme"):
+        if name in ("host", "nvme"):  # a hint of the nearest name would not explain these
             raise SolverError(
                 f"backend 'remat' takes no {name}: Inductor's code copies nothing to the host and "
                 f"back. Leave {name} out, or take remat.rematerialize(model, ..., host=...), which "
@@ -101,48 +87,28 @@ def _check(options: CompileOptions) -> None:
             raise SolverError(f"{name} must be True or False, not {is_on!r}")
     for name in ("replays", "calls"):
         count: Any = getattr(options, name)
-        # True is an int.
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:  # True is an int
             raise SolverError(f"{name} must be 1 or more, not {count!r}")
 
 
-_MOST_KEPT = 64
-"""Plans; the oldest go first."""
+_MOST_KEPT = 64  # plans; the oldest go first
 _plans: deque[CompiledPlan] = deque(maxlen=_MOST_KEPT)
 
 
 class CompiledPlan(msgspec.Struct, frozen=True):
-    """One compiled training graph.
-
-    Attributes
-    ----------
-    frame : dynamo's number of the graph, of its compilation, and, where that serves several sizes,
-        that of the size. sizes : these, by dimension; empty where it serves one.
-    budget_bytes : what it was planned for. peak_bytes : of its code, replayed, with `held_bytes`.
-    baseline_peak_bytes : the same for the code that torch makes without a budget.
-    held_bytes : of parameters, buffers, inputs, and what earlier graphs hold.
-    saved_bytes : what forward leaves for backward.
-    overhead : over computing each kernel once, by the costs of kernels; 0 where torch's own cut
-        fits. gap : how far that can be from the best, at the target that was solved for; None where
-        nothing is proved.
-    recomputed : kernels and calls that run again. replays : candidates whose code was replayed; 0
-        for a plan that an earlier process has kept.
-    seconds : that the search took. schedule : None where torch's own cut fits.
-    """
-
-    frame: str
+    frame: str  # dynamo's number of the graph, of its compilation, and ours of a size
     budget_bytes: int
-    peak_bytes: int
-    baseline_peak_bytes: int
-    held_bytes: int
-    saved_bytes: int
-    overhead: float
-    gap: float | None
-    recomputed: int
-    replays: int
-    seconds: float
-    schedule: Schedule | None = None
-    sizes: str = ""
+    peak_bytes: int  # of its code, replayed, with `held_bytes`
+    baseline_peak_bytes: int  # the same without a budget
+    held_bytes: int  # parameters, buffers, inputs, and what earlier graphs hold
+    saved_bytes: int  # what forward leaves for backward
+    overhead: float  # over each kernel once; 0 where torch's own cut fits
+    gap: float | None  # from the best, at its target; None where nothing is proved
+    recomputed: int  # kernels and calls that run again
+    replays: int  # candidates replayed; 0 for a kept plan
+    seconds: float  # that the search took
+    schedule: Schedule | None = None  # None where torch's own cut fits
+    sizes: str = ""  # by dimension, where the graph serves several
 
     def __repr__(self) -> str:
         at = f" at {self.sizes}" if self.sizes else ""
@@ -193,13 +159,12 @@ class GraphContext:
     sizes: str = ""
 
     def text(self) -> str:
-        """Known before the graph is traced; the same in each process."""
+        """The same in each process, before the graph is traced."""
         return f"{self.whole} {self.shared.others_text(self.frame)}"
 
     def set_beside(self, step: StepBytes) -> None:
         step.modules = self.shared.modules_ahead(self.whole, self.frame)
-        # Each further module like this one is a call that runs before the first backward.
-        step.calls = max(self.asked.calls, step.modules)
+        step.calls = max(self.asked.calls, step.modules)  # further modules are further calls
         own = step.gradient_bytes, step.modules
         step.awaited_gradient_bytes = self.shared.expect(self.whole, self.frame, *own)
 
@@ -213,20 +178,17 @@ class GraphContext:
         if budget.kind == "min":
             return []
         if budget.kind == "auto":
-            # What the graph holds is allocated already, so it is no part of what is free.
-            return [auto_bytes(self.shared.device) + held_bytes]
+            return [auto_bytes(self.shared.device) + held_bytes]  # what the graph holds is not free
         if budget.kind != "share":
             return [budget.size_bytes]
-        # A share of a small shape's own peak, as of the last batch of an epoch, can be less than
-        # its parameters. The run has the room that a larger shape was given.
+        # A share of a small last batch can be too little; the run has a larger shape's room.
         given_bytes = self.shared.given_to_other_shapes_bytes(self.frame)
         own_bytes = int(budget.share * base_bytes)
         return [own_bytes, given_bytes] if given_bytes > own_bytes else [own_bytes]
 
     def warn_of_part(self) -> None:
         around = self.whole.around
-        # Said with the first graph alone.
-        if around and not self.shared.forwards.graphs():
+        if around and not self.shared.forwards.graphs():  # said with the first graph alone
             warnings.warn(
                 f"what is compiled is a part of {around}, whose parameters and gradients count. "
                 f"What {around} runs beside its compiled parts does not, and per cents are without "

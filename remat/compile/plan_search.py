@@ -1,9 +1,6 @@
 """The search for a compiled step that fits: solve, generate code, replay its peak, move on.
 
-Fusion and the order of kernels are only known once the code is generated. So the code of each
-candidate is generated, up to where the C++ or Triton compiler would start, and what it allocates
-and frees is replayed. `fastest_within` moves the target until the replayed peak is right below the
-limit.
+Fusion and order are known from generated code alone, so each candidate's code is replayed.
 """
 
 from __future__ import annotations
@@ -34,32 +31,24 @@ from remat.schedules.schedule import Schedule, Step
 from remat.schedules.simulate import simulate
 
 _LOG = logging.getLogger("remat")
-CLOSE_ENOUGH = 0.97
-"""A plan whose peak is at least this part of the limit is good enough."""
-CHEAP = 0.005
-"""So is one of at most this overhead: each try costs seconds."""
-_LOOSER = (1.02, 1.06)
-"""Targets above the lowest peak of a schedule, as factors: their code may need less memory."""
-_UNCERTAIN = 1.1
-"""Factor on the peak of a schedule whose code could not be replayed."""
+CLOSE_ENOUGH = 0.97  # a plan whose peak is at least this part of the limit is good enough
+CHEAP = 0.005  # so is one of at most this overhead: each try costs seconds
+_LOOSER = (1.02, 1.06)  # targets over a schedule's lowest peak: code may need less
+_UNCERTAIN = 1.1  # factor on the peak of a schedule whose code could not be replayed
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Two graphs, what their code allocates, and the schedule that they carry out.
-
-    `schedule` is None where the step is as torch compiles it; `result` too, and where another rank
-    has chosen. `gap` is None where nothing is proved.
-    """
+    """Two graphs, what their code allocates, and the schedule that they carry out."""
 
     pair: Pair
     replay: ReplayedMemory
-    schedule: Schedule | None = None
-    result: Result | None = None
+    schedule: Schedule | None = None  # None as torch compiles it
+    result: Result | None = None  # None then too, and where another rank has chosen
     schedule_peak_bytes: int = 0
     time_us: float = 0.0
     overhead: float = 0.0
-    gap: float | None = 0.0
+    gap: float | None = 0.0  # None where nothing is proved
 
     @property
     def code_peak_bytes(self) -> int:
@@ -103,9 +92,8 @@ class PlanSearch:
 
     def within(self, limit_bytes: int, stock: Candidate) -> Candidate | None:
         fits = stock.code_peak_bytes <= limit_bytes and self.may_take_stock
-        # Torch's cut keeps masks as bool, which is slow to write on a CPU. On an AVX-512 machine a
-        # GPT-2 with dropout took 25.5 % more than eager by torch's cut, and 5.5 % more by a plan
-        # that recomputes nothing and keeps masks as bytes.
+        # torch's cut keeps masks as bool, slow to write on a CPU: a GPT-2 with dropout took 25.5 %
+        # over eager, and 5.5 % by a plan that recomputes nothing and keeps bytes.
         if fits and not self.step.n_masks:
             return stock
         found = self._planned_within(limit_bytes)
@@ -151,8 +139,7 @@ class PlanSearch:
         # Sizes are not in the hash, so `graph` with what is live beside it has the step's.
         if schedule is None or schedule.graph_hash != self.step.graph.hash:
             return None
-        # Two targets often give the same schedule, and its code costs seconds.
-        if schedule.steps not in self.tried:
+        if schedule.steps not in self.tried:  # two targets often give one schedule
             self.tried[schedule.steps] = self._candidate(graph, schedule, result)
         found = self.tried[schedule.steps]
         _LOG.debug(
@@ -163,7 +150,6 @@ class PlanSearch:
         return found
 
     def of(self, schedule: Schedule | None, gap: float | None) -> Candidate:
-        """For what another rank has chosen, `schedule` None for torch's own cut."""
         if schedule is None:
             pair = self.step.stock()
             return Candidate(pair, self._replayed(pair, 0))
@@ -195,25 +181,17 @@ class PlanSearch:
 
 
 def is_good_enough(overhead: float, peak_bytes: int, limit_bytes: int) -> bool:
-    """Whether to stop at a plan that fits: each further try costs seconds."""
     return overhead <= CHEAP or peak_bytes >= CLOSE_ENOUGH * limit_bytes
 
 
-# Moves the solver's target until the code of a plan keeps to a limit.
-#
-# The peak of Inductor's code is known once the code is generated. It differs from the peak of the
-# schedule by some per cent, either way. So a target whose code takes too much is lowered by the
-# excess, and one whose code leaves room is raised. The peak of the code alone decides what fits.
+# Moves the solver's target until the code of a plan keeps to a limit. Code differs from its
+# schedule by some per cent, either way: the target falls by an excess, and rises by what is left.
 
-_NARROW = 1.01
-"""Ratio of a target that does not fit to one that does, below which nothing is tried between."""
-_STEP = 0.995
-"""How far below a target that did not fit the next one is, at least."""
+_NARROW = 1.01  # ratio of failing to fitting target: nothing is tried between
+_STEP = 0.995  # how far below a target that did not fit the next one is, at least
 
 
 class _Generated(Protocol):
-    """A schedule with the code that was made of it."""
-
     @property
     def schedule_peak_bytes(self) -> int: ...
     @property
@@ -243,11 +221,7 @@ def fastest_within(
     limit_bytes: int, generated: Callable[[int], _G | None], *, tries: int,
     is_enough: Callable[[_G], bool],
 ) -> _G | None:  # fmt: skip
-    """The fastest plan found whose code keeps to the limit; None where none does.
-
-    `generated` makes a schedule for a target in bytes, and its code. Each of `tries` costs a solve
-    and some seconds for the code.
-    """
+    """The fastest plan found whose code keeps to the limit, or None; each try costs seconds."""
     best: _G | None = None
     seen: list[_G] = []
     fitting, failing, target = 0, UNBOUNDED_BYTES, limit_bytes
@@ -277,9 +251,8 @@ def _next_target(
 ) -> int:
     """The target whose code would just meet the limit, between what fits and what does not."""
     room_bytes = limit_bytes - found.code_peak_bytes
-    # The code's peak is taken to stay as far from the schedule's as it is. With several calls of a
-    # graph it moves faster, as what the others have left moves too, so the target goes no further
-    # than in proportion.
+    # The code's peak is taken to stay as far from the schedule's. With several calls what others
+    # left moves too: no further than in proportion.
     ratio = limit_bytes / max(1, found.code_peak_bytes)
     if room_bytes >= 0:
         reached = max(found.schedule_peak_bytes, int(target / _NARROW))
@@ -288,8 +261,7 @@ def _next_target(
         least = min(target, found.schedule_peak_bytes)
         guess = min(max(least + room_bytes, int(least * ratio)), int(_STEP * least))
     if fitting and failing < UNBOUNDED_BYTES and not fitting < guess < failing:
-        # The guess lies where the answer is known.
-        return (fitting + failing) // 2
+        return (fitting + failing) // 2  # the guess lies where the answer is known
     return guess
 
 
@@ -314,7 +286,6 @@ class AgreedPlan(msgspec.Struct, frozen=True):
 
 
 def plan_key(asked: CompileOptions, steps: Sequence[FusedStep | None]) -> str:
-    """The same on ranks that have the same steps to plan and are asked the same."""
     # A rank with another shape, as of the last batch of an epoch, has a plan of its own.
     text = f"{asked} {[step and step.graph.hash for step in steps]}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -325,12 +296,10 @@ def require_within(
     held_bytes: int,
 ) -> None:  # fmt: skip
     """Raise `BudgetError` for the plan of another rank that takes more than this rank may."""
-    # The least peak is no limit.
-    if asked.parsed.kind == "min":
+    if asked.parsed.kind == "min":  # the least peak is no limit
         return
     if asked.parsed.kind == "auto":
-        # What is free here can be less than on the rank that planned.
-        budget_bytes = auto_bytes(device) + held_bytes
+        budget_bytes = auto_bytes(device) + held_bytes  # less may be free than where it was planned
     if peak_bytes <= budget_bytes:
         return
     raise BudgetError(

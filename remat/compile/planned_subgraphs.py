@@ -33,8 +33,7 @@ def planned_subgraphs(
     compiler: SubmodCompiler, asked: CompileOptions, shared: SharedBudget, frame: Frame
 ) -> PlannedSubgraphs:
     """`BudgetError` where no choice of plans fits."""
-    # Made when the first subgraph comes, before any of them runs.
-    found = _known.get(compiler.module)
+    found = _known.get(compiler.module)  # made when the first one comes, before any runs
     if found is None:
         found = PlannedSubgraphs(whole_of(compiler, _traced_step), asked, shared, frame)
         _known[compiler.module] = found
@@ -42,7 +41,7 @@ def planned_subgraphs(
 
 
 class PlannedSubgraphs:
-    """A plan for each subgraph; `at` is the number of those that have been compiled."""
+    """`at` is the number of subgraphs that have been compiled."""
 
     def __init__(
         self, whole: Whole, asked: CompileOptions, shared: SharedBudget, frame: Frame
@@ -74,11 +73,9 @@ class PlannedSubgraphs:
         return self.at == len(self._whole.subgraphs) - 1
 
     def plan(self, step: FusedStep) -> Pair:
-        """Those of the subgraph that is compiled now; `BudgetError` if its code takes too much."""
         option, subgraph = self._chosen_options[self.at], self._whole.subgraphs[self.at]
         schedule = option.candidate.schedule if option.candidate else None
-        # Calls count once, for all subgraphs together.
-        step.calls = 1
+        step.calls = 1  # calls count once, for all subgraphs together
         step.holds_outputs = subgraph.step is None or subgraph.step.holds_outputs
         pair = step.emit(schedule) if schedule else step.stock()
         replay = step.replay(pair)
@@ -125,8 +122,7 @@ class PlannedSubgraphs:
         self, budget_bytes: int, asked: CompileOptions
     ) -> tuple[SubgraphOption, ...]:
         """The choice of the lowest peak, looked for anew; `BudgetError` if it does not fit."""
-        # Each subgraph has `replays` plans at most, and those went to other rooms.
-        self._search = SubgraphSearch(self._whole, asked)
+        self._search = SubgraphSearch(self._whole, asked)  # the others' plans were for other rooms
         least = self._search.least()
         least_bytes = self._held_bytes + peak_of(least, asked.calls - 1)
         if least_bytes > budget_bytes:
@@ -151,14 +147,12 @@ class PlannedSubgraphs:
         )
 
     def _replay(self, chosen: Sequence[SubgraphOption]) -> ReplayedMemory:
-        """What the whole takes, in the words of a graph that is not cut."""
         peak_bytes = peak_of(chosen, self._calls - 1)
         return ReplayedMemory(peak_bytes, peak_bytes, sum(option.left_bytes for option in chosen))
 
     def _remember(self, option: SubgraphOption, replay: ReplayedMemory, peak_bytes: int) -> None:
         found = option.candidate
-        # The search was one for all: its time is told with the first.
-        self._seconds, seconds = 0.0, self._seconds
+        self._seconds, seconds = 0.0, self._seconds  # one search for all: told with the first
         of_all = f"subgraph {self.at + 1} of {len(self._whole.subgraphs)}"
         remember(
             CompiledPlan(
@@ -176,8 +170,6 @@ class PlannedSubgraphs:
 
 @dataclass(frozen=True)
 class _AsOne:
-    """The bytes of all subgraphs, as a graph that is not cut gives them."""
-
     static_bytes: int
     dynamic_bytes: int
     gradient_bytes: int
@@ -199,8 +191,7 @@ class _Traced(Exception):  # noqa: N818
 
 def _traced_step(gm: fx.GraphModule, inputs: Sequence[Any]) -> FusedStep | None:
     """The step that Inductor would plan of a graph; None for one without gradients."""
-    # Dynamo compiles `gm` itself afterwards.
-    graph, n_visible = _copied(gm)
+    graph, n_visible = _copied(gm)  # Dynamo compiles `gm` itself afterwards
     partitioner = Partitioner(_stop, n_visible)
     try:
         with planned(partitioner) as patches:

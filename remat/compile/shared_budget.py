@@ -1,15 +1,8 @@
 """One budget for the several graphs that a model breaks into, and for several calls of one.
 
-While a graph runs, what the forwards before it have saved is still held, and what later forwards
-save is not there: not yet in forward, no more in backward. The forwards before it are the open
-ones: their autograd node lives, and their backward has not run. Dynamo's numbers of frames cannot
-say this: they say neither that two graphs belong to one model nor that a graph is called twice.
-
-What later graphs hold is known in part: their parameters are there all the time, and the gradients
-of these are there once their backward has run, which comes before that of the earlier graphs.
-
-All graphs of a model are compiled in its first forward, before any backward. So a graph finds the
-same forwards open when it is compiled as in every later step, unless the program changes. Then a
+While a graph runs, what the open forwards before it saved is held: those whose autograd node lives
+and whose backward has not run. Dynamo's frame numbers cannot say this. All graphs are compiled in
+the first forward, so each finds the same forwards open as in later steps. If the program changes, a
 forward that no longer fits is refused.
 """
 
@@ -35,32 +28,23 @@ from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.guards.backward import OpenForwards, refuse_compiled_autograd
 from remat.rewriter.inductor.replay import ReplayedMemory
 
-# A graph break splits a model, or the user compiles its blocks by themselves. Graphs are compiled
-# one after the other, so when the first is planned, those after it are not known. But the
-# parameters of all modules are there, and they are found on the stack.
+# Later graphs are not known yet, but the parameters of all modules are found on the stack.
 
-_BUFFERS = 3
-"""Buffers of the size of a block that FSDP2 needs beside the block that runs."""
+_BUFFERS = 3  # buffers of the size of a block that FSDP2 needs beside the block that runs
 
 
 @dataclass(frozen=True)
 class WholeModel:
-    """Bytes of all modules that the compiled function names.
+    """Bytes of all modules that the compiled function names."""
 
-    `static_bytes` : of parameters and buffers. `is_split` : whether other graphs follow: a graph
-    break ends this one, or it is of a module in another. `n_alike` : compiled modules of the same
-    class. `around` : class of the module that it is part of; empty if it is none.
-    """
-
-    static_bytes: int = 0
+    static_bytes: int = 0  # parameters and buffers
     gradient_bytes: int = 0
-    is_split: bool = False
-    n_alike: int = 1
-    around: str = ""
+    is_split: bool = False  # other graphs follow: a break, or a module in another
+    n_alike: int = 1  # compiled modules of the same class
+    around: str = ""  # class of the module around it; empty if there is none
 
 
 def whole_model() -> WholeModel:
-    """The modules around the graph that dynamo is compiling now."""
     translator: Any = getattr(symbolic_convert.tls, "current_tx", None)
     if translator is None:
         return WholeModel()
@@ -73,8 +57,7 @@ def whole_model() -> WholeModel:
     outer_bytes, outer_gradient_bytes = (0, 0) if outer is None else _bytes_held_by([outer])
     outer_bytes += 0 if outer is None else _sharding_buffers_bytes(outer)
     reason = translator.output.compile_subgraph_reason
-    # A module around it that holds more calls it as one of its parts.
-    is_part = outer_bytes > static_bytes
+    is_part = outer_bytes > static_bytes  # a module that holds more calls it as a part
     return WholeModel(
         static_bytes=max(static_bytes, outer_bytes),
         gradient_bytes=max(gradient_bytes, outer_gradient_bytes),
@@ -118,8 +101,7 @@ def _sharding_buffers_bytes(outer: nn.Module) -> int:
     from torch.distributed.fsdp import FSDPModule
 
     sharded = [module for module in outer.modules() if isinstance(module, FSDPModule)]
-    # The parameters that it gathers ahead, the buffer that it reduces gradients in, and on a CPU
-    # the copy that gloo makes: each at most as large as the largest block.
+    # Gathered ahead, reduced in, and gloo's copy: each at most as large as the largest block.
     return _BUFFERS * max(map(_sharded_bytes, sharded), default=0)
 
 
@@ -130,12 +112,10 @@ def _sharded_bytes(module: nn.Module) -> int:
     inner = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
     others = {id(p) for m in inner for p in m.parameters()}
     own = [p for p in module.parameters() if id(p) not in others]
-    # `numel` of a sharded parameter is that of the whole.
-    return sum(p.numel() * p.element_size() for p in own)
+    return sum(p.numel() * p.element_size() for p in own)  # `numel` of a sharded one is the whole's
 
 
 def _n_alike(part: nn.Module, outer: nn.Module | None) -> int:
-    """How many compiled modules in `outer` run the same code as `part`."""
     if outer is None:
         return 1
     compiled = {
@@ -148,8 +128,7 @@ def _n_alike(part: nn.Module, outer: nn.Module | None) -> int:
     return max(1, sum(type(module) is type(part) for module in compiled.values()))
 
 
-Frame = tuple[int, ...]
-"""Dynamo's number of a graph, of its compilation, and ours of a size, where it serves several."""
+Frame = tuple[int, ...]  # dynamo's graph and compilation, ours of a size
 
 
 @dataclass(frozen=True)
@@ -175,8 +154,6 @@ class _Noted:
 
 
 class Measured(Protocol):
-    """A graph whose bytes are noted: one step, or the subgraphs of one."""
-
     @property
     def static_bytes(self) -> int: ...  # of parameters and buffers
     @property
@@ -185,30 +162,22 @@ class Measured(Protocol):
     def gradient_bytes(self) -> int: ...  # of the gradients of parameters
     @property
     def modules(self) -> int: ...  # that run the graph, each with gradients of its own
-    def alone(self, found: ReplayedMemory) -> ReplayedMemory:
-        """`found` without what other calls and later graphs have left."""
-        ...
+    def alone(self, found: ReplayedMemory) -> ReplayedMemory: ...
 
 
 @dataclass
 class SharedBudget:
-    """The graphs of one call of torch.compile, by dynamo's frame and compilation.
-
-    `whole` : the model that a graph break has split; without bytes where none has.
-    `awaited_gradient_bytes` : of gradients of graphs that are still to be compiled.
-    `libraries_bytes` : what libraries keep on `device` all the time.
-    """
+    """The graphs of one call of torch.compile, by dynamo's frame and compilation."""
 
     noted: dict[Frame, _Noted] = field(default_factory=dict[Frame, _Noted])
     forwards: OpenForwards = field(default_factory=OpenForwards)
-    whole: WholeModel = field(default_factory=WholeModel)
-    awaited_gradient_bytes: int = 0
+    whole: WholeModel = field(default_factory=WholeModel)  # the model that a graph break has split
+    awaited_gradient_bytes: int = 0  # of graphs still to be compiled
     device: str = CPU
-    libraries_bytes: int = 0
+    libraries_bytes: int = 0  # what libraries keep on `device` all the time
 
     def runs_on(self, device: str) -> None:
-        # What libraries keep is measured, once for each device.
-        if device != self.device:
+        if device != self.device:  # what libraries keep is measured, once for each device
             self.device, self.libraries_bytes = device, libraries_bytes(device)
 
     def modules_ahead(self, whole: WholeModel, frame: Frame) -> int:
@@ -219,8 +188,7 @@ class SharedBudget:
     def expect(self, whole: WholeModel, frame: Frame, gradient_bytes: int, modules: int = 1) -> int:
         """Note the model around a graph; returns bytes of gradients that later graphs leave."""
         before = self.forwards.graphs()
-        # The first graph of a step: another model, or another step, may have been here before.
-        if not before:
+        if not before:  # first graph of a step: another model may have been here
             self.whole = whole if whole.is_split else WholeModel()
         # A module inside ends without a break, and graphs of the modules around it follow.
         is_end = not whole.is_split and whole.static_bytes >= self.whole.static_bytes
@@ -245,14 +213,12 @@ class SharedBudget:
         """The peak that all graphs so far have as torch compiles them, that of `frame` included."""
         before = self.forwards.graphs()
         left, held = self._left(before, is_stock=True), self._left(before, is_stock=False)
-        # `_peak` reads it there; `note` replaces it by what is chosen.
-        self.noted[frame] = _Noted.of(step, stock, stock, 0)
+        self.noted[frame] = _Noted.of(step, stock, stock, 0)  # for `_peak`; `note` replaces it
         frames = [*before, frame]
         peaks = [self._peak(frames, k, is_stock=True) for k in range(len(frames))]
         return max(held_bytes + stock.peak_bytes - held + left, *peaks)
 
     def others_text(self, frame: Frame) -> str:
-        """What a plan for `frame` depends on of other graphs."""
         # Without the numbers of frames, which differ between processes.
         before = [(one[0] == frame[0], self.noted[one]) for one in self.forwards.graphs()]
         whole = self.whole if before else None
@@ -276,8 +242,7 @@ class SharedBudget:
             raised = max(budget_bytes, *peaks)
             self.noted[frame] = dataclasses.replace(self.noted[frame], budget_bytes=raised)
             return
-        # Earlier graphs were planned before this one was known.
-        highest = peaks.index(max(peaks))
+        highest = peaks.index(max(peaks))  # earlier graphs were planned before this one was known
         if peaks[highest] <= budget_bytes:
             return
         enough = max(*peaks, *(self._peak(frames, k, is_stock=True) for k in range(len(frames))))
@@ -292,8 +257,7 @@ class SharedBudget:
     def require_room(self, frame: Frame) -> None:
         """`BudgetError` where more forwards are open than when the graph of `frame` was planned."""
         before = self.forwards.graphs()
-        # Alone, it has the room that it was planned for.
-        if not before:
+        if not before:  # alone, it has the room that it was planned for
             return
         budget_bytes, frames = self.noted[frame].budget_bytes, [*before, frame]
         peak_bytes = max(self._peak(frames, k, is_stock=False) for k in range(len(frames)))
@@ -329,8 +293,7 @@ class SharedBudget:
             if one.is_of_several:
                 own_bytes += one.gradient_bytes
             else:
-                # Calls of one module add up in one gradient.
-                shared[frame[0]] = one.gradient_bytes
+                shared[frame[0]] = one.gradient_bytes  # calls of one module add up in one gradient
         return own_bytes + sum(shared.values())
 
     def _peak(self, frames: Sequence[Frame], k: int, *, is_stock: bool) -> int:
@@ -340,12 +303,10 @@ class SharedBudget:
         # Parameters of all modules are there all the time, also those of graphs still to come.
         static = max(self._static_bytes(frames), self.whole.static_bytes)
         parameters = static - self._static_bytes(frames[:k])
-        # Backward runs from the last graph to the first.
-        after_bytes = self._gradient_bytes(frames[k + 1 :])
+        after_bytes = self._gradient_bytes(frames[k + 1 :])  # backward runs from last to first
         backward = peaks.backward_peak_bytes + after_bytes + self.awaited_gradient_bytes
         if k < len(frames) - 1:
-            # The loss, which the user holds.
-            backward += self.noted[frames[-1]].chosen.output_bytes
+            backward += self.noted[frames[-1]].chosen.output_bytes  # the loss, which the user holds
         left = self._left(frames[:k], is_stock=is_stock)
         beside = self.libraries_bytes + left + parameters + own.dynamic_bytes
         return beside + max(peaks.forward_peak_bytes, backward)
@@ -364,10 +325,8 @@ def watched(
         nonlocal is_new
         # Looked at for subgraphs alone: each forward comes through here, with all its parameters.
         if is_subgraph and any(isinstance(value, FakeTensor) for value in args):
-            # DDP's subgraphs run once on fake tensors, for the shapes that the next subgraph gets.
-            return call(*args)
-        # It may have been turned on since the graph was compiled.
-        refuse_compiled_autograd()
+            return call(*args)  # DDP runs subgraphs once on fake tensors, for shapes
+        refuse_compiled_autograd()  # it may have been turned on since the graph was compiled
         if is_new and not is_subgraph:
             is_new = False
             warn_of_eager_ops(args)
@@ -385,12 +344,10 @@ _known: dict[int, tuple[Mapping[str, Any] | None, SharedBudget]] = {}
 
 
 def shared_budget(options: Mapping[str, Any] | None) -> SharedBudget:
-    # Dynamo hands every graph of a model the same options object. It is kept, so that no other
-    # takes its id. Models that take turns do not share: the forwards of one are closed when the
-    # other runs.
+    # Dynamo hands all graphs of a model the same options, kept so that no other takes the id.
+    # Models that take turns do not share: one's forwards are closed when the other runs.
     return _known.setdefault(id(options), (options, SharedBudget()))[1]
 
 
 def forget_graphs() -> None:
-    # Dynamo calls this when it is reset.
-    _known.clear()
+    _known.clear()  # Dynamo calls this when it is reset

@@ -1,12 +1,8 @@
 """What a graph of dynamo's is planned for: one shape, and one device.
 
-Where a size has changed from one call to the next, or the user marks it, dynamo makes it a symbol,
-so that one graph serves all sizes. But a plan is for one shape. So each size that comes is given a
-copy of the graph with numbers in it (`numbered`).
-
-Subgraphs that DDP cuts are planned together before any of them runs. They are fixed to the shape at
-hand while dynamo compiles (`specialized`). Asking a symbol for its value notes a guard: dynamo
-then compiles again for each other shape.
+A plan is for one shape: where dynamo has a symbol, each size gets a copy with numbers (`numbered`).
+DDP's subgraphs are planned before any runs, so they are fixed while dynamo compiles
+(`specialized`): asking a symbol's value notes a guard.
 """
 
 from __future__ import annotations
@@ -28,8 +24,7 @@ from remat.graph_capture.torch_private.core import FakeTensor, FakeTensorMode, p
 from remat.rewriter.inductor.fused_nodes import data_dependent_message
 from remat.rewriter.inductor.kernel_costs import for_real
 
-_EXAMPLE = "example_value"
-"""Key of a node's `meta` for what dynamo traced the node with."""
+_EXAMPLE = "example_value"  # key of a node's `meta` for what dynamo traced the node with
 _SIZED = (Tensor, torch.SymInt)
 
 
@@ -61,15 +56,12 @@ def _items_of(node: fx.Node) -> list[fx.Node]:
         for user in node.users
         if (user.op, user.target) == ("call_method", "item")
         and isinstance(value := user.meta.get(_EXAMPLE), torch.SymFloat)
-        # Sizes and floats that forward takes out of tensors have none.
-        and value.node.has_hint()
+        and value.node.has_hint()  # taken out of tensors by forward, they have none
     ]
 
 
 def refuse_data_dependent(gm: fx.GraphModule) -> None:
-    """Raise `CaptureError` if a size in the graph depends on data."""
-    # An unbacked symbol that comes in has a number at each call.
-    given: set[Any] = set()
+    given: set[Any] = set()  # an unbacked symbol that comes in has a number at each call
     for node in gm.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get(_EXAMPLE)):
             found = free_unbacked_symbols(value) if isinstance(value, _SIZED) else set[Any]()
@@ -81,8 +73,7 @@ def refuse_data_dependent(gm: fx.GraphModule) -> None:
 
 
 def _name_of_input(node: fx.Node) -> str:
-    # Dynamo calls ``x`` of its caller ``L_x_``.
-    return str(node.target).removeprefix("L_").strip("_")
+    return str(node.target).removeprefix("L_").strip("_")  # dynamo calls a caller's ``x`` ``L_x_``
 
 
 def numbered(
@@ -99,11 +90,9 @@ def numbered(
         _read_number(node, number)
         made.graph.erase_node(node)
     for node in made.graph.nodes:
-        # Symbols in there belong to dynamo's trace, whose guards are closed.
-        node.meta.pop(_EXAMPLE, None)
+        node.meta.pop(_EXAMPLE, None)  # symbols in it are of dynamo's closed trace
     made.recompile()
-    # A mode of its own: dynamo's knows the same inputs by symbols.
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    mode = FakeTensorMode(shape_env=ShapeEnv())  # its own: dynamo's knows the inputs by symbols
     others = [value for i, value in enumerate(given) if i not in numbers]
     fake = (mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x for x in others)
     return made, list(fake)
@@ -127,8 +116,7 @@ def specialized(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
     traced = [node.meta.get(_EXAMPLE) for node in placeholders]
     if not any(map(_is_symbolic, traced)):
         return list(example_inputs)
-    # A symbol that the user has asked for may not be fixed.
-    _refuse_asked_for(placeholders, traced)
+    _refuse_asked_for(placeholders, traced)  # a symbol that the user has asked for may not be fixed
     for node, value in zip(placeholders, traced, strict=True):
         if isinstance(value, torch.SymInt):
             _read_number(node, int(value))
@@ -182,8 +170,7 @@ def _fixed(fake: FakeTensor, bases: dict[int, Tensor]) -> Tensor:
     shape, stride = [int(n) for n in fake.shape], [int(n) for n in fake.stride()]
     offset, key = int(fake.storage_offset()), storage_key(fake)
     with fake.fake_mode, torch.no_grad():
-        # Inputs that share a storage still do.
-        if key not in bases:
+        if key not in bases:  # inputs that share a storage still do
             size_bytes = int(fake.untyped_storage().nbytes())
             bases[key] = torch.empty(size_bytes, dtype=torch.uint8, device=fake.device)
         made = torch.empty(0, dtype=fake.dtype, device=fake.device)

@@ -1,12 +1,8 @@
 """One compilation of a graph: planned, or by the plan that an earlier process has kept.
 
-A start is warm where a plan is kept under the graph's `start_key`. If torch then has the code of
-both graphs in its own caches, it asks for no plan: it is told of the kept one all the same, for the
-graphs that share the budget. Else it hands over its joint graph as ever. Then nothing is solved,
-and no code is generated to be replayed, if that graph is the one that was planned.
-
-Torch finds code by the name of the plan that it was made by, which is drawn anew for each plan. So
-code and plan cannot be mixed up, whatever torch's keys leave out.
+A start is warm where a plan is kept under the graph's `start_key`. If torch has the code, it asks
+for no plan; the kept one is noted for graphs that share the budget. Torch finds code by the plan's
+name, drawn anew each time: code and plan cannot be mixed up.
 """
 
 from __future__ import annotations
@@ -55,9 +51,8 @@ from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import gap_of, simulate
 from remat.solver.search import Clock
 
-# A key of all that a compiled plan depends on, made of dynamo's graph before anything of Inductor
-# runs. Names that differ from run to run are left out. Costs are not in it: they are kept with the
-# plan, and compared.
+# A key of all that a compiled plan depends on, made of dynamo's graph before Inductor runs. Costs
+# are not in it: they are kept with the plan, and compared.
 
 
 def start_key(gm: fx.GraphModule, inputs: Sequence[Any], asked: CompileOptions, around: str) -> str:
@@ -65,8 +60,7 @@ def start_key(gm: fx.GraphModule, inputs: Sequence[Any], asked: CompileOptions, 
     digest = hashlib.sha256()
     surroundings = _surroundings(device_of_inputs(inputs))
     for part in (repr(asked), around, *surroundings, *_input_lines(inputs), *_graph_lines(gm)):
-        # An object's default text has its address, which another process does not give.
-        if ADDRESS in part:
+        if ADDRESS in part:  # an object's default text has its address
             return ""
         digest.update(part.encode() + b"\n")
     return digest.hexdigest()
@@ -85,7 +79,6 @@ def _surroundings(device: str) -> Iterator[str]:
 
 
 def _title(device: str) -> str:
-    """Empty for the CPU, whose title is there anyway."""
     if not is_cuda(device):
         return ""
     meter = meter_of(device)
@@ -111,12 +104,10 @@ def _tensor_text(tensor: Tensor) -> str:
 
 
 def _graph_lines(gm: fx.GraphModule) -> Iterator[str]:
-    """A line for each node; graphs that a node runs come with it."""
     # Positions, as names differ from run to run.
     number = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
     for node in gm.graph.nodes:
-        # Inputs have lines of their own.
-        if node.op == "placeholder":
+        if node.op == "placeholder":  # inputs have lines of their own
             continue
         arguments = fx.map_arg((node.args, node.kwargs), number.__getitem__)
         target = node.target if isinstance(node.target, str) else _name_of(node.target)
@@ -156,7 +147,7 @@ def keeps_plans(asked: CompileOptions) -> bool:
 
 
 class Start:
-    """Plans one graph, or takes the plan kept for it; `name` is empty where nothing is kept."""
+    """`name` is empty where nothing is kept."""
 
     def __init__(self, context: GraphContext, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self.context, clock = context, Clock()
@@ -172,16 +163,13 @@ class Start:
         self._looked_s = clock.elapsed_s
 
     def plan(self, step: FusedStep) -> Pair:
-        """`BudgetError` where no plan fits."""
         self.context.set_beside(step)
         kept = self._kept
-        # The key is of dynamo's graph; this compares the graph that was planned.
-        if kept and kept.graph == without_lines(step.graph):
+        if kept and kept.graph == without_lines(step.graph):  # the key is of dynamo's graph alone
             self._note_kept(kept, step)
             return step.emit(kept.schedule) if kept.schedule else step.stock()
         if kept:
-            # Torch has a key of its own with the old name in it. No code may go under that.
-            self._kept, self.name = None, ""
+            self._kept, self.name = None, ""  # torch's own key has the old name in it
         return self._planned(step)
 
     def go_without_a_graph(self) -> None:
@@ -191,8 +179,7 @@ class Start:
             self.context.set_beside(step)
             self._note_kept(self._kept, step)
         elif self._key and not self._kept:
-            # So the next process asks for the code by the same name.
-            keep_choice(KeptChoice(self._key, self.name))
+            keep_choice(KeptChoice(self._key, self.name))  # so the next process asks for it
 
     def _suits(self, kept: KeptChoice) -> bool:
         """Whether a kept plan keeps to the budget as it is now, and is what would be chosen."""
@@ -223,8 +210,7 @@ class Start:
         search = PlanSearch(step, self.context.asked)
         stock = search.stock()
         budget_bytes, found = self._agreed(search, stock)
-        # One more: that of `stock`.
-        figures = found.overhead, found.gap, 1 + len(search.tried)
+        figures = found.overhead, found.gap, 1 + len(search.tried)  # one more: that of `stock`
         taken = ChosenPlan(stock.replay, found.replay, found.schedule, *figures)
         self.context.note(step, taken, budget_bytes, self._looked_s + clock.elapsed_s)
         if self._key:
@@ -294,31 +280,22 @@ def _too_small(search: PlanSearch, stock: Candidate, budget_bytes: int, held_byt
     )
 
 
-# Plans of compiled steps on disk, for the processes after this one: one file for each `start_key`.
-#
-# A file is not believed (`graph_capture/files.py`): its schedule is judged by `simulate`
-# on the graph in it, and its costs must be those that are measured here.
+# Plans of compiled steps on disk, a file for each `start_key`. None is believed
+# (`graph_capture/files.py`): `simulate` judges its schedule, and costs must be those measured here.
 
 _SCHEMA_VERSION = 1
 CHOICES_FOLDER = "compiled"
-MOST_FILES = 256
-"""Of the folder; those that were not used for longest go first."""
-MOST_ENTRY_BYTES = 1 << 24
-"""A plan for a graph of 5,000 ops takes 2 MB. What takes more is planned each time."""
+MOST_FILES = 256  # of the folder; those that were not used for longest go first
+MOST_ENTRY_BYTES = 1 << 24  # larger plans are made anew; 5,000 ops take 2 MB
 
 
 class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was chosen for one graph of dynamo's, and all that must be known to take it again.
-
-    `name` is that under which Inductor has cached the code; `graph` and `schedule` are None where
-    there are no gradients, `schedule` also where the step is as torch compiles it. `budget_bytes`
-    has parameters in it. `costs` are by key of the `CostCache`; other bytes are as in `StepBytes`.
-    """
+    """What was chosen for one graph of dynamo's, and all that must be known to take it again."""
 
     key: str
-    name: str
-    graph: TrainingGraph | None = None
-    schedule: Schedule | None = None
+    name: str  # under which Inductor has cached the code
+    graph: TrainingGraph | None = None  # None without gradients
+    schedule: Schedule | None = None  # None too where the step is as torch compiles it
     lower_bound_us: float = 0.0
     stock: ReplayedMemory = ReplayedMemory(0, 0, 0)
     chosen: ReplayedMemory = ReplayedMemory(0, 0, 0)
@@ -328,7 +305,7 @@ class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     calls: int = 1
     modules: int = 1
     awaited_gradient_bytes: int = 0
-    budget_bytes: int = 0
+    budget_bytes: int = 0  # with parameters
     costs: dict[str, OpCost] = msgspec.field(default_factory=dict[str, OpCost], name="prices")
     schema_version: int = _SCHEMA_VERSION
 
@@ -337,15 +314,13 @@ class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.schedule is None or self.graph is None:
             return ChosenPlan(self.stock, self.chosen)
         found = simulate(self.graph, self.schedule)
-        # A bound above a time that was reached is no bound, up to rounding.
-        if self.lower_bound_us > (1 + 1e-9) * found.time_us:
+        if self.lower_bound_us > (1 + 1e-9) * found.time_us:  # no bound is above a reached time
             raise PlanError("its bound is above its time")
         gap = gap_of(found.time_us, self.lower_bound_us)
         gap = None if gap is None else max(0.0, gap)
         return ChosenPlan(self.stock, self.chosen, self.schedule, found.overhead, gap)
 
     def step(self) -> StepBytes:
-        """Its bytes, with nothing beside them."""
         return StepBytes(self.static_bytes, self.dynamic_bytes, self.gradient_bytes)
 
 
@@ -374,8 +349,7 @@ def _whole_choice(data: bytes) -> KeptChoice:
     found = decode_json(data, KeptChoice)
     if not all(0 <= size < MOST_BYTES for size in _choice_sizes(found)):
         raise PlanError("a size cannot be")
-    # Simulates the schedule: a damaged file is found here, where it can be told as such.
-    found.taken()
+    found.taken()  # a damaged file is found here, where it can be told
     return found
 
 
@@ -387,9 +361,7 @@ def _choice_sizes(choice: KeptChoice) -> Iterator[int]:
 
 
 def _has_costs(choice: KeptChoice) -> bool:
-    """Whether the costs of the plan are those that are kept for its device here."""
     if not choice.costs or choice.graph is None:
         return True
-    # With other costs another plan might have been chosen.
-    known = CostCache.of(meter_of(choice.graph.device)).costs
+    known = CostCache.of(meter_of(choice.graph.device)).costs  # other costs might give another plan
     return all(known.get(key) == cost for key, cost in choice.costs.items())

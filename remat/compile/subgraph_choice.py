@@ -1,13 +1,8 @@
 """One budget for all subgraphs of a step: which plan each takes.
 
-Subgraphs run forward one after the other, and backward in reverse. So while one runs, what those
-before it have saved is live. `fastest` chooses among the known plans of each subgraph, by a table
-over what the subgraphs so far leave, with the highest peak so far and the time. It is exact for
-these plans.
-
-Plans are made for shares: in each round, every subgraph may save a share of what it saves as torch
-compiles it, and gets the room that the shares of the others leave. A larger share is faster, and
-may not fit, so the share is halved and doubled between. Then `fastest` mixes the rounds.
+`fastest` chooses among known plans by a table over what is left, the highest peak and the time; it
+is exact for these. In a round, every subgraph may save a share of what it saves as torch compiles
+it. The share is halved and doubled, then `fastest` mixes the rounds.
 """
 
 from __future__ import annotations
@@ -23,29 +18,20 @@ from remat.compile.subgraphs import Subgraph, Whole
 from remat.graph_capture.graph import TANGENTS, TrainingGraph
 from remat.schedules.schedule import Schedule
 
-_TRIES = 3
-"""Most targets of one subgraph and share: the code of the first may take some per cent more."""
-_SHARES = (0.0, 1.0, 0.5, 0.75, 0.25)
-"""In this order, as long as it helps: what fits at all comes first."""
-_LOWER = 0.99
-"""A lower room is tried as long as each is lower than the last by more than this factor."""
-_BETWEEN = 2
-"""Index of the first share that is no end."""
-_MOST_STATES = 400
-"""Of the table, a subgraph."""
+_TRIES = 3  # targets a share: the first's code may take some per cent more
+_SHARES = (0.0, 1.0, 0.5, 0.75, 0.25)  # as long as it helps: what fits comes first
+_LOWER = 0.99  # a lower room must lower the last by more than this factor
+_BETWEEN = 2  # index of the first share that is no end
+_MOST_STATES = 400  # of the table, a subgraph
 
 
 @dataclass(frozen=True)
 class SubgraphOption:
-    """A plan of one subgraph; `candidate` is None where it has no gradients.
-
-    Bytes are beside the inputs of the model: `peak_bytes` while it runs, forward or backward, with
-    the gradients beside it, `left_bytes` from its forward to its backward.
-    """
+    """A plan of one subgraph; `candidate` is None where it has no gradients."""
 
     candidate: Candidate | None
-    peak_bytes: int
-    left_bytes: int
+    peak_bytes: int  # while it runs, with gradients, beside the model's inputs
+    left_bytes: int  # from its forward to its backward, beside those inputs
     extra_us: float = 0.0
 
 
@@ -75,7 +61,6 @@ def fastest(
 
 
 def peak_of(chosen: Sequence[SubgraphOption], other_calls: int = 0) -> int:
-    """Beside the inputs."""
     state = _State(0, 0, 0.0, ())
     for option in chosen:
         state = _with(state, option)
@@ -106,14 +91,12 @@ def _with(before: _State, option: SubgraphOption) -> _State:
 def _pruned(states: Iterable[_State]) -> list[_State]:
     kept: list[_State] = []
     for state in sorted(states, key=lambda s: (s.extra_us, s.left_bytes, s.peak_bytes)):
-        # Sorted by time, so what is kept is no slower.
-        left, peak = state.left_bytes, state.peak_bytes
+        left, peak = state.left_bytes, state.peak_bytes  # sorted by time
         if not any(one.left_bytes <= left and one.peak_bytes <= peak for one in kept):
             kept.append(state)
     if len(kept) <= _MOST_STATES:
         return kept
-    # The ends stay: the fastest, and the one that leaves least.
-    kept.sort(key=lambda s: s.left_bytes)
+    kept.sort(key=lambda s: s.left_bytes)  # the ends stay: fastest, and least left
     step = (len(kept) - 1) / (_MOST_STATES - 1)
     return [kept[round(i * step)] for i in range(_MOST_STATES)]
 
@@ -138,7 +121,6 @@ class SubgraphSearch:
 
     @property
     def stock_peak_bytes(self) -> int:
-        """Beside the inputs."""
         return peak_of(self.stock, self.asked.calls - 1)
 
     def within(self, room_bytes: int) -> tuple[SubgraphOption, ...] | None:
@@ -162,8 +144,7 @@ class SubgraphSearch:
     def least(self) -> tuple[SubgraphOption, ...]:
         room_bytes = peak_of(self.stock, self.asked.calls - 1)
         for _ in range(self.asked.replays):
-            # In less room than there is, plans of single subgraphs would save more to peak lower.
-            self._plan(0.0, room_bytes)
+            self._plan(0.0, room_bytes)  # with less room single plans would save more
             least_bytes = self.least_room_bytes()
             if least_bytes > _LOWER * room_bytes:
                 break
@@ -183,8 +164,7 @@ class SubgraphSearch:
 
     def replays_of(self, k: int) -> int:
         search = self.searches[k]
-        # One more: torch's own cut is replayed too.
-        return 0 if search is None else 1 + len(search.tried)
+        return 0 if search is None else 1 + len(search.tried)  # one more: torch's own cut
 
     @property
     def _time_us(self) -> float:
@@ -192,12 +172,11 @@ class SubgraphSearch:
         return sum(step.graph.time_us for step in steps if step is not None)
 
     def _allowed(self) -> list[list[SubgraphOption]]:
-        # Torch's own cut ignores the user's pins, so it is the last resort.
+        # torch's own cut ignores the user's pins, so it is the last resort.
         pairs = zip(self.options, self._barred, strict=True)
         return [options[1:] if barred and options[1:] else options for options, barred in pairs]
 
     def _plan(self, share: float, room_bytes: int) -> None:
-        """Add a plan for each subgraph that does not fit as it is, if all save `share`."""
         before_bytes = 0
         for k, (subgraph, stock) in enumerate(zip(self.whole.subgraphs, self.stock, strict=True)):
             saved_bytes = stock.left_bytes - subgraph.outputs_bytes
@@ -217,8 +196,7 @@ class SubgraphSearch:
             found = search.solved(target_bytes, graph) or search.solved(0, graph)
             if found is None:
                 return None
-            # With the gradients beside it.
-            peak = option_of(subgraph, found).peak_bytes
+            peak = option_of(subgraph, found).peak_bytes  # with the gradients beside it
             own = found.schedule_peak_bytes
             return PlanWithCode(found, own, peak, found.time_us, found.is_least)
 
@@ -237,14 +215,12 @@ def with_neighbours(
     sizes = {value.name: value.size_bytes for value in graph.values}
     arriving_bytes = sum(sizes[name] for name in opening.outputs)
     spare_bytes = target_bytes - saved_bytes - subgraph.outputs_bytes - subgraph.beside_bytes
-    # Solvers know a budget on the peak, none on what is saved: a workspace where backward opens
-    # takes the room that may not be saved.
+    # Solvers bound the peak, not what is saved: a workspace where backward opens takes that room.
     unsaved_bytes = max(0, spare_bytes - arriving_bytes)
     opened = msgspec.structs.replace(opening, workspace_bytes=unsaved_bytes)
     ops = tuple(opened if op is opening else op for op in graph.ops)
     values = list(graph.values)
-    # Gradients that others have left live as long as the first tangent, so they are added to it.
-    for i, value in enumerate(values):
+    for i, value in enumerate(values):  # others' gradients live as long as the first tangent
         if value.name in opening.outputs[:1]:
             size_bytes = value.size_bytes + subgraph.beside_bytes
             values[i] = msgspec.structs.replace(value, size_bytes=size_bytes)

@@ -1,13 +1,8 @@
 """The subgraphs into which DDP cuts a compiled model, seen as one step.
 
-`torch.compile` under DDP cuts the graph at DDP's buckets, so that gradients are exchanged while
-backward runs (`torch._dynamo.config.optimize_ddp`). A backend is given one subgraph after
-another, before any of them runs. But while one runs, there are the parameters of all, what those
-before it have saved, and the gradients of those behind it. So all subgraphs are planned together
-when the first one comes.
-
-Torch keeps the whole in the object that compiles the subgraphs, and nowhere else: it is looked up
-on the stack.
+`torch.compile` cuts at DDP's buckets (`optimize_ddp`), and a backend gets the subgraphs before any
+runs. All share memory, so all are planned with the first. Only the object that compiles them knows
+the whole: it is looked up on the stack.
 """
 
 from __future__ import annotations
@@ -27,23 +22,17 @@ from remat.graph_capture.torch_private.core import FakeTensor, active_ddp_module
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.inductor.partition import FusedStep
 
-_Traced = Callable[[fx.GraphModule, Sequence[Any]], FusedStep | None]
-"""None for a graph without gradients."""
+_Traced = Callable[[fx.GraphModule, Sequence[Any]], FusedStep | None]  # None without gradients
 
 
 @dataclass(frozen=True)
 class Subgraph:
-    """One subgraph, and the bytes that others hold while it runs; `step` None without gradients.
-
-    `beside_bytes` : while its backward runs, of the gradients that the subgraphs behind it have
-    left, and of what these have returned. `after_bytes` : when its backward has ended, of these,
-    its own, and the sums of gradients of parameters that it shares with subgraphs behind it.
-    """
+    """One subgraph, and the bytes that others hold while it runs; `step` None without gradients."""
 
     step: FusedStep | None
     outputs_bytes: int
-    beside_bytes: int
-    after_bytes: int
+    beside_bytes: int  # in backward: what later ones leave and return
+    after_bytes: int  # as it ends: these, its own, sums for shared ones
 
 
 @dataclass(frozen=True)
@@ -60,8 +49,7 @@ def submod_compiler() -> SubmodCompiler | None:
     """None where nothing is cut."""
     frame = sys._getframe()
     while frame is not None:
-        # Torch hands a backend the subgraph alone.
-        owner = frame.f_locals.get("self")
+        owner = frame.f_locals.get("self")  # torch hands a backend the subgraph alone
         if isinstance(owner, SubmodCompiler):
             return owner
         frame = frame.f_back
@@ -104,8 +92,7 @@ class _Walk(fx.Interpreter):
         step = self._traced(module, args)
         if step is not None:
             results = [n, *filter(is_getitem, n.users)]
-            # Other results are held by what has saved them.
-            step.holds_outputs = any(map(_is_given_back, results))
+            step.holds_outputs = any(map(_is_given_back, results))  # savers hold the other results
         with self._mode:
             made = module(*args, **kwargs)
         # A result that is a view of an input takes nothing more.
@@ -120,8 +107,7 @@ class _Walk(fx.Interpreter):
             Subgraph(seen.step, seen.outputs_bytes, beside.while_running(k), beside.afterwards(k))
             for k, seen in enumerate(self._seen)
         )
-        # Without `gradient_as_bucket_view`, DDP holds gradients beside its buckets.
-        holds_twice = not beside.moves_to_buckets
+        holds_twice = not beside.moves_to_buckets  # else gradients lie beside DDP's buckets
         return Whole(subgraphs, self._static_bytes, self._dynamic_bytes, holds_twice)
 
     def _input(self, value: Any) -> Any:
@@ -173,8 +159,7 @@ class _Beside:
             return False
         made = self._made[node]
         if made is not None:
-            # Of what a subgraph has made, it is there until that subgraph reads it.
-            return made < k
+            return made < k  # of what a subgraph has made, it is there until that subgraph reads it
         # Of an input it stays, unless it is complete and DDP has moved it into its bucket.
         return node not in self._moved or any(reader <= k for reader in self._readers[node])
 
@@ -184,7 +169,6 @@ def _is_given_back(node: fx.Node) -> bool:
 
 
 def _held_bytes(value: Any) -> int:
-    """Of a result of the model while backward runs."""
     if not isinstance(value, Tensor):
         return 0
     # `Tensor.backward` makes the gradient of a loss, and holds it to the end.

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# What the text of a file says: which functions build a model, and where names are made that an
-# import does not make. A function that is named by mistake is not called: it may train.
+# What a file's text says: which functions build a model, and where names are made without an
+# import. A function named by mistake is not called: it may train.
 
 _MODEL, _BATCH = "model", "batch"
 _OTHERS = ("loss_fn", "target")
@@ -42,8 +42,7 @@ _OF_A_MODEL = re.compile(r"model|net(work)?$|module", re.IGNORECASE)
 
 def _factory_of(module: ModuleType) -> Callable[[], dict[str, Any]] | None:
     """A factory of the module's variables `model` and `batch`; None if it lacks one."""
-    # Verbs that read kept files alone import this file, and do without torch.
-    from torch import nn
+    from torch import nn  # verbs that read kept files do without torch
 
     if not isinstance(getattr(module, _MODEL, None), nn.Module) or not hasattr(module, _BATCH):
         return None
@@ -51,8 +50,7 @@ def _factory_of(module: ModuleType) -> Callable[[], dict[str, Any]] | None:
     def factory() -> dict[str, Any]:
         batch = getattr(module, _BATCH)
         parts = {name: getattr(module, name) for name in _OTHERS if hasattr(module, name)}
-        # A batch goes to forward as a data loader gives it: a dict by keywords.
-        if isinstance(batch, dict):
+        if isinstance(batch, dict):  # forward takes a dict of a data loader by keywords
             return {"model": module.model, "kwargs": batch, **parts}
         args = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
         return {"model": module.model, "args": args, **parts}
@@ -69,8 +67,7 @@ def _unseen_text(module: ModuleType, where: str) -> str:
         stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
         made = [name for name in missing if name in stored]
         is_guard = isinstance(statement, ast.If) and "__main__" in ast.unparse(statement.test)
-        # What a training script guards so is not made when it is imported.
-        if made and is_guard:
+        if made and is_guard:  # what a training script guards so is not made when it is imported
             return (
                 f"{where} makes {' and '.join(made)} under `if __name__ == "
                 f'"__main__"` (line {statement.lineno}), which runs only as a script: move what '
@@ -103,8 +100,7 @@ def _written_functions(module: ModuleType) -> dict[str, _Written]:
         named = [call for call in calls if isinstance(call, ast.Attribute | ast.Name)]
         called[name] = {call.attr if isinstance(call, ast.Attribute) else call.id for call in named}
     training = {name for name, names in called.items() if names & _TRAINS}
-    # Callers of callers train too: repeat until no name is added.
-    size = -1
+    size = -1  # callers of callers train too: repeat until no name is added
     while size != len(training):
         size = len(training)
         training |= {name for name, names in called.items() if names & training}
@@ -126,8 +122,7 @@ def _returns_nothing(function: Any) -> bool:
     except (OSError, TypeError, SyntaxError):
         return False
     found = next((part for part in ast.walk(one) if isinstance(part, ast.FunctionDef)), None)
-    # One that ends in an error is called all the same, as its own error says more.
-    if found is None or isinstance(found.body[-1], ast.Raise):
+    if found is None or isinstance(found.body[-1], ast.Raise):  # it ends in an error of its own
         return False
     is_generator = any(isinstance(part, ast.Yield | ast.YieldFrom) for part in _own(found))
     return not is_generator and not any(_values(found))
@@ -163,8 +158,7 @@ def _is_with_batch(value: ast.expr) -> bool:
     return isinstance(value, ast.Tuple) and len(value.elts) in (2, 3)
 
 
-_DEFAULT = "factory"
-"""The function of a file or module that is taken where none is named."""
+_DEFAULT = "factory"  # the function of a file or module that is taken where none is named
 _WRITE = (
     f"write def {_DEFAULT}(): return model, (x,); or name the model `model` and its batch `batch`"
 )
@@ -184,12 +178,10 @@ class NamedFunction:
 def function_named(name: str) -> Generator[NamedFunction]:
     where, inside = _place(name)
     path = Path(where)
-    # A folder that is a package can be imported, so its name is that of a module.
-    is_on_disk = path.exists() and not (path / "__init__.py").exists()
+    is_on_disk = path.exists() and not (path / "__init__.py").exists()  # such a folder is a module
     is_file = where.endswith(".py") or "/" in where or is_on_disk
     folder = path.resolve().parent if is_file else Path.cwd()
-    # Until the caller has called the function too, as it may import neighbours or parse only then.
-    with _as_script(where, folder):
+    with _as_script(where, folder):  # until the call too: it may import or parse then
         module = _import_file(path) if is_file else _import_module(where)
         is_open = inside == _MODEL or (not inside and not hasattr(module, _DEFAULT))
         plain = _factory_of(module) if is_open else None
@@ -203,8 +195,7 @@ def function_named(name: str) -> Generator[NamedFunction]:
 def _place(name: str) -> tuple[str, str]:
     """The file or module, and the function in it; empty where none is named."""
     where, colon, inside = name.rpartition(":")
-    # Folders may have colons in their names.
-    if not colon or inside.endswith(".py"):
+    if not colon or inside.endswith(".py"):  # folders may have colons in their names
         where, inside = name, ""
     if not where:
         raise FactoryError(
@@ -216,11 +207,9 @@ def _place(name: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def _as_script(where: str, folder: Path) -> Generator[None]:
-    """With the folder importable, and without arguments."""
     sys.path.insert(0, str(folder))
     kept = sys.argv
-    # A parser in the file would read remat's own arguments.
-    sys.argv = [where]
+    sys.argv = [where]  # a parser in the file would read remat's own arguments
     try:
         yield
     finally:
@@ -234,8 +223,7 @@ def _import_file(path: Path) -> ModuleType:
         raise FactoryError(f"{path} is a folder: name a file{_near_files(path / 'factory.py')}")
     if not path.is_file():
         raise FactoryError(f"there is no file {path}{_near_files(path)}")
-    # A file may be called as a library is, which it would replace in sys.modules.
-    name = f"remat_factory_{path.stem}"
+    name = f"remat_factory_{path.stem}"  # or it could replace a library in sys.modules
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise FactoryError(f"{path} is not a Python file: its name should end with .py")
@@ -248,8 +236,7 @@ def _import_file(path: Path) -> ModuleType:
 
 def _import_module(name: str) -> ModuleType:
     try:
-        # Imports only its parents, so that an error of the module itself is told apart below.
-        found = importlib.util.find_spec(name)
+        found = importlib.util.find_spec(name)  # imports only the parents of the module
     except (ImportError, ValueError) as error:
         raise FactoryError(f"there is no module {name}: {error}") from error
     if found is None:
@@ -296,8 +283,7 @@ def _default_of(module: ModuleType, where: str) -> str:
     own = _own_functions(module)
     written = _written_functions(module)
     building = [name for name in own if name in written and written[name].may_build]
-    # What the text shows comes before a list of functions: there the model is built.
-    unseen = _unseen_text(module, where)
+    unseen = _unseen_text(module, where)  # the text shows where the model is built
     if unseen or not building:
         is_given = [name for name in own if name in written and written[name].gives]
         nothing = f"and nothing is returned by {', '.join(own)}" if own else "and no other"
@@ -306,8 +292,7 @@ def _default_of(module: ModuleType, where: str) -> str:
     has = f"{where} has no function {_DEFAULT}. It has {', '.join(own)}"
     with_batch = [name for name in building if written[name].has_batch]
     alone = [name for name in building if written[name].is_of_a_model]
-    # A function that builds the model alone needs one line around it: show that line.
-    if alone and not with_batch:
+    if alone and not with_batch:  # it needs one line around it: show that line
         name, given = alone[0], "" if _is_called_with_nothing(own[alone[0]]) else "..."
         raise FactoryError(
             f"{has}: {name} returns a model without a batch, so write def {_DEFAULT}(): return "
@@ -343,11 +328,9 @@ def _is_called_with_nothing(function: Callable[..., Any]) -> bool:
 def _explained_errors(doing: str) -> Generator[None]:
     try:
         yield
-    # One of ours is in one line already.
-    except FactoryError:
+    except FactoryError:  # one of ours is in one line already
         raise
-    # argparse ends Python so, which is no Exception.
-    except SystemExit as error:
+    except SystemExit as error:  # argparse ends Python so, which is no Exception
         raise FactoryError(
             f"{doing} ended Python by SystemExit: {error} ({_raised_at(error)}). It is given no "
             "arguments of a command line, so those that a parser requires need defaults; a batch "
@@ -395,8 +378,7 @@ class Loaded:
         from torch import nn
 
         check_device(device)
-        # A model that is planned for a device of the table stays where it is.
-        if not is_cuda(device):
+        if not is_cuda(device):  # a device of the table: the model stays
             return self
         loss_fn = self.loss_fn
         return Loaded(
@@ -418,8 +400,7 @@ def _moved(tree: Any, device: str) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in made:
-            # Without detach, the copy of a leaf that requires grad is a result, and
-            # gets no gradient.
+            # Without detach, the copy of a leaf that requires grad would get no gradient.
             other = leaf.detach().to(device).requires_grad_(leaf.requires_grad)
             made[id(leaf)] = with_attributes_of(leaf, other)
         return made[id(leaf)]
@@ -430,10 +411,10 @@ def _moved(tree: Any, device: str) -> Any:
 def load_model(name: str, **sizes: int) -> Loaded:
     """Import what `name` names, call it, and read what it returns.
 
-    `name` is ``path/to/file.py:function``, from anywhere on disk, which can import what is in its
-    own folder; or ``package.module:function``. The function may be left out if it is ``factory``,
-    or if there are variables ``model`` and ``batch`` instead. `sizes` are arguments for the
-    factory, such as ``batch=8``. All that goes wrong is a `FactoryError`.
+    `name` is ``path/to/file.py:function``, which can import from its own folder, or
+    ``package.module:function``. The function may be left out if it is ``factory``, or if there are
+    variables ``model`` and ``batch``. `sizes` are arguments for it, such as ``batch=8``. All that
+    goes wrong is a `FactoryError`.
     """
     with function_named(name) as named:
         return call(named.function, str(named), sizes, f"factory {named.name} of {named.where}")
@@ -494,8 +475,7 @@ def _parts(built: Any, name: str) -> dict[str, Any]:
         unknown = [str(key) for key in parts if key not in _KEYS]
         if unknown:
             raise FactoryError(f"{name} returned unknown keys {', '.join(unknown)}: {_RETURNS}")
-        # A copy: `_read` writes to it, and the factory may keep its own.
-        return dict(parts)
+        return dict(parts)  # a copy: `_read` writes to it, and the factory may keep its own
     if isinstance(built, tuple) and len(cast("tuple[Any, ...]", built)) in (2, 3):
         return dict(zip(_KEYS, cast("tuple[Any, ...]", built), strict=False))
     from torch import nn

@@ -14,8 +14,6 @@ from remat.formats import bytes_text, percent_text, plain_table
 
 
 class SizeTried(msgspec.Struct, frozen=True):
-    """A real capture at a size, and the fastest plan within the budget there."""
-
     size: int
     fits: bool  # within the budget, at no more than the overhead asked for
     status: str
@@ -30,32 +28,23 @@ class SizeTried(msgspec.Struct, frozen=True):
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """The largest size that fits, the one after it that does not, and all that were tried.
-
-    Attributes
-    ----------
-    size : 0 where none fits. measured_peak_bytes : of the answer; None where it was not run.
-    limited_by : why the next size does not fit: ``memory`` (no plan within the budget is known),
-        ``overhead`` (the fastest one is too slow), ``most`` (it was not to be tried), or
-        ``interrupt`` (Ctrl-C came before it was).
-    without_plan : the largest size whose unmodified step fits, as two captures predict.
-    """
+    """The largest size that fits, the one after it that does not, and all that were tried."""
 
     model: str
     device: str
     vary: str
-    size: int
+    size: int  # 0 where none fits
     budget_bytes: int
     max_overhead: float
+    # Of `next`: no plan fits, the fastest is too slow, it was not to be tried, or Ctrl-C came.
     limited_by: Literal["memory", "overhead", "most", "interrupt"]
     answer: SizeTried | None
     next: SizeTried | None
     tried: tuple[SizeTried, ...]
-    without_plan: int
-    measured_peak_bytes: int | None = None
+    without_plan: int  # the largest without a plan, as two captures predict
+    measured_peak_bytes: int | None = None  # of the answer; None where it was not run
 
     def as_json(self) -> dict[str, Any]:
-        """Plain bytes, microseconds and names, for `--json`."""
         return msgspec.to_builtins(self)
 
     def __str__(self) -> str:
@@ -91,8 +80,7 @@ def _answer_lines(found: Fit) -> list[str]:
     else:
         more = "interrupted before more" if found.limited_by == "interrupt" else "no larger"
         lines.append(f"{more} {found.vary} was to be tried")
-    # "About", as it is read off a line through two captures.
-    if found.without_plan:
+    if found.without_plan:  # "About", as it is read off a line through two captures
         lines.append(f"without a plan, about {found.without_plan} would fit")
     return lines
 

@@ -42,10 +42,8 @@ if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check
 
 
-_EXACT = 1e-9
-"""Of a step: times that differ by less are the same sum in another order."""
-FAR_OFF = 1.25
-"""A measured step that is longer or shorter than the predicted one by this is told."""
+_EXACT = 1e-9  # of a step: times that differ by less are the same sum in another order
+FAR_OFF = 1.25  # a measured step that is longer or shorter than the predicted one by this is told
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,7 @@ def rows_as_run(rows: Sequence[Row], check: Check, of_chen: Check | None) -> tup
 
 
 def _as_run(row: Row, check: Check, base_us: float) -> Row:
-    # The unmodified step that is timed beside each plan may take longer in one check than in
-    # another: on top of that of the first row, steps and overheads agree.
+    # Unmodified steps timed beside plans vary: steps and overheads agree on the first's.
     return replace(
         row, measured_peak_bytes=check.plan_peak_bytes,
         measured_step_us=base_us * (1 + check.overhead),
@@ -185,14 +182,9 @@ def run_job(
     loaded: Loaded, request: Request, stopwatch: Stopwatch, *, check: bool | None = None,
     compare: bool = False, planned: Callable[[Report], None] = lambda _: None,
 ) -> Report:  # fmt: skip
-    """Capture, time, solve, rewrite and check; `planned` gets what is known before a step runs.
-
-    No step runs where nothing fits, for a device or ranks that are not here, or with `check` False;
-    nor, unless `check` is True, where the unmodified step does not fit into free memory.
-    """
+    """Capture, time, solve, rewrite and check; `planned` gets what is known before a step runs."""
     report, traced, chen = _before_the_check(loaded, request, stopwatch)
-    # Before a step runs, which may end the process for want of memory: the plan is kept by then.
-    planned(report)
+    planned(report)  # kept before a step, which may run out of memory
     graph, result = report.graph, report.result
     if result.schedule is None or not request.is_run_here or check is False:
         return report
@@ -218,15 +210,12 @@ def run_job(
     if request.profile is None and FAR_OFF * checked.baseline_step_us < rows[0].time_us:
         from remat.graph_capture.costs.op_costs import doubt_costs
 
-        # Costs that say too much were taken in a busy time: the next run measures them anew.
-        doubt_costs(traced)
+        doubt_costs(traced)  # measured in a busy time: the next run measures anew
     return replace(report, rows=rows, check=checked, unchecked="".join(said))
 
 
 def _why_not_run(graph: Callable[[], TrainingGraph], check: bool | None) -> str:
-    """Why a plan for this machine is not run; empty where it is."""
-    # Ctrl-C ended the solve with the best so far, which is told and kept.
-    if is_interrupted():
+    if is_interrupted():  # Ctrl-C ended the solve with the best so far, which is told and kept
         return INTERRUPTED
     reason = "" if check else why_unchecked(graph())
     return f"{reason}; --check runs it anyway" if reason else ""
@@ -239,15 +228,13 @@ def _before_the_check(
         traced = trace_loaded(loaded, request)
     graph, result = _solved_in_turn(traced, request, stopwatch)
     report, chen = planned_report(graph, request, stopwatch, result)
-    # Something fits, so there is no way out to name.
-    if report.simulation is not None:
+    if report.simulation is not None:  # something fits, so there is no way out to name
         return replace(report, recipe=traced.recipe), traced, chen
     from remat.levers.chunks_at_need import naming_tolerance
 
     # In bytes: `auto` or per cents could be others for the graph with chunks.
     within = replace(request, budget=f"{report.result.budget_bytes}B")
-    # With what a head in chunks would need by tolerance.
-    named = naming_tolerance(
+    named = naming_tolerance(  # what a head in chunks would need by tolerance
         report.result, traced, graph, lambda one: graph_with_costs(one, request, stopwatch),
         lambda graph: solve_request(graph, within, stopwatch),
     )  # fmt: skip

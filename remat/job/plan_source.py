@@ -1,8 +1,4 @@
-"""What a verb works on: a model, a kept graph or a kept plan, opened to a graph and a result.
-
-A plan stands alone: its graph is in it, and torch is not imported. Where a plan is given beside a
-model or a graph, it must be one of that graph. Where a budget is given, it is solved for.
-"""
+"""What a verb works on: a model, a kept graph, or a kept plan, which needs no torch."""
 
 from __future__ import annotations
 
@@ -60,8 +56,7 @@ def plan_of_result(
     """None where nothing fits."""
     if result.schedule is None:
         return None
-    # Imports torch, which a kept plan is shown without.
-    from remat.rewriter.plans.facts import make_plan
+    from remat.rewriter.plans.facts import make_plan  # imports torch; a shown plan needs none
 
     prediction = predicted(result, graph.cost_origin)
     costed = graph_behind(graph, result.schedule)
@@ -103,8 +98,7 @@ def costed_graph_in(kept: PlanFile | Schedule) -> TrainingGraph | None:
 def fitting_schedule(kept: PlanFile | Schedule, loaded: Loaded, name: str) -> Schedule:
     """The schedule of a plan that fits the model, its batch and this torch; else a `PlanError`."""
     if isinstance(kept, PlanFile):
-        # Judged before it is run: anyone can edit the file.
-        if kept.graph is not None:
+        if kept.graph is not None:  # judged before it is run: anyone can edit the file
             evaluate_plan(kept, name)
         from remat.rewriter.plans.facts import require_fit
 
@@ -115,8 +109,6 @@ def fitting_schedule(kept: PlanFile | Schedule, loaded: Loaded, name: str) -> Sc
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph with costs, and the model behind it where one was captured just now."""
-
     graph: TrainingGraph
     loaded: Loaded | None = None
     recipe: Recipe | None = None
@@ -148,10 +140,7 @@ class PlanSource:
 def open_plan(
     source: str, request: Request, stopwatch: Stopwatch, plan: Path | None = None
 ) -> PlanSource:
-    """Open a model, a kept graph or a kept plan; solve if the request has a budget.
-
-    `plan` is a kept plan of the source, in place of a budget.
-    """
+    """Open a model, a kept graph or a kept plan; solve if there is a budget and no `plan`."""
     if source.endswith(PLAN_FILES) and _holds_plan(Path(source)):
         if plan is not None:
             raise PlanError(f"{source} and {plan} are both plans: name one, or a model and one")
@@ -175,8 +164,7 @@ def open_plan(
 
 
 def _splitting_as(schedule: Schedule, request: Request) -> Request:
-    # A graph without the chunks of the plan would refuse it.
-    if not schedule.chunks or request.split is not None:
+    if not schedule.chunks or request.split is not None:  # another graph would refuse it
         return request
     is_exact = all(one.exact for one in schedule.chunks)
     return replace(request, split="exact" if is_exact else "tolerance")
@@ -202,14 +190,11 @@ def _opened_plan(kept: PlanFile | Schedule, name: str, graph: TrainingGraph | No
     schedule, told_us = schedule_in(kept), 0.0
     over: RangeFacts | None = None
     if isinstance(kept, PlanFile) and (graph is None or kept.graph is not None):
-        # Anyone can edit the file, so all that the simulator can say is taken from it alone.
-        own, _ = evaluate_plan(kept, name)
-        # The file's bound is of its own costs, so it is told of no other graph.
-        if graph is None or own == graph:
+        own, _ = evaluate_plan(kept, name)  # anyone can edit the file: only the simulator is taken
+        if graph is None or own == graph:  # its bound is of its own costs, for no other graph
             graph, over = own, kept.over
             told_us = kept.prediction.lower_bound_us if kept.prediction else 0.0
-        # The plan's copies need links; sizes and costs are those of the graph that was named.
-        elif graph.links is None and own.links is not None:
+        elif graph.links is None and own.links is not None:  # its copies need links, no more
             graph = msgspec.structs.replace(graph, links=own.links)
     if over is not None:
         evaluate_family(over, name)
@@ -223,8 +208,7 @@ def _opened_plan(kept: PlanFile | Schedule, name: str, graph: TrainingGraph | No
     except ScheduleError as error:
         raise ScheduleError(f"{name}: {error}") from error
     require_within_budget(schedule, peak_bytes, name)
-    # No lower bound: a file proves nothing. One by hand has no budget but its own peak.
-    result = evaluate_schedule(
+    result = evaluate_schedule(  # no lower bound: a file proves nothing
         graph, schedule, budget_bytes=schedule.budget_bytes or peak_bytes,
         lower_bound_us=0.0, message=_unproved(graph, told_us, name),
     )  # fmt: skip
@@ -268,7 +252,6 @@ def captured(source: str, request: Request, stopwatch: Stopwatch) -> Captured:
 
 
 def _as_asked(graph: TrainingGraph, request: Request) -> TrainingGraph:
-    """A kept graph with the chunks that the request allows, and links where it has a host."""
     graph = within_split(graph, request.split)
     if not (request.host or request.nvme):
         return graph

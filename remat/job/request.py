@@ -1,8 +1,4 @@
-"""What is asked of a plan: the one place of the planning options.
-
-Each field of `Request` is an option of every verb that plans, with the flag and the help that
-stand at the field (`remat/cli/verb.py` reads them).
-"""
+"""What is asked of a plan: each field of `Request` is an option of every verb that plans."""
 
 from __future__ import annotations
 
@@ -36,15 +32,12 @@ if TYPE_CHECKING:
     from remat.graph_capture.costs.cache import Profile
 
 
-NO_BUDGET = ""
-"""The budget of a request that asks for no solve."""
-NAMED_BY_TORCH = ""
-"""The device of a request that names none: which one it is, is asked once torch is imported."""
+NO_BUDGET = ""  # the budget of a request that asks for no solve
+NAMED_BY_TORCH = ""  # which device that is, is asked once torch is imported
 
 
 _WORLD = "world"
-_FIELDS = {_WORLD: "world_size"}
-"""Fields of `Sharding` whose key has another name."""
+_FIELDS = {_WORLD: "world_size"}  # fields of `Sharding` whose key has another name
 SHARDING_KEYS = ("kind", _WORLD, *(field.name for field in dataclasses.fields(Sharding)[2:]))
 
 
@@ -54,11 +47,7 @@ def _ask(default: Any, text: str, **shown: Any) -> Any:
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan for, on what, and how long to try.
-
-    The metadata of a field is what the command line shows of it: its help and, where they are
-    not the usual ones, its flag, its metavar and the least value that it takes.
-    """
+    """What to plan for, on what, how long to try; a field's metadata is its part of the help."""
 
     budget: str = _ask(
         NO_BUDGET, "to solve for: 8GiB, 512MiB, 60% of the unmodified peak, auto (what is free) "
@@ -147,11 +136,9 @@ class Request:
             parse_budget(self.budget)
         if self.device != NAMED_BY_TORCH:
             check_device(self.device)
-        # A kept graph's device is known only when its file is read.
-        if not is_kept:
+        if not is_kept:  # a kept graph's device is known only when its file is read
             self.tiers()
-        # All is read now: a capture takes long, and would be lost to a wrong word.
-        known = self.read_profile()
+        known = self.read_profile()  # now: a capture takes long, and would be lost to a wrong word
         make_solver(self.solver, order=self.order, gap=self.gap)  # refuses what it does not know
         if self.optimizer_in_backward and self.sharding != NO_SHARDING:
             raise DeviceError(
@@ -163,8 +150,7 @@ class Request:
     def read_profile(self) -> Profile | None:
         if self.profile is None:
             return None
-        # Profiles import torch, which a request does without.
-        from remat.graph_capture.costs.cache import as_profile
+        from remat.graph_capture.costs.cache import as_profile  # a profile imports torch
 
         return as_profile(self.profile)
 
@@ -180,8 +166,7 @@ def parse_dynamic(texts: Iterable[str]) -> Dynamic:
     for text in texts:
         argument, dim, entry = _read_range(text)
         dims = found.setdefault(argument, {})
-        # A dict would keep the second in silence.
-        if dim in dims:
+        if dim in dims:  # a dict would keep the second in silence
             raise CaptureError(f"--dynamic names dimension {dim} of {argument} twice")
         dims[dim] = entry
         if len(entry) > 1:  # a name alone states no range
@@ -223,8 +208,7 @@ def parse_sharding(text: str) -> Sharding:
         raise DeviceError(f"--sharding: there is no key {wrong[0]!r}; {_FORM_OF_SHARDING}")
     values = {_FIELDS.get(key, key): _TRUTHS.get(str(value), value) for key, value in given.items()}
     try:
-        # Not strict: on the command line numbers are text.
-        return msgspec.convert(values, Sharding, strict=False)
+        return msgspec.convert(values, Sharding, strict=False)  # not strict: numbers are text here
     except msgspec.ValidationError as error:
         # msgspec names its own path; a person wrote the key.
         said = str(error).replace("$.world_size", _WORLD).replace("$.", "")

@@ -42,11 +42,9 @@ if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check
 
 
-_OFF = 0.1
-"""A measured overhead of the plan that is this far from the predicted one is told."""
+_OFF = 0.1  # a measured overhead of the plan that is this far from the predicted one is told
 
-_FASTER = 0.01
-"""A plan that takes this much less time than the unmodified step, with checkpoints, is told."""
+_FASTER = 0.01  # a plan this much faster than the user's checkpoints is told
 
 
 def advice_on_run(report: Report) -> tuple[str, ...]:
@@ -81,8 +79,7 @@ def _far_apart(rows: tuple[Row, ...]) -> tuple[str, ...]:
 
 
 def _off(plan: Row) -> tuple[str, ...]:
-    # Asked only where steps as such took about as long as predicted.
-    measured = plan.measured_overhead
+    measured = plan.measured_overhead  # only where steps took about as predicted
     if measured is None or abs(measured - plan.overhead) < _OFF:
         return ()
     return (
@@ -94,8 +91,7 @@ def _off(plan: Row) -> tuple[str, ...]:
 
 _HELD_ROWS = 3
 _OUTSIDE = "the loss and what is outside of modules"
-_LABELS = {"chen_sqrt": "square-root checkpointing"}
-"""What a row is called on the screen, where a solver's name says nothing to a stranger."""
+_LABELS = {"chen_sqrt": "square-root checkpointing"}  # for solver names that say nothing
 
 
 def show_run(console: Console, report: Report) -> None:
@@ -114,8 +110,7 @@ def _schedules_table(rows: Iterable[Row]) -> Table:
     for row in rows:
         peak = bytes_pair(row.peak_bytes, row.measured_peak_bytes)
         step = time_pair(row.time_us, row.measured_step_us)
-        # Of the unmodified step it is 0 by definition.
-        is_base = row.name == "unmodified"
+        is_base = row.name == "unmodified"  # of the unmodified step it is 0 by definition
         overhead = "-" if is_base else percent_pair(row.overhead, row.measured_overhead)
         table.add_row(_LABELS.get(row.name, row.name), peak, step, overhead)
     return table
@@ -155,8 +150,7 @@ def _add_check(table: Table, report: Report | RangeReport, budget_bytes: int, at
 def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
     known = {row.name: row for row in rows}
     plan, without = known.get("this plan"), known["unmodified"].reserved
-    # A CPU's allocator reserves nothing.
-    if plan is not None and plan.reserved is not None:
+    if plan is not None and plan.reserved is not None:  # a CPU's allocator reserves nothing
         table.add_row("reserved", reserved_text(plan.reserved, without))
     measured = [(row.name, row.reserved_bytes) for row in known.values()]
     said = [f"{_LABELS.get(n, n)} {bytes_text(held)}" for n, held in measured if held is not None]
@@ -246,8 +240,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "model": report.graph.name,
         "ops": len(report.graph.ops),
         "device": report.graph.device,
-        # Keys keep the names of older releases, as those of files do.
-        "prices": report.graph.cost_origin,
+        "prices": report.graph.cost_origin,  # keys keep the names of older releases
         "price_notes": report.graph.notes,
         "baseline": _row_json(rows["unmodified"]),
         "chen_sqrt": _row_json(rows["chen_sqrt"]),

@@ -1,7 +1,6 @@
 """The largest batch, or sequence, that trains within a budget at a bearable overhead.
 
-Sizes are guessed on graphs made from two captures. The answer and the size
-after it are captured, timed and solved, so both are as sure as any plan.
+Sizes are guessed on graphs made from two captures; the answer and the next are captured and solved.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check
 
 
-# The graph of a step at a size that was not captured, from two captures at other sizes. Bytes and
-# costs are taken to be affine in the size. That holds for bytes in a batch; in the length of a
-# sequence attention is not affine, so such a graph is a guess, to be checked by a capture.
+# A step's graph at another size, as if bytes and costs were affine between two captures. Attention
+# is not affine in a sequence's length: such a graph is a guess, to be checked.
 
 
 def is_same_step(first: TrainingGraph, second: TrainingGraph) -> bool:
@@ -83,8 +81,7 @@ def _facts_between(op: Op) -> tuple[object, ...]:
     return op.name, op.target, op.phase, op.inputs, op.outputs, op.no_recompute
 
 
-_GUESSES = 4
-"""Tries that follow a guess. Later ones double or halve the size, in case guesses are wrong."""
+_GUESSES = 4  # that follow a guess; later ones double or halve the size
 
 
 @dataclass(frozen=True)
@@ -127,30 +124,23 @@ def _next(
     tries: int,
 ) -> int:  # fmt: skip
     top = sizes.most if fails is None else fails - sizes.step
-    # After so many wrong guesses: double, then halve.
-    if tries >= _GUESSES and fails is None:
+    if tries >= _GUESSES and fails is None:  # after so many wrong guesses: double, then halve
         return min(max(sizes.below(2 * low), low + sizes.step), top)
     if tries >= _GUESSES and fails is not None:
         return max(sizes.below((low + fails) // 2), low + sizes.step)
-    # A step at least, so that each try tells something new.
-    wanted = sizes.below(guess(low, fails))
+    wanted = sizes.below(guess(low, fails))  # a step at least, so that each try tells something new
     return min(max(wanted, low + sizes.step), top)
 
 
-# Guesses of `fit` from two captures. Bytes are affine in the size of a batch, costs not as exactly:
-# near the limit an overhead hangs on what ops were measured to take, so `fit` only guesses.
+# Guesses from two captures: near the limit an overhead hangs on measured times.
 
-_Pair = tuple[_Sized, _Sized]
-"""Two sizes, each with its graph."""
+_Pair = tuple[_Sized, _Sized]  # two sizes, each with its graph
 
 
 def _pair_near(
     graphs: Mapping[int, TrainingGraph], near: int, fails: int | None = None
 ) -> _Pair | None:
-    """Two captures of the same step, to guess between or beyond; None where no two are.
-
-    `near`, which holds, and `fails`, if both were captured; else the nearest and one farther away.
-    """
+    """Two captures to guess between: `near` and `fails`, else the nearest and a farther one."""
 
     def pair(one: int, other: int) -> _Pair | None:
         if not is_same_step(graphs[one], graphs[other]):
@@ -175,15 +165,10 @@ def _unmodified_reaches(pair: _Pair, budget_bytes: int) -> int:
 
 
 _Factory = str | Callable[..., Any]
-SOLVE_S = 10.0
-"""Seconds that the solve at a size may take."""
-LARGEST_SIZE = 1 << 20
-"""Largest size that is tried unless told otherwise."""
-GUESS_S = 2.0
-"""Seconds that a solve of a guess may take."""
-_GROWTH = 4
-"""How many times the largest size that was captured, or whose unmodified step fits, a guess may be.
-Beyond that, plans take more time than anyone would bear."""
+SOLVE_S = 10.0  # seconds that the solve at a size may take
+LARGEST_SIZE = 1 << 20  # largest size that is tried unless told otherwise
+GUESS_S = 2.0  # seconds that a solve of a guess may take
+_GROWTH = 4  # times the largest captured or unmodified size: more takes too long
 
 
 def largest_batch(
@@ -262,18 +247,15 @@ class FitSearch:
                 size = self._largest(small, large) or 0
             except KeyboardInterrupt:
                 note_interrupt()
-                # With a plan at hand, Ctrl-C ends the search and not the verb.
-                if self.best is None:
+                if self.best is None:  # with a plan at hand, Ctrl-C ends the search alone
                     raise
                 size = self.best[0]
             return self._fit(size, check)
 
     def _largest(self, small: int, large: int) -> int | None:
-        # Both are captured even if the smaller fails: guesses take two.
-        held = [size for size in (small, large) if self._holds(size)]
+        held = [size for size in (small, large) if self._holds(size)]  # both, as guesses take two
         fails = min((size for size in (small, large) if not self.tried[size].fits), default=None)
-        # Costs are measured, so a larger size may hold where a smaller one failed: trust the
-        # smaller.
+        # Costs are measured, so a larger size may hold where a smaller failed: trust the smaller.
         fits = max((size for size in held if fails is None or size < fails), default=None)
         return largest(self.sizes, self._holds, self._guess, fits, fails)
 
@@ -284,8 +266,7 @@ class FitSearch:
             else:
                 name = getattr(self.factory, "__name__", type(self.factory).__name__)
                 loaded = call(self.factory, name, {self.vary: size})
-            # Asked when the model is there, as it has imported torch.
-            self.request = self.request.with_device()
+            self.request = self.request.with_device()  # asked now: the model has imported torch
             loaded = loaded.on(self.request.device)
         captured = captured_model(loaded, self.request, self.stopwatch)
         self.graphs[size] = captured.graph
@@ -332,12 +313,10 @@ class FitSearch:
 
     def _guess(self, fits: int, fails: int | None) -> int:
         step, known = self.sizes.step, max(self.graphs)
-        # Bytes are as good as exact at any size, so they need no captures in between.
-        known = max(known, self._without_plan(known))
+        known = max(known, self._without_plan(known))  # bytes are as good as exact at any size
         top = min(self.sizes.most, known * _GROWTH) if fails is None else fails - step
         pair = _pair_near(self.graphs, fits, fails)
-        # Captures of other ops, as where a model branches by size, give no line: double, or halve.
-        if pair is None:
+        if pair is None:  # captures of other ops, as by a branch on size, give no line
             return min(2 * max(fits, step), top) if fails is None else (fits + fails) // 2
         with self.stopwatch.stage("guess", f"guessing {self.vary} from two captures"):
             return self._largest_guessed(fits, top, pair)
@@ -359,8 +338,7 @@ class FitSearch:
         return low
 
     def _is_thought_to_hold(self, graph: TrainingGraph) -> bool:
-        # Cheap answers first: what no plan can do, what needs none, and only then a solve.
-        if least_needed_bytes(Problem.of(graph)) > self.budget_bytes:
+        if least_needed_bytes(Problem.of(graph)) > self.budget_bytes:  # cheap answers first
             return False
         if solvers.solve_within(graph, self.budget_bytes, "store_all").schedule is not None:
             return True
@@ -412,7 +390,6 @@ class FitSearch:
         if found is None:
             return None
         failed = failures(found, self.budget_bytes)
-        # The answer is a promise, so a step that breaks it is an error and no figure.
-        if failed:
+        if failed:  # the answer is a promise, so a step that breaks it is an error and no figure
             raise RewriteError(f"{self.vary}={self.best[0]} fits as planned, but {failed[0]}")
         return found.plan_peak_bytes

@@ -1,9 +1,7 @@
 """Large heads and MLPs in chunks, on a device that is here: measured only where they may help.
 
-To time chunks and to compare their bits takes longer than all else together that is measured of a
-small step. A plan of whole ops that costs next to nothing needs no chunks. For any other, they are
-first solved for as if they took no longer than the whole. Only if that is faster by more than the
-gap, or if no plan of whole ops fits, are they measured.
+Timing them takes longer than the rest of a small step. Unless whole ops fit at next to no cost,
+chunks are first solved as if they took no longer, and measured if that wins more than the gap.
 """
 
 from __future__ import annotations
@@ -53,8 +51,7 @@ def solved_at_need(
     in_chunks = with_measured_chunks(graph)
     if not in_chunks.regions:
         return Solved(graph, whole)
-    # The plan of whole ops is one of this graph too, and the solve begins with it.
-    return Solved(in_chunks, solve_for(in_chunks, at_hand=whole))
+    return Solved(in_chunks, solve_for(in_chunks, at_hand=whole))  # begins with the whole ops' plan
 
 
 def _may_help(
@@ -64,12 +61,10 @@ def _may_help(
 
     if whole.schedule is None:
         return True
-    # What chunks could win is within the gap that ends a search.
-    if whole.overhead <= DEFAULT_GAP:
+    if whole.overhead <= DEFAULT_GAP:  # what chunks could win is within the gap that ends a search
         return False
     with stages.stage("solve", "looking at what could run in chunks"):
-        # As if chunks took no longer than the whole: if that is no faster, measuring is in vain.
-        hoped = with_optimistic_chunks(traced, graph)
+        hoped = with_optimistic_chunks(traced, graph)  # if that is no faster, measuring is in vain
     if not hoped.regions:
         return False
     best = solve_for(hoped, at_hand=whole).schedule
@@ -102,8 +97,7 @@ def naming_tolerance(
 
 def _exact_chunks(traced: Trace) -> list[RegionCandidate]:
     """The regions that were to run in chunks if these give eager's bits."""
-    # On a device that is not here no bits are compared, so none keep a head whole.
-    if traced.recipe.is_modelled:
+    if traced.recipe.is_modelled:  # no bits are compared on a device that is not here
         return []
     from remat.graph_capture.chunking.regions import requested_regions
 
@@ -111,10 +105,9 @@ def _exact_chunks(traced: Trace) -> list[RegionCandidate]:
 
 
 def _are_exact_on_one_thread(whole: list[RegionCandidate], device: str) -> bool:
-    # On one thread no other takes a part of the rows, so kernels may sum in eager's order.
     import torch
 
-    threads = torch.get_num_threads()
+    threads = torch.get_num_threads()  # on one, kernels may sum in eager's order
     if device != CPU or threads == 1:
         return False
     torch.set_num_threads(1)

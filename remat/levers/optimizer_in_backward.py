@@ -35,9 +35,7 @@ def _refuse_scaling() -> None:
 def _refuse_parts(model: nn.Module) -> None:
     from remat.graph_capture.distributed.dtensors import has_dtensors
 
-    # A rank holds a part of such a parameter, so it has a gradient of the whole and one of the
-    # part.
-    if has_dtensors(model):
+    if has_dtensors(model):  # a rank has a gradient of the whole and one of its part
         raise CaptureError(
             f"{type(model).__name__} has parameters that are DTensors, which cannot be updated "
             "during backward: update after backward (remat.rematerialize)"
@@ -59,8 +57,7 @@ def require_own_storages(state: Mapping[str, Tensor]) -> None:
 def require_no_other_reader(traced: Trace, optimizer: Optimizer) -> None:
     from remat.rewriter.guards.forward import constants_of
 
-    # The graph does not know that a read by another tensor, later in the step, would find new
-    # values.
+    # The graph does not know of a later read by another tensor, which would find new values.
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     updated = {one.untyped_storage().data_ptr() for one in parameters}
     for constant in constants_of(traced.joint.module):
@@ -111,8 +108,7 @@ def planned_optimizer_in_backward(
             f"{option('optimizer', 'sgd')}, momentum or adamw"
         )
     if is_in_table(device):
-        # Those of a fused optimizer, which takes no memory of its own meanwhile.
-        names = _parameters(model, loss_fn)
+        names = _parameters(model, loss_fn)  # a fused optimizer takes no memory meanwhile
         trained = [name for name, parameter in names.items() if parameter.requires_grad]
         return GradientRelease(is_added=accumulate, updates=tuple((name, 0) for name in trained))
     made = _made(optimizer, model.parameters())
@@ -124,8 +120,7 @@ def _made(name: str, parameters: Iterable[Tensor]) -> Optimizer:
 
     if name == "adamw":
         return AdamW(parameters)
-    # Only whether there is momentum tells on memory; its value does not.
-    return SGD(parameters, momentum=0.9 if name == "momentum" else 0.0)
+    return SGD(parameters, momentum=0.9 if name == "momentum" else 0.0)  # the value takes no memory
 
 
 def _parameters(model: nn.Module, loss_fn: Callable[..., Any] | None) -> dict[str, nn.Parameter]:
@@ -143,8 +138,7 @@ def updated_in_backward(spec: StepSpec) -> fx.GraphModule:
     from remat.rewriter.rewriting import rewrite
     from remat.step_planner import StepPlanner
 
-    # All that cannot be right is refused before anything is traced.
-    if spec.options.get("max_grad_norm") is not None:
+    if spec.options.get("max_grad_norm") is not None:  # refused before anything is traced
         raise CaptureError(
             "gradients cannot be clipped by their global norm where parameters are updated during "
             "backward: the norm is known when the last gradient is there, and by then the others "

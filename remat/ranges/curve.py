@@ -17,8 +17,7 @@ from remat.schedules.family import Family, simulate_resized, sizes_text
 from remat.schedules.outcome import Result
 from remat.solver.reductions.sizes import Reach, plan_family
 
-_SIZES = 10
-"""Sizes of a curve that names none."""
+_SIZES = 10  # sizes of a curve that names none
 
 
 class _CurvePoint(msgspec.Struct, frozen=True):
@@ -32,15 +31,12 @@ class _CurvePoint(msgspec.Struct, frozen=True):
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """Overheads of a family over its range, from small sizes to large ones."""
-
     model: str
     budget_bytes: int
     points: tuple[_CurvePoint, ...]
 
     @property
     def most_above_alone(self) -> float:
-        """How much more overhead the family has than plans for each size, at most."""
         known = [p.overhead - p.alone_overhead for p in self.points if p.alone_overhead is not None]
         return max(known, default=0.0)
 
@@ -54,7 +50,6 @@ def overheads_over(
     graph: RangedGraph, family: Family, sizes: int | Sequence[Mapping[str, int]] = _SIZES, *,
     alone: bool = False, solver: str = "auto", time_limit_s: float = 60.0, **options: Any,
 ) -> Curve:  # fmt: skip
-    """What a family costs at sizes of its range: a curve that can be printed."""
     if graph.traced_hash != family.traced_hash:
         raise ScheduleError(
             f"this family was made for another step of {family.model}: pass the graph that it was "
@@ -93,15 +88,13 @@ def _point_row(point: _CurvePoint) -> str:
 
 
 _CUT_PART = 0.25
-"""Of the time limit: what each schedule but that of the largest sizes may take at most. There are
-up to eight, so that together they take at most twice as long as that."""
+"""Of the limit, for each schedule but the largest's: up to eight take twice as long at most."""
 
 
 def solve_over(
     graph: RangedGraph, budget: str | SupportsIndex, solver: str = "auto",
     time_limit_s: float = 60.0, **options: Any,
 ) -> Family:  # fmt: skip
-    """A family of schedules within `budget` at every size of the range of `graph`."""
     asked, bounding = parse_budget(budget), graph.bounding(graph.symbols)
     # The largest sizes first: their schedule serves all, and says what the budget is in bytes.
     top = asked.solve(bounding, solver, time_limit_s=time_limit_s, **options)

@@ -38,11 +38,7 @@ from remat.step_spec import StepSpec
 
 
 def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> RangedModule:
-    """A module that trains as the model does at every size of a range, within the budget.
-
-    A batch of the range is one to check with; of one of other sizes, only types count.
-    `as_far_as_fits` : if not all sizes fit, plan up to the largest that do, if the batch is there.
-    """
+    """A module that trains at all sizes of a range; `as_far_as_fits`: at as many as fit."""
     model, budget, dynamic = spec.model, spec.budget, spec.dynamic
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(model).__name__
     known, batch = spec.known_profile, spec.batch
@@ -87,9 +83,7 @@ def _costs_within(
     left_out: list[bool] = []
 
     def costed(one: Trace) -> TrainingGraph:
-        # Where the largest step cannot be timed within the budget, none is: costs of sizes are
-        # fitted to each other, so all are made alike.
-        if not left_out:
+        if not left_out:  # if the largest cannot be timed, none is: costs are fitted
             left_out.append(is_beyond(one.joint, one.graph, budget.most_bytes(one.graph)))
         return add_costs(one, progress=shown, profile=known, most_bytes=0 if left_out[0] else None)
 

@@ -20,17 +20,12 @@ from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import Signature, tensor_facts
 from remat.rewriter.user_module.ranged import RangedModule
 
-# Which sizes of batches vary: learned from the batches of a run, or named by the user. Places whose
-# sizes were equal in all batches have one name, as lengths of tokens and of targets. A place that
-# had one size so far is fixed, unless it follows one that the user has named. Equal sizes may be so
-# by chance, so there are several ways to follow, and a model shows which is its own.
+# Which sizes vary: learned, or named by the user. Places that were always equal share a name. A
+# place of one size is fixed, unless it follows a named one. There are several ways to follow.
 
-Shapes = tuple[tuple[int, ...] | None, ...]
-"""Of each leaf of a batch; None for one that is no tensor, or whose sizes stay as they are."""
-At = tuple[int, int]
-"""A leaf and a dimension."""
-_LEAST = 2
-"""Torch runs other ops for sizes of 0 and 1, so that no range holds them."""
+Shapes = tuple[tuple[int, ...] | None, ...]  # by leaf; None for no tensor, or sizes that stay
+At = tuple[int, int]  # a leaf and a dimension
+_LEAST = 2  # torch runs other ops for sizes of 0 and 1, so that no range holds them
 _Follows = Callable[[At, At], bool]
 _WAYS: tuple[_Follows, ...] = (
     lambda at, named: at[0] != named[0] and at[1] == named[1],
@@ -38,10 +33,9 @@ _WAYS: tuple[_Follows, ...] = (
     lambda at, named: True,
     lambda at, named: False,
 )
-"""Which places of one size follow a named one, the likeliest first: the same dimension of other
-tensors, any dimension of them, or also one of the same tensor; and none."""
-_GROWTH = 2
-"""How many times the size that was the largest a range reaches once it has to be extended."""
+"""Places of equal size that follow a named one, likeliest first: the same dimension of other
+tensors, any of them, or of the same tensor too; none."""
+_GROWTH = 2  # times the largest size, where a range is extended
 
 
 @dataclass
@@ -84,7 +78,6 @@ class LearnedSizes:
             self._groups = self._grouped()
 
     def symbols_at(self, shapes: Shapes) -> dict[At, str]:
-        """The symbol of each place that varies, but for sizes that no range holds."""
         if self.unfit:
             return {}
         return {at: name for at, name in self._groups.items() if self._may_vary(at, shapes)}
@@ -125,8 +118,7 @@ class LearnedSizes:
         groups: dict[str, int] = {}
         for at in _all_places(shapes):
             name, size = self._groups.get(at), _size(shapes, at)
-            # A place that was fixed has varied.
-            if name is None and size != _size(self.told[0], at):
+            if name is None and size != _size(self.told[0], at):  # a fixed place has varied
                 return False
             # Two that had one name were equal by chance.
             if name is not None and groups.setdefault(name, size) != size:
@@ -153,8 +145,7 @@ class LearnedSizes:
     ) -> At | None:
         """The place that the user named and that another one goes with."""
         equal = [one for one in self.upto if sizes.get(one) == sizes[at]]
-        # Sizes that were equal while they varied are no chance.
-        if not has_varied:
+        if not has_varied:  # sizes that were equal while they varied are no chance
             equal = [one for one in equal if _WAYS[self._way](at, one)]
         return min(equal, key=lambda one: one[1] != at[1], default=None)
 
@@ -170,8 +161,7 @@ def _size(shapes: Shapes, at: At) -> int:
 
 
 DynamicOrAuto = Dynamic | Literal["auto"]
-Upto = Mapping[str | int, Any]
-"""The largest sizes to come: by argument and dimension, ``{"tokens": {1: 2048}}``, or by name."""
+Upto = Mapping[str | int, Any]  # by argument, ``{"tokens": {1: 2048}}``, or by name
 
 
 class _Wanted(NamedTuple):
@@ -210,7 +200,6 @@ class VaryingSizes:
         return (kind, sizes), is_new
 
     def wanted(self, batch: Any) -> _Wanted:
-        """The plan to make for a batch, whose `key` was asked for before."""
         kind, shapes = self.known(batch)
         ranges, is_guess = kind.ranges_for(shapes)
         names = Signature(batch).names
@@ -276,8 +265,7 @@ def _kind_of(leaf: Any) -> Hashable:
     """What no plan of another size can serve."""
     if not isinstance(leaf, Tensor):
         return type(leaf), repr(leaf)
-    # Strides with gaps do not follow from sizes, so all facts count.
-    if not leaf.is_contiguous():
+    if not leaf.is_contiguous():  # strides with gaps do not follow from sizes, so all facts count
         return tensor_facts(leaf)
     return leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad
 
@@ -291,20 +279,14 @@ def _identifier(name: str, dim: int) -> str:
     return f"{re.sub(r'[^0-9A-Za-z]+', '_', name).strip('_')}_{dim}"
 
 
-_MOST_PARTS = 4
-"""Of a range in which a guard changes its answer more often, sizes have a plan each."""
-_MOST_NARROWED = 8
-"""How often a range is narrowed to what a guard allows, before sizes have a plan each."""
+_MOST_PARTS = 4  # of a range in which a guard changes its answer more often, sizes have a plan each
+_MOST_NARROWED = 8  # times to narrow a range to a guard, before plans a size
 
 
 def planned_over(
     sizes: VaryingSizes, batch: Any, make: Callable[..., RangedModule]
 ) -> RangedModule | None:
-    """A plan for a range that holds a batch, as wide as the model and the budget allow.
-
-    None where its sizes need a plan each. `TooLargeError` where not even the batch fits, or what
-    the user has said is to come does not.
-    """
+    """A plan for a range that holds a batch, or None; `TooLargeError` if the batch does not fit."""
     why, too_large, (known, _) = "", None, sizes.known(batch)
     while True:
         try:
@@ -319,8 +301,7 @@ def planned_over(
         if not (failed or too_large) or not known.follow_otherwise():
             break
     if too_large is not None:
-        # No way was better, so the next batch begins with the likeliest again.
-        known.follow_as_at_first()
+        known.follow_as_at_first()  # the next batch begins with the likeliest again
         raise too_large
     if why:
         known.unfit = why
@@ -342,8 +323,7 @@ def _within_guards(
         try:
             return make(dynamic, as_far_as_fits=wanted.is_guess), ""
         except CheckError as error:
-            # At any size the model asks for what it knows at one, and runs other ops for it.
-            return None, str(error)
+            return None, str(error)  # the model asks for what it knows at one size alone
         except CaptureError as error:
             why = str(error)
             dynamic = _with_part(dynamic, error, batch) if isinstance(error, RangeError) else None
@@ -362,8 +342,7 @@ def _with_part(dynamic: Dynamic, error: RangeError, batch: Any) -> Dynamic | Non
     for dims in narrowed.values():
         for dim, (name, low, high, multiple) in dims.items():
             if name == error.symbol:
-                # The same range would be refused in the same way, for ever.
-                is_other |= (low, high) != part
+                is_other |= (low, high) != part  # the same range would be refused for ever
                 dims[dim] = (name, *part, multiple)
     return narrowed if is_other else None
 

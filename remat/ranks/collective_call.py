@@ -1,7 +1,7 @@
 """Several ranks in one call: they agree at each point, and leave with the same outcome.
 
-What decides how many collectives a rank runs, or whether it goes on at all, is agreed here before
-the next collective. An error of any kind on one rank, a `KeyboardInterrupt` too, is raised on all.
+What decides how many collectives a rank runs is agreed on before the next. Any rank's error, a
+`KeyboardInterrupt` too, is raised on all.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ _Plan = TypeVar("_Plan")
 
 
 class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
-    """The ranks of `group` in one call of the function `what`; without a group, this rank alone.
-
-    Every point that is agreed on has a name, and all ranks come to the same points in one order.
-    """
+    """The ranks of `group` in one call of `what`; all come to the same named points in order."""
 
     def __init__(self, group: ProcessGroup | None, what: str) -> None:
         self._group, self._what = group, what
@@ -45,7 +42,6 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
         return self
 
     def require_same_step(self, graph_hash: str) -> None:
-        """Raise `AgreementError` on every rank where ranks have another step than the first."""
         hashes = self.gathered_texts("step", graph_hash)
         others = [str(rank) for rank, found in enumerate(hashes) if found != hashes[0]]
         if others:
@@ -56,7 +52,6 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
             )
 
     def require_same_order(self, order: str) -> None:
-        """Raise `AgreementError` on every rank where ranks run collectives in different orders."""
         if len(set(self.gathered_texts("order", order))) > 1:
             raise AgreementError(
                 "the plans of the ranks run their collectives in different orders, or one of them "
@@ -85,19 +80,16 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
             self._end(self._messages, error)
         except _store_errors() as lost:
             if error is None or isinstance(error, _store_errors()):
-                # No error of this rank's own is hidden by this one.
-                raise AgreementError(
+                raise AgreementError(  # it hides no error of this rank
                     f"the ranks' store cannot be reached any more at the end of {self._what}: the "
                     "process that holds it, most often the first rank or torchrun, has ended. See "
                     "what it said last"
                 ) from lost
             error.add_note(f"The other ranks were not told, as their store is gone: {lost}")
         finally:
-            # Else the thread would show life for a rank that has left.
-            self._messages.close()
+            self._messages.close()  # else the thread would show life for a rank that has left
 
     def gathered_texts(self, name: str, mine: str) -> list[str]:
-        """The texts of all ranks, in order."""
         messages = self._messages
         if messages is None:
             return [mine]
@@ -121,10 +113,8 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
     def _end(self, messages: RankMessages, error: BaseException | None) -> None:
         try:
             if error is None:
-                # A rank that left early could not be told of an error of a later one.
-                self.gathered_texts("end", "")
-            # An error that came from another rank is known to all.
-            elif error is not self._theirs:
+                self.gathered_texts("end", "")  # a rank that left could not be told of later errors
+            elif error is not self._theirs:  # an error that came from another rank is known to all
                 before = messages.failure()
                 if before is None:
                     messages.fail(error)
@@ -166,25 +156,16 @@ def _store_errors() -> type[Exception]:
     return DistError
 
 
-# What ranks of a group tell one another, beside their collectives: short texts in its store.
-#
-# A store needs no partner. A rank that has failed can say so while another waits for something
-# else, and what the user's program sends through the group stays in its order. While a rank is at
-# work, a thread of its own shows that it lives. So a long solve is told from a process that has
-# ended.
+# Short texts in the group's store, beside the collectives. It needs no partner: a failed rank can
+# say so while another waits. A thread shows that a rank lives through a long solve.
 
-BEAT_S = 2.0
-"""Seconds between two signs of life."""
-SILENT_S = 60.0
-"""A rank that has shown none for so long has ended, or its process stands still."""
+BEAT_S = 2.0  # seconds between two signs of life
+SILENT_S = 60.0  # a rank that has shown none for so long has ended, or its process stands still
 PAUSE_S = 0.02
-_LAST_BEAT_S = 5.0
-"""Longest wait for the last sign of life to reach the store."""
-LINGER_S = 10.0
-"""How long a rank stays for the others to read its last word: the store may end with it."""
+_LAST_BEAT_S = 5.0  # longest wait for the last sign of life to reach the store
+LINGER_S = 10.0  # how long a rank stays for its last word to be read
 
-_calls = weakref.WeakKeyDictionary[Any, defaultdict[str, Iterator[int]]]()
-"""By group and purpose, the numbers of its calls. All ranks of a group count alike."""
+_calls = weakref.WeakKeyDictionary[Any, defaultdict[str, Iterator[int]]]()  # by group and purpose
 
 
 class RankFailure(msgspec.Struct, frozen=True):
@@ -200,8 +181,7 @@ class RankMessages:
     """Texts of one call; the n-th calls with the same `what` on all ranks belong together."""
 
     def __init__(self, group: ProcessGroup, what: str) -> None:
-        # Here, as one process does without torch.distributed.
-        import torch.distributed as dist
+        import torch.distributed as dist  # one process does without
 
         calls = _calls.setdefault(group, defaultdict(itertools.count))
         store: Any = group.get_group_store()
@@ -211,13 +191,11 @@ class RankMessages:
         self.ranks = dist.get_process_group_ranks(group)
         self._ended = threading.Event()
         self._beat = threading.Thread(target=self._show_life, daemon=True)
-        # Before the thread runs: others see at once that this rank has come.
-        self._store.set(f"beat/{self.rank}", "0")
+        self._store.set(f"beat/{self.rank}", "0")  # others see at once that it has come
         self._beat.start()
 
     @property
     def others(self) -> list[int]:
-        """Numbers in the group, not among all ranks."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def post(self, key: str, text: str) -> None:
@@ -228,7 +206,6 @@ class RankMessages:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def first(self, key: str) -> str:
-        """The number in the group of the first rank to ask for this key."""
         # The store compares and sets in one request, so two ranks cannot both be first.
         return self._store.compare_set(key, "", str(self.rank)).decode()
 
@@ -244,7 +221,7 @@ class RankMessages:
     ) -> str | RankFailure:
         """What a rank posts, or an error of any rank; `AgreementError` where that rank is silent.
 
-        `silent_text` : of its number among all, and whether it has come to this call.
+        `silent_text`: of its number among all, and whether it has come to this call.
         """
         watch = RankWatch(self, rank)
         while (text := self.read(key)) is None:
@@ -273,26 +250,20 @@ class RankMessages:
 
     def close(self) -> None:
         self._ended.set()
-        # Python ends a thread that comes back from the store while the process ends, and torch's
-        # C++ then aborts. Not waited for longer, as the store may be out of reach.
-        self._beat.join(_LAST_BEAT_S)
+        self._beat.join(_LAST_BEAT_S)  # Torch's C++ aborts if a thread comes back at the end
 
     def _show_life(self) -> None:
-        # A connection of its own: one serves a request at a time.
-        store = self._store.clone()
+        store = self._store.clone()  # a connection of its own: one serves a request at a time
         for number in itertools.count(1):
             if self._ended.wait(BEAT_S):
                 return
             try:
                 store.set(f"beat/{self.rank}", str(number))
             except RuntimeError:
-                # The store has ended. Whoever reads from it next gets the error.
-                return
+                return  # The store has ended. Whoever reads from it next gets the error.
 
 
 class RankWatch:
-    """How long ago a rank has last shown that it lives."""
-
     def __init__(self, messages: RankMessages, rank: int) -> None:
         self._messages, self._rank = messages, rank
         self._last: str | None = None
@@ -307,6 +278,5 @@ class RankWatch:
         """Since its last sign; since the watch began, if there was none."""
         sign = self._messages.read(f"beat/{self._rank}")
         if sign != self._last:
-            # Signs are numbers that change: clocks of two machines need not agree.
-            self._last, self._heard = sign, time.monotonic()
+            self._last, self._heard = sign, time.monotonic()  # changing numbers: clocks may differ
         return time.monotonic() - self._heard

@@ -1,9 +1,6 @@
 """One plan for a graph that several ranks compile: the first rank that comes makes it for all.
 
-Each rank has costs of its own, measured or kept on its disk, so plans made apart could differ.
-Dynamo compiles where a rank first meets a graph, so no rank knows who else will compile it, or
-when. So the first rank that comes to a graph plans it and leaves the plan in the store, and those
-that come later take it from there. Ranks with other graphs, as those of a pipeline, never meet.
+Ranks' costs differ, and none knows who else will compile a graph: the first leaves its plan.
 """
 
 from __future__ import annotations
@@ -32,12 +29,10 @@ from remat.ranks.collective_call import (
 )
 from remat.ranks.same_order import resolved
 
-# An error of a rank reaches those that compile the same graph before they wait for it in a
-# collective. A rank that has compiled waits for those that are at it, and some seconds for others
-# to begin. One that has not begun by then runs code that it has, and is not waited for.
+# A rank's error reaches those that compile the same graph before a collective. A rank that has
+# compiled waits for those at it, and some seconds for others to begin.
 
-_BEGIN_S = 10.0
-"""How long others may take to begin, once a rank has compiled."""
+_BEGIN_S = 10.0  # how long others may take to begin, once a rank has compiled
 _WHAT = 'torch.compile(backend="remat")'
 
 
@@ -62,8 +57,7 @@ class CompiledLater:
 
         def compiled(*args: Any, **kwargs: Any) -> Any:
             if not (self.has_begun and kwargs.get("is_backward")):
-                # What torch compiles within `compiled_alike`, that one tells the others of.
-                return compile_inner(*args, **kwargs)
+                return compile_inner(*args, **kwargs)  # an outer `compiled_alike` tells the others
             with _together(self.groups, f"backward/{self.key}"):
                 return compile_inner(*args, **kwargs)
 
@@ -78,8 +72,7 @@ def _together(groups: Iterable[dist.ProcessGroup], what: str) -> Generator[None]
             stack.callback(messages.close)
         try:
             yield
-        # Ctrl-C too: the others would wait for this rank all the same.
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: the others would wait
             for messages in of_groups:
                 messages.fail(error)
                 messages.leave()
@@ -121,8 +114,7 @@ def _hear(messages: RankMessages) -> None:
             # It has the code already, and will not come.
             elif not watch.has_come and time.monotonic() > end:
                 del watches[rank]
-        # A rank that fails is never done.
-        if failure := messages.failure():
+        if failure := messages.failure():  # a rank that fails is never done
             messages.leave()
             raise error_of(failure, _WHAT)
         time.sleep(PAUSE_S)
@@ -145,7 +137,6 @@ class OnePlan:
         return messages is None or messages.ranks[messages.rank] == self.leader
 
     def post(self, plan: object) -> None:
-        """Leave the plan, a msgspec struct, for those that come later."""
         if self._messages is not None:
             self._messages.post("plan", msgspec.json.encode(plan).decode())
 
@@ -182,8 +173,7 @@ def one_plan(key: str) -> Generator[OnePlan]:
     try:
         yield one
     except BaseException as error:
-        # Nobody waits for a rank that follows.
-        if one.is_made_here:
+        if one.is_made_here:  # nobody waits for a rank that follows
             messages.fail(error)
             messages.leave()
         raise
@@ -198,6 +188,5 @@ def is_alone() -> bool:
 def _all_ranks() -> dist.ProcessGroup | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    # torch types WORLD as None where no group is initialised.
-    group = dist.group.WORLD
+    group = dist.group.WORLD  # torch types WORLD as None where no group is initialised
     return group if group is not None and group.size() > 1 else None

@@ -1,7 +1,6 @@
 """Ranks that rewrite a model with collectives by themselves: their plans must run these alike.
 
-Inside `remat.rematerialize` ranks have one plan. By `Plan.apply` each follows
-what it is given, so they compare the orders of their collectives before a step can wait for ever.
+By `Plan.apply` each follows its own plan: orders are compared before a step can wait for ever.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ def require_group(
     for node in collectives_in(joint):
         groups = map(resolved, groups_of([node]))
         ranks = sorted(set[int]().union(*map(dist.get_process_group_ranks, groups)))
-        # A rank alone cannot tell the others that it has failed or runs no check, and they would
-        # wait for it in the first collective.
+        # A rank alone cannot say that it failed: others would wait in the first collective.
         if len(ranks) > 1 and not together.issuperset(ranks):
             module, line = NodeOrigins(joint.graph).of(node)
             raise AgreementError(
@@ -92,8 +90,7 @@ agreed_load = _agreed(loading.load_plan, "Plan.apply")
 def agree_on_audits(ranks: CollectiveCall, modules: Iterable[nn.Module]) -> None:
     """Let ranks audit steps in which they meet, if all of them are to; else let none of them."""
     audits = [type(m)._remat_audit for m in modules if isinstance(m, RematModule)]
-    # Ranks that follow one plan run it equally often, so they need to agree only once. Each audit
-    # runs collectives, which one rank alone would wait in.
+    # Ranks of one plan run it equally often, so they agree once. One alone would wait in an audit.
     is_agreed = ranks.all_agree("audit", all(audit is not None for audit in audits))
     for audit in filter(None, audits):
         audit.is_agreed = is_agreed

@@ -1,8 +1,6 @@
 """One training step recorded, and the arena that serves each later request from its planned place.
 
-A record has what a graph does not tell, such as the workspaces of kernels in their pieces: what a
-step asks the allocator for, in order, and when it gives each block back. Related: STAlloc, 2025,
-arXiv 2507.16274, which records a step too.
+A record has kernels' workspaces too, in order. Related: STAlloc, 2025, arXiv 2507.16274.
 """
 
 from __future__ import annotations
@@ -41,31 +39,23 @@ _one_at_a_time = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class _Requests:
-    """The requests of one step in the order of its calls, those of forward first.
-
-    `start` and `end` are in events of the step; `end` is `n_events` for what backward leaves alive.
-    `results` are calls that took what forward returns to the user.
-    """
-
     size_bytes: Ints
-    start: Ints
-    end: Ints
+    start: Ints  # event of the step, as `end`
+    end: Ints  # `n_events` for what backward leaves alive
     n_forward: int
     n_events: int
-    results: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()  # calls that took what forward returns to the user
 
     def __len__(self) -> int:
         return len(self.size_bytes)
 
     @property
     def outlives(self) -> _Mask:
-        # Not given back when backward's graph has returned.
-        return self.end == self.n_events
+        return self.end == self.n_events  # not given back when backward's graph has returned
 
     @property
     def is_placed(self) -> _Mask:
-        # The user may hold what forward leaves while the next step runs.
-        of_forward = np.arange(len(self)) < self.n_forward
+        of_forward = np.arange(len(self)) < self.n_forward  # the user may hold it in the next step
         placed = ~(of_forward & self.outlives)
         placed[list(self.results)] = False
         return placed
@@ -112,8 +102,7 @@ class Recorder:
                 f"the {missing} of the rewritten step did not run, so there is nothing to place: "
                 "pass the batch that the module was planned for"
             )
-        # Backward in steps returns no gradients, and goes on after the graph.
-        if not self._has_gradients:
+        if not self._has_gradients:  # backward in steps returns none, and goes on after its graph
             raise ArenaError(
                 "the backward of this module goes on after its graph has returned, as where "
                 "parameters are updated during backward, and an arena serves whole graphs: make "
@@ -127,8 +116,7 @@ class Recorder:
 def requests_of(
     events: Ints, n_calls: int, n_forward: int, results: tuple[int, ...] = ()
 ) -> _Requests:
-    # As of `ArenaLibrary.record_read`: a size of -1 gives the call's block back.
-    sizes, calls = events.T
+    sizes, calls = events.T  # a size of -1 gives the call's block back (`record_read`)
     is_start = sizes >= 0
     size_bytes, start = (np.zeros(n_calls, np.int64) for _ in range(2))
     end = np.full(n_calls, len(events), np.int64)  # what is never given back outlives the step
@@ -183,11 +171,7 @@ def record_step(
     module: RematModule, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None,
     loss_fn: LossFunction | None, target: Any,
 ) -> _Requests:  # fmt: skip
-    """The requests of one step; all that it changes is put back, and no hook of a parameter runs.
-
-    `loss_fn` is what the results go through outside of the module. It says in which layout backward
-    gets its first gradients, and so what that asks for.
-    """
+    """The requests of one step, which is put back; `loss_fn` decides what backward asks for."""
     guards, model = module._remat_guards, module._remat_original_module
     captured_loss = guards.recipe.loss_fn
     batch = OwnBatch((args, dict(kwargs or {}), target))
@@ -202,8 +186,7 @@ def record_step(
         stack.enter_context(own_parameters(model, module))
         state = StepState(model, batch.leaves, CPU, python_state, keep_parameters=overwrites)
         stack.enter_context(state.put_back())
-        # The first step of a process asks for more, such as what kernels keep.
-        state.prepared(run, accumulate=False)
+        state.prepared(run, accumulate=False)  # the first step of a process asks for more
         state.reset()
         recorder = stack.enter_context(recorded(module._remat_compiled_step.memory))
         run()
@@ -220,25 +203,16 @@ def _with_loss(module: RematModule, batch: OwnBatch, loss_fn: LossFunction) -> R
     return run
 
 
-_PATIENCE = 64
-"""Graphs that may run until what the user has kept no longer is in the way."""
+_PATIENCE = 64  # graphs that may run until what the user has kept no longer is in the way
 
 
 class Arena:
     """One range of memory, in which each request of a training step has a planned place.
 
-    It serves the training steps of one rewritten module, and of its copies, until it is closed. A
-    request that is not as planned, or whose place is still taken, is served by torch's allocator:
-    a plan that does not hold costs memory and never bits. Such misses are warned about once.
-    Blocks that outlive the step, as gradients do, stay valid for as long as anything holds them,
-    also once the arena is closed; its memory goes with the last one.
-
-    Gradients that are kept until the next step needs their places, as where micro-batches are
-    added up, are in the way until they are dropped. From then on torch's allocator serves them.
-
-    Attributes
-    ----------
-    layout : where each request lies.
+    It serves one rewritten module and its copies until it is closed. Requests that are not as
+    planned go to torch's allocator: that costs memory and never bits. Blocks that outlive the step
+    stay valid while anything holds them. Gradients kept into the next step are in the way until
+    dropped; from then on torch's allocator serves them.
     """
 
     def __init__(self, memory: StepAllocator, requests: _Requests, layout: Layout) -> None:
@@ -247,15 +221,13 @@ class Arena:
         self._memory, self._library = memory, arena_library()
         n_forward = requests.n_forward
         self._parts = {"forward": (0, n_forward), "backward": (n_forward, len(requests))}
-        # -1 leaves a request to torch's allocator.
-        offsets = np.full(len(requests), -1, np.int64)
+        offsets = np.full(len(requests), -1, np.int64)  # -1 leaves a request to torch's allocator
         offsets[requests.is_placed] = layout.offsets_bytes
         arena_bytes = max(layout.arena_bytes, 1)  # the system maps no 0 bytes
         may_outlive = requests.outlives.astype(np.int64)
         self._number = self._library.open(requests.size_bytes, offsets, may_outlive, arena_bytes)
         self._close = weakref.finalize(self, self._library.close, self._number)
-        # Blocks are given back until the process has ended, and its end frees all.
-        self._close.atexit = False
+        self._close.atexit = False  # blocks are given back until the process ends
         self._has_warned, self._patience = False, _PATIENCE
         self._last_counts = Counts()
         memory.source = self
@@ -267,21 +239,16 @@ class Arena:
 
     @property
     def counts(self) -> Counts:
-        """What became of the requests of all steps so far."""
         return self._library.counts(self._number) if self.is_open else self._last_counts
 
     @property
     def is_open(self) -> bool:
-        """Whether steps are served from it."""
         return self._close.alive
 
     def close(self) -> None:
-        """Leave all steps to torch's allocator from now on."""
-        # A second close must not take away the arena that came after.
-        if self._memory.source is self:
+        if self._memory.source is self:  # a second close must not take away a later arena
             self._memory.source = None
-        # The library has no counts of a closed arena.
-        self._last_counts = self.counts
+        self._last_counts = self.counts  # the library has no counts of a closed arena
         self._close()
 
     def __enter__(self) -> Self:
@@ -292,13 +259,11 @@ class Arena:
 
     def run(self, phase: PassKind, graph: Boxed, args: list[Any]) -> Any:
         """What the graph returns. This thread is armed while it runs, and not after."""
-        # Beginning another would disarm this thread for the graph that it runs within.
-        if self._library.is_armed():
+        if self._library.is_armed():  # another would disarm this thread for the outer graph
             return graph(args)
         counts = Counts()
         try:
-            # Inside, since Ctrl-C may be heard right after it.
-            self._library.begin(self._number, *self._parts[phase])
+            self._library.begin(self._number, *self._parts[phase])  # inside, as Ctrl-C may follow
             results = graph(args)
         finally:
             counts = self._library.end()

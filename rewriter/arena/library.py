@@ -29,10 +29,8 @@ _SOURCES = _HERE / "cpu.cpp", _HERE / "arena.h"
 _TORCH = Path(torch.__file__).parent
 _WITHOUT = "or train without an arena: a plan keeps its budget without one too"
 
-BUILD = "arena-build-"
-"""What the names of folders begin with in which a library is being made."""
-STALE_S = 3600.0
-"""No compiler takes so long: an older folder is of a process that was killed."""
+BUILD = "arena-build-"  # what the names of folders begin with in which a library is being made
+STALE_S = 3600.0  # no compiler takes so long: an older folder is of a process that was killed
 
 
 def built_library() -> Path:
@@ -42,23 +40,20 @@ def built_library() -> Path:
             f"train without an arena, which works on Linux alone, and this is {platform.system()}: "
             "a plan keeps its budget without one too"
         )
-    # A wheel cannot bring it: it derives from a class of torch, and so is of one release.
-    flags = _flags()
+    flags = _flags()  # no wheel can bring it: it derives from a class of one torch release
     release = "".join(c if c.isalnum() or c == "." else "-" for c in torch.__version__)
     path = cache_folder() / f"arena-cpu-torch-{release}-{_digest(flags)}.so"
     if not path.exists():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Processes that were killed have left these.
-            for left in path.parent.glob(f"{BUILD}*"):
+            for left in path.parent.glob(f"{BUILD}*"):  # processes that were killed have left these
                 with contextlib.suppress(FileNotFoundError):  # another process removes it as well
                     if time.time() - left.stat().st_mtime > STALE_S:
                         shutil.rmtree(left)
             with tempfile.TemporaryDirectory(prefix=BUILD, dir=path.parent) as folder:
                 made = Path(folder) / path.name
                 _compile([*_compiler(), *flags, "-o", str(made)])
-                # At once: other processes may build the same, or load it already.
-                os.replace(made, path)
+                os.replace(made, path)  # at once: other processes may build or load it
         except OSError as error:
             raise ArenaError(
                 f"the arena's library cannot be kept in {path.parent}: {error}. Set REMAT_CACHE to "
@@ -68,8 +63,7 @@ def built_library() -> Path:
 
 
 def _flags() -> list[str]:
-    # With another ABI, torch's functions would not be found.
-    abi = int(torch.compiled_with_cxx11_abi())
+    abi = int(torch.compiled_with_cxx11_abi())  # with another ABI, torch's functions are not found
     libraries = _TORCH / "lib"
     return [
         "-O2", "-std=c++20", "-fPIC", "-shared", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
@@ -79,16 +73,14 @@ def _flags() -> list[str]:
 
 
 def _digest(flags: list[str]) -> str:
-    # A changed source or flag is another file.
-    digest = hashlib.sha256("\0".join(flags).encode())
+    digest = hashlib.sha256("\0".join(flags).encode())  # a changed source or flag is another file
     for source in _SOURCES:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def _compiler() -> list[str]:
-    # It may bring options or a wrapper, as in CXX="ccache g++".
-    wanted = shlex.split(os.environ.get("CXX", ""))
+    wanted = shlex.split(os.environ.get("CXX", ""))  # may bring options: CXX="ccache g++"
     choices = [wanted] if wanted else [["g++"], ["c++"], ["clang++"]]
     found = next((choice for choice in choices if shutil.which(choice[0])), None)
     if found is None:
@@ -118,19 +110,14 @@ _INT = ctypes.c_int64
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of requests: `hits` were served as planned, others by torch's allocator.
-
-    Of the misses, none of that size was planned, another block of the step lies in the place
-    (`occupied`), or what the user has kept does (`kept`). `moved_out` are left to torch's allocator
-    from then on, since the user keeps them, such as gradients, into the next step.
-    """
+    """What became of requests: `hits` as planned, all others served by torch's allocator."""
 
     hits: int = 0
-    unplanned: int = 0
-    occupied: int = 0
-    kept: int = 0
+    unplanned: int = 0  # none of that size was planned
+    occupied: int = 0  # another block of the step lies in the place
+    kept: int = 0  # what the user has kept lies in the place
     missed_bytes: int = 0
-    moved_out: int = 0
+    moved_out: int = 0  # left to torch from then on, since the user keeps them
 
     @property
     def misses(self) -> int:
@@ -225,5 +212,4 @@ class ArenaLibrary:
 
 @functools.cache
 def arena_library() -> ArenaLibrary:
-    # Its allocator stays before torch's: load it once.
-    return ArenaLibrary(built_library())
+    return ArenaLibrary(built_library())  # its allocator stays before torch's: load it once

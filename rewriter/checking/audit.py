@@ -1,12 +1,8 @@
 """A net under the guards: now and then the user's own forward runs beside the planned one.
 
-Guards know what state there is to look at. What none of them knows shows in what forward gives: so
-at a few steps forward and the loss run once as they are in eager, on the same batch and from the
-same state, and have to give the bits that the plan gives.
-
-Eager's forward comes first. Nothing of the planned step is in memory yet, and the planned step,
-whose results the caller gets, is the last to write. Gradients are recorded, since torch takes other
-kernels where they are not; what autograd would save for backward is dropped at once.
+At a few steps eager's forward and loss run on the same batch and state, and must give the plan's
+bits. Eager comes first, so nothing of the planned step is in memory yet. Gradients are recorded,
+since torch takes other kernels without them; what autograd would save is dropped at once.
 """
 
 from __future__ import annotations
@@ -50,28 +46,20 @@ from remat.schedules.kept_in_forward import end_of_forward, forward_alone
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 
-_SMALL_BYTES = 16 * 1024
-"""What is not looked at: in models of a few kilobytes, roundings and the states of random streams
-would decide."""
+_SMALL_BYTES = 16 * 1024  # smaller is not looked at: roundings and random states would decide
 
 
 def why_no_room(
     graph: TrainingGraph, schedule: Schedule, links: Links | None, kept_bytes: int, *,
     is_block: bool, results_bytes: int = 0,
 ) -> str:  # fmt: skip
-    """Why forward alone, which keeps nothing, would raise a step's peak; empty where it does not.
-
-    `kept_bytes` are of the state that is put back afterwards, `results_bytes` of what is held
-    beside the planned step too. `is_block` says that the plan is for a part of a model.
-    """
+    """Why forward alone, beside what is kept and given, would raise a step's peak; else empty."""
     need_bytes = simulate(*forward_alone(baseline_graph(unchunked(graph)))).peak_bytes + kept_bytes
     planned = simulate(graph, schedule, links)
     most_bytes = max(planned.peak_bytes, schedule.budget_bytes)
     if planned.peak_bytes + results_bytes > most_bytes + _SMALL_BYTES:
         return f"its results take {bytes_text(results_bytes)} beside the planned step"
-    # What others keep is in memory beside a part's forward, as it is beside the planned forward:
-    # only that peak is then known to fit.
-    if is_block:
+    if is_block:  # others' memory lies beside it: only forward's own peak surely fits
         end = end_of_forward(graph_of_schedule(graph, schedule), schedule)
         most_bytes = max(planned.live_bytes[:end], default=0)
     if need_bytes <= most_bytes + _SMALL_BYTES:
@@ -80,8 +68,7 @@ def why_no_room(
     return f"the model's own forward takes {need}, and there is room for {most}"
 
 
-_FOR_OTHERS = "concurrent.futures"
-"""Its threads run what they are given."""
+_FOR_OTHERS = "concurrent.futures"  # its threads run what they are given
 
 
 def others_may_draw() -> bool:
@@ -102,41 +89,33 @@ def _is_idle(thread: threading.Thread, run: Any) -> bool:
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None or frame.f_code is not getattr(run, "__code__", None):  # within what it runs
         return False
-    # Only a thread that runs could give it work. Pools outlive their use: torch's compiler and this
-    # package's own links to files have some.
+    # Only a running thread could give it work. Pools outlive their use: torch's compiler has some.
     queue = frame.f_locals.get("work_queue")
     return queue is not None and queue.empty()
 
 
 Audits = Literal["none", "first", "step", "block"]
-"""What is compared: nothing; the first step alone; steps; or forwards of a part of a model, which
-others run around."""
+"""What is compared; "block" are forwards of a part of a model, which others run around."""
 
 
 def of_steps(audit: bool) -> Audits:
     return "step" if audit else "none"
 
 
-_EVERY = 1000
-"""Beside the steps 2, 4, 8 and so on, every so many steps are audited."""
-MOST_EAGER = 8
-"""Runs of eager where one does not repeat its bits, before the plan's are called others."""
-_pauses: list[None] = []
-"""One for each `audits_paused` that is under way."""
+_EVERY = 1000  # beside the steps 2, 4, 8 and so on, every so many steps are audited
+MOST_EAGER = 8  # runs of eager, before the plan's bits are called others
+_pauses: list[None] = []  # one for each `audits_paused` that is under way
 _LOG = logging.getLogger("remat")
 
 
 @dataclass
 class _Seen:
-    """What eager's forward gave and wrote, and how far it repeats that.
-
-    Both forwards start from `before`; `moved` is how far rounding alone moves each result.
-    """
+    """What eager's forward gave and wrote, and how far it repeats that; begins at `before`."""
 
     expected: EagerVariation
     leaves: list[Any]
     before: BeforeForward
-    moved: dict[str, float] | None = None
+    moved: dict[str, float] | None = None  # how far rounding alone moves each result
 
 
 def is_audited(step: int) -> bool:
@@ -156,9 +135,7 @@ def audits_paused() -> Generator[None]:
 class Audit:
     """Compares steps of one plan with the model's own forward: the 2nd, 4th, 8th and so on.
 
-    Of `steps` that the plan has run, `audited` were compared. `is_agreed` : all ranks with which
-    forward exchanges something audit the same steps. `costed` is the graph that the plan was
-    solved on, if at hand.
+    `is_agreed`: all ranks with which forward exchanges something audit the same steps.
     """
 
     def __init__(
@@ -183,7 +160,6 @@ class Audit:
         return self._gave_up or self._why_never or self._why_later
 
     def compare_next(self) -> None:
-        """Compare the next step too, whatever its number."""
         self._is_due = True
 
     def begin(self, module: nn.Module, leaves: list[Any]) -> _Seen | None:
@@ -218,12 +194,10 @@ class Audit:
         found = self._outcomes.left(seen.before, seen.leaves, output, self._keeps_values(module))
         names = _compared(seen, found, tolerance_of(module))
         if self._collectives:
-            # All ranks raise, or none: one alone would leave the others waiting.
-            is_any = any_rank(self._collectives, bool(names), self._device)
+            is_any = any_rank(self._collectives, bool(names), self._device)  # all raise, or none
             names = names or ("result on another rank",) * is_any
         was_doubted, self._is_doubted = self._is_doubted, bool(names)
-        # A first difference may be eager's own noise, where values may differ: the next step then
-        # tells.
+        # A first difference may be eager's own noise: the next step then tells.
         return names if was_doubted or not self._keeps_values(module) else ()
 
     def error(self, names: Sequence[str]) -> AuditError:
@@ -246,8 +220,7 @@ class Audit:
 
         before = self._outcomes.before(leaves)
         seen = _Seen(EagerVariation(run()), leaves, before)
-        # The last audit found a difference that may be noise: find out how large that is.
-        if self._is_doubted and tolerance_of(module):
+        if self._is_doubted and tolerance_of(module):  # the last difference may be noise
             seen.moved = moved_by_rounding(run, seen.expected.expected)
         elif self._is_doubted:
             for _ in range(1, MOST_EAGER):

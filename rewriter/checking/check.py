@@ -1,7 +1,4 @@
-"""Proof by running: the rewritten module against the original, bit for bit.
-
-A module that runs Inductor's code cannot have eager's bits, so it may be off by a tolerance.
-"""
+"""Proof by running: the rewritten module against the original, bit for bit or to a tolerance."""
 
 from __future__ import annotations
 
@@ -66,9 +63,8 @@ _T: Any = torch
 @contextlib.contextmanager
 def _outside_autocast(device: str) -> Generator[None]:
     """Leave all open regions of autocast for a while, though the caller is within them."""
-    # A region that opens meanwhile is the outermost one, so that what it has cast goes when it
-    # ends, as in what a checkpoint runs again. `torch.autocast(enabled=False)` would be a region
-    # itself.
+    # An outermost region, so that what it has cast goes when it ends, as in a checkpoint's rerun.
+    # `torch.autocast(enabled=False)` would be a region itself.
     depth = _T.autocast_increment_nesting() - 1
     _T.autocast_decrement_nesting()
     before = torch.is_autocast_enabled(device)
@@ -84,62 +80,37 @@ def _outside_autocast(device: str) -> Generator[None]:
             _T.autocast_increment_nesting()
 
 
-SOON_US, _ENOUGH_US = 5e5, 4e6
-"""Once the steps have taken this long in all, no more are timed, unless there are other ranks."""
+SOON_US, _ENOUGH_US = 5e5, 4e6  # once steps took this long, no more are timed (without other ranks)
 
 
 class Check(msgspec.Struct, frozen=True):
-    """What `check` found.
-
-    Attributes
-    ----------
-    outputs_equal, gradients_equal, buffers_equal, rng_equal : against eager, bit for bit where
-        `tolerance` is 0.
-    gradients, gradients_total : how many gradients are equal in that sense, of how many.
-    baseline_peak_bytes, plan_peak_bytes : measured peak of the unmodified and of the
-        rewritten step, resident bytes included.
-    baseline_step_us, plan_step_us : median time of a step.
-    differences : names of what differs.
-    unsteady : names of what eager itself does not repeat to the last bit, such as sums by atomic
-        additions on a CUDA device. Of these, `differences` names those that are further from eager
-        than runs of eager are from each other; on a CPU, where eager repeats itself, all of them.
-    in_one_order : whether sums that threads add in no fixed order had one while bits were compared.
-    plan_rounding_bytes : the part of the plan's peak that the allocator gave without being asked.
-    baseline_reserved_bytes, plan_reserved_bytes : the peak, and what the allocator held beside it;
-        None on a CPU, whose allocator holds nothing.
-    distances : how far from eager's each of `differences` is at most; NaN for what is no tensor.
-    diverges_at : the first ``file:line`` at which eager runs an op that the plan does not; empty
-        where all are the plan's, None where that was not looked at.
-    tolerance : how far from eager's a result may be, as a part of its norm; 0 for equal bits.
-    largest_error : how far off the worst result is; 0 if bits were compared.
-    rounding : what rounds otherwise than eager, ``inductor`` or ``chunks``; empty for nothing.
-    """
+    """What `check` found; equality is bit for bit where `tolerance` is 0."""
 
     outputs_equal: bool
     gradients_equal: bool
     buffers_equal: bool
     rng_equal: bool
-    gradients: int
+    gradients: int  # how many are equal, of `gradients_total`
     gradients_total: int
-    baseline_peak_bytes: int
-    plan_peak_bytes: int
-    baseline_step_us: float
+    baseline_peak_bytes: int  # measured, of the unmodified step; both with resident bytes
+    plan_peak_bytes: int  # measured, of the rewritten step
+    baseline_step_us: float  # median, as of the plan
     plan_step_us: float
-    differences: tuple[str, ...] = ()
-    unsteady: tuple[str, ...] = ()
-    in_one_order: bool = False
-    plan_rounding_bytes: int = 0
-    baseline_reserved_bytes: int | None = None
+    differences: tuple[str, ...] = ()  # names of what differs, further than eager's own runs
+    unsteady: tuple[str, ...] = ()  # names of what eager itself does not repeat, on CUDA
+    in_one_order: bool = False  # whether sums of threads had a fixed order meanwhile
+    plan_rounding_bytes: int = 0  # of the plan's peak, given without being asked
+    baseline_reserved_bytes: int | None = None  # held beside the peak too; None on a CPU
     plan_reserved_bytes: int | None = None
-    tolerance: float = 0.0
-    largest_error: float = 0.0
-    distances: tuple[float, ...] = ()
+    tolerance: float = 0.0  # how far results may be off, as a part of their norm
+    largest_error: float = 0.0  # how far off the worst result is; 0 for bits
+    distances: tuple[float, ...] = ()  # at most, of each of `differences`; NaN for no tensor
+    # ``file:line`` of eager's first op that the plan lacks; empty if none, None if not looked at
     diverges_at: str | None = None
-    rounding: Rounding = ""
+    rounding: Rounding = ""  # what rounds unlike eager; empty for nothing
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
         return not self.differences
 
     def exceeds(self, budget_bytes: int) -> bool:
@@ -148,7 +119,6 @@ class Check(msgspec.Struct, frozen=True):
 
     @property
     def overhead(self) -> float:
-        """Measured time of the rewritten step over the unmodified one's, minus one."""
         return self.plan_step_us / self.baseline_step_us - 1
 
 
@@ -204,8 +174,7 @@ def check(
             )
     given = (tuple(args), dict(kwargs or {}), target)
     if isinstance(module, SharedState):
-        # Of a range or a cache, the module that serves this batch.
-        module = module._remat_running(given)
+        module = module._remat_running(given)  # of a range or a cache, the module for this batch
     batch = OwnBatch(given)
     eager, plan = _eager_run(model, batch, loss_fn), plan_run(module, batch, loss_fn)
     meter = meter_of(resolved_device(None, model))
@@ -230,8 +199,7 @@ def check(
         overwrites = not is_planned or module._remat_compiled_step.gradients.overwrites
         python_state = stack.enter_context(python_state_kept(model, loss_fn, code))
         stack.enter_context(own_parameters(step, module))
-        # They run around both, and what they hold is no part of the plan.
-        stack.enter_context(without_own_hooks(model))
+        stack.enter_context(without_own_hooks(model))  # they are no part of the plan
         state = StepState(
             step, batch.leaves, meter.device, python_state,
             keep_parameters=overwrites, elsewhere=elsewhere,
@@ -269,12 +237,10 @@ def check(
             differences, error = differing_beyond(expected, outcome, allowed, moved)
         distances = tuple(distance(expected[name], outcome.get(name)) for name in differences)
         diverges_at = None
-        # Other ranks may have found no difference, and would not join in collectives.
-        if differences and is_steady and not _has_other_ranks():
+        if differences and is_steady and not _has_other_ranks():  # other ranks would not join
             unsteady = unsteady_names(expected, state.outcome(eager))
             diverges_at = _diverges_at(state, eager, module)
-        # It would be in memory beside the steps that are measured.
-        del outcome
+        del outcome  # it would be in memory beside the steps that are measured
         alike.close()
         resident_total_bytes = resident.total_bytes + meter.library_bytes()
         memory = memory or [
@@ -282,8 +248,7 @@ def check(
         ]
         begun = [first_us] if is_usual and not elsewhere else []
         times = _step_times(state, meter, (eager, plan), accumulate, steps, begun)
-    # A CPU has no counter of its own, so its meter sums the profiler's allocation events. Modes
-    # that watch tensors would miss workspaces.
+    # A CPU's meter sums the profiler's events: modes that watch tensors would miss workspaces.
     peaks = [resident_total_bytes + one.peak_bytes for one in memory]
     reserved = [
         None if one.slack_bytes is None else peak_bytes + one.slack_bytes
@@ -310,10 +275,8 @@ def _compared_again(
     state: StepState, eager: Run, variation: EagerVariation, outcome: Outcome
 ) -> tuple[str, ...]:
     differences = differing_names(variation, outcome)
-    # Two runs may add up alike by chance.
-    for _ in range(2, MOST_EAGER):
-        # All ranks run as often, since steps may hold collectives.
-        if not differences and not _has_other_ranks():
+    for _ in range(2, MOST_EAGER):  # two runs may add up alike by chance
+        if not differences and not _has_other_ranks():  # steps may hold collectives
             break
         variation.add(state.outcome(eager))
         differences = differing_names(variation, outcome)
@@ -364,13 +327,11 @@ def plan_run(module: nn.Module, batch: OwnBatch, loss_fn: LossFunction | None) -
 def _backward(output: Any) -> None:
     roots = [t for t in leaves_in(output) if isinstance(t, Tensor) and t.requires_grad]
     generator = torch.Generator(device=roots[0].device).manual_seed(0)
-    # In the leaves' strides, as elementwise losses make them.
-    tangents = [
+    tangents = [  # in the leaves' strides, as elementwise losses make them
         None if root.numel() == 1 else torch.empty_like(root).normal_(generator=generator)
         for root in roots
     ]
-    # As torch's documentation asks, and training loops do.
-    with _outside_autocast(roots[0].device.type):
+    with _outside_autocast(roots[0].device.type):  # as torch's documentation asks, and loops do
         torch.autograd.backward(roots, tangents)
 
 
@@ -399,10 +360,7 @@ def _step_times(
     state: StepState, meter: Meter, runs: tuple[Run, Run], accumulate: bool, steps: int,
     begun: list[list[float]],
 ) -> tuple[float, float]:  # fmt: skip
-    """Least step times in microseconds that a second one confirms, or medians where none do.
-
-    `begun` has times of both that are known. They confirm others, as a first run may be a slow one.
-    """
+    """Least step times in us that a second confirms, or medians; `begun` only confirms others."""
     if not steps:
         return math.nan, math.nan
     # Steps may hold collectives. By its own clock, a rank would end before the others.

@@ -1,7 +1,4 @@
-"""Outcomes of a step, compared bit for bit, or to a tolerance; and how far rounding moves them.
-
-On a CUDA device eager is compared with itself first: sums in no fixed order differ in eager too.
-"""
+"""Outcomes of a step, compared bit for bit, or to a tolerance; and how far rounding moves them."""
 
 from __future__ import annotations
 
@@ -20,37 +17,25 @@ from remat.graph_capture.joint.provenance import MODULE_KEY, SOURCE_KEY, path_in
 from remat.graph_capture.torch_private.core import OpWatcher, pytree
 from remat.rewriter.graphs.rng import drawn
 
-Outcome = Mapping[str, Any]
-"""What a step leaves, by name: outputs, gradients, buffers, random streams."""
+Outcome = Mapping[str, Any]  # by name: outputs, gradients, buffers, random streams
 
-_TIMES = 10.0
-"""Where eager does not repeat itself, a result may be this many times as far from its first run as
-its second run is. Both distances are rounding errors; a wrong gradient is off by far more."""
+_TIMES = 10.0  # beyond eager's own distance: both are roundings, a wrong gradient is far more
 
 _TOLERANCE = 0.01
-"""For compiled steps: how far a result may be from eager's, as a part of its norm. Kernels that are
-fused otherwise round otherwise, and batch norm makes that as large as 1e-3. A wrong gradient, such
-as that of another dropout mask, is off by its own size."""
-_LEAST_PART = 1e-3
-"""A result counts as at least this part of the norm of all results of its kind. Smaller ones are
-made of rounding errors, such as the gradient of a bias before a batch norm."""
-_ROUNDINGS = 16
-"""A result of a type with few bits may always be off by this many units in the last place."""
+"""For compiled steps, part of the norm: fused kernels round otherwise, up to 1e-3 with batch norm;
+a wrong gradient, as of another dropout mask, is off by its own size."""
+_LEAST_PART = 1e-3  # of the norm of its kind; smaller results are rounding errors
+_ROUNDINGS = 16  # units in the last place that few bits may always be off by
 _MOST_ROUNDING = _ROUNDINGS * torch.finfo(torch.bfloat16).eps
-"""A result that is larger than noise may be off by no more than this part, 0.125, however far
-rounding moves it. That of another dropout mask is off by more, from one element in a hundred on."""
+"""The most, 0.125, that rounding excuses; that of another dropout mask is off by more."""
 
 
 class EagerVariation:
-    """How far runs of eager from the same state are from the first of them, which gave `expected`.
-
-    `noise` is the largest distance of an element, by the name of each tensor that another run gave
-    otherwise; 0 where there is none to take.
-    """
+    """How far runs of eager from one state are from the first of them, which gave `expected`."""
 
     def __init__(self, expected: Outcome) -> None:
         self.expected = expected
-        self.noise: dict[str, float] = {}
+        self.noise: dict[str, float] = {}  # largest distance of an element, by tensor; else 0
 
     def add(self, again: Outcome) -> None:
         for name in unsteady_names(self.expected, again):
@@ -83,9 +68,9 @@ def differing_beyond(
 ) -> tuple[tuple[str, ...], float]:
     """Names of what is further off than `tolerance`, and the largest relative error.
 
-    `moved` is how far rounding alone moves results. They may be off by `_TIMES` that, up to
-    `_MOST_ROUNDING`. One that is not larger than `_TIMES` that is noise, and may be off by the
-    tolerance of all results of its kind together.
+    Results may be off by `_TIMES` of what rounding alone moves them (`moved`), up to
+    `_MOST_ROUNDING`. One that is not larger than that is noise, and shares the tolerance of its
+    kind.
     """
     errors: dict[str, float] = {}
     wrong: list[str] = []
@@ -104,8 +89,7 @@ def differing_beyond(
 
 def _size(expected: Outcome, name: str, rounding: float) -> float:
     norm, of_all = _norm(expected[name]), _norm_of_kind(expected, name)
-    # Noise sums up to other noise in other code, most where many roundings go one way. So only its
-    # part in all results of its kind says whether it matters.
+    # Noise sums to other noise in other code: only its part in all results of its kind matters.
     return of_all if 0 < norm <= rounding else max(norm, _LEAST_PART * of_all)
 
 
@@ -144,12 +128,9 @@ def bitwise_equal(expected: Any, found: Any) -> bool:
 
 
 SPLIT_FLOAT32, _SPLIT_HALF = 1e-5, 2e-2
-"""For chunks whose sums have another order: how far a result may be from eager's, as a part of its
-norm. The first is for steps in float32, the second where 16 bits are in use."""
+"""Chunks that sum in another order, as a part of the norm: in float32, or with 16 bits in use."""
 
-Rounding = Literal["", "inductor", "chunks", "levers"]
-"""What rounds otherwise than eager: Inductor's code, chunks that sum in another order, levers that
-say so; or none."""
+Rounding = Literal["", "inductor", "chunks", "levers"]  # what rounds unlike eager; empty for none
 
 
 def rounding_of(module: nn.Module) -> Rounding:
@@ -174,17 +155,12 @@ def tolerance_of(module: nn.Module) -> float:
     return _SPLIT_HALF if is_half else SPLIT_FLOAT32
 
 
-# A step is run with each op's result a little off, by as much as one rounding may be. Results that
-# move by their own size are made of rounding errors, such as the gradient of a bias before a batch
-# norm, which is zero on paper. Other code may round otherwise, and such a result is then another.
-# Source: D. S. Parker, Monte Carlo Arithmetic, 1997.
+# Monte Carlo arithmetic (D. S. Parker, 1997): each op's result is off by up to one rounding.
+# Results that move by their own size are rounding errors, as a bias's gradient before a batch norm.
 
 
 class RoundingNoise(OpWatcher):
-    """In here, each new result is off by up to one unit in the last place of its dtype.
-
-    The random streams are not touched.
-    """
+    """In here, each new result is off by up to one unit in the last place; random streams stay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,13 +198,10 @@ def moved_by_rounding(outcome: Callable[[], Outcome], expected: Outcome) -> dict
     }
 
 
-# On a CPU eager itself does not repeat the bits of sums that have no fixed order. Writing to
-# indices with `accumulate`, which is also what backward of `x[indices]` does, adds from all threads
-# at once. In torch 2.11 to 2.14 that holds for float32 alone; sums by `index_add`, `scatter_add`
-# and embeddings have an order on a CPU.
+# Threads add `accumulate` writes to indices at once, as in backward of `x[indices]`: on a CPU eager
+# does not repeat such sums. In torch 2.11 to 2.14 that holds for float32 alone.
 
 _ACCUMULATING = ("index_put", "_unsafe_index_put", "_index_put_impl", "put")
-"""Ops that add so, if their argument `accumulate` says it."""
 
 
 class DeterministicReductions(OpWatcher):
@@ -237,9 +210,7 @@ class DeterministicReductions(OpWatcher):
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if plain_name(func) not in _ACCUMULATING:
             return func(*args, **kwargs)
-        # Around these ops alone: a rewritten module refuses to run in another setting than the one
-        # that it was planned in.
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(True)  # alone: a plan refuses to run under it
         try:
             return func(*args, **kwargs)
         finally:
@@ -260,8 +231,7 @@ def adds_nondeterministically(gm: fx.GraphModule) -> bool:
     return not all(isinstance(one, Tensor) and one.dtype != torch.float32 for one in values)
 
 
-# A model whose code looks at whether it is traced computes one thing in the trace and another when
-# it runs. The results only say that; the ops that eager runs say where.
+# A model may ask whether it is traced. Results say that it did; the ops that eager runs say where.
 
 _COPIES = frozenset({"detach", "alias", "clone", "copy", "_to_copy", "view", "expand"})
 """Copies and casts come and go where writing in place and autocast are taken apart."""
@@ -285,11 +255,7 @@ class _Ran(OpWatcher):
 
 
 def first_divergent_line(run: Callable[[], Any], graphs: Iterable[fx.GraphModule]) -> str:
-    """The first ``file:line`` at which `run` runs an op that the plan's graphs do not have there.
-
-    With the module where it is known. Empty where all ops are the plan's, as where only a tensor
-    that is read differs.
-    """
+    """The first ``file:line``, with its module, at which no graph has what `run` runs, or empty."""
     planned: list[_Op] = []
     modules: dict[str, str] = {}
     for gm in graphs:

@@ -24,8 +24,7 @@ from remat.rewriter.checking.outcomes import OwnBatch, StepState, own_parameters
 from remat.rewriter.user_module.own_forward import as_before
 from remat.schedules.report.page_facts import MeasuredStep
 
-_STEPS = 3
-"""How many steps the median time is taken of."""
+_STEPS = 3  # how many steps the median time is taken of
 
 
 def measured_step(
@@ -33,7 +32,6 @@ def measured_step(
     kwargs: Mapping[str, Any] | None = None, *, loss_fn: LossFunction | None = None,
     target: Any = None, optimizer: Optimizer = "none", accumulate: bool = False,
 ) -> MeasuredStep:  # fmt: skip
-    """Run steps of `module`: what they have live, by the profiler, and how long they take."""
     device = resolved_device(None, model)
     if device != CPU:
         raise DeviceError(
@@ -49,12 +47,10 @@ def measured_step(
     with contextlib.ExitStack() as stack:
         stack.enter_context(restored_after(model))
         stack.enter_context(as_before(module))
-        # No hook of the user's runs, and no gradient of the user's is added to.
-        stack.enter_context(own_parameters(model, module))
+        stack.enter_context(own_parameters(model, module))  # no hook runs, and no gradient is added
         state = StepState(model, batch.leaves, device)
         stack.enter_context(state.put_back())
-        # Not measured: a first step asks for more, and takes longer.
-        state.prepared(run, accumulate)
+        state.prepared(run, accumulate)  # not measured: a first step asks for more, and is slow
         moments, live = state.prepared(lambda: measure_live(run), accumulate)
         times = [state.prepared(lambda: meter.step_us(run), accumulate) for _ in range(_STEPS)]
     live_bytes = np.array(live, dtype=np.int64) + resident.total_bytes

@@ -1,9 +1,7 @@
 """Keeps what a check holds off the device, so that eager's step runs within the plan's budget.
 
-Eager is what a plan is compared with, and it is where the unmodified step does not fit that a plan
-is wanted. So what eager saves for backward, its results and copies of the state are moved: from a
-CPU to files without a name, from a CUDA device to the host's memory. A copy changes no bit, and
-what comes back has the strides, the place in its storage and the aliases that it had.
+What eager saves, its results and copies of the state move: from a CPU to files without a name, from
+a CUDA device to the host. No bit changes, and strides, offsets and aliases come back too.
 """
 
 from __future__ import annotations
@@ -31,10 +29,8 @@ from remat.graph_capture.torch_private.core import (
 )
 from remat.rewriter.tiers.file_tier import StorageView
 
-Read = Callable[[], Tensor]
-"""Gives back what was kept."""
-_NO_HOOKS = "saved tensor hooks"
-"""What torch says where code takes no hooks on what autograd saves."""
+Read = Callable[[], Tensor]  # gives back what was kept
+_NO_HOOKS = "saved tensor hooks"  # what torch says where code takes no hooks on what autograd saves
 
 
 class OffDeviceMemory:
@@ -125,9 +121,7 @@ class OffDeviceMemory:
             moved = _Moved(storage, self._copy(storage), self._live)
             self._known[storage._cdata] = weakref.ref(storage), weakref.ref(moved)
         else:
-            # It may have been written to: parts that `unsafe_chunk` makes, and `.data`, have
-            # versions of their own. What was saved earlier sees that in eager too.
-            moved.write(storage)
+            moved.write(storage)  # versions of `unsafe_chunk` and `.data` hide writes, as in eager
         return moved
 
 
@@ -168,9 +162,7 @@ class _Moved:
         self._size_bytes, self.write = storage.nbytes(), copied.write
 
     def storage(self) -> UntypedStorage:
-        # What still has the storage, or has fetched it already, shares it: so nothing is on the
-        # device twice. A storage in Python lives as long as any tensor shows it.
-        found = self._there()
+        found = self._there()  # what still has or has fetched the storage shares it
         if found is None:
             self._live.require(self._size_bytes)
             found = self._copied.read()

@@ -43,8 +43,7 @@ class OwnBatch:
 
     def __init__(self, batch: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(batch)
-        # The storages stay the user's, since copies would count in the peak.
-        own: dict[int, Tensor] = {}
+        own: dict[int, Tensor] = {}  # the storages stay the user's: copies would count in the peak
         self.leaves = [_cut_off(leaf, own) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._asked = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
 
@@ -52,13 +51,11 @@ class OwnBatch:
         for leaf, asked in zip(self.leaves, self._asked, strict=True):
             if isinstance(leaf, Tensor) and leaf.requires_grad is not asked:
                 leaf.requires_grad_(asked)
-        # Anew: a forward that takes a list apart takes apart one of its own.
-        return pytree.tree_unflatten(self.leaves, self._spec)
+        return pytree.tree_unflatten(self.leaves, self._spec)  # anew: forward may take it apart
 
 
 def _cut_off(tensor: Tensor, own: dict[int, Tensor]) -> Tensor:
-    # A tensor that is given twice stays one.
-    if id(tensor) not in own:
+    if id(tensor) not in own:  # a tensor that is given twice stays one
         with torch.inference_mode(False):
             # Autograd saves no tensor of inference mode.
             cut = (tensor.clone() if tensor.is_inference() else tensor).detach()
@@ -69,9 +66,7 @@ def _cut_off(tensor: Tensor, own: dict[int, Tensor]) -> Tensor:
 @contextlib.contextmanager
 def own_parameters(*models: nn.Module) -> Generator[None]:
     """Other parameters over the same storages meanwhile: without hooks, and without gradients."""
-    # So no hook steps an optimizer in backward, and no gradient of the user's is added to. Tied
-    # ones stay tied, as do those that the models share.
-    made: dict[int, nn.Parameter] = {}
+    made: dict[int, nn.Parameter] = {}  # no hook runs then, and no gradient is added to
     tables = {id(m._parameters): m._parameters for model in models for m in model.modules()}
     places = [
         (held, name, parameter)
@@ -93,11 +88,7 @@ def own_parameters(*models: nn.Module) -> Generator[None]:
 
 
 class StepState:
-    """Gradients, buffers, the batch and the random streams as they were, on `device` and the CPU.
-
-    `keep_parameters` says that forward may write to parameters too, as a momentum encoder's does.
-    Copies and outcomes are kept `elsewhere`, or in memory.
-    """
+    """The state as it was; `keep_parameters`: forward writes to them, as momentum encoders do."""
 
     def __init__(
         self, model: nn.Module, batch: Any, device: str, python_state: PythonState | None = None, *,
@@ -129,8 +120,7 @@ class StepState:
                 leaf.grad = self.gradients[name]
 
     def reset(self) -> None:
-        # Or a run would find what the one before it has cast.
-        torch.clear_autocast_cache()
+        torch.clear_autocast_cache()  # or a run would find what the one before it has cast
         with torch.no_grad():
             for tensor, read in self.before:
                 if not torch.equal(tensor, value := read()):
@@ -152,7 +142,6 @@ class StepState:
         return run()
 
     def outcome(self, run: Run) -> Outcome:
-        """Every output, gradient and buffer after one step, by name, and the random streams."""
         self.reset()
         found: MutableMapping[str, Any] = self.elsewhere.outcome() if self.elsewhere else {}
         copy = self.elsewhere is None  # else `found` copies what it is given
@@ -190,11 +179,7 @@ def _kept(leaf: Any, copy: bool) -> Any:
 
 
 class BeforeForward:
-    """Buffers, batch, random streams and Python's state that forward may write, to be put back.
-
-    The planned forward writes to the tensors in `written`, and only reads `others`. `devices` are
-    those whose random streams it knows.
-    """
+    """What forward may write, to be put back: `written`; it only reads `others`."""
 
     def __init__(self, guards: Guards, written: Iterable[Tensor], others: Iterable[Tensor]) -> None:
         model = guards.step
@@ -214,7 +199,6 @@ class BeforeForward:
         self._own = [stream(one.text, one.owner) for one in self._state.streams]
 
     def written_else(self) -> list[str]:
-        """Says which tensors were written to that the planned forward only reads."""
         moved = [tensor for tensor, version in self._versions if tensor._version != version]
         return [f"tensor of shape {list(tensor.shape)}" for tensor in moved]
 
@@ -224,8 +208,7 @@ class BeforeForward:
     def put_back(self) -> None:
         with torch.no_grad():
             for tensor, before in self._tensors:
-                # A write would raise the version of what is as it was.
-                if not bitwise_equal(tensor, before):
+                if not bitwise_equal(tensor, before):  # a write would raise the version for nothing
                     tensor.copy_(before)
         for device, state in self._streams.items():
             if not torch.equal(save_rng_state(device), state):
@@ -253,13 +236,11 @@ def device_of_model(model: nn.Module) -> str:
     return CPU if tensor is None else str(tensor.device)
 
 
-HASH_BLOCK_BYTES = 1 << 16
-"""Of a tensor that is not contiguous, so much is copied at a time."""
+HASH_BLOCK_BYTES = 1 << 16  # of a tensor that is not contiguous, so much is copied at a time
 
 
 def fingerprint(tensor: Tensor) -> str:
-    # J.-P. Aumasson et al., BLAKE2, 2013. Results are compared without a copy of them.
-    found = hashlib.blake2b(digest_size=16)
+    found = hashlib.blake2b(digest_size=16)  # J.-P. Aumasson et al., BLAKE2, 2013: needs no copy
     for block in _blocks(tensor.detach()):
         found.update(bits_of(block).numpy().data)
     return f"{tensor.dtype} {list(tensor.shape)} {found.hexdigest()}"
@@ -270,8 +251,7 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
     if is_whole or tensor.nbytes <= HASH_BLOCK_BYTES:
         yield tensor
         return
-    # A contiguous copy of the whole may have no room.
-    for part in tensor.unbind(0):
+    for part in tensor.unbind(0):  # a contiguous copy of the whole may have no room
         yield from _blocks(part)
 
 
@@ -304,7 +284,6 @@ class ForwardOutcomes:
         return [*own, *constants_of(self._step.forward)]
 
     def of_eager(self, before: BeforeForward, leaves: list[Any], keeps_values: bool) -> Outcome:
-        """Run the model's own forward and the loss, and put everything back."""
         try:
             found = self.left(before, leaves, self._run(leaves), keeps_values)
             # The planned forward gives nothing of that name, so such a write is a difference.
@@ -370,8 +349,7 @@ def _nothing_saved() -> Generator[None]:
 
 @contextlib.contextmanager
 def _no_casts_kept() -> Generator[None]:
-    # The planned forward must find no cast that it has not made.
-    before = torch.is_autocast_cache_enabled()
+    before = torch.is_autocast_cache_enabled()  # the planned forward must find no foreign cast
     torch.set_autocast_cache_enabled(False)
     try:
         yield

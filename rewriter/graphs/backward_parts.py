@@ -1,18 +1,9 @@
 """A backward in several parts: gradients reach autograd as they are made, those of weights later.
 
-AOTAutograd makes one node of a backward, and autograd's engine takes the gradients of a node when
-all of it has run. So the inputs of a step pass through gates, one for each place where gradients
-are final, which stand in a chain::
-
-    loss ─► compiled step ─► gate 1 ─► gate 2 ─► ... ─► last gate
-                               │         │                 │
-                          parameters parameters     all other inputs
-
-In forward a gate does nothing. In backward the compiled step only begins a generator; each gate
-runs it up to the next mark and returns the gradients that are final there. The engine then adds
-them to ``.grad`` before it comes to the next gate. All that is autograd's stays autograd's: hooks,
-`torch.autograd.grad`, ``inputs=``, sums with gradients from elsewhere, wrappers for ranks. Gates
-that no wanted gradient needs are not run, and neither is the rest of backward.
+AOTAutograd makes one node of a backward, and the engine takes a node's gradients when it has run.
+So the inputs of a step pass through a chain of gates, one for each place where gradients are final.
+In backward the compiled step only begins a generator; each gate runs it to the next mark and
+returns the gradients that are final there. Gates that no wanted gradient needs are not run.
 """
 
 from __future__ import annotations
@@ -49,10 +40,7 @@ _Run = TypeVar("_Run")
 
 
 class _ExpectedBackward(Generic[_Run]):
-    """Tells the backward of a compiled step which forward it is of, as autograd does not.
-
-    A hook that runs right before it, in the same thread and pass of the engine, says so here.
-    """
+    """Tells the backward of a compiled step which forward it is of; a hook before it says so."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
@@ -63,8 +51,7 @@ class _ExpectedBackward(Generic[_Run]):
     def take(self) -> _Run | None:
         run, task = getattr(self._of_thread, "said", (None, -1))
         self._of_thread.said = None, -1
-        # A pass that failed may have left its word.
-        return run if task == current_graph_task_id() else None
+        return run if task == current_graph_task_id() else None  # a failed pass may leave its word
 
 
 _expected_gates: _ExpectedBackward[tuple[Running, frozenset[int]]] = _ExpectedBackward()
@@ -89,8 +76,7 @@ class Running:
     def begin(self, steps: Iterator[Released], unreached: frozenset[int]) -> None:
         task = current_graph_task_id()
         self.passes[task] = _Pass(steps, unreached)
-        # What is left of a pass that wants few gradients goes with it.
-        queue_callback(lambda: self.passes.pop(task, None))
+        queue_callback(lambda: self.passes.pop(task, None))  # a pass for few gradients leaves some
         if self.updates:
             queue_callback(self.updates.begin(self.parameters))
 
@@ -117,10 +103,7 @@ class _Pass:
 
 
 class GradientGates:
-    """The gates of one compiled step, each with the places of the inputs that pass through it.
-
-    `updated` are places of the parameters whose gradients are released before the end.
-    """
+    """The gates of a compiled step, with their places; `updated` parameters are released early."""
 
     def __init__(self, backward: fx.GraphModule) -> None:
         *released, rest = places_released(backward.graph)
@@ -135,8 +118,7 @@ class GradientGates:
         running, passed = Running(self, inputs, updates), list(inputs)
         first = next(passed[place] for place in self.gates[0])
         token = torch.empty(0, device=first.device)
-        # The token chains the gates, the last one innermost: backward comes to the first one first.
-        for number in reversed(range(len(self.gates))):
+        for number in reversed(range(len(self.gates))):  # the last one is innermost in the chain
             places = self.gates[number]
             token, *aliases = _Gate.apply(running, number, token, *(passed[p] for p in places))
             for place, alias in zip(places, aliases, strict=True):
@@ -165,36 +147,28 @@ class GradientGates:
 
 
 class _Gate(torch.autograd.Function):
-    """Passes tensors on as they are; returns their gradients when they are final."""
-
     @staticmethod
     def forward(ctx: Any, running: Running, number: int, token: Tensor, *inputs: Tensor) -> Any:
-        # A gradient that nobody gave stays None, not zeros of the parameter's size.
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a gradient that nobody gave stays None, not zeros
         ctx.running, ctx.number, ctx.token = running, number, token.detach()
         return token.new_empty(0), *inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         _, *given = gradients
-        # AOTAutograd runs backward without autocast, too.
-        with DisableAutocast():
+        with DisableAutocast():  # AOTAutograd runs backward without autocast, too
             found = ctx.running.gradients(ctx.number)
         places = ctx.running.gradient_gates.gates[ctx.number]
         pairs = [(found.pop(p, None), g) for p, g in zip(places, given, strict=True)]
         sums = [g if own is None else own if g is None else own + g for own, g in pairs]
-        # The token's gradient leads the engine on to the next gate.
-        return None, None, ctx.token, *sums
+        return None, None, ctx.token, *sums  # the token's gradient leads to the next gate
 
 
-# After the first backward DDP (Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704) makes its
-# buckets again, in the order in which gradients came. A ring adds up each element in an order that
-# its place in the bucket decides, so over more than two ranks another order gives other last bits.
-# A compiled step is one autograd node, whose gradients all come together. So, until the buckets are
-# made, each parameter passes through a node of its own.
+# After the first backward DDP (Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704) rebuilds its
+# buckets in the order of gradients. That is a ring's order of adding, which decides the last bits
+# over more than two ranks. Until then each parameter passes through an autograd node of its own.
 
-_MOST_EXACT_RANKS = 2
-"""A sum of two terms has one order."""
+_MOST_EXACT_RANKS = 2  # a sum of two terms has one order
 
 
 def is_order_noted() -> bool:
@@ -210,8 +184,7 @@ def is_order_noted() -> bool:
 def in_gradient_order(tensors: Sequence[Tensor], gradient_order: Sequence[int]) -> list[Tensor]:
     """`tensors`; those at the places `gradient_order` get their gradients in that order."""
     passed = list(tensors)
-    # The engine takes the node first that forward made last.
-    for place in reversed(gradient_order):
+    for place in reversed(gradient_order):  # the engine takes the node first that forward made last
         passed[place] = passed[place].view_as(passed[place])
     return passed
 
@@ -225,11 +198,9 @@ def warn_of_own_order(kind: str) -> None:
     )
 
 
-# Where the gradients of weights come later (W) than those of inputs (I), the node of a compiled
-# step runs I alone, and gives autograd no gradient of a weight. What W needs is kept in a
-# `_Waiting`. The parameters of a step come in as leaves of their own, so that a pass of autograd's
-# engine that wants gradients of inputs alone can be told from one that adds to ``.grad``: the first
-# leaves nothing to wait for.
+# Where weights' gradients (W) come later than inputs' (I), a step's node runs I alone; W waits in a
+# `_Waiting`. Parameters are leaves of their own here, to tell a pass that wants gradients of inputs
+# alone: it leaves nothing to wait for.
 
 
 class _Given(torch.autograd.Function):
@@ -249,33 +220,23 @@ class _Given(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SplitBytes:
-    """Of one microbatch in one block, parameters apart, without workspaces of ops.
+    """Of one microbatch in one block, parameters apart, without workspaces of ops."""
 
-    `inputs` is the most in I, with all that backward is given; `held` is held from I to W;
-    `weights` is the most in W, with what is held.
-    """
-
-    inputs: int
-    held: int
-    weights: int
+    inputs: int  # the most in I, with all that backward is given
+    held: int  # from I to W
+    weights: int  # the most in W, with what is held
 
 
 @dataclass(frozen=True)
 class SplitGraphs:
-    """The two parts of a backward graph. To run them needs no solver, unlike to cut them.
+    """The two parts of a backward graph. To run them needs no solver, unlike to cut them."""
 
-    `inputs` (I) takes what backward takes, and returns backward's `n_results`, None in the `places`
-    of weights, then what it carries to W. `weights` (W) takes that, and releases gradients where
-    the graph has marks. `live` are bytes of both, of one microbatch. `reads_tangents` says that W
-    reads a gradient that backward is given.
-    """
-
-    inputs: fx.GraphModule
-    weights: fx.GraphModule
+    inputs: fx.GraphModule  # I: backward's results, None in `places`, then what goes to W
+    weights: fx.GraphModule  # W: takes that; releases gradients at marks
     n_results: int
-    places: tuple[int, ...]
-    live: SplitBytes
-    reads_tangents: bool
+    places: tuple[int, ...]  # of the weights among the results
+    live: SplitBytes  # of one microbatch
+    reads_tangents: bool  # W reads a gradient that backward is given
 
 
 _expected_split: _ExpectedBackward[SplitRun] = _ExpectedBackward()
@@ -289,10 +250,7 @@ class SplitCode:
 
 
 class SplitRun:
-    """One forward whose backward comes in two parts, each time that a pass comes to it.
-
-    `state` is the parameters and buffers that the step reads; `leave` is given what waits after I.
-    """
+    """One forward whose backward comes in two parts; `leave` is given what waits after I."""
 
     def __init__(
         self, code: SplitCode, state: Sequence[Tensor], leave: Callable[[_Waiting], None]
@@ -343,15 +301,12 @@ class _Waiting:
         assert self.code.run_weights is not None
         for places, gradients in self.code.run_weights(self.carried):
             found = {p: g for p, g in zip(places, gradients, strict=True) if p in self.parameters}
-            # The generator holds this list.
-            gradients.clear()
+            gradients.clear()  # the generator holds this list
             if found:
                 parameters, gradients = [self.parameters[p] for p in found], list(found.values())
-                # Nobody else then holds the gradients, so autograd need not copy them.
-                found.clear()
-                # By autograd's own node of each parameter: hooks run, a wrapper for ranks sees its
-                # gradients, sums are made in place, and the first gradient becomes .grad where
-                # eager would take it. The list is empty afterwards.
+                found.clear()  # autograd need not copy gradients that nobody else holds
+                # By each parameter's own autograd node: hooks run, wrappers see gradients, and the
+                # first becomes .grad as in eager. The list is empty afterwards.
                 with torch.enable_grad():
                     root = _Given.apply(gradients, *parameters)
                 torch.autograd.backward(root, root.detach())

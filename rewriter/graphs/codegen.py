@@ -1,8 +1,6 @@
 """Generated Python that takes its inputs in a list and lets go of each value after its last use.
 
-A function that takes its inputs one by one holds all of them until it returns, whatever the
-schedule says. fx's own code looks each op up by a path of attributes at each call; here ops and
-constants are bound once. `python -m benchmarks.runtime` measures what Python costs beyond that.
+With inputs one by one it would hold them until it returns. Ops are bound once, not per call.
 """
 
 from __future__ import annotations
@@ -20,15 +18,13 @@ from torch.fx.node import has_side_effect
 from remat.graph_capture.joint.nodes import is_getitem
 from remat.graph_capture.torch_private.core import OP_NAMESPACES, OpOverload, OpWatcher, pytree
 
-# `torch.ops.aten.mm.default(a, b)` matches its arguments against a schema at each call. That takes
-# one to two microseconds more than `torch.mm(a, b)`, whose parser is generated. Which op such a
-# function runs depends on its arguments. So each is tried once on the fake tensors of the trace,
-# and taken only if it runs the same overload with the same arguments.
+# `torch.ops.aten.mm.default(a, b)` matches a schema at each call, one to two microseconds more than
+# `torch.mm(a, b)`. Which op that runs depends on its arguments, so each is tried once on fake
+# tensors, and taken only if it runs the same overload with the same arguments.
 
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
-_REJECTED = (TypeError, ValueError, RuntimeError)
-"""What a function raises if its parameters are not those of the op."""
+_REJECTED = (TypeError, ValueError, RuntimeError)  # where a function's parameters are not the op's
 
 
 class _OpBindings:
@@ -52,8 +48,7 @@ class _OpBindings:
 
 
 def _kind(leaf: Any) -> Any:
-    # What a parser tells apart: it may take a tensor without dimensions for a number.
-    if isinstance(leaf, Tensor):
+    if isinstance(leaf, Tensor):  # a parser may take a tensor without dimensions for a number
         return Tensor, leaf.dtype, leaf.dim() == 0
     return leaf if isinstance(leaf, str) else type(leaf)
 
@@ -67,8 +62,7 @@ def _quickest(
             candidate = getattr(space, name, None)
             if candidate is not None and _runs_same(candidate, target, args, kwargs):
                 return candidate
-    # Without the Python of `OpOverload.__call__` around it.
-    return target._op
+    return target._op  # without the Python of `OpOverload.__call__` around it
 
 
 def _runs_same(
@@ -113,11 +107,9 @@ def _same(found: Any, wanted: Any) -> bool:
     return type(found) is type(wanted) and found == wanted
 
 
-# With marks, backward is a generator. At each it releases gradients, lets go of them, and waits
-# until it is asked to go on (by `rewriter/graphs/backward_parts.py`).
+# With marks, backward is a generator: it releases gradients at each, and waits to be asked again.
 
-Released = tuple[tuple[int, ...], list[Any]]
-"""Places of gradients among the results of backward, and the gradients."""
+Released = tuple[tuple[int, ...], list[Any]]  # places among backward's results, and gradients
 Steps = Callable[[list[Any]], Iterator[Released]]
 
 
@@ -145,10 +137,7 @@ _serial = itertools.count()
 
 
 class _Writer:
-    """Writes one graph as a function; `bound` holds the globals that it reads.
-
-    With `in_steps` it is a generator, which stops at each mark of `release_gradients`.
-    """
+    """`bound` holds the globals that it reads."""
 
     def __init__(self, gm: fx.GraphModule, *, in_steps: bool = False) -> None:
         self.gm = gm
@@ -167,8 +156,7 @@ class _Writer:
         taken = [node for node in nodes if node.op == "placeholder"]
         if taken:
             self.lines.append(f"{', '.join(node.name for node in taken)}, = args_list")
-        # Otherwise the caller's list would hold the inputs until the end.
-        self.lines.append("args_list.clear()")
+        self.lines.append("args_list.clear()")  # or the caller's list would hold the inputs
         self._drop([node for node in taken if not node.users])
         for node in nodes:
             self._line(node)
@@ -207,8 +195,7 @@ class _Writer:
     def _shown(self, argument: Any) -> str:
         if isinstance(argument, fx.Node):
             return argument.name
-        # Floats are bound: inf and nan have no literal.
-        if argument is None or isinstance(argument, (bool, int)):
+        if argument is None or isinstance(argument, (bool, int)):  # inf and nan have no literal
             return repr(argument)
         if isinstance(argument, (tuple, list)):
             if any(isinstance(item, (fx.Node, tuple, list)) for item in argument):
@@ -218,8 +205,7 @@ class _Writer:
         return self.bind(argument)
 
     def bind(self, thing: Any) -> str:
-        # `bound` keeps the thing, so no other gets its id.
-        if id(thing) not in self.names:
+        if id(thing) not in self.names:  # `bound` keeps the thing, so no other gets its id
             name = f"_{len(self.bound)}"
             self.names[id(thing)], self.bound[name] = name, thing
         return self.names[id(thing)]

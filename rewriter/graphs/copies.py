@@ -1,12 +1,9 @@
 """Emits copies between tiers as nodes of the two graphs.
 
-``h = offload(x)`` begins a copy out; ``h = leave(h, x)`` stands where x is freed and is the last to
-read it, so that generated code drops x there; ``p = fetch(h)`` takes memory and begins a copy back;
-``x = arrive(p)`` stands before the first op that reads x. What is copied is the whole storage, of
-any view and any strides. A handle is a tensor, which forward saves for backward like any other.
-What is fetched in forward and first read in backward has arrived when forward ends.
-
-Below the device, ``h = write(h)`` and ``h = read(h)`` copy between the host and NVMe.
+``h = offload(x)`` begins a copy out; ``h = leave(h, x)`` is the last to read x; ``p = fetch(h)``
+takes memory and begins a copy back; ``x = arrive(p)`` stands before the first reader. ``write`` and
+``read`` copy between host and NVMe. Whole storages are copied. A handle is a tensor, which forward
+saves. What is fetched in forward has arrived when forward ends.
 """
 
 from __future__ import annotations
@@ -28,20 +25,14 @@ from remat.rewriter.graphs.emitter import Demanded, LowerTierCopy
 from remat.rewriter.tiers.file_tier import HANDLE_BYTES, TierCopies
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 
-# A sum that is added up in place, and a random state that gets its note from the op that draws, are
-# whole only after the last write. A copy that a schedule begins before that waits for it. Then the
-# copy below holds what backward is to read, as a tensor that is saved does.
+# Sums in place and noted random states are whole after the last write: earlier copies wait.
 
-_WritesOf = Callable[[str], tuple[str, ...]]
-"""The values that the first run of an op writes to, beside those that it makes."""
+_WritesOf = Callable[[str], tuple[str, ...]]  # what an op's first run also writes to
 
 
 @dataclass
 class CopyTimes:
-    """Which copies out of the device begin later than a schedule has it: indices of their steps.
-
-    `after_write` has, by the index of a run, the values copied after it, each with its step.
-    """
+    """Which copies out of the device begin later than a schedule has it: indices of their steps."""
 
     delayed: set[int] = field(default_factory=set[int])
     after_write: dict[int, list[tuple[str, int]]] = field(
@@ -72,8 +63,7 @@ def _writes(schedule: Schedule, writes_of: _WritesOf) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     ran: set[str] = set()
     for i, step in enumerate(schedule.steps):
-        # Only a first run adds to a sum or notes its draw.
-        if isinstance(step, Compute) and step.op not in ran:
+        if isinstance(step, Compute) and step.op not in ran:  # only a first run adds or notes
             ran.add(step.op)
             for value in writes_of(step.op):
                 found.setdefault(value, []).append(i)
@@ -86,8 +76,7 @@ def _end_of_stay(steps: list[tuple[int, Step]], begun: int) -> float:
 
 
 def _require_fresh(value: str, steps: list[tuple[int, Step]], writes: list[int]) -> None:
-    # Once the value has left the device, a write to it no longer reaches its copy.
-    copied_at = -1
+    copied_at = -1  # once the value has left the device, a write to it no longer reaches its copy
     for i, step in steps:
         if isinstance(step, Offload) and step.to == "host":
             copied_at = max([i, *(at for at in writes if i < at < _end_of_stay(steps, i))])
@@ -112,19 +101,14 @@ class CopyContext:
 
 
 class CopyEmitter(EagerEmitter):
-    """Emits one of the two graphs of a schedule with copies.
-
-    `handles` are nodes of what is below the device, `pending` of values that are on their way back,
-    `leaving` handles of copies to the host that may still read the device.
-    """
+    """Emits a graph with copies; `handles` are below the device, `pending` on their way back."""
 
     def __init__(self, moving: CopyContext, *given: Any) -> None:
         super().__init__(*given)
         self.moving = moving
         self.handles: dict[LowerTierCopy, fx.Node] = {}
         self.pending: dict[str, fx.Node] = {}
-        # Apart from `handles`: the host's copy may be dropped before, where it goes on to NVMe.
-        self.leaving: dict[str, fx.Node] = {}
+        self.leaving: dict[str, fx.Node] = {}  # its host copy may go first, on to NVMe
 
     def move(self, step: Offload | Fetch) -> None:
         # Nothing reads other values, or they stand for a write in place.
@@ -145,8 +129,7 @@ class CopyEmitter(EagerEmitter):
         if step.at != "device":
             self.handles.pop(LowerTierCopy(step.value, step.at), None)
             return
-        # No copy may read or write the memory that is dropped.
-        self._arrive(step.value)
+        self._arrive(step.value)  # no copy may read or write the memory that is dropped
         self._leave(step.value)
         self.free(step.value)
 
@@ -171,8 +154,7 @@ class CopyEmitter(EagerEmitter):
 
     def results(self, results: Iterable[Any]) -> list[Any]:
         found = super().results(results)
-        # The caller may write to what it gets, so no copy may still read it.
-        for value in self.joint.graph.outputs:
+        for value in self.joint.graph.outputs:  # the caller may write to it after the step
             self._leave(value)
         return found
 
@@ -192,8 +174,7 @@ class CopyEmitter(EagerEmitter):
             return
         del self.moving.leaving[value]
         key = LowerTierCopy(value, "host")
-        # Forward may have begun the copy, whose handle it then saves.
-        handle = self.leaving.pop(value, None) or self._handle(key)
+        handle = self.leaving.pop(value, None) or self._handle(key)  # forward may have begun it
         left = self._call("leave", (handle, self._tensor(value)), f"{value}_left")
         left.meta = dict(handle.meta)  # it stands for the handle from now on
         if self.handles.get(key) is handle:

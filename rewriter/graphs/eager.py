@@ -36,12 +36,7 @@ RNG_STATE = "rng_state_"
 
 
 class EagerEmitter(Emitter[Joint]):
-    """Emits one of the two graphs in eager's ops.
-
-    Ops in `again` have run before, those in `repeated` run more than once in the schedule.
-    `left_live` are values that the graph before this one left. With `writes`, what eager writes in
-    place is written in place, which Inductor cannot take.
-    """
+    """Emits one of the two graphs in eager's ops; `again` have run before, `repeated` run again."""
 
     cannot_move = "which code by Inductor does not do"
 
@@ -70,8 +65,7 @@ class EagerEmitter(Emitter[Joint]):
         if isinstance(what, str):
             return self.states[what]
         assert isinstance(what, fx.Node)
-        # Backward reads what was written to as it is after the last write.
-        return super().kept(self.joint.in_place.last(what))
+        return super().kept(self.joint.in_place.last(what))  # as it is after the last write
 
     def resolve(self, node: fx.Node) -> fx.Node:
         if node in self.copies:
@@ -107,8 +101,7 @@ class EagerEmitter(Emitter[Joint]):
     def compute(self, op: Op) -> None:
         again = op.name in self.again
         self.again.add(op.name)
-        # Tangents come from autograd: nothing runs.
-        if op.target == TANGENTS:
+        if op.target == TANGENTS:  # tangents come from autograd: nothing runs
             return
         if op.target in (ACCUMULATE, UPDATE):
             self._release_gradients(op)
@@ -148,8 +141,7 @@ class EagerEmitter(Emitter[Joint]):
     def fake_state(self, value: str) -> Tensor:
         node = self.joint.node_of_op[value.removeprefix(RNG_STATE)]
         drawn: Any = next(tensor for tensor in tensors_of(node) if tensor is not None)
-        # AOTAutograd wants what a step saves described.
-        with drawn.fake_mode:
+        with drawn.fake_mode:  # AOTAutograd wants what a step saves described
             return torch.empty(save_rng_state(str(drawn_on(node))).shape, dtype=torch.uint8)
 
     def _run(self, op: Op, node: fx.Node, again: bool) -> None:
@@ -157,8 +149,7 @@ class EagerEmitter(Emitter[Joint]):
             # It leaves the stream as eager's one draw does.
             copy = self._draw(op, node, run_with_rng_state, f"{node.name}_again")
         elif self.writes and f"{RNG_STATE}{op.name}" in self.states:
-            # The state that is saved gets a note of this first draw.
-            copy = self._draw(op, node, draw_noting, node.name)
+            copy = self._draw(op, node, draw_noting, node.name)  # this first draw makes a note
         elif again and node.target in RECOMPUTED_BY:
             copy = self._normalise_again(node)
         else:
@@ -170,8 +161,7 @@ class EagerEmitter(Emitter[Joint]):
             for picked, result in self._picked_results(node, op):
                 self.put(picked, result)
                 self._wait(picked)
-            # The next run makes no statistics. The op that updates them may come much later, and
-            # until then the tuple would hold all other results.
+            # The next run has none, and their update may come late: the tuple would hold the rest.
             index = self.joint.graph.op_index.get(f"{op.name}_statistics")
             if not again and index is not None:
                 for picked, copy in self._picked_results(node, self.joint.graph.ops[index]):
@@ -195,8 +185,7 @@ class EagerEmitter(Emitter[Joint]):
                 self.put(whole, self.resolve(writes.before[whole]))
 
     def _wait(self, made: fx.Node) -> None:
-        # A collective's result is what was waited for, wherever it is read.
-        for wait in wait_nodes(made):
+        for wait in wait_nodes(made):  # a collective's result is what was waited for
             self.put(wait, self._copy(wait, wait.name))
 
     def _draw(self, op: Op, node: fx.Node, drawing: Any, name: str) -> fx.Node:
@@ -211,8 +200,7 @@ class EagerEmitter(Emitter[Joint]):
     def _normalise_again(self, node: fx.Node) -> fx.Node:
         read = [self.resolve(a) if isinstance(a, fx.Node) else a for a in node.args[:3]]
         target, n_results = RECOMPUTED_BY[node.target]
-        # Arguments 3 and 4 are the running statistics, which the first run has updated.
-        taken: tuple[Any, ...] = (*read, *node.args[5:])
+        taken: tuple[Any, ...] = (*read, *node.args[5:])  # arguments 3 and 4 are already updated
         meta = {**node.meta, "val": node.meta["val"][:n_results]}
         return self.call(target, taken, {}, f"{node.name}_again", meta)
 
@@ -222,27 +210,23 @@ class EagerEmitter(Emitter[Joint]):
             picked = base and skip_wait(base)
             if picked is None or not is_getitem(picked):
                 continue
-            # A second run makes these too, which nothing reads.
-            if name in self.left_live or picked in self.copies:
+            if name in self.left_live or picked in self.copies:  # a second run's goes unread
                 continue
             args = self.tuples[node], picked.args[1]
             yield picked, self.call(picked.target, args, {}, picked.name, picked.meta)
 
 
-# Backward takes the gradients of the results in the strides that they come in, as eager does.
-# ``out.sum()`` sends back one number that stands for all, ``loss(out.transpose(1, 2))`` a gradient
-# in another order. AOTAutograd copies such a gradient into the strides that it has traced. A kernel
-# that sums, as batch norm's does, adds a copy's elements in another order than eager the gradient's
-# own.
+# Backward takes gradients in the strides that they come in, as eager does: ``out.sum()`` sends back
+# an expanded number. AOTAutograd would copy into traced strides, and a kernel that sums, as batch
+# norm's does, adds a copy's elements in another order.
 
 RESHAPES = (aten.view.default, aten._unsafe_view.default)
 _OWN_STRIDES = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 """Their results have the same strides whatever those of their arguments are."""
-_READ_MEMORY = (
+_READ_MEMORY = (  # they read memory as the trace saw it laid out
     aten.as_strided.default, aten.as_strided_scatter.default, aten._reshape_alias.default,
     aten.view.dtype,
 )  # fmt: skip
-"""They read memory as the trace saw it laid out."""
 _COPIED: dict[Any, tuple[int, int | None]] = {
     aten.native_group_norm_backward.default: (0, 1),
     aten.cudnn_batch_norm_backward.default: (1, 0),
@@ -251,9 +235,8 @@ _COPIED: dict[Any, tuple[int, int | None]] = {
     aten.view_as_complex.default: (0, None),
     aten.view_as_real.default: (0, None),
 }
-"""Where autograd's formula calls ``contiguous`` on the gradient, which a trace of a contiguous one
-does not show (torch's ``derivatives.yaml``): the gradient's argument, and that of the input whose
-memory format is asked for."""
+# Autograd's ``contiguous`` on a gradient, which no contiguous trace shows (``derivatives.yaml``):
+# the gradient's argument, and that of the input whose memory format is asked for.
 
 
 def take_as_they_come(metadata: ViewAndMutationMeta, backward: fx.Graph) -> None:
@@ -262,8 +245,7 @@ def take_as_they_come(metadata: ViewAndMutationMeta, backward: fx.Graph) -> None
         return
     for node in reached:
         if node.target in RESHAPES:
-            # Where the trace has a view, eager has a reshape, which copies what no view shows.
-            node.target = aten.reshape.default
+            node.target = aten.reshape.default  # a reshape copies what no view shows, as in eager
         elif node.target in _COPIED:
             _make_contiguous(node, *_COPIED[node.target])
     for fact in metadata.subclass_tangent_meta or ():
@@ -291,8 +273,7 @@ def _make_contiguous(node: fx.Node, gradient: int, like: int | None) -> None:
     layout = torch.contiguous_format
     is_group_norm = node.target is aten.native_group_norm_backward.default
     on_cpu = is_group_norm and node.args[0].meta["val"].device.type == "cpu"  # pyright: ignore
-    # Group norm asks for its input's memory format on a CPU alone.
-    if like is not None and (on_cpu or not is_group_norm):
+    if like is not None and (on_cpu or not is_group_norm):  # group norm's is asked on a CPU
         source = node.args[like]
         assert isinstance(source, fx.Node)
         layout = suggest_memory_format(source.meta["val"])

@@ -27,9 +27,8 @@ from remat.schedules.schedule import Compute, Schedule
 if TYPE_CHECKING:
     from remat.graph_capture.tracing.float_inputs import FloatInputs
 
-# Numbers that each step reads anew are nodes of the two graphs. Forward reads them from a list that
-# is made before the step. Backward must have those of its own forward, whatever the user has set
-# since: forward saves them for it, in a small tensor.
+# Numbers read anew at each step are nodes. Forward reads them from a list made before the step, and
+# saves them in a small tensor: backward must have those of its own forward.
 
 
 class FloatSource:
@@ -67,8 +66,7 @@ def _read_floats(forward: fx.Graph, backward: fx.Graph, source: FloatSource, res
     from remat.graph_capture.tracing.float_inputs import FloatArgument
 
     if not _leaves_in(backward, FloatArgument):
-        # Backward takes none of them, so forward need not save any.
-        _list_floats(forward, source.numbers, ())
+        _list_floats(forward, source.numbers, ())  # so forward saves none for backward
         return
     with _after_inputs(forward):
         saved = forward.call_function(source.saved)
@@ -125,8 +123,7 @@ def _fake(graph: fx.Graph, source: FloatSource) -> Tensor:
         return torch.empty(len(source.arguments), dtype=torch.float64)
 
 
-# Numbers that follow from the sizes of a batch: forward reads the sizes from the shapes of its
-# inputs, and computes at its start what ops take. Backward gets those of its own forward.
+# From a batch's sizes: forward computes them from its inputs, and saves them for its backward.
 
 _OF_SIZES = (SizeArgument, FloatOfSizes)
 
@@ -138,9 +135,7 @@ def _read_sizes(forward: fx.Graph, backward: fx.Graph, env: Environment) -> None
     sizes = _sizes_of_inputs(forward, env)
     if in_backward:
         given: Any = forward.output_node().args[0]
-        # AOTAutograd hands over symbolic integers so: forward returns them last, backward takes
-        # them first.
-        forward.output_node().args = ((*given, *sizes),)
+        forward.output_node().args = ((*given, *sizes),)  # AOTAutograd's order of symbols
         taken: list[fx.Node] = []
         with backward.inserting_before(next(iter(backward.nodes))):
             for size in sizes:
@@ -209,8 +204,7 @@ def _program(leaves: Sequence[Any], names: Sequence[str]) -> Any:
     texts: list[str] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, FloatOfSizes):
-            # A function of its own: the names that it binds are not those of another.
-            own = dict(leaf.bound)
+            own = dict(leaf.bound)  # its names are not those of others
             exec(f"def number({', '.join(names)}):\n    return {leaf.text}\n", own)
             space[f"_number{i}"] = own["number"]
             texts.append(f"_number{i}({', '.join(names)})")
@@ -219,21 +213,18 @@ def _program(leaves: Sequence[Any], names: Sequence[str]) -> Any:
     source = f"def from_sizes({', '.join(names)}):\n    return ({', '.join(texts)},)\n"
     exec(compile(source, "<remat sizes>", "exec"), space)
     made = space["from_sizes"]
-    # exec leaves none, and fx names a function by its module.
-    made.__module__ = __name__
+    made.__module__ = __name__  # exec leaves none, and fx names a function by its module
     return made
 
 
-# Autograd's backward formulas transpose what forward transposed, and reshape what it reshaped. In
-# C++ a view costs next to nothing; from Python each is a call. If a view has the geometry of a
-# tensor that it goes back to, it is that tensor. A reshape of a reshape is one reshape.
+# Autograd's formulas transpose what forward transposed, and each view is a call. One with the
+# geometry of a tensor that it goes back to is that tensor; a reshape of a reshape is one reshape.
 
 _VIEWS = (*RESHAPES, aten.t.default, aten.transpose.int, aten.permute.default)
 
 
 def leave_out_views(graph: fx.Graph) -> None:
-    # What the graph returns stays as it is.
-    returned = set(graph.find_nodes(op="output")[0].all_input_nodes)
+    returned = set(graph.find_nodes(op="output")[0].all_input_nodes)  # what is returned stays
     for node in list(graph.nodes):
         if not _is_view(node) or node in returned:
             continue
@@ -286,9 +277,9 @@ def emit(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:  # fmt: skip
     """Forward and backward GraphModules that carry out `schedule`, in AOTAutograd's contract.
 
-    With AOTAutograd's `metadata`, backward takes gradients in the strides that they come in. With
-    `writes`, what eager writes in place is written in place. `env` is of a trace for a range of
-    sizes, `tier` what the schedule copies values to.
+    `metadata`: backward takes gradients in the strides that they come in. `writes`: write in place
+    as eager does. `env`: of a trace for a range of sizes. `tier`: what the schedule copies values
+    to.
     """
     repeated = {name for name, count in schedule.computations().items() if count > 1}
     again: set[str] = set()  # of both graphs: what runs in backward may have run in forward
@@ -315,8 +306,8 @@ def emit(
 
 
 def recompute_inputs(joint: Joint, schedule: Schedule) -> tuple[int, ...]:
-    # Eager has saved what was made of them, so it does not notice if they change before backward:
-    # an input buffer that the next batch is copied into, a weight changed by `.data`.
+    # Eager has saved what was made of them, so it is blind to a change before backward: a batch
+    # copied into an input buffer, a weight changed by `.data`.
     graph, end = joint.graph, end_of_forward(joint.graph, schedule)
     again = {step.op for step in schedule.steps[end:] if isinstance(step, Compute)}
     ops = [graph.ops[graph.op_index[name]] for name in again]
@@ -326,6 +317,5 @@ def recompute_inputs(joint: Joint, schedule: Schedule) -> tuple[int, ...]:
 
 
 def _inputs(joint: Joint) -> list[fx.Node]:
-    # A DTensor is one input of several nodes: its local part stands for it.
-    given = joint.module.graph.find_nodes(op="placeholder")
+    given = joint.module.graph.find_nodes(op="placeholder")  # a DTensor's local part stands for it
     return [n for n in given if not is_tangent(n) and not is_beside_local_part(n.meta.get("desc"))]

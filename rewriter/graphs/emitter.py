@@ -1,8 +1,4 @@
-"""What both emitters share: from the steps of a schedule to a forward and a backward graph.
-
-An emitter writes one graph, step by step. Forward is emitted first. Where backward asks for what
-it has not made itself, forward returns it as well, and backward gets a placeholder for it.
-"""
+"""What both emitters share; forward comes first, and returns also what backward asks for."""
 
 from __future__ import annotations
 
@@ -31,10 +27,8 @@ class LowerTierCopy:
 
 
 _NO_VERSION = "saved_tensor_with_no_vc_check"
-Demanded = fx.Node | str | LowerTierCopy
-"""A node of the joint graph, a random state by its name, or a copy below the device."""
-Demand = Callable[[Demanded], fx.Node]
-"""Called for what a graph has not made itself; returns the node of the graph before it."""
+Demanded = fx.Node | str | LowerTierCopy  # a node of the joint graph, a random state, or a copy
+Demand = Callable[[Demanded], fx.Node]  # asks the graph before for what this one lacks
 
 
 class _JointGraph(Protocol):
@@ -50,22 +44,19 @@ _AnyJoint = TypeVar("_AnyJoint", bound=_JointGraph)
 class Emitter(ABC, Generic[_AnyJoint]):
     """Emits one of the two graphs; `at` is the index of the step in the schedule."""
 
-    cannot_move: ClassVar[str]
-    """Why a step that copies a value to the host is refused."""
+    cannot_move: ClassVar[str]  # why a step that copies a value to the host is refused
 
     def __init__(self, joint: _AnyJoint, demand: Demand) -> None:
         self.joint, self.demand = joint, demand
         self.graph = fx.Graph()
         # What the graph has demanded: the node of the graph before it, and the placeholder.
         self.brought: dict[Demanded, tuple[fx.Node, fx.Node]] = {}
-        # What stands for a node of the joint graph, while its values live.
-        self.copies: dict[fx.Node, fx.Node] = {}
+        self.copies: dict[fx.Node, fx.Node] = {}  # what stands for a joint node
         self.copied: dict[str, list[fx.Node]] = {}
         self.bases = set(joint.base_of_value.values())
         self.at = 0
 
     def take_inputs(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """Add a placeholder for each node; returns the placeholders."""
         taken = {node: placeholder_like(self.graph, node.name, node) for node in nodes}
         for node, placeholder in taken.items():
             self.put(node, placeholder)
@@ -106,12 +97,10 @@ class Emitter(ABC, Generic[_AnyJoint]):
         )
 
     def free(self, value: str) -> None:
-        """Forget all copies that a value is behind."""
         for node in self.copied.pop(value, ()):
             self.forget(node)
 
     def forget(self, node: fx.Node) -> None:
-        """Let no copy stand for `node` any more."""
         self.copies.pop(node, None)
 
     @abstractmethod
@@ -133,8 +122,7 @@ class Emitter(ABC, Generic[_AnyJoint]):
 
     def bring(self, what: Demanded) -> fx.Node:
         """A new placeholder for what the graph before this one saves."""
-        # Saved values enter once: a second time, the schedule has dropped them since.
-        if what in self.brought:
+        if what in self.brought:  # saved values enter once: the schedule has dropped them since
             raise RewriteError(f"the schedule reads {what} after it was dropped")
         saved = self.demand(what)
         placeholder = placeholder_like(self.graph, str(what), saved)
@@ -142,11 +130,9 @@ class Emitter(ABC, Generic[_AnyJoint]):
         return placeholder
 
     def results(self, results: Iterable[Any]) -> list[Any]:
-        """Emitted nodes of some of the joint graph's results."""
         return [self.resolve(r) if isinstance(r, fx.Node) else r for r in results]
 
     def gradients(self, results: Sequence[Any]) -> list[Any]:
-        """Emitted nodes of the results of backward."""
         return self.results(results)
 
     def entering(self, node: fx.Node) -> fx.Node | None:
@@ -155,8 +141,7 @@ class Emitter(ABC, Generic[_AnyJoint]):
             return self.graph.node_copy(node)
         if node.op == "placeholder" or node in self.bases:
             return self.bring(node)
-        # An op has made it, and the schedule has dropped it since.
-        if node.name in self.joint.node_of_op:
+        if node.name in self.joint.node_of_op:  # an op made it; the schedule dropped it since
             raise RewriteError(f"the schedule reads {node.name} where it is not live")
         return None
 
@@ -179,8 +164,7 @@ def emit_both(
     joint: _JointGraph, schedule: Schedule, n_outputs: int,
     start: Callable[[Demand, frozenset[str]], Emitter[Any]],
 ) -> tuple[fx.Graph, fx.Graph]:  # fmt: skip
-    # AOTAutograd's contract: forward returns its results, then what is saved. Backward takes what
-    # is saved, then the tangents, and returns the gradients.
+    # AOTAutograd's contract: forward returns results, then saved; backward takes saved, tangents.
     end = _require_end_of_forward(joint.graph, schedule)
     inputs = joint.module.graph.find_nodes(op="placeholder")
     returned = joint.module.graph.output_node().args[0]
@@ -193,9 +177,7 @@ def emit_both(
     tangents = backward.take_inputs(node for node in inputs if is_tangent(node))
     backward.carry_out(schedule.steps[end:], first=end)
     gradients = backward.gradients(returned[n_outputs:])
-    # What is saved is known only now, but placeholders come first in a graph.
-    # AOTAutograd wants tensors without a version check last.
-    brought = backward.brought.values()
+    brought = backward.brought.values()  # placeholders come first, unversioned tensors last
     saved = sorted(brought, key=lambda pair: pair[0].meta.get(_NO_VERSION, False))
     for node in reversed([*(placeholder for _, placeholder in saved), *tangents]):
         next(iter(backward.graph.nodes)).prepend(node)

@@ -1,15 +1,10 @@
 """Saving the random stream where an op draws from it, and drawing the same again.
 
-These are plain functions as fx targets: the higher-order ops that torch has for this fail under
-user dispatch modes. A step leaves the stream as an eager step leaves it. Each device has a stream
-of its own.
-
-Another thread may draw from the same stream at any moment, and torch has no lock for a state and
-the draw from it. So an op draws again from a generator of its own, if it takes one: the stream of
-the process is neither read nor moved. And the state notes where the stream was after the first
-draw. A second draw that ends elsewhere may have begun elsewhere, as another thread drew meanwhile:
-that is an error. How far an op moves the stream is known from its second draws. A first draw that
-moves it otherwise is made anew, so the error is rare: each draw has its own numbers in any case.
+Plain functions as fx targets: torch's higher-order ops for this fail under user dispatch modes.
+Another thread may draw meanwhile, and torch has no lock for a state and its draw. So an op draws
+again from a generator of its own, if it takes one, and the state notes where the stream was after
+the first draw. A second draw that ends elsewhere is an error. It is rare: a first draw that moves
+the stream otherwise than known is made anew.
 """
 
 from __future__ import annotations
@@ -30,26 +25,21 @@ from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.errors import RandomStreamError
 from remat.graph_capture.torch_private.core import OpOverload
 
-# A note says where a stream was after the first draw from a state. On a CPU the state has room of
-# its own: its words of 32 bits stand in 64 each. That of a CUDA device is a seed and an offset, of
-# 8 bytes each, so it is kept with 8 bytes more.
+# Where a stream was after the first draw from a state. A CPU's state has room for the note: 32-bit
+# words stand in 64 bits. A CUDA device's is a seed and an offset, so it is kept with 8 bytes more.
 
 _Words = NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
 class _StateForm:
-    """Where things stand in the state of a kind of device; `kept_bytes` has room for the note.
-
-    `note` is its two words of 32 bits, `place` the bytes that say how far the stream is, `block`
-    the number at which that begins anew.
-    """
+    """Where things stand in the state of a kind of device; `kept_bytes` has room for the note."""
 
     torch_bytes: int
     kept_bytes: int
-    note: slice
-    place: slice
-    block: int
+    note: slice  # two words of 32 bits
+    place: slice  # how far the stream is
+    block: int  # where that begins anew
 
 
 _OF_CPU = _StateForm(5056, 5056, slice(7, 11, 2), slice(16, 24), 624)
@@ -57,9 +47,8 @@ _OF_CPU = _StateForm(5056, 5056, slice(7, 11, 2), slice(16, 24), 624)
 _OF_CUDA = _StateForm(16, 24, slice(4, 6), slice(8, 16), 1 << 64)
 
 _one_at_a_time = threading.RLock()
-"""Torch's reading of a state locks the generator, and then makes a tensor of Python's. If Python
-collects garbage there, another thread may run. If that one asks for the lock, it waits for it with
-Python's own in its hands, and both wait for ever."""
+# Reading a state locks the generator, and then makes a Python tensor. If garbage is collected
+# there, another thread may ask for the lock with Python's own in its hands: both wait for ever.
 
 
 def _form_of(device: str) -> _StateForm:
@@ -109,8 +98,7 @@ def _parted(state: Tensor, device: str) -> tuple[Tensor, _Words]:
 
 def _note_of(state: Tensor, device: str) -> _Words:
     held = state.numpy()[: _form_of(device).torch_bytes].tobytes()
-    # Never zero, as an absent note is.
-    return np.array([hash(held) | 1], dtype=np.int64).view(np.uint32)
+    return np.array([hash(held) | 1], dtype=np.int64).view(np.uint32)  # zero means no note
 
 
 def _moved(before: Tensor, after: Tensor, device: str) -> int:
@@ -122,32 +110,26 @@ def _place(state: Tensor, form: _StateForm) -> int:
     return int(state.numpy()[form.place].view(np.uint64)[0])
 
 
-_drawing = threading.RLock()
-"""Held while a state and the draw from it must belong together: plans in two threads take turns."""
-TRIES = 20
-"""How often a first draw is made anew beside another thread that draws."""
+_drawing = threading.RLock()  # a state and its draw belong together: threads take turns
+TRIES = 20  # how often a first draw is made anew beside another thread that draws
 _OTHERS = (
     "another thread drew from torch's default generator at that moment. Give that thread a "
     "torch.Generator of its own, or plan with the module that draws kept (keep='its.path'), so "
     "that it draws once"
 )
-_moves: dict[Any, int | None] = {}
-"""How far an op moves the stream; None for one that does not always move it as far."""
+_moves: dict[Any, int | None] = {}  # by op; None where that varies
 
 
 def draw_noting(
     state: Tensor, device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run `op`, which will draw again from `state`: that is brought up to date and noted."""
-    # `state`, `device` and `op` are positional: `op` may have arguments of these names, as
-    # aten.randn.
-    if not _takes_note(state, device):
+    if not _takes_note(state, device):  # by place: aten.randn has arguments of these names
         return op(*args, **kwargs)
     key = _key(op, args, kwargs)
     with _drawing:
         for _ in range(TRIES):
-            # In its own memory: there may be no room for another.
-            state.numpy()[:] = save_rng_state(device).numpy()
+            state.numpy()[:] = save_rng_state(device).numpy()  # there may be no room for another
             result = op(*args, **kwargs)
             after = save_rng_state(device)
             # Another thread drew in between if the stream moved otherwise than this op moves it.
@@ -159,8 +141,7 @@ def draw_noting(
 
 
 def drawn(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    # Both take the state and the device before the op.
-    if node.target in (draw_noting, run_with_rng_state):
+    if node.target in (draw_noting, run_with_rng_state):  # both take state and device first
         return node.args[2], node.args[3:]
     return node.target, node.args
 
@@ -171,8 +152,7 @@ def run_with_rng_state(
     """Run `op` with a generator in `state`; the stream of `device` stays as it is."""
     bare, note = _parted(state, device) if _takes_note(state, device) else (state, None)
     form = form_with_generator(op)
-    # With a generator of its own, the stream of the process is neither read nor moved.
-    if form is None:
+    if form is None:  # so the stream of the process is neither read nor moved
         result, after = _draw_from_default(bare, device, op, args, kwargs)
     else:
         generator = torch.Generator(device)

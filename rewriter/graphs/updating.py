@@ -1,9 +1,7 @@
 """Parameters are updated during backward, each as soon as its gradient is there.
 
-Autograd's engine calls a hook when it has put a gradient into ``.grad``, whatever else has a part
-in it. The hooks stand only while a backward of the step runs, so that no other backward of the
-user's updates anything. When they run is the schedule's business: an update is an op of the plan,
-and no op reads a parameter after it (`schedules/simulate.py`).
+Hooks stand only while the step's backward runs, so no other backward updates anything. No op reads
+a parameter after its update (`schedules/simulate.py`).
 """
 
 from __future__ import annotations
@@ -43,9 +41,7 @@ class ClippingWatch:
     has_warned: bool = False
 
     def look(self) -> None:
-        # clip_grad_norm_ after backward finds no gradients, returns a norm of 0 and says nothing.
-        # No hook sees that call. But the callers of forward are on the stack, mostly the loop that
-        # clips.
+        # Clipping finds no gradients and returns 0; forward's callers on the stack show it.
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not self.has_warned:
             code = frame.f_code
@@ -88,10 +84,7 @@ def _line_of(code: CodeType, name: str) -> int:
 
 
 class Updates:
-    """The updates of one rewritten module.
-
-    The plan counts gradients that stay if it `accumulates`; while `paused` they do, in ``.grad``.
-    """
+    """Gradients stay in ``.grad`` while `paused`, which the plan counts if it `accumulates`."""
 
     def __init__(self, optimizer: Optimizer, kind: str, *, accumulates: bool) -> None:
         self.optimizer, self.kind, self.accumulates = optimizer, kind, accumulates
@@ -112,7 +105,6 @@ class Updates:
             )
 
     def require_backward(self) -> None:
-        """Refuse a backward after which parameters are read again."""
         if self.paused:
             return
         require_known(self.optimizer)

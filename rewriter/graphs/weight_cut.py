@@ -1,8 +1,7 @@
 """Cuts a backward graph into the gradients of inputs (I) and those of weights (W).
 
-After zero bubble pipelines (Qi et al. 2023, https://arxiv.org/abs/2401.10241). I has what the
-gradients of inputs need, and the light ops whose results are smaller to hold than what they read. W
-has the rest, gradient by gradient: each is released as soon as it is final. No op runs in both.
+After zero bubble pipelines (Qi et al. 2023, https://arxiv.org/abs/2401.10241). Light ops run in I
+if their results are smaller than what they read. W releases each gradient once it is final.
 """
 
 from __future__ import annotations
@@ -24,18 +23,16 @@ from remat.rewriter.graphs.codegen import marks, release_gradients
 from remat.rewriter.graphs.emitter import placeholder_like
 from remat.rewriter.graphs.rng import draw_noting, drawn
 
-# A backward graph has eager's ops, and eager adds some sums up in place. Two parts of such a graph
-# run in another order than it has, so a read and a write of the same storage must stay in theirs.
+# Eager adds some sums up in place, and two parts run in another order than the graph: a read and a
+# write of the same storage must stay in theirs.
 
-_Storage = tuple[fx.Node, int]
-"""A storage, by the node that makes it, and the place among that node's results."""
+_Storage = tuple[fx.Node, int]  # its maker, and the place among the maker's results
 
 
 class Dependencies:
     """The order that parts of a graph of eager's ops, as `emit` writes it, must keep.
 
-    By node: `storages` of all its results, those that it reads or writes (`touched`, none of a
-    view) or writes to, and the nodes that run `before` it. Marks of gradients are left out.
+    By node: `storages` of results, those `touched` or written, and nodes to run `before` it.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -98,8 +95,7 @@ class Dependencies:
         if node.target is draw_noting:
             state = node.args[0]
             assert isinstance(state, fx.Node)
-            # `draw_noting` writes a note into the state.
-            written |= self.storages[state]
+            written |= self.storages[state]  # `draw_noting` writes a note into the state
         target, args = drawn(node)
         schema = getattr(target, "_schema", None)
         returns_alias = schema is not None and any(r.alias_info for r in schema.returns)
@@ -121,8 +117,7 @@ class Dependencies:
         for node in nodes:
             found = dict.fromkeys(node.all_input_nodes)
             for storage in _storages_in_order(self.touched[node] & changing):
-                # A read and a write of one storage stay in their order, and so do two writes.
-                found |= dict.fromkeys(writers[storage])
+                found |= dict.fromkeys(writers[storage])  # reads and writes stay in order
                 if storage in self.written[node]:
                     found |= dict.fromkeys(readers[storage])
                     writers[storage].append(node)
@@ -132,8 +127,7 @@ class Dependencies:
 
 
 def _storages_in_order(storages: frozenset[_Storage]) -> list[_Storage]:
-    # A frozenset has another order in each process.
-    return sorted(storages, key=lambda one: (one[0].name, one[1]))
+    return sorted(storages, key=lambda one: (one[0].name, one[1]))  # a frozenset has no fixed order
 
 
 def is_heavy(node: fx.Node) -> bool:
@@ -147,10 +141,7 @@ def is_mark(node: fx.Node) -> bool:
 
 
 def most_live_bytes(part: fx.GraphModule, resident: Collection[str] = ()) -> int:
-    """The most that a part has live, where each storage is freed behind the last op that reads it.
-
-    `part` is I or W of `split_graph`, `resident` the names of inputs that cost nothing.
-    """
+    """The most that a part has live, each storage freed after its last reader; not `resident`."""
     facts, inputs = Dependencies(part.graph), part.graph.find_nodes(op="placeholder")
     free_nodes = [n for n in inputs if n.name in resident]
     free_nodes += part.graph.find_nodes(op="get_attr")
@@ -171,21 +162,15 @@ def _last_uses(part: fx.GraphModule, facts: Dependencies) -> dict[_Storage, int]
     last: dict[_Storage, int] = {}
     releases_gradients = bool(marks(part.graph))
     for place, node in enumerate(part.graph.nodes):
-        # Marks release gradients before the end, to which other results are needed.
-        if node.op != "output" or not releases_gradients:
+        if node.op != "output" or not releases_gradients:  # marks still need the others
             last |= {s: place for one in node.all_input_nodes for s in facts.storages[one]}
     return last
 
 
-# Ops that the gradients of inputs do not need may run in either part. A cast to half precision, a
-# mask that is applied, the sum of a bias: run early, what they make is held in place of what they
-# read. Products and convolutions stay late, since to have them later is what the parts are for.
-#
-# What is held is a cut between what has run and what is still to run. Each storage is an arc whose
-# capacity is its bytes; what must run before an op joins it without limit. The least such cut is a
-# minimum cut (Ford and Fulkerson 1956, https://doi.org/10.4153/CJM-1956-045-5), as in the choice of
-# what forward saves in torch/_functorch/partitioners.py. Of several the one with the fewest ops
-# early is taken.
+# Ops that inputs' gradients do not need may run in either part. A cast, a mask, a bias's sum: run
+# early, their results are held in place of what they read. Products stay late. What is held is a
+# minimum cut (Ford and Fulkerson 1956, https://doi.org/10.4153/CJM-1956-045-5), as in
+# torch/_functorch/partitioners.py: an arc is a storage's bytes.
 
 _SOURCE, _SINK = 0, 1
 
@@ -196,8 +181,7 @@ def _ops_run_early(
 ) -> set[fx.Node]:  # fmt: skip
     """`early`, and the ops that join them for the least bytes held between the two parts.
 
-    `early` run early in any case, inputs among them, with all that runs before them. `late_results`
-    are gradients of weights, which are given away late; `resident` storages cost nothing to hold.
+    `late_results` are gradients of weights; `resident` storages cost nothing to hold.
     """
     flow = cast("Any", max_flow.SimpleMaxFlow())
     place = {node: i for i, node in enumerate(nodes, start=2)}  # 0 and 1 are the ends
@@ -216,8 +200,7 @@ def _ops_run_early(
         for reader in readers:
             flow.add_arc_with_capacity(i, _SINK if reader is None else place[reader], unlimited)
     flow.solve(_SOURCE, _SINK)
-    # Of several least cuts, the one nearest the source has the fewest ops early.
-    found = set(cast("list[int]", flow.get_source_side_min_cut()))
+    found = set(cast("list[int]", flow.get_source_side_min_cut()))  # of least cuts: fewest early
     return {node for node in nodes if place[node] in found}
 
 
@@ -247,11 +230,7 @@ class _LateGradient:
 def split_graph(
     backward: fx.GraphModule, weights: Collection[int], resident: Collection[str] = ()
 ) -> SplitGraphs:
-    """Cut a backward graph, as `emit` writes it, into I and W.
-
-    `weights` are places of results that are gradients of weights, `resident` names of its inputs
-    that are parameters or buffers, which cost nothing to hold.
-    """
+    """Cut a backward graph of `emit` into I and W; `weights` are places of weights' gradients."""
     return _BackwardCut(backward, weights, resident).graphs()
 
 

@@ -1,9 +1,8 @@
 """What is checked when backward reaches a rewritten step, before any of its ops runs.
 
-AOTAutograd gives zeros for a gradient that no tangent reaches. Eager leaves such gradients unset,
-and so do we. Three cases cannot be made equal to eager, and are refused: a hook on such a
-parameter, which would be called without a gradient; one backward through two forwards, which adds
-terms in another order; and a checkpoint around a step that writes to buffers.
+AOTAutograd gives zeros for a gradient that no tangent reaches; eager and we leave it unset.
+Refused, as not equal to eager: a hook on such a parameter, one backward through two forwards
+(another order of terms), and a checkpoint around a step that writes to buffers.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from remat.graph_capture.tracing.step_module import is_inside_checkpoint
 from remat.rewriter.compiled import GradientFacts
 from remat.rewriter.guards.live_state import RecomputeInputs, UnshardedParameters
 
-COMPILED_NODE = "CompiledFunctionBackward"
-"""What AOTAutograd calls the autograd node of a compiled step."""
+COMPILED_NODE = "CompiledFunctionBackward"  # AOTAutograd's name of a step's autograd node
 
 _last_pass: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
@@ -42,8 +40,7 @@ class _Expecting(Protocol):
 class BackwardGuards:
     """Watches the autograd node of one forward, called with `inputs`, parameters and buffers first.
 
-    `constants` are tensors that backward's graph holds itself, by what they are; `running` releases
-    gradients as they are made; `recompute_inputs` are read by backward to make values again.
+    `constants` are in backward's graph; `recompute_inputs` make values again; `running` releases.
     """
 
     def __init__(
@@ -65,8 +62,7 @@ class BackwardGuards:
             node.register_hook(self._after)
 
     def _before(self, tangents: tuple[Tensor | None, ...]) -> None:
-        # Autograd runs backward with gradients enabled only under create_graph=True.
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # in backward, under create_graph=True alone
             raise RewriteError(
                 f"double backward through the rewritten {self._kind} (create_graph=True): its "
                 "backward is a fixed sequence of ops that cannot be differentiated again. Use the "
@@ -104,9 +100,7 @@ class BackwardGuards:
         return [i for i, needs in self.facts.needs.items() if needs.isdisjoint(given)]
 
     def _require_unchanged(self) -> None:
-        # Eager refuses it too where it has saved the tensor. Where it has saved what was made of
-        # it, the plan might make that again.
-        if self.recompute_inputs and self.noted:
+        if self.recompute_inputs and self.noted:  # eager refuses if it has saved the tensor
             self.recompute_inputs.require(self.noted, self._kind)
         for name, tensor, version in self.constants:
             if tensor._version != version:
@@ -117,8 +111,7 @@ class BackwardGuards:
 
     def _require_own_pass(self) -> None:
         now = current_graph_task_id()
-        # Eager would add the terms of both backwards in another order.
-        if self.facts.summed and _last_pass.get(self.model) == now:
+        if self.facts.summed and _last_pass.get(self.model) == now:  # eager adds in another order
             raise RewriteError(
                 f"one backward through two forwards of the rewritten {self._kind}: the gradient of "
                 f"{self.names[self.facts.summed[0]]} is a sum of several terms, which eager would "
@@ -155,9 +148,7 @@ def _compiled_node(leaves: Iterable[Any]) -> Any:
 def refuse_checkpoint(model: nn.Module, facts: GradientFacts) -> None:
     if not facts.overwrites:
         return
-    # Torch stops a checkpoint's second forward as soon as it has what backward needs. The step
-    # would not have written its buffers by then, while eager would have.
-    if is_inside_checkpoint():
+    if is_inside_checkpoint():  # torch stops it early, before buffers are written
         raise RewriteError(
             f"the rewritten {type(model).__name__} writes to its buffers and is called inside "
             "torch.utils.checkpoint. Torch ends a checkpoint's second forward before the step has "
@@ -183,13 +174,7 @@ class _Open:
 
 
 class OpenForwards:
-    """Forwards whose backward is still to come, in the order in which they ran.
-
-    Where torch.compile breaks a model into several graphs, each finds held what the open forwards
-    of the others have saved. A forward is closed by its backward, or when nothing can reach its
-    results any more. After ``retain_graph=True`` it counts as closed,
-    though what it saved is there.
-    """
+    """Forwards whose backward is to come; closed by the first, even with ``retain_graph=True``."""
 
     def __init__(self) -> None:
         self._open: weakref.WeakSet[_Open] = weakref.WeakSet()
@@ -201,10 +186,7 @@ class OpenForwards:
     def watch(self, graph: Hashable, output: Any) -> None:
         if (node := _compiled_node(pytree.tree_leaves(output))) is None:
             return
-        # Dynamo's numbers of frames say neither that two graphs belong to one model nor that a
-        # graph is called twice, so forwards are counted as they run.
-        self._number += 1
+        self._number += 1  # dynamo's numbers do not say which graphs are of one model
         one = _Open(graph, self._number)
         self._open.add(one)
-        # The hook keeps `one` alive as long as the node, and the set holds it weakly.
-        node.register_hook(lambda *_: self._open.discard(one))
+        node.register_hook(lambda *_: self._open.discard(one))  # keeps `one` as long as the node

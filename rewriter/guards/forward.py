@@ -1,7 +1,6 @@
 """What a rewritten module checks before each training step: that all is as it was at capture.
 
-Each difference is an error that names it: otherwise the static graph would run on and be wrong
-without a sign.
+Each difference is an error that names it: the static graph would run on and be wrong in silence.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ class BatchFlattener:
         self._args, self._names = args.num_children, list(kwargs.context or ())
 
     def leaves(self, batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
-        """The leaves of (args, kwargs, target), and how they are put together."""
         args, kwargs, target = batch
         if self._is_flat and len(args) == self._args and list(kwargs) == self._names:
             leaves = [*args, *kwargs.values(), target]
@@ -73,10 +71,8 @@ class BatchFlattener:
         return pytree.tree_unflatten(leaves, self._spec)
 
 
-# A step that has passed all guards is followed by one that has the same modules, parameters and
-# buffers in the same places. Then a few comparisons of many objects at once take the place of the
-# guards of them, which would take longer than a hundred small ops. Where it is not true, the guards
-# look closely.
+# After a step that passed all guards, the same objects mostly stand in the same places. A few
+# comparisons of many at once then replace guards, which take longer than a hundred small ops.
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 
@@ -90,8 +86,7 @@ def _same_objects(
     names = ObjectNames()
     tables = [getattr(m, name) for m in model.modules() for name in _TABLES]
     empty = tuple(table for table in tables if not table)
-    # No hook was there, and none may come.
-    empty += tuple(registered for _, _, _, registered in hooks)
+    empty += tuple(registered for _, _, _, registered in hooks)  # no hook was there, none may come
     watched = [*_namespaces(model, modes, names), *_filled(tables, names)]
     places, facts = WatchedDicts(watched, names), same_facts([*{id(t): t for t in state}.values()])
     return lambda: not any(empty) and places.hold() and facts()
@@ -123,8 +118,7 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
-# Settings of torch, other than autocast, that decide which ops a model runs.
-_Settings = tuple[Any, ...]
+_Settings = tuple[Any, ...]  # other than autocast, that decide which ops a model runs
 
 _NAMES = (
     "torch.backends.mkldnn.enabled", "torch.backends.cudnn.enabled",
@@ -141,16 +135,14 @@ def _settings() -> _Settings:
     )  # fmt: skip
 
 
-MOST_LOOKS = 8
-"""How often a quick test of the model is made: not for one whose objects change at each step."""
+MOST_LOOKS = 8  # of the quick test: not for objects that change at each step
 
 
 class Guards:
     """The state that a plan relies on, read at rewriting and compared at every step.
 
-    `recipe` has the batch's signature and autocast at capture, `python_state` what forward and the
-    loss read then, `initialised` what forward sets at its first call alone. The graphs' constants
-    are watched. `written` are places of the inputs that the step writes to.
+    `recipe`: the signature and autocast. `python_state`: what forward and loss read. `initialised`:
+    set at the first call alone. `written`: places of inputs that the step writes to.
     """
 
     def __init__(
@@ -235,8 +227,7 @@ class Guards:
                 raise self._changed(f"submodule {path}", _mode(mode), _mode(module.training))
         state = self._state()
         taken = [state[i] for i in self.taken]
-        # The next step is first compared with what has just passed.
-        if self._looks < MOST_LOOKS:
+        if self._looks < MOST_LOOKS:  # the next step is first compared with what has just passed
             self._looks += 1
             self._last = list(taken)
             self._is_same = _same_objects(self.step, state, self.modes, self.unhooked)

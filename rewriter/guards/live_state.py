@@ -1,6 +1,6 @@
 """The tensors that a plan relies on: those a module holds now, and those that backward reads again.
 
-Walking a module with `named_parameters` takes as long as fifty small ops. Places are read directly.
+Places are read directly: `named_parameters` takes as long as fifty small ops.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ def _held(module: nn.Module) -> tuple[str, ...]:
     return (*module._parameters, *module._buffers)
 
 
-_Versions = list[tuple[int, int]]
-"""How often each parameter and its part on this rank were written to."""
+_Versions = list[tuple[int, int]]  # writes to each parameter and its part on this rank
 
 
 class UnshardedParameters:
@@ -79,10 +78,8 @@ class UnshardedParameters:
 
     def require_fresh(self, module: nn.Module) -> None:
         self._groups = _groups_of(module)
-        # With set_reshard_after_backward(False) the next forward gathers nothing, which is meant
-        # for batches whose gradients are summed. Over an optimizer's step, which changes the
-        # shards, it would go on with the old parameters. Every rank has the same flags and updates:
-        # all raise, or none.
+        # With set_reshard_after_backward(False) a forward after an optimizer's step would read old
+        # parameters. All ranks raise, or none.
         for group, versions in self._kept:
             if _versions(group) != versions:
                 raise StateChangedError(
@@ -97,8 +94,7 @@ class UnshardedParameters:
         self._kept = [(group, _versions(group)) for group in kept]
 
     def note_sharded(self) -> None:
-        # Schedules of pipelines leave groups whole in each backward, and shard them at the end of a
-        # step: the next forward gathers those anew.
+        # Pipelines shard whole groups at a step's end: the next forward gathers those anew.
         self._kept = [(group, versions) for group, versions in self._kept if not group.is_sharded]
 
 
@@ -117,21 +113,19 @@ def _versions(group: Any) -> _Versions:
     return [(p._version, p._local_tensor._version) for p in parameters]
 
 
-# Tensors that backward reads to make values again must still be what forward read. A write through
-# ``.data`` or NumPy leaves no sign on a tensor. So its bits are added up, as whole numbers, when
-# forward ends and when backward begins. All of them at the first steps, and as long as that takes a
-# small part of a step; else some of them, others at each step.
+# A write through ``.data`` or NumPy leaves no sign on a tensor that backward reads again. So its
+# bits are added up when forward ends and when backward begins: all of them at the first steps and
+# while that takes little, else some, others at each step.
 
-WHOLE_STEPS = 3
-"""After so many steps, only what costs little is compared."""
-_SHARE = 0.01
-"""Of a step's time, that comparisons may take."""
-LEAST_US = 100.0
-"""They may always take this long."""
-BYTES_A_US, _TENSOR_US, LINE_BYTES = 8000.0, 3.0, 64
-"""What a CPU adds up, what a tensor takes beyond that, and what it reads at least of each place."""
-_FEW_BYTES = 1024
-"""So many are copied sooner than they are added up."""
+WHOLE_STEPS = 3  # after so many steps, only what costs little is compared
+_SHARE = 0.01  # of a step's time, that comparisons may take
+LEAST_US = 100.0  # they may always take this long
+BYTES_A_US, _TENSOR_US, LINE_BYTES = (
+    8000.0,
+    3.0,
+    64,
+)  # added up a us; us a tensor; least read
+_FEW_BYTES = 1024  # so many are copied sooner than they are added up
 _KINDS = (np.uint64, np.uint32, np.uint16, np.uint8)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -203,15 +197,13 @@ class RecomputeInputs:
         if words is None:
             if not all(key):  # empty, or without memory
                 return None
-            # The tensors of each batch may lie elsewhere.
-            if len(self._words) > 2 * len(self.places):
+            if len(self._words) > 2 * len(self.places):  # each batch may lie elsewhere
                 self._words.clear()
             words = self._words[key] = _words_at(*key)
         if tensor.nbytes <= _FEW_BYTES:
             return words.tobytes()
         if part.of_words > 1:
-            # Others at each step.
-            words = words[part.number % part.of_words :: part.of_words]
+            words = words[part.number % part.of_words :: part.of_words]  # others at each step
         return int(np.add.reduce(words))
 
     def require(self, noted: tuple[_Sample, list[_Noted]], kind: str) -> None:
@@ -230,16 +222,14 @@ class RecomputeInputs:
             return False
         if one.bits is not None:
             return self._bits(tensor, part) == one.bits
-        # In another storage, where nothing is known of its bits, it is taken for another one. The
-        # same one may have moved: FSDP frees a parameter after forward and gathers it in backward.
+        # Elsewhere its bits are unknown. FSDP frees and gathers the same one anew.
         return tensor.untyped_storage()._cdata == one.storage
 
 
 def _added_on_device(tensor: Tensor) -> _Bits:
     if tensor.is_meta or not tensor.numel():
         return None
-    # Dense in whatever order of dimensions: its memory is one range.
-    whole = tensor.detach().as_strided((tensor.numel(),), (1,))
+    whole = tensor.detach().as_strided((tensor.numel(),), (1,))  # dense: its memory is one range
     return int(whole.view(torch.uint8).sum(dtype=torch.int64))
 
 
@@ -267,16 +257,14 @@ def first_other_identity(
 ) -> tuple[int, int] | None:
     """The first leaf that is another one's tensor and was not, or the reverse; and that other one.
 
-    `as_captured` has, for each leaf, the number of the first one that was the same tensor. `counts`
-    tells whether it counts if a leaf is another one's tensor and was not.
+    `as_captured`: the first leaf of the same tensor, by leaf. `counts`: whether it matters.
     """
     for i, (was, now) in enumerate(zip(as_captured, first_places(leaves), strict=True)):
         if was == now:
             continue
         if was != i:
             return i, was
-        # One tensor has one gradient, the sum of what two would have.
-        if leaves[i].requires_grad or counts(i) or counts(now):
+        if leaves[i].requires_grad or counts(i) or counts(now):  # one gradient, the sum of both
             return i, now
     return None
 
@@ -284,13 +272,9 @@ def first_other_identity(
 def first_shared(
     inputs: Sequence[Any], written: Sequence[int], n_state: int
 ) -> tuple[int, int] | None:
-    """The places of an input that is written to, and of another one of the same memory.
-
-    The first `n_state` of the inputs are the module's own.
-    """
+    """Places of a written input and of one that shares it; the first `n_state` are the module's."""
     of_written = {_memory(inputs[i]): i for i in written}
-    # What the module holds itself is as it was captured: only the batch is another one.
-    is_batch_written = any(i >= n_state for i in written)
+    is_batch_written = any(i >= n_state for i in written)  # only the batch is another one
     for i in range(0 if is_batch_written else n_state, len(inputs)):
         one, other = inputs[i], of_written.get(_memory(inputs[i]), i)
         if other != i and one is not inputs[other] and n_state <= max(i, other):

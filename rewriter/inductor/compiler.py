@@ -1,10 +1,7 @@
 """Inductor in place of our own generated code: the compiler of a schedule's two graphs.
 
-The graphs are those of `emit`: eager's ops in the schedule's order. AOTAutograd lets
-`compile_fx_inner` compile them, so guards, views and mutation stay as they are. Three things differ
-from what Inductor does by itself: ops that draw are functions of the stream's state
-(`_make_functional`), what lasts across a call is stored (`decomposed`), and all results keep their
-strides.
+Unlike in Inductor alone, draws are functions of the stream's state (`_make_functional`), what lasts
+across a call is stored (`decomposed`), and results keep their strides.
 """
 
 from __future__ import annotations
@@ -51,11 +48,10 @@ from remat.rewriter.inductor.partition import CONFIG, calls_in_order
 from remat.rewriter.inductor.replay import replay
 from remat.schedules.schedule import Schedule
 
-# A compiler may move, drop or repeat what has no effects that it sees, and it does not see that an
-# op draws from a generator. So each op that draws takes the state as a tensor, and returns the next
-# state beside its results. Then the data alone say what is drawn when, and random numbers are
-# eager's to the bit. The state enters a graph as an input and leaves it as an output; the caller of
-# the graph puts it into the generator. A recomputation draws from the state that was saved.
+# A compiler moves or repeats what has no effects that it sees, and draws from a generator are
+# unseen. So a draw takes the state as a tensor and returns the next: random numbers are eager's to
+# the bit. The state is an input and an output of the graph; the caller puts it into the generator.
+# A recomputation draws from the state that was saved.
 
 _library = torch.library.Library("remat", "FRAGMENT")
 _STATE = "random_state_"
@@ -65,8 +61,7 @@ _wrapped: dict[Any, Any] = {}
 def _make_functional(gm: fx.GraphModule) -> tuple[str, ...]:
     """Make functional, in place, what draws and what saves or puts back the stream.
 
-    Returns the devices whose streams the graph draws from. For each, in this order, the graph gets
-    one more input at the end, the state before it, and one more output, the state after it.
+    Returns the devices; for each the graph gets a last input and output, the states around it.
     """
     drawing = [node for node in gm.graph.nodes if draws_randomness(node)]
     for node in drawing:
@@ -79,13 +74,11 @@ def _make_functional(gm: fx.GraphModule) -> tuple[str, ...]:
             gm.graph.erase_node(node)
         elif node.target is run_with_rng_state:
             state, device, target, *args = node.args
-            # It draws from what was saved, so the stream's state stays.
-            _change(node, target, (state, device, *args))
+            _change(node, target, (state, device, *args))  # from what was saved: the stream stays
         elif node in drawing:
             device = str(drawn_on(node))
             _change(node, node.target, (states[device], device, *node.args))
-            # The next draw reads what this one leaves, so the data alone order draws.
-            states[device] = _next_state(node)
+            states[device] = _next_state(node)  # the next draw reads what this one leaves
     end = gm.graph.output_node()
     returned: Any = end.args[0]
     end.args = ((*returned, *states.values()),)
@@ -118,8 +111,7 @@ def _change(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
     if isinstance(value, Tensor):
         with node.graph.inserting_after(node):
             only = node.graph.call_function(operator.getitem, (node, 0))
-        # A functional form returns a tuple, of which users read the first.
-        only.meta = dict(node.meta)
+        only.meta = dict(node.meta)  # it returns a tuple, of which users read the first
         node.replace_all_uses_with(only, delete_user_cb=lambda user: user is not only)
     results = (value,) if isinstance(value, Tensor) else tuple(value)
     node.meta = {**node.meta, "val": (*results, node.args[0].meta["val"])}  # pyright: ignore
@@ -150,11 +142,7 @@ def _underlying(node: fx.Node) -> fx.Node:
 
 @functools.cache
 def functional_form(target: Any) -> Any:
-    """`target` as an op without effects, which leaves the generator as it was.
-
-    It takes ``(state, device)`` before the arguments of `target`, and returns the next state after
-    the results of `target`.
-    """
+    """`target` without effects: takes ``(state, device)`` first, returns the next state last."""
     name = f"functional_{target.name().replace('::', '_').replace('.', '_')}"
     _library.define(_schema(name, target))
     _library.impl(name, _runner(target), "CompositeExplicitAutograd")
@@ -170,8 +158,7 @@ def _schema(name: str, target: Any) -> str:
     return f"{name}(Tensor random_state, str drawn_on, {taken}) -> ({results}, Tensor)"
 
 
-# `target` may have arguments of the names that the first two have here, so these are by place only.
-def _runner(target: Any) -> Callable[..., tuple[Any, ...]]:
+def _runner(target: Any) -> Callable[..., tuple[Any, ...]]:  # by place, as names may clash
     def run(state: Tensor, device: str, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         now = save_rng_state(device)
         set_rng_state(state, device)
@@ -242,8 +229,7 @@ class _OfTracedDtypes(fx.Interpreter):
     """Runs a graph, and gives what decompositions return the dtypes of eager's kernels."""
 
     def run_node(self, n: fx.Node) -> Any:
-        # The other graph of the step reads what this one saves by those. On a CPU, decomposed norms
-        # return the statistics of bfloat16 inputs in bfloat16, where the kernels have float32.
+        # The other graph reads saved values by these; decomposed norms may return bfloat16.
         return _of_dtypes(super().run_node(n), n.meta.get("val"))
 
 
@@ -273,8 +259,7 @@ def _with_stored_results(gm: fx.GraphModule) -> fx.GraphModule:
         copy = graph.node_copy(node, lambda n, k=in_kernel: read(n, k))
         copies[node, False] = copies[node, True] = copy
         if node in lasting:
-            # Kernels read what is stored, or Inductor would compute it again in each.
-            stored = graph.call_function(REALIZE, (copy,))
+            stored = graph.call_function(REALIZE, (copy,))  # or each reader would compute it again
             stored.meta = dict(node.meta)
             copies[node, True] = stored
     graph.lint()
@@ -304,14 +289,11 @@ def _is_call(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class _Phase:
-    """One of the two graphs as Inductor gets it, with inputs that AOTAutograd does not know.
-
-    These are `constants`, tensors that the trace took in, then the random state of each device.
-    """
+    """One of the two graphs as Inductor gets it, with inputs that AOTAutograd does not know."""
 
     graph: fx.GraphModule
-    constants: tuple[Tensor, ...]
-    devices: tuple[str, ...]
+    constants: tuple[Tensor, ...]  # tensors that the trace took in
+    devices: tuple[str, ...]  # whose random states come last
 
 
 class InductorStep:
@@ -351,8 +333,7 @@ class InductorStep:
         graph = decomposed(graph, self._mode)
         end = graph.graph.output_node()
         returned: Any = end.args[0]
-        # Users and backward rely on the traced strides, so Inductor must keep those of all results.
-        end.meta["user_visible_output_idxs"] = [
+        end.meta["user_visible_output_idxs"] = [  # users and backward rely on traced strides
             i for i, result in enumerate(returned) if isinstance(result, fx.Node)
         ]
         return _Phase(graph, constants, devices)
@@ -391,8 +372,7 @@ def _without_states(gm: fx.GraphModule, n_states: int) -> None:
 
 
 def _lift_constants(gm: fx.GraphModule) -> tuple[Tensor, ...]:
-    # Inductor would write the numbers of small ones into its code, and not see when they change.
-    constants: dict[str, fx.Node] = {}
+    constants: dict[str, fx.Node] = {}  # Inductor would freeze small ones into its code
     for node in gm.graph.find_nodes(op="get_attr"):
         name = str(node.target)
         if name not in constants:
@@ -412,8 +392,7 @@ def _with_own_inputs(run: Any, phase: _Phase) -> Boxed:
         args.extend(phase.constants)
         args.extend(save_rng_state(device) for device in phase.devices)
         results: list[Any] = list(run(args))
-        # The last results are the next states, one a device.
-        for device in reversed(phase.devices):
+        for device in reversed(phase.devices):  # the last results are the next states, one a device
             state: Tensor = results.pop()
             set_rng_state(state, device)
         return results

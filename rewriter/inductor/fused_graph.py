@@ -1,8 +1,6 @@
 """Inductor's joint graph as a `TrainingGraph` of kernels and calls, and a schedule of it as graphs.
 
-Pointwise nodes take no storage of their own: they are inlined into the kernels that read them. Some
-are values all the same: those that a call reads, that backward reads of forward, or that would make
-their readers hold too much (`stored`).
+Pointwise nodes take no storage in their readers, but where these would hold too much (`stored`).
 """
 
 from __future__ import annotations
@@ -51,17 +49,14 @@ from remat.schedules.schedule import Compute, Free, Schedule
 
 @dataclass
 class FusedJoint:
-    """A training graph of kernels together with the fx nodes that its names stand for.
-
-    `base_of_value` first returns a value; `values_read` must be live where a node is emitted.
-    """
+    """A training graph of kernels together with the fx nodes that its names stand for."""
 
     module: fx.GraphModule
     n_outputs: int
     graph: TrainingGraph
     node_of_op: dict[str, fx.Node]
-    base_of_value: dict[str, fx.Node]
-    values_read: dict[fx.Node, tuple[str, ...]]
+    base_of_value: dict[str, fx.Node]  # the node that first returns it
+    values_read: dict[fx.Node, tuple[str, ...]]  # live where a node is emitted
 
 
 @dataclass
@@ -172,8 +167,7 @@ class _Builder:
         if is_getitem(node):
             source = node.args[0]
             assert isinstance(source, fx.Node)
-            # An element is a value of the op that made the tuple, or a view as its source is.
-            is_value = node.name in self.values
+            is_value = node.name in self.values  # of the op that made the tuple, or a view
             self.values_read[node] = (node.name,) if is_value else self.values_read[source]
         elif is_wait(node):
             names = self._read(node)
@@ -247,16 +241,12 @@ def build_fused(
 
 
 MOVED = frozenset({torch.ops.aten.mm.default})
-"""Calls that Inductor makes one with an addition, at the place of the addition.
-
-For tied weights, a product moved there would hold the logits' gradient to the end of backward."""
+"""Calls that Inductor makes one with an addition, and moves there: with tied weights one would hold
+the logits' gradient to the end of backward."""
 
 
 class _FusedEmitter(Emitter[FusedJoint]):
-    """Emits one of the two graphs, each inlined node right before the kernel that reads it.
-
-    `lasting` are the steps whose results are kept across a call.
-    """
+    """Emits inlined nodes right before their kernels; results of `lasting` outlive a call."""
 
     cannot_move = "which cannot be compiled"
 
@@ -299,8 +289,7 @@ class _FusedEmitter(Emitter[FusedJoint]):
         node = self.joint.node_of_op[op.name]
         copy = self._copy(node, in_kernel=is_generated(node))
         if not is_generated(node):
-            # Inductor would store what kernels on both sides of a call read.
-            for inlined in self.inlined:
+            for inlined in self.inlined:  # Inductor stores what is read on both sides of a call
                 self.forget(inlined)
             self.inlined.clear()
         if isinstance(node.meta.get("val"), (tuple, list)):
@@ -314,23 +303,19 @@ class _FusedEmitter(Emitter[FusedJoint]):
             self._wait(node)
 
     def _wait(self, made: fx.Node) -> None:
-        # A collective's result is what was waited for, as in `EagerEmitter`.
-        for wait in wait_nodes(made):
+        for wait in wait_nodes(made):  # a collective's result is what was waited for
             self.put(wait, self._copy(wait, in_kernel=False))
 
     def _copy(self, node: fx.Node, in_kernel: bool) -> fx.Node:
         return self.copy_of(node, node.name, lambda read: self.resolve(read, in_kernel))
 
     def _stored(self, node: fx.Node, copy: fx.Node) -> fx.Node | None:
-        # Only what kernels could compute themselves, or what moves, need be stored.
-        if not is_inlined(node) and node.target not in MOVED:
+        if not is_inlined(node) and node.target not in MOVED:  # the rest is stored anyway
             return None
-        # Kernels read it through this, so that Inductor stores it where it is made.
-        return self.call(REALIZE, (copy,), {}, None, node.meta)
+        return self.call(REALIZE, (copy,), {}, None, node.meta)  # so Inductor stores it here
 
 
 def emit_fused(joint: FusedJoint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward graphs that carry out `schedule`, in AOTAutograd's contract."""
     schedule.check_made_for(joint.graph)
     lasting = _lasting_steps(joint, schedule)
 
@@ -352,7 +337,6 @@ def _lasting_steps(joint: FusedJoint, schedule: Schedule) -> set[int]:
         elif isinstance(step, Compute):
             op = ops[index[step.op]]
             if op.name in calls:
-                # Live while a later call runs.
-                lasting.update(made_at.values())
+                lasting.update(made_at.values())  # live while a later call runs
             made_at.update({value: i for value in op.outputs if value not in made_at})
     return lasting

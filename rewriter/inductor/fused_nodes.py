@@ -30,9 +30,7 @@ _prims = torch.ops.prims
 
 SEEDS = inductor_prims.seeds
 SEEDED_DRAWS = frozenset({inductor_prims.random, inductor_prims.randint})
-"""They draw from a seed that they are given, so they draw the same when they run again.
-
-Inductor's seeds are made in forward and saved. What draws from the stream itself runs once."""
+"""They draw from a seed that forward saves, so they repeat; draws from the stream run once."""
 
 _INLINED = frozenset(
     {
@@ -55,7 +53,6 @@ _REDUCTIONS = frozenset(
 
 
 def shares_storage(node: fx.Node) -> bool:
-    """Whether the node's result shares the storage of an argument."""
     if node.op != "call_function" or mutates(node) or is_getitem(node):
         return False
     if getattr(node.target, "is_view", False):
@@ -66,7 +63,6 @@ def shares_storage(node: fx.Node) -> bool:
 
 
 def is_inlined(node: fx.Node) -> bool:
-    """Whether Inductor computes the node inside the kernels that read it."""
     if node.op != "call_function" or draws_randomness(node) or mutates(node) or is_custom(node):
         return False
     return node.target in _INLINED or torch.Tag.pointwise in getattr(node.target, "tags", ())
@@ -112,37 +108,30 @@ def data_dependent_message(name: str, sizes: Sequence[Any]) -> str:
     )
 
 
-# A node that is inlined into several kernels makes each of them hold what it reads. Where that is
-# more than the node itself, it is stored.
+# Inlined into several kernels, a node makes each hold what it reads: if more, it is stored.
 
-_MOST_READS = 4
-"""Inductor stores a pointwise result that is read twice and reads more values than this."""
-_MOST_LARGE_READS = 2
-"""We also store one that is read twice and reads more values than this of at least its own size:
-then one value is held instead of all. On a ResNet-18 that took the least peak from 101 to 85 MB."""
+_MOST_READS = 4  # more, read twice, is stored by Inductor itself
+_MOST_LARGE_READS = 2  # of its size or more: stored, which took a ResNet-18 from 101 to 85 MB
 _MOST_HELD = 2
-"""If more results than this wait for a later call, only to be read by one kernel, a part of that
-kernel is computed and stored before the call. Gradients of a shared weight, which are added up, are
-such results: on an LSTM that took the least peak in the graph from 35.7 to 11.1 MB."""
+"""If more results than this wait for a later call, to be read by one kernel, a part of it is
+computed and stored before: on an LSTM the least peak fell from 35.7 to 11.1 MB."""
 
 
 @dataclass
 class StoredNodes:
     """Says for each inlined node whether it is stored; asked in the order of the nodes.
 
-    `readers` read a node through views. `reads` are the stored nodes and inputs that each inlined
-    node reads, `held` those of them that nothing else reads.
+    `reads`: stored nodes and inputs by inlined node. `held`: those that nothing else reads.
     """
 
     nodes: Sequence[fx.Node]
     in_forward: set[fx.Node]
-    readers: dict[fx.Node, list[fx.Node]]
+    readers: dict[fx.Node, list[fx.Node]]  # through views too
     reads: dict[fx.Node, set[fx.Node]] = field(default_factory=dict[fx.Node, set[fx.Node]])
     held: dict[fx.Node, set[fx.Node]] = field(default_factory=dict[fx.Node, set[fx.Node]])
 
     def __post_init__(self) -> None:
-        # For each node, the place of the last call that must run before it, itself included.
-        last: dict[fx.Node, int] = {}
+        last: dict[fx.Node, int] = {}  # by node, the last call that must run before it, or itself
         for i, node in enumerate(self.nodes):
             is_part = shares_storage(node) or is_getitem(node) or is_generated(node)
             is_call = node.op == "call_function" and not is_part
@@ -165,8 +154,7 @@ class StoredNodes:
             or (len(readers) > 1 and is_heavy) or self._frees_more(node)
         )  # fmt: skip
         if stored:
-            # Readers of a stored node read it, not its sources.
-            del self.reads[node], self.held[node]
+            del self.reads[node], self.held[node]  # readers of a stored node read it alone
         return stored
 
     def _frees_more(self, node: fx.Node) -> bool:
@@ -204,11 +192,9 @@ def _count_large(sources: set[fx.Node], node: fx.Node) -> int:
     return sum(_bytes_of(source) >= made for source in sources)
 
 
-# Most graphs that a node runs (branches, regions, bodies of loops) are computed as they stand, as
-# one call. Three kinds are refused, since torch itself gives them wrong gradients: branches that
-# draw, whose backward draws other numbers, in eager too; nested compile regions, of which torch
-# 2.13 made gradients that were off by half; and an `autograd.Function` that writes to what it
-# returns, whose backward torch 2.11 leaves out.
+# Most graphs that a node runs (branches, loops) are one call. Three kinds get wrong gradients from
+# torch itself, and are refused: branches that draw, nested compile regions (torch 2.13), and an
+# `autograd.Function` that writes to what it returns (torch 2.11).
 
 
 def subgraphs(node: fx.Node) -> Iterator[fx.Graph]:
@@ -222,10 +208,8 @@ def subgraphs(node: fx.Node) -> Iterator[fx.Graph]:
 
 
 def refuse_regions(graph: fx.Graph) -> None:
-    """Raise `CaptureError` for a nested compile region in a graph of dynamo's."""
     for node in graph.nodes:
-        # Inductor partitions a region's graph by itself, before the one that it is part of.
-        if node.target is torch.ops.higher_order.invoke_subgraph:
+        if node.target is torch.ops.higher_order.invoke_subgraph:  # regions are partitioned first
             raise CaptureError(
                 f"{_where(node)} calls a nested compile region, of which torch makes wrong "
                 "gradients: leave out torch.compiler.nested_compile_region under this backend"
@@ -255,8 +239,7 @@ def _writes_result(node: fx.Node) -> bool:
     (returned,) = body.find_nodes(op="output")
     results: Any = returned.args[0]
     values = [getattr(one, "meta", {}).get("example_value") for one in results[0]]
-    # torch 2.11 returns all that a function's forward makes. Of two results that are one tensor,
-    # such as what was written to in place, it differentiates none.
+    # Of two results that are one tensor, as after a write in place, torch 2.11 differentiates none.
     made = Counter(id(value) for value in values if value is not None)
     used = [user.args[1] for user in node.users if user.target is operator.getitem]
     return any(made[id(value)] > 1 for i, value in enumerate(values) if i in used)
@@ -287,25 +270,17 @@ def _draws_inside(graph: fx.Graph) -> bool:
     )
 
 
-# Inductor's C++ writes bool an order slower than uint8, so masks that backward reads are bytes. It
-# stores vectors of bool lane by lane, and compares vectors of bytes lane by lane. To make a
-# mask a float, and the float a byte, takes one instruction each. On an AVX-512 machine, comparing
-# and storing a mask of 524,288 elements took 6.4 ms as bool and 0.3 ms as a float made a uint8.
-# Both take a byte an element, and the gradients are the same.
-#
-# The joint graph is changed before it is planned, so that the byte is what a plan keeps.
+# Inductor's C++ writes bool an order slower than uint8, lane by lane, so masks that backward reads
+# become bytes by way of a float: 0.3 ms in place of 6.4 for 524,288 elements on AVX-512. The joint
+# graph is changed before it is planned, so that a plan keeps the byte.
 
-LEAST_MASK_ELEMENTS = 1024
-"""Smaller masks stay as they are: their time does not matter."""
+LEAST_MASK_ELEMENTS = 1024  # smaller masks stay as they are: their time does not matter
 CONVERT = torch.ops.prims.convert_element_type.default
 _IS_SET = torch.ops.aten.ne.Scalar
 
 
 def keep_masks_as_bytes(gm: fx.GraphModule, n_outputs: int) -> int:
-    """Keep each mask that forward makes and backward reads as a byte; returns how many there are.
-
-    The joint graph, whose first `n_outputs` results are forward's, is changed in place.
-    """
+    """Keep, in place, each mask that backward reads of forward as a byte; returns how many."""
     forward = makers(gm.graph.find_nodes(op="output")[0].args[0][:n_outputs])  # pyright: ignore
     made = [node for node in gm.graph.nodes if node in forward and _is_mask(node)]
     masks = [node for node in made if _is_read_beyond(node, forward)]
@@ -349,14 +324,12 @@ def _through_bytes(node: fx.Node) -> None:
     users = [user for user in node.users if user.op != "output"]
     graph = node.graph
     with graph.inserting_after(node):
-        # Through a float: one instruction for a vector, where bool to byte goes lane by lane.
-        number = _made(graph, node, CONVERT, (node, torch.float32))
+        number = _made(graph, node, CONVERT, (node, torch.float32))  # bool to byte is lane by lane
     with graph.inserting_after(number):
         byte = _made(graph, node, CONVERT, (number, torch.uint8))
     for user in users:
         with graph.inserting_before(user):
-            # Each reader compares by itself, so that the byte is kept, not the comparison.
-            read = _made(graph, node, CONVERT, (byte, torch.float32))
+            read = _made(graph, node, CONVERT, (byte, torch.float32))  # so the byte is kept
             user.replace_input_with(node, _made(graph, node, _IS_SET, (read, 0)))
 
 

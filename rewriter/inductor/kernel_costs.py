@@ -48,11 +48,9 @@ from remat.rewriter.inductor.fused_nodes import (
     shares_storage,
 )
 
-# On a CPU a random number takes some twenty times as long as other arithmetic, and an error
-# function five times. So they set the cost of a dropout or a GELU that is computed again: a GPT-2
-# plan whose overhead was predicted at 0.7 % took 3.8 %, since eight GELUs and the masks of eight
-# dropouts took 11.6 ms and were estimated at 2.5. Each function is measured once a machine, by a
-# kernel with it beside one without.
+# On a CPU a random number takes some twenty times as long as other arithmetic, an error function
+# five times. A GPT-2 plan with an overhead of 0.7 % took 3.8 % before that counted. Each function
+# is measured once a machine, by a kernel with it beside one without.
 
 _FUNCTIONS: dict[Any, str] = {
     getattr(aten, name).default: name
@@ -64,8 +62,7 @@ _FUNCTIONS: dict[Any, str] = {
 _TARGETS = {name: target for target, name in _FUNCTIONS.items()}
 DRAW, BYTE = "draw", "byte"
 KEY = "remat.element"
-ELEMENTS = 1 << 20
-"""What the measured kernels compute: enough to keep every thread busy."""
+ELEMENTS = 1 << 20  # what the measured kernels compute: enough to keep every thread busy
 
 
 def slow_part(node: fx.Node) -> str:
@@ -90,8 +87,7 @@ def us_per_element(parts: Iterable[str], cache: CostCache) -> dict[str, float]:
     missing = [part for part, key in keys.items() if key not in cache.costs]
     if missing:
         meter = CpuMeter()
-        # It may be called in the middle of a compilation.
-        with for_real(meter):
+        with for_real(meter):  # it may be called in the middle of a compilation
             # Beside a kernel without it, since what else an element costs is counted as bytes.
             without_us, *found_us = meter.often_us(*map(_kernel, ("", *missing)))
         for part, with_it_us in zip(missing, found_us, strict=True):
@@ -133,23 +129,12 @@ def _graph(part: str, fake: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.
 
 
 _BANDWIDTH_KEY = "remat.copy_bandwidth"
-_BANDWIDTH_BYTES = 1 << 25
-"""Bytes of the copy whose rate is measured: so many that most go to memory, not to caches."""
-LEAST_SLOW_ELEMENTS = 1 << 12
-"""With fewer elements, no slow part is worth the seconds that it takes to measure one."""
+_BANDWIDTH_BYTES = 1 << 25  # copied to measure: most to memory, not caches
+LEAST_SLOW_ELEMENTS = 1 << 12  # fewer are not worth the seconds of a measurement
 NEAR = 0.8
-"""Part of the time to read a result from memory that is saved while it is near the core.
-
-A result that was just computed is near the core when it is read; one that was kept is not.
-Overheads of plans in %, as planned -> as taken by the code:
-
-    plan                         NEAR = 0      NEAR = 1
-    mixture of experts, 60 MB    9.2 -> 6.4    6.7 -> 7.2
-    Llama, 62 MB                 4.5 -> 1.2    2.7 -> 1.0
-    U-Net, 72 MB                 2.1 -> 0.3    1.1 -> 0.6
-    GPT-2, 59 MB                 4.6 -> 3.8    2.9 -> 4.8
-
-What was left was mostly arithmetic, which `us_per_element` adds."""
+"""Part of the time to read a result that is saved while it is near the core, as it is just after it
+was computed. With 0, plans took up to 3.3 % less than planned (Llama), with 1 up to 1.9 % more
+(GPT-2); what is left is mostly arithmetic (`us_per_element`)."""
 
 
 class CallCosts:
@@ -178,8 +163,7 @@ class CallCosts:
     def bytes_per_us(self) -> float:
         if _BANDWIDTH_KEY not in self.cache.costs:
             with for_real(self.meter):
-                # To memory that is there already: a copy to new memory is five times slower, for
-                # its pages.
+                # To memory that is there already: new pages make a copy five times slower.
                 source = torch.ones(_BANDWIDTH_BYTES, dtype=torch.uint8, device=self.meter.device)
                 target = torch.ones_like(source)
                 (copy_us,) = self.meter.often_us(lambda: target.copy_(source))
@@ -190,7 +174,6 @@ class CallCosts:
         return 2 * _BANDWIDTH_BYTES / self.cache.costs[_BANDWIDTH_KEY].cost_us
 
     def us_per_element(self, parts: Collection[str]) -> dict[str, float]:
-        """What each slow part of a kernel that Inductor generates costs here."""
         if is_cuda(self.meter.device):  # its kernels wait for memory
             return dict.fromkeys(parts, 0.0)
         found = us_per_element(parts, self.cache)
@@ -245,23 +228,20 @@ def with_kernel_costs(joint: FusedJoint, costs: CallCosts) -> TrainingGraph:
             facts = {"cost_us": cost.cost_us, "workspace_bytes": extra, "cost_origin": origin}
             op = msgspec.structs.replace(op, **facts)
         elif node is not None:
-            # The time to read and write its values at the rate of a copy, and besides that the slow
-            # functions that it computes. What is inlined into it costs nothing more.
+            # Reads and writes at the rate of a copy, plus slow functions; inlined ones are free.
             cost_us = _kernel_bytes(op, node, values) / bytes_per_us
             cost_us += sum(n * element_us[part] for part, n in slow[op.name].items())
             op = msgspec.structs.replace(op, cost_us=cost_us, cost_origin="modelled")
         ops.append(op)
     costed = msgspec.structs.replace(joint.graph, ops=tuple(ops), cost_origin="mixed")
-    # What is computed again is near the core when it is read: `NEAR` of the time to read it is
-    # taken off its cost, and added to the step.
+    # Recomputed values are near when read: `NEAR` of that time is taken off, added to the step.
     read_us = sum(bytes_for_backward(costed).values()) / bytes_per_us
     return calibrated(costed, WholeStepTimes(step_us=0.0, keeping_us=NEAR * read_us))
 
 
 def _kernel_bytes(op: Op, node: fx.Node, values: Mapping[str, Value]) -> int:
     made = [tensor for tensor in tensors_of(node) if tensor is not None]
-    # The call that multiplies writes the sum, and reads the other term.
-    if is_added_product(node):
+    if is_added_product(node):  # the call that multiplies writes the sum, and reads the other term
         return sum(tensor.numel() * tensor.element_size() for tensor in made)
     written = max((tensor.numel() for tensor in made), default=0)
     total = sum(tensor.numel() * tensor.element_size() for tensor in made)
@@ -281,8 +261,7 @@ def _slow_elements(node: fx.Node, stored: set[fx.Node]) -> Counter[str]:
             elements[part] += made
         for source in node_inputs(at):
             is_part = source not in stored and (is_inlined(source) or shares_storage(source))
-            # What Inductor computes once for two readers counts in both all the same.
-            if is_part and source not in found:
+            if is_part and source not in found:  # counts in both readers, though made once
                 found.add(source)
                 stack.append(source)
     return elements

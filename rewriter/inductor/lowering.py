@@ -1,10 +1,7 @@
 """What Inductor's generated code allocates and frees, read off before anything is compiled.
 
-Only this file reads Inductor's private code. It runs
-`compile_fx_inner` on copies of the two graphs, up to and including `GraphLowering.codegen`. Then it
-reads the lines of the wrapper that this leaves behind: allocations, frees, reuses, and calls of
-kernels that are not generated. A line of an unknown kind is an error, not a guess. Callers then
-warn, and estimate the peak from the graph.
+Only this file reads Inductor's private code: the lines of its wrapper, up to
+`GraphLowering.codegen`. An unknown line is an error: callers warn, and estimate the peak.
 """
 
 from __future__ import annotations
@@ -86,7 +83,6 @@ def _inside(node: fx.Node | None, target: Any) -> fx.Node | None:
 
 
 def _laid_out(like: Any, layout: Any) -> Any:
-    """`like` with the strides of `layout`, if its shape is the same."""
     if not isinstance(like, FakeTensor) or layout is None:
         return like
     size, stride = [int(n) for n in layout.size], [int(n) for n in layout.stride]
@@ -96,12 +92,10 @@ def _laid_out(like: Any, layout: Any) -> Any:
         return torch.empty_strided(size, stride, dtype=like.dtype, device=like.device)
 
 
-# Writing kernels takes nearly half of the time of lowering a graph, and a replay does not read
-# them. Which buffers a kernel makes, takes over or never stores follows from the buffers that it
-# reads and writes, in the order of `CppKernelProxy.codegen_nodes`. Whether loops are fused at an
-# outer level follows from their tiling too. So only these two are carried out. For plans of seven
-# models, all 44 graphs that were lowered had the same events with the text, in 260 s, and without
-# it, in 152 s.
+# Writing kernels takes nearly half of the time of lowering, and a replay does not read them. What
+# buffers a kernel makes follows from those that it reads and writes, in the order of
+# `CppKernelProxy.codegen_nodes`, and from its tiling, so only these are carried out. All 44 graphs
+# of seven models had the same events without the text, in 152 s in place of 260.
 
 _READS = (MemoryUsageType.LOAD, MemoryUsageType.LOAD_SEED, MemoryUsageType.BUCKETIZE)
 _WRITES = (MemoryUsageType.STORE, MemoryUsageType.STORE_REDUCTION)
@@ -120,8 +114,7 @@ def skip_kernel_codegen() -> Generator[None]:
 
 
 def _schedule(group: Any, kernel: Any, nodes: Iterable[SchedulerNode]) -> None:
-    # `KernelGroup.finalize_kernel` without the loops.
-    group.scheduled_nodes += nodes
+    group.scheduled_nodes += nodes  # `KernelGroup.finalize_kernel` without the loops
 
 
 class _SkippedKernel(CppKernelProxy):
@@ -225,19 +218,12 @@ class ReplayError(RewriteError):
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that the generated code does to memory.
-
-    It makes or drops the buffer `name`, which may share the storage of `of`. A call that returns a
-    tuple makes a storage for each element; `element` is which of `of` is meant. `node` is the call,
-    its arguments as they are laid out.
-    """
-
     kind: _EventKind
-    name: str
-    of: str = ""
-    sizes_bytes: tuple[int, ...] = ()
-    element: int | None = None
-    node: fx.Node | None = None
+    name: str  # made or dropped
+    of: str = ""  # whose storage it may share
+    sizes_bytes: tuple[int, ...] = ()  # of each element of a tuple
+    element: int | None = None  # which of `of` is meant
+    node: fx.Node | None = None  # the call, its arguments as laid out
 
 
 @dataclass(frozen=True)
@@ -253,10 +239,9 @@ class Lowered:
 def lower(
     gm: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool, visible: Sequence[int]
 ) -> Lowered:
-    """Lower a copy of `gm` as Inductor will, and stop before its compiler runs.
+    """Lower a copy of `gm` as Inductor will, and stop before its compiler runs; or `ReplayError`.
 
-    `inputs` are fake tensors, one for each placeholder; `visible` outputs keep their strides. A
-    line of an unknown kind is a `ReplayError`.
+    `inputs` are fake, one a placeholder; `visible` outputs keep their strides.
     """
     graph = copy_of(gm)
     graph.graph.find_nodes(op="output")[0].meta["user_visible_output_idxs"] = list(visible)
@@ -285,8 +270,7 @@ def _stopped_after_codegen() -> Generator[list[Any]]:
             graph.codegen()
         try:
             found.append(_read(graph))
-        # Inductor would wrap it into an error of its own.
-        except ReplayError as error:
+        except ReplayError as error:  # Inductor would wrap it into an error of its own
             found.append(error)
         raise _Stopped
 
@@ -342,8 +326,7 @@ def _event(graph: GraphLowering, line: Any, kept: set[str]) -> Event | None:
     if kind == "AllocateLine":
         return Event("allocate", name, sizes_bytes=(_size_bytes(graph, line.node),))
     if kind == "ReuseLine":
-        # What the graph returns is held, under whatever names.
-        is_dropped = line.delete_old and name not in kept
+        is_dropped = line.delete_old and name not in kept  # what the graph returns is held
         return Event("rename" if is_dropped else "alias", line.reused_as.get_name(), of=name)
     if kind == "ReinterpretLine":
         return Event("alias", line.reused_as.get_name(), of=name)
@@ -364,8 +347,7 @@ def _size_bytes(graph: GraphLowering, buffer: Any) -> int:
 
 def _sizes_made(graph: GraphLowering, kernel: Any, node: fx.Node | None) -> tuple[int, ...]:
     layout = type(kernel.layout).__name__
-    # It writes to what is there, and makes nothing.
-    if layout in ("NoneLayout", "MutationLayoutSHOULDREMOVE"):
+    if layout in ("NoneLayout", "MutationLayoutSHOULDREMOVE"):  # writes to what is there
         return ()
     if layout != "MultiOutputLayout":
         return (_size_bytes(graph, kernel),)

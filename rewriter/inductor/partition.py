@@ -1,9 +1,7 @@
 """The place in torch.compile where a step is cut in two: our partitioner, and what it offers.
 
-Inductor hands over its joint graph, decomposed and after its own joint passes, and compiles the two
-graphs that it gets back. So guards, graph breaks, views and mutated buffers stay dynamo's and
-AOTAutograd's; with a second export, the guards would be ours. A `FusedStep` is the joint graph with
-costs. It emits schedules of the graph, and replays the peaks of their code.
+Inductor hands over its joint graph, and compiles the two that it gets back. So guards, graph breaks
+and views stay dynamo's and AOTAutograd's.
 """
 
 from __future__ import annotations
@@ -59,11 +57,9 @@ from remat.rewriter.inductor.kernel_costs import CallCosts, with_kernel_costs
 from remat.rewriter.inductor.replay import ReplayedMemory, StepBytes, replay
 from remat.schedules.schedule import Schedule
 
-# Inductor's joint graph writes to inputs at its end, or leaves it to the caller. It reads them
-# where it likes: backward may read an input again, and then finds what forward has written. Torch's
-# own cut of such a graph gives wrong gradients, without a word. So every reader is given a copy
-# that forward makes, before the graph is planned. Where only forward reads, the copy is inlined and
-# costs nothing.
+# Inductor's joint graph writes to inputs at its end, and backward may read an input again after
+# that: torch's own cut then gives wrong gradients in silence. So each reader gets a copy that
+# forward makes before planning. Where only forward reads, it is inlined and costs nothing.
 
 _COPY = torch.ops.aten.clone.default
 
@@ -89,8 +85,7 @@ def _read_from_copies(gm: fx.GraphModule, overwritten: Sequence[fx.Node]) -> lis
         with gm.graph.inserting_after(copies[-1] if copies else inputs[-1]):
             copy = gm.graph.call_function(_COPY, (node,))
         copy.meta = {**readers[0].meta, "val": torch.empty_like(node.meta["val"])}
-        # It describes the reader's result.
-        copy.meta.pop("tensor_meta", None)
+        copy.meta.pop("tensor_meta", None)  # it describes the reader's result
         for reader in readers:
             reader.replace_input_with(node, copy)
         copies.append(copy)
@@ -114,8 +109,7 @@ def is_valid(
 
     `n_outputs` results of forward are not saved for backward; `overwritten` names inputs.
     """
-    # Torch's own cut looks neither at what an input holds when backward reads it again, nor at
-    # whether an op that it computes again does the same a second time.
+    # torch's own cut looks neither at overwritten inputs nor at whether an op does the same twice.
     once = {node.name for node in forward.graph.nodes if _runs_once(node)}
     again = any(_runs_once(node) and node.name in once for node in backward.graph.nodes)
     saved = pytree.tree_leaves(forward.graph.output_node().args[0])[n_outputs:]
@@ -127,12 +121,10 @@ def _runs_once(node: fx.Node) -> bool:
     return node.target == SEEDS or draws_randomness(node) or is_custom(node)
 
 
-# Left alone, Inductor fuses kernels that read the same buffers, however far apart they are. A
-# kernel that is computed again then runs beside its first run, and its result is held from then on:
-# the schedule is undone. For a CPU, Inductor also puts all kernels between two calls into one
-# function, which holds what any of them reads or writes until it returns. So planned steps forbid
-# fusions across a call, and each kernel gets a function of its own. The code of a ResNet-18's plan
-# for 36 MB took 61 MB without this, and takes 36 MB with it.
+# Inductor fuses kernels that read the same buffers, however far apart: a recomputed kernel then
+# runs beside its first run, and the schedule is undone. On a CPU all kernels between two calls
+# share a function, which holds all their buffers. So no fusion crosses a call, and each kernel is a
+# function. A ResNet-18's plan for 36 MB takes that, and took 61 MB without.
 
 
 class _BetweenCalls(InductorChoices):
@@ -148,8 +140,7 @@ class _BetweenCalls(InductorChoices):
     ) -> bool:  # fmt: skip
         if scheduler not in self._calls:
             self._calls[scheduler] = [n.min_order for n in scheduler.nodes if n.is_extern()]
-        # `min_order` and `max_order` keep the order before anything was fused.
-        calls = self._calls[scheduler]
+        calls = self._calls[scheduler]  # `min_order`, `max_order`: the order before any fusion
         first = min(node1.min_order, node2.min_order)
         last = max(node1.max_order, node2.max_order)
         if bisect_left(calls, first) != bisect_left(calls, last):
@@ -159,8 +150,7 @@ class _BetweenCalls(InductorChoices):
 
 @contextlib.contextmanager
 def calls_in_order(is_asked: bool) -> Generator[None]:
-    # Torch's own cut keeps Inductor's choices, which make it up to 4 % faster.
-    if not is_asked:
+    if not is_asked:  # torch's own cut keeps Inductor's choices, which make it up to 4 % faster
         yield
         return
     backend: Any = CppScheduling
@@ -177,9 +167,7 @@ def calls_in_order(is_asked: bool) -> Generator[None]:
 
 
 CONFIG: dict[str, Any] = {"layout_optimization": False, "fx_graph_remote_cache": False}
-"""Inductor's configuration for a step of ours.
-
-With channels-last layouts, forward would save copies of parameters, which are not in the graph."""
+"""For a step of ours. With channels-last layouts, forward would save copies of parameters."""
 
 
 @dataclass(frozen=True)
@@ -194,8 +182,8 @@ class Pair:
 class FusedStep(StepBytes):
     """One joint graph of torch.compile, to be planned.
 
-    A plan keeps `n_masks` as bytes, and torch's own cut as bool. `holds_outputs` says whether
-    forward's results are held while backward runs.
+    `n_masks`: kept as bytes, by torch's own cut as bool. `holds_outputs`: forward's results are
+    held while backward runs.
     """
 
     holds_outputs = True
@@ -207,8 +195,7 @@ class FusedStep(StepBytes):
         for node in gm.graph.nodes:
             refuse_sparse(node, module_and_line)
         refuse_drawing(gm.graph)
-        # Torch's own cut is made of the graph without bytes: cut from the changed graph, it would
-        # keep the bool from which the byte is made. Nor would it keep copies of inputs.
+        # torch's own cut is of the graph without bytes: else it would keep the bool behind one.
         self._gm, self._joint_inputs, self._static = copy_of(gm), joint_inputs, list(static)
         overwritten = _overwritten_inputs(gm)
         self._overwritten = {node.name for node in overwritten}
@@ -235,7 +222,7 @@ class FusedStep(StepBytes):
 
     @property
     def costs(self) -> dict[str, OpCost]:
-        """What its plans rest on: the measured costs, by their keys."""
+        """The measured costs that its plans rest on, by their keys."""
         return self._costs.taken()
 
     @property
@@ -247,8 +234,7 @@ class FusedStep(StepBytes):
 
     def stock(self) -> Pair:
         """The two graphs that torch itself makes of the step, with masks as bool."""
-        # With nothing computed again, a GPT-2 takes 25.5 % more than eager by this cut, and 5.5 %
-        # by a plan with masks as bytes.
+        # With nothing computed again, a GPT-2 takes 25.5 % over eager by this cut, 5.5 % by a plan.
         with functorch_config.patch(activation_memory_budget=1.0), _sizes_as_numbers():
             return Pair(
                 *min_cut_rematerialization_partition(
@@ -276,9 +262,7 @@ class FusedStep(StepBytes):
 
 @contextlib.contextmanager
 def _sizes_as_numbers() -> Generator[None]:
-    # What torch makes meanwhile, such as the saved state of a generator, gets no symbols. Without
-    # symbols in the inputs there would be nothing to read the value of one from.
-    mode = detect_fake_mode()
+    mode = detect_fake_mode()  # without symbols: no input would tell their values
     if mode is None:
         yield
         return
@@ -292,9 +276,7 @@ def _sizes_as_numbers() -> Generator[None]:
 class Partitioner(CustomPartitionerFn):
     """Hands the joint graph to `plan` and its two graphs to Inductor.
 
-    `name` gives the name of the plan, which no two plans share; where it is empty, torch's caches
-    are off. `was_called` stays False where there are no gradients, or where torch has the code of
-    both graphs already.
+    An empty `name` turns torch's caches off. `was_called` stays False if torch has the code.
     """
 
     def __init__(
@@ -316,32 +298,27 @@ class Partitioner(CustomPartitionerFn):
         return pair.forward, pair.backward
 
     def compile_inner(self, *args: Any, **kwargs: Any) -> Any:
-        # Backward is compiled when it first runs. No context around `compile_fx` is in force by
-        # then, so the compiler itself brings what a plan needs.
-        is_kept = bool(self.name())
+        is_kept = bool(self.name())  # backward is compiled later, with no context in force
         with calls_in_order(self.holds_order), inductor_config.patch(fx_graph_cache=is_kept):
             return compile_fx_inner(*args, **kwargs)
 
     def uuid(self) -> str | None:
-        # What is planned depends on more than the graph: torch's caches give out code only to
-        # who asks by the name under which it was made.
+        # A plan depends on more than the graph: caches give code only to who asks by its name.
         return f"remat {self.name()}" if self.name() else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Inductor's keys for caches pickle the configuration, and with it this.
-        return str, (self.uuid() or "",)
+        return str, (self.uuid() or "",)  # Inductor's keys pickle the configuration, and this
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
-        # Inductor copies its configuration, and with it the partitioner.
-        return self
+        return self  # Inductor copies its configuration, and with it the partitioner
 
 
 @contextlib.contextmanager
 def planned(partitioner: Partitioner) -> Generator[dict[str, Any]]:
     """Compile under our configuration; yields the patches to give to Inductor."""
     is_named = bool(partitioner.name())
-    # Donated buffers are off, so that backward may run twice: on a Llama that costs 3 % of the peak
-    # of torch's own cut. Remote caches are off: a plan is for the costs of one machine.
+    # Donated buffers are off, so that backward may run twice: on a Llama 3 % of torch's own peak.
+    # Remote caches are off: a plan is for one machine's costs.
     with functorch_config.patch(
         donated_buffer=False, enable_autograd_cache=is_named, enable_remote_autograd_cache=False
     ):

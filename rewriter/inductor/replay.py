@@ -1,9 +1,4 @@
-"""The peak of a compiled step: what its two graphs allocate and free, replayed over storages.
-
-Fusion and the order of kernels are only known once Inductor has generated the code. So a compiled
-step is judged by its code: the code is generated and replayed, and calls add the workspaces that
-were measured for them.
-"""
+"""The peak of a compiled step: what its generated code allocates and frees, replayed."""
 
 from __future__ import annotations
 
@@ -23,14 +18,11 @@ _Workspaces = Callable[[Sequence[fx.Node]], Sequence[int]]
 
 @dataclass(frozen=True)
 class ReplayedMemory:
-    """What a compiled step allocates beyond its inputs; the peaks are while each graph runs.
-
-    `saved_bytes` are what forward leaves for backward, without its own outputs (`output_bytes`).
-    """
+    """What a compiled step allocates beyond its inputs; the peaks are while each graph runs."""
 
     forward_peak_bytes: int
     backward_peak_bytes: int
-    saved_bytes: int
+    saved_bytes: int  # for backward, without `output_bytes`
     output_bytes: int = 0
 
     @property
@@ -46,23 +38,19 @@ class ReplayedMemory:
 class StepBytes:
     """Bytes live while a graph runs that other graphs have allocated.
 
-    They are of parameters and buffers (`static_bytes`), of all other inputs (`dynamic_bytes`) and
-    of gradients of parameters; `awaited_gradient_bytes` are of gradients that later graphs leave
-    before backward runs. `calls` forwards run before the first backward. All but one leave what
-    they have saved, and their inputs. They are of `modules`, each with gradients of its own.
+    All but one of the `calls` before a backward leave what they saved, and their inputs.
     """
 
-    static_bytes: int
-    dynamic_bytes: int
-    gradient_bytes: int
+    static_bytes: int  # parameters and buffers
+    dynamic_bytes: int  # all other inputs
+    gradient_bytes: int  # of parameters
     calls: int = 1
-    modules: int = 1
-    awaited_gradient_bytes: int = 0
+    modules: int = 1  # of these calls, each with gradients of its own
+    awaited_gradient_bytes: int = 0  # left by later graphs before backward runs
 
     def beside(self, found: ReplayedMemory, times: int = 1) -> ReplayedMemory:
-        # The last call's backward runs first, beside what all others have saved. In each later one
-        # there is one less of these, but the gradients of the first are there, and if each call is
-        # of a module of its own, those of all before.
+        # The last call's backward runs first, beside what all others saved. Later ones have one
+        # less, but the gradients of the first, or of all before if each has a module of its own.
         each_bytes = found.saved_bytes + self.dynamic_bytes
         saved_bytes = (self.calls - 1) * each_bytes
         left_bytes = saved_bytes
@@ -83,16 +71,13 @@ def replay(
 ) -> ReplayedMemory:  # fmt: skip
     """Lower both graphs and replay what they allocate; a `ReplayError` if the code cannot be read.
 
-    Forward's first `n_outputs` are its own, the rest is saved. `workspaces` gives, for some calls,
-    the bytes that each takes beyond its results while it runs. `holds_outputs` says whether the
-    caller holds forward's outputs while backward runs.
+    Forward's first `n_outputs` are its own; `workspaces` are bytes of calls beyond their results.
     """
     inputs = [node.meta["val"] for node in forward.graph.find_nodes(op="placeholder")]
     lowered = lower(forward, inputs, is_backward=False, visible=visible)
     run = LiveStorages(workspaces, held=set(lowered.inputs))
     for name in lowered.inputs:
-        # The replay counts what a step allocates beyond its inputs.
-        run.bring(name, [run.storage(0)])
+        run.bring(name, [run.storage(0)])  # what is allocated beyond inputs is counted
     run.carry_out(lowered)
     forward_peak = run.peak_bytes
     kept = [[] if name is None else run.names.get(name, []) for name in lowered.outputs]

@@ -1,10 +1,7 @@
 """The tree of a batch in a plan file, read as data: nothing is imported because a file names it.
 
-torch reads such a tree by `treespec_loads`, which imports the module of an enum or of a factory of
-default values by the name that the text gives, and so would run whatever the file wants. Here the
-JSON that `treespec_dumps` writes is read by ourselves. Containers of Python's own are known. Others
-are taken only where the running program has registered them with torch already, as a named tuple,
-a dataclass or an output of Hugging Face's; enums only from modules that are imported already.
+torch's `treespec_loads` imports what the text names, and so would run whatever the file wants.
+Taken are Python's containers, those registered already, and enums of imported modules.
 """
 
 from __future__ import annotations
@@ -24,8 +21,7 @@ from remat.graph_capture.files import decode_json
 from remat.graph_capture.torch_private.core import pytree
 
 _PROTOCOL = 1
-_MOST_DEPTH = 100
-"""Containers within containers: torch takes such a tree apart by recursion."""
+_MOST_DEPTH = 100  # containers within containers: torch takes such a tree apart by recursion
 _ENUM = "__enum__"
 
 
@@ -38,8 +34,6 @@ class _Node(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Factory(msgspec.Struct, forbid_unknown_fields=True):
-    """The context of a `defaultdict`."""
-
     default_factory_module: str
     default_factory_name: str
     dict_context: list[object]
@@ -70,8 +64,7 @@ def _spec(node: _Node, depth: int) -> pytree.TreeSpec:
     if node.type is None:
         if node.context is not None or node.children_spec:
             raise _unread("a leaf of its tree has parts")
-        # Any leaf will do: a tree holds no values.
-        return pytree.tree_structure(0)
+        return pytree.tree_structure(0)  # any leaf will do: a tree holds no values
     children = [_spec(child, depth + 1) for child in node.children_spec]
     if node.type in _OWN:
         kind, context_of = _OWN[node.type]
@@ -96,8 +89,7 @@ def _registered(name: str) -> type[Any]:
 def _json_context(context: object) -> Any:
     if not isinstance(context, str):
         raise _unread("the context of a container is no text")
-    # torch writes the context as JSON within the JSON.
-    return _with_enums(_decoded(context, object))
+    return _with_enums(_decoded(context, object))  # JSON within the JSON
 
 
 def _with_enums(one: Any) -> Any:
@@ -112,8 +104,7 @@ def _with_enums(one: Any) -> Any:
 
 def _enum_member(place: str, name: object) -> enum.Enum:
     module, _, path = place.partition(":")
-    # Not import: a file must not choose what code runs.
-    found: object = sys.modules.get(module)
+    found: object = sys.modules.get(module)  # not import: a file must not choose what code runs
     for part in path.split("."):
         # Not getattr: a module may import another when it is asked for a name.
         found = vars(found).get(part) if hasattr(found, "__dict__") else None

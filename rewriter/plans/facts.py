@@ -1,9 +1,4 @@
-"""What a plan keeps of a model, a batch and a machine, and how the trace's recipe is made of it.
-
-A plan file holds facts, not objects: reading one runs no code of others. A loss function is kept by
-its name and given again. What the facts and the graph's hash do not cover, such as the p of a
-dropout, is traced as the model at hand has it, and stays exact.
-"""
+"""What a plan keeps of a model, a batch and a machine: facts, read without code of others."""
 
 from __future__ import annotations
 
@@ -46,16 +41,14 @@ from remat.schedules.schedule import Schedule
 
 _LITERALS = (bool, int, str, type(None))
 _TEXT = re.compile(r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*\"""")
-_VALUES: dict[str, Callable[[str], Any]] = {
+_VALUES: dict[str, Callable[[str], Any]] = {  # reads the `repr` of an argument: no tensor, no text
     "float": float, "int": int, "bool": {"True": True, "False": False}.__getitem__,
     "NoneType": {"None": None}.__getitem__,
 }  # fmt: skip
-"""Reads the `repr` of an argument that is no tensor and no text."""
-_UNREADABLE = (
+_UNREADABLE = (  # what torch and Python raise for a tree or a leaf that is none
     ValueError, TypeError, KeyError, AttributeError, SyntaxError, RuntimeError, OverflowError,
     AssertionError,
 )  # fmt: skip
-"""What torch and Python raise for a tree or a leaf that is none."""
 _MOST_SHOWN = 40
 
 
@@ -101,8 +94,7 @@ def batch_signature(signature: Signature) -> BatchSignature:
         read_again = tree_from(tree)
     except PlanError:
         read_again = None
-    # JSON has no tuples, which keys may be: the text must give the same tree.
-    if read_again != signature.spec:
+    if read_again != signature.spec:  # JSON has no tuples, which keys may be
         raise PlanError(
             "the batch has a dict or another container with keys that a plan file cannot hold: use "
             "texts or numbers as keys"
@@ -133,8 +125,7 @@ def signature_from(batch: BatchSignature) -> Signature:
 def _leaf_facts(name: str, facts: Any, value: Any) -> TensorLeaf | PythonLeaf:
     if facts is not None:
         return TensorLeaf(tuple(facts[0]), facts[1], _dtype_text(facts[2]), str(facts[3]), facts[4])
-    # Exact types: the `repr` of a subclass, as an enum of ints, cannot be read.
-    if type(value) is float or type(value) in _LITERALS:
+    if type(value) is float or type(value) in _LITERALS:  # exact: a subclass cannot be read
         return PythonLeaf(type(value).__name__, repr(value))
     raise PlanError(
         f"{name} is a {type(value).__name__}, which a plan file cannot hold: pass what forward "
@@ -149,8 +140,7 @@ def _leaf(leaf: TensorLeaf | PythonLeaf) -> Any:
             requires_grad=leaf.requires_grad,
         )  # fmt: skip
     if leaf.kind == "str":
-        # One literal and nothing else: Python's parser has limits of its own for what is nested.
-        if not _TEXT.fullmatch(leaf.text):
+        if not _TEXT.fullmatch(leaf.text):  # one literal: Python's parser limits nesting
             raise ValueError(f"{leaf.text[:_MOST_SHOWN]} is no text")
         return ast.literal_eval(leaf.text)
     return _VALUES[leaf.kind](leaf.text)
@@ -161,8 +151,7 @@ def _dtype_text(dtype: torch.dtype) -> str:
 
 
 def _dtype_of(text: str) -> torch.dtype:
-    # Not getattr, by which torch imports submodules.
-    found = vars(torch).get(text)
+    found = vars(torch).get(text)  # not getattr, by which torch imports submodules
     if not isinstance(found, torch.dtype):
         raise PlanError(
             f"the batch in the plan file names a dtype {text!r}, which this torch does not have"
@@ -175,16 +164,14 @@ def under_autocast(planned: tuple[Autocast, ...]) -> Generator[None]:
     here = [kind for kind, _, _ in autocast_state()]
     with contextlib.ExitStack() as stack:
         for one in planned:
-            # A plan made beside a GPU may be loaded where there is none.
-            if one.device in here:
+            if one.device in here:  # a plan made beside a GPU may be loaded where there is none
                 dtype = _dtype_of(one.dtype)
                 stack.enter_context(torch.autocast(one.device, dtype, enabled=one.enabled))
         yield
 
 
 def recipe_from(plan: PlanFile, loss_fn: LossFunction | None, device: str) -> Recipe:
-    # The caller is `under_autocast` of the plan.
-    return Recipe(
+    return Recipe(  # the caller is `under_autocast` of the plan
         name=plan.model, signature=signature_from(plan.batch), loss_fn=loss_fn,
         resident=plan.resident, autocast=autocast_state(), device=device,
         flags=(plan.told_compiling, plan.told_exporting),
@@ -212,15 +199,10 @@ _IN_PYTHON = "remat.plans(remat.rematerialize(model, args, budget=...))[0].save(
 
 
 def require_fit(plan: PlanFile, model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> None:
-    """Raise `PlanError` with the first difference of torch, device, model, batch or loss.
-
-    `batch` is (args, kwargs, target), or None to let the first step compare it.
-    """
-    # What a person can name comes first, the graph's hash last (in `loading`): a difference of
-    # class, parameter or batch says more than one of ops.
+    """Raise `PlanError` with the first difference; a `batch` of None waits for the first step."""
+    # What a person can name comes first, the graph's hash last (in `loading`): it says less.
     planned, here = plan.versions.torch, str(torch.__version__)
-    # Builds for other devices are the same torch: 2.13.0+cpu is 2.13.0.
-    if planned.partition("+")[0] != here.partition("+")[0]:
+    if planned.partition("+")[0] != here.partition("+")[0]:  # 2.13.0+cpu is 2.13.0
         raise _differs("torch", planned, here)
     _require_device(plan, model)
     _require_model(plan, model)
@@ -258,8 +240,7 @@ def _require_model(plan: PlanFile, model: nn.Module) -> None:
     if plan.model != type(model).__name__:
         raise _differs("the model's class", plan.model, type(model).__name__)
     found = _state_of(model)
-    # Not strict: a first difference says more than the number of tensors.
-    for mine, theirs in zip(plan.state, found, strict=False):
+    for mine, theirs in zip(plan.state, found, strict=False):  # not strict: name a difference
         _require_same(mine, theirs)
     if len(plan.state) != len(found):
         longer = plan.state if len(plan.state) > len(found) else found

@@ -52,8 +52,7 @@ from remat.schedules.plan import (
 )
 
 _ARCHIVE = ".pt2"
-EXTRA_FILE = "remat_plan.json"
-"""The plan's name among the `extra_files` of `torch.export.save`."""
+EXTRA_FILE = "remat_plan.json"  # the plan's name among the `extra_files` of `torch.export.save`
 _RECORD = f"extra/{EXTRA_FILE}"
 
 
@@ -72,19 +71,16 @@ class _Deferring(io.RawIOBase):
         if self._lost is None:
             try:
                 self._file.write(data)
-            # torch's writer writes an archive's end when it is destroyed, where an error from C++
-            # ends the process: of a full disk, or of a file that was closed after the first error.
+            # A C++ error in torch's destructor ends the process: a full disk, a closed file.
             except (OSError, ValueError) as error:  # a closed file is a ValueError
                 self._lost = error
         return len(data)
 
     def seekable(self) -> bool:
-        # torch asks for it, for its one call of `seek`.
-        return True
+        return True  # torch asks for it, for its one call of `seek`
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        # torch rewinds once all is written, and a pipe has no way back.
-        return offset
+        return offset  # torch rewinds once all is written, and a pipe has no way back
 
     def raise_lost(self) -> None:
         if self._lost is not None:
@@ -92,7 +88,6 @@ class _Deferring(io.RawIOBase):
 
 
 def save_plan(plan: PlanFile, path: str | Path, program: ExportedProgram | None = None) -> None:
-    """Keep a plan as a file."""
     path = Path(path)
     if path.suffix != _ARCHIVE:
         if program is not None:
@@ -111,7 +106,6 @@ def save_plan(plan: PlanFile, path: str | Path, program: ExportedProgram | None 
 
 
 def read_plan(path: str | Path) -> PlanFile:
-    """Read a plan from a JSON file or a ``.pt2`` archive."""
     path = Path(path)
     data = read_contents(path) if path.suffix != _ARCHIVE else _from_archive(path)
     return PlanFile.from_json(data, str(path))
@@ -155,8 +149,7 @@ def _load_over_range(
     plan: PlanFile, over: RangeFacts, model: nn.Module, batch: Any, loss_fn: LossFunction | None, *,
     audit: bool = True,
 ) -> RangedModule:  # fmt: skip
-    # The file may have been edited: each member is judged anew.
-    evaluate_family(over)
+    evaluate_family(over)  # the file may have been edited: each member is judged anew
     signature = _ranged(plan, over)
     if batch is not None:
         try:
@@ -174,8 +167,7 @@ def _load_over_range(
             f"the plan does not fit: values of {plan.model} have other sizes than those that it "
             "was made for. Make it again with remat.rematerialize(..., dynamic=...)"
         )
-    # As a capture does: `rewrite` looks the recipe up by this hash.
-    keep_recipe(model, over.family.traced_hash, traced.recipe)
+    keep_recipe(model, over.family.traced_hash, traced.recipe)  # `rewrite` looks it up by this hash
     return make_ranged(model, over.family, traced, over.graph, audit=of_steps(audit))
 
 
@@ -205,10 +197,7 @@ def followed(module: nn.Module) -> type[RematModule] | type[RangedModule]:
 
 
 def plan_of(module: nn.Module) -> PlanFile:
-    """What a file keeps of the plan that a rewritten module follows.
-
-    `PlanError` : it follows none, or its batch holds what a file cannot.
-    """
+    """What a file keeps of the plan that a module follows; `PlanError` if there is none to keep."""
     kind = followed(module)
     if issubclass(kind, RangedModule):
         return _plan_over_range(kind)

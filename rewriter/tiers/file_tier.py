@@ -1,9 +1,7 @@
 """What a graph asks of the memory below its device; below a CPU: files, for the host and NVMe.
 
-A CPU's own memory is the host's, so what leaves it for the "host" goes to a file too, in
-`REMAT_OFFLOAD` or the system's folder for temporary files; for NVMe in the folder of the links.
-A range of a file is taken by the thread that fills it, where Ctrl-C is never heard, and belongs to
-the handle that stands for it. Tensors of a CUDA device go to pinned memory (`stream_tier.py`).
+A CPU's "host" tier is a file in `REMAT_OFFLOAD` or the temporary folder; NVMe's is in the links'
+folder. The thread that fills a range takes it, where Ctrl-C is never heard.
 """
 
 from __future__ import annotations
@@ -26,9 +24,8 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.spill_files import File, Finalizer, Folder, host_folder
 from remat.schedules.schedule import Fetch, Free, Offload, Schedule
 
-# A handle is a tensor of 8 bytes, which a graph hands on and autograd saves, like any other. Its
-# memory is a `Store`, and nothing else keeps that alive. So when the last graph, autograd node or
-# copy has let go of a handle, what is below goes too, whether a backward came or not.
+# A handle is a tensor of 8 bytes over a `Store`, which nothing else keeps alive. When the last
+# graph, autograd node or copy lets go of it, what is below goes too.
 
 HANDLE_BYTES = 8
 
@@ -56,15 +53,12 @@ class StorageView:
 
 
 class Store(bytearray):
-    """The memory of one handle, with what its tier keeps of the value."""
-
     def __init__(self, shown: StorageView, kept: Any) -> None:
         super().__init__(HANDLE_BYTES)
         self.shown, self.kept = shown, kept
 
 
-_stores: dict[int, Finalizer[int]] = {}
-"""By the address of a handle's memory, which is its own for as long as it lives."""
+_stores: dict[int, Finalizer[int]] = {}  # by the address of a handle's memory, its own for life
 _ended: deque[Finalizer[int]] = deque()
 
 
@@ -73,8 +67,7 @@ def handle_of(store: Store) -> Tensor:
         gone = _ended.popleft()
         if _stores.get(gone.fact) is gone:  # else another has the address by now
             del _stores[gone.fact]
-    # It shares the store's memory, and so keeps the store alive.
-    handle = torch.frombuffer(store, dtype=torch.uint8)
+    handle = torch.frombuffer(store, dtype=torch.uint8)  # shares and keeps the store's memory alive
     address = handle.untyped_storage().data_ptr()
     _stores[address] = Finalizer(store, _ended.append, address)
     return handle
@@ -91,10 +84,7 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class HostPlaces:
-    """Offsets in bytes by the index of the step that begins a stay, and the range that they need.
-
-    Empty where the host is no range of memory.
-    """
+    """Offsets by the index of the step that begins a stay, and the range; empty without a range."""
 
     offsets_bytes: dict[int, int] = field(default_factory=dict[int, int])
     size_bytes: int = 0
@@ -111,14 +101,10 @@ class _Stay:
 
 
 def host_places(graph: TrainingGraph, schedule: Schedule) -> HostPlaces:
-    """Places in one range of pinned memory for all stays of a schedule's values on the host.
-
-    A stay is from the copy into the host to the step that drops it there.
-    """
+    """Places in one range of pinned memory for all stays, from the copy in to the drop."""
     stays = _stays(graph, schedule)
     placed: list[tuple[_Stay, int]] = []
-    # Large ones first, each as low as it can: the order of Pisarchyk and Lee, 2020, arXiv
-    # 2001.03288.
+    # Large ones first, each as low as it can (Pisarchyk and Lee, 2020, arXiv 2001.03288).
     for stay in sorted(stays, key=lambda one: (-one.size_bytes, one.start)):
         placed.append((stay, _lowest(stay, placed)))
     size_bytes = max((offset + stay.size_bytes for stay, offset in placed), default=0)
@@ -157,8 +143,7 @@ def _lowest(stay: _Stay, placed: list[tuple[_Stay, int]]) -> int:
 class TierCopies(Protocol):
     """Copies of values below one device. Each function is called by a node of a graph."""
 
-    places: HostPlaces
-    """Where each stay of a value on the host lies, if the host is one planned range."""
+    places: HostPlaces  # of each stay on the host, if that is one planned range
 
     def require_room(self) -> None:
         """Raise `TierError` if a step that begins now would not have the room that it needs."""
@@ -188,8 +173,7 @@ class PendingCopy:
     def wait(self) -> None:
         self._ended.wait()
         if self._error is not None:
-            # An error of its own: the thread's holds frames, these hold handles and these files, in
-            # a circle that Python's collector does not see through a tensor.
+            # An error of its own: the thread's frames hold these handles in a circle.
             raise TierError(
                 f"a value could not be copied between tiers of memory: {self._error}. Nothing of "
                 "this step is kept; the module can train on"
@@ -208,9 +192,7 @@ class PendingCopy:
             self._error = cause.with_traceback(None)
             cause.__context__ = None
         finally:
-            # Before anybody hears of the end: a thread that is the last to let go of a tensor frees
-            # it late, where no profiler looks.
-            given.clear()
+            given.clear()  # a late free would escape the profiler
             self._ended.set()
 
     def drop(self, given: list[Any]) -> None:
@@ -276,16 +258,14 @@ def _end_threads() -> None:
 
 
 def _forget_threads() -> None:
-    # A forked process has the threads of its parent in name only, and the lock may be held.
-    global _starting
+    global _starting  # a forked process has no threads, and the lock may be held
     _starting = threading.Lock()
     _threads.clear()
 
 
 if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_forget_threads)
-# Python would end a daemon that is in torch's C++, which aborts the process.
-atexit.register(_end_threads)
+atexit.register(_end_threads)  # ending a daemon within torch's C++ would abort
 
 _Pending = tuple[Tensor, PendingCopy]
 
@@ -299,24 +279,19 @@ class FileOf:
 
 
 class FileTier:
-    """The tiers of one plan for a CPU; of each, the most bytes that a step keeps there.
-
-    `nvme_path` is the folder of NVMe; empty for that of the host tier.
-    """
+    """The tiers of one plan for a CPU; without `nvme_path`, NVMe is in the host tier's folder."""
 
     def __init__(self, host_bytes: int, nvme_bytes: int, nvme_path: str) -> None:
         self.places = HostPlaces()
         self._host = Folder(host_folder(), "host")
         self._nvme = Folder(nvme_path, "nvme") if nvme_path and nvme_bytes else self._host
         self._needs = [(self._host, host_bytes), (self._nvme, nvme_bytes)]
-        # One folder needs room for both.
-        if self._nvme is self._host:
+        if self._nvme is self._host:  # one folder needs room for both
             self._needs = [(self._host, host_bytes + nvme_bytes)]
         self.folders: dict[TierName, Folder] = {"host": self._host, "nvme": self._nvme}
 
     def require_room(self) -> None:
-        # What other steps take meanwhile is not known.
-        for folder, size_bytes in self._needs:
+        for folder, size_bytes in self._needs:  # what other steps take meanwhile is not known
             folder.require_room(size_bytes)
 
     def offload(self, x: Tensor, place_bytes: int) -> Tensor:

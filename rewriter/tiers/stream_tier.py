@@ -1,13 +1,8 @@
 """Below a CUDA device: pinned memory of the host over two streams, and files for NVMe.
 
-A copy out waits for what the computing stream has been given so far. Where the value is freed, the
-computing stream waits for the copy, and only then torch's allocator may give the block to another
-tensor of that stream: so the order of the stream alone makes its reuse safe. `record_stream` would
-defer it to what the host happens to see, and peaks would vary. A copy back takes its memory from
-the computing stream, and waits for it as it is then; the first reader waits for the copy.
-
-Files are written and read by threads. What comes back from NVMe has to be on the host before a copy
-to the device is queued, so that queueing waits for it there.
+Where a value is freed, the computing stream waits for its copy, so the stream's order makes reuse
+safe; `record_stream` would defer it, and peaks would vary. A copy back takes its memory from the
+computing stream. Queueing one from NVMe waits until its bytes are on the host.
 """
 
 from __future__ import annotations
@@ -36,8 +31,7 @@ from remat.rewriter.tiers.file_tier import (
     store_of,
 )
 
-_PORTABLE = 1
-"""``cudaHostRegisterPortable``: pinned for all devices of the process."""
+_PORTABLE = 1  # ``cudaHostRegisterPortable``: pinned for all devices of the process
 
 
 @dataclass
@@ -48,8 +42,7 @@ class _Uses:
     copies: list[PendingCopy] = field(default_factory=list[PendingCopy])
 
     def settle(self) -> None:
-        # Streams wait for the events.
-        for copy in self.copies:
+        for copy in self.copies:  # streams wait for the events
             copy.settle()
         self.copies.clear()
 
@@ -79,8 +72,7 @@ class _Range:
         self.memory = pinned(self.size_bytes)
         self.live: list[Finalizer[_Taken]] = []
         self.former: list[_Taken] = []
-        # A handle may die in any thread, and while a part is being taken.
-        self.released: deque[Finalizer[_Taken]] = deque()
+        self.released: deque[Finalizer[_Taken]] = deque()  # handles die in any thread, at any time
 
     def take(self, start: int, end: int) -> _Part | None:
         """The part, with what it has to wait for; None where some of it is held or not there."""
@@ -91,8 +83,7 @@ class _Range:
         wanted = _Taken(start, end, _Uses())
         if end > self.size_bytes or any(wanted.meets(one.fact) for one in self.live):
             return None
-        # The next copy into a part waits for the copies of its former tenants.
-        for former in filter(wanted.meets, self.former):
+        for former in filter(wanted.meets, self.former):  # former tenants' copies come first
             wanted.uses.events += former.uses.events
             wanted.uses.copies += former.uses.copies
         self.former = [one for one in self.former if not wanted.covers(one)]
@@ -121,8 +112,7 @@ class _PinnedRanges:
                 part = one.take(start, end)
                 if part is not None:
                     return part
-            # A part is still held, as while a second forward is in flight or a graph is retained:
-            # the range is there once more, and stays for the steps that follow.
+            # Still held, as by a second forward: the range is there once more, and stays.
             self.ranges.append(_Range(max(self.size_bytes, end)))
             part = self.ranges[-1].take(start, end)
             assert part is not None
@@ -136,15 +126,13 @@ class _Mapping(mmap.mmap):
     unregister: Any = None
 
     def __del__(self) -> None:
-        # `weakref.finalize` would be too late: a mapping ends before it tells of its end.
-        if self.unregister is not None:
+        if self.unregister is not None:  # `weakref.finalize` is too late: a mapping ends before
             self.unregister(self.address)
 
 
 def pinned(size_bytes: int) -> Tensor:
     """A uint8 tensor of new pinned memory, which is given back when nothing holds it."""
-    # Registered with the driver, as torch's pinned memory rounds up to a power of two.
-    try:
+    try:  # registered with the driver, as torch's pinned memory rounds up to a power of two
         memory = _Mapping(-1, size_bytes)
     except OSError as error:
         raise _refused(size_bytes, str(error)) from error
@@ -187,9 +175,7 @@ class Arriving:
         self.x, self.copied, self.computing = x, copied, computing
 
     def __del__(self) -> None:
-        # Dropped before it has arrived, as where backward fails: the block may be another tensor's
-        # next.
-        if self.copied is not None:
+        if self.copied is not None:  # not yet arrived, as in a failed backward
             self.computing.wait_event(self.copied)
 
 
@@ -208,8 +194,7 @@ class StreamTier:
         self._nvme = Folder(links.nvme_path or host_folder(), "nvme") if nvme_bytes else None
 
     def require_room(self) -> None:
-        # Before the first step: pinning takes time, and may fail.
-        self._ranges.require()
+        self._ranges.require()  # before the first step: pinning takes time, and may fail
         if self._nvme is not None:
             self._nvme.require_room(self._nvme_bytes)
 
@@ -220,8 +205,7 @@ class StreamTier:
         part = self._ranges.take(place_bytes, shown.size_bytes)
         part.uses.settle()
         way = side_stream(str(self.device), "d2h")
-        # What the computing stream has been given so far makes the value.
-        way.wait_event(self._computing().record_event())
+        way.wait_event(self._computing().record_event())  # its work makes the value
         copied = self._queued(way, part.uses, part.memory, _whole(x, shown.size_bytes))
         part.uses.events[:] = [copied]
         return handle_of(Store(shown, _PinnedCopy(part, copied)))
@@ -229,9 +213,7 @@ class StreamTier:
     def leave(self, handle: Tensor, x: Tensor) -> Tensor:
         kept = store_of(handle).kept
         if isinstance(kept, _PinnedCopy) and kept.copied is not None:
-            # The computing stream waits, the host does not. Then the allocator may give the block
-            # away.
-            self._computing().wait_event(kept.copied)
+            self._computing().wait_event(kept.copied)  # only then may the block be given away
         return handle
 
     def fetch(self, handle: Tensor) -> Arriving:
@@ -240,16 +222,13 @@ class StreamTier:
             return Arriving(store.kept.x, None, None)
         kept: _PinnedCopy = store.kept
         if kept.read is not None:
-            # A copy to the device can be queued only once the bytes are on the host.
-            kept.read.wait()
+            kept.read.wait()  # the copy can be queued only once the bytes are on the host
         whole = compute_memory(store.shown.size_bytes, self.device)
         computing, way = self._computing(), side_stream(str(self.device), "h2d")
-        # The block may be a former tensor's, which the computing stream still reads.
-        way.wait_event(computing.record_event())
+        way.wait_event(computing.record_event())  # the block's former tensor may still be read
         source = _Uses() if kept.copied is None else _Uses([kept.copied])
         copied = self._queued(way, source, whole, kept.part.memory)
-        # The part's next tenant must not write before this has read.
-        kept.part.uses.events.append(copied)
+        kept.part.uses.events.append(copied)  # the next tenant must not write before this read
         return Arriving(store.shown.over(whole), copied, computing)
 
     def arrive(self, pending: Arriving) -> Tensor:
@@ -292,8 +271,7 @@ class StreamTier:
 
 @functools.cache
 def side_stream(device: str, link: str) -> Any:
-    # All plans of a process share it, as they do the link.
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # all plans of a process share it, as they do the link
 
 
 def compute_memory(size_bytes: int, device: torch.device) -> Tensor:
@@ -321,7 +299,6 @@ def _write_file(folder: Folder, kept: FileOf, memory: Tensor, copied: Any) -> No
 def _read_file(kept: FileOf, memory: Tensor, before: _Uses) -> None:
     assert kept.file is not None
     for event in before.events:
-        # A thread writes this memory, so the host itself waits for what still reads it.
-        event.synchronize()
+        event.synchronize()  # a thread writes this memory, so the host waits itself
     before.settle()
     kept.file.read_to(memory.data_ptr())

@@ -46,9 +46,8 @@ from remat.schedules.schedule import Schedule
 class SharedState:
     """Shares every parameter, buffer and attribute with the user's module, through one dict.
 
-    Each instance has a class of its own, whose `original_module` is the user's. Pickling keeps
-    that, the schedule and the recipe of the trace; reading traces anew, so a plan that another
-    torch would trace differently is refused there.
+    Each instance has a class of its own, whose `original_module` is the user's. Reading a pickle
+    traces anew, and refuses what another torch would trace otherwise.
     """
 
     training: bool
@@ -104,8 +103,7 @@ class SharedState:
         return found
 
     def _remat_note(self, part: str) -> None:
-        # A part that is taken may be called in place of the whole, and be trained without the plan.
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # a part may be trained in its place, without the plan
             return
         forward, module = replacement_of(self), self  # pyright: ignore
         if forward is not None:
@@ -115,7 +113,6 @@ class SharedState:
 
     @classmethod
     def _remat_over(cls, model: nn.Module) -> Any:
-        """The same over a copy of the original module."""
         make, (_, *given) = cls._remat_recipe_to_pickle()
         return make(model, *given)
 
@@ -174,20 +171,13 @@ class RematModule(SharedState, fx.GraphModule):
     schedule and the guards are attributes of a class that is made for the one instance. That class
     is a subclass of the user's, so `isinstance` holds for both. In training mode with gradients
     enabled, a call runs the rewritten step; otherwise it runs the user's own forward.
-
-    Class attributes (each instance has a class of its own)
-    -------------------------------------------------------
-    schedule : what the step carries out.
-    forward_module, backward_module : the two graphs, as plain GraphModules that can be read,
-        printed and iterated.
-    audit : compares steps with the model's own forward, or says why not; None without.
     """
 
-    schedule: ClassVar[Schedule]
+    schedule: ClassVar[Schedule]  # what the step carries out
     _remat_schedule: ClassVar[Schedule]
-    forward_module: ClassVar[fx.GraphModule]
+    forward_module: ClassVar[fx.GraphModule]  # can be read, printed and iterated, as backward's
     backward_module: ClassVar[fx.GraphModule]
-    audit: ClassVar[Audit | None]
+    audit: ClassVar[Audit | None]  # compares steps with the model's forward, or says why not
     _remat_compiled_step: ClassVar[CompiledStep]
     _remat_guards: ClassVar[Guards]
     _remat_recompute_inputs: ClassVar[RecomputeInputs | None]
@@ -199,8 +189,7 @@ class RematModule(SharedState, fx.GraphModule):
     _remat_split: ClassVar[StepSplit | None] = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> RematModule:
-        # `GraphModule.__new__` would make another class for it.
-        return object.__new__(cls)
+        return object.__new__(cls)  # `GraphModule.__new__` would make another class for it
 
     def no_update(self) -> contextlib.AbstractContextManager[None]:
         """Within it backwards add to ``.grad`` and update nothing: for all batches but the last.
@@ -239,8 +228,7 @@ class RematModule(SharedState, fx.GraphModule):
             for one in step.mutated:
                 one.put(guards.model.get_submodule(one.path), tensors[: one.tensors])
                 tensors = tensors[one.tensors :]
-        # What eager's forward sets at its first call alone.
-        for one in step.initialised:
+        for one in step.initialised:  # what eager's forward sets at its first call alone
             one.put()
         if audit and seen and (names := audit.differing(self, seen, output)):
             raise audit.error(names)
@@ -257,8 +245,7 @@ class RematModule(SharedState, fx.GraphModule):
         guards.unsharded_parameters.require_fresh(self)
         state, leaves = guards.require(batch)
         if any(map(is_in_flight, leaves)):
-            # A collective may still write to these.
-            leaves = wait_all(leaves)
+            leaves = wait_all(leaves)  # a collective may still write to these
             batch = guards.batches.tree(leaves)
         if step.floats and (unlike := step.floats.refresh()):
             raise StateChangedError(unlike)
@@ -293,9 +280,8 @@ class RematModule(SharedState, fx.GraphModule):
     def _remat_over(cls, model: nn.Module) -> RematModule:
         guards = cls._remat_guards
         is_own = guards.initialised or cls._remat_compiled_step.floats
-        # The compiled step takes all state as arguments, so a copy shares it; but not where the
-        # graphs hold tensors of the model, its Python state is another one now, or steps set what
-        # no path finds.
+        # A copy shares the compiled step, which takes all state as arguments. Not where graphs hold
+        # the model's tensors, Python state changed, or steps set what no path finds.
         if guards.constants or is_own or guards.python_state.first_change():
             return super()._remat_over(model)
         recipe, step = guards.recipe, cls._remat_compiled_step
@@ -328,7 +314,6 @@ class RematModule(SharedState, fx.GraphModule):
 
     @property
     def code(self) -> str:
-        """Python code of both graphs."""
         step = self._remat_compiled_step
         return f"# forward{step.forward.code}\n# backward{step.backward.code}"
 
@@ -340,7 +325,6 @@ class RematModule(SharedState, fx.GraphModule):
         )
 
     def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
-        """Both graphs with the shape of every tensor, as text; also printed by default."""
         step = self._remat_compiled_step
         graphs = step.forward, step.backward
         return "\n".join(one.print_readable(print_output, *args, **kwargs) for one in graphs)
@@ -357,7 +341,6 @@ def make_module(
     python_state: PythonState, prediction: Prediction | None = None,
     costed: TrainingGraph | None = None, updates: Updates | None = None, *, audit: Audits = "step",
 ) -> RematModule:  # fmt: skip
-    """A `RematModule` over `model`, which is an instance of the model's own class too."""
     guards = Guards(
         model, recipe, python_state, step.initialised, step.forward, step.backward,
         tuple(step.gradients.written),
@@ -385,13 +368,11 @@ def _restored(
     audit: Audits = "step",
 ) -> RematModule:  # fmt: skip
     """The module of a plan over a copy of its model, whose modules were in `modes`, traced anew."""
-    # The copy may be in eval mode, and stays so.
-    with in_modes(model, modes):
+    with in_modes(model, modes):  # the copy may be in eval mode, and stays so
         traced = trace_recipe(model, recipe)
         links = links_of(traced, costed)
         step = compile_step(traced, schedule, by_inductor=by_inductor, links=links)
-        # No updates: copies have parameters of their own, which no optimizer knows.
-        known = (prediction, costed)
+        known = (prediction, costed)  # no updates: no optimizer knows a copy's parameters
         return make_module(model, schedule, recipe, step, traced.python_state, *known, audit=audit)
 
 

@@ -1,9 +1,7 @@
 """The forward of a planned module, as trainers see and replace it; and who trains without it.
 
-That a planned module is trained without its plan is said once, with what keeps the plan from it.
-Four things do: eval mode, a forward that has taken the place of the planned one, Lightning, which
-calls `training_step`, and a caller who takes the module apart. Whoever calls the user's original
-module means to, and is told nothing. Parameters are watched only once one of the four is seen.
+Training without the plan is said once, with its cause: eval mode, a replaced forward, Lightning's
+`training_step`, or a module taken apart. Parameters are watched only after one of these.
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ class _Arrived(OnlyLooks):
 class Unplanned:
     """What is known of one planned module, or of the planned blocks of one model.
 
-    `kind` is the name of the model's class, None for that of the module that is used. `is_open`
-    says that no plan has run yet, and nothing was said.
+    `kind`: the model's class name, None if in use. `is_open`: nothing ran, and nothing was said.
     """
 
     def __init__(self, kind: str | None = None) -> None:
@@ -83,8 +80,7 @@ class Unplanned:
         self._watch_while_alive(module, functools.partial(_of_parts, self._name(module), part))
 
     def replaced(self, module: nn.Module, forward: Any) -> None:
-        # The new forward may not call the planned one.
-        self.is_open = not self._is_said
+        self.is_open = not self._is_said  # the new forward may not call the planned one
         self._watch_while_alive(module, functools.partial(_of_other, self._name(module), forward))
 
     def evaluated(self, module: nn.Module, output: Any) -> None:
@@ -127,8 +123,7 @@ class Unplanned:
     def _backward_of_eval(self, module: nn.Module, _: Any) -> None:
         if self._is_said or self._is_in_eval:
             return
-        # Backward may stop at inputs: what counts is whether it goes on to parameters.
-        self._is_in_eval, before = True, self._cause
+        self._is_in_eval, before = True, self._cause  # backward may stop before parameters
         self._versions = [parameter._version for parameter in module.parameters()]
         self._cause = functools.partial(self._of_eval, self._name(module))
         self._watch(module)
@@ -197,8 +192,7 @@ def _innermost(forward: Any) -> str:
     name, function = type(forward).__name__, forward
     while function is not None:
         function = getattr(function, "func", function)  # of a partial
-        # It may have taken over the name of the forward that it replaces, but its code has not.
-        code: Any = getattr(function, "__code__", None)
+        code: Any = getattr(function, "__code__", None)  # the name may be taken over, not the code
         file: str = code.co_filename if code else _TORCH
         if file.startswith(str(Path(__file__).parent)):
             break  # the planned forward, which it only looks like
@@ -218,8 +212,7 @@ def _level_of_user() -> int:
 
 
 _Forward = Callable[..., Any]
-_TAKEN_BY = ("__getitem__", "__iter__")
-"""Methods of a container, such as `nn.Sequential`, that hand out its parts."""
+_TAKEN_BY = ("__getitem__", "__iter__")  # methods of a container that hand out its parts
 
 
 class _OwnForward:
@@ -239,8 +232,7 @@ class _OwnForward:
         if getattr(replacement, "__func__", None) is self.function:  # ours again
             self.replacement = None
             return
-        # Kept here, not on the user's module, where it and ours would call each other without end,
-        # as with Accelerate's forward for mixed precision.
+        # Not on the user's module: it and ours could call each other without end (Accelerate).
         self.replacement = replacement
         type(instance)._remat_unplanned.replaced(instance, replacement)
 
@@ -249,7 +241,6 @@ class _OwnForward:
 
 
 def replacement_of(module: nn.Module) -> Any:
-    """What has taken the place of a planned module's forward, on it or on its class, or None."""
     found = inspect.getattr_static(type(module), "forward")
     return found.replacement if isinstance(found, _OwnForward) else found
 
@@ -261,8 +252,7 @@ def class_of_user(
     user = type(model)
     # Trainers read the class name to choose how the loss is shifted, and keep it in checkpoints.
     names = {"__module__": user.__module__, "__qualname__": user.__qualname__}
-    # Trainers read the signature to choose columns of a data set. torch.compile leaves this forward
-    # alone: it would break at every rewritten step.
+    # Trainers read the signature to choose data columns. torch.compile would break at every step.
     forward = _OwnForward(torch.compiler.disable(_like_users(user, base.forward, loss_fn)))
     ours = {
         "forward": forward,
@@ -350,8 +340,7 @@ def _like_users(user: type[nn.Module], forward: _Forward, loss_fn: LossFunction 
     if loss_fn is not None and "target" not in found.parameters:
         target = inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY, default=None)
         place = sum(one.kind is not inspect.Parameter.VAR_KEYWORD for one in given)
-        # Keyword-only, so before **kwargs.
-        given.insert(place, target)
+        given.insert(place, target)  # keyword-only, so before **kwargs
     vars(method)["__signature__"] = found.replace(parameters=given)
     return method
 
@@ -362,8 +351,7 @@ _originals: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDic
 def with_replaced(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """`model` with other modules in the places of some; the user's model stays as it is.
 
-    A module that holds a replaced one is copied, one deep. The copy has the same parameters,
-    buffers and attributes, but its own submodules and hooks. All else is shared.
+    What holds one is copied, with its own submodules and hooks; all else is shared.
     """
     made = _rebuilt(model, dict(replaced))
     if made is not model:
@@ -376,8 +364,7 @@ def original_of_shell(model: nn.Module) -> nn.Module:
 
 
 def _rebuilt(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
-    # A module that stands in several places stays one module.
-    if module in known:
+    if module in known:  # a module that stands in several places stays one module
         return known[module]
     own = module._modules.items()
     children = {name: None if one is None else _rebuilt(one, known) for name, one in own}
@@ -387,8 +374,7 @@ def _rebuilt(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
 
 
 def shell_with(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
-    # Not by calling the class, whose __init__ makes parameters of its own.
-    shell = object.__new__(type(module))
+    shell = object.__new__(type(module))  # its __init__ would make parameters
     shell.__dict__ = dict(module.__dict__)
     for name in ALL_HOOKS:
         shell.__dict__[name] = module.__dict__[name].copy()

@@ -44,12 +44,10 @@ class _Members:
         leaves, spec = self.batches.leaves(batch)
         number = self._number(leaves) if spec == self.signature.spec else -1
         if number < 0:
-            # Its guards name the difference.
-            return self.first
+            return self.first  # its guards name the difference
         found = self._modules[number]
         if found is None:
-            # A later member relies on what the first one was made for.
-            self.first._remat_guards.require(batch)
+            self.first._remat_guards.require(batch)  # a later one relies on what the first is for
             found = self._modules[number] = self._compiled(number)
         self.last = found
         return found
@@ -71,20 +69,10 @@ class _Members:
 
 
 class RangedModule(SharedState, nn.Module):
-    """A module that trains as the user's does at every size of a range, by a family of schedules.
+    """A module that trains as the user's at every size of a range, with its ``__dict__`` itself."""
 
-    Like a `RematModule` it has the user's ``__dict__`` itself, and is an instance of the user's
-    class. In training mode with gradients enabled, a call runs the step of the schedule that serves
-    the sizes of the batch; otherwise it runs the user's own forward.
-
-    Class attributes (each instance has a class of its own)
-    -------------------------------------------------------
-    family : the schedules, and the sizes that each of them serves.
-    ranged_graph : with the costs that they were solved by; None where it was not at hand.
-    """
-
-    family: ClassVar[Family]
-    ranged_graph: ClassVar[RangedGraph | None]
+    family: ClassVar[Family]  # the schedules, and the sizes that each serves
+    ranged_graph: ClassVar[RangedGraph | None]  # with its costs, if at hand
     _remat_family: ClassVar[Family]
     _remat_graph: ClassVar[RangedGraph | None]
     _remat_members: ClassVar[_Members]

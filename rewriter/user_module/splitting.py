@@ -29,10 +29,7 @@ class SplitBackward:
             type(block)._remat_split = StepSplit(codes[path], self._queue)
 
     def dw_builder(self) -> Callable[[], None]:
-        """For `torch.distributed.pipelining.PipelineStage`: W of the backward that has just run.
-
-        The function adds the gradients of the weights to ``.grad``. It is to be called once.
-        """
+        """W of the backward that has just run, for `PipelineStage`; to be called once."""
         return self._queue.take()
 
     def together(self) -> None:
@@ -70,13 +67,11 @@ def split_backward(module: nn.Module) -> SplitBackward:
             f"no part of this {type(module).__name__} is rewritten, and torch splits the backward "
             "of eager modules itself: leave out dw_builder"
         )
-    # All refusals come before any block is changed.
-    _refuse_shared(module, blocks)
+    _refuse_shared(module, blocks)  # all refusals come before any block is changed
     codes: dict[Any, SplitCode] = {}
     for path, block in blocks.items():
         _refuse_step(path, block)
-        # Blocks that are alike share a step, and so the code of both parts.
-        key = id(block._remat_compiled_step)
+        key = id(block._remat_compiled_step)  # equal blocks share a step, and both parts' code
         if key not in codes:
             codes[key] = SplitCode(_graphs(path, block), block._remat_guards.kind)
     of_path = {path: codes[id(block._remat_compiled_step)] for path, block in blocks.items()}
@@ -92,8 +87,7 @@ def _graphs(path: str, block: RematModule) -> SplitGraphs:
                 f"draws random numbers in backward ({node.target}), in an order that two parts "
                 "would change: rewrite its parts by themselves",
             )  # fmt: skip
-    # Parameters and buffers are the first inputs.
-    n_state = len(block._remat_guards.names)
+    n_state = len(block._remat_guards.names)  # parameters and buffers are the first inputs
     weights = [place for place in step.gradients.needs if place < n_state]
     return split_graph(step.backward, weights, _resident(step.forward.graph, step, n_state))
 
@@ -103,8 +97,7 @@ def _resident(forward: fx.Graph, step: Any, n_state: int) -> list[str]:
     results: Any = forward.output_node().args[0]
     inputs = [n for n in step.backward.graph.nodes if n.op == "placeholder"]
     saved = [n for n in inputs if not str(n.target).startswith("tangents")]
-    # What forward saves comes last.
-    kept = results[len(results) - len(saved) :]
+    kept = results[len(results) - len(saved) :]  # what forward saves comes last
     return [given.name for given, node in zip(saved, kept, strict=True) if node in state]
 
 
@@ -129,8 +122,7 @@ def _refuse_step(path: str, block: RematModule) -> None:
 
 
 def _refuse_shared(module: nn.Module, blocks: dict[str, RematModule]) -> None:
-    # A parameter of two blocks, or also outside, would be summed in another order.
-    owners: dict[int, str] = {}
+    owners: dict[int, str] = {}  # a parameter of two would be summed in another order
     for path, holder in _holders(module, blocks):
         for name, parameter in holder:
             where = owners.setdefault(id(parameter), path)
