@@ -69,21 +69,33 @@ class _Bound(msgspec.Struct, frozen=True):
 
 
 class Sweep(msgspec.Struct, frozen=True):
-    """Outcomes at several budgets, of one or more solvers; iterates over the first one's plans."""
+    """Outcomes at several budgets, of one solver or several, with the bound at each budget.
+
+    Iterating goes over the plans of the first solver, that of the smallest budget first.
+
+    Attributes
+    ----------
+    step : that was solved.
+    base_us, unmodified_bytes : time of every op once, and peak of the unmodified step.
+    asked : the budgets as they were written.
+    rows : one a solver, in the order asked; the unmodified step, and the plan at hand, come first.
+    fronts : by solver, all that it found; without those that refuse this graph.
+    """
 
     step: TrainingGraph
     model: str
     device: str
     cost_origin: str = msgspec.field(name="prices")  # the key of older releases
-    base_us: float  # every op once
+    base_us: float
     unmodified_bytes: int
-    asked: tuple[str, ...]  # as they were written
+    asked: tuple[str, ...]
     bounds: tuple[_Bound, ...]
-    rows: tuple[_Compared, ...]  # one a solver; first the unmodified step and the plan at hand
-    fronts: dict[str, Front]  # by solver, without those that refuse this graph
+    rows: tuple[_Compared, ...]
+    fronts: dict[str, Front]
 
     @property
     def front(self) -> Front:
+        """What the first solver found."""
         return next(iter(self.fronts.values()))
 
     def __iter__(self) -> Iterator[Plan]:
