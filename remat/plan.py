@@ -214,7 +214,7 @@ class Plan(Result, frozen=True):
         BudgetError : nothing fits. RematError : a glob matches nothing.
         KeyboardInterrupt : Ctrl-C came. An explanation without some of its parts would mislead.
         """
-        from remat.analysis.explain import explain
+        from remat.analysis.explanation import explain
 
         return explain(self._graph(), self, why_of=why_of, each_s=each_s, progress=progress)
 

@@ -10,8 +10,7 @@ import msgspec
 import typer
 from rich.text import Text
 
-from remat.analysis.explain import FURTHER_SOLVE_S, explain
-from remat.analysis.explanation import Explanation, explanation_screen
+from remat.analysis.explanation import FURTHER_SOLVE_S, Explanation, explain, explanation_screen
 from remat.analysis.inspect import InspectBy, Inspection, inspect, inspection_screen
 from remat.cli.session import (
     Session,

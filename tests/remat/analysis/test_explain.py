@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 import remat
-from remat.analysis.explain import explain
-from remat.analysis.explanation import Explanation, sentences, why_text
+from remat.analysis.explanation import Explanation, explain, sentences, why_text
 from remat.analysis.why import against_greedy, simple_rules, why
 from remat.graph_capture.errors import BudgetError, GlobError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
