@@ -231,7 +231,7 @@ def _with_virtual_stages(
     for virtual_stages in asked.of("virtual_stages", _VIRTUAL_STAGES) if pp > 1 else (1,):
         if virtual_stages > 1 and (even_layers(job.layers, pp, virtual_stages) is None or m % pp):
             continue
-        # Backward with collectives is not split (`rewriter/user_module/splitting.py`).
+        # Backward with collectives is not split (`remat/cluster/apply/split_backward.py`).
         for is_split in (False, True) if virtual_stages > 1 and tp == cp == 1 else (False,):
             found = Degrees(tp, cp, pp, dp, microbatch, m, virtual_stages, is_split)
             if asked.allows(schedule=found.schedule):

@@ -33,7 +33,7 @@ CHAIN_POSITIONS: tuple[ChainPosition, ...] = ("first", "block", "last")
 # which the stage before waits for, and W those of the weights, where the rank would wait (Qi et al.
 # 2023, https://arxiv.org/abs/2401.10241). W has the products that I does without, and what reads
 # their results. All else runs with I: held for W, a sum over a batch is smaller than what it is of.
-# The rewriter cuts a backward graph for the fewest bytes held (`rewriter/graphs/weight_cut.py`);
+# `apply/weight_cut.py` cuts a backward graph for the fewest bytes held;
 # this is that cut but for ops that make no product and copy, of which either side holds as much.
 
 

@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import remat
+from remat.cluster.apply.split_backward import SplitBackward, split_backward
 from remat.cluster.stepping import RingStage
 from remat.rewriter.user_module.module import RematModule
-from remat.rewriter.user_module.splitting import SplitBackward, split_backward
 from tests.distributed.launch import join, leave
 
 # Torch 2.11 would connect a rank with itself, where two stages are on it; gloo fails at that.

@@ -21,6 +21,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from remat.cluster import stepping
 from remat.cluster.apply.cluster_mesh import DIMENSIONS, PP, Applied, TensorPlan, opened_plan
+from remat.cluster.apply.split_backward import split_backward
 from remat.cluster.apply.stage_parts import RankParts, rank_parts
 from remat.cluster.apply.stage_peak import peak_of_rank
 from remat.cluster.apply.whole_chain import Materialize, values_digest, whole_chain
@@ -31,7 +32,6 @@ from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import refuse_fake
 from remat.rewriter.user_module.module import SharedState
-from remat.rewriter.user_module.splitting import split_backward
 
 
 def _check_plan(

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
+from remat.cluster.apply.weight_cut import is_heavy, is_mark, split_graph
 from remat.cluster.parts import is_product
 from remat.rewriter.graphs.backward_parts import SplitGraphs
 from remat.rewriter.graphs.codegen import compile_boxed, compile_in_steps
-from remat.rewriter.graphs.weight_cut import is_heavy, is_mark, split_graph
-from tests.rewriter.split_backward.made_backward import Backward, N, at_random
+from tests.remat.cluster.split_backward.made_backward import Backward, N, at_random
 
 aten = torch.ops.aten
 

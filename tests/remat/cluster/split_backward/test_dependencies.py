@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from remat.cluster.apply.weight_cut import split_graph
 from remat.graph_capture.devices.memory_events import measure_regions
 from remat.rewriter.graphs.codegen import compile_boxed, compile_in_steps
-from remat.rewriter.graphs.weight_cut import split_graph
-from tests.rewriter.split_backward.made_backward import Backward, N, at_random, aten
+from tests.remat.cluster.split_backward.made_backward import Backward, N, at_random, aten
 from tests.rows import each_nth
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import remat
+from remat.cluster.apply.split_backward import SplitBackward, split_backward
 from remat.graph_capture.errors import RewriteError
-from remat.rewriter.user_module.splitting import SplitBackward, split_backward
-from tests.rewriter.split_backward.split_models import MODELS, ROWS, WIDTH, Mlp
+from tests.remat.cluster.split_backward.split_models import MODELS, ROWS, WIDTH, Mlp
 
 N_MICROBATCHES = 3
 

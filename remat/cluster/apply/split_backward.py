@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import fx, nn
 
+from remat.cluster.apply.weight_cut import split_graph
 from remat.graph_capture.distributed.collectives import collectives_in
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.joint.nodes import draws_randomness
 from remat.rewriter.graphs.backward_parts import SplitCode, SplitGraphs, StepSplit, WeightsQueue
-from remat.rewriter.graphs.weight_cut import split_graph
 from remat.rewriter.user_module.module import RematModule
 from remat.rewriter.user_module.ranged import RangedModule
 
