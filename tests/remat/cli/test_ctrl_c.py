@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from remat import progress
-from remat.analysis import explain
+from remat.analysis import explanation
 from remat.cli.entry import ended_by_ctrl_c
 from remat.cli.session import STOPPED, interrupts_noted
 from remat.job import pipeline, size_search
@@ -121,7 +121,7 @@ def test_ctrl_c_amid_largest_batch_gives_the_largest_so_far(
 
 
 def test_ctrl_c_amid_explain_shows_the_plan(remat: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explain, "least_budget", once(explain.least_budget))
+    monkeypatch.setattr(explanation, "least_budget", once(explanation.least_budget))
     found = remat("show", remat.gpt, "--explain", "--budget", "80%")
     assert (found.exit_code, SAID in found.stderr) == (STOPPED, True)
     assert "overhead" in found.stdout
