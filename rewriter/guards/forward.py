@@ -193,7 +193,11 @@ class Guards:
         self.recipe.signature.require(leaves, spec, self.kind)
         if other := self.recipe.signature.other_number(leaves):
             name, was, now = other
-            raise self._changed(f"{name}, at whose numbers forward looks,", was, now)
+            raise StateChangedError(
+                f"{self.kind} looks at the numbers of {name}, which were {was} when the step was "
+                f"captured and are {now} now: make another plan for such batches, as "
+                "remat.rematerialize without a batch does"
+            )
         taken = self._model_state()
         self._require_attributes([*taken, *leaves])
         self._require_apart(taken, leaves)
