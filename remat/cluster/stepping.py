@@ -60,6 +60,13 @@ class RingStage(PipelineStage):
             if isinstance(module, RematModule):
                 module._remat_guards.unsharded_parameters.note_sharded()
 
+    @property
+    def received_bytes(self) -> int:
+        """Of the receive buffers, which live from the first step on; a shared one counts once."""
+        each = (*self.args_recv_info.values(), *self.grad_recv_info.values())
+        found = [getattr(one, "buffer", None) for infos in each for one in infos]
+        return sum({b.data_ptr(): b.nbytes for b in found if b is not None}.values())
+
 
 def _share(infos: _ReceiveInfos, size: int) -> None:
     for microbatch in range(size, len(infos) if size else 0):

@@ -45,12 +45,4 @@ def held_bytes(part: Any) -> int:
     """Of parameters, buffers and receive buffers."""
     held = {id(t): local_part(t) for m in part.modules for t in (*m.parameters(), *m.buffers())}
     stays = sum(t.numel() * t.element_size() for t in held.values())
-    return stays + sum(map(received_bytes, part.schedule.stages))
-
-
-def received_bytes(stage: Any) -> int:
-    infos = (stage.args_recv_info, stage.grad_recv_info)
-    found = [getattr(one, "buffer", None) for of in infos for each in of.values() for one in each]
-    # Microbatches share buffers: each counts once.
-    buffers = {buffer.data_ptr(): buffer.nbytes for buffer in found if buffer is not None}
-    return sum(buffers.values())
+    return stays + sum(stage.received_bytes for stage in part.schedule.stages)

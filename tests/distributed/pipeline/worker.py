@@ -30,7 +30,7 @@ from remat.schedules.plan import Versions
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.distributed.launch import join, leave, refused
-from tests.distributed.optimizer_steps import alike, held_bytes, received_bytes, trained
+from tests.distributed.optimizer_steps import alike, held_bytes, trained
 from tests.distributed.pipeline.models import (
     VOCAB,
     Decoder,
@@ -112,7 +112,7 @@ def compared(
     return {
         "same": alike(expected, found), "n": len(found), "overhead": fast.overhead,
         "predicted_bytes": fast.peak_bytes,
-        "received_bytes": [received_bytes(stage) for stage in fast.schedule.stages],
+        "received_bytes": [stage.received_bytes for stage in fast.schedule.stages],
         "asked_for": asked_for,
     } | measured  # fmt: skip
 
