@@ -313,38 +313,6 @@ class TrainingStep(msgspec.Struct, frozen=True):
     and its figures show in a notebook.
     """
 
-    def to_networkx(self) -> MultiDiGraph[str]:
-        """The step as a graph of networkx, to look at it with other tools.
-
-        Nodes are ops, with ``phase``, ``target``, ``module``, ``source``, ``cost_us`` and
-        ``workspace_bytes``. Each value is an edge from the op that makes it to each that reads it,
-        with the value's name as its key, and ``size_bytes``, ``dtype`` and ``shape``. Parameters
-        and the batch are no edges, as no op makes them. A range has its largest sizes.
-
-        Raises
-        ------
-        ImportError : networkx is not installed; it is in ``remat[notebook]``.
-        """
-        from networkx import MultiDiGraph
-
-        step, found = self.top, MultiDiGraph()
-        for op in step.ops:
-            facts = ("phase", "target", "module", "source", "cost_us", "workspace_bytes")
-            found.add_node(op.name, **{name: getattr(op, name) for name in facts})
-        for op in step.ops:
-            for value in (step.value_by_name[name] for name in dict.fromkeys(op.inputs)):
-                if value.producer:
-                    found.add_edge(
-                        value.producer, op.name, value.name, size_bytes=value.size_bytes,
-                        dtype=value.dtype, shape=value.shape,
-                    )  # fmt: skip
-        return found
-
-    @property
-    def top(self) -> TrainingGraph:
-        """The step of the largest sizes; of one size, the step itself."""
-        raise NotImplementedError
-
 
 class TrainingGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     """One training step as ops over values, in captured order.
@@ -390,10 +358,6 @@ class TrainingGraph(TrainingStep, frozen=True, dict=True, weakref=True):
         # An older file is written again as of this version.
         msgspec.structs.force_setattr(self, "schema_version", _SCHEMA_VERSION)
         _check_graph(self)
-
-    @property
-    def top(self) -> TrainingGraph:
-        return self
 
     @functools.cached_property
     def op_index(self) -> dict[str, int]:
@@ -472,6 +436,33 @@ class TrainingGraph(TrainingStep, frozen=True, dict=True, weakref=True):
             raise GraphError(f"not a graph file of this release: {error}") from error
         except TextError as error:
             raise GraphError(f"not a JSON graph file: {error}") from error
+
+    def to_networkx(self) -> MultiDiGraph[str]:
+        """The step as a graph of networkx, to look at it with other tools.
+
+        Nodes are ops, with ``phase``, ``target``, ``module``, ``source``, ``cost_us`` and
+        ``workspace_bytes``. Each value is an edge from the op that makes it to each that reads it,
+        with the value's name as its key, and ``size_bytes``, ``dtype`` and ``shape``. Parameters
+        and the batch are no edges, as no op makes them.
+
+        Raises
+        ------
+        ImportError : networkx is not installed; it is in ``remat[notebook]``.
+        """
+        from networkx import MultiDiGraph
+
+        found = MultiDiGraph()
+        for op in self.ops:
+            facts = ("phase", "target", "module", "source", "cost_us", "workspace_bytes")
+            found.add_node(op.name, **{name: getattr(op, name) for name in facts})
+        for op in self.ops:
+            for value in (self.value_by_name[name] for name in dict.fromkeys(op.inputs)):
+                if value.producer:
+                    found.add_edge(
+                        value.producer, op.name, value.name, size_bytes=value.size_bytes,
+                        dtype=value.dtype, shape=value.shape,
+                    )  # fmt: skip
+        return found
 
     def _repr_html_(self) -> str:
         from remat.formats import bytes_text, figures_html, time_text

@@ -256,8 +256,8 @@ def sharded(
 def local_step(
     graph: TrainingGraph, sharding: Sharding, *, is_rewritten: bool = False
 ) -> TrainingGraph:
-    """Blocks are found by the module paths of ops. `is_rewritten`: the whole step is to be one
-    autograd node, whose gradients come at its end."""
+    """The step of one rank; blocks are found by the module paths of ops. `is_rewritten`: the whole
+    step is to be one autograd node, whose gradients come at its end."""
     if sharding.kind == "none":
         return graph
     # One node hands over all gradients at its end: buckets stand beside them, views or not.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -39,6 +39,9 @@ from remat.graph_capture.sizes.symbols import (
     never_falls,
     require_in_range,
 )
+
+if TYPE_CHECKING:
+    from networkx import MultiDiGraph
 
 
 def _check_points(
@@ -122,6 +125,10 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     def top(self) -> TrainingGraph:
         """The graph at the largest sizes."""
         return self.at(**corner(self.symbols, "high"))
+
+    def to_networkx(self) -> MultiDiGraph[str]:
+        """That of the largest sizes, as of `TrainingGraph.to_networkx`."""
+        return self.top.to_networkx()
 
     def at(self, **sizes: int) -> TrainingGraph:
         """The graph of the step at these sizes, as a capture at these sizes would be.

@@ -87,7 +87,7 @@ def checkpoints_noted(provenance: Provenance) -> Generator[None]:
 
 
 def refuse_checkpointed_writes(graph: fx.Graph, results: int, paths: set[str]) -> None:
-    """`CaptureError` if forward writes to a buffer under a checkpoint. `results`: its outputs."""
+    """`CaptureError` if forward writes to a buffer under a checkpoint; its `results` come first."""
     for what in graph.output_node().meta["desc"][:results]:  # a batch norm would count twice
         buffer = str(getattr(getattr(what, "mutated_input", None), "target", ""))
         module = buffer.rpartition(".")[0]

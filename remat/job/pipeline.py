@@ -142,8 +142,7 @@ def graph_with_costs(
             traced, progress=progress, profile=request.read_profile(),
             measure_again=request.measure_again, tiers=request.tiers(), chunks=chunks,
         )  # fmt: skip
-    is_whole = request.sharding.kind == "none"
-    return graph if is_whole else local_step(graph, request.sharding)
+    return local_step(graph, request.sharding)
 
 
 def solve_request(
