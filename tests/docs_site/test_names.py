@@ -36,6 +36,19 @@ def test_what_a_page_names_is_there(page: Path) -> None:
     assert missing == []
 
 
+def test_tables_of_what_has_moved_name_what_is_there() -> None:
+    files, names = (
+        [line.split(",") for line in (ROOT / "docs" / "moved" / name).read_text().splitlines()[1:]]
+        for name in ("files.csv", "names.csv")
+    )
+    missing = [now for _, now in files if not (ROOT / now).is_file()]
+    for _, now, file in names:
+        last = now.rpartition(".")[2]
+        is_there = (ROOT / file).is_file() and re.search(rf"\b{last}\b", (ROOT / file).read_text())
+        missing += [] if is_there else [f"{now} in {file}"]
+    assert missing == []
+
+
 def test_every_folder_of_the_packages_is_in_the_table() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `([\w/]+)/` \|", text, re.MULTILINE)
