@@ -38,7 +38,7 @@ def why_not_run(error: KernelError, otherwise: str) -> str:
 
 class _OpTime(NamedTuple):
     cost_us: float
-    away: float  # the least part of a time that went to other programs
+    away: float  # the part of its time that went to other programs
 
 
 KEEP_S = 2.0  # seconds after which times are handed out to be kept, in case the process is ended
@@ -57,17 +57,24 @@ def times_us(
     ops are not tried again. `after` gets the number timed so far, `between` follows each pass.
     `begun`: so many passes are left out. `keep` gets all times now and then, and at Ctrl-C."""
     found: _Times = {key: list((begun or {}).get(key, ()))[: meter.passes] for key in made}
-    away = dict[str, float]()
+    away = dict[str, list[float]]()
     try:
         _take(found, away, made, moved_bytes, meter, failed, first, after, between, keep)
     except BaseException:
         keep(found)  # Ctrl-C too: what was timed so far is not lost
         raise
-    return {key: _OpTime(least_agreed(each), away.get(key, 0.0)) for key, each in found.items()}
+    return {
+        key: _OpTime(least_agreed(each), _away(each, away.get(key))) for key, each in found.items()
+    }
+
+
+def _away(times: Sequence[float], away: Sequence[float] | None) -> float:
+    # Passes that do not agree leave a median, which a busy one may have given.
+    return (min if have_agreed(times) else max)(away) if away else 0.0
 
 
 def _take(
-    found: _Times, away: dict[str, float], made: Mapping[str, Callable[[], Run]],
+    found: _Times, away: dict[str, list[float]], made: Mapping[str, Callable[[], Run]],
     moved_bytes: Mapping[str, int], meter: Meter, failed: _Failed,
     first: Callable[[str, Run], None], after: Callable[[int], None],
     between: Callable[[], None] | None, keep: Callable[[_Times], None],
@@ -86,7 +93,7 @@ def _take(
                     if len(found[key]) <= number:  # else an earlier process took them
                         watch = LoadAwareTimer()
                         found[key].append(meter.median_us(run, moved_bytes[key]))
-                        away[key] = min(away.get(key, 1.0), watch.away) if is_here else 0.0
+                        away.setdefault(key, []).append(watch.away if is_here else 0.0)
                     del run  # or its inputs would be there beside those of the next
                 except KERNEL_ERRORS as error:
                     del found[key]

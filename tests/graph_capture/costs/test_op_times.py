@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain, count, repeat
 
 import pytest
 
+from remat.graph_capture.costs import op_times
 from remat.graph_capture.costs.op_times import times_us
 from remat.graph_capture.devices.cpu import CpuMeter
 from remat.graph_capture.devices.meter import Run
@@ -43,6 +45,24 @@ def test_a_slow_while_of_the_machine_changes_no_cost(slow: tuple[int, ...]) -> N
     found = times_us(made(costs), moved, meter, never, between=meter.next)
     assert {key: one.cost_us for key, one in found.items()} == {"add": 5.0, "mm": 9.0}
     assert meter.of_pass == meter.passes
+
+
+@pytest.mark.parametrize(
+    ("slower", "away"),
+    [
+        (1.0, 0.0),  # of passes that agree one was undisturbed
+        (2.0, 0.9),  # what is left is a median, perhaps of a busy pass
+    ],
+)
+def test_times_that_do_not_agree_are_as_busy_as_the_busiest(
+    slower: float, away: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first pass alone has the core; each takes `slower` times as long as the one before."""
+    taken, busy = (1e6 * slower**at for at in count()), chain([0.0], repeat(0.9))
+    monkeypatch.setattr(CpuMeter, "median_us", lambda *_: next(taken))
+    monkeypatch.setattr(op_times.LoadAwareTimer, "away", property(lambda _: next(busy)))
+    ops = made({"mm": 0.0})
+    assert times_us(ops, {"mm": 0}, CpuMeter(), never)["mm"].away == away
 
 
 def test_an_op_is_run_first_once_and_counted_in_each_pass() -> None:
