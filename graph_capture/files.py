@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, ClassVar, Self, TypeVar
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -192,6 +192,52 @@ def decode_json(data: bytes | str, kind: type[_Kind]) -> _Kind:
         raise TextError(_cause(data, f"it is not UTF-8: {error}")) from error
     except RecursionError as error:
         raise TextError("it is nested too deeply to be read") from error
+
+
+class _Header(msgspec.Struct):
+    schema_version: int | None = None
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What a file holds: one JSON object, of a schema version that this release reads."""
+
+    noun: ClassVar[str]
+    again: ClassVar[str]  # how to make a file that this release reads, for messages
+    error: ClassVar[type[RematError]]
+    reads: ClassVar[tuple[int, ...]] = (1,)  # schema versions; files are written as of the last
+    schema_version: int = 0  # 0 stands for this release's
+
+    def __post_init__(self) -> None:
+        if self.schema_version not in (0, *self.reads):
+            raise self._another_version(self.schema_version, "the file")
+        # An older file is written again as of this version.
+        msgspec.structs.force_setattr(self, "schema_version", self.reads[-1])
+
+    @classmethod
+    def _another_version(cls, version: int, name: str) -> RematError:
+        reads = f"this release reads {cls.reads[-1]}"
+        return cls.error(f"{name} has schema version {version}, {reads}. {cls.again}")
+
+    def to_json(self) -> bytes:
+        """Encode as JSON; `from_json` reads it back to an equal object."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes | str, name: str = "the file") -> Self:
+        """Read what `to_json` wrote.
+
+        Raises
+        ------
+        RematError : of this class's kind, for another text or another schema version.
+        """
+        try:
+            version = decode_json(data, _Header).schema_version
+            if version in (None, *cls.reads):
+                return decode_json(data, cls)
+        except RematError as error:
+            text = f"{name} is no {cls.noun} of this release ({error}). {cls.again}"
+            raise cls.error(text) from error
+        raise cls._another_version(version, name)  # whose fields may be others
 
 
 def _cause(data: bytes | str, said: str) -> str:

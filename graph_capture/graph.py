@@ -10,14 +10,14 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar, cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from remat.graph_capture.errors import GraphError, ShapeError, TextError
-from remat.graph_capture.files import decode_json
+from remat.graph_capture.errors import GraphError, RematError
+from remat.graph_capture.files import Record
 
 if TYPE_CHECKING:
     from networkx import MultiDiGraph
@@ -213,8 +213,6 @@ class Links(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, **slow)
 
 
-_SCHEMA_VERSION = 2
-_READ_VERSIONS = (1, 2)  # version 1 had no links, and no values with a home
 KEPT = "kept by"  # how `Op.no_recompute` begins where only the user wants that the op runs once
 # How `Op.no_recompute` begins where the user may ask for `recompute`: what a custom op draws or
 # changes unseen is not known. Such a pin is no part of a graph's hash.
@@ -306,12 +304,15 @@ class Resident(msgspec.Struct, frozen=True):
         return sum(msgspec.structs.astuple(self))
 
 
-class TrainingStep(msgspec.Struct, frozen=True):
+class TrainingStep(Record, frozen=True):
     """One training step as `remat.capture` returns it: ops over values, with their costs.
 
     For one size it is a `TrainingGraph`, for a range of sizes a `RangedGraph`. It holds no tensor,
     and its figures show in a notebook.
     """
+
+    again: ClassVar[str] = "Make it again with: remat show MODEL --as graph -o FILE"
+    error: ClassVar[type[RematError]] = GraphError
 
 
 class TrainingGraph(TrainingStep, frozen=True, dict=True, weakref=True):
@@ -333,6 +334,8 @@ class TrainingGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     links : the ways to memory below the device; None where nothing may leave it.
     """
 
+    noun: ClassVar[str] = "graph"
+    reads: ClassVar[tuple[int, ...]] = (1, 2)  # 1 had no links, and no values with a home
     name: str
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
@@ -342,21 +345,14 @@ class TrainingGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     inputs: tuple[str, ...] = ()
     device: str = "cpu"
     cost_origin: str = msgspec.field(default="unpriced", name="prices")
-    versions: dict[str, str] = {}
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     regions: tuple[Region, ...] = ()
     captured_us: float = 0.0
     links: Links | None = None
-    schema_version: int = _SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        if self.schema_version not in _READ_VERSIONS:
-            raise GraphError(
-                f"graph file has schema version {self.schema_version}, "
-                f"this release reads {_SCHEMA_VERSION}: capture the model again"
-            )
-        # An older file is written again as of this version.
-        msgspec.structs.force_setattr(self, "schema_version", _SCHEMA_VERSION)
+        super().__post_init__()
         _check_graph(self)
 
     @functools.cached_property
@@ -417,25 +413,6 @@ class TrainingGraph(TrainingStep, frozen=True, dict=True, weakref=True):
         pin = " pinned" if op.no_recompute and not op.no_recompute.startswith(CUSTOM) else ""
         line = f"{op.phase}{pin} {op.name} = {op.target}({', '.join(op.inputs)}) -> {results}"
         return f"{line} updates {', '.join(op.updates)}" if op.updates else line
-
-    def to_json(self) -> bytes:
-        """Encode as JSON; `from_json` reads it back to an equal graph."""
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def from_json(cls, data: bytes | str) -> TrainingGraph:
-        """Read a graph written by `to_json`.
-
-        Raises
-        ------
-        GraphError : the text is no graph, or of another schema version.
-        """
-        try:
-            return decode_json(data, cls)
-        except ShapeError as error:
-            raise GraphError(f"not a graph file of this release: {error}") from error
-        except TextError as error:
-            raise GraphError(f"not a JSON graph file: {error}") from error
 
     def to_networkx(self) -> MultiDiGraph[str]:
         """The step as a graph of networkx, to look at it with other tools.

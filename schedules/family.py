@@ -8,13 +8,14 @@ from __future__ import annotations
 import heapq
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
 
 from remat.formats import bytes_text, percent_text
-from remat.graph_capture.errors import ScheduleError
+from remat.graph_capture.errors import PlanError, RematError, ScheduleError
+from remat.graph_capture.files import Record
 from remat.graph_capture.graph import Ints, TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import PartBytes, RangedGraph
 from remat.graph_capture.sizes.symbols import (
@@ -29,7 +30,6 @@ from remat.schedules.derived import check_are_graph_and_schedule, in_chunks
 from remat.schedules.schedule import Compute, Schedule, arriving_values, freed_value
 from remat.schedules.simulate import Simulation, simulate
 
-_FAMILY_VERSION = 1
 _SHOWN = 2  # corners of a member that a family's text shows
 _Certificate = Literal["largest sizes", "bounds of parts"]
 
@@ -56,7 +56,7 @@ class Member(msgspec.Struct, frozen=True):
         return any(all(sizes[name] <= at for name, at in one.items()) for one in self.corners)
 
 
-class Family(msgspec.Struct, frozen=True, dict=True):
+class Family(Record, frozen=True, dict=True):
     """Schedules of one trace whose peaks are within a budget, one for each part of a range.
 
     Attributes
@@ -70,6 +70,9 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     traced_hash : of the trace, by which it is traced again.
     """
 
+    noun: ClassVar[str] = "family of schedules"
+    again: ClassVar[str] = Schedule.again
+    error: ClassVar[type[RematError]] = PlanError
     model: str
     symbols: tuple[Symbol, ...]
     budget_bytes: int
@@ -77,7 +80,6 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     certificate: _Certificate = "largest sizes"
     cost_error: float = msgspec.field(default=0.0, name="prices_error")
     traced_hash: str = ""
-    schema_version: int = _FAMILY_VERSION
 
     @property
     def top(self) -> Member:

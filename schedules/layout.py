@@ -12,13 +12,13 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import ClassVar
 
-import msgspec
 import numpy as np
 
 from remat.graph_capture.devices.known_devices import ALLOCATION_BYTES, CPU
-from remat.graph_capture.errors import LayoutError, ShapeError, TextError
-from remat.graph_capture.files import decode_json
+from remat.graph_capture.errors import LayoutError, RematError
+from remat.graph_capture.files import Record
 from remat.graph_capture.graph import MOST_BYTES, Ints, Op, TrainingGraph
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.schedule import (
@@ -184,25 +184,22 @@ class _Walk:
         return Buffers(size_bytes, start, end, kind, names, self.now, forward_end, resident_bytes)
 
 
-_SCHEMA_VERSION = 1
 CPU_ALIGNMENT_BYTES = 64  # torch's allocator for the CPU aligns to it (`c10/core/alignment.h`)
 
 
-class Layout(msgspec.Struct, frozen=True):
+class Layout(Record, frozen=True):
+    noun: ClassVar[str] = "layout"
+    again: ClassVar[str] = "Make it again with: remat run MODEL --budget BUDGET --layout FILE"
+    error: ClassVar[type[RematError]] = LayoutError
     offsets_bytes: tuple[int, ...]  # in the order of `Buffers`, from the start of the arena
     arena_bytes: int  # from its start to the end of the buffer that ends last
     load_bytes: int  # the most bytes live at once: no arena is smaller
     alignment_bytes: int  # a power of two that divides each offset
     buffers_hash: str  # `Buffers.hash` of what it is a layout of
     placed_by: str = ""  # what found it
-    schema_version: int = _SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        if self.schema_version != _SCHEMA_VERSION:
-            raise LayoutError(
-                f"layout file has schema version {self.schema_version}, "
-                f"this release reads {_SCHEMA_VERSION}: place again"
-            )
+        super().__post_init__()
         check_alignment(self.alignment_bytes)
         if not 0 <= self.load_bytes <= self.arena_bytes < MOST_BYTES:
             raise LayoutError(
@@ -223,21 +220,6 @@ class Layout(msgspec.Struct, frozen=True):
             f"{self.load_bytes} bytes live; this step has {len(buffers)}, at most "
             f"{buffers.load_bytes}, with sizes and times of its own. Place the buffers of this one"
         )
-
-    def to_json(self) -> bytes:
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def from_json(cls, data: bytes | str, name: str = "the file") -> Layout:
-        """Read a layout written by `to_json`; LayoutError if it is none, or of another version."""
-        try:
-            return decode_json(data, cls)
-        except ShapeError as error:
-            raise LayoutError(f"{name}: not a layout file of this release: {error}") from error
-        except TextError as error:
-            raise LayoutError(f"{name}: not a JSON layout file: {error}") from error
-        except LayoutError as error:
-            raise LayoutError(f"{name}: {error}") from error
 
     def __repr__(self) -> str:
         return (

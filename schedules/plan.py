@@ -6,19 +6,20 @@ format; `tests/rewriter/plans/test_plans.py` writes `docs/plan.schema.json`, doc
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
 import msgspec
 
 from remat.graph_capture.errors import (
     GraphError,
     PlanError,
+    RematError,
     ScheduleError,
     ShapeError,
     SignatureError,
     TextError,
 )
-from remat.graph_capture.files import decode_json
+from remat.graph_capture.files import Record, decode_json
 from remat.graph_capture.graph import Resident, TrainingGraph, are_figures
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import Place, Symbol, corner
@@ -26,11 +27,9 @@ from remat.schedules.family import Family, resized_schedule
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, gap_of, simulate
 
-_SCHEMA_VERSION = 1
 KIND = "remat plan"
-_IDENTITY = ("kind", "schema_version")
 
-MAKE_PLAN_AGAIN = "Make it again with: remat run MODEL --budget BUDGET -o FILE"
+MAKE_PLAN_AGAIN = Schedule.again
 
 
 class TensorLeaf(msgspec.Struct, frozen=True, tag="tensor"):
@@ -127,7 +126,7 @@ class RangeFacts(msgspec.Struct, frozen=True):
     graph: RangedGraph
 
 
-class PlanFile(msgspec.Struct, frozen=True):
+class PlanFile(Record, frozen=True):
     """A schedule, and the step it was made for.
 
     Attributes
@@ -147,6 +146,9 @@ class PlanFile(msgspec.Struct, frozen=True):
         sizes, and `batch` has one size of the range. None for a plan of one size.
     """
 
+    noun: ClassVar[str] = "plan"
+    again: ClassVar[str] = MAKE_PLAN_AGAIN
+    error: ClassVar[type[RematError]] = PlanError
     model: str
     state: tuple[StateFact, ...]
     in_eval: tuple[str, ...]
@@ -164,26 +166,17 @@ class PlanFile(msgspec.Struct, frozen=True):
     graph: TrainingGraph | None = None
     over: RangeFacts | None = None
     kind: str = KIND
-    schema_version: int = _SCHEMA_VERSION
 
     @property
     def budget_bytes(self) -> int:
         """The budget that the schedule was solved for, 0 where there was none."""
         return self.schedule.budget_bytes
 
-    def to_json(self) -> bytes:
-        return msgspec.json.encode(self)
-
     @classmethod
-    def from_json(cls, data: bytes | str, name: str = "the file") -> PlanFile:
+    def from_json(cls, data: bytes | str, name: str = "the file") -> Self:
         """Read a plan written by `to_json`; PlanError if it is none, or of another version."""
         _check_header(data, name)
-        try:
-            return decode_json(data, cls)
-        except (TextError, GraphError, ScheduleError, PlanError) as error:
-            raise PlanError(
-                f"{name} is no plan of this release ({error}). {MAKE_PLAN_AGAIN}"
-            ) from error
+        return super().from_json(data, name)
 
     def __repr__(self) -> str:
         return (
@@ -211,7 +204,7 @@ def _header(data: bytes | str) -> dict[str, object]:
     """The fields that say what a file is; of ``steps`` only whether it is there."""
     # The rest stays undecoded, so that a large file is not decoded twice.
     fields = decode_json(data, dict[str, msgspec.Raw])
-    said = {name: decode_json(bytes(fields[name]), object) for name in _IDENTITY if name in fields}
+    said = {name: decode_json(bytes(fields[name]), object) for name in ("kind",) if name in fields}
     return said | ({"steps": None} if "steps" in fields else {})
 
 
@@ -232,11 +225,6 @@ def _check_header(data: bytes | str, name: str) -> None:
         )
     if header.get("kind") != KIND:
         raise PlanError(f"{name} is no plan: its kind is not {KIND!r}. {MAKE_PLAN_AGAIN}")
-    if header.get("schema_version") != _SCHEMA_VERSION:
-        raise PlanError(
-            f"{name} has schema version {header.get('schema_version')}, this release reads "
-            f"{_SCHEMA_VERSION}. {MAKE_PLAN_AGAIN}"
-        )
 
 
 AGREEMENT = 1e-9  # largest relative difference of two times that come from the same sum

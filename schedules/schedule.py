@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import ClassVar
 
 import msgspec
 
 from remat.formats import bytes_text, figures_html
-from remat.graph_capture.errors import ScheduleError, ShapeError, TextError
-from remat.graph_capture.files import decode_json
+from remat.graph_capture.errors import RematError, ScheduleError
+from remat.graph_capture.files import Record
 from remat.graph_capture.graph import ACCUMULATE, TIERS, UPDATE, Tier, TrainingGraph, are_figures
 from remat.schedules.levers import AppliedLever
-
-_SCHEMA_VERSION = 2
-_READ_VERSIONS = (1, 2)  # in version 1, what went to the one tier below left the device at once
 
 
 class Compute(msgspec.Struct, frozen=True, array_like=True, tag="compute"):
@@ -69,7 +67,7 @@ class ChunkedRegion(msgspec.Struct, frozen=True):
     exact: bool = True
 
 
-class Schedule(msgspec.Struct, frozen=True):
+class Schedule(Record, frozen=True):
     """A training step, op by op, and what it was made for.
 
     Forward ends right after the first run of the forward op that first runs last. What is live
@@ -88,28 +86,26 @@ class Schedule(msgspec.Struct, frozen=True):
         `graph_hash` alone.
     """
 
+    noun: ClassVar[str] = "plan"
+    again: ClassVar[str] = "Make it again with: remat run MODEL --budget BUDGET -o FILE"
+    error: ClassVar[type[RematError]] = ScheduleError
+    reads: ClassVar[tuple[int, ...]] = (1, 2)  # of 1, what went to the tier below left at once
     steps: tuple[Step, ...]
     graph_hash: str
     inputs: tuple[str, ...] = ()
     signatures: tuple[str, ...] = ()
     budget_bytes: int = 0
     solver: str = ""
-    options: dict[str, Option] = {}
+    options: dict[str, Option] = msgspec.field(default_factory=dict)
     chunks: tuple[ChunkedRegion, ...] = msgspec.field(default=(), name="pieces")
     captured_hash: str = ""
     levers: tuple[AppliedLever, ...] = ()
-    schema_version: int = _SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        if self.schema_version not in _READ_VERSIONS:
-            raise ScheduleError(
-                f"plan file has schema version {self.schema_version}, "
-                f"this release reads {_SCHEMA_VERSION}: solve again"
-            )
         if self.schema_version == 1:
             # The struct is frozen; older plans are upgraded as read.
             msgspec.structs.force_setattr(self, "steps", tuple(_upgraded(self.steps)))
-            msgspec.structs.force_setattr(self, "schema_version", _SCHEMA_VERSION)
+        super().__post_init__()
         if not are_figures(self.budget_bytes):
             raise ScheduleError("the budget of a schedule is negative, or too large to be shown")
         self._check_changes()
@@ -203,25 +199,6 @@ class Schedule(msgspec.Struct, frozen=True):
         if len(self.signatures) != len(graph.signatures):
             return f"it had {len(self.signatures)} ops, the model has {len(graph.signatures)}"
         return "the outputs of the step differ"  # of what the hash covers only the outputs are left
-
-    def to_json(self) -> bytes:
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def from_json(cls, data: bytes | str, name: str = "the file") -> Schedule:
-        """Read what `to_json` wrote; ScheduleError if it is none, or of another version."""
-        try:
-            return decode_json(data, cls)
-        except ShapeError as error:
-            raise ScheduleError(
-                f"{name}: not a plan file of this release: {error}. A plan is what run -o "
-                "and solve -o keep. Where nothing fits they keep none, and what --json prints is "
-                "no plan"
-            ) from error
-        except TextError as error:
-            raise ScheduleError(f"{name}: not a JSON plan file: {error}") from error
-        except ScheduleError as error:
-            raise ScheduleError(f"{name}: {error}") from error
 
     def _repr_html_(self) -> str:
         counts = self.computations()

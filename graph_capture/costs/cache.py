@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import msgspec
 import torch
@@ -17,8 +17,8 @@ from remat.graph_capture.devices.cpu import cpu_title
 from remat.graph_capture.devices.known_devices import CPU, CUDA, is_cuda
 from remat.graph_capture.devices.links import LinkPair, LinkSpeeds, RankLinks, are_speeds, wrong_in
 from remat.graph_capture.devices.meter import Meter
-from remat.graph_capture.errors import ProfileError, TextError, option
-from remat.graph_capture.files import CacheFiles, decode_json, read_contents
+from remat.graph_capture.errors import ProfileError, RematError, TextError, option
+from remat.graph_capture.files import CacheFiles, Record, decode_json, read_contents
 from remat.graph_capture.graph import MOST_BYTES, MOST_US, are_figures
 from remat.graph_capture.joint.in_place_ops import STEP_METAS, JoinedTarget
 from remat.graph_capture.joint.nodes import argument, target_name, tensors_of
@@ -263,14 +263,11 @@ def _traced_value(argument: Any) -> Any:
     return argument
 
 
-_PROFILE_VERSION = 1
-
-
 class ProfiledOp(OpCost, frozen=True, array_like=False):
     work: OpWork = OpWork()
 
 
-class Profile(msgspec.Struct, frozen=True):
+class Profile(Record, frozen=True):
     """The measured ops of one device.
 
     Attributes
@@ -283,42 +280,27 @@ class Profile(msgspec.Struct, frozen=True):
     ranks : the links between ranks, if these were measured together.
     """
 
+    noun: ClassVar[str] = "profile"
+    again: ClassVar[str] = "Measure it again with: remat profile MODEL -o FILE"
+    error: ClassVar[type[RematError]] = ProfileError
     device: str
     title: str
     torch: str
     ops: dict[str, ProfiledOp]
-    versions: dict[str, str] = {}
-    steps: dict[str, WholeStepTimes] = {}
-    schema_version: int = _PROFILE_VERSION
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
+    steps: dict[str, WholeStepTimes] = msgspec.field(default_factory=dict)
     links: LinkSpeeds | None = None
     ranks: RankLinks | None = None
 
-    def to_json(self) -> bytes:
-        """Encode as JSON; `from_json` reads it back to an equal profile."""
-        return msgspec.json.encode(self)
-
     @classmethod
-    def from_json(cls, data: bytes | str, name: str = "the file") -> Profile:
-        """Read a profile written by `to_json`.
-
-        Raises
-        ------
-        ProfileError : the text is no profile, or of another schema version.
-        """
-        again = "measure it again with: remat profile MODEL -o FILE"
-        try:
-            found = decode_json(data, cls)
-        except TextError as error:
-            why = f"is no profile of this release ({error})"
-            raise ProfileError(f"{name} {why}: {again}") from error
+    def from_json(cls, data: bytes | str, name: str = "the file") -> Self:
+        """As of any record; `ProfileError` too for a figure that cannot be."""
+        found = super().from_json(data, name)
         if why := found._why_wrong():
-            raise ProfileError(f"{name} {why}: {again}")
+            raise ProfileError(f"{name} {why}. {cls.again}")
         return found
 
     def _why_wrong(self) -> str:
-        if self.schema_version != _PROFILE_VERSION:
-            reads = f"this release reads {_PROFILE_VERSION}"
-            return f"has schema version {self.schema_version}, {reads}"
         for key, one in self.ops.items():
             if not (_is_valid_cost(one) and are_figures(one.work.flops, one.work.moved_bytes)):
                 return f"has a cost that cannot be, of {key}"

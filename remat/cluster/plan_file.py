@@ -8,19 +8,19 @@ checks that its numbers belong together, and has `simulate` judge each schedule.
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import msgspec
 
 from remat.cluster.pipeline_replay import StageCosts
-from remat.graph_capture.errors import GraphError, PlanError, ScheduleError, TextError
-from remat.graph_capture.files import decode_json
+from remat.graph_capture.errors import PlanError, RematError, ScheduleError, TextError
+from remat.graph_capture.files import Record, decode_json
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.plan import Versions
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import require_valid
 
 _CLUSTER_KIND = "remat cluster plan"
-_CLUSTER_SCHEMA = 1
 MAKE_AGAIN = "Make it again with: remat cluster MODEL --gpus N -o FILE"
 
 
@@ -104,7 +104,7 @@ class RunnerUp(msgspec.Struct, frozen=True):
     mfu: float
 
 
-class ClusterFile(msgspec.Struct, frozen=True):
+class ClusterFile(Record, frozen=True):
     """A plan for a cluster.
 
     `parameters` : elements. `budget_bytes` : of a GPU. `gradients` : reduced after ``each``
@@ -112,6 +112,9 @@ class ClusterFile(msgspec.Struct, frozen=True):
     them, with costs. `modelled` : what is modelled, in words.
     """
 
+    noun: ClassVar[str] = "plan for a cluster"
+    again: ClassVar[str] = MAKE_AGAIN
+    error: ClassVar[type[RematError]] = PlanError
     model: str
     parameters: int
     device: str
@@ -133,16 +136,11 @@ class ClusterFile(msgspec.Struct, frozen=True):
     modelled: tuple[str, ...]
     versions: Versions
     kind: str = _CLUSTER_KIND
-    schema_version: int = _CLUSTER_SCHEMA
     hop_us: float = 0.0
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
         return tuple(len(stage.blocks) for stage in self.stages)
-
-    def to_json(self) -> bytes:
-        """`read_cluster_plan` reads it back to an equal plan."""
-        return msgspec.json.encode(self)
 
 
 class _OfKind(msgspec.Struct):
@@ -159,14 +157,10 @@ def is_cluster_plan(data: bytes | str) -> bool:
 
 def read_cluster_plan(data: bytes | str, name: str = "the file") -> ClusterFile:
     """`PlanError` for what is no such plan, or has numbers that do not belong together."""
-    try:
-        plan = decode_json(data, ClusterFile)
-    except (TextError, GraphError, ScheduleError, PlanError) as error:
-        raise PlanError(f"{name} is no plan for a cluster ({error}). {MAKE_AGAIN}") from error
-    if (plan.kind, plan.schema_version) != (_CLUSTER_KIND, _CLUSTER_SCHEMA):
+    plan = ClusterFile.from_json(data, name)
+    if plan.kind != _CLUSTER_KIND:
         raise PlanError(
-            f"{name} is of kind {plan.kind!r}, version {plan.schema_version}; this release reads "
-            f"{_CLUSTER_KIND!r}, version {_CLUSTER_SCHEMA}. {MAKE_AGAIN}"
+            f"{name} is no {ClusterFile.noun}: it is of kind {plan.kind!r}. {MAKE_AGAIN}"
         )
     if wrong := _wrong(plan):
         raise PlanError(f"{name} was changed: {wrong}. {MAKE_AGAIN}")

@@ -15,7 +15,6 @@ from remat.graph_capture.errors import (
     BudgetError,
     DeviceError,
     FactoryError,
-    GraphError,
     PlanError,
     ProfileError,
     ScheduleError,
@@ -242,13 +241,8 @@ def captured(source: str, request: Request, stopwatch: Stopwatch) -> Captured:
                 f"{source} is a schedule alone: name its model, or a graph kept by show --as graph"
             )
         return Captured(_as_asked(evaluate_plan(kept, source)[0], request))
-    try:
-        return Captured(_as_asked(TrainingGraph.from_json(read_contents(source)), request))
-    except GraphError as error:
-        raise GraphError(
-            f"{source} is no graph and no plan, or is cut short: {error}. Make it again with: "
-            "remat show MODEL --as graph -o FILE, or remat run MODEL --budget BUDGET -o FILE"
-        ) from error
+    graph = TrainingGraph.from_json(read_contents(source), source)
+    return Captured(_as_asked(graph, request))
 
 
 def _as_asked(graph: TrainingGraph, request: Request) -> TrainingGraph:

@@ -117,7 +117,7 @@ WRONG: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     ),
     "file of another release": (
         lambda: remade(schema_version=99),
-        ("schema version 99", "capture the model again"),
+        ("schema version 99", "remat show MODEL --as graph -o FILE"),
     ),
 }
 
@@ -135,12 +135,16 @@ FILES = {
     "cycle": (b'"inputs":[]', b'"inputs":["vb"]', "op a reads vb before any op has produced it"),
     "negative size": (b'"size_bytes":4', b'"size_bytes":-4', "value va has a negative size"),
     "half a byte": (b'"size_bytes":4', b'"size_bytes":4.5', "Expected `int`, got `float`"),
-    "no number": (b'"cost_us":1.0', b'"cost_us":NaN', "not a JSON graph file"),
+    "no number": (b'"cost_us":1.0', b'"cost_us":NaN', "no graph of this release"),
     "too large": (b'"cost_us":1.0', b'"cost_us":1e999', "Number out of range"),
     "missing field": (b'"target":"t",', b"", "missing required field `target`"),
     "unknown phase": (b'"backward"', b'"sideways"', "Invalid enum value 'sideways'"),
-    "schema": (b'"schema_version":2', b'"schema_version":99', "capture the model again"),
-    "cut off": (b"}", b"", "not a JSON graph file"),
+    "schema": (
+        b'"schema_version":2',
+        b'"schema_version":99',
+        "has schema version 99, this release reads 2",
+    ),
+    "cut off": (b"}", b"", "no graph of this release"),
 }
 
 

@@ -52,7 +52,7 @@ def test_it_is_kept_in_a_file_and_printed_with_its_sizes_as_expressions() -> Non
         RangedGraph.from_json(
             msgspec.json.encode(msgspec.to_builtins(graph) | {"schema_version": 9})
         )
-    with pytest.raises(GraphError, match="not a JSON file of a range"):
+    with pytest.raises(GraphError, match="no graph over a range of this release"):
         RangedGraph.from_json("{")
 
 

@@ -142,7 +142,7 @@ def test_a_front_survives_json_and_prints_a_line_a_point() -> None:
     lines = repr(front()).splitlines()
     assert "unmodified peak" in lines[0]
     assert len(lines) == 2 + len(front())
-    with pytest.raises(SolverError, match="not a front file of this release"):
+    with pytest.raises(SolverError, match="no front of a sweep of this release"):
         Front.from_json("{}")
 
 

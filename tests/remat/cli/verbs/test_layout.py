@@ -131,7 +131,7 @@ def test_a_report_draws_a_kept_layout_or_makes_one(
     [
         (("--layout", "other.json"), "other.json: this layout was made for another step"),
         (("--layout", "edited.json"), "edited.json: invalid layout: "),
-        (("--layout", "plan.json"), "plan.json: not a layout file of this release"),
+        (("--layout", "plan.json"), "plan.json is no layout of this release"),
         (("--layout", "none.json"), "none.json"),
         (("--layout", "layout.json", "--place"), "name one of the two"),
     ],

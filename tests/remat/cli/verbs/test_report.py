@@ -82,7 +82,7 @@ def test_a_front_goes_into_the_report(remat: Remat, kept: Path, tmp_path: Path) 
         assert "bound stated by front.json, not proved" in text
     broken = remat("report", str(kept), "--front", str(kept), "-o", str(page))
     assert broken.exit_code == 2
-    assert "not a front file" in broken.stderr
+    assert "is no front of a sweep" in broken.stderr
 
 
 def test_exports_follow_the_suffix(remat: Remat, kept: Path, tmp_path: Path) -> None:

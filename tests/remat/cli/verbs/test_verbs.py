@@ -212,7 +212,7 @@ def test_a_missing_factory_and_a_missing_plan(remat: Remat, tmp_path: Path) -> N
     (tmp_path / "half.json").write_text('{"steps":')
     half = remat("check", remat.gpt, str(tmp_path / "half.json"))
     assert half.exit_code == 2
-    assert "not a JSON plan file" in half.stderr
+    assert "is no plan of this release" in half.stderr
 
 
 DATA_DEPENDENT = """
