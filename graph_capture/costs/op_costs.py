@@ -58,6 +58,7 @@ from remat.graph_capture.joint.build import SAVE_RNG, Joint
 from remat.graph_capture.joint.nodes import fresh_storages, target_name, tensors_of
 from remat.graph_capture.tracing.fake_tensors import require_layout
 from remat.graph_capture.tracing.trace import ProgressCallback, Trace
+from remat.graph_capture.tracing.trials import modules_behind, what_moves
 
 # The cost of each distinct op, measured by running it alone on made data.
 
@@ -219,7 +220,9 @@ def measure_costs_with(
     profile: Profile | None = None, most_bytes: int | None = None,
 ) -> tuple[TrainingGraph, _GraphCosts]:  # fmt: skip
     """`measure_costs` by this `meter`, and the costs; what it measures is added to `cache`."""
-    with trace.python_state.streams_kept():  # an op that draws from one draws when it is measured
+    modules = modules_behind(trace.joint.module.graph.nodes)
+    # Ops that draw, or count, do so when they are measured too.
+    with trace.python_state.streams_kept(), what_moves(modules):
         return _measured(trace, meter, cache, progress or _silent, profile, most_bytes)
 
 

@@ -17,6 +17,7 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import CUSTOM, Phase
 from remat.graph_capture.joint.exact_ops import CHOSEN_BACKWARD
 from remat.graph_capture.joint.nodes import (
+    TRIALS,
     argument,
     aten,
     draws_randomness,
@@ -133,7 +134,8 @@ def why_custom(node: fx.Node) -> str:
     """Why a custom op must not run twice unless the user asks for it; empty for other ops."""
     if not is_custom(node) or draws_randomness(node):  # tagged ones draw again from the saved state
         return ""
-    return f"{CUSTOM} may draw or act without a tag, unless recompute names its module"
+    why = TRIALS.get(node.target, "may draw or act without a tag")
+    return f"{CUSTOM}: {why}. It runs again only if recompute names its module" if why else ""
 
 
 def overwritten_values(nodes: Sequence[fx.Node], inputs: Sequence[Any]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from remat.graph_capture.python_state.module_hooks import Names
 from remat.graph_capture.python_state.state_slots import OpaqueState, StateSlot, Stream
 from remat.graph_capture.torch_private.core import FakeTensor, FunctionalTensor
 
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "remat", "builtins"})
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "triton", "remat", "builtins"})
 STATE = frozenset({"_parameters", "_buffers", "_modules", "training"})  # a module's, guarded apart
 RUN_BY_TORCH = frozenset({"forward", "backward", "setup_context", "jvp", "vjp"})
 NOT_RUN = frozenset({
@@ -68,7 +68,7 @@ class Namespace:
 
 
 def is_library(module: Any) -> bool:
-    """Whether code of that module is torch's, NumPy's, Python's or ours, and not followed."""
+    """Whether code of that module is of Python, torch, Triton, NumPy or ours, and not followed."""
     # A class may have anything under ``__module__``, as one of a file that defines Triton kernels.
     return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES
 

@@ -54,6 +54,16 @@ saved_tensor_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_defa
 DisableAutocast: Any = _C._DisableAutocast
 DisableTorchFunction: Any = _C.DisableTorchFunction
 
+
+def module_of_op(op: Any) -> str:
+    """The module of the Python function that `torch.library.custom_op` made an op of, or ""."""
+    known = torch._library.custom_ops.OPDEFS.get(getattr(op, "_name", "").partition(".")[0])
+    return str(known._init_fn.__module__) if known is not None else ""
+
+
+SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
+"""What `autograd.Function.apply` asks, under whatever name it is called."""
+
 prepare_profiler: Callable[..., None] = _C._autograd._prepare_profiler
 enable_profiler: Callable[..., None] = _C._autograd._enable_profiler
 disable_profiler: Callable[[], Any] = _C._autograd._disable_profiler

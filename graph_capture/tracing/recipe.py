@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import fx, nn
+from torch.autograd import Function
 
 from remat.graph_capture.devices.known_devices import CPU, is_in_table
 from remat.graph_capture.errors import CaptureError, RewriteError, option
@@ -74,6 +75,7 @@ class Recipe:
     split: Split | None = "none"
     edits: tuple[JointEdit, ...] = ()  # what a plan changes in the joint graph, in order
     gradient_release: GradientRelease | None = None
+    opaque: frozenset[type[Function]] = frozenset()  # that no trace can enter
     links: Links | None = None  # to memory below the device, where values may leave it
 
     @property

@@ -75,6 +75,7 @@ from remat.graph_capture.tracing.fake_tensors import (
     fake_with_eager_strides,
     kernels_of_eager,
 )
+from remat.graph_capture.tracing.opaque_functions import codes_of, opaque_among, opaque_functions
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.recipe import (
     FLAGS,
@@ -99,6 +100,7 @@ from remat.graph_capture.tracing.step_module import (
     refuse_checkpointed_writes,
     with_loss,
 )
+from remat.graph_capture.tracing.trials import try_custom_ops
 
 if TYPE_CHECKING:
     from remat.graph_capture.tracing.float_inputs import FloatInputs, FloatPlace, Probe
@@ -144,7 +146,8 @@ def _trace_once(
         stack.enter_context(tied_as_one(with_loss(model, recipe.loss_fn)))
         # Under a debugger or a coverage nobody knows which code runs, so all of it counts.
         followed = None if whole or ran is None or not ran.can_be_seen else ran
-        state = stack.enter_context(python_state_kept(model, recipe.loss_fn, followed))
+        live = frozenset(code for kind in recipe.opaque for code in codes_of(kind))
+        state = stack.enter_context(python_state_kept(model, recipe.loss_fn, followed, live))
         state.ran = ran
         writes = ForwardWrites(model, recipe.loss_fn, state)
         step = StepModule(model, recipe.loss_fn, writes, ran, env, recipe.signature)
@@ -172,6 +175,7 @@ def _trace_once(
         if recipe.is_modelled:  # the CPU has no fused attention with dropout, the device has
             stack.enter_context(FusedAttention())
         stack.enter_context(EagerMemory())
+        stack.enter_context(opaque_functions(recipe.opaque))
         stack.enter_context(provenance)  # last: called first, it sees the frame of the user's
         try:
             # Without decompositions, for eager's ATen ops and bit-equal gradients; takes keyword
@@ -204,6 +208,7 @@ def _trace_once(
     results, end = num_forward_outputs(descriptors), gm.graph.output_node()
     refuse_checkpointed_writes(gm.graph, results, checkpointed)
     edit_traced(gm, recipe)
+    try_custom_ops(gm)
     held = (getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr"))
     constants = storages_in(held)
     carried = find_loop_carried(writes.mutated, results, end, step.duplicate_outputs, constants)
@@ -422,6 +427,9 @@ def _traced_once(model: nn.Module, recipe: Recipe, ran: ExecutedCode, *, whole: 
     try:
         return _trace_once(model, recipe, ran, whole=whole)
     except CaptureError as error:
+        if more := opaque_among(error) - recipe.opaque:
+            recipe = dataclasses.replace(recipe, opaque=recipe.opaque | more)
+            return _traced_once(model, recipe, ran, whole=whole)
         refused = type(error)(*error.args)  # the frames are those of its cause, some hundred lines
         vars(refused).update(vars(error))
         cause = error.__cause__

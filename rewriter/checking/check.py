@@ -35,6 +35,7 @@ from remat.graph_capture.tracing.step_module import (
     with_loss,
     without_own_hooks,
 )
+from remat.graph_capture.tracing.trials import modules_behind, what_moves
 from remat.rewriter.checking.audit import MOST_EAGER
 from remat.rewriter.checking.comparison import (
     DeterministicReductions,
@@ -221,6 +222,9 @@ def check(
         # Taken to write to parameters where that is not known.
         overwrites = not is_planned or module._remat_compiled_step.gradients.overwrites
         python_state = stack.enter_context(python_state_kept(model, loss_fn, code))
+        if is_planned:  # numbers that users' ops count
+            nodes = module._remat_compiled_step.forward.graph.nodes
+            stack.enter_context(what_moves(modules_behind(nodes)))
         stack.enter_context(own_parameters(step, module))
         stack.enter_context(without_own_hooks(model))  # they are no part of the plan
         state = StepState(
