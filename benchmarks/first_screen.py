@@ -42,7 +42,7 @@ def table() -> str:
     (file,) = RESULTS.glob("training-cpu-*.json")
     kept = json.loads(file.read_text())
     lines = [
-        "| model | peak | with every block checkpointed | takes | a plan for the same peak takes |",
+        "| model | peak | every block checkpointed | time | a plan for that peak: time |",
         "|---|--:|--:|--:|--:|",
     ]
     for name in MODELS:

@@ -59,8 +59,8 @@ def section(model: Model) -> Iterator[str]:
 
 def lowest(models: list[Model]) -> Iterator[str]:
     """The lowest peak that each way reaches with right gradients, and ours within it."""
-    yield "| model | unmodified | theirs | peak MB | time | ours within it | peak MB | time |"
-    yield "|---|--:|---|--:|--:|---|--:|--:|"
+    yield "| model | unmodified | theirs | MB, time | ours within it | MB, time |"
+    yield "|---|--:|---|--:|---|--:|"
     for model in models:
         plain = [mb(row.peak_bytes) for row in model.others if row.method in ("eager", "adamw")]
         for way in WAYS:
@@ -74,8 +74,8 @@ def lowest(models: list[Model]) -> Iterator[str]:
 
 def _figures(row: Row | None) -> list[str]:
     if row is None:
-        return ["none", "-", "-"]
-    return [title(row), mb(row.peak_bytes), percent(row.over_eager)]
+        return ["none", "-"]
+    return [title(row), f"{mb(row.peak_bytes)}, {percent(row.over_eager)}"]
 
 
 def fidelity(models: list[Model]) -> Iterator[str]:

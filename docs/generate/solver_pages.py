@@ -45,9 +45,9 @@ def solver_part(name: str) -> str:
             f"### {name}",
             f"**{title.strip()}**",
             labelled(header.strip()),
-            f"File: `{path}`. Options:",
+            f"File: `{path}`.",
             f"::: {made.__module__}.{made.__qualname__}\n    options:\n      members: false\n"
-            "      show_root_heading: false\n      show_root_toc_entry: false\n"
+            "      heading_level: 4\n      show_root_toc_entry: false\n"
             "      show_docstring_description: false\n",
         ]
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.artist import Artist
@@ -29,7 +30,7 @@ MARKS = {
 }
 """Colours of Okabe and Ito, which the colour-blind can tell apart; the ink where there is none."""
 INKS = {"light": "#222222", "dark": "#dddddd"}
-TEXTS = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
+INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 NO_DATE = {"Date": None}
 COLUMNS = 3
 WORST = 1.5
@@ -39,11 +40,15 @@ WORST = 1.5
 def draw(models: Mapping[str, Sequence[Row]], folder: Path, name: str) -> None:
     """A figure of all models for each scheme; crosses are wrong gradients."""
     for scheme, ink in INKS.items():
-        colours = dict.fromkeys(TEXTS, ink)
-        frame = {"axes.edgecolor": ink, "axes.facecolor": "none", "svg.hashsalt": "remat"}
-        with mpl.rc_context({**colours, **frame}):
+        with mpl.rc_context(in_ink(ink)):
             figure = _figure(panels(models), ink)
             figure.savefig(folder / f"{name}-{scheme}.svg", transparent=True, metadata=NO_DATE)
+
+
+def in_ink(ink: str) -> dict[str, Any]:
+    """Settings of matplotlib with which texts and frames have this colour, on any ground."""
+    ground = {"axes.facecolor": "none", "figure.facecolor": "none", "legend.facecolor": "none"}
+    return {**dict.fromkeys(INKED, ink), **ground, "svg.hashsalt": "remat"}
 
 
 def panels(models: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:

@@ -169,7 +169,7 @@ def test_lost_rows_have_the_cause_that_was_measured(
     line = f"| {MODEL} | checkpoint, every 1, 0.0 MB | **remat** | +9.1 % | {planned} |"
     assert line in text
     assert f"| {MODEL} | unmodified, 0.0 MB | **remat** | +20.0 % | {planned} |" in text
-    lowest = "| 0.0 | checkpoint, every 1 | 0.0 | +10.0 % | **remat** | 0.0 | +20.0 % |"
+    lowest = "| 0.0 | checkpoint, every 1 | 0.0, +10.0 % | **remat** | 0.0, +20.0 % |"
     assert f"| {MODEL} {lowest}" in text
 
 
