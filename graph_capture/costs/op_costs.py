@@ -57,8 +57,7 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.build import SAVE_RNG, Joint
 from remat.graph_capture.joint.nodes import fresh_storages, target_name, tensors_of
 from remat.graph_capture.tracing.fake_tensors import require_layout
-from remat.graph_capture.tracing.trace import ProgressCallback, Trace
-from remat.graph_capture.tracing.trials import modules_behind, what_moves
+from remat.graph_capture.tracing.trace import ProgressCallback, Trace, numbers_of_users_kept
 
 # The cost of each distinct op, measured by running it alone on made data.
 
@@ -220,9 +219,9 @@ def measure_costs_with(
     profile: Profile | None = None, most_bytes: int | None = None,
 ) -> tuple[TrainingGraph, _GraphCosts]:  # fmt: skip
     """`measure_costs` by this `meter`, and the costs; what it measures is added to `cache`."""
-    modules = modules_behind(trace.joint.module.graph.nodes)
-    # Ops that draw, or count, do so when they are measured too.
-    with trace.python_state.streams_kept(), what_moves(modules):
+    with contextlib.ExitStack() as stack:  # ops that draw, or count, do so when measured too
+        stack.enter_context(trace.python_state.streams_kept())
+        stack.enter_context(numbers_of_users_kept(trace.joint.module.graph))
         return _measured(trace, meter, cache, progress or _silent, profile, most_bytes)
 
 

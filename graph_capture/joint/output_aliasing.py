@@ -69,7 +69,7 @@ def take_out_of(graph: fx.Graph) -> None:
                 copied.add(stacked[0])
                 erase_unread(node)
     if copied:  # `stack` packed the tangent; as it is, strides may differ
-        _lay_out_again(graph, copied)
+        lay_out_again(graph, copied)
 
 
 def _replace(node: fx.Node, by: Any) -> None:
@@ -77,8 +77,8 @@ def _replace(node: fx.Node, by: Any) -> None:
     node.graph.erase_node(node)
 
 
-def _lay_out_again(graph: fx.Graph, changed: set[fx.Node]) -> None:
-    """Recompute the facts of what is made of gradients that are no copies any more."""
+def lay_out_again(graph: fx.Graph, changed: set[fx.Node]) -> None:
+    """Recompute the facts of what is made of nodes that have changed."""
     for node in graph.nodes:
         if node.op != "call_function" or changed.isdisjoint(node.all_input_nodes):
             continue

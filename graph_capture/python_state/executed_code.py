@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import dis
+import inspect
 import os
 import sys
 import sysconfig
@@ -278,6 +279,19 @@ def functions_of_autograd() -> Iterator[type[torch.autograd.Function]]:
         kind = waiting.pop()
         yield kind
         waiting += kind.__subclasses__()
+
+
+def functions_of_users() -> Iterator[type[torch.autograd.Function]]:
+    ours = ("torch.", "remat.")
+    return (kind for kind in functions_of_autograd() if not str(kind.__module__).startswith(ours))
+
+
+def codes_of_function(kind: type[torch.autograd.Function]) -> Iterator[CodeType]:
+    """Of the methods that a user writes."""
+    for name in ("forward", "setup_context", "backward", "vjp"):
+        function = inspect.unwrap(getattr(kind, name))
+        if isinstance(function, FunctionType) and not str(function.__module__).startswith("torch."):
+            yield function.__code__
 
 
 def without_recording(op: OpOverload, *args: Any, **kwargs: Any) -> Any:

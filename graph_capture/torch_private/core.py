@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import logging
 import re
@@ -59,6 +60,29 @@ def module_of_op(op: Any) -> str:
     """The module of the Python function that `torch.library.custom_op` made an op of, or ""."""
     known = torch._library.custom_ops.OPDEFS.get(getattr(op, "_name", "").partition(".")[0])
     return str(known._init_fn.__module__) if known is not None else ""
+
+
+BackwardFunction: Any = torch.autograd.function.BackwardCFunction
+
+
+@contextlib.contextmanager
+def calls_of_functions(apply: Callable[..., Any]) -> Generator[None]:
+    """Have `apply` run in place of each call of a `Function`: it is given what to call, the class
+    and the arguments. `Function.apply`, under whatever name it is bound, asks its own base."""
+    before = vars(SingleLevelFunction).get("apply")
+
+    def of_base(kind: Any, *args: Any) -> Any:
+        if before is not None:
+            return before.__get__(None, kind)(*args)
+        return super(SingleLevelFunction, kind).apply(*args)
+
+    SingleLevelFunction.apply = classmethod(functools.partial(apply, of_base))
+    try:
+        yield
+    finally:
+        del SingleLevelFunction.apply
+        if before is not None:
+            SingleLevelFunction.apply = before
 
 
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction

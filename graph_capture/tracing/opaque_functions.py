@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import inspect
 import math
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from enum import Enum
 from itertools import accumulate
 from traceback import walk_tb
-from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +25,16 @@ from torch.autograd import Function
 from remat.graph_capture.costs.op_times import sample_tensor
 from remat.graph_capture.errors import CaptureError, RewriteError
 from remat.graph_capture.joint.nodes import TRIALS, storage_key
-from remat.graph_capture.python_state.executed_code import functions_of_autograd
+from remat.graph_capture.python_state.executed_code import codes_of_function, functions_of_users
 from remat.graph_capture.torch_private.core import (
     DisableTorchFunction,
     SingleLevelFunction,
+    calls_of_functions,
     disable_current_modes,
     make_contiguous_strides_for,
     pytree,
 )
+from remat.graph_capture.tracing.nested_backward import differentiates
 from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.trials import (
     MODULES,
@@ -50,8 +50,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 def opaque_among(error: BaseException | None) -> frozenset[type[Function]]:
-    """The user's function in whose code a trace has failed; empty where it has failed elsewhere."""
-    of_code = {code: kind for kind in _of_users() for code in codes_of(kind)}
+    """The user's function in whose code a trace has failed, unless it differentiates there: empty
+    where it has failed elsewhere."""
+    kinds = (kind for kind in functions_of_users() if not differentiates(kind))
+    of_code = {code: kind for kind in kinds for code in codes_of_function(kind)}
     while error is not None:
         for frame, _ in walk_tb(error.__traceback__):
             if frame.f_code in of_code:
@@ -60,37 +62,16 @@ def opaque_among(error: BaseException | None) -> frozenset[type[Function]]:
     return frozenset()
 
 
-def _of_users() -> Iterable[type[Function]]:
-    ours = ("torch.", "remat.")
-    return (kind for kind in functions_of_autograd() if not kind.__module__.startswith(ours))
-
-
-def codes_of(kind: type[Function]) -> Iterable[CodeType]:
-    """Of the methods that a user writes."""
-    for name in ("forward", "setup_context", "backward", "vjp"):
-        function = inspect.unwrap(getattr(kind, name))
-        if isinstance(function, FunctionType) and not function.__module__.startswith("torch."):
-            yield function.__code__
-
-
 @contextlib.contextmanager
 def opaque_functions(kinds: frozenset[type[Function]]) -> Generator[None]:
     """Have calls of these recorded as ops. Names that were bound to `apply` before lead here too,
     as `Function.apply` asks its own base."""
 
-    def apply(kind: type[Function], *args: Any) -> Any:
-        if kind in kinds:
-            return _record(kind, args)
-        return super(SingleLevelFunction, kind).apply(*args)
+    def apply(of_base: Callable[..., Any], kind: type[Function], *args: Any) -> Any:
+        return _record(kind, args) if kind in kinds else of_base(kind, *args)
 
-    if not kinds:
+    with calls_of_functions(apply) if kinds else contextlib.nullcontext():
         yield
-        return
-    SingleLevelFunction.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        del SingleLevelFunction.apply  # what it has of its own, it inherits
 
 
 class _Context:

@@ -144,10 +144,13 @@ class StepModule(nn.Module):
         self._casts_once = torch.is_autocast_cache_enabled()  # AOTAutograd switches it off
         self.duplicate_outputs: DuplicateOutputs | None = None  # those of the last run
         self.known, self.gradient_order = ConstantFolder(), GradientOrder()
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []  # with a copy of each
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
         self._writes.begin()  # forward runs more than once, and each run begins alike
         self.gradient_order.watch(self.parameters())
+        tables = (t for m in self.modules() for t in (m._parameters, m._buffers) if t)
+        self._tables = [(table, dict(table)) for table in tables]
         batch = leaves_with_paths((args, kwargs, target))
         named = [(argument_name(path), leaf) for path, leaf in batch]
         self.known = ConstantFolder(named, self._over)
@@ -162,6 +165,18 @@ class StepModule(nn.Module):
             args, kwargs, target = pytree.tree_unflatten(firsts, spec)
         with _autocast_cache(enabled=self._casts_once), self.known, recorded:
             return self._run(args, kwargs, target)
+
+    @contextlib.contextmanager
+    def as_in_forward(self) -> Generator[None]:
+        """With the parameters and buffers that the last forward had in the trace."""
+        now = [(table, dict(table)) for table, _ in self._tables]
+        try:
+            for table, then in self._tables:
+                table.update(then)
+            yield
+        finally:
+            for table, before in now:
+                table.update(before)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
         stand, before = streams(), _state(self.model)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,10 +30,14 @@ from remat.graph_capture.joint.autocast_cache import cast_weights_once
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.eager_memory import EagerMemory
 from remat.graph_capture.joint.gradients import GradientRelease, can_release_gradients
-from remat.graph_capture.joint.nodes import is_tangent, written_inputs
+from remat.graph_capture.joint.nodes import is_custom, is_tangent, written_inputs
 from remat.graph_capture.joint.output_aliasing import take_out_of
 from remat.graph_capture.joint.provenance import Provenance
-from remat.graph_capture.python_state.executed_code import ExecutedCode
+from remat.graph_capture.python_state.executed_code import (
+    ExecutedCode,
+    codes_of_function,
+    functions_of_users,
+)
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
 from remat.graph_capture.python_state.state_guards import (
     LibraryCache,
@@ -75,7 +79,6 @@ from remat.graph_capture.tracing.fake_tensors import (
     fake_with_eager_strides,
     kernels_of_eager,
 )
-from remat.graph_capture.tracing.opaque_functions import codes_of, opaque_among, opaque_functions
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.recipe import (
     FLAGS,
@@ -100,7 +103,6 @@ from remat.graph_capture.tracing.step_module import (
     refuse_checkpointed_writes,
     with_loss,
 )
-from remat.graph_capture.tracing.trials import try_custom_ops
 
 if TYPE_CHECKING:
     from remat.graph_capture.tracing.float_inputs import FloatInputs, FloatPlace, Probe
@@ -146,7 +148,7 @@ def _trace_once(
         stack.enter_context(tied_as_one(with_loss(model, recipe.loss_fn)))
         # Under a debugger or a coverage nobody knows which code runs, so all of it counts.
         followed = None if whole or ran is None or not ran.can_be_seen else ran
-        live = frozenset(code for kind in recipe.opaque for code in codes_of(kind))
+        live = frozenset(code for kind in recipe.opaque for code in codes_of_function(kind))
         state = stack.enter_context(python_state_kept(model, recipe.loss_fn, followed, live))
         state.ran = ran
         writes = ForwardWrites(model, recipe.loss_fn, state)
@@ -175,7 +177,12 @@ def _trace_once(
         if recipe.is_modelled:  # the CPU has no fused attention with dropout, the device has
             stack.enter_context(FusedAttention())
         stack.enter_context(EagerMemory())
-        stack.enter_context(opaque_functions(recipe.opaque))
+        if any(functions_of_users()):
+            from remat.graph_capture.tracing.nested_backward import nested_backward
+            from remat.graph_capture.tracing.opaque_functions import opaque_functions
+
+            stack.enter_context(opaque_functions(recipe.opaque))
+            stack.enter_context(nested_backward(step))
         stack.enter_context(provenance)  # last: called first, it sees the frame of the user's
         try:
             # Without decompositions, for eager's ATen ops and bit-equal gradients; takes keyword
@@ -208,7 +215,10 @@ def _trace_once(
     results, end = num_forward_outputs(descriptors), gm.graph.output_node()
     refuse_checkpointed_writes(gm.graph, results, checkpointed)
     edit_traced(gm, recipe)
-    try_custom_ops(gm)
+    if any(map(is_custom, gm.graph.nodes)):  # few steps have such ops
+        from remat.graph_capture.tracing.trials import try_custom_ops
+
+        try_custom_ops(gm)
     held = (getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr"))
     constants = storages_in(held)
     carried = find_loop_carried(writes.mutated, results, end, step.duplicate_outputs, constants)
@@ -252,10 +262,26 @@ def _example(recipe: Recipe, fake: FakeTensorMode, env: Environment | None) -> A
 def edit_traced(gm: fx.GraphModule, recipe: Recipe) -> None:
     """Change a traced graph to what eager runs, and then as the recipe says."""
     describe_parts(gm)
+    if any(functions_of_users()):
+        from remat.graph_capture.tracing.nested_backward import merge_recomputed
+
+        merge_recomputed(gm.graph)
     cast_weights_once(gm)
     take_out_of(gm.graph)
     for edit in recipe.edits:
         edit(gm.graph)
+
+
+@contextlib.contextmanager
+def numbers_of_users_kept(graph: fx.Graph) -> Generator[None]:
+    """Put back what custom ops count in Python, as their own modules hold it."""
+    if not any(map(is_custom, graph.nodes)):
+        yield
+        return
+    from remat.graph_capture.tracing.trials import modules_behind, what_moves
+
+    with what_moves(modules_behind(graph.nodes)):
+        yield
 
 
 def joint_of(
@@ -427,9 +453,12 @@ def _traced_once(model: nn.Module, recipe: Recipe, ran: ExecutedCode, *, whole: 
     try:
         return _trace_once(model, recipe, ran, whole=whole)
     except CaptureError as error:
-        if more := opaque_among(error) - recipe.opaque:
-            recipe = dataclasses.replace(recipe, opaque=recipe.opaque | more)
-            return _traced_once(model, recipe, ran, whole=whole)
+        if any(functions_of_users()):
+            from remat.graph_capture.tracing.opaque_functions import opaque_among
+
+            if more := opaque_among(error) - recipe.opaque:
+                recipe = dataclasses.replace(recipe, opaque=recipe.opaque | more)
+                return _traced_once(model, recipe, ran, whole=whole)
         refused = type(error)(*error.args)  # the frames are those of its cause, some hundred lines
         vars(refused).update(vars(error))
         cause = error.__cause__

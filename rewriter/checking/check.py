@@ -35,7 +35,7 @@ from remat.graph_capture.tracing.step_module import (
     with_loss,
     without_own_hooks,
 )
-from remat.graph_capture.tracing.trials import modules_behind, what_moves
+from remat.graph_capture.tracing.trace import numbers_of_users_kept
 from remat.rewriter.checking.audit import MOST_EAGER
 from remat.rewriter.checking.comparison import (
     DeterministicReductions,
@@ -222,9 +222,8 @@ def check(
         # Taken to write to parameters where that is not known.
         overwrites = not is_planned or module._remat_compiled_step.gradients.overwrites
         python_state = stack.enter_context(python_state_kept(model, loss_fn, code))
-        if is_planned:  # numbers that users' ops count
-            nodes = module._remat_compiled_step.forward.graph.nodes
-            stack.enter_context(what_moves(modules_behind(nodes)))
+        if is_planned:
+            stack.enter_context(numbers_of_users_kept(module._remat_compiled_step.forward.graph))
         stack.enter_context(own_parameters(step, module))
         stack.enter_context(without_own_hooks(model))  # they are no part of the plan
         state = StepState(
