@@ -116,13 +116,6 @@ _SAID = {  # by a part of what torch says
         "forward makes a nested tensor, whose sizes are data, and a plan holds for one size. Pad "
         "to one length, and mask"
     ),
-    "use_reentrant=True, torch.utils.checkpoint": (
-        "forward calls torch.utils.checkpoint with use_reentrant=True, which runs in a whole "
-        "backward alone, and a trace asks for single gradients. Switch it off, as in transformers "
-        "model.activation_checkpointing_disable(), in older ones "
-        "model.gradient_checkpointing_disable(): a plan recomputes by itself. Or give "
-        "use_reentrant=False"
-    ),
     "mutating a non-functional tensor": (
         "forward writes into a tensor that is neither a parameter, a buffer nor an argument. "
         "Register it as a buffer of the model, or pass it to forward; if a batch norm in training "

@@ -12,6 +12,7 @@ import sysconfig
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from traceback import walk_tb
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -290,8 +291,21 @@ def codes_of_function(kind: type[torch.autograd.Function]) -> Iterator[CodeType]
     """Of the methods that a user writes."""
     for name in ("forward", "setup_context", "backward", "vjp"):
         function = inspect.unwrap(getattr(kind, name))
-        if isinstance(function, FunctionType) and not str(function.__module__).startswith("torch."):
+        if isinstance(function, FunctionType) and function.__module__ != "torch.autograd.function":
             yield function.__code__
+
+
+def function_that_failed(error: BaseException | None) -> frozenset[type[torch.autograd.Function]]:
+    """The user's function, or torch's for checkpoints, in whose code a trace has failed; empty
+    where it has failed elsewhere."""
+    kinds = (*functions_of_users(), torch.utils.checkpoint.CheckpointFunction)
+    of_code = {code: kind for kind in kinds for code in codes_of_function(kind)}
+    while error is not None:
+        for frame, _ in walk_tb(error.__traceback__):
+            if frame.f_code in of_code:
+                return frozenset({of_code[frame.f_code]})
+        error = error.__cause__
+    return frozenset()
 
 
 def without_recording(op: OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -14,14 +14,19 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx
 from torch.autograd import Function
+from torch.utils.checkpoint import CheckpointFunction
 
 from remat.graph_capture.joint.nodes import aten, draws_randomness, is_alias_of_input
 from remat.graph_capture.joint.output_aliasing import lay_out_again
-from remat.graph_capture.joint.provenance import CHECKPOINT_KEY
-from remat.graph_capture.torch_private.core import BackwardFunction, calls_of_functions
+from remat.graph_capture.joint.provenance import CHECKPOINT_KEY, COVERED_KEY
+from remat.graph_capture.torch_private.core import (
+    BackwardFunction,
+    calls_of_functions,
+    reentrant_checkpoints,
+)
 from remat.graph_capture.tracing.step_module import StepModule
 
-_COVERED, _NESTED, _SETS_STREAM = "remat_covered", "remat_nested", "remat_sets_stream"
+_NESTED, _SETS_STREAM = "remat_nested", "remat_sets_stream"
 _VIEWS = (aten.view.default, aten.alias.default, aten.view_as.default)
 _DIFFERENTIATES = frozenset({"enable_grad", "backward", "grad"})
 
@@ -29,8 +34,10 @@ _DIFFERENTIATES = frozenset({"enable_grad", "backward", "grad"})
 def differentiates(kind: type[Function]) -> bool:
     """Whether the backward of a user's function names what differentiates."""
     code = getattr(inspect.unwrap(kind.backward), "__code__", None)
-    is_users = not str(kind.__module__).startswith(("torch.", "remat."))
-    return is_users and code is not None and not _DIFFERENTIATES.isdisjoint(code.co_names)
+    is_own = (
+        str(kind.__module__).startswith(("torch.", "remat.")) and kind is not CheckpointFunction
+    )
+    return not is_own and code is not None and not _DIFFERENTIATES.isdisjoint(code.co_names)
 
 
 @contextlib.contextmanager
@@ -86,14 +93,14 @@ def nested_backward(step: StepModule) -> Generator[None]:
 
     def forward(of_base: Callable[..., Any], kind: type[Function], *args: Any) -> Any:
         is_noted = differentiates(kind)
-        note = {_COVERED: str(next(numbers))} if is_noted else {}
+        note = {COVERED_KEY: str(next(numbers))} if is_noted else {}
         with fx_traceback.annotate(note):
             return of_base(kind, *args)
 
     # Not on the classes, which are state of the user's.
     BackwardFunction.apply, torch.autograd.grad, torch.autograd.backward = apply, grad, backward
     try:
-        with calls_of_functions(forward):
+        with calls_of_functions(forward), reentrant_checkpoints():
             yield
     finally:
         BackwardFunction.apply, torch.autograd.grad, torch.autograd.backward = run, of_torch, whole
@@ -159,9 +166,9 @@ def merge_recomputed(graph: fx.Graph) -> None:
             node.replace_all_uses_with(first[key])
             graph.erase_node(node)
     lay_out_again(graph, set(merged))
-    numbers = {_noted(node).get(_COVERED) for node in merged} - {None}
+    numbers = {_noted(node).get(COVERED_KEY) for node in merged} - {None}
     for node in graph.nodes:
-        if (number := _noted(node).get(_COVERED)) in numbers:
+        if (number := _noted(node).get(COVERED_KEY)) in numbers:
             node.meta["custom"] = {**_noted(node), CHECKPOINT_KEY: f"by hand {number}"}
 
 

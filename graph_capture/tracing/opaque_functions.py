@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from enum import Enum
 from itertools import accumulate
-from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,6 @@ from torch.autograd import Function
 from remat.graph_capture.costs.op_times import sample_tensor
 from remat.graph_capture.errors import CaptureError, RewriteError
 from remat.graph_capture.joint.nodes import TRIALS, storage_key
-from remat.graph_capture.python_state.executed_code import codes_of_function, functions_of_users
 from remat.graph_capture.torch_private.core import (
     DisableTorchFunction,
     SingleLevelFunction,
@@ -49,28 +47,16 @@ _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum, type)
 
 
-def opaque_among(error: BaseException | None) -> frozenset[type[Function]]:
-    """The user's function in whose code a trace has failed, unless it differentiates there: empty
-    where it has failed elsewhere."""
-    kinds = (kind for kind in functions_of_users() if not differentiates(kind))
-    of_code = {code: kind for kind in kinds for code in codes_of_function(kind)}
-    while error is not None:
-        for frame, _ in walk_tb(error.__traceback__):
-            if frame.f_code in of_code:
-                return frozenset({of_code[frame.f_code]})
-        error = error.__cause__
-    return frozenset()
-
-
 @contextlib.contextmanager
 def opaque_functions(kinds: frozenset[type[Function]]) -> Generator[None]:
     """Have calls of these recorded as ops. Names that were bound to `apply` before lead here too,
     as `Function.apply` asks its own base."""
 
     def apply(of_base: Callable[..., Any], kind: type[Function], *args: Any) -> Any:
-        return _record(kind, args) if kind in kinds else of_base(kind, *args)
+        return _record(kind, args) if kind in opaque else of_base(kind, *args)
 
-    with calls_of_functions(apply) if kinds else contextlib.nullcontext():
+    opaque = {kind for kind in kinds if not differentiates(kind)}
+    with calls_of_functions(apply) if opaque else contextlib.nullcontext():
         yield
 
 

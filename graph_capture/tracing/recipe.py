@@ -75,7 +75,7 @@ class Recipe:
     split: Split | None = "none"
     edits: tuple[JointEdit, ...] = ()  # what a plan changes in the joint graph, in order
     gradient_release: GradientRelease | None = None
-    opaque: frozenset[type[Function]] = frozenset()  # that no trace can enter
+    functions: frozenset[type[Function]] = frozenset()  # in which torch's own trace fails
     links: Links | None = None  # to memory below the device, where values may leave it
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
+import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -16,7 +17,12 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.constant_folding import ConstantFolder, TraceSizes
 from remat.graph_capture.joint.nodes import mark_forward
 from remat.graph_capture.joint.output_aliasing import views_told_apart
-from remat.graph_capture.joint.provenance import Provenance, line_of_user, path_in_model
+from remat.graph_capture.joint.provenance import (
+    COVERED_KEY,
+    Provenance,
+    line_of_user,
+    path_in_model,
+)
 from remat.graph_capture.python_state.executed_code import ExecutedCode
 from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
 from remat.graph_capture.python_state.state_slots import PLAIN
@@ -40,6 +46,8 @@ from remat.graph_capture.tracing.signature import (
 
 def is_inside_checkpoint() -> bool:
     hooks = saved_tensor_hooks(True)
+    if COVERED_KEY in fx_traceback.current_meta.get("custom", {}):
+        return True
     return bool(hooks) and hooks[0].__module__ == "torch.utils.checkpoint"
 
 

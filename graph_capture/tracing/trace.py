@@ -36,6 +36,7 @@ from remat.graph_capture.joint.provenance import Provenance
 from remat.graph_capture.python_state.executed_code import (
     ExecutedCode,
     codes_of_function,
+    function_that_failed,
     functions_of_users,
 )
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
@@ -148,7 +149,7 @@ def _trace_once(
         stack.enter_context(tied_as_one(with_loss(model, recipe.loss_fn)))
         # Under a debugger or a coverage nobody knows which code runs, so all of it counts.
         followed = None if whole or ran is None or not ran.can_be_seen else ran
-        live = frozenset(code for kind in recipe.opaque for code in codes_of_function(kind))
+        live = frozenset(code for kind in recipe.functions for code in codes_of_function(kind))
         state = stack.enter_context(python_state_kept(model, recipe.loss_fn, followed, live))
         state.ran = ran
         writes = ForwardWrites(model, recipe.loss_fn, state)
@@ -177,11 +178,11 @@ def _trace_once(
         if recipe.is_modelled:  # the CPU has no fused attention with dropout, the device has
             stack.enter_context(FusedAttention())
         stack.enter_context(EagerMemory())
-        if any(functions_of_users()):
+        if any(functions_of_users()) or recipe.functions:
             from remat.graph_capture.tracing.nested_backward import nested_backward
             from remat.graph_capture.tracing.opaque_functions import opaque_functions
 
-            stack.enter_context(opaque_functions(recipe.opaque))
+            stack.enter_context(opaque_functions(recipe.functions))
             stack.enter_context(nested_backward(step))
         stack.enter_context(provenance)  # last: called first, it sees the frame of the user's
         try:
@@ -262,7 +263,7 @@ def _example(recipe: Recipe, fake: FakeTensorMode, env: Environment | None) -> A
 def edit_traced(gm: fx.GraphModule, recipe: Recipe) -> None:
     """Change a traced graph to what eager runs, and then as the recipe says."""
     describe_parts(gm)
-    if any(functions_of_users()):
+    if any(functions_of_users()) or recipe.functions:
         from remat.graph_capture.tracing.nested_backward import merge_recomputed
 
         merge_recomputed(gm.graph)
@@ -453,12 +454,9 @@ def _traced_once(model: nn.Module, recipe: Recipe, ran: ExecutedCode, *, whole: 
     try:
         return _trace_once(model, recipe, ran, whole=whole)
     except CaptureError as error:
-        if any(functions_of_users()):
-            from remat.graph_capture.tracing.opaque_functions import opaque_among
-
-            if more := opaque_among(error) - recipe.opaque:
-                recipe = dataclasses.replace(recipe, opaque=recipe.opaque | more)
-                return _traced_once(model, recipe, ran, whole=whole)
+        if more := function_that_failed(error) - recipe.functions:
+            recipe = dataclasses.replace(recipe, functions=recipe.functions | more)
+            return _traced_once(model, recipe, ran, whole=whole)
         refused = type(error)(*error.args)  # the frames are those of its cause, some hundred lines
         vars(refused).update(vars(error))
         cause = error.__cause__

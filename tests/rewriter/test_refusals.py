@@ -23,7 +23,7 @@ from remat.graph_capture.errors import (
 from remat.rewriter.checking.check import check
 from remat.rewriter.rewriting import rewrite
 from remat.rewriter.user_module.module import RematModule
-from tests.models import BATCH, WIDTH, Checkpointed, Scalar, batch, make, mlp
+from tests.models import BATCH, WIDTH, Scalar, batch, make, mlp
 from tests.steps import rewritten, schedule_of
 
 
@@ -61,15 +61,6 @@ def test_batch_norm_without_momentum_is_refused() -> None:
     model = Scalar(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None)))
     with pytest.raises(CaptureError, match=r"module body\.1 of Scalar"):
         capture(model, (batch(),))
-
-
-def test_a_reentrant_checkpoint_is_refused_with_a_way_that_works() -> None:
-    first = nn.Linear(WIDTH, WIDTH)
-    with pytest.raises(CaptureError, match=r"Or give use_reentrant=False \(module") as caught:
-        capture(nn.Sequential(first, Checkpointed(True)), (batch(),))
-    for name in ("activation_checkpointing_disable", "gradient_checkpointing_disable"):
-        assert f"model.{name}()" in str(caught.value)
-    assert capture(nn.Sequential(first, Checkpointed(False)), (batch(),)).ops
 
 
 def test_inputs_in_another_dtype_are_told_of_what_casts() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 import remat
 from remat.budgets import unmodified_step
@@ -114,6 +115,7 @@ CHECKPOINTS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "by backward": lambda block, x: ByBackward.apply(block, x),
     "offloaded": lambda block, x: Offloaded.apply(block, x),
     "once": lambda block, x: Once.apply(x, block, *block.parameters()),
+    "of torch": lambda block, x: checkpoint(block, x, use_reentrant=True),
 }
 
 
