@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, SupportsIndex
 
 import msgspec
@@ -12,10 +13,9 @@ from rich.text import Text
 
 from remat.analysis.budget_sweep import Budgets, BudgetSlider, in_bytes
 from remat.analysis.memory_figures import place as place_buffers
-from remat.analysis.plan_report import rendered
 from remat.budgets import unmodified_step
-from remat.formats import bytes_text, percent_text, plain_table, time_text
-from remat.graph_capture.errors import SolverError
+from remat.formats import Answer, bytes_text, percent_text, plain_table, time_text
+from remat.graph_capture.errors import BudgetError, SolverError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.plan import Plan
 from remat.schedules.derived import fastest_us
@@ -68,7 +68,7 @@ class _Bound(msgspec.Struct, frozen=True):
     solver: str
 
 
-class Sweep(msgspec.Struct, frozen=True):
+class Sweep(Answer, frozen=True):
     """Outcomes at several budgets, of one solver or several, with the bound at each budget.
 
     Iterating goes over the plans of the first solver, that of the smallest budget first.
@@ -126,31 +126,21 @@ class Sweep(msgspec.Struct, frozen=True):
         plain = {one.encode_name: msgspec.to_builtins(getattr(self, one.name)) for one in fields}
         return {**plain, "best": best}
 
-    def __str__(self) -> str:
-        return rendered(comparison_screen(self))
-
-    __repr__ = __str__
-
-
-def comparison_screen(found: Sweep, width: int = 100) -> RenderableType:
-    most = max((width - _NAME_COLUMNS) // _CELL_COLUMNS, 1)
-    parts: list[RenderableType] = [_compared_line(found)]
-    count = len(found.bounds)
-    for first in range(0, count, most):  # budgets that do not fit go into a table below
-        parts += [Text(), _table(found, range(first, min(first + most, count)))]
-    refused = [row for row in found.rows if row.refused]
-    parts += [Text(), Text("* the fastest found at this budget; - finds nothing that fits")]
-    parts += [Text(f"{row.solver}: {row.refused}", style="dim") for row in refused]
-    return Group(*parts)
-
-
-def _compared_line(found: Sweep) -> Text:
-    return Text.assemble(
-        (found.model, "bold"),
-        f", {found.cost_origin} on {found.device}: "
-        f"unmodified {bytes_text(found.unmodified_bytes)}, "
-        f"{time_text(found.base_us)} a step; overheads of each solver's plan",
-    )
+    def screen(self, width: int = 100) -> RenderableType:
+        head = (
+            f", {self.cost_origin} on {self.device}: unmodified "
+            f"{bytes_text(self.unmodified_bytes)}, {time_text(self.base_us)} a step; overheads of "
+            "each solver's plan"
+        )
+        most = max((width - _NAME_COLUMNS) // _CELL_COLUMNS, 1)
+        parts: list[RenderableType] = [Text.assemble((self.model, "bold"), head)]
+        count = len(self.bounds)
+        for first in range(0, count, most):  # budgets that do not fit go into a table below
+            parts += [Text(), _table(self, range(first, min(first + most, count)))]
+        refused = [row for row in self.rows if row.refused]
+        parts += [Text(), Text("* the fastest found at this budget; - finds nothing that fits")]
+        parts += [Text(f"{row.solver}: {row.refused}", style="dim") for row in refused]
+        return Group(*parts)
 
 
 def _table(found: Sweep, columns: range) -> Table:
@@ -209,7 +199,7 @@ def sweep(
     jobs : how many solves run at once; -1 for as many as there are cores. Inside
         ``joblib.parallel_config(backend="dask")`` they run on that cluster.
     layouts : also place the buffers of each plan in one arena (`Plan.layout`).
-    progress : called with a solver's name, how many are done, and of how many.
+    progress : called with a solver's name, how many solves are done, and of how many.
     **options : as of `remat.solve`, `keep` and `recompute` too.
 
     Raises
@@ -237,10 +227,21 @@ def sweep(
             "unmodified_bytes": eager.result.peak_bytes, **options,
         }  # fmt: skip
         fronts: dict[str, Front | SolverError] = {}
-        for i, name in enumerate(names):
+
+        def tell(name: str, before: int, done: int, _: int) -> None:
             if progress is not None and not is_interrupted():
-                progress(name, i, len(names))
-            fronts[name] = _front(step, sorted(asked), name, shared)
+                progress(name, before + done, len(names) * len(asked))
+
+        for i, name in enumerate(names):
+            told = partial(tell, name, i * len(asked))
+            told(0, 0)
+            if fronts and is_interrupted():
+                fronts[name] = SolverError(f"{INTERRUPTED} before {name} was tried")
+                continue
+            try:
+                fronts[name] = sweep_budgets(step, sorted(asked), name, progress=told, **shared)
+            except SolverError as error:
+                fronts[name] = error
     refusals = [one for one in fronts.values() if isinstance(one, SolverError)]
     # Where none has an answer, rows would only repeat what the first solver says.
     if plan is None and refusals and len(refusals) == len(fronts):
@@ -292,18 +293,6 @@ def _budgets(
     for i, size_bytes in enumerate(sizes):
         named.setdefault(size_bytes, "" if texts is None else str(texts[i]))
     return dict(sorted(named.items(), reverse=True)), at_hand
-
-
-def _front(
-    graph: TrainingGraph, budgets: list[int], name: str, shared: dict[str, Any]
-) -> Front | SolverError:
-    """The solver's front, or why it does not take this graph or was not asked."""
-    if is_interrupted():
-        return SolverError(f"{INTERRUPTED} before {name} was tried")
-    try:
-        return sweep_budgets(graph, budgets, name, **shared)
-    except SolverError as error:
-        return error
 
 
 def _bound(
@@ -358,3 +347,28 @@ def _solved_cell(result: Result, bound: _Bound, arena_bytes: int) -> _Cell:
         bound.budget_bytes, fits, result.status, result.peak_bytes, result.time_us,
         result.overhead, max(over, 0.0), result.wall_s, arena_bytes,
     )  # fmt: skip
+
+
+def sweep_hosts(
+    graph: TrainingGraph, hosts: Mapping[str, int], budgets: Budgets, solvers: Iterable[str],
+    **options: Any,
+) -> dict[str, Front]:  # fmt: skip
+    """Fronts by solver and host; `hosts` has bytes by name, 0 for nothing off the device."""
+    alone = msgspec.structs.replace(graph, links=None)  # spread as without a host: the same for all
+    pins = {name: as_globs(options[name]) for name in PINS if name in options}
+    asked, _ = in_bytes(alone, budgets, NAMING.of(options.get("time_limit_s", 60.0)), pins)
+    names, fronts = tuple(solvers), dict[str, Front]()
+    for text, host_bytes in hosts.items():
+        with_host = _with_host(graph, host_bytes) if host_bytes else alone
+        for name in names:
+            fronts[f"{name}, host {text}"] = sweep(with_host, asked, name, **options).front
+    return fronts
+
+
+def _with_host(graph: TrainingGraph, host_bytes: int) -> TrainingGraph:
+    if graph.links is None:
+        raise BudgetError(
+            f"this graph has no links to a host: capture it with {option('host', '64GiB')}"
+        )
+    links = msgspec.structs.replace(graph.links, host_bytes=host_bytes)
+    return msgspec.structs.replace(graph, links=links)

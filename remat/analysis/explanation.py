@@ -13,12 +13,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from remat.analysis.budget_sweep import price_json
+from remat.analysis.budget_sweep import price_json, price_text
 from remat.analysis.levers import LeverEffect, levers_of
 from remat.analysis.memory_figures import InChunks, chunks_of
 from remat.analysis.plan_report import (
     holders_table,
-    rendered,
     short_line,
     short_path,
     short_target,
@@ -42,11 +41,13 @@ from remat.formats import (
     GIB,
     KIB,
     NO_BOUND,
+    Answer,
     bytes_text,
     fine_time_text,
     gap_text,
     percent_text,
     plain_table,
+    rows_table,
 )
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
@@ -103,22 +104,6 @@ def _least_text(least: LeastBudget, solver: str) -> str:
     if least.proved_bytes:
         text += f". No schedule in captured order needs less than {bytes_text(least.proved_bytes)}"
     return text
-
-
-def _price_text(price: GibPrice, *, is_whole_gib: bool) -> str:
-    step = "1 GiB" if is_whole_gib else bytes_text(price.step_bytes)
-    # A step that is no round number needs its reason.
-    why = "" if is_whole_gib else " (5 % of the peak; 1 GiB would be more than that)"
-    saved = "saves nothing"
-    if price.saved_us > 0:
-        saved = f"saves {fine_time_text(price.saved_us)} a step ({percent_text(price.saved)})"
-    if price.cost_us is None or price.cost is None:
-        less = "with as much less no schedule is known"
-    elif price.cost_us <= 0:
-        less = "as much less costs nothing"
-    else:
-        less = f"as much less costs {fine_time_text(price.cost_us)} ({percent_text(price.cost)})"
-    return f"{step} more{why} {saved}; {less}"
 
 
 def _forced_text(one: ForcedOps) -> str:
@@ -233,7 +218,7 @@ def _named(rows: tuple[FoldedRow, ...]) -> str:
     return ", ".join(said) + (f" and {more} more" if more > 0 else "")
 
 
-class Explanation(msgspec.Struct, frozen=True):
+class Explanation(Answer, frozen=True):
     model: str
     device: str
     cost_origin: str = msgspec.field(name="prices")  # the key of older releases
@@ -285,31 +270,24 @@ class Explanation(msgspec.Struct, frozen=True):
         return next((rule for rule in self.rules if rule.fits), None)
 
     def as_json(self) -> dict[str, Any]:
-        said = {**msgspec.to_builtins(self), "price": price_json(self.price)}
+        said = {**super().as_json(), "price": price_json(self.price)}
         simple = msgspec.to_builtins(self.simple)
         return {**said, "is_whole_gib": self.is_whole_gib, "simple": simple}
 
-    def __str__(self) -> str:
-        return rendered(explanation_screen(self))
+    def screen(self, width: int = 100) -> RenderableType:
+        rows = rows_table((Text(name, style="bold"), said) for name, said in sentences(self))
+        held = _peak_text(self.at_peak), holders_table(self.at_peak)
+        rules = (Text(), _rules_table(self)) if self.rules and self.is_recomputing else ()
+        return Group(_plan_line(self), Text(), *held, Text(), rows, *rules)
 
-    __repr__ = __str__
 
-
-def explanation_screen(found: Explanation) -> RenderableType:
-    parts: list[RenderableType] = [_plan_line(found), Text(), _peak_text(found.at_peak)]
-    parts += [holders_table(found.at_peak), Text()]
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    for name, said in sentences(found):
-        grid.add_row(Text(name, style="bold"), Text(said))
-    parts.append(grid)
-    if found.rules and found.is_recomputing:
-        table = plain_table("rule", "peak", "overhead", "slower")
-        for rule in found.rules:
-            peak = bytes_text(rule.peak_bytes) if rule.peak_bytes or rule.fits else "-"
-            figures = percent_text(rule.overhead), percent_text(rule.slower)
-            table.add_row(Text(rule.says), peak, *(figures if rule.fits else ("does not fit", "-")))
-        parts += [Text(), table]
-    return Group(*parts)
+def _rules_table(found: Explanation) -> Table:
+    table = plain_table("rule", "peak", "overhead", "slower")
+    for rule in found.rules:
+        peak = bytes_text(rule.peak_bytes) if rule.peak_bytes or rule.fits else "-"
+        figures = percent_text(rule.overhead), percent_text(rule.slower)
+        table.add_row(Text(rule.says), peak, *(figures if rule.fits else ("does not fit", "-")))
+    return table
 
 
 def _plan_line(found: Explanation) -> Text:
@@ -328,7 +306,7 @@ def _plan_line(found: Explanation) -> Text:
 
 def sentences(found: Explanation) -> Iterator[tuple[str, str]]:
     yield "least", _least_text(found.least, found.solver)
-    yield "memory", _price_text(found.price, is_whole_gib=found.is_whole_gib)
+    yield "memory", price_text(found.price)
     for one in found.chunks:
         yield "chunks", str(one)
     for i, one in enumerate(found.levers):

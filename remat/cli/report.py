@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from remat.analysis.memory_figures import check_kept_layout
-from remat.cli.session import Session, layout_entry, opened_feasible, place_shown
+from remat.cli.session import Session, opened_feasible, place_shown
 from remat.cli.verb import PlaceOption, PlanOption, Source, more, verb
 from remat.cluster.command import page_of
 from remat.cluster.plan_file import is_cluster_plan, read_cluster_plan
@@ -65,7 +65,7 @@ def report_verb(
     if session.as_json:
         summary = msgspec.to_builtins(page.summary)
         said = {"report": str(output), "summary": summary, "note": facts.note}
-        session.emit(said | layout_entry(layout))
+        session.answer(said, layout=layout)
 
 
 def _report_cluster(session: Session, source: str, output: Path) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 import typer
+from rich.console import RenderableType
 
 from remat.analysis.memory_figures import arena_text, layout_json, place
 from remat.checkout import BESIDE, PACKAGE_FOLDER
@@ -197,6 +198,17 @@ class Session:
         self.stopwatch.began = when_it_began()
         self.stopwatch.seconds["start"] = self.stopwatch.elapsed_s
 
+    def answer(
+        self, said: dict[str, Any], *screen: RenderableType, layout: Layout | None = None
+    ) -> None:
+        """Print `said` as one JSON object, or the parts of a screen; either with a layout."""
+        if self.as_json:
+            self.emit(said | ({} if layout is None else {"layout": layout_json(layout)}))
+            return
+        placed = () if layout is None else (f"arena  {arena_text(layout)}",)
+        for part in (*screen, *placed):
+            self.out.print(part)
+
     def emit(self, said: dict[str, Any]) -> None:
         sys.stdout.write(json_text(msgspec.json.encode(said), sys.stdout.encoding) + "\n")
 
@@ -322,12 +334,3 @@ def save_layout_file(
 def place_shown(session: Session, graph: TrainingGraph, schedule: Schedule) -> Layout:
     with session.stopwatch.stage("place", "placing buffers"):
         return place(graph, schedule)
-
-
-def layout_entry(layout: Layout | None) -> dict[str, Any]:
-    return {} if layout is None else {"layout": layout_json(layout)}
-
-
-def show_layout(session: Session, layout: Layout | None) -> None:
-    if layout is not None:
-        session.out.print(f"arena  {arena_text(layout)}")

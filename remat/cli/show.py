@@ -8,25 +8,19 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import typer
+from rich.console import Group, RenderableType
 from rich.text import Text
 
-from remat.analysis.explanation import FURTHER_SOLVE_S, Explanation, explain, explanation_screen
-from remat.analysis.inspect import InspectBy, Inspection, inspect, inspection_screen
-from remat.cli.session import (
-    Session,
-    layout_entry,
-    opened_feasible,
-    place_shown,
-    save_layout_file,
-    show_layout,
-)
+from remat.analysis.explanation import FURTHER_SOLVE_S, Explanation, explain
+from remat.analysis.inspect import InspectBy, Inspection, inspect
+from remat.cli.session import Session, opened_feasible, place_shown, save_layout_file
 from remat.cli.verb import LayoutFile, Output, PlaceOption, PlanOption, Source, Top, verb
 from remat.formats import bytes_text, plain_table, time_text
 from remat.graph_capture.errors import FileError, PlanError
 from remat.graph_capture.graph import TrainingGraph
 from remat.job import pipeline, plan_source
 from remat.job.request import Request
-from remat.job.screen import range_json, show_family
+from remat.job.screen import family_screen, ops_text, range_json
 from remat.progress import in_one_line
 from remat.ranges.curve import overheads_over
 from remat.schedules.exports import snapshot_file, to_dot, trace_file
@@ -105,23 +99,15 @@ def _placed(
 
 
 def _show_values(
-    session: Session,
-    opened: plan_source.PlanSource,
-    found: Inspection,
-    top: int,
+    session: Session, opened: plan_source.PlanSource, found: Inspection, top: int,
     placed: Layout | None,
-) -> None:
-    over = opened.over
-    curve = overheads_over(over.graph, over.family) if over else None
-    if session.as_json:
-        ranges = {"range": range_json(over.family, curve)} if over and curve else {}
-        session.emit(found.as_json() | layout_entry(placed) | ranges)
-        return
-    session.out.print(inspection_screen(found, top, session.out.width))
-    show_layout(session, placed)
-    if over and curve:
-        session.out.print()
-        show_family(session.out, over.family, curve)
+) -> None:  # fmt: skip
+    said, screen = found.as_json(), [found.screen(session.out.width, top)]
+    if over := opened.over:
+        curve = overheads_over(over.graph, over.family)
+        said["range"] = range_json(over.family, curve)
+        screen += [Text(), family_screen(over.family, curve)]
+    session.answer(said, *screen, layout=placed)
 
 
 _DOING = {
@@ -148,11 +134,7 @@ def _show_reasons(
         _show_values(session, opened, inspect(opened.graph, opened.result), _TOP, None)
         return
     placed = _placed(session, opened, is_placed, layout)
-    if session.as_json:
-        session.emit(found.as_json() | layout_entry(placed))
-    else:
-        session.out.print(explanation_screen(found))
-        show_layout(session, placed)
+    session.answer(found.as_json(), found.screen(), layout=placed)
 
 
 def _reasons(
@@ -187,10 +169,7 @@ def _show_as(
         _refuse_beside("--as graph", {"--plan": plan, "--budget": request.budget})
         graph = plan_source.captured(source, request, session.stopwatch).graph
         session.save(output, graph.to_json(), "graph")
-        if session.as_json:
-            session.emit(msgspec.to_builtins(graph))
-        else:
-            _sum_up(session, graph)
+        session.answer(msgspec.to_builtins(graph), _sum_up(graph))
     elif form == "code":
         _refuse_beside("--as code", {"--budget": request.budget})
         _show_code(session, source, request, plan, output)
@@ -199,8 +178,7 @@ def _show_as(
     else:
         opened = opened_feasible(session, source, request, plan)
         session.save(output, _exported(opened, form), form, end=b"")
-        if session.as_json:
-            session.emit({"export": str(output), "as": form})
+        session.answer({"export": str(output), "as": form})
 
 
 def _exported(opened: plan_source.PlanSource, form: _Form) -> bytes:
@@ -212,21 +190,18 @@ def _exported(opened: plan_source.PlanSource, form: _Form) -> bytes:
     return write(opened.graph, schedule)
 
 
-def _sum_up(session: Session, graph: TrainingGraph) -> None:
-    backward = len(graph.ops) - graph.n_forward
-    ops = f", {graph.n_forward} forward and {backward} backward ops"
+def _sum_up(graph: TrainingGraph) -> RenderableType:
     costs = f", {time_text(graph.time_us)}, {graph.cost_origin} on {graph.device}\n"
-    session.out.print(Text.assemble((graph.name, "bold"), ops, costs))
     table = plain_table("resident", "bytes")
     resident = msgspec.to_builtins(graph.resident)
     if not graph.resident.libraries_bytes:
         del resident["libraries_bytes"]
     for name, size_bytes in resident.items():
         table.add_row(name.removesuffix("_bytes"), bytes_text(size_bytes))
-    session.out.print(table)
-    if graph.links is not None:
-        room = bytes_text(graph.links.host_bytes)
-        session.out.print(f"host {room}: {graph.links.source}", markup=False)
+    parts = [Text.assemble((graph.name, "bold"), ops_text(graph), costs), table]
+    if links := graph.links:
+        parts.append(Text(f"host {bytes_text(links.host_bytes)}: {links.source}"))
+    return Group(*parts)
 
 
 def _show_code(
