@@ -12,7 +12,7 @@ import typer
 from remat.analysis.memory_figures import check_kept_layout
 from remat.cli.session import Session, opened_feasible, place_shown
 from remat.cli.verb import PlaceOption, PlanOption, Source, more, verb
-from remat.cluster.command import page_of
+from remat.cluster.pictures import cluster_page
 from remat.cluster.plan_file import is_cluster_plan, read_cluster_plan
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import DeviceError, LayoutError
@@ -72,7 +72,7 @@ def _report_cluster(session: Session, source: str, output: Path) -> None:
     from remat.cluster.replayed_plan import replay_of  # imports torch, to replay a pipeline's order
 
     plan = read_cluster_plan(read_contents(source), source)
-    page = page_of(plan, replay_of(plan, source))
+    page = cluster_page(plan, replay_of(plan, source))
     session.save(output, page.encode(), "report", end=b"")
     if session.as_json:
         session.emit({"report": str(output), "predicted": msgspec.to_builtins(plan.predicted)})

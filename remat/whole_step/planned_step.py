@@ -176,12 +176,6 @@ _Clock = npt.NDArray[np.float64]
 """The device's time before each event, and after the last."""
 
 
-def _first_clock(residence: Residence) -> _Clock:
-    ops = residence.ops
-    costs = (ops[one.name].cost_us if one.kind == "run" else 0.0 for one in residence.items)
-    return np.concatenate(([0.0], np.cumsum(list(costs))))
-
-
 def _streams(
     residence: Residence, config: StepConfig, links: Links, clock: _Clock, budget_bytes: int
 ) -> tuple[dict[int, int], dict[int, int]]:
@@ -193,9 +187,15 @@ def _streams(
 
 def _departures(residence: Residence, links: Links, clock: _Clock, room: _Bytes) -> dict[int, int]:
     """Ends of departures: each stays while it is copied and there is room."""
-    items, made = residence.items, _made_at(residence)
+    items, made, arrivals = residence.items, dict[str, int](), dict[str, list[int]]()
+    for k, item in enumerate(items):
+        if item.kind == "arrive":
+            arrivals.setdefault(item.name, []).append(k)
+        elif item.kind == "run":
+            outputs = residence.ops[item.name].outputs
+            made |= dict.fromkeys(residence.hosted.intersection(outputs), k)
     leaves = [(made.get(item.name, k), k) for k, item in enumerate(items) if item.kind == "leave"]
-    whole_us, arrivals, ends = 0.0, _arrivals_of(residence), dict[int, int]()
+    whole_us, ends = 0.0, dict[int, int]()
     for issued, k in sorted(leaves):
         # One queue, in the order in which copies may begin.
         whole_us = max(whole_us, clock[min(issued + 1, k)])
@@ -212,24 +212,6 @@ def _departures(residence: Residence, links: Links, clock: _Clock, room: _Bytes)
         ends[k] = k + int(short[0]) if short.size else end
         room[k : ends[k]] -= residence.sizes[name]
     return ends
-
-
-def _made_at(residence: Residence) -> dict[str, int]:
-    return {
-        name: k
-        for k, item in enumerate(residence.items)
-        if item.kind == "run"
-        for name in residence.ops[item.name].outputs
-        if name in residence.hosted
-    }
-
-
-def _arrivals_of(residence: Residence) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for k, item in enumerate(residence.items):
-        if item.kind == "arrive":
-            found.setdefault(item.name, []).append(k)
-    return found
 
 
 def _begins_of_arrivals(
@@ -469,7 +451,9 @@ def planned_step(
     residence = Residence.of(graph, task.microbatch, config, task.budget_bytes)
     if residence.peak_bytes > task.budget_bytes:
         return Short("device", residence.peak_bytes)
-    clock, best = _first_clock(residence), None
+    ops, items = residence.ops, residence.items
+    costs = [ops[one.name].cost_us if one.kind == "run" else 0.0 for one in items]
+    clock, best = np.concatenate(([0.0], np.cumsum(costs))), None
     for _ in range(_ROUNDS):
         copies = _streams(residence, config, task.links, clock, task.budget_bytes)
         writer = _StepWriter(graph, residence, *copies, config.slots)
@@ -486,7 +470,7 @@ def planned_step(
         if not simulation.stalls or simulation.time_us > _HOPELESS * limit_us:
             break
         # Stalls delay the device, so copies are placed again by the new clock.
-        clock = _clock_of(writer.places, simulation, len(residence.items))
+        clock = _clock_of(writer.places, simulation, len(items))
     assert best is not None
     return best
 
