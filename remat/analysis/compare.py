@@ -147,23 +147,20 @@ def _table(found: Sweep, columns: range) -> Table:
     table = plain_table("budget", *(bytes_text(found.bounds[i].budget_bytes) for i in columns))
     if any(found.asked):
         # A row says already which plan that is.
-        texts = ("" if found.asked[i] == THIS_PLAN else found.asked[i] for i in columns)
-        table.add_row("", *(Text(text, style="dim") for text in texts))
+        asked = ("" if found.asked[i] == THIS_PLAN else found.asked[i] for i in columns)
+        table.add_row("", *(Text(text, style="dim") for text in asked))
     best = {i: found.best(i) for i in columns}
     for row in found.rows:
         if not row.refused:
-            cells = (_overhead_text(row.cells[i], row.solver in best[i]) for i in columns)
-            table.add_row(row.solver, *cells)
+            shown = ((row.cells[i], " *" if row.solver in best[i] else "") for i in columns)
+            texts = (f"{percent_text(c.overhead)}{star}" if c.fits else "-" for c, star in shown)
+            table.add_row(row.solver, *texts)
             if any(row.cells[i].arena_bytes for i in columns):
                 sizes = [row.cells[i].arena_bytes for i in columns]
-                texts = (Text(bytes_text(size) if size else "", style="dim") for size in sizes)
-                table.add_row("  arena", *texts)
+                arenas = (Text(bytes_text(size) if size else "", style="dim") for size in sizes)
+                table.add_row("  arena", *arenas)
     table.add_row("bound", *(percent_text(found.bounds[i].overhead) for i in columns))
     return table
-
-
-def _overhead_text(cell: _Cell, is_best: bool) -> str:
-    return percent_text(cell.overhead) + (" *" if is_best else "") if cell.fits else "-"
 
 
 _Arena = Callable[[Result], int]

@@ -72,14 +72,6 @@ _SAME = 1e-4  # two steps whose times differ by less than this part are said to 
 _SHOWN = 3  # most values that a sentence names
 
 
-def _peak_text(held: PeakHolders) -> Text:
-    again = f", run {held.run} of it" if held.run > 1 else ""
-    return Text(
-        f"The peak is reached in {held.phase or 'nothing'}, when {short_target(held.target)} of "
-        f"{_place_of_peak(held)} runs{again}."
-    )
-
-
 def _place_of_peak(held: PeakHolders) -> str:
     return " ".join(part for part in (held.module, short_line(held.source)) if part) or held.op
 
@@ -276,9 +268,14 @@ class Explanation(Answer, frozen=True):
 
     def screen(self, width: int = 100) -> RenderableType:
         rows = rows_table((Text(name, style="bold"), said) for name, said in sentences(self))
-        held = _peak_text(self.at_peak), holders_table(self.at_peak)
-        rules = (Text(), _rules_table(self)) if self.rules and self.is_recomputing else ()
-        return Group(_plan_line(self), Text(), *held, Text(), rows, *rules)
+        held, rules = self.at_peak, self.rules and self.is_recomputing
+        again = f", run {held.run} of it" if held.run > 1 else ""
+        reached = Text(
+            f"The peak is reached in {held.phase or 'nothing'}, when {short_target(held.target)} "
+            f"of {_place_of_peak(held)} runs{again}."
+        )
+        parts = _plan_line(self), Text(), reached, holders_table(held), Text(), rows
+        return Group(*parts, *((Text(), _rules_table(self)) if rules else ()))
 
 
 def _rules_table(found: Explanation) -> Table:
@@ -330,47 +327,35 @@ def sentences(found: Explanation) -> Iterator[tuple[str, str]]:
 # Further solves, each of which takes a while, make the answer.
 
 
-class _Parts:
-    def __init__(self, progress: Callable[[str], None] | None) -> None:
-        self.progress = progress
-        self.seconds: dict[str, float] = {}
-
-    def timed(self, name: str, make: Callable[[], _T]) -> _T:
-        if self.progress is not None:
-            self.progress(name)
-        clock = Clock()
-        made = make()
-        if is_interrupted():
-            raise KeyboardInterrupt  # parts of an explanation would mislead
-        self.seconds[name] = round(clock.elapsed_s, 3)
-        return made
-
-
 def explain(
     graph: TrainingGraph, result: Result, *, why_of: str | Iterable[str] = (),
     each_s: float = FURTHER_SOLVE_S, progress: Callable[[str], None] | None = None,
 ) -> Explanation:  # fmt: skip
     """Why a plan is as it is: who holds its peak, the least budget, what memory is worth."""
-    with one_job():
-        return _explained(graph, result, why_of, each_s, _Parts(progress))
-
-
-def _explained(
-    graph: TrainingGraph, result: Result, why_of: str | Iterable[str], each_s: float, parts: _Parts
-) -> Explanation:
     if result.schedule is None:
         raise BudgetError(infeasible_text(result))
     globs = (why_of,) if isinstance(why_of, str) else tuple(why_of)
-    schedule = required_schedule(result)
-    asked = solve_arguments(schedule)
-    # First, as a glob that matches nothing is refused before the long solves.
-    answers = parts.timed("why", lambda: why(graph, result, globs, each_s=each_s))
-    price = parts.timed("price", lambda: price_of_gib(graph, result, time_limit_s=each_s, **asked))
-    least = parts.timed("least", lambda: least_budget(graph, schedule, asked, each_s))
-    rules = parts.timed("rules", lambda: simple_rules(graph, result))
-    levers = parts.timed("levers", lambda: _levers(graph, result, each_s))
-    budget_bytes = result.budget_bytes
-    greedy = parts.timed("greedy", lambda: against_greedy(graph, budget_bytes, each_s=each_s))
+    schedule, seconds = required_schedule(result), dict[str, float]()
+    asked, budget_bytes = solve_arguments(schedule), result.budget_bytes
+
+    def timed(name: str, make: Callable[[], _T]) -> _T:
+        if progress is not None:
+            progress(name)
+        clock = Clock()
+        made = make()
+        if is_interrupted():
+            raise KeyboardInterrupt  # parts of an explanation would mislead
+        seconds[name] = round(clock.elapsed_s, 3)
+        return made
+
+    with one_job():
+        # First, as a glob that matches nothing is refused before the long solves.
+        answers = timed("why", lambda: why(graph, result, globs, each_s=each_s))
+        price = timed("price", lambda: price_of_gib(graph, result, time_limit_s=each_s, **asked))
+        least = timed("least", lambda: least_budget(graph, schedule, asked, each_s))
+        rules = timed("rules", lambda: simple_rules(graph, result))
+        levers = timed("levers", lambda: _levers(graph, result, each_s))
+        greedy = timed("greedy", lambda: against_greedy(graph, budget_bytes, each_s=each_s))
     return Explanation(
         model=graph.name, device=graph.device, cost_origin=graph.cost_origin,
         status=result.status, solver=result.solver, budget_bytes=budget_bytes,
@@ -379,8 +364,7 @@ def _explained(
         unmodified_bytes=unmodified(graph).peak_bytes, base_us=graph.time_us,
         at_peak=peak_holders(graph, schedule), least=least, price=price,
         forced=forced_ops(graph, schedule), rules=rules, greedy=greedy, why=answers,
-        seconds=parts.seconds, chunks=chunks_of(graph, schedule), levers=levers,
-        moves=schedule.moves,
+        seconds=seconds, chunks=chunks_of(graph, schedule), levers=levers, moves=schedule.moves,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -189,36 +189,32 @@ class _Offloaded(msgspec.Struct, frozen=True):
     slower_us: float  # what the step takes more if links have `SLOWER` of their rates
     slower_overhead: float
 
-    def rows(self) -> list[tuple[str, str]]:
-        slower = (
-            f"at {SLOWER} of these rates a step takes {fine_time_text(self.slower_us)} more, "
-            f"{percent_text(self.slower_overhead)} overhead; its peaks stay"
+    def rows(self) -> Iterator[tuple[str, str]]:
+        room = f"{bytes_text(self.host_bytes)} of {bytes_text(self.host_room_bytes)}"
+        if self.nvme_bytes:
+            drive = f"{bytes_text(self.nvme_bytes)} of {bytes_text(self.nvme_room_bytes)}"
+            room = f"{room}; NVMe {drive} in {self.nvme_path}"
+        yield "host", room
+        yield (
+            "copies",
+            "; ".join(
+                f"{one.copies} {_WAYS[one.link]}, {bytes_text(one.moved_bytes)} in "
+                f"{fine_time_text(one.busy_us)}"
+                for one in self.links
+            ),
         )
-        said = [("host", self._room_text()), ("copies", self._copies_text())]
-        said += [("waits", self._waits_text()), ("slower links", slower)]
-        rates = ", ".join(f"{one.link} {one.gb_s:.3g} GB/s" for one in self.links)
-        return [*said, ("links", f"{rates}: {self.source}")]
-
-    def _room_text(self) -> str:
-        text = f"{bytes_text(self.host_bytes)} of {bytes_text(self.host_room_bytes)}"
-        if not self.nvme_bytes:
-            return text
-        drive = f"{bytes_text(self.nvme_bytes)} of {bytes_text(self.nvme_room_bytes)}"
-        return f"{text}; NVMe {drive} in {self.nvme_path}"
-
-    def _copies_text(self) -> str:
-        said = (
-            f"{one.copies} {_WAYS[one.link]}, {bytes_text(one.moved_bytes)} in "
-            f"{fine_time_text(one.busy_us)}"
-            for one in self.links
-        )
-        return "; ".join(said)
-
-    def _waits_text(self) -> str:
-        if not self.stalls:
-            return "none: the device never waits for a copy"
         all_us, longest_us = fine_time_text(self.stall_us), fine_time_text(self.longest_us)
-        return f"the device waits {all_us} for copies, {longest_us} at most at once"
+        stalled = f"the device waits {all_us} for copies, {longest_us} at most at once"
+        yield "waits", stalled if self.stalls else "none: the device never waits for a copy"
+        yield (
+            "slower links",
+            (
+                f"at {SLOWER} of these rates a step takes {fine_time_text(self.slower_us)} more, "
+                f"{percent_text(self.slower_overhead)} overhead; its peaks stay"
+            ),
+        )
+        rates = ", ".join(f"{one.link} {one.gb_s:.3g} GB/s" for one in self.links)
+        yield "links", f"{rates}: {self.source}"
 
 
 def offloaded(
