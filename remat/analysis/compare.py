@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.analysis.budget_sweep import Budgets, BudgetSlider, in_bytes
-from remat.analysis.memory_figures import place as place_buffers
+from remat.analysis.plan_figures import place as place_buffers
 from remat.budgets import unmodified_step
 from remat.formats import Answer, bytes_text, percent_text, plain_table, time_text
 from remat.graph_capture.errors import BudgetError, SolverError, option

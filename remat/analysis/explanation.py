@@ -15,7 +15,7 @@ from rich.text import Text
 
 from remat.analysis.budget_sweep import price_json, price_text
 from remat.analysis.levers import LeverEffect, levers_of
-from remat.analysis.memory_figures import InChunks, chunks_of
+from remat.analysis.plan_figures import InChunks, chunks_of
 from remat.analysis.plan_report import (
     holders_table,
     short_line,

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 import remat.solver as solvers
-from remat.analysis.layer_checkpoints import SAME_SPEED, candidates
+from remat.analysis.plan_figures import SAME_SPEED, candidates
 from remat.graph_capture.eager_step import with_eager_sizes
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import Op, TrainingGraph

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from remat.analysis.memory_figures import offloaded
+from remat.analysis.plan_figures import offloaded
 from remat.cli.session import INFEASIBLE, Session, save_layout_file, save_result_file
 from remat.cli.verb import LayoutFile, Model, Output, RunIt, verb
 from remat.formats import rows_table

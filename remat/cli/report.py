@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from remat.analysis.memory_figures import check_kept_layout
+from remat.analysis.plan_figures import check_kept_layout
 from remat.cli.session import Session, opened_feasible, place_shown
 from remat.cli.verb import PlaceOption, PlanOption, Source, more, verb
 from remat.cluster.pictures import cluster_page

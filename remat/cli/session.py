@@ -19,7 +19,7 @@ import msgspec
 import typer
 from rich.console import RenderableType
 
-from remat.analysis.memory_figures import arena_text, layout_json, place
+from remat.analysis.plan_figures import arena_text, layout_json, place
 from remat.checkout import BESIDE, PACKAGE_FOLDER
 from remat.graph_capture.devices.memory import is_out_of_memory
 from remat.graph_capture.errors import RematError, named_as_flags

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import remat.solver as solvers
-from remat.analysis.layer_checkpoints import EveryNth, every_n_layers
-from remat.analysis.memory_figures import reserved_beside, shortage_text
+from remat.analysis.plan_figures import EveryNth, every_n_layers, reserved_beside, shortage_text
 from remat.budgets import UNBOUNDED_BYTES, parse_budget, unmodified_step
 from remat.checks import Batch, failures, unless_short, why_unchecked
 from remat.graph_capture.distributed.sharded_step import local_step

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from remat.analysis.memory_figures import chunks_of, offloaded, reserved_text
+from remat.analysis.plan_figures import chunks_of, offloaded, reserved_text
 from remat.analysis.plan_report import costs_text
 from remat.checks import CHECKED, advice_of
 from remat.formats import (
@@ -125,11 +125,11 @@ def _verdict(report: Report) -> _Said:
     yield "lower bound", _bound_said(graph, result)
     if report.simulation:
         yield "peak held by", _held(graph, result.schedule, report.simulation)
-    yield from _reserved(report.rows)
+    yield from _reserved_rows(report.rows)
     for advice in filter(None, (*advice_on_run(report), report.shortage)):
         yield "advice", advice
-    yield from _checked(report, result.budget_bytes)
-    yield from _ways(report)
+    yield from _check_rows(report, result.budget_bytes)
+    yield from _way_rows(report)
     if is_in_table(graph.device) or graph.notes:  # the figures are no measurement on this machine
         yield "costs", costs_text(graph)
     yield "took", took_text(report.seconds)
@@ -139,14 +139,14 @@ def _verdict(report: Report) -> _Said:
         yield "note", result.message
 
 
-def _checked(report: Report | RangeReport, budget_bytes: int, at: str = "") -> _Said:
+def _check_rows(report: Report | RangeReport, budget_bytes: int, at: str = "") -> _Said:
     if report.check:
-        yield from _compared(report.check, budget_bytes, at)
+        yield from _equal_rows(report.check, budget_bytes, at)
     if report.unchecked:
         yield "not run", report.unchecked
 
 
-def _compared(check: Check, budget_bytes: int, at: str = "") -> _Said:
+def _equal_rows(check: Check, budget_bytes: int, at: str = "") -> _Said:
     said = Text(f"{check.gradients} of {check.gradients_total} gradients bit-identical")
     for name in CHECKED:
         if name != "gradients":
@@ -157,7 +157,7 @@ def _compared(check: Check, budget_bytes: int, at: str = "") -> _Said:
         yield "advice", advice
 
 
-def _reserved(rows: Iterable[Row]) -> _Said:
+def _reserved_rows(rows: Iterable[Row]) -> _Said:
     known = {row.name: row for row in rows}
     plan, without = known.get("this plan"), known["unmodified"].reserved
     if plan is not None and plan.reserved is not None:  # a CPU's allocator reserves nothing
@@ -168,7 +168,7 @@ def _reserved(rows: Iterable[Row]) -> _Said:
         yield "", f"measured: {', '.join(said)}"
 
 
-def _ways(report: Report) -> _Said:
+def _way_rows(report: Report) -> _Said:
     graph, result = report.graph, report.result
     for one in chunks_of(graph, result.schedule):
         yield "in chunks", str(one)
@@ -219,7 +219,7 @@ def check_screen(check: Check, budget_bytes: int) -> RenderableType:
         ("this plan", check.plan_peak_bytes, check.plan_step_us, percent_text(check.overhead)),
     ):
         table.add_row(name, bytes_text(peak_bytes), time_text(step_us), overhead)
-    equal, *advice = _compared(check, budget_bytes)
+    equal, *advice = _equal_rows(check, budget_bytes)
     held = check.plan_reserved_bytes
     reserved = [] if held is None else [("reserved", bytes_text(held))]
     return Group(table, Text(), rows_table((equal, *reserved, *advice)))
@@ -306,7 +306,7 @@ def _infeasible_json(result: Result) -> dict[str, Any]:
 
 def range_screen(report: RangeReport) -> RenderableType:
     at = f" at {sizes_text(report.sizes)}" if report.sizes else ""
-    rows = *_checked(report, report.family.budget_bytes, at), ("took", took_text(report.seconds))
+    rows = *_check_rows(report, report.family.budget_bytes, at), ("took", took_text(report.seconds))
     return Group(family_screen(report.family, report.curve), rows_table(rows))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from remat.analysis.compare import sweep
-from remat.analysis.memory_figures import place
+from remat.analysis.plan_figures import place
 from remat.graph_capture.errors import GraphError, LayoutError
 from remat.schedules import palette
 from remat.schedules.layout import buffers_of

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from remat.analysis.memory_figures import offloaded
+from remat.analysis.plan_figures import offloaded
 from remat.cli.sweep import asked_hosts
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph

@@ -12,7 +12,7 @@ from remat.analysis.levers import (
     without_copies,
     without_recomputation,
 )
-from remat.analysis.memory_figures import SLOWER, offloaded
+from remat.analysis.plan_figures import SLOWER, offloaded
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule
 from remat.schedules.simulate import simulate
