@@ -163,7 +163,6 @@ def _table(found: Sweep, columns: range) -> Table:
     return table
 
 
-_Arena = Callable[[Result], int]
 DEFAULT_BUDGETS = ("80%", "60%", "45%")
 DEFAULT_SOLVERS = (  # the best of each kind that answers in seconds, and what people write by hand
     "auto", "cut", "hierarchical", "msps", "dtr", "rotor", "chen_sqrt", "every_n_layers",
@@ -244,6 +243,8 @@ def sweep(
     if plan is None and refusals and len(refusals) == len(fronts):
         raise refusals[0]
     is_fixed = options.get("order", "fixed") == "fixed"  # its bound says nothing of free orders
+    if plan is not None and plan.schedule is not None:  # a bound also holds at smaller budgets
+        is_fixed &= plan.schedule.options.get("order", "fixed") == "fixed"
     bounding = plan if is_fixed else None
     bounds = tuple(_bound(step, size_bytes, fronts, bounding) for size_bytes in asked)
     return _compared_with(step, eager, asked, fronts, bounds, plan, is_placed=layouts)
@@ -254,10 +255,11 @@ def _compared_with(
     fronts: Mapping[str, Front | SolverError], bounds: tuple[_Bound, ...], plan: Result | None,
     *, is_placed: bool,
 ) -> Sweep:  # fmt: skip
-    arena = _arenas(graph, is_placed)
+    arena = partial(_arena_bytes, graph if is_placed else None)
     # The unmodified step has buffers of its own graph, as eager has its sizes.
-    rows = [_at_hand(UNMODIFIED, eager.result, bounds, _arenas(eager.graph, is_placed))]
-    rows += [_at_hand(THIS_PLAN, plan, bounds, arena)] if plan is not None else []
+    of_eager = _arena_bytes(eager.graph if is_placed else None, eager.result)
+    rows = [_at_hand(UNMODIFIED, eager.result, bounds, of_eager)]
+    rows += [_at_hand(THIS_PLAN, plan, bounds, arena(plan))] if plan is not None else []
     rows += [_compared(name, front, bounds, arena) for name, front in fronts.items()]
     return Sweep(
         step=graph, model=graph.name, device=graph.device, cost_origin=graph.cost_origin,
@@ -267,13 +269,10 @@ def _compared_with(
     )  # fmt: skip
 
 
-def _arenas(graph: TrainingGraph, is_placed: bool) -> _Arena:
-    def arena_bytes(result: Result) -> int:
-        if not is_placed or result.schedule is None:
-            return 0
-        return place_buffers(graph, result.schedule).arena_bytes
-
-    return arena_bytes
+def _arena_bytes(graph: TrainingGraph | None, result: Result) -> int:
+    if graph is None or result.schedule is None:
+        return 0
+    return place_buffers(graph, result.schedule).arena_bytes
 
 
 def _budgets(
@@ -297,7 +296,7 @@ def _bound(
     plan: Result | None,
 ) -> _Bound:  # fmt: skip
     best = _Bound(budget_bytes, 0.0, fastest_us(graph), "")  # no plan is faster than every op once
-    proved = [(THIS_PLAN, plan)] if plan is not None and _is_below(budget_bytes, plan) else []
+    proved = [(THIS_PLAN, plan)] if plan and budget_bytes <= plan.budget_bytes else []
     for name, front in fronts.items():
         points = () if isinstance(front, SolverError) else front.points
         at_budget = [one.result for one in points if one.budget_bytes == budget_bytes][:1]
@@ -309,14 +308,11 @@ def _bound(
     return best
 
 
-def _is_below(budget_bytes: int, plan: Result) -> bool:
-    # The other rows' bounds are of the captured order. A bound also holds at smaller budgets.
-    is_fixed = plan.schedule is None or plan.schedule.options.get("order", "fixed") == "fixed"
-    return is_fixed and budget_bytes <= plan.budget_bytes
-
-
 def _compared(
-    name: str, front: Front | SolverError, bounds: tuple[_Bound, ...], arena: _Arena
+    name: str,
+    front: Front | SolverError,
+    bounds: tuple[_Bound, ...],
+    arena: Callable[[Result], int],
 ) -> _Compared:
     if isinstance(front, SolverError):
         return _Compared(name, (), 0.0, str(front))
@@ -326,8 +322,7 @@ def _compared(
     return _Compared(name, cells, sum(result.wall_s for result in results.values()))
 
 
-def _at_hand(name: str, result: Result, bounds: tuple[_Bound, ...], arena: _Arena) -> _Compared:
-    arena_bytes = arena(result)
+def _at_hand(name: str, result: Result, bounds: tuple[_Bound, ...], arena_bytes: int) -> _Compared:
     cells = [
         _solved_cell(result, bound, arena_bytes)
         if result.peak_bytes <= bound.budget_bytes

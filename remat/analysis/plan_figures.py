@@ -6,7 +6,7 @@ arena, and whether checkpointing every n-th layer, as torch does it, would do as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -293,11 +293,13 @@ def every_n_layers(graph: TrainingGraph, result: Result) -> EveryNth | None:
     """The fastest way to checkpoint every n-th layer, if it is within 1 % of the result's time."""
     if result.schedule is None or result.time_us <= graph.time_us:
         return None
-    fitting = [
-        one for one in candidates(graph, result.time_us) if one.peak_bytes <= result.budget_bytes
-    ]
-    close = [one for one in fitting if one.slower <= SAME_SPEED]
-    return min(close, key=lambda one: (one.time_us, one.peak_bytes), default=None)
+    best = fastest_nth(candidates(graph, result.time_us), result.budget_bytes)
+    return best if best and best.slower <= SAME_SPEED else None
+
+
+def fastest_nth(found: Iterable[EveryNth], budget_bytes: int) -> EveryNth | None:
+    fitting = (one for one in found if one.peak_bytes <= budget_bytes)
+    return min(fitting, key=lambda one: (one.time_us, one.peak_bytes), default=None)
 
 
 def candidates(graph: TrainingGraph, plan_us: float) -> Iterator[EveryNth]:

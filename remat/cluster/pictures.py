@@ -102,7 +102,11 @@ def mesh_picture(plan: ClusterFile) -> _Picture:
     rows = shown(mesh.data_parallel_ranks, _MOST_ROWS)
     wide, high = max(tp * _CELL, 64) + _GAP, cp * _CELL + _GAP
     width = max(_MESH_LEFT + len(stages) * wide + 20, _LEAST)
-    picture = _Picture(width, _TOP + len(rows) * high + 40, _mesh_says(plan))
+    says = (
+        f"{plan.gpus} GPUs: {mesh.pipeline_parallel_degree} stages, {mesh.data_parallel_ranks} "
+        f"data parallel ranks, each of {cp} context times {tp} tensor parallel GPUs"
+    )
+    picture = _Picture(width, _TOP + len(rows) * high + 40, says)
     for column, stage in enumerate(stages):
         blocks = len(plan.stages[stage].blocks)
         picture.text(_MESH_LEFT + column * wide, 16, f"stage {stage}")
@@ -133,15 +137,6 @@ def rank_of(mesh: Parallelism, stage: int, replica: int) -> int:
 def shown(count: int, most: int) -> list[int]:
     """All of a few, else the first ones and the last."""
     return list(range(count)) if count <= most else [*range(most - 1), count - 1]
-
-
-def _mesh_says(plan: ClusterFile) -> str:
-    mesh = plan.parallelism
-    return (
-        f"{plan.gpus} GPUs: {mesh.pipeline_parallel_degree} stages, {mesh.data_parallel_ranks} "
-        f"data parallel ranks, each of {mesh.context_parallel_degree} context times "
-        f"{mesh.tensor_parallel_degree} tensor parallel GPUs"
-    )
 
 
 _WIDTH, _LEFT, _LANE, _HIGH = 900, 90, 20, 150

@@ -306,7 +306,9 @@ def plan_over(
     """Plan for a range, and run one step of the factory's batch; arguments as of `run_job`."""
     from remat.graph_capture.capture_api import workspaces_by
     from remat.graph_capture.sizes.at_sizes import ranged_graph_of
+    from remat.graph_capture.sizes.ranged_signature import RangedSignature
     from remat.ranges.ranged_call import sizes_within
+    from remat.rewriter.plans.loading import plan_of_family
 
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request, dynamic)
@@ -318,7 +320,9 @@ def plan_over(
             graph, request.budget, request.solver, request.time_limit_s,
             **request.solving,
         )  # fmt: skip
-    planned(_plan_of(loaded, traced, family, graph))
+    signature = traced.recipe.signature
+    assert isinstance(signature, RangedSignature)
+    planned(plan_of_family(loaded.model, traced.recipe, signature.places, family, graph))
     batch = Batch(
         loaded.args, loaded.kwargs, loaded.loss_fn, loaded.target,
         request.optimizer, request.accumulate,
@@ -328,15 +332,6 @@ def plan_over(
     if check is False or not request.is_run_here:
         return report
     return _checked(report, loaded, traced, request, stopwatch, check)
-
-
-def _plan_of(loaded: Loaded, traced: Trace, family: Family, graph: RangedGraph) -> PlanFile:
-    from remat.graph_capture.sizes.ranged_signature import RangedSignature
-    from remat.rewriter.plans.loading import plan_of_family
-
-    signature = traced.recipe.signature
-    assert isinstance(signature, RangedSignature)
-    return plan_of_family(loaded.model, traced.recipe, signature.places, family, graph)
 
 
 def _checked(

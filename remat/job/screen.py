@@ -259,7 +259,12 @@ def report_json(report: Report) -> dict[str, Any]:
         "seconds": {name: round(value, 3) for name, value in report.seconds.items()},
     }
     if result.schedule is None:
-        said |= _infeasible_json(result)
+        names = "name", "size_bytes", "module"
+        said |= {
+            "least_feasible_bytes": result.least_feasible_bytes,
+            "held_at_peak": [{n: getattr(v, n) for n in names} for v in result.held_at_peak],
+            "error": {"type": "Infeasible", "message": infeasible_text(result)},
+        }
     return said
 
 
@@ -293,15 +298,6 @@ def checked_json(check: Check, budget_bytes: int, failures: list[str]) -> dict[s
     measured["plan"]["measured_overhead"] = check.overhead
     known = {"budget_bytes": budget_bytes, "check": _check_json(check, budget_bytes)}
     return known | measured | {"failures": failures}
-
-
-def _infeasible_json(result: Result) -> dict[str, Any]:
-    names = "name", "size_bytes", "module"
-    return {
-        "least_feasible_bytes": result.least_feasible_bytes,
-        "held_at_peak": [{n: getattr(v, n) for n in names} for v in result.held_at_peak],
-        "error": {"type": "Infeasible", "message": infeasible_text(result)},
-    }
 
 
 def range_screen(report: RangeReport) -> RenderableType:

@@ -12,6 +12,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from remat.budgets import UNBOUNDED_BYTES
+from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import Links, Op, TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.schedules.simulate import Simulation, simulate
@@ -381,27 +383,6 @@ class _StepWriter:
             yield Fetch(self.waiting.pop(0), "host")
 
 
-def host_peak_bytes(graph: TrainingGraph, steps: list[Step]) -> int:
-    sizes = {value.name: value.size_bytes for value in graph.values}
-    ops = {op.name: op for op in graph.ops}
-    there = {v.name for v in graph.values if v.home == "host"}
-    now = sum(sizes[name] for name in there)
-    peak = now
-    for step in steps:
-        if isinstance(step, Compute):
-            # Host copies of what the device rewrites are stale: the simulator drops them.
-            stale = () if step.at == "host" else ops[step.op].updates
-            came, went = set[str](), there.intersection(stale)
-        elif isinstance(step, Free):
-            came, went = set[str](), {step.value} if step.at == "host" else set[str]()
-        else:
-            came, went = {step.value} if step.to == "host" else set[str](), set[str]()
-        now += sum(sizes[name] for name in came) - sum(sizes[name] for name in went)
-        there = (there | came) - went if came or went else there
-        peak = max(peak, now)
-    return peak
-
-
 _ROUNDS = 3
 """How often copies are placed anew by the clock of the schedule before: stalls move needs."""
 _HOPELESS = 1.05
@@ -458,12 +439,12 @@ def planned_step(
         copies = _streams(residence, config, task.links, clock, task.budget_bytes)
         writer = _StepWriter(graph, residence, *copies, config.slots)
         steps = writer.steps()
-        # Check first: the simulator refuses a step that finds the host full.
-        need_bytes = host_peak_bytes(graph, steps)
-        if need_bytes > task.links.host_bytes:
-            return Short("host", need_bytes)
         schedule = Schedule.for_graph(graph, steps, budget_bytes=task.budget_bytes, solver=name)
-        simulation = simulate(graph, schedule)
+        try:
+            simulation = simulate(graph, schedule)
+        except ScheduleError:  # the host is full: a larger one tells what the step needs
+            roomy = msgspec.structs.replace(task.links, host_bytes=UNBOUNDED_BYTES)
+            return Short("host", simulate(graph, schedule, roomy).host_peak_bytes)
         if best is None or simulation.time_us < best.simulation.time_us:
             best = PlannedStep(config, graph, schedule, simulation)
         # Without stalls nothing can be gained; far above the limit, later rounds gain too little.
