@@ -235,12 +235,11 @@ def check_verb(session: Session, model: Model, plan: PlanArgument, request: Requ
             found = pipeline.compare_with_eager(loaded, module, request)
         _conclude_check(session, found, kept.over.family.budget_bytes)
         return
-    schedule = plan_source.fitting_schedule(kept, loaded, str(plan))
+    schedule, costed = plan_source.fitting_schedule(kept, loaded, str(plan))
     with session.stopwatch.stage("capture", "tracing the training step"):
         traced = pipeline.trace_loaded(loaded, request)
         schedule.check_captured_as(traced.graph)  # first: it names the op that differs
     with session.stopwatch.stage("check", "checking the plan against eager"):
-        costed = plan_source.costed_graph_in(kept)
         found = pipeline.check_schedule(loaded, traced, schedule, request, costed)
     _conclude_check(session, found, schedule.budget_bytes)
 

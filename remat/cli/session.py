@@ -25,7 +25,7 @@ from remat.graph_capture.devices.memory import is_out_of_memory
 from remat.graph_capture.errors import RematError, named_as_flags
 from remat.graph_capture.files import write_contents
 from remat.graph_capture.graph import TrainingGraph
-from remat.job.plan_source import Captured, PlanSource, open_plan, plan_of_result, write_plan
+from remat.job.plan_source import Captured, PlanSource, open_plan
 from remat.job.request import Request
 from remat.progress import (
     STDOUT,
@@ -42,7 +42,7 @@ from remat.schedules.layout import Layout
 from remat.schedules.outcome import Result
 from remat.schedules.plan import PlanFile
 from remat.schedules.schedule import Schedule
-from remat.solved import infeasible_text
+from remat.solved import Solved, facts_of, infeasible_text
 from remat.solver.result import INTERRUPTED
 from remat.solver.search import is_interrupted, note_interrupt, one_job
 
@@ -306,17 +306,20 @@ def save_result_file(session: Session, path: Path | None, of: Captured, result: 
     """A plan where a model is at hand, else the schedule alone; nothing where nothing fits."""
     if path is None or result.schedule is None:
         return
-    if of.loaded is not None and of.recipe is not None:
-        save_plan_file(session, path, plan_of_result(of.loaded, of.recipe, of.graph, result))
-    else:
+    if of.loaded is None or of.recipe is None:
         session.save(path, result.schedule.to_json(), "plan")
+        return
+    from remat.rewriter.plans.facts import make_plan  # imports torch; a shown plan needs none
+
+    facts = facts_of(Solved(of.graph, result))
+    save_plan_file(session, path, make_plan(of.loaded.model, of.recipe, result.schedule, **facts))
 
 
-def save_plan_file(session: Session, path: Path, plan: PlanFile | None) -> None:
-    if plan is not None:
-        # Not by `session.save`: the name may ask for an archive.
-        write_plan(plan, path)
-        session.say_written(path, "plan")
+def save_plan_file(session: Session, path: Path, plan: PlanFile) -> None:
+    from remat.rewriter.plans.loading import save_plan
+
+    save_plan(plan, path)  # not by `session.save`: the name may ask for an archive
+    session.say_written(path, "plan")
 
 
 def save_layout_file(

@@ -212,12 +212,11 @@ def _show_code(
     plan_source.require_model(model)
     kept = plan_source.read_kept(plan)
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)
-    schedule = plan_source.fitting_schedule(kept, loaded, str(plan))
+    schedule, costed = plan_source.fitting_schedule(kept, loaded, str(plan))
     with session.stopwatch.stage("rewrite", "rewriting"):
         from remat.rewriter.rewriting import rewrite  # imports torch; kept plans need none
 
         traced = pipeline.trace_loaded(loaded, request)
-        costed = plan_source.costed_graph_in(kept)
         module = rewrite(loaded.model, schedule, trace=traced, costed=costed)
     text = str(module)
     session.save(output, text.encode(), "code")
