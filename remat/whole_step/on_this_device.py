@@ -56,26 +56,15 @@ def _measured_update(
     optimizer: Optimizer, kind: OptimizerName, largest: nn.Parameter, device: str
 ) -> Update:
     """The update at the rate of memory at which one parameter goes through it here."""
-    import torch
-    from torch import nn
-
     from remat.graph_capture.devices.placement import meter_of
-    from remat.graph_capture.joint.gradients import parameter_groups, step_alone
+    from remat.graph_capture.joint.gradients import made_update, parameter_groups
 
-    group = parameter_groups(optimizer)[id(largest)]
-    options: dict[str, Any] = {name: value for name, value in group.items() if name != "params"}
-    made = nn.Parameter(torch.zeros_like(largest))
-    make: Any = type(optimizer)
-    other: Optimizer = make([{**options, "params": [made]}])
-    made.grad = torch.zeros_like(made)
-    # The first step creates the state; only later ones are typical.
-    other.step()
+    _, made, step = made_update(optimizer, largest, parameter_groups(optimizer)[id(largest)])
     alone = UpdateGroup("", made.numel(), made.nbytes, made.nbytes, made.element_size())
     unit = Update(kind, "parameter", 1.0, 1.0)
     # At 1 GB/s, an update's time tells its bytes.
     moved_bytes = round(unit.device_us(alone) * BYTES_PER_US_IN_GB_S)
-    only = other.param_groups[0]
-    took_us = meter_of(device).median_us(lambda: step_alone(other, made, only), moved_bytes)
+    took_us = meter_of(device).median_us(step, moved_bytes)
     rate = moved_bytes / took_us / BYTES_PER_US_IN_GB_S
     # A CPU is its own host.
     return Update(kind, "parameter", rate, rate)

@@ -17,6 +17,14 @@ from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import Links, Op, TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.schedules.simulate import Simulation, simulate
+from remat.solver.offload.copy_placing import (
+    earliest_ends,
+    item_at,
+    item_before,
+    kept_to,
+    latest_starts,
+    taken_from,
+)
 from remat.whole_step.microbatch import Microbatch, Update
 from remat.whole_step.step_config import StepConfig
 from remat.whole_step.step_graph import GROUP_UPDATE, HOST_SUM
@@ -197,22 +205,17 @@ def _departures(residence: Residence, links: Links, clock: _Clock, room: _Bytes)
             outputs = residence.ops[item.name].outputs
             made |= dict.fromkeys(residence.hosted.intersection(outputs), k)
     leaves = [(made.get(item.name, k), k) for k, item in enumerate(items) if item.kind == "leave"]
-    whole_us, ends = 0.0, dict[int, int]()
-    for issued, k in sorted(leaves):
-        # One queue, in the order in which copies may begin.
-        whole_us = max(whole_us, clock[min(issued + 1, k)])
-        whole_us += links.d2h.us(residence.sizes[items[k].name])
-        # Do not lose an event to rounding.
-        ends[k] = int(np.searchsorted(clock[:-1], whole_us - 1e-9))
+    leaves.sort()  # one queue, in the order in which copies may begin
+    sizes = residence.sizes
+    copies = [(float(clock[min(at + 1, k)]), sizes[items[k].name]) for at, k in leaves]
+    whole_us = earliest_ends(copies, links.d2h)
+    ends = {k: item_at(clock, us) for (_, k), us in zip(leaves, whole_us, strict=True)}
     for k in sorted(ends):
         name = items[k].name
         back = next((at for at in arrivals.get(name, ()) if at > k), len(items))
-        # It must be gone before it comes back.
-        end = min(max(ends[k], k), back)
-        # If its room is needed earlier, it is freed earlier, and the device waits for the copy.
-        short = np.flatnonzero(room[k:end] < residence.sizes[name])
-        ends[k] = k + int(short[0]) if short.size else end
-        room[k : ends[k]] -= residence.sizes[name]
+        # It must be gone before it comes back. If its room is needed earlier, it is freed earlier,
+        # and the device waits for the copy.
+        ends[k] = kept_to(room, k, min(max(ends[k], k), back), sizes[name])
     return ends
 
 
@@ -225,22 +228,14 @@ def _begins_of_arrivals(
     if not config.prefetch:
         # Without prefetch, each copy is issued at its use.
         return {k: k for k in arrivals}
-    latest, following = dict[int, float](), float("inf")
-    # Back from the last need: the latest starts at which nothing waits.
-    for k in reversed(arrivals):
-        following = min(clock[k], following) - links.h2d.us(residence.sizes[items[k].name])
-        latest[k] = following
+    needs = [(float(clock[k]), residence.sizes[items[k].name]) for k in arrivals]
+    latest_us = latest_starts(needs, links.h2d)
     may = _earliest(residence, config, ends)
     begins, last = dict[int, int](), 0
-    for k in arrivals:
-        size_bytes = residence.sizes[items[k].name]
-        at = int(np.searchsorted(clock[:-1], latest[k] + 1e-9, side="right")) - 1
-        at = min(max(at, last, may[k]), k)
+    for k, start_us, (_, size_bytes) in zip(arrivals, latest_us, needs, strict=True):
+        at = min(max(item_before(clock, start_us), last, may[k]), k)
         # It needs room from here until its use.
-        short = np.flatnonzero(room[at:k] < size_bytes)
-        at += int(short[-1]) + 1 if short.size else 0
-        room[at:k] -= size_bytes
-        begins[k] = last = at
+        begins[k] = last = taken_from(room, at, k, size_bytes)
     return begins
 
 
