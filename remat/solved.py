@@ -25,19 +25,15 @@ class Solved(msgspec.Struct, frozen=True):
 
 
 def facts_of(found: Solved) -> dict[str, Any]:
-    graph, schedule = found.graph, found.result.schedule
+    graph, result, schedule = found.graph, found.result, found.result.schedule
     assert schedule is not None
+    prediction = Prediction(
+        peak_bytes=result.peak_bytes, time_us=result.time_us, overhead=result.overhead,
+        lower_bound_us=result.lower_bound_us, gap=result.gap, cost_origin=graph.cost_origin,
+    )  # fmt: skip
     # A schedule of the step before it is sharded was not made for this graph.
     is_of_graph = graph.hash in (schedule.graph_hash, schedule.captured_hash)
-    prediction = predicted(found.result, graph.cost_origin)
     return {"prediction": prediction, "costed": graph if is_of_graph else None}
-
-
-def predicted(result: Result, cost_origin: str) -> Prediction:
-    return Prediction(
-        peak_bytes=result.peak_bytes, time_us=result.time_us, overhead=result.overhead,
-        lower_bound_us=result.lower_bound_us, gap=result.gap, cost_origin=cost_origin,
-    )  # fmt: skip
 
 
 def planned_text(
