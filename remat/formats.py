@@ -142,8 +142,8 @@ class Answer(msgspec.Struct, frozen=True):
 
         text = StringIO()
         # Names of a file are neither markup nor emoji.
-        plain = {"highlight": False, "markup": False, "emoji": False}
-        Console(file=text, width=_COLUMNS, **plain).print(self.screen())
+        console = Console(file=text, width=_COLUMNS, highlight=False, markup=False, emoji=False)
+        console.print(self.screen())
         return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
     __repr__ = __str__
