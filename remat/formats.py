@@ -158,7 +158,7 @@ def plain_table(*headers: str) -> Table:
     return table
 
 
-def rows_table(rows: Iterable[tuple[str, str | Text]]) -> Table:
+def rows_table(rows: Iterable[tuple[str | Text, str | Text]]) -> Table:
     """Rows of a label and what is said, which may hold names and is no markup."""
     from rich.table import Table
     from rich.text import Text
