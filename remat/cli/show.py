@@ -11,7 +11,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from remat.analysis.explanation import FURTHER_SOLVE_S, Explanation, explain
+from remat.analysis.explanation import FURTHER_SOLVE_S, explain
 from remat.analysis.inspect import InspectBy, Inspection, inspect
 from remat.cli.session import Session, opened_feasible, place_shown, save_layout_file
 from remat.cli.verb import LayoutFile, Output, PlaceOption, PlanOption, Source, Top, verb
@@ -128,27 +128,21 @@ def _show_reasons(
     if opened.is_kept and opened.solved.message:
         # The bound that a kept plan states is not taken for proved. A page says it itself.
         session.err.print(in_one_line(opened.solved.message), soft_wrap=True)
-    found = None if is_interrupted() else _reasons(session, opened, why, each_limit)
-    if found is None:
+    try:
+        if is_interrupted():
+            raise KeyboardInterrupt
+        with session.stopwatch.stage("explain", "explaining the plan") as progress:
+            found = explain(
+                opened.graph, opened.solved, why_of=why, each_s=each_limit,
+                progress=lambda part: progress(text=_DOING[part]),
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        note_interrupt()  # the verb ends with 130
         # The plan that was to be explained, without more solves.
         _show_values(session, opened, inspect(opened.graph, opened.result), _TOP, None)
         return
     placed = _placed(session, opened, is_placed, layout)
     session.answer(found.as_json(), found.screen(), layout=placed)
-
-
-def _reasons(
-    session: Session, opened: plan_source.PlanSource, why: list[str], each_limit: float
-) -> Explanation | None:
-    try:
-        with session.stopwatch.stage("explain", "explaining the plan") as progress:
-            return explain(
-                opened.graph, opened.solved, why_of=why, each_s=each_limit,
-                progress=lambda part: progress(text=_DOING[part]),
-            )  # fmt: skip
-    except KeyboardInterrupt:
-        note_interrupt()  # the plan is shown all the same; the verb ends with 130
-        return None
 
 
 def _form_of(path: Path | None) -> _Form:

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from importlib import resources
-from typing import NamedTuple
 
 from remat.cluster.pipeline_replay import (
     RUNNING,
@@ -251,13 +250,6 @@ def _stairs(rank: RankReplay, step_us: float) -> tuple[_Stairs, _Stairs]:
     return sorted(saved.items()), sorted(running.items())
 
 
-class _Section(NamedTuple):
-    name: str
-    title: str
-    says: str
-    picture: str
-
-
 # What the screen and the page say alike of a plan.
 
 
@@ -322,6 +314,11 @@ def cluster_page(plan: ClusterFile, replay: PipelineReplay) -> str:
     text = text_of("remat.cluster", "page.html")
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(text)
     mesh = mesh_text(plan.parallelism, plan.virtual_stages)
+    drawn = (
+        ("mesh", "Mesh", mesh_picture(plan)),
+        ("step", "The step of each rank", timeline_picture(plan, replay)),
+        ("bytes", "Bytes of a GPU over the step", bytes_picture(plan, replay)),
+    )
     holders = holders_in(stage.held_bytes for stage in plan.stages)
     headers = ("stage", "blocks", "in flight", "recomputed", *holders, "peak")
     rows = tuple(stage_rows(plan, bytes_text)), tuple(runner_up_rows(plan))
@@ -332,7 +329,15 @@ def cluster_page(plan: ClusterFile, replay: PipelineReplay) -> str:
         head=f"{parameters_text(plan)}; a batch of {plan.batch} x {plan.seq} tokens; {mesh}; "
         f"{states_text(plan)}.",
         figures=_page_figures(plan),
-        sections=_sections(plan, replay),
+        sections=[
+            {
+                "name": name,
+                "title": title,
+                "picture": one.inline(),
+                "says": f"{one.says[:1].upper()}{one.says[1:]}.",
+            }
+            for name, title, one in drawn
+        ],
         tables=[stages, *([near] if plan.runners_up else [])],
         style=text_of("remat.schedules.report", "page.css"),
     )
@@ -349,16 +354,4 @@ def _page_figures(plan: ClusterFile) -> list[Figure]:
         Figure("peak of a GPU", bytes_text(peak), f"of {bytes_text(plan.budget_bytes)}"),
         Figure("recomputation", percent_text(most), "of its stage's work, where it is most"),
         Figure("waits", percent_text(said.bubble), "of the ranks' time in the pipeline"),
-    ]
-
-
-def _sections(plan: ClusterFile, replay: PipelineReplay) -> list[_Section]:
-    drawn = (
-        ("mesh", "Mesh", mesh_picture(plan)),
-        ("step", "The step of each rank", timeline_picture(plan, replay)),
-        ("bytes", "Bytes of a GPU over the step", bytes_picture(plan, replay)),
-    )
-    return [
-        _Section(name, title, f"{one.says[:1].upper()}{one.says[1:]}.", one.inline())
-        for name, title, one in drawn
     ]

@@ -53,7 +53,14 @@ def _choices(plan: StepPlan) -> Iterator[tuple[str, str]]:
     config, simulation, found = plan.best.config, plan.simulation, plan.found
     bound = _long_time_text(found.lower_bound_us)
     yield "lower bound", f"{bound} in any order; {gap_text(found.gap)}"
-    yield "order", _order_text(config)
+    yield (
+        "order",
+        ", then ".join(  # ``6 passes of 1 microbatch, then 1 pass of 2 microbatches``
+            f"{_count(len(list(same)), 'pass', 'passes')} of "
+            f"{_count(size, 'microbatch', 'microbatches')}"
+            for size, same in groupby(one.microbatches for one in config.passes)
+        ),
+    )
     yield from (("saved", words) for words in _saved_texts(plan, config))
     yield "state", _state_text(plan, config)
     yield "gradients", _gradients_text(config)
@@ -71,15 +78,6 @@ def _choices(plan: StepPlan) -> Iterator[tuple[str, str]]:
     modelled = f"modelled for {plan.graph.device}; links {links}; updates at {rate:g} GB/s"
     yield "costs", f"{modelled} of host memory"
     yield "status", f"{found.judged} plans judged; planned, not run"
-
-
-def _order_text(config: StepConfig) -> str:
-    """``6 passes of 1 microbatch, 1 pass of 2 microbatches``."""
-    return ", then ".join(
-        f"{_count(len(list(same)), 'pass', 'passes')} of "
-        f"{_count(size, 'microbatch', 'microbatches')}"
-        for size, same in groupby(one.microbatches for one in config.passes)
-    )
 
 
 def _saved_texts(plan: StepPlan, config: StepConfig) -> list[str]:
