@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from remat.analysis.plan_figures import check_kept_layout
-from remat.cli.session import Session, opened_feasible, place_shown
+from remat.cli.session import Session, opened_feasible, save_layout_file
 from remat.cli.verb import PlaceOption, PlanOption, Source, more, verb
 from remat.cluster.pictures import cluster_page
 from remat.cluster.plan_file import is_cluster_plan, read_cluster_plan
@@ -92,13 +92,12 @@ def _measured_here(source: str, request: Request) -> Request:
 
 def _layout(session: Session, opened: PlanSource, kept: Path | None, place: bool) -> Layout | None:
     """From a file, or made now; None where neither is asked for."""
-    schedule = opened.solved.schedule
-    assert schedule is not None
-    if kept is not None:
-        layout = Layout.from_json(read_contents(kept), str(kept))
-        check_kept_layout(layout, opened.graph, schedule, str(kept))  # it may be of another plan
-        return layout
-    return place_shown(session, opened.graph, schedule) if place else None
+    graph, solved = opened.graph, opened.solved
+    if kept is None or solved.schedule is None:
+        return save_layout_file(session, None, graph, solved, is_asked=place)
+    layout = Layout.from_json(read_contents(kept), str(kept))
+    check_kept_layout(layout, graph, solved.schedule, str(kept))  # it may be of another plan
+    return layout
 
 
 def _measured(session: Session, source: str, opened: PlanSource, request: Request) -> MeasuredStep:

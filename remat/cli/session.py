@@ -41,7 +41,6 @@ from remat.progress import (
 from remat.schedules.layout import Layout
 from remat.schedules.outcome import Result
 from remat.schedules.plan import PlanFile
-from remat.schedules.schedule import Schedule
 from remat.solved import Solved, facts_of, infeasible_text
 from remat.solver.result import INTERRUPTED
 from remat.solver.search import is_interrupted, note_interrupt, one_job
@@ -323,17 +322,14 @@ def save_plan_file(session: Session, path: Path, plan: PlanFile) -> None:
 
 
 def save_layout_file(
-    session: Session, path: Path | None, graph: TrainingGraph, result: Result
-) -> Layout | None:
-    """None where none is asked for, or nothing fits."""
+    session: Session, path: Path | None, graph: TrainingGraph, result: Result, *,
+    is_asked: bool = False,
+) -> Layout | None:  # fmt: skip
+    """As a file too where `path` names one; None where no layout is asked for, or nothing fits."""
     # Placing is one more search, and Ctrl-C has ended those.
-    if path is None or result.schedule is None or is_interrupted():
+    if not (path or is_asked) or result.schedule is None or is_interrupted():
         return None
-    layout = place_shown(session, graph, result.schedule)
+    with session.stopwatch.stage("place", "placing buffers"):
+        layout = place(graph, result.schedule)
     session.save(path, layout.to_json(), "layout")
     return layout
-
-
-def place_shown(session: Session, graph: TrainingGraph, schedule: Schedule) -> Layout:
-    with session.stopwatch.stage("place", "placing buffers"):
-        return place(graph, schedule)

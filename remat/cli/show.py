@@ -13,7 +13,7 @@ from rich.text import Text
 
 from remat.analysis.explanation import FURTHER_SOLVE_S, explain
 from remat.analysis.inspect import InspectBy, Inspection, inspect
-from remat.cli.session import Session, opened_feasible, place_shown, save_layout_file
+from remat.cli.session import Session, opened_feasible, save_layout_file
 from remat.cli.verb import LayoutFile, Output, PlaceOption, PlanOption, Source, Top, verb
 from remat.formats import bytes_text, plain_table, time_text
 from remat.graph_capture.errors import FileError, PlanError
@@ -77,7 +77,10 @@ def show_verb(
         _refuse_beside("the table of values", further)
         opened = opened_feasible(session, source, request, plan)
         found = inspect(opened.graph, opened.result, by=by, only=only, at_peak=at_peak)
-        _show_values(session, opened, found, top, _placed(session, opened, place, layout))
+        placed = None
+        if place or layout:
+            placed = save_layout_file(session, layout, opened.graph, opened.solved, is_asked=True)
+        _show_values(session, opened, found, top, placed)
     else:
         _refuse_beside(f"--as {form}", table | further | {"--place": place, "--layout": layout})
         _show_as(session, form, source, request, plan, output)
@@ -87,15 +90,6 @@ def _refuse_beside(shown: str, options: Mapping[str, Any]) -> None:
     """Refuse the first option that is given and says nothing of what is shown."""
     if flag := next((flag for flag, given in options.items() if given), ""):
         raise PlanError(f"{flag} is not taken by {shown}: leave it out, or show one at a time")
-
-
-def _placed(
-    session: Session, opened: plan_source.PlanSource, is_asked: bool, path: Path | None
-) -> Layout | None:
-    if path is not None:
-        return save_layout_file(session, path, opened.graph, opened.solved)
-    schedule = opened.solved.schedule if is_asked else None
-    return place_shown(session, opened.graph, schedule) if schedule else None
 
 
 def _show_values(
@@ -141,7 +135,8 @@ def _show_reasons(
         # The plan that was to be explained, without more solves.
         _show_values(session, opened, inspect(opened.graph, opened.result), _TOP, None)
         return
-    placed = _placed(session, opened, is_placed, layout)
+    given = session, layout, opened.graph, opened.solved
+    placed = save_layout_file(*given, is_asked=is_placed)
     session.answer(found.as_json(), found.screen(), layout=placed)
 
 
