@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from remat.analysis.explanation import Explanation
     from remat.analysis.inspect import InspectBy, Inspection
-    from remat.analysis.layer_checkpoints import EveryNth
+    from remat.analysis.plan_figures import EveryNth
     from remat.compile.graph_context import CompiledPlan
     from remat.ranges.curve import Curve
     from remat.rewriter.arena.arena import Arena
@@ -276,7 +276,7 @@ class Plan(Result, frozen=True):
         ------
         PlanError : there is no schedule; or the alignment is no power of two.
         """
-        from remat.analysis.memory_figures import place
+        from remat.analysis.plan_figures import place
 
         return place(self._graph(), self._scheduled(), alignment_bytes=alignment_bytes)
 
@@ -289,7 +289,7 @@ class Plan(Result, frozen=True):
         ------
         CaptureError : the step is of a device without that allocator. BudgetError : nothing fits.
         """
-        from remat.analysis.memory_figures import predict_reserved
+        from remat.analysis.plan_figures import predict_reserved
 
         return predict_reserved(self._graph(), self)
 
@@ -320,7 +320,7 @@ class Plan(Result, frozen=True):
 
         None where nothing is recomputed, no layer repeats, or no n that fits comes that close.
         """
-        from remat.analysis.layer_checkpoints import every_n_layers
+        from remat.analysis.plan_figures import every_n_layers
 
         return every_n_layers(self._graph(), self)
 
@@ -357,7 +357,7 @@ class Plan(Result, frozen=True):
         PlanError : no module follows this plan; no C++ compiler is found; there is no step to
             record. CaptureError : the module is not on a CPU.
         """
-        from remat.analysis.memory_figures import use_arena
+        from remat.analysis.plan_figures import use_arena
 
         return use_arena(self._module(), args, kwargs, loss_fn=loss_fn, target=target)
 

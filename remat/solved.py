@@ -25,23 +25,15 @@ class Solved(msgspec.Struct, frozen=True):
 
 
 def facts_of(found: Solved) -> dict[str, Any]:
-    assert found.result.schedule is not None
-    return {
-        "prediction": predicted(found.result, found.graph.cost_origin),
-        "costed": graph_behind(found.graph, found.result.schedule),
-    }
-
-
-def graph_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph | None:
-    """`graph`, if the schedule was made for it; None for one of the step before it is sharded."""
-    return graph if graph.hash in (schedule.graph_hash, schedule.captured_hash) else None
-
-
-def predicted(result: Result, cost_origin: str) -> Prediction:
-    return Prediction(
+    graph, result, schedule = found.graph, found.result, found.result.schedule
+    assert schedule is not None
+    prediction = Prediction(
         peak_bytes=result.peak_bytes, time_us=result.time_us, overhead=result.overhead,
-        lower_bound_us=result.lower_bound_us, gap=result.gap, cost_origin=cost_origin,
+        lower_bound_us=result.lower_bound_us, gap=result.gap, cost_origin=graph.cost_origin,
     )  # fmt: skip
+    # A schedule of the step before it is sharded was not made for this graph.
+    is_of_graph = graph.hash in (schedule.graph_hash, schedule.captured_hash)
+    return {"prediction": prediction, "costed": graph if is_of_graph else None}
 
 
 def planned_text(

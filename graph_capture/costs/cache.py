@@ -13,10 +13,9 @@ from msgspec.structs import replace
 from torch import fx
 from torch.utils import flop_counter
 
-from remat.graph_capture.devices.cpu import cpu_title
 from remat.graph_capture.devices.known_devices import CPU, CUDA, is_cuda
 from remat.graph_capture.devices.links import LinkPair, LinkSpeeds, RankLinks, are_speeds, wrong_in
-from remat.graph_capture.devices.meter import Meter
+from remat.graph_capture.devices.meter import Meter, cpu_title
 from remat.graph_capture.errors import ProfileError, RematError, TextError, option
 from remat.graph_capture.files import CacheFiles, Record, decode_json, read_contents
 from remat.graph_capture.graph import MOST_BYTES, MOST_US, are_figures

@@ -88,6 +88,6 @@ def meter_of(device: str) -> Meter:
         from remat.graph_capture.devices.cuda import CudaMeter
 
         return CudaMeter(device)
-    from remat.graph_capture.devices.cpu import CpuMeter
+    from remat.graph_capture.devices.meter import CpuMeter
 
     return CpuMeter()

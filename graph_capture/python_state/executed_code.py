@@ -20,14 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import graph
 
-from remat.graph_capture.python_state.library_objects import DATA, is_looked_into
 from remat.graph_capture.python_state.module_hooks import Names, names_of
 from remat.graph_capture.python_state.reachable_objects import (
+    DATA,
     OF_DATA,
     RUN_BY_TORCH,
     STATE,
     is_installed,
     is_library,
+    is_looked_into,
 )
 from remat.graph_capture.python_state.state_slots import PLAIN
 from remat.graph_capture.torch_private.core import OpOverload

@@ -21,11 +21,6 @@ import numpy as np
 from torch import Tensor, nn
 
 from remat.graph_capture.python_state.executed_code import ExecutedCode, LoadedNames
-from remat.graph_capture.python_state.library_objects import (
-    NUMBERS_OF_C,
-    attributes_of,
-    is_looked_into,
-)
 from remat.graph_capture.python_state.module_hooks import (
     BACKWARD_HOOKS,
     ModuleHooks,
@@ -41,9 +36,11 @@ from remat.graph_capture.python_state.reachable_objects import (
     Absent,
     LruCache,
     ReachableObjects,
+    attributes_of,
     distinct_state,
     is_installed,
     is_library,
+    is_looked_into,
     is_users_module,
     modules_of,
     slot_names,
@@ -52,6 +49,7 @@ from remat.graph_capture.python_state.state_slots import (
     CONTAINERS,
     GENERATORS,
     MISSING,
+    NUMBERS_OF_C,
     PLAIN,
     ClosureCell,
     ContainerItems,

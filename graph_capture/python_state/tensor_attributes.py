@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.provenance import line_of_user
 from remat.graph_capture.python_state.executed_code import ExecutedCode
-from remat.graph_capture.python_state.library_objects import attributes_of
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
+from remat.graph_capture.python_state.reachable_objects import attributes_of
 from remat.graph_capture.python_state.state_slots import (
     CONTAINERS,
     MISSING,

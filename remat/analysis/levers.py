@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from remat.analysis.memory_figures import chunks_of
+from remat.analysis.plan_figures import chunks_of
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op, TrainingGraph
 from remat.schedules.derived import graph_of_schedule, unchunked

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from io import StringIO
 from pathlib import Path
 
 import msgspec
-from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -35,13 +33,6 @@ from remat.solver.result import at_least_budget
 
 _LONGEST = 36  # letters that a folded path may have before its ranges are cut short
 _HOLDERS = 8  # values that are named as holders of the peak; the rest is one row
-
-
-def rendered(screen: RenderableType) -> str:
-    text = StringIO()
-    # Names of a file are neither markup nor emoji.
-    Console(file=text, width=100, highlight=False, markup=False, emoji=False).print(screen)
-    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 
 def holders_table(held: PeakHolders) -> Table:

@@ -8,18 +8,11 @@ from typing import Annotated
 import msgspec
 import typer
 
-from remat.analysis.memory_figures import offloaded
-from remat.cli.session import (
-    INFEASIBLE,
-    Session,
-    layout_entry,
-    save_layout_file,
-    save_result_file,
-    show_layout,
-)
+from remat.analysis.plan_figures import offloaded
+from remat.cli.session import INFEASIBLE, Session, save_layout_file, save_result_file
 from remat.cli.verb import LayoutFile, Model, Output, RunIt, verb
+from remat.formats import rows_table
 from remat.graph_capture.errors import BudgetError
-from remat.job.fitted import fit_screen
 from remat.job.plan_source import require_model
 from remat.job.request import Request
 from remat.job.size_search import LARGEST_SIZE, SOLVE_S, FitSearch, SizeRange
@@ -55,14 +48,9 @@ def largest_batch_verb(
         save_result_file(session, output, of, result)
         placed = save_layout_file(session, layout, of.graph, result)
         moved = offloaded(of.graph, result.schedule)
-    if session.as_json:
-        said = {"offload": msgspec.to_builtins(moved)}
-        session.emit(found.as_json() | said | layout_entry(placed))
-    else:
-        session.out.print(fit_screen(found))
-        for name, figure in moved.rows() if moved is not None else ():
-            session.out.print(f"{name}  {figure}", markup=False, soft_wrap=True)
-        show_layout(session, placed)
+    said = found.as_json() | {"offload": msgspec.to_builtins(moved)}
+    rows = () if moved is None else (rows_table(moved.rows()),)
+    session.answer(said, found.screen(), *rows, layout=placed)
     if found.answer is None:  # last, as what was tried is told where nothing fits, too
         raise SystemExit(INFEASIBLE)
 

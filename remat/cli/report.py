@@ -9,10 +9,10 @@ from typing import Annotated
 import msgspec
 import typer
 
-from remat.analysis.memory_figures import check_kept_layout
-from remat.cli.session import Session, layout_entry, opened_feasible, place_shown
+from remat.analysis.plan_figures import check_kept_layout
+from remat.cli.session import Session, opened_feasible, save_layout_file
 from remat.cli.verb import PlaceOption, PlanOption, Source, more, verb
-from remat.cluster.command import page_of
+from remat.cluster.pictures import cluster_page
 from remat.cluster.plan_file import is_cluster_plan, read_cluster_plan
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import DeviceError, LayoutError
@@ -65,14 +65,14 @@ def report_verb(
     if session.as_json:
         summary = msgspec.to_builtins(page.summary)
         said = {"report": str(output), "summary": summary, "note": facts.note}
-        session.emit(said | layout_entry(layout))
+        session.answer(said, layout=layout)
 
 
 def _report_cluster(session: Session, source: str, output: Path) -> None:
     from remat.cluster.replayed_plan import replay_of  # imports torch, to replay a pipeline's order
 
     plan = read_cluster_plan(read_contents(source), source)
-    page = page_of(plan, replay_of(plan, source))
+    page = cluster_page(plan, replay_of(plan, source))
     session.save(output, page.encode(), "report", end=b"")
     if session.as_json:
         session.emit({"report": str(output), "predicted": msgspec.to_builtins(plan.predicted)})
@@ -92,13 +92,12 @@ def _measured_here(source: str, request: Request) -> Request:
 
 def _layout(session: Session, opened: PlanSource, kept: Path | None, place: bool) -> Layout | None:
     """From a file, or made now; None where neither is asked for."""
-    schedule = opened.solved.schedule
-    assert schedule is not None
-    if kept is not None:
-        layout = Layout.from_json(read_contents(kept), str(kept))
-        check_kept_layout(layout, opened.graph, schedule, str(kept))  # it may be of another plan
-        return layout
-    return place_shown(session, opened.graph, schedule) if place else None
+    graph, solved = opened.graph, opened.solved
+    if kept is None or solved.schedule is None:
+        return save_layout_file(session, None, graph, solved, is_asked=place)
+    layout = Layout.from_json(read_contents(kept), str(kept))
+    check_kept_layout(layout, graph, solved.schedule, str(kept))  # it may be of another plan
+    return layout
 
 
 def _measured(session: Session, source: str, opened: PlanSource, request: Request) -> MeasuredStep:

@@ -13,11 +13,9 @@ from remat.cli.session import (
     CHECK_FAILED,
     INFEASIBLE,
     Session,
-    layout_entry,
     save_layout_file,
     save_plan_file,
     save_result_file,
-    show_layout,
 )
 from remat.cli.verb import (
     STEP_OPTIONS,
@@ -31,6 +29,7 @@ from remat.cli.verb import (
     more,
     verb,
 )
+from remat.formats import rows_table
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import CaptureError, SolverError, TooLargeError, option
 from remat.job import pipeline, plan_source, screen
@@ -149,16 +148,13 @@ def _priced(session: Session, report: pipeline.Report, request: Request) -> GibP
 def _conclude_run(
     session: Session, report: pipeline.Report, layout: Layout | None, price: GibPrice | None
 ) -> None:
-    if session.as_json:
-        worth: dict[str, Any] = {} if price is None else {"price_of_gib": price_json(price)}
-        session.emit(screen.report_json(report) | layout_entry(layout) | worth)
-    if report.result.schedule is None:  # only after the object of --json: this ends the process
+    fits = report.result.schedule is not None
+    worth: dict[str, Any] = {} if price is None else {"price_of_gib": price_json(price)}
+    shown = [screen.run_screen(report)] if fits else []
+    shown += [] if price is None else [rows_table([("price", price_text(price))])]
+    session.answer(screen.report_json(report) | worth, *shown, layout=layout)
+    if not fits:
         session.conclude(INFEASIBLE, [infeasible_text(report.result)])
-    if not session.as_json:
-        screen.show_run(session.out, report)
-        show_layout(session, layout)
-        if price is not None:
-            session.out.print(f"price  {price_text(price)}")
     session.conclude(CHECK_FAILED, report.failures)
 
 
@@ -181,10 +177,7 @@ def _run_over(
         session.fail(INFEASIBLE, type(error).__name__, str(error))  # too little memory ends with 3
         raise
     report = replace(report, seconds=session.stopwatch.accounted())
-    if session.as_json:
-        session.emit(screen.range_report_json(report))
-    else:
-        screen.show_range_report(session.out, report)
+    session.answer(screen.range_report_json(report), screen.range_screen(report))
     session.conclude(CHECK_FAILED, report.failures)
 
 
@@ -192,7 +185,7 @@ def _run_whole_step(
     session: Session, model: str, request: Request, microbatches: int, **state: Any
 ) -> None:
     from remat.whole_step.step_planning import StepRequest, plan_step  # a wing, which others omit
-    from remat.whole_step.step_screen import show_step, step_json
+    from remat.whole_step.step_screen import step_json, step_screen
 
     asked = StepRequest(
         request.device or CPU, microbatches, request.optimizer, request.budget,
@@ -205,12 +198,8 @@ def _run_whole_step(
             target=loaded.target, profile=request.read_profile(),
             told=lambda text: shown(text=text),
         )  # fmt: skip
-    if session.as_json:
-        session.emit(step_json(plan))
-    if plan.shortage:
-        session.conclude(INFEASIBLE, [plan.shortage])
-    if not session.as_json:
-        show_step(session.out, plan)
+    session.answer(step_json(plan), *(() if plan.shortage else (step_screen(plan),)))
+    session.conclude(INFEASIBLE, [plan.shortage] if plan.shortage else [])
 
 
 def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | None,
@@ -246,20 +235,17 @@ def check_verb(session: Session, model: Model, plan: PlanArgument, request: Requ
             found = pipeline.compare_with_eager(loaded, module, request)
         _conclude_check(session, found, kept.over.family.budget_bytes)
         return
-    schedule = plan_source.fitting_schedule(kept, loaded, str(plan))
+    schedule, costed = plan_source.fitting_schedule(kept, loaded, str(plan))
     with session.stopwatch.stage("capture", "tracing the training step"):
         traced = pipeline.trace_loaded(loaded, request)
         schedule.check_captured_as(traced.graph)  # first: it names the op that differs
     with session.stopwatch.stage("check", "checking the plan against eager"):
-        costed = plan_source.costed_graph_in(kept)
         found = pipeline.check_schedule(loaded, traced, schedule, request, costed)
     _conclude_check(session, found, schedule.budget_bytes)
 
 
 def _conclude_check(session: Session, found: Check, budget_bytes: int) -> None:
     failed = failures(found, budget_bytes)
-    if session.as_json:
-        session.emit(screen.checked_json(found, budget_bytes, failed))
-    else:
-        screen.show_check(session.out, found, budget_bytes)
+    said = screen.checked_json(found, budget_bytes, failed)
+    session.answer(said, screen.check_screen(found, budget_bytes))
     session.conclude(CHECK_FAILED, failed)

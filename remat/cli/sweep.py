@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import Group, RenderableType
 from rich.text import Text
 
-from remat.analysis.budget_sweep import Budgets, sweep_fronts, sweep_hosts
-from remat.analysis.compare import DEFAULT_BUDGETS, DEFAULT_SOLVERS, comparison_screen, sweep
+from remat.analysis.budget_sweep import Budgets
+from remat.analysis.compare import DEFAULT_BUDGETS, DEFAULT_SOLVERS, sweep, sweep_hosts
 from remat.budgets import parse_budget
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import Output, PlaceOption, PlanOption, Source, verb
@@ -29,6 +29,7 @@ from remat.solver.budgets.front import Front
 from remat.solver.budgets.sweep import check_jobs
 
 _SWEPT, _COMPARED = "12", ",".join(DEFAULT_BUDGETS)  # of one solver, and of several
+_SOLVING = "solving at several budgets"
 _NOTHING = "no schedule was found at any budget"
 _ALL = "usual"  # the best of each kind, and what people write by hand
 _HOSTS = "8GiB, or several with 0 for none: 0,8GiB,16GiB"
@@ -64,53 +65,29 @@ def sweep_verb(
     largest = max(hosts, key=hosts.__getitem__, default="")  # more than there is is refused now
     asked = replace(request, host=largest if any(hosts.values()) else "", nvme=nvme)
     asked = asked.checked(is_kept=source.endswith(PLAN_FILES))
+    given: dict[str, Any] = {"time_limit_s": asked.time_limit_s, "jobs": jobs, **asked.solving}
     if is_compared:
-        _compare(session, source, asked, wanted, names, plan, place, jobs, output)
+        opened = open_plan(source, asked, session.stopwatch, plan)
+        with session.stopwatch.stage("compare", _SOLVING) as show:
+            given["progress"] = lambda name, i, n: show(i, n, text=f"solving with {name}")
+            given |= {"plan": opened.result, "layouts": place}
+            found = sweep(opened.graph, wanted, names, **given)
+        fronts, said, screen = found.fronts, found.as_json(), found.screen(session.out.width)
+        fits = any(cell.fits for row in found.rows for cell in row.cells)
     else:
-        _sweep(session, source, asked, wanted, names, hosts, jobs, output)
-
-
-def _sweep(
-    session: Session, source: str, request: Request, budgets: Budgets, solvers: Sequence[str],
-    hosts: dict[str, int], jobs: int, output: Path | None,
-) -> None:  # fmt: skip
-    graph = captured(source, request, session.stopwatch).graph
-    with session.stopwatch.stage("sweep", "solving at several budgets") as show:
-        shared: dict[str, Any] = {
-            "solvers": solvers, "time_limit_s": request.time_limit_s, "jobs": jobs,
-            **request.solving,
-            "progress": lambda done, n: show(done, n, text=f"budget {done + 1} of {n}"),
-        }  # fmt: skip
-        if len(hosts) > 1:
-            fronts = sweep_hosts(graph, hosts, budgets, **shared)
-        else:
-            fronts = sweep_fronts(graph, budgets, **shared)
-    _keep(session, output, fronts)
-    if session.as_json:
-        session.emit({"fronts": {n: msgspec.to_builtins(f) for n, f in fronts.items()}})
-    else:
-        _show_fronts(session, graph, fronts)
-    found = any(point.result.schedule for front in fronts.values() for point in front.points)
-    session.conclude(INFEASIBLE, [] if found else [_NOTHING])
-
-
-def _compare(
-    session: Session, source: str, request: Request, budgets: Budgets, solvers: Sequence[str],
-    plan: Path | None, is_placed: bool, jobs: int, output: Path | None,
-) -> None:  # fmt: skip
-    opened = open_plan(source, request, session.stopwatch, plan)
-    with session.stopwatch.stage("compare", "solving at several budgets") as progress:
-        found = sweep(
-            opened.graph, budgets, solvers, plan=opened.result, time_limit_s=request.time_limit_s,
-            progress=lambda name, done, total: progress(done, total, text=f"solving with {name}"),
-            layouts=is_placed, jobs=jobs, **request.solving,
-        )  # fmt: skip
-    _keep(session, output, found.fronts)
-    if session.as_json:
-        session.emit(found.as_json())
-    else:
-        session.out.print(comparison_screen(found, session.out.width))
-    fits = any(cell.fits for row in found.rows for cell in row.cells)
+        graph = captured(source, asked, session.stopwatch).graph
+        with session.stopwatch.stage("sweep", _SOLVING) as show:
+            given["progress"] = lambda _, i, n: show(i, n, text=f"budget {i + 1} of {n}")
+            if len(hosts) > 1:
+                fronts = sweep_hosts(graph, hosts, wanted, names, **given)
+            else:
+                fronts = sweep(graph, wanted, names, **given).fronts
+        said, screen = {"fronts": msgspec.to_builtins(fronts)}, _fronts_screen(graph, fronts)
+        fits = any(point.result.schedule for front in fronts.values() for point in front.points)
+    # One is kept as such, so that `Front.from_json` reads it.
+    alone = next(iter(fronts.values())) if len(fronts) == 1 else None
+    session.save(output, alone.to_json() if alone else msgspec.json.encode(fronts), "front")
+    session.answer(said, screen)
     session.conclude(INFEASIBLE, [] if fits else [_NOTHING])
 
 
@@ -140,15 +117,8 @@ def asked_hosts(text: str) -> dict[str, int]:
     return hosts
 
 
-def _keep(session: Session, path: Path | None, fronts: Mapping[str, Front]) -> None:
-    # One is kept as such, so that `Front.from_json` reads it.
-    alone = next(iter(fronts.values())) if len(fronts) == 1 else None
-    session.save(path, alone.to_json() if alone else msgspec.json.encode(fronts), "front")
-
-
-def _show_fronts(session: Session, graph: TrainingGraph, fronts: Mapping[str, Front]) -> None:
+def _fronts_screen(graph: TrainingGraph, fronts: Mapping[str, Front]) -> RenderableType:
     step = f", step {time_text(graph.time_us)} with nothing recomputed\n"
-    session.out.print(Text.assemble((graph.name, "bold"), step))
     table = plain_table("budget", "peak", "overhead", "bound", "gap", "solver", "seconds")
     points = [(name, front, point) for name, front in fronts.items() for point in front.points]
     for name, front, (budget_bytes, result) in points:
@@ -159,4 +129,4 @@ def _show_fronts(session: Session, graph: TrainingGraph, fronts: Mapping[str, Fr
             peak, overhead = bytes_text(result.peak_bytes), percent_text(result.overhead)
             figures = (peak, overhead, proved_text(bound), gap)
         table.add_row(bytes_text(budget_bytes), *figures, name, f"{result.wall_s:.1f}")
-    session.out.print(table)
+    return Group(Text.assemble((graph.name, "bold"), step), table)

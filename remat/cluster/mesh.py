@@ -198,20 +198,16 @@ def all_degrees(job: Job, cluster: Cluster, asked: MeshSpec) -> Iterator[Degrees
         asked.of("tp", tensor), asked.of("cp", job.context_degrees), asked.of("pp", stages)
     ):
         is_split = cluster.gpus % (tp * cp * pp) == 0 and pp <= job.layers
-        if not is_split or not _is_context(job, asked, tp, cp):
+        # A rank has whole tokens of a sequence, and enough of them, and whole heads.
+        is_split &= job.seq % (tp * cp) == 0
+        is_split &= cp == 1 or asked.cp is not None or job.seq // cp >= _LEAST_TOKENS
+        if not is_split or not all(shares_heads(heads, tp, cp) for heads in job.heads):
             continue
         dp = cluster.gpus // (tp * cp * pp)
         for microbatch in asked.of("microbatch", _MICROBATCHES):
             if job.batch % (dp * microbatch) == 0:
                 m = job.batch // (dp * microbatch)
                 yield from _with_virtual_stages(job, asked, tp, cp, pp, dp, microbatch, m)
-
-
-def _is_context(job: Job, asked: MeshSpec, tp: int, cp: int) -> bool:
-    """Whether a rank has whole tokens of a sequence, and enough of them, and whole heads."""
-    if job.seq % (tp * cp) or not all(shares_heads(heads, tp, cp) for heads in job.heads):
-        return False
-    return cp == 1 or asked.cp is not None or job.seq // cp >= _LEAST_TOKENS
 
 
 def shares_heads(heads: tuple[int, int], tp: int, cp: int) -> bool:

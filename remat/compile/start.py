@@ -33,8 +33,8 @@ from remat.compile.plan_search import (
 from remat.compile.specialize import device_of_inputs
 from remat.formats import budget_text, bytes_text
 from remat.graph_capture.costs.cache import CostCache, OpCost
-from remat.graph_capture.devices.cpu import cpu_title
 from remat.graph_capture.devices.known_devices import CPU, CUDA, is_cuda
+from remat.graph_capture.devices.meter import cpu_title
 from remat.graph_capture.devices.placement import meter_of
 from remat.graph_capture.errors import BudgetError, PlanError
 from remat.graph_capture.files import CacheFiles, decode_json

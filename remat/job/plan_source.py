@@ -39,7 +39,6 @@ from remat.schedules.plan import (
 )
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import overhead_of, simulate
-from remat.solved import graph_behind, predicted
 from remat.solver.result import evaluate_schedule
 
 if TYPE_CHECKING:
@@ -47,26 +46,6 @@ if TYPE_CHECKING:
 
 
 PLAN_FILES = ".json", ".pt2"
-
-
-def plan_of_result(
-    loaded: Loaded, recipe: Recipe, graph: TrainingGraph, result: Result
-) -> PlanFile | None:
-    """None where nothing fits."""
-    if result.schedule is None:
-        return None
-    from remat.rewriter.plans.facts import make_plan  # imports torch; a shown plan needs none
-
-    prediction = predicted(result, graph.cost_origin)
-    costed = graph_behind(graph, result.schedule)
-    return make_plan(loaded.model, recipe, result.schedule, prediction, costed)
-
-
-def write_plan(plan: PlanFile, path: Path) -> None:
-    """As JSON, or as an archive where the name ends in .pt2."""
-    from remat.rewriter.plans.loading import save_plan
-
-    save_plan(plan, path)
 
 
 def read_kept(path: Path) -> PlanFile | Schedule:
@@ -89,21 +68,22 @@ def schedule_in(kept: PlanFile | Schedule) -> Schedule:
     return kept.schedule if isinstance(kept, PlanFile) else kept
 
 
-def costed_graph_in(kept: PlanFile | Schedule) -> TrainingGraph | None:
-    """The graph whose links say where a plan may copy values to; None of a schedule."""
-    return kept.graph if isinstance(kept, PlanFile) else None
+def fitting_schedule(
+    kept: PlanFile | Schedule, loaded: Loaded, name: str
+) -> tuple[Schedule, TrainingGraph | None]:
+    """The schedule of a plan that fits the model, its batch and this torch; else a `PlanError`.
 
+    And the graph whose links say where it may copy values to; None of a schedule alone.
+    """
+    if not isinstance(kept, PlanFile):
+        return kept, None
+    if kept.graph is not None:  # judged before it is run: anyone can edit the file
+        evaluate_plan(kept, name)
+    from remat.rewriter.plans.facts import require_fit
 
-def fitting_schedule(kept: PlanFile | Schedule, loaded: Loaded, name: str) -> Schedule:
-    """The schedule of a plan that fits the model, its batch and this torch; else a `PlanError`."""
-    if isinstance(kept, PlanFile):
-        if kept.graph is not None:  # judged before it is run: anyone can edit the file
-            evaluate_plan(kept, name)
-        from remat.rewriter.plans.facts import require_fit
-
-        batch = (loaded.args, dict(loaded.kwargs or {}), loaded.target)
-        require_fit(kept, loaded.model, batch, loaded.loss_fn)
-    return schedule_in(kept)
+    batch = (loaded.args, dict(loaded.kwargs or {}), loaded.target)
+    require_fit(kept, loaded.model, batch, loaded.loss_fn)
+    return kept.schedule, kept.graph
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from remat.rewriter.guards.forward import Guards
 from remat.rewriter.tiers.file_tier import TierCopies
 from remat.schedules.schedule import Fetch, Offload, Schedule, Step
 from remat.whole_step.op_writer import StepOfOps
-from remat.whole_step.program import Add, Resume, Segment, StepAction, StepOf
+from remat.whole_step.program import Add, JointResults, Resume, Segment, StepAction, StepOf
 from remat.whole_step.residents import Held, MemoryWatch, Residents, moments, uninterrupted
 
 
@@ -88,19 +88,11 @@ def _refuse_dead(what: Demanded) -> NoReturn:
 
 @dataclass(frozen=True)
 class StepCode:
-    """What is the same in each step.
-
-    `place_of` : by parameter, the place of its gradient among all results. `written` : by the place
-    of each other result of forward, the input that it is the new value of. `tangent` : of the loss,
-    one.
-    """
+    """What is the same in each step."""
 
     actions: Sequence[StepAction]
     codes: Sequence[Steps]
-    place_of: Mapping[str, int]
-    loss_place: int
-    written: Mapping[int, int]
-    tangent: Tensor
+    results: JointResults
 
 
 @dataclass
@@ -175,12 +167,12 @@ class StepRun:
         found = dict(zip(places, given, strict=True))
         given.clear()  # the generator holds this list
         if segment.ends_forward:
-            self.losses.append(found[self.code.loss_place])
-            for place, written in self.code.written.items():
+            self.losses.append(found[self.code.results.loss_place])
+            for place, written in self.code.results.written.items():
                 # AOTAutograd returns the new values of buffers; eager writes them into the buffers.
                 self.inputs[i][written].copy_(found[place])
         for name in segment.gradients:
-            gradient = found.pop(self.code.place_of[name])
+            gradient = found.pop(self.code.results.place_of_gradient[name])
             # The first microbatch's gradient becomes the sum.
             if i:
                 self.waiting[name, i] = gradient
@@ -355,7 +347,7 @@ class WholeStep:
     def _inputs(self, batch: Any) -> list[Any]:
         state, leaves = self._guards.require(batch)
         # The graph contains its own backward, so autograd must not record it.
-        return [*(t.detach() for t in state), *leaves, self._code.tangent]
+        return [*(t.detach() for t in state), *leaves, self._code.results.tangent]
 
     def _require_ready(self) -> None:
         if not self._guards.model.training:

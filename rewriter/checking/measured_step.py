@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from remat.graph_capture.devices.cpu import CpuMeter
 from remat.graph_capture.devices.known_devices import CPU, allocator_rounding
 from remat.graph_capture.devices.memory_events import measure_live
+from remat.graph_capture.devices.meter import CpuMeter
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.graph import Optimizer

@@ -15,8 +15,8 @@ import msgspec
 import torch
 from torch import nn
 
-from remat.graph_capture.devices.cpu import cpu_title
 from remat.graph_capture.devices.known_devices import CPU, CUDA, is_in_table, modelled_device
+from remat.graph_capture.devices.meter import cpu_title
 from remat.graph_capture.errors import PlanError, for_caller
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.gradients import GradientRelease

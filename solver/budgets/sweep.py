@@ -60,12 +60,12 @@ def _keeping_all_bytes(graph: TrainingGraph) -> int:
 
 BUDGETS = 12  # budgets of a sweep that names none
 
-BudgetsDone = Callable[[int, int], None]  # called with how many budgets are done, and of how many
+_BudgetsDone = Callable[[int, int], None]  # called with how many budgets are done, and of how many
 
 
 def sweep_budgets(
     graph: TrainingGraph, budgets: int | Iterable[int] = BUDGETS, solver: str = "auto", *,
-    time_limit_s: float = 60.0, jobs: int = 1, progress: BudgetsDone | None = None,
+    time_limit_s: float = 60.0, jobs: int = 1, progress: _BudgetsDone | None = None,
     at_hand: Sequence[Result] = (), unmodified_bytes: int = 0, **options: object,
 ) -> Front:  # fmt: skip
     """Solve at several budgets and merge what is found; `time_limit_s` is for all together."""
@@ -102,7 +102,7 @@ def check_jobs(jobs: int) -> None:
 
 def _one_by_one(
     graph: TrainingGraph, budgets: Sequence[int], solver: str, options: dict[str, Any],
-    clock: Clock, progress: BudgetsDone | None,
+    clock: Clock, progress: _BudgetsDone | None,
 ) -> list[Result]:  # fmt: skip
     found: list[Result] = []
     for budget_bytes in budgets:  # a schedule that runs nothing again serves all looser budgets

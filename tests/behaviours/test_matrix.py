@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from remat.analysis.memory_figures import use_arena
+from remat.analysis.plan_figures import use_arena
 from remat.graph_capture.errors import RewriteError
 from remat.rewriter.arena.library import arena_library
 from remat.rewriter.user_module.module import RematModule

@@ -14,7 +14,7 @@ from torch.optim import AdamW
 
 import remat
 from examples.gpt import GPT, Sizes
-from remat.analysis.memory_figures import predict_reserved, use_arena
+from remat.analysis.plan_figures import predict_reserved, use_arena
 from remat.compile.graph_context import compiled_plans
 from remat.compile.specialize import libraries_bytes
 from remat.graph_capture.devices.placement import meter_of

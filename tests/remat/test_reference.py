@@ -22,9 +22,8 @@ from remat.budgets import saved_elsewhere, unmodified
 from remat.checks import Reference
 from remat.graph_capture.costs import step_time
 from remat.graph_capture.costs.step_time import STEP_NOT_TIMED
-from remat.graph_capture.devices.cpu import CpuMeter
 from remat.graph_capture.devices.memory_events import measure_peak
-from remat.graph_capture.devices.meter import Run, StepMemory
+from remat.graph_capture.devices.meter import CpuMeter, Run, StepMemory
 from remat.graph_capture.errors import RewriteError
 from remat.rewriter import rewriting
 from remat.rewriter.checking import check

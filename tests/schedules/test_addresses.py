@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from remat.analysis.memory_figures import place
+from remat.analysis.plan_figures import place
 from remat.analysis.plan_report import page_facts, report
 from remat.formats import bytes_text
 from remat.graph_capture.errors import LayoutError

@@ -113,7 +113,8 @@ def _runner_of(parts: RankParts) -> stepping.StepRunner:
     kind: Any = get_schedule_class(name)
     is_one = name in ONE_STAGE
     given = stages[0] if is_one else stages
-    schedule = kind(given, n_microbatches=plan.microbatches, loss_fn=stepping.loss_itself)
+    # The last stage has computed its loss.
+    schedule = kind(given, n_microbatches=plan.microbatches, loss_fn=lambda loss, _: loss)
     # Now that torch has the order of the step, it says how many buffers are in use at once.
     for stage in stages:
         at, m = stage.stage_index, plan.microbatches

@@ -167,11 +167,7 @@ def _cut(linear: nn.Linear, path: str, role: SplitRole, tp: int) -> None:
 
 
 def _has(module: nn.Module, path: str) -> bool:
-    try:
-        module.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
+    return path in dict(module.named_modules(remove_duplicate=False))
 
 
 def _put(model: nn.Module, path: str, module: nn.Module) -> None:

@@ -24,8 +24,8 @@ from remat.graph_capture.costs.cache import (
 )
 from remat.graph_capture.costs.op_costs import SAVE_RNG_KEY
 from remat.graph_capture.costs.op_times import sample_arguments
-from remat.graph_capture.devices.cpu import CpuMeter
 from remat.graph_capture.devices.memory_events import measure_peak, measure_regions
+from remat.graph_capture.devices.meter import CpuMeter
 from tests.models import make
 
 pytestmark = pytest.mark.usefixtures("clocked")

@@ -14,7 +14,7 @@ import pytest
 from remat.graph_capture import trace
 from remat.graph_capture.costs import op_costs, op_times, step_time
 from remat.graph_capture.costs.cache import CostCache
-from remat.graph_capture.devices.cpu import CpuMeter
+from remat.graph_capture.devices.meter import CpuMeter
 from remat.graph_capture.errors import CaptureError
 from tests.models import make
 from tests.paths import ROOT
@@ -25,7 +25,7 @@ SOON_S = 600.0
 KILLED = """
 import os, signal
 from remat.graph_capture import trace
-from remat.graph_capture.devices.cpu import CpuMeter
+from remat.graph_capture.devices.meter import CpuMeter
 from remat.graph_capture.costs import op_costs, op_times
 from tests.models import make
 measured, op_times.KEEP_S, ops = CpuMeter.median_us, 0.0, []

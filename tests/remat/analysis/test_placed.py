@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 import remat
-from remat.analysis.memory_figures import arena_text, place
+from remat.analysis.plan_figures import arena_text, place
 from remat.graph_capture.errors import LayoutError, ScheduleError
 from remat.schedules.layout import Layout
 from remat.schedules.schedule import Schedule

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.analysis.memory_figures import (
+from remat.analysis.plan_figures import (
     predict_reserved,
     reserved_beside,
     reserved_text,

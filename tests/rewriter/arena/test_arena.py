@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import remat
-from remat.analysis.memory_figures import use_arena
+from remat.analysis.plan_figures import use_arena
 from remat.graph_capture.errors import ArenaError
 from remat.rewriter.arena.arena import Arena
 from remat.rewriter.arena.library import Counts, arena_library, built_library

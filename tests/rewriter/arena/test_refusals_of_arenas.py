@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.analysis.memory_figures import use_arena
+from remat.analysis.plan_figures import use_arena
 from remat.graph_capture.errors import ArenaError, DeviceError, RematError
 from remat.rewriter.arena.arena import Recorder, recorded
 from remat.rewriter.compiled import StepAllocator

@@ -12,7 +12,7 @@ import pytest
 
 import remat
 from remat.analysis.inspect import inspect
-from remat.analysis.memory_figures import place
+from remat.analysis.plan_figures import place
 from remat.graph_capture.errors import PlanError, RewriteError, ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.ranks.same_order import agreed_load, agreed_rewrite

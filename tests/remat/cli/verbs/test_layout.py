@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from remat.analysis.memory_figures import place
+from remat.analysis.plan_figures import place
 from remat.schedules.layout import Layout, buffers_of, check_layout
 from remat.schedules.plan import PlanFile
 from tests.remat.cli.conftest import Remat
