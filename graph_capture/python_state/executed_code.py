@@ -230,7 +230,7 @@ class ExecutedCode:
         self._goes_on = False
 
     def may_run_in_backward(self) -> bool:
-        forwards = (getattr(kind.forward, "__code__", None) for kind in functions_of_autograd())
+        forwards = (getattr(kind.forward, "__code__", None) for kind in _functions_of_autograd())
         if any(code in self for code in (*_HOOKS_ARE_SET, *forwards)):
             return True
         # These methods are not written in Python, so that only their names tell.
@@ -275,7 +275,7 @@ def _writes_for_others(code: CodeType) -> bool:
     return is_standard or is_of_dataclass or file.startswith((_TORCH, _OURS))
 
 
-def functions_of_autograd() -> Iterator[type[torch.autograd.Function]]:
+def _functions_of_autograd() -> Iterator[type[torch.autograd.Function]]:
     waiting = [torch.autograd.Function]
     while waiting:
         kind = waiting.pop()
@@ -285,7 +285,7 @@ def functions_of_autograd() -> Iterator[type[torch.autograd.Function]]:
 
 def functions_of_users() -> Iterator[type[torch.autograd.Function]]:
     ours = ("torch.", "remat.")
-    return (kind for kind in functions_of_autograd() if not str(kind.__module__).startswith(ours))
+    return (kind for kind in _functions_of_autograd() if not str(kind.__module__).startswith(ours))
 
 
 def codes_of_function(kind: type[torch.autograd.Function]) -> Iterator[CodeType]:

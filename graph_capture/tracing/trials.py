@@ -139,15 +139,15 @@ def _namespaces(modules: Iterable[str]) -> Iterator[_PutBack]:
     """The names of each module, and the attributes of its own classes and of their objects."""
     for name in modules:
         space = vars(sys.modules[name]) if name in sys.modules else {}
-        yield _namespace(name, space, space)
+        yield _put_back_names(name, space, space)
         for key, value in list(space.items()):
             kind: type = value if isinstance(value, type) else type(value)
             own: Any = getattr(value, "__dict__", None)
             if kind.__module__ == name and own is not None:
-                yield _namespace(f"{name}.{key}", own, value)
+                yield _put_back_names(f"{name}.{key}", own, value)
 
 
-def _namespace(text: str, space: Any, owner: Any) -> _PutBack:
+def _put_back_names(text: str, space: Any, owner: Any) -> _PutBack:
     before = snapshot(space)
 
     def put_back() -> str:
