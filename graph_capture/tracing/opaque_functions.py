@@ -139,6 +139,10 @@ class _Call:
 def _record(kind: type[Function], args: tuple[Any, ...]) -> Any:
     leaves, spec = pytree.tree_flatten(args)
     at = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    if any(isinstance(size, torch.SymInt) for i in at for size in leaves[i].shape):
+        raise CaptureError(
+            f"leave dynamic out: {kind.__name__} cannot be traced, so it is planned for one size"
+        )
     for leaf in leaves:
         if isinstance(leaf, nn.Module) or getattr(leaf, "__closure__", None):
             raise CaptureError(

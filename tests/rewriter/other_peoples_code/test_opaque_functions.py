@@ -275,6 +275,12 @@ class Broken(Function):
         return g
 
 
+def test_a_range_of_sizes_is_refused_with_the_way_out() -> None:
+    sizes = {"x": {0: ("rows", 16, 64)}}
+    with pytest.raises(CaptureError, match=r"leave dynamic out: Gate"):
+        remat.capture(Layers("a number"), (torch.randn(64, WIDTH),), dynamic=sizes)
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
