@@ -103,7 +103,7 @@ class Prediction(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not are_figures(self.peak_bytes, self.time_us, self.lower_bound_us):
-            raise PlanError("its prediction has a figure that cannot be")
+            raise PlanError("its prediction has an impossible figure")
 
 
 class Versions(msgspec.Struct, frozen=True):
@@ -182,7 +182,7 @@ class PlanFile(msgspec.Struct, frozen=True):
             return decode_json(data, cls)
         except (TextError, GraphError, ScheduleError, PlanError) as error:
             raise PlanError(
-                f"{name} is no plan of this release ({error}). {MAKE_PLAN_AGAIN}"
+                f"{name} is not a plan of this release ({error}). {MAKE_PLAN_AGAIN}"
             ) from error
 
     def __repr__(self) -> str:
@@ -222,19 +222,19 @@ def _check_header(data: bytes | str, name: str) -> None:
         header = dict[str, object]()  # JSON, but no object: refused below, as it has no kind
     except TextError as error:
         raise PlanError(
-            f"{name} is no plan, or is cut short: it is not JSON ({error}). {MAKE_PLAN_AGAIN}"
+            f"{name} is not a plan, or is cut short: it is not JSON ({error}). {MAKE_PLAN_AGAIN}"
         ) from error
     if "steps" in header and "kind" not in header:
         raise PlanError(
-            f"{name} is a schedule alone, which does not know its batch: judge it on its step, "
-            "remat.Plan.of(step, schedule).apply(model), or keep a whole plan with "
-            "remat run MODEL --budget BUDGET -o FILE"
+            f"judge {name} on its step, remat.Plan.of(step, schedule).apply(model): it is only a "
+            "schedule, which does not know its batch.\n"
+            "Or keep a whole plan with remat run MODEL --budget BUDGET -o FILE"
         )
     if header.get("kind") != KIND:
-        raise PlanError(f"{name} is no plan: its kind is not {KIND!r}. {MAKE_PLAN_AGAIN}")
+        raise PlanError(f"{name} is not a plan: its kind is not {KIND!r}. {MAKE_PLAN_AGAIN}")
     if header.get("schema_version") != _SCHEMA_VERSION:
         raise PlanError(
-            f"{name} has schema version {header.get('schema_version')}, this release reads "
+            f"{name} has schema version {header.get('schema_version')}, and this release reads "
             f"{_SCHEMA_VERSION}. {MAKE_PLAN_AGAIN}"
         )
 
@@ -246,14 +246,14 @@ def evaluate_plan(plan: PlanFile, name: str = "the plan") -> tuple[TrainingGraph
     """The graph that a plan keeps, and what `simulate` says now; `PlanError` unless they agree."""
     if plan.graph is None:
         raise PlanError(
-            f"{name} keeps no graph with costs: it was rewritten by hand, or made by an older "
-            f"release. Name its model too (MODEL --plan {name}), or make it again with "
-            "remat run MODEL --budget BUDGET -o FILE"
+            f"name its model too (MODEL --plan {name}), or make it again with remat run MODEL "
+            f"--budget BUDGET -o FILE: {name} keeps no graph with costs, as it was rewritten by "
+            "hand or made by an older release"
         )
     try:  # anyone can edit a file, so its peak and time are simulated again
         simulation = simulate(plan.graph, plan.schedule)
     except ScheduleError as error:
-        raise PlanError(f"{name} was edited, or is stale: {error}. {MAKE_PLAN_AGAIN}") from error
+        raise PlanError(f"{name} was edited, or is outdated: {error}. {MAKE_PLAN_AGAIN}") from error
     if plan.prediction is not None:
         _require_same(plan.prediction, simulation, name)
     require_within_budget(plan.schedule, simulation.peak_bytes, name)
@@ -278,12 +278,12 @@ def evaluate_family(over: RangeFacts, name: str = "the plan") -> None:
                 found = simulate(bounding, resized_schedule(member.schedule, bounding))
                 if found.peak_bytes > min(member.peak_bytes, family.budget_bytes):
                     raise PlanError(
-                        f"{name} was edited, or is stale: at {one} its schedule has a peak of "
-                        f"{found.peak_bytes} bytes, above the {member.peak_bytes} that it says "
+                        f"{name} was edited, or is outdated: at {one} its schedule has a peak of "
+                        f"{found.peak_bytes} bytes, above the {member.peak_bytes} that it states "
                         f"and the budget of {family.budget_bytes}. {MAKE_PLAN_AGAIN}"
                     )
     except (ScheduleError, GraphError, SignatureError, KeyError) as error:  # a corner lacks a size
-        raise PlanError(f"{name} was edited, or is stale: {error}. {MAKE_PLAN_AGAIN}") from error
+        raise PlanError(f"{name} was edited, or is outdated: {error}. {MAKE_PLAN_AGAIN}") from error
 
 
 def require_within_budget(schedule: Schedule, peak_bytes: int, name: str) -> None:
@@ -310,6 +310,6 @@ def _require_same(said: Prediction, found: Simulation, name: str) -> None:
         # Absolute below 1, since overhead and gap may be 0.
         if abs(planned - real) > AGREEMENT * max(abs(real), 1.0):
             raise PlanError(
-                f"{name} was edited, or is stale: it says {figure} {planned:.10g}, and simulating "
-                f"its schedule on its graph gives {real:.10g}. {MAKE_PLAN_AGAIN}"
+                f"{name} was edited, or is outdated: it states {figure} {planned:.10g}, and "
+                f"simulating its schedule on its graph gives {real:.10g}. {MAKE_PLAN_AGAIN}"
             )

@@ -139,7 +139,7 @@ def comparison_screen(found: Sweep, width: int = 100) -> RenderableType:
     for first in range(0, count, most):  # budgets that do not fit go into a table below
         parts += [Text(), _table(found, range(first, min(first + most, count)))]
     refused = [row for row in found.rows if row.refused]
-    parts += [Text(), Text("* the fastest found at this budget; - finds nothing that fits")]
+    parts += [Text(), Text("* the fastest found at this budget; - no plan fits")]
     parts += [Text(f"{row.solver}: {row.refused}", style="dim") for row in refused]
     return Group(*parts)
 
@@ -147,9 +147,9 @@ def comparison_screen(found: Sweep, width: int = 100) -> RenderableType:
 def _compared_line(found: Sweep) -> Text:
     return Text.assemble(
         (found.model, "bold"),
-        f", {found.cost_origin} on {found.device}: "
-        f"unmodified {bytes_text(found.unmodified_bytes)}, "
-        f"{time_text(found.base_us)} a step; overheads of each solver's plan",
+        f", {found.cost_origin} on {found.device}: unmodified "
+        f"{bytes_text(found.unmodified_bytes)}, {time_text(found.base_us)} a step; overhead of "
+        "each solver's plan",
     )
 
 
@@ -219,8 +219,8 @@ def sweep(
     """
     if not isinstance(step, TrainingGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SolverError(
-            f"a sweep is of a step of one size, and this is {type(step).__name__}: pass what "
-            "remat.capture returned, of a range its largest sizes, step.top"
+            "pass what remat.capture returned, or step.top, the largest sizes of a range: a sweep "
+            f"is of a step of one size, and this is {type(step).__name__}"
         )
     # Each once, in the order asked: results are by name.
     names = tuple(dict.fromkeys((solvers,) if isinstance(solvers, str) else solvers))

@@ -173,8 +173,9 @@ class PlanSearch:
                 schedule_peak_bytes = everything.peak_bytes
             peak_bytes = int(_UNCERTAIN * schedule_peak_bytes)
             warnings.warn(
-                f"{error}. Peaks of this compiled step are estimated from its graph instead, as "
-                f"{bytes_text(peak_bytes)} here, and can be a third too low: leave room",
+                f"leave room in the budget: {error}. Peaks of this compiled step are estimated "
+                f"from its graph instead ({bytes_text(peak_bytes)} here), and can be a third too "
+                "low",
                 stacklevel=2,
             )
             return ReplayedMemory(peak_bytes, peak_bytes, peak_bytes)
