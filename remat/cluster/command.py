@@ -187,7 +187,7 @@ def cluster_verb(
     if not gpus or not batch or not seq:
         required = {"--gpus": gpus, "--batch": batch, "--seq": seq}
         missing = " and ".join(flag for flag, number in required.items() if not number)
-        raise DeviceError(f"a cluster is planned for a number of GPUs and a batch: give {missing}")
+        raise DeviceError(f"give {missing}: a cluster is planned for a number of GPUs and a batch")
     asked = MeshSpec(tp, cp, pp, microbatch, virtual_stages, shard, schedule)
     request = ClusterRequest(
         gpus, batch, seq, device, node_size, budget, links, asked, blocks, receive_ring
@@ -198,8 +198,8 @@ def cluster_verb(
     found = plan_cluster(model, request, runners_up, session.stopwatch)
     if found.file is None:
         why = (
-            f"no mesh of {gpus} GPUs fits {bytes_text(found.cluster.budget_bytes)} each, also with "
-            "everything computed again: raise --budget or --gpus, lower --seq, or fix less"
+            f"raise --budget or --gpus, lower --seq, or fix fewer choices: no mesh of {gpus} GPUs "
+            f"fits {bytes_text(found.cluster.budget_bytes)} each, even with everything recomputed"
         )
         session.conclude(INFEASIBLE, [why])
         return

@@ -304,7 +304,8 @@ def require_within(
     if peak_bytes <= budget_bytes:
         return
     raise BudgetError(
-        f"the plan that rank {one.leader} has made for all ranks takes {bytes_text(peak_bytes)} on "
-        f"this rank, above its budget of {bytes_text(budget_bytes)}: give the least that any rank "
-        f'has to all, such as options={{"budget": "{budget_bytes // 2**20}MiB"}}'
+        "give all ranks the least budget of any, such as "
+        f'options={{"budget": "{budget_bytes // 2**20}MiB"}}: the plan that rank {one.leader} made '
+        f"for all takes {bytes_text(peak_bytes)} here, above the budget of "
+        f"{bytes_text(budget_bytes)}"
     )

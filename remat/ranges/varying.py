@@ -240,8 +240,8 @@ class VaryingSizes:
         for argument, dims in rest.items():
             if not isinstance(dims, Mapping):
                 raise CaptureError(
-                    'give the largest size by argument and dimension, such as {"tokens": {1: 2048}},'
-                    f" or by a name that dynamic gives: upto names {argument!r} with {dims!r}"
+                    'give the largest size by argument and dimension, as {"tokens": {1: 2048}}, or '
+                    f"by a name that dynamic gives: upto names {argument!r} with {dims!r}"
                 )
             entries = cast("Mapping[int, Any]", dims).items()
             # As ranges, so that `places_in` finds and refuses as it does for `dynamic`.

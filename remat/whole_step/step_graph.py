@@ -54,12 +54,12 @@ def optimizer_step(
     microbatch: Microbatch, update: Update, shape: StepShape, links: Links | None
 ) -> TrainingGraph:
     if not shape.options:
-        raise GraphError("a step has one microbatch or more, and none is given")
+        raise GraphError("give one microbatch or more: there is none")
     numbers = {len(one) for one in shape.options}
     if numbers != {len(microbatch.layers)} or len(shape.places) != len(microbatch.groups):
         raise GraphError(
-            f"a step of {len(microbatch.layers)} layers and {len(microbatch.groups)} groups takes "
-            "an option for each layer of each microbatch, and a place for each group"
+            "give an option for each layer of each microbatch, and a place for each group: the "
+            f"step has {len(microbatch.layers)} layers and {len(microbatch.groups)} groups"
         )
     made = _Made(microbatch, update, shape)
     return TrainingGraph(
