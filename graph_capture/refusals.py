@@ -97,8 +97,8 @@ _SAID = {  # by a part of what torch says
     ),
     "Cannot access data pointer": (
         "make the code an op: torch.library.custom_op, with register_fake and register_autograd.\n"
-        "Forward asks for the address of a tensor (data_ptr, DLPack or an extension), and a trace "
-        "has no memory"
+        "Forward asks for a tensor's address (data_ptr, DLPack or an extension); a trace has no "
+        "memory"
     ),
     "support the deepcopy protocol": (
         "make the copy outside forward, and keep it on the model: forward copies a module or a "
@@ -197,8 +197,7 @@ _INSTEAD = {  # by the op whose result's shape or value is asked for: what to wr
         "greatest value decides how many bins bincount makes"
     ),
     "aten._pack_padded_sequence": (
-        "give the layer the padded batch, and mask what it returns: the sizes of packed sequences "
-        "depend on lengths"
+        "give the layer the padded batch, and mask what it returns: packed sizes depend on lengths"
     ),
     "aten._local_scalar_dense": (
         "use torch.where in place of a branch, or pass forward a Python number "

@@ -80,8 +80,8 @@ def cause_text(check: Check) -> str:
         )
     return (
         f"Leave out the module with the op that gives something else when traced: {_ALONE}.\n"
-        "It may read a tensor where torch does not see it, or have a registered fake or backward "
-        "that does not match"
+        "It may read a tensor where torch does not see it, or have an inexact registered fake or "
+        "backward"
     )
 
 

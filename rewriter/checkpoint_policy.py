@@ -84,8 +84,7 @@ def checkpoint_policy(
         where = ", ".join(dict.fromkeys(places.get(name, name) for name in producers))
         raise RewriteError(
             "train with Plan.apply, which changes buffers once: forward changes buffers or its "
-            f"batch, in {where}, and torch's checkpointing would change them again when it "
-            "recomputes"
+            f"batch, in {where}, and torch's checkpointing would do so again"
         )
     kept = kept_occurrences(graph, schedule, module)
     if not kept:

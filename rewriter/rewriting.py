@@ -159,8 +159,8 @@ def rewrite(
     if schedule.updates and updates is None:
         raise RewriteError(
             "make the plan again with remat.rematerialize(model, args, "
-            "optimizer_in_backward=...): it updates parameters during backward, and there is no "
-            "optimizer here"
+            "optimizer_in_backward=...): it updates parameters during backward, and has no "
+            "optimizer"
         )
     if not has_storage(model):
         raise RewriteError(

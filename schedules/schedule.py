@@ -184,8 +184,8 @@ class Schedule(msgspec.Struct, frozen=True):
         elif self.captured_hash != graph.hash:
             what = "a region in chunks" if self.chunks else self.levers[0].lever
             raise ScheduleError(
-                f"capture and solve again for this model and batch: this plan, with {what}, was "
-                "made for another graph"
+                f"capture and solve again for this model and batch: this plan, with {what}, is "
+                "for another graph"
             )
 
     def _first_difference(self, graph: TrainingGraph) -> str:

@@ -346,8 +346,8 @@ def costs_of_profile(
     kind, shown = (CUDA, "a CUDA device") if is_cuda(meter.device) else (CPU, "a CPU")
     if profile.device != kind:
         raise ProfileError(
-            f"plan for {option('device', profile.device)}: the profile is of {profile.device}, "
-            f"not of {shown}"
+            f"plan for {option('device', profile.device)}: the profile is of {profile.device}, not "
+            f"{shown}"
         )
     missing = [node for key, node in needed.items() if key not in profile.ops]
     if missing and profile.title != meter.title:  # the rest is measured on its own machine

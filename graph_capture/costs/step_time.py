@@ -243,10 +243,8 @@ _MORE_SHARES = 1  # shares beyond the passes over the ops, for times that do not
 _ROOM = 0.5  # part of the free memory that a run may take
 _SPREAD = 0.02  # of made inputs: small, so that values neither swell nor vanish in deep models
 
-STEP_NOT_TIMED = (
-    "overheads may be shown too high: the whole step was not timed, as that takes more than the "
-    "budget"
-)  # of costs that lack what the step takes beyond its ops
+# Of costs that lack what the step takes beyond its ops.
+STEP_NOT_TIMED = "overheads may look too high: the whole step exceeds the budget and was not timed"
 
 
 def whole_step(

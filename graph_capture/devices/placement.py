@@ -48,9 +48,8 @@ def device_holding(tensors: Iterable[Any]) -> str:
 def check_placement(what: str, found: torch.device, device: str) -> None:
     if found.type not in _HOST and not torch.get_device_module(found).is_available():
         raise DeviceError(
-            "move the model and the batch to cpu, and plan for a model of the device by name, "
-            f"such as {option('device', 'h100')}: {what} is on {found}, which this torch cannot "
-            "run"
+            "move the model and the batch to cpu, and plan for a model of the device, such as "
+            f"{option('device', 'h100')}: {what} is on {found}, which this torch cannot run"
         )
     if is_cuda(device) and str(found) != device:
         raise DeviceError(

@@ -61,8 +61,7 @@ def refuse_range_of_dtensors(model: nn.Module) -> None:
     if has_dtensors(model):  # the sizes of a part depend on those of the whole
         raise CaptureError(
             "leave out dynamic, plan at the largest size, and pad batches to it: "
-            f"{type(model).__name__} has parameters that are DTensors, whose plans are for one "
-            "size"
+            f"{type(model).__name__} has DTensors as parameters, whose plans are for one size"
         )
 
 
@@ -81,8 +80,7 @@ def refuse_draw(kind: str, op: str, read: Iterable[Any]) -> None:
             "set the dropout to 0, or put it where the tensor is local (use_local_output=True, or "
             f".to_local()): forward of {kind} draws random numbers for a DTensor with "
             f"{op}{line_of_user()}.\n"
-            "On a CUDA device torch counts these outside the graph, so they could not be drawn "
-            "again"
+            "On CUDA torch counts these outside the graph, so they could not be drawn again"
         )
 
 

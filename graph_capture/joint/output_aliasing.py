@@ -114,7 +114,7 @@ def why_no_recompute(
         if name in overwritten:
             module, source = place
             raise CaptureError(
-                "give forward a copy, x.clone(), before the in-place change: backward of module "
+                "give forward a copy, x.clone(), before the change: backward of module "
                 f"{module or '(root)'} ({source}) reads {overwritten[name]}, which forward "
                 "overwrites"
             )

@@ -63,9 +63,9 @@ class ValueTable:
             if tensor.requires_grad:
                 shape = list(tensor.shape)
                 raise CaptureError(
-                    "register it as a parameter of the model, or pass it as an argument: forward "
-                    f"uses a tensor of shape {shape} that requires grad and is neither, so its "
-                    "gradient would be lost"
+                    "register it as a parameter, or pass it as an argument: forward uses a tensor "
+                    f"of shape {shape} that requires grad and is neither, so its gradient would "
+                    "be lost"
                 )
             if tensor.layout != torch.strided:
                 raise CaptureError(

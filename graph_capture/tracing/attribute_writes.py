@@ -204,8 +204,7 @@ class ForwardWrites:
             if any(holds_traced(hook.function) for hook in now):
                 raise CaptureError(
                     f"keep the tensor on an attribute instead: forward of {self._kind} sets a "
-                    f"{place.text} that keeps a tensor of its batch, which the next call would "
-                    "read"
+                    f"{place.text} that keeps a tensor of its batch for the next call"
                 )
             self.initialised.append(InitialisedOnce(place, now))
 
@@ -253,17 +252,15 @@ class ForwardWrites:
             f"it{'; or remove the hook that does it' * any(p.value for p in self._hooks)}.\n"
             f"Forward of {self._kind} changes it from {short(change.before)} to "
             f"{short(change.now)}, and a step that follows a plan would not change it.\n"
-            "Or plan the other modules with remat.rematerialize, and leave the one that does it "
-            "to eager"
+            "Or plan the other modules with remat.rematerialize, and leave its own to eager"
         )
 
     def _refused(self, written: Written) -> CaptureError:
         line = self._state.stores.get(written.name)
         return CaptureError(
-            "set it outside forward, or register a buffer, or keep a tensor there, which each step "
-            f"sets: forward of {self._kind} sets attribute {written.text} to "
-            f"{short(written.value)}{f' ({line})' if line else ''}, and a step that follows a "
-            "plan would not"
+            "set it outside forward, or register a buffer, or keep a tensor there, which each "
+            f"step sets: forward of {self._kind} sets attribute {written.text} to "
+            f"{short(written.value)}{f' ({line})' if line else ''}, and a plan's step would not"
         )
 
 
@@ -278,8 +275,7 @@ def _beside_text(kind: str, change: Change) -> str:
 def _taken_text(kind: str, text: str) -> str:
     return (
         f"take {text} outside forward and pass it in as a tensor, or draw with torch: forward of "
-        f"{kind} takes its next item or number, or sets it, and a plan's step would see the same "
-        "one each time"
+        f"{kind} takes its next item or number, or sets it, and a plan's step would not"
     )
 
 

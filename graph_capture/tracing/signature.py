@@ -42,12 +42,10 @@ def _below(path: _Path, tree: Any) -> Iterator[tuple[_Path, Any]]:
 
 
 _OTHER_SHAPE = (
-    "Drop or pad the last batch (DataLoader(drop_last=True)), or make another plan: a plan holds "
-    "for one shape"
+    "Drop or pad the last batch (DataLoader(drop_last=True)), or make another plan for this shape"
 )
 _OTHER_DIMENSIONS = (
-    "Pass tensors of as many dimensions, or make another plan: a plan holds for one number of "
-    "dimensions"
+    "Pass tensors of as many dimensions, or make another plan: a plan holds for one number of them"
 )
 _OTHER_DTYPE = (
     "Plan for what it is cast to, with remat.Sharding(..., param_dtype=...): a plan holds for one "
@@ -288,8 +286,8 @@ def unknown_leaf_message(name: str, leaf: Any) -> str:
             f"torch.utils._pytree.register_pytree_node({kind.__name__}, flatten, unflatten)"
         )
     return (
-        f"{way}: {name} is a {kind.__qualname__}, whose tensors torch cannot find, so no graph "
-        "can hold it"
+        f"{way}: {name} is a {kind.__qualname__}, whose tensors torch cannot find to put them in "
+        "a graph"
     )
 
 

@@ -24,12 +24,12 @@ from remat.schedules.layout import Layout
 from remat.schedules.report.page_facts import MeasuredStep
 
 _FrontFile = Annotated[
-    Path | None, typer.Option("--front", metavar="FILE", help="a front kept by sweep -o")
+    Path | None, typer.Option("--front", metavar="FILE", help="a front from sweep -o")
 ]
-_RUNS = "also run a step of MODEL on this CPU, and show what it takes"
+_RUNS = "also run a step of MODEL on this CPU, and show its measured memory"
 _Measure = Annotated[bool, typer.Option("--measure", help=_RUNS)]
 _KeptLayout = Annotated[Path | None, more(
-    "--layout", "offsets kept by --layout of run, largest-batch or show", metavar="FILE",
+    "--layout", "buffer offsets from --layout of run, largest-batch or show", metavar="FILE",
 )]  # fmt: skip
 _Into = Annotated[Path, typer.Option("--output", "-o", help="the file to write")]
 
@@ -40,7 +40,7 @@ def report_verb(
     front: _FrontFile = None, measure: _Measure = False, kept_layout: _KeptLayout = None,
     place: PlaceOption = False,
 ) -> None:  # fmt: skip
-    """Write one self-contained page of a plan: memory, schedule, tables, time against peak."""
+    """Write an HTML page about a plan: memory, schedule, tables, time against peak."""
     from remat.analysis.plan_report import fronts_in, page_facts
     from remat.schedules.report.page import page_data, render
 

@@ -39,14 +39,16 @@ _SUFFIXES: dict[str, _Form] = {
 }  # fmt: skip
 _TOP = 20
 
-_SumsBy = Annotated[InspectBy, typer.Option(help="one row a value, or sums by module, op or line")]
+_SumsBy = Annotated[
+    InspectBy, typer.Option(help="one row per value, or sums by module, op or line")
+]
 _AtPeak = Annotated[bool, typer.Option("--at-peak", help="only what is live at the plan's peak")]
 _Only = Annotated[list[str], typer.Option(
-    "--only", metavar="GLOB", help="of modules, values, ops or lines; repeatable",
+    "--only", metavar="GLOB", help="only these modules, values, ops or lines; repeatable",
 )]  # fmt: skip
 _Explain = Annotated[bool, typer.Option(
     "--explain",
-    help="who holds the peak, what memory is worth, what was forced, and if a rule would do",
+    help="say who holds the peak, what memory is worth, what was forced, and if a rule would do",
 )]  # fmt: skip
 _WhyOf = Annotated[list[str], typer.Option(
     "--why", metavar="GLOB", help="--explain, and why these values are kept or not; repeatable",
@@ -56,9 +58,8 @@ _EachLimit = Annotated[
 ]
 _As = Annotated[_Form | None, typer.Option(
     "--as",
-    help="the captured graph; the graphs of MODEL rewritten to --plan; a file for PyTorch's "
-    "memory viewer, Perfetto or Graphviz; by default the suffix of -o says it: .py, .pickle, "
-    ".trace.json or .dot",
+    help="the captured graph; the code of MODEL rewritten to --plan; a file for PyTorch's memory "
+    "viewer, Perfetto or Graphviz; default: by suffix of -o (.py, .pickle, .trace.json, .dot)",
 )]  # fmt: skip
 
 
@@ -70,7 +71,7 @@ def show_verb(
     each_limit: _EachLimit = FURTHER_SOLVE_S, place: PlaceOption = False,
     layout: LayoutFile = None, form: _As = None, output: Output = None,
 ) -> None:  # fmt: skip
-    """Show what is kept, recomputed and freed, why, and in other tools' files."""
+    """Show what a plan keeps, recomputes and frees, and why; or export it to other tools."""
     if output is not None or form is not None:
         form = form or _form_of(output)  # before a capture: refuses unknown suffixes
     # typer gives every option, so one that differs from its default was asked for.

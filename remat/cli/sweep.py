@@ -33,10 +33,10 @@ _NOTHING = "no schedule was found at any budget"
 _ALL = "usual"  # the best of each kind, and what people write by hand
 _HOSTS = "8GiB, or several with 0 for none: 0,8GiB,16GiB"
 _SweptBudgets = Annotated[str, typer.Option(
-    help="how many, from the least peak to the unmodified one, or 50%,2GiB,...; where none is "
-    f"named {_SWEPT}, and of several solvers {_COMPARED}", show_default=False,
+    help="how many, from the least peak to the unmodified one, or a list: 50%,2GiB; default: "
+    f"{_SWEPT}, with several solvers {_COMPARED}", show_default=False,
 )]  # fmt: skip
-_Jobs = Annotated[int, typer.Option(help="solves at once; -1 for every core")]
+_Jobs = Annotated[int, typer.Option(help="solves in parallel; -1 for one per core")]
 
 
 @verb()
@@ -46,9 +46,9 @@ def sweep_verb(
     plan: PlanOption = None, host: str = "", nvme: str = "", jobs: _Jobs = 1,
     place: PlaceOption = False, output: Output = None,
 ) -> None:  # fmt: skip
-    """Show the step's time at several budgets with the bound, and solvers and rules side by side.
+    """Show the step's time and its lower bound at several budgets, or compare solvers.
 
-    With several of --solver, or --plan, they are compared with the unmodified step and the plan.
+    Give --solver several times, or --plan, to compare them with the unmodified step.
     """
     # "usual" stands for several, so it is replaced before solvers are counted.
     names = [one for name in solver for one in (DEFAULT_SOLVERS if name == _ALL else (name,))]

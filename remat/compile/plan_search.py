@@ -174,8 +174,7 @@ class PlanSearch:
             peak_bytes = int(_UNCERTAIN * schedule_peak_bytes)
             warnings.warn(
                 f"leave room in the budget: {error}. Peaks of this compiled step are estimated "
-                f"from its graph instead ({bytes_text(peak_bytes)} here), and can be a third too "
-                "low",
+                f"from its graph ({bytes_text(peak_bytes)} here), and can be a third too low",
                 stacklevel=2,
             )
             return ReplayedMemory(peak_bytes, peak_bytes, peak_bytes)

@@ -199,8 +199,7 @@ def _place(name: str) -> tuple[str, str]:
         where, inside = name, ""
     if not where:
         raise FactoryError(
-            f"write path/to/file.py:{_DEFAULT} or package.module:{_DEFAULT}: {name!r} names no "
-            "factory"
+            f"write path/to/file.py:{_DEFAULT} or package.module:{_DEFAULT}: {name!r} names none"
         )
     return where, inside
 

@@ -182,7 +182,7 @@ def _refuse_host(request: Request) -> None:
     if request.host or request.nvme:
         raise BudgetError(
             f"leave out --host {request.host}, as a plan has its own links; to solve again, name "
-            "its model or graph"
+            "its model"
         )
 
 

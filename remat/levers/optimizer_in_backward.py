@@ -64,8 +64,7 @@ def require_no_other_reader(traced: Trace, optimizer: Optimizer) -> None:
         if constant.numel() and constant.untyped_storage().data_ptr() in updated:
             raise CaptureError(
                 "read the parameter itself, or update after backward: forward reads it through "
-                f"another tensor of shape {list(constant.shape)}, such as an attribute that is "
-                "its .data"
+                f"another tensor of shape {list(constant.shape)}, such as its .data"
             )
 
 

@@ -47,8 +47,7 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
         if others:
             raise AgreementError(
                 "build the same model, and pass a batch of the same shapes, on all ranks: the "
-                f"step captured on rank {', '.join(others)} is not that of rank 0, so no plan can "
-                "serve both"
+                f"step captured on rank {', '.join(others)} is not that of rank 0"
             )
 
     def require_same_order(self, order: str) -> None:
@@ -56,8 +55,7 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
             raise AgreementError(
                 "make one plan for all ranks with remat.rematerialize(..., "
                 "group=torch.distributed.group.WORLD), or rewrite to the same schedule on each: "
-                "their plans run collectives in different orders or numbers, and all would wait "
-                "forever"
+                "they would run collectives in different orders, and wait forever"
             )
 
     def from_first(self, make: Callable[[], _Plan], kind: type[_Plan]) -> _Plan:

@@ -85,8 +85,7 @@ class UnshardedParameters:
                 raise StateChangedError(
                     "call set_reshard_after_backward(True) before the last backward of each "
                     f"optimizer step: with False, the parameters of {type(module).__name__} "
-                    "stayed whole while their shards were updated, so forward would use the old "
-                    "ones"
+                    "stayed whole, and forward would use them from before the update"
                 )
 
     def note_backward(self) -> None:

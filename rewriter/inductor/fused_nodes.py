@@ -212,8 +212,7 @@ def refuse_regions(graph: fx.Graph) -> None:
         if node.target is torch.ops.higher_order.invoke_subgraph:  # regions are partitioned first
             raise CaptureError(
                 "leave out torch.compiler.nested_compile_region under this backend: "
-                f"{_where(node)} calls a nested compile region, for which torch makes wrong "
-                "gradients"
+                f"{_where(node)} calls one, for which torch makes wrong gradients"
             )
 
 
@@ -252,9 +251,8 @@ def refuse_drawing(graph: fx.Graph) -> None:
             map(_draws_inside, subgraphs(node))
         ):
             raise CaptureError(
-                f"draw before it, and pass in what was drawn: a graph that {node.target.name()} "
-                f"runs draws random numbers ({_where(node)}), and its backward draws others, in "
-                "eager too"
+                f"draw before it, and pass that in: a graph that {node.target.name()} runs draws "
+                f"random numbers ({_where(node)}), and its backward draws others, in eager too"
             )
 
 

@@ -103,8 +103,7 @@ def batch_signature(signature: Signature) -> BatchSignature:
         i, first = next((i, first) for i, first in enumerate(signature.firsts) if i != first)
         raise PlanError(
             f"pass a copy, {signature.names[i]}.clone(): it is the same tensor as "
-            f"{signature.names[first]}, which makes another step, and a plan file holds only "
-            "shapes"
+            f"{signature.names[first]}, and a plan file holds only shapes"
         )
     leaves = zip(signature.names, signature.tensors, signature.others, strict=True)
     numbers = tuple(signature.held_numbers.items())
@@ -287,8 +286,7 @@ def _require_loss(plan: PlanFile, loss_fn: LossFunction | None) -> None:
     if plan.loss_fn and not given:
         raise PlanError(
             f"pass loss_fn, as in remat.load(path).apply(model, loss_fn={plan.loss_fn}): the "
-            f"plan's step ends in the loss function {plan.loss_fn}, and a file cannot hold a "
-            "function"
+            f"plan's step ends in {plan.loss_fn}, and a file cannot hold a function"
         )
     if plan.loss_fn != given:
         raise _differs("the loss function", plan.loss_fn or "none", given)

@@ -204,8 +204,7 @@ def plan_of(module: nn.Module) -> PlanFile:
     if isinstance(kind._remat_guards.recipe.signature, RangedSignature):
         raise PlanError(
             "keep a family of schedules, remat.solve(step, budget).apply(model): this "
-            f"{type(module).__name__} runs one schedule over a range of sizes, which a plan file "
-            "cannot hold"
+            f"{type(module).__name__} runs one schedule over a range of sizes, which no file holds"
         )
     return make_plan(
         kind._remat_original_module, kind._remat_guards.recipe, kind._remat_schedule,

@@ -151,8 +151,7 @@ def original_of(model: nn.Module) -> nn.Module:
         if replacement_of(model) is not None:
             raise RewriteError(
                 f"plan this {type(model).__name__} before its forward is replaced, as "
-                "Accelerate's prepare does: the new forward calls the first plan, and the "
-                "original lacks it"
+                "Accelerate's prepare does: the new forward calls the first plan"
             )
         if is_sharded_by_fsdp(model):
             raise RewriteError(
@@ -321,8 +320,7 @@ class RematModule(SharedState, fx.GraphModule):
     def recompile(self) -> NoReturn:
         """Refused: see `graph`."""
         raise RewriteError(
-            "make another schedule and rewrite again: a rewritten module is not recompiled after "
-            "an edit"
+            "make another schedule and rewrite again: a rewritten module is not recompiled"
         )
 
     def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:

@@ -142,10 +142,7 @@ class Unplanned:
         before, self._versions_before = self._versions_before, self._versions
         if self._has_run and before in (None, self._versions):
             return ""
-        return (
-            f"call train() on {name} before a training step: in eval mode the model's own forward "
-            "runs"
-        )
+        return f"call train() on {name} before a training step: in eval mode its own forward runs"
 
     def _name(self, module: nn.Module) -> str:
         return self.kind or type(module).__name__
@@ -167,8 +164,7 @@ def as_before(module: nn.Module) -> Generator[None]:
 def _of_lightning(name: str) -> str:
     return (
         "plan the module that training_step calls, as in self.model = "
-        f"remat.rematerialize(self.model, ...): Lightning calls {name}'s training_step and not "
-        "its forward"
+        f"remat.rematerialize(self.model, ...): Lightning does not call the forward of {name}"
     )
 
 

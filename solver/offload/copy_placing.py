@@ -173,8 +173,7 @@ def _reads(
 def _nvme_links(links: Links) -> tuple[Link, Link]:
     if links.write is None or links.read is None:
         raise SolverError(
-            f"capture with {option('nvme')}, or let values wait on the host: there is no link to "
-            "NVMe"
+            f"capture with {option('nvme')}, or let values wait on the host: no link to NVMe"
         )
     return links.write, links.read
 

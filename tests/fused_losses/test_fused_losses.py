@@ -108,7 +108,7 @@ def test_a_backward_that_looks_at_the_value_that_arrives_is_refused_with_its_lin
 def test_a_tied_weight_in_two_open_forwards_is_refused_with_the_way_out() -> None:
     model, args = VARIANTS["tied, +="].make(Size(64, 128))
     fast: Any = remat.rematerialize(model, args, budget="100%")
-    with pytest.raises(RewriteError, match="Call backward for each loss on its own"):
+    with pytest.raises(RewriteError, match="call backward for each loss, or"):
         (fast(*args) + fast(*args)).backward()
 
 

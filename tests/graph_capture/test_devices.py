@@ -166,7 +166,7 @@ def test_each_kind_of_model_can_be_planned_for_a_device(name: str) -> None:
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_that_is_not_here_is_refused(name: str) -> None:
-    with pytest.raises(DeviceError, match="this torch sees none"):
+    with pytest.raises(DeviceError, match="this torch sees no CUDA device"):
         planned(blocks(), name)
 
 

@@ -66,7 +66,7 @@ def profile(title: str, links: LinkSpeeds | None, device: str = "cpu") -> Profil
         ("-1GiB", None, "host '-1GiB' leaves nothing to use"),
         (True, None, "host True is no size"),
         (1.5, None, "host 1.5 is a float: give whole bytes"),
-        (None, "/mnt/nvme:1GiB", "lies below the host, and what goes there passes through it"),
+        (None, "/mnt/nvme:1GiB", "lies below the host, and copies to it pass through the host"),
         ("1GiB", "200GiB", "nvme '200GiB' names no folder: write it like /mnt/nvme:200GiB"),
         ("1GiB", ":200GiB", "nvme ':200GiB' names no folder"),
         ("1GiB", "/mnt/nvme", "nvme '/mnt/nvme' names no size"),
@@ -120,12 +120,12 @@ def test_what_is_asked_of_a_cuda_device_is_free_memory(
 
 def test_a_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = tmp_path / "gone"
-    with pytest.raises(FileError, match=f"{gone} is no folder: name one on the drive"):
+    with pytest.raises(FileError, match=f"name a folder on the drive to use: {gone}"):
         lower_tiers("1KiB", f"{gone}:1KiB", "cpu")
     monkeypatch.setenv("REMAT_OFFLOAD", str(gone))
     with pytest.raises(FileError, match="is no folder"):
         lower_tiers("1KiB", None, "cpu")
-    with pytest.raises(FileError, match=r"/proc cannot be written .*: name a folder of your own"):
+    with pytest.raises(FileError, match="name a folder of your own: /proc cannot be written"):
         require_writable("/proc")
 
 
@@ -353,7 +353,7 @@ def test_profiles_keep_links_and_older_ones_are_read() -> None:
     del older["links"]
     assert Profile.from_json(msgspec.json.encode(older)).links is None
     older["links"] = {"host": msgspec.to_builtins(pair(gb_s=-1.0))}
-    with pytest.raises(ProfileError, match="has a link that cannot be"):
+    with pytest.raises(ProfileError, match="has an impossible link"):
         Profile.from_json(msgspec.json.encode(older))
 
 
@@ -376,9 +376,7 @@ def test_a_system_without_calls_for_files_has_no_tier_of_files(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, call)
-    said = (
-        rf"plan without {{}}: it keeps values in files, .* on Linux alone \(.* lacks os\.{call}\)"
-    )
+    said = rf"plan without {{}}: it keeps values in files, .* on Linux \(.* lacks os\.{call}\)"
     with pytest.raises(TierError, match=said.format("host")):
         lower_tiers("1MiB", None, "cpu")
     with pytest.raises(TierError, match=said.format("nvme")):

@@ -140,8 +140,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "block layers.0 by itself runs op add_. .* in backward, and the model",
     ),
     "in part": (InPart, "layers.*", "which calls parts of it from elsewhere"),
-    "tracing": (LooksAtTracing, "layers.*", "is called otherwise in eager than when it is traced"),
-    "autocast": (OwnAutocast, "layers.*", "under an autocast that forward enters by itself"),
+    "tracing": (LooksAtTracing, "layers.*", "is called differently in eager than when traced"),
+    "autocast": (OwnAutocast, "layers.*", "under an autocast that forward enters"),
 }
 
 
@@ -162,7 +162,7 @@ def test_frozen_and_unplanned_blocks_are_refused() -> None:
     again = remat.rematerialize(fast, (x,), blocks="layers.*", budget="90%", check=False)
     assert planned_blocks(again).result.budget_bytes > planned_blocks(fast).result.budget_bytes
     whole = torch.nn.Sequential(fast.layers[0])
-    with pytest.raises(RewriteError, match="follows a plan already"):
+    with pytest.raises(RewriteError, match="already follows a plan"):
         remat.rematerialize(whole, (x,), blocks="0", budget="80%")
     with pytest.raises(PlanError, match="follows no plan"):
         remat.plans(Mlp())

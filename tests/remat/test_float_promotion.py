@@ -224,7 +224,7 @@ def test_what_cannot_be_an_input_is_refused_with_the_reason() -> None:
     x = torch.randn(8, WIDTH)
     for forward, names, text in (
         (READ["divides"], ["numbre"], "forward does not read.*: drop.p, .*number"),
-        (READ["divides"], ["do"], "holds <function.* and no float"),
+        (READ["divides"], ["do"], "holds <function.* which is not a float"),
         (PLANNED_EACH["a text"], ["number"], "read by __format__"),
         (PLANNED_EACH["by numpy"], ["number"], "global np .* cannot be followed"),
         (PLANNED_EACH["a border of a tensor"], ["number"], "looks at the values of a tensor"),

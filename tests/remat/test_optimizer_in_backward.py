@@ -307,11 +307,11 @@ def test_what_cannot_be_right_is_refused_before_anything_runs() -> None:
     with one_rank(), pytest.raises(RewriteError, match="DistributedDataParallel"):
         DistributedDataParallel(fast)(*args)
     own.register_step_post_hook(lambda *_: None)
-    with pytest.raises(CaptureError, match="hooks on its step"):
+    with pytest.raises(CaptureError, match="hooks on the optimizer's step"):
         fast(*args).backward()
     with pytest.raises(PlanError, match="a file holds no optimizer"):
         agreed_load(plan_of(fast), copy.deepcopy(model))
-    with pytest.raises(RewriteError, match="no optimizer is at hand"):
+    with pytest.raises(RewriteError, match="there is no optimizer here"):
         agreed_rewrite(model, fast.schedule, args)
     assert all(map(torch.equal, before, model.parameters()))
     assert all(p.grad is None for p in model.parameters())

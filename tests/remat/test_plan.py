@@ -93,7 +93,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: least().apply(chain()[0]), remat.BudgetError, "no schedule within|is below",
     ),
     "save a plan of no model": (
-        lambda: solved().save("plan.json"), remat.PlanError, "apply it, and save that",
+        lambda: solved().save("plan.json"), remat.PlanError, "apply the plan, and save that",
     ),
     "plans of what follows none": (
         lambda: remat.plans(chain()[0]), remat.PlanError, "a Sequential follows no plan",
@@ -105,7 +105,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a range of one size": (lambda: solved().overheads(), remat.PlanError, "is for one size"),
     "a curve of one schedule": (
-        lambda: of_one_schedule().overheads(), remat.PlanError, "has one schedule for its range",
+        lambda: of_one_schedule().overheads(), remat.PlanError, "has one schedule for the whole",
     ),
     "an arena of no module": (lambda: solved().use_arena(), remat.PlanError, "apply it, and ask"),
     "a check of a plan": (

@@ -136,7 +136,7 @@ def test_a_loss_and_gradients_of_earlier_batches_are_within_it(
     ((peak, left),) = peaks
     assert peak <= left + SMALL_BYTES + sum(p.nbytes for p in model.parameters())
     nn.functional.mse_loss(model(*args), given["target"]).backward()
-    with pytest.warns(UserWarning, match="makes gradients beside those of earlier batches"):
+    with pytest.warns(UserWarning, match="makes gradients on top of those of earlier batches"):
         planned("60%", model, args, **given, optimizer="adamw", accumulate=True)
     assert len(peaks) == 1
 

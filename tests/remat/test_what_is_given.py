@@ -51,11 +51,11 @@ ENTRIES: dict[str, Callable[..., Any]] = {
 }
 FORMS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "a tensor": ((X,), {}, r"args is a Tensor: give a tuple .* such as \(x,\)"),
-    "names": (({"input": X},), {}, "args is a dict: .* as kwargs="),
+    "names": (({"input": X},), {}, "by name as kwargs=.*args is a dict"),
     "kwargs": (((), (X,)), {}, "kwargs is a tuple: give a dict"),
     "a loss's name": (((X,),), {"loss_fn": "mse"}, "loss_fn is a str: give a function"),
     "a loss's class": (((X,),), {"loss_fn": nn.MSELoss}, r"class MSELoss: give MSELoss\(\)"),
-    "a target alone": (((X,),), {"target": X}, "target is given and no loss_fn"),
+    "a target alone": (((X,),), {"target": X}, "give loss_fn too, or leave out target"),
 }
 
 
@@ -185,7 +185,7 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         model, {"args": (X,), "loss_fn": lambda out: out.sum(),
                 "target": X}, "or leave out target",
     ),
-    "too many": (model, {"args": (X, X)}, "Leave the others out; what a loss takes goes with"),
+    "too many": (model, {"args": (X, X)}, "Leave the others out; give what the loss takes"),
     "an unknown name": (
         model, {"args": (X,), "kwargs": {"mask": X}}, "unexpected keyword argument 'mask'. Give",
     ),

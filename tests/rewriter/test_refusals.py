@@ -76,7 +76,7 @@ def test_inputs_in_another_dtype_are_told_of_what_casts() -> None:
     module = rewritten("plain")[1]
     with pytest.raises(SignatureError, match=r"MixedPrecisionPolicy does.*model\.to\(torch\.bf"):
         module(batch().to(torch.bfloat16))
-    with pytest.raises(SignatureError, match=r"A plan holds for one shape"):
+    with pytest.raises(SignatureError, match=r"a plan holds for one shape"):
         module(batch()[:3])
 
 
@@ -260,17 +260,17 @@ def test_another_batch_is_refused() -> None:
 def test_each_fact_that_differs_has_its_own_way_out() -> None:
     _, module, (x,) = rewritten("plain")
     for other, way in [
-        (x[:3], "drop or pad the last batch"),
-        (x[None], "A plan holds for one number of dimensions"),
+        (x[:3], "Drop or pad the last batch"),
+        (x[None], "a plan holds for one number of dimensions"),
         (x.long(), r"pass it \.to\(torch\.float32\)"),
         (x.to("meta"), r"pass it \.to\('cpu'\)"),
         (torch.empty_strided((BATCH, WIDTH), (1, BATCH)), r"pass it \.contiguous\(\)"),
-        (x.clone().requires_grad_(), r"makes no gradient of it: pass \.detach\(\)"),
+        (x.clone().requires_grad_(), r"Pass .detach\(\) of it"),
         (3, "Pass a tensor there, as at capture"),
     ]:
         with pytest.raises(SignatureError, match=way) as caught:
             module(other)
-        assert ("last batch" in str(caught.value)) == (way == "drop or pad the last batch")
+        assert ("last batch" in str(caught.value)) == (way == "Drop or pad the last batch")
     for more, text in [
         (((x, x), {}), r"other ones \(with args\[1\]\)\. Call it as at capture"),
         (((x,), {"mask": x}), r"other ones \(with kwargs\['mask'\]\)"),
@@ -284,7 +284,7 @@ def test_an_input_whose_gradient_is_planned_has_to_require_one() -> None:
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     graph = capture(model, (x.clone().requires_grad_(),))
     module = rewrite(model, schedule_of(graph, "store_all"))
-    with pytest.raises(SignatureError, match=r"call \.requires_grad_\(\) on it"):
+    with pytest.raises(SignatureError, match=r"Call .requires_grad_\(\) on it"):
         module(x)
 
 
@@ -389,7 +389,7 @@ def test_edits_of_a_rewritten_module_are_refused() -> None:
     for attempt in attempts:
         with pytest.raises(RewriteError):
             attempt()
-    with pytest.raises(CaptureError, match="follows a plan already"):
+    with pytest.raises(CaptureError, match="already follows a plan"):
         rewrite(module, module.schedule)
     assert isinstance(copy.deepcopy(model), Scalar)
     assert isinstance(module, RematModule)

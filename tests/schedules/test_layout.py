@@ -95,14 +95,14 @@ def test_a_broken_rule_is_named(changed: dict[str, object], message: str) -> Non
 
 def test_a_layout_of_other_buffers_is_refused_in_one_line() -> None:
     other = Buffers.of_arrays([4, 8, 4, 6], [0, 0, 2, 3], [2, 4, 4, 6])
-    with pytest.raises(LayoutError, match="Place the buffers of this one") as raised:
+    with pytest.raises(LayoutError, match="place the buffers of this step") as raised:
         check_layout(other, layout_of(BUFFERS, OFFSETS))
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("alignment_bytes", [0, -8, 3, 96])
 def test_an_alignment_that_no_offset_can_keep_is_refused(alignment_bytes: int) -> None:
-    with pytest.raises(LayoutError, match="take a power of two, such as 64 for a CPU or 512"):
+    with pytest.raises(LayoutError, match="give a power of two, such as 64 for a CPU or 512"):
         layout_of(BUFFERS, OFFSETS, alignment_bytes=alignment_bytes)
 
 

@@ -126,7 +126,7 @@ def test_an_estimate_is_the_time_to_move_the_bytes_that_work_counts() -> None:
     x.meta["val"] = torch.empty(1, 4, device="meta").expand(1000, 4)
     node = graph.call_function(torch.ops.aten.exp.default, (x,))
     node.meta["val"] = torch.empty(1000, 4, device="meta")
-    with pytest.warns(UserWarning, match="its cost is an estimate from the bytes it moves"):
+    with pytest.warns(UserWarning, match="its cost is estimated from the bytes it moves"):
         estimate = op_costs._estimated(node, RuntimeError("no"))
     assert moved_bytes(node) == 4 * 4 + 4 * 4000
     assert estimate.cost_us == moved_bytes(node) / op_costs.ESTIMATED_BYTES_PER_US

@@ -82,7 +82,7 @@ def test_so_is_a_profile_that_has_links(tmp_path: Path) -> None:
     path.write_bytes(Profile("cpu", "a machine", "2.13", {}, ranks=MADE).to_json())
     assert read_rank_links(path, 8) == MADE
     path.write_bytes(Profile("cpu", "a machine", "2.13", {}).to_json())
-    with pytest.raises(DeviceError, match=r"is no file of links .*it is a profile of .*group="):
+    with pytest.raises(DeviceError, match=r"is not a file of links .*Pass a profile of .*group="):
         read_rank_links(path, 8)
 
 
@@ -93,7 +93,7 @@ def test_so_is_a_profile_that_has_links(tmp_path: Path) -> None:
         ({"inside_us": -1}, "has a rate or a start that cannot be"),
         ({"beside": 0.5}, "has beside 0.5"),
         ({"node_size": 0}, "has nodes of 0 ranks"),
-        ({"beside": "x"}, "is no file of links"),
+        ({"beside": "x"}, "is not a file of links"),
         (
             {"measured": [{"kind": "all_gather", "ranks": 8, "size_bytes": [2, 1],
                            "time_us": [1, 2]}]},

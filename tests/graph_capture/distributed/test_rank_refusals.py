@@ -113,7 +113,7 @@ def test_dtensors_that_are_no_parameters_are_refused() -> None:
         parallelize_module(returning, mesh, {"0": ColwiseParallel(use_local_output=False)})
         with pytest.raises(CaptureError, match=r"the result of Sequential is a DTensor"):
             remat.capture(returning, (torch.randn(4, 8),))
-        with pytest.raises(CaptureError, match="leave dynamic out"):
+        with pytest.raises(CaptureError, match="leave out dynamic"):
             remat.capture(model, args, dynamic={"x": {0: ("n", 2, 256)}})
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         with pytest.raises(CaptureError, match="cannot be updated during backward"):

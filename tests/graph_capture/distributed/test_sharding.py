@@ -89,7 +89,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kind": "ddp", "states_over": 2}, "sharding ddp has no states_over: .* fsdp2 or zero1"),
     ({"replicas": 3}, "3 replicas do not divide 4 ranks"),
     ({"replicas": 0}, "0 replicas do not divide 4 ranks"),
-    ({"replicas": 4}, "leave one rank a shard group, so nothing is sharded: .* replicate"),
+    ({"replicas": 4}, "leave shard groups of one rank, so nothing is sharded"),
     ({"reshard_after_forward": 3}, "reshard_after_forward=3 does not divide .* of 4 ranks"),
     ({"replicas": 2, "reshard_after_forward": 4}, "=4 does not divide a shard group of 2 ranks"),
     ({"reshard_after_forward": 1}, r"=1 does not divide .* or no \(False\) to keep"),

@@ -129,7 +129,7 @@ def test_what_code_asks_for_is_guarded(kind: str, monkeypatch: pytest.MonkeyPatc
     def changed() -> None:
         assert torch.equal(fast(X), model(X))
         change()
-        with pytest.raises(StateChangedError, match="Put it back, or capture and solve again"):
+        with pytest.raises(StateChangedError, match="put it back, or capture and solve again"):
             fast(X)
 
     kept.run(changed)

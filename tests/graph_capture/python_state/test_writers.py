@@ -112,7 +112,7 @@ def test_a_thread_is_named_where_forward_reads_what_it_writes(
     writing: list[Callable[[], None]],
 ) -> None:
     writing.append(change_rate)
-    with pytest.raises(CaptureError, match=r"another thread \(.*monitor.*\) changes .*rate"):
+    with pytest.raises(CaptureError, match=r"the other thread \(.*monitor.*\) .* changes .*rate"):
         captured(Reading())
 
 

@@ -109,12 +109,12 @@ def test_a_size_that_the_model_fixes_or_looks_at_is_refused_with_its_line(
 @pytest.mark.parametrize(
     ("dynamic", "said"),
     [
-        ({"x": {1: ("seq", 1, 100)}}, "a range begins at 2"),
+        ({"x": {1: ("seq", 1, 100)}}, "begin the range at 2"),
         ("x", "give sizes by argument and dimension"),
         ({"x": 3}, "give sizes by argument and dimension"),
         ({"x": {1: 5}}, "give a name"),
         ({"x": {"seq": ("seq", 2, 9)}}, "dimension 'seq'"),
-        ({"x": {1: ("seq", 0, 100)}}, "a range begins at 2"),
+        ({"x": {1: ("seq", 0, 100)}}, "begin the range at 2"),
         ({"x": {1: ("seq", 50, 50)}}, "no range"),
         ({"x": {1: ("seq", 6, 50, 4)}}, "multiples of 4"),
         ({"x": {1: ("seq", 4.0, 50)}}, "whole numbers"),

@@ -231,7 +231,7 @@ def test_a_rule_within_one_percent_is_named_and_others_are_not() -> None:
     assert found.simple.slower <= 0.01
     (said,) = said_of(found, "rule")
     assert "within 1 % of this plan" in said
-    assert "Take that, it is simpler" in said
+    assert "Take that: it is simpler" in said
     rules = simple_rules(graph, result)
     assert [rule.fits for rule in rules] == sorted((rule.fits for rule in rules), reverse=True)
     for rule in rules:
@@ -316,5 +316,5 @@ def test_a_step_that_is_copied_for_nothing_needs_no_rule_and_does_not_fit_as_it_
     graph = copying_chain(gb_s=1.0)
     found = explain(graph, copying_result(graph), each_s=AMPLE_S)
     assert said_of(found, "rule") == [
-        "nothing is recomputed: what does not fit goes to the host and back"
+        "nothing is recomputed: what does not fit is offloaded to the host"
     ]

@@ -95,7 +95,7 @@ def test_a_damaged_file_is_told_of(data: bytes, planned: Path) -> None:
     graph = chain(12)
     result = found_for(graph)
     keep(graph, result).write_bytes(data)
-    with pytest.warns(UserWarning, match="is ignored, and made anew: it is damaged"):
+    with pytest.warns(UserWarning, match="which is made anew: it is damaged"):
         assert kept(graph, result) is None
 
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_is_told_of(what: str, planned: Path) -> None:
         "budget": {"budget_bytes": result.peak_bytes - 1},
     }[what]
     FILES.write(path.name, msgspec.json.encode(msgspec.structs.replace(whole, **changed)))
-    with pytest.warns(UserWarning, match="is ignored, and made anew"):
+    with pytest.warns(UserWarning, match="which is made anew"):
         assert kept(graph, result) is None
 
 

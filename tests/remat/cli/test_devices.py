@@ -62,7 +62,7 @@ def test_an_unknown_device_is_refused_before_the_model_is_loaded(remat: Remat, v
 def test_cuda_without_cuda_is_refused(remat: Remat) -> None:
     done = remat("run", remat.gpt, "--device", "cuda")
     assert done.exit_code == 2
-    assert "this torch sees none" in done.stderr
+    assert "this torch sees no CUDA device" in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -70,7 +70,7 @@ def test_cuda_without_cuda_is_refused(remat: Remat) -> None:
 def test_each_verb_refuses_cuda_that_is_not_here(remat: Remat, verb: str) -> None:
     done = remat(verb, remat.gpt, "--device", "cuda:0")
     assert done.exit_code == 2
-    assert "a CUDA device is not here: this torch sees none" in done.stderr
+    assert "this torch sees no CUDA device" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -120,7 +120,7 @@ def test_profiles_that_cannot_serve_are_refused(remat: Remat, tmp_path: Path, ve
     broken.write_text('{"device": "cpu"')
     done = remat(verb, remat.gpt, "--profile", str(broken))
     assert done.exit_code == 2
-    assert "broken.json is no profile of this release" in done.stderr
+    assert "broken.json is not a profile of this release" in done.stderr
     assert "Traceback" not in done.stderr
     done = remat(verb, remat.gpt, "--profile", str(tmp_path / "none.json"))
     assert done.exit_code == 2

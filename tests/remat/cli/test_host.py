@@ -207,4 +207,4 @@ def test_a_plan_for_a_range_takes_no_host(remat: Remat) -> None:
     words = ("--budget", "60%", "--dynamic", "tokens:1=seq:16:32", "--host", "1KiB")
     done = remat("run", remat.gpt, *words)
     assert done.exit_code == 2
-    assert "--host is for a plan of one size" in done.stderr
+    assert "--host needs a plan of one size" in done.stderr

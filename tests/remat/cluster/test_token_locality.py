@@ -58,7 +58,9 @@ def test_positions_that_are_given_with_the_tokens_are_no_positions(dtype: torch.
     assert refused(block, given(dtype, rotation=rotation), cut) == ""
     assert refused(block, given(dtype), {}) == ""
     # The same, if nobody says that they belong to tokens.
-    assert "depends on where a token stands" in refused(block, given(dtype, rotation=rotation), {})
+    assert "depends on the position of a token" in refused(
+        block, given(dtype, rotation=rotation), {}
+    )
 
 
 class Drops(Block):
@@ -101,13 +103,13 @@ class Crosses(Block):
     ("kind", "said"),
     [
         (Drops, "^$"),
-        (OwnRotation, "depends on where a token stands"),
-        (Adds, "depends on where a token stands"),
+        (OwnRotation, "depends on the position of a token"),
+        (Adds, "depends on the position of a token"),
         (Convolved, "mixes tokens outside of attention"),
         (Sums, "mixes tokens outside of attention"),
         (OpenAttention, "mixes tokens outside of attention"),
         (Masked, "cannot share this attention, which has a mask"),
-        (Crosses, "is over the keys of other tokens than its queries"),
+        (Crosses, "has keys of other tokens than its queries"),
     ],
 )
 def test_what_a_block_does_with_tokens(

@@ -215,4 +215,4 @@ def test_a_parser_that_ends_python_is_named_at_its_line(tmp_path: Path) -> None:
     file.write_text(PARSED.format(rest="required=True"))
     said = refusal(f"{file}:make")
     assert f"factory make of {file} ended Python by SystemExit: 2 ({file}:6)" in said
-    assert "those that a parser requires need defaults" in said
+    assert "give required arguments of a parser defaults" in said

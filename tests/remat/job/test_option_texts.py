@@ -42,10 +42,10 @@ REFUSED = {
     "tokens:1=seq:two:4": "its sizes must be whole numbers",
     "tokens:1=seq:-2:4": "its sizes must be whole numbers",
     "tokens:1=seq:2.5:4": "its sizes must be whole numbers",
-    "tokens:1=seq:1:4": "a range begins at 2",
-    "tokens:1=seq:0:4": "a range begins at 2",
-    "tokens:1=seq:8:4": "which is no range of sizes",
-    "tokens:1=seq:4:4": "which is no range of sizes",
+    "tokens:1=seq:1:4": "begin the range at 2",
+    "tokens:1=seq:0:4": "begin the range at 2",
+    "tokens:1=seq:8:4": "which is not a range of sizes",
+    "tokens:1=seq:4:4": "which is not a range of sizes",
     "tokens:1=seq:16:100:16": "both ends must be multiples of 16",
 }
 

@@ -183,7 +183,7 @@ def test_what_cannot_be_meant_is_refused_at_once(options: Any, said: str) -> Non
         ({"y": {0: 9}}, "no tensor of the batch: name one of x"),
         ({"n": 9}, "upto names 'n' with 9"),
         ({"x": {5: 9}}, "dimension 5"),
-        ({"x": {0: 1}}, r"a range begins at 2|no range of sizes"),
+        ({"x": {0: 1}}, r"begin the range at 2|not a range of sizes"),
     ],
 )
 def test_what_upto_cannot_mean_is_refused_before_the_first_step(upto: Any, said: str) -> None:
@@ -250,7 +250,7 @@ def test_sizes_that_are_equal_vary_with_the_one_that_upto_names(kind: str) -> No
     loss_fn = sequence_loss if kind == "target" else None
     cache = cached(model, loss_fn=loss_fn, upto={"x": upto}, time_limit_s=5)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="sizes of batches cannot vary")
+        warnings.filterwarnings("error", message="each batch size has its own plan")
         for count in (24, 12, 33, 40):
             args, kwargs = made(count)
             expected = Follower(width)

@@ -97,7 +97,7 @@ def test_close_and_deletion_bring_all_back(folder: Path) -> None:
         if end == "close":
             step.close()
             assert is_clean(folder)
-            with pytest.raises(RewriteError, match="is closed: make another one"):
+            with pytest.raises(RewriteError, match="is closed"):
                 training.whole(step, 1, 1)
         elif end == "with":
             with step:
@@ -143,9 +143,9 @@ def require_whole_or_said(error: BaseException, training: Training, other: Train
     new = [name for name in now if torch.equal(now[name], after[name])]
     old = [name for name in now if torch.equal(now[name], before[name])]
     assert sorted(new + old) == sorted(now)
-    assert ("no parameter had been updated" in note) == (not new)
+    assert ("no parameter was updated" in note) == (not new)
     if new:
-        assert f"remat: {len(new)} of {len(now)} parameters had been updated" in note
+        assert f"remat: {len(new)} of {len(now)} parameters were updated" in note
     assert all(one.grad is None for one in now.values())
 
 
@@ -209,7 +209,7 @@ def test_after_a_failure_before_any_update_the_step_is_taken_again(
     [
         ({"args": [(torch.zeros(8, 32),)], "targets": [torch.zeros(8, 5)]},
          "takes 2 microbatches, and 1 are given"),
-        ({"args": [(torch.zeros(8, 32),)] * 2}, "was captured with a target: give targets="),
+        ({"args": [(torch.zeros(8, 32),)] * 2}, "was captured with a target"),
         ({"args": [torch.zeros(8, 32)] * 2, "targets": [torch.zeros(8, 5)] * 2},
          r"is a tuple of positional arguments, .* write \[\(x,\) for x in batches\]"),
         ({"args": [(torch.zeros(8, 32),), (torch.zeros(9, 32),)],

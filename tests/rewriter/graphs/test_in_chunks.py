@@ -189,7 +189,7 @@ def test_what_does_not_go_together_is_refused() -> None:
 @pytest.mark.parametrize("split", ["exactly", True, ("exact",)])
 def test_another_split_is_not_taken_for_one_that_is_known(split: Any) -> None:
     model, args = made("plain")
-    with pytest.raises(CaptureError, match=r"split=.* is unknown: give 'none', 'exact'"):
+    with pytest.raises(CaptureError, match="give split='none', 'exact'"):
         remat.rematerialize(model, args, budget="min", split=split)
 
 

@@ -111,7 +111,7 @@ def test_what_a_solve_returns_is_no_schedule_and_the_way_out_works() -> None:
     graph = remat.capture(model, (x,))
     lost, found = remat.solve(graph, 1), remat.solve(graph, "min")
     assert lost.schedule is None
-    assert f"{lost.least_feasible_bytes} bytes are known to do" in lost.message
+    assert f"{lost.least_feasible_bytes} bytes are known to be enough" in lost.message
     with pytest.raises(RewriteError, match=r"but Plan\(infeasible.* result.message says what"):
         agreed_rewrite(model, lost)  # type: ignore[arg-type]
     with pytest.raises(RewriteError, match=r"pass the schedule in it"):

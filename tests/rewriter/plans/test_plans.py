@@ -254,7 +254,7 @@ def test_another_class_and_a_rewritten_module_are_refused(
     model, _, plan = small
     with pytest.raises(PlanError, match="the model's class was Exported and is Linear"):
         load_plan(plan, nn.Linear(2, 2))
-    with pytest.raises(CaptureError, match="follows a plan already"):
+    with pytest.raises(CaptureError, match="already follows a plan"):
         load_plan(plan, load_plan(plan, model))
     with pytest.raises(PlanError, match="a Exported follows no plan"):
         plan_of(model)
@@ -263,7 +263,7 @@ def test_another_class_and_a_rewritten_module_are_refused(
 def test_of_a_cache_it_is_the_plan_that_was_used_last() -> None:
     model, x = Exported(), torch.randn(16, 8)
     cache = remat.rematerialize(model, budget="100%", solver="cut", check=False)
-    with pytest.raises(PlanError, match="has made no plan yet: train a step first"):
+    with pytest.raises(PlanError, match="train a step first: this cache has made no plan yet"):
         plan_of(cache)
     for rows in (16, 8, 16):
         cache(x[:rows])
@@ -319,7 +319,10 @@ def test_the_loss_function_is_given_again() -> None:
         (b"\xff\xfe", "it is not JSON"),
         (b"[1, 2]", "its kind is not 'remat plan'"),
         (b'{"ops": []}', "its kind is not 'remat plan'"),
-        (b'{"steps": [], "graph_hash": ""}', "is a schedule alone, which does not know its batch"),
+        (
+            b'{"steps": [], "graph_hash": ""}',
+            "it is only a schedule, which does not know its batch",
+        ),
         (b'{"kind": "remat plan", "schema_version": 7}', "schema version 7, this release reads 1"),
         (b'{"kind": "remat plan", "schema_version": 1}', "no plan of this release .*missing"),
     ],
@@ -337,7 +340,7 @@ def test_archives_that_hold_no_plan(
     model, x, plan = small
     path = tmp_path / "model.pt2"
     torch.export.save(torch.export.export(model, (x,)), path)
-    with pytest.raises(PlanError, match=r"holds no plan: put it there with plan\.save"):
+    with pytest.raises(PlanError, match=r"put a plan there with plan.save"):
         read_plan(path)
     save_plan(plan, path)
     path.write_bytes(path.read_bytes()[:500])
@@ -394,7 +397,7 @@ class Pair(NamedTuple):
     ("mark", "says"),
     [
         (Color.RED, r"args\[1\] is a Color, which a plan file cannot hold"),
-        (Pair(1, 2), "the batch has a container that a plan file cannot hold"),
+        (Pair(1, 2), "it has a container that a plan file cannot hold"),
     ],
 )
 def test_a_batch_that_no_file_can_hold_is_refused_when_the_plan_is_made(
@@ -410,7 +413,7 @@ def test_a_batch_that_no_file_can_hold_is_refused_when_the_plan_is_made(
 def test_a_batch_in_a_file_that_cannot_be_read(small: tuple[Exported, Tensor, PlanFile]) -> None:
     model, _, plan = small
     batch = msgspec.structs.replace(plan.batch, tree="[1, {}]")
-    with pytest.raises(PlanError, match="the batch in the plan file cannot be read"):
+    with pytest.raises(PlanError, match="cannot read the batch in the plan file"):
         load_plan(edited(plan, batch=batch), model)
 
 

@@ -163,7 +163,7 @@ def test_what_cannot_be_explained_is_refused(
 def test_there_must_be_a_plan_and_it_must_fit(remat: Remat) -> None:
     refused = remat("show", remat.gpt, "--explain")
     assert refused.exit_code == 2
-    assert "this needs a plan: name one (MODEL --plan plan.json" in refused.stderr
+    assert "name a plan (MODEL --plan plan.json" in refused.stderr
     lost = remat("show", remat.gpt, "--explain", "--budget", "0.1MiB", "--solver", "cut")
     assert lost.exit_code == 3
     assert "Try --budget" in lost.stderr

@@ -124,5 +124,8 @@ def test_a_block_of_one_layer_cannot_be_split(groups: FakeGroups) -> None:
 
 
 def test_a_real_process_group_is_not_replaced(groups: FakeGroups) -> None:
-    with pytest.raises(CaptureError, match="plan in a process of its own"), fake_ranks():
+    with (
+        pytest.raises(CaptureError, match="plan the cluster in a process of its own"),
+        fake_ranks(),
+    ):
         pass

@@ -196,7 +196,7 @@ def test_what_is_not_rewritten_is_refused() -> None:
 def test_a_module_is_split_once() -> None:
     model = planned(made("mlp"))
     split_backward(model)
-    assert "is split already" in refused(model)
+    assert "is already split" in refused(model)
 
 
 def test_a_parameter_of_two_blocks_is_refused() -> None:
