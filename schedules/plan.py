@@ -253,7 +253,7 @@ def evaluate_plan(plan: PlanFile, name: str = "the plan") -> tuple[TrainingGraph
     try:  # anyone can edit a file, so its peak and time are simulated again
         simulation = simulate(plan.graph, plan.schedule)
     except ScheduleError as error:
-        raise PlanError(f"{name} was edited, or is outdated: {error}. {MAKE_PLAN_AGAIN}") from error
+        raise PlanError(f"{name} was edited, or is stale: {error}. {MAKE_PLAN_AGAIN}") from error
     if plan.prediction is not None:
         _require_same(plan.prediction, simulation, name)
     require_within_budget(plan.schedule, simulation.peak_bytes, name)
@@ -278,12 +278,12 @@ def evaluate_family(over: RangeFacts, name: str = "the plan") -> None:
                 found = simulate(bounding, resized_schedule(member.schedule, bounding))
                 if found.peak_bytes > min(member.peak_bytes, family.budget_bytes):
                     raise PlanError(
-                        f"{name} was edited, or is outdated: at {one} its schedule has a peak of "
-                        f"{found.peak_bytes} bytes, above the {member.peak_bytes} that it states "
+                        f"{name} was edited, or is stale: at {one} its schedule has a peak of "
+                        f"{found.peak_bytes} bytes, above the {member.peak_bytes} that it says "
                         f"and the budget of {family.budget_bytes}. {MAKE_PLAN_AGAIN}"
                     )
     except (ScheduleError, GraphError, SignatureError, KeyError) as error:  # a corner lacks a size
-        raise PlanError(f"{name} was edited, or is outdated: {error}. {MAKE_PLAN_AGAIN}") from error
+        raise PlanError(f"{name} was edited, or is stale: {error}. {MAKE_PLAN_AGAIN}") from error
 
 
 def require_within_budget(schedule: Schedule, peak_bytes: int, name: str) -> None:
@@ -310,6 +310,6 @@ def _require_same(said: Prediction, found: Simulation, name: str) -> None:
         # Absolute below 1, since overhead and gap may be 0.
         if abs(planned - real) > AGREEMENT * max(abs(real), 1.0):
             raise PlanError(
-                f"{name} was edited, or is outdated: it states {figure} {planned:.10g}, and "
+                f"{name} was edited, or is stale: it says {figure} {planned:.10g}, and "
                 f"simulating its schedule on its graph gives {real:.10g}. {MAKE_PLAN_AGAIN}"
             )

@@ -206,7 +206,7 @@ def parse_bytes(text: str, what: str, forms: str, unless: str = "") -> int:
     """A text with a unit as bytes. `unless`: what it could have meant without one, as ``%``."""
     match = re.fullmatch(rf"{NUMBER}\s*([a-z]*)", text.lower())
     if match is None:
-        raise BudgetError(f"cannot read {what} {text!r}: write it like {forms}")
+        raise BudgetError(f"{what} {text!r} cannot be read: write it like {forms}")
     number, unit = match.groups()
     if not unit:
         others = f"{number}{unless}, " if unless else ""

@@ -42,34 +42,34 @@ def _below(path: _Path, tree: Any) -> Iterator[tuple[_Path, Any]]:
 
 
 _OTHER_SHAPE = (
-    "Drop or pad the last batch (DataLoader(drop_last=True)), or make another plan for this shape"
+    "drop or pad the last batch (DataLoader(drop_last=True)), or make another plan for this shape"
 )
 _OTHER_DIMENSIONS = (
-    "Pass tensors of as many dimensions, or make another plan: a plan holds for one number of them"
+    "pass tensors of as many dimensions, or make another plan: a plan holds for one number of them"
 )
 _OTHER_DTYPE = (
-    "Plan for what it is cast to, with remat.Sharding(..., param_dtype=...): a plan holds for one "
+    "plan for what it is cast to, with remat.Sharding(..., param_dtype=...): a plan holds for one "
     "dtype, and something casts later, as FSDP's MixedPrecisionPolicy does.\n"
     "Or leave out the policy, and plan and train under torch.autocast, or plan model.to({dtype})"
 )
-_OTHER_KIND = "Pass it .to({dtype}), or make another plan: a plan holds for one dtype"
-_OTHER_DEVICE = "Pass it .to({device!r}), or make another plan: a plan holds for one device"
-_OTHER_LAYOUT = "Pass it {way}, or make another plan: a plan holds for one memory layout"
+_OTHER_KIND = "pass it .to({dtype}), or make another plan: a plan holds for one dtype"
+_OTHER_DEVICE = "pass it .to({device!r}), or make another plan: a plan holds for one device"
+_OTHER_LAYOUT = "pass it {way}, or make another plan: a plan holds for one memory layout"
 _NEEDS_GRADIENT = (
-    "Pass .detach() of it: this plan computes no gradient of it. If you want one, make another "
+    "pass .detach() of it: this plan computes no gradient of it. If you want one, make another "
     "plan with an input that requires grad"
 )
 _NEEDS_NONE = (
-    "Call .requires_grad_() on it, or plan with an input that does not require grad: this plan "
+    "call .requires_grad_() on it, or plan with an input that does not require grad: this plan "
     "computes its gradient"
 )
 _OTHER_VALUE = (
-    "Pass the planned value, or call remat.rematerialize without a batch, which makes a plan for "
+    "pass the planned value, or call remat.rematerialize without a batch, which makes a plan for "
     "each: a plan holds for one value of anything but a tensor.\n"
     "What changes at every step should be a tensor"
 )
 _MOST_SHOWN = 3  # of the shapes of a batch, in one line
-_NO_TENSOR = "Pass a tensor there, as at capture, or make another plan"
+_NO_TENSOR = "pass a tensor there, as at capture, or make another plan"
 
 
 class Signature:
@@ -167,7 +167,7 @@ class Signature:
             less = ", ".join(name for name in self.names if name not in names)
             parts = ", ".join([f"with {more}"] * bool(more) + [f"without {less}"] * bool(less))
             raise SignatureError(
-                f"Call it as at capture, or capture and solve again: {model} was planned for "
+                f"call it as at capture, or capture and solve again: {model} was planned for "
                 f"arguments ({', '.join(self.names)}) and is called with "
                 f"others{f' ({parts})' if parts else ''}"
             )
@@ -183,7 +183,7 @@ class Signature:
             was = repr(self.others[i]) if planned is None else _facts_text(planned)
             now = repr(leaf) if found is None else _facts_text(found)
             raise SignatureError(
-                f"{way}.\n{model} was planned for {self.names[i]} = {was} and is called with {now}"
+                f"{way}. {model} was planned for {self.names[i]} = {was} and is called with {now}"
             )
 
 

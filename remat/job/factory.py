@@ -439,7 +439,7 @@ def _require_arguments(factory: Callable[..., Any], title: str, sizes: Mapping[s
     if needed:
         raise FactoryError(
             f"give defaults for {', '.join(needed)}, or write def factory(): return model, (x,), "
-            f"which calls it: {title} needs them, and is called without"
+            f"which calls it: {title} is called without"
         )
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         return

@@ -306,7 +306,7 @@ def planned_over(
     if why:
         known.unfit = why
         warnings.warn(
-            f"each batch size has its own plan, as sizes cannot vary within one: {why}",
+            f"each batch size has its own plan, as sizes cannot vary within one.\n{why}",
             stacklevel=9,
         )
     return None

@@ -95,7 +95,7 @@ def test_a_user_without_a_home_has_costs_for_the_process(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(files.Path, "home", homeless)
     files._own_folder.cache_clear()
-    with pytest.warns(UserWarning, match="there is no home folder.*set REMAT_CACHE"):
+    with pytest.warns(UserWarning, match="set REMAT_CACHE.*there is no home folder"):
         cache = CostCache("a machine")
     cache.costs["one"] = OpCost(1.0)
     with warnings.catch_warnings():

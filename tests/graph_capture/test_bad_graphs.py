@@ -37,7 +37,7 @@ WRONG: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     ),
     "missing value": (
         lambda: remade(ops=(A, replace(B, inputs=("va", "vz")))),
-        ("op b reads vz, which is no value of the graph",),
+        ("op b reads vz, which is not a value of the graph",),
     ),
     "missing result": (
         lambda: remade(ops=(A, replace(B, outputs=("vb", "vz")))),
@@ -93,7 +93,7 @@ WRONG: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     ),
     "producer that is no op": (
         lambda: remade(values=(VA, VB, Value("vx", 4, "x"))),
-        ("value vx ", "x, which is no op"),
+        ("value vx ", "x, which is not an op"),
     ),
     "producer that does not make it": (
         lambda: remade(values=(VA, VB, Value("vx", 4, "a"))),
@@ -109,7 +109,7 @@ WRONG: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     ),
     "more bytes than can be counted": (
         lambda: remade(values=(VA, replace(VB, size_bytes=1 << 62))),
-        ("4611686018427387908 bytes in all", "are the sizes in bytes?"),
+        ("add up to 4611686018427387908", "are the sizes in bytes?"),
     ),
     "costs that add up to too much": (
         lambda: remade(ops=(A, replace(B, cost_us=1e300))),

@@ -77,10 +77,10 @@ REFUSED: dict[str, tuple[Step, str]] = {
     "repeats": (lambda y: y.repeat_interleave(ones(y), 0), "pass output_size, a Python number"),
     "bins": (lambda y: y.sum() * torch.bincount(ones(y)), "use torch.zeros(n).scatter_add_"),
     "classes": (lambda y: y[:, :1] * one_hot(ones(y)), "one_hot without num_classes"),
-    "item": (lambda y: y * y.detach().sum().item(), "pass the number to forward as a Python"),
+    "item": (lambda y: y * y.detach().sum().item(), "pass forward a Python number"),
     "a branch": (lambda y: y if y.sum() > 0 else -y, "use torch.where in place of a branch"),
     "a size": (lambda y: y[: int(ones(y).sum())], "use torch.where in place of a branch"),
-    "equal": (lambda y: y if torch.equal(y, -y) else -y, "Replace the `if`, `.item()` or index by"),
+    "equal": (lambda y: y if torch.equal(y, -y) else -y, "replace the `if`, `.item()` or index by"),
     "CTC": (ctc, "leave out loss_fn, and call ctc_loss in your loop"),
     "packed": (packed, "give the layer the padded batch, and mask what it returns"),
 }

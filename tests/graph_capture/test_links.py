@@ -62,16 +62,16 @@ def profile(title: str, links: LinkSpeeds | None, device: str = "cpu") -> Profil
         ("120", None, "host '120' has no unit: 120 bytes? Write 120MiB or 120GiB"),
         ("120PB", None, "host '120PB' has an unknown unit 'pb'"),
         ("50%", None, "host '50%' cannot be read"),
-        (0, None, "host 0 leaves nothing to use: give a positive size, or leave it out"),
-        ("-1GiB", None, "host '-1GiB' leaves nothing to use"),
-        (True, None, "host True is no size"),
-        (1.5, None, "host 1.5 is a float: give whole bytes"),
+        (0, None, "give a positive size for host, or leave it out: 0 leaves nothing to use"),
+        ("-1GiB", None, "host, or leave it out: '-1GiB' leaves nothing to use"),
+        (True, None, "give host as bytes in an int, or as 120GiB, 64GB or auto: True is no size"),
+        (1.5, None, "give host as whole bytes in an int, or as a string such as 120GiB, 64GB"),
         (None, "/mnt/nvme:1GiB", "lies below the host, and copies to it pass through the host"),
         ("1GiB", "200GiB", "nvme '200GiB' names no folder: write it like /mnt/nvme:200GiB"),
         ("1GiB", ":200GiB", "nvme ':200GiB' names no folder"),
         ("1GiB", "/mnt/nvme", "nvme '/mnt/nvme' names no size"),
         ("1GiB", 200, "nvme 200 names no folder"),
-        ("1GiB", "/mnt/nvme:0GiB", "nvme '0GiB' leaves nothing to use"),
+        ("1GiB", "/mnt/nvme:0GiB", "nvme, or leave it out: '0GiB' leaves nothing to use"),
         ("auto", None, "host 'auto' is what this machine has free, and h100 is not here"),
     ],
 )  # fmt: skip
@@ -123,7 +123,7 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(FileError, match=f"name a folder on the drive to use: {gone}"):
         lower_tiers("1KiB", f"{gone}:1KiB", "cpu")
     monkeypatch.setenv("REMAT_OFFLOAD", str(gone))
-    with pytest.raises(FileError, match="is no folder"):
+    with pytest.raises(FileError, match="is not a folder"):
         lower_tiers("1KiB", None, "cpu")
     with pytest.raises(FileError, match="name a folder of your own: /proc cannot be written"):
         require_writable("/proc")

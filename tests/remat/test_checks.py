@@ -72,7 +72,7 @@ def test_what_eager_does_not_repeat_is_said_to_be_so() -> None:
             return x * time.perf_counter()
 
     said = said_of(Net(Ticking()), torch.randn(4, WIDTH))
-    assert "eager itself gives another output each time that it runs the same step" in said
+    assert "eager itself gives another output each time it runs the same step" in said
     assert "Pass what changes as an argument" in said
 
 
@@ -86,7 +86,7 @@ def found_with(**changes: object) -> check.Check:
 def test_each_cause_has_its_own_way_out() -> None:
     other = found_with(differences=("output",), distances=(0.5,))
     assert "on one rank, names the line" in cause_text(other)
-    assert "no op that the plan does not" in cause_text(
+    assert "something else when traced" in cause_text(
         msgspec.structs.replace(other, diverges_at="")
     )
     by_inductor = msgspec.structs.replace(other, tolerance=0.01, rounding="inductor")
@@ -126,7 +126,7 @@ def test_refusals_of_inductors_code_name_the_way_out(monkeypatch: pytest.MonkeyP
 
     writes = refused(lambda p: p.setattr(compiler, "mutates", lambda _: True))
     assert "Inductor decomposes linear (tests/remat/test_checks.py:" in writes
-    assert "Leave out compile=True" in writes
+    assert "leave out compile=True" in writes
     inputs = refused(lambda p: p.setattr(compiler, "_lift_constants", lambda gm: (torch.ones(1),)))
     assert "with other inputs than planned (" in inputs
-    assert "Leave out compile=True" in inputs
+    assert "leave out compile=True" in inputs

@@ -290,7 +290,7 @@ def one_rank() -> Iterator[None]:
 def test_what_cannot_be_right_is_refused_before_anything_runs() -> None:
     model, fast, own, args = planned(check=False)
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(RewriteError, match=r"retain_graph=True .* module.no_update"):
+    with pytest.raises(RewriteError, match=r"module.no_update.*retain_graph=True"):
         fast(*args).backward(retain_graph=True)
     with pytest.raises(RewriteError, match="one backward through two forwards"):
         (fast(*args) + fast(*args)).backward()
@@ -325,7 +325,7 @@ def test_what_cannot_be_planned_says_why() -> None:
             one, args, optimizer_in_backward=optimizer, budget="100%", check=False, **more
         )
 
-    with pytest.raises(CaptureError, match=r"LBFGS cannot update .* SGD, Adam, AdamW"):
+    with pytest.raises(CaptureError, match=r"SGD, Adam, AdamW.*LBFGS cannot update"):
         plan(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(CaptureError, match=r"clipped by their global norm .* last gradient"):
         plan(SGD(model.parameters()), max_grad_norm=1.0)

@@ -152,7 +152,7 @@ def test_of_more_plans_than_allowed_the_oldest_is_given_up_and_it_is_said() -> N
         ({"dynamic": {"tokens": 1}}, CaptureError, "dynamic of 'tokens' is 1: give"),
         ({"dynamic": {"tokens": {-1: "n"}}}, CaptureError, "names dimension -1 of 'tokens'"),
         ({"dynamic": {"tokens": {1: 3}}}, CaptureError, "tokens dimension 1 is 3: give a name"),
-        ({"dynamic": {"x": {1: "n"}}}, CaptureError, "'x', which is no tensor of the batch: name"),
+        ({"dynamic": {"x": {1: "n"}}}, CaptureError, "'x', which is not a tensor of the batch"),
         ({"upto": 5}, CaptureError, "upto=5 is no dict"),
         ({"upto": {"n": 64}}, CaptureError, "upto names 'n' with 64"),
         ({"upto": {"tokens": {1: "n"}}}, CaptureError, "dimension 1 is 'n': give the largest size"),

@@ -50,11 +50,15 @@ ENTRIES: dict[str, Callable[..., Any]] = {
     ),
 }
 FORMS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
-    "a tensor": ((X,), {}, r"args is a Tensor: give a tuple .* such as \(x,\)"),
+    "a tensor": ((X,), {}, r"give args as a tuple .* such as \(x,\): it is a Tensor"),
     "names": (({"input": X},), {}, "by name as kwargs=.*args is a dict"),
-    "kwargs": (((), (X,)), {}, "kwargs is a tuple: give a dict"),
-    "a loss's name": (((X,),), {"loss_fn": "mse"}, "loss_fn is a str: give a function"),
-    "a loss's class": (((X,),), {"loss_fn": nn.MSELoss}, r"class MSELoss: give MSELoss\(\)"),
+    "kwargs": (((), (X,)), {}, "give kwargs as a dict .*it is a tuple"),
+    "a loss's name": (((X,),), {"loss_fn": "mse"}, "give loss_fn as a function .*it is a str"),
+    "a loss's class": (
+        ((X,),),
+        {"loss_fn": nn.MSELoss},
+        r"give MSELoss\(\): loss_fn is the class MSELoss",
+    ),
     "a target alone": (((X,),), {"target": X}, "give loss_fn too, or leave out target"),
 }
 
@@ -111,7 +115,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[RematError], str]] = {
     ),
     "a solver's number": (
         lambda: remat.solve(graph(), "60%", 3),  # type: ignore[call-overload]
-        SolverError, "a solver is named by a text such as 'auto', not by 3",
+        SolverError, "name a solver with a string such as 'auto', not 3",
     ),
     "one budget to sweep": (
         lambda: remat.sweep(graph(), "60%"),  # type: ignore[call-overload]

@@ -74,7 +74,9 @@ def test_a_reentrant_checkpoint_is_refused_with_a_way_that_works() -> None:
 
 def test_inputs_in_another_dtype_are_told_of_what_casts() -> None:
     module = rewritten("plain")[1]
-    with pytest.raises(SignatureError, match=r"MixedPrecisionPolicy does.*model\.to\(torch\.bf"):
+    with pytest.raises(
+        SignatureError, match=r"(?s)MixedPrecisionPolicy does.*model\.to\(torch\.bf"
+    ):
         module(batch().to(torch.bfloat16))
     with pytest.raises(SignatureError, match=r"a plan holds for one shape"):
         module(batch()[:3])
@@ -103,7 +105,9 @@ def test_models_are_traced_as_in_eager_not_as_compiled() -> None:
 
 def test_a_model_that_only_traces_as_compiled_is_warned_about_and_checked() -> None:
     model, x = TellsCompilers(is_traceable=False), batch()
-    with pytest.warns(UserWarning, match=r"traced as if it were compiled.*test_refusals\.py"):
+    with pytest.warns(
+        UserWarning, match=r"(?s)traced as if under torch\.compile.*test_refusals\.py"
+    ):
         graph = capture(model, (x,))
     assert "aten.exp.default" in {op.target for op in graph.ops}
     module = rewrite(model, schedule_of(graph, "store_all"))
@@ -194,7 +198,7 @@ def test_a_step_without_backward_is_refused() -> None:
 
 
 def test_eval_mode_frozen_and_meta_models_are_refused() -> None:
-    with pytest.raises(CaptureError, match=r"eval mode.*model\.train\(\)"):
+    with pytest.raises(CaptureError, match=r"model\.train\(\) .*eval mode"):
         capture(mlp().eval(), (batch(),))
     with pytest.raises(CaptureError, match=r"no parameter of Sequential requires grad"):
         capture(mlp().requires_grad_(False), (batch(),))
@@ -205,7 +209,7 @@ def test_eval_mode_frozen_and_meta_models_are_refused() -> None:
 
 
 def test_unknown_device_and_optimizer_are_refused() -> None:
-    with pytest.raises(DeviceError, match="there is no device 'tpu': choose cpu, b200"):
+    with pytest.raises(DeviceError, match="no device 'tpu': choose cpu, b200"):
         capture(mlp(), (batch(),), device="tpu")
     with pytest.raises(CaptureError, match=r"unknown optimizer 'lion'.*adamw"):
         capture(mlp(), (batch(),), optimizer="lion")  # pyright: ignore[reportArgumentType]
@@ -228,7 +232,7 @@ class Generates(nn.Linear):
 
 def test_a_cache_for_the_next_word_is_refused_with_its_switch() -> None:
     model, args = Generates(4, 4), (torch.ones(2, 4),)
-    with pytest.raises(CaptureError, match=r"result\['cache'\].* WordCache.*pass use_cache=False"):
+    with pytest.raises(CaptureError, match=r"pass use_cache=False.*result\['cache'\].* WordCache"):
         capture(model, args)
     assert capture(model, args, {"use_cache": False}).n_forward
 
@@ -261,7 +265,7 @@ def test_each_fact_that_differs_has_its_own_way_out() -> None:
     _, module, (x,) = rewritten("plain")
     for other, way in [
         (x[:3], "Drop or pad the last batch"),
-        (x[None], "a plan holds for one number of dimensions"),
+        (x[None], "as many dimensions"),
         (x.long(), r"pass it \.to\(torch\.float32\)"),
         (x.to("meta"), r"pass it \.to\('cpu'\)"),
         (torch.empty_strided((BATCH, WIDTH), (1, BATCH)), r"pass it \.contiguous\(\)"),
@@ -374,7 +378,7 @@ def test_a_plan_for_another_model_is_refused_with_the_first_difference() -> None
     schedule = schedule_of(capture(model, args), "store_all")
     with pytest.raises(ScheduleError, match=r"input 0 was args\[0\]: float32\[128, 64\]"):
         rewrite(model, schedule, (args[0][:5],))
-    with pytest.raises(ScheduleError, match="made for another graph: op "):
+    with pytest.raises(ScheduleError, match="made for another graph, op "):
         rewrite(make("dropout")[0], schedule, args)
     with pytest.raises(RewriteError, match="was not captured in this process"):
         rewrite(make("plain")[0], schedule)
@@ -421,7 +425,7 @@ class SparseGradient(nn.Module):
 
 
 def test_what_a_cpu_graph_cannot_hold_is_refused_by_name() -> None:
-    with pytest.raises(CaptureError, match=r"nn\.LSTM on CPU.*body.*nn\.LSTMCell"):
+    with pytest.raises(CaptureError, match=r"(?s)nn\.LSTM on CPU.*body.*nn\.LSTMCell"):
         capture(LastOf(nn.LSTM(WIDTH, WIDTH)), (torch.randn(5, 2, WIDTH),))
     with pytest.raises(CaptureError, match=r"module embedding .*test_refusals.*sparse=False"):
         capture(SparseGradient(), (torch.arange(4),))

@@ -104,7 +104,7 @@ def test_what_is_no_range_or_no_schedule_is_told() -> None:
     at = graph.at(n=4)
     with pytest.raises(ScheduleError, match="one of a graph over a range, and this is Training"):
         peak_over(at, keeping(at))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ScheduleError, match="no schedule, but NoneType"):
+    with pytest.raises(ScheduleError, match=r"pass result.schedule .*: this is NoneType"):
         peak_over(graph, None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(SolverError, match="a plan is made for a step, and this is int"):
         remat.solve(3, "60%")  # pyright: ignore[reportArgumentType, reportCallIssue]

@@ -129,7 +129,7 @@ def test_a_file_reads_back() -> None:
         (b'{"steps": []}', "l.json: not a layout file of this release: .*offsets_bytes"),
         (b"[1]", "l.json: not a layout file of this release: Expected `object`"),
         (b"VERSION", "l.json: layout file has schema version 2, this release reads 1: place again"),
-        (b"ALIGNMENT", "l.json: an alignment of 0 bytes is none"),
+        (b"ALIGNMENT", "l.json: give a power of two as alignment"),
     ],
 )
 def test_a_file_that_is_no_layout_is_refused(data: bytes, message: str) -> None:

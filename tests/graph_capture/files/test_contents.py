@@ -162,7 +162,7 @@ def test_folders_and_what_is_no_folder(tmp_path: Path) -> None:
     ):
         with pytest.raises(FileError, match=f"cannot be written: {says}"):
             write_contents(path, NEW)
-    for path, says in ((tmp_path, "is a folder: name a file"), (file / "x", "No such folder")):
+    for path, says in ((tmp_path, "name a file in it: "), (file / "x", "there is no folder")):
         with pytest.raises(FileError, match=says):
             check_writable(path)
     assert file.read_bytes() == OLD

@@ -117,7 +117,9 @@ def test_the_text_has_both_settings_and_the_unmodified_step() -> None:
 
 @pytest.mark.parametrize("plan", [3, "80%", object()])
 def test_what_is_no_graph_or_no_plan_is_named(graph: TrainingGraph, plan: Any) -> None:
-    with pytest.raises(ScheduleError, match=f"no schedule, but {type(plan).__name__}"):
+    with pytest.raises(
+        ScheduleError, match=f"pass result.schedule .*: this is {type(plan).__name__}"
+    ):
         predict_reserved(graph, plan)
     with pytest.raises(ScheduleError, match=f"of a graph, and this is {type(plan).__name__}"):
         predict_reserved(plan, None)

@@ -20,7 +20,7 @@ def test_run_plans_for_a_device_that_is_not_here_and_says_so(remat: Remat) -> No
     assert done.exit_code == 0, done.stderr
     assert max(len(line) for line in done.stdout.splitlines()) <= 60
     shown = " ".join(done.stdout.split())
-    assert "for NVIDIA H100 SXM5, 80 GB, at peak rates" in shown
+    assert "for NVIDIA H100 SXM5, 80 GB, at the maker's peak rates" in shown
     assert "nothing was run" in shown
     assert "bit-identical" not in shown
     assert re.search(r"reserved [\d.]+ MiB predicted \(expandable [\d.]+ MiB\), unmodified", shown)

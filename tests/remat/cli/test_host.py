@@ -54,9 +54,9 @@ def test_a_run_is_planned_with_a_host(remat: Remat) -> None:
     ("words", "says"),
     [
         (("--host", "much"), "host 'much' cannot be read"),
-        (("--host", "auto", "--device", "h100"), "host 'auto' is what this machine has free"),
+        (("--host", "auto", "--device", "h100"), "'auto' means what this machine has free"),
         (("--nvme", "/tmp:1GiB"), "lies below the host"),
-        (("--host", "1KiB", "--nvme", "/no/where:1KiB"), "/no/where is no folder"),
+        (("--host", "1KiB", "--nvme", "/no/where:1KiB"), "/no/where is not a folder"),
         (("--host", "9000TiB"), "is more than the"),
     ],
 )
@@ -161,7 +161,7 @@ def test_a_profile_has_links(remat: Remat, tmp_path: Path) -> None:
     assert json.loads(kept.read_text())["links"]["host"]["down"] == msgspec.to_builtins(LINK)
     done = remat("profile", remat.gpt, "--nvme", str(tmp_path / "gone"))
     assert done.exit_code == 2
-    assert "is no folder" in done.stderr
+    assert "is not a folder" in done.stderr
 
 
 def test_doctor_says_which_links_it_knows(

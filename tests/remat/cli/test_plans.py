@@ -74,7 +74,7 @@ def test_a_stale_plan_is_refused_with_the_first_difference(
         for words in (("check", remat.gpt, plan), rewritten):
             refused = remat(*words)
             assert refused.exit_code == 2
-            assert "the plan does not fit: the batch was args[0]: int64[8, 32]" in refused.stderr
+            assert "the plan does not fit, the batch was args[0]: int64[8, 32]" in refused.stderr
             assert "remat run MODEL --budget BUDGET -o FILE" in refused.stderr
     with monkeypatch.context() as patch:
         patch.setenv("GPT_WIDTH", "64")
@@ -86,7 +86,7 @@ def test_a_stale_plan_is_refused_with_the_first_difference(
 def test_a_broken_plan_is_refused(remat: Remat, plan: str) -> None:
     text = json.loads(Path(plan).read_text())
     for changes, says in (
-        ({"schema_version": 9}, "has schema version 9, this release reads 1"),
+        ({"schema_version": 9}, "has schema version 9, and this release reads 1"),
         ({"versions": {"torch": "2.1.0", "remat": "0"}}, "torch was 2.1.0 and is "),
         ({"state": 3}, "is not a plan of this release"),
     ):

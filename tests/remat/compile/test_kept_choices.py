@@ -163,7 +163,7 @@ def test_a_plan_that_cannot_be_kept_is_warned_about(
 ) -> None:
     keep_choice(choice())
     fail_once(monkeypatch, call)
-    with pytest.warns(UserWarning, match=f"plans are not kept: .*{FULL}"):
+    with pytest.warns(UserWarning, match=f"plans are not kept .*{FULL}"):
         keep_choice(choice(budget_bytes=12))
     found = kept_choice(KEY)
     assert found is not None

@@ -72,12 +72,12 @@ def branched(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def test_a_nested_compile_region_is_refused_at_its_line() -> None:
-    text = r"test_refused_graphs.py:\d+ calls a nested compile region.*leave out torch.compiler"
+    text = r"leave out torch.compiler.nested_compile_region.*test_refused_graphs.py:\d+"
     refused(Layers(region), text, torch.randn(64, 32))
 
 
 def test_a_branch_that_draws_is_refused_at_its_line() -> None:
-    text = r"that cond runs draws random numbers \(.*test_refused_graphs.py:\d+\).*as an operand"
+    text = r"that cond runs draws random numbers \(.*test_refused_graphs.py:\d+\)"
     refused(Layers(dropped_in_branch), text, torch.randn(64, 32))
 
 
@@ -128,7 +128,7 @@ def test_dimensions_that_may_be_dynamic_are_planned_for() -> None:
 
 def test_sparse_gradients_are_refused() -> None:
     model = nn.Sequential(nn.Embedding(50, 32, sparse=True), nn.Linear(32, 32))
-    refused(model, r"makes a sparse tensor.*sparse=False", torch.randint(50, (64,)))
+    refused(model, r"sparse=False.*makes a sparse tensor", torch.randint(50, (64,)))
 
 
 def test_compiled_autograd_is_refused_when_compiled_and_at_each_forward() -> None:
@@ -154,7 +154,8 @@ def test_what_is_compiled_already_is_refused_by_capture() -> None:
     assert remat.capture(wrapped._orig_mod, (x,)).ops
     plain[0].compile()
     with pytest.raises(
-        CaptureError, match=r"^0 was compiled code cannot be traced.*_compiled_call_impl = None"
+        CaptureError,
+        match=r"compile\(\) on 0, .*_compiled_call_impl = None: compiled code cannot be traced",
     ):
         remat.capture(plain, (x,))
     plain[0]._compiled_call_impl = None

@@ -46,7 +46,7 @@ REFUSED = {
     "tokens:1=seq:0:4": "begin the range at 2",
     "tokens:1=seq:8:4": "which is not a range of sizes",
     "tokens:1=seq:4:4": "which is not a range of sizes",
-    "tokens:1=seq:16:100:16": "both ends must be multiples of 16",
+    "tokens:1=seq:16:100:16": "make both ends multiples of 16",
 }
 
 

@@ -61,7 +61,7 @@ def partly(make: Callable[..., Any]) -> Callable[[nn.Module], Any]:
     ("model", "changed", "kind", "says"),
     [
         (chain(), {"loss_fn": None, "target": None}, CaptureError,
-         "needs one loss, a single number, .*: give loss_fn="),
+         "give loss_fn=.*needs one loss, a single number"),
         (chain(), {"optimizer": partly(torch.optim.AdamW)}, CaptureError,
          "0.0.weight of Sequential gets a gradient and the optimizer does not have it"),
         (chain(), {"optimizer": lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True)},

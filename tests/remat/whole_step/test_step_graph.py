@@ -61,7 +61,7 @@ def test_the_batch_is_resident_once_for_each_microbatch() -> None:
 def test_a_shape_of_another_step_is_refused() -> None:
     with pytest.raises(GraphError, match="one microbatch or more"):
         whole(0, ON_HOST, ON_HOST)
-    with pytest.raises(GraphError, match="a step of 2 layers and 2 groups takes an option"):
+    with pytest.raises(GraphError, match="the step has 2 layers and 2 groups"):
         whole(1, ON_HOST)
 
 

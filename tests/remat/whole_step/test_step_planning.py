@@ -48,9 +48,9 @@ def test_a_whole_step_is_planned_and_judged() -> None:
     ("changed", "kind", "says"),
     [
         ({"microbatches": 0, "host": "1GiB", "device": "rtx4090"}, BudgetError,
-         "microbatches 0 leave nothing to train on: give 1 or more"),
+         "give 1 or more microbatches: 0 leave nothing to train on"),
         ({"microbatches": 2, "device": "rtx4090"}, BudgetError, "give host='120GiB' too"),
-        ({"host": "1GiB"}, BudgetError, "give microbatches=8 too. .* remat.rematerialize"),
+        ({"host": "1GiB"}, BudgetError, "(?s)give microbatches=8 too.* remat.rematerialize"),
         ({"microbatches": 2, "device": "rtx4090", "host": "1GiB", "budget": "50%"}, BudgetError,
          "budget '50%' is of a step without microbatches: give bytes"),
         ({"microbatches": 2, "device": "rtx4090", "host": "ten"}, BudgetError, "host 'ten'"),
@@ -80,7 +80,7 @@ def test_an_optimizer_that_is_not_known_is_refused() -> None:
 
 
 def test_a_cpu_runs_whole_steps_in_python_alone() -> None:
-    says = "run on a CPU, by remat.whole_step.training_step, and planned for devices of the table"
+    says = "name a device of the table .*run on a CPU with remat.whole_step.training_step"
     with pytest.raises(DeviceError, match=says):
         StepRequest("cpu", 2, "adamw", host="1GiB")
     with pytest.raises(DeviceError, match="not for cuda:0: name one, or train here with"):
@@ -88,7 +88,7 @@ def test_a_cpu_runs_whole_steps_in_python_alone() -> None:
 
 
 def test_nvme_without_a_rate_or_a_rate_without_nvme_is_refused() -> None:
-    with pytest.raises(BudgetError, match="a rate of 5 GB/s is that of NVMe: give nvme="):
+    with pytest.raises(BudgetError, match=r"give nvme=.*5 GB/s is the rate of NVMe"):
         StepRequest("rtx4090", 2, "adamw", host="1GiB", nvme_gb_s=5.0)
     with pytest.raises(BudgetError, match="and a rate above 0"):
         StepRequest("rtx4090", 2, "adamw", host="1GiB", nvme="/mnt/nvme:1GiB", nvme_gb_s=0.0)

@@ -91,7 +91,7 @@ def test_where_forward_draws_microbatches_run_one_after_the_other() -> None:
 
 
 def test_an_empty_step_and_an_empty_search_are_refused() -> None:
-    with pytest.raises(SolverError, match="one microbatch or more"):
+    with pytest.raises(SolverError, match="ask for 1 microbatch"):
         plan_whole_step(TIGHT, 0)
     with pytest.raises(SolverError, match="1 plan or more"):
         plan_whole_step(TIGHT, 1, most=0)

@@ -179,7 +179,7 @@ def test_what_a_killed_build_has_left_goes_with_the_next(
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ArenaError, match="Set REMAT_CACHE"):
+    with pytest.raises(ArenaError, match="set REMAT_CACHE"):
         arena_code.built_library()
 
 

@@ -18,13 +18,13 @@ from tests.rewriter.arena.steps_in_arena import in_arena, module_of, needs_compi
 
 
 def test_a_module_that_is_not_rewritten() -> None:
-    with pytest.raises(ArenaError, match=r"this is Linear: pass what remat\.rematerialize"):
+    with pytest.raises(ArenaError, match=r"pass what remat\.rematerialize.*this is Linear"):
         use_arena(nn.Linear(2, 2), (torch.ones(2),))
 
 
 @pytest.mark.parametrize("wrong", [1, None, "module"])
 def test_what_is_no_module(wrong: Any) -> None:
-    with pytest.raises(ArenaError, match=f"this is {type(wrong).__name__}: pass what"):
+    with pytest.raises(ArenaError, match=f"pass what .*this is {type(wrong).__name__}"):
         use_arena(wrong)
 
 

@@ -59,7 +59,7 @@ def test_the_function_and_its_line_are_named(loop: Any, name: str) -> None:
     watch, module = ClippingWatch("Model"), nn.Linear(2, 2)
     module(torch.ones(2)).sum().backward()
     line = loop.__code__.co_firstlineno + 2
-    with pytest.warns(UserWarning, match=rf"{loop.__name__} \(.*test_clipping.py:{line}\) names"):
+    with pytest.warns(UserWarning, match=rf"in {loop.__name__} \(.*test_clipping.py:{line}\)"):
         loop(watch.look, module)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

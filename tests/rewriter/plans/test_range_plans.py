@@ -58,7 +58,9 @@ def test_a_batch_is_held_to_the_range(kept: tuple[Sized, RangedModule, PlanFile]
     sized, _, plan = kept
     for tokens in (4, 100):
         assert isinstance(agreed_load(plan, Experts(), sized.batch(tokens=tokens)), RangedModule)
-    with pytest.raises(PlanError, match="does not fit: Experts was planned for tokens from 4 to"):
+    with pytest.raises(
+        PlanError, match=r"does not fit: .*Experts was planned for tokens from 4 to"
+    ):
         agreed_load(plan, Experts(), sized.batch(tokens=301))
     with pytest.raises(PlanError, match="does not fit"):
         agreed_load(plan, Experts(), (*sized.batch(tokens=16), torch.ones(3)))

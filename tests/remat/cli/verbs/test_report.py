@@ -112,7 +112,7 @@ def test_what_cannot_be_written_is_refused_at_once(
 ) -> None:
     done = remat("report", str(kept), "-o", str(tmp_path / "nowhere" / "report.html"))
     assert done.exit_code == 2
-    assert "nowhere: No such folder, so report.html cannot be written there" in done.stderr
+    assert "cannot write report.html: there is no folder" in done.stderr
     done = remat("report", str(kept), "-o", str(tmp_path))
     assert f"name a file in it: {tmp_path} is a folder" in done.stderr
     done = remat("show", str(kept), "-o", str(tmp_path / "step.svg"))

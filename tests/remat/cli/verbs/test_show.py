@@ -91,7 +91,7 @@ def test_bad_input_is_refused(remat: Remat, plan: str, words: list[str], says: s
 def test_a_budget_that_nothing_fits_is_infeasible(remat: Remat) -> None:
     refused = remat("show", remat.gpt, "--budget", "0.1MiB")
     assert refused.exit_code == 3
-    assert "Try --budget" in refused.stderr
+    assert "try --budget" in refused.stderr
     asked = remat("show", remat.gpt, "--at-peak")
     assert asked.exit_code == 2
     assert "without a plan there is no peak" in asked.stderr
@@ -166,7 +166,7 @@ def test_there_must_be_a_plan_and_it_must_fit(remat: Remat) -> None:
     assert "name a plan (MODEL --plan plan.json" in refused.stderr
     lost = remat("show", remat.gpt, "--explain", "--budget", "0.1MiB", "--solver", "cut")
     assert lost.exit_code == 3
-    assert "Try --budget" in lost.stderr
+    assert "try --budget" in lost.stderr
 
 
 @pytest.mark.parametrize(
