@@ -75,7 +75,7 @@ def atomic_write(path: str | Path) -> Generator[BinaryIO]:
         with open(path, "wb") if is_stream else _beside(Path(os.path.realpath(path))) as out:
             yield out
     except OSError as error:
-        raise _told(error, f"{path} cannot be written") from error
+        raise _told(error, f"cannot write {path}") from error
 
 
 def check_writable(path: Path) -> None:
@@ -92,7 +92,7 @@ def check_writable(path: Path) -> None:
         target = Path(os.path.realpath(path))
         is_protected = target.exists() and not os.access(target, os.W_OK)
     except OSError as error:
-        raise _told(error, f"{path} cannot be written") from error
+        raise _told(error, f"cannot write {path}") from error
     if not os.access(target.parent, os.W_OK):
         raise FileError(f"cannot write {path}: you have no permission to write in {target.parent}")
     if is_protected:

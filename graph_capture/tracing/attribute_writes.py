@@ -252,7 +252,7 @@ class ForwardWrites:
             f"it{'; or remove the hook that does it' * any(p.value for p in self._hooks)}.\n"
             f"Forward of {self._kind} changes it from {short(change.before)} to "
             f"{short(change.now)}, and a step that follows a plan would not change it.\n"
-            "Or plan the other modules with remat.rematerialize, and leave its own to eager"
+            "Or leave the module that does it to eager, and plan the others (remat.rematerialize)"
         )
 
     def _refused(self, written: Written) -> CaptureError:

@@ -94,9 +94,11 @@ def test_the_least_budget_is_reached_and_one_below_it_is_refused() -> None:
         remat.rematerialize(model, (x,), blocks="layers.*", budget="min", check=False)
     )
     assert least.result.peak_bytes == least.result.budget_bytes
-    with pytest.raises(BudgetError, match="the least that a schedule is known to reach") as caught:
+    with pytest.raises(
+        BudgetError, match="the lowest peak that a schedule is known to reach"
+    ) as caught:
         remat.rematerialize(model, (x,), blocks="layers.*", budget=least.result.peak_bytes // 2)
-    assert "Try budget=" in str(caught.value)
+    assert "try budget=" in str(caught.value)
 
 
 def test_nothing_of_the_users_is_changed() -> None:

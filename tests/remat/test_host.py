@@ -116,7 +116,7 @@ def test_the_backend_of_torch_compile_takes_no_host() -> None:
         with pytest.raises(SolverError) as error:
             read_options({"budget": "60%", name: "1GiB"})
         assert f"leave out {name}, or use remat.rematerialize" in str(error.value)
-        assert "take remat.rematerialize(model, ..., host=...)" in str(error.value)
+        assert "use remat.rematerialize(model, ..., host=...)" in str(error.value)
 
 
 def test_a_module_is_planned_with_a_host() -> None:

@@ -95,7 +95,7 @@ def test_so_is_code_by_inductor(entry: str) -> None:
 WRONG: dict[str, tuple[Callable[[], Any], type[RematError], str]] = {
     "blocks in a list": (
         lambda: remat.rematerialize(model(), (X,), blocks=["0"], budget="min"),  # type: ignore[arg-type]
-        CaptureError, "named by a glob, such as 'model.layers.*', not by a list",
+        CaptureError, "give a glob, blocks='layers.*'.*blocks is a list",
     ),
     "a batch in place of the blocks": (
         lambda: remat.rematerialize(model(), blocks=(X,), budget="min"),  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ class Masked(nn.Module):
 CALLS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a target among the arguments": (
         model, {"args": (X, X), "loss_fn": mse_loss},
-        r"^give what the loss compares with as target, not in args: args=\(x,\), target=y",
+        r"^give the loss's target as target, not in args: args=\(x,\), target=y",
     ),
     "a target as an optional argument": (
         Masked, {"args": (X, X), "loss_fn": mse_loss}, "missing .*'target'. Give target",

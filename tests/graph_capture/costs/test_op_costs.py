@@ -104,7 +104,7 @@ def test_a_corrupt_cache_is_ignored_with_a_warning_and_replaced(folder: Path) ->
     op_costs.measure_costs(trace(model, args))
     (path,) = folder.glob("prices-*.json")
     path.write_text("{nonsense")
-    with pytest.warns(UserWarning, match="is ignored"):
+    with pytest.warns(UserWarning, match="which is made anew"):
         op_costs.measure_costs(trace(model, args))
     assert CostCache().costs
 

@@ -95,7 +95,7 @@ class Wide(nn.Module):
     ("how", "said"),
     [
         ("branch", r"the model's code .*test_ranged_graph.py:\d+.* chooses by seq > 30|seq <= 30"),
-        ("written", r"test_ranged_graph.py:\d+.* size that the model has written into it"),
+        ("written", r"sizes that the model hard-codes .*test_ranged_graph.py:\d+"),
         ("values", "depends on tensor data"),
     ],
 )

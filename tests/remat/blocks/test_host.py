@@ -122,7 +122,9 @@ def test_blocks_that_are_sharded_afterwards_are_planned_with_a_host() -> None:
 
 def test_what_does_not_fit_names_the_least_budget_with_this_host(planned: Planned) -> None:
     least = planned_blocks(planned.made).result.peak_bytes
-    with pytest.raises(BudgetError, match="the least that a schedule is known to reach") as caught:
+    with pytest.raises(
+        BudgetError, match="the lowest peak that a schedule is known to reach"
+    ) as caught:
         remat.rematerialize(
             planned.model, planned.args, blocks="layers.*", budget=least // 2, host="64MiB"
         )

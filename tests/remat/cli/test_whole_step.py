@@ -62,7 +62,7 @@ def test_json_has_plain_figures(remat: Remat) -> None:
         (("--nvme", "/mnt/nvme:1GiB", "--host", ""), "host"),
         (
             ("--device", "cpu"),
-            "a whole step over the host is run on a CPU, by remat.whole_step.training_step",
+            "and run on a CPU with remat.whole_step.training_step",
         ),
         (("--solver", "cut"), "--solver is of the step of one batch"),
         (("--time-limit", "5"), "--time-limit is of the step of one batch"),

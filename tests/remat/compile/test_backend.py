@@ -304,6 +304,6 @@ def test_code_that_cannot_be_replayed_is_estimated_with_a_warning(
         return found
 
     monkeypatch.setattr(PlanSearch, "within", spied)
-    with pytest.warns(UserWarning, match="NewLine.*estimated from its graph.*leave room"):
+    with pytest.warns(UserWarning, match="leave room.*NewLine.*estimated from its graph"):
         planned(with_dropout, budget="100%")
     assert estimated[0] > 0

@@ -117,10 +117,10 @@ def test_a_factory_by_default_that_is_no_function(file: Path) -> None:
 
 def test_what_names_no_python_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "write path/to/file.py:factory" in refusal(":factory")
-    assert "names no factory" in refusal("")
+    assert "names none" in refusal("")
     (file.parent / "plan.json").write_text("{}")
     monkeypatch.chdir(file.parent)
-    assert "plan.json is not a Python file: its name should end with .py" in refusal("plan.json")
+    assert "plan.json is not a Python file: its name must end with .py" in refusal("plan.json")
     said = refusal(str(file.parent))
     assert "name a file: " in said
     assert "beside.py, models.py" in said

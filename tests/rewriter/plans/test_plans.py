@@ -323,8 +323,11 @@ def test_the_loss_function_is_given_again() -> None:
             b'{"steps": [], "graph_hash": ""}',
             "it is only a schedule, which does not know its batch",
         ),
-        (b'{"kind": "remat plan", "schema_version": 7}', "schema version 7, this release reads 1"),
-        (b'{"kind": "remat plan", "schema_version": 1}', "no plan of this release .*missing"),
+        (
+            b'{"kind": "remat plan", "schema_version": 7}',
+            "schema version 7, and this release reads 1",
+        ),
+        (b'{"kind": "remat plan", "schema_version": 1}', "not a plan of this release .*missing"),
     ],
 )
 def test_files_that_are_no_plans(tmp_path: Path, text: bytes, says: str) -> None:

@@ -120,7 +120,7 @@ BOTH = {
     ("copies", "free order"): (
         "auto",
         {"options": {"order": "free"}},
-        "order free is not planned with copies to the host: take order fixed, or leave out host=",
+        "take order fixed, or leave out host=",
     ),
 }
 

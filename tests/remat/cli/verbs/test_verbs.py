@@ -273,7 +273,7 @@ def test_a_failed_check_ends_with_four(
 def test_a_verb_of_an_older_release_names_the_one_of_today(remat: Remat, former: str) -> None:
     refused = remat(former, "model.py", "--budget", "60%")
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert refused.stderr == f"{former} is by another name now: remat {FORMER[former]}\n"
+    assert refused.stderr == f"{former} is now: remat {FORMER[former]}\n"
     assert FORMER[former].split()[0] in VERBS
     assert former not in VERBS
 
