@@ -109,7 +109,7 @@ def step_request(
     require_known(optimizer)
     if microbatches is None:
         raise BudgetError(
-            "give microbatches=8 too: a whole step has several batches.\n"
+            "give microbatches=8 too: a whole step has several batches. "
             "To move activations of one batch to the host and train, use "
             "remat.rematerialize(model, ..., host=...)"
         )

@@ -122,7 +122,7 @@ def test_bytes_that_are_too_many_in_all_are_refused(tmp_path: Path, refusal: Ref
         (["--budget", "9", "--time-limit", "0"], "must be a positive number of seconds"),
         (["--budget", "9", "--order", "any"], "invalid choice: 'any'"),
         (["--budget", "9", "--solver", "cat"], "unknown solver 'cat'"),
-        (["--budget", "9", "--solver", "cut", "--order", "free"], "order free use solver auto"),
+        (["--budget", "9", "--solver", "cut", "--order", "free"], "order free"),
         (["--budget", "9", "--out", "/no/such/folder/x"], "no folder /no/such/folder"),
     ],
 )

@@ -122,7 +122,7 @@ def test_a_profile_of_a_cuda_device_serves_the_device_of_the_table_that_it_is(
     graph = capture(**step(), device="h100", profile=profile)
     assert graph.cost_origin == "mixed"
     assert f"measured on {TITLE}" in graph.notes[0]
-    with pytest.raises(ProfileError, match="the profile is of cuda, not of a100"):
+    with pytest.raises(ProfileError, match="the profile is of cuda, not a100"):
         capture(**step(), device="a100", profile=profile)
 
 
@@ -158,7 +158,7 @@ def test_the_device_is_where_the_model_is_and_has_an_index(cuda: FakeCuda) -> No
     [
         ("cpu", "cuda:0", r"weight is on cpu, .* captured on cuda:0: .*\.to\('cuda:0'\)"),
         ("cuda:1", "cuda:0", "weight is on cuda:1, and the step is captured on cuda:0"),
-        ("cuda:0", "cpu", "weight is on cuda:0, .* capture it with device='cuda:0'"),
+        ("cuda:0", "cpu", "weight is on cuda:0, .* capture with device='cuda:0'"),
         ("cuda:0", "h100", "weight is on cuda:0, and a step for h100 is captured on cpu"),
     ],
 )
@@ -196,7 +196,7 @@ def test_a_forward_that_makes_cuda_tensors_is_refused_and_ends_no_process() -> N
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     assert len(said) == 3
-    assert all("makes a tensor on cuda:0 in a step that is captured on cpu" in s for s in said)
+    assert all("makes a tensor on cuda:0 in a step captured on cpu" in s for s in said)
     assert all("with device=x.device (module (root) of Elsewhere" in s for s in said)
 
 

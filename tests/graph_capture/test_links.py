@@ -72,7 +72,7 @@ def profile(title: str, links: LinkSpeeds | None, device: str = "cpu") -> Profil
         ("1GiB", "/mnt/nvme", "nvme '/mnt/nvme' names no size"),
         ("1GiB", 200, "nvme 200 names no folder"),
         ("1GiB", "/mnt/nvme:0GiB", "nvme, or leave it out: '0GiB' leaves nothing to use"),
-        ("auto", None, "host 'auto' is what this machine has free, and h100 is not here"),
+        ("auto", None, "'auto' means what this machine has free, and h100 is not here"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_asked_for(host: Any, nvme: Any, says: str) -> None:

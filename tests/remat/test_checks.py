@@ -90,9 +90,10 @@ def test_each_cause_has_its_own_way_out() -> None:
         msgspec.structs.replace(other, diverges_at="")
     )
     by_inductor = msgspec.structs.replace(other, tolerance=0.01, rounding="inductor")
-    assert "leave out compile=True" in cause_text(by_inductor)
+    assert "Leave out compile=True" in cause_text(by_inductor)
     in_chunks = cause_text(msgspec.structs.replace(other, tolerance=1e-5, rounding="chunks"))
-    assert "off by 1e-05 of a result's norm: ask for eager's bits with split='exact'" in in_chunks
+    assert in_chunks.startswith("Ask for eager's bits with split='exact'")
+    assert "off by 1e-05 of a result's norm" in in_chunks
     assert "compile" not in in_chunks
     asked_for = msgspec.structs.replace(other, tolerance=0.01)
     assert cause_text(asked_for) == cause_text(other)
@@ -111,7 +112,9 @@ def test_a_peak_above_the_budget_says_by_how_much_and_what_to_ask_for(
 
     monkeypatch.setattr(check, "check", larger)
     model, x = Net(nn.Tanh()), torch.randn(4, WIDTH)
-    with pytest.raises(RewriteError, match=r"Something in the step takes 1\.0 KiB that the trace"):
+    with pytest.raises(
+        RewriteError, match=r"something in the step that the trace does not see, .*, takes 1\.0 KiB"
+    ):
         remat.rematerialize(model, (x,), budget="100%", solver="store_all", check=True)
 
 

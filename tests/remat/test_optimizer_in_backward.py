@@ -311,7 +311,7 @@ def test_what_cannot_be_right_is_refused_before_anything_runs() -> None:
         fast(*args).backward()
     with pytest.raises(PlanError, match="a file holds no optimizer"):
         agreed_load(plan_of(fast), copy.deepcopy(model))
-    with pytest.raises(RewriteError, match="there is no optimizer here"):
+    with pytest.raises(RewriteError, match="has no optimizer"):
         agreed_rewrite(model, fast.schedule, args)
     assert all(map(torch.equal, before, model.parameters()))
     assert all(p.grad is None for p in model.parameters())
@@ -340,10 +340,12 @@ def test_what_cannot_be_planned_says_why() -> None:
     whole = torch.randn(128, 64)
     for layer, half in zip(halves, whole.chunk(2), strict=True):
         layer.weight = nn.Parameter(half)
-    with pytest.raises(CaptureError, match=r"0.weight and 1.weight are views of one tensor"):
+    with pytest.raises(
+        CaptureError, match=r"give 0.weight and 1.weight storage.* views of one tensor"
+    ):
         plan(SGD(halves.parameters()), halves)
     other = ReadsItsData()
-    with pytest.raises(CaptureError, match=r"by another tensor of shape \[64, 64\]"):
+    with pytest.raises(CaptureError, match=r"another tensor of shape \[64, 64\]"):
         plan(SGD(other.parameters()), other)
 
 

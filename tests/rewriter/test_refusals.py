@@ -65,7 +65,7 @@ def test_batch_norm_without_momentum_is_refused() -> None:
 
 def test_a_reentrant_checkpoint_is_refused_with_a_way_that_works() -> None:
     first = nn.Linear(WIDTH, WIDTH)
-    with pytest.raises(CaptureError, match=r"Or give use_reentrant=False \(module") as caught:
+    with pytest.raises(CaptureError, match=r"(?s)Or pass use_reentrant=False.*\(module") as caught:
         capture(nn.Sequential(first, Checkpointed(True)), (batch(),))
     for name in ("activation_checkpointing_disable", "gradient_checkpointing_disable"):
         assert f"model.{name}()" in str(caught.value)
@@ -78,7 +78,7 @@ def test_inputs_in_another_dtype_are_told_of_what_casts() -> None:
         SignatureError, match=r"(?s)MixedPrecisionPolicy does.*model\.to\(torch\.bf"
     ):
         module(batch().to(torch.bfloat16))
-    with pytest.raises(SignatureError, match=r"a plan holds for one shape"):
+    with pytest.raises(SignatureError, match=r"another plan for this shape"):
         module(batch()[:3])
 
 
@@ -264,19 +264,19 @@ def test_another_batch_is_refused() -> None:
 def test_each_fact_that_differs_has_its_own_way_out() -> None:
     _, module, (x,) = rewritten("plain")
     for other, way in [
-        (x[:3], "Drop or pad the last batch"),
+        (x[:3], "drop or pad the last batch"),
         (x[None], "as many dimensions"),
         (x.long(), r"pass it \.to\(torch\.float32\)"),
         (x.to("meta"), r"pass it \.to\('cpu'\)"),
         (torch.empty_strided((BATCH, WIDTH), (1, BATCH)), r"pass it \.contiguous\(\)"),
-        (x.clone().requires_grad_(), r"Pass .detach\(\) of it"),
-        (3, "Pass a tensor there, as at capture"),
+        (x.clone().requires_grad_(), r"pass \.detach\(\) of it"),
+        (3, "pass a tensor there, as at capture"),
     ]:
         with pytest.raises(SignatureError, match=way) as caught:
             module(other)
-        assert ("last batch" in str(caught.value)) == (way == "Drop or pad the last batch")
+        assert ("last batch" in str(caught.value)) == (way == "drop or pad the last batch")
     for more, text in [
-        (((x, x), {}), r"other ones \(with args\[1\]\)\. Call it as at capture"),
+        (((x, x), {}), r"call it as at capture.* others \(with args\[1\]\)"),
         (((x,), {"mask": x}), r"other ones \(with kwargs\['mask'\]\)"),
         (((), {"x": x}), r"other ones \(with kwargs\['x'\], without args\[0\]\)"),
     ]:
@@ -288,7 +288,7 @@ def test_an_input_whose_gradient_is_planned_has_to_require_one() -> None:
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     graph = capture(model, (x.clone().requires_grad_(),))
     module = rewrite(model, schedule_of(graph, "store_all"))
-    with pytest.raises(SignatureError, match=r"Call .requires_grad_\(\) on it"):
+    with pytest.raises(SignatureError, match=r"call \.requires_grad_\(\) on it"):
         module(x)
 
 
@@ -427,7 +427,7 @@ class SparseGradient(nn.Module):
 def test_what_a_cpu_graph_cannot_hold_is_refused_by_name() -> None:
     with pytest.raises(CaptureError, match=r"(?s)nn\.LSTM on CPU.*body.*nn\.LSTMCell"):
         capture(LastOf(nn.LSTM(WIDTH, WIDTH)), (torch.randn(5, 2, WIDTH),))
-    with pytest.raises(CaptureError, match=r"module embedding .*test_refusals.*sparse=False"):
+    with pytest.raises(CaptureError, match=r"sparse=False.*module embedding .*test_refusals"):
         capture(SparseGradient(), (torch.arange(4),))
 
 

@@ -102,7 +102,7 @@ def test_steps_carry_over_to_sizes_of_the_same_step_alone() -> None:
 def test_what_is_no_range_or_no_schedule_is_told() -> None:
     graph = ranged("64*n")
     at = graph.at(n=4)
-    with pytest.raises(ScheduleError, match="one of a graph over a range, and this is Training"):
+    with pytest.raises(ScheduleError, match="needs a graph over a range, and this is Training"):
         peak_over(at, keeping(at))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ScheduleError, match=r"pass result.schedule .*: this is NoneType"):
         peak_over(graph, None)  # pyright: ignore[reportArgumentType]

@@ -79,12 +79,12 @@ def test_a_large_buffer_over_several_small_ones_is_found() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"alignment_bytes": 16}, r"b0 \(buffer 0\) lies at 8, which is no multiple of 16"),
+        ({"alignment_bytes": 16}, r"b0 \(buffer 0\) lies at 8, which is not a multiple of 16"),
         ({"arena_bytes": 21}, r"b3 \(buffer 3\) takes bytes 16 to 22 of an arena of 21"),
         ({"offsets_bytes": (8, -8, 8, 16)}, r"b1 \(buffer 1\) takes bytes -8 to 0"),
         ({"offsets_bytes": (8, 0, 8)}, "3 offsets for 4 buffers"),
         ({"load_bytes": 17}, "at most 17 bytes are live, but 18 are"),
-        ({"buffers_hash": "other"}, "made for another step: 4 buffers, at most 18 bytes live"),
+        ({"buffers_hash": "other"}, "made for another one with 4 buffers, at most 18 bytes live"),
     ],
 )
 def test_a_broken_rule_is_named(changed: dict[str, object], message: str) -> None:
@@ -107,7 +107,7 @@ def test_an_alignment_that_no_offset_can_keep_is_refused(alignment_bytes: int) -
 
 
 def test_an_arena_below_the_load_is_refused() -> None:
-    with pytest.raises(LayoutError, match="an arena of 10 bytes cannot hold 18 live ones"):
+    with pytest.raises(LayoutError, match="an arena of 10 bytes cannot hold 18 live bytes"):
         layout_of(BUFFERS, OFFSETS, arena_bytes=10)
 
 
@@ -128,7 +128,10 @@ def test_a_file_reads_back() -> None:
         (b"", "l.json: not a JSON layout file: .* it is empty"),
         (b'{"steps": []}', "l.json: not a layout file of this release: .*offsets_bytes"),
         (b"[1]", "l.json: not a layout file of this release: Expected `object`"),
-        (b"VERSION", "l.json: layout file has schema version 2, this release reads 1: place again"),
+        (
+            b"VERSION",
+            "l.json: place again: the layout file has schema version 2, and this release reads 1",
+        ),
         (b"ALIGNMENT", "l.json: give a power of two as alignment"),
     ],
 )

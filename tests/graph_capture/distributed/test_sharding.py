@@ -87,11 +87,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kind": "zero1", "param_dtype": "bfloat16"}, "sharding zero1 has no param_dtype"),
     ({"kind": "replicate", "cpu_offload": True}, "sharding replicate has no cpu_offload"),
     ({"kind": "ddp", "states_over": 2}, "sharding ddp has no states_over: .* fsdp2 or zero1"),
-    ({"replicas": 3}, "3 replicas do not divide 4 ranks"),
-    ({"replicas": 0}, "0 replicas do not divide 4 ranks"),
+    ({"replicas": 3}, "number of replicas that divides 4 ranks: 3 does not"),
+    ({"replicas": 0}, "number of replicas that divides 4 ranks: 0 does not"),
     ({"replicas": 4}, "leave shard groups of one rank, so nothing is sharded"),
     ({"reshard_after_forward": 3}, "reshard_after_forward=3 does not divide .* of 4 ranks"),
-    ({"replicas": 2, "reshard_after_forward": 4}, "=4 does not divide a shard group of 2 ranks"),
+    (
+        {"replicas": 2, "reshard_after_forward": 4},
+        "divides 2 ranks, .* 4 does not divide a shard group",
+    ),
     ({"reshard_after_forward": 1}, r"=1 does not divide .* or no \(False\) to keep"),
     ({"reshard_after_forward": 0}, "0 does not divide a shard group"),
     ({"param_dtype": "float32"}, "choose bfloat16 or float16 for param_dtype.* 'float32'"),
@@ -100,7 +103,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"replicas": 2, "states_over": 3},
         "choose states_over as .* 3 is not: choose a multiple of 2 that divides",
     ),
-    ({"states_over": 2}, "states_over=2 ranks: choose a multiple of 4 that divides 4 ranks"),
+    ({"states_over": 2}, "choose states_over as a multiple of 4 that divides 4 ranks: 2 is not"),
     ({"kind": "zero1", "states_over": 3}, "choose states_over as .* 3 is not"),
 ]
 

@@ -244,5 +244,5 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_a_file_without_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MOST_FILE_BYTES", 1 << 22)
-    with pytest.raises(FileError, match="/dev/zero is larger than 4194304 bytes, which no file"):
+    with pytest.raises(FileError, match="/dev/zero is larger than 4194304 bytes, and no file"):
         read_contents("/dev/zero")

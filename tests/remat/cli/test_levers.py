@@ -95,7 +95,10 @@ def test_an_optimizer_in_backward_needs_fewer_bytes(job: str) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--optimizer-in-backward",), "name it, --optimizer sgd, momentum or adamw"),
+        (
+            ("--optimizer-in-backward",),
+            "name the optimizer for updates during backward: --optimizer sgd, momentum or adamw",
+        ),
         (
             ("--optimizer-in-backward", "--optimizer", "sgd", "--sharding", "kind=ddp,world=2"),
             "on one",

@@ -58,7 +58,7 @@ def test_json_has_plain_figures(remat: Remat) -> None:
         (("--microbatches", "0"), "microbatches 0 leave nothing to train on"),
         (("--optimizer", "none"), "optimizer 'none' has no update to plan"),
         (("--host", ""), "give --host 120GiB too"),
-        (("--nvme-gb-s", "5"), "a rate of 5 GB/s is that of NVMe"),
+        (("--nvme-gb-s", "5"), "5 GB/s is the rate of NVMe"),
         (("--nvme", "/mnt/nvme:1GiB", "--host", ""), "host"),
         (
             ("--device", "cpu"),
@@ -70,7 +70,7 @@ def test_json_has_plain_figures(remat: Remat) -> None:
         (("--compare",), "--compare goes with a plan that runs"),
         (("--price-of-gib",), "--price-of-gib goes with a plan that runs"),
         (("-o", "plan.json"), "plan.json goes with a plan that runs"),
-        (("--budget", "min"), "budget 'min' is of a step without microbatches"),
+        (("--budget", "min"), "'min' only makes sense without microbatches"),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_one_line(

@@ -174,7 +174,7 @@ def test_a_file_that_cannot_be_imported(tmp_path: Path, text: str, says: str) ->
 def test_wrong_returns(file: Path) -> None:
     assert "returned a int: a factory returns (model, args)" in refusal(f"{file}:wrong")
     assert "unknown keys arguments" in refusal(f"{file}:unknown_key")
-    assert "a model that is a str, no nn.Module" in refusal(f"{file}:no_module")
+    assert "a str as model, not an nn.Module" in refusal(f"{file}:no_module")
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet", "unet"])

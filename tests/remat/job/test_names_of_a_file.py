@@ -101,7 +101,7 @@ def test_what_trains_is_not_proposed_nor_run(
         ("def job(cfg):\n    return cfg, ()", "give defaults for cfg, or write def factory"),
         ("def job(*, n):\n    return n, ()", "give defaults for n, or"),
         ("class job(nn.Linear):\n    def __init__(self): super().__init__(2, 2)",
-         "job returned a model without a batch, a job: write def factory(): return job(), (x,)"),
+         "write def factory(): return job(), (x,): script.py:job"),
     ],
 )  # fmt: skip
 def test_a_function_that_is_named_and_builds_nothing(

@@ -231,7 +231,7 @@ def test_gradients_that_are_there_and_eval_mode_are_refused() -> None:
     training, other, step = made()
     weight = training.model[0][0].weight
     weight.grad = torch.zeros_like(weight)
-    with pytest.raises(RewriteError, match=r"0.0.weight of Sequential has a gradient already"):
+    with pytest.raises(RewriteError, match=r"0.0.weight of Sequential already has a gradient"):
         training.whole(step, 0, 1)
     weight.grad = None
     training.model.eval()

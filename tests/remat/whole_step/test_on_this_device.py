@@ -63,7 +63,7 @@ def partly(make: Callable[..., Any]) -> Callable[[nn.Module], Any]:
         (chain(), {"loss_fn": None, "target": None}, CaptureError,
          "give loss_fn=.*needs one loss, a single number"),
         (chain(), {"optimizer": partly(torch.optim.AdamW)}, CaptureError,
-         "0.0.weight of Sequential gets a gradient and the optimizer does not have it"),
+         "add 0.0.weight of Sequential to the optimizer"),
         (chain(), {"optimizer": lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True)},
          CaptureError, "leave out amsgrad"),
         (chain(), {"optimizer": lambda m: torch.optim.Adagrad(m.parameters())}, CaptureError,

@@ -67,7 +67,7 @@ def test_a_shape_of_another_step_is_refused() -> None:
 
 def test_only_what_is_there_before_the_step_has_a_home() -> None:
     values = (Value("a", 1, "op", home="host"),)
-    with pytest.raises(GraphError, match="value a has a home on the host and is made by op op"):
+    with pytest.raises(GraphError, match="value a has a home on the host but is made by op op"):
         TrainingGraph("Bad", (Op("op", "t", "forward", (), ("a",)),), values)
 
 
@@ -80,5 +80,5 @@ def test_a_cost_on_the_host_is_a_cost(cost_us: float) -> None:
 
 def test_an_op_updates_what_it_reads() -> None:
     op = Op("op", "t", "update", (), (), updates=("w",))
-    with pytest.raises(GraphError, match="op op updates w and does not read it"):
+    with pytest.raises(GraphError, match="op op updates w but does not read it"):
         TrainingGraph("Bad", (op,), (Value("w", 1, home="host"),))

@@ -54,7 +54,7 @@ def test_the_emitters_of_inductor_refuse_copies() -> None:
     from remat.rewriter.graphs.emit import emit
 
     traced = trace(plan().model, plan().args)
-    text = "which code by Inductor does not do: solve without offloading"
+    text = "solve without offloading: .* which Inductor's code does not do"
     refused(RewriteError, text, emit, traced.joint, plan().schedule, writes=False)
 
 
@@ -125,7 +125,7 @@ def test_an_op_that_runs_on_the_host_is_refused() -> None:
     last = Compute(plan().graph.ops[-1].name)
     steps = [msgspec.structs.replace(s, at="host") if s == last else s for s in plan().plain.steps]
     schedule = msgspec.structs.replace(plan().plain, steps=tuple(steps))
-    text = rf"runs {last.op} on the host, and a rewritten module runs all ops on its device"
+    text = rf"runs {last.op} there, and a rewritten module runs all ops on its device"
     refused(RewriteError, text, emit, trace(plan().model, plan().args).joint, schedule)
 
 

@@ -206,7 +206,7 @@ def test_any_strides_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gaps_between_places_may_not_break_the_hosts_room() -> None:
-    with pytest.raises(TierError, match=r"lie in 65536 bytes of pinned memory.*room for 60000"):
+    with pytest.raises(TierError, match=r"take 65536 bytes of pinned memory.*room for 60000"):
         StreamTier("cpu", ROOM, links(host_bytes=60000), 0)
 
 

@@ -77,7 +77,7 @@ def test_only_and_at_peak_choose_values(remat: Remat, plan: str) -> None:
     [
         (["--only", "block.*"], "'block.*' matches no module, value, op or source line"),
         (["--budget", "8 gigs"], "unknown unit 'gigs': write 8MiB or 8GiB"),
-        (["--budget", "8GiB"], "a plan has its budget: leave out --budget 8GiB"),
+        (["--budget", "8GiB"], "leave out --budget 8GiB, as a plan has its own"),
         (["--by", "layer"], "Invalid value for '--by'"),
     ],
 )
@@ -104,11 +104,11 @@ def test_files_that_are_no_plans(remat: Remat, tmp_path: Path) -> None:
     (tmp_path / "cut.json").write_text('{"kind": "remat plan", "mod')
     cut = remat("show", str(tmp_path / "cut.json"))
     assert cut.exit_code == 2
-    assert "cut.json is no graph and no plan, or is cut short: not a JSON" in cut.stderr
+    assert "cut.json is not a graph or a plan, or is cut short (not a JSON" in cut.stderr
     nowhere = tmp_path / "nowhere" / "plan.json"
     refused = remat("run", remat.gpt, *PLANNED, "-o", str(nowhere))
     assert refused.exit_code == 2
-    assert "nowhere: No such folder, so plan.json cannot be written" in refused.stderr
+    assert "cannot write plan.json: there is no folder" in refused.stderr
     assert "solving" not in refused.stderr
 
 
@@ -138,7 +138,7 @@ def test_the_screen_answers_every_question(remat: Remat, plan: str, columns: int
     assert max(len(line) for line in done.stdout.splitlines()) <= columns
     shown = " ".join(done.stdout.split())
     for words in (
-        "The peak is reached in", "is the least peak that cut knows",
+        "The peak is reached in", "is the lowest peak that cut knows",
         "5 % of the peak; 1 GiB would be more",
         "it saves the random stream where it stands", "best greedy (", "took why",
     ):  # fmt: skip

@@ -162,7 +162,7 @@ def test_a_stale_plan_is_refused_with_the_first_difference(
     for words in (("check", remat.gpt, plan), ("show", remat.gpt, "--plan", plan, "--as", "code")):
         refused = remat(*words)
         assert refused.exit_code == 2
-        assert "the plan does not fit: the batch was" in refused.stderr
+        assert "the plan does not fit, the batch was" in refused.stderr
     shown = remat("show", remat.gpt, "--plan", plan)
     assert shown.exit_code == 2
     assert "this plan was made for another graph: input 0 was" in shown.stderr
@@ -172,7 +172,7 @@ def test_infeasible_names_the_least_and_what_holds_it(remat: Remat) -> None:
     refused = remat("run", remat.gpt, "--budget", "0.1MiB")
     assert refused.exit_code == 3
     assert "is below" in refused.stderr
-    assert "its peak is held by resident" in refused.stderr
+    assert "That peak is held by resident" in refused.stderr
     assert "Try --budget" in refused.stderr
     said = json.loads(remat("run", remat.gpt, "--budget", "0.1MiB", "--json").stdout)
     assert said["status"] == "infeasible"
@@ -284,7 +284,10 @@ def test_a_verb_of_an_older_release_names_the_one_of_today(remat: Remat, former:
         (["rum", "model.py"], "No such command 'rum'. Did you mean 'run'?"),
         (["run", "model.py", "--shard", "ddp"], "No such option: --shard"),
         (["run"], "Missing argument 'MODEL|GRAPH|PLAN'"),
-        (["check", "plan.json", "model.py"], "plan.json is a kept file: name the model first"),
+        (
+            ["check", "plan.json", "model.py"],
+            "name the model first, as path/to/file.py: plan.json is a kept file",
+        ),
         (["largest-batch", "plan.json", "--budget", "1GiB"], "plan.json is a kept file: name the"),
         (["run", "graph.json", "--compare"], "graph.json has no model to run: --compare goes"),
     ],

@@ -76,7 +76,7 @@ def test_the_same_model_has_the_same_digest_and_another_has_another() -> None:
         (chains.skip, "what block layers.0 makes is read by aten.add.Tensor outside of blocks"),
         (chains.scaled, "what block layers.0 makes is read by aten.mul.Tensor outside of blocks"),
         (chains.turned, "block layers.2 is not called in turn, so the model is no chain"),
-        (chains.unlike, "block layers.1 is given other arguments than block layers.0"),
+        (chains.unlike, "block layers.1 is given others than block layers.0"),
     ],
 )
 def test_what_is_no_chain_is_refused(factory: Callable[..., dict[str, Any]], said: str) -> None:
@@ -91,7 +91,7 @@ def test_models_without_equal_blocks_are_refused() -> None:
     unequal = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
     with pytest.raises(CaptureError, match="block 2 differs from block 0 in class or parameters"):
         chain_of(unequal, (x,), {}, None, None, "*")
-    with pytest.raises(CaptureError, match="0 is one block alone, and a chain has 2 or more"):
+    with pytest.raises(CaptureError, match="0 is only one, and a chain has 2 or more"):
         chain_of(unequal, (x,), {}, None, None, "0")
 
 
