@@ -50,7 +50,7 @@ def report_verb(
     if measure:
         request = _measured_here(source, request)
     if kept_layout and place:
-        raise LayoutError(f"--place makes a layout, and {kept_layout} is one: name one of the two")
+        raise LayoutError(f"leave out --place or {kept_layout}: each gives a layout")
     # Read first: a bad file is told before a solve.
     known = fronts_in(read_contents(front), str(front)) if front else None
     opened = opened_feasible(session, source, request, plan)
@@ -81,12 +81,12 @@ def _report_cluster(session: Session, source: str, output: Path) -> None:
 def _measured_here(source: str, request: Request) -> Request:
     if source.endswith(PLAN_FILES):
         raise DeviceError(
-            f"--measure runs a step, and {source} has no model: name the model, and the plan with "
-            f"--plan (MODEL --plan {source})"
+            f"name the model too, MODEL --plan {source}: --measure runs a step, and {source} has "
+            "no model"
         )
     here = replace(request, device=CPU)
     if request.device not in (NAMED_BY_TORCH, CPU) or not here.is_run_here:
-        raise DeviceError("--measure runs a step on this CPU: leave out --device and --sharding")
+        raise DeviceError("leave out --device and --sharding: --measure runs a step on this CPU")
     return here
 
 

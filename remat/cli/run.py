@@ -128,7 +128,7 @@ def _solved_anew(
 ) -> pipeline.Report:  # fmt: skip
     """The graph of a kept file, solved; refuses options that run a step, which takes the model."""
     if flag := next((flag for flag, is_given in measured.items() if is_given), ""):
-        raise CaptureError(f"{source} has no model to run: {flag} goes with a model")
+        raise CaptureError(f"leave out {flag}, or name a model: {source} has none to run")
     of = plan_source.captured(source, request, session.stopwatch)
     report, _ = pipeline.planned_report(of.graph, request, session.stopwatch)
     save_result_file(session, output, of, report.result)
@@ -167,7 +167,7 @@ def _run_over(
 ) -> None:  # fmt: skip
     ranges = parse_dynamic(dynamic)
     if model.endswith(plan_source.PLAN_FILES):
-        raise CaptureError(f"{model} is of sizes that are fixed: --dynamic goes with a model")
+        raise CaptureError(f"leave out --dynamic, or name a model: {model} has fixed sizes")
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)
 
     def keep(plan: PlanFile) -> None:
@@ -216,18 +216,17 @@ def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | Non
                                 request: Request) -> None:  # fmt: skip
     if is_left_out:
         raise SolverError(
-            "--nvme-gb-s and --optimizer-state are of a whole step: give --microbatches too"
+            "give --microbatches too: --nvme-gb-s and --optimizer-state belong to a whole step"
         )
     if kept:
         raise SolverError(
-            f"{kept} goes with a plan that runs, and one of --microbatches is planned and not run: "
-            "leave it out, --json prints what was found"
+            f"leave out {kept}: a plan of --microbatches is not run, and --json prints it"
         )
     usual = Request()  # typer gives every option: another value was asked for
     for name in _ONE_BATCH:
         if getattr(request, name) != getattr(usual, name):
             raise SolverError(
-                f"{option(name)} is of the step of one batch: leave it out, or --microbatches"
+                f"leave out {option(name)}, or --microbatches: it belongs to a step of one batch"
             )
 
 

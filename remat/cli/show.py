@@ -93,7 +93,7 @@ def show_verb(
 def _refuse_beside(shown: str, options: Mapping[str, Any]) -> None:
     """Refuse the first option that is given and says nothing of what is shown."""
     if flag := next((flag for flag, given in options.items() if given), ""):
-        raise PlanError(f"{flag} is not taken by {shown}: leave it out, or show one at a time")
+        raise PlanError(f"leave out {flag}: {shown} does not take it")
 
 
 def _placed(
@@ -173,9 +173,9 @@ def _reasons(
 def _form_of(path: Path | None) -> _Form:
     if path is None or path.suffix not in _SUFFIXES:
         raise FileError(
-            f"{path}: a name that ends in .pickle (memory snapshot), .trace.json (Chrome trace), "
-            ".dot (Graphviz) or .py (code) says what to write; or say it: "
-            f"--as {'|'.join(get_args(_Form))}"
+            f"give --as {'|'.join(get_args(_Form))}, or a name that ends in .pickle (memory "
+            f"snapshot), .trace.json (Chrome trace), .dot (Graphviz) or .py (code): {path} does "
+            "not say what to write"
         )
     return _SUFFIXES[path.suffix]
 
@@ -196,7 +196,7 @@ def _show_as(
         _refuse_beside("--as code", {"--budget": request.budget})
         _show_code(session, source, request, plan, output)
     elif output is None:
-        raise FileError(f"--as {form} is a file: name it, -o step.{form}")
+        raise FileError(f"name the file, -o step.{form}: --as {form} is not printed")
     else:
         opened = opened_feasible(session, source, request, plan)
         session.save(output, _exported(opened, form), form, end=b"")
@@ -234,7 +234,7 @@ def _show_code(
     session: Session, model: str, request: Request, plan: Path | None, output: Path | None
 ) -> None:
     if plan is None:
-        raise PlanError("--as code rewrites a model to a plan: name both, MODEL --plan plan.json")
+        raise PlanError("name both, MODEL --plan plan.json: --as code rewrites a model to a plan")
     plan_source.require_model(model)
     kept = plan_source.read_kept(plan)
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)

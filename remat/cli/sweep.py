@@ -55,7 +55,7 @@ def sweep_verb(
     hosts = asked_hosts(host)
     is_compared = (len(names) > 1 and len(hosts) < 2) or plan is not None or place
     if is_compared and len(hosts) > 1:
-        raise BudgetError(f"--plan and --place are of one size of the host: {host} names several")
+        raise BudgetError(f"give one host size with --plan or --place: {host} names several")
     wanted = asked_budgets(budgets, budget, _COMPARED if is_compared else _SWEPT)
     for one in names:
         # A comparison has a row for a solver that does not take the order.
@@ -117,7 +117,7 @@ def _compare(
 def asked_budgets(text: str, named: Sequence[str] = (), default: str = _SWEPT) -> Budgets:
     """How many budgets, or which: what ``--budgets`` says, or each that ``--budget`` names."""
     if text and named:
-        raise BudgetError(f"name budgets by --budget or by --budgets {text}, not by both")
+        raise BudgetError(f"give --budget or --budgets {text}, not both")
     text = text or ",".join(named) or default
     if not named and text.strip().lstrip("+-").isdigit():  # -3 is no number of budgets
         if int(text) < 1:
@@ -136,7 +136,7 @@ def asked_hosts(text: str) -> dict[str, int]:
         return {AUTO: 1}  # any size but 0, as it is asked for when the graph is captured
     hosts = {part: 0 if part == "0" else parse_bytes(part, "host", _HOSTS) for part in parts}
     if len(set(hosts.values())) < len(parts):
-        raise BudgetError(f"hosts {text!r} name the same size twice: give each once")
+        raise BudgetError(f"give each host size once: {text!r} names one twice")
     return hosts
 
 

@@ -32,7 +32,7 @@ def test_what_is_kept_comes_back() -> None:
 def test_a_damaged_file_is_told_of_and_not_read(data: bytes, folder: Path) -> None:
     FILES.write("one.json", b"data")
     (folder / "one.json").write_bytes(data)
-    with pytest.warns(UserWarning, match="of the kept things which is made anew"):
+    with pytest.warns(UserWarning, match="of the kept things, which is made anew"):
         assert FILES.read("one.json", bytes) is None
 
 

@@ -118,5 +118,5 @@ def test_what_was_there_survives_a_full_disk(
 
 def test_a_report_of_python_leaves_the_old_one(tmp_path: Path) -> None:
     result = remat.solve(GRAPH, "90%", solver=SOLVER)
-    with pytest.raises(remat.RematError, match="cannot be written: Is a directory"):
+    with pytest.raises(remat.RematError, match=r"cannot write .*: Is a directory"):
         report(GRAPH, result, tmp_path)

@@ -137,4 +137,4 @@ def test_what_is_of_one_size_is_refused_beside_it(remat: Remat, tmp_path: Path) 
     assert "split is not taken with dynamic sizes" in done.stderr
     done = remat("run", "graph.json", *SEQ)
     assert done.exit_code == 2
-    assert "--dynamic goes with a model" in done.stderr
+    assert "leave out --dynamic, or name a model" in done.stderr

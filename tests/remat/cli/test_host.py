@@ -131,7 +131,7 @@ def test_hosts_of_a_sweep(text: str, hosts: dict[str, int]) -> None:
     ("text", "says"),
     [
         ("0,auto", "host 'auto' cannot be read: write it like 8GiB, or several with 0 for none"),
-        ("1GiB,1024MiB", "name the same size twice"),
+        ("1GiB,1024MiB", "give each host size once"),
     ],
 )
 def test_hosts_that_cannot_be_swept(text: str, says: str) -> None:

@@ -156,7 +156,7 @@ def test_measuring_needs_the_model_here(remat: Remat, kept: Path, tmp_path: Path
     assert f"--measure runs a step, and {kept} has no model" in done.stderr.replace("\n", "")
     done = remat("report", remat.gpt, "--budget", "80%", "--device", "h100", "--measure", "-o",
                  str(page))  # fmt: skip
-    assert "--measure runs a step on this CPU: leave out --device" in done.stderr
+    assert "leave out --device and --sharding: --measure runs a step" in done.stderr
     assert not page.exists()
 
 

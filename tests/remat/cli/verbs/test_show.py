@@ -172,12 +172,12 @@ def test_there_must_be_a_plan_and_it_must_fit(remat: Remat) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--explain", "--by", "op"), "--by is not taken by --explain"),
-        (("--why", "*", "-o", "step.dot"), "-o is not taken by --explain"),
-        (("--each-limit", "3"), "--each-limit is not taken by the table of values"),
-        (("--as", "code", "--at-peak"), "--at-peak is not taken by --as code"),
-        (("--as", "graph", "--budget", "60%"), "--budget is not taken by --as graph"),
-        (("--as", "dot"), "--as dot is a file: name it, -o step.dot"),
+        (("--explain", "--by", "op"), "leave out --by: --explain does not take it"),
+        (("--why", "*", "-o", "step.dot"), "leave out -o: --explain does not take it"),
+        (("--each-limit", "3"), "leave out --each-limit: the table of values does not take it"),
+        (("--as", "code", "--at-peak"), "leave out --at-peak: --as code does not take it"),
+        (("--as", "graph", "--budget", "60%"), "leave out --budget: --as graph does not take it"),
+        (("--as", "dot"), "name the file, -o step.dot: --as dot"),
         (("--as", "code"), "name both, MODEL --plan plan.json"),
     ],
 )

@@ -289,7 +289,10 @@ def test_a_verb_of_an_older_release_names_the_one_of_today(remat: Remat, former:
             "name the model first, as path/to/file.py: plan.json is a kept file",
         ),
         (["largest-batch", "plan.json", "--budget", "1GiB"], "plan.json is a kept file: name the"),
-        (["run", "graph.json", "--compare"], "graph.json has no model to run: --compare goes"),
+        (
+            ["run", "graph.json", "--compare"],
+            "leave out --compare, or name a model: graph.json has none",
+        ),
     ],
 )
 def test_wrong_words_are_told_in_one_line(remat: Remat, words: list[str], says: str) -> None:
