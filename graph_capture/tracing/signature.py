@@ -168,8 +168,7 @@ class Signature:
             parts = ", ".join([f"with {more}"] * bool(more) + [f"without {less}"] * bool(less))
             raise SignatureError(
                 f"call it as at capture, or capture and solve again: {model} was planned for "
-                f"arguments ({', '.join(self.names)}) and is called with "
-                f"others{f' ({parts})' if parts else ''}"
+                f"arguments ({', '.join(self.names)}) and is called {parts or 'with others'}"
             )
         for i, leaf in enumerate(leaves):
             planned, found = self.tensors[i], None

@@ -33,7 +33,7 @@ VERBS = {
     "doctor": "remat.cli.machine:doctor_verb",
 }
 """The module and the function of each. Those that plan come first, then those that read a plan."""
-EXAMPLES = {  # one for the help of each
+_EXAMPLES = {  # one for the help of each
     "run": "model.py --budget 8GiB -o plan.json",
     "sweep": "model.py",
     "largest-batch": "model.py --budget 8GiB",
@@ -102,7 +102,7 @@ def _app_of(verbs: Iterable[str]) -> typer.Typer:
         module, _, function = VERBS[verb].partition(":")
         made_by = getattr(importlib.import_module(module), function)
         text = inspect.getdoc(made_by) or ""
-        made.command(verb, help=f"{text}\n\nExample: remat {verb} {EXAMPLES[verb]}")(made_by)
+        made.command(verb, help=f"{text}\n\nExample: remat {verb} {_EXAMPLES[verb]}")(made_by)
     return made
 
 

@@ -276,8 +276,8 @@ def test_each_fact_that_differs_has_its_own_way_out() -> None:
             module(other)
         assert ("last batch" in str(caught.value)) == (way == "drop or pad the last batch")
     for more, text in [
-        (((x, x), {}), r"call it as at capture.* others \(with args\[1\]\)"),
-        (((x,), {"mask": x}), r"other ones \(with kwargs\['mask'\]\)"),
+        (((x, x), {}), r"call it as at capture.* is called with args\[1\]"),
+        (((x,), {"mask": x}), r"is called with kwargs\['mask'\]"),
         (((), {"x": x}), r"other ones \(with kwargs\['x'\], without args\[0\]\)"),
     ]:
         with pytest.raises(SignatureError, match=text):

@@ -102,7 +102,9 @@ def test_a_layout_of_other_buffers_is_refused_in_one_line() -> None:
 
 @pytest.mark.parametrize("alignment_bytes", [0, -8, 3, 96])
 def test_an_alignment_that_no_offset_can_keep_is_refused(alignment_bytes: int) -> None:
-    with pytest.raises(LayoutError, match="give a power of two, such as 64 for a CPU or 512"):
+    with pytest.raises(
+        LayoutError, match="give a power of two as alignment, such as 64 for a CPU or 512"
+    ):
         layout_of(BUFFERS, OFFSETS, alignment_bytes=alignment_bytes)
 
 

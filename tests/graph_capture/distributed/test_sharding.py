@@ -80,7 +80,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kind": "zero"}, "unknown sharding 'zero': choose none, ddp, zero1, replicate or fsdp2"),
     ({"kind": "ddp", "world_size": 1}, "name the number of ranks.*sharding ddp over 1 rank"),
     ({"kind": "none"}, "choose a kind of sharding for 4 ranks: ddp, zero1, replicate or fsdp2"),
-    ({"kind": "ddp", "blocks": "layers.*"}, "leave out blocks, or choose fsdp2 or replicate: sharding ddp"),
+    (
+        {"kind": "ddp", "blocks": "layers.*"},
+        "leave out blocks, or choose fsdp2 or replicate: sharding ddp",
+    ),
     ({"kind": "ddp", "replicas": 2}, "leave out replicas, or choose fsdp2: sharding ddp"),
     ({"kind": "replicate", "reshard_after_forward": False}, "replicate has no reshard_after_"),
     ({"bucket_views": True}, "sharding fsdp2 has no bucket_views: .* choose ddp or zero1"),

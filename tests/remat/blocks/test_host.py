@@ -128,7 +128,7 @@ def test_what_does_not_fit_names_the_least_budget_with_this_host(planned: Planne
         remat.rematerialize(
             planned.model, planned.args, blocks="layers.*", budget=least // 2, host="64MiB"
         )
-    assert "\n" not in str(caught.value).strip()
+    assert str(caught.value).count("\n") == 1
 
 
 def test_a_folder_without_room_for_all_blocks_is_refused(
@@ -147,7 +147,7 @@ def test_a_folder_without_room_for_all_blocks_is_refused(
         remat.rematerialize(
             planned.model, planned.args, blocks="layers.*", budget="min", host="64MiB", check=False
         )
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).count("\n") == 1
 
 
 @pytest.mark.parametrize(("name", "count"), [("write_from", 1), ("write_from", 7), ("read_to", 2)])

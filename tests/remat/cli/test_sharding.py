@@ -53,7 +53,7 @@ REFUSED = [
         "got `str` - at `reshard_after_forward`",
     ),
     ("param_dtype=int8", "mixed precision policies cannot cast to 'int8'"),
-    ("bucket_views=yes", "sharding fsdp2 has no bucket_views"),
+    ("bucket_views=yes", "leave out bucket_views, or choose ddp or zero1: sharding fsdp2"),
     ("states_over=3", "choose states_over as a multiple of 4"),
 ]
 

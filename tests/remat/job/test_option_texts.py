@@ -103,7 +103,7 @@ def test_a_file_has_the_same_keys(name: str, text: str, tmp_path: Path) -> None:
 NO_SHARDINGS = {
     "fsdp2": "is not one value a key; give kind=ddp|zero1|replicate|fsdp2,world=8, or a JSON",
     "kind=ddp,kind=fsdp2": "is not one value a key",
-    "world=8": "8 ranks and no kind of sharding: choose ddp, zero1, replicate or fsdp2",
+    "world=8": "choose a kind of sharding for 8 ranks: ddp, zero1, replicate or fsdp2",
     "kind=fsdp3,world=8": "Invalid enum value 'fsdp3' - at `kind`; give kind=ddp|zero1|",
     "kind=ddp,ranks=8": "there is no key 'ranks'",
     "kind=ddp,world=all": "Expected `int`, got `str` - at `world`",

@@ -54,7 +54,7 @@ def roomy(**rooms: int) -> Links:
         (graph(), (A, Fetch("a")), "a is not on the host.*: no copy"),
         (graph(), (A, Free("a"), Offload("a")), "a is not on the device.*: no copy"),
         (graph(), (Offload("w"),), "w is not on the device.*: no copy"),
-        (graph(), (A, Offload("a"), Offload("a")), "a is .*on the host already"),
+        (graph(), (A, Offload("a"), Offload("a")), "a is .*already on the host"),
         (graph(), (A, Free("a", "host")), "a is not live on the host, so it cannot be dropped"),
         (graph(), (A, Offload("a"), Compute("c", "host")), "op c cannot run on the host"),
         (graph(), (A, Compute("b", "nvme")), "op b cannot run on the nvme"),

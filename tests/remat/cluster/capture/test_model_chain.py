@@ -73,8 +73,11 @@ def test_the_same_model_has_the_same_digest_and_another_has_another() -> None:
 @pytest.mark.parametrize(
     ("factory", "said"),
     [
-        (chains.skip, "what block layers.0 makes is read by aten.add.Tensor outside of blocks"),
-        (chains.scaled, "what block layers.0 makes is read by aten.mul.Tensor outside of blocks"),
+        (chains.skip, "the result of block layers.0 is read by aten.add.Tensor outside the blocks"),
+        (
+            chains.scaled,
+            "the result of block layers.0 is read by aten.mul.Tensor outside the blocks",
+        ),
         (chains.turned, "block layers.2 is not called in turn, so the model is no chain"),
         (chains.unlike, "block layers.1 is given others than block layers.0"),
     ],
