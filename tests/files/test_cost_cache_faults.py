@@ -28,7 +28,7 @@ def test_costs_that_cannot_be_saved_are_warned_about(
     second = CostCache("a machine")
     second.costs["two"] = OpCost(2.0)
     fail_once(monkeypatch, call)
-    with pytest.warns(UserWarning, match=f"costs are not kept: .*{FULL}"):
+    with pytest.warns(UserWarning, match=f"costs are not kept .*{FULL}"):
         second.save()
     assert list(CostCache("a machine").costs) == ["one"]
     assert names_in(tmp_path) == there

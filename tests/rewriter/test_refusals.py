@@ -131,7 +131,7 @@ def test_a_buffer_that_forward_replaces_is_refused_and_stays() -> None:
     model = Averaging()
     before = model.mean
     with pytest.raises(
-        CaptureError, match=r"Averaging puts another tensor in the place of mean.*copy_"
+        CaptureError, match=r"(?s)copy_.*Averaging puts another tensor in the place of mean"
     ):
         capture(model, (batch(),))
     assert model.mean is before
@@ -144,7 +144,9 @@ class Cholesky(Branching):
 
 
 def test_ops_with_effects_are_refused_with_their_line() -> None:
-    with pytest.raises(CaptureError, match=r"_linalg_check_errors.*test_refusals.py.*cholesky_ex"):
+    with pytest.raises(
+        CaptureError, match=r"(?s)cholesky_ex.*_linalg_check_errors.*test_refusals.py"
+    ):
         capture(Cholesky(), (batch(),))
 
 
@@ -164,10 +166,12 @@ def test_gates_of_rows_that_no_vector_fits_are_refused_by_name(
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: can)
     x = torch.randn(4, 8)
-    with pytest.raises(CaptureError, match=rf"^0 is a GRU of hidden_size 8.*size {elements}"):
+    with pytest.raises(
+        CaptureError, match=rf"hidden_size {elements}, .*: 0 is a GRU of hidden_size 8"
+    ):
         capture(nn.Sequential(nn.GRU(8, 8)), (x,))
     with pytest.raises(
-        CaptureError, match=r"^0 is a GRUCell of hidden_size 40.*hidden_size (48|64)"
+        CaptureError, match=r"hidden_size (48|64), .*: 0 is a GRUCell of hidden_size 40"
     ):
         capture(nn.Sequential(nn.GRUCell(8, 40)), (x,))
     double = nn.Sequential(nn.GRUCell(8, elements // 2)).double()
@@ -188,7 +192,7 @@ def test_each_gru_that_is_not_refused_here_is_exact(kind: type[Any], dtype: torc
 
 def test_scripted_modules_are_refused_by_name() -> None:
     model = nn.Sequential(torch.jit.script(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
-    with pytest.raises(CaptureError, match=r"^0 is compiled by torch\.jit"):
+    with pytest.raises(CaptureError, match=r"0 is compiled by torch\.jit"):
         capture(model, (batch(),))
 
 
@@ -278,7 +282,7 @@ def test_each_fact_that_differs_has_its_own_way_out() -> None:
     for more, text in [
         (((x, x), {}), r"call it as at capture.* is called with args\[1\]"),
         (((x,), {"mask": x}), r"is called with kwargs\['mask'\]"),
-        (((), {"x": x}), r"other ones \(with kwargs\['x'\], without args\[0\]\)"),
+        (((), {"x": x}), r"is called with kwargs\['x'\], without args\[0\]"),
     ]:
         with pytest.raises(SignatureError, match=text):
             module(*more[0], **more[1])
@@ -296,7 +300,7 @@ def test_another_python_argument_is_refused() -> None:
     model, args, kwargs, loss_fn, target = make("nested_outputs_and_kwargs")
     graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target)
     module = rewrite(model, schedule_of(graph, "store_all"))
-    text = r"kwargs\['scale'\] = 2.0 and is called with 3.0. A plan holds for one value of what"
+    text = r"(?s)a plan holds for one value.*kwargs\['scale'\] = 2.0 and is called with 3.0"
     with pytest.raises(RewriteError, match=text):
         module(*args, **{**kwargs, "scale": 3.0})
 

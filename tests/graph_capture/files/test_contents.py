@@ -43,7 +43,7 @@ def alone(path: Path) -> bool:
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_contents(path, OLD)
-    with pytest.raises(FileError, match=r"plan\.json cannot be written: File too large$"):
+    with pytest.raises(FileError, match=r"cannot write .*plan\.json: File too large$"):
         write_contents(path, NEW)
     assert path.read_bytes() == OLD
     assert alone(path)
@@ -148,7 +148,7 @@ def test_a_device_that_takes_nothing(tmp_path: Path) -> None:
     write_contents("/dev/null", NEW)
     link = tmp_path / "full.json"
     link.symlink_to("/dev/full")
-    with pytest.raises(FileError, match=r"full\.json cannot be written: No space left on device"):
+    with pytest.raises(FileError, match=r"cannot write .*full\.json: No space left on device"):
         write_contents(link, NEW)
 
 
@@ -220,7 +220,7 @@ def test_windows_replaces_a_file_once_nobody_reads_it(
     if is_let_go:
         write_contents(path, NEW)
     else:
-        with pytest.raises(FileError, match=r"plan\.json cannot be written: The process cannot"):
+        with pytest.raises(FileError, match=r"cannot write .*plan\.json: The process cannot"):
             write_contents(path, NEW)
     assert path.read_bytes() == (NEW if is_let_go else OLD)
     assert alone(path)

@@ -55,8 +55,8 @@ def test_json_has_plain_figures(remat: Remat) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--microbatches", "0"), "microbatches 0 leave nothing to train on"),
-        (("--optimizer", "none"), "optimizer 'none' has no update to plan"),
+        (("--microbatches", "0"), "give 1 or more microbatches: 0 leave"),
+        (("--optimizer", "none"), "'none' has no update to plan"),
         (("--host", ""), "give --host 120GiB too"),
         (("--nvme-gb-s", "5"), "5 GB/s is the rate of NVMe"),
         (("--nvme", "/mnt/nvme:1GiB", "--host", ""), "host"),

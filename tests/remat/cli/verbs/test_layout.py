@@ -129,11 +129,11 @@ def test_a_report_draws_a_kept_layout_or_makes_one(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--layout", "other.json"), "other.json: the layout was made for another one"),
+        (("--layout", "other.json"), "the layout was made for another one"),
         (("--layout", "edited.json"), "edited.json: invalid layout: "),
         (("--layout", "plan.json"), "plan.json: not a layout file of this release"),
         (("--layout", "none.json"), "none.json"),
-        (("--layout", "layout.json", "--place"), "name one of the two"),
+        (("--layout", "layout.json", "--place"), "leave out --place or layout.json"),
     ],
 )
 def test_a_layout_that_is_not_of_the_plan_is_refused_with_its_file(
