@@ -267,7 +267,7 @@ class SharedBudget:
             raise BudgetError(
                 "call backward before the next forward, put no_grad around forwards that need no "
                 f'backward, or plan for more open forwards with options={{"calls": {again + 1}, '
-                "...}}.\n"
+                "...}.\n"
                 f"Graph {'/'.join(map(str, frame))} is called with {len(before)} forwards whose "
                 f"backward is still to come, {again} of them its own, and would need "
                 f"{bytes_text(peak_bytes)} with what these saved, above the budget of "

@@ -130,7 +130,7 @@ def test_a_graph_in_a_file_is_planned_with_the_links_of_its_device(
     path.rename(path.with_name("mine.json"))
     with pytest.raises(SystemExit):
         command.main(["--graphs", str(path.with_name("mine.json"))])
-    assert "mine.json is no MODEL-DEVICE.json: there is no device ''" in capsys.readouterr().err
+    assert "mine.json is no MODEL-DEVICE.json: no device ''" in capsys.readouterr().err
 
 
 def test_what_cannot_be_asked_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

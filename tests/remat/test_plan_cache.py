@@ -298,7 +298,7 @@ def test_a_gan_whose_discriminator_is_frozen_in_between_trains_as_eager_does() -
 def test_a_frozen_model_that_has_no_backward_runs_its_own_forward_and_says_so_once() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU()).requires_grad_(False)
     fast, x = remat.rematerialize(model, budget="100%"), torch.ones(2, 4)
-    with pytest.warns(UserWarning, match="Sequential runs unplanned"):
+    with pytest.warns(UserWarning, match="Sequential runs without its plan"):
         assert torch.equal(fast(x), model(x))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

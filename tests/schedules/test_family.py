@@ -82,7 +82,7 @@ def test_of_many_sizes_parts_are_judged_until_one_size_has_what_bounds_them_all(
 
 def test_too_many_sizes_that_nothing_bounds_are_refused() -> None:
     graph = ranged("((7919*n) % 4999)*((104729*n) % 4999)", high=5000)
-    with pytest.raises(ScheduleError, match="the bytes of a may fall"):
+    with pytest.raises(ScheduleError, match="The bytes of a may fall"):
         peak_over(graph, keeping(graph.at(n=4)))
     part = (Symbol("n", 2, 40),)
     assert peak_over(graph, keeping(graph.at(n=4)), part).n_sizes == 39

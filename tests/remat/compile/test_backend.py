@@ -276,7 +276,7 @@ def test_other_devices_are_refused() -> None:
 def test_a_mode_is_refused() -> None:
     model, x = with_dropout()
     compiled = torch.compile(model, backend="remat", mode="reduce-overhead")
-    with pytest.raises(BackendCompilerFailed, match="takes no mode: give options"):
+    with pytest.raises(BackendCompilerFailed, match=r"give options.* takes no mode"):
         compiled(x)
 
 

@@ -115,7 +115,7 @@ def test_a_size_that_the_model_fixes_has_plans_of_its_own_and_its_line_is_named(
     model = Branching()
     cache = cached(model)
     cache(*rows(4))
-    with pytest.warns(UserWarning, match=r"cannot vary .*test_cache_over_ranges.py:\d+"):
+    with pytest.warns(UserWarning, match=r"(?s)cannot vary .*test_cache_over_ranges.py:\d+"):
         assert same_bits(model, cache, rows(6))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

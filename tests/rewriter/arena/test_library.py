@@ -186,7 +186,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_library_that_is_broken(tmp_path: Path) -> None:
     path = tmp_path / "broken.so"
     path.write_bytes(b"nothing")
-    with pytest.raises(ArenaError, match=f"Remove {path}"):
+    with pytest.raises(ArenaError, match=f"remove {path}"):
         ArenaLibrary(path)
 
 

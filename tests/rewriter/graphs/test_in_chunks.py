@@ -201,7 +201,7 @@ def test_a_plan_of_an_unknown_number_of_chunks_is_refused() -> None:
     schedule = remat.solve(graph, "min").schedule
     assert schedule is not None
     chunks = (ChunkedRegion(schedule.chunks[0].region, 3),)
-    with pytest.raises(ScheduleError, match="in 3 chunks; the graph has costs for 2, 4, 8, 16"):
+    with pytest.raises(ScheduleError, match="in 3 chunks, and the graph has costs for 2, 4, 8, 16"):
         simulate(graph, msgspec.structs.replace(schedule, chunks=chunks))
 
 

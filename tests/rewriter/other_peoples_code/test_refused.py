@@ -43,7 +43,9 @@ def test_a_seed_set_in_forward_is_refused_with_its_line() -> None:
             torch.manual_seed(0)
             return nn.functional.dropout(self.linear(x))
 
-    with pytest.raises(CaptureError, match=r"calls torch\.manual_seed \(.*test_refused\.py:\d+"):
+    with pytest.raises(
+        CaptureError, match=r"call torch\.manual_seed outside .*test_refused\.py:\d+"
+    ):
         remat.capture(Seeded(), (batch(),))
 
 
@@ -71,13 +73,13 @@ def test_what_torch_cannot_take_apart_is_refused_with_the_call_that_helps() -> N
         def forward(self, given: Batch) -> Tensor:
             return self.linear(given.x)
 
-    with pytest.raises(CaptureError, match=r"args\[0\] is a .*Batch.*register_dataclass\(Batch\)"):
+    with pytest.raises(CaptureError, match=r"register_dataclass\(Batch\): args\[0\] is a .*Batch"):
         remat.capture(Taking(), (Batch(batch()),))
 
 
 @pytest.mark.parametrize(
     ("use_reentrant", "says"),
-    [(False, r"block\.1\.running_mean inside torch\.utils\.checkpoint"), (True, "use_reentrant")],
+    [(False, r"block\.1\.running_mean inside checkpoint"), (True, "use_reentrant")],
 )
 def test_a_buffer_written_inside_a_checkpoint_is_refused_with_the_way_out(
     use_reentrant: bool, says: str
@@ -125,7 +127,7 @@ def test_an_option_that_draws_is_named_as_the_way_out_of_a_branch_on_a_random_nu
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x).sum() if torch.rand([]) < 0.5 else x.sum()
 
-    with pytest.raises(CaptureError, match=r"a random number.*layerdrop.*to 0"):
+    with pytest.raises(CaptureError, match=r"(?s)layerdrop.*to 0.*a random number"):
         planned(LayerDrop(), batch())
 
 

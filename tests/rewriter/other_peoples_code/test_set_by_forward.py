@@ -59,7 +59,7 @@ def test_what_forward_would_read_again_from_its_batch_is_refused() -> None:
             self.last = x
             return self.linear(before)
 
-    with pytest.raises(CaptureError, match=r"sets last at its first call"):
+    with pytest.raises(CaptureError, match=r"if last is only set once"):
         remat.capture(Remembering(), (batch(),))
 
 
@@ -133,7 +133,7 @@ def test_a_first_call_that_initialises_something_is_refused() -> None:
             return y.mean()
 
     model, x = Initialised(), batch()
-    with pytest.raises(CaptureError, match="sets is_ready at its first call"):
+    with pytest.raises(CaptureError, match="if is_ready is only set once"):
         remat.capture(model, (x,))
     model(x)
     assert torch.equal(planned(model, x)(x), model(x))

@@ -244,7 +244,7 @@ def test_a_changed_model_is_refused_with_the_first_difference(
 def test_a_model_that_computes_something_else_is_refused_by_its_graph(
     small: tuple[Exported, Tensor, PlanFile],
 ) -> None:
-    with pytest.raises(ScheduleError, match=r"op 2 was .*gelu.*, is .*relu"):
+    with pytest.raises(ScheduleError, match=r"op 2 was .*gelu.* and is .*relu"):
         load_plan(small[2], changed_model("activation"))
 
 
@@ -282,7 +282,7 @@ def test_another_torch_is_refused_another_build_of_it_is_not(
 ) -> None:
     model, _, plan = small
     older = edited(plan, versions=msgspec.structs.replace(plan.versions, torch="2.10.0+cpu"))
-    with pytest.raises(PlanError, match=r"torch was 2\.10\.0\+cpu and is .*remat\.plans"):
+    with pytest.raises(PlanError, match=r"remat\.plans.*torch was 2\.10\.0\+cpu and is "):
         load_plan(older, model)
     public = str(torch.__version__).partition("+")[0]
     versions = msgspec.structs.replace(plan.versions, torch=f"{public}+cu126")
@@ -360,7 +360,7 @@ def test_an_archive_that_a_full_disk_cuts_short(
     program = torch.export.export(model, (x,)) if with_program else None
     path, full = tmp_path / "model.pt2", tmp_path / "full.pt2"
     full.symlink_to("/dev/full")
-    with pytest.raises(FileError, match=r"full\.pt2 cannot be written: No space left on device"):
+    with pytest.raises(FileError, match=r"cannot write .*full\.pt2: No space left on device"):
         save_plan(plan, full, program)
     save_plan(plan, path, program)
     old = path.read_bytes()

@@ -76,7 +76,7 @@ def test_context_parallel_ranks_exchange_tokens_for_heads(cp: int, groups: FakeG
 
 def test_heads_that_ranks_cannot_share_are_refused(groups: FakeGroups) -> None:
     with pytest.raises(
-        CaptureError, match=r"8 context .* has 4 heads of queries and 4 of keys .* with --cp 1"
+        CaptureError, match=r"with --cp 1: 8 context .* has 4 heads of queries and 4 of keys"
     ):
         block(1, 8, groups)
 
