@@ -111,7 +111,7 @@ def test_a_profile_of_a_cuda_device_names_it_and_serves_it(as_if_on_cuda: FakeCu
     with pytest.raises(ProfileError, match="of cuda, not a CPU"):
         capture(**step(), profile=profile, device="cpu")
     on_a_cpu = msgspec.structs.replace(profile, device="cpu")
-    with pytest.raises(ProfileError, match="of cpu, not of a CUDA device"):
+    with pytest.raises(ProfileError, match="of cpu, not a CUDA device"):
         capture(**step(), device="cuda", profile=on_a_cpu)
 
 

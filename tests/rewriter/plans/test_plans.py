@@ -368,7 +368,7 @@ def test_an_archive_that_a_full_disk_cuts_short(
     heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(old) // 2, hard))
     try:
-        with pytest.raises(FileError, match=r"model\.pt2 cannot be written: File too large"):
+        with pytest.raises(FileError, match=r"cannot write .*model\.pt2: File too large"):
             save_plan(plan, path, program)
         gc.collect()
     finally:
