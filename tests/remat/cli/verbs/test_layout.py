@@ -133,7 +133,7 @@ def test_a_report_draws_a_kept_layout_or_makes_one(
         (("--layout", "edited.json"), "edited.json: invalid layout: "),
         (("--layout", "plan.json"), "plan.json: not a layout file of this release"),
         (("--layout", "none.json"), "none.json"),
-        (("--layout", "layout.json", "--place"), "leave out --place or layout.json"),
+        (("--layout", "layout.json", "--place"), "each gives a layout"),
     ],
 )
 def test_a_layout_that_is_not_of_the_plan_is_refused_with_its_file(
