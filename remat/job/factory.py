@@ -285,7 +285,7 @@ def _default_of(module: ModuleType, where: str) -> str:
     unseen = _unseen_text(module, where)  # the text shows where the model is built
     if unseen or not building:
         is_given = [name for name in own if name in written and written[name].gives]
-        nothing = f"and {', '.join(own)} return nothing" if own else "and no other"
+        nothing = f"and nothing is returned by {', '.join(own)}" if own else "and no other"
         other = f"and {', '.join(own)} train, or build no model" if is_given else nothing
         raise FactoryError(f"{unseen or f'{where} has no function {_DEFAULT}, {other}'}: {_WRITE}")
     has = f"{where} has no function {_DEFAULT}. It has {', '.join(own)}"

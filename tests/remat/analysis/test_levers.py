@@ -88,7 +88,7 @@ def test_a_solver_is_asked_without_updates_but_not_without_recomputation() -> No
     assert updated.solved
     assert not updated.off_fits
     assert updated.off_least_bytes > 150
-    assert "Solved without, nothing fits; the least known is" in str(updated)
+    assert "Without it, nothing fits; the lowest known peak is" in str(updated)
 
 
 def test_a_lever_is_said_in_one_line() -> None:
