@@ -147,7 +147,7 @@ def test_a_folder_without_room_for_all_blocks_is_refused(
         remat.rematerialize(
             planned.model, planned.args, blocks="layers.*", budget="min", host="64MiB", check=False
         )
-    assert str(caught.value).count("\n") == 1
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "count"), [("write_from", 1), ("write_from", 7), ("read_to", 2)])

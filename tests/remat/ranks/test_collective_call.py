@@ -118,7 +118,7 @@ def test_an_error_after_the_last_point_reaches_all() -> None:
 
     found = outcomes(act)
     assert isinstance(found[2], OSError)
-    assert all("rank 2 with OSError: disk full" in str(error) for error in found[:2])
+    assert all("ended there with OSError: disk full" in str(error) for error in found[:2])
 
 
 def test_who_does_not_come_is_named() -> None:
