@@ -58,8 +58,8 @@ def check_placement(what: str, found: torch.device, device: str) -> None:
         )
     if not is_cuda(device) and found.type not in _HOST:
         raise DeviceError(
-            f"capture with {option('device', str(found))}, or move the model and the batch to cpu: {what} is on "
-            f"{found}, and a step for {device} is captured on cpu"
+            f"capture with {option('device', str(found))}, or move the model and the batch to "
+            f"cpu: {what} is on {found}, and a step for {device} is captured on cpu"
         )
 
 

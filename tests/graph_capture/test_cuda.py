@@ -158,7 +158,7 @@ def test_the_device_is_where_the_model_is_and_has_an_index(cuda: FakeCuda) -> No
     [
         ("cpu", "cuda:0", r"\.to\('cuda:0'\): weight is on cpu, .* captured on cuda:0"),
         ("cuda:1", "cuda:0", "weight is on cuda:1, and the step is captured on cuda:0"),
-        ("cuda:0", "cpu", "weight is on cuda:0, .* capture with device='cuda:0'"),
+        ("cuda:0", "cpu", "capture with device='cuda:0', .* weight is on cuda:0"),
         ("cuda:0", "h100", "weight is on cuda:0, and a step for h100 is captured on cpu"),
     ],
 )
