@@ -47,8 +47,8 @@ def _check_graph(graph: TrainingGraph) -> None:
             raise GraphError(f"value {value.name} has a negative size: {value.size_bytes} bytes")
         if value.home is not None and value.producer:
             raise GraphError(
-                f"value {value.name} has a home on the {value.home} and is made by op "
-                f"{value.producer}: only what is there before the step begins has a home"
+                f"value {value.name} has a home on the {value.home} but is made by op "
+                f"{value.producer}: only values from before the step have a home"
             )
     _check_ops(graph, values)
     _check_producers(graph)
@@ -70,16 +70,16 @@ def _check_ops(graph: TrainingGraph, values: dict[str, Value]) -> None:
 def _check_op(op: Op, values: dict[str, Value], present: set[str]) -> None:
     if not 0 <= op.cost_us < math.inf or op.workspace_bytes < 0:  # NaN fails too
         raise GraphError(
-            f"op {op.name} has a negative or undefined cost: "
-            f"{op.cost_us} us, {op.workspace_bytes} bytes of workspace; both are finite, from 0 on"
+            f"op {op.name} has a negative or undefined cost: {op.cost_us} us, "
+            f"{op.workspace_bytes} bytes of workspace; both must be finite, 0 or more"
         )
     for name in op.inputs:
         if name not in values:
-            raise GraphError(f"op {op.name} reads {name}, which is no value of the graph")
+            raise GraphError(f"op {op.name} reads {name}, which is not a value of the graph")
         if name not in present:
             raise GraphError(
-                f"op {op.name} reads {name} before any op has produced it: "
-                "the order is not one in which the ops can run, or the graph has a cycle"
+                f"op {op.name} reads {name} before any op produces it: the ops cannot run in this "
+                "order, or the graph has a cycle"
             )
     _check_host(op)
     for name in op.outputs:
@@ -94,13 +94,13 @@ def _check_op(op: Op, values: dict[str, Value], present: set[str]) -> None:
 def _check_host(op: Op) -> None:
     if op.host_cost_us is not None and not 0 <= op.host_cost_us < math.inf:
         raise GraphError(
-            f"op {op.name} has a negative or undefined cost on the host: {op.host_cost_us} us; it "
-            "is finite, from 0 on, or None where the op cannot run there"
+            f"op {op.name} has a negative or undefined cost on the host: {op.host_cost_us} us; "
+            "give a finite one, 0 or more, or None if the op cannot run there"
         )
     for name in op.updates:
         if name not in op.inputs:
             raise GraphError(
-                f"op {op.name} updates {name} and does not read it: list it among its inputs"
+                f"op {op.name} updates {name} but does not read it: list it among its inputs"
             )
 
 
@@ -109,12 +109,12 @@ def _check_producers(graph: TrainingGraph) -> None:
     for value in (value for value in graph.values if value.producer and value.name not in made):
         if any(op.name == value.producer for op in graph.ops):
             raise GraphError(
-                f"value {value.name} names op {value.producer} as its producer, which does not "
-                "list it: add it to the outputs of the op"
+                f"value {value.name} names op {value.producer} as its producer, but the op does "
+                "not list it: add it to the op's outputs"
             )
         raise GraphError(
-            f"value {value.name} is produced by {value.producer}, which is no op of the graph: "
-            "leave the producer empty for what is resident"
+            f"value {value.name} is produced by {value.producer}, which is not an op of the "
+            "graph: leave the producer empty for a resident value"
         )
 
 
@@ -140,14 +140,14 @@ def _check_sums(graph: TrainingGraph) -> None:
     total_bytes += sum(op.workspace_bytes for op in graph.ops)
     if total_bytes >= MOST_BYTES:
         raise GraphError(
-            f"values, workspaces and what is resident are {total_bytes} bytes in all, beyond "
-            f"what can be computed with, {MOST_BYTES}: are the sizes in bytes?"
+            "are the sizes in bytes? Values, workspaces and resident bytes add up to "
+            f"{total_bytes}, more than can be computed with ({MOST_BYTES})"
         )
     total_us = sum(op.cost_us for op in graph.ops)
     if total_us > MOST_US:
         raise GraphError(
-            f"the costs of all ops are {total_us} us in all, beyond what can be computed with, "
-            f"{MOST_US}: are they in microseconds?"
+            f"are the costs in microseconds? They add up to {total_us} us, more than can be "
+            f"computed with ({MOST_US})"
         )
 
 
@@ -175,8 +175,8 @@ class Link(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not (0 < self.bytes_per_us < math.inf and 0 <= self.latency_us < math.inf):
             raise GraphError(
-                f"a link of {self.bytes_per_us} bytes and {self.latency_us} us: its rate is "
-                "positive and finite, its latency finite and from 0 on"
+                f"a link of {self.bytes_per_us} bytes and {self.latency_us} us: its rate must be "
+                "positive and finite, its latency finite and 0 or more"
             )
 
     def us(self, size_bytes: int) -> float:
@@ -195,9 +195,9 @@ class Links(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.host_bytes < 0 or self.nvme_bytes < 0:
-            raise GraphError("the room on the host and on NVMe is 0 bytes or more")
+            raise GraphError("room on the host and on NVMe must be 0 bytes or more")
         if (self.write is None) != (self.read is None):
-            raise GraphError("NVMe is written and read: give both links, or none")
+            raise GraphError("give both NVMe links, to write and to read, or neither")
 
     def link(self, name: LinkName) -> Link | None:
         """None where there is no NVMe."""

@@ -94,17 +94,17 @@ def infeasible_text(result: Result) -> str:
         return _late_text(result)
     if not least:
         is_late = result.status == "time limit"
-        advice = "Allow a longer time limit" if is_late else "Raise the budget"
-        return f"no schedule within {asked} was found. {result.message or advice}"
+        advice = "allow a longer time limit" if is_late else "raise the budget"
+        return f"no schedule within {asked} was found: {result.message or advice}"
     rest = least - sum(item.size_bytes for item in result.held_at_peak)
     values = [(item.module or item.name, item.size_bytes) for item in result.held_at_peak[:3]]
     held = [("resident and workspace", rest), *values]
     holders = ", ".join(f"{name} {bytes_text(size)}" for name, size in held)
     ways = [text for text in (result.otherwise, option("budget", budget_text(least))) if text]
     return (
-        f"budget {asked} is below {bytes_text(least)}, the least that a schedule is known to "
-        f"reach; its peak is held by {holders}. {_floor_text(result)}Try {', '.join(ways)}, "
-        f"a smaller batch, or {option('budget', 'min')}"
+        f"try {', '.join(ways)}, a smaller batch, or {option('budget', 'min')}: budget {asked} is "
+        f"below {bytes_text(least)}, the lowest peak that a schedule is known to reach.\n"
+        f"That peak is held by {holders}. {_floor_text(result)}".rstrip(". ")
     )
 
 
@@ -122,8 +122,7 @@ def _floor_text(result: Result) -> str:
     text = ""
     if result.floor:
         floor, place = bytes_text(result.floor.size_bytes), result.floor.module or result.floor.name
-        text = "The floor, below which outputs of the step must be recomputed, is "
-        text += f"{floor}, at {place}. "
+        text = f"Below {floor}, set by {place}, outputs of the step must be recomputed. "
     if result.least_bound_bytes:
         text += f"No schedule needs less than {bytes_text(result.least_bound_bytes)}. "
     return text

@@ -190,8 +190,8 @@ def resized_schedule(schedule: Schedule, graph: TrainingGraph) -> Schedule:
         return schedule
     if schedule.levers:
         raise ScheduleError(
-            f"this plan uses {schedule.levers[0].lever}, which changes the ops of one size: plan "
-            "each size, or leave it out"
+            f"plan each size, or leave out {schedule.levers[0].lever}: this plan uses it, and it "
+            "changes the ops of one size"
         )
     captured_hash = graph.hash if schedule.chunks else ""
     graph = in_chunks(graph, schedule.chunks) if schedule.chunks else graph
@@ -200,10 +200,10 @@ def resized_schedule(schedule: Schedule, graph: TrainingGraph) -> Schedule:
     )
     if mine != theirs:
         pairs = zip(mine, theirs, strict=False)
-        first = next((f"'{a}', is '{b}'" for a, b in pairs if a != b), "of another number of ops")
+        first = next((f"'{a}', is '{b}'" for a, b in pairs if a != b), "other in number")
         raise ScheduleError(
-            f"this plan was made for other ops than those of the range: first {first}. Solve on "
-            "graph.at(...) of the range that it is to run at"
+            "solve on graph.at(...) of the range that it is to run at: this plan was made for "
+            f"other ops, first {first}"
         )
     return msgspec.structs.replace(
         schedule, graph_hash=graph.hash, inputs=graph.inputs, signatures=graph.signatures,
@@ -221,8 +221,8 @@ def peak_over(
     """The most bytes that `schedule` needs at any size of a range, proved."""
     if not isinstance(graph, RangedGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ScheduleError(
-            f"a peak over a range is one of a graph over a range, and this is "
-            f"{type(graph).__name__}: pass what remat.capture(..., dynamic=...) returned"
+            "pass what remat.capture(..., dynamic=...) returned: a peak over a range needs a "
+            f"graph over a range, and this is {type(graph).__name__}"
         )
     symbols = symbols or graph.symbols
     number = number_of_points(symbols)
@@ -254,9 +254,9 @@ def _by_parts(graph: RangedGraph, schedule: Schedule, symbols: tuple[Symbol, ...
             heapq.heappush(heap, (-_bound_bytes(graph, schedule, half), 2 * n + i, half))
     falls = next(iter(graph.not_rising()))
     raise ScheduleError(
-        f"the bytes of {falls} may fall where a size grows, so that the largest sizes do not bound "
-        f"the range, and {_MOST_SIMULATED} parts of its {number} sizes do not settle it: capture "
-        f"at most {_MOST_SIMULATED} sizes, or multiples: (name, least, largest, multiple)"
+        f"capture at most {_MOST_SIMULATED} sizes, or multiples: (name, least, largest, "
+        f"multiple). The bytes of {falls} may fall where a size grows, so the largest sizes do "
+        f"not bound the range, and {_MOST_SIMULATED} parts of its {number} sizes do not settle it"
     )
 
 

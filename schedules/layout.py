@@ -61,14 +61,14 @@ class Buffers:
     def __post_init__(self) -> None:
         lengths = {len(self.start), len(self.end), len(self.kind), len(self.names)}
         if lengths != {len(self.size_bytes)}:
-            raise LayoutError("buffers need one size, start, end, kind and name each")
+            raise LayoutError("give each buffer one size, start, end, kind and name")
         if len(self) == 0:
             return
         if int(self.size_bytes.min()) <= 0:
-            raise LayoutError("a buffer of 0 bytes or less has no place: leave it out")
+            raise LayoutError("leave out buffers of 0 bytes or less: they have no place")
         # As Python integers: in 64 bits the sum could wrap around.
         if sum(self.size_bytes.tolist()) >= MOST_BYTES:
-            raise LayoutError("the buffers are too large in all for 64-bit integers")
+            raise LayoutError("the buffers together are too large for 64-bit integers")
         if (self.start < 0).any() or (self.start >= self.end).any():
             raise LayoutError("a buffer ends before it starts, or starts before time 0")
         if int(self.end.max()) > self.n_times:
@@ -203,7 +203,7 @@ class Layout(Record, frozen=True):
         check_alignment(self.alignment_bytes)
         if not 0 <= self.load_bytes <= self.arena_bytes < MOST_BYTES:
             raise LayoutError(
-                f"an arena of {self.arena_bytes} bytes cannot hold {self.load_bytes} live ones"
+                f"an arena of {self.arena_bytes} bytes cannot hold {self.load_bytes} live bytes"
             )
 
     @property
@@ -216,9 +216,9 @@ class Layout(Record, frozen=True):
         if self.buffers_hash == buffers.hash:
             return
         raise LayoutError(
-            f"this layout was made for another step: {len(self.offsets_bytes)} buffers, at most "
-            f"{self.load_bytes} bytes live; this step has {len(buffers)}, at most "
-            f"{buffers.load_bytes}, with sizes and times of its own. Place the buffers of this one"
+            "place the buffers of this step: the layout was made for another one with "
+            f"{len(self.offsets_bytes)} buffers, at most {self.load_bytes} bytes live; this one "
+            f"has {len(buffers)}, at most {buffers.load_bytes}, with sizes and times of its own"
         )
 
     def __repr__(self) -> str:
@@ -232,8 +232,8 @@ def check_alignment(alignment_bytes: int) -> None:
     is_whole = isinstance(alignment_bytes, int)  # pyright: ignore[reportUnnecessaryIsInstance]
     if not is_whole or alignment_bytes <= 0 or alignment_bytes & (alignment_bytes - 1):
         raise LayoutError(
-            f"an alignment of {alignment_bytes!r} bytes is none: take a power of two, such as "
-            f"{CPU_ALIGNMENT_BYTES} for a CPU or {ALLOCATION_BYTES} for CUDA"
+            f"give a power of two as alignment, such as {CPU_ALIGNMENT_BYTES} for a CPU or "
+            f"{ALLOCATION_BYTES} for CUDA, not {alignment_bytes!r}"
         )
 
 
@@ -262,7 +262,7 @@ def _check_place(buffers: Buffers, layout: Layout, i: int, offset: int) -> None:
     top = offset + int(buffers.size_bytes[i])
     if offset % layout.alignment_bytes:
         raise LayoutError(
-            f"invalid layout: {buffers.names[i]} (buffer {i}) lies at {offset}, which is no "
+            f"invalid layout: {buffers.names[i]} (buffer {i}) lies at {offset}, which is not a "
             f"multiple of {layout.alignment_bytes}"
         )
     if offset < 0 or top > layout.arena_bytes:
@@ -287,7 +287,7 @@ def _sweep(buffers: Buffers, offsets: tuple[int, ...]) -> None:
                 raise LayoutError(
                     f"invalid layout: {buffers.names[i]} (buffer {i}, bytes {here[0]} to "
                     f"{here[1]}) overlaps {buffers.names[other[2]]} (buffer {other[2]}, bytes "
-                    f"{other[0]} to {other[1]}), which is live at time {time} too"
+                    f"{other[0]} to {other[1]}), which is also live at time {time}"
                 )
         live.insert(at, here)
 

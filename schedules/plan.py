@@ -102,7 +102,7 @@ class Prediction(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not are_figures(self.peak_bytes, self.time_us, self.lower_bound_us):
-            raise PlanError("its prediction has a figure that cannot be")
+            raise PlanError("its prediction has an impossible figure")
 
 
 class Versions(msgspec.Struct, frozen=True):
@@ -215,13 +215,13 @@ def _check_header(data: bytes | str, name: str) -> None:
         header = dict[str, object]()  # JSON, but no object: refused below, as it has no kind
     except TextError as error:
         raise PlanError(
-            f"{name} is no plan, or is cut short: it is not JSON ({error}). {MAKE_PLAN_AGAIN}"
+            f"{name} is not a plan, or is cut short: it is not JSON ({error}). {MAKE_PLAN_AGAIN}"
         ) from error
     if "steps" in header and "kind" not in header:
         raise PlanError(
-            f"{name} is a schedule alone, which does not know its batch: judge it on its step, "
-            "remat.Plan.of(step, schedule).apply(model), or keep a whole plan with "
-            "remat run MODEL --budget BUDGET -o FILE"
+            f"judge {name} on its step, remat.Plan.of(step, schedule).apply(model): it is only a "
+            "schedule, which does not know its batch.\n"
+            "Or keep a whole plan with remat run MODEL --budget BUDGET -o FILE"
         )
     if header.get("kind") != KIND:
         raise PlanError(f"{name} is no plan: its kind is not {KIND!r}. {MAKE_PLAN_AGAIN}")
@@ -234,9 +234,9 @@ def evaluate_plan(plan: PlanFile, name: str = "the plan") -> tuple[TrainingGraph
     """The graph that a plan keeps, and what `simulate` says now; `PlanError` unless they agree."""
     if plan.graph is None:
         raise PlanError(
-            f"{name} keeps no graph with costs: it was rewritten by hand, or made by an older "
-            f"release. Name its model too (MODEL --plan {name}), or make it again with "
-            "remat run MODEL --budget BUDGET -o FILE"
+            f"name its model too (MODEL --plan {name}), or make it again with remat run MODEL "
+            f"--budget BUDGET -o FILE: {name} keeps no graph with costs, as it was rewritten by "
+            "hand or made by an older release"
         )
     try:  # anyone can edit a file, so its peak and time are simulated again
         simulation = simulate(plan.graph, plan.schedule)
@@ -298,6 +298,6 @@ def _require_same(said: Prediction, found: Simulation, name: str) -> None:
         # Absolute below 1, since overhead and gap may be 0.
         if abs(planned - real) > AGREEMENT * max(abs(real), 1.0):
             raise PlanError(
-                f"{name} was edited, or is stale: it says {figure} {planned:.10g}, and simulating "
-                f"its schedule on its graph gives {real:.10g}. {MAKE_PLAN_AGAIN}"
+                f"{name} was edited, or is stale: it says {figure} {planned:.10g}, and "
+                f"simulating its schedule on its graph gives {real:.10g}. {MAKE_PLAN_AGAIN}"
             )

@@ -107,7 +107,7 @@ class Schedule(Record, frozen=True):
             msgspec.structs.force_setattr(self, "steps", tuple(_upgraded(self.steps)))
         super().__post_init__()
         if not are_figures(self.budget_bytes):
-            raise ScheduleError("the budget of a schedule is negative, or too large to be shown")
+            raise ScheduleError("the budget of a schedule is negative, or too large to show")
         self._check_changes()
 
     def _check_changes(self) -> None:
@@ -118,14 +118,14 @@ class Schedule(Record, frozen=True):
             raise ScheduleError("a schedule runs a region in fewer than 2 chunks")
         if self.chunks and self.levers:
             raise ScheduleError(
-                f"a schedule has regions in chunks, or {self.levers[0].lever}, and not both"
+                f"a schedule has either regions in chunks or {self.levers[0].lever}, not both"
             )
         named = bool(self.captured_hash)
         is_changed = bool(self.chunks or self.levers)
         if is_changed != named or (named and self.captured_hash == self.graph_hash):
             raise ScheduleError(
-                "a schedule with regions in chunks, or with levers, names two graphs, with them "
-                "and without; any other names one"
+                "a schedule with regions in chunks or levers names two graphs, with and without "
+                "them; any other names one"
             )
 
     @classmethod
@@ -169,8 +169,8 @@ class Schedule(Record, frozen=True):
         if self.graph_hash == graph.hash:
             return
         raise ScheduleError(
-            f"this plan was made for another graph: {self._first_difference(graph)}. "
-            "Capture and solve again for the model and batch at hand"
+            "capture and solve again for this model and batch: this plan was made for another "
+            f"graph, {self._first_difference(graph)}"
         )
 
     def check_captured_as(self, graph: TrainingGraph) -> None:
@@ -180,22 +180,22 @@ class Schedule(Record, frozen=True):
         elif self.captured_hash != graph.hash:
             what = "a region in chunks" if self.chunks else self.levers[0].lever
             raise ScheduleError(
-                f"this plan, with {what}, was made for another graph. Capture and solve again for "
-                "the model and batch at hand"
+                f"capture and solve again for this model and batch: this plan, with {what}, is "
+                "for another graph"
             )
 
     def _first_difference(self, graph: TrainingGraph) -> str:
         # Before lengths: the first difference says more.
         for i, (mine, theirs) in enumerate(zip(self.inputs, graph.inputs, strict=False)):
             if mine != theirs:
-                return f"input {i} was {mine}, is {theirs}"
+                return f"input {i} was {mine} and is {theirs}"
         if len(self.inputs) != len(graph.inputs):
             return f"it took {len(self.inputs)} inputs, the model takes {len(graph.inputs)}"
         for i, (mine, theirs) in enumerate(zip(self.signatures, graph.signatures, strict=False)):
             if mine != theirs:
                 op = graph.ops[i]
                 place = ", ".join(part for part in (op.module, op.source) if part)
-                return f"op {i} was '{mine}', is '{theirs}'" + (f" ({place})" if place else "")
+                return f"op {i} was '{mine}' and is '{theirs}'" + (f" ({place})" if place else "")
         if len(self.signatures) != len(graph.signatures):
             return f"it had {len(self.signatures)} ops, the model has {len(graph.signatures)}"
         return "the outputs of the step differ"  # of what the hash covers only the outputs are left

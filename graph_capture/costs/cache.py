@@ -302,14 +302,14 @@ class Profile(Record, frozen=True):
     def _why_wrong(self) -> str:
         for key, one in self.ops.items():
             if not (_is_valid_cost(one) and are_figures(one.work.flops, one.work.moved_bytes)):
-                return f"has a cost that cannot be, of {key}"
+                return f"has an impossible cost, of {key}"
         if not all(map(_are_times, self.steps.values())):
-            return "has a time that cannot be, of a whole step"
+            return "has an impossible time of a whole step"
         links = (self.links.host, self.links.nvme) if self.links else ()
         if not all(are_speeds(pair) for pair in links if pair):
-            return "has a link that cannot be"
+            return "has an impossible link"
         is_wrong = self.ranks is not None and wrong_in(self.ranks)
-        return "has a link that cannot be, between ranks" if is_wrong else ""
+        return "has an impossible link between ranks" if is_wrong else ""
 
 
 def as_profile(profile: Profile | str | Path | None) -> Profile | None:
@@ -327,15 +327,15 @@ def costs_of_profile(
     kind, shown = (CUDA, "a CUDA device") if is_cuda(meter.device) else (CPU, "a CPU")
     if profile.device != kind:
         raise ProfileError(
-            f"the profile is of {profile.device}, not of {shown}: "
-            f"plan for {option('device', profile.device)}"
+            f"plan for {option('device', profile.device)}: the profile is of {profile.device}, not "
+            f"{shown}"
         )
     missing = [node for key, node in needed.items() if key not in profile.ops]
     if missing and profile.title != meter.title:  # the rest is measured on its own machine
         raise ProfileError(
-            f"the profile of {profile.title} lacks {len(missing)} of {len(needed)} distinct ops, "
-            f"such as {target_name(missing[0])}: measure this model there, with "
-            "remat profile MODEL -o FILE"
+            "measure this model there, with remat profile MODEL -o FILE: the profile of "
+            f"{profile.title} lacks {len(missing)} of {len(needed)} distinct ops, such as "
+            f"{target_name(missing[0])}"
         )
     return profile.ops
 
@@ -345,9 +345,8 @@ def note_of(profile: Profile) -> str:
     if profile.torch == str(torch.__version__):
         return note
     warnings.warn(
-        f"the profile was measured with torch {profile.torch}, and is used with "
-        f"{torch.__version__}: times and peaks may differ. Measure it again with "
-        "remat profile MODEL -o FILE",
+        "measure again with remat profile MODEL -o FILE: the profile is from torch "
+        f"{profile.torch} and is used with {torch.__version__}, so times and peaks may differ",
         stacklevel=4,
     )
     return f"{note}, not with this {torch.__version__}"

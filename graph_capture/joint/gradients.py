@@ -266,19 +266,19 @@ def require_known(optimizer: Optimizer) -> None:
     if type(optimizer) not in _KNOWN:
         names = ", ".join(kind.__name__ for kind in _KNOWN)
         raise CaptureError(
-            f"a {type(optimizer).__name__} cannot update parameters one by one during backward: "
-            f"that is known of torch's {names}. Use one of these, or update after backward"
+            f"use torch's {names}, or update after backward: a {type(optimizer).__name__} cannot "
+            "update parameters one by one during backward"
         )
     given: Any = optimizer
     if given._optimizer_step_pre_hooks or given._optimizer_step_post_hooks:
         raise CaptureError(
-            "the optimizer has hooks on its step, which would be called for each parameter: remove "
-            "them, or update after backward"
+            "remove the hooks on the optimizer's step, or update after backward: they would be "
+            "called for each parameter"
         )
     if any(group.get("differentiable") or group.get("capturable") for group in given.param_groups):
         raise CaptureError(
-            "an optimizer with differentiable=True or capturable=True is not updated during "
-            "backward: leave it out, or update after backward"
+            "leave out differentiable=True or capturable=True, or update after backward: such an "
+            "optimizer cannot update during backward"
         )
 
 

@@ -115,18 +115,18 @@ def why_no_recompute(
         if name in overwritten:
             module, source = place
             raise CaptureError(
-                f"backward of module {module or '(root)'} ({source}) reads "
-                f"{overwritten[name]}, which forward overwrites. Give forward a copy: "
-                "x.clone() before the in-place change"
+                "give forward a copy, x.clone(), before the change: backward of module "
+                f"{module or '(root)'} ({source}) reads {overwritten[name]}, which forward "
+                "overwrites"
             )
     if argument(node, "generator") is not None:
         return "it draws from a generator of its own"
     if node.target is CHOSEN_BACKWARD:  # cuDNN's
-        return "it may write to what its forward has reserved for it"
+        return "it may write to memory that its forward has reserved"
     if draws_randomness(node) and phase == "backward":
         return "it draws random numbers in backward"
     if all(t is None for t in tensors_of(node)):
-        return "it has effects only"
+        return "it only has side effects"
     return why_custom(node)
 
 

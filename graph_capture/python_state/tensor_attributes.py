@@ -56,8 +56,8 @@ class _OfTensor:
     def _refused(self) -> CaptureError:
         name = vars(self)["is_named"]
         return CaptureError(
-            f"pass {name} as an argument of its own: it is a tensor that was set on another one as "
-            f"an attribute{line_of_user()}, and each step of a plan would read that of the first "
+            f"pass {name} as an argument of its own: it was set on another tensor as an "
+            f"attribute{line_of_user()}, and each step of a plan would read that of the first "
             "batch"
         )
 

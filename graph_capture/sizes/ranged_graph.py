@@ -49,7 +49,7 @@ def _check_points(
 ) -> None:  # fmt: skip
     for one in (*points, *workspaces):
         if set(one.sizes) != {symbol.name for symbol in symbols}:
-            raise GraphError(f"a range was measured at {one.sizes}, which are not its sizes")
+            raise GraphError(f"a range was measured at {one.sizes}, sizes that it does not have")
         _require_figures(n_ops, one.sizes, one.workspace_bytes, MOST_BYTES)
     for point in points:
         _require_figures(n_ops, point.sizes, point.cost_us, math.inf)
@@ -58,17 +58,17 @@ def _check_points(
         # Extra bytes may be less than none: a GPU's random state is smaller than the CPU's.
         kept = (*point.extra_bytes.values(), point.libraries_bytes)
         if point.libraries_bytes < 0 or not all(abs(one) < MOST_BYTES for one in kept):
-            raise GraphError(f"bytes at {point.sizes} are negative, or too many")
+            raise GraphError(f"bytes at {point.sizes} are negative or too large")
     if points and not is_within(corner(symbols, "high"), points[-1].sizes):
-        text = f"the ops of a range were timed up to {points[-1].sizes}, and it goes further"
+        text = f"the ops of a range were timed only up to {points[-1].sizes}"
         raise GraphError(text)
 
 
 def _require_figures(n_ops: int, sizes: Sizes, figures: Sequence[float], most: float) -> None:
     if len(figures) != n_ops:
-        raise GraphError(f"at {sizes} there are figures of {len(figures)} ops, not of {n_ops}")
+        raise GraphError(f"at {sizes} there are figures of {len(figures)} ops, not {n_ops}")
     if not are_figures(*figures) or any(one >= most for one in figures):
-        raise GraphError(f"a figure at {sizes} is negative, or too large")
+        raise GraphError(f"a figure at {sizes} is negative or too large")
 
 
 _SHOWN = 5  # values that a range's text shows: the largest ones

@@ -248,8 +248,8 @@ def refused_release(version: str) -> str:
     if _minor(OLDEST) <= _minor(version) <= _minor(NEWEST):
         return ""
     return (
-        f"plans are tested with torch {OLDEST} to {NEWEST}, and torch {version} is installed: "
-        f'pip install "{requirement()}", or a release of remat that knows this one'
+        f'pip install "{requirement()}", or take a release of remat for torch {version}: plans '
+        f"are tested with torch {OLDEST} to {NEWEST}, and {version} is installed"
     )
 
 

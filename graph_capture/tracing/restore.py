@@ -148,10 +148,11 @@ def require_unmoved(kind: str, before: dict[str, Any], again: Callable[[], Any])
         return
     line = _line_that_draws(again, moved)
     raise CaptureError(
-        f"forward of {kind} draws from {moved}{f' ({line})' if line else ''}, and a plan would "
-        "have the same numbers at each step. Draw with torch (torch.rand, torch.randint) and use "
-        "the tensor without .item(); or draw outside forward and pass the number as an argument, "
-        "where remat.rematerialize without a batch makes a plan for each value"
+        "draw with torch (torch.rand, torch.randint), and use the tensor without .item(): forward "
+        f"of {kind} draws from {moved}{f' ({line})' if line else ''}, and a plan would have the "
+        "same numbers at each step.\n"
+        "Or draw outside forward and pass the number as an argument; remat.rematerialize without "
+        "a batch makes a plan for each value"
     )
 
 
@@ -184,8 +185,8 @@ def no_seed(kind: str) -> Generator[None]:
     def refused(name: str) -> Callable[..., Any]:
         def refuse(*_: Any, **__: Any) -> Any:
             raise CaptureError(
-                f"forward of {kind} calls torch.{name}{line_of_user()}, and a step of a plan "
-                "draws from the stream as it stands. Call it outside forward, before the step"
+                f"call torch.{name} outside forward, before the step: forward of {kind} calls "
+                f"it{line_of_user()}, and a plan's step draws from the stream as it stands"
             )
 
         return refuse
@@ -239,9 +240,9 @@ class NoForeignWrites(CallWatcher):
         if of in _STATISTICS:
             way = f"call eval() on {owner}, or make it a submodule of the model"
         return CaptureError(
-            f"{way}: forward of {self.kind} writes into {of if of in _STATISTICS else 'it'}{line}, "
-            "which is neither parameter, buffer nor argument of the step, so that a step of a plan "
-            "would not write it"
+            f"{way}: forward of {self.kind} writes into "
+            f"{of if of in _STATISTICS else 'it'}{line}, which is neither parameter, buffer nor "
+            "argument of the step, so a plan's step would not"
         )
 
     def _names_of(self, tensor: Tensor) -> Iterator[str]:

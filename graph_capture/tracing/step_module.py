@@ -101,10 +101,11 @@ def refuse_checkpointed_writes(graph: fx.Graph, results: int, paths: set[str]) -
         module = buffer.rpartition(".")[0]
         if buffer and module in paths:
             raise CaptureError(
-                f"forward writes to buffer {path_in_model(buffer)} inside torch.utils.checkpoint: "
-                f"eager runs {path_in_model(module) or 'the model'} twice there, and writes it "
-                "twice. A plan decides itself what is computed again: call the module without "
-                "checkpoint(), and plan that. Buffers are then written once a step"
+                "call the module without torch.utils.checkpoint: a plan itself decides what to "
+                "recompute.\n"
+                f"Forward writes to buffer {path_in_model(buffer)} inside checkpoint, where eager "
+                f"runs {path_in_model(module) or 'the model'} twice and writes it twice; planned, "
+                "it is written once a step"
             )
 
 
@@ -119,9 +120,9 @@ def _no_packing(kind: str) -> Generator[None]:
         # Torch's own, as `save_on_cpu` and a checkpoint's, give back the bits that they were given.
         if owner is saved_tensors_hooks or not owner.__module__.startswith("torch."):
             raise CaptureError(
-                f"forward of {kind} has autograd pack what it saves{line_of_user()}, and a step "
-                "of a plan saves other tensors, as they are. Leave it out: the plan decides what "
-                "is kept and what is computed again"
+                "leave out saved tensor hooks, as the plan decides what is kept: forward of "
+                f"{kind} has autograd pack what it saves{line_of_user()}, and a plan's step saves "
+                "other tensors, as they are"
             )
         return enter(hooks)
 
@@ -193,17 +194,17 @@ class StepModule(nn.Module):
             output = self.model(*args, **kwargs)
             if any(vars(self.model)[name] for name in ALL_HOOKS):
                 raise CaptureError(
-                    f"forward of {kind} registers a hook on the model itself, which its next call "
-                    "would run: register it outside forward, before the first step"
+                    f"register the hook outside forward, before the first step: forward of {kind} "
+                    "registers one on the model itself, which its next call would run"
                 )
         now = _state(self.model)
         replaced = [name for name, tensor in before.items() if now.get(name) is not tensor]
         if replaced:
             raise CaptureError(
-                f"forward of {kind} puts another tensor in the place of {', '.join(replaced)}, "
-                "which no graph can carry out. Write into it instead: self.name.copy_(...) under "
-                "torch.no_grad(). Or, if only the first call does it, call the model once on a "
-                "batch, then plan"
+                "write into it instead: self.name.copy_(...) under torch.no_grad(). If only the "
+                "first call does it, call the model once on a batch, then plan.\n"
+                f"Forward of {kind} puts another tensor in the place of {', '.join(replaced)}, "
+                "which a graph cannot do"
             )
         result = flatten_dataclasses(apply_loss(self.loss_fn, output, target))
         if self.known.failure is not None and not torch.compiler.is_compiling():

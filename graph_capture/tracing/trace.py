@@ -244,13 +244,12 @@ def _with_release(recipe: Recipe, model: nn.Module, descriptors: JointWithDescri
         return dataclasses.replace(recipe, gradient_release=None)
     if is_of_parts:
         raise CaptureError(
-            f"{recipe.name} has parameters that are DTensors, which cannot be updated during "
-            "backward: update after backward"
+            f"update after backward: {recipe.name} has parameters that are DTensors, which cannot "
+            "be updated during backward"
         )
     raise CaptureError(
-        f"{recipe.name} writes to a parameter or an input that it differentiates, or "
-        "returns a part of one, so that parameters cannot be updated during backward: give "
-        "forward or the caller a copy (clone()), or update after backward"
+        f"give forward or the caller a copy, clone(), or update after backward: {recipe.name} "
+        "writes to a parameter or an input that it differentiates, or returns a part of one"
     )
 
 
@@ -314,8 +313,9 @@ def _refuse_no_backward(model: nn.Module, descriptors: JointWithDescriptors) -> 
     nodes = descriptors.graph_module.graph.find_nodes(op="placeholder")
     if not any(is_tangent(node) for node in nodes):
         raise CaptureError(
-            f"no output of {type(model).__name__} depends on a parameter that requires grad, so "
-            "there is no backward to plan. Check for detach() or no_grad in forward or the loss"
+            "check for detach() or no_grad in forward or the loss: no output of "
+            f"{type(model).__name__} depends on a parameter that requires grad, so there is no "
+            "backward to plan"
         )
 
 
@@ -433,8 +433,8 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
         found = probed(places, state, _probe(done, Log()), traced_anew)
     if isinstance(found, str):
         raise FloatInputError(
-            f"{', '.join(names)} of {recipe.name} cannot be an input of the step: {found}. Plan "
-            "for each value instead, as remat.rematerialize without a batch does"
+            "plan for each value instead, as remat.rematerialize without a batch does: "
+            f"{', '.join(names)} of {recipe.name} cannot be an input of the step ({found})"
         )
     done.floats = found
     done.python_state.leave_out(places)
@@ -488,9 +488,9 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
             continue
         if any(flags) and recipe.flags is None:
             warnings.warn(
-                f"{recipe.name} is traced as if it were compiled, since its own way cannot be "
-                f"traced ({failed[0]}). Where it then runs other ops than in eager, the last bits "
-                "differ, which remat.check finds: leave out arguments whose values it looks at",
+                f"{recipe.name} is traced as if under torch.compile, as it cannot be traced as "
+                "eager runs it. Where it then runs other ops than eager, the last bits differ, "
+                f"and remat.check finds that. To avoid it, {failed[0]}",
                 stacklevel=3,
             )
         done.python_state.asks_identity = ran.asks_identity()
@@ -504,7 +504,7 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     first, last = failed[0], failed[-1]
     if str(last) == str(first):
         raise first
-    text = f"{first}. Traced as if it were compiled, it fails as well: {last}"
+    text = f"{first}.\nTraced as if it were compiled, it fails as well: {last}"
     raise CaptureError(text).caused_by(first)
 
 
@@ -552,8 +552,9 @@ def _require_the_same_again(model: nn.Module, done: Trace, ran: ExecutedCode) ->
     if again is None or not is_same or again.initialised:
         text = first_only[0].place.text if first_only else done.loop_carried[0].text
         raise CaptureError(
-            f"forward of {done.recipe.name} sets {text} at its first call, and its next call does "
-            "something else for it. If it is made once, call the model once on a batch, then plan. "
+            f"call the model once on a batch, then plan, if {text} is only set once: forward of "
+            f"{done.recipe.name} sets it at its first call, and the next call does something else "
+            "because of it.\n"
             "If each step reads what the last one left, pass it to forward and return it"
         )
     if any(isinstance(one.place, ModuleHooks) for one in done.initialised):

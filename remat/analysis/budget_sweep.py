@@ -36,7 +36,7 @@ def in_bytes(
         unmodified_bytes = unmodified(graph).peak_bytes
         return spread_budgets(graph, count, unmodified_bytes, time_limit_s=time_limit_s, **pins)
     if isinstance(budgets, str):  # else each letter would be read as a budget
-        raise BudgetError(f"budgets is one text: give a list, such as [{budgets!r}]")
+        raise BudgetError(f"budgets is one string: give a list, such as [{budgets!r}]")
     limits: dict[str, Any] = {"time_limit_s": time_limit_s, **pins}
     return [parse_budget(b).bytes_for(graph, **limits) for b in budgets], []
 

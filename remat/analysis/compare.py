@@ -129,7 +129,7 @@ class Sweep(Answer, frozen=True):
     def screen(self, width: int = 100) -> RenderableType:
         head = (
             f", {self.cost_origin} on {self.device}: unmodified "
-            f"{bytes_text(self.unmodified_bytes)}, {time_text(self.base_us)} a step; overheads of "
+            f"{bytes_text(self.unmodified_bytes)}, {time_text(self.base_us)} a step; overhead of "
             "each solver's plan"
         )
         most = max((width - _NAME_COLUMNS) // _CELL_COLUMNS, 1)
@@ -138,7 +138,7 @@ class Sweep(Answer, frozen=True):
         for first in range(0, count, most):  # budgets that do not fit go into a table below
             parts += [Text(), _table(self, range(first, min(first + most, count)))]
         refused = [row for row in self.rows if row.refused]
-        parts += [Text(), Text("* the fastest found at this budget; - finds nothing that fits")]
+        parts += [Text(), Text("* the fastest found at this budget; - no plan fits")]
         parts += [Text(f"{row.solver}: {row.refused}", style="dim") for row in refused]
         return Group(*parts)
 
@@ -205,8 +205,8 @@ def sweep(
     """
     if not isinstance(step, TrainingGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SolverError(
-            f"a sweep is of a step of one size, and this is {type(step).__name__}: pass what "
-            "remat.capture returned, of a range its largest sizes, step.top"
+            "pass what remat.capture returned, or step.top, the largest sizes of a range: a sweep "
+            f"is of a step of one size, and this is {type(step).__name__}"
         )
     # Each once, in the order asked: results are by name.
     names = tuple(dict.fromkeys((solvers,) if isinstance(solvers, str) else solvers))

@@ -78,7 +78,7 @@ def _place_of_peak(held: PeakHolders) -> str:
 
 def _least_text(least: LeastBudget, solver: str) -> str:
     held = least.at_peak
-    text = f"{bytes_text(least.least_bytes)} is the least peak that {solver} knows"
+    text = f"{bytes_text(least.least_bytes)} is the lowest peak that {solver} knows"
     text += f"; {short_target(held.target)} of {_place_of_peak(held)} sets it, in {held.phase}"
     biggest = ", ".join(
         f"{short_target(row.first.target)} of {short_path(row.module) or 'the model'} "
@@ -91,7 +91,7 @@ def _least_text(least: LeastBudget, solver: str) -> str:
         place = least.floor.module or least.floor.name
         text += (
             f". Below {bytes_text(least.floor.size_bytes)}, set by {least.floor.name} of {place}, "
-            "outputs of the step would have to be made again"
+            "outputs of the step would have to be computed again"
         )
     if least.proved_bytes:
         text += f". No schedule in captured order needs less than {bytes_text(least.proved_bytes)}"
@@ -111,7 +111,7 @@ def _rule_text(simple: Rule | None, nearest: Rule | None) -> str:
     if simple is not None:
         return (
             f"{simple.says}: within 1 % of this plan, {percent_text(simple.overhead)} overhead at "
-            f"a peak of {bytes_text(simple.peak_bytes)}. Take that, it is simpler"
+            f"a peak of {bytes_text(simple.peak_bytes)}. Take that: it is simpler"
         )
     if nearest is None:
         return "no simple rule fits this budget"
@@ -124,7 +124,7 @@ def _rule_text(simple: Rule | None, nearest: Rule | None) -> str:
 def _greedy_text(greedy: AgainstGreedy) -> str:
     best = greedy.best
     if not greedy.cut.fits:
-        others = f"{best.solver} did" if best.fits else "no greedy solver did either"
+        others = f"{best.solver} did" if best.fits else "no greedy solver did"
         return f"found nothing at this budget; {others}"
     ours = f"cut {percent_text(greedy.cut.overhead)}"
     if greedy.slower is None:
@@ -154,7 +154,7 @@ def why_text(one: Why, budget_bytes: int) -> str:
     if one.forced:  # no solve was made for it
         return f"{head}{row.verdict_text}; there is no choice: {one.forced}"
     if row.verdict == "free":
-        return f"{head}not kept, and never made again: nothing in backward reads it"
+        return f"{head}not kept, and never recomputed: nothing in backward reads it"
     if row.verdict == "recompute" or one.runs_us:
         again, stayed = fine_time_text(one.runs_us), _staying_text(one, budget_bytes)
         return f"{head}{row.verdict_text}, {again} a step; {stayed}. {_turned_text(one.turned)}"
@@ -163,7 +163,7 @@ def why_text(one: Why, budget_bytes: int) -> str:
 
 
 def _offloaded_text(one: Why, budget_bytes: int) -> str:
-    again = f", and is made again, {fine_time_text(one.runs_us)} a step" if one.runs_us else ""
+    again = f", and is recomputed, {fine_time_text(one.runs_us)} a step" if one.runs_us else ""
     other = f"It must not run again: {one.forced}" if one.forced else _turned_text(one.turned)
     copying, running = fine_time_text(one.copying_us), fine_time_text(one.row.cost_us)
     return (
@@ -183,7 +183,7 @@ def _turned_text(turned: Turned | None) -> str:
         return ""
     doing = "kept" if turned.pin == "keep" else "recomputed"
     if not turned.fits:
-        return f"Solved again with it {doing}: no plan was found that fits"
+        return f"Solved again with it {doing}: found no plan that fits"
     if turned.extra_us > 0:
         cost = f"the step takes {fine_time_text(turned.extra_us)} more"
     elif turned.extra_us < 0:
@@ -193,9 +193,9 @@ def _turned_text(turned: Turned | None) -> str:
         cost = "the step takes as long"
     text = f"Solved again with it {doing}: {cost}"
     if turned.dropped:
-        text += f"; made again then, and not now: {_named(turned.dropped)}"
+        text += f"; recomputed then, but not now: {_named(turned.dropped)}"
     if turned.spared:
-        text += f"; made again now, and not then: {_named(turned.spared)}"
+        text += f"; recomputed now, but not then: {_named(turned.spared)}"
     return text
 
 
@@ -311,13 +311,13 @@ def sentences(found: Explanation) -> Iterator[tuple[str, str]]:
     for i, one in enumerate(found.forced):
         yield "forced" if i == 0 else "", _forced_text(one)
     if not found.forced:
-        yield "forced", "nothing: no pin, and no op that must not run twice"
+        yield "forced", "nothing: there is no pin, and no op that must run only once"
     if found.is_recomputing:
         yield "rule", _rule_text(found.simple, found.nearest)
     elif found.moves:
-        yield "rule", "nothing is recomputed: what does not fit goes to the host and back"
+        yield "rule", "nothing is recomputed: what does not fit is offloaded to the host"
     else:
-        yield "rule", "nothing is recomputed: the step fits as it is, and needs no rule"
+        yield "rule", "nothing is recomputed: the step fits as it is"
     yield "cut", _greedy_text(found.greedy)
     for one in found.why:
         yield "why", why_text(one, found.budget_bytes)

@@ -155,8 +155,8 @@ def inspect(
     schedule = plan.schedule if isinstance(plan, Result) else plan
     if at_peak and schedule is None:
         raise GlobError(
-            "only values at the peak are asked for, and without a plan there is no peak: name one "
-            f"({option('plan')}) or a budget ({option('budget', '8GiB')})"
+            f"name a plan ({option('plan')}) or a budget ({option('budget', '8GiB')}): only "
+            "values at the peak are asked for, and without a plan there is no peak"
         )
     # Chunks and levers have values that the captured graph lacks.
     graph = graph_of_schedule(graph, schedule) if schedule else graph

@@ -57,13 +57,13 @@ def predict_reserved(graph: TrainingGraph, plan: Result | Schedule | None = None
     """What torch's CUDA caching allocator takes from the device for three steps of a plan."""
     if not isinstance(graph, TrainingGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ScheduleError(
-            f"reserved bytes are predicted of a graph, and this is {type(graph).__name__}: pass "
-            "what remat.capture returned, and a result or its schedule"
+            "pass what remat.capture returned, and a result or its schedule: reserved bytes are "
+            f"predicted of a graph, and this is {type(graph).__name__}"
         )
     if not has_cuda_allocator(graph.device):
         raise DeviceError(
-            f"reserved bytes are those of CUDA devices, and the graph is of {graph.device}: "
-            f"capture it for one, such as {option('device', 'h100')}"
+            f"capture for a CUDA device, such as {option('device', 'h100')}: the graph is for "
+            f"{graph.device}, and only CUDA devices have reserved bytes"
         )
     if plan is None:
         step = unmodified_step(graph)  # eager has sizes of its own, so another graph
@@ -95,15 +95,15 @@ def shortage_text(graph: TrainingGraph, schedule: Schedule) -> str:
     said = f"on the {bytes_text(device_bytes)} of {graph.device}, {_outcome_text(retries)}"
     # Expandable segments are named only where the replay says that they help.
     if better is None or (retries is not None and better >= retries):
-        return f"{said}: take a smaller budget"
-    said = f"{said}: start with {EXPANDABLE_CONF}"
-    return f"{said}, and {_outcome_text(better)}" if better else said
+        return f"take a smaller budget: {said}"
+    said = f"start with {EXPANDABLE_CONF}: {said}"
+    return f"{said}, and then {_outcome_text(better)}" if better else said
 
 
 def _outcome_text(retries: int | None) -> str:
     if retries is None:
         return "a step runs out of memory"
-    return f"the allocator gives memory back {retries} times in {N_STEPS} steps, and waits"
+    return f"the allocator frees and waits {retries} times in {N_STEPS} steps"
 
 
 def reserved_text(plan: Reserved, without: Reserved | None = None) -> str:
@@ -136,10 +136,10 @@ class InChunks(msgspec.Struct, frozen=True):
         return f"{what} in {self.chunks} chunks"
 
     def __str__(self) -> str:
-        bits = "to eager's bits" if self.exact else "with sums in another order"
+        bits = "with eager's bits" if self.exact else "with sums in another order"
         before, now = bytes_text(self.whole_bytes), bytes_text(self.chunks_bytes)
         extra = percent_text(self.extra)
-        return f"{self.name}, {bits}: {now} in place of {before}, for {extra} of the step"
+        return f"{self.name}, {bits}: {now} instead of {before}, for {extra} of the step"
 
 
 def chunks_of(graph: TrainingGraph, schedule: Schedule | None) -> tuple[InChunks, ...]:
@@ -212,12 +212,12 @@ class _Offloaded(msgspec.Struct, frozen=True):
             ),
         )
         all_us, longest_us = fine_time_text(self.stall_us), fine_time_text(self.longest_us)
-        stalled = f"the device waits {all_us} for copies, {longest_us} at most at once"
+        stalled = f"the device waits {all_us} for copies, {longest_us} at most at a time"
         yield "waits", stalled if self.stalls else "none: the device never waits for a copy"
         yield (
             "slower links",
             (
-                f"at {SLOWER} of these rates a step takes {fine_time_text(self.slower_us)} more, "
+                f"at {SLOWER} of these rates a step takes {fine_time_text(self.slower_us)} longer, "
                 f"{percent_text(self.slower_overhead)} overhead; its peaks stay"
             ),
         )

@@ -45,7 +45,7 @@ def holders_table(held: PeakHolders) -> Table:
     if held.workspace_bytes:
         parts.append((f"workspace of {short_target(held.target)}", held.workspace_bytes))
     if held.copies_bytes:
-        parts.append(("second copies that it makes", held.copies_bytes))
+        parts.append(("second copies of its outputs", held.copies_bytes))
     table = plain_table("held at the peak by", "bytes", "share")
     for name, size in parts:
         table.add_row(Text(name), bytes_text(size), percent_text(size / held.peak_bytes))
@@ -98,7 +98,7 @@ def costs_text(graph: TrainingGraph) -> str:
     said = list(graph.notes)
     if is_in_table(graph.device):
         title = modelled_device(graph.device).title
-        said.insert(0, f"for {title}, at peak rates as its maker states them; nothing was run")
+        said.insert(0, f"for {title}, at the maker's peak rates; nothing was run")
         if all(note == UNTIMED for note in graph.notes):
             said.append(
                 "each is modelled, at assumed shares of these rates, which nobody has compared "
@@ -141,7 +141,7 @@ def page_facts(
     """What the page says; `stated_by` names the file that `fronts` are from, if any."""
     if result.schedule is None:
         raise ScheduleError(
-            f"there is no plan to report: nothing within {result.budget_bytes} bytes was found"
+            f"there is no plan to report: none was found within {result.budget_bytes} bytes"
         )
     eager = unmodified_step(graph)
     assert eager.result.schedule is not None
@@ -172,8 +172,8 @@ def _rules_of(graph: TrainingGraph, budget_bytes: int) -> tuple[Alternative, ...
 def _points_of(graph: TrainingGraph, front: Front) -> tuple[Alternative, ...]:
     if front.graph_hash != graph.hash:
         raise ScheduleError(
-            f"the front of {front.name}, by {front.solver}, is of another graph than the plan of "
-            f"{graph.name}: sweep the model and batch of the plan"
+            f"sweep the model and batch of the plan: the front of {front.name}, by "
+            f"{front.solver}, is of another graph than the plan of {graph.name}"
         )
     points: list[Alternative] = []
     for budget_bytes, result in front.points:

@@ -270,7 +270,7 @@ def solve_arguments(schedule: Schedule) -> dict[str, Any]:
 
 
 def required_schedule(result: Result) -> Schedule:
-    assert result.schedule is not None, "checked before: nothing fits"
+    assert result.schedule is not None, "checked earlier: nothing fits"
     return result.schedule
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 _DriveFolder = Annotated[Path | None, typer.Option(
-    "--nvme", metavar="FOLDER", help="a folder on NVMe, whose links to measure too",
+    "--nvme", metavar="FOLDER", help="also measure the links to this NVMe folder",
 )]  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def profile_verb(
     session: Session, model: Model, request: Request, top: Top = 20, nvme: _DriveFolder = None,
     output: Output = None,
 ) -> None:  # fmt: skip
-    """Measure each distinct op of MODEL and the links to the host, for use elsewhere."""
+    """Measure the ops of MODEL and the links to the host, to plan on another machine."""
     from remat.graph_capture.costs.measuring import measure
 
     if request.device != NAMED_BY_TORCH:
@@ -97,7 +97,7 @@ _PACKAGES = ("torch", "numpy", "ortools", "pulp", "msgspec", "typer", "rich")
 
 @verb()
 def doctor_verb(session: Session) -> None:
-    """Say which versions are here, and whether torch and the solvers work."""
+    """Check this installation: versions, devices, whether torch and the solvers work."""
     found = _findings()
     session.answer(found, _findings_table(found))
     if found["refused"] or not (found["torch_ok"] and found["ortools_ok"]):

@@ -24,12 +24,12 @@ from remat.schedules.layout import Layout
 from remat.schedules.report.page_facts import MeasuredStep
 
 _FrontFile = Annotated[
-    Path | None, typer.Option("--front", metavar="FILE", help="a front kept by sweep -o")
+    Path | None, typer.Option("--front", metavar="FILE", help="a front from sweep -o")
 ]
-_RUNS = "also run a step of MODEL on this CPU, and show what it takes"
+_RUNS = "also run a step of MODEL on this CPU, and show its measured memory"
 _Measure = Annotated[bool, typer.Option("--measure", help=_RUNS)]
 _KeptLayout = Annotated[Path | None, more(
-    "--layout", "offsets kept by --layout of run, largest-batch or show", metavar="FILE",
+    "--layout", "buffer offsets from --layout of run, largest-batch or show", metavar="FILE",
 )]  # fmt: skip
 _Into = Annotated[Path, typer.Option("--output", "-o", help="the file to write")]
 
@@ -40,7 +40,7 @@ def report_verb(
     front: _FrontFile = None, measure: _Measure = False, kept_layout: _KeptLayout = None,
     place: PlaceOption = False,
 ) -> None:  # fmt: skip
-    """Write one self-contained page of a plan: memory, schedule, tables, time against peak."""
+    """Write an HTML page about a plan: memory, schedule, tables, time against peak."""
     from remat.analysis.plan_report import fronts_in, page_facts
     from remat.schedules.report.page import page_data, render
 
@@ -50,7 +50,7 @@ def report_verb(
     if measure:
         request = _measured_here(source, request)
     if kept_layout and place:
-        raise LayoutError(f"--place makes a layout, and {kept_layout} is one: name one of the two")
+        raise LayoutError(f"leave out --place or {kept_layout}: each gives a layout")
     # Read first: a bad file is told before a solve.
     known = fronts_in(read_contents(front), str(front)) if front else None
     opened = opened_feasible(session, source, request, plan)
@@ -81,12 +81,12 @@ def _report_cluster(session: Session, source: str, output: Path) -> None:
 def _measured_here(source: str, request: Request) -> Request:
     if source.endswith(PLAN_FILES):
         raise DeviceError(
-            f"--measure runs a step, and {source} has no model: name the model, and the plan with "
-            f"--plan (MODEL --plan {source})"
+            f"name the model too, MODEL --plan {source}: --measure runs a step, and {source} has "
+            "no model"
         )
     here = replace(request, device=CPU)
     if request.device not in (NAMED_BY_TORCH, CPU) or not here.is_run_here:
-        raise DeviceError("--measure runs a step on this CPU: leave out --device and --sharding")
+        raise DeviceError("leave out --device and --sharding: --measure runs a step on this CPU")
     return here
 
 

@@ -46,28 +46,27 @@ if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check
 
 
-_PriceOfGib = Annotated[bool, more("--price-of-gib", "also say what a GiB more or less is worth")]
-_CompareRule = Annotated[
-    bool, more("--compare", "also run square-root checkpointing, and measure it")
+_PriceOfGib = Annotated[
+    bool, more("--price-of-gib", "also show what one GiB more or less is worth")
 ]
+_CompareRule = Annotated[bool, more("--compare", "also run and measure square-root checkpointing")]
 _ONE_BATCH = (  # a whole step takes none: it is limited by plans, not seconds
     "keep", "recompute", "solver", "order", "split", "sharding", "optimizer_in_backward",
     "accumulate", "time_limit_s", "gap",
 )  # fmt: skip
 _Microbatches = Annotated[int | None, more(
     "--microbatches",
-    "plan a whole optimizer step of so many such batches, with parameters, gradients and the "
-    "state of --optimizer on the device, --host and --nvme; nothing is run",
+    "plan a whole optimizer step of this many batches, with parameters, gradients and optimizer "
+    "state on the device, --host and --nvme; nothing is run",
 )]  # fmt: skip
 _State = Annotated[Literal["float32", "parameter"], more(
     "--optimizer-state",
-    "with --microbatches: float32, with a master copy of parameters in fewer bytes, or in the "
-    "parameter's own type, as torch's optimizers keep it",
+    "with --microbatches: optimizer state in float32, with a master copy of smaller parameters, "
+    "or in the parameter's dtype, as torch's optimizers keep it",
 )]  # fmt: skip
 _NvmeRate = Annotated[float | None, more(
     "--nvme-gb-s",
-    "with --microbatches: rate of --nvme each way in 10^9 bytes a second; left out, that of "
-    "the drive in the table",
+    "with --microbatches: GB/s of --nvme each way; default: that of the drive in the table",
 )]  # fmt: skip
 
 
@@ -80,7 +79,7 @@ def run_verb(
 ) -> None:  # fmt: skip
     """Find the fastest training step within a memory budget, run it, and compare it with yours.
 
-    A kept GRAPH, or that of a PLAN, is solved anew, and nothing is run.
+    A kept GRAPH or PLAN is solved again, without running it.
     """
     # What each way to plan takes only beside a model, and what not beside --dynamic either.
     measured = {"--check": check is not None, "--compare": compare}
@@ -128,7 +127,7 @@ def _solved_anew(
 ) -> pipeline.Report:  # fmt: skip
     """The graph of a kept file, solved; refuses options that run a step, which takes the model."""
     if flag := next((flag for flag, is_given in measured.items() if is_given), ""):
-        raise CaptureError(f"{source} has no model to run: {flag} goes with a model")
+        raise CaptureError(f"leave out {flag}, or name a model: {source} has none to run")
     of = plan_source.captured(source, request, session.stopwatch)
     report, _ = pipeline.planned_report(of.graph, request, session.stopwatch)
     save_result_file(session, output, of, report.result)
@@ -164,7 +163,7 @@ def _run_over(
 ) -> None:  # fmt: skip
     ranges = parse_dynamic(dynamic)
     if model.endswith(plan_source.PLAN_FILES):
-        raise CaptureError(f"{model} is of sizes that are fixed: --dynamic goes with a model")
+        raise CaptureError(f"leave out --dynamic, or name a model: {model} has fixed sizes")
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)
 
     def keep(plan: PlanFile) -> None:
@@ -206,24 +205,23 @@ def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | Non
                                 request: Request) -> None:  # fmt: skip
     if is_left_out:
         raise SolverError(
-            "--nvme-gb-s and --optimizer-state are of a whole step: give --microbatches too"
+            "give --microbatches too: --nvme-gb-s and --optimizer-state belong to a whole step"
         )
     if kept:
         raise SolverError(
-            f"{kept} goes with a plan that runs, and one of --microbatches is planned and not run: "
-            "leave it out, --json prints what was found"
+            f"leave out {kept}: a plan of --microbatches is not run, and --json prints it"
         )
     usual = Request()  # typer gives every option: another value was asked for
     for name in _ONE_BATCH:
         if getattr(request, name) != getattr(usual, name):
             raise SolverError(
-                f"{option(name)} is of the step of one batch: leave it out, or --microbatches"
+                f"leave out {option(name)}, or --microbatches: it belongs to a step of one batch"
             )
 
 
 @verb(STEP_OPTIONS)
 def check_verb(session: Session, model: Model, plan: PlanArgument, request: Request) -> None:
-    """Rewrite MODEL to a kept plan and compare it with eager, bit for bit."""
+    """Check that MODEL, rewritten to a kept plan, gives eager's results bit for bit."""
     plan_source.require_model(model)
     kept = plan_source.read_kept(plan)  # read first: a bad file is told before the model is built
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)

@@ -33,14 +33,16 @@ _SUFFIXES: dict[str, _Form] = {
 }  # fmt: skip
 _TOP = 20
 
-_SumsBy = Annotated[InspectBy, typer.Option(help="one row a value, or sums by module, op or line")]
+_SumsBy = Annotated[
+    InspectBy, typer.Option(help="one row per value, or sums by module, op or line")
+]
 _AtPeak = Annotated[bool, typer.Option("--at-peak", help="only what is live at the plan's peak")]
 _Only = Annotated[list[str], typer.Option(
-    "--only", metavar="GLOB", help="of modules, values, ops or lines; repeatable",
+    "--only", metavar="GLOB", help="only these modules, values, ops or lines; repeatable",
 )]  # fmt: skip
 _Explain = Annotated[bool, typer.Option(
     "--explain",
-    help="who holds the peak, what memory is worth, what was forced, and if a rule would do",
+    help="say who holds the peak, what memory is worth, what was forced, and if a rule would do",
 )]  # fmt: skip
 _WhyOf = Annotated[list[str], typer.Option(
     "--why", metavar="GLOB", help="--explain, and why these values are kept or not; repeatable",
@@ -50,9 +52,8 @@ _EachLimit = Annotated[
 ]
 _As = Annotated[_Form | None, typer.Option(
     "--as",
-    help="the captured graph; the graphs of MODEL rewritten to --plan; a file for PyTorch's "
-    "memory viewer, Perfetto or Graphviz; by default the suffix of -o says it: .py, .pickle, "
-    ".trace.json or .dot",
+    help="the captured graph; the code of MODEL rewritten to --plan; a file for PyTorch's memory "
+    "viewer, Perfetto or Graphviz; default: by suffix of -o (.py, .pickle, .trace.json, .dot)",
 )]  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def show_verb(
     each_limit: _EachLimit = FURTHER_SOLVE_S, place: PlaceOption = False,
     layout: LayoutFile = None, form: _As = None, output: Output = None,
 ) -> None:  # fmt: skip
-    """Show what is kept, recomputed and freed, why, and in other tools' files."""
+    """Show what a plan keeps, recomputes and frees, and why; or export it to other tools."""
     if output is not None or form is not None:
         form = form or _form_of(output)  # before a capture: refuses unknown suffixes
     # typer gives every option, so one that differs from its default was asked for.
@@ -89,7 +90,7 @@ def show_verb(
 def _refuse_beside(shown: str, options: Mapping[str, Any]) -> None:
     """Refuse the first option that is given and says nothing of what is shown."""
     if flag := next((flag for flag, given in options.items() if given), ""):
-        raise PlanError(f"{flag} is not taken by {shown}: leave it out, or show one at a time")
+        raise PlanError(f"leave out {flag}: {shown} does not take it")
 
 
 def _show_values(
@@ -143,9 +144,9 @@ def _show_reasons(
 def _form_of(path: Path | None) -> _Form:
     if path is None or path.suffix not in _SUFFIXES:
         raise FileError(
-            f"{path}: a name that ends in .pickle (memory snapshot), .trace.json (Chrome trace), "
-            ".dot (Graphviz) or .py (code) says what to write; or say it: "
-            f"--as {'|'.join(get_args(_Form))}"
+            f"give --as {'|'.join(get_args(_Form))}, or a name that ends in .pickle (memory "
+            f"snapshot), .trace.json (Chrome trace), .dot (Graphviz) or .py (code): {path} does "
+            "not say what to write"
         )
     return _SUFFIXES[path.suffix]
 
@@ -163,7 +164,7 @@ def _show_as(
         _refuse_beside("--as code", {"--budget": request.budget})
         _show_code(session, source, request, plan, output)
     elif output is None:
-        raise FileError(f"--as {form} is a file: name it, -o step.{form}")
+        raise FileError(f"name the file, -o step.{form}: --as {form} is not printed")
     else:
         opened = opened_feasible(session, source, request, plan)
         session.save(output, _exported(opened, form), form, end=b"")
@@ -197,7 +198,7 @@ def _show_code(
     session: Session, model: str, request: Request, plan: Path | None, output: Path | None
 ) -> None:
     if plan is None:
-        raise PlanError("--as code rewrites a model to a plan: name both, MODEL --plan plan.json")
+        raise PlanError("name both, MODEL --plan plan.json: --as code rewrites a model to a plan")
     plan_source.require_model(model)
     kept = plan_source.read_kept(plan)
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)

@@ -34,10 +34,10 @@ _NOTHING = "no schedule was found at any budget"
 _ALL = "usual"  # the best of each kind, and what people write by hand
 _HOSTS = "8GiB, or several with 0 for none: 0,8GiB,16GiB"
 _SweptBudgets = Annotated[str, typer.Option(
-    help="how many, from the least peak to the unmodified one, or 50%,2GiB,...; where none is "
-    f"named {_SWEPT}, and of several solvers {_COMPARED}", show_default=False,
+    help="how many, from the least peak to the unmodified one, or a list: 50%,2GiB; default: "
+    f"{_SWEPT}, with several solvers {_COMPARED}", show_default=False,
 )]  # fmt: skip
-_Jobs = Annotated[int, typer.Option(help="solves at once; -1 for every core")]
+_Jobs = Annotated[int, typer.Option(help="solves in parallel; -1 for one per core")]
 
 
 @verb()
@@ -47,16 +47,16 @@ def sweep_verb(
     plan: PlanOption = None, host: str = "", nvme: str = "", jobs: _Jobs = 1,
     place: PlaceOption = False, output: Output = None,
 ) -> None:  # fmt: skip
-    """Show the step's time at several budgets with the bound, and solvers and rules side by side.
+    """Show the step's time and its lower bound at several budgets, or compare solvers.
 
-    With several of --solver, or --plan, they are compared with the unmodified step and the plan.
+    Give --solver several times, or --plan, to compare them with the unmodified step.
     """
     # "usual" stands for several, so it is replaced before solvers are counted.
     names = [one for name in solver for one in (DEFAULT_SOLVERS if name == _ALL else (name,))]
     hosts = asked_hosts(host)
     is_compared = (len(names) > 1 and len(hosts) < 2) or plan is not None or place
     if is_compared and len(hosts) > 1:
-        raise BudgetError(f"--plan and --place are of one size of the host: {host} names several")
+        raise BudgetError(f"give one host size with --plan or --place: {host} names several")
     wanted = asked_budgets(budgets, budget, _COMPARED if is_compared else _SWEPT)
     for one in names:
         # A comparison has a row for a solver that does not take the order.
@@ -94,7 +94,7 @@ def sweep_verb(
 def asked_budgets(text: str, named: Sequence[str] = (), default: str = _SWEPT) -> Budgets:
     """How many budgets, or which: what ``--budgets`` says, or each that ``--budget`` names."""
     if text and named:
-        raise BudgetError(f"name budgets by --budget or by --budgets {text}, not by both")
+        raise BudgetError(f"give --budget or --budgets {text}, not both")
     text = text or ",".join(named) or default
     if not named and text.strip().lstrip("+-").isdigit():  # -3 is no number of budgets
         if int(text) < 1:
@@ -113,7 +113,7 @@ def asked_hosts(text: str) -> dict[str, int]:
         return {AUTO: 1}  # any size but 0, as it is asked for when the graph is captured
     hosts = {part: 0 if part == "0" else parse_bytes(part, "host", _HOSTS) for part in parts}
     if len(set(hosts.values())) < len(parts):
-        raise BudgetError(f"hosts {text!r} name the same size twice: give each once")
+        raise BudgetError(f"give each host size once: {text!r} names one twice")
     return hosts
 
 

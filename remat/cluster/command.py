@@ -91,27 +91,29 @@ _ModelOrClusterPlan = Annotated[str, typer.Argument(
     show_default=False,
 )]  # fmt: skip
 # No option of click's is required for a model and left out for a plan: the help says so itself.
-_Gpus = Annotated[int | None, _given("--gpus", f"of the whole cluster {_WITH_A_MODEL}")]
+_Gpus = Annotated[int | None, _given("--gpus", f"GPUs in the cluster {_WITH_A_MODEL}")]
 _Batch = Annotated[
-    int | None, _given("--batch", f"sequences of a step, over all GPUs {_WITH_A_MODEL}")
+    int | None, _given("--batch", f"sequences per step, over all GPUs {_WITH_A_MODEL}")
 ]
-_Seq = Annotated[int | None, _given("--seq", f"tokens of a sequence {_WITH_A_MODEL}")]
+_Seq = Annotated[int | None, _given("--seq", f"tokens per sequence {_WITH_A_MODEL}")]
 _OnDevice = Annotated[str, _given("--device", "a GPU of the table, such as h100")]
-_NodeSize = Annotated[int, _given("--node-size", "GPUs of a node")]
-_OF_BUDGET = "bytes of one GPU, such as 72GiB; auto leaves a tenth"
+_NodeSize = Annotated[int, _given("--node-size", "GPUs per node")]
+_OF_BUDGET = "memory per GPU, such as 72GiB; auto leaves a tenth free"
 _GpuBudget = Annotated[str, _given("--budget", _OF_BUDGET)]
-_LinksFile = Annotated[Path | None, _given("--links", "a profile with links between GPUs, or JSON")]
-_Blocks = Annotated[str, _given("--blocks", "glob over the paths of blocks, such as 'layers.*'")]
-_OF_RING = "count receive buffers for microbatches in flight alone; torch has one for each"
+_LinksFile = Annotated[
+    Path | None, _given("--links", "measured links between GPUs: a profile, or JSON")
+]
+_Blocks = Annotated[str, _given("--blocks", "glob for the paths of blocks, such as 'layers.*'")]
+_OF_RING = "count receive buffers only for microbatches in flight; torch has one for each"
 _Ring = Annotated[bool, _given("--receive-ring", _OF_RING)]
 _Tp = Annotated[int | None, _given("--tp", "tensor parallel ranks", _FIX)]
 _Cp = Annotated[int | None, _given("--cp", "context parallel ranks", _FIX)]
-_Pp = Annotated[int | None, _given("--pp", "stages of a pipeline", _FIX)]
-_Micro = Annotated[int | None, _given("--microbatch", "its sequences", _FIX)]
-_Virtual = Annotated[int | None, _given("--virtual-stages", "of the model on each rank", _FIX)]
-_OF_SCHEDULE = f"of the pipeline: {', '.join(SCHEDULES)}"
+_Pp = Annotated[int | None, _given("--pp", "pipeline stages", _FIX)]
+_Micro = Annotated[int | None, _given("--microbatch", "sequences per microbatch", _FIX)]
+_Virtual = Annotated[int | None, _given("--virtual-stages", "stages per rank", _FIX)]
+_OF_SCHEDULE = f"pipeline schedule: {', '.join(SCHEDULES)}"
 _ScheduleName = Annotated[str | None, _given("--schedule", _OF_SCHEDULE, _FIX)]
-_Shard = Annotated[int | None, _given("--shard", "ranks that states are split over", _FIX)]
+_Shard = Annotated[int | None, _given("--shard", "ranks to shard states over", _FIX)]
 _RunnersUp = Annotated[
     int, typer.Option("--runners-up", min=0, help="how many other meshes within 5 % to show")
 ]
@@ -126,7 +128,7 @@ def cluster_verb(
     microbatch: _Micro = None, virtual_stages: _Virtual = None, shard: _Shard = None,
     schedule: _ScheduleName = None, runners_up: _RunnersUp = 5, output: Output = None,
 ) -> None:  # fmt: skip
-    """Choose mesh, states, stages and recomputation of a cluster; all times are modelled."""
+    """Plan training on a cluster: mesh, sharding, stages, recomputation. All times are modelled."""
     if model.endswith(PLAN_FILES):
         plan = read_cluster_plan(read_contents(model), model)
         if gpus:
@@ -136,7 +138,7 @@ def cluster_verb(
     if not gpus or not batch or not seq:
         required = {"--gpus": gpus, "--batch": batch, "--seq": seq}
         missing = " and ".join(flag for flag, number in required.items() if not number)
-        raise DeviceError(f"a cluster is planned for a number of GPUs and a batch: give {missing}")
+        raise DeviceError(f"give {missing}: a cluster is planned for a number of GPUs and a batch")
     asked = MeshSpec(tp, cp, pp, microbatch, virtual_stages, shard, schedule)
     request = ClusterRequest(
         gpus, batch, seq, device, node_size, budget, links, asked, blocks, receive_ring
@@ -147,8 +149,8 @@ def cluster_verb(
     found = plan_cluster(model, request, runners_up, session.stopwatch)
     if found.file is None:
         why = (
-            f"no mesh of {gpus} GPUs fits {bytes_text(found.cluster.budget_bytes)} each, also with "
-            "everything computed again: raise --budget or --gpus, lower --seq, or fix less"
+            f"raise --budget or --gpus, lower --seq, or fix fewer choices: no mesh of {gpus} GPUs "
+            f"fits {bytes_text(found.cluster.budget_bytes)} each, even with everything recomputed"
         )
         session.conclude(INFEASIBLE, [why])
         return

@@ -160,7 +160,7 @@ def read_cluster_plan(data: bytes | str, name: str = "the file") -> ClusterFile:
     plan = ClusterFile.from_json(data, name)
     if plan.kind != _CLUSTER_KIND:
         raise PlanError(
-            f"{name} is no {ClusterFile.noun}: it is of kind {plan.kind!r}. {MAKE_AGAIN}"
+            f"{name} is not a {ClusterFile.noun}: its kind is {plan.kind!r}. {MAKE_AGAIN}"
         )
     if wrong := _wrong(plan):
         raise PlanError(f"{name} was changed: {wrong}. {MAKE_AGAIN}")
@@ -184,9 +184,9 @@ def _wrong(plan: ClusterFile) -> str:
         if (has := len(stage.layers)) != plan.virtual_stages:
             return f"stage {number} has {has} virtual stages, not {plan.virtual_stages}"
         if sum(stage.schedules.values()) != len(stage.blocks):
-            return f"stage {number} has not one schedule for each block"
+            return f"stage {number} does not have one schedule for each block"
         if stage.costs and len(stage.costs) != plan.virtual_stages:
-            return f"stage {number} has not one cost for each virtual stage"
+            return f"stage {number} does not have one cost for each virtual stage"
         if stage.peak_bytes > plan.budget_bytes:
             return f"stage {number} is over the budget"
     return _wrong_schedule(plan)
@@ -196,19 +196,19 @@ def _wrong_schedule(plan: ClusterFile) -> str:
     named = {i for stage in plan.stages for i in stage.schedules}
     named |= {stage.head for stage in plan.stages if stage.head is not None}
     if not named <= set(range(len(plan.schedules))):
-        return "a stage names a schedule that is not there"
+        return "a stage names a missing schedule"
     for number, one in enumerate(plan.schedules):
         if not 0 <= one.graph < len(plan.graphs):
-            return f"schedule {number} is of no graph"
+            return f"schedule {number} belongs to no graph"
         try:
             require_valid(plan.graphs[one.graph], one.schedule)
         except ScheduleError as error:
-            return f"schedule {number} is none of its graph: {error}"
+            return f"schedule {number} does not fit its graph: {error}"
     return ""
 
 
 def require_world(plan: ClusterFile, gpus: int, name: str = "the plan") -> None:
     """Raise `PlanError` where a plan is of another number of GPUs."""
     if plan.gpus != gpus:
-        said = f"{name} is for {plan.gpus} GPUs, not {gpus}: plan again with --gpus {gpus}"
+        said = f"plan again with --gpus {gpus}: {name} is for {plan.gpus} GPUs"
         raise PlanError(said)

@@ -65,11 +65,11 @@ def _answer_lines(found: Fit) -> list[str]:
     if found.next is not None:
         # A plan may be slow because none better was found, or because none can be.
         proved = found.next.lower_overhead > found.max_overhead
-        by = ", as is proved" if found.limited_by == "overhead" and proved else ""
+        by = ", which is proved" if found.limited_by == "overhead" and proved else ""
         lines.append(f"{found.vary} {found.next.size} does not: {found.next.says}{by}")
     else:
-        more = "interrupted before more" if found.limited_by == "interrupt" else "no larger"
-        lines.append(f"{more} {found.vary} was to be tried")
+        more = "interrupted before a larger" if found.limited_by == "interrupt" else "no larger"
+        lines.append(f"{more} {found.vary} was tried")
     if found.without_plan:  # "About", as it is read off a line through two captures
         lines.append(f"without a plan, about {found.without_plan} would fit")
     return lines

@@ -364,6 +364,6 @@ def refuse_beside_dynamic(request: Request, **given: bool) -> None:
     }  # fmt: skip
     if named := next((name for name, is_given in options.items() if is_given), ""):
         raise CaptureError(
-            f"{named} is for a plan of one size: leave it out beside --dynamic, or leave out "
-            "--dynamic to plan for the factory's batch alone"
+            f"leave out {named}, or leave out --dynamic to plan only for the factory's batch: "
+            f"{named} needs a plan of one size"
         )

@@ -110,8 +110,8 @@ class PlanSource:
     def solved(self) -> Result:
         if self.result is None:
             raise BudgetError(
-                "this needs a plan: name one (MODEL --plan plan.json, or plan.json alone), or "
-                "solve for a budget (MODEL --budget 8GiB)"
+                "name a plan (MODEL --plan plan.json, or just plan.json), or solve for a budget "
+                "(MODEL --budget 8GiB)"
             )
         return self.result
 
@@ -152,16 +152,16 @@ def _splitting_as(schedule: Schedule, request: Request) -> Request:
 def _refuse_budget(request: Request) -> None:
     if request.budget != NO_BUDGET:
         raise BudgetError(
-            f"a plan has its budget: leave out --budget {request.budget}, or name the model or "
-            "graph without the plan to solve anew"
+            f"leave out --budget {request.budget}, as a plan has its own; to solve again, name "
+            "the model or graph without the plan"
         )
 
 
 def _refuse_host(request: Request) -> None:
     if request.host or request.nvme:
         raise BudgetError(
-            f"a plan has its links: leave out --host {request.host}, or name its model or graph "
-            "to solve anew"
+            f"leave out --host {request.host}, as a plan has its own links; to solve again, name "
+            "its model"
         )
 
 
@@ -179,8 +179,8 @@ def _opened_plan(kept: PlanFile | Schedule, name: str, graph: TrainingGraph | No
         evaluate_family(over, name)
     if graph is None:
         raise PlanError(
-            f"{name} is a schedule alone, without sizes and costs: name its graph or model too "
-            f"(GRAPH --plan {name})"
+            f"name its graph or model too (GRAPH --plan {name}): {name} is only a schedule, "
+            "without sizes and costs"
         )
     try:
         peak_bytes = simulate(graph, schedule).peak_bytes
@@ -200,9 +200,9 @@ def _unproved(graph: TrainingGraph, told_us: float, name: str) -> str:
         return ""
     told = percent_text(overhead_of(told_us, graph.time_us))
     return (
-        f"{name} says that no schedule of its budget has less than {told} overhead. A file proves "
-        "nothing, so the bound here is the step with every op once. To prove one: remat run "
-        f"{name} --budget BUDGET"
+        f"to prove a bound, remat run {name} --budget BUDGET: {name} says that no schedule of its "
+        f"budget has less than {told} overhead, but a file proves nothing, so the bound here is "
+        "the step with every op once"
     )
 
 
@@ -211,14 +211,14 @@ def captured(source: str, request: Request, stopwatch: Stopwatch) -> Captured:
         loaded, request = load_shown(source, stopwatch, request)
         return captured_model(loaded, request, stopwatch)
     if request.profile is not None:
-        raise ProfileError(f"{source} has its costs: --profile goes with a model")
+        raise ProfileError(f"leave out --profile, or name a model: {source} has its own costs")
     if request.sharding != NO_SHARDING:
-        raise DeviceError(f"{source} is a step already captured: --sharding goes with a model")
+        raise DeviceError(f"leave out --sharding, or name a model: {source} is captured already")
     if _holds_plan(Path(source)):
         kept = read_kept(Path(source))
         if not isinstance(kept, PlanFile):
             raise PlanError(
-                f"{source} is a schedule alone: name its model, or a graph kept by show --as graph"
+                f"name its model, or a graph kept by show --as graph: {source} is only a schedule"
             )
         return Captured(_as_asked(evaluate_plan(kept, source)[0], request))
     graph = TrainingGraph.from_json(read_contents(source), source)
@@ -245,7 +245,7 @@ def captured_model(loaded: Loaded, request: Request, stopwatch: Stopwatch) -> Ca
 
 def require_model(source: str) -> None:
     if source.endswith(PLAN_FILES):
-        raise FactoryError(f"{source} is a kept file: name the model first, as path/to/file.py")
+        raise FactoryError(f"name the model first, as path/to/file.py: {source} is a kept file")
 
 
 def load_shown(model: str, stopwatch: Stopwatch, request: Request) -> tuple[Loaded, Request]:

@@ -60,10 +60,10 @@ def _no_plan(rows: tuple[Row, ...], budget_bytes: int) -> tuple[str, ...]:
     needs = f"the unmodified step needs {bytes_text(unmodified.peak_bytes)} and fits already"
     if plan.overhead < -_FASTER:
         return (
-            f"{needs}, with checkpoints of its own. This plan computes less again: by costs it "
-            f"takes {percent_text(-plan.overhead)} less time",
+            f"{needs}, with checkpoints of its own. This plan recomputes less: by costs it takes "
+            f"{percent_text(-plan.overhead)} less time",
         )
-    return (f"{needs}: train without a plan",)
+    return (f"train without a plan: {needs}",)
 
 
 def _far_apart(rows: tuple[Row, ...]) -> tuple[str, ...]:
@@ -74,8 +74,8 @@ def _far_apart(rows: tuple[Row, ...]) -> tuple[str, ...]:
         return ()
     worst = max(ratios) if min(ratios) > FAR_OFF else min(ratios)
     return (
-        f"steps took {worst:.2f} times as long as predicted: the machine was busy, now or when ops "
-        "were measured. On a quiet one, --measure-again measures them anew",
+        f"run again on a quiet machine, with --measure-again: steps took {worst:.2f} times as "
+        "long as predicted, so the machine was busy, now or when ops were measured",
     )
 
 
@@ -84,14 +84,14 @@ def _off(plan: Row) -> tuple[str, ...]:
     if measured is None or abs(measured - plan.overhead) < _OFF:
         return ()
     return (
-        f"the clock said {percent_text(measured)} overhead where costs say "
-        f"{percent_text(plan.overhead)}: other programs that run meanwhile do that. Run it "
-        "again on a quiet machine before you rely on either",
+        "run again on a quiet machine before you rely on either: the clock says "
+        f"{percent_text(measured)} overhead where costs say {percent_text(plan.overhead)}, as "
+        "happens when other programs run",
     )
 
 
 _HELD_ROWS = 3
-_OUTSIDE = "the loss and what is outside of modules"
+_OUTSIDE = "the loss and what is outside modules"
 _LABELS = {"chen_sqrt": "square-root checkpointing"}  # for solver names that say nothing
 
 

@@ -134,8 +134,8 @@ class StepHere:
         # The plan was made for whole layers; this checks the step that runs, op by op.
         if found.peak_bytes > self.task.budget_bytes:
             raise BudgetError(
-                f"op by op, this step of {self.graph.name} has a peak of {found.peak_bytes} bytes, "
-                f"above the budget of {self.task.budget_bytes}: give a little more"
+                f"give a little more budget: op by op, this step of {self.graph.name} has a peak "
+                f"of {found.peak_bytes} bytes, above the {self.task.budget_bytes} given"
             )
         tier = FileTier(found.host_peak_bytes, found.nvme_peak_bytes, self.task.links.nvme_path)
         tier.require_room()
@@ -170,13 +170,13 @@ def _require_in_optimizer(
         path, parameter = parameters.get(name, ("an input of the batch", None))
         if id(parameter) not in known:
             raise CaptureError(
-                f"{path} of {guards.kind} gets a gradient and the optimizer does not have it, so "
-                "a whole step would lose it: add it to the optimizer, or let it require no grad"
+                f"add {path} of {guards.kind} to the optimizer, or let it not require grad: it "
+                "gets a gradient that a whole step would lose"
             )
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise CaptureError(
-            "amsgrad keeps a third number of each parameter, which is not planned: leave it out, "
-            "or update during backward, remat.rematerialize(..., optimizer_in_backward=...)"
+            "leave out amsgrad, which keeps a third value for each parameter, or update during "
+            "backward, remat.rematerialize(..., optimizer_in_backward=...)"
         )
     require_own_storages({**dict(parameters.values()), **dict(guards.model.named_buffers())})
 

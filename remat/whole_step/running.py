@@ -266,7 +266,7 @@ class WholeStep:
         # Do not wait: a step called within a step would wait for itself.
         if not self._lock.acquire(blocking=False):
             raise RewriteError(
-                f"a step of this {self._guards.kind} is under way: let it end before the next"
+                f"let the step of this {self._guards.kind} end before the next: it is still running"
             )
         try:
             return self._step(batches)
@@ -301,26 +301,26 @@ class WholeStep:
     ) -> list[Any]:  # fmt: skip
         count, kind = self.microbatches, self._guards.kind
         if self._is_closed:
-            raise RewriteError(f"this step of {kind} is closed: make another one to train on")
+            raise RewriteError(f"make another step to train on: this one of {kind} is closed")
         if self._guards.takes_target and targets is None:
             raise RewriteError(
-                f"the step of {kind} was captured with a target: give targets= too, one for each "
-                "microbatch"
+                f"give targets= too, one for each microbatch: the step of {kind} was captured "
+                "with a target"
             )
         named = kwargs if kwargs is not None else [{}] * count
         aims = targets if targets is not None else [None] * count
         found = len(args) or (count if kwargs is not None else 0)
         if {found, len(named), len(aims)} != {count}:
             raise RewriteError(
-                f"a step of this {kind} takes {count} microbatches, and {found} are given, with "
-                f"{len(aims)} targets: give args as a list of {count} tuples, targets likewise"
+                f"give args as a list of {count} tuples, targets likewise: a step of this "
+                f"{kind} takes {count} microbatches, and got {found}, with {len(aims)} targets"
             )
         calls = args or [()] * count
         for one in calls:
             if not isinstance(one, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise RewriteError(
-                    f"a microbatch of this {kind} is a tuple of positional arguments, and a "
-                    f"{type(one).__name__} is given: write [(x,) for x in batches]"
+                    f"write [(x,) for x in batches]: a microbatch of this {kind} is a tuple of "
+                    f"positional arguments, not a {type(one).__name__}"
                 )
         return [(one, dict(two), aim) for one, two, aim in zip(calls, named, aims, strict=True)]
 
@@ -352,13 +352,13 @@ class WholeStep:
     def _require_ready(self) -> None:
         if not self._guards.model.training:
             raise RewriteError(
-                f"this {self._guards.kind} is in eval mode: call model.train() before a step"
+                f"call model.train() before a step: this {self._guards.kind} is in eval mode"
             )
         for path, parameter in self._trained.items():
             if parameter.grad is not None:
                 raise RewriteError(
-                    f"{path} of {self._guards.kind} has a gradient already, to which eager would "
-                    "add: call optimizer.zero_grad() before a step"
+                    f"call optimizer.zero_grad() before a step: {path} of {self._guards.kind} "
+                    "already has a gradient, to which eager would add"
                 )
 
     def _recover(self, run: StepRun | None, error: BaseException) -> None:
@@ -372,15 +372,15 @@ class WholeStep:
         paths = [self._residents.parameters[name][0] for name in run.updated]
         torn = self._residents.parameters[run.updating][0] if run.updating else ""
         if torn:
-            error.add_note(f"remat: the update of {torn} was broken off: load it from a checkpoint")
+            error.add_note(f"remat: the update of {torn} was cut short: load it from a checkpoint")
         if not paths:
             error.add_note(
-                "remat: no parameter had been updated; all are in memory, as before this step"
+                "remat: no parameter was updated; all are in memory, as before this step"
             )
         else:
             error.add_note(
-                f"remat: {len(paths)} of {len(self._trained)} parameters had been updated, the "
-                f"last of them {paths[-1]}; the others are as before this step. All are in memory"
+                f"remat: {len(paths)} of {len(self._trained)} parameters were updated, "
+                f"{paths[-1]} last; the others are as before this step. All are in memory"
             )
 
 

@@ -52,12 +52,12 @@ def optimizer_step(
     links: Links | None,
 ) -> TrainingGraph:  # fmt: skip
     if not options:
-        raise GraphError("a step has one microbatch or more, and none is given")
+        raise GraphError("give one microbatch or more: there is none")
     numbers = {len(one) for one in options}
     if numbers != {len(microbatch.layers)} or len(places) != len(microbatch.groups):
         raise GraphError(
-            f"a step of {len(microbatch.layers)} layers and {len(microbatch.groups)} groups takes "
-            "an option for each layer of each microbatch, and a place for each group"
+            "give an option for each layer of each microbatch, and a place for each group: the "
+            f"step has {len(microbatch.layers)} layers and {len(microbatch.groups)} groups"
         )
     made = _Made(microbatch, update, options, places)
     return TrainingGraph(

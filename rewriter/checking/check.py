@@ -193,8 +193,8 @@ def check(
     for one in (model, module):
         if not isinstance(one, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RewriteError(
-                f"a check runs modules, and this is {type(one).__name__}: pass the model, and what "
-                "remat.rematerialize or Plan.apply returned"
+                "pass the model, and what remat.rematerialize or Plan.apply returned: a check "
+                f"runs modules, and this is {type(one).__name__}"
             )
     given = (tuple(args), dict(kwargs or {}), target)
     if isinstance(module, SharedState):

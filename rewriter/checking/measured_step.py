@@ -35,8 +35,8 @@ def measured_step(
     device = resolved_device(None, model)
     if device != CPU:
         raise DeviceError(
-            f"the model is on {device}: moments of a step are measured on the CPU only. There, "
-            "torch.cuda.memory._record_memory_history records them"
+            f"use torch.cuda.memory._record_memory_history there: the model is on {device}, and "
+            "moments of a step are only measured on the CPU"
         )
     batch = OwnBatch((tuple(args), dict(kwargs or {}), target))
     run, meter = plan_run(module, batch, loss_fn), CpuMeter()

@@ -123,14 +123,14 @@ class Front(Record, frozen=True):
         """Raise `SolverError` where a figure cannot be, as in a file that was edited."""
         sizes = self.base_us, self.least_needed_bytes, self.unmodified_bytes
         if not are_figures(*sizes):
-            raise SolverError(f"{name} has a figure that cannot be, of the step without a plan")
+            raise SolverError(f"{name} has an impossible figure, of the step without a plan")
         for budget_bytes, result in self.points:
             figures = (
                 budget_bytes, result.peak_bytes, result.time_us, result.lower_bound_us,
                 result.wall_s, result.least_feasible_bytes, result.least_bound_bytes,
             )  # fmt: skip
             if not are_figures(*figures):
-                raise SolverError(f"{name} has a figure that cannot be, at one of its budgets")
+                raise SolverError(f"{name} has an impossible figure, at one of its budgets")
 
     def _repr_html_(self) -> str:
         headers = ("budget", "peak", "overhead", "gap", "seconds", "status")

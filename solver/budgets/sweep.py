@@ -41,7 +41,7 @@ def spread_budgets(
 ) -> tuple[list[int], list[Result]]:  # fmt: skip
     """The same budgets for each solver, and the outcome at the least if it is at hand."""
     if count < 1:
-        raise SolverError(f"budgets must be 1 or more in number, not {count}")
+        raise SolverError(f"ask for 1 budget or more, not {count}")
     high_bytes = unmodified_bytes or _keeping_all_bytes(graph)
     # Other options are one solver's, and the budgets are for all.
     pins: dict[str, Any] = {name: options[name] for name in PINS if name in options}
@@ -245,8 +245,8 @@ def price_of_gib(
     """What a GiB more than the budget of `result` would save, and one less would cost."""
     if result.schedule is None:
         raise SolverError(
-            f"nothing fits {result.budget_bytes} bytes, so memory has no price there: ask at "
-            f"{result.least_feasible_bytes or 'more'} bytes"
+            f"ask at {result.least_feasible_bytes or 'more'} bytes: nothing fits "
+            f"{result.budget_bytes} bytes, so memory has no price there"
         )
     step_bytes = checked_step(step_bytes, result.peak_bytes)
     low_bytes = max(result.budget_bytes - step_bytes, 0)

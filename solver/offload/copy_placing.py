@@ -174,7 +174,7 @@ def _reads(
 def _nvme_links(links: Links) -> tuple[Link, Link]:
     if links.write is None or links.read is None:
         raise SolverError(
-            f"no link to NVMe: capture with {option('nvme')}, or let values wait on the host"
+            f"capture with {option('nvme')}, or let values wait on the host: no link to NVMe"
         )
     return links.write, links.read
 

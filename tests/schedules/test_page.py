@@ -197,5 +197,5 @@ def _with_names(graph: TrainingGraph) -> TrainingGraph:
 
 def test_without_a_plan_there_is_no_report(planned: Planned) -> None:
     lost = solve_within(planned.graph, 1000, "chen_sqrt")
-    with pytest.raises(ScheduleError, match="no plan to report: nothing within 1000 bytes"):
+    with pytest.raises(ScheduleError, match="no plan to report: none was found within 1000 bytes"):
         report(planned.graph, lost)

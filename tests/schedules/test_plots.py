@@ -91,7 +91,7 @@ def test_a_layout_shows_each_buffer_in_its_place(ax: Any, planned: Planned) -> N
         text.get_text() for text in ax.get_legend().get_texts()
     }
     other = place(planned.graph, planned.facts.unmodified_schedule)
-    with pytest.raises(LayoutError, match="made for another step"):
+    with pytest.raises(LayoutError, match="made for another one"):
         draw_layout(ax, planned.graph, planned.schedule, other)
 
 

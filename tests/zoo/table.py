@@ -102,7 +102,7 @@ def entries(name: str, entry: Entry) -> list[str]:
     try:
         found = measured(entry)
     except RematError as error:
-        refusal = _without_folders(str(error).split(". ")[0])
+        refusal = _without_folders(str(error).splitlines()[0].split(". ")[0])
         return [name, "-", "refused", refusal, *["-"] * (len(TITLES) - 4)]
     plans = (found.everything, found.planned)
     equal = sum(plan.check.gradients for plan in plans)

@@ -256,8 +256,8 @@ def _prepared(traced: Trace, groups: FakeGroups, links: RankLinks, border: str) 
     for name, node in traced.joint.node_of_op.items():
         if is_collective(node) and not groups.has(groups_of([node])):
             raise CaptureError(
-                f"a block runs the collective {name} by itself, and a plan of a cluster makes all "
-                "that there are: leave it out of the model"
+                f"leave the collective {name} out of the model: a block runs it, and a cluster's "
+                "plan adds all collectives itself"
             )
     return planned_graph(model_costs(traced, traced.recipe.device, ranks=links), border)
 

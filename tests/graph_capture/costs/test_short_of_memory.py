@@ -112,7 +112,7 @@ def test_ops_that_have_no_room_beside_the_profiler_end_timing_with_a_way_out(
 
     model, args, *_ = make("plain")
     monkeypatch.setattr(CpuMeter, "regions", no_room)
-    with pytest.raises(CaptureError, match="memory ran out while the ops were measured: free"):
+    with pytest.raises(CaptureError, match="memory ran out while ops were measured"):
         op_costs.measure_costs(trace(model, args))
 
 

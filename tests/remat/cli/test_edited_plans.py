@@ -81,8 +81,8 @@ def test_a_bound_that_a_file_states_is_not_shown_as_proved(
     page = tmp_path / "out.html"
     shown = out + (page.read_text() if page.exists() else "")
     # Where a bound of the plan is shown, and nowhere else.
-    assert ("A file proves nothing" in err) is ("--explain" in words)
-    assert ("A file proves nothing" in shown) is (words[0] == "report")
+    assert ("a file proves nothing" in err) is ("--explain" in words)
+    assert ("a file proves nothing" in shown) is (words[0] == "report")
     for claim in (", proved", "gap 0.00 %", "optimal, by"):
         assert claim not in shown
 

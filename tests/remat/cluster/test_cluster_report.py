@@ -108,5 +108,5 @@ def test_a_file_of_before_is_read_and_refused_a_page(staged: ClusterFile) -> Non
     cut = msgspec.structs.replace(
         staged, stages=tuple(msgspec.structs.replace(s, costs=s.costs[:1]) for s in staged.stages)
     )
-    with pytest.raises(PlanError, match="stage 0 has not one cost for each virtual stage"):
+    with pytest.raises(PlanError, match="stage 0 does not have one cost for each virtual stage"):
         read_cluster_plan(cut.to_json())

@@ -128,7 +128,7 @@ def test_the_graph_of_a_plan_is_swept_and_solved_anew(remat: Remat, tmp_path: Pa
     assert remat("run", str(plan), *words, "-o", str(alone)).exit_code == 0
     done = remat("sweep", str(alone))
     assert done.exit_code == 2
-    assert "is a schedule alone: name its model" in done.stderr
+    assert "is only a schedule" in done.stderr
 
 
 def test_a_sweep_where_nothing_fits_ends_with_three(remat: Remat, graph: str) -> None:
@@ -181,7 +181,7 @@ def test_pins_on_the_command_line(remat: Remat, graph: str, tmp_path: Path) -> N
     ("words", "says"),
     [
         (["--keep", "*.atn"], "keep '*.atn' matches no module of a forward op: did you mean"),
-        (["--keep", "blocks.0", "--recompute", "*.norm"], "is pinned both ways"),
+        (["--keep", "blocks.0", "--recompute", "*.norm"], "is pinned by both"),
         (["--recompute", "nothing"], "Modules are blocks.0.norm, blocks.0.attn"),
     ],
 )
