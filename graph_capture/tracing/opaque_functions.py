@@ -146,8 +146,8 @@ def _record(kind: type[Function], args: tuple[Any, ...]) -> Any:
     for leaf in leaves:
         if isinstance(leaf, nn.Module) or getattr(leaf, "__closure__", None):
             raise CaptureError(
-                f"{kind.__name__} cannot be traced, and is given code ({type(leaf).__name__}), "
-                "whose parameters no op shows. Give it tensors alone"
+                f"pass tensors alone to {kind.__name__}: it cannot be traced, and is called with "
+                f"code ({type(leaf).__name__}), whose parameters no op shows"
             )
     # Autograd sees the tensors among the arguments, and none in lists.
     starts = accumulate((len(pytree.tree_leaves(arg)) for arg in args), initial=0)
@@ -272,9 +272,9 @@ class _Op:
             first = pytree.tree_leaves(self._run(copies))
         except Exception as error:
             raise CaptureError(
-                f"{self.name.rpartition('_')[0]} can be neither traced nor run on made data "
-                f"({type(error).__name__}: {error}). Make its kernel an op: "
-                "torch.library.custom_op, with a register_fake and a register_autograd"
+                "make its kernel an op, with torch.library.custom_op, register_fake and "
+                f"register_autograd: {self.name.rpartition('_')[0]} can neither be traced nor run "
+                f"on made data ({type(error).__name__}: {error})"
             ) from error
         written = {storage_key(a) for a, b in zip(given, copies, strict=True) if differ(a, b)}
         self.written = tuple(i for i, one in enumerate(given) if storage_key(one) in written)
@@ -287,8 +287,9 @@ class _Op:
         for one, other in pairs:
             if not isinstance(one, Tensor) and not _is_same(one, other):
                 raise CaptureError(
+                    "keep a tensor, with ctx.save_for_backward: "
                     f"{self.name.rpartition('_')[0]} keeps {one!r} for backward, and {other!r} for "
-                    "the same data, which no op can carry. Keep a tensor, by ctx.save_for_backward"
+                    "the same data, which no op can carry"
                 )
         return reason_against(pairs, moved)
 
@@ -338,8 +339,8 @@ class _Op:
         is_same = len(leaves) == len(self.leaves) and all(_is_same(*pair) for pair in pairs)
         if not is_same or [_Layout.of(one) for one in made] != self.layouts:
             raise RewriteError(
-                f"{self.name} returns or keeps something else than when the step was planned: "
-                f"{leaves} for {self.leaves}. Plan again"
+                f"plan again: {self.name} returns or keeps something else than when it was planned "
+                f"({leaves} for {self.leaves})"
             )
         return made[0] if len(made) == 1 else tuple(made)
 

@@ -284,9 +284,18 @@ def test_a_range_of_sizes_is_refused_with_the_way_out() -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda m, x: Changing.apply(m(x)), "Changing.* keeps .* for the same data"),
-        (lambda m, x: GivenCode.apply(m, x), r"GivenCode.* is given code \(Linear\)"),
-        (lambda m, x: Broken.apply(m(x)), "Broken.* nor run on made data .IndexError"),
+        (
+            lambda m, x: Changing.apply(m(x)),
+            "save_for_backward: Changing.* keeps .* for the same data",
+        ),
+        (
+            lambda m, x: GivenCode.apply(m, x),
+            r"pass tensors alone to GivenCode: .* code \(Linear\)",
+        ),
+        (
+            lambda m, x: Broken.apply(m(x)),
+            r"custom_op.* Broken.* nor run on made data \(IndexError",
+        ),
     ],
 )
 def test_what_no_op_can_carry_is_refused(call: Any, said: str) -> None:
