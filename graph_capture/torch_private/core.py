@@ -76,6 +76,14 @@ def reentrant_checkpoints() -> Generator[None]:
         autograd._is_checkpoint_valid = before
 
 
+_KEYS = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
+
+
+def as_outside_of_ops() -> Any:
+    """In a kernel of an op, have code run as it does elsewhere: it may differentiate itself."""
+    return _C._ForceDispatchKeyGuard(*_KEYS)
+
+
 @contextlib.contextmanager
 def calls_of_functions(apply: Callable[..., Any]) -> Generator[None]:
     """Have `apply` run in place of each call of a `Function`: it is given what to call, the class

@@ -27,6 +27,7 @@ from remat.graph_capture.joint.nodes import TRIALS, storage_key
 from remat.graph_capture.torch_private.core import (
     DisableTorchFunction,
     SingleLevelFunction,
+    as_outside_of_ops,
     calls_of_functions,
     disable_current_modes,
     make_contiguous_strides_for,
@@ -277,6 +278,7 @@ class _Op:
                 f"on made data ({type(error).__name__}: {error})"
             ) from error
         written = {storage_key(a) for a, b in zip(given, copies, strict=True) if differ(a, b)}
+        written |= self._written_for_ones(given)
         self.written = tuple(i for i, one in enumerate(given) if storage_key(one) in written)
         with what_moves(
             [kind.__module__]
@@ -292,6 +294,15 @@ class _Op:
                     "the same data, which no op can carry"
                 )
         return reason_against(pairs, moved)
+
+    def _written_for_ones(self, given: list[Tensor]) -> set[int]:
+        """Losses look whether the gradient that arrives is 1, and write over theirs if not."""
+        ones = [one.clone().fill_(1) if one.is_floating_point() else one for one in given]
+        before = copies_of(ones)
+        with contextlib.suppress(Exception):  # what they may not be, is no gradient
+            self._run(ones)
+        trios = zip(given, ones, before, strict=True)
+        return {storage_key(one) for one, now, then in trios if differ(now, then)}
 
     def _described(
         self, given: Sequence[Tensor], expected: Sequence[Any]
@@ -312,13 +323,17 @@ class _Op:
                 described.append(leaf)
                 continue
             known = sources.get(storage_key(leaf), [])
-            if known and bases[known[0]].dtype != leaf.dtype:  # the same bytes, as other numbers
+            hint = expected[len(described)] if len(described) < len(expected) else None
+            is_made = isinstance(hint, _View) and hint.source >= len(given)
+            # The same bytes as other numbers; or code that makes it, or takes it, as values are.
+            if known and (
+                bases[known[0]].dtype != leaf.dtype or (is_made and known[0] < len(given))
+            ):
                 leaf, known = leaf.clone(), []
             if not known:
                 known = sources[storage_key(leaf)] = [len(bases)]
                 bases.append(leaf)
                 made.append(leaf)
-            hint = expected[len(described)] if len(described) < len(expected) else None
             at = hint.source if isinstance(hint, _View) and hint.source in known else known[0]
             offset = leaf.storage_offset() - bases[at].storage_offset()
             described.append(_View(at, tuple(leaf.shape), leaf.stride(), offset))
@@ -334,12 +349,18 @@ class _Op:
         return getattr(getattr(torch.ops, _NAMESPACE), self.name).default
 
     def _computed(self, *given: Tensor) -> Any:
-        _, leaves, _, made = self._described(given, self.leaves)
+        versions = [one._version for one in given]
+        with as_outside_of_ops():
+            _, leaves, _, made = self._described(given, self.leaves)
         pairs = zip(leaves, self.leaves, strict=False)
-        is_same = len(leaves) == len(self.leaves) and all(_is_same(*pair) for pair in pairs)
+        is_same = (
+            versions == [one._version for one in given]
+            and len(leaves) == len(self.leaves)
+            and all(_is_same(*pair) for pair in pairs)
+        )
         if not is_same or [_Layout.of(one) for one in made] != self.layouts:
             raise RewriteError(
-                f"plan again: {self.name} returns or keeps something else than when it was planned "
+                f"plan again: {self.name} returns, keeps or writes something else than at planning "
                 f"({leaves} for {self.leaves})"
             )
         return made[0] if len(made) == 1 else tuple(made)

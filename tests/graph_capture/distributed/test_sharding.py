@@ -85,7 +85,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "leave out blocks, or choose fsdp2 or replicate: sharding ddp",
     ),
     ({"kind": "ddp", "replicas": 2}, "leave out replicas, or choose fsdp2: sharding ddp"),
-    ({"kind": "replicate", "reshard_after_forward": False}, "replicate has no reshard_after_"),
+    ({"kind": "replicate", "reshard_after_forward": False}, "leave out reshard_after_forward"),
     ({"bucket_views": True}, "sharding fsdp2 has no bucket_views: .* choose ddp or zero1"),
     ({"kind": "zero1", "param_dtype": "bfloat16"}, "sharding zero1 has no param_dtype"),
     ({"kind": "replicate", "cpu_offload": True}, "sharding replicate has no cpu_offload"),
