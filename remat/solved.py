@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -10,13 +10,10 @@ from remat.formats import budget_text, bytes_text, gap_text, percent_text
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.family import Family
-from remat.schedules.outcome import Result
-from remat.schedules.plan import Prediction
+from remat.schedules.outcome import Check, Result
+from remat.schedules.plan import Order, Prediction
 from remat.schedules.schedule import Schedule
 from remat.solver.result import INTERRUPTED, OUT_OF_TIME
-
-if TYPE_CHECKING:
-    from remat.rewriter.checking.check import Check
 
 
 class Solved(msgspec.Struct, frozen=True):
@@ -37,10 +34,11 @@ def graph_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph | No
     return graph if graph.hash in (schedule.graph_hash, schedule.captured_hash) else None
 
 
-def predicted(result: Result, cost_origin: str) -> Prediction:
+def predicted(result: Result, cost_origin: str, order: Order | None = None) -> Prediction:
     return Prediction(
         peak_bytes=result.peak_bytes, time_us=result.time_us, overhead=result.overhead,
         lower_bound_us=result.lower_bound_us, gap=result.gap, cost_origin=cost_origin,
+        status=result.status, order=order,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+from msgspec.structs import astuple
 
 from remat.graph_capture.errors import (
     GraphError,
@@ -23,12 +24,14 @@ from remat.graph_capture.graph import Resident, TrainingGraph, are_figures
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import Place, Symbol, corner
 from remat.schedules.family import Family, resized_schedule
+from remat.schedules.outcome import Check, Status
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, gap_of, simulate
 
 _SCHEMA_VERSION = 1
 KIND = "remat plan"
 _IDENTITY = ("kind", "schema_version")
+Order = Literal["fixed", "free"]  # of first computations: as captured, or any
 
 MAKE_PLAN_AGAIN = "Make it again with: remat run MODEL --budget BUDGET -o FILE"
 
@@ -90,8 +93,11 @@ class Prediction(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    peak_bytes, time_us, overhead : of the schedule. lower_bound_us, gap : as in a `Result`.
+    peak_bytes, time_us, overhead : of the schedule. lower_bound_us, gap, status : as in a
+        `Result`; no status in older files.
     cost_origin : ``measured``, ``modelled`` or ``mixed``, as of the graph; ``prices`` in a file.
+    order : in which the bound holds, for any number of recomputations: ``fixed`` if first
+        computations are in captured order, ``free`` for any. None where that is not known.
     """
 
     peak_bytes: int
@@ -100,6 +106,8 @@ class Prediction(msgspec.Struct, frozen=True):
     lower_bound_us: float
     gap: float | None
     cost_origin: str = msgspec.field(name="prices")
+    status: Status | None = None
+    order: Order | None = None
 
     def __post_init__(self) -> None:
         if not are_figures(self.peak_bytes, self.time_us, self.lower_bound_us):
@@ -145,6 +153,9 @@ class PlanFile(msgspec.Struct, frozen=True):
         and without torch. Rewriting does not look at it. None if it was not at hand.
     over : of a plan for a range of sizes. `schedule` and `graph` then are those of the largest
         sizes, and `batch` has one size of the range. None for a plan of one size.
+    check : what a step of the plan showed beside an unmodified one, on `title` by the torch of
+        `versions`: measured peaks and times, and which results were equal. None if none was run.
+    unchecked : why none was run, if there is more to say than that it was not asked for.
     """
 
     model: str
@@ -163,8 +174,17 @@ class PlanFile(msgspec.Struct, frozen=True):
     prediction: Prediction | None = None
     graph: TrainingGraph | None = None
     over: RangeFacts | None = None
+    check: Check | None = None
+    unchecked: str = ""
     kind: str = KIND
     schema_version: int = _SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        if self.check is None:
+            return
+        figures = [one for one in astuple(self.check) if isinstance(one, int | float)]
+        if not are_figures(*figures) or self.check.gradients > self.check.gradients_total:
+            raise PlanError("its check has a figure that cannot be")
 
     @property
     def budget_bytes(self) -> int:

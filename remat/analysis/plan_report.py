@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from html import escape
 from io import StringIO
 from pathlib import Path
 
+import msgspec
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -20,8 +23,9 @@ from remat.graph_capture.files import decode_json, write_contents
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.layout import Layout
-from remat.schedules.outcome import Result
-from remat.schedules.report.page import page_data, render
+from remat.schedules.outcome import Check, Result, bound_text, equal_text, verdict
+from remat.schedules.plan import PlanFile
+from remat.schedules.report.page import page_data, render, step_html
 from remat.schedules.report.page_facts import Alternative, MeasuredStep, PageFacts
 from remat.schedules.simulate import simulate
 from remat.schedules.value_report.peak_holders import PeakHolders
@@ -121,14 +125,20 @@ _RULE_S = 0.5  # seconds a rule: on thousands of ops, not all settings are tried
 def report(
     graph: TrainingGraph, result: Result, path: str | Path | None = None, *,
     fronts: Mapping[str, Front] | Front | None = None, measured: MeasuredStep | None = None,
-    layout: Layout | None = None,
+    layout: Layout | None = None, check: Check | None = None,
 ) -> str:  # fmt: skip
     """The page of a result, as HTML; written to `path` if one is given."""
-    facts = page_facts(graph, result, fronts, measured, layout=layout)
+    facts = page_facts(graph, result, fronts, measured, layout=layout, check=check)
     page = render(facts, page_data(facts))
     if path is not None:
         write_contents(path, page.encode())
     return page
+
+
+def plan_card(graph: TrainingGraph, result: Result, check: Check | None) -> str:
+    """The first screen of the page, as HTML for a notebook."""
+    facts = step_facts(graph, result, check)
+    return f"<p><b>{escape(facts.verdict)}</b></p>\n{step_html(facts)}"
 
 
 def fronts_in(data: bytes, name: str = "the file") -> dict[str, Front]:
@@ -146,25 +156,71 @@ def fronts_in(data: bytes, name: str = "the file") -> dict[str, Front]:
 def page_facts(
     graph: TrainingGraph, result: Result, fronts: Mapping[str, Front] | Front | None = None,
     measured: MeasuredStep | None = None, stated_by: str = "", layout: Layout | None = None,
+    check: Check | None = None, kept: PlanFile | None = None,
 ) -> PageFacts:  # fmt: skip
-    """What the page says; `stated_by` names the file that `fronts` are from, if any."""
+    """What the page says.
+
+    `stated_by` names the file that `fronts` are from, if any. `kept` is the file that `result` is
+    of: what was proved and measured when it was made is quoted from it.
+    """
+    facts = step_facts(graph, result, check, kept)
+    curves = {fronts.solver: fronts} if isinstance(fronts, Front) else dict(fronts or {})
+    return replace(
+        facts, rules=_rules_of(graph, result.budget_bytes),
+        fronts=tuple((name, _points_of(graph, front)) for name, front in curves.items()),
+        measured=measured, stated_by=stated_by, layout=layout,
+    )  # fmt: skip
+
+
+def step_facts(
+    graph: TrainingGraph, result: Result, check: Check | None = None, kept: PlanFile | None = None
+) -> PageFacts:
+    """What the first screen of the page says, and a notebook of a plan."""
     if result.schedule is None:
         raise ScheduleError(
             f"there is no plan to report: nothing within {result.budget_bytes} bytes was found"
         )
-    eager = unmodified_step(graph)
+    eager, told, said = unmodified_step(graph), result, kept.prediction if kept else None
     assert eager.result.schedule is not None
-    curves = {fronts.solver: fronts} if isinstance(fronts, Front) else dict(fronts or {})
+    if kept is not None and kept.graph == graph:  # what a file states is of its own costs
+        check = kept.check
+        if said is not None:
+            proved = {"lower_bound_us": said.lower_bound_us, "status": said.status or told.status}
+            told = msgspec.structs.replace(told, **proved)
     return PageFacts(
         graph=graph_of_schedule(graph, result.schedule), schedule=result.schedule,
         unmodified_graph=eager.graph, unmodified_schedule=eager.result.schedule,
-        budget_bytes=result.budget_bytes, lower_bound_us=result.lower_bound_us,
-        status=result.status, solver=result.solver,
-        rules=(_alternative("unmodified", eager.result), *_rules_of(graph, result.budget_bytes)),
-        fronts=tuple((name, _points_of(graph, front)) for name, front in curves.items()),
-        measured=measured, cost_origin=costs_text(graph), note=result.message,
-        stated_by=stated_by, layout=layout,
+        budget_bytes=result.budget_bytes, lower_bound_us=result.lower_bound_us, check=check,
+        verdict=verdict(graph, eager.result.time_us, told, check), note=result.message,
+        details=tuple(_details(graph, eager.result.peak_bytes, told, check, kept)),
     )  # fmt: skip
+
+
+_ORDERS = {
+    "fixed": ", over all plans that compute ops for the first time in their captured order",
+    "free": ", over plans that compute ops in any order", None: "",
+}  # fmt: skip
+
+
+def _details(
+    graph: TrainingGraph, unmodified_bytes: int, told: Result, check: Check | None,
+    kept: PlanFile | None,
+) -> Iterator[tuple[str, str]]:  # fmt: skip
+    if told.budget_bytes and unmodified_bytes:
+        share = percent_text(told.budget_bytes / unmodified_bytes)
+        yield "budget", f"{bytes_text(told.budget_bytes)}, {share} of the unmodified peak"
+    order = kept.prediction.order if kept and kept.prediction else None
+    yield "lower bound", f"{bound_text(graph, told)}{_ORDERS[order]}"
+    yield "found", f"{told.status}, by {told.solver}"
+    if told.message:
+        yield "note", told.message
+    if check is not None:
+        yield "equal", equal_text(check)
+    elif kept and kept.unchecked:
+        yield "not run", kept.unchecked
+    if kept is not None:
+        yield "machine", f"{kept.title}, torch {kept.versions.torch}"
+    yield "costs", costs_text(graph) or graph.cost_origin
 
 
 def _rules_of(graph: TrainingGraph, budget_bytes: int) -> tuple[Alternative, ...]:

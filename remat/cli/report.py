@@ -21,6 +21,7 @@ from remat.job.pipeline import trace_loaded
 from remat.job.plan_source import PLAN_FILES, PlanSource, load_shown
 from remat.job.request import NAMED_BY_TORCH, Request
 from remat.schedules.layout import Layout
+from remat.schedules.plan import PlanFile
 from remat.schedules.report.page_facts import MeasuredStep
 
 _FrontFile = Annotated[
@@ -59,7 +60,8 @@ def report_verb(
     step = _measured(session, source, opened, request) if measure else None
     with session.stopwatch.stage("report", "writing the report"):
         stated_by = front.name if front else ""
-        facts = page_facts(opened.graph, solved, known, step, stated_by, layout)
+        kept = opened.kept if isinstance(opened.kept, PlanFile) else None
+        facts = page_facts(opened.graph, solved, known, step, stated_by, layout, kept=kept)
         page = page_data(facts)
         session.save(output, render(facts, page).encode(), "report", end=b"")
     if session.as_json:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from remat.analysis.budget_sweep import price_json, price_text
 from remat.checks import failures
@@ -37,15 +39,12 @@ from remat.job import pipeline, plan_source, screen
 from remat.job.pipeline import refuse_beside_dynamic
 from remat.job.request import Request, parse_dynamic
 from remat.schedules.layout import Layout
+from remat.schedules.outcome import Check
 from remat.schedules.plan import PlanFile
 from remat.solved import infeasible_text
 from remat.solver.budgets.front import GibPrice
 from remat.solver.budgets.sweep import price_of_gib
 from remat.solver.search import is_interrupted
-
-if TYPE_CHECKING:
-    from remat.rewriter.checking.check import Check
-
 
 _PriceOfGib = Annotated[bool, more("--price-of-gib", "also say what a GiB more or less is worth")]
 _CompareRule = Annotated[
@@ -116,11 +115,18 @@ def _run(
 
     def keep(known: pipeline.Report) -> None:  # written before a step, which may end the process
         of = plan_source.Captured(known.graph, loaded, known.recipe)
-        save_result_file(session, output, of, known.result)
+        save_result_file(session, output, of, known.result, request.order)
 
-    return pipeline.run_job(
+    report = pipeline.run_job(
         loaded, request, session.stopwatch, check=check, compare=compare, planned=keep
     )
+    of = plan_source.Captured(report.graph, loaded, report.recipe)
+    found = report.check, report.unchecked  # kept too, so the file is written once more
+    if output is not None and any(found):
+        plan = plan_source.plan_of_result(of, report.result, request.order, *found)
+        assert plan is not None
+        plan_source.write_plan(plan, output)
+    return report
 
 
 def _solved_anew(
@@ -132,7 +138,7 @@ def _solved_anew(
         raise CaptureError(f"{source} has no model to run: {flag} goes with a model")
     of = plan_source.captured(source, request, session.stopwatch)
     report, _ = pipeline.planned_report(of.graph, request, session.stopwatch)
-    save_result_file(session, output, of, report.result)
+    save_result_file(session, output, of, report.result, request.order)
     return report
 
 
@@ -171,9 +177,12 @@ def _run_over(
         raise CaptureError(f"{model} is of sizes that are fixed: --dynamic goes with a model")
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)
 
+    kept = list[PlanFile]()
+
     def keep(plan: PlanFile) -> None:
         if output is not None:
             save_plan_file(session, output, plan)
+            kept.append(plan)
 
     try:
         report = pipeline.plan_over(loaded, request, ranges, session.stopwatch, keep, check=check)
@@ -181,6 +190,10 @@ def _run_over(
         session.fail(INFEASIBLE, type(error).__name__, str(error))  # too little memory ends with 3
         raise
     report = replace(report, seconds=session.stopwatch.accounted())
+    for plan in kept if output is not None else ():
+        found = report.check and report.check.as_kept()
+        whole = msgspec.structs.replace(plan, check=found, unchecked=report.unchecked)
+        plan_source.write_plan(whole, output)
     if session.as_json:
         session.emit(screen.range_report_json(report))
     else:

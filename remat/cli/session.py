@@ -39,7 +39,7 @@ from remat.progress import (
 )
 from remat.schedules.layout import Layout
 from remat.schedules.outcome import Result
-from remat.schedules.plan import PlanFile
+from remat.schedules.plan import Order, PlanFile
 from remat.schedules.schedule import Schedule
 from remat.solved import infeasible_text
 from remat.solver.result import INTERRUPTED
@@ -290,21 +290,21 @@ def opened_feasible(session: Session, name: str, request: Request, plan: Path | 
     return opened
 
 
-def save_result_file(session: Session, path: Path | None, of: Captured, result: Result) -> None:
+def save_result_file(
+    session: Session, path: Path | None, of: Captured, result: Result, order: Order
+) -> None:
     """A plan where a model is at hand, else the schedule alone; nothing where nothing fits."""
     if path is None or result.schedule is None:
         return
-    if of.loaded is not None and of.recipe is not None:
-        save_plan_file(session, path, plan_of_result(of.loaded, of.recipe, of.graph, result))
+    if plan := plan_of_result(of, result, order):
+        save_plan_file(session, path, plan)
     else:
         session.save(path, result.schedule.to_json(), "plan")
 
 
-def save_plan_file(session: Session, path: Path, plan: PlanFile | None) -> None:
-    if plan is not None:
-        # Not by `session.save`: the name may ask for an archive.
-        write_plan(plan, path)
-        session.say_written(path, "plan")
+def save_plan_file(session: Session, path: Path, plan: PlanFile) -> None:
+    write_plan(plan, path)  # not by `session.save`: the name may ask for an archive
+    session.say_written(path, "plan")
 
 
 def save_layout_file(

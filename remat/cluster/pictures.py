@@ -21,7 +21,7 @@ from remat.cluster.pipeline_replay import (
 from remat.cluster.plan_file import ClusterFile, Parallelism
 from remat.formats import bytes_text, percent_text
 from remat.schedules import palette
-from remat.schedules.report.page import Figure, Table
+from remat.schedules.report.page import Table
 
 
 class _Picture:
@@ -271,9 +271,8 @@ def cluster_page(plan: ClusterFile, replay: PipelineReplay, mesh: str, states: s
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(text)
     return template.render(
         plan=plan,
-        head=f"{plan.parameters / 1e9:.1f}B parameters; a batch of {plan.batch} x {plan.seq} "
-        f"tokens; {mesh}; {states}.",
-        figures=_page_figures(plan),
+        verdict=_verdict(plan),
+        details=[*_page_details(plan), ("mesh", mesh), ("states", states)],
         sections=_sections(plan, replay),
         tables=[_page_stages(plan), *([_page_runners_up(plan)] if plan.runners_up else [])],
         style=_text_of("remat.schedules.report", "page.css"),
@@ -284,25 +283,31 @@ def _text_of(package: str, name: str) -> str:
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
-def _page_figures(plan: ClusterFile) -> list[Figure]:
-    said = plan.predicted
-    peak = max(stage.peak_bytes for stage in plan.stages)
-    most = max(stage.overhead for stage in plan.stages)
-    without = f"{said.without_overlap_us / 1e6:.2f} s if nothing ran beside a collective"
+def _verdict(plan: ClusterFile) -> str:
+    said, most = plan.predicted, max(stage.overhead for stage in plan.stages)
+    fits = f"Predicted to fit {plan.gpus} {plan.device} of {bytes_text(plan.budget_bytes)} each"
+    again = f"{percent_text(most)} of it recomputed" if most > 0 else "nothing of it recomputed"
+    return (
+        f"{fits}. {said.step_us / 1e6:.2f} s a step, at most {again}, with "
+        f"{percent_text(said.mfu)} of the GPUs' peak flops. Modelled, not run."
+    )
+
+
+def _page_details(plan: ClusterFile) -> list[tuple[str, str]]:
+    without = f"{plan.predicted.without_overlap_us / 1e6:.2f} s if nothing ran beside a collective"
     return [
-        Figure("step, modelled", f"{said.step_us / 1e6:.2f} s", without),
-        Figure("model flops used", percent_text(said.mfu), "of the peak of all GPUs"),
-        Figure("peak of a GPU", bytes_text(peak), f"of {bytes_text(plan.budget_bytes)}"),
-        Figure("recomputation", percent_text(most), "of its stage's work, where it is most"),
-        Figure("waits", percent_text(said.bubble), "of the ranks' time in the pipeline"),
+        ("model", f"{plan.model}, {plan.parameters / 1e9:.1f}B parameters"),
+        ("batch", f"{plan.batch} x {plan.seq} tokens a step"),
+        ("step", without),
+        ("waits", f"{percent_text(plan.predicted.bubble)} of the ranks' time in the pipeline"),
     ]
 
 
 def _sections(plan: ClusterFile, replay: PipelineReplay) -> list[_Section]:
     drawn = (
-        ("mesh", "Mesh", mesh_picture(plan)),
-        ("step", "The step of each rank", timeline_picture(plan, replay)),
         ("bytes", "Bytes of a GPU over the step", bytes_picture(plan, replay)),
+        ("step", "The step of each rank", timeline_picture(plan, replay)),
+        ("mesh", "Mesh", mesh_picture(plan)),
     )
     return [
         _Section(name, title, f"{one.says[:1].upper()}{one.says[1:]}.", one.inline())

@@ -25,7 +25,7 @@ from remat.progress import Stopwatch, solver_shown
 from remat.ranges.curve import Curve, overheads_over, solve_over
 from remat.schedules.derived import unchunked
 from remat.schedules.family import Family
-from remat.schedules.outcome import Result
+from remat.schedules.outcome import Check, Result
 from remat.schedules.plan import PlanFile
 from remat.schedules.reserved import Reserved
 from remat.schedules.schedule import Schedule
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from remat.graph_capture.tracing.recipe import Recipe
     from remat.graph_capture.tracing.trace import Trace
-    from remat.rewriter.checking.check import Check
 
 
 _EXACT = 1e-9  # of a step: times that differ by less are the same sum in another order

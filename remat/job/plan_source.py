@@ -27,9 +27,10 @@ from remat.job.factory import Loaded, load_model
 from remat.job.request import NO_BUDGET, Request
 from remat.progress import Stopwatch
 from remat.schedules.derived import graph_of_schedule, within_split
-from remat.schedules.outcome import Result
+from remat.schedules.outcome import Check, Result
 from remat.schedules.plan import (
     AGREEMENT,
+    Order,
     PlanFile,
     RangeFacts,
     evaluate_family,
@@ -51,16 +52,17 @@ PLAN_FILES = ".json", ".pt2"
 
 
 def plan_of_result(
-    loaded: Loaded, recipe: Recipe, graph: TrainingGraph, result: Result
+    of: Captured, result: Result, order: Order, check: Check | None = None, unchecked: str = ""
 ) -> PlanFile | None:
-    """None where nothing fits."""
-    if result.schedule is None:
+    """None where nothing fits, or where the model is not at hand."""
+    if result.schedule is None or of.loaded is None or of.recipe is None:
         return None
     from remat.rewriter.plans.facts import make_plan  # imports torch; a shown plan needs none
 
-    prediction = predicted(result, graph.cost_origin)
-    costed = graph_behind(graph, result.schedule)
-    return make_plan(loaded.model, recipe, result.schedule, prediction, costed)
+    prediction = predicted(result, of.graph.cost_origin, order)
+    costed = graph_behind(of.graph, result.schedule)
+    found = (of.loaded.model, of.recipe, result.schedule, prediction, costed)
+    return make_plan(*found, check, unchecked)
 
 
 def write_plan(plan: PlanFile, path: Path) -> None:
@@ -120,7 +122,7 @@ class PlanSource:
 
     graph: TrainingGraph
     result: Result | None  # None where neither a plan nor a budget was given
-    is_kept: bool = False  # a plan of a file, judged by the simulator
+    kept: PlanFile | Schedule | None = None  # of a file, judged by the simulator
     over: RangeFacts | None = None  # of a range of sizes; the others are then of the largest
 
     @property
@@ -212,7 +214,7 @@ def _opened_plan(kept: PlanFile | Schedule, name: str, graph: TrainingGraph | No
         graph, schedule, budget_bytes=schedule.budget_bytes or peak_bytes,
         lower_bound_us=0.0, message=_unproved(graph, told_us, name),
     )  # fmt: skip
-    return PlanSource(graph, result, is_kept=True, over=over)
+    return PlanSource(graph, result, kept, over)
 
 
 def _unproved(graph: TrainingGraph, told_us: float, name: str) -> str:
@@ -222,8 +224,8 @@ def _unproved(graph: TrainingGraph, told_us: float, name: str) -> str:
     told = percent_text(overhead_of(told_us, graph.time_us))
     return (
         f"{name} says that no schedule of its budget has less than {told} overhead. A file proves "
-        "nothing, so the bound here is the step with every op once. To prove one: remat run "
-        f"{name} --budget BUDGET"
+        f"nothing. To prove it again: remat run {name} --budget BUDGET. Until then figures are "
+        "bounded by the step with every op once"
     )
 
 

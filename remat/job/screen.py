@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -13,12 +13,10 @@ from rich.text import Text
 
 from remat.analysis.memory_figures import chunks_of, offloaded, reserved_text
 from remat.analysis.plan_report import costs_text
-from remat.checks import CHECKED, advice_of
+from remat.checks import advice_of
 from remat.formats import (
-    NO_BOUND,
     bytes_pair,
     bytes_text,
-    gap_text,
     percent_pair,
     percent_text,
     plain_table,
@@ -32,15 +30,11 @@ from remat.progress import took_text
 from remat.ranges.curve import Curve
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.family import Family, sizes_text
-from remat.schedules.outcome import Result
+from remat.schedules.outcome import CHECKED, Check, Result, bound_text, equal_text, verdict
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, bound_of
 from remat.solved import infeasible_text
 from remat.solver.recompute_summary import kinds_text
-
-if TYPE_CHECKING:
-    from remat.rewriter.checking.check import Check
-
 
 _OFF = 0.1  # a measured overhead of the plan that is this far from the predicted one is told
 
@@ -102,7 +96,10 @@ def show_run(console: Console, report: Report) -> None:
     console.print(Text.assemble((graph.name, "bold"), ops, budget))
     console.print(_schedules_table(report.rows))
     console.print()
-    console.print(_verdict(report))
+    console.print(_details(report))
+    if result.schedule is not None:
+        said = verdict(graph, report.rows[0].time_us, result, report.check)
+        console.print(Text(f"\n{said}", "bold red" if report.failures else "bold green"))
 
 
 def _schedules_table(rows: Iterable[Row]) -> Table:
@@ -116,10 +113,10 @@ def _schedules_table(rows: Iterable[Row]) -> Table:
     return table
 
 
-def _verdict(report: Report) -> Table:
+def _details(report: Report) -> Table:
     result, graph, seconds = report.result, report.graph, report.seconds
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_row("lower bound", _bound_said(graph, result))
+    table.add_row("lower bound", bound_text(graph, result))
     if report.simulation:
         table.add_row("peak held by", _held(graph, result.schedule, report.simulation))
     _add_reserved(table, report.rows)
@@ -130,8 +127,7 @@ def _verdict(report: Report) -> Table:
     if is_in_table(graph.device) or graph.notes:  # the figures are no measurement on this machine
         table.add_row("costs", costs_text(graph))
     table.add_row("took", took_text(seconds))
-    style = "bold red" if report.failures else "bold green"
-    table.add_row("status", Text.assemble((result.status, style), f", by {result.solver}"))
+    table.add_row("status", Text(f"{result.status}, by {result.solver}"))
     if result.message:
         table.add_row("note", Text(result.message))
     return table
@@ -139,8 +135,7 @@ def _verdict(report: Report) -> Table:
 
 def _add_check(table: Table, report: Report | RangeReport, budget_bytes: int, at: str = "") -> None:
     if report.check:
-        equal = _equal_text(report.check)
-        table.add_row("equal", Text(f"{equal}{at}") if at else equal)
+        table.add_row("equal", f"{equal_text(report.check)}{at}")
         for advice in advice_of(report.check, budget_bytes):
             table.add_row("advice", Text(advice))
     if report.unchecked:
@@ -173,16 +168,6 @@ def _add_ways(table: Table, report: Report) -> None:
         table.add_row("simpler", str(report.simpler))
 
 
-def _bound_said(graph: TrainingGraph, result: Result) -> str:
-    bound = bound_of(result.lower_bound_us, graph.time_us)
-    if bound is None or result.gap is None:
-        return NO_BOUND
-    is_proved = result.status == "optimal"
-    # That every op runs once holds without a proof, and must not look like one.
-    of = "overhead at this budget" if bound or is_proved else "overhead (nothing computed twice)"
-    return f"{percent_text(bound)} {of}; {gap_text(result.gap)}{', proved' if is_proved else ''}"
-
-
 def _held(graph: TrainingGraph, schedule: Schedule | None, simulation: Simulation) -> str:
     # Values of chunks are none of the captured graph.
     graph = graph_of_schedule(graph, schedule) if schedule else graph
@@ -203,15 +188,6 @@ def _held(graph: TrainingGraph, schedule: Schedule | None, simulation: Simulatio
     return ", ".join(parts)
 
 
-def _equal_text(check: Check) -> Text:
-    said = Text(f"{check.gradients} of {check.gradients_total} gradients bit-identical")
-    for name in CHECKED:
-        if name != "gradients":
-            is_equal = getattr(check, f"{name}_equal")
-            said.append(f", {name} ").append(*(("equal",) if is_equal else ("differ", "red")))
-    return said
-
-
 def show_check(console: Console, check: Check, budget_bytes: int) -> None:
     table = plain_table("measured", "peak", "step", "overhead")
     for name, peak_bytes, step_us, overhead in (
@@ -220,7 +196,7 @@ def show_check(console: Console, check: Check, budget_bytes: int) -> None:
     ):
         table.add_row(name, bytes_text(peak_bytes), time_text(step_us), overhead)
     console.print(table)
-    console.print(Text("\nequal  ").append(_equal_text(check)))
+    console.print(f"\nequal  {equal_text(check)}")
     if check.plan_reserved_bytes is not None:
         console.print(f"reserved  {bytes_text(check.plan_reserved_bytes)}")
     for advice in advice_of(check, budget_bytes):

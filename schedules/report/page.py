@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from remat.formats import NO_BOUND, bytes_text, gap_text, percent_text, proved_text, time_text
+from remat.formats import NO_BOUND, bytes_text, percent_text, proved_text, time_text
 from remat.graph_capture.graph import Floats, TrainingGraph
 from remat.schedules.palette import KINDS, ROLES, cycled
 from remat.schedules.plots import band_colours
 from remat.schedules.report.page_facts import Alternative, PageFacts
-from remat.schedules.report.svg import arena_picture, copies_picture
+from remat.schedules.report.svg import arena_picture, copies_picture, step_picture
 from remat.schedules.simulate import bound_of, gap_of
 from remat.schedules.timeline import (
     OUTSIDE,
@@ -153,6 +152,7 @@ def page_data(facts: PageFacts) -> _Page:
 
 def _summary_of(facts: PageFacts, line: Timeline, eager: Timeline) -> _Summary:
     found, bound_us = line.simulation, facts.lower_bound_us
+    measured, check = facts.measured, facts.check
     return _Summary(
         peak_bytes=found.peak_bytes, time_us=found.time_us, overhead=found.overhead,
         budget_bytes=facts.budget_bytes, lower_bound_us=bound_us,
@@ -163,8 +163,8 @@ def _summary_of(facts: PageFacts, line: Timeline, eager: Timeline) -> _Summary:
         workspace_at_peak_bytes=found.workspace_at_peak_bytes,
         runs=len(line), runs_again=int(line.again.sum()),
         again_us=found.time_us - found.stall_us - facts.graph.time_us,  # it computes or waits
-        measured_peak_bytes=facts.measured.peak_bytes if facts.measured else None,
-        measured_time_us=facts.measured.time_us if facts.measured else None,
+        measured_peak_bytes=measured.peak_bytes if measured else check and check.plan_peak_bytes,
+        measured_time_us=measured.time_us if measured else check and check.plan_step_us,
     )  # fmt: skip
 
 
@@ -245,13 +245,13 @@ _NOTHING = "-"
 
 @dataclass(frozen=True)
 class Table:
-    """The first column names the row; columns in `numbers` are aligned right."""
+    """The first column names the row, with a line below it of `notes`; the others are numbers."""
 
     name: str
     caption: str
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    numbers: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def _tables(facts: PageFacts, summary: _Summary) -> list[Table]:
@@ -261,27 +261,45 @@ def _tables(facts: PageFacts, summary: _Summary) -> list[Table]:
         _with_verdict(rows, "keep", "kept", "Kept from forward for backward"),
         _with_verdict(rows, "offload", "host", "Copied to the host"),
         _computed_again(facts),
-        _alternatives(facts, summary),
     )
     return [table for table in made if table.rows]
 
 
-def _steps(summary: _Summary) -> Table:
+def _schedules(facts: PageFacts, summary: _Summary) -> Table:
+    base_us, check = summary.unmodified_time_us, facts.check
+    measured_us = check.baseline_step_us if check else 0.0
+    points = [*facts.rules, *(point for _, curve in facts.fronts for point in curve)]
+    points.sort(key=lambda point: (-point.peak_bytes, point.time_us))
     rows = [
-        ("unmodified", summary.unmodified_peak_bytes, summary.unmodified_time_us, None),
-        ("this plan", summary.peak_bytes, summary.time_us, summary.overhead),
-        ("this plan, measured", summary.measured_peak_bytes, summary.measured_time_us, None),
-    ]
-    texts = tuple(
-        (name, bytes_text(peak), _or_nothing(time_us, time_text), _or_nothing(more, percent_text))
-        for name, peak, time_us, more in rows
-        if peak is not None  # skip the measured row if nothing was measured
-    )
-    return Table("steps", "The step", ("schedule", "peak", "time", "overhead"), texts, (1, 2, 3))
+        ("this plan", "", summary.peak_bytes, summary.time_us, base_us),
+        ("this plan, measured", "", summary.measured_peak_bytes, summary.measured_time_us,
+         measured_us),
+        ("unmodified", "", summary.unmodified_peak_bytes, base_us, 0.0),
+        ("unmodified, measured", "", check and check.baseline_peak_bytes, measured_us, 0.0),
+        *((one.name, _about(one, facts), one.peak_bytes, one.time_us, base_us)
+          for one in points if one.name != "unmodified"),
+    ]  # fmt: skip
+    known = [row for row in rows if row[2]][:_MOST_ROWS]
+    texts = (
+        (
+            name, bytes_text(peak_bytes or 0), time_text(time_us) if time_us else _NOTHING,
+            percent_text(time_us / over_us - 1) if time_us and over_us else _NOTHING,
+        )
+        for name, _, peak_bytes, time_us, over_us in known
+    )  # fmt: skip
+    headers = ("schedule", "peak", "step", "overhead")
+    notes = tuple(note for _, note, *_ in known)
+    return Table("schedules", "Schedules of this step", headers, tuple(texts), notes)
 
 
-def _or_nothing(figure: float | None, text: Callable[[float], str]) -> str:
-    return _NOTHING if figure is None else text(figure)
+def _about(point: Alternative, facts: PageFacts) -> str:
+    said = [f"the best found within {bytes_text(point.budget_bytes)}"] if point.budget_bytes else []
+    if point.budget_bytes:
+        bound = proved_text(bound_of(point.lower_bound_us, facts.graph.base_us))
+        said.append(bound if bound == NO_BOUND else f"{facts.bound_name} {bound}")
+    if 0 < facts.budget_bytes < point.peak_bytes:
+        said.append("above the budget")
+    return ", ".join(said)
 
 
 def _at_peak(rows: Sequence[ValueRow], summary: _Summary) -> Table:
@@ -305,17 +323,19 @@ def _of_values(name: str, caption: str, rows: Sequence[ValueRow]) -> Table:
     if rest:
         rest_bytes = sum(row.size_bytes for row in rest)
         caption += f"; not shown: {len(rest)} smaller rows, {bytes_text(rest_bytes)}"
-    headers = ("module", "values", "size", "together", "kind", "shape", "op", "line")
-    return Table(name, caption, headers, tuple(map(_value_row, found[:_MOST_ROWS])), (1, 2, 3))
+    headers = ("module", "values", "size", "together")
+    shown = found[:_MOST_ROWS]
+    notes = (
+        f"{row.first.kind} {row.first.dtype}{list(row.first.shape)}, {row.first.target}, "
+        f"{row.first.source}"
+        for row in shown
+    )
+    return Table(name, caption, headers, tuple(map(_value_row, shown)), tuple(notes))
 
 
 def _value_row(row: FoldedRow) -> tuple[str, ...]:
-    first = row.first
-    return (
-        row.module or OUTSIDE, str(row.count), bytes_text(first.size_bytes),
-        bytes_text(row.size_bytes), first.kind, f"{first.dtype}{list(first.shape)}",
-        first.target, first.source,
-    )  # fmt: skip
+    sizes = bytes_text(row.first.size_bytes), bytes_text(row.size_bytes)
+    return row.module or OUTSIDE, str(row.count), *sizes
 
 
 def _computed_again(facts: PageFacts) -> Table:
@@ -329,36 +349,17 @@ def _computed_again(facts: PageFacts) -> Table:
     ranked = sorted(groups.items(), key=lambda group: -sum(us for _, us in group[1]))
     rows = [
         (
-            place, target, str(len(found)), str(sum(more for more, _ in found)),
+            place, str(len(found)), str(sum(more for more, _ in found)),
             time_text(sum(us for _, us in found)),
         )
-        for (place, target), found in ranked[:_MOST_ROWS]
+        for (place, _), found in ranked[:_MOST_ROWS]
     ]  # fmt: skip
+    notes = tuple(target for (_, target), _ in ranked[:_MOST_ROWS])
     ops = sum(len(found) for found in groups.values())
     spent_us = sum(us for found in groups.values() for _, us in found)
     caption = f"Computed again: {ops} ops, {time_text(spent_us)} more than once each"
-    headers = ("module", "op", "ops", "further runs", "time of these")
-    return Table("again", caption, headers, tuple(rows), (2, 3, 4))
-
-
-def _alternatives(facts: PageFacts, summary: _Summary) -> Table:
-    base_us = facts.graph.base_us
-    points = [*facts.rules, *(point for _, curve in facts.fronts for point in curve)]
-    points.sort(key=lambda point: (-point.peak_bytes, point.time_us))
-    rows = [_point_row(point, summary.budget_bytes, base_us) for point in points]
-    headers = ("schedule", "budget", "peak", "time", "overhead", facts.bound_name, "fits yours")
-    caption = "Other schedules of this step, by peak"
-    return Table("others", caption, headers, tuple(rows[:_MOST_ROWS]), (1, 2, 3, 4, 5))
-
-
-def _point_row(point: Alternative, budget_bytes: int, base_us: float) -> tuple[str, ...]:
-    fits = "yes" if point.peak_bytes <= budget_bytes else "no"
-    budget = bytes_text(point.budget_bytes) if point.budget_bytes else _NOTHING
-    return (
-        point.name, budget, bytes_text(point.peak_bytes), time_text(point.time_us),
-        percent_text(point.overhead), proved_text(bound_of(point.lower_bound_us, base_us)),
-        fits if budget_bytes else _NOTHING,
-    )  # fmt: skip
+    headers = ("module", "ops", "further runs", "their time")
+    return Table("again", caption, headers, tuple(rows), notes)
 
 
 # The page hovers and zooms by a library within it: its content policy forbids every request.
@@ -366,24 +367,29 @@ _LIBRARY = "vendor/echarts.common.min.js"
 _SCRIPTS = ("text", "run_chart", "memory", "ribbon", "front", "start")  # each uses those before it
 
 
-class Figure(NamedTuple):
-    name: str
-    text: str
-    note: str
-
-
 def render(facts: PageFacts, page: _Page) -> str:
     from jinja2 import Environment, StrictUndefined
 
     # Names come from the user's code and may contain HTML.
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.filters["bytes"] = bytes_text
     return environment.from_string(_file("page.html")).render(
         facts=facts, page=page, arena=arena_picture(facts), copies=copies_picture(facts),
-        figures=_figures(facts, page.summary), steps=_steps(page.summary),
+        details=_details(facts, page.summary), schedules=_schedules(facts, page.summary),
         tables=_tables(facts, page.summary), data=script_safe(page), style=_file("page.css"),
-        script="\n".join(_file(f"scripts/{name}.js") for name in _SCRIPTS), library=_file(_LIBRARY),
+        step=step_html(facts), library=_file(_LIBRARY),
+        script="\n".join(_file(f"scripts/{name}.js") for name in _SCRIPTS),
     )  # fmt: skip
+
+
+def step_html(facts: PageFacts) -> str:
+    """The picture of the step beside the unmodified one, which needs nothing around it."""
+    from jinja2 import Environment, StrictUndefined
+
+    plan = timeline(facts.graph, facts.schedule)
+    eager = timeline(facts.unmodified_graph, facts.unmodified_schedule)
+    picture = step_picture(facts.graph.name, plan, eager, facts.budget_bytes)
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    return environment.from_string(_file("step.html")).render(picture=picture)
 
 
 def _file(name: str) -> str:
@@ -395,26 +401,10 @@ def script_safe(page: _Page) -> str:
     return msgspec.json.encode(page).decode().replace("<", "\\u003c")
 
 
-def _figures(facts: PageFacts, summary: _Summary) -> list[Figure]:
-    base, peak = summary.unmodified_peak_bytes, summary.peak_bytes
-    of_base = f"{percent_text(peak / base)} of the unmodified {bytes_text(base)}" if base else ""
-    budget = bytes_text(summary.budget_bytes) if summary.budget_bytes else "none"
-    return [
-        Figure("budget", budget, f"{facts.status}, by {facts.solver}"),
-        Figure("peak", bytes_text(peak), of_base),
-        Figure("time of a step", time_text(summary.time_us), _more(summary)),
-        Figure("overhead", percent_text(summary.overhead), _bound(facts, summary)),
-    ]
-
-
-def _more(summary: _Summary) -> str:
+def _details(facts: PageFacts, summary: _Summary) -> list[tuple[str, str]]:
+    graph = facts.graph
     waits = f", {time_text(summary.stall_us)} of waits for copies" if summary.stall_us else ""
-    return f"{time_text(summary.again_us)} for {summary.runs_again} further runs of ops{waits}"
-
-
-def _bound(facts: PageFacts, summary: _Summary) -> str:
-    least = bound_of(summary.lower_bound_us, facts.graph.base_us)
-    if least is None:
-        return NO_BOUND
-    gap = gap_text(summary.gap)
-    return f"no schedule at this budget has less than {percent_text(least)}; {gap}"
+    again = f"{time_text(summary.again_us)} for {summary.runs_again} further runs of ops{waits}"
+    backward = len(graph.ops) - graph.n_forward
+    ops = f"{graph.n_forward} forward and {backward} backward ops on {graph.device}"
+    return [("step", ops), *facts.details, ("computed again", again)]

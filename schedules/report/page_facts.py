@@ -8,6 +8,7 @@ import msgspec
 
 from remat.graph_capture.graph import Floats, Ints, TrainingGraph
 from remat.schedules.layout import Layout
+from remat.schedules.outcome import Check
 from remat.schedules.schedule import Schedule
 
 
@@ -38,12 +39,12 @@ class PageFacts:
     unmodified_schedule: Schedule
     budget_bytes: int  # 0 if there was none
     lower_bound_us: float  # proven; 0 if nothing is known
-    status: str
-    solver: str
+    verdict: str  # the line that `remat run` ends with
+    details: tuple[tuple[str, str], ...]  # what it rests on: names, and what is said of each
     rules: tuple[Alternative, ...] = ()  # schedules of simple rules
     fronts: tuple[tuple[str, tuple[Alternative, ...]], ...] = ()  # by solver, at several budgets
     measured: MeasuredStep | None = None
-    cost_origin: str = ""
+    check: Check | None = None  # of a step beside an unmodified one
     note: str = ""  # beyond its figures, such as that its bound is not proved here
     stated_by: str = ""  # the file with the bounds of `fronts`; empty if proved just now
     layout: Layout | None = None

@@ -17,6 +17,7 @@ from remat.schedules.layout import Buffers, Layout, buffers_of, check_layout, ki
 from remat.schedules.report.page_facts import PageFacts
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
+from remat.schedules.timeline import Timeline
 
 # Of tens of thousands of buffers the largest are drawn, and the rest as rectangles that cover them.
 
@@ -217,13 +218,18 @@ def _named(scale: _Scale, box: _Box) -> _Shape:
 def _live_path(scale: _Scale, of: Addresses) -> str:
     live = of.buffers.live_bytes
     at = np.array([scale.x(time) for time in range(len(live))])
-    firsts = np.flatnonzero(np.diff(at, prepend=-1))  # times share a unit: the most counts
-    tops = np.maximum.reduceat(live, firsts)
-    spans = zip(firsts, tops, [*at[firsts[1:]], WIDTH], strict=True)
     return "".join(
-        f"{'L' if i else 'M'}{at[first]} {scale.y(int(top))}H{end}"
-        for i, (first, top, end) in enumerate(spans)
+        f"{'L' if i else 'M'}{x} {scale.y(top)}H{end}"
+        for i, (x, top, end) in enumerate(_stairs(at, live, WIDTH))
     )
+
+
+def _stairs(at: Ints, sizes: Ints, end: int) -> Iterable[tuple[int, int, int]]:
+    """Where each stair begins, its height and where it ends; of those in one unit the highest."""
+    firsts = np.flatnonzero(np.diff(at, prepend=-1))
+    tops = np.maximum.reduceat(sizes, firsts)
+    begins = at[firsts].tolist()
+    return zip(begins, tops.tolist(), [*begins[1:], end], strict=True)
 
 
 def _says(of: Addresses) -> str:
@@ -233,6 +239,49 @@ def _says(of: Addresses) -> str:
         f"{percent_text(layout.gap)} above the most live bytes, {bytes_text(layout.load_bytes)}; "
         f"what is resident, {bytes_text(of.buffers.resident_bytes)}, is not in it"
     )
+
+
+_STEP_HEIGHT, _AIR = 1000, 1.08  # units of a picture that is stretched to its place; room above
+_FAR = 1.3  # times the highest peak: a budget above it would flatten the picture
+
+
+class StepPicture(NamedTuple):
+    """Areas as (role, legend, path), heights of lines in per cent from the top."""
+
+    areas: tuple[tuple[str, str, str], ...]
+    budget: str
+    budget_y: float | None
+    says: str
+    width: int = WIDTH
+    height: int = _STEP_HEIGHT
+
+
+def step_picture(name: str, plan: Timeline, unmodified: Timeline, budget_bytes: int) -> StepPicture:
+    """Memory through a step with the plan and without, and the budget as a line."""
+    lines = {"unmodified": unmodified, "plan": plan}
+    most_bytes = max(line.simulation.peak_bytes for line in lines.values())
+    is_far = budget_bytes > _FAR * most_bytes
+    top_bytes = _AIR * (most_bytes if is_far else max(most_bytes, budget_bytes)) or 1.0
+    last = max(float(line.edges[-1]) for line in lines.values()) or 1.0
+
+    def area(line: Timeline) -> str:
+        at = np.floor(line.edges * (WIDTH / last)).astype(np.int64)
+        stairs = _stairs(at[:-1], line.live_bytes, int(at[-1]))
+        tops = ((round(_STEP_HEIGHT * (1 - top / top_bytes)), end) for _, top, end in stairs)
+        return f"M0 {_STEP_HEIGHT}{''.join(f'V{y}H{end}' for y, end in tops)}V{_STEP_HEIGHT}z"
+
+    titles = {"unmodified": "unmodified", "plan": "this plan"}
+    areas = tuple(
+        (role, f"{titles[role]} {bytes_text(line.simulation.peak_bytes)}", area(line))
+        for role, line in lines.items()
+    )
+    times = [time_text(line.simulation.time_us) for line in lines.values()]
+    took = f", {times[0]} unmodified and {times[1]} planned" if plan.is_timed else ""
+    return StepPicture(
+        areas, f"budget {bytes_text(budget_bytes)}" + (", above the picture" if is_far else ""),
+        None if is_far or not budget_bytes else round(100 * (1 - budget_bytes / top_bytes), 2),
+        f"Memory through one training step of {name}{took}",
+    )  # fmt: skip
 
 
 COPIES_WIDTH, LANE, _BAND, _GAP = 2000, 46, 150, 24  # whole units
