@@ -215,7 +215,8 @@ def verdict(
     budget, pace = bytes_text(found.budget_bytes), _pace_text(unmodified_us, found.time_us)
     proof = _proof_text(graph, found)
     if check is None:
-        return f"{', '.join(filter(None, (f'Predicted to fit {budget}', pace, proof)))}. Not run."
+        said = ", ".join(filter(None, (f"Predicted to fit {budget}", pace, proof)))
+        return f"{said}. {'Modelled, not' if graph.cost_origin == 'modelled' else 'Not'} run."
     fits = f"Fits {budget}"
     if check.exceeds(found.budget_bytes):
         fits = f"Takes {bytes_text(check.plan_peak_bytes)}, above the budget of {budget}"

@@ -210,8 +210,9 @@ def _details(
         share = percent_text(told.budget_bytes / unmodified_bytes)
         yield "budget", f"{bytes_text(told.budget_bytes)}, {share} of the unmodified peak"
     order = kept.prediction.order if kept and kept.prediction else None
-    yield "lower bound", f"{bound_text(graph, told)}{_ORDERS[order]}"
-    yield "found", f"{told.status}, by {told.solver}"
+    whose = ", as the plan's file states" if kept is not None else ""
+    yield "lower bound", f"{bound_text(graph, told)}{_ORDERS[order]}{whose}"
+    yield "found by", told.solver
     if told.message:
         yield "note", told.message
     if check is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 from importlib import resources
 
 import msgspec
@@ -372,11 +374,13 @@ def render(facts: PageFacts, page: _Page) -> str:
 
     # Names come from the user's code and may contain HTML.
     environment = Environment(autoescape=True, undefined=StrictUndefined)
+    # No line ends between a number and its unit.
+    verdict = re.sub(r"[\d.]+ ([KMG]iB|%)", r"<span>\g<0></span>", escape(facts.verdict))
     return environment.from_string(_file("page.html")).render(
         facts=facts, page=page, arena=arena_picture(facts), copies=copies_picture(facts),
         details=_details(facts, page.summary), schedules=_schedules(facts, page.summary),
         tables=_tables(facts, page.summary), data=script_safe(page), style=_file("page.css"),
-        step=step_html(facts), library=_file(_LIBRARY),
+        verdict=verdict, step=step_html(facts), library=_file(_LIBRARY),
         script="\n".join(_file(f"scripts/{name}.js") for name in _SCRIPTS),
     )  # fmt: skip
 
