@@ -173,25 +173,35 @@ def page_facts(
 
 
 def step_facts(
-    graph: TrainingGraph, result: Result, check: Check | None = None, kept: PlanFile | None = None
-) -> PageFacts:
-    """What the first screen of the page says, and a notebook of a plan."""
+    graph: TrainingGraph, result: Result, check: Check | None = None, kept: PlanFile | None = None,
+    *, is_range: bool = False,
+) -> PageFacts:  # fmt: skip
+    """What the first screen of the page says, and a notebook of a plan.
+
+    `is_range` : the graph is of the largest sizes, while the check, whose times then say nothing,
+    was of others.
+    """
     if result.schedule is None:
         raise ScheduleError(
             f"there is no plan to report: nothing within {result.budget_bytes} bytes was found"
         )
-    eager, told, said = unmodified_step(graph), result, kept.prediction if kept else None
+    eager, told = unmodified_step(graph), result
     assert eager.result.schedule is not None
     if kept is not None and kept.graph == graph:  # what a file states is of its own costs
-        check = kept.check
-        if said is not None:
+        check, is_range = kept.check, kept.over is not None
+        if said := kept.prediction:
             proved = {"lower_bound_us": said.lower_bound_us, "status": said.status or told.status}
             told = msgspec.structs.replace(told, **proved)
+    if is_range:
+        told = msgspec.structs.replace(told, lower_bound_us=0.0)
+        check = check and msgspec.structs.replace(check, baseline_step_us=0.0)
+    said = verdict(graph, eager.result.time_us, told, check)
     return PageFacts(
         graph=graph_of_schedule(graph, result.schedule), schedule=result.schedule,
         unmodified_graph=eager.graph, unmodified_schedule=eager.result.schedule,
-        budget_bytes=result.budget_bytes, lower_bound_us=result.lower_bound_us, check=check,
-        verdict=verdict(graph, eager.result.time_us, told, check), note=result.message,
+        budget_bytes=result.budget_bytes, lower_bound_us=result.lower_bound_us,
+        verdict=f"{said} Times are of the largest sizes." if is_range else said,
+        check=None if is_range else check, note=result.message,
         details=tuple(_details(graph, eager.result.peak_bytes, told, check, kept)),
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.analysis.memory_figures import chunks_of, offloaded, reserved_text
-from remat.analysis.plan_report import costs_text
+from remat.analysis.plan_report import costs_text, step_facts
 from remat.checks import advice_of
 from remat.formats import (
     bytes_pair,
@@ -26,6 +26,7 @@ from remat.formats import (
 from remat.graph_capture.devices.known_devices import is_in_table
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.pipeline import FAR_OFF, RangeReport, Report, Row
+from remat.plan import Plan
 from remat.progress import took_text
 from remat.ranges.curve import Curve
 from remat.schedules.derived import graph_of_schedule
@@ -302,6 +303,11 @@ def show_range_report(console: Console, report: RangeReport) -> None:
     _add_check(table, report, report.family.budget_bytes, at)
     table.add_row("took", took_text(report.seconds))
     console.print(table)
+    plan = Plan.from_family(report.family, report.graph)
+    facts = step_facts(
+        report.graph.bounding(report.graph.symbols), plan, report.check, is_range=True
+    )
+    console.print(Text(f"\n{facts.verdict}", "bold red" if report.failures else "bold green"))
 
 
 def show_family(console: Console, family: Family, curve: Curve) -> None:
