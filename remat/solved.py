@@ -11,7 +11,7 @@ from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.family import Family
 from remat.schedules.outcome import Check, Result
-from remat.schedules.plan import Order, Prediction
+from remat.schedules.plan import Prediction, RunOrder
 from remat.schedules.schedule import Schedule
 from remat.solver.result import INTERRUPTED, OUT_OF_TIME
 
@@ -34,7 +34,7 @@ def graph_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph | No
     return graph if graph.hash in (schedule.graph_hash, schedule.captured_hash) else None
 
 
-def predicted(result: Result, cost_origin: str, order: Order | None = None) -> Prediction:
+def predicted(result: Result, cost_origin: str, order: RunOrder | None = None) -> Prediction:
     return Prediction(
         peak_bytes=result.peak_bytes, time_us=result.time_us, overhead=result.overhead,
         lower_bound_us=result.lower_bound_us, gap=result.gap, cost_origin=cost_origin,

@@ -205,13 +205,7 @@ _LITTLE = 5e-5  # a share below it reads 0.00 %
 def verdict(
     graph: TrainingGraph, unmodified_us: float, found: Result, check: Check | None = None
 ) -> str:
-    """Whether a plan fits, what it costs, what is proved and what is equal; no more than is known.
-
-    Parameters
-    ----------
-    graph : that the plan is of. unmodified_us : predicted time of the unmodified step.
-    check : of one step of both; None if none was run.
-    """
+    """Whether a plan of `graph` fits, what it costs, what is proved and what is equal, as known."""
     budget, pace = bytes_text(found.budget_bytes), _pace_text(unmodified_us, found.time_us)
     proof = _proof_text(graph, found)
     if check is None:

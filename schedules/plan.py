@@ -31,7 +31,7 @@ from remat.schedules.simulate import Simulation, gap_of, simulate
 _SCHEMA_VERSION = 1
 KIND = "remat plan"
 _IDENTITY = ("kind", "schema_version")
-Order = Literal["fixed", "free"]  # of first computations: as captured, or any
+RunOrder = Literal["fixed", "free"]  # of first computations: as captured, or any
 
 MAKE_PLAN_AGAIN = "Make it again with: remat run MODEL --budget BUDGET -o FILE"
 
@@ -107,7 +107,7 @@ class Prediction(msgspec.Struct, frozen=True):
     gap: float | None
     cost_origin: str = msgspec.field(name="prices")
     status: Status | None = None
-    order: Order | None = None
+    order: RunOrder | None = None
 
     def __post_init__(self) -> None:
         if not are_figures(self.peak_bytes, self.time_us, self.lower_bound_us):

@@ -25,12 +25,13 @@ from remat.schedules.derived import graph_of_schedule
 from remat.schedules.layout import Layout
 from remat.schedules.outcome import Check, Result, bound_text, equal_text, verdict
 from remat.schedules.plan import PlanFile
-from remat.schedules.report.page import page_data, render, step_html
+from remat.schedules.report.page import render, step_html
 from remat.schedules.report.page_facts import Alternative, MeasuredStep, PageFacts
 from remat.schedules.simulate import simulate
 from remat.schedules.value_report.peak_holders import PeakHolders
 from remat.schedules.value_report.rows import DASH, FoldedRow
 from remat.solver.budgets.front import Front
+from remat.solver.recompute_summary import kinds_of, kinds_text
 from remat.solver.result import at_least_budget
 
 # Parts that several screens share: tables that fit 60 columns, and words for their cells.
@@ -129,7 +130,7 @@ def report(
 ) -> str:  # fmt: skip
     """The page of a result, as HTML; written to `path` if one is given."""
     facts = page_facts(graph, result, fronts, measured, layout=layout, check=check)
-    page = render(facts, page_data(facts))
+    page = render(facts)
     if path is not None:
         write_contents(path, page.encode())
     return page
@@ -187,7 +188,8 @@ def step_facts(
         )
     eager, told = unmodified_step(graph), result
     assert eager.result.schedule is not None
-    if kept is not None and kept.graph == graph:  # what a file states is of its own costs
+    kept = kept if kept and kept.graph == graph else None  # what a file states is of its own costs
+    if kept is not None:
         check, is_range = kept.check, kept.over is not None
         if said := kept.prediction:
             proved = {"lower_bound_us": said.lower_bound_us, "status": said.status or told.status}
@@ -202,27 +204,25 @@ def step_facts(
         budget_bytes=result.budget_bytes, lower_bound_us=result.lower_bound_us,
         verdict=f"{said} Times are of the largest sizes." if is_range else said,
         check=None if is_range else check, note=result.message,
-        details=tuple(_details(graph, eager.result.peak_bytes, told, check, kept)),
+        details=tuple(_known_by(graph, eager.result.peak_bytes, told, check, kept)),
     )  # fmt: skip
 
 
-_ORDERS = {
-    "fixed": ", over all plans that compute ops for the first time in their captured order",
-    "free": ", over plans that compute ops in any order", None: "",
-}  # fmt: skip
-
-
-def _details(
+def _known_by(
     graph: TrainingGraph, unmodified_bytes: int, told: Result, check: Check | None,
     kept: PlanFile | None,
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
     if told.budget_bytes and unmodified_bytes:
         share = percent_text(told.budget_bytes / unmodified_bytes)
         yield "budget", f"{bytes_text(told.budget_bytes)}, {share} of the unmodified peak"
-    order = kept.prediction.order if kept and kept.prediction else None
     whose = ", as the plan's file states" if kept is not None else ""
-    yield "lower bound", f"{bound_text(graph, told)}{_ORDERS[order]}{whose}"
+    if kept and kept.prediction and kept.prediction.order:
+        is_any = kept.prediction.order == "free"
+        whose += f", for ops that first run in {'any' if is_any else 'their captured'} order"
+    yield "lower bound", f"{bound_text(graph, told)}{whose}"
     yield "found by", told.solver
+    if told.schedule and (kinds := kinds_text(kinds_of(graph, told.schedule))):
+        yield "recomputed", kinds
     if told.message:
         yield "note", told.message
     if check is not None:

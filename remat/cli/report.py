@@ -43,7 +43,7 @@ def report_verb(
 ) -> None:  # fmt: skip
     """Write one self-contained page of a plan: memory, schedule, tables, time against peak."""
     from remat.analysis.plan_report import fronts_in, page_facts
-    from remat.schedules.report.page import page_data, render
+    from remat.schedules.report.page import render, summary_of
 
     if source.endswith(PLAN_FILES) and is_cluster_plan(read_contents(source)):
         _report_cluster(session, source, output)
@@ -62,10 +62,9 @@ def report_verb(
         stated_by = front.name if front else ""
         kept = opened.kept if isinstance(opened.kept, PlanFile) else None
         facts = page_facts(opened.graph, solved, known, step, stated_by, layout, kept=kept)
-        page = page_data(facts)
-        session.save(output, render(facts, page).encode(), "report", end=b"")
+        session.save(output, render(facts).encode(), "report", end=b"")
     if session.as_json:
-        summary = msgspec.to_builtins(page.summary)
+        summary = msgspec.to_builtins(summary_of(facts))
         said = {"report": str(output), "summary": summary, "note": facts.note}
         session.emit(said | layout_entry(layout))
 

@@ -39,7 +39,7 @@ from remat.progress import (
 )
 from remat.schedules.layout import Layout
 from remat.schedules.outcome import Result
-from remat.schedules.plan import Order, PlanFile
+from remat.schedules.plan import PlanFile, RunOrder
 from remat.schedules.schedule import Schedule
 from remat.solved import infeasible_text
 from remat.solver.result import INTERRUPTED
@@ -291,7 +291,7 @@ def opened_feasible(session: Session, name: str, request: Request, plan: Path | 
 
 
 def save_result_file(
-    session: Session, path: Path | None, of: Captured, result: Result, order: Order
+    session: Session, path: Path | None, of: Captured, result: Result, order: RunOrder
 ) -> None:
     """A plan where a model is at hand, else the schedule alone; nothing where nothing fits."""
     if path is None or result.schedule is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from html import escape
-from importlib import resources
 from typing import NamedTuple
 
 from remat.cluster.pipeline_replay import (
@@ -21,7 +20,7 @@ from remat.cluster.pipeline_replay import (
 from remat.cluster.plan_file import ClusterFile, Parallelism
 from remat.formats import bytes_text, percent_text
 from remat.schedules import palette
-from remat.schedules.report.page import Table
+from remat.schedules.report.page import Table, file_text, rendered_html
 
 
 class _Picture:
@@ -265,22 +264,13 @@ class _Section(NamedTuple):
 
 def cluster_page(plan: ClusterFile, replay: PipelineReplay, mesh: str, states: str) -> str:
     """As HTML; `mesh` and `states` are what the screen says of them."""
-    from jinja2 import Environment, StrictUndefined
-
-    text = _text_of("remat.cluster", "page.html")
-    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(text)
-    return template.render(
-        plan=plan,
-        verdict=_verdict(plan),
+    return rendered_html(
+        "page.html", "remat.cluster", plan=plan, verdict=_verdict(plan),
         details=[*_page_details(plan), ("mesh", mesh), ("states", states)],
         sections=_sections(plan, replay),
         tables=[_page_stages(plan), *([_page_runners_up(plan)] if plan.runners_up else [])],
-        style=_text_of("remat.schedules.report", "page.css"),
-    )
-
-
-def _text_of(package: str, name: str) -> str:
-    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
+        style=file_text("page.css"),
+    )  # fmt: skip
 
 
 def _verdict(plan: ClusterFile) -> str:

@@ -30,9 +30,9 @@ from remat.schedules.derived import graph_of_schedule, within_split
 from remat.schedules.outcome import Check, Result
 from remat.schedules.plan import (
     AGREEMENT,
-    Order,
     PlanFile,
     RangeFacts,
+    RunOrder,
     evaluate_family,
     evaluate_plan,
     holds_steps,
@@ -52,7 +52,7 @@ PLAN_FILES = ".json", ".pt2"
 
 
 def plan_of_result(
-    of: Captured, result: Result, order: Order, check: Check | None = None, unchecked: str = ""
+    of: Captured, result: Result, order: RunOrder, check: Check | None = None, unchecked: str = ""
 ) -> PlanFile | None:
     """None where nothing fits, or where the model is not at hand."""
     if result.schedule is None or of.loaded is None or of.recipe is None:

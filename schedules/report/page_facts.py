@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 
@@ -10,6 +11,7 @@ from remat.graph_capture.graph import Floats, Ints, TrainingGraph
 from remat.schedules.layout import Layout
 from remat.schedules.outcome import Check
 from remat.schedules.schedule import Schedule
+from remat.schedules.timeline import Timeline, timeline
 
 
 class Alternative(msgspec.Struct, frozen=True):
@@ -48,6 +50,14 @@ class PageFacts:
     note: str = ""  # beyond its figures, such as that its bound is not proved here
     stated_by: str = ""  # the file with the bounds of `fronts`; empty if proved just now
     layout: Layout | None = None
+
+    @cached_property
+    def line(self) -> Timeline:
+        return timeline(self.graph, self.schedule)
+
+    @cached_property
+    def unmodified_line(self) -> Timeline:
+        return timeline(self.unmodified_graph, self.unmodified_schedule)
 
     @property
     def bound_name(self) -> str:

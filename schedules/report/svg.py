@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from remat.formats import bytes_text, fine_time_text, percent_text, time_text
 from remat.graph_capture.graph import LINK_NAMES, LINK_TITLES, Ints, TrainingGraph
@@ -18,11 +17,6 @@ from remat.schedules.report.page_facts import PageFacts
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.schedules.timeline import Timeline
-
-# Of tens of thousands of buffers the largest are drawn, and the rest as rectangles that cover them.
-
-ROWS, _COLUMNS = 256, 1024  # the grid of merged buffers; a buffer below one row is small
-MOST_BOXES, MOST_MERGED = 3000, 2000  # rectangles of buffers of their own, and of merged ones
 
 
 class _Box(NamedTuple):
@@ -36,90 +30,26 @@ class _Box(NamedTuple):
     high: int
 
 
-class _Merged(NamedTuple):
-    start: float
-    end: float
-    low: float
-    high: float
-
-
 @dataclass(frozen=True, eq=False)
 class Addresses:
     layout: Layout
     buffers: Buffers
-    boxes: tuple[_Box, ...]
-    merged: tuple[_Merged, ...]
-    n_merged: int
+    boxes: tuple[_Box, ...]  # the largest areas first
 
 
 def addresses(graph: TrainingGraph, schedule: Schedule, layout: Layout) -> Addresses:
     buffers = buffers_of(graph, schedule)
     check_layout(buffers, layout)
     area = buffers.size_bytes.astype(np.float64) * (buffers.end - buffers.start)
-    largest = np.argsort(-area, kind="stable")
-    # Buffers lower than one row of the grid are too small to see.
-    shown = largest[buffers.size_bytes[largest] * ROWS >= layout.arena_bytes][:MOST_BOXES]
-    is_small = np.ones(len(buffers), bool)
-    is_small[shown] = False
     kinds = kinds_of_buffers(graph_of_schedule(graph, schedule), buffers)
-    low = np.array(layout.offsets_bytes, np.int64)
     boxes = tuple(
         _Box(
             buffers.names[i], kinds[i], int(buffers.start[i]), int(buffers.end[i]),
-            int(low[i]), int(low[i] + buffers.size_bytes[i]),
+            layout.offsets_bytes[i], layout.offsets_bytes[i] + int(buffers.size_bytes[i]),
         )
-        for i in shown.tolist()
+        for i in np.argsort(-area, kind="stable").tolist()
     )  # fmt: skip
-    merged = _over_small(buffers, low, layout.arena_bytes, is_small)
-    return Addresses(layout, buffers, boxes, merged, int(is_small.sum()))
-
-
-def _over_small(
-    buffers: Buffers, low: Ints, arena_bytes: int, is_small: NDArray[np.bool_]
-) -> tuple[_Merged, ...]:
-    if not is_small.any():
-        return ()
-    rows, columns = ROWS, min(_COLUMNS, buffers.n_times)
-    top = low + buffers.size_bytes
-    edges = [one[is_small].astype(np.float64) for one in (buffers.start, buffers.end, low, top)]
-    while True:  # coarsen the grid until the page can hold all rectangles
-        x, y = columns / buffers.n_times, rows / arena_bytes
-        on_grid = [edge * scale for edge, scale in zip(edges, (x, x, y, y), strict=True)]
-        found = _rectangles(_covered(*on_grid, rows=rows, columns=columns))
-        if len(found) <= MOST_MERGED:
-            return tuple(_Merged(a / x, b / x, c / y, d / y) for a, b, c, d in found)
-        rows, columns = max(rows // 2, 1), max(columns // 2, 1)
-
-
-_Corners = NDArray[np.float64]
-
-
-def _covered(
-    start: _Corners, end: _Corners, low: _Corners, high: _Corners, *, rows: int, columns: int
-) -> NDArray[np.bool_]:
-    """The cells that rectangles touch, rows by columns."""
-    x0, y0 = np.floor(start).astype(np.int64), np.floor(low).astype(np.int64)
-    x1 = np.minimum(np.ceil(end), columns).astype(np.int64)
-    y1 = np.minimum(np.ceil(high), rows).astype(np.int64)
-    change = np.zeros((rows + 1, columns + 1), np.int64)  # a two-dimensional prefix sum
-    for row, column, sign in ((y0, x0, 1), (y0, x1, -1), (y1, x0, -1), (y1, x1, 1)):
-        np.add.at(change, (row, column), sign)
-    return change.cumsum(0).cumsum(1)[:-1, :-1] > 0
-
-
-def _rectangles(covered: NDArray[np.bool_]) -> list[tuple[int, int, int, int]]:
-    """(start, end, low, high) of runs of cells, joined over rows."""
-    found: list[tuple[int, int, int, int]] = []
-    open_since: dict[tuple[int, int], int] = {}
-    # An empty last row closes what is still open.
-    for row, cells in enumerate([*covered, np.zeros(covered.shape[1], bool)]):
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], cells, [False]])))
-        runs = [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
-        ended = [run for run in open_since if run not in set(runs)]
-        found += [(*run, open_since.pop(run), row) for run in ended]
-        for run in runs:
-            open_since.setdefault(run, row)
-    return found
+    return Addresses(layout, buffers, boxes)
 
 
 WIDTH, HEIGHT = 2000, 700  # units of the picture: whole numbers keep the page small
@@ -162,20 +92,14 @@ def arena_picture(facts: PageFacts) -> _ArenaPicture | None:
     if not found.layout.arena_bytes:
         return None
     scale = _Scale(found)
-    named, others = found.boxes[:_NAMED], found.boxes[_NAMED:]  # the largest areas come first
-    small = _Shape(_SMALL, palette.GREY, "".join(scale.path(*one) for one in found.merged))
+    named, others = found.boxes[:_NAMED], found.boxes[_NAMED:]
     kinds = [kind for kind in palette.KINDS if any(box.kind == kind for box in found.boxes)]
     legend = [(kind, _colour(kind)) for kind in kinds]
-    shapes = [small] if found.merged else []  # merged ones cover gaps: they lie below
-    shapes += [*_of_kinds(scale, kinds, others), *(_named(scale, box) for box in named)]
-    legend += [(_SMALL, palette.GREY)] if found.merged else []
+    shapes = [*_of_kinds(scale, kinds, others), *(_named(scale, box) for box in named)]
     marks = [found.layout.arena_bytes * i // (_TICKS - 1) for i in range(_TICKS)]
     ticks = tuple(_Tick(scale.y(mark), bytes_text(mark) if mark else "0") for mark in marks)
     live, load_y = _live_path(scale, found), scale.y(found.layout.load_bytes)
     return _ArenaPicture(tuple(shapes), tuple(legend), live, load_y, ticks, _says(found))
-
-
-_SMALL = "small, merged"
 
 
 def _colour(kind: str) -> str:
@@ -200,9 +124,9 @@ class _Scale:
 
 
 def _of_kinds(scale: _Scale, kinds: Iterable[str], boxes: Iterable[_Box]) -> Iterable[_Shape]:
-    paths: dict[str, list[str]] = {kind: [] for kind in kinds}
-    for box in boxes:
-        paths[box.kind].append(scale.path(box.start, box.end, box.low, box.high))
+    paths: dict[str, dict[str, None]] = {kind: {} for kind in kinds}
+    for box in boxes:  # of tens of thousands of small ones many are the same rectangle
+        paths[box.kind][scale.path(box.start, box.end, box.low, box.high)] = None
     return [_Shape(kind, _colour(kind), "".join(path)) for kind, path in paths.items() if path]
 
 
@@ -245,43 +169,28 @@ _STEP_HEIGHT, _AIR = 1000, 1.08  # units of a picture that is stretched to its p
 _FAR = 1.3  # times the highest peak: a budget above it would flatten the picture
 
 
-class StepPicture(NamedTuple):
-    """Areas as (role, legend, path), heights of lines in per cent from the top."""
-
-    areas: tuple[tuple[str, str, str], ...]
-    budget: str
-    budget_y: float | None
-    says: str
-    width: int = WIDTH
-    height: int = _STEP_HEIGHT
-
-
-def step_picture(name: str, plan: Timeline, unmodified: Timeline, budget_bytes: int) -> StepPicture:
-    """Memory through a step with the plan and without, and the budget as a line."""
-    lines = {"unmodified": unmodified, "plan": plan}
-    most_bytes = max(line.simulation.peak_bytes for line in lines.values())
+def step_picture(facts: PageFacts) -> dict[str, Any]:
+    """Memory through a step with the plan and without, as areas, and the budget as a line."""
+    lines = {"unmodified": facts.unmodified_line, "plan": facts.line}
+    peaks = {name: line.simulation.peak_bytes for name, line in lines.items()}
+    times = [time_text(line.simulation.time_us) for line in lines.values()]
+    most_bytes, budget_bytes = max(peaks.values()), facts.budget_bytes
     is_far = budget_bytes > _FAR * most_bytes
     top_bytes = _AIR * (most_bytes if is_far else max(most_bytes, budget_bytes)) or 1.0
     last = max(float(line.edges[-1]) for line in lines.values()) or 1.0
 
-    def area(line: Timeline) -> str:
+    def path(line: Timeline) -> str:
         at = np.floor(line.edges * (WIDTH / last)).astype(np.int64)
         stairs = _stairs(at[:-1], line.live_bytes, int(at[-1]))
         tops = ((round(_STEP_HEIGHT * (1 - top / top_bytes)), end) for _, top, end in stairs)
         return f"M0 {_STEP_HEIGHT}{''.join(f'V{y}H{end}' for y, end in tops)}V{_STEP_HEIGHT}z"
 
-    titles = {"unmodified": "unmodified", "plan": "this plan"}
-    areas = tuple(
-        (role, f"{titles[role]} {bytes_text(line.simulation.peak_bytes)}", area(line))
-        for role, line in lines.items()
-    )
-    times = [time_text(line.simulation.time_us) for line in lines.values()]
-    took = f", {times[0]} unmodified and {times[1]} planned" if plan.is_timed else ""
-    return StepPicture(
-        areas, f"budget {bytes_text(budget_bytes)}" + (", above the picture" if is_far else ""),
-        None if is_far or not budget_bytes else round(100 * (1 - budget_bytes / top_bytes), 2),
-        f"Memory through one training step of {name}{took}",
-    )  # fmt: skip
+    return {
+        "areas": [(name, bytes_text(peaks[name]), path(line)) for name, line in lines.items()],
+        "budget": bytes_text(budget_bytes) if budget_bytes else "", "is_far": is_far,
+        "budget_y": round(100 * (1 - budget_bytes / top_bytes), 2), "name": facts.graph.name,
+        "times": times if facts.line.is_timed else (), "width": WIDTH, "height": _STEP_HEIGHT,
+    }  # fmt: skip
 
 
 COPIES_WIDTH, LANE, _BAND, _GAP = 2000, 46, 150, 24  # whole units
