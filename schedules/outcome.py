@@ -199,6 +199,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 CHECKED = ("outputs", "gradients", "buffers", "rng")  # what has to be equal to eager's, to the bit
+FAR_OFF = 1.25  # a measured step that is longer or shorter than the predicted one by this is told
 _LITTLE = 5e-5  # a share below it reads 0.00 %
 
 
@@ -215,7 +216,9 @@ def verdict(
     if check.exceeds(found.budget_bytes):
         fits = f"Takes {bytes_text(check.plan_peak_bytes)}, above the budget of {budget}"
     if pace and check.baseline_step_us > 0:
-        pace += f" (measured: {percent_text(check.overhead)})"
+        is_near = 1 / FAR_OFF < check.baseline_step_us / unmodified_us < FAR_OFF
+        busy = "" if is_near else ", on a busy machine"
+        pace += f" (measured: {percent_text(check.overhead)}{busy})"
     costs = ", ".join(filter(None, (pace, proof)))
     said = (fits, costs[:1].upper() + costs[1:], _equality_text(check))
     return "".join(f"{one}. " for one in said if one).rstrip()

@@ -25,13 +25,13 @@ from remat.formats import (
 )
 from remat.graph_capture.devices.known_devices import is_in_table
 from remat.graph_capture.graph import TrainingGraph
-from remat.job.pipeline import FAR_OFF, RangeReport, Report, Row
+from remat.job.pipeline import RangeReport, Report, Row
 from remat.plan import Plan
 from remat.progress import took_text
 from remat.ranges.curve import Curve
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.family import Family, sizes_text
-from remat.schedules.outcome import CHECKED, Check, Result, bound_text, equal_text, verdict
+from remat.schedules.outcome import CHECKED, FAR_OFF, Check, Result, bound_text, equal_text, verdict
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, bound_of
 from remat.solved import infeasible_text

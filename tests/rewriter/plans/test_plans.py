@@ -427,6 +427,13 @@ def test_a_plan_of_an_older_release_is_read() -> None:
     assert remat.Plan.from_file(older).status == "feasible"
 
 
+def test_more_equal_gradients_than_there_are_is_refused() -> None:
+    root = json.loads(every_part().to_json())
+    root["check"]["gradients"] = root["check"]["gradients_total"] + 1
+    with pytest.raises(PlanError, match="its check has a figure that cannot be"):
+        PlanFile.from_json(json.dumps(root))
+
+
 def test_what_json_cannot_hold_is_left_out_of_a_check() -> None:
     """Times are not a number where none was taken, and so is how far off what is no tensor is."""
     nan = float("nan")
