@@ -177,11 +177,7 @@ def step_facts(
     graph: TrainingGraph, result: Result, check: Check | None = None, kept: PlanFile | None = None,
     *, is_range: bool = False,
 ) -> PageFacts:  # fmt: skip
-    """What the first screen of the page says, and a notebook of a plan.
-
-    `is_range` : the graph is of the largest sizes, while the check, whose times then say nothing,
-    was of others.
-    """
+    """What a page and a notebook begin with; of a range at its largest sizes, unlike the check."""
     if result.schedule is None:
         raise ScheduleError(
             f"there is no plan to report: nothing within {result.budget_bytes} bytes was found"
@@ -191,8 +187,8 @@ def step_facts(
     kept = kept if kept and kept.graph == graph else None  # what a file states is of its own costs
     if kept is not None:
         check, is_range = kept.check, kept.over is not None
-        if said := kept.prediction:
-            proved = {"lower_bound_us": said.lower_bound_us, "status": said.status or told.status}
+        if made := kept.prediction:
+            proved = {"lower_bound_us": made.lower_bound_us, "status": made.status or told.status}
             told = msgspec.structs.replace(told, **proved)
     if is_range:
         told = msgspec.structs.replace(told, lower_bound_us=0.0)
@@ -215,22 +211,22 @@ def _known_by(
     if told.budget_bytes and unmodified_bytes:
         share = percent_text(told.budget_bytes / unmodified_bytes)
         yield "budget", f"{bytes_text(told.budget_bytes)}, {share} of the unmodified peak"
-    whose = ", as the plan's file states" if kept is not None else ""
-    if kept and kept.prediction and kept.prediction.order:
-        is_any = kept.prediction.order == "free"
-        whose += f", for ops that first run in {'any' if is_any else 'their captured'} order"
-    yield "lower bound", f"{bound_text(graph, told)}{whose}"
-    yield "found by", told.solver
-    if told.schedule and (kinds := kinds_text(kinds_of(graph, told.schedule))):
-        yield "recomputed", kinds
-    if told.message:
-        yield "note", told.message
     if check is not None:
         yield "equal", equal_text(check)
     elif kept and kept.unchecked:
         yield "not run", kept.unchecked
     if kept is not None:
         yield "machine", f"{kept.title}, torch {kept.versions.torch}"
+    whose = ""
+    if kept is not None and kept.prediction:
+        order = {"fixed": "in captured order", "free": "in any order", None: ""}
+        whose = f" {order[kept.prediction.order]}, as the plan's file states"
+    yield "lower bound", f"{bound_text(graph, told)}{whose}"
+    if told.message:
+        yield "note", told.message
+    yield "found by", told.solver
+    if told.schedule and (kinds := kinds_text(kinds_of(graph, told.schedule))):
+        yield "recomputed", kinds
     yield "costs", costs_text(graph) or graph.cost_origin
 
 

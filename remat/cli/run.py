@@ -177,12 +177,12 @@ def _run_over(
         raise CaptureError(f"{model} is of sizes that are fixed: --dynamic goes with a model")
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)
 
-    kept = list[PlanFile]()
+    kept = list[tuple[Path, PlanFile]]()
 
     def keep(plan: PlanFile) -> None:
         if output is not None:
             save_plan_file(session, output, plan)
-            kept.append(plan)
+            kept.append((output, plan))
 
     try:
         report = pipeline.plan_over(loaded, request, ranges, session.stopwatch, keep, check=check)
@@ -190,10 +190,10 @@ def _run_over(
         session.fail(INFEASIBLE, type(error).__name__, str(error))  # too little memory ends with 3
         raise
     report = replace(report, seconds=session.stopwatch.accounted())
-    for plan in kept if output is not None else ():
+    for path, plan in kept:
         found = report.check and report.check.as_kept()
         whole = msgspec.structs.replace(plan, check=found, unchecked=report.unchecked)
-        plan_source.write_plan(whole, output)
+        plan_source.write_plan(whole, path)
     if session.as_json:
         session.emit(screen.range_report_json(report))
     else:

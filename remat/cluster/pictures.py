@@ -275,11 +275,11 @@ def cluster_page(plan: ClusterFile, replay: PipelineReplay, mesh: str, states: s
 
 def _verdict(plan: ClusterFile) -> str:
     said, most = plan.predicted, max(stage.overhead for stage in plan.stages)
-    fits = f"Predicted to fit {plan.gpus} {plan.device} of {bytes_text(plan.budget_bytes)} each"
-    again = f"{percent_text(most)} of it recomputed" if most > 0 else "nothing of it recomputed"
+    again = f", at most {percent_text(most)} of it recomputation" if most > 0 else ""
     return (
-        f"{fits}. {said.step_us / 1e6:.2f} s a step, at most {again}, with "
-        f"{percent_text(said.mfu)} of the GPUs' peak flops. Modelled, not run."
+        f"Predicted to fit {plan.gpus} {plan.device}, {bytes_text(plan.budget_bytes)} each. "
+        f"{said.step_us / 1e6:.3g} s a step{again}, with {percent_text(said.mfu)} of the GPUs' "
+        "peak flops. Modelled, not run."
     )
 
 

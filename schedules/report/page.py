@@ -55,14 +55,16 @@ _Columns = dict[str, Any]  # lists of plain numbers and texts by name, as JSON h
 def page_data(facts: PageFacts) -> _Columns:
     """What the page's script draws: a column a fact, of indices, numbers or texts."""
     line, eager = facts.line, facts.unmodified_line
-    colours = cycled([name for name, _ in facts.fronts])
+    colours, step = cycled([name for name, _ in facts.fronts]), facts.measured
     return {
         "model": facts.graph.name, "axis": line.axis_title, "summary": summary_of(facts),
         "peak_run": line.peak_run, "forward_runs": line.forward_runs, "ops": _ops(facts.graph),
         "values": _values(facts.graph), "runs": _runs(line), "stays": _stays(line),
         "bands": {by: _bands(line, by) for by in ("kind", "module")},
-        "unmodified": _curve(eager.edges, eager.live_bytes), "measured": _measured(facts, line),
-        "ribbon": _ribbon(line), "rules": facts.rules, "fronts": dict(facts.fronts),
+        "unmodified": _curve(eager.edges, eager.live_bytes),
+        "measured": step and len(step.moments) and _curve(
+            line.stretched(step.moments), step.live_bytes
+        ), "ribbon": _ribbon(line), "rules": facts.rules, "fronts": dict(facts.fronts),
         "colours": ROLES | {f"front {name}": colour for name, colour in colours.items()},
         "bound_name": facts.bound_name,
     }  # fmt: skip
@@ -143,13 +145,6 @@ def _bands(line: Timeline, by: BandsBy) -> list[_Columns]:
         }
         for name, curve in bands.items()
     ]  # fmt: skip
-
-
-def _measured(facts: PageFacts, line: Timeline) -> _Columns | None:
-    step = facts.measured
-    if step is None or not len(step.moments):
-        return None
-    return _curve(line.stretched(step.moments), step.live_bytes)
 
 
 def _ribbon(line: Timeline) -> _Columns:

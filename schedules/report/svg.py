@@ -67,7 +67,7 @@ class _Shape(NamedTuple):
 
 
 class _Tick(NamedTuple):
-    y: float
+    at: int
     text: str
 
 
@@ -222,15 +222,10 @@ class _TierBand(NamedTuple):
     most: str
 
 
-class _TimeTick(NamedTuple):
-    x: int
-    text: str
-
-
 class _CopiesPicture(NamedTuple):
     lanes: tuple[_CopyLane, ...]
     bands: tuple[_TierBand, ...]
-    ticks: tuple[_TimeTick, ...]
+    ticks: tuple[_Tick, ...]
     says: str
     height: int
     width: int = COPIES_WIDTH
@@ -250,7 +245,7 @@ def copies_picture(facts: PageFacts) -> _CopiesPicture | None:
         for i, (tier, there) in enumerate(found.below_bytes.items())
     )
     ticks = [
-        _TimeTick(COPIES_WIDTH * i // _TICKS, time_text(found.time_us * i / _TICKS))
+        _Tick(COPIES_WIDTH * i // _TICKS, time_text(found.time_us * i / _TICKS))
         for i in range(_TICKS)
     ]
     height = top + len(bands) * (_BAND + _GAP)
