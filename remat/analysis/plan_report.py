@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 import remat.solver as solvers
-from remat.budgets import unmodified_step
+from remat.budgets import unmodified, unmodified_step
 from remat.formats import bytes_text, fine_time_text, percent_text, plain_table
 from remat.graph_capture.devices.known_devices import is_in_table, modelled_device
 from remat.graph_capture.distributed.sharding import UNTIMED
@@ -166,8 +166,9 @@ def page_facts(
     """
     facts = step_facts(graph, result, check, kept)
     curves = {fronts.solver: fronts} if isinstance(fronts, Front) else dict(fronts or {})
+    eager = _alternative("unmodified", unmodified(graph))
     return replace(
-        facts, rules=_rules_of(graph, result.budget_bytes),
+        facts, rules=(eager, *_rules_of(graph, result.budget_bytes)),
         fronts=tuple((name, _points_of(graph, front)) for name, front in curves.items()),
         measured=measured, stated_by=stated_by, layout=layout,
     )  # fmt: skip
