@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import remat
 from benchmarks import GAP_OF_FIGURES
-from remat.analysis.memory_figures import use_arena
+from remat.analysis.plan_figures import use_arena
 from remat.formats import bytes_text, percent_text
 from remat.ranks.same_order import agreed_rewrite
 from remat.rewriter.arena.arena import Arena

@@ -42,7 +42,7 @@ def table() -> str:
     (file,) = RESULTS.glob("training-cpu-*.json")
     kept = json.loads(file.read_text())
     lines = [
-        "| model | its peak | a checkpoint each block | which takes | a plan for that peak |",
+        "| model | peak | every block checkpointed | time | a plan for that peak: time |",
         "|---|--:|--:|--:|--:|",
     ]
     for name in MODELS:
@@ -62,9 +62,9 @@ def _line(name: str, rows: dict[str, Row]) -> str:
 
 def _said(kept: dict[str, Any]) -> str:
     return (
-        "Peaks and times as measured, over the unmodified step. All gradients equal eager's "
-        f"([all rows](docs/benchmarks.md)).\n{kept['device']}; torch {kept['torch']}; "
-        f"{kept['date']}. `python -m benchmarks.first_screen` makes picture and table."
+        "Measured; times are over the unmodified step. All gradients equal eager's "
+        f"([more](docs/benchmarks.md)).\n{kept['device']}; torch {kept['torch']}; "
+        f"{kept['date']}; `python -m benchmarks.first_screen` writes picture and table."
     )
 
 

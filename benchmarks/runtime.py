@@ -36,7 +36,7 @@ from benchmarks.running.audits import audits_row, audits_text
 from benchmarks.running.guards import guards_rows, guards_text
 from benchmarks.running.kept_memory import restart_keeping_memory
 from examples.gpt import GPT, Sizes
-from remat.graph_capture.devices.cpu import cpu_title
+from remat.graph_capture.devices.meter import cpu_title
 from remat.graph_capture.graph import TrainingGraph
 from remat.ranks.same_order import agreed_rewrite
 from remat.schedules.outcome import Result

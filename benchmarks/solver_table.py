@@ -1,8 +1,8 @@
 """Writes docs/solvers.md's tables: `python -m benchmarks.solver_table [RESULTS.json]`.
 
-What is between `<!-- table -->` and `<!-- /table -->` is made from the file that
-`benchmarks.solvers` wrote. What is between `<!-- solvers -->` and `<!-- /solvers -->` is made from
-the headers of the solvers. The rest of the document stays.
+`<!-- solvers -->` holds a row for each solver, from its header and its results in the file that
+`benchmarks.solvers` wrote; `<!-- table -->` a row for each budget. The overhead of each solver on
+each graph goes to a file beside the results.
 """
 
 from __future__ import annotations
@@ -20,31 +20,56 @@ from remat.solver.table import header_of
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "solvers.md"
+RESULTS = ROOT / "benchmarks" / "results" / "solvers.json"
 SLACK = 1e-9
 
 Cells = list[dict[str, Any]]
 
 
-def header_lines() -> list[str]:
-    """One line a solver: the first paragraph of its header."""
-    firsts = {name: header_of(name).partition("\n\n")[0] for name in TABLE}
-    return [f"- `{name}`: {' '.join(first.split())}" for name, first in firsts.items()]
+def solver_lines(cells: Cells) -> list[str]:
+    """One row for each solver: the first paragraph of its header, and its results."""
+    summary = _summary(cells)
+    lines = head(["solver", "what it does", "found", "proved", "step over the best", "median s"])
+    for name in TABLE:
+        what = " ".join(header_of(name).partition("\n\n")[0].split()).removesuffix(".")
+        found, _, proved, over, seconds, _ = summary.get(name, ["-"] * 6)
+        lines.append(row([f"`{name}`", what, found, proved, over, seconds]))
+    return lines
 
 
-def table_lines(graphs: dict[str, dict[str, Any]], cells: Cells) -> list[str]:
-    """The tables of the document: the best of each graph, and each solver over all of them."""
-    lines = [made_on(cells), "", "### The best known of each graph", ""]
-    lines += _best_table(graphs, cells)
-    return [*lines, "", "### Each solver over all cells", "", *_summary_table(cells)]
+def table_lines(cells: Cells) -> list[str]:
+    """One row for each budget: on how many graphs there is a plan, and how far from the bound."""
+    lines = [made_on(cells), ""]
+    lines += head(["budget", "graphs", "a plan found", "proved optimal", "gap, median", "largest"])
+    for f in _fractions(cells):
+        own = [cell for cell in cells if cell["f"] == f]
+        graphs = _distinct(cell["graph"] for cell in own)
+        gaps = [_gap([cell for cell in own if cell["graph"] == graph]) for graph in graphs]
+        found = [gap for gap in gaps if gap is not None]
+        proved = sum(gap <= SLACK for gap in found)
+        figures = [len(graphs), len(found), proved]
+        ends = [percent(of(found)) if found else "-" for of in (statistics.median, max)]
+        lines.append(row([_title(f), *map(str, figures), *ends]))
+    return lines
+
+
+def _gap(cells: Cells) -> float | None:
+    """How far the best plan of all solvers is from the best bound; None without a plan."""
+    found = [cell["overhead"] for cell in cells if cell["overhead"] is not None]
+    if not found:
+        return None
+    return max(0.0, (1 + min(found)) / (1 + max(map(_bound, cells))) - 1)
 
 
 def detail_lines(graphs: dict[str, dict[str, Any]], cells: Cells) -> list[str]:
-    """The overhead and the seconds of each solver on each graph.
+    """The best of each graph, all figures of each solver, and its overhead on each graph.
 
     They are too long for the document, and go to a file beside the results.
     """
     lines = ["# Overhead by solver and graph", ""]
     lines += [f"Made by `python -m benchmarks.solver_table`. {made_on(cells)}"]
+    lines += ["", "## The best known of each graph", "", *_best_table(graphs, cells)]
+    lines += ["", "## Each solver over all cells", "", *_summary_table(cells)]
     for graph in graphs:
         rows = _detail_table([cell for cell in cells if cell["graph"] == graph])
         if rows:
@@ -118,14 +143,18 @@ def _bound(cell: dict[str, Any]) -> float:
 
 
 def _summary_table(cells: Cells) -> list[str]:
-    """One row a solver: how often it finds a schedule, how good, how fast, how large."""
+    titles = ["solver", "found", "best", "proved", "mean step over best", "median s", "max MiB"]
+    return [*head(titles), *(row([f"`{name}`", *of]) for name, of in _summary(cells).items())]
+
+
+def _summary(cells: Cells) -> dict[str, list[str]]:
+    """By solver: how often it finds a schedule, how good, how fast, how large."""
     least: dict[tuple[str, str], float] = {}
     for cell in cells:
         if cell["overhead"] is not None:
             key = cell["graph"], cell["f"]
             least[key] = min(cell["overhead"], least.get(key, math.inf))
-    titles = ["solver", "found", "best", "proved", "mean step over best", "median s", "max MiB"]
-    lines = head(titles)
+    found_by: dict[str, list[str]] = {}
     for solver in _distinct(cell["solver"] for cell in cells):
         own = [cell for cell in cells if cell["solver"] == solver]
         possible = [cell for cell in own if (cell["graph"], cell["f"]) in least]
@@ -133,7 +162,7 @@ def _summary_table(cells: Cells) -> list[str]:
         over = [
             (1 + cell["overhead"]) / (1 + least[cell["graph"], cell["f"]]) - 1 for cell in found
         ]
-        counts = [
+        found_by[solver] = [
             f"{len(found)} of {len(possible)}",
             str(sum(extra <= SLACK for extra in over)),
             str(sum(cell["status"] == "optimal" for cell in found)),
@@ -141,8 +170,7 @@ def _summary_table(cells: Cells) -> list[str]:
             f"{statistics.median(cell['seconds'] for cell in own):.1f}",
             f"{max(cell.get('solver_memory_bytes', 0) for cell in own) / 2**20:.0f}",
         ]
-        lines.append(row([f"`{solver}`", *counts]))
-    return lines
+    return found_by
 
 
 def _detail_table(cells: Cells) -> list[str]:
@@ -196,21 +224,22 @@ def replaced(document: str, marker: str, lines: list[str]) -> str:
     return f"{before}{start}\n{body}\n{end}{after}"
 
 
+def written_into(text: str, cells: Cells) -> str:
+    """The document with its tables of these results."""
+    return replaced(replaced(text, "solvers", solver_lines(cells)), "table", table_lines(cells))
+
+
 def main() -> int:
     """Write the document anew."""
     parser = argparse.ArgumentParser(prog="benchmarks.solver_table", description=__doc__)
-    parser.add_argument("results", nargs="?", type=Path, help="without it, only the headers")
+    parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
     parser.add_argument("--docs", type=Path, default=DOCS)
     asked = parser.parse_args()
-    document = replaced(asked.docs.read_text(), "solvers", header_lines())
-    if asked.results:
-        results = json.loads(asked.results.read_text())
-        cells = list(results["cells"].values())
-        if cells:
-            document = replaced(document, "table", table_lines(results["graphs"], cells))
-            details = detail_lines(results["graphs"], cells)
-            asked.results.with_suffix(".md").write_text("\n".join([*details, ""]))
-    asked.docs.write_text(document)
+    results = json.loads(asked.results.read_text())
+    cells = list(results["cells"].values())
+    details = detail_lines(results["graphs"], cells)
+    asked.results.with_suffix(".md").write_text("\n".join([*details, ""]))
+    asked.docs.write_text(written_into(asked.docs.read_text(), cells))
     return 0
 
 

@@ -25,7 +25,7 @@ class RematError(Exception):
     def caused_by(self, error: Exception) -> Self:
         """The same error, which keeps `error` as its cause and says so below its traceback."""
         self.cause = error.cause or error if isinstance(error, RematError) else error
-        self.add_note("The frames of torch and of the model are at the `cause` of this error.")
+        self.add_note("See this error's `cause` for the frames of torch and of the model.")
         return self
 
 

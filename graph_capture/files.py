@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, ClassVar, Self, TypeVar
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -49,8 +49,8 @@ def read_contents(path: str | Path) -> bytes:
                 size_bytes += len(part)
                 if size_bytes > MOST_FILE_BYTES:
                     raise FileError(
-                        f"{path} is larger than {MOST_FILE_BYTES} bytes, which no file of remat "
-                        "is: name another"
+                        f"name another file: {path} is larger than {MOST_FILE_BYTES} bytes, and "
+                        "no file of remat is"
                     )
     except OSError as error:
         raise _told(error, f"{path}") from error
@@ -75,7 +75,7 @@ def atomic_write(path: str | Path) -> Generator[BinaryIO]:
         with open(path, "wb") if is_stream else _beside(Path(os.path.realpath(path))) as out:
             yield out
     except OSError as error:
-        raise _told(error, f"{path} cannot be written") from error
+        raise _told(error, f"cannot write {path}") from error
 
 
 def check_writable(path: Path) -> None:
@@ -83,20 +83,20 @@ def check_writable(path: Path) -> None:
     _require_name(path)
     try:
         if path.is_dir():
-            raise FileError(f"{path} is a folder: name a file in it")
+            raise FileError(f"name a file in it: {path} is a folder")
         if not path.parent.is_dir():
-            text = f"{path.parent}: No such folder, so {path.name} cannot be written there"
+            text = f"cannot write {path.name}: there is no folder {path.parent}"
             raise FileError(text)
         if _is_stream(path):
             return
         target = Path(os.path.realpath(path))
         is_protected = target.exists() and not os.access(target, os.W_OK)
     except OSError as error:
-        raise _told(error, f"{path} cannot be written") from error
+        raise _told(error, f"cannot write {path}") from error
     if not os.access(target.parent, os.W_OK):
-        raise FileError(f"{path} cannot be written: {target.parent} is not writable for you")
+        raise FileError(f"cannot write {path}: you have no permission to write in {target.parent}")
     if is_protected:
-        raise FileError(f"{path} cannot be written: it is write-protected")
+        raise FileError(f"cannot write {path}: the file is write-protected")
 
 
 def _is_stream(path: str | Path) -> bool:
@@ -172,7 +172,7 @@ def _told(error: OSError, what: str) -> FileError:
 
 def _require_name(path: str | Path) -> None:
     if "\0" in os.fspath(path):  # Python would raise a `ValueError` for it, not an `OSError`
-        raise FileError(f"{os.fspath(path)!r} is no name of a file: it has a NUL")
+        raise FileError(f"{os.fspath(path)!r} is not a file name: it has a NUL")
 
 
 _Kind = TypeVar("_Kind")
@@ -192,6 +192,52 @@ def decode_json(data: bytes | str, kind: type[_Kind]) -> _Kind:
         raise TextError(_cause(data, f"it is not UTF-8: {error}")) from error
     except RecursionError as error:
         raise TextError("it is nested too deeply to be read") from error
+
+
+class _Header(msgspec.Struct):
+    schema_version: int | None = None
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What a file holds: one JSON object, of a schema version that this release reads."""
+
+    noun: ClassVar[str]
+    again: ClassVar[str]  # how to make a file that this release reads, for messages
+    error: ClassVar[type[RematError]]
+    reads: ClassVar[tuple[int, ...]] = (1,)  # schema versions; files are written as of the last
+    schema_version: int = 0  # 0 stands for this release's
+
+    def __post_init__(self) -> None:
+        if self.schema_version not in (0, *self.reads):
+            raise self._another_version(self.schema_version, "the file")
+        # An older file is written again as of this version.
+        msgspec.structs.force_setattr(self, "schema_version", self.reads[-1])
+
+    @classmethod
+    def _another_version(cls, version: int, name: str) -> RematError:
+        reads = f"and this release reads {cls.reads[-1]}"
+        return cls.error(f"{name} has schema version {version}, {reads}. {cls.again}")
+
+    def to_json(self) -> bytes:
+        """Encode as JSON; `from_json` reads it back to an equal object."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes | str, name: str = "the file") -> Self:
+        """Read what `to_json` wrote.
+
+        Raises
+        ------
+        RematError : of this class's kind, for another text or another schema version.
+        """
+        try:
+            version = decode_json(data, _Header).schema_version
+            if version in (None, *cls.reads):
+                return decode_json(data, cls)
+        except RematError as error:
+            text = f"{name} is not a {cls.noun} of this release ({error}). {cls.again}"
+            raise cls.error(text) from error
+        raise cls._another_version(version, name)  # whose fields may be others
 
 
 def _cause(data: bytes | str, said: str) -> str:
@@ -248,7 +294,7 @@ def read_archive_member(path: Path, name: str) -> bytes | None:
                 raise ArchiveError(f"{said}, from a file of {size_bytes}")
             root = _checked_root(members)
             if _read(archive, members, f"{root}/{_FORMAT[0]}") != _FORMAT[1]:
-                raise ArchiveError(f"it has no {_FORMAT[0]} that says {_FORMAT[1].decode()}")
+                raise ArchiveError(f"it lacks {_FORMAT[0]}, which says {_FORMAT[1].decode()}")
             return _read(archive, members, f"{root}/{name}")
     except OSError as error:
         raise FileError(f"{path}: {error.strerror or error}") from error
@@ -260,13 +306,13 @@ def _checked_root(members: list[zipfile.ZipInfo]) -> str:
     """The folder that all members are in; raises `ArchiveError` for a name out of place."""
     names = [member.orig_filename for member in members]  # `filename` is cut at a NUL
     if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ArchiveError(f"it has two members {twice[0]!r}")
+        raise ArchiveError(f"it has {twice[0]!r} twice")
     roots = {name.partition("/")[0] for name in names}
     for name in names:
         parts = PurePosixPath(name).parts
         is_odd = len(parts) < 2 or parts[0] == "/" or ".." in parts
         if is_odd or not name.isprintable() or "\\" in name or "//" in name:
-            raise ArchiveError(f"it has a member of the name {name!r}")
+            raise ArchiveError(f"it has a member named {name!r}")
     if len(roots) != 1:
         raise ArchiveError(f"its members are in {len(roots)} folders, not in one")
     return roots.pop()
@@ -304,8 +350,8 @@ def cache_folder() -> Path:
 @functools.cache
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
     warnings.warn(
-        "there is no home folder, so costs and plans are kept for this process alone: set "
-        "REMAT_CACHE to a folder to keep them",
+        "set REMAT_CACHE to a folder to keep costs and plans: there is no home folder, so only "
+        "this process has them",
         stacklevel=4,
     )
     return tempfile.TemporaryDirectory(prefix="remat-")
@@ -332,7 +378,7 @@ class CacheFiles:
             found = decode(self._contents(path))
         except (OSError, RematError) as error:
             warnings.warn(
-                f"{path} of the kept {self.what} is ignored, and made anew: {error}", stacklevel=3
+                f"ignored {path} of the kept {self.what}, which is made anew: {error}", stacklevel=3
             )
             return None
         with contextlib.suppress(OSError):  # The folder may be read-only; then no file is removed.
@@ -365,7 +411,7 @@ class CacheFiles:
 
     def _contents(self, path: Path) -> bytes:
         if path.stat().st_size > self.most_bytes + _SEAL_BYTES:
-            raise TextError(f"it is larger than {self.most_bytes} bytes, as none of them is")
+            raise TextError(f"it is larger than {self.most_bytes} bytes, the most that is kept")
         data = read_contents(path)
         if not self.is_sealed:
             return data
@@ -388,7 +434,7 @@ class CacheFiles:
         _unwritable.add((self.what, folder))
         said = f"{error}" if isinstance(error, FileError) else f"{folder}: {error.strerror}"
         warnings.warn(
-            f"{self.what} are not kept: {said}. Set REMAT_CACHE to a folder that can be written, "
+            f"{self.what} are not kept ({said}): set REMAT_CACHE to a folder that can be written, "
             f"or {self.otherwise}",
             stacklevel=4,
         )

@@ -10,14 +10,14 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar, cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from remat.graph_capture.errors import GraphError, ShapeError, TextError
-from remat.graph_capture.files import decode_json
+from remat.graph_capture.errors import GraphError, RematError
+from remat.graph_capture.files import Record
 
 if TYPE_CHECKING:
     from networkx import MultiDiGraph
@@ -47,8 +47,8 @@ def _check_graph(graph: TrainingGraph) -> None:
             raise GraphError(f"value {value.name} has a negative size: {value.size_bytes} bytes")
         if value.home is not None and value.producer:
             raise GraphError(
-                f"value {value.name} has a home on the {value.home} and is made by op "
-                f"{value.producer}: only what is there before the step begins has a home"
+                f"value {value.name} has a home on the {value.home} but is made by op "
+                f"{value.producer}: only values from before the step have a home"
             )
     _check_ops(graph, values)
     _check_producers(graph)
@@ -70,16 +70,16 @@ def _check_ops(graph: TrainingGraph, values: dict[str, Value]) -> None:
 def _check_op(op: Op, values: dict[str, Value], present: set[str]) -> None:
     if not 0 <= op.cost_us < math.inf or op.workspace_bytes < 0:  # NaN fails too
         raise GraphError(
-            f"op {op.name} has a negative or undefined cost: "
-            f"{op.cost_us} us, {op.workspace_bytes} bytes of workspace; both are finite, from 0 on"
+            f"op {op.name} has a negative or undefined cost: {op.cost_us} us, "
+            f"{op.workspace_bytes} bytes of workspace; both must be finite, 0 or more"
         )
     for name in op.inputs:
         if name not in values:
-            raise GraphError(f"op {op.name} reads {name}, which is no value of the graph")
+            raise GraphError(f"op {op.name} reads {name}, which is not a value of the graph")
         if name not in present:
             raise GraphError(
-                f"op {op.name} reads {name} before any op has produced it: "
-                "the order is not one in which the ops can run, or the graph has a cycle"
+                f"op {op.name} reads {name} before any op produces it: the ops cannot run in this "
+                "order, or the graph has a cycle"
             )
     _check_host(op)
     for name in op.outputs:
@@ -94,13 +94,13 @@ def _check_op(op: Op, values: dict[str, Value], present: set[str]) -> None:
 def _check_host(op: Op) -> None:
     if op.host_cost_us is not None and not 0 <= op.host_cost_us < math.inf:
         raise GraphError(
-            f"op {op.name} has a negative or undefined cost on the host: {op.host_cost_us} us; it "
-            "is finite, from 0 on, or None where the op cannot run there"
+            f"op {op.name} has a negative or undefined cost on the host: {op.host_cost_us} us; "
+            "give a finite one, 0 or more, or None if the op cannot run there"
         )
     for name in op.updates:
         if name not in op.inputs:
             raise GraphError(
-                f"op {op.name} updates {name} and does not read it: list it among its inputs"
+                f"op {op.name} updates {name} but does not read it: list it among its inputs"
             )
 
 
@@ -109,12 +109,12 @@ def _check_producers(graph: TrainingGraph) -> None:
     for value in (value for value in graph.values if value.producer and value.name not in made):
         if any(op.name == value.producer for op in graph.ops):
             raise GraphError(
-                f"value {value.name} names op {value.producer} as its producer, which does not "
-                "list it: add it to the outputs of the op"
+                f"value {value.name} names op {value.producer} as its producer, but the op does "
+                "not list it: add it to the op's outputs"
             )
         raise GraphError(
-            f"value {value.name} is produced by {value.producer}, which is no op of the graph: "
-            "leave the producer empty for what is resident"
+            f"value {value.name} is produced by {value.producer}, which is not an op of the "
+            "graph: leave the producer empty for a resident value"
         )
 
 
@@ -140,14 +140,14 @@ def _check_sums(graph: TrainingGraph) -> None:
     total_bytes += sum(op.workspace_bytes for op in graph.ops)
     if total_bytes >= MOST_BYTES:
         raise GraphError(
-            f"values, workspaces and what is resident are {total_bytes} bytes in all, beyond "
-            f"what can be computed with, {MOST_BYTES}: are the sizes in bytes?"
+            "are the sizes in bytes? Values, workspaces and resident bytes add up to "
+            f"{total_bytes}, more than can be computed with ({MOST_BYTES})"
         )
     total_us = sum(op.cost_us for op in graph.ops)
     if total_us > MOST_US:
         raise GraphError(
-            f"the costs of all ops are {total_us} us in all, beyond what can be computed with, "
-            f"{MOST_US}: are they in microseconds?"
+            f"are the costs in microseconds? They add up to {total_us} us, more than can be "
+            f"computed with ({MOST_US})"
         )
 
 
@@ -175,8 +175,8 @@ class Link(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not (0 < self.bytes_per_us < math.inf and 0 <= self.latency_us < math.inf):
             raise GraphError(
-                f"a link of {self.bytes_per_us} bytes and {self.latency_us} us: its rate is "
-                "positive and finite, its latency finite and from 0 on"
+                f"a link of {self.bytes_per_us} bytes and {self.latency_us} us: its rate must be "
+                "positive and finite, its latency finite and 0 or more"
             )
 
     def us(self, size_bytes: int) -> float:
@@ -195,9 +195,9 @@ class Links(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.host_bytes < 0 or self.nvme_bytes < 0:
-            raise GraphError("the room on the host and on NVMe is 0 bytes or more")
+            raise GraphError("room on the host and on NVMe must be 0 bytes or more")
         if (self.write is None) != (self.read is None):
-            raise GraphError("NVMe is written and read: give both links, or none")
+            raise GraphError("give both NVMe links, to write and to read, or neither")
 
     def link(self, name: LinkName) -> Link | None:
         """None where there is no NVMe."""
@@ -213,8 +213,6 @@ class Links(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, **slow)
 
 
-_SCHEMA_VERSION = 2
-_READ_VERSIONS = (1, 2)  # version 1 had no links, and no values with a home
 KEPT = "kept by"  # how `Op.no_recompute` begins where only the user wants that the op runs once
 # How `Op.no_recompute` begins where the user may ask for `recompute`: what a custom op draws or
 # changes unseen is not known. Such a pin is no part of a graph's hash.
@@ -306,12 +304,15 @@ class Resident(msgspec.Struct, frozen=True):
         return sum(msgspec.structs.astuple(self))
 
 
-class TrainingStep(msgspec.Struct, frozen=True):
+class TrainingStep(Record, frozen=True):
     """One training step as `remat.capture` returns it: ops over values, with their costs.
 
     For one size it is a `TrainingGraph`, for a range of sizes a `RangedGraph`. It holds no tensor,
     and its figures show in a notebook.
     """
+
+    again: ClassVar[str] = "Make it again with: remat show MODEL --as graph -o FILE"
+    error: ClassVar[type[RematError]] = GraphError
 
 
 class TrainingGraph(TrainingStep, frozen=True, dict=True, weakref=True):
@@ -333,6 +334,8 @@ class TrainingGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     links : the ways to memory below the device; None where nothing may leave it.
     """
 
+    noun: ClassVar[str] = "graph"
+    reads: ClassVar[tuple[int, ...]] = (1, 2)  # 1 had no links, and no values with a home
     name: str
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
@@ -342,21 +345,14 @@ class TrainingGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     inputs: tuple[str, ...] = ()
     device: str = "cpu"
     cost_origin: str = msgspec.field(default="unpriced", name="prices")
-    versions: dict[str, str] = {}
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     regions: tuple[Region, ...] = ()
     captured_us: float = 0.0
     links: Links | None = None
-    schema_version: int = _SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        if self.schema_version not in _READ_VERSIONS:
-            raise GraphError(
-                f"graph file has schema version {self.schema_version}, "
-                f"this release reads {_SCHEMA_VERSION}: capture the model again"
-            )
-        # An older file is written again as of this version.
-        msgspec.structs.force_setattr(self, "schema_version", _SCHEMA_VERSION)
+        super().__post_init__()
         _check_graph(self)
 
     @functools.cached_property
@@ -417,25 +413,6 @@ class TrainingGraph(TrainingStep, frozen=True, dict=True, weakref=True):
         pin = " pinned" if op.no_recompute and not op.no_recompute.startswith(CUSTOM) else ""
         line = f"{op.phase}{pin} {op.name} = {op.target}({', '.join(op.inputs)}) -> {results}"
         return f"{line} updates {', '.join(op.updates)}" if op.updates else line
-
-    def to_json(self) -> bytes:
-        """Encode as JSON; `from_json` reads it back to an equal graph."""
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def from_json(cls, data: bytes | str) -> TrainingGraph:
-        """Read a graph written by `to_json`.
-
-        Raises
-        ------
-        GraphError : the text is no graph, or of another schema version.
-        """
-        try:
-            return decode_json(data, cls)
-        except ShapeError as error:
-            raise GraphError(f"not a graph file of this release: {error}") from error
-        except TextError as error:
-            raise GraphError(f"not a JSON graph file: {error}") from error
 
     def to_networkx(self) -> MultiDiGraph[str]:
         """The step as a graph of networkx, to look at it with other tools.

@@ -44,23 +44,23 @@ def refuse_op(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> 
     if name.startswith(_EFFECTS):
         effect = next((str(arg) for arg in node.args if not isinstance(arg, fx.Node)), name)
         raise CaptureError(
+            "use a form without side effects: torch.linalg.cholesky_ex for cholesky, inv_ex for "
+            "inv, solve_ex for solve.\n"
             f"{effect} {_where(*place_of(node))} acts on more than its results, such as by "
-            "raising an error for some values, and a step that is replayed cannot order it. Use a "
-            "form without: torch.linalg.cholesky_ex in place of cholesky, inv_ex of inv, "
-            "solve_ex of solve"
+            "raising an error for some values, and a replayed step cannot order that"
         )
     if mutates(node):
         raise CaptureError(
-            f"{name} {_where(*place_of(node))} writes to its input inside the graph, which cannot "
-            "be replayed. Use its out-of-place form"
+            f"use the out-of-place form of {name} {_where(*place_of(node))}: it writes to its "
+            "input inside the graph, which cannot be replayed"
         )
 
 
 def refuse_sparse(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> None:
     if any(t.layout != torch.strided for t in tensors_of(node) if t is not None):
         raise CaptureError(
-            f"{node.name} {_where(*place_of(node))} makes a sparse tensor, which has no storage "
-            "to plan for. Use a dense one, by sparse=False of the embedding"
+            f"use a dense gradient (sparse=False of the embedding): {node.name} "
+            f"{_where(*place_of(node))} makes a sparse tensor, which has no storage to plan for"
         )
 
 
@@ -70,71 +70,65 @@ def _where(module: str, source: str) -> str:
 
 def _fused_lstm_message(place: str) -> str:
     return (
-        "nn.LSTM on CPU runs as one oneDNN op with a hidden workspace, which cannot be replayed "
-        f"({place or 'the whole model'}). Unroll it over time, h, c = nn.LSTMCell(...)(x[t], (h, "
-        "c)) for each t, or capture and train under torch.backends.mkldnn.flags(enabled=False)"
+        "capture and train under torch.backends.mkldnn.flags(enabled=False): nn.LSTM on CPU runs "
+        "as one oneDNN op with a hidden workspace, which cannot be replayed "
+        f"({place or 'the whole model'}).\n"
+        "Or unroll it over time: h, c = nn.LSTMCell(...)(x[t], (h, c)) for each t"
     )
 
 
 def cudnn_rnn_message(place: str) -> str:
     return (
-        f"{place or 'a recurrent layer'} runs as one cuDNN op, whose backward writes to a hidden "
-        "workspace and whose dropout draws from a hidden state, so it cannot be replayed. Unroll "
-        "it over time with nn.LSTMCell or nn.GRUCell, or capture and train under "
-        "torch.backends.cudnn.flags(enabled=False)"
+        "capture and train under torch.backends.cudnn.flags(enabled=False), or unroll the layer "
+        "over time with nn.LSTMCell.\n"
+        f"{place or 'a recurrent layer'} runs as one cuDNN op, which has a hidden workspace and "
+        "draws dropout from a hidden state, so it cannot be replayed"
     )
 
 
 _SAID = {  # by a part of what torch says
     ".numpy() is not supported": (
-        "forward hands a tensor to NumPy, and a graph holds torch's ops alone. Compute it with "
-        "torch; or outside forward, and pass what comes of it"
+        "compute it with torch, or outside forward and pass in the result: forward converts a "
+        "tensor to NumPy, and a graph holds only torch's ops"
     ),
     "passed to FunctionalTensor.__format__": (
-        "forward writes the value of a tensor into a text, and a trace has no values. Do it "
-        "outside forward, with a tensor that forward returns"
+        "do it outside forward, with a tensor that forward returns: forward writes the value of a "
+        "tensor into a text, and a trace has no values"
     ),
     "Cannot access data pointer": (
-        "forward asks where a tensor lies in memory, by data_ptr, DLPack or an extension's code, "
-        "and a trace has no memory. Make the code an op: torch.library.custom_op, with a "
-        "register_fake and a register_autograd"
+        "make the code an op: torch.library.custom_op, with register_fake and register_autograd.\n"
+        "Forward asks for a tensor's address (data_ptr, DLPack or an extension); a trace has no "
+        "memory"
     ),
     "support the deepcopy protocol": (
-        "forward copies a module or a tensor by copy.deepcopy. Make the copy outside forward, and "
-        "keep it on the model"
+        "make the copy outside forward, and keep it on the model: forward copies a module or a "
+        "tensor with copy.deepcopy"
     ),
     "Attempting to use FunctionalTensor on its own": (
-        "forward runs ops in another thread, or on a tensor that an earlier call has kept where "
-        "nothing sees it, and torch traces neither. Run them one after the other, and keep tensors "
-        "on attributes of modules"
+        "run the ops in one thread, and keep tensors on attributes of modules: forward uses "
+        "another thread, or a tensor that an earlier call kept elsewhere, and torch traces neither"
     ),
     "Encountered a set_ on a graph input": (
-        "forward gives a parameter, a buffer or an argument other data by set_(), and in a step of "
-        "a plan it would keep what it has. Write into the tensor instead: tensor.data.copy_(other)"
+        "write into the tensor instead: tensor.data.copy_(other).\n"
+        "Forward gives a parameter, a buffer or an argument other data with set_(), which a "
+        "plan's step would not do"
     ),
     "shape_env must not be None": (
-        "forward makes a nested tensor, whose sizes are data, and a plan holds for one size. Pad "
-        "to one length, and mask"
-    ),
-    "use_reentrant=True, torch.utils.checkpoint": (
-        "forward calls torch.utils.checkpoint with use_reentrant=True, which runs in a whole "
-        "backward alone, and a trace asks for single gradients. Switch it off, as in transformers "
-        "model.activation_checkpointing_disable(), in older ones "
-        "model.gradient_checkpointing_disable(): a plan recomputes by itself. Or give "
-        "use_reentrant=False"
+        "pad to one length, and mask: forward makes a nested tensor, whose sizes depend on data, "
+        "and a plan needs fixed sizes"
     ),
     "mutating a non-functional tensor": (
-        "forward writes into a tensor that is neither a parameter, a buffer nor an argument. "
-        "Register it as a buffer of the model, or pass it to forward; if a batch norm in training "
-        "mode does so, make its module a submodule, or call eval() on it"
+        "register it as a buffer of the model, or pass it to forward. If it belongs to a batch "
+        "norm in training mode, make that a submodule or call eval() on it.\n"
+        "Forward writes into a tensor that is neither a parameter, a buffer nor an argument"
     ),
     "expected to have an entirely functional graph": (
-        "forward writes into a tensor that is neither a parameter, a buffer nor an argument. "
-        "Register it as a buffer of the model (register_buffer), or pass it to forward"
+        "register it as a buffer of the model (register_buffer), or pass it to forward: forward "
+        "writes into a tensor that is neither a parameter, a buffer nor an argument"
     ),
     "Unexpected fake buffer": (
-        "forward keeps a tensor of one call for the next one where nothing sees it. Keep it on an "
-        "attribute of a module, or call the model once on a batch, then plan"
+        "keep it on an attribute of a module, or call the model once on a batch before you plan: "
+        "forward keeps a tensor from one call to the next in a place that a trace does not see"
     ),
 }
 
@@ -147,13 +141,13 @@ def _in_words(said: str) -> str:
 def refuse_subclass(what: str, tensor: Tensor) -> None:
     if is_distributed(tensor):
         raise CaptureError(
-            f"{what} is a DTensor, and only parameters may be: keep and pass its local part "
-            "(.to_local()), and return that (use_local_output=True of the parallel style)"
+            "use its local part, .to_local() (use_local_output=True of the parallel style): "
+            f"{what} is a DTensor, and only parameters may be DTensors"
         )
     if type(tensor) is not Tensor and not isinstance(tensor, (nn.Parameter, FakeTensor)):
         raise CaptureError(
-            f"{what} is a {type(tensor).__name__}, a subclass of torch.Tensor that cannot be "
-            "traced: use .as_subclass(torch.Tensor) of it, if its values are all that counts"
+            f"pass .as_subclass(torch.Tensor) of it, if only its values count: {what} is a "
+            f"{type(tensor).__name__}, a subclass of torch.Tensor that cannot be traced"
         )
 
 
@@ -166,21 +160,20 @@ _DATA_DEPENDENT = (
 
 _WAYS_OUT = {  # by the function of torch that looks at values: how to keep it from doing so
     "_detect_is_causal_mask": "pass is_causal=True beside a causal mask, or is_causal=False",
-    "_canonical_mask": "pass masks as floating point numbers, or as bool",
+    "_canonical_mask": "pass masks as floats or as bool",
     "__init__ of Distribution": "make the distribution with validate_args=False",
 }
 
 _OF_A_MASK = (
-    "a mask decides how many rows x[mask], nonzero and torch.where(mask) give: keep all rows, and "
-    "use torch.where(mask, x, 0) or x * mask, or take a fixed number of them by topk"
+    "keep all rows with torch.where(mask, x, 0) or x * mask, or take a fixed number with topk: a "
+    "mask decides how many rows x[mask], nonzero and torch.where(mask) return"
 )
 _OF_UNIQUE = (
-    "the values decide how many of them unique gives: call it outside forward, and pass what comes "
-    "of it"
+    "call unique outside forward, and pass in the result: the values decide how many it returns"
 )
 _OF_A_LOSS = (
-    "the work of ctc_loss depends on the lengths of its targets: plan the model without it, that "
-    "is, return its log-probabilities, give no loss_fn, and call ctc_loss on them in your loop"
+    "plan the model without ctc_loss: return its log-probabilities, leave out loss_fn, and call "
+    "ctc_loss in your loop. Its work depends on the lengths of the targets"
 )
 _INSTEAD = {  # by the op whose result's shape or value is asked for: what to write in its place
     "aten._ctc_loss": _OF_A_LOSS,
@@ -190,24 +183,23 @@ _INSTEAD = {  # by the op whose result's shape or value is asked for: what to wr
     "aten.unique_consecutive": _OF_UNIQUE,
     "aten.unique_dim": _OF_UNIQUE,
     "aten.repeat_interleave": (
-        "a tensor decides how many rows repeat_interleave makes: give output_size, a Python number"
+        "pass output_size, a Python number: a tensor decides how many rows repeat_interleave makes"
     ),
     "aten.bincount": (
-        "the greatest value decides how many bins bincount makes: use "
-        "torch.zeros(n).scatter_add_(0, index, weights), or one_hot(index, n).sum(0)"
+        "use torch.zeros(n).scatter_add_(0, index, weights), or one_hot(index, n).sum(0): the "
+        "greatest value decides how many bins bincount makes"
     ),
     "aten._pack_padded_sequence": (
-        "packed sequences have the sizes that lengths say: give the layer the padded batch, and "
-        "mask what it returns"
+        "give the layer the padded batch, and mask what it returns: packed sizes depend on lengths"
     ),
     "aten._local_scalar_dense": (
-        "a number is read from a tensor, by `if`, .item(), int(), float(), one_hot without "
-        "num_classes or as a size: use torch.where in place of a branch; or pass the number to "
-        "forward as a Python number, of which remat.rematerialize without a batch makes a plan each"
+        "use torch.where in place of a branch, or pass forward a Python number "
+        "(remat.rematerialize without a batch plans for each value): a number is read from a "
+        "tensor, by `if`, .item(), int(), float(), one_hot without num_classes, or as a size"
     ),
 }
 
-_ANY = "replace the `if`, `.item()` or index by tensor ops such as torch.where or masking"
+_ANY = "replace the `if`, `.item()` or index by tensor ops, such as torch.where or a mask"
 
 
 def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureError:
@@ -216,25 +208,22 @@ def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureErro
     what, ways = "", list[str]()
     if named := " and ".join(name for name in read if name != RANDOM):
         what = f", the values of {named},"
-        ways.append(f"leave {named} out, if the model can do without it.")
+        ways.append(f"leave {named} out, if the model can do without it")
     elif read:
         what = f", {RANDOM},"
         ways.append(
             "set the option that has it drawn (layerdrop, stochastic depth) to 0, if nothing is "
-            "drawn then, or draw it outside forward and pass a Python number, of which "
-            "remat.rematerialize without a batch makes a plan each."
+            "drawn then, or draw it outside forward and pass a Python number (remat.rematerialize "
+            "without a batch makes a plan for each value)"
         )
     # Torch's line ends in the name of the op that looks, with its overload.
-    instead = _INSTEAD.get(said.rpartition(".")[0].split(" ")[-1], _ANY)
-    ways.append(
-        f"{instead}; or plan the parts before and after it separately, each by "
-        'remat.rematerialize. Or plan with torch.compile(model, backend="remat"), which breaks '
-        "the graph there."
-    )
-    text = " Or: ".join(ways)
+    ways.append(_INSTEAD.get(said.rpartition(".")[0].split(" ")[-1], _ANY))
     return CaptureError(
-        f"control flow or a shape depends on tensor data{what} ({place}): one static graph cannot "
-        f"hold both branches. {text[0].upper()}{text[1:]} torch said: {said}"
+        f"{'. Or '.join(ways)}.\n"
+        "Or plan the parts before and after it separately with remat.rematerialize, or all of it "
+        'with torch.compile(model, backend="remat"), which breaks the graph there.\n'
+        f"Control flow or a shape depends on tensor data{what} ({place}): one static graph cannot "
+        f"hold both branches. torch said: {said}"
     )
 
 
@@ -267,15 +256,15 @@ def refuse_module(model: nn.Module, device: str, loss_fn: Callable[..., Any] | N
     for path, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise CaptureError(
-                f"parameter {path} is not initialised: run the lazy module once on a batch first"
+                f"run the lazy module once on a batch first: parameter {path} is not initialised"
             )
         if is_distributed(parameter) and is_sharded_by_fsdp(model):
             raise CaptureError(distributed_message(path))
         if needs_storage and parameter.is_meta:
             raise CaptureError(
-                f"parameter {path} is on the meta device, and the ops are to run here: build the "
-                "model with storage, or plan for another device by name, such as "
-                f"{option('device', 'h100')}"
+                f"build the model with storage: parameter {path} is on the meta device, and ops "
+                "are to run here.\n"
+                f"Or plan for another device by name, such as {option('device', 'h100')}"
             )
         check_placement(f"parameter {path}", parameter.device, device)
     for path, buffer in model.named_buffers():
@@ -289,8 +278,8 @@ def refuse_module(model: nn.Module, device: str, loss_fn: Callable[..., Any] | N
         _refuse_kind(path or "the model", module, device)
     if not model.training:
         raise CaptureError(
-            f"{type(model).__name__} is in eval mode, and a plan is for training: "
-            "call model.train() first"
+            f"call model.train() first: {type(model).__name__} is in eval mode, and a plan is for "
+            "training"
         )
 
 
@@ -302,8 +291,8 @@ def is_all_frozen(model: nn.Module, batch: Any) -> bool:
 def refuse_all_frozen(model: nn.Module, batch: Any = ()) -> None:
     if is_all_frozen(model, batch):
         raise CaptureError(
-            f"no parameter of {type(model).__name__} requires grad, so there is no backward "
-            "to plan. Unfreeze what is to be trained first, or give inputs that require grad"
+            "unfreeze the parameters to train, or pass inputs that require grad: no parameter of "
+            f"{type(model).__name__} requires grad, so there is no backward to plan"
         )
 
 
@@ -311,23 +300,24 @@ def _refuse_hooks_that_tell(place: ModuleHooks) -> None:
     for hook in place.value:  # the trace would run it, and no step would
         if name := tells_a_person(hook.function):
             raise CaptureError(
-                f"the {place.text} ({hook}) calls {name}, and the rewritten step runs ops, not "
-                "submodules, so it would say nothing. Remove it (handle.remove()), or register it "
-                "on the whole model"
+                f"remove the {place.text} ({hook}) with handle.remove(), or register it on the "
+                f"whole model: it calls {name}, and the rewritten step runs ops, not submodules, "
+                "so it would say nothing"
             )
 
 
 def _refuse_kind(path: str, module: nn.Module, device: str) -> None:
     if module._compiled_call_impl is not None:
         raise CaptureError(
-            f"{path} was compiled in place by .compile(), and such code cannot be traced: leave "
-            "that out, or undo it by ._compiled_call_impl = None on it. For code by Inductor give "
-            'compile=True, or plan with torch.compile(model, backend="remat")'
+            f"leave out .compile() on {path}, or undo it with ._compiled_call_impl = None: "
+            "compiled code cannot be traced.\n"
+            "For Inductor's code pass compile=True, or plan with torch.compile(model, "
+            'backend="remat")'
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise CaptureError(
-            f"{path} is compiled by torch.jit, and its ops cannot be traced: use the module that "
-            "it was compiled from"
+            f"use the module from before torch.jit: {path} is compiled by torch.jit, and its ops "
+            "cannot be traced"
         )
     if is_cuda(device) and isinstance(module, nn.RNNBase) and torch.backends.cudnn.enabled:
         raise CaptureError(cudnn_rnn_message(path))
@@ -337,20 +327,20 @@ def _refuse_kind(path: str, module: nn.Module, device: str) -> None:
         lanes = at_a_time // next(module.parameters()).element_size()
         if module.hidden_size % lanes:
             raise CaptureError(
-                f"{path} is a {type(module).__name__} of hidden_size {module.hidden_size}. A CPU "
-                "computes its gates in place, in rows of that width, and the last bits of a row "
-                f"that is no multiple of {lanes} elements cannot be computed apart. Choose "
-                f"hidden_size {-(-module.hidden_size // lanes) * lanes}, or write the cell in "
-                "tensor ops"
+                f"choose hidden_size {-(-module.hidden_size // lanes) * lanes}, or write the cell "
+                f"in tensor ops: {path} is a {type(module).__name__} of hidden_size "
+                f"{module.hidden_size}.\n"
+                "A CPU computes its gates in place, and the last bits of a row that is no "
+                f"multiple of {lanes} elements cannot be computed separately"
             )
 
 
 def distributed_message(path: str) -> str:
     return (
-        f"parameter {path} has become a DTensor, or is a shard of FSDP2's, which gathers "
-        "parameters by hooks outside of a plan: make the plan first, then call fully_shard on the "
-        "rewritten modules, and call them through the sharded root. parallelize_module comes "
-        "before the plan"
+        "make the plan first, then call fully_shard on the rewritten modules and train through "
+        f"the sharded root: parameter {path} is a DTensor, or sharded by FSDP2, whose hooks a "
+        "plan does not run.\n"
+        "parallelize_module comes before the plan"
     )
 
 
@@ -360,9 +350,9 @@ def unheard_hook(tables: list[Hooked]) -> str:
     homes = (str(getattr(hook, "__module__", "")).partition(".")[0] for hook in global_hooks())
     if has_global_hook() and any(home != "torch" for home in homes):
         return (
-            "a global module hook is registered (register_module_forward_hook or its like): the "
-            "rewritten step runs ops, not submodules, so it would not be called for them. Remove "
-            "it (handle.remove()), or watch ops with a TorchDispatchMode"
+            "remove the global module hook (handle.remove()), or watch ops with a "
+            "TorchDispatchMode: the rewritten step runs ops, not submodules, so "
+            "register_module_forward_hook and its like would not be called for them"
         )
     return registered_hook(tables)
 
@@ -380,9 +370,9 @@ def _hook_message(path: str, module: nn.Module, table: str) -> str:
     is_traced = table in FORWARD_HOOKS  # by the next capture
     way_out = "capture and solve again" if is_traced else "move its work into forward"
     return (
-        f"{kind} on submodule {path} ({type(module).__name__}): the rewritten step runs ops, not "
-        f"submodules, so the hook would never be called. Remove it (handle.remove()), {way_out}, "
-        "or register it on the whole model"
+        f"remove the {kind} on submodule {path} ({type(module).__name__}) with handle.remove(), "
+        f"{way_out}, or register it on the whole model: the rewritten step runs ops, not "
+        "submodules, so the hook would never be called"
     )
 
 
@@ -396,22 +386,21 @@ def refusal(
     if isinstance(error, DeviceError):
         return DeviceError(f"{error} ({place})")
     if way := _known_way_out(error):  # first: torch's own function has a switch
-        return CaptureError(f"torch looks at the values of a tensor ({place}): {way}")
+        return CaptureError(f"{way}: torch looks at the values of a tensor ({place})")
     if type(error).__module__ == "torch._dynamo.exc":
         return CaptureError(
-            f"forward calls a function that torch.compile has wrapped, or torch.cond or its like, "
-            f"which dynamo traces by itself ({place}): use the function that was wrapped, "
-            "._torchdynamo_orig_callable of it, or torch.where in place of torch.cond; or plan "
-            'with torch.compile(model, backend="remat")'
+            "use the function that was wrapped (its ._torchdynamo_orig_callable), or torch.where "
+            "for torch.cond: forward calls a function wrapped by torch.compile, torch.cond or the "
+            f"like, which only dynamo traces ({place}).\n"
+            'Or plan with torch.compile(model, backend="remat")'
         )
     # Some of torch's errors say so in their text alone.
     if kind in _DATA_DEPENDENT or "data-dependent" in str(error).lower():
         return _branch_on_values(place, read, _first_line(error))
     if kind == "NotImplementedError" and "torch._C.Generator" in str(error):
         return CaptureError(
-            f"forward draws from a generator of its own ({place}), which torch "
-            f"{torch.__version__} cannot trace: draw from torch's default generator, or take "
-            "torch 2.13"
+            "draw from torch's default generator, or use torch 2.13: forward draws from a "
+            f"generator of its own ({place}), which torch {torch.__version__} cannot trace"
         )
     if "mkldnn_rnn" in str(error):
         return CaptureError(_fused_lstm_message(place))

@@ -173,7 +173,7 @@ def missing_calls() -> list[str]:
 def _require_calls(tier: str) -> None:
     if missing := missing_calls():
         raise TierError(
-            f"plan without {tier}: it keeps values in files, which remat does on Linux alone "
+            f"plan without {tier}: it keeps values in files, which only works on Linux "
             f"({platform.system()} lacks os.{', os.'.join(missing)})"
         )
 
@@ -192,7 +192,7 @@ class Folder:
             self._try_ways()
         except OSError as error:
             raise TierError(
-                f"values cannot be kept in {path}, the folder of the {tier} tier: "
+                f"cannot keep values in {path}, the folder of the {tier} tier: "
                 f"{error.strerror or error}. {self._way_out}"
             ) from error
 
@@ -219,8 +219,8 @@ class Folder:
         free_bytes = found.f_bavail * found.f_frsize  # as far as users other than root may take it
         if free_bytes < size_bytes:
             raise TierError(
-                f"{self.path}, the folder of the {self.tier} tier, has {free_bytes} bytes free, "
-                f"and the plan keeps up to {size_bytes} there. {self._way_out}"
+                f"the plan keeps up to {size_bytes} bytes in {self.path}, the folder of the "
+                f"{self.tier} tier, which has {free_bytes} bytes free. {self._way_out}"
             )
 
     @property
@@ -309,7 +309,7 @@ class File:
         while block:
             done = os.preadv(self.descriptor, [block], self.start + start)
             if done == 0:
-                raise OSError(errno.EIO, "a file of values is shorter than what was written")
+                raise OSError(errno.EIO, "a spilled file is shorter than what was written")
             block, start = block[done:], start + done
 
 
@@ -328,12 +328,12 @@ def host_folder() -> str:
 def require_writable(folder: str, tier: str = "host") -> None:
     _require_calls(tier)
     if not Path(folder).is_dir():
-        raise FileError(f"{folder} is no folder: name one on the drive that is to be used")
+        raise FileError(f"name a folder on the drive to use: {folder} is not a folder")
     try:
         Folder(folder, tier)
     except TierError as error:
         why = getattr(error.__cause__, "strerror", None) or error.__cause__
-        raise FileError(f"{folder} cannot be written ({why}): name a folder of your own") from error
+        raise FileError(f"name a folder of your own: {folder} cannot be written ({why})") from error
 
 
 def free_on_drive_bytes(folder: str) -> int:
@@ -341,5 +341,5 @@ def free_on_drive_bytes(folder: str) -> int:
         return shutil.disk_usage(folder).free
     except OSError as error:
         raise FileError(
-            f"{folder} is no folder ({error.strerror}): name one on the drive that is to be used"
+            f"name a folder on the drive to use: {folder} is not a folder ({error.strerror})"
         ) from error

@@ -96,9 +96,9 @@ def parse_budget(budget: str | SupportsIndex) -> Budget:
     """An int is bytes, a text needs a unit, ``%``, ``auto`` or ``min``; else a `BudgetError`."""
     parsed = _parse_text(budget.strip()) if isinstance(budget, str) else _parse_int(budget)
     if parsed.kind == "bytes" and parsed.size_bytes <= 0:
-        raise BudgetError(f"budget {budget!r} leaves nothing to spend: give a positive size")
+        raise BudgetError(f"give a positive size: budget {budget!r} leaves nothing to spend")
     if parsed.kind == "share" and parsed.share <= 0:
-        raise BudgetError(f"budget {budget!r} leaves nothing to spend: give a share above 0%")
+        raise BudgetError(f"give a share above 0%: budget {budget!r} leaves nothing to spend")
     return parsed
 
 

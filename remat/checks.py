@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 5  # differences that are named; the rest are counted
 _ALONE = (
-    "remat.rematerialize(model, args, blocks=pattern) plans the modules that a pattern names, and "
-    "leaves all others to eager"
+    "remat.rematerialize(model, args, blocks=pattern) plans the modules that match a pattern, and "
+    "leaves the others to eager"
 )
 
 
@@ -44,42 +44,43 @@ def cause_text(check: Check) -> str:
     unsteady = [name for name in check.differences if name in check.unsteady]
     if unsteady:
         return (
-            f"Eager itself gives another {unsteady[0]} each time that it runs the same step: "
-            "forward or the loss reads what is neither an argument, nor the model's state, nor "
-            "torch's random stream, such as a clock, a file or a generator of its own. Pass it as "
-            "an argument, as a tensor"
+            "Pass what changes as an argument, as a tensor: eager itself gives another "
+            f"{unsteady[0]} each time it runs the same step, as forward or the loss reads "
+            "something else, such as a clock, a file or its own generator"
         )
     if check.rounding == "inductor":
         return (
-            f"Inductor's code may be off by {check.tolerance:g} of a result's norm: leave out "
-            "compile=True, which gives eager's bits"
+            "Leave out compile=True for eager's bits: Inductor's code may be off by "
+            f"{check.tolerance:g} of a result's norm"
         )
     if check.rounding == "chunks":
         return (
-            f"Chunks that sum in another order may be off by {check.tolerance:g} of a result's "
-            "norm: ask for eager's bits with split='exact' (--split exact)"
+            "Ask for eager's bits with split='exact' (--split exact): chunks that sum in another "
+            f"order may be off by {check.tolerance:g} of a result's norm"
         )
     if check.rounding == "levers":
         return (
-            f"Levers of this plan may be off by {check.tolerance:g} of a result's norm: leave them "
-            "out, which gives eager's bits"
+            "Leave out the levers for eager's bits: this plan's may be off by "
+            f"{check.tolerance:g} of a result's norm"
         )
     if check.diverges_at:
         return (
-            f"The first op that eager runs and the plan does not is at {check.diverges_at}: code "
-            "there does something else while it is traced, as where it asks whether it is compiled "
-            f"or looks at a tensor's type. Change that, or leave that module out: {_ALONE}"
+            f"Change the code at {check.diverges_at}, the first op that eager runs and the plan "
+            "does not: it does something else while traced, such as asking whether it is compiled "
+            "or looking at a tensor's type.\n"
+            f"Or leave its module out: {_ALONE}"
         )
     if check.diverges_at is None:
         return (
-            "Code does something else while it is traced, as where it asks whether it is compiled "
-            "or looks at a tensor's type. remat.check of the whole model, on one rank, names the "
-            f"line. Change that, or leave its module out: {_ALONE}"
+            "Change code that does something else while traced, such as asking whether it is "
+            "compiled or looking at a tensor's type: remat.check of the whole model, on one rank, "
+            "names the line.\n"
+            f"Or leave its module out: {_ALONE}"
         )
     return (
-        "Eager runs no op that the plan does not, so one of them gives something else when it is "
-        "traced: a tensor that is read where torch does not see it, or an op with a registered "
-        f"fake or backward unlike what it runs. Leave the module that has it out: {_ALONE}"
+        f"Leave out the module with the op that gives something else when traced: {_ALONE}.\n"
+        "It may read a tensor where torch does not see it, or have an inexact registered fake or "
+        "backward"
     )
 
 
@@ -126,7 +127,7 @@ def why_unchecked(graph: TrainingGraph) -> str:
             return ""
     except BudgetError:
         need = bytes_text(need_bytes)
-        return f"{_UNCHECKED}: this system does not say whether the {need} that it needs are free"
+        return f"{_UNCHECKED}: it needs {need}, and this system does not say whether they are free"
     need = bytes_text(need_bytes)
     return f"{_UNCHECKED}, which needs {need} more than is allocated now"
 
@@ -171,8 +172,8 @@ def require_equal(
     )  # fmt: skip
     if found.differences:
         raise CheckError(
-            f"the rewritten {type(model).__name__} differs from eager in "
-            f"{_differences_text(found)}: do not train with it. {cause_text(found)}"
+            f"do not train with it: the rewritten {type(model).__name__} differs from eager in "
+            f"{_differences_text(found)}. {cause_text(found)}"
         )
     if budget_bytes is not None and found.exceeds(budget_bytes):
         text = f"{_exceeding(found, budget_bytes)}. {_less(found, budget_bytes)}"
@@ -212,9 +213,9 @@ def _less(check: Check, budget_bytes: int) -> str:
     """The way out of a peak above the budget: a budget that is smaller by what is beyond."""
     beyond_bytes = _beyond_bytes(check, budget_bytes)
     return (
-        f"Something in the step takes {bytes_text(beyond_bytes)} that the trace does not see, such "
-        "as an op of an extension or a hook: give a budget that is smaller by that, "
-        f"{max(0, budget_bytes - beyond_bytes)} bytes"
+        f"Give a smaller budget, {max(0, budget_bytes - beyond_bytes)} bytes: something in the "
+        "step that the trace does not see, such as an extension's op or a hook, takes "
+        f"{bytes_text(beyond_bytes)}"
     )
 
 
@@ -224,25 +225,25 @@ def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:
     # The budget bounds requests. Larger blocks are the allocator's choice, so no failure.
     if budget_bytes and over_bytes > 0 and not check.exceeds(budget_bytes):
         said.append(
-            f"the allocator gives out {bytes_text(over_bytes)} more than the budget, in blocks "
-            f"that are larger than what is asked for: start with {EXPANDABLE_CONF}"
+            f"start with {EXPANDABLE_CONF}: the allocator hands out {bytes_text(over_bytes)} more "
+            "than the budget, in blocks larger than requested"
         )
     reserved_bytes = check.plan_reserved_bytes or 0
     if reserved_bytes > (1 + _FRAGMENTED) * check.plan_peak_bytes:
         said.append(
-            f"the allocator reserves {bytes_text(reserved_bytes)} for a peak of "
-            f"{bytes_text(check.plan_peak_bytes)}: start with {EXPANDABLE_CONF}"
+            f"start with {EXPANDABLE_CONF}: the allocator reserves {bytes_text(reserved_bytes)} "
+            f"for a peak of {bytes_text(check.plan_peak_bytes)}"
         )
     if check.in_one_order:
         said.append(
-            "threads add float32 sums by indices in no fixed order, in eager too: both were "
-            "compared in one order, which torch.use_deterministic_algorithms(True) gives every step"
+            "threads add float32 sums by index in no fixed order, in eager too: both were compared "
+            "in one order, as torch.use_deterministic_algorithms(True) makes it for every step"
         )
     if check.unsteady:
         said.append(
             f"eager itself does not repeat {len(check.unsteady)} results to the last bit, such as "
-            f"{check.unsteady[0]}; the plan's are as near to eager's as eager's are to each other. "
-            "With torch.use_deterministic_algorithms(True) both repeat"
+            f"{check.unsteady[0]}; the plan's are as close to eager's as eager's are to each "
+            "other. Both repeat with torch.use_deterministic_algorithms(True)"
         )
     return tuple(said)
 
@@ -277,13 +278,13 @@ class Reference:
         if self.keeps_results:
             return ""
         if self.beside_bytes:
-            return "which makes gradients beside those of earlier batches, more than the budget"
+            return "which makes gradients on top of those of earlier batches, more than the budget"
         need_bytes, moved_bytes = saved_elsewhere(self.graph)
         if self.keeps_saved:
             moved_bytes = 0
         elif need_bytes > self.budget_bytes:
             return (
-                f"which needs {bytes_text(need_bytes)} even while what it saves for backward is "
+                f"which needs {bytes_text(need_bytes)} even when what it saves for backward is "
                 f"kept {self._where}, and the budget is {bytes_text(self.budget_bytes)}"
             )
         moved_bytes += 2 * self._results_bytes

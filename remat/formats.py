@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
+    from rich.text import Text
 
 KIB = 2**10
 MIB = 2**20
@@ -116,10 +120,50 @@ def _cells(row: Sequence[str]) -> str:
     return f'<th scope="row"{_TEXT}>{escape(name)}</th>{cells}'
 
 
+# How answers look on a screen. What is imported here is not above: texts alone need none of it.
+
+_COLUMNS = 100  # of a screen whose width nobody has said
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a question gives: a `screen` for a person, and the same figures for a program."""
+
+    def screen(self, width: int = _COLUMNS) -> RenderableType:
+        """In so many columns."""
+        raise NotImplementedError
+
+    def as_json(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self)
+
+    def __str__(self) -> str:
+        from io import StringIO
+
+        from rich.console import Console
+
+        text = StringIO()
+        # Names of a file are neither markup nor emoji.
+        console = Console(file=text, width=_COLUMNS, highlight=False, markup=False, emoji=False)
+        console.print(self.screen())
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+    __repr__ = __str__
+
+
 def plain_table(*headers: str) -> Table:
-    from rich.table import Table  # not above: texts alone need none
+    from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for i, header in enumerate(headers):
         table.add_column(header, justify="left" if i == 0 else "right", overflow="fold")
+    return table
+
+
+def rows_table(rows: Iterable[tuple[str | Text, str | Text]]) -> Table:
+    """Rows of a label and what is said, which may hold names and is no markup."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for label, said in rows:
+        table.add_row(label, Text(said) if isinstance(said, str) else said)
     return table

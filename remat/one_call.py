@@ -70,8 +70,8 @@ def solve(
         return Plan.from_family(family, step)
     if not isinstance(step, TrainingGraph):
         raise SolverError(
-            f"a plan is made for a step, and this is {type(step).__name__}: pass what "
-            "remat.capture returned"
+            "pass what remat.capture returned: a plan is made for a step, and this is "
+            f"{type(step).__name__}"
         )
     result = parse_budget(budget).solve(step, solver, time_limit_s=time_limit_s, **pins, **options)
     return Plan.from_result(result, step=step)

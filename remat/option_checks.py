@@ -35,7 +35,7 @@ def require_options(options: Mapping[str, Any]) -> None:
     """Refuse what `remat.rematerialize` takes with no batch; the `RematError` says what to give."""
     for name, (kinds, wanted) in _TYPES.items():
         if name in options and not isinstance(options[name], kinds):
-            raise RewriteError(f"{option(name, options[name])} is unknown: give {wanted}")
+            raise RewriteError(f"give {wanted}: {option(name, options[name])} is unknown")
     require_switches(**{name: options[name] for name in _SWITCHES if name in options})
     check_arguments((), None, options.get("loss_fn"))
     require_split(options.get("split"))
@@ -46,15 +46,15 @@ def require_options(options: Mapping[str, Any]) -> None:
     group = options.get("group")
     if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         raise RewriteError(
-            f"{option('group', group)} is no group of ranks: give torch.distributed.group.WORLD, "
-            "or what torch.distributed.new_group returns"
+            "give torch.distributed.group.WORLD, or what torch.distributed.new_group returns: "
+            f"{option('group', group)} is not a group of ranks"
         )
     sharding = options.get("sharding")
     if options.get("blocks") is None and sharding is not None and sharding.blocks:
         raise RewriteError(
-            f"modules inside a rewritten one cannot be sharded by themselves ({sharding.blocks}): "
-            "plan them one by one, remat.rematerialize(..., blocks=...), and shard the blocks that "
-            "it rewrote"
+            "plan the modules one by one, with remat.rematerialize(..., blocks=...), and shard "
+            "the blocks that it rewrote: modules inside a rewritten one cannot be sharded "
+            f"separately ({sharding.blocks})"
         )
 
 
@@ -62,7 +62,7 @@ def _require_globs(name: str, given: Any) -> None:
     is_known = isinstance(given, Collection) and all(isinstance(one, str) for one in given)
     if not is_known and not isinstance(given, Iterator):
         raise SolverError(
-            f"{option(name, given)} names no modules: give a glob, such as 'layers.*', or several"
+            f"give a glob, such as 'layers.*', or several: {option(name, given)} names no modules"
         )
 
 
@@ -80,8 +80,8 @@ def require_upto(model: nn.Module, upto: Any, dynamic: Any) -> None:
     """`CaptureError` for sizes of what is no argument of the model, and no name of `dynamic`."""
     if not isinstance(upto, Mapping):
         raise CaptureError(
-            f"{option('upto', upto)} is no dict: give the largest sizes by argument and dimension, "
-            f"such as {_UPTO_EXAMPLE}"
+            f"give the largest sizes by argument and dimension, such as {_UPTO_EXAMPLE}: "
+            f"{option('upto', upto)} is not a dict"
         )
     given = cast("Mapping[Any, Any]", upto)
     entries = dynamic if isinstance(dynamic, Mapping) else {}
@@ -94,8 +94,8 @@ def require_upto(model: nn.Module, upto: Any, dynamic: Any) -> None:
     for argument, dims in of_arguments.items():
         if not isinstance(dims, Mapping):
             raise CaptureError(
-                f"upto names {argument!r} with {dims!r}: give the largest size by argument and "
-                f"dimension, such as {_UPTO_EXAMPLE}, or by a name that dynamic gives"
+                f"give the largest size by argument and dimension, such as {_UPTO_EXAMPLE}, or by "
+                f"a name that dynamic gives: upto names {argument!r} with {dims!r}"
             )
         _require_argument("upto", argument, model)
     for argument, dim, size in _dimensions("upto", of_arguments, "the largest sizes", ""):
@@ -114,7 +114,7 @@ def _dimensions(
         for dim, entry in cast("Mapping[Any, Any]", dims).items():
             if type(dim) is not int or dim < 0:
                 raise CaptureError(
-                    f"{name} names dimension {dim!r} of {argument!r}: count them from 0"
+                    f"count dimensions from 0: {name} names dimension {dim!r} of {argument!r}"
                 )
             yield argument, dim, entry
 
@@ -134,6 +134,6 @@ def _require_argument(name: str, argument: str | int, model: nn.Module) -> None:
     known = {*taken, "args", "kwargs", "target"}
     if not isinstance(argument, int) and (first is None or first[0] not in known):
         raise CaptureError(
-            f"{name} names {argument!r}, which is no tensor of the batch: "
-            f"name one of {', '.join([*taken, 'target'])}"
+            f"name one of {', '.join([*taken, 'target'])}: {name} names {argument!r}, which is "
+            "not a tensor of the batch"
         )

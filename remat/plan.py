@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from remat.analysis.explanation import Explanation
     from remat.analysis.inspect import InspectBy, Inspection
-    from remat.analysis.layer_checkpoints import EveryNth
+    from remat.analysis.plan_figures import EveryNth
     from remat.compile.graph_context import CompiledPlan
     from remat.ranges.curve import Curve
     from remat.rewriter.arena.arena import Arena
@@ -279,7 +279,7 @@ class Plan(Result, frozen=True):
         ------
         PlanError : there is no schedule; or the alignment is no power of two.
         """
-        from remat.analysis.memory_figures import place
+        from remat.analysis.plan_figures import place
 
         return place(self._graph(), self._scheduled(), alignment_bytes=alignment_bytes)
 
@@ -292,7 +292,7 @@ class Plan(Result, frozen=True):
         ------
         CaptureError : the step is of a device without that allocator. BudgetError : nothing fits.
         """
-        from remat.analysis.memory_figures import predict_reserved
+        from remat.analysis.plan_figures import predict_reserved
 
         return predict_reserved(self._graph(), self)
 
@@ -323,7 +323,7 @@ class Plan(Result, frozen=True):
 
         None where nothing is recomputed, no layer repeats, or no n that fits comes that close.
         """
-        from remat.analysis.layer_checkpoints import every_n_layers
+        from remat.analysis.plan_figures import every_n_layers
 
         return every_n_layers(self._graph(), self)
 
@@ -360,7 +360,7 @@ class Plan(Result, frozen=True):
         PlanError : no module follows this plan; no C++ compiler is found; there is no step to
             record. CaptureError : the module is not on a CPU.
         """
-        from remat.analysis.memory_figures import use_arena
+        from remat.analysis.plan_figures import use_arena
 
         return use_arena(self._module(), args, kwargs, loss_fn=loss_fn, target=target)
 
@@ -433,8 +433,8 @@ class Plan(Result, frozen=True):
     def _graph(self) -> TrainingGraph:
         if self.step is None:
             raise PlanError(
-                "the step behind this plan is not at hand: ask the plan that remat.solve made of "
-                "what remat.capture returned"
+                "ask the plan that remat.solve made of what remat.capture returned: the step "
+                "behind this plan is not available"
             )
         return _of_one_size(self.step)
 
@@ -448,39 +448,39 @@ class Plan(Result, frozen=True):
     def _ranged(self) -> RangedGraph:
         if not isinstance(self.step, RangedGraph):
             raise PlanError(
-                "this plan is for one size, or its step is not at hand: capture a range with "
-                "remat.capture(..., dynamic=...), and solve that"
+                "capture a range with remat.capture(..., dynamic=...), and solve that: this plan "
+                "is for one size, or its step is not available"
             )
         return self.step
 
     def _members(self) -> Family:
         if self.family is None:
             raise PlanError(
-                "this plan has one schedule for its range: a plan that remat.solve makes of the "
-                "range has one for each part of it"
+                "solve the range again with remat.solve, for one schedule for each part of it: "
+                "this plan has one schedule for the whole range"
             )
         return self.family
 
     def _module(self) -> nn.Module:
         if self.source is None or isinstance(self.source, PlanFile):
             raise PlanError(
-                "no module follows this plan: apply it, and ask the plan of the module, "
-                "remat.plans(plan.apply(model))[0]"
+                "apply it, and ask the plan of the module, remat.plans(plan.apply(model))[0]: no "
+                "module follows this plan"
             )
         return self.source
 
     def _file(self) -> PlanFile:
         if self.code is not None:
             raise PlanError(
-                "torch.compile keeps the plans of its graphs itself, with the code: make one that "
-                "a file can hold with remat.rematerialize"
+                "use remat.rematerialize for a plan that a file can hold: torch.compile keeps the "
+                "plans of its graphs itself, with the code"
             )
         if isinstance(self.source, PlanFile):
             return self.source
         if self.source is None:
             raise PlanError(
-                "a file keeps what the model and its batch are, and this plan knows neither: "
-                "apply it, and save that, remat.plans(plan.apply(model))[0].save(path)"
+                "apply the plan, and save that, remat.plans(plan.apply(model))[0].save(path): a "
+                "file needs to know the model and its batch, and this plan does not"
             )
         from remat.rewriter.plans.loading import plan_of
 
@@ -531,8 +531,8 @@ def load(path: str | Path) -> Plan:
     """
     if not isinstance(path, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PlanError(
-            f"a plan is read from a file, and this is {type(path).__name__}: pass the file's path; "
-            "what a module follows is remat.plans(module)"
+            "pass the file's path: a plan is read from a file, and this is "
+            f"{type(path).__name__}. What a module follows is remat.plans(module)"
         )
     from remat.rewriter.plans.loading import read_plan
 
@@ -567,8 +567,8 @@ def plans(model: Any = None) -> list[Plan]:
 
     if not isinstance(model, nn.Module):
         raise PlanError(
-            f"a module follows plans, and this is {type(model).__name__}: pass what "
-            "remat.rematerialize or Plan.apply returned"
+            "pass what remat.rematerialize or Plan.apply returned: a module follows plans, and "
+            f"this is {type(model).__name__}"
         )
     if isinstance(model, PlanCache):
         return [_of_module(one) for one in planned_modules(model)]

@@ -21,25 +21,17 @@ class Solved(msgspec.Struct, frozen=True):
     result: Result
 
 
-def facts_of(found: Solved) -> dict[str, Any]:
-    assert found.result.schedule is not None
-    return {
-        "prediction": predicted(found.result, found.graph.cost_origin),
-        "costed": graph_behind(found.graph, found.result.schedule),
-    }
-
-
-def graph_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph | None:
-    """`graph`, if the schedule was made for it; None for one of the step before it is sharded."""
-    return graph if graph.hash in (schedule.graph_hash, schedule.captured_hash) else None
-
-
-def predicted(result: Result, cost_origin: str, order: RunOrder | None = None) -> Prediction:
-    return Prediction(
+def facts_of(found: Solved, order: RunOrder | None = None) -> dict[str, Any]:
+    graph, result, schedule = found.graph, found.result, found.result.schedule
+    assert schedule is not None
+    prediction = Prediction(
         peak_bytes=result.peak_bytes, time_us=result.time_us, overhead=result.overhead,
-        lower_bound_us=result.lower_bound_us, gap=result.gap, cost_origin=cost_origin,
+        lower_bound_us=result.lower_bound_us, gap=result.gap, cost_origin=graph.cost_origin,
         status=result.status, order=order,
     )  # fmt: skip
+    # A schedule of the step before it is sharded was not made for this graph.
+    is_of_graph = graph.hash in (schedule.graph_hash, schedule.captured_hash)
+    return {"prediction": prediction, "costed": graph if is_of_graph else None}
 
 
 def planned_text(
@@ -100,17 +92,17 @@ def infeasible_text(result: Result) -> str:
         return _late_text(result)
     if not least:
         is_late = result.status == "time limit"
-        advice = "Allow a longer time limit" if is_late else "Raise the budget"
-        return f"no schedule within {asked} was found. {result.message or advice}"
+        advice = "allow a longer time limit" if is_late else "raise the budget"
+        return f"no schedule within {asked} was found: {result.message or advice}"
     rest = least - sum(item.size_bytes for item in result.held_at_peak)
     values = [(item.module or item.name, item.size_bytes) for item in result.held_at_peak[:3]]
     held = [("resident and workspace", rest), *values]
     holders = ", ".join(f"{name} {bytes_text(size)}" for name, size in held)
     ways = [text for text in (result.otherwise, option("budget", budget_text(least))) if text]
     return (
-        f"budget {asked} is below {bytes_text(least)}, the least that a schedule is known to "
-        f"reach; its peak is held by {holders}. {_floor_text(result)}Try {', '.join(ways)}, "
-        f"a smaller batch, or {option('budget', 'min')}"
+        f"try {', '.join(ways)}, a smaller batch, or {option('budget', 'min')}: budget {asked} is "
+        f"below {bytes_text(least)}, the lowest peak that a schedule is known to reach.\n"
+        f"That peak is held by {holders}. {_floor_text(result)}".rstrip(". ")
     )
 
 
@@ -128,8 +120,7 @@ def _floor_text(result: Result) -> str:
     text = ""
     if result.floor:
         floor, place = bytes_text(result.floor.size_bytes), result.floor.module or result.floor.name
-        text = "The floor, below which outputs of the step must be recomputed, is "
-        text += f"{floor}, at {place}. "
+        text = f"Below {floor}, set by {place}, outputs of the step must be recomputed. "
     if result.least_bound_bytes:
         text += f"No schedule needs less than {bytes_text(result.least_bound_bytes)}. "
     return text

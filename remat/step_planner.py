@@ -116,8 +116,8 @@ def plan_one_size(spec: StepSpec) -> fx.GraphModule:
     refuse_fake(spec.group)
     if spec.compile and has_dtensors(spec.model):
         raise RewriteError(
-            f"{type(spec.model).__name__} has parameters that are DTensors, whose plans run "
-            "eager's ops: leave out compile=True"
+            f"leave out compile=True: {type(spec.model).__name__} has parameters that are "
+            "DTensors, whose plans run eager's ops"
         )
     # Each rank would choose by its own times; Inductor's code has no chunks.
     is_whole = spec.split is None and (spec.compile or spec.group is not None)

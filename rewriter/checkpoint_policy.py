@@ -43,9 +43,9 @@ class OccurrencePolicy:
         self._runs[ctx.is_recompute, name] += 1  # recomputation runs the ops again: counted apart
         if runs and i >= len(runs) and not self._is_fresh:
             raise RewriteError(
-                f"{op} runs more often than the {len(runs)} times of the forward that was planned: "
-                "this policy counts one forward. Pass context_fn=policy.contexts to checkpoint, "
-                "which begins anew at each forward"
+                "pass context_fn=policy.contexts to checkpoint, which starts over at each "
+                f"forward: {op} runs more often than the {len(runs)} times of the planned "
+                "forward, and this policy counts one"
             )
         # Later ops may write to it in place. What the graph lacks, such as views, is recomputed.
         is_kept = i < len(runs) and runs[i] and not in_place
@@ -63,19 +63,19 @@ def checkpoint_policy(
 ) -> OccurrencePolicy:
     if schedule.chunks:
         raise RewriteError(
-            f"this plan runs {schedule.chunks[0].region} in chunks, which torch's checkpointing "
-            f"cannot: train with Plan.apply, or plan with {option('split', 'none')}"
+            f"train with Plan.apply, or plan with {option('split', 'none')}: this plan runs "
+            f"{schedule.chunks[0].region} in chunks, which torch's checkpointing cannot"
         )
     if schedule.levers:
         raise RewriteError(
-            f"this plan uses {schedule.levers[0].lever}, which torch's checkpointing cannot: train "
-            "with Plan.apply, or plan without it"
+            f"train with Plan.apply, or plan without {schedule.levers[0].lever}: torch's "
+            "checkpointing cannot run it"
         )
     require_valid(graph, schedule)
     if schedule.moves:
         raise RewriteError(
-            "this plan copies values to the host, and torch's checkpointing copies none: train "
-            "with Plan.apply, or solve without offloading"
+            "train with Plan.apply, or solve without offloading: this plan copies values to the "
+            "host, and torch's checkpointing does not"
         )
     changed = [name for name in graph.forward_outputs if name not in graph.outputs]
     if changed:
@@ -83,8 +83,8 @@ def checkpoint_policy(
         producers = (graph.value_by_name[name].producer for name in changed)
         where = ", ".join(dict.fromkeys(places.get(name, name) for name in producers))
         raise RewriteError(
-            f"forward changes buffers or its batch, in {where}, and torch's checkpointing would "
-            "change them again when it recomputes: train with Plan.apply, which does it once"
+            "train with Plan.apply, which changes buffers once: forward changes buffers or its "
+            f"batch, in {where}, and torch's checkpointing would do so again"
         )
     kept = kept_occurrences(graph, schedule, module)
     if not kept:

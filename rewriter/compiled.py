@@ -260,7 +260,7 @@ def tier_for(
     if not schedule.moves:
         return None
     if links is None:  # the simulator has refused it already
-        raise TierError("this plan copies values to the host, and nothing is known of a host")
+        raise TierError("pass links to a host: this plan copies values to one, and none is known")
     tier: TierCopies = FileTier(found.host_peak_bytes, found.nvme_peak_bytes, links.nvme_path)
     if is_cuda(graph.device):
         from remat.rewriter.tiers.stream_tier import StreamTier
@@ -273,11 +273,11 @@ def tier_for(
 def refuse_copies(*, by_inductor: bool = False, over_range: bool = False) -> None:
     if by_inductor:
         raise RewriteError(
-            "this plan copies values to the host, and code by Inductor copies none: leave out "
-            "compile=True, or solve without offloading"
+            "leave out compile=True, or solve without offloading: this plan copies values to the "
+            "host, and Inductor's code does not"
         )
     if over_range:
         raise RewriteError(
-            "this plan copies values to the host, and a module over a range of sizes copies none: "
-            "plan for one size, or solve without offloading"
+            "plan for one size, or solve without offloading: this plan copies values to the host, "
+            "and a module over a range of sizes does not"
         )

@@ -65,7 +65,7 @@ def _edits_of(schedule: Schedule) -> Iterator[JointEdit]:
     for name, facts in [("chunks", chunks), *told] if chunks else told:
         if name not in REDUCTIONS or not REDUCTIONS[name].emitter:
             raise ScheduleError(
-                f"this plan uses {name}, which this release cannot run: make the plan again"
+                f"make the plan again: it uses {name}, which this release cannot run"
             )
         emit: Callable[..., None] = attribute_at(REDUCTIONS[name].emitter)
         yield functools.partial(emit, told=facts)
@@ -75,8 +75,8 @@ def _require_counts(schedule: Schedule) -> None:
     for one in schedule.chunks:  # not covered by the hash, and a file may have been edited
         if one.chunks not in COUNTS:
             raise ScheduleError(
-                f"this plan runs {one.region} in {one.chunks} chunks; regions run in "
-                f"{', '.join(map(str, COUNTS))}: solve again"
+                f"solve again: this plan runs {one.region} in {one.chunks} chunks, and regions "
+                f"run in {', '.join(map(str, COUNTS))}"
             )
 
 
@@ -87,9 +87,9 @@ def _require_eagers_bits(captured: Trace, wanted: Iterable[ChunkedRegion]) -> No
             found.set_chunks(one.chunks)
             if not has_them(found):
                 raise RewriteError(
-                    f"{found.name} in {found.chunks} chunks gives other bits than eager here, as "
-                    "kernels sum a part of the rows in another order: plan here, or with "
-                    f"{option('split', 'tolerance')} or {option('split', 'none')}"
+                    f"plan here, or with {option('split', 'tolerance')} or "
+                    f"{option('split', 'none')}: {found.name} in {found.chunks} chunks gives "
+                    "other bits than eager here, as kernels sum some rows in another order"
                 )
 
 
@@ -158,18 +158,19 @@ def rewrite(
         refuse_copies(by_inductor=compile, over_range=over is not None)
     if schedule.updates and updates is None:
         raise RewriteError(
-            "this plan updates parameters during backward, and no optimizer is at hand: make it "
-            "anew with remat.rematerialize(model, args, optimizer_in_backward=...)"
+            "make the plan again with remat.rematerialize(model, args, "
+            "optimizer_in_backward=...): it updates parameters during backward, and has no "
+            "optimizer"
         )
     if not has_storage(model):
         raise RewriteError(
-            f"this {type(model).__name__} is on the meta device and cannot train: build it with "
-            "storage, and rewrite that one to the plan, with its batch"
+            "build the model with storage, and rewrite that with its batch: this "
+            f"{type(model).__name__} is on the meta device and cannot train"
         )
     if over is not None:
         if trace is None and not isinstance(over, RangedGraph):  # pyright: ignore
             raise RewriteError(
-                f"over is {type(over).__name__}: pass what remat.capture(..., dynamic=...) returned"
+                f"pass what remat.capture(..., dynamic=...) returned: over is {type(over).__name__}"
             )
         traced = trace or _trace_range(model, over)
         schedule = resized_schedule(schedule, traced.graph)
@@ -180,8 +181,8 @@ def rewrite(
     found = require_valid(traced.graph, schedule, links_of(traced, costed))
     if trace is None and 0 < schedule.budget_bytes < found.peak_bytes:
         warnings.warn(
-            f"this schedule has a peak of {found.peak_bytes} bytes here, above its budget of "
-            f"{schedule.budget_bytes}: it was edited, or made with other sizes. Solve again",
+            f"solve again: this schedule has a peak of {found.peak_bytes} bytes here, above its "
+            f"budget of {schedule.budget_bytes}, so it was edited or made with other sizes",
             stacklevel=2,
         )
     if compile:
@@ -214,13 +215,13 @@ def _warn_above_budget(traced: Trace, schedule: Schedule) -> None:
     try:
         peak_bytes = code_peak_bytes(traced.joint, schedule)
     except ReplayError as error:
-        warnings.warn(f"{error}: the peak of this compiled step is not known", stacklevel=3)
+        warnings.warn(f"the peak of this compiled step is not known: {error}", stacklevel=3)
         return
     if peak_bytes > schedule.budget_bytes:
         warnings.warn(
+            "use remat.rematerialize(..., compile=True), which looks for a plan whose code fits: "
             f"compiled, this plan has a peak of {peak_bytes} bytes, above its budget of "
-            f"{schedule.budget_bytes}: Inductor's kernels hold what the plan's ops do not. Use "
-            "remat.rematerialize(..., compile=True), which looks for a plan whose code fits",
+            f"{schedule.budget_bytes}, as Inductor's kernels hold more than the plan's ops",
             stacklevel=3,
         )
 
@@ -228,7 +229,7 @@ def _warn_above_budget(traced: Trace, schedule: Schedule) -> None:
 def _require_schedule(given: Any) -> None:
     if isinstance(given, Schedule):
         return
-    found = f"there is no schedule to rewrite to, but {given!r}"
+    found = f"there is no schedule to rewrite to, only {given!r}"
     if isinstance(getattr(given, "schedule", None), Schedule):
         raise RewriteError(f"{found}: pass the schedule in it")
     raise RewriteError(
@@ -249,8 +250,8 @@ def _trace_for(
     recipe = recipe_for(model, schedule.captured_hash or schedule.graph_hash)
     if recipe is None:
         raise RewriteError(
-            f"this {type(model).__name__} was not captured in this process for this plan: pass "
-            "the batch too, plan.apply(model, args, kwargs, loss_fn=..., target=...)"
+            "pass the batch too, plan.apply(model, args, kwargs, loss_fn=..., target=...): this "
+            f"{type(model).__name__} was not captured in this process for this plan"
         )
     return _traced_again(model, recipe, schedule)
 
@@ -269,8 +270,8 @@ def _trace_range(model: nn.Module, known: RangedGraph | Family) -> Trace:
     recipe = recipe_for(model, known.traced_hash)
     if recipe is None:
         raise RewriteError(
-            f"this {type(model).__name__} was not captured in this process for the range "
-            f"{', '.join(map(str, known.symbols))}: capture it with dynamic=... here"
+            f"capture this {type(model).__name__} with dynamic=... here: it was not captured in "
+            f"this process for the range {', '.join(map(str, known.symbols))}"
         )
     return tracing.trace_recipe(model, recipe)
 

@@ -30,13 +30,13 @@ def graph_of_schedule(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph
 def check_are_graph_and_schedule(graph: object, schedule: object) -> None:
     if not isinstance(graph, TrainingGraph):
         raise ScheduleError(
-            f"a schedule goes with a graph, and this is {type(graph).__name__}: pass what "
-            "remat.capture returned"
+            "pass what remat.capture returned: a schedule goes with a graph, and this is "
+            f"{type(graph).__name__}"
         )
     if not isinstance(schedule, Schedule):
         raise ScheduleError(
-            f"no schedule, but {type(schedule).__name__}: pass result.schedule of what remat.solve "
-            "returned (None where nothing fits), or plan.schedule"
+            "pass result.schedule of what remat.solve returned (None where nothing fits), or "
+            f"plan.schedule: this is {type(schedule).__name__}"
         )
 
 
@@ -80,17 +80,17 @@ def choice_of(graph: TrainingGraph, wanted: ChunkedRegion) -> Choice:
     region = next((one for one in graph.regions if one.name == wanted.region), None)
     if region is None:
         raise ScheduleError(
-            f"this plan runs {wanted.region} in {wanted.chunks} chunks, and the graph has no "
-            "region of that name: capture it with the split that the plan was made with, such as "
-            f"{option('split', 'exact')}"
+            "capture with the split that the plan was made with, such as "
+            f"{option('split', 'exact')}: this plan runs {wanted.region} in {wanted.chunks} "
+            "chunks, and the graph has no region of that name"
         )
     for choice in region.choices:
         if (choice.chunks, choice.exact) == (wanted.chunks, wanted.exact):
             return choice
     counts = ", ".join(str(choice.chunks) for choice in region.choices)
     raise ScheduleError(
-        f"this plan runs {wanted.region} in {wanted.chunks} chunks; the graph has costs for "
-        f"{counts or 'no'} chunks: capture again"
+        f"capture again: this plan runs {wanted.region} in {wanted.chunks} chunks, and the graph "
+        f"has costs for {counts or 'no'} chunks"
     )
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import heapq
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
 
 from remat.formats import bytes_text, percent_text
-from remat.graph_capture.errors import ScheduleError
+from remat.graph_capture.errors import PlanError, RematError, ScheduleError
+from remat.graph_capture.files import Record
 from remat.graph_capture.graph import Ints, TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import PartBytes, RangedGraph
 from remat.graph_capture.sizes.symbols import (
@@ -29,7 +30,6 @@ from remat.schedules.derived import check_are_graph_and_schedule, in_chunks
 from remat.schedules.schedule import Compute, Schedule, arriving_values, freed_value
 from remat.schedules.simulate import Simulation, simulate
 
-_FAMILY_VERSION = 1
 _SHOWN = 2  # corners of a member that a family's text shows
 _Certificate = Literal["largest sizes", "bounds of parts"]
 
@@ -56,7 +56,7 @@ class Member(msgspec.Struct, frozen=True):
         return any(all(sizes[name] <= at for name, at in one.items()) for one in self.corners)
 
 
-class Family(msgspec.Struct, frozen=True, dict=True):
+class Family(Record, frozen=True, dict=True):
     """Schedules of one trace whose peaks are within a budget, one for each part of a range.
 
     Attributes
@@ -70,6 +70,9 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     traced_hash : of the trace, by which it is traced again.
     """
 
+    noun: ClassVar[str] = "family of schedules"
+    again: ClassVar[str] = Schedule.again
+    error: ClassVar[type[RematError]] = PlanError
     model: str
     symbols: tuple[Symbol, ...]
     budget_bytes: int
@@ -77,7 +80,6 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     certificate: _Certificate = "largest sizes"
     cost_error: float = msgspec.field(default=0.0, name="prices_error")
     traced_hash: str = ""
-    schema_version: int = _FAMILY_VERSION
 
     @property
     def top(self) -> Member:
@@ -188,8 +190,8 @@ def resized_schedule(schedule: Schedule, graph: TrainingGraph) -> Schedule:
         return schedule
     if schedule.levers:
         raise ScheduleError(
-            f"this plan uses {schedule.levers[0].lever}, which changes the ops of one size: plan "
-            "each size, or leave it out"
+            f"plan each size, or leave out {schedule.levers[0].lever}: this plan uses it, and it "
+            "changes the ops of one size"
         )
     captured_hash = graph.hash if schedule.chunks else ""
     graph = in_chunks(graph, schedule.chunks) if schedule.chunks else graph
@@ -198,10 +200,10 @@ def resized_schedule(schedule: Schedule, graph: TrainingGraph) -> Schedule:
     )
     if mine != theirs:
         pairs = zip(mine, theirs, strict=False)
-        first = next((f"'{a}', is '{b}'" for a, b in pairs if a != b), "of another number of ops")
+        first = next((f"'{a}', is '{b}'" for a, b in pairs if a != b), "other in number")
         raise ScheduleError(
-            f"this plan was made for other ops than those of the range: first {first}. Solve on "
-            "graph.at(...) of the range that it is to run at"
+            "solve on graph.at(...) of the range that it is to run at: this plan was made for "
+            f"other ops, first {first}"
         )
     return msgspec.structs.replace(
         schedule, graph_hash=graph.hash, inputs=graph.inputs, signatures=graph.signatures,
@@ -219,8 +221,8 @@ def peak_over(
     """The most bytes that `schedule` needs at any size of a range, proved."""
     if not isinstance(graph, RangedGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ScheduleError(
-            f"a peak over a range is one of a graph over a range, and this is "
-            f"{type(graph).__name__}: pass what remat.capture(..., dynamic=...) returned"
+            "pass what remat.capture(..., dynamic=...) returned: a peak over a range needs a "
+            f"graph over a range, and this is {type(graph).__name__}"
         )
     symbols = symbols or graph.symbols
     number = number_of_points(symbols)
@@ -252,9 +254,9 @@ def _by_parts(graph: RangedGraph, schedule: Schedule, symbols: tuple[Symbol, ...
             heapq.heappush(heap, (-_bound_bytes(graph, schedule, half), 2 * n + i, half))
     falls = next(iter(graph.not_rising()))
     raise ScheduleError(
-        f"the bytes of {falls} may fall where a size grows, so that the largest sizes do not bound "
-        f"the range, and {_MOST_SIMULATED} parts of its {number} sizes do not settle it: capture "
-        f"at most {_MOST_SIMULATED} sizes, or multiples: (name, least, largest, multiple)"
+        f"capture at most {_MOST_SIMULATED} sizes, or multiples: (name, least, largest, "
+        f"multiple). The bytes of {falls} may fall where a size grows, so the largest sizes do "
+        f"not bound the range, and {_MOST_SIMULATED} parts of its {number} sizes do not settle it"
     )
 
 

@@ -12,13 +12,13 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import ClassVar
 
-import msgspec
 import numpy as np
 
 from remat.graph_capture.devices.known_devices import ALLOCATION_BYTES, CPU
-from remat.graph_capture.errors import LayoutError, ShapeError, TextError
-from remat.graph_capture.files import decode_json
+from remat.graph_capture.errors import LayoutError, RematError
+from remat.graph_capture.files import Record
 from remat.graph_capture.graph import MOST_BYTES, Ints, Op, TrainingGraph
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.schedule import (
@@ -61,14 +61,14 @@ class Buffers:
     def __post_init__(self) -> None:
         lengths = {len(self.start), len(self.end), len(self.kind), len(self.names)}
         if lengths != {len(self.size_bytes)}:
-            raise LayoutError("buffers need one size, start, end, kind and name each")
+            raise LayoutError("give each buffer one size, start, end, kind and name")
         if len(self) == 0:
             return
         if int(self.size_bytes.min()) <= 0:
-            raise LayoutError("a buffer of 0 bytes or less has no place: leave it out")
+            raise LayoutError("leave out buffers of 0 bytes or less: they have no place")
         # As Python integers: in 64 bits the sum could wrap around.
         if sum(self.size_bytes.tolist()) >= MOST_BYTES:
-            raise LayoutError("the buffers are too large in all for 64-bit integers")
+            raise LayoutError("the buffers together are too large for 64-bit integers")
         if (self.start < 0).any() or (self.start >= self.end).any():
             raise LayoutError("a buffer ends before it starts, or starts before time 0")
         if int(self.end.max()) > self.n_times:
@@ -184,29 +184,26 @@ class _Walk:
         return Buffers(size_bytes, start, end, kind, names, self.now, forward_end, resident_bytes)
 
 
-_SCHEMA_VERSION = 1
 CPU_ALIGNMENT_BYTES = 64  # torch's allocator for the CPU aligns to it (`c10/core/alignment.h`)
 
 
-class Layout(msgspec.Struct, frozen=True):
+class Layout(Record, frozen=True):
+    noun: ClassVar[str] = "layout"
+    again: ClassVar[str] = "Make it again with: remat run MODEL --budget BUDGET --layout FILE"
+    error: ClassVar[type[RematError]] = LayoutError
     offsets_bytes: tuple[int, ...]  # in the order of `Buffers`, from the start of the arena
     arena_bytes: int  # from its start to the end of the buffer that ends last
     load_bytes: int  # the most bytes live at once: no arena is smaller
     alignment_bytes: int  # a power of two that divides each offset
     buffers_hash: str  # `Buffers.hash` of what it is a layout of
     placed_by: str = ""  # what found it
-    schema_version: int = _SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        if self.schema_version != _SCHEMA_VERSION:
-            raise LayoutError(
-                f"layout file has schema version {self.schema_version}, "
-                f"this release reads {_SCHEMA_VERSION}: place again"
-            )
+        super().__post_init__()
         check_alignment(self.alignment_bytes)
         if not 0 <= self.load_bytes <= self.arena_bytes < MOST_BYTES:
             raise LayoutError(
-                f"an arena of {self.arena_bytes} bytes cannot hold {self.load_bytes} live ones"
+                f"an arena of {self.arena_bytes} bytes cannot hold {self.load_bytes} live bytes"
             )
 
     @property
@@ -219,25 +216,10 @@ class Layout(msgspec.Struct, frozen=True):
         if self.buffers_hash == buffers.hash:
             return
         raise LayoutError(
-            f"this layout was made for another step: {len(self.offsets_bytes)} buffers, at most "
-            f"{self.load_bytes} bytes live; this step has {len(buffers)}, at most "
-            f"{buffers.load_bytes}, with sizes and times of its own. Place the buffers of this one"
+            "place the buffers of this step: the layout was made for another one with "
+            f"{len(self.offsets_bytes)} buffers, at most {self.load_bytes} bytes live; this one "
+            f"has {len(buffers)}, at most {buffers.load_bytes}, with sizes and times of its own"
         )
-
-    def to_json(self) -> bytes:
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def from_json(cls, data: bytes | str, name: str = "the file") -> Layout:
-        """Read a layout written by `to_json`; LayoutError if it is none, or of another version."""
-        try:
-            return decode_json(data, cls)
-        except ShapeError as error:
-            raise LayoutError(f"{name}: not a layout file of this release: {error}") from error
-        except TextError as error:
-            raise LayoutError(f"{name}: not a JSON layout file: {error}") from error
-        except LayoutError as error:
-            raise LayoutError(f"{name}: {error}") from error
 
     def __repr__(self) -> str:
         return (
@@ -250,8 +232,8 @@ def check_alignment(alignment_bytes: int) -> None:
     is_whole = isinstance(alignment_bytes, int)  # pyright: ignore[reportUnnecessaryIsInstance]
     if not is_whole or alignment_bytes <= 0 or alignment_bytes & (alignment_bytes - 1):
         raise LayoutError(
-            f"an alignment of {alignment_bytes!r} bytes is none: take a power of two, such as "
-            f"{CPU_ALIGNMENT_BYTES} for a CPU or {ALLOCATION_BYTES} for CUDA"
+            f"give a power of two as alignment, such as {CPU_ALIGNMENT_BYTES} for a CPU or "
+            f"{ALLOCATION_BYTES} for CUDA, not {alignment_bytes!r}"
         )
 
 
@@ -280,7 +262,7 @@ def _check_place(buffers: Buffers, layout: Layout, i: int, offset: int) -> None:
     top = offset + int(buffers.size_bytes[i])
     if offset % layout.alignment_bytes:
         raise LayoutError(
-            f"invalid layout: {buffers.names[i]} (buffer {i}) lies at {offset}, which is no "
+            f"invalid layout: {buffers.names[i]} (buffer {i}) lies at {offset}, which is not a "
             f"multiple of {layout.alignment_bytes}"
         )
     if offset < 0 or top > layout.arena_bytes:
@@ -305,7 +287,7 @@ def _sweep(buffers: Buffers, offsets: tuple[int, ...]) -> None:
                 raise LayoutError(
                     f"invalid layout: {buffers.names[i]} (buffer {i}, bytes {here[0]} to "
                     f"{here[1]}) overlaps {buffers.names[other[2]]} (buffer {other[2]}, bytes "
-                    f"{other[0]} to {other[1]}), which is live at time {time} too"
+                    f"{other[0]} to {other[1]}), which is also live at time {time}"
                 )
         live.insert(at, here)
 

@@ -6,7 +6,7 @@ format; `tests/rewriter/plans/test_plans.py` writes `docs/plan.schema.json`, doc
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
 import msgspec
 from msgspec.structs import astuple
@@ -14,12 +14,13 @@ from msgspec.structs import astuple
 from remat.graph_capture.errors import (
     GraphError,
     PlanError,
+    RematError,
     ScheduleError,
     ShapeError,
     SignatureError,
     TextError,
 )
-from remat.graph_capture.files import decode_json
+from remat.graph_capture.files import Record, decode_json
 from remat.graph_capture.graph import Resident, TrainingGraph, are_figures
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import Place, Symbol, corner
@@ -28,12 +29,10 @@ from remat.schedules.outcome import Check, Status
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, gap_of, simulate
 
-_SCHEMA_VERSION = 1
 KIND = "remat plan"
-_IDENTITY = ("kind", "schema_version")
 RunOrder = Literal["fixed", "free"]  # of first computations: as captured, or any
 
-MAKE_PLAN_AGAIN = "Make it again with: remat run MODEL --budget BUDGET -o FILE"
+MAKE_PLAN_AGAIN = Schedule.again
 
 
 class TensorLeaf(msgspec.Struct, frozen=True, tag="tensor"):
@@ -111,7 +110,7 @@ class Prediction(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not are_figures(self.peak_bytes, self.time_us, self.lower_bound_us):
-            raise PlanError("its prediction has a figure that cannot be")
+            raise PlanError("its prediction has an impossible figure")
 
 
 class Versions(msgspec.Struct, frozen=True):
@@ -135,7 +134,7 @@ class RangeFacts(msgspec.Struct, frozen=True):
     graph: RangedGraph
 
 
-class PlanFile(msgspec.Struct, frozen=True):
+class PlanFile(Record, frozen=True):
     """A schedule, and the step it was made for.
 
     Attributes
@@ -158,6 +157,9 @@ class PlanFile(msgspec.Struct, frozen=True):
     unchecked : why none was run, if there is more to say than that it was not asked for.
     """
 
+    noun: ClassVar[str] = "plan"
+    again: ClassVar[str] = MAKE_PLAN_AGAIN
+    error: ClassVar[type[RematError]] = PlanError
     model: str
     state: tuple[StateFact, ...]
     in_eval: tuple[str, ...]
@@ -177,9 +179,9 @@ class PlanFile(msgspec.Struct, frozen=True):
     check: Check | None = None
     unchecked: str = ""
     kind: str = KIND
-    schema_version: int = _SCHEMA_VERSION
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.check is None:
             return
         figures = [one for one in astuple(self.check) if isinstance(one, int | float)]
@@ -191,19 +193,11 @@ class PlanFile(msgspec.Struct, frozen=True):
         """The budget that the schedule was solved for, 0 where there was none."""
         return self.schedule.budget_bytes
 
-    def to_json(self) -> bytes:
-        return msgspec.json.encode(self)
-
     @classmethod
-    def from_json(cls, data: bytes | str, name: str = "the file") -> PlanFile:
+    def from_json(cls, data: bytes | str, name: str = "the file") -> Self:
         """Read a plan written by `to_json`; PlanError if it is none, or of another version."""
         _check_header(data, name)
-        try:
-            return decode_json(data, cls)
-        except (TextError, GraphError, ScheduleError, PlanError) as error:
-            raise PlanError(
-                f"{name} is no plan of this release ({error}). {MAKE_PLAN_AGAIN}"
-            ) from error
+        return super().from_json(data, name)
 
     def __repr__(self) -> str:
         return (
@@ -231,7 +225,7 @@ def _header(data: bytes | str) -> dict[str, object]:
     """The fields that say what a file is; of ``steps`` only whether it is there."""
     # The rest stays undecoded, so that a large file is not decoded twice.
     fields = decode_json(data, dict[str, msgspec.Raw])
-    said = {name: decode_json(bytes(fields[name]), object) for name in _IDENTITY if name in fields}
+    said = {name: decode_json(bytes(fields[name]), object) for name in ("kind",) if name in fields}
     return said | ({"steps": None} if "steps" in fields else {})
 
 
@@ -242,21 +236,16 @@ def _check_header(data: bytes | str, name: str) -> None:
         header = dict[str, object]()  # JSON, but no object: refused below, as it has no kind
     except TextError as error:
         raise PlanError(
-            f"{name} is no plan, or is cut short: it is not JSON ({error}). {MAKE_PLAN_AGAIN}"
+            f"{name} is not a plan, or is cut short: it is not JSON ({error}). {MAKE_PLAN_AGAIN}"
         ) from error
     if "steps" in header and "kind" not in header:
         raise PlanError(
-            f"{name} is a schedule alone, which does not know its batch: judge it on its step, "
-            "remat.Plan.of(step, schedule).apply(model), or keep a whole plan with "
-            "remat run MODEL --budget BUDGET -o FILE"
+            f"judge {name} on its step, remat.Plan.of(step, schedule).apply(model): it is only a "
+            "schedule, which does not know its batch.\n"
+            "Or keep a whole plan with remat run MODEL --budget BUDGET -o FILE"
         )
     if header.get("kind") != KIND:
         raise PlanError(f"{name} is no plan: its kind is not {KIND!r}. {MAKE_PLAN_AGAIN}")
-    if header.get("schema_version") != _SCHEMA_VERSION:
-        raise PlanError(
-            f"{name} has schema version {header.get('schema_version')}, this release reads "
-            f"{_SCHEMA_VERSION}. {MAKE_PLAN_AGAIN}"
-        )
 
 
 AGREEMENT = 1e-9  # largest relative difference of two times that come from the same sum
@@ -266,9 +255,9 @@ def evaluate_plan(plan: PlanFile, name: str = "the plan") -> tuple[TrainingGraph
     """The graph that a plan keeps, and what `simulate` says now; `PlanError` unless they agree."""
     if plan.graph is None:
         raise PlanError(
-            f"{name} keeps no graph with costs: it was rewritten by hand, or made by an older "
-            f"release. Name its model too (MODEL --plan {name}), or make it again with "
-            "remat run MODEL --budget BUDGET -o FILE"
+            f"name its model too (MODEL --plan {name}), or make it again with remat run MODEL "
+            f"--budget BUDGET -o FILE: {name} keeps no graph with costs, as it was rewritten by "
+            "hand or made by an older release"
         )
     try:  # anyone can edit a file, so its peak and time are simulated again
         simulation = simulate(plan.graph, plan.schedule)
@@ -330,6 +319,6 @@ def _require_same(said: Prediction, found: Simulation, name: str) -> None:
         # Absolute below 1, since overhead and gap may be 0.
         if abs(planned - real) > AGREEMENT * max(abs(real), 1.0):
             raise PlanError(
-                f"{name} was edited, or is stale: it says {figure} {planned:.10g}, and simulating "
-                f"its schedule on its graph gives {real:.10g}. {MAKE_PLAN_AGAIN}"
+                f"{name} was edited, or is stale: it says {figure} {planned:.10g}, and "
+                f"simulating its schedule on its graph gives {real:.10g}. {MAKE_PLAN_AGAIN}"
             )

@@ -176,8 +176,9 @@ def _paired_costs_us(
 ) -> list[tuple[float, float, str]]:
     if predicted.hash != measured.hash:
         raise GraphError(
-            f"the two graphs are of different steps ({predicted.name}, hash {predicted.hash[:12]}, "
-            f"and {measured.name}, hash {measured.hash[:12]}): capture the same model and batch"
+            "capture the same model and batch: the two graphs are of different steps "
+            f"({predicted.name}, hash {predicted.hash[:12]}, and {measured.name}, hash "
+            f"{measured.hash[:12]})"
         )
     ops = zip(predicted.ops, measured.ops, strict=True)  # logarithmic axes cannot show 0
     return [(p.cost_us, m.cost_us, p.phase) for p, m in ops if p.cost_us > 0 and m.cost_us > 0]

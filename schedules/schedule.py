@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import ClassVar
 
 import msgspec
 
 from remat.formats import bytes_text, figures_html
-from remat.graph_capture.errors import ScheduleError, ShapeError, TextError
-from remat.graph_capture.files import decode_json
+from remat.graph_capture.errors import RematError, ScheduleError
+from remat.graph_capture.files import Record
 from remat.graph_capture.graph import ACCUMULATE, TIERS, UPDATE, Tier, TrainingGraph, are_figures
 from remat.schedules.levers import AppliedLever
-
-_SCHEMA_VERSION = 2
-_READ_VERSIONS = (1, 2)  # in version 1, what went to the one tier below left the device at once
 
 
 class Compute(msgspec.Struct, frozen=True, array_like=True, tag="compute"):
@@ -69,7 +67,7 @@ class ChunkedRegion(msgspec.Struct, frozen=True):
     exact: bool = True
 
 
-class Schedule(msgspec.Struct, frozen=True):
+class Schedule(Record, frozen=True):
     """A training step, op by op, and what it was made for.
 
     Forward ends right after the first run of the forward op that first runs last. What is live
@@ -88,30 +86,28 @@ class Schedule(msgspec.Struct, frozen=True):
         `graph_hash` alone.
     """
 
+    noun: ClassVar[str] = "plan"
+    again: ClassVar[str] = "Make it again with: remat run MODEL --budget BUDGET -o FILE"
+    error: ClassVar[type[RematError]] = ScheduleError
+    reads: ClassVar[tuple[int, ...]] = (1, 2)  # of 1, what went to the tier below left at once
     steps: tuple[Step, ...]
     graph_hash: str
     inputs: tuple[str, ...] = ()
     signatures: tuple[str, ...] = ()
     budget_bytes: int = 0
     solver: str = ""
-    options: dict[str, Option] = {}
+    options: dict[str, Option] = msgspec.field(default_factory=dict)
     chunks: tuple[ChunkedRegion, ...] = msgspec.field(default=(), name="pieces")
     captured_hash: str = ""
     levers: tuple[AppliedLever, ...] = ()
-    schema_version: int = _SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        if self.schema_version not in _READ_VERSIONS:
-            raise ScheduleError(
-                f"plan file has schema version {self.schema_version}, "
-                f"this release reads {_SCHEMA_VERSION}: solve again"
-            )
         if self.schema_version == 1:
             # The struct is frozen; older plans are upgraded as read.
             msgspec.structs.force_setattr(self, "steps", tuple(_upgraded(self.steps)))
-            msgspec.structs.force_setattr(self, "schema_version", _SCHEMA_VERSION)
+        super().__post_init__()
         if not are_figures(self.budget_bytes):
-            raise ScheduleError("the budget of a schedule is negative, or too large to be shown")
+            raise ScheduleError("the budget of a schedule is negative, or too large to show")
         self._check_changes()
 
     def _check_changes(self) -> None:
@@ -122,14 +118,14 @@ class Schedule(msgspec.Struct, frozen=True):
             raise ScheduleError("a schedule runs a region in fewer than 2 chunks")
         if self.chunks and self.levers:
             raise ScheduleError(
-                f"a schedule has regions in chunks, or {self.levers[0].lever}, and not both"
+                f"a schedule has either regions in chunks or {self.levers[0].lever}, not both"
             )
         named = bool(self.captured_hash)
         is_changed = bool(self.chunks or self.levers)
         if is_changed != named or (named and self.captured_hash == self.graph_hash):
             raise ScheduleError(
-                "a schedule with regions in chunks, or with levers, names two graphs, with them "
-                "and without; any other names one"
+                "a schedule with regions in chunks or levers names two graphs, with and without "
+                "them; any other names one"
             )
 
     @classmethod
@@ -173,8 +169,8 @@ class Schedule(msgspec.Struct, frozen=True):
         if self.graph_hash == graph.hash:
             return
         raise ScheduleError(
-            f"this plan was made for another graph: {self._first_difference(graph)}. "
-            "Capture and solve again for the model and batch at hand"
+            "capture and solve again for this model and batch: this plan was made for another "
+            f"graph, {self._first_difference(graph)}"
         )
 
     def check_captured_as(self, graph: TrainingGraph) -> None:
@@ -184,44 +180,25 @@ class Schedule(msgspec.Struct, frozen=True):
         elif self.captured_hash != graph.hash:
             what = "a region in chunks" if self.chunks else self.levers[0].lever
             raise ScheduleError(
-                f"this plan, with {what}, was made for another graph. Capture and solve again for "
-                "the model and batch at hand"
+                f"capture and solve again for this model and batch: this plan, with {what}, is "
+                "for another graph"
             )
 
     def _first_difference(self, graph: TrainingGraph) -> str:
         # Before lengths: the first difference says more.
         for i, (mine, theirs) in enumerate(zip(self.inputs, graph.inputs, strict=False)):
             if mine != theirs:
-                return f"input {i} was {mine}, is {theirs}"
+                return f"input {i} was {mine} and is {theirs}"
         if len(self.inputs) != len(graph.inputs):
             return f"it took {len(self.inputs)} inputs, the model takes {len(graph.inputs)}"
         for i, (mine, theirs) in enumerate(zip(self.signatures, graph.signatures, strict=False)):
             if mine != theirs:
                 op = graph.ops[i]
                 place = ", ".join(part for part in (op.module, op.source) if part)
-                return f"op {i} was '{mine}', is '{theirs}'" + (f" ({place})" if place else "")
+                return f"op {i} was '{mine}' and is '{theirs}'" + (f" ({place})" if place else "")
         if len(self.signatures) != len(graph.signatures):
             return f"it had {len(self.signatures)} ops, the model has {len(graph.signatures)}"
         return "the outputs of the step differ"  # of what the hash covers only the outputs are left
-
-    def to_json(self) -> bytes:
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def from_json(cls, data: bytes | str, name: str = "the file") -> Schedule:
-        """Read what `to_json` wrote; ScheduleError if it is none, or of another version."""
-        try:
-            return decode_json(data, cls)
-        except ShapeError as error:
-            raise ScheduleError(
-                f"{name}: not a plan file of this release: {error}. A plan is what run -o "
-                "and solve -o keep. Where nothing fits they keep none, and what --json prints is "
-                "no plan"
-            ) from error
-        except TextError as error:
-            raise ScheduleError(f"{name}: not a JSON plan file: {error}") from error
-        except ScheduleError as error:
-            raise ScheduleError(f"{name}: {error}") from error
 
     def _repr_html_(self) -> str:
         counts = self.computations()

@@ -251,7 +251,7 @@ class _ScheduleReplay:
         self._check_inputs(i, op, at)
         fresh = tuple(value for value in op.outputs if value not in self.live[at])
         if not (is_first or fresh):
-            _refuse(i, f"op {op.name} makes nothing that is not live")
+            _refuse(i, f"op {op.name} makes only values that are live already")
         if at == "device":
             self.workspace_bytes = self._of_updates.get(op.name, op.workspace_bytes)
             self.beside_bytes = self.workspace_bytes + sum(self.size[v] for v in op.outputs)
@@ -281,7 +281,7 @@ class _ScheduleReplay:
                     f"capture with {option('host')} (and {option('nvme')}), or solve "
                     "without")  # fmt: skip
         if name not in self.live[source] or name in self.live[to]:
-            _refuse(i, f"{name} is not on the {source}, or is on the {to} already: no copy")
+            _refuse(i, f"{name} is not on the {source}, or already on the {to}: no copy")
         room_us, size_bytes = self._add(i, to, name), self.size[name]
         self.clocks.copy(i, link, way.us(size_bytes), name, size_bytes, source, to, room_us)
 
@@ -289,7 +289,7 @@ class _ScheduleReplay:
         if name not in self.live[at]:
             _refuse(i, f"{name} is not live on the {at}, so it cannot be dropped")
         if at == "device" and self.order.forward_left == 0 and name in self.held:
-            _refuse(i, f"{name} is in the caller's hands until the step ends")
+            _refuse(i, f"{name} is held by the caller until the step ends")
         self._remove(i, at, name)
 
     def _add(self, i: int, tier: Tier, name: str) -> float:
@@ -301,7 +301,7 @@ class _ScheduleReplay:
             return 0.0
         spare = self.links.room_bytes(tier) - self.bytes[tier]
         if spare < 0:
-            _refuse(i, f"the {tier} is full: {name} is {-spare} bytes too many")
+            _refuse(i, f"the {tier} is full: {name} exceeds it by {-spare} bytes")
         return self.clocks.room_us(tier, spare)
 
     def _remove(self, i: int, tier: Tier, name: str) -> None:

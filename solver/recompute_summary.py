@@ -36,7 +36,7 @@ _SCALE_AND_MASK = frozenset(
 _BEFORE_SOFTMAX = _SCALE_AND_MASK | _COPY
 _AFTER_SOFTMAX = DROPOUT_OPS | _COPY | {"mul", "div", "masked_fill", "where"}
 NO_ATTENTION = (
-    "no attention found: the template does not apply. It looks for scaled_dot_product ops and "
+    "no attention found: the template does not apply. It looks for scaled_dot_product ops, and "
     "for a softmax between two batched matrix products"
 )
 

@@ -15,7 +15,7 @@ from remat.solver.recompute_summary import attention_of
 INTERRUPTED = "interrupted"  # how the message of a solve begins that Ctrl-C ended
 OUT_OF_TIME = "the time limit of"  # how it begins where the clock ended a solve without a schedule
 NONE_FITS = "no schedule fits"  # how the message of a solve begins that has proved it
-KNOWN = "bytes are known to do"  # in a message without a schedule, behind a peak that has one
+KNOWN = "bytes are known to be enough"  # behind a peak, in a message without a schedule
 TOO_LARGE = "more than most_ops"  # in the message of a solver that left a graph alone for its size
 
 

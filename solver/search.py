@@ -166,12 +166,12 @@ class Search:
         if need_bytes > room_bytes:
             op = self.graph.ops[worst]
             place = f" ({op.module})" if op.module else ""
-            needed = f"{need_bytes + resident_bytes} bytes with what is resident"
+            needed = f"{need_bytes + resident_bytes} bytes with resident ones"
             self.message = f"op {op.name}{place} alone needs {needed}"
         elif end_bytes > room_bytes:
             self.message = (
-                f"what must be live when the step ends, gradients above all, takes {end_bytes} "
-                f"bytes beside {resident_bytes} that are resident"
+                "gradients and other values that must be live when the step ends take "
+                f"{end_bytes} bytes, on top of {resident_bytes} resident ones"
             )
         return max(need_bytes, end_bytes) <= room_bytes
 
@@ -187,7 +187,7 @@ class Search:
         try:
             yield
         except _EnoughProvedError:
-            self.note("No schedule is faster than one that is known, by more than the gap")
+            self.note("No schedule is faster than a known one by more than the gap")
         except KeyboardInterrupt:
             note_interrupt()
             self.cut_short = True

@@ -101,8 +101,8 @@ def budget_as_int(budget_bytes: object) -> int:
         return operator.index(cast("SupportsIndex", budget_bytes))
     except TypeError:
         raise SolverError(
-            f"budget_bytes must be a whole number of bytes, not {budget_bytes!r}: "
-            "round it down, or give a text such as '8GiB' to remat.solve"
+            "round budget_bytes to a whole number, or pass '8GiB' or the like to remat.solve: it "
+            f"is {budget_bytes!r}"
         ) from None
 
 
@@ -148,11 +148,11 @@ TAKE_CHUNKS = ("auto", "cut", "joint", "hierarchical", "retention", "exhaustive"
 def solver_class(name: str) -> type[Any]:
     """The dataclass behind a name of `TABLE`; SolverError if there is none."""
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise SolverError(f"a solver is named by a text such as 'auto', not by {name!r}")
+        raise SolverError(f"name a solver with a string such as 'auto', not {name!r}")
     if name not in TABLE:
         near = difflib.get_close_matches(name, TABLE, n=3)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise SolverError(f"unknown solver '{name}': {hint}Solvers are {', '.join(TABLE)}")
+        raise SolverError(f"unknown solver '{name}': {hint}choose one of {', '.join(TABLE)}")
     module, _, attribute = TABLE[name].partition(":")
     return cast("type[Any]", getattr(importlib.import_module(module), attribute))
 
@@ -184,8 +184,8 @@ def make_solver(name: str, **options: object) -> Solver:
     for option in options:
         if option == "order" and option not in known:
             raise SolverError(
-                f"solver '{name}' keeps the given order of first computations: for order "
-                f"{options[option]} use solver auto, or exhaustive for a few ops"
+                f"use solver auto, or exhaustive for a few ops, for order {options[option]}: "
+                f"solver '{name}' keeps the given order of first computations"
             )
         if option not in known:
             raise SolverError(

@@ -1,13 +1,15 @@
 """The table of orders of docs/solvers.md: `python -m benchmarks.cells.order_table [RESULTS.json]`.
 
 The file holds `auto` and `auto:order=free` on layered graphs at percentages of the peak, as
-`benchmarks.solvers` writes them. The table is between `<!-- orders -->` and `<!-- /orders -->`.
+`benchmarks.solvers` writes them. A row for each graph is printed; one for each size is written
+between `<!-- orders -->` and `<!-- /orders -->`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,30 @@ from typing import Any
 from benchmarks.solver_table import DOCS, head, made_on, percent, replaced, row
 
 RESULTS = DOCS.parents[1] / "benchmarks" / "results" / "orders.json"
+Graphs = dict[str, dict[str, Any]]
+Cells = dict[str, dict[str, Any]]
 GIVEN, FREE = "auto", "auto:order=free"
 TITLES = ("graph", "ops", "given, 90 %", "given, 80 %", "any order, 80 %", "of given")
 
 
-def order_lines(graphs: dict[str, dict[str, Any]], cells: dict[str, dict[str, Any]]) -> list[str]:
+def size_lines(graphs: Graphs, cells: Cells) -> list[str]:
+    """One row for each size: medians over its graphs at 80 % of the peak, and the widest gaps."""
+    titles = ("ops", "graphs", "given order", "largest gap", "any order", "largest gap")
+    lines = [made_on(list(cells.values())), "", *head(list(titles))]
+    for ops in dict.fromkeys(facts["ops"] for facts in graphs.values()):
+        names = [name for name, facts in graphs.items() if facts["ops"] == ops]
+        shown: list[str] = []
+        for solver in (GIVEN, FREE):
+            own = [cells[f"{name}|80%|{solver}"] for name in names]
+            shown.append(percent(statistics.median(cell["overhead"] for cell in own)))
+            shown.append(percent(max(cell["gap"] for cell in own)))
+        lines.append(row([str(ops), str(len(names)), *shown]))
+    return lines
+
+
+def order_lines(graphs: Graphs, cells: Cells) -> list[str]:
     """One row a graph: overhead, proved gap and seconds of each order, and their ratio at 80 %."""
-    lines = [made_on(list(cells.values())), "", *head(list(TITLES))]
+    lines = head(list(TITLES))
     for graph, facts in graphs.items():
         at = {
             (f, solver): cells.get(f"{graph}|{f}|{solver}")
@@ -54,7 +73,8 @@ def main() -> int:
     parser.add_argument("--docs", type=Path, default=DOCS)
     asked = parser.parse_args()
     found = json.loads(asked.results.read_text())
-    lines = order_lines(found["graphs"], found["cells"])
+    print(*order_lines(found["graphs"], found["cells"]), sep="\n")
+    lines = size_lines(found["graphs"], found["cells"])
     asked.docs.write_text(replaced(asked.docs.read_text(), "orders", lines))
     return 0
 

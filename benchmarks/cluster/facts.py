@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from remat.cluster.command import mesh_text
+from remat.cluster.pictures import mesh_text
 from remat.cluster.planning import ClusterOutcome, parallelism_of
 from remat.cluster.replayed_plan import ReplayedPlan
 from remat.graph_capture.distributed.collectives import is_collective_target

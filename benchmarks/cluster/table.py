@@ -11,7 +11,7 @@ from remat.formats import percent_text
 PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
 BEGIN, END = "<!-- clusters -->\n", "<!-- /clusters -->\n"
 HEAD = (
-    "| job | its mesh | published | ours | chosen | then |",
+    "| job | its mesh | published | ours | best mesh | its step |",
     "|---|---|--:|--:|---|--:|",
 )
 

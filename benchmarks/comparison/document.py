@@ -1,11 +1,12 @@
 """docs/benchmarks.md, from committed results: `python -m benchmarks.comparison.document`.
 
-A row is lost if another's step is faster than ours at no higher peak. `causes` says why, from what
-was measured of both.
+With `--rows [MODEL ...]` it prints every measured row instead. A row is lost if another's step is
+faster than ours at no higher peak. `causes` says why, from what was measured of both.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from benchmarks.comparison.compared import (
     percent,
     title,
 )
-from benchmarks.comparison.fronts import OURS, beside, best_beside, fronts
+from benchmarks.comparison.fronts import OURS, Row, beside, best_beside, fronts
 from benchmarks.comparison.page.causes import cause
 from benchmarks.comparison.page.front_plot import draw
 from benchmarks.comparison.page.scaling_part import scaling
@@ -31,11 +32,17 @@ from benchmarks.comparison.page.scaling_part import scaling
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md"
 INTRODUCTION = Path(__file__).parent / "page" / "introduction.md"
+WAYS = (
+    ("checkpoint", "selective", "sequential", "chunked", "adamw", "adamw_in_backward"),
+    ("aot", "inductor"),
+    ("save_on_cpu", "offload"),
+)
+"""What others do, by what it needs: eager alone, a compiler, memory of the host."""
 
 
 def section(model: Model) -> Iterator[str]:
-    """The rows of a model, and a table at equal peaks."""
-    yield "\n\n".join(filter(None, (f"### {model.name}", model.description()))) + "\n"
+    """All rows of a model."""
+    yield "\n\n".join(filter(None, (f"## {model.name}", model.description()))) + "\n"
     yield "| step | peak MB | time | gradients | on the front |"
     yield "|---|--:|--:|---|---|"
     on_front = {id(row) for row in fronts(model.rows)}
@@ -47,18 +54,28 @@ def section(model: Model) -> Iterator[str]:
         )
     for row in model.failed:
         yield f"| {title(row)} | - | - | {row.kept['error'].partition('. ')[0][:100]} | |"
-    yield "\nAt equal peaks:\n"
-    yield "| theirs | peak MB | time | ours within it | peak MB | time |"
-    yield "|---|--:|--:|---|--:|--:|"
-    for row in fronts(model.others):
-        ours = best_beside(model.ours, row)
-        beside = (
-            f"{title(ours)} | {mb(ours.peak_bytes)} | {percent(ours.over_eager)}"
-            if ours
-            else "none | - | -"
-        )
-        yield f"| {title(row)} | {mb(row.peak_bytes)} | {percent(row.over_eager)} | {beside} |"
     yield ""
+
+
+def lowest(models: list[Model]) -> Iterator[str]:
+    """The lowest peak that each way reaches with right gradients, and ours within it."""
+    yield "| model | unmodified | theirs | MB, time | ours within it | MB, time |"
+    yield "|---|--:|---|--:|---|--:|"
+    for model in models:
+        plain = [mb(row.peak_bytes) for row in model.others if row.method in ("eager", "adamw")]
+        for way in WAYS:
+            rows = [row for row in model.others if row.method in way and row.is_right]
+            if rows:
+                theirs = min(rows, key=lambda row: (row.peak_bytes, row.over_eager))
+                cells = [model.name, *(plain or ["-"]), *_figures(theirs)]
+                cells += _figures(best_beside(model.ours, theirs))
+                yield f"| {' | '.join(cells)} |"
+
+
+def _figures(row: Row | None) -> list[str]:
+    if row is None:
+        return ["none", "-"]
+    return [title(row), f"{mb(row.peak_bytes)}, {percent(row.over_eager)}"]
 
 
 def fidelity(models: list[Model]) -> Iterator[str]:
@@ -141,12 +158,19 @@ def within_noise(models: list[Model]) -> list[str]:
     return [said] if rows else []
 
 
+_PICTURE = """<picture>
+  <source media="(prefers-color-scheme: dark)" srcset="{0}-dark.svg">
+  <img alt="Time against measured peak, a panel for each model" src="{0}-light.svg">
+</picture>
+"""
+
+
 def part(suite: str, kept: dict[str, Any]) -> list[str]:
     """The part of the page for one file of results."""
     models = models_of(suite, kept["rows"])
-    picture = PAGE.parent / "pictures" / f"benchmarks-{suite}.png"
-    picture.parent.mkdir(exist_ok=True)
-    draw({model.name: model.rows for model in models}, picture)
+    pictures = PAGE.parent / "pictures"
+    pictures.mkdir(exist_ok=True)
+    draw({model.name: model.rows for model in models}, pictures, f"benchmarks-{suite}")
     last = kept.get("resumed")
     resumed = f" (resumed {last['date']}, commit {last['commit']})" if last else ""
     batches_s = kept.get("batches_seconds")
@@ -155,12 +179,12 @@ def part(suite: str, kept: dict[str, Any]) -> list[str]:
         f"{kept['device']}; torch {kept['torch']}, Python {kept['python']}; {kept['date']}, commit "
         f"{kept['commit']}{resumed}. All rows took {kept['seconds'] / 60:.0f} minutes"
         f"{batches_took}.\n",
-        f"![Time against measured peak of each model](pictures/{picture.name})\n",
-        "#### Losses\n", *losses(models), "",
-        "#### Predicted against measured\n", *fidelity(models), "",
-        *(["#### Largest batches\n", *batches(models, kept), ""] if "batches" in kept else []),
-        "#### Seconds until the first step is done, median\n", *preparation(models), "",
-        *(line for model in models for line in section(model)),
+        _PICTURE.format(f"pictures/benchmarks-{suite}"),
+        "### The lowest peak of each way\n", *lowest(models), "",
+        "### Where others are faster\n", *losses(models), "",
+        "### Predicted against measured\n", *fidelity(models), "",
+        *(["### Largest batches\n", *batches(models, kept), ""] if "batches" in kept else []),
+        "### Seconds until the first step is done, median\n", *preparation(models), "",
     ]  # fmt: skip
 
 
@@ -180,5 +204,25 @@ def page() -> str:
     return "\n".join(text).rstrip() + "\n"
 
 
+def rows(names: list[str]) -> Iterator[str]:
+    """Every measured row of the named models, or of all."""
+    for file in sorted(RESULTS.glob("training-*.json")):
+        kept = json.loads(file.read_text())
+        for model in models_of(file.name.split("-")[1], kept["rows"]):
+            if not names or model.name.removesuffix(UPDATED) in names:
+                yield from section(model)
+
+
+def main() -> None:
+    """Write the page, or print rows."""
+    parser = argparse.ArgumentParser(prog="benchmarks.comparison.document", description=__doc__)
+    parser.add_argument("--rows", nargs="*", metavar="MODEL", help="print all rows, write nothing")
+    asked = parser.parse_args()
+    if asked.rows is None:
+        PAGE.write_text(page())
+    else:
+        print(*rows(asked.rows), sep="\n")
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    main()

@@ -32,7 +32,7 @@ import torch
 
 from examples.gpt import GPT, Sizes
 from remat.compile.graph_context import compiled_plans
-from remat.graph_capture.devices.cpu import cpu_title
+from remat.graph_capture.devices.meter import cpu_title
 
 ROOT = Path(__file__).parents[2]
 BACKENDS = ("inductor", "remat")

@@ -15,7 +15,7 @@ from benchmarks import GAP_OF_FIGURES
 from benchmarks.comparison import methods
 from benchmarks.comparison.methods import Variant
 from benchmarks.gpu.device import Bench, asked_of, facts, keep
-from remat.analysis.memory_figures import predict_reserved
+from remat.analysis.plan_figures import predict_reserved
 from remat.budgets import unmodified_step
 from remat.graph_capture.graph import TrainingGraph
 from remat.ranks.same_order import agreed_rewrite

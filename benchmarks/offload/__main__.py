@@ -60,8 +60,7 @@ def run(results: Results, asked: argparse.Namespace) -> None:
         try:
             graph = step(one)
         except RematError as error:
-            way_out = "`remat show MODEL --as graph -o FILE` writes one"
-            raise SystemExit(f"{one}: {error}: {way_out}") from error
+            raise SystemExit(f"{one}: {error}") from error
         name = graph.name
         if results.graphs.get(name, {}).get("hash") != graph.hash:
             results.graphs[name] = {**size_facts(graph), "device": graph.device}

@@ -69,7 +69,7 @@ def step(name: str) -> TrainingGraph:
     """The graph of that name, or in a file MODEL-DEVICE.json, with the links of its device."""
     if name.endswith(FILE):
         stem = Path(name).stem
-        read = TrainingGraph.from_json(read_contents(Path(name)))
+        read = TrainingGraph.from_json(read_contents(Path(name)), name)
         return msgspec.structs.replace(read, name=stem, links=links_of(stem))
     model, _, device = name.partition("-")
     path = cache_folder() / f"offload-{name}-{sources_hash()[:16]}.json"

@@ -21,20 +21,21 @@ INTRODUCTION = Path(__file__).with_name("introduction.md")
 TITLES = {
     "dtr": """## DTR's models
 
-Budgets are shares of the peak, those that DTR reached with its runtime's costs. *Its rule* is its
-policy replayed on our graph.
+Budgets are the shares of the peak that DTR reached, measured on a Titan V. *Its rule* replays
+DTR's policy on our graph.
 """,
     "offload": """## DeepCompile's offload
 
-Published is planned against all offloaded. Ours may recompute.
+The published figure compares planned offload with offloading everything. Our plan may also
+recompute.
 """,
     "batch": """## VGG-19 in 16 GB
 
-Batches that each method fits, within one more forward.
+The batches that each method fits with at most one more forward, which is 33.3 %.
 """,
     "instance": """## Published graphs
 
-Figures as the reference files keep them.
+Costs and bytes are those of the reference files.
 """,
 }
 """A part for each table of jobs."""
@@ -60,7 +61,7 @@ def text_of(lines: Sequence[Line]) -> str:
     parts = [INTRODUCTION.read_text(), _made_of(lines), ""]
     for table, title in TITLES.items():
         jobs = [job for job in JOBS if job.table == table]
-        parts += [title, *_table(table, jobs, lines), ""]
+        parts += [title, _source(jobs), *_table(table, jobs, lines), ""]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -73,9 +74,18 @@ def _made_of(lines: Sequence[Line]) -> str:
     return f"Ours: {'; '.join(', '.join(sorted(part)) for part in parts)}. {took}"
 
 
+def _source(jobs: Sequence[Job]) -> str:
+    """Where the published figures are from, and what ours are modelled for."""
+    sources, devices = (
+        dict.fromkeys(getattr(j, name) for j in jobs) for name in ("source", "device")
+    )
+    modelled = "".join(f" Ours are modelled for {device}." for device in devices if device)
+    return f"Source: {'; '.join(sources)}.{modelled}\n"
+
+
 def _table(table: str, jobs: Sequence[Job], lines: Sequence[Line]) -> Iterator[str]:
-    titles = ["row", "modelled for", "budget", "published", "by", *RULES.get(table, ()), "ours"]
-    yield from head([*titles, "bound", "gap", "source"])
+    titles = ["row", "budget", "by", "published", *RULES.get(table, ()), "ours", "bound", "gap"]
+    yield from head(titles)
     for job in jobs:
         for line in (one for one in lines if one.job == job.name):
             yield row(_cells(job, line))
@@ -85,11 +95,11 @@ def _cells(job: Job, line: Line) -> list[str]:
     rule = [_percent(line.policy_overhead)] if job.table in RULES else []
     if job.table == "offload":
         rule.append(_percent(_against(line.overhead, line.policy_overhead)))
-    limit = "at most " if job.table == "batch" else ""
+    limit = "≤ " if job.table == "batch" else ""
     return [
-        line.name, job.device or "as given", f"{100 * line.budget_share:.0f} %",
-        f"{limit}{percent_text(line.published)}", line.by, *rule, _percent(line.overhead),
-        percent_text(line.bound_overhead), _percent(line.gap), job.source,
+        line.name, f"{100 * line.budget_share:.0f} %", line.by.partition(", measured")[0],
+        f"{limit}{percent_text(line.published)}", *rule, _percent(line.overhead),
+        percent_text(line.bound_overhead), _percent(line.gap),
     ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 
-from remat.graph_capture.devices.cpu import cpu_title
+from remat.graph_capture.devices.meter import cpu_title
 
 BATCH, LAST = 4, 3
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import remat
 from benchmarks import GAP_OF_FIGURES
-from remat.analysis.layer_checkpoints import candidates
+from remat.analysis.plan_figures import candidates
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.job.factory import load_model
 from remat.rewriter.checkpoint_policy import checkpoint_policy

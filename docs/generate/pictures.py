@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from mkdocs.structure.files import File, Files
 
 import remat
+from benchmarks.comparison.page.front_plot import INKS, in_ink
 from remat.analysis.compare import Sweep
 from remat.budgets import unmodified_step
 from remat.formats import bytes_text, percent_text
@@ -49,7 +52,12 @@ SCREENS = {
 RULES = ("every_n_layers", "dtr", "chen_sqrt")
 """Solvers beside `auto` in the front: a rule people write by hand, a policy, a textbook."""
 
-_PICTURE = re.compile(r"^!\[[^\]]*\]\(pictures/(\w+)\.svg\)$", re.MULTILINE)
+_PICTURE = re.compile(r"^!\[([^\]]*)\]\(pictures/(\w+)\.svg\)$", re.MULTILINE)
+_IN_BOTH = """<picture>
+  <source media="(prefers-color-scheme: dark)" srcset="pictures/{name}-dark.svg">
+  <img alt="{alt}" src="pictures/{name}-light.svg">
+</picture>
+"""
 
 
 @functools.cache
@@ -134,31 +142,37 @@ PICTURES: dict[str, tuple[Callable[[Axes], str], tuple[float, float]]] = {
 
 
 @functools.cache
-def drawn(name: str) -> tuple[str, str]:
-    """A picture as SVG, and its sentence."""
+def drawn(name: str, scheme: str = "light") -> tuple[str, str]:
+    """A picture as SVG for a light or a dark page, and its sentence."""
     draw, size = PICTURES[name]
-    figure = Figure(figsize=size, layout="constrained")
-    said = draw(figure.add_subplot())
-    file = io.StringIO()
-    figure.savefig(file, format="svg", metadata={"Date": None})
+    with rc_context(in_ink(INKS[scheme])):
+        figure = Figure(figsize=size, layout="constrained")
+        said = draw(figure.add_subplot())
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
     return file.getvalue(), said
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Called by mkdocs when it knows the pages that are written by hand."""
-    for name in PICTURES:
-        picture, _ = drawn(name)
-        files.append(File.generated(config, f"pictures/{name}.svg", content=picture))
+    for name, scheme in itertools.product(PICTURES, INKS):
+        picture, _ = drawn(name, scheme)
+        files.append(File.generated(config, f"pictures/{name}-{scheme}.svg", content=picture))
     page = plan().report(fronts=fronts().fronts)
     files.append(File.generated(config, REPORT, content=page))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Called by mkdocs for each page: put its sentence below each picture."""
+    """Called by mkdocs for each page: each picture in both schemes, and its sentence below."""
     if page.file.src_uri != PAGE:
         return markdown
-    return _PICTURE.sub(lambda found: f"{found[0]}\n\n*{drawn(found[1])[1]}*", markdown)
+    return _PICTURE.sub(_with_sentence, markdown)
+
+
+def _with_sentence(found: re.Match[str]) -> str:
+    alt, name = found.groups()
+    return f"{_IN_BOTH.format(name=name, alt=alt)}\n*{drawn(name)[1]}*"
 
 
 def main() -> None:

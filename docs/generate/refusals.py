@@ -28,8 +28,8 @@ MOST_FILES = 2
 
 _HEAD = """# Every refusal
 
-What remat says when it refuses, by the class of the error, as the code says it; `…` stands for what
-is found at run time. [Sharp edges](limits.md) has those that most people meet.
+Every error text in the code, by the class of the error; `…` stands for what is filled in at run
+time. [Limits](limits.md) says what to do about those that most people meet.
 """
 
 Function = ast.FunctionDef | ast.Module

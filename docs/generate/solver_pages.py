@@ -1,7 +1,7 @@
-"""A page for each solver: what its header says, and its options.
+"""On the page of solvers, what the header of each says, and its options.
 
 Nothing is written twice: names come from `TABLE`, words from that docstring. A new
-solver has its page with its line in `TABLE`.
+solver has its part with its line in `TABLE`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File, Files
-
 from remat.solver import TABLE, solver_class
 from remat.solver.table import header_of
 
 ROOT = Path(__file__).parents[2]
+PAGE = "solvers.md"
 
 _LABELS = ("Also called", "Paper", "Source", "Solves", "Family", "Optimal", "Cost", "Shortcomings")
 _LABEL = re.compile(
@@ -25,38 +24,30 @@ _LABEL = re.compile(
 _LINK = re.compile(r"(?<![(<])https?://[^\s,;)]+[^\s,;).]")
 
 
-def on_config(config: Any) -> Any:
-    """Called by mkdocs before anything is read: put the pages into the navigation."""
-    for section in config.nav:
-        if "Solvers" in section:
-            section["Solvers"] += [f"solvers/{name}.md" for name in TABLE]
-    return config
+_ROW = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
 
 
-def on_files(files: Files, config: Any) -> Files:
-    """Called by mkdocs when it knows the pages that are written by hand."""
-    for name in TABLE:
-        page = File.generated(config, f"solvers/{name}.md", content=solver_page(name))
-        files.append(page)
-    return files
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Called by mkdocs for each page: add the parts, to which the rows of the table link."""
+    if page.file.src_uri != PAGE:
+        return markdown
+    linked = _ROW.sub(lambda found: f"| [`{found[1]}`](#{found[1]}) |", markdown)
+    return "\n\n".join([linked, "## Each solver", *map(solver_part, TABLE)])
 
 
-def solver_page(name: str) -> str:
-    """The page in Markdown."""
+def solver_part(name: str) -> str:
+    """The part of one solver in Markdown."""
     made = solver_class(name)
     title, _, header = header_of(name).partition("\n")
     path = Path(inspect.getfile(made)).relative_to(ROOT).as_posix()
     return "\n\n".join(
         [
-            f"# {name}",
+            f"### {name}",
             f"**{title.strip()}**",
             labelled(header.strip()),
-            f"The file: [`{path}`](../../{path}).",
-            f"```sh\nremat run MODEL --budget 60% --solver {name}\n```",
-            f'```python\nresult = remat.solve(graph, "60%", solver="{name}")\n```',
-            "[Which solver when, and how they compare](../solvers.md)",
-            "## Options",
+            f"File: `{path}`.",
             f"::: {made.__module__}.{made.__qualname__}\n    options:\n      members: false\n"
+            "      heading_level: 4\n      show_root_toc_entry: false\n"
             "      show_docstring_description: false\n",
         ]
     )

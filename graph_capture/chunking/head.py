@@ -237,13 +237,13 @@ def _head_of(softmax: fx.Node) -> Head:
     product = chain[-1]
     bias, x, weight = _factors(product)
     if product.kwargs or not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
-        raise _NoHeadError(f"{product.name} scales its terms")
+        raise _NoHeadError(f"{product.name} scales its result")
     if not _may_be_bias(bias):
-        raise _NoHeadError(f"{product.name} adds what is no bias")
+        raise _NoHeadError(f"{product.name} adds something that is no bias")
     readers = _reading(softmax)
     loss = _only([u for u in readers if u.target is aten.nll_loss_forward.default], softmax)
     if weight.target is not aten.t.default:
-        raise _NoHeadError(f"{weight.name} is no transposed weight")
+        raise _NoHeadError(f"{weight.name} is not a transposed weight")
     source = weight.args[0]
     assert isinstance(source, fx.Node)
     head = Head(softmax, product, x, source, bias, loss)
@@ -259,11 +259,11 @@ def _up_to_product(softmax: fx.Node) -> Iterator[fx.Node]:
         yield node
         above = node.args[0]
         if not isinstance(above, fx.Node) or above.op != "call_function":
-            raise _NoHeadError(f"{node.name} reads what no linear layer has made")
+            raise _NoHeadError(f"{node.name} reads something that no linear layer made")
         if above.target not in (*PRODUCTS, *SHAPES, *_COPIES, aten.slice.Tensor):
-            raise _NoHeadError(f"its logits go through {above.target} ({above.name})")
+            raise _NoHeadError(f"its logits pass through {above.target} ({above.name})")
         if others := [user for user in above.users if user is not node]:
-            raise _NoHeadError(f"its logits are read by {others[0].name} as well")
+            raise _NoHeadError(f"its logits are also read by {others[0].name}")
         node = above
     yield node
 
@@ -284,7 +284,7 @@ def _is_name(node: fx.Node) -> bool:
 def _only(found: list[fx.Node], of: fx.Node) -> fx.Node:
     if len(found) != 1:
         names = ", ".join(sorted(user.name for user in _reading(of)))
-        raise _NoHeadError(f"{of.name} is read by {names}, where one loss is expected")
+        raise _NoHeadError(f"{of.name} is read by {names}, but a head has one loss")
     return found[0]
 
 
@@ -294,7 +294,7 @@ def _take_rows(head: Head, chain: list[fx.Node]) -> None:
     for node in chain[1:-1]:
         value: Tensor = node.meta["val"]
         if value.shape[-1] != n_classes:
-            raise _NoHeadError(f"{node.name} takes a part of the classes, or joins them with rows")
+            raise _NoHeadError(f"{node.name} takes only some classes, or mixes them with rows")
         if node.target is aten.slice.Tensor:
             _slice(head, node, before)
         before = value
@@ -308,7 +308,7 @@ def _slice(head: Head, node: fx.Node, before: Tensor) -> None:
         rows = list(before.shape[:-1])
         head.grid, head.start, head.stop = rows, [0] * len(rows), list(rows)
     elif [b - a for a, b in zip(head.start, head.stop, strict=True)] != list(before.shape[:-1]):
-        raise _NoHeadError(f"{node.name} slices rows that were sliced and reshaped")
+        raise _NoHeadError(f"{node.name} slices rows that were already sliced and reshaped")
     first = int(node.args[2] or 0) if len(node.args) > 2 else 0  # pyright: ignore
     first = max(first + before.shape[dim], 0) if first < 0 else first
     head.start[dim] += first
@@ -325,13 +325,13 @@ def _find_backward(head: Head) -> None:
     known = (of_loss, of_softmax, *(smoothing.forward if smoothing else ()))
     if others := [user for user in readers if user not in known]:
         who = others[0].name
-        raise _NoHeadError(f"the logarithms of its probabilities are read by {who} as well")
+        raise _NoHeadError(f"its log-probabilities are also read by {who}")
     # By what they are: each reader of a constant may have a node of its own for it.
     if list(map(identity_of, head.loss.args[1:5])) != list(map(identity_of, of_loss.args[2:6])):
-        raise _NoHeadError(f"{of_loss.name} reads something else than {head.loss.name}")
+        raise _NoHeadError(f"{of_loss.name} reads something other than {head.loss.name}")
     reader = smoothing.total if smoothing else of_softmax
     if of_loss not in reader.args or list(of_loss.users) != [reader]:  # ours would leave out others
-        raise _NoHeadError(f"the gradient of {head.softmax.name} has other terms than the loss's")
+        raise _NoHeadError(f"the gradient of {head.softmax.name} has terms that are not the loss's")
     head.gradient, head.total_weight = of_loss.args[0], of_loss.args[6]  # pyright: ignore
     if smoothing:
         head.smoothing = smoothing
@@ -342,9 +342,9 @@ def _find_backward(head: Head) -> None:
     for user in of_logits.users:
         _add_gradient(head, of_logits, user)
     if head.of_x is None and head.of_weight is None:
-        raise _NoHeadError("nothing that its linear layer reads is trained")
+        raise _NoHeadError("nothing that its linear layer reads requires grad")
     if head.of_bias is not None and head.of_weight is None:
-        raise _NoHeadError("its bias is trained and its weight is not")
+        raise _NoHeadError("its bias requires grad and its weight does not")
 
 
 def _down(node: fx.Node) -> Iterator[fx.Node]:
@@ -356,7 +356,9 @@ def _down(node: fx.Node) -> Iterator[fx.Node]:
 def _add_gradient(head: Head, of_logits: fx.Node, user: fx.Node) -> None:
     if user.target is aten.mm.default and user.args[0] is of_logits:
         if behind_transposes(user.args[1]) is not head.weight:
-            raise _NoHeadError(f"{user.name} multiplies the logits' gradient by something else")
+            raise _NoHeadError(
+                f"{user.name} multiplies the gradient of the logits by something else"
+            )
         head.of_x = user
     # As autograd sums a bias of `addmm`.
     elif user.target is aten.sum.dim_IntList and list(user.args[1:]) == [[0], True]:
@@ -364,11 +366,11 @@ def _add_gradient(head: Head, of_logits: fx.Node, user: fx.Node) -> None:
     elif user.target is aten.t.default and len(user.users) == 1:
         (product,) = user.users
         if product.target is not aten.mm.default or product.args != (user, head.x):
-            raise _NoHeadError(f"{product.name} reads the logits' gradient as well")
+            raise _NoHeadError(f"{product.name} also reads the gradient of the logits")
         head.backward.append(user)
         head.of_weight = user = product
     else:
-        raise _NoHeadError(f"{user.name} reads the logits' gradient as well")
+        raise _NoHeadError(f"{user.name} also reads the gradient of the logits")
     head.backward.append(user)
 
 

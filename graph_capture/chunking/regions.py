@@ -81,8 +81,8 @@ def requested_regions(trace: Trace) -> list[RegionCandidate]:
         for softmax, reason in find_heads(trace.joint.module.graph)[1]:
             where = " ".join(filter(None, places.of(softmax)))
             warnings.warn(
-                f"the loss of {softmax.name} ({where or trace.recipe.name}) cannot run in chunks: "
-                f"{reason}. It stays whole",
+                f"the loss of {softmax.name} ({where or trace.recipe.name}) stays whole. It "
+                f"cannot run in chunks: {reason}",
                 stacklevel=2,
             )
     mlps = [one for one in _that_set_the_peak(trace, parts) if one.transient_bytes >= least_bytes]
@@ -210,8 +210,8 @@ def with_regions(
     for one, region in zip(found, regions, strict=True):
         if one.is_asked and not region.choices and one.kinds == _HEADS:
             warnings.warn(
-                f"the loss of {one.name} ({graph.name}) stays whole: in chunks, kernels give other "
-                f"bits than eager here. {option('split', 'tolerance')} takes them",
+                f"the loss of {one.name} ({graph.name}) stays whole: in chunks its bits would "
+                f"differ from eager's here. Allow that with {option('split', 'tolerance')}",
                 stacklevel=2,
             )
     return replace(graph, regions=tuple(one for one in regions if one.choices))

@@ -212,6 +212,6 @@ def chunk_parts(graph: fx.Graph, told: Iterable[tuple[str, int, bool]]) -> None:
         replace_part(part, *wanted.pop(part.name))
     if wanted:
         raise ScheduleError(
-            f"this plan runs {', '.join(wanted)} in chunks, and the step has no linear head with "
-            "its loss, and no MLP, of that name any more: plan again"
+            f"plan again: this plan runs {', '.join(wanted)} in chunks, and the step no longer "
+            "has a linear head with its loss, or an MLP, of that name"
         )

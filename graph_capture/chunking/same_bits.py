@@ -89,8 +89,8 @@ def matches_eager_bitwise(found: RegionCandidate) -> bool | None:
             raise
         if found.is_asked:
             warnings.warn(
-                f"whether {found.name} in {found.chunks} chunks gives eager's bits is unknown, as "
-                "memory ran out: it stays whole",
+                f"{found.name} stays whole: memory ran out before its bits in {found.chunks} "
+                "chunks could be compared with eager's",
                 stacklevel=2,
             )
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import msgspec
 import torch
@@ -13,12 +13,11 @@ from msgspec.structs import replace
 from torch import fx
 from torch.utils import flop_counter
 
-from remat.graph_capture.devices.cpu import cpu_title
 from remat.graph_capture.devices.known_devices import CPU, CUDA, is_cuda
 from remat.graph_capture.devices.links import LinkPair, LinkSpeeds, RankLinks, are_speeds, wrong_in
-from remat.graph_capture.devices.meter import Meter
-from remat.graph_capture.errors import ProfileError, TextError, option
-from remat.graph_capture.files import CacheFiles, decode_json, read_contents
+from remat.graph_capture.devices.meter import Meter, cpu_title
+from remat.graph_capture.errors import ProfileError, RematError, TextError, option
+from remat.graph_capture.files import CacheFiles, Record, decode_json, read_contents
 from remat.graph_capture.graph import MOST_BYTES, MOST_US, are_figures
 from remat.graph_capture.joint.in_place_ops import STEP_METAS, JoinedTarget
 from remat.graph_capture.joint.nodes import argument, target_name, tensors_of
@@ -263,14 +262,11 @@ def _traced_value(argument: Any) -> Any:
     return argument
 
 
-_PROFILE_VERSION = 1
-
-
 class ProfiledOp(OpCost, frozen=True, array_like=False):
     work: OpWork = OpWork()
 
 
-class Profile(msgspec.Struct, frozen=True):
+class Profile(Record, frozen=True):
     """The measured ops of one device.
 
     Attributes
@@ -283,52 +279,37 @@ class Profile(msgspec.Struct, frozen=True):
     ranks : the links between ranks, if these were measured together.
     """
 
+    noun: ClassVar[str] = "profile"
+    again: ClassVar[str] = "Measure it again with: remat profile MODEL -o FILE"
+    error: ClassVar[type[RematError]] = ProfileError
     device: str
     title: str
     torch: str
     ops: dict[str, ProfiledOp]
-    versions: dict[str, str] = {}
-    steps: dict[str, WholeStepTimes] = {}
-    schema_version: int = _PROFILE_VERSION
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
+    steps: dict[str, WholeStepTimes] = msgspec.field(default_factory=dict)
     links: LinkSpeeds | None = None
     ranks: RankLinks | None = None
 
-    def to_json(self) -> bytes:
-        """Encode as JSON; `from_json` reads it back to an equal profile."""
-        return msgspec.json.encode(self)
-
     @classmethod
-    def from_json(cls, data: bytes | str, name: str = "the file") -> Profile:
-        """Read a profile written by `to_json`.
-
-        Raises
-        ------
-        ProfileError : the text is no profile, or of another schema version.
-        """
-        again = "measure it again with: remat profile MODEL -o FILE"
-        try:
-            found = decode_json(data, cls)
-        except TextError as error:
-            why = f"is no profile of this release ({error})"
-            raise ProfileError(f"{name} {why}: {again}") from error
+    def from_json(cls, data: bytes | str, name: str = "the file") -> Self:
+        """As of any record; `ProfileError` too for a figure that cannot be."""
+        found = super().from_json(data, name)
         if why := found._why_wrong():
-            raise ProfileError(f"{name} {why}: {again}")
+            raise ProfileError(f"{name} {why}. {cls.again}")
         return found
 
     def _why_wrong(self) -> str:
-        if self.schema_version != _PROFILE_VERSION:
-            reads = f"this release reads {_PROFILE_VERSION}"
-            return f"has schema version {self.schema_version}, {reads}"
         for key, one in self.ops.items():
             if not (_is_valid_cost(one) and are_figures(one.work.flops, one.work.moved_bytes)):
-                return f"has a cost that cannot be, of {key}"
+                return f"has an impossible cost, of {key}"
         if not all(map(_are_times, self.steps.values())):
-            return "has a time that cannot be, of a whole step"
+            return "has an impossible time of a whole step"
         links = (self.links.host, self.links.nvme) if self.links else ()
         if not all(are_speeds(pair) for pair in links if pair):
-            return "has a link that cannot be"
+            return "has an impossible link"
         is_wrong = self.ranks is not None and wrong_in(self.ranks)
-        return "has a link that cannot be, between ranks" if is_wrong else ""
+        return "has an impossible link between ranks" if is_wrong else ""
 
 
 def as_profile(profile: Profile | str | Path | None) -> Profile | None:
@@ -346,15 +327,15 @@ def costs_of_profile(
     kind, shown = (CUDA, "a CUDA device") if is_cuda(meter.device) else (CPU, "a CPU")
     if profile.device != kind:
         raise ProfileError(
-            f"the profile is of {profile.device}, not of {shown}: "
-            f"plan for {option('device', profile.device)}"
+            f"plan for {option('device', profile.device)}: the profile is of {profile.device}, not "
+            f"{shown}"
         )
     missing = [node for key, node in needed.items() if key not in profile.ops]
     if missing and profile.title != meter.title:  # the rest is measured on its own machine
         raise ProfileError(
-            f"the profile of {profile.title} lacks {len(missing)} of {len(needed)} distinct ops, "
-            f"such as {target_name(missing[0])}: measure this model there, with "
-            "remat profile MODEL -o FILE"
+            "measure this model there, with remat profile MODEL -o FILE: the profile of "
+            f"{profile.title} lacks {len(missing)} of {len(needed)} distinct ops, such as "
+            f"{target_name(missing[0])}"
         )
     return profile.ops
 
@@ -364,9 +345,8 @@ def note_of(profile: Profile) -> str:
     if profile.torch == str(torch.__version__):
         return note
     warnings.warn(
-        f"the profile was measured with torch {profile.torch}, and is used with "
-        f"{torch.__version__}: times and peaks may differ. Measure it again with "
-        "remat profile MODEL -o FILE",
+        "measure again with remat profile MODEL -o FILE: the profile is from torch "
+        f"{profile.torch} and is used with {torch.__version__}, so times and peaks may differ",
         stacklevel=4,
     )
     return f"{note}, not with this {torch.__version__}"

@@ -154,8 +154,8 @@ def _as_stated(gb_s: float, latency_us: float) -> Link:
 def _missing_text(title: str, nvme_path: str) -> str:
     to, flag = (nvme_path, f" --nvme {nvme_path}") if nvme_path else ("its host", "")
     return (
-        f"what is known of {title} has no links to {to}: measure them there, with remat profile "
-        f"MODEL{flag} -o FILE, or leave out {option('nvme' if nvme_path else 'host')}"
+        f"measure the links of {title} to {to} there, with remat profile MODEL{flag} -o FILE, or "
+        f"leave out {option('nvme' if nvme_path else 'host')}: they are not known"
     )
 
 

@@ -57,7 +57,7 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.build import SAVE_RNG, Joint
 from remat.graph_capture.joint.nodes import fresh_storages, target_name, tensors_of
 from remat.graph_capture.tracing.fake_tensors import require_layout
-from remat.graph_capture.tracing.trace import ProgressCallback, Trace
+from remat.graph_capture.tracing.trace import ProgressCallback, Trace, numbers_of_users_kept
 
 # The cost of each distinct op, measured by running it alone on made data.
 
@@ -112,8 +112,8 @@ def _said_if_short() -> Generator[None]:
         if not is_out_of_memory(error):
             raise
         raise CaptureError(
-            "memory ran out while the ops were measured: free some, take a smaller batch, or plan "
-            f"with costs that are known ({option('profile')}, or a device of the table, "
+            "free some memory, or take a smaller batch: memory ran out while ops were measured.\n"
+            f"Or plan with known costs ({option('profile')}, or a device of the table, "
             f"{option('device', 'h100')})"
         ) from error
 
@@ -122,16 +122,16 @@ def _refuse_broken_device(node: fx.Node, error: Exception) -> None:
     # After such an error the device runs no other op in this process.
     if "device-side assert" in str(error) or "illegal memory access" in str(error):
         raise CaptureError(
-            f"{target_name(node)} cannot run on made data and has left the CUDA device unusable in "
-            f"this process ({str(error).splitlines()[0]}). Start again, and plan for a model of "
-            f"the device by name, such as {option('device', 'h100')}"
+            "start Python again and plan for a model of the device by name, such as "
+            f"{option('device', 'h100')}: {target_name(node)} cannot run on made data, and has "
+            f"left the CUDA device unusable in this process ({str(error).splitlines()[0]})"
         ) from error
 
 
 def _estimated(node: fx.Node, error: KernelError) -> OpCost:
     warnings.warn(
-        f"{target_name(node)} {why_not_run(error, 'cannot be timed on made data')}; "
-        "its cost is an estimate from the bytes it moves, without workspace",
+        f"{target_name(node)} {why_not_run(error, 'cannot be timed on made data')}; its cost is "
+        "estimated from the bytes it moves, without workspace",
         stacklevel=2,
     )
     return OpCost(moved_bytes(node) / ESTIMATED_BYTES_PER_US, is_estimate=True)
@@ -219,7 +219,9 @@ def measure_costs_with(
     profile: Profile | None = None, most_bytes: int | None = None,
 ) -> tuple[TrainingGraph, _GraphCosts]:  # fmt: skip
     """`measure_costs` by this `meter`, and the costs; what it measures is added to `cache`."""
-    with trace.python_state.streams_kept():  # an op that draws from one draws when it is measured
+    with contextlib.ExitStack() as stack:  # ops that draw, or count, do so when measured too
+        stack.enter_context(trace.python_state.streams_kept())
+        stack.enter_context(numbers_of_users_kept(trace.joint.module.graph))
         return _measured(trace, meter, cache, progress or _silent, profile, most_bytes)
 
 

@@ -169,10 +169,10 @@ def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], di
         is_asserted, dtype = target_name(node).startswith(_ASSERTIONS), value.dtype
         is_number = dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
         if is_number or is_asserted:
-            tensor = _sample_tensor(value, 1).to(_dtype_of_kernel(leaf, value))
+            tensor = sample_tensor(value, 1).to(_dtype_of_kernel(leaf, value))
             return tensor.fill_(1) if is_asserted else tensor
         if leaf is indices or _is_checked(node, leaf):
-            return _sample_tensor(value, _index_bound(node))
+            return sample_tensor(value, _index_bound(node))
         if (source := _maker(leaf)) is None:
             return _as(value, _storage_for(value).zero_())
         return _made_by(source, leaf, constants)
@@ -232,7 +232,7 @@ def _as(like: Tensor, flat: Tensor) -> Tensor:
     return torch.as_strided(flat, like.shape, like.stride(), like.storage_offset())
 
 
-def _sample_tensor(like: Tensor, bound: int) -> Tensor:
+def sample_tensor(like: Tensor, bound: int) -> Tensor:
     flat = _storage_for(like)
     # 0.1 to 0.9: probabilities, and no denormals, which are slow. A repeated block is quick.
     if flat.dtype == torch.bool:

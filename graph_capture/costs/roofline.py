@@ -159,7 +159,7 @@ def model_costs(
         # One that was measured on CUDA is of the device that its title names, too.
         own = table_name(profile.title) if profile.device == CUDA else profile.device
         if name not in (profile.device, own):
-            raise ProfileError(f"the profile is of {profile.device}, not of {name}")
+            raise ProfileError(f"the profile is of {profile.device}, not {name}")
         roofline, known = assumed.fitted(profile), profile.ops
     graph, nodes = trace.graph, trace.joint.node_of_op
     op_costs = _OpCosts(roofline, known)

@@ -243,10 +243,8 @@ _MORE_SHARES = 1  # shares beyond the passes over the ops, for times that do not
 _ROOM = 0.5  # part of the free memory that a run may take
 _SPREAD = 0.02  # of made inputs: small, so that values neither swell nor vanish in deep models
 
-STEP_NOT_TIMED = (
-    "the step was not timed as a whole, as that takes more than the budget: overheads may be shown "
-    "too high"
-)  # of costs that lack what the step takes beyond its ops
+# Of costs that lack what the step takes beyond its ops.
+STEP_NOT_TIMED = "overheads may look too high: the whole step exceeds the budget and was not timed"
 
 
 def whole_step(
@@ -394,8 +392,9 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
         first_us = *taken_us, watch.taken_us
     except KERNEL_ERRORS as error:
         warnings.warn(
-            f"the step {why_not_run(error, 'cannot be timed as a whole on made data')}; what it "
-            "takes beyond its ops is not counted, so that overheads may be shown too high",
+            "overheads may be shown too high: the step "
+            f"{why_not_run(error, 'cannot be timed as a whole on made data')}, so what it takes "
+            "beyond its ops is not counted",
             stacklevel=2,
         )
         return None

@@ -111,7 +111,7 @@ def modelled_device(name: str) -> Device:
         return known[name]
     near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"choose cpu, {', '.join(known)}"
-    raise DeviceError(f"there is no device {name!r}: {hint}")
+    raise DeviceError(f"no device {name!r}: {hint}")
 
 
 def table_name(title: str) -> str:
@@ -135,7 +135,7 @@ def has_cuda_allocator(name: str) -> bool:
 
 def check_device(name: str) -> None:
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise DeviceError(f"a device is named by a text such as 'cpu' or 'h100', not {name!r}")
+        raise DeviceError(f"give a device as a string such as 'cpu' or 'h100', not {name!r}")
     if is_cuda(name):
         _check_cuda(name)
     elif name != CPU:
@@ -146,8 +146,8 @@ def check_measured(device: str) -> None:
     check_device(device)
     if is_in_table(device):
         raise DeviceError(
-            f"{device} is planned for by model, and a profile is measured: on a machine that has "
-            f"one, with {option('device', 'cuda')}"
+            f"make the profile on a machine that has one, with {option('device', 'cuda')}: "
+            f"profiles are measured, and {device} is only modelled here"
         )
 
 
@@ -156,9 +156,9 @@ def _check_cuda(name: str) -> None:
 
     if not torch.cuda.is_available():
         raise DeviceError(
-            "a CUDA device is not here: this torch sees none. Plan for a model of it by name, "
-            f"such as {option('device', 'h100')} ({', '.join(device_table().devices)}), or for "
-            f"{option('device', CPU)}"
+            f"plan for a model of a CUDA device, such as {option('device', 'h100')} "
+            f"({', '.join(device_table().devices)}), or for {option('device', CPU)}: this torch "
+            "sees no CUDA device"
         )
     here = [f"{CUDA}:{i}" for i in range(torch.cuda.device_count())]
     if name not in (CUDA, *here):
@@ -192,13 +192,13 @@ NUMBER = r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)"
 def checked_bytes(given: SupportsIndex, what: str, forms: str) -> int:
     """An int as bytes. `what` names it in errors, `forms` says how it may be written."""
     if isinstance(given, bool):  # a bool has an index too, and is no size
-        raise BudgetError(f"{what} {given!r} is no size: give bytes as an int, or {forms}")
+        raise BudgetError(f"give {what} as bytes in an int, or as {forms}: {given!r} is no size")
     try:
         return operator.index(given)
     except TypeError as error:
         raise BudgetError(
-            f"{what} {given!r} is a {type(given).__name__}: give whole bytes as an int, "
-            f"or a text such as {forms}"
+            f"give {what} as whole bytes in an int, or as a string such as {forms}: {given!r} is "
+            f"a {type(given).__name__}"
         ) from error
 
 
@@ -211,7 +211,8 @@ def parse_bytes(text: str, what: str, forms: str, unless: str = "") -> int:
     if not unit:
         others = f"{number}{unless}, " if unless else ""
         raise BudgetError(
-            f"{what} {text!r} has no unit: {number} bytes? Write {others}{number}MiB or {number}GiB"
+            f"{what} {text!r} has no unit. Did you mean {number} bytes? Write {others}{number}MiB "
+            f"or {number}GiB"
         )
     if unit not in _UNITS:
         raise BudgetError(
@@ -246,8 +247,8 @@ def links_between_ranks(device: str, title: str = "") -> RankLinks:
     way = "by links" if found.peer_gb_s else "over the host"
     return _as_reached(
         replace(found, peer_gb_s=peer_gb_s, network_gb_s=network_gb_s),
-        f"{peer_gb_s:g} GB/s {way} as stated for {found.title}, and between nodes the slowest card "
-        f"of the table, {network_gb_s:g} GB/s",
+        f"{peer_gb_s:g} GB/s {way} as stated for {found.title}; between nodes {network_gb_s:g} "
+        "GB/s, the slowest card of the table",
     )
 
 
@@ -256,8 +257,8 @@ def datasheet_links(device: str, node_size: int) -> RankLinks:
     known = [name for name, one in device_table().devices.items() if one.network_gb_s]
     if device not in known:
         raise DeviceError(
-            f"no links between {device} GPUs are known: choose {', '.join(known)}, "
-            f"or give a file of measured ones by {option('links')}"
+            f"choose {', '.join(known)}, or pass measured links with {option('links')}: no links "
+            f"between {device} GPUs are known"
         )
     return replace(links_between_ranks(device), node_size=node_size)
 
@@ -277,9 +278,9 @@ def read_rank_links(path: Path, node_size: int) -> RankLinks:
         found = decode_json(contents, _OfProfile).ranks or decode_json(contents, RankLinks)
     except TextError as error:
         raise DeviceError(
-            f"{path} is no file of links ({error}): it is a profile of remat.profile(..., "
-            "group=...), or has inside_gb_s, between_gb_s, inside_us, between_us, hop_us, beside, "
-            "source, and measured where collectives were timed"
+            f"{path} is not a file of links ({error}). Pass a profile of remat.profile(..., "
+            "group=...), or JSON with inside_gb_s, between_gb_s, inside_us, between_us, hop_us, "
+            "beside, source, and measured where collectives were timed"
         ) from error
     if wrong := wrong_in(found):
         raise DeviceError(f"{path} has {wrong}")

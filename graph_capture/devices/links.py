@@ -211,16 +211,16 @@ def wrong_in(links: RankLinks) -> str:
     starts = links.inside_us, links.between_us, links.hop_us
     is_rate = all(0 < rate <= _MOST_GB_S for rate in (links.inside_gb_s, links.between_gb_s))
     if not is_rate or not all(0 <= us <= MOST_US for us in starts):
-        return "a rate or a start that cannot be: rates are above 0 GB/s"
+        return "an impossible rate or latency: rates are above 0 GB/s"
     if not 1 <= links.beside <= _MOST_BESIDE:
-        return f"beside {links.beside}: it is 1, for no loss, or a bit more"
+        return f"beside {links.beside}: give 1 for no slowdown, or a bit more"
     if links.node_size < 1:
-        return f"nodes of {links.node_size} ranks: it is 1 or more"
+        return f"nodes of {links.node_size} ranks: give 1 or more"
     for one in links.measured:
         if not one.is_sound:
             return (
-                f"a table of {one.kind} over {one.ranks} ranks that cannot be: as many times as "
-                "sizes, all above 0, the sizes ascending"
+                f"an impossible table of {one.kind} over {one.ranks} ranks: give as many times as "
+                "sizes, all above 0, in ascending sizes"
             )
     return ""
 
@@ -317,7 +317,7 @@ def file_pair(folder: str, threads: Sequence[int] = ()) -> LinkPair:
         raise
     except OSError as error:
         raise FileError(
-            f"files in {folder} cannot be written and read ({error.strerror}): name another folder"
+            f"name another folder: files in {folder} cannot be written and read ({error.strerror})"
         ) from error
 
 

@@ -193,8 +193,8 @@ def lower_tiers(
         return None
     if host is None:
         raise BudgetError(
-            f"{option('nvme', nvme)} lies below the host, and what goes there passes through it: "
-            f"give {option('host', '16GiB')} too"
+            f"pass {option('host', '16GiB')} too: {option('nvme', nvme)} lies below the host, and "
+            "copies to it pass through the host"
         )
     # A device of the table may be in any machine, whose memory cannot be looked at.
     is_here = not is_in_table(device) if is_here is None else is_here
@@ -230,8 +230,8 @@ class _Machine(NamedTuple):
         if isinstance(given, str) and given.strip().lower() == AUTO:
             if not self.is_here:
                 raise BudgetError(
-                    f"{what} 'auto' is what this machine has free, and {self.device} is not here: "
-                    f"give a size, such as {forms.partition(',')[0]}"
+                    f"give a size for {what}, such as {forms.partition(',')[0]}: 'auto' means "
+                    f"what this machine has free, and {self.device} is not here"
                 )
             return int(self._free_bytes(what, folder) * AUTO_SHARE)
         if isinstance(given, str):
@@ -240,15 +240,15 @@ class _Machine(NamedTuple):
             size_bytes = checked_bytes(given, what, forms)
         if size_bytes <= 0:
             raise BudgetError(
-                f"{what} {given!r} leaves nothing to use: give a positive size, or leave it out"
+                f"give a positive size for {what}, or leave it out: {given!r} leaves nothing to use"
             )
         free = self._free_bytes(what, folder) if self.is_here else size_bytes
         if size_bytes > free:
             auto = AUTO if what == "host" else f"{folder}:{AUTO}"
             where = "the memory of this machine" if self._is_memory(what) else folder
             raise BudgetError(
-                f"{what} {given!r} is more than the {bytes_text(free)} that are free in {where}: "
-                f"give less, or {auto}"
+                f"give less, or {auto}: {what} {given!r} is more than the {bytes_text(free)} that "
+                f"are free in {where}"
             )
         return size_bytes
 

@@ -27,8 +27,8 @@ def resolved_device(name: str | None, model: nn.Module) -> str:
     """`name`, with its index if it is ``cuda``; None: where the model is. DeviceError: not here."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise CaptureError(
-            f"a step is captured of a torch.nn.Module, and this is {type(model).__name__}: pass "
-            "the model, and its batch as args=(...)"
+            "pass the model, and its batch as args=(...): a step is captured from a "
+            f"torch.nn.Module, and this is {type(model).__name__}"
         )
     own = next((str(p.device) for p in model.parameters() if p.is_cuda), CPU)
     if name is None:
@@ -48,18 +48,18 @@ def device_holding(tensors: Iterable[Any]) -> str:
 def check_placement(what: str, found: torch.device, device: str) -> None:
     if found.type not in _HOST and not torch.get_device_module(found).is_available():
         raise DeviceError(
-            f"{what} is on {found}, which this torch cannot run: move the model and the batch to "
-            f"cpu, and plan for a model of the device by name, such as {option('device', 'h100')}"
+            "move the model and the batch to cpu, and plan for a model of the device, such as "
+            f"{option('device', 'h100')}: {what} is on {found}, which this torch cannot run"
         )
     if is_cuda(device) and str(found) != device:
         raise DeviceError(
-            f"{what} is on {found}, and the step is captured on {device}: move the whole model and "
-            f"its batch there, with .to({device!r})"
+            f"move the whole model and its batch there, with .to({device!r}): {what} is on "
+            f"{found}, and the step is captured on {device}"
         )
     if not is_cuda(device) and found.type not in _HOST:
         raise DeviceError(
-            f"{what} is on {found}, and a step for {device} is captured on cpu: capture it with "
-            f"{option('device', str(found))}, or move the model and the batch to cpu"
+            f"capture with {option('device', str(found))}, or move the model and the batch to "
+            f"cpu: {what} is on {found}, and a step for {device} is captured on cpu"
         )
 
 
@@ -74,9 +74,9 @@ def refuse_other_devices(mode: FakeTensorMode, device: str) -> None:
         for leaf in pytree.tree_leaves(found):
             if isinstance(leaf, Tensor) and leaf.device.type not in allowed:
                 raise DeviceError(
-                    f"{func} makes a tensor on {leaf.device} in a step that is captured on "
-                    f"{device if is_cuda(device) else CPU}: make it on the device of the input, "
-                    "with device=x.device"
+                    f"make it on the device of the input, with device=x.device: {func} makes a "
+                    f"tensor on {leaf.device} in a step captured on "
+                    f"{(device if is_cuda(device) else CPU)}"
                 )
         return found
 
@@ -88,6 +88,6 @@ def meter_of(device: str) -> Meter:
         from remat.graph_capture.devices.cuda import CudaMeter
 
         return CudaMeter(device)
-    from remat.graph_capture.devices.cpu import CpuMeter
+    from remat.graph_capture.devices.meter import CpuMeter
 
     return CpuMeter()

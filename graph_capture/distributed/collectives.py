@@ -300,8 +300,8 @@ def fake_ranks(world_size: int = _WORLD) -> Generator[FakeGroups]:
     """In the block this process is rank 0 of so many."""
     if dist.is_initialized():
         raise CaptureError(
-            "a cluster is planned over a fake process group, and this process has a real one: "
-            "plan in a process of its own, or before init_process_group"
+            "plan the cluster in a process of its own, or before init_process_group: it needs a "
+            "fake process group, and this process has a real one"
         )
     dist.init_process_group(_BACKEND, rank=0, world_size=world_size, store=fake_store())
     try:

@@ -52,8 +52,8 @@ def describe_parts(gm: fx.GraphModule) -> None:
     for what in end.meta["desc"]:
         if hasattr(getattr(what, "base", None), "mutated_input"):
             raise CaptureError(
-                f"forward writes to {what.base.mutated_input.expr()}, a DTensor: write to its "
-                "local part outside forward, before or after the step"
+                "write to its local part outside forward, before or after the step: forward "
+                f"writes to {what.base.mutated_input.expr()}, a DTensor"
             )
     end.meta["desc"] = [_of_whole(what) for what in end.meta["desc"]]
 
@@ -96,9 +96,9 @@ def parameters_cast(model: nn.Module, sharding: Sharding) -> Generator[None]:
     for path, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != _MASTER:
             raise CaptureError(
+                "call model.float() first, or leave out param_dtype here and in the policy: "
                 f"parameter {path} is {_short(parameter.dtype)}, and a plan with "
-                f"param_dtype={sharding.param_dtype} is for parameters held in "
-                f"{_short(_MASTER)}: call model.float() first, or leave it out and the policy's too"
+                f"param_dtype={sharding.param_dtype} needs parameters in {_short(_MASTER)}"
             )
     try:
         for parameter, data in held:
@@ -137,9 +137,9 @@ def require_cast(path: str, dtypes: Mapping[str, torch.dtype], sharding: Shardin
     for name, found in dtypes.items():
         if found.is_floating_point and found != dtype:
             raise CaptureError(
-                f"block {path} takes {name} in {_short(found)}, which fully_shard would cast to "
-                f"{sharding.param_dtype}, so the plan would be for another dtype: cast it in the "
-                "model before the block"
+                f"cast it in the model before the block: block {path} takes {name} in "
+                f"{_short(found)}, which fully_shard would cast to {sharding.param_dtype}, so the "
+                "plan would be for the wrong dtype"
             )
 
 

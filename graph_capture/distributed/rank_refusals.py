@@ -60,8 +60,8 @@ class _AmongRanks(TraceObserver):
 def refuse_range_of_dtensors(model: nn.Module) -> None:
     if has_dtensors(model):  # the sizes of a part depend on those of the whole
         raise CaptureError(
-            f"{type(model).__name__} has parameters that are DTensors, whose plans are for one "
-            "size: leave dynamic out, plan at the largest size, and pad batches to it"
+            "leave out dynamic, plan at the largest size, and pad batches to it: "
+            f"{type(model).__name__} has DTensors as parameters, whose plans are for one size"
         )
 
 
@@ -69,18 +69,18 @@ def refuse_range_over_ranks(joint: fx.GraphModule) -> None:
     # Each rank picks a schedule by the size of its own batch, and others might pick another.
     if any(len(members_of(node)) > 1 for node in collectives_in(joint)):
         raise CaptureError(
-            "the step has collectives, and a plan over a range of sizes may run them in one order "
-            "on one rank and in another on the next: plan for one size"
+            "plan for one size: the step has collectives, and ranks could run them in different "
+            "orders over a range of sizes"
         )
 
 
 def refuse_draw(kind: str, op: str, read: Iterable[Any]) -> None:
     if any(is_distributed(leaf) and leaf.device.type != CPU for leaf in read):
         raise CaptureError(
-            f"forward of {kind} draws random numbers for a DTensor by {op}{line_of_user()}. On a "
-            "CUDA device torch counts these outside of the graph, so they could not be drawn "
-            "again: set the dropout to 0, or put it where the tensor is local "
-            "(use_local_output=True, or .to_local())"
+            "set the dropout to 0, or put it where the tensor is local (use_local_output=True, or "
+            f".to_local()): forward of {kind} draws random numbers for a DTensor with "
+            f"{op}{line_of_user()}.\n"
+            "On CUDA torch counts these outside the graph, so they could not be drawn again"
         )
 
 
@@ -99,15 +99,16 @@ def refuse_compiled_writes(gm: fx.GraphModule) -> None:
 def _in_place_text(kind: str, name: str) -> str:
     called = NAMES.get(name, name.strip("_"))
     return (
-        f"forward of {kind} calls torch.distributed.{called}{line_of_user()}, which writes to its "
-        "argument where autograd does not see it. Use the functional form, such as "
-        f"x = {_FUNCTIONAL}.all_reduce(x, 'sum', group), which is differentiated too; or sum a "
-        "tensor that needs no gradient, such as x.detach().clone(), by dist.all_reduce"
+        f"use the functional form, such as x = {_FUNCTIONAL}.all_reduce(x, 'sum', group), which "
+        f"is also differentiated: forward of {kind} calls "
+        f"torch.distributed.{called}{line_of_user()}, which writes to its argument where autograd "
+        "does not see it.\n"
+        "Or sum a tensor that needs no gradient, such as x.detach().clone(), with dist.all_reduce"
     )
 
 
 def _after(wrapped: str) -> str:
-    return f"plan the model that it was made of, .module of it, and wrap what you get: {wrapped}"
+    return f"plan the model inside it (its .module), and wrap the result: {wrapped}"
 
 
 _WAYS_OUT = {  # by the name of a wrapper's class: what to do, and why it is refused
@@ -116,9 +117,8 @@ _WAYS_OUT = {  # by the name of a wrapper's class: what to do, and why it is ref
         "its gradients would be reduced in the first step alone",
     ),
     "FullyShardedDataParallel": (
-        "plan the model that it was made of, and shard what you get by fully_shard "
-        "(docs/distributed.md)",
-        "it gathers and reduces by hooks outside of a plan",
+        "plan the original model, and call fully_shard on the result (docs/distributed.md)",
+        "its hooks gather and reduce outside a plan",
     ),
     "ShardedDataParallel": (
         _after("DistributedDataParallel(...)"),
@@ -130,11 +130,11 @@ _WAYS_OUT = {  # by the name of a wrapper's class: what to do, and why it is ref
     ),
     "DeepSpeedEngine": (
         _after("deepspeed.initialize(model=remat.rematerialize(model, ...))"),
-        "its backward and step would not be those of a plan",
+        "its backward and step would bypass the plan",
     ),
     "OptimizedModule": (
-        "use the module that it was made of, ._orig_mod of it. For code by Inductor give "
-        'compile=True, or plan with torch.compile(model, backend="remat")',
+        "use the original module, its ._orig_mod. For Inductor's code pass compile=True, or plan "
+        'with torch.compile(model, backend="remat")',
         "torch.compile's code cannot be traced",
     ),
 }
@@ -145,8 +145,8 @@ def refuse_wrappers(model: nn.Module) -> None:
         place = path or "the model"
         if hasattr(type(module), "_remat_original_module"):
             raise CaptureError(
-                f"{place} follows a plan already: leave it at that, or put its original back "
-                "(.original_module of it) and plan the whole"
+                f"leave {place} as it is, or restore its original (its .original_module) and plan "
+                "the whole: it already follows a plan"
             )
         for kind in type(module).__mro__:
             if kind.__name__ in _WAYS_OUT:  # by name: to import their classes takes long

@@ -77,20 +77,20 @@ class Sharding:
             raise DeviceError(f"unknown sharding '{self.kind}': choose {_listed(_KINDS, 'or')}")
         if self.kind != "none" and self.world_size < 2:
             raise DeviceError(
-                f"sharding {self.kind} over {self.world_size} rank: name the number of ranks, "
-                f"{for_caller('world_size', 'world')}=2 or more"
+                f"name the number of ranks, {for_caller('world_size', 'world')}=2 or more: "
+                f"sharding {self.kind} over {self.world_size} rank shards nothing"
             )
         if self.kind == "none" and self.world_size != 1:
             raise DeviceError(
-                f"{self.world_size} ranks and no kind of sharding: choose "
+                f"choose a kind of sharding for {self.world_size} ranks: "
                 f"{_listed(_KINDS[1:], 'or')}"
             )
         for one in fields(self):
             takers = _TAKEN_BY.get(one.name, _KINDS)
             if self.kind not in takers and getattr(self, one.name) != one.default:
                 raise DeviceError(
-                    f"sharding {self.kind} has no {one.name}: leave it out, or choose "
-                    f"{_listed(takers, 'or')}"
+                    f"leave out {one.name}, or choose {_listed(takers, 'or')}: sharding "
+                    f"{self.kind} does not take it"
                 )
         self._require_even_groups()
         self._require_dtypes()
@@ -98,28 +98,27 @@ class Sharding:
     def _require_even_groups(self) -> None:
         if self.replicas < 1 or self.world_size % self.replicas:
             raise DeviceError(
-                f"{self.replicas} replicas do not divide {self.world_size} ranks: choose a number "
-                "of replicas that does, or of ranks"
+                f"choose a number of replicas that divides {self.world_size} ranks: "
+                f"{self.replicas} does not"
             )
         shards = self.shard_ranks
         if self.kind == "fsdp2" and shards == 1:
             raise DeviceError(
-                f"{self.replicas} replicas on {self.world_size} ranks leave one rank a shard group,"
-                " so nothing is sharded: choose fewer replicas, or the sharding replicate"
+                f"choose fewer replicas, or the sharding replicate: {self.replicas} replicas on "
+                f"{self.world_size} ranks leave shard groups of one rank, so nothing is sharded"
             )
         keep = self.reshard_after_forward
         if keep is not None and not isinstance(keep, bool) and (keep < 2 or shards % keep):
             raise DeviceError(
-                f"reshard_after_forward={keep} does not divide a shard group of "
-                f"{shards} ranks: choose a number from 2 up that does, or no (False) to keep "
-                "parameters whole"
+                f"choose reshard_after_forward from 2 up so that it divides {shards} ranks, or no "
+                f"(False) to keep parameters whole: {keep} does not divide a shard group"
             )
         least = shards if self.kind == "fsdp2" else 2
         over = self.states_over
         if over and (over < least or over % shards or self.world_size % over):
             raise DeviceError(
-                f"states_over={over} ranks: choose a multiple of {least} that divides "
-                f"{self.world_size} ranks"
+                f"choose states_over as a multiple of {least} that divides {self.world_size} "
+                f"ranks: {over} is not"
             )
 
     def _require_dtypes(self) -> None:
@@ -127,8 +126,8 @@ class Sharding:
             dtype = getattr(self, name)
             if dtype and dtype not in known:
                 raise DeviceError(
-                    f"{name} '{dtype}' is none that a mixed precision policy casts to here: choose "
-                    f"{_listed(known, 'or')}, or leave it out"
+                    f"choose {_listed(known, 'or')} for {name}, or leave it out: mixed precision "
+                    f"policies cannot cast to '{dtype}' here"
                 )
 
     @property
@@ -203,9 +202,9 @@ def with_units(
     for before, after in pairwise(units):  # backward runs a chain in reverse
         if after.back_start > before.back_start:
             raise CaptureError(
-                f"block {after.path} runs after {before.path} in forward and also in backward, so "
-                "they are branches and not a chain: narrow the pattern to blocks that feed one "
-                "another, or plan the whole model with remat.rematerialize"
+                "narrow the pattern to blocks that feed one another, or plan the whole model with "
+                f"remat.rematerialize: block {after.path} runs after {before.path} both in "
+                "forward and in backward, so the blocks are branches and not a chain"
             )
     return msgspec.structs.replace(graph, ops=ordered), units
 
@@ -240,8 +239,8 @@ def _in_order(items: Sequence[_Item]) -> list[_Item]:
     if len(done) < len(items):
         stuck = next(item[0] for i, item in enumerate(items) if waits_for[i])
         raise CaptureError(
-            f"op {stuck.name} of {stuck.module or 'the model'} reads what a block makes and is "
-            "read by it again, so the block cannot run as one: narrow the pattern"
+            f"narrow the pattern: op {stuck.name} of {stuck.module or 'the model'} reads what a "
+            "block makes, and the block reads its result, so the block cannot run as one"
         )
     return done
 
@@ -257,8 +256,8 @@ def ops_by_block(graph: TrainingGraph, pattern: str) -> dict[str, list[str]]:
     if not found:
         modules = list(dict.fromkeys(op.module for op in graph.ops[:n] if op.module))
         raise CaptureError(
-            f"pattern '{pattern}' matches no module of a forward op of {graph.name}; these are "
-            f"{', '.join(modules[:5])}. Blocks are named by their paths, such as 'model.layers.*'"
+            f"name blocks by their paths, such as 'model.layers.*': pattern '{pattern}' matches "
+            f"no module of a forward op of {graph.name}; there are {', '.join(modules[:5])}"
         )
     path = ""
     for op in graph.ops[n:]:

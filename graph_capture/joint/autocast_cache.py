@@ -206,7 +206,7 @@ def _refused(weight: fx.Node, casts: list[fx.Node]) -> CaptureError:
         name = f"{weight.name}, an input that requires grad,"
         reason = "does so only where no other module has made it"
     return CaptureError(
-        f"{name} is cast {len(casts)} times under autocast. Eager casts it once and {reason}. "
-        "Train under torch.autocast(..., cache_enabled=False), where eager casts it at each use "
-        "too, and capture under it"
+        "train and capture under torch.autocast(..., cache_enabled=False), where eager casts at "
+        f"each use: {name} is cast {len(casts)} times under autocast.\n"
+        f"Eager casts it once and {reason}"
     )

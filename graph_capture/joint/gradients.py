@@ -8,7 +8,7 @@ that releases each. Without accumulation ``.grad`` is the gradient itself, and s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -266,19 +266,19 @@ def require_known(optimizer: Optimizer) -> None:
     if type(optimizer) not in _KNOWN:
         names = ", ".join(kind.__name__ for kind in _KNOWN)
         raise CaptureError(
-            f"a {type(optimizer).__name__} cannot update parameters one by one during backward: "
-            f"that is known of torch's {names}. Use one of these, or update after backward"
+            f"use torch's {names}, or update after backward: a {type(optimizer).__name__} cannot "
+            "update parameters one by one during backward"
         )
     given: Any = optimizer
     if given._optimizer_step_pre_hooks or given._optimizer_step_post_hooks:
         raise CaptureError(
-            "the optimizer has hooks on its step, which would be called for each parameter: remove "
-            "them, or update after backward"
+            "remove the hooks on the optimizer's step, or update after backward: they would be "
+            "called for each parameter"
         )
     if any(group.get("differentiable") or group.get("capturable") for group in given.param_groups):
         raise CaptureError(
-            "an optimizer with differentiable=True or capturable=True is not updated during "
-            "backward: leave it out, or update after backward"
+            "leave out differentiable=True or capturable=True, or update after backward: such an "
+            "optimizer cannot update during backward"
         )
 
 
@@ -326,16 +326,24 @@ def _cost_of(
     optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any], meter: Meter,
     allocated: Allocated,
 ) -> _UpdateCost:  # fmt: skip
+    other, made, step = made_update(optimizer, parameter, group)
+    memory = meter.step_memory(step)
+    state = [one for one in other.state[made].values() if isinstance(one, Tensor)]
+    own = (one for one in state if one.device == parameter.device)
+    return _UpdateCost(sum(allocated(one.nbytes) for one in own), memory.peak_bytes)
+
+
+def made_update(
+    optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]
+) -> tuple[Optimizer, nn.Parameter, Callable[[], None]]:
+    """An optimizer of the same kind over a made parameter of the same shape; and its usual step."""
     made = nn.Parameter(torch.zeros_like(parameter))
     options = {name: value for name, value in group.items() if name != "params"}
     kind: Any = type(optimizer)
     other: Optimizer = kind([{**options, "params": [made]}])
     made.grad = torch.zeros_like(made)
     other.step()  # the first makes the state; later ones take as this one
-    memory = meter.step_memory(lambda: step_alone(other, made, other.param_groups[0]))
-    state = [one for one in other.state[made].values() if isinstance(one, Tensor)]
-    own = (one for one in state if one.device == parameter.device)
-    return _UpdateCost(sum(allocated(one.nbytes) for one in own), memory.peak_bytes)
+    return other, made, lambda: step_alone(other, made, other.param_groups[0])
 
 
 @dataclass(frozen=True)

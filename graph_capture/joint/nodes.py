@@ -121,6 +121,9 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
             yield args[i] if i < len(args) else kwargs.get(one.name)
 
 
+TRIALS: dict[Any, str] = {}  # by custom op that was tried: why it must not run twice, or nothing
+
+
 def is_custom(node: fx.Node) -> bool:
     # Other people's ops may draw or act without a tag.
     return isinstance(node.target, OpOverload) and node.target.namespace not in TORCHS_NAMESPACES

@@ -17,6 +17,7 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import CUSTOM, Phase
 from remat.graph_capture.joint.exact_ops import CHOSEN_BACKWARD
 from remat.graph_capture.joint.nodes import (
+    TRIALS,
     argument,
     aten,
     draws_randomness,
@@ -68,7 +69,7 @@ def take_out_of(graph: fx.Graph) -> None:
                 copied.add(stacked[0])
                 erase_unread(node)
     if copied:  # `stack` packed the tangent; as it is, strides may differ
-        _lay_out_again(graph, copied)
+        lay_out_again(graph, copied)
 
 
 def _replace(node: fx.Node, by: Any) -> None:
@@ -76,8 +77,8 @@ def _replace(node: fx.Node, by: Any) -> None:
     node.graph.erase_node(node)
 
 
-def _lay_out_again(graph: fx.Graph, changed: set[fx.Node]) -> None:
-    """Recompute the facts of what is made of gradients that are no copies any more."""
+def lay_out_again(graph: fx.Graph, changed: set[fx.Node]) -> None:
+    """Recompute the facts of what is made of nodes that have changed."""
     for node in graph.nodes:
         if node.op != "call_function" or changed.isdisjoint(node.all_input_nodes):
             continue
@@ -114,18 +115,18 @@ def why_no_recompute(
         if name in overwritten:
             module, source = place
             raise CaptureError(
-                f"backward of module {module or '(root)'} ({source}) reads "
-                f"{overwritten[name]}, which forward overwrites. Give forward a copy: "
-                "x.clone() before the in-place change"
+                "give forward a copy, x.clone(), before the change: backward of module "
+                f"{module or '(root)'} ({source}) reads {overwritten[name]}, which forward "
+                "overwrites"
             )
     if argument(node, "generator") is not None:
         return "it draws from a generator of its own"
     if node.target is CHOSEN_BACKWARD:  # cuDNN's
-        return "it may write to what its forward has reserved for it"
+        return "it may write to memory that its forward has reserved"
     if draws_randomness(node) and phase == "backward":
         return "it draws random numbers in backward"
     if all(t is None for t in tensors_of(node)):
-        return "it has effects only"
+        return "it only has side effects"
     return why_custom(node)
 
 
@@ -133,7 +134,8 @@ def why_custom(node: fx.Node) -> str:
     """Why a custom op must not run twice unless the user asks for it; empty for other ops."""
     if not is_custom(node) or draws_randomness(node):  # tagged ones draw again from the saved state
         return ""
-    return f"{CUSTOM} may draw or act without a tag, unless recompute names its module"
+    why = TRIALS.get(node.target, "may draw or act without a tag")
+    return f"{CUSTOM}: {why}. It runs again only if recompute names its module" if why else ""
 
 
 def overwritten_values(nodes: Sequence[fx.Node], inputs: Sequence[Any]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from remat.graph_capture.torch_private.core import (
 
 MODULE_KEY, SOURCE_KEY, FUNCTION_KEY = "remat_module", "remat_source", "remat_function"
 CASTS_KEY = "remat_casts"  # the region of autocast that an op is in, if casts of weights are kept
+COVERED_KEY = "remat_covered"  # number of the function of autograd that runs the op again
 CHECKPOINT_KEY = "remat_checkpoint"  # number of the user's checkpoint that covers an op
 
 _MAKES_NO_NODE = frozenset({

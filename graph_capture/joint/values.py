@@ -63,15 +63,16 @@ class ValueTable:
             if tensor.requires_grad:
                 shape = list(tensor.shape)
                 raise CaptureError(
-                    f"forward uses a tensor of shape {shape} that requires grad and is neither a "
-                    "parameter nor an argument, so its gradient would be lost. Register it as a "
-                    "parameter of the model, or pass it as an argument"
+                    "register it as a parameter, or pass it as an argument: forward uses a tensor "
+                    f"of shape {shape} that requires grad and is neither, so its gradient would "
+                    "be lost"
                 )
             if tensor.layout != torch.strided:
                 raise CaptureError(
-                    f"the model holds a {tensor.layout} tensor that is neither parameter nor "
-                    "buffer, and only strided ones can be planned: keep its indices and values as "
-                    "buffers and compute with them (torch.Tensor.index_add, or a dense product)"
+                    "keep its indices and values as buffers and compute with them "
+                    "(torch.Tensor.index_add, or a dense product): the model holds a "
+                    f"{tensor.layout} tensor that is neither parameter nor buffer, and only "
+                    "strided ones can be planned"
                 )
             self.constants_bytes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
             shown = node.meta.get("val")  # views of a constant alias the traced tensor

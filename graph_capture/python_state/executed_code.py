@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import dis
+import inspect
 import os
 import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from traceback import walk_tb
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -18,14 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import graph
 
-from remat.graph_capture.python_state.library_objects import DATA, is_looked_into
 from remat.graph_capture.python_state.module_hooks import Names, names_of
 from remat.graph_capture.python_state.reachable_objects import (
+    DATA,
     OF_DATA,
     RUN_BY_TORCH,
     STATE,
     is_installed,
     is_library,
+    is_looked_into,
 )
 from remat.graph_capture.python_state.state_slots import PLAIN
 from remat.graph_capture.torch_private.core import OpOverload
@@ -278,6 +281,32 @@ def _functions_of_autograd() -> Iterator[type[torch.autograd.Function]]:
         kind = waiting.pop()
         yield kind
         waiting += kind.__subclasses__()
+
+
+def functions_of_users() -> Iterator[type[torch.autograd.Function]]:
+    ours = ("torch.", "remat.")
+    return (kind for kind in _functions_of_autograd() if not str(kind.__module__).startswith(ours))
+
+
+def codes_of_function(kind: type[torch.autograd.Function]) -> Iterator[CodeType]:
+    """Of the methods that a user writes."""
+    for name in ("forward", "setup_context", "backward", "vjp"):
+        function = inspect.unwrap(getattr(kind, name))
+        if isinstance(function, FunctionType) and function.__module__ != "torch.autograd.function":
+            yield function.__code__
+
+
+def function_that_failed(error: BaseException | None) -> frozenset[type[torch.autograd.Function]]:
+    """The user's function, or torch's for checkpoints, in whose code a trace has failed; empty
+    where it has failed elsewhere."""
+    kinds = (*functions_of_users(), torch.utils.checkpoint.CheckpointFunction)
+    of_code = {code: kind for kind in kinds for code in codes_of_function(kind)}
+    while error is not None:
+        for frame, _ in walk_tb(error.__traceback__):
+            if frame.f_code in of_code:
+                return frozenset({of_code[frame.f_code]})
+        error = error.__cause__
+    return frozenset()
 
 
 def without_recording(op: OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,6 @@ from typing import Any, cast
 from torch import nn
 
 from remat.graph_capture.python_state.executed_code import LoadedNames, is_related
-from remat.graph_capture.python_state.library_objects import is_looked_into
 from remat.graph_capture.python_state.reachable_objects import (
     AROUND_DATA,
     NOT_RUN,
@@ -18,6 +17,7 @@ from remat.graph_capture.python_state.reachable_objects import (
     ReachableObjects,
     functions_of,
     is_library,
+    is_looked_into,
 )
 from remat.graph_capture.python_state.state_slots import MISSING, DictItem
 

@@ -19,7 +19,7 @@ from remat.graph_capture.python_state.module_hooks import Names
 from remat.graph_capture.python_state.state_slots import OpaqueState, StateSlot, Stream
 from remat.graph_capture.torch_private.core import FakeTensor, FunctionalTensor
 
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "remat", "builtins"})
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "triton", "remat", "builtins"})
 STATE = frozenset({"_parameters", "_buffers", "_modules", "training"})  # a module's, guarded apart
 RUN_BY_TORCH = frozenset({"forward", "backward", "setup_context", "jvp", "vjp"})
 NOT_RUN = frozenset({
@@ -35,6 +35,24 @@ _OF_A_TRACE = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, torch.fx.Pro
 _MOST_HELD = 10_000  # so many objects are looked at for one of these
 LONGEST_NAME = 64  # of a text that may name an attribute
 LruCache = type(functools.lru_cache(lambda: None))
+
+# Objects of torch's and Python's own classes that hold a user's numbers, such as an optimizer's
+# rate or a sampler's epoch, are looked into. Those attributes count that the user's code names, or
+# that methods which it names read, as `get_last_lr` reads ``_last_lr``. Objects that change by
+# themselves, as loggers, are left out.
+
+_OF_TORCH = (
+    "torch.amp", "torch.ao.quantization", "torch.cuda.amp", "torch.distributions", "torch.nn.utils",
+    "torch.optim", "torch.utils.data",
+)  # fmt: skip
+_OF_TOOLS = frozenset({
+    "abc", "ast", "asyncio", "builtins", "codecs", "concurrent", "contextlib", "dataclasses",
+    "enum", "functools", "importlib", "inspect", "logging", "pathlib", "re", "selectors", "socket",
+    "ssl", "subprocess", "tempfile", "traceback", "types", "typing", "unittest", "warnings",
+    "weakref",
+})  # fmt: skip
+"""Modules of Python whose objects are tools, or note for themselves what they have done."""
+DATA = frozenset({"data_source", "dataset"})  # if the user's own code names them
 
 Absent = tuple[str, dict[str, Any], set[str]]  # its text, and names that must not appear in it
 
@@ -68,9 +86,25 @@ class Namespace:
 
 
 def is_library(module: Any) -> bool:
-    """Whether code of that module is torch's, NumPy's, Python's or ours, and not followed."""
+    """Whether code of that module is of Python, torch, Triton, NumPy or ours, and not followed."""
     # A class may have anything under ``__module__``, as one of a file that defines Triton kernels.
     return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES
+
+
+def is_looked_into(kind: type) -> bool:
+    """Whether objects of a library's class hold what a user sets."""
+    module: Any = kind.__module__
+    if not isinstance(module, str) or issubclass(kind, nn.Module):  # it may be anything
+        return False
+    root = module.partition(".")[0]
+    if root == "torch":
+        return module.startswith(_OF_TORCH)
+    return root not in _OF_TOOLS and root in sys.stdlib_module_names
+
+
+def attributes_of(tensor: Tensor) -> dict[str, Any]:
+    """What was set on a tensor by name; of a subclass, which keeps its own parts there, nothing."""
+    return vars(tensor) if type(tensor) in (Tensor, nn.Parameter, nn.Buffer) else {}
 
 
 def distinct_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -180,15 +180,16 @@ class Change:
 
 class PythonState:
     """Python's state that forward and the loss may read, as it is when this is made. `ran`: what
-    this code may read, and what runs later; None: any code."""
+    this code may read, and what runs later; None: any code. `live`: not what this reads."""
 
     def __init__(
         self,
         model: nn.Module,
         loss_fn: Callable[..., Any] | None = None,
         ran: ExecutedCode | None = None,
+        live: frozenset[CodeType] = frozenset(),
     ) -> None:
-        self._walk = StateWalk(model, loss_fn, ran)
+        self._walk = StateWalk(model, loss_fn, ran, live)
         self._found = self._walk.found
         self.grown: list[ContainerItems] = []
         self._gone: set[tuple[int, Any]] = set()
@@ -403,10 +404,11 @@ def _holder(place: StateSlot | OpaqueState) -> Any:
 
 @contextlib.contextmanager
 def python_state_kept(
-    model: nn.Module, loss_fn: Callable[..., Any] | None, ran: ExecutedCode | None = None
-) -> Generator[PythonState]:
+    model: nn.Module, loss_fn: Callable[..., Any] | None, ran: ExecutedCode | None = None,
+    live: frozenset[CodeType] = frozenset(),
+) -> Generator[PythonState]:  # fmt: skip
     with contextlib.ExitStack() as stack:
-        state = PythonState(model, loss_fn, ran)
+        state = PythonState(model, loss_fn, ran, live)
         stack.callback(state.restore)
         yield state
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import enum
 import functools
 import inspect
+import io
 import itertools
+import mmap
 import operator
 import os
 import pickle
@@ -23,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from remat.graph_capture.python_state.library_objects import memory_of
 from remat.graph_capture.python_state.module_hooks import Hook, ModuleHooks
 from remat.graph_capture.torch_private.core import disable_current_modes
 
@@ -266,12 +268,40 @@ class OpaqueState:
         return f"{name(is_same)}({name(self.ask)}({name(self.owner)}), {name(self.value)})"
 
 
+NUMBERS_OF_C = (ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._SimpleCData)
+_PROXY = ("multiprocessing.managers", "BaseProxy")
+_RAW = (mmap.mmap, memoryview)
+_TEXTS = (io.StringIO, io.BytesIO)
+
+
+def _memory_of(value: Any) -> bytes | str | None:
+    """What an object of C holds, which no attribute shows; None for any other object."""
+    if isinstance(value, NUMBERS_OF_C):
+        return bytes(value)
+    if isinstance(value, _RAW):
+        return value.tobytes() if isinstance(value, memoryview) else value[:]
+    if isinstance(value, _TEXTS):
+        return value.getvalue()
+    return _beside_this_process(value)
+
+
+def _beside_this_process(value: Any) -> bytes | None:
+    """What processes share: a manager's object, or the count of a semaphore, as of an event."""
+    kind = type(value)
+    # A lock counts to 1, and holds no number.
+    if kind.__module__ == "_multiprocessing" and getattr(value, "maxvalue", 1) > 1:
+        return bytes(str(value._get_value()), "ascii")
+    if any((one.__module__, one.__name__) == _PROXY for one in kind.__mro__):
+        return pickle.dumps(value._getvalue())
+    return None
+
+
 def opaque_state(text: str, owner: Any) -> OpaqueState | None:
     """The place of an object that hides a state; None for any other."""
     if isinstance(owner, ContextVar):
         return OpaqueState(text, owner, _context, _context(owner))
-    if (held := memory_of(owner)) is not None:
-        return OpaqueState(text, owner, memory_of, held)
+    if (held := _memory_of(owner)) is not None:
+        return OpaqueState(text, owner, _memory_of, held)
     if isinstance(owner, Iterator):
         return OpaqueState(text, owner, _progress, _progress(owner))
     return None

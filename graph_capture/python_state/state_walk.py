@@ -21,11 +21,6 @@ import numpy as np
 from torch import Tensor, nn
 
 from remat.graph_capture.python_state.executed_code import ExecutedCode, LoadedNames
-from remat.graph_capture.python_state.library_objects import (
-    NUMBERS_OF_C,
-    attributes_of,
-    is_looked_into,
-)
 from remat.graph_capture.python_state.module_hooks import (
     BACKWARD_HOOKS,
     ModuleHooks,
@@ -41,9 +36,11 @@ from remat.graph_capture.python_state.reachable_objects import (
     Absent,
     LruCache,
     ReachableObjects,
+    attributes_of,
     distinct_state,
     is_installed,
     is_library,
+    is_looked_into,
     is_users_module,
     modules_of,
     slot_names,
@@ -52,6 +49,7 @@ from remat.graph_capture.python_state.state_slots import (
     CONTAINERS,
     GENERATORS,
     MISSING,
+    NUMBERS_OF_C,
     PLAIN,
     ClosureCell,
     ContainerItems,
@@ -73,11 +71,15 @@ _NAMES_OF_ATTRIBUTES = (operator.attrgetter, operator.methodcaller)
 
 
 class StateWalk:
-    """One walk from a model and its loss, breadth first; `ran`: only of this code."""
+    """One walk from a model and its loss, breadth first; `ran`: only of this code. `live`: not of
+    this, which steps run as it is."""
 
-    def __init__(self, model: nn.Module, loss_fn: Any, ran: ExecutedCode | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: Any, ran: ExecutedCode | None = None,
+        live: frozenset[CodeType] = frozenset(),
+    ) -> None:  # fmt: skip
         self.found = ReachableObjects()  # what it has come by so far
-        self.ran = ran
+        self.ran, self._live = ran, live
         self._in_library = False  # whether what is followed now is an installed library's
         self._queue: deque[tuple[Any, str]] = deque()  # the farthest are missing, if too many
         self._seen: dict[int, Any] = {}  # with the objects, whose identities stay theirs so
@@ -256,6 +258,8 @@ class StateWalk:
 
     def _read_function(self, function: FunctionType, kind: type | None) -> None:
         """As a method of a class, or with all that it has at hand."""
+        if function.__code__ in self._live:
+            return
         if kind is not None:
             self._names.add_method(kind, function)
             return

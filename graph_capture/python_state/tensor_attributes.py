@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.provenance import line_of_user
 from remat.graph_capture.python_state.executed_code import ExecutedCode
-from remat.graph_capture.python_state.library_objects import attributes_of
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
+from remat.graph_capture.python_state.reachable_objects import attributes_of
 from remat.graph_capture.python_state.state_slots import (
     CONTAINERS,
     MISSING,
@@ -56,8 +56,8 @@ class _OfTensor:
     def _refused(self) -> CaptureError:
         name = vars(self)["is_named"]
         return CaptureError(
-            f"pass {name} as an argument of its own: it is a tensor that was set on another one as "
-            f"an attribute{line_of_user()}, and each step of a plan would read that of the first "
+            f"pass {name} as an argument of its own: it was set on another tensor as an "
+            f"attribute{line_of_user()}, and each step of a plan would read that of the first "
             "batch"
         )
 

@@ -47,9 +47,8 @@ def _extents_of(
             for value, (sizes, _) in zip(same, graphs, strict=True)
         ):
             raise CaptureError(
-                f"how the shape of {first.name}, which {first.producer or 'the batch'} makes, "
-                "follows from the sizes that vary is not known: leave out of dynamic what it "
-                "depends on"
+                f"leave out of dynamic what {first.name} depends on: how its shape, made by "
+                f"{first.producer or 'the batch'}, follows from the varying sizes is not known"
             )
         found[first.name] = extent
     return found
@@ -115,8 +114,8 @@ def ranged_graph_of(
     for sizes, graph in graphs:  # formulas have to give what was traced at each
         if ranged.at(**sizes) != graph:
             raise CaptureError(
-                f"the step of {ranged.name} at {dict(sizes)} is not what follows from the range: "
-                "leave out of dynamic what is laid out unlike its batch"
+                "leave out of dynamic what is laid out unlike its batch: the step of "
+                f"{ranged.name} at {dict(sizes)} does not follow from the range"
             )
     costed = [cost_model(one) for _, one in reversed(traces)][::-1]
     base = replace(ranged.base, device=costed[-1].device, resident=costed[-1].resident)
@@ -158,6 +157,6 @@ def _require_same_structure(traced: TrainingGraph, graph: TrainingGraph, sizes: 
     op = next((b for a, b in pairs if (a.name, a.target) != (b.name, b.target)), graph.ops[-1])
     place = ", ".join(part for part in (op.module, op.source) if part)
     raise CaptureError(
-        f"at {dict(sizes)} the step of {graph.name} has other ops than elsewhere in the range, "
-        f"first {op.target} ({place or op.name}): capture a range without these sizes"
+        f"capture a range without these sizes: at {dict(sizes)} the step of {graph.name} has "
+        f"other ops than elsewhere, first {op.target} ({place or op.name})"
     )

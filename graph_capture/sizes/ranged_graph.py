@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
 from remat.graph_capture.devices.known_devices import plan_rounding
-from remat.graph_capture.errors import GraphError, ShapeError, TextError
-from remat.graph_capture.files import decode_json
+from remat.graph_capture.errors import GraphError
 from remat.graph_capture.graph import (
     MOST_BYTES,
     Ints,
@@ -50,7 +49,7 @@ def _check_points(
 ) -> None:  # fmt: skip
     for one in (*points, *workspaces):
         if set(one.sizes) != {symbol.name for symbol in symbols}:
-            raise GraphError(f"a range was measured at {one.sizes}, which are not its sizes")
+            raise GraphError(f"a range was measured at {one.sizes}, sizes that it does not have")
         _require_figures(n_ops, one.sizes, one.workspace_bytes, MOST_BYTES)
     for point in points:
         _require_figures(n_ops, point.sizes, point.cost_us, math.inf)
@@ -59,20 +58,19 @@ def _check_points(
         # Extra bytes may be less than none: a GPU's random state is smaller than the CPU's.
         kept = (*point.extra_bytes.values(), point.libraries_bytes)
         if point.libraries_bytes < 0 or not all(abs(one) < MOST_BYTES for one in kept):
-            raise GraphError(f"bytes at {point.sizes} are negative, or too many")
+            raise GraphError(f"bytes at {point.sizes} are negative or too large")
     if points and not is_within(corner(symbols, "high"), points[-1].sizes):
-        text = f"the ops of a range were timed up to {points[-1].sizes}, and it goes further"
+        text = f"the ops of a range were timed only up to {points[-1].sizes}"
         raise GraphError(text)
 
 
 def _require_figures(n_ops: int, sizes: Sizes, figures: Sequence[float], most: float) -> None:
     if len(figures) != n_ops:
-        raise GraphError(f"at {sizes} there are figures of {len(figures)} ops, not of {n_ops}")
+        raise GraphError(f"at {sizes} there are figures of {len(figures)} ops, not {n_ops}")
     if not are_figures(*figures) or any(one >= most for one in figures):
-        raise GraphError(f"a figure at {sizes} is negative, or too large")
+        raise GraphError(f"a figure at {sizes} is negative or too large")
 
 
-_RANGED_VERSION = 1
 _SHOWN = 5  # values that a range's text shows: the largest ones
 
 
@@ -97,6 +95,7 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     traced_hash : of the graph at the sizes that were traced with, by which it is traced again.
     """
 
+    noun: ClassVar[str] = "graph over a range"
     base: TrainingGraph
     symbols: tuple[Symbol, ...]
     extents: dict[str, Extent]
@@ -106,14 +105,9 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     points: tuple[CostPoint, ...] = ()
     workspaces: tuple[WorkspacePoint, ...] = ()
     traced_hash: str = ""
-    schema_version: int = _RANGED_VERSION
 
     def __post_init__(self) -> None:
-        if self.schema_version != _RANGED_VERSION:
-            raise GraphError(
-                f"this file of a range has schema version {self.schema_version}, this release "
-                f"reads {_RANGED_VERSION}: capture the model again"
-            )
+        super().__post_init__()
         _check_points(len(self.base.ops), self.symbols, self.points, self.workspaces)
 
     @property
@@ -229,25 +223,6 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
         if extent.shape and elements and size_bytes % elements == 0:
             return "·".join([*map(_factor, extent.shape), str(size_bytes // elements)]) + " B"
         return extent.size_bytes.replace("*", "·") + " B"
-
-    def to_json(self) -> bytes:
-        """Encode as JSON; `from_json` reads it back to an equal one."""
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def from_json(cls, data: bytes | str) -> RangedGraph:
-        """Read what `to_json` has written.
-
-        Raises
-        ------
-        GraphError : the text is no graph over a range, or of another schema version.
-        """
-        try:
-            return decode_json(data, cls)
-        except ShapeError as error:
-            raise GraphError(f"not a file of a range of this release: {error}") from error
-        except TextError as error:
-            raise GraphError(f"not a JSON file of a range: {error}") from error
 
     def __str__(self) -> str:
         made = [v for v in self.base.values if v.producer and v.name in self.extents]

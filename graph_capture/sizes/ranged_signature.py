@@ -84,8 +84,8 @@ class RangedSignature(Signature):
             shown = f"[{', '.join(map(str, shape))}]"
             if ", strides " in line:
                 raise CaptureError(
-                    f"{self.names[i]} varies in size and is laid out in another order than that of "
-                    "its dimensions: pass contiguous() of it"
+                    f"pass {self.names[i]}.contiguous(): it varies in size, and its memory order "
+                    "is not that of its dimensions"
                 )
             found.append(line.replace(str(list(facts.shape)), shown, 1))
         return tuple(found)
@@ -116,17 +116,18 @@ class RangedSignature(Signature):
         for symbol in self.symbols:
             if sizes[symbol.name] not in symbol.sizes:
                 raise SignatureError(
-                    f"{model} was planned for {symbol}, and is called with {symbol.name} = "
-                    f"{sizes[symbol.name]}: plan for a range that holds it"
+                    f"plan for a range that holds it: {model} was planned for {symbol}, and is "
+                    f"called with {symbol.name} = {sizes[symbol.name]}"
                 )
         Signature.require(self.at(sizes), leaves, spec, model)
         for guard in self.guards:
             if not guard.holds(sizes):
                 raise SignatureError(
-                    f"{model} was planned for sizes with {guard.text}, as {guard.op or 'its code'} "
-                    f"asks for, and is called with {sizes}: make another plan for these sizes"
+                    f"make another plan for these sizes: {model} was planned for sizes with "
+                    f"{guard.text}, as {guard.op or 'its code'} requires, and is called with "
+                    f"{sizes}"
                 )
-        raise SignatureError(f"{model} was planned for other batches than this one")
+        raise SignatureError(f"{model} was planned for other batches")
 
     def sizes_of(self, leaves: Sequence[Any]) -> dict[str, int]:
         """The size of each symbol in a batch, from the first place that has it."""
@@ -135,8 +136,8 @@ class RangedSignature(Signature):
             facts, leaf = self._facts(one.leaf), leaves[one.leaf]
             if not isinstance(leaf, Tensor) or leaf.dim() != len(facts.shape):
                 raise SignatureError(
-                    f"{self.names[one.leaf]} was planned as a tensor of {len(facts.shape)} "
-                    "dimensions and is another thing now. Call the model as at capture"
+                    f"call the model as at capture: {self.names[one.leaf]} was planned as a "
+                    f"tensor of {len(facts.shape)} dimensions and is something else now"
                 )
             found.setdefault(one.symbol, leaf.shape[one.dim])
         return found
@@ -204,7 +205,7 @@ class RangedSignature(Signature):
         """The dimensions of a tensor without gaps, the one next to each other in memory first."""
         facts = self.tensors[i]
         if facts is None:
-            raise CaptureError(f"{self.names[i]} is no tensor, and has no size that varies")
+            raise CaptureError(f"{self.names[i]} is not a tensor, so it has no size that varies")
         shape, stride = facts[:2]
         # Along a size of 1, the stride says nothing: the last dimension then is the innermost.
         order = sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim))
@@ -212,8 +213,8 @@ class RangedSignature(Signature):
         for dim in order:
             if shape[dim] != 1 and stride[dim] != step:
                 raise CaptureError(
-                    f"{self.names[i]} varies in size and is laid out with gaps, strides "
-                    f"{list(stride)}: pass contiguous() of it"
+                    f"pass {self.names[i]}.contiguous(): it varies in size and has gaps in "
+                    f"memory, strides {list(stride)}"
                 )
             step *= shape[dim]
         return order
@@ -258,13 +259,14 @@ def places_in(
         facts = None if i is None else signature.tensors[i]
         if i is None or facts is None:
             raise CaptureError(
-                f"dynamic names {argument!r}, which is no tensor of the batch: "
-                f"name one of {', '.join([*positions, 'target'])}, or {', '.join(leaf_of)}"
+                f"name one of {', '.join([*positions, 'target'])}, or {', '.join(leaf_of)}: "
+                f"dynamic names {argument!r}, which is not a tensor of the batch"
             )
         for dim, entry in _as_mapping(dims, f"dynamic of {argument!r}").items():
             if type(dim) is not int or not 0 <= dim < len(facts.shape):
                 raise CaptureError(
-                    f"dynamic names dimension {dim!r} of {argument!r}, which has {len(facts.shape)}"
+                    f"dynamic names dimension {dim!r} of {argument!r}, which has "
+                    f"{len(facts.shape)} dimensions"
                 )
             symbols.append(as_symbol(entry, f"{argument} dimension {dim}", facts.shape[dim]))
             places.append(Place(i, dim, symbols[-1].name))
@@ -274,8 +276,8 @@ def places_in(
 def _as_mapping(given: Any, what: str) -> Mapping[Any, Any]:
     if not isinstance(given, Mapping):
         raise CaptureError(
-            f"{what} is {given!r}: give sizes by argument and dimension, such as "
-            '{"tokens": {1: ("seq", 16, 2048)}}'
+            'give sizes by argument and dimension, such as {"tokens": {1: ("seq", 16, 2048)}}: '
+            f"{what} is {given!r}"
         )
     return cast("Mapping[Any, Any]", given)
 
@@ -284,7 +286,7 @@ def ranged_signature(model: nn.Module, batch: Any, dynamic: Dynamic) -> RangedSi
     """The signature of the batches that ``dynamic=`` asks for, from one of them."""
     symbols, places = places_in(batch, model, dynamic)
     if not symbols:
-        raise CaptureError("dynamic names no dimension: leave it out for a plan of one size")
+        raise CaptureError("leave out dynamic for a plan of one size: it names no dimension")
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     # A traced size that is equal to one of these would look as if it were that one.
     fixed = {n for t in (*leaves, *model.parameters(), *model.buffers()) for n in t.shape}

@@ -37,7 +37,7 @@ def parsed(text: str) -> ast.expr:
         return ast.parse(text, mode="eval").body
     # The last two come of texts that are nested too deep.
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise GraphError(f"{text[:80]!r} is no expression of sizes: capture again") from error
+        raise GraphError(f"capture again: {text[:80]!r} is not an expression of sizes") from error
 
 
 def _value(node: ast.expr, sizes: Mapping[str, int], text: str) -> Any:
@@ -66,7 +66,7 @@ def _value(node: ast.expr, sizes: Mapping[str, int], text: str) -> Any:
             return not _value(operand, sizes, text)
         case _:
             pass
-    raise GraphError(f"{text[:80]!r} cannot be evaluated at {dict(sizes)}: capture again")
+    raise GraphError(f"capture again: {text[:80]!r} cannot be evaluated at {dict(sizes)}")
 
 
 def never_falls(text: str, least: Mapping[str, int]) -> bool:
@@ -134,7 +134,7 @@ def _bounds(node: ast.expr, low: Sizes, high: Sizes, text: str) -> _Interval:
             return _CALLS[name](one[0] for one in each), _CALLS[name](one[1] for one in each)
         case _:
             pass
-    raise GraphError(f"{text[:80]!r} cannot be bounded over a range: capture again")
+    raise GraphError(f"capture again: {text[:80]!r} cannot be bounded over a range")
 
 
 def _ends(of: Callable[[int, int], int], a: _Interval, b: _Interval) -> _Interval:
@@ -237,8 +237,8 @@ def as_symbol(given: Any, where: str, size: int) -> Symbol:
     entry: list[Any] = [*given] if isinstance(given, (tuple, list)) else [given]
     if len(entry) not in (1, 3, 4) or not isinstance(entry[0], str) or not entry[0].isidentifier():
         raise CaptureError(
-            f"dynamic of {where} is {given!r}: give a name, or (name, least size, largest size) or "
-            '(name, least, largest, multiple), such as ("seq", 16, 2048)'
+            f"give dynamic of {where} a name, (name, least size, largest size) or (name, least, "
+            f'largest, multiple), such as ("seq", 16, 2048): it is {given!r}'
         )
     numbers = entry[1:] if len(entry) > 1 else (2, size)
     if not all(type(number) is int for number in numbers):  # True is an int too
@@ -252,16 +252,16 @@ def _require_range(symbol: Symbol, where: str) -> None:
     multiple = symbol.multiple
     if symbol.low < 2:
         raise CaptureError(
-            f"{where} is to vary as {symbol}: torch runs other ops for sizes of 0 and 1, so that a "
-            "range begins at 2. Plan a size of 1 by itself"
+            f"begin the range at 2, and plan a size of 1 separately: {where} is to vary as "
+            f"{symbol}, and torch runs other ops for sizes 0 and 1"
         )
     if symbol.high <= symbol.low or multiple < 1:
-        raise CaptureError(f"{where} is to vary as {symbol}, which is no range of sizes")
+        raise CaptureError(f"{where} is to vary as {symbol}, which is not a range of sizes")
     # Torch's symbol counts steps, and it treats 0 and 1 of them as special too.
     if symbol.low % multiple or symbol.high % multiple or symbol.low < 2 * multiple:
         raise CaptureError(
-            f"{where} is to vary as {symbol}: both ends must be multiples of {multiple}, and the "
-            f"least size {2 * multiple} or more"
+            f"make both ends multiples of {multiple}, and the least size {2 * multiple} or more: "
+            f"{where} is to vary as {symbol}"
         )
 
 
@@ -271,7 +271,7 @@ def require_one_range(symbols: Collection[Symbol]) -> tuple[Symbol, ...]:
     for symbol in symbols:
         if found.setdefault(symbol.name, symbol) != symbol:
             raise CaptureError(
-                f"dynamic has both {found[symbol.name]} and {symbol}: give one range to a name"
+                f"give one range to a name: dynamic has both {found[symbol.name]} and {symbol}"
             )
     return tuple(found.values())
 
@@ -280,12 +280,12 @@ def require_in_range(symbols: Sequence[Symbol], sizes: Sizes) -> dict[str, int]:
     """In the order of the symbols; refuses sizes that are missing, unknown or out of range."""
     if set(sizes) != {symbol.name for symbol in symbols}:
         wanted = ", ".join(f"{symbol.name}=..." for symbol in symbols)
-        raise SignatureError(f"sizes are given as {dict(sizes)}: give {wanted}")
+        raise SignatureError(f"give {wanted}: sizes are {dict(sizes)}")
     for symbol in symbols:
         if sizes[symbol.name] not in symbol.sizes:
             raise SignatureError(
-                f"{symbol.name} = {sizes[symbol.name]} is out of the range that was captured, "
-                f"{symbol}: capture with a range that holds it"
+                f"capture a range that holds it: {symbol.name} = {sizes[symbol.name]} is outside "
+                f"the captured range, {symbol}"
             )
     return {symbol.name: int(sizes[symbol.name]) for symbol in symbols}
 
@@ -380,10 +380,10 @@ def _range_error(
     line = f" ({guard.line})" if guard.line else ""
     ways = " or ".join(f"{low} to {high}" for low, high in parts if high > low)
     if len(parts) > 4 or not ways or "%" in guard.text:
-        ways = f"sizes for which {guard.text}, as by a multiple: (name, least, largest, multiple)"
+        ways = f"sizes for which {guard.text}, as multiples: (name, least, largest, multiple)"
     error = RangeError(
-        f"{who}{line} of {model} chooses by {guard.text}, which {why} of {symbol}, so that one "
-        f"graph cannot serve them all. Capture with {symbol.name} of {ways}"
+        f"capture with {symbol.name} of {ways}: {who}{line} of {model} chooses by {guard.text}, "
+        f"which {why} of {symbol}, so one graph cannot serve them all"
     )
     error.symbol, error.parts = symbol.name, parts
     return error

@@ -121,8 +121,8 @@ class Environment:
             said = re.sub(rf"(?:{re.escape(times)})?\b{made}\b", symbol.name, said)
         ranges = " and ".join(map(str, self.symbols))
         return (
-            f"{said}. The step was traced for {ranges}: a size that the model has written into it, "
-            "or that it asks more of, cannot vary so. Leave it out of dynamic, or narrow its range"
+            "leave sizes that the model hard-codes or restricts out of dynamic, or narrow their "
+            f"range: {said} (traced for {ranges})"
         )
 
     def guards(self) -> tuple[Guard, ...]:
@@ -204,8 +204,8 @@ class _AtSizes:
             return number if text.lstrip("-").isdigit() else SizeArgument(number, text)
         if node is None or isinstance(value, torch.SymBool):
             raise CaptureError(
-                f"an op takes {value}, which is made of sizes that vary, and no plan for a range "
-                "can make it again: leave those sizes out of dynamic"
+                f"leave the sizes it is made of out of dynamic: an op takes {value}, which a plan "
+                "for a range cannot compute again"
             )
         bound: dict[str, Any] = {}
         text = self._code(node, bound)
@@ -221,8 +221,8 @@ class _AtSizes:
             return f"({self.env.text(value)})"
         if not isinstance(value, torch.SymFloat) or leaf.kwargs or not callable(leaf.target):
             raise CaptureError(
-                f"{target_name(leaf)} computes a number of sizes that vary, and no plan for a "
-                "range can do so again: leave those sizes out of dynamic"
+                f"leave the sizes it depends on out of dynamic: {target_name(leaf)} computes a "
+                "number from them, which a plan for a range cannot do again"
             )
         name = f"_f{len(bound)}"
         bound[name] = leaf.target

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import logging
 import re
@@ -53,6 +54,50 @@ will_execute_node: Callable[[Any], bool] = _C._will_engine_execute_node
 saved_tensor_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_default_hooks
 DisableAutocast: Any = _C._DisableAutocast
 DisableTorchFunction: Any = _C.DisableTorchFunction
+
+
+def module_of_op(op: Any) -> str:
+    """The module of the Python function that `torch.library.custom_op` made an op of, or ""."""
+    known = torch._library.custom_ops.OPDEFS.get(getattr(op, "_name", "").partition(".")[0])
+    return str(known._init_fn.__module__) if known is not None else ""
+
+
+BackwardFunction: Any = torch.autograd.function.BackwardCFunction
+
+
+@contextlib.contextmanager
+def reentrant_checkpoints() -> Generator[None]:
+    """Let torch's own run in a trace, which asks for single gradients."""
+    autograd: Any = torch.autograd
+    before, autograd._is_checkpoint_valid = autograd._is_checkpoint_valid, lambda: True
+    try:
+        yield
+    finally:
+        autograd._is_checkpoint_valid = before
+
+
+@contextlib.contextmanager
+def calls_of_functions(apply: Callable[..., Any]) -> Generator[None]:
+    """Have `apply` run in place of each call of a `Function`: it is given what to call, the class
+    and the arguments. `Function.apply`, under whatever name it is bound, asks its own base."""
+    before = vars(SingleLevelFunction).get("apply")
+
+    def of_base(kind: Any, *args: Any) -> Any:
+        if before is not None:
+            return before.__get__(None, kind)(*args)
+        return super(SingleLevelFunction, kind).apply(*args)
+
+    SingleLevelFunction.apply = classmethod(functools.partial(apply, of_base))
+    try:
+        yield
+    finally:
+        del SingleLevelFunction.apply
+        if before is not None:
+            SingleLevelFunction.apply = before
+
+
+SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
+"""What `autograd.Function.apply` asks, under whatever name it is called."""
 
 prepare_profiler: Callable[..., None] = _C._autograd._prepare_profiler
 enable_profiler: Callable[..., None] = _C._autograd._enable_profiler
@@ -203,8 +248,8 @@ def refused_release(version: str) -> str:
     if _minor(OLDEST) <= _minor(version) <= _minor(NEWEST):
         return ""
     return (
-        f"plans are tested with torch {OLDEST} to {NEWEST}, and torch {version} is installed: "
-        f'pip install "{requirement()}", or a release of remat that knows this one'
+        f'pip install "{requirement()}", or take a release of remat for torch {version}: plans '
+        f"are tested with torch {OLDEST} to {NEWEST}, and {version} is installed"
     )
 
 

@@ -187,22 +187,24 @@ class ForwardWrites:
         for text in earlier.keys() & now.keys():
             if not is_same(now[text], earlier[text]):
                 raise CaptureError(
-                    f"forward of {self._kind} sets {text} to {short(now[text])}, and to "
-                    f"{short(earlier[text])} when it is run again on the same batch: a step that "
-                    "follows a plan would set one value each time. Set it outside forward"
+                    f"set {text} outside forward: forward of {self._kind} sets it to "
+                    f"{short(now[text])}, and to {short(earlier[text])} when run again on the "
+                    "same batch, but a plan's step would set one value each time"
                 )
 
     def _note_hooks(self) -> None:
         if registered := registered_hook(hook_tables(self._hooked, BACKWARD_HOOKS)):
-            raise CaptureError(f"forward of {self._kind} sets a {registered}")
+            raise CaptureError(
+                f"set it outside forward: forward of {self._kind} sets a {registered}"
+            )
         for place in self._hooks:  # transformers sets some on submodules at its first call
             now = place.now()
             if are_alike(now, place.value):
                 continue
             if any(holds_traced(hook.function) for hook in now):
                 raise CaptureError(
-                    f"forward of {self._kind} sets a {place.text} that keeps a tensor of its "
-                    "batch: the next call would read it. Keep it on an attribute instead"
+                    f"keep the tensor on an attribute instead: forward of {self._kind} sets a "
+                    f"{place.text} that keeps a tensor of its batch for the next call"
                 )
             self.initialised.append(InitialisedOnce(place, now))
 
@@ -216,9 +218,9 @@ class ForwardWrites:
         late += [one.text for one, writer in pairs if writer is Writer.FORWARD]
         if late:
             raise CaptureError(
-                f"backward of {self._kind} changes {late[0]}, as by a hook that forward sets on a "
-                "tensor: a step that follows a plan would not call it. Set the hook on a parameter "
-                "outside forward, or return the tensor and set the hook on the result"
+                "set the hook on a parameter outside forward, or on the returned tensor: backward "
+                f"of {self._kind} changes {late[0]}, as a hook does that forward sets on a "
+                "tensor, and a plan's step would not call it"
             )
 
     def _texts(self) -> list[str]:
@@ -245,37 +247,35 @@ class ForwardWrites:
 
     def _changed(self, change: Change) -> CaptureError:
         return CaptureError(
-            f"forward of {self._kind} changes {change.text}: it was {short(change.before)} and is "
-            f"{short(change.now)} after it, and a step that follows a plan would not change it. Do "
-            "that outside forward, before each step; or, if only the first call does it, call the "
-            "model once on a batch first; or leave the module that does it to eager, and plan the "
-            "others, each by remat.rematerialize"
-            f"{'; or remove the hook that does it' * any(p.value for p in self._hooks)}"
+            f"change {change.text} outside forward, before each step; or call the model once on a "
+            "batch first, if only the first call changes "
+            f"it{'; or remove the hook that does it' * any(p.value for p in self._hooks)}.\n"
+            f"Forward of {self._kind} changes it from {short(change.before)} to "
+            f"{short(change.now)}, and a step that follows a plan would not change it.\n"
+            "Or leave the module that does it to eager, and plan the others (remat.rematerialize)"
         )
 
     def _refused(self, written: Written) -> CaptureError:
         line = self._state.stores.get(written.name)
         return CaptureError(
-            f"forward of {self._kind} sets attribute {written.text} to {short(written.value)}"
-            f"{f' ({line})' if line else ''}, and a step that follows a plan would not. Keep a "
-            "tensor there, which each step sets, or register a buffer, or set it outside forward"
+            "set it outside forward, or register a buffer, or keep a tensor there, which each "
+            f"step sets: forward of {self._kind} sets attribute {written.text} to "
+            f"{short(written.value)}{f' ({line})' if line else ''}, and a plan's step would not"
         )
 
 
 def _beside_text(kind: str, change: Change) -> str:
     return (
-        f"another thread ({other_threads()}) changes {change.text}, which forward of {kind} may "
-        f"read: it was {short(change.before)} and is {short(change.now)} after it. A plan holds "
-        "for one value: end that thread before you plan and train, or read the value outside "
-        "forward"
+        f"end the other thread ({other_threads()}) before you plan and train, or read the value "
+        f"outside forward: it changes {change.text}, which forward of {kind} may read, from "
+        f"{short(change.before)} to {short(change.now)}, and a plan holds for one value"
     )
 
 
 def _taken_text(kind: str, text: str) -> str:
     return (
-        f"forward of {kind} takes the next item or number of {text}, or sets it, and a step that "
-        "follows a plan would have the same one each time. Take it outside forward and pass it in "
-        "as a tensor, or draw with torch"
+        f"take {text} outside forward and pass it in as a tensor, or draw with torch: forward of "
+        f"{kind} takes its next item or number, or sets it, and a plan's step would not"
     )
 
 
@@ -293,7 +293,7 @@ class UnreadSentinel:
     """Stands in an attribute that forward sets, to see whether it reads it before it does."""
 
     def __getattr__(self, name: str) -> Any:
-        raise CaptureError(f"what an earlier step left is read ({name})")
+        raise CaptureError(f"something that an earlier step left is read ({name})")
 
 
 def find_loop_carried(
@@ -364,8 +364,9 @@ class NoSetData(CallWatcher):
         line = line_of_user() if func == self.set_data else ""  # torch does so too, beside it
         if line:
             raise CaptureError(
-                f"forward of {self.kind} gives a tensor other data, by .data ={line}, and in a "
-                "step of a plan it would keep what it has. Write into the tensor instead: "
-                "tensor.data.copy_(other); or do it outside forward, before or after the step"
+                "write into the tensor instead: tensor.data.copy_(other). Or do it outside "
+                "forward, before or after the step.\n"
+                f"Forward of {self.kind} gives a tensor other data, by .data ={line}, and a "
+                "plan's step would not"
             )
         return func(*args, **kwargs)

@@ -38,14 +38,14 @@ class _BlockCalls:
             count = len(self.signatures.get(path, ()))
             if count != 1:
                 raise CaptureError(
-                    f"block {path} ({type(block).__name__}) is called {count} times in a step, and "
-                    "a block's plan is for one call: narrow the pattern to blocks that are called "
-                    "once, or plan the whole model with remat.rematerialize"
+                    "narrow the pattern to blocks that are called once, or plan the whole model "
+                    f"with remat.rematerialize: block {path} ({type(block).__name__}) is called "
+                    f"{count} times in a step, and a block's plan is for one call"
                 )
             if self.autocast[path] != autocast_state():
                 raise CaptureError(
-                    f"block {path} runs under an autocast that forward enters by itself: enter it "
-                    "around the whole step instead, as torch's documentation shows"
+                    "enter autocast around the whole step, as torch's documentation shows: block "
+                    f"{path} runs under an autocast that forward enters"
                 )
         kinds = {path: type(block).__name__ for path, block in self.blocks.items()}
         return {
@@ -58,8 +58,8 @@ def matching_blocks(model: nn.Module, pattern: str, device: str) -> dict[str, nn
     """The submodules whose path matches a glob, by path; of two nested ones the outer."""
     if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise CaptureError(
-            f"blocks are named by a glob, such as 'model.layers.*', not by a "
-            f"{type(pattern).__name__}: give blocks='layers.*', and the batch as args=(...)"
+            "give a glob, blocks='layers.*', and the batch as args=(...): blocks is a "
+            f"{type(pattern).__name__}"
         )
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
@@ -83,8 +83,8 @@ def _nothing_matched(model: nn.Module, pattern: str) -> str:
     shown = ", ".join(paths[:_SHOWN]) or "none"
     more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
     return (
-        f"pattern '{pattern}' matches no submodule of {type(model).__name__}; these are {shown}"
-        f"{more}. Blocks are named by their paths, such as 'model.layers.*'"
+        f"name blocks by their paths, such as 'model.layers.*': pattern '{pattern}' matches no "
+        f"submodule of {type(model).__name__}; there are {shown}{more}"
     )
 
 
@@ -243,17 +243,16 @@ def _match_forward(matcher: _Matcher, path: str) -> None:
     inside = [op for op in graph.ops[: graph.n_forward] if _is_inside(op.module, path)]
     if len(inside) != own.n_forward:
         raise CaptureError(
-            f"block {path} runs {own.n_forward} ops in forward by itself and {len(inside)} in the "
-            "model, which calls parts of it from elsewhere: narrow the pattern to other blocks, "
-            "or plan the whole model with remat.rematerialize"
+            "narrow the pattern to other blocks, or plan the whole model with "
+            f"remat.rematerialize: block {path} runs {own.n_forward} ops in forward on its own "
+            f"and {len(inside)} in the model, which calls parts of it from elsewhere"
         )
     for mine, theirs in zip(own.ops[: own.n_forward], inside, strict=True):
         if not matcher.is_same_op(mine, theirs):
             raise CaptureError(
-                f"block {path} by itself runs {_op_text(mine)} in forward where the model runs "
-                f"{_op_text(theirs)}, though on the same inputs: its forward depends on something "
-                "that is no argument. Pass that as an argument, or plan the whole model with "
-                "remat.rematerialize"
+                "pass what forward depends on as an argument, or plan the whole model with "
+                f"remat.rematerialize: block {path} alone runs {_op_text(mine)} in forward where "
+                f"the model runs {_op_text(theirs)}, on the same inputs"
             )
 
 
@@ -270,10 +269,10 @@ def _match_backward(matcher: _Matcher, path: str) -> None:
                 break
         else:
             raise CaptureError(
-                f"block {path} by itself runs {_op_text(mine)} in backward, and the model does not "
-                "have it there: gradients would be summed in another order, and their last bits "
-                "differ. That is so where an input of the block is used beside the block too. "
-                "Narrow the pattern, or plan the whole model with remat.rematerialize"
+                "narrow the pattern, or plan the whole model with remat.rematerialize: block "
+                f"{path} alone runs {_op_text(mine)} in backward, and the model does not, as "
+                "where an input of the block is also used outside it.\n"
+                "Gradients would be summed in another order, and their last bits differ"
             )
 
 

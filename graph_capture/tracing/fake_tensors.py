@@ -193,9 +193,9 @@ def require_layout(node: fx.Node, result: Any, place: Callable[[], str]) -> None
             and not _same_layout(traced, real)
         ):
             raise CaptureError(
-                f"{target_name(node)} {place()} gives strides {list(real.stride())}, where torch's "
-                f"trace has {list(traced.stride())}, so the step cannot be traced exactly. "
-                "Call .contiguous() on what it reads"
+                f"call .contiguous() on what {target_name(node)} {place()} reads: its strides are "
+                f"{list(real.stride())}, and {list(traced.stride())} in torch's trace, so the "
+                "step cannot be traced exactly"
             )
 
 

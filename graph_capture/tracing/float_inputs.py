@@ -88,7 +88,7 @@ def named_places(state: PythonState, names: Sequence[str]) -> list[FloatPlace]:
     floats = sorted(text for text, place in known.items() if not _why_unfit(place))
     name, why = next(iter(unfit.items()))
     error = FloatInputError(
-        f"float_inputs names {name!r}, which {why}. Numbers that can be inputs here: "
+        f"float_inputs names {name!r}, which {why}. Numbers that can be inputs: "
         f"{', '.join(floats[:_SHOWN]) or 'none'}"
     )
     error.unfit = tuple(unfit)
@@ -100,7 +100,7 @@ def _why_unfit(place: FloatPlace | None) -> str:
         return "forward does not read"
     value = place.value
     if type(value) is not float:
-        return f"holds {value!r} and no float"
+        return f"holds {value!r}, which is not a float"
     if value == 0 or not math.isfinite(value):
         return f"is {value!r} now, and torch may run other ops for another value"
     return ""
@@ -138,7 +138,7 @@ class _Arguments:
         """Compare the traces node by node; why they are not alike, or empty."""
         graphs = [list(probe.gm.graph.nodes) for probe in probes]
         if any(len(graph) != len(graphs[0]) for graph in graphs):
-            return "torch runs other ops for a value nearby"
+            return "torch runs other ops for a nearby value"
         for nodes in zip(*graphs, strict=True):
             if why := self._read_node(nodes, [probe.gm for probe in probes]):
                 return why
@@ -146,7 +146,7 @@ class _Arguments:
             return "a result or an attribute that forward sets depends on it"
         # What code does with a tensor's values is not followed as a float's way is.
         if any(probe.looked_at != probes[0].looked_at for probe in probes):
-            return "forward looks at the values of a tensor that is made of it"
+            return "forward looks at the values of a tensor made from it"
         return ""
 
     def _read_node(self, nodes: Sequence[fx.Node], gms: Sequence[fx.GraphModule]) -> str:
@@ -154,7 +154,7 @@ class _Arguments:
         flat = [pytree.tree_flatten((tuple(n.args), dict(n.kwargs))) for n in nodes]
         same = all((n.op, n.target, n.name) == (first.op, first.target, first.name) for n in nodes)
         if not same or any(spec != flat[0][1] for _, spec in flat):
-            return "torch runs other ops for a value nearby"
+            return "torch runs other ops for a nearby value"
         if first.op == "get_attr":
             held = [getattr(gm, str(first.target)) for gm in gms]
             is_equal = all(_are_equal(one, held[0]) for one in held)
@@ -275,7 +275,7 @@ def _matched(
 def _unfollowed(state: PythonState, others: Sequence[Probe]) -> str:
     for place in state.places:
         if _reads_past_methods(place.value):
-            return f"{place.text} may read it, which cannot be followed"
+            return f"{place.text} may read it in a way that cannot be followed"
     one, other = (probe.log for probe in others)
     if lost := one.lost or other.lost:
         return lost
@@ -283,7 +283,7 @@ def _unfollowed(state: PythonState, others: Sequence[Probe]) -> str:
         return "forward computes something else for another value"
     asked = [i for i, step in enumerate(one.steps) if step.is_asked]
     if any(one.values[i] != other.values[i] for i in asked):
-        return "forward takes another way for a value nearby"
+        return "forward takes another path for a nearby value"
     return ""
 
 

@@ -18,12 +18,12 @@ class OptionPair(NamedTuple):
 
     def __str__(self) -> str:
         one = _SHOWN.get(self.one, self.one)
-        return f"{self.other} is not taken with {one}: {self.why}. {self.instead}"
+        return f"{self.instead}: {self.other} is not taken with {one}, as {self.why}"
 
 
 _SHOWN = {"dynamic": "dynamic sizes", "compile": "compile=True"}
-_EITHER = "Leave out one of the two"
-_EACH_SIZE = "Leave out one of the two, or plan for each size"
+_EITHER = "leave out one of the two"
+_EACH_SIZE = "leave out one of the two, or plan for each size"
 
 
 def _with(
@@ -37,48 +37,48 @@ def _with(
 PAIRS = (
     *_with(
         "dynamic", CaptureError,
-        host="copies are placed for one size", nvme="copies are placed for one size",
+        host="copies are planned for one size", nvme="copies are planned for one size",
         sharding="a plan over a range of sizes is for one rank",
         group="a plan over a range of sizes is for one rank",
-        compile="Inductor's code is looked at for one size",
+        compile="Inductor's code is made for one size",
         float_inputs="numbers are inputs of a step of one size",
         split="chunks are compared with eager's bits at one size",
         optimizer_in_backward="updates during backward are planned for one size",
         blocks=(
-            "what each block may keep is shared out at one size",
-            "Leave out blocks, which plans the whole model over the range; or leave out dynamic, "
-            "plan at the largest size, and pad batches to it",
+            "what each block may keep is decided at one size",
+            "leave out blocks, to plan the whole model over the range; or leave out dynamic, plan "
+            "at the largest size, and pad batches to it",
         ),
     ),
     *_with(
         "compile", RewriteError,
         host="Inductor's code copies nothing to the host",
         nvme="Inductor's code copies nothing to files",
-        split="the chunks are of eager's kernels",
+        split="chunks run eager's kernels",
         float_inputs=(
             "Inductor writes numbers into its code",
-            "Leave out one of the two, or pass the number to forward as a tensor",
+            "leave out one of the two, or pass the number to forward as a tensor",
         ),
         sharding=(
-            "Inductor's code is looked at without what a wrapper holds",
-            "Leave out compile=True, or train on one rank",
+            "Inductor's code is judged without what a wrapper holds",
+            "leave out compile=True, or train on one rank",
         ),
-        optimizer_in_backward="Inductor's code hands over all gradients at its end",
+        optimizer_in_backward="Inductor's code returns all gradients at its end",
         blocks="each block runs eager's ops",
     ),
     *_with(
         "optimizer_in_backward", CaptureError,
         sharding="wrappers for several ranks take the gradients first",
         group="wrappers for several ranks take the gradients first",
-        host="copies are not planned beside updates", nvme="copies are not planned beside updates",
-        float_inputs="numbers are inputs of a step that updates nothing",
-        blocks="an update waits for what the whole model reads of a parameter",
+        host="copies are not planned with updates", nvme="copies are not planned with updates",
+        float_inputs="a step with number inputs updates nothing",
+        blocks="an update waits for every read of a parameter in the whole model",
     ),
     *_with(
         "blocks", CaptureError,
-        split="a head lies outside of the blocks", float_inputs="blocks are planned without them",
-        keep="what each block keeps is shared out", recompute="what each block keeps is shared out",
-        solver="blocks have one of their own",
+        split="a head lies outside the blocks", float_inputs="blocks are planned without them",
+        keep="the plan decides what blocks keep", recompute="the plan decides what blocks keep",
+        solver="blocks have a solver of their own",
     ),
 )  # fmt: skip
 # All options that not all others go with.

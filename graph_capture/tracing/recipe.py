@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import fx, nn
+from torch.autograd import Function
 
 from remat.graph_capture.devices.known_devices import CPU, is_in_table
 from remat.graph_capture.errors import CaptureError, RewriteError, option
@@ -51,8 +52,8 @@ Split = Literal["none", "exact", "tolerance"]
 def require_split(given: object) -> None:
     if given is not None and given not in get_args(Split):  # unknown words count as known, else
         raise CaptureError(
-            f"split={given!r} is unknown: give 'none', 'exact' (only what gives eager's bits) or "
-            "'tolerance' (also sums in another order)"
+            "give split='none', 'exact' (only with eager's bits) or 'tolerance' (also sums in "
+            f"another order): {given!r} is unknown"
         )
 
 
@@ -74,6 +75,7 @@ class Recipe:
     split: Split | None = "none"
     edits: tuple[JointEdit, ...] = ()  # what a plan changes in the joint graph, in order
     gradient_release: GradientRelease | None = None
+    functions: frozenset[type[Function]] = frozenset()  # in which torch's own trace fails
     links: Links | None = None  # to memory below the device, where values may leave it
 
     @property
@@ -119,33 +121,33 @@ def keep_links(model: nn.Module, graph_hash: str, links: Links) -> None:
 
 def check_arguments(args: Any, kwargs: Any, loss_fn: Any = None, target: Any = None) -> None:
     if isinstance(args, Mapping):
-        raise CaptureError("args is a dict: give what forward takes by name as kwargs={...}")
+        raise CaptureError("give what forward takes by name as kwargs={...}: args is a dict")
     if not isinstance(args, (tuple, list)):
         raise CaptureError(
-            f"args is a {type(args).__name__}: give a tuple of what forward takes, such as (x,)"
+            "give args as a tuple of what forward takes, such as (x,): it is a "
+            f"{type(args).__name__}"
         )
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise CaptureError(
-            f"kwargs is a {type(kwargs).__name__}: give a dict, from names to what forward takes"
+            f"give kwargs as a dict of what forward takes by name: it is a {type(kwargs).__name__}"
         )
     if loss_fn is not None and not callable(loss_fn):
         raise CaptureError(
-            f"loss_fn is a {type(loss_fn).__name__}: give a function of the output and the target, "
-            "such as torch.nn.functional.mse_loss"
+            "give loss_fn as a function of output and target, such as "
+            f"torch.nn.functional.mse_loss: it is a {type(loss_fn).__name__}"
         )
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
-        raise CaptureError(f"loss_fn is the class {loss_fn.__name__}: give {loss_fn.__name__}()")
+        raise CaptureError(f"give {loss_fn.__name__}(): loss_fn is the class {loss_fn.__name__}")
     if loss_fn is None and target is not None:
         raise CaptureError(
-            "target is given and no loss_fn: give the loss that takes it, or leave the target out "
-            "and apply the loss to what the module returns"
+            "give loss_fn too, or leave out target and apply the loss to what the module returns"
         )
 
 
 def require_switches(**given: Any) -> None:
     for name, value in given.items():
         if not isinstance(value, bool):  # a text such as "no" would count as True
-            raise RewriteError(f"{option(name, value)} is unknown: give True or False")
+            raise RewriteError(f"give True or False: {option(name, value)} is unknown")
 
 
 def call_error(
@@ -154,15 +156,17 @@ def call_error(
     """Why forward, or the loss, cannot be called with what is given; empty where it can be."""
     kind = type(model).__name__
     if why := _unbound(model.forward, args, kwargs):
-        given = f"forward of {kind} cannot take what is given ({len(args)} in args): {why}"
+        given = f"forward of {kind} does not take this batch ({len(args)} in args): {why}"
         if "too many positional" not in why:
-            return f"{given}. Give in args, or by name in kwargs, what it takes"
+            return f"{given}. Give what it takes in args, or by name in kwargs"
         if loss_fn is None:
-            return f"{given}. Leave the others out; what a loss takes goes with loss_fn, as target"
+            return (
+                f"{given}. Leave the others out; give what the loss takes as target, with loss_fn"
+            )
         if target is None:
             return (
-                f"give what the loss compares with as target, not in args: args=(x,), target=y, "
-                f"and model(x, target=y) at each step. {given[0].upper()}{given[1:]}"
+                "give the loss's target as target, not in args: args=(x,), target=y, and model(x, "
+                f"target=y) at each step. {given[0].upper()}{given[1:]}"
             )
         return f"{given}. Leave the others out"
     if loss_fn is None:
@@ -173,7 +177,7 @@ def call_error(
     if not why:
         return ""
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    takes = "the output alone, as no target is given" if target is None else "output and target"
+    takes = "only the output, as no target is given" if target is None else "output and target"
     way = "Give target" if target is None else "Give a function of both, or leave out target"
     return f"loss_fn {name} is called with {takes}: {why}. {way}"
 

@@ -22,7 +22,7 @@ _ADAMW_STEP_BYTES = 4  # of the step counter, one a parameter
 
 
 def require_optimizer(optimizer: object) -> None:
-    given = f"optimizer is a {type(optimizer).__name__}, and is asked for by a name"
+    given = f"give the optimizer by name, not as a {type(optimizer).__name__}"
     if isinstance(optimizer, str):
         if optimizer in _STATES_PER_PARAMETER:
             return

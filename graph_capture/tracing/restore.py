@@ -51,21 +51,21 @@ class ModuleAttributes:
     """Every attribute of every module as it is now, one container deep; not those in `but`."""
 
     def __init__(self, model: nn.Module, but: frozenset[str] = frozenset()) -> None:
-        self._before = [(path, m, _snapshot(m, but)) for path, m in model.named_modules()]
+        self._before = [(path, m, snapshot(vars(m), but)) for path, m in model.named_modules()]
         self._but = but
 
     def written(self) -> list[Written]:
         return [
             Written(path, module, name, *_before(module, name, attributes))
             for path, module, attributes in self._before
-            for name in _changed(vars(module), attributes, self._but)
+            for name in changed_names(vars(module), attributes, self._but)
             if name not in OF_TORCH  # hooks are compared elsewhere
             if not (name.startswith("_") and type(module).__module__.startswith("torch."))
         ]
 
     def restore(self) -> None:
         for _, module, attributes in self._before:
-            _restore(vars(module), attributes, self._but)
+            restore_names(vars(module), attributes, vars(module), self._but)
 
 
 OF_TORCH = frozenset(vars(nn.Module()))  # tables of parameters, hooks and modules, and its mode
@@ -95,13 +95,17 @@ def restored_after(model: nn.Module) -> Generator[ModuleAttributes]:
             np.random.set_state(numpy)
 
 
-def _snapshot(module: nn.Module, but: frozenset[str]) -> _Attributes:
-    held = ((name, value) for name, value in vars(module).items() if name not in but)
+def snapshot(space: Mapping[str, Any], but: frozenset[str] = frozenset()) -> _Attributes:
+    """What names stand for, one container deep; not those in `but`."""
+    held = ((name, value) for name, value in space.items() if name not in but)
     kinds = (dict, list, set)
     return {n: (value, copied(value) if isinstance(value, kinds) else None) for n, value in held}
 
 
-def _changed(now: dict[str, Any], attributes: _Attributes, but: frozenset[str]) -> Iterator[str]:
+def changed_names(
+    now: Mapping[str, Any], attributes: _Attributes, but: frozenset[str] = frozenset()
+) -> Iterator[str]:
+    """Names that are new, gone, or stand for something else than in a `snapshot`."""
     yield from (name for name in now if name not in attributes and name not in but)
     for name, (value, kept) in attributes.items():
         is_another = name not in now or now[name] is not value
@@ -109,14 +113,18 @@ def _changed(now: dict[str, Any], attributes: _Attributes, but: frozenset[str]) 
             yield name
 
 
-def _restore(now: dict[str, Any], attributes: _Attributes, but: frozenset[str]) -> None:
-    for name in list(_changed(now, attributes, but)):
+def restore_names(
+    now: Mapping[str, Any], attributes: _Attributes, owner: Any, but: frozenset[str] = frozenset()
+) -> None:
+    """Have all names stand for what they did; `now` are those of `owner`, or a dict itself."""
+    for name in list(changed_names(now, attributes, but)):
         if name not in attributes:
-            del now[name]
+            owner.pop(name) if owner is now else delattr(owner, name)
             continue
-        now[name], kept = attributes[name]
+        value, kept = attributes[name]
+        owner.__setitem__(name, value) if owner is now else setattr(owner, name, value)
         if kept is not None:  # in place: others may hold the same container
-            refill(now[name], kept)
+            refill(value, kept)
 
 
 _NUMPY = "numpy.random"
@@ -140,10 +148,11 @@ def require_unmoved(kind: str, before: dict[str, Any], again: Callable[[], Any])
         return
     line = _line_that_draws(again, moved)
     raise CaptureError(
-        f"forward of {kind} draws from {moved}{f' ({line})' if line else ''}, and a plan would "
-        "have the same numbers at each step. Draw with torch (torch.rand, torch.randint) and use "
-        "the tensor without .item(); or draw outside forward and pass the number as an argument, "
-        "where remat.rematerialize without a batch makes a plan for each value"
+        "draw with torch (torch.rand, torch.randint), and use the tensor without .item(): forward "
+        f"of {kind} draws from {moved}{f' ({line})' if line else ''}, and a plan would have the "
+        "same numbers at each step.\n"
+        "Or draw outside forward and pass the number as an argument; remat.rematerialize without "
+        "a batch makes a plan for each value"
     )
 
 
@@ -176,8 +185,8 @@ def no_seed(kind: str) -> Generator[None]:
     def refused(name: str) -> Callable[..., Any]:
         def refuse(*_: Any, **__: Any) -> Any:
             raise CaptureError(
-                f"forward of {kind} calls torch.{name}{line_of_user()}, and a step of a plan "
-                "draws from the stream as it stands. Call it outside forward, before the step"
+                f"call torch.{name} outside forward, before the step: forward of {kind} calls "
+                f"it{line_of_user()}, and a plan's step draws from the stream as it stands"
             )
 
         return refuse
@@ -231,9 +240,9 @@ class NoForeignWrites(CallWatcher):
         if of in _STATISTICS:
             way = f"call eval() on {owner}, or make it a submodule of the model"
         return CaptureError(
-            f"{way}: forward of {self.kind} writes into {of if of in _STATISTICS else 'it'}{line}, "
-            "which is neither parameter, buffer nor argument of the step, so that a step of a plan "
-            "would not write it"
+            f"{way}: forward of {self.kind} writes into "
+            f"{of if of in _STATISTICS else 'it'}{line}, which is neither parameter, buffer nor "
+            "argument of the step, so a plan's step would not"
         )
 
     def _names_of(self, tensor: Tensor) -> Iterator[str]:

@@ -42,37 +42,34 @@ def _below(path: _Path, tree: Any) -> Iterator[tuple[_Path, Any]]:
 
 
 _OTHER_SHAPE = (
-    "A plan holds for one shape: drop or pad the last batch (DataLoader(drop_last=True)), "
-    "or make another plan for this one"
+    "drop or pad the last batch (DataLoader(drop_last=True)), or make another plan for this shape"
 )
 _OTHER_DIMENSIONS = (
-    "A plan holds for one number of dimensions: pass as many, or make another plan for these"
+    "pass tensors of as many dimensions, or make another plan: a plan holds for one number of them"
 )
 _OTHER_DTYPE = (
-    "A plan holds for one dtype, and something casts later, as FSDP's MixedPrecisionPolicy does. "
-    "Plan for what it casts to, by remat.Sharding(..., param_dtype=...). Or leave the policy out; "
-    "and plan and train within torch.autocast, or plan model.to({dtype})"
+    "plan for what it is cast to, with remat.Sharding(..., param_dtype=...): a plan holds for one "
+    "dtype, and something casts later, as FSDP's MixedPrecisionPolicy does.\n"
+    "Or leave out the policy, and plan and train under torch.autocast, or plan model.to({dtype})"
 )
-_OTHER_KIND = "A plan holds for one dtype: pass it .to({dtype}), or make another plan for this one"
-_OTHER_DEVICE = "A plan holds for one device: pass it .to({device!r}), or make another plan there"
-_OTHER_LAYOUT = (
-    "A plan holds for one layout in memory: pass it {way}, or make another plan for this one"
-)
+_OTHER_KIND = "pass it .to({dtype}), or make another plan: a plan holds for one dtype"
+_OTHER_DEVICE = "pass it .to({device!r}), or make another plan: a plan holds for one device"
+_OTHER_LAYOUT = "pass it {way}, or make another plan: a plan holds for one memory layout"
 _NEEDS_GRADIENT = (
-    "This plan makes no gradient of it: pass .detach() of it; or, if you want its gradient, make "
-    "another plan with an input that requires grad"
+    "pass .detach() of it: this plan computes no gradient of it. If you want one, make another "
+    "plan with an input that requires grad"
 )
 _NEEDS_NONE = (
-    "This plan makes a gradient of it: call .requires_grad_() on it, or make another plan with an "
-    "input that requires none"
+    "call .requires_grad_() on it, or plan with an input that does not require grad: this plan "
+    "computes its gradient"
 )
 _OTHER_VALUE = (
-    "A plan holds for one value of what is no tensor: pass that one, or let "
-    "remat.rematerialize without a batch make a plan for each; what changes at every step should "
-    "be a tensor"
+    "pass the planned value, or call remat.rematerialize without a batch, which makes a plan for "
+    "each: a plan holds for one value of anything but a tensor.\n"
+    "What changes at every step should be a tensor"
 )
 _MOST_SHOWN = 3  # of the shapes of a batch, in one line
-_NO_TENSOR = "Pass a tensor there, as at capture, or make another plan for this call"
+_NO_TENSOR = "pass a tensor there, as at capture, or make another plan"
 
 
 class Signature:
@@ -170,9 +167,8 @@ class Signature:
             less = ", ".join(name for name in self.names if name not in names)
             parts = ", ".join([f"with {more}"] * bool(more) + [f"without {less}"] * bool(less))
             raise SignatureError(
-                f"{model} was planned for arguments ({', '.join(self.names)}) and is called with "
-                f"other ones{f' ({parts})' if parts else ''}. Call it as at capture, or capture "
-                "and solve again"
+                f"call it as at capture, or capture and solve again: {model} was planned for "
+                f"arguments ({', '.join(self.names)}) and is called {parts or 'with others'}"
             )
         for i, leaf in enumerate(leaves):
             planned, found = self.tensors[i], None
@@ -186,7 +182,7 @@ class Signature:
             was = repr(self.others[i]) if planned is None else _facts_text(planned)
             now = repr(leaf) if found is None else _facts_text(found)
             raise SignatureError(
-                f"{model} was planned for {self.names[i]} = {was} and is called with {now}. {way}"
+                f"{way}. {model} was planned for {self.names[i]} = {was} and is called with {now}"
             )
 
 
@@ -274,23 +270,23 @@ def argument_name(path: Any) -> str:
 def unknown_leaf_message(name: str, leaf: Any) -> str:
     kind = type(leaf)
     if dataclasses.is_dataclass(kind):
-        way = f"register it once: torch.export.register_dataclass({kind.__name__})"
+        way = f"register it once, with torch.export.register_dataclass({kind.__name__})"
     elif isinstance(leaf, Mapping):
         way = "pass dict(...) of it"
     elif isinstance(leaf, np.ndarray):
         way = "pass torch.from_numpy(...) of it"
     elif kind.__name__.endswith("Cache"):
         # Models that generate text return one for the next word unless told not to.
-        way = "a training step needs no cache: pass use_cache=False, or set model.config.use_cache"
+        way = "pass use_cache=False, or set model.config.use_cache"
         way += " = False"
     else:
         way = (
-            "pass its tensors, or register it once: torch.utils._pytree.register_pytree_node("
-            f"{kind.__name__}, flatten, unflatten)"
+            "pass its tensors, or register it once: "
+            f"torch.utils._pytree.register_pytree_node({kind.__name__}, flatten, unflatten)"
         )
     return (
-        f"{name} is a {kind.__qualname__}, whose tensors torch cannot find by itself, so no graph "
-        f"can hold it: {way}"
+        f"{way}: {name} is a {kind.__qualname__}, whose tensors torch cannot find to put them in "
+        "a graph"
     )
 
 
@@ -299,13 +295,13 @@ def check_batch(batch: Any, device: str) -> None:
         name = argument_name(path)
         if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
             raise CaptureError(
-                f"{name} is a {leaf.layout} tensor; only strided tensors can be planned. "
-                "Pass a dense tensor"
+                f"pass a dense tensor: {name} is a {leaf.layout} tensor, and only strided ones "
+                "can be planned"
             )
         if not isinstance(leaf, (Tensor, *PLAIN)):
             raise CaptureError(unknown_leaf_message(name, leaf))
         if isinstance(leaf, Tensor):
             refuse_subclass(name, leaf)
             if leaf.is_meta:
-                raise CaptureError(f"{name} is on the meta device: pass a tensor with storage")
+                raise CaptureError(f"pass a tensor with storage: {name} is on the meta device")
             check_placement(name, leaf.device, device)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
+import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -16,7 +17,12 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.constant_folding import ConstantFolder, TraceSizes
 from remat.graph_capture.joint.nodes import mark_forward
 from remat.graph_capture.joint.output_aliasing import views_told_apart
-from remat.graph_capture.joint.provenance import Provenance, line_of_user, path_in_model
+from remat.graph_capture.joint.provenance import (
+    COVERED_KEY,
+    Provenance,
+    line_of_user,
+    path_in_model,
+)
 from remat.graph_capture.python_state.executed_code import ExecutedCode
 from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
 from remat.graph_capture.python_state.state_slots import PLAIN
@@ -40,6 +46,8 @@ from remat.graph_capture.tracing.signature import (
 
 def is_inside_checkpoint() -> bool:
     hooks = saved_tensor_hooks(True)
+    if COVERED_KEY in fx_traceback.current_meta.get("custom", {}):
+        return True
     return bool(hooks) and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
@@ -93,10 +101,11 @@ def refuse_checkpointed_writes(graph: fx.Graph, results: int, paths: set[str]) -
         module = buffer.rpartition(".")[0]
         if buffer and module in paths:
             raise CaptureError(
-                f"forward writes to buffer {path_in_model(buffer)} inside torch.utils.checkpoint: "
-                f"eager runs {path_in_model(module) or 'the model'} twice there, and writes it "
-                "twice. A plan decides itself what is computed again: call the module without "
-                "checkpoint(), and plan that. Buffers are then written once a step"
+                "call the module without torch.utils.checkpoint: a plan itself decides what to "
+                "recompute.\n"
+                f"Forward writes to buffer {path_in_model(buffer)} inside checkpoint, where eager "
+                f"runs {path_in_model(module) or 'the model'} twice and writes it twice; planned, "
+                "it is written once a step"
             )
 
 
@@ -111,9 +120,9 @@ def _no_packing(kind: str) -> Generator[None]:
         # Torch's own, as `save_on_cpu` and a checkpoint's, give back the bits that they were given.
         if owner is saved_tensors_hooks or not owner.__module__.startswith("torch."):
             raise CaptureError(
-                f"forward of {kind} has autograd pack what it saves{line_of_user()}, and a step "
-                "of a plan saves other tensors, as they are. Leave it out: the plan decides what "
-                "is kept and what is computed again"
+                "leave out saved tensor hooks, as the plan decides what is kept: forward of "
+                f"{kind} has autograd pack what it saves{line_of_user()}, and a plan's step saves "
+                "other tensors, as they are"
             )
         return enter(hooks)
 
@@ -144,10 +153,13 @@ class StepModule(nn.Module):
         self._casts_once = torch.is_autocast_cache_enabled()  # AOTAutograd switches it off
         self.duplicate_outputs: DuplicateOutputs | None = None  # those of the last run
         self.known, self.gradient_order = ConstantFolder(), GradientOrder()
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []  # with a copy of each
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
         self._writes.begin()  # forward runs more than once, and each run begins alike
         self.gradient_order.watch(self.parameters())
+        tables = (t for m in self.modules() for t in (m._parameters, m._buffers) if t)
+        self._tables = [(table, dict(table)) for table in tables]
         batch = leaves_with_paths((args, kwargs, target))
         named = [(argument_name(path), leaf) for path, leaf in batch]
         self.known = ConstantFolder(named, self._over)
@@ -163,6 +175,18 @@ class StepModule(nn.Module):
         with _autocast_cache(enabled=self._casts_once), self.known, recorded:
             return self._run(args, kwargs, target)
 
+    @contextlib.contextmanager
+    def as_in_forward(self) -> Generator[None]:
+        """With the parameters and buffers that the last forward had in the trace."""
+        now = [(table, dict(table)) for table, _ in self._tables]
+        try:
+            for table, then in self._tables:
+                table.update(then)
+            yield
+        finally:
+            for table, before in now:
+                table.update(before)
+
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
         stand, before = streams(), _state(self.model)
         kind = type(self.model).__name__
@@ -170,17 +194,17 @@ class StepModule(nn.Module):
             output = self.model(*args, **kwargs)
             if any(vars(self.model)[name] for name in ALL_HOOKS):
                 raise CaptureError(
-                    f"forward of {kind} registers a hook on the model itself, which its next call "
-                    "would run: register it outside forward, before the first step"
+                    f"register the hook outside forward, before the first step: forward of {kind} "
+                    "registers one on the model itself, which its next call would run"
                 )
         now = _state(self.model)
         replaced = [name for name, tensor in before.items() if now.get(name) is not tensor]
         if replaced:
             raise CaptureError(
-                f"forward of {kind} puts another tensor in the place of {', '.join(replaced)}, "
-                "which no graph can carry out. Write into it instead: self.name.copy_(...) under "
-                "torch.no_grad(). Or, if only the first call does it, call the model once on a "
-                "batch, then plan"
+                "write into it instead: self.name.copy_(...) under torch.no_grad(). If only the "
+                "first call does it, call the model once on a batch, then plan.\n"
+                f"Forward of {kind} puts another tensor in the place of {', '.join(replaced)}, "
+                "which a graph cannot do"
             )
         result = flatten_dataclasses(apply_loss(self.loss_fn, output, target))
         if self.known.failure is not None and not torch.compiler.is_compiling():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,10 +30,15 @@ from remat.graph_capture.joint.autocast_cache import cast_weights_once
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.eager_memory import EagerMemory
 from remat.graph_capture.joint.gradients import GradientRelease, can_release_gradients
-from remat.graph_capture.joint.nodes import is_tangent, written_inputs
+from remat.graph_capture.joint.nodes import is_custom, is_tangent, written_inputs
 from remat.graph_capture.joint.output_aliasing import take_out_of
 from remat.graph_capture.joint.provenance import Provenance
-from remat.graph_capture.python_state.executed_code import ExecutedCode
+from remat.graph_capture.python_state.executed_code import (
+    ExecutedCode,
+    codes_of_function,
+    function_that_failed,
+    functions_of_users,
+)
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
 from remat.graph_capture.python_state.state_guards import (
     LibraryCache,
@@ -144,7 +149,8 @@ def _trace_once(
         stack.enter_context(tied_as_one(with_loss(model, recipe.loss_fn)))
         # Under a debugger or a coverage nobody knows which code runs, so all of it counts.
         followed = None if whole or ran is None or not ran.can_be_seen else ran
-        state = stack.enter_context(python_state_kept(model, recipe.loss_fn, followed))
+        live = frozenset(code for kind in recipe.functions for code in codes_of_function(kind))
+        state = stack.enter_context(python_state_kept(model, recipe.loss_fn, followed, live))
         state.ran = ran
         writes = ForwardWrites(model, recipe.loss_fn, state)
         step = StepModule(model, recipe.loss_fn, writes, ran, env, recipe.signature)
@@ -172,6 +178,12 @@ def _trace_once(
         if recipe.is_modelled:  # the CPU has no fused attention with dropout, the device has
             stack.enter_context(FusedAttention())
         stack.enter_context(EagerMemory())
+        if any(functions_of_users()) or recipe.functions:
+            from remat.graph_capture.tracing.nested_backward import nested_backward
+            from remat.graph_capture.tracing.opaque_functions import opaque_functions
+
+            stack.enter_context(opaque_functions(recipe.functions))
+            stack.enter_context(nested_backward(step))
         stack.enter_context(provenance)  # last: called first, it sees the frame of the user's
         try:
             # Without decompositions, for eager's ATen ops and bit-equal gradients; takes keyword
@@ -204,6 +216,10 @@ def _trace_once(
     results, end = num_forward_outputs(descriptors), gm.graph.output_node()
     refuse_checkpointed_writes(gm.graph, results, checkpointed)
     edit_traced(gm, recipe)
+    if any(map(is_custom, gm.graph.nodes)):  # few steps have such ops
+        from remat.graph_capture.tracing.trials import try_custom_ops
+
+        try_custom_ops(gm)
     held = (getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr"))
     constants = storages_in(held)
     carried = find_loop_carried(writes.mutated, results, end, step.duplicate_outputs, constants)
@@ -228,13 +244,12 @@ def _with_release(recipe: Recipe, model: nn.Module, descriptors: JointWithDescri
         return dataclasses.replace(recipe, gradient_release=None)
     if is_of_parts:
         raise CaptureError(
-            f"{recipe.name} has parameters that are DTensors, which cannot be updated during "
-            "backward: update after backward"
+            f"update after backward: {recipe.name} has parameters that are DTensors, which cannot "
+            "be updated during backward"
         )
     raise CaptureError(
-        f"{recipe.name} writes to a parameter or an input that it differentiates, or "
-        "returns a part of one, so that parameters cannot be updated during backward: give "
-        "forward or the caller a copy (clone()), or update after backward"
+        f"give forward or the caller a copy, clone(), or update after backward: {recipe.name} "
+        "writes to a parameter or an input that it differentiates, or returns a part of one"
     )
 
 
@@ -247,10 +262,26 @@ def _example(recipe: Recipe, fake: FakeTensorMode, env: Environment | None) -> A
 def edit_traced(gm: fx.GraphModule, recipe: Recipe) -> None:
     """Change a traced graph to what eager runs, and then as the recipe says."""
     describe_parts(gm)
+    if any(functions_of_users()) or recipe.functions:
+        from remat.graph_capture.tracing.nested_backward import merge_recomputed
+
+        merge_recomputed(gm.graph)
     cast_weights_once(gm)
     take_out_of(gm.graph)
     for edit in recipe.edits:
         edit(gm.graph)
+
+
+@contextlib.contextmanager
+def numbers_of_users_kept(graph: fx.Graph) -> Generator[None]:
+    """Put back what custom ops count in Python, as their own modules hold it."""
+    if not any(map(is_custom, graph.nodes)):
+        yield
+        return
+    from remat.graph_capture.tracing.trials import modules_behind, what_moves
+
+    with what_moves(modules_behind(graph.nodes)):
+        yield
 
 
 def joint_of(
@@ -282,8 +313,9 @@ def _refuse_no_backward(model: nn.Module, descriptors: JointWithDescriptors) -> 
     nodes = descriptors.graph_module.graph.find_nodes(op="placeholder")
     if not any(is_tangent(node) for node in nodes):
         raise CaptureError(
-            f"no output of {type(model).__name__} depends on a parameter that requires grad, so "
-            "there is no backward to plan. Check for detach() or no_grad in forward or the loss"
+            "check for detach() or no_grad in forward or the loss: no output of "
+            f"{type(model).__name__} depends on a parameter that requires grad, so there is no "
+            "backward to plan"
         )
 
 
@@ -401,8 +433,8 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
         found = probed(places, state, _probe(done, Log()), traced_anew)
     if isinstance(found, str):
         raise FloatInputError(
-            f"{', '.join(names)} of {recipe.name} cannot be an input of the step: {found}. Plan "
-            "for each value instead, as remat.rematerialize without a batch does"
+            "plan for each value instead, as remat.rematerialize without a batch does: "
+            f"{', '.join(names)} of {recipe.name} cannot be an input of the step ({found})"
         )
     done.floats = found
     done.python_state.leave_out(places)
@@ -422,6 +454,9 @@ def _traced_once(model: nn.Module, recipe: Recipe, ran: ExecutedCode, *, whole: 
     try:
         return _trace_once(model, recipe, ran, whole=whole)
     except CaptureError as error:
+        if more := function_that_failed(error) - recipe.functions:
+            recipe = dataclasses.replace(recipe, functions=recipe.functions | more)
+            return _traced_once(model, recipe, ran, whole=whole)
         refused = type(error)(*error.args)  # the frames are those of its cause, some hundred lines
         vars(refused).update(vars(error))
         cause = error.__cause__
@@ -453,9 +488,9 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
             continue
         if any(flags) and recipe.flags is None:
             warnings.warn(
-                f"{recipe.name} is traced as if it were compiled, since its own way cannot be "
-                f"traced ({failed[0]}). Where it then runs other ops than in eager, the last bits "
-                "differ, which remat.check finds: leave out arguments whose values it looks at",
+                f"{recipe.name} is traced as if under torch.compile, as it cannot be traced as "
+                "eager runs it. Where it then runs other ops than eager, the last bits differ, "
+                f"and remat.check finds that. To avoid it, {failed[0]}",
                 stacklevel=3,
             )
         done.python_state.asks_identity = ran.asks_identity()
@@ -469,7 +504,7 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     first, last = failed[0], failed[-1]
     if str(last) == str(first):
         raise first
-    text = f"{first}. Traced as if it were compiled, it fails as well: {last}"
+    text = f"{first}.\nTraced as if it were compiled, it fails as well: {last}"
     raise CaptureError(text).caused_by(first)
 
 
@@ -517,8 +552,9 @@ def _require_the_same_again(model: nn.Module, done: Trace, ran: ExecutedCode) ->
     if again is None or not is_same or again.initialised:
         text = first_only[0].place.text if first_only else done.loop_carried[0].text
         raise CaptureError(
-            f"forward of {done.recipe.name} sets {text} at its first call, and its next call does "
-            "something else for it. If it is made once, call the model once on a batch, then plan. "
+            f"call the model once on a batch, then plan, if {text} is only set once: forward of "
+            f"{done.recipe.name} sets it at its first call, and the next call does something else "
+            "because of it.\n"
             "If each step reads what the last one left, pass it to forward and return it"
         )
     if any(isinstance(one.place, ModuleHooks) for one in done.initialised):

@@ -3,87 +3,28 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-import msgspec
-
 from remat.budgets import parse_budget, unmodified, unmodified_step
-from remat.formats import bytes_text, gap_text, percent_text, time_text
-from remat.graph_capture.errors import BudgetError, SolverError, option
+from remat.formats import GIB, bytes_text, fine_time_text, gap_text, percent_text
+from remat.graph_capture.errors import BudgetError, SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.schedules.plots import draw_live_bytes
-from remat.schedules.value_report.globs import as_globs
-from remat.solver import solver_class
-from remat.solver.budgets.front import Front, GibPrice
+from remat.solver.budgets.front import GibPrice
 from remat.solver.budgets.sweep import (
     BUDGETS,
-    PINS,
-    BudgetsDone,
-    check_jobs,
     spread_budgets,
-    sweep_budgets,
 )
 from remat.solver.recompute_summary import kinds_of, kinds_text
-from remat.solver.search import Clock, one_job
-from remat.solver.stopping import NAMING
-from remat.solver.table import check_number
 
 if TYPE_CHECKING:
     import ipywidgets
 
 
 Budgets = int | Iterable[str | SupportsIndex] | None  # each as in `remat.solve`; None for twelve
-
-
-def sweep_fronts(
-    graph: TrainingGraph, budgets: Budgets = None, solvers: Iterable[str] = ("auto",),
-    time_limit_s: float = 60.0, jobs: int = 1, *, progress: BudgetsDone | None = None,
-    **options: Any,
-) -> dict[str, Front]:  # fmt: skip
-    names = tuple(solvers)
-    for name in names:  # words are refused before budgets are named, which may take a solve
-        solver_class(name)
-    check_jobs(jobs)
-    check_number("time_limit_s", time_limit_s)
-    pins = {name: as_globs(options[name]) for name in PINS if name in options}
-    clock = Clock(time_limit_s)
-    unmodified_bytes = unmodified(graph).peak_bytes
-    with one_job():
-        asked, at_hand = in_bytes(graph, budgets, NAMING.of(time_limit_s), pins)
-        left_s = max(clock.left_s, 0.0)  # naming the least budget took a part; its plan is there
-        shared: dict[str, Any] = {
-            "time_limit_s": left_s, "jobs": jobs, "progress": progress, "at_hand": at_hand,
-            "unmodified_bytes": unmodified_bytes, **options, **pins,
-        }  # fmt: skip
-        return {name: sweep_budgets(graph, asked, name, **shared) for name in names}
-
-
-def sweep_hosts(
-    graph: TrainingGraph, hosts: Mapping[str, int], budgets: Budgets = None,
-    solvers: Iterable[str] = ("auto",), **options: Any,
-) -> dict[str, Front]:  # fmt: skip
-    """Fronts by solver and host; `hosts` has bytes by name, 0 for nothing off the device."""
-    alone = msgspec.structs.replace(graph, links=None)  # spread as without a host: the same for all
-    pins = {name: as_globs(options[name]) for name in PINS if name in options}
-    asked = in_bytes(alone, budgets, NAMING.of(options.get("time_limit_s", 60.0)), pins)[0]
-    names, fronts = tuple(solvers), dict[str, Front]()
-    for text, host_bytes in hosts.items():
-        with_host = _with_host(graph, host_bytes) if host_bytes else alone
-        found = sweep_fronts(with_host, asked, names, **options)
-        fronts |= {f"{name}, host {text}": front for name, front in found.items()}
-    return fronts
-
-
-def _with_host(graph: TrainingGraph, host_bytes: int) -> TrainingGraph:
-    if graph.links is None:
-        raise BudgetError(
-            f"this graph has no links to a host: capture it with {option('host', '64GiB')}"
-        )
-    links = msgspec.structs.replace(graph.links, host_bytes=host_bytes)
-    return msgspec.structs.replace(graph, links=links)
 
 
 def in_bytes(
@@ -95,17 +36,22 @@ def in_bytes(
         unmodified_bytes = unmodified(graph).peak_bytes
         return spread_budgets(graph, count, unmodified_bytes, time_limit_s=time_limit_s, **pins)
     if isinstance(budgets, str):  # else each letter would be read as a budget
-        raise BudgetError(f"budgets is one text: give a list, such as [{budgets!r}]")
+        raise BudgetError(f"budgets is one string: give a list, such as [{budgets!r}]")
     limits: dict[str, Any] = {"time_limit_s": time_limit_s, **pins}
     return [parse_budget(b).bytes_for(graph, **limits) for b in budgets], []
 
 
 def price_text(price: GibPrice) -> str:
-    step = bytes_text(price.step_bytes)
-    saved = f"{step} more saves {time_text(price.saved_us)} ({percent_text(price.saved)}) a step"
+    # A step that is no round number needs its reason.
+    why = f"{bytes_text(price.step_bytes)} more (5 % of the peak; 1 GiB would be more than that)"
+    saved, less = "saves nothing", "as much less costs nothing"
+    if price.saved_us > 0:
+        saved = f"saves {fine_time_text(price.saved_us)} a step ({percent_text(price.saved)})"
     if price.cost_us is None or price.cost is None:
-        return f"{saved}; for {step} less, no schedule is known"
-    return f"{saved}; {step} less costs {time_text(price.cost_us)} ({percent_text(price.cost)})"
+        less = "with as much less no schedule is known"
+    elif price.cost_us > 0:
+        less = f"as much less costs {fine_time_text(price.cost_us)} ({percent_text(price.cost)})"
+    return f"{'1 GiB more' if price.step_bytes == GIB else why} {saved}; {less}"
 
 
 def price_json(price: GibPrice) -> dict[str, float | int | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, SupportsIndex
 
 import msgspec
@@ -11,11 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.analysis.budget_sweep import Budgets, BudgetSlider, in_bytes
-from remat.analysis.memory_figures import place as place_buffers
-from remat.analysis.plan_report import rendered
+from remat.analysis.plan_figures import place as place_buffers
 from remat.budgets import unmodified_step
-from remat.formats import bytes_text, percent_text, plain_table, time_text
-from remat.graph_capture.errors import SolverError
+from remat.formats import Answer, bytes_text, percent_text, plain_table, time_text
+from remat.graph_capture.errors import BudgetError, SolverError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.plan import Plan
 from remat.schedules.derived import fastest_us
@@ -68,7 +68,7 @@ class _Bound(msgspec.Struct, frozen=True):
     solver: str
 
 
-class Sweep(msgspec.Struct, frozen=True):
+class Sweep(Answer, frozen=True):
     """Outcomes at several budgets, of one solver or several, with the bound at each budget.
 
     Iterating goes over the plans of the first solver, that of the smallest budget first.
@@ -126,57 +126,43 @@ class Sweep(msgspec.Struct, frozen=True):
         plain = {one.encode_name: msgspec.to_builtins(getattr(self, one.name)) for one in fields}
         return {**plain, "best": best}
 
-    def __str__(self) -> str:
-        return rendered(comparison_screen(self))
-
-    __repr__ = __str__
-
-
-def comparison_screen(found: Sweep, width: int = 100) -> RenderableType:
-    most = max((width - _NAME_COLUMNS) // _CELL_COLUMNS, 1)
-    parts: list[RenderableType] = [_compared_line(found)]
-    count = len(found.bounds)
-    for first in range(0, count, most):  # budgets that do not fit go into a table below
-        parts += [Text(), _table(found, range(first, min(first + most, count)))]
-    refused = [row for row in found.rows if row.refused]
-    parts += [Text(), Text("* the fastest found at this budget; - finds nothing that fits")]
-    parts += [Text(f"{row.solver}: {row.refused}", style="dim") for row in refused]
-    return Group(*parts)
-
-
-def _compared_line(found: Sweep) -> Text:
-    return Text.assemble(
-        (found.model, "bold"),
-        f", {found.cost_origin} on {found.device}: "
-        f"unmodified {bytes_text(found.unmodified_bytes)}, "
-        f"{time_text(found.base_us)} a step; overheads of each solver's plan",
-    )
+    def screen(self, width: int = 100) -> RenderableType:
+        head = (
+            f", {self.cost_origin} on {self.device}: unmodified "
+            f"{bytes_text(self.unmodified_bytes)}, {time_text(self.base_us)} a step; overhead of "
+            "each solver's plan"
+        )
+        most = max((width - _NAME_COLUMNS) // _CELL_COLUMNS, 1)
+        parts: list[RenderableType] = [Text.assemble((self.model, "bold"), head)]
+        count = len(self.bounds)
+        for first in range(0, count, most):  # budgets that do not fit go into a table below
+            parts += [Text(), _table(self, range(first, min(first + most, count)))]
+        refused = [row for row in self.rows if row.refused]
+        parts += [Text(), Text("* the fastest found at this budget; - no plan fits")]
+        parts += [Text(f"{row.solver}: {row.refused}", style="dim") for row in refused]
+        return Group(*parts)
 
 
 def _table(found: Sweep, columns: range) -> Table:
     table = plain_table("budget", *(bytes_text(found.bounds[i].budget_bytes) for i in columns))
     if any(found.asked):
         # A row says already which plan that is.
-        texts = ("" if found.asked[i] == THIS_PLAN else found.asked[i] for i in columns)
-        table.add_row("", *(Text(text, style="dim") for text in texts))
+        asked = ("" if found.asked[i] == THIS_PLAN else found.asked[i] for i in columns)
+        table.add_row("", *(Text(text, style="dim") for text in asked))
     best = {i: found.best(i) for i in columns}
     for row in found.rows:
         if not row.refused:
-            cells = (_overhead_text(row.cells[i], row.solver in best[i]) for i in columns)
-            table.add_row(row.solver, *cells)
+            shown = ((row.cells[i], " *" if row.solver in best[i] else "") for i in columns)
+            texts = (f"{percent_text(c.overhead)}{star}" if c.fits else "-" for c, star in shown)
+            table.add_row(row.solver, *texts)
             if any(row.cells[i].arena_bytes for i in columns):
                 sizes = [row.cells[i].arena_bytes for i in columns]
-                texts = (Text(bytes_text(size) if size else "", style="dim") for size in sizes)
-                table.add_row("  arena", *texts)
+                arenas = (Text(bytes_text(size) if size else "", style="dim") for size in sizes)
+                table.add_row("  arena", *arenas)
     table.add_row("bound", *(percent_text(found.bounds[i].overhead) for i in columns))
     return table
 
 
-def _overhead_text(cell: _Cell, is_best: bool) -> str:
-    return percent_text(cell.overhead) + (" *" if is_best else "") if cell.fits else "-"
-
-
-_Arena = Callable[[Result], int]
 DEFAULT_BUDGETS = ("80%", "60%", "45%")
 DEFAULT_SOLVERS = (  # the best of each kind that answers in seconds, and what people write by hand
     "auto", "cut", "hierarchical", "msps", "dtr", "rotor", "chen_sqrt", "every_n_layers",
@@ -209,7 +195,7 @@ def sweep(
     jobs : how many solves run at once; -1 for as many as there are cores. Inside
         ``joblib.parallel_config(backend="dask")`` they run on that cluster.
     layouts : also place the buffers of each plan in one arena (`Plan.layout`).
-    progress : called with a solver's name, how many are done, and of how many.
+    progress : called with a solver's name, how many solves are done, and of how many.
     **options : as of `remat.solve`, `keep` and `recompute` too.
 
     Raises
@@ -219,8 +205,8 @@ def sweep(
     """
     if not isinstance(step, TrainingGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SolverError(
-            f"a sweep is of a step of one size, and this is {type(step).__name__}: pass what "
-            "remat.capture returned, of a range its largest sizes, step.top"
+            "pass what remat.capture returned, or step.top, the largest sizes of a range: a sweep "
+            f"is of a step of one size, and this is {type(step).__name__}"
         )
     # Each once, in the order asked: results are by name.
     names = tuple(dict.fromkeys((solvers,) if isinstance(solvers, str) else solvers))
@@ -237,15 +223,28 @@ def sweep(
             "unmodified_bytes": eager.result.peak_bytes, **options,
         }  # fmt: skip
         fronts: dict[str, Front | SolverError] = {}
-        for i, name in enumerate(names):
+
+        def tell(name: str, before: int, done: int, _: int) -> None:
             if progress is not None and not is_interrupted():
-                progress(name, i, len(names))
-            fronts[name] = _front(step, sorted(asked), name, shared)
+                progress(name, before + done, len(names) * len(asked))
+
+        for i, name in enumerate(names):
+            told = partial(tell, name, i * len(asked))
+            told(0, 0)
+            if fronts and is_interrupted():
+                fronts[name] = SolverError(f"{INTERRUPTED} before {name} was tried")
+                continue
+            try:
+                fronts[name] = sweep_budgets(step, sorted(asked), name, progress=told, **shared)
+            except SolverError as error:
+                fronts[name] = error
     refusals = [one for one in fronts.values() if isinstance(one, SolverError)]
     # Where none has an answer, rows would only repeat what the first solver says.
     if plan is None and refusals and len(refusals) == len(fronts):
         raise refusals[0]
     is_fixed = options.get("order", "fixed") == "fixed"  # its bound says nothing of free orders
+    if plan is not None and plan.schedule is not None:  # a bound also holds at smaller budgets
+        is_fixed &= plan.schedule.options.get("order", "fixed") == "fixed"
     bounding = plan if is_fixed else None
     bounds = tuple(_bound(step, size_bytes, fronts, bounding) for size_bytes in asked)
     return _compared_with(step, eager, asked, fronts, bounds, plan, is_placed=layouts)
@@ -256,10 +255,11 @@ def _compared_with(
     fronts: Mapping[str, Front | SolverError], bounds: tuple[_Bound, ...], plan: Result | None,
     *, is_placed: bool,
 ) -> Sweep:  # fmt: skip
-    arena = _arenas(graph, is_placed)
+    arena = partial(_arena_bytes, graph if is_placed else None)
     # The unmodified step has buffers of its own graph, as eager has its sizes.
-    rows = [_at_hand(UNMODIFIED, eager.result, bounds, _arenas(eager.graph, is_placed))]
-    rows += [_at_hand(THIS_PLAN, plan, bounds, arena)] if plan is not None else []
+    of_eager = _arena_bytes(eager.graph if is_placed else None, eager.result)
+    rows = [_at_hand(UNMODIFIED, eager.result, bounds, of_eager)]
+    rows += [_at_hand(THIS_PLAN, plan, bounds, arena(plan))] if plan is not None else []
     rows += [_compared(name, front, bounds, arena) for name, front in fronts.items()]
     return Sweep(
         step=graph, model=graph.name, device=graph.device, cost_origin=graph.cost_origin,
@@ -269,13 +269,10 @@ def _compared_with(
     )  # fmt: skip
 
 
-def _arenas(graph: TrainingGraph, is_placed: bool) -> _Arena:
-    def arena_bytes(result: Result) -> int:
-        if not is_placed or result.schedule is None:
-            return 0
-        return place_buffers(graph, result.schedule).arena_bytes
-
-    return arena_bytes
+def _arena_bytes(graph: TrainingGraph | None, result: Result) -> int:
+    if graph is None or result.schedule is None:
+        return 0
+    return place_buffers(graph, result.schedule).arena_bytes
 
 
 def _budgets(
@@ -294,24 +291,12 @@ def _budgets(
     return dict(sorted(named.items(), reverse=True)), at_hand
 
 
-def _front(
-    graph: TrainingGraph, budgets: list[int], name: str, shared: dict[str, Any]
-) -> Front | SolverError:
-    """The solver's front, or why it does not take this graph or was not asked."""
-    if is_interrupted():
-        return SolverError(f"{INTERRUPTED} before {name} was tried")
-    try:
-        return sweep_budgets(graph, budgets, name, **shared)
-    except SolverError as error:
-        return error
-
-
 def _bound(
     graph: TrainingGraph, budget_bytes: int, fronts: Mapping[str, Front | SolverError],
     plan: Result | None,
 ) -> _Bound:  # fmt: skip
     best = _Bound(budget_bytes, 0.0, fastest_us(graph), "")  # no plan is faster than every op once
-    proved = [(THIS_PLAN, plan)] if plan is not None and _is_below(budget_bytes, plan) else []
+    proved = [(THIS_PLAN, plan)] if plan and budget_bytes <= plan.budget_bytes else []
     for name, front in fronts.items():
         points = () if isinstance(front, SolverError) else front.points
         at_budget = [one.result for one in points if one.budget_bytes == budget_bytes][:1]
@@ -323,14 +308,11 @@ def _bound(
     return best
 
 
-def _is_below(budget_bytes: int, plan: Result) -> bool:
-    # The other rows' bounds are of the captured order. A bound also holds at smaller budgets.
-    is_fixed = plan.schedule is None or plan.schedule.options.get("order", "fixed") == "fixed"
-    return is_fixed and budget_bytes <= plan.budget_bytes
-
-
 def _compared(
-    name: str, front: Front | SolverError, bounds: tuple[_Bound, ...], arena: _Arena
+    name: str,
+    front: Front | SolverError,
+    bounds: tuple[_Bound, ...],
+    arena: Callable[[Result], int],
 ) -> _Compared:
     if isinstance(front, SolverError):
         return _Compared(name, (), 0.0, str(front))
@@ -340,8 +322,7 @@ def _compared(
     return _Compared(name, cells, sum(result.wall_s for result in results.values()))
 
 
-def _at_hand(name: str, result: Result, bounds: tuple[_Bound, ...], arena: _Arena) -> _Compared:
-    arena_bytes = arena(result)
+def _at_hand(name: str, result: Result, bounds: tuple[_Bound, ...], arena_bytes: int) -> _Compared:
     cells = [
         _solved_cell(result, bound, arena_bytes)
         if result.peak_bytes <= bound.budget_bytes
@@ -358,3 +339,28 @@ def _solved_cell(result: Result, bound: _Bound, arena_bytes: int) -> _Cell:
         bound.budget_bytes, fits, result.status, result.peak_bytes, result.time_us,
         result.overhead, max(over, 0.0), result.wall_s, arena_bytes,
     )  # fmt: skip
+
+
+def sweep_hosts(
+    graph: TrainingGraph, hosts: Mapping[str, int], budgets: Budgets, solvers: Iterable[str],
+    **options: Any,
+) -> dict[str, Front]:  # fmt: skip
+    """Fronts by solver and host; `hosts` has bytes by name, 0 for nothing off the device."""
+    alone = msgspec.structs.replace(graph, links=None)  # spread as without a host: the same for all
+    pins = {name: as_globs(options[name]) for name in PINS if name in options}
+    asked, _ = in_bytes(alone, budgets, NAMING.of(options.get("time_limit_s", 60.0)), pins)
+    names, fronts = tuple(solvers), dict[str, Front]()
+    for text, host_bytes in hosts.items():
+        with_host = _with_host(graph, host_bytes) if host_bytes else alone
+        for name in names:
+            fronts[f"{name}, host {text}"] = sweep(with_host, asked, name, **options).front
+    return fronts
+
+
+def _with_host(graph: TrainingGraph, host_bytes: int) -> TrainingGraph:
+    if graph.links is None:
+        raise BudgetError(
+            f"this graph has no links to a host: capture it with {option('host', '64GiB')}"
+        )
+    links = msgspec.structs.replace(graph.links, host_bytes=host_bytes)
+    return msgspec.structs.replace(graph, links=links)

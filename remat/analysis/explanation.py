@@ -13,12 +13,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from remat.analysis.budget_sweep import price_json
+from remat.analysis.budget_sweep import price_json, price_text
 from remat.analysis.levers import LeverEffect, levers_of
-from remat.analysis.memory_figures import InChunks, chunks_of
+from remat.analysis.plan_figures import InChunks, chunks_of
 from remat.analysis.plan_report import (
     holders_table,
-    rendered,
     short_line,
     short_path,
     short_target,
@@ -42,11 +41,13 @@ from remat.formats import (
     GIB,
     KIB,
     NO_BOUND,
+    Answer,
     bytes_text,
     fine_time_text,
     gap_text,
     percent_text,
     plain_table,
+    rows_table,
 )
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
@@ -71,21 +72,13 @@ _SAME = 1e-4  # two steps whose times differ by less than this part are said to 
 _SHOWN = 3  # most values that a sentence names
 
 
-def _peak_text(held: PeakHolders) -> Text:
-    again = f", run {held.run} of it" if held.run > 1 else ""
-    return Text(
-        f"The peak is reached in {held.phase or 'nothing'}, when {short_target(held.target)} of "
-        f"{_place_of_peak(held)} runs{again}."
-    )
-
-
 def _place_of_peak(held: PeakHolders) -> str:
     return " ".join(part for part in (held.module, short_line(held.source)) if part) or held.op
 
 
 def _least_text(least: LeastBudget, solver: str) -> str:
     held = least.at_peak
-    text = f"{bytes_text(least.least_bytes)} is the least peak that {solver} knows"
+    text = f"{bytes_text(least.least_bytes)} is the lowest peak that {solver} knows"
     text += f"; {short_target(held.target)} of {_place_of_peak(held)} sets it, in {held.phase}"
     biggest = ", ".join(
         f"{short_target(row.first.target)} of {short_path(row.module) or 'the model'} "
@@ -98,27 +91,11 @@ def _least_text(least: LeastBudget, solver: str) -> str:
         place = least.floor.module or least.floor.name
         text += (
             f". Below {bytes_text(least.floor.size_bytes)}, set by {least.floor.name} of {place}, "
-            "outputs of the step would have to be made again"
+            "outputs of the step would have to be computed again"
         )
     if least.proved_bytes:
         text += f". No schedule in captured order needs less than {bytes_text(least.proved_bytes)}"
     return text
-
-
-def _price_text(price: GibPrice, *, is_whole_gib: bool) -> str:
-    step = "1 GiB" if is_whole_gib else bytes_text(price.step_bytes)
-    # A step that is no round number needs its reason.
-    why = "" if is_whole_gib else " (5 % of the peak; 1 GiB would be more than that)"
-    saved = "saves nothing"
-    if price.saved_us > 0:
-        saved = f"saves {fine_time_text(price.saved_us)} a step ({percent_text(price.saved)})"
-    if price.cost_us is None or price.cost is None:
-        less = "with as much less no schedule is known"
-    elif price.cost_us <= 0:
-        less = "as much less costs nothing"
-    else:
-        less = f"as much less costs {fine_time_text(price.cost_us)} ({percent_text(price.cost)})"
-    return f"{step} more{why} {saved}; {less}"
 
 
 def _forced_text(one: ForcedOps) -> str:
@@ -134,7 +111,7 @@ def _rule_text(simple: Rule | None, nearest: Rule | None) -> str:
     if simple is not None:
         return (
             f"{simple.says}: within 1 % of this plan, {percent_text(simple.overhead)} overhead at "
-            f"a peak of {bytes_text(simple.peak_bytes)}. Take that, it is simpler"
+            f"a peak of {bytes_text(simple.peak_bytes)}. Take that: it is simpler"
         )
     if nearest is None:
         return "no simple rule fits this budget"
@@ -147,7 +124,7 @@ def _rule_text(simple: Rule | None, nearest: Rule | None) -> str:
 def _greedy_text(greedy: AgainstGreedy) -> str:
     best = greedy.best
     if not greedy.cut.fits:
-        others = f"{best.solver} did" if best.fits else "no greedy solver did either"
+        others = f"{best.solver} did" if best.fits else "no greedy solver did"
         return f"found nothing at this budget; {others}"
     ours = f"cut {percent_text(greedy.cut.overhead)}"
     if greedy.slower is None:
@@ -177,7 +154,7 @@ def why_text(one: Why, budget_bytes: int) -> str:
     if one.forced:  # no solve was made for it
         return f"{head}{row.verdict_text}; there is no choice: {one.forced}"
     if row.verdict == "free":
-        return f"{head}not kept, and never made again: nothing in backward reads it"
+        return f"{head}not kept, and never recomputed: nothing in backward reads it"
     if row.verdict == "recompute" or one.runs_us:
         again, stayed = fine_time_text(one.runs_us), _staying_text(one, budget_bytes)
         return f"{head}{row.verdict_text}, {again} a step; {stayed}. {_turned_text(one.turned)}"
@@ -186,7 +163,7 @@ def why_text(one: Why, budget_bytes: int) -> str:
 
 
 def _offloaded_text(one: Why, budget_bytes: int) -> str:
-    again = f", and is made again, {fine_time_text(one.runs_us)} a step" if one.runs_us else ""
+    again = f", and is recomputed, {fine_time_text(one.runs_us)} a step" if one.runs_us else ""
     other = f"It must not run again: {one.forced}" if one.forced else _turned_text(one.turned)
     copying, running = fine_time_text(one.copying_us), fine_time_text(one.row.cost_us)
     return (
@@ -206,7 +183,7 @@ def _turned_text(turned: Turned | None) -> str:
         return ""
     doing = "kept" if turned.pin == "keep" else "recomputed"
     if not turned.fits:
-        return f"Solved again with it {doing}: no plan was found that fits"
+        return f"Solved again with it {doing}: found no plan that fits"
     if turned.extra_us > 0:
         cost = f"the step takes {fine_time_text(turned.extra_us)} more"
     elif turned.extra_us < 0:
@@ -216,9 +193,9 @@ def _turned_text(turned: Turned | None) -> str:
         cost = "the step takes as long"
     text = f"Solved again with it {doing}: {cost}"
     if turned.dropped:
-        text += f"; made again then, and not now: {_named(turned.dropped)}"
+        text += f"; recomputed then, but not now: {_named(turned.dropped)}"
     if turned.spared:
-        text += f"; made again now, and not then: {_named(turned.spared)}"
+        text += f"; recomputed now, but not then: {_named(turned.spared)}"
     return text
 
 
@@ -233,7 +210,7 @@ def _named(rows: tuple[FoldedRow, ...]) -> str:
     return ", ".join(said) + (f" and {more} more" if more > 0 else "")
 
 
-class Explanation(msgspec.Struct, frozen=True):
+class Explanation(Answer, frozen=True):
     model: str
     device: str
     cost_origin: str = msgspec.field(name="prices")  # the key of older releases
@@ -285,31 +262,29 @@ class Explanation(msgspec.Struct, frozen=True):
         return next((rule for rule in self.rules if rule.fits), None)
 
     def as_json(self) -> dict[str, Any]:
-        said = {**msgspec.to_builtins(self), "price": price_json(self.price)}
+        said = {**super().as_json(), "price": price_json(self.price)}
         simple = msgspec.to_builtins(self.simple)
         return {**said, "is_whole_gib": self.is_whole_gib, "simple": simple}
 
-    def __str__(self) -> str:
-        return rendered(explanation_screen(self))
+    def screen(self, width: int = 100) -> RenderableType:
+        rows = rows_table((Text(name, style="bold"), said) for name, said in sentences(self))
+        held, rules = self.at_peak, self.rules and self.is_recomputing
+        again = f", run {held.run} of it" if held.run > 1 else ""
+        reached = Text(
+            f"The peak is reached in {held.phase or 'nothing'}, when {short_target(held.target)} "
+            f"of {_place_of_peak(held)} runs{again}."
+        )
+        parts = _plan_line(self), Text(), reached, holders_table(held), Text(), rows
+        return Group(*parts, *((Text(), _rules_table(self)) if rules else ()))
 
-    __repr__ = __str__
 
-
-def explanation_screen(found: Explanation) -> RenderableType:
-    parts: list[RenderableType] = [_plan_line(found), Text(), _peak_text(found.at_peak)]
-    parts += [holders_table(found.at_peak), Text()]
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    for name, said in sentences(found):
-        grid.add_row(Text(name, style="bold"), Text(said))
-    parts.append(grid)
-    if found.rules and found.is_recomputing:
-        table = plain_table("rule", "peak", "overhead", "slower")
-        for rule in found.rules:
-            peak = bytes_text(rule.peak_bytes) if rule.peak_bytes or rule.fits else "-"
-            figures = percent_text(rule.overhead), percent_text(rule.slower)
-            table.add_row(Text(rule.says), peak, *(figures if rule.fits else ("does not fit", "-")))
-        parts += [Text(), table]
-    return Group(*parts)
+def _rules_table(found: Explanation) -> Table:
+    table = plain_table("rule", "peak", "overhead", "slower")
+    for rule in found.rules:
+        peak = bytes_text(rule.peak_bytes) if rule.peak_bytes or rule.fits else "-"
+        figures = percent_text(rule.overhead), percent_text(rule.slower)
+        table.add_row(Text(rule.says), peak, *(figures if rule.fits else ("does not fit", "-")))
+    return table
 
 
 def _plan_line(found: Explanation) -> Text:
@@ -328,7 +303,7 @@ def _plan_line(found: Explanation) -> Text:
 
 def sentences(found: Explanation) -> Iterator[tuple[str, str]]:
     yield "least", _least_text(found.least, found.solver)
-    yield "memory", _price_text(found.price, is_whole_gib=found.is_whole_gib)
+    yield "memory", price_text(found.price)
     for one in found.chunks:
         yield "chunks", str(one)
     for i, one in enumerate(found.levers):
@@ -336,13 +311,13 @@ def sentences(found: Explanation) -> Iterator[tuple[str, str]]:
     for i, one in enumerate(found.forced):
         yield "forced" if i == 0 else "", _forced_text(one)
     if not found.forced:
-        yield "forced", "nothing: no pin, and no op that must not run twice"
+        yield "forced", "nothing: there is no pin, and no op that must run only once"
     if found.is_recomputing:
         yield "rule", _rule_text(found.simple, found.nearest)
     elif found.moves:
-        yield "rule", "nothing is recomputed: what does not fit goes to the host and back"
+        yield "rule", "nothing is recomputed: what does not fit is offloaded to the host"
     else:
-        yield "rule", "nothing is recomputed: the step fits as it is, and needs no rule"
+        yield "rule", "nothing is recomputed: the step fits as it is"
     yield "cut", _greedy_text(found.greedy)
     for one in found.why:
         yield "why", why_text(one, found.budget_bytes)
@@ -352,47 +327,35 @@ def sentences(found: Explanation) -> Iterator[tuple[str, str]]:
 # Further solves, each of which takes a while, make the answer.
 
 
-class _Parts:
-    def __init__(self, progress: Callable[[str], None] | None) -> None:
-        self.progress = progress
-        self.seconds: dict[str, float] = {}
-
-    def timed(self, name: str, make: Callable[[], _T]) -> _T:
-        if self.progress is not None:
-            self.progress(name)
-        clock = Clock()
-        made = make()
-        if is_interrupted():
-            raise KeyboardInterrupt  # parts of an explanation would mislead
-        self.seconds[name] = round(clock.elapsed_s, 3)
-        return made
-
-
 def explain(
     graph: TrainingGraph, result: Result, *, why_of: str | Iterable[str] = (),
     each_s: float = FURTHER_SOLVE_S, progress: Callable[[str], None] | None = None,
 ) -> Explanation:  # fmt: skip
     """Why a plan is as it is: who holds its peak, the least budget, what memory is worth."""
-    with one_job():
-        return _explained(graph, result, why_of, each_s, _Parts(progress))
-
-
-def _explained(
-    graph: TrainingGraph, result: Result, why_of: str | Iterable[str], each_s: float, parts: _Parts
-) -> Explanation:
     if result.schedule is None:
         raise BudgetError(infeasible_text(result))
     globs = (why_of,) if isinstance(why_of, str) else tuple(why_of)
-    schedule = required_schedule(result)
-    asked = solve_arguments(schedule)
-    # First, as a glob that matches nothing is refused before the long solves.
-    answers = parts.timed("why", lambda: why(graph, result, globs, each_s=each_s))
-    price = parts.timed("price", lambda: price_of_gib(graph, result, time_limit_s=each_s, **asked))
-    least = parts.timed("least", lambda: least_budget(graph, schedule, asked, each_s))
-    rules = parts.timed("rules", lambda: simple_rules(graph, result))
-    levers = parts.timed("levers", lambda: _levers(graph, result, each_s))
-    budget_bytes = result.budget_bytes
-    greedy = parts.timed("greedy", lambda: against_greedy(graph, budget_bytes, each_s=each_s))
+    schedule, seconds = required_schedule(result), dict[str, float]()
+    asked, budget_bytes = solve_arguments(schedule), result.budget_bytes
+
+    def timed(name: str, make: Callable[[], _T]) -> _T:
+        if progress is not None:
+            progress(name)
+        clock = Clock()
+        made = make()
+        if is_interrupted():
+            raise KeyboardInterrupt  # parts of an explanation would mislead
+        seconds[name] = round(clock.elapsed_s, 3)
+        return made
+
+    with one_job():
+        # First, as a glob that matches nothing is refused before the long solves.
+        answers = timed("why", lambda: why(graph, result, globs, each_s=each_s))
+        price = timed("price", lambda: price_of_gib(graph, result, time_limit_s=each_s, **asked))
+        least = timed("least", lambda: least_budget(graph, schedule, asked, each_s))
+        rules = timed("rules", lambda: simple_rules(graph, result))
+        levers = timed("levers", lambda: _levers(graph, result, each_s))
+        greedy = timed("greedy", lambda: against_greedy(graph, budget_bytes, each_s=each_s))
     return Explanation(
         model=graph.name, device=graph.device, cost_origin=graph.cost_origin,
         status=result.status, solver=result.solver, budget_bytes=budget_bytes,
@@ -401,8 +364,7 @@ def _explained(
         unmodified_bytes=unmodified(graph).peak_bytes, base_us=graph.time_us,
         at_peak=peak_holders(graph, schedule), least=least, price=price,
         forced=forced_ops(graph, schedule), rules=rules, greedy=greedy, why=answers,
-        seconds=parts.seconds, chunks=chunks_of(graph, schedule), levers=levers,
-        moves=schedule.moves,
+        seconds=seconds, chunks=chunks_of(graph, schedule), levers=levers, moves=schedule.moves,
     )  # fmt: skip
 
 

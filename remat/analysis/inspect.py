@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.analysis.plan_report import (
-    rendered,
     run_cost_text,
     short_line,
     short_path,
@@ -19,7 +18,14 @@ from remat.analysis.plan_report import (
     tensor_text,
     verdict_text,
 )
-from remat.formats import bytes_text, fine_time_text, percent_text, plain_table, time_text
+from remat.formats import (
+    Answer,
+    bytes_text,
+    fine_time_text,
+    percent_text,
+    plain_table,
+    time_text,
+)
 from remat.graph_capture.errors import GlobError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.derived import graph_of_schedule
@@ -44,7 +50,7 @@ _TOP = 20  # rows that are shown unless more are asked for
 InspectBy = Literal["value", "module", "op", "line"]  # ``value`` for one row a value
 
 
-class Inspection(msgspec.Struct, frozen=True):
+class Inspection(Answer, frozen=True):
     """The values of a step, largest first, and the verdicts of a schedule, if there is one."""
 
     model: str
@@ -64,24 +70,18 @@ class Inspection(msgspec.Struct, frozen=True):
         return self.at_peak.peak_bytes if self.at_peak else 0
 
     def as_json(self) -> dict[str, Any]:
-        return {**msgspec.to_builtins(self), "peak_bytes": self.peak_bytes}
+        return {**super().as_json(), "peak_bytes": self.peak_bytes}
 
-    def __str__(self) -> str:
-        return rendered(inspection_screen(self))
-
-    __repr__ = __str__
-
-
-def inspection_screen(found: Inspection, top: int = _TOP, width: int = 100) -> RenderableType:
-    parts: list[RenderableType] = [_step_line(found), Text()]
-    if found.by == "value":
+    def screen(self, width: int = 100, top: int = _TOP) -> RenderableType:
+        count = len(self.rows if self.by == "value" else self.groups)
+        more = f"{count - top} smaller rows left out: {option('top', count)}"
+        left_out = Text(more if count > top else "", style="dim")
+        if self.by != "value":
+            return Group(_step_line(self), Text(), _groups_table(self, top, width), left_out)
         # In a narrow terminal a row takes up to three lines, so that nothing is cut.
         table = _wide_values if width >= _WIDE else _narrow_values
-        marked = Text("* live at the peak" if found.at_peak else "", style="dim")
-        parts += [table(found.rows[:top]), marked, _left_out(len(found.rows), top)]
-    else:
-        parts += [_groups_table(found, top, width), _left_out(len(found.groups), top)]
-    return Group(*parts)
+        marked = Text("* live at the peak" if self.at_peak else "", style="dim")
+        return Group(_step_line(self), Text(), table(self.rows[:top]), marked, left_out)
 
 
 def _step_line(found: Inspection) -> Text:
@@ -94,11 +94,6 @@ def _step_line(found: Inspection) -> Text:
         f"{percent_text(found.overhead)} overhead"
     )
     return line
-
-
-def _left_out(count: int, top: int) -> Text:
-    more = f"{count - top} smaller rows left out: {option('top', count)}" if count > top else ""
-    return Text(more, style="dim")
 
 
 def _wide_values(rows: Iterable[FoldedRow]) -> Table:
@@ -160,8 +155,8 @@ def inspect(
     schedule = plan.schedule if isinstance(plan, Result) else plan
     if at_peak and schedule is None:
         raise GlobError(
-            "only values at the peak are asked for, and without a plan there is no peak: name one "
-            f"({option('plan')}) or a budget ({option('budget', '8GiB')})"
+            f"name a plan ({option('plan')}) or a budget ({option('budget', '8GiB')}): only "
+            "values at the peak are asked for, and without a plan there is no peak"
         )
     # Chunks and levers have values that the captured graph lacks.
     graph = graph_of_schedule(graph, schedule) if schedule else graph

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from remat.analysis.memory_figures import chunks_of
+from remat.analysis.plan_figures import chunks_of
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op, TrainingGraph
 from remat.schedules.derived import graph_of_schedule, unchunked
@@ -139,9 +139,9 @@ class LeverEffect(msgspec.Struct, frozen=True):
 
     def _solved_text(self) -> str:
         if self.off_fits:
-            return f"Solved without, the overhead is {percent_text(self.off_overhead)}"
-        least = f"; the least known is {bytes_text(self.off_least_bytes)}"
-        return "Solved without, nothing fits" + (least if self.off_least_bytes else "")
+            return f"Without it, the overhead is {percent_text(self.off_overhead)}"
+        least = f"; the lowest known peak is {bytes_text(self.off_least_bytes)}"
+        return "Without it, nothing fits" + (least if self.off_least_bytes else "")
 
 
 def levers_of(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from html import escape
-from io import StringIO
 from pathlib import Path
 
 import msgspec
-from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -40,13 +39,6 @@ _LONGEST = 36  # letters that a folded path may have before its ranges are cut s
 _HOLDERS = 8  # values that are named as holders of the peak; the rest is one row
 
 
-def rendered(screen: RenderableType) -> str:
-    text = StringIO()
-    # Names of a file are neither markup nor emoji.
-    Console(file=text, width=100, highlight=False, markup=False, emoji=False).print(screen)
-    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
-
-
 def holders_table(held: PeakHolders) -> Table:
     parts = [(f"resident: {name}", size) for name, size in held.resident.items()]
     parts += [(_holder_name(row), row.size_bytes) for row in held.values[:_HOLDERS]]
@@ -57,7 +49,7 @@ def holders_table(held: PeakHolders) -> Table:
     if held.workspace_bytes:
         parts.append((f"workspace of {short_target(held.target)}", held.workspace_bytes))
     if held.copies_bytes:
-        parts.append(("second copies that it makes", held.copies_bytes))
+        parts.append(("second copies of its outputs", held.copies_bytes))
     table = plain_table("held at the peak by", "bytes", "share")
     for name, size in parts:
         table.add_row(Text(name), bytes_text(size), percent_text(size / held.peak_bytes))
@@ -110,7 +102,7 @@ def costs_text(graph: TrainingGraph) -> str:
     said = list(graph.notes)
     if is_in_table(graph.device):
         title = modelled_device(graph.device).title
-        said.insert(0, f"for {title}, at peak rates as its maker states them; nothing was run")
+        said.insert(0, f"for {title}, at the maker's peak rates; nothing was run")
         if all(note == UNTIMED for note in graph.notes):
             said.append(
                 "each is modelled, at assumed shares of these rates, which nobody has compared "
@@ -144,14 +136,12 @@ def plan_card(graph: TrainingGraph, result: Result, check: Check | None) -> str:
 
 def fronts_in(data: bytes, name: str = "the file") -> dict[str, Front]:
     """What `remat sweep -o` kept, of one solver or of several."""
-    try:
-        fronts = decode_json(data, dict[str, Front])
-    except (TextError, ScheduleError):  # a single front says what is wrong with it
-        front = Front.from_json(data, name)
-        return {front.solver: front}
-    for front in fronts.values():
-        front.check_figures(name)  # anyone can edit the file
-    return fronts
+    with contextlib.suppress(TextError):
+        fields = decode_json(data, dict[str, msgspec.Raw])
+        if "points" not in fields:
+            return {solver: Front.from_json(bytes(raw), name) for solver, raw in fields.items()}
+    front = Front.from_json(data, name)
+    return {front.solver: front}
 
 
 def page_facts(
@@ -181,7 +171,7 @@ def step_facts(
     """What a page and a notebook begin with; of a range at its largest sizes, unlike the check."""
     if result.schedule is None:
         raise ScheduleError(
-            f"there is no plan to report: nothing within {result.budget_bytes} bytes was found"
+            f"there is no plan to report: none was found within {result.budget_bytes} bytes"
         )
     eager, told = unmodified_step(graph), result
     assert eager.result.schedule is not None
@@ -245,8 +235,8 @@ def _rules_of(graph: TrainingGraph, budget_bytes: int) -> tuple[Alternative, ...
 def _points_of(graph: TrainingGraph, front: Front) -> tuple[Alternative, ...]:
     if front.graph_hash != graph.hash:
         raise ScheduleError(
-            f"the front of {front.name}, by {front.solver}, is of another graph than the plan of "
-            f"{graph.name}: sweep the model and batch of the plan"
+            f"sweep the model and batch of the plan: the front of {front.name}, by "
+            f"{front.solver}, is of another graph than the plan of {graph.name}"
         )
     points: list[Alternative] = []
     for budget_bytes, result in front.points:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 import remat.solver as solvers
-from remat.analysis.layer_checkpoints import SAME_SPEED, candidates
+from remat.analysis.plan_figures import SAME_SPEED, candidates, fastest_nth
 from remat.graph_capture.eager_step import with_eager_sizes
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import Op, TrainingGraph
@@ -250,8 +250,7 @@ def _every_nth(graph: TrainingGraph, result: Result) -> Rule | None:
     found = list(candidates(graph, result.time_us))
     if not found:
         return None
-    fitting = [one for one in found if one.peak_bytes <= result.budget_bytes]
-    best = min(fitting, key=lambda one: (one.time_us, one.peak_bytes), default=None)
+    best = fastest_nth(found, result.budget_bytes)
     shown = best or min(found, key=lambda one: one.peak_bytes)
     says, figures = f"checkpoint {shown.which} of {shown.where}", (shown.overhead, shown.slower)
     return Rule("every_n_layers", says, best is not None, shown.peak_bytes, *figures)
@@ -271,7 +270,7 @@ def solve_arguments(schedule: Schedule) -> dict[str, Any]:
 
 
 def required_schedule(result: Result) -> Schedule:
-    assert result.schedule is not None, "checked before: nothing fits"
+    assert result.schedule is not None, "checked earlier: nothing fits"
     return result.schedule
 
 

@@ -26,7 +26,7 @@ from remat.solver.search import Search
 from remat.solver.segments import chen_sqrt
 from remat.solver.state import schedule_of, state_of, store_all_state
 
-_NO_SPLIT = "the graph is no chain: the backward ops do not split by stages of forward"
+_NO_SPLIT = "the graph is not a chain: backward ops do not split by stages of forward"
 
 _Kind = Literal["store", "forward", "save", "backward", "discard"]
 
@@ -84,10 +84,10 @@ def find_chain(problem: Problem, most_stages: int = 0) -> Chain:
 
 def _no_place(problem: Problem) -> str:
     if not problem.n_forward:
-        return "the graph is no chain: it has no forward ops"
+        return "the graph is not a chain: it has no forward ops"
     first, last = problem.graph.ops[0].name, problem.graph.ops[problem.n_forward - 1].name
     place = f"the forward graph has no articulation point between {first} and {last}"
-    return f"the graph is no chain: {place}"
+    return f"the graph is not a chain: {place}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +295,7 @@ class ChainSearch:
 
     def fill_best(self) -> None:
         search = self.search
-        search.say("carrying what still fits")
+        search.say("carrying values that still fit")
         ranked = sorted(self.found, key=lambda sequence: self.found[sequence])
         chosen = [*ranked[:_FILLED], *ranked[_FILLED:][-1:]]
         # On a large graph a fill takes seconds, so the fastest schedule alone is filled.

@@ -96,7 +96,7 @@ class LpRounding:
             search.message = f"the graph has {n_ops} ops, {TOO_LARGE} = {self.most_ops}"
             return
         if search.budget_bytes <= search.problem.resident_bytes:
-            search.message = "what is resident takes the whole budget"
+            search.message = "resident bytes take the whole budget"
             return
         # The LP of the full budget comes first if it is a bound: its proof may end the search.
         first = [0.0] if self.passes >= EXACT_PASSES else []

@@ -167,8 +167,8 @@ def _just_in_time(problem: Problem, kept: bytearray) -> list[list[int]]:
 
 
 _LEAST_BYTES = 1 << 20  # smaller values stay, unless a policy is told otherwise
-_NOTHING_LARGE = "backward reads nothing of forward that is large enough to leave the device"
-_NO_ROOM = "the host has no room for what the policy sends there"
+_NOTHING_LARGE = "backward reads nothing of forward that is large enough to offload"
+_NO_ROOM = "the host has no room for what the policy offloads"
 
 _Choices = Callable[[Saved], Iterable[CopyChoice]]
 
@@ -209,8 +209,8 @@ def _solve_choices(
     links = graph.links
     if links is None:
         raise SolverError(
-            f"solver '{name}' needs a link to the host: capture with "
-            f"{option('host', '64GiB')}, or take solver auto"
+            f"capture with {option('host', '64GiB')}, or use solver auto: solver '{name}' needs a "
+            "link to the host"
         )
     require_no_homes(graph, name)
     search = Search.of(solver, name, graph, budget_bytes)

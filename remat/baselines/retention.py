@@ -363,8 +363,8 @@ class Retention:
             return
         if search.problem.n_ops > self.most_ops:
             search.message = (
-                f"the graph has {search.problem.n_ops} ops, more than most_ops = "
-                f"{self.most_ops}: this is the outcome of cut"
+                f"this is the result of cut: the graph has {search.problem.n_ops} ops, more than "
+                f"most_ops = {self.most_ops}"
             )
             return
         for computations in (self.computations,) if self.computations else _RAISED:
@@ -394,7 +394,7 @@ class Retention:
             return
         proved = "optimal" if search.best is not None else "no schedule was found"
         if search.best is not None and outcome.stages is None:
-            proved = "nothing better exists"
+            proved = "nothing is better"
         limit = f"{computations} computations a value"
         if not self.computations:
             limit = f"{limit}, or as many as in the schedule begun from"

@@ -271,7 +271,7 @@ class Revolve:
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         if self.disk_slots and graph.links is None:
             raise SolverError(
-                f"disk_slots needs a link to the host: capture with {option('host', '64GiB')}"
+                f"capture with {option('host', '64GiB')}: disk_slots needs a link to the host"
             )
         search = Search.of(self, "revolve", graph, budget_bytes)
         return solve_on_chain(search, self.stages, self._solve_chain)

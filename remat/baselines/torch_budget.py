@@ -177,7 +177,7 @@ _COMPUTE_INTENSIVE = frozenset(
 )
 _RANDOM = DROPOUT_OPS | {"rand_like", "randn_like"}
 _REDUCTION = 4  # an op whose inputs are more than so many times its outputs is not to run again
-_NOTHING_SAVED = "the step saves nothing for backward that could be made again"
+_NOTHING_SAVED = "the step saves nothing for backward that could be recomputed"
 
 
 @dataclass(frozen=True)

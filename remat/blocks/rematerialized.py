@@ -102,9 +102,9 @@ def _require_equal_blocks(
         return require_equal(model, made, batch, limit_bytes, beside)
     except SignatureError as error:
         raise CaptureError(
-            f"a block is called otherwise in eager than when it is traced: {error}. Code that "
-            "looks at whether it is traced does so; pass what it would make, such as an "
-            "attention mask of four dimensions, as an argument of the model"
+            "pass what differs, such as an attention mask of four dimensions, as an argument of "
+            f"the model: a block is called differently in eager than when traced ({error}), as by "
+            "code that checks whether it is traced"
         ) from error
 
 
@@ -116,12 +116,13 @@ def planned_blocks(model: nn.Module) -> BlocksPlan | None:
 def _refuse(model: nn.Module) -> None:
     if any(isinstance(module, SharedState) for module in model.modules()):
         raise RewriteError(
-            "a part of this model follows a plan already: plan the blocks of the original"
+            "plan the blocks of the original model: a part of this one already follows a plan"
         )
     if not has_storage(model):
         raise RewriteError(
-            f"this {type(model).__name__} is on the meta device and cannot train: build it with "
-            "storage, or plan it for another device with remat.capture(..., device=...)"
+            f"build the model with storage: this {type(model).__name__} is on the meta device and "
+            "cannot train.\n"
+            "Or plan it for another device with remat.capture(..., device=...)"
         )
 
 

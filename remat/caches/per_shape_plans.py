@@ -106,7 +106,7 @@ class PlanCache(SharedState, nn.Module):
     @classmethod
     def _remat_last_used(cls) -> type[SharedState]:
         if not cls._remat_plans:
-            raise PlanError("this cache has made no plan yet: train a step first")
+            raise PlanError("train a step first: this cache has made no plan yet")
         return type(next(reversed(cls._remat_plans.values())))
 
     def _remat_train(self, batch: Any) -> Any:
@@ -137,8 +137,8 @@ class PlanCache(SharedState, nn.Module):
             return cls._remat_run_original(*batch)
         if len(changed) >= _OFTEN:
             warnings.warn(
-                f"{changed[0]}. This is plan {len(changed) + 1} for batches of one signature: "
-                "what changes at every step should be a tensor, passed to forward or a buffer",
+                "make what changes at every step a tensor, passed to forward or kept as a buffer: "
+                f"this is plan {len(changed) + 1} for batches of one signature.\n{changed[0]}",
                 stacklevel=7,
             )
         planned = cls._remat_over_range(batch)
@@ -224,9 +224,9 @@ class PlanCache(SharedState, nn.Module):
             return
         cls._remat_plans.popitem(last=False)
         warnings.warn(
+            "pad batches to fewer shapes, or raise max_plans: "
             f"{type(cls._remat_original_module).__name__} was called with more than "
-            f"{cls._remat_max_plans} signatures, and the plan that was used longest ago is given "
-            "up: pad batches to fewer shapes, or raise max_plans",
+            f"{cls._remat_max_plans} signatures, so the least recently used plan is dropped",
             stacklevel=8,
         )
 
@@ -274,13 +274,13 @@ def plan_cache(
 def _require_no_batch_is_needed(options: Mapping[str, Any]) -> None:
     if given := _OF_A_BATCH.intersection(options):
         raise TypeError(
-            f"without a batch there is no {', '.join(sorted(given))}: batches come with calls"
+            f"leave out {', '.join(sorted(given))}: without a batch, batches come with calls"
         )
     for name, what in _WITH_A_BATCH.items():
         if name in options:
             raise CaptureError(
-                f"{what} planned with a batch: give args, as in remat.rematerialize(model, (x,), "
-                f"{name}=..., budget=...)"
+                f"pass args, as in remat.rematerialize(model, (x,), {name}=..., budget=...): "
+                f"{what} planned with a batch"
             )
 
 

@@ -8,31 +8,24 @@ from typing import Annotated
 import msgspec
 import typer
 
-from remat.analysis.memory_figures import offloaded
-from remat.cli.session import (
-    INFEASIBLE,
-    Session,
-    layout_entry,
-    save_layout_file,
-    save_result_file,
-    show_layout,
-)
+from remat.analysis.plan_figures import offloaded
+from remat.cli.session import INFEASIBLE, Session, save_layout_file, save_result_file
 from remat.cli.verb import LayoutFile, Model, Output, RunIt, verb
+from remat.formats import rows_table
 from remat.graph_capture.errors import BudgetError
-from remat.job.fitted import fit_screen
 from remat.job.plan_source import require_model
 from remat.job.request import Request
 from remat.job.size_search import LARGEST_SIZE, SOLVE_S, FitSearch, SizeRange
 
-_Vary = Annotated[str, typer.Option(help="argument of the factory: batch, sequence, ...")]
+_Vary = Annotated[str, typer.Option(help="argument of the factory to vary: batch, sequence, ...")]
 _MaxOverhead = Annotated[
-    str, typer.Option(help="most extra time over the step that keeps everything, such as 10%")
+    str, typer.Option(help="largest overhead allowed over the unmodified step")
 ]
 _FirstSizes = Annotated[
-    str, typer.Option("--sizes", help="the two to capture first, such as 8,16; default 2,4 steps")
+    str, typer.Option("--sizes", help="two sizes to capture first: 8,16; default: 2 and 4 steps")
 ]
-_Step = Annotated[int, typer.Option(min=1, help="sizes are multiples of it")]
-_Most = Annotated[int, typer.Option(min=1, help="no larger size is tried")]
+_Step = Annotated[int, typer.Option(min=1, help="try only multiples of this")]
+_Most = Annotated[int, typer.Option(min=1, help="largest size to try")]
 
 
 @verb(budget="auto", time_limit_s=SOLVE_S)
@@ -42,7 +35,7 @@ def largest_batch_verb(
     most: _Most = LARGEST_SIZE, check: RunIt = None, output: Output = None,
     layout: LayoutFile = None,
 ) -> None:  # fmt: skip
-    """Find the largest size whose plan fits; it and the next are captured and solved."""
+    """Find the largest batch (or sequence) whose plan fits the budget."""
     require_model(model)  # refused before a session of captures: a kept graph has one size
     search = FitSearch(
         model, vary, SizeRange(step, most, step), _asked_overhead(max_overhead), request,
@@ -55,14 +48,9 @@ def largest_batch_verb(
         save_result_file(session, output, of, result, request.order)
         placed = save_layout_file(session, layout, of.graph, result)
         moved = offloaded(of.graph, result.schedule)
-    if session.as_json:
-        said = {"offload": msgspec.to_builtins(moved)}
-        session.emit(found.as_json() | said | layout_entry(placed))
-    else:
-        session.out.print(fit_screen(found))
-        for name, figure in moved.rows() if moved is not None else ():
-            session.out.print(f"{name}  {figure}", markup=False, soft_wrap=True)
-        show_layout(session, placed)
+    said = found.as_json() | {"offload": msgspec.to_builtins(moved)}
+    rows = () if moved is None else (rows_table(moved.rows()),)
+    session.answer(said, found.screen(), *rows, layout=placed)
     if found.answer is None:  # last, as what was tried is told where nothing fits, too
         raise SystemExit(INFEASIBLE)
 

@@ -6,11 +6,14 @@ import importlib
 import importlib.metadata
 import platform
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
+from rich.console import RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from remat import __version__
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 
 
 _DriveFolder = Annotated[Path | None, typer.Option(
-    "--nvme", metavar="FOLDER", help="a folder on NVMe, whose links to measure too",
+    "--nvme", metavar="FOLDER", help="also measure the links to this NVMe folder",
 )]  # fmt: skip
 
 
@@ -39,7 +42,7 @@ def profile_verb(
     session: Session, model: Model, request: Request, top: Top = 20, nvme: _DriveFolder = None,
     output: Output = None,
 ) -> None:  # fmt: skip
-    """Measure each distinct op of MODEL and the links to the host, for use elsewhere."""
+    """Measure the ops of MODEL and the links to the host, to plan on another machine."""
     from remat.graph_capture.costs.measuring import measure
 
     if request.device != NAMED_BY_TORCH:
@@ -52,10 +55,7 @@ def profile_verb(
     with session.stopwatch.stage("profile", "timing ops") as progress:
         kept = measure(traced, nvme_path=str(nvme or ""), progress=progress)
     session.save(output, kept.to_json(), "profile")
-    if session.as_json:
-        session.emit(_summary(kept))
-    else:
-        _show_profile(session, kept, top)
+    session.answer(_summary(kept), *_profile_screen(kept, top))
 
 
 def _summary(measured: Profile) -> dict[str, object]:
@@ -72,10 +72,10 @@ def _summary(measured: Profile) -> dict[str, object]:
     }
 
 
-def _show_profile(session: Session, measured: Profile, top: int) -> None:
+def _profile_screen(measured: Profile, top: int) -> Iterator[RenderableType]:
     where = f" on {measured.title}, torch {measured.torch}\n"
     counted = (f"{len(measured.ops)} distinct ops", "bold")
-    session.out.print(Text.assemble(counted, where), soft_wrap=True)
+    yield Text.assemble(counted, where)
     table = plain_table("op", "time", "workspace", "flops", "moved")
     dearest = sorted(measured.ops.items(), key=lambda item: -item[1].cost_us)
     for key, one in dearest[:top]:
@@ -86,12 +86,10 @@ def _show_profile(session: Session, measured: Profile, top: int) -> None:
             f"{one.work.flops:.2e}" if one.work.flops else "-",
             bytes_text(one.work.moved_bytes),
         )
-    session.out.print(table)
-    if measured.links is not None:
-        for name in ("host", "nvme"):
-            pair = getattr(measured.links, name)
-            if pair is not None:
-                session.out.print(f"{name}: {pair}", markup=False, soft_wrap=True)
+    yield table
+    for name in ("host", "nvme"):
+        if pair := getattr(measured.links, name, None):
+            yield Text(f"{name}: {pair}")
 
 
 _PACKAGES = ("torch", "numpy", "ortools", "pulp", "msgspec", "typer", "rich")
@@ -99,12 +97,9 @@ _PACKAGES = ("torch", "numpy", "ortools", "pulp", "msgspec", "typer", "rich")
 
 @verb()
 def doctor_verb(session: Session) -> None:
-    """Say which versions are here, and whether torch and the solvers work."""
+    """Check this installation: versions, devices, whether torch and the solvers work."""
     found = _findings()
-    if session.as_json:
-        session.emit(found)
-    else:
-        _show_findings(session, found)
+    session.answer(found, _findings_table(found))
     if found["refused"] or not (found["torch_ok"] and found["ortools_ok"]):
         raise SystemExit(REFUSED)
 
@@ -185,7 +180,7 @@ def _ortools_works() -> bool:
     return solved.objective_value() == 1.0
 
 
-def _show_findings(session: Session, found: dict[str, Any]) -> None:
+def _findings_table(found: dict[str, Any]) -> Table:
     table = plain_table("what", "found")
     table.columns[1].justify = "left"  # words, which `plain_table` aligns to the right
     table.add_row("remat", found["remat"])
@@ -206,4 +201,4 @@ def _show_findings(session: Session, found: dict[str, Any]) -> None:
     if not found["links"]:
         table.add_row("links", "none measured yet: --host and remat profile do")
     table.add_row("CUDA devices", ", ".join(found["cuda"]) or "none")
-    session.out.print(table)
+    return table

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 import signal
 import sys
 from collections.abc import Iterable
@@ -32,6 +33,17 @@ VERBS = {
     "doctor": "remat.cli.machine:doctor_verb",
 }
 """The module and the function of each. Those that plan come first, then those that read a plan."""
+_EXAMPLES = {  # one for the help of each
+    "run": "model.py --budget 8GiB -o plan.json",
+    "sweep": "model.py",
+    "largest-batch": "model.py --budget 8GiB",
+    "show": "plan.json --explain",
+    "report": "plan.json -o report.html",
+    "check": "model.py plan.json",
+    "cluster": "model.py:factory --gpus 64 --batch 512 --seq 8192",
+    "profile": "model.py -o profile.json",
+    "doctor": "--json",
+}
 FORMER = {  # what does now what a verb of an older release did
     "capture": "show MODEL --as graph",
     "solve": "run --no-check, or run GRAPH",
@@ -60,7 +72,7 @@ class _Verbs(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in FORMER:  # else typer would say that there is no such command
-            _end_usage(f"{cmd_name} is by another name now: remat {FORMER[cmd_name]}")
+            _end_usage(f"{cmd_name} is now: remat {FORMER[cmd_name]}")
         return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
@@ -68,7 +80,7 @@ class _Verbs(TyperGroup):
             return super().invoke(ctx)
         except _UsageError as error:
             where = error.ctx.command_path if error.ctx else "remat"
-            _end_usage(f"{error.format_message().rstrip('.')} ({where} --help lists what there is)")
+            _end_usage(f"{error.format_message().rstrip('.')} (see {where} --help)")
 
 
 def _end_usage(message: str) -> NoReturn:
@@ -79,7 +91,8 @@ def _end_usage(message: str) -> NoReturn:
 def _app_of(verbs: Iterable[str]) -> typer.Typer:
     made = typer.Typer(
         cls=_Verbs,
-        help="The fastest PyTorch training step that fits a memory budget, exactly.",
+        help="Fit a PyTorch training step into a memory budget, as fast as possible, with the same "
+        "results to the last bit.\n\nStart with: remat run model.py --budget 8GiB -o plan.json",
         no_args_is_help=True,
         context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
@@ -87,7 +100,9 @@ def _app_of(verbs: Iterable[str]) -> typer.Typer:
     made.callback()(_before_verbs)
     for verb in verbs:
         module, _, function = VERBS[verb].partition(":")
-        made.command(verb)(getattr(importlib.import_module(module), function))
+        made_by = getattr(importlib.import_module(module), function)
+        text = inspect.getdoc(made_by) or ""
+        made.command(verb, help=f"{text}\n\nExample: remat {verb} {_EXAMPLES[verb]}")(made_by)
     return made
 
 

@@ -9,10 +9,10 @@ from typing import Annotated
 import msgspec
 import typer
 
-from remat.analysis.memory_figures import check_kept_layout
-from remat.cli.session import Session, layout_entry, opened_feasible, place_shown
+from remat.analysis.plan_figures import check_kept_layout
+from remat.cli.session import Session, opened_feasible, save_layout_file
 from remat.cli.verb import PlaceOption, PlanOption, Source, more, verb
-from remat.cluster.command import page_of
+from remat.cluster.pictures import cluster_page
 from remat.cluster.plan_file import is_cluster_plan, read_cluster_plan
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import DeviceError, LayoutError
@@ -25,12 +25,12 @@ from remat.schedules.plan import PlanFile
 from remat.schedules.report.page_facts import MeasuredStep
 
 _FrontFile = Annotated[
-    Path | None, typer.Option("--front", metavar="FILE", help="a front kept by sweep -o")
+    Path | None, typer.Option("--front", metavar="FILE", help="a front from sweep -o")
 ]
-_RUNS = "also run a step of MODEL on this CPU, and show what it takes"
+_RUNS = "also run a step of MODEL on this CPU, and show its measured memory"
 _Measure = Annotated[bool, typer.Option("--measure", help=_RUNS)]
 _KeptLayout = Annotated[Path | None, more(
-    "--layout", "offsets kept by --layout of run, largest-batch or show", metavar="FILE",
+    "--layout", "buffer offsets from --layout of run, largest-batch or show", metavar="FILE",
 )]  # fmt: skip
 _Into = Annotated[Path, typer.Option("--output", "-o", help="the file to write")]
 
@@ -41,7 +41,7 @@ def report_verb(
     front: _FrontFile = None, measure: _Measure = False, kept_layout: _KeptLayout = None,
     place: PlaceOption = False,
 ) -> None:  # fmt: skip
-    """Write one self-contained page of a plan: memory, schedule, tables, time against peak."""
+    """Write an HTML page about a plan: memory, schedule, tables, time against peak."""
     from remat.analysis.plan_report import fronts_in, page_facts
     from remat.schedules.report.page import render, summary_of
 
@@ -51,7 +51,7 @@ def report_verb(
     if measure:
         request = _measured_here(source, request)
     if kept_layout and place:
-        raise LayoutError(f"--place makes a layout, and {kept_layout} is one: name one of the two")
+        raise LayoutError(f"leave out --place or {kept_layout}: each gives a layout")
     # Read first: a bad file is told before a solve.
     known = fronts_in(read_contents(front), str(front)) if front else None
     opened = opened_feasible(session, source, request, plan)
@@ -66,14 +66,14 @@ def report_verb(
     if session.as_json:
         summary = msgspec.to_builtins(summary_of(facts))
         said = {"report": str(output), "summary": summary, "note": facts.note}
-        session.emit(said | layout_entry(layout))
+        session.answer(said, layout=layout)
 
 
 def _report_cluster(session: Session, source: str, output: Path) -> None:
     from remat.cluster.replayed_plan import replay_of  # imports torch, to replay a pipeline's order
 
     plan = read_cluster_plan(read_contents(source), source)
-    page = page_of(plan, replay_of(plan, source))
+    page = cluster_page(plan, replay_of(plan, source))
     session.save(output, page.encode(), "report", end=b"")
     if session.as_json:
         session.emit({"report": str(output), "predicted": msgspec.to_builtins(plan.predicted)})
@@ -82,24 +82,23 @@ def _report_cluster(session: Session, source: str, output: Path) -> None:
 def _measured_here(source: str, request: Request) -> Request:
     if source.endswith(PLAN_FILES):
         raise DeviceError(
-            f"--measure runs a step, and {source} has no model: name the model, and the plan with "
-            f"--plan (MODEL --plan {source})"
+            f"name the model too, MODEL --plan {source}: --measure runs a step, and {source} has "
+            "no model"
         )
     here = replace(request, device=CPU)
     if request.device not in (NAMED_BY_TORCH, CPU) or not here.is_run_here:
-        raise DeviceError("--measure runs a step on this CPU: leave out --device and --sharding")
+        raise DeviceError("leave out --device and --sharding: --measure runs a step on this CPU")
     return here
 
 
 def _layout(session: Session, opened: PlanSource, kept: Path | None, place: bool) -> Layout | None:
     """From a file, or made now; None where neither is asked for."""
-    schedule = opened.solved.schedule
-    assert schedule is not None
-    if kept is not None:
-        layout = Layout.from_json(read_contents(kept), str(kept))
-        check_kept_layout(layout, opened.graph, schedule, str(kept))  # it may be of another plan
-        return layout
-    return place_shown(session, opened.graph, schedule) if place else None
+    graph, solved = opened.graph, opened.solved
+    if kept is None or solved.schedule is None:
+        return save_layout_file(session, None, graph, solved, is_asked=place)
+    layout = Layout.from_json(read_contents(kept), str(kept))
+    check_kept_layout(layout, graph, solved.schedule, str(kept))  # it may be of another plan
+    return layout
 
 
 def _measured(session: Session, source: str, opened: PlanSource, request: Request) -> MeasuredStep:

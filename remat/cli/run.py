@@ -15,11 +15,9 @@ from remat.cli.session import (
     CHECK_FAILED,
     INFEASIBLE,
     Session,
-    layout_entry,
     save_layout_file,
     save_plan_file,
     save_result_file,
-    show_layout,
 )
 from remat.cli.verb import (
     STEP_OPTIONS,
@@ -33,6 +31,7 @@ from remat.cli.verb import (
     more,
     verb,
 )
+from remat.formats import rows_table
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import CaptureError, SolverError, TooLargeError, option
 from remat.job import pipeline, plan_source, screen
@@ -46,28 +45,27 @@ from remat.solver.budgets.front import GibPrice
 from remat.solver.budgets.sweep import price_of_gib
 from remat.solver.search import is_interrupted
 
-_PriceOfGib = Annotated[bool, more("--price-of-gib", "also say what a GiB more or less is worth")]
-_CompareRule = Annotated[
-    bool, more("--compare", "also run square-root checkpointing, and measure it")
+_PriceOfGib = Annotated[
+    bool, more("--price-of-gib", "also show what one GiB more or less is worth")
 ]
+_CompareRule = Annotated[bool, more("--compare", "also run and measure square-root checkpointing")]
 _ONE_BATCH = (  # a whole step takes none: it is limited by plans, not seconds
     "keep", "recompute", "solver", "order", "split", "sharding", "optimizer_in_backward",
     "accumulate", "time_limit_s", "gap",
 )  # fmt: skip
 _Microbatches = Annotated[int | None, more(
     "--microbatches",
-    "plan a whole optimizer step of so many such batches, with parameters, gradients and the "
-    "state of --optimizer on the device, --host and --nvme; nothing is run",
+    "plan a whole optimizer step of this many batches, with parameters, gradients and optimizer "
+    "state on the device, --host and --nvme; nothing is run",
 )]  # fmt: skip
 _State = Annotated[Literal["float32", "parameter"], more(
     "--optimizer-state",
-    "with --microbatches: float32, with a master copy of parameters in fewer bytes, or in the "
-    "parameter's own type, as torch's optimizers keep it",
+    "with --microbatches: optimizer state in float32, with a master copy of smaller parameters, "
+    "or in the parameter's dtype, as torch's optimizers keep it",
 )]  # fmt: skip
 _NvmeRate = Annotated[float | None, more(
     "--nvme-gb-s",
-    "with --microbatches: rate of --nvme each way in 10^9 bytes a second; left out, that of "
-    "the drive in the table",
+    "with --microbatches: GB/s of --nvme each way; default: that of the drive in the table",
 )]  # fmt: skip
 
 
@@ -80,7 +78,7 @@ def run_verb(
 ) -> None:  # fmt: skip
     """Find the fastest training step within a memory budget, run it, and compare it with yours.
 
-    A kept GRAPH, or that of a PLAN, is solved anew, and nothing is run.
+    A kept GRAPH or PLAN is solved again, without running it.
     """
     # What each way to plan takes only beside a model, and what not beside --dynamic either.
     measured = {"--check": check is not None, "--compare": compare}
@@ -113,20 +111,32 @@ def _run(
 ) -> pipeline.Report:  # fmt: skip
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)
 
+    kept = list[PlanFile | None]()
+
     def keep(known: pipeline.Report) -> None:  # written before a step, which may end the process
         of = plan_source.Captured(known.graph, loaded, known.recipe)
-        save_result_file(session, output, of, known.result, request.order)
+        kept.append(save_result_file(session, output, of, known.result, request.order))
 
     report = pipeline.run_job(
         loaded, request, session.stopwatch, check=check, compare=compare, planned=keep
     )
-    of = plan_source.Captured(report.graph, loaded, report.recipe)
-    found = report.check, report.unchecked  # kept too, so the file is written once more
-    if output is not None and any(found):
-        plan = plan_source.plan_of_result(of, report.result, request.order, *found)
-        assert plan is not None
-        plan_source.write_plan(plan, output)
+    _keep_check(output, kept, report)
     return report
+
+
+def _keep_check(
+    path: Path | None, kept: Sequence[PlanFile | None],
+    report: pipeline.Report | pipeline.RangeReport,
+) -> None:  # fmt: skip
+    """Write plans once more, with what a step showed; not to a pipe, which would have both."""
+    if path is None or not path.is_file() or not (report.check or report.unchecked):
+        return
+    from remat.rewriter.plans.loading import save_plan
+
+    found = report.check and report.check.as_kept()
+    for plan in filter(None, kept):
+        whole = msgspec.structs.replace(plan, check=found, unchecked=report.unchecked)
+        save_plan(whole, path)
 
 
 def _solved_anew(
@@ -135,7 +145,7 @@ def _solved_anew(
 ) -> pipeline.Report:  # fmt: skip
     """The graph of a kept file, solved; refuses options that run a step, which takes the model."""
     if flag := next((flag for flag, is_given in measured.items() if is_given), ""):
-        raise CaptureError(f"{source} has no model to run: {flag} goes with a model")
+        raise CaptureError(f"leave out {flag}, or name a model: {source} has none to run")
     of = plan_source.captured(source, request, session.stopwatch)
     report, _ = pipeline.planned_report(of.graph, request, session.stopwatch)
     save_result_file(session, output, of, report.result, request.order)
@@ -155,16 +165,13 @@ def _priced(session: Session, report: pipeline.Report, request: Request) -> GibP
 def _conclude_run(
     session: Session, report: pipeline.Report, layout: Layout | None, price: GibPrice | None
 ) -> None:
-    if session.as_json:
-        worth: dict[str, Any] = {} if price is None else {"price_of_gib": price_json(price)}
-        session.emit(screen.report_json(report) | layout_entry(layout) | worth)
-    if report.result.schedule is None:  # only after the object of --json: this ends the process
+    fits = report.result.schedule is not None
+    worth: dict[str, Any] = {} if price is None else {"price_of_gib": price_json(price)}
+    shown = [screen.run_screen(report)] if fits else []
+    shown += [] if price is None else [rows_table([("price", price_text(price))])]
+    session.answer(screen.report_json(report) | worth, *shown, layout=layout)
+    if not fits:
         session.conclude(INFEASIBLE, [infeasible_text(report.result)])
-    if not session.as_json:
-        screen.show_run(session.out, report)
-        show_layout(session, layout)
-        if price is not None:
-            session.out.print(f"price  {price_text(price)}")
     session.conclude(CHECK_FAILED, report.failures)
 
 
@@ -174,15 +181,15 @@ def _run_over(
 ) -> None:  # fmt: skip
     ranges = parse_dynamic(dynamic)
     if model.endswith(plan_source.PLAN_FILES):
-        raise CaptureError(f"{model} is of sizes that are fixed: --dynamic goes with a model")
+        raise CaptureError(f"leave out --dynamic, or name a model: {model} has fixed sizes")
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)
 
-    kept = list[tuple[Path, PlanFile]]()
+    kept = list[PlanFile]()
 
     def keep(plan: PlanFile) -> None:
         if output is not None:
             save_plan_file(session, output, plan)
-            kept.append((output, plan))
+            kept.append(plan)
 
     try:
         report = pipeline.plan_over(loaded, request, ranges, session.stopwatch, keep, check=check)
@@ -190,14 +197,8 @@ def _run_over(
         session.fail(INFEASIBLE, type(error).__name__, str(error))  # too little memory ends with 3
         raise
     report = replace(report, seconds=session.stopwatch.accounted())
-    for path, plan in kept:
-        found = report.check and report.check.as_kept()
-        whole = msgspec.structs.replace(plan, check=found, unchecked=report.unchecked)
-        plan_source.write_plan(whole, path)
-    if session.as_json:
-        session.emit(screen.range_report_json(report))
-    else:
-        screen.show_range_report(session.out, report)
+    _keep_check(output, kept, report)
+    session.answer(screen.range_report_json(report), screen.range_screen(report))
     session.conclude(CHECK_FAILED, report.failures)
 
 
@@ -205,7 +206,7 @@ def _run_whole_step(
     session: Session, model: str, request: Request, microbatches: int, **state: Any
 ) -> None:
     from remat.whole_step.step_planning import StepRequest, plan_step  # a wing, which others omit
-    from remat.whole_step.step_screen import show_step, step_json
+    from remat.whole_step.step_screen import step_json, step_screen
 
     asked = StepRequest(
         request.device or CPU, microbatches, request.optimizer, request.budget,
@@ -218,36 +219,31 @@ def _run_whole_step(
             target=loaded.target, profile=request.read_profile(),
             told=lambda text: shown(text=text),
         )  # fmt: skip
-    if session.as_json:
-        session.emit(step_json(plan))
-    if plan.shortage:
-        session.conclude(INFEASIBLE, [plan.shortage])
-    if not session.as_json:
-        show_step(session.out, plan)
+    session.answer(step_json(plan), *(() if plan.shortage else (step_screen(plan),)))
+    session.conclude(INFEASIBLE, [plan.shortage] if plan.shortage else [])
 
 
 def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | None,
                                 request: Request) -> None:  # fmt: skip
     if is_left_out:
         raise SolverError(
-            "--nvme-gb-s and --optimizer-state are of a whole step: give --microbatches too"
+            "give --microbatches too: --nvme-gb-s and --optimizer-state belong to a whole step"
         )
     if kept:
         raise SolverError(
-            f"{kept} goes with a plan that runs, and one of --microbatches is planned and not run: "
-            "leave it out, --json prints what was found"
+            f"leave out {kept}: a plan of --microbatches is not run, and --json prints it"
         )
     usual = Request()  # typer gives every option: another value was asked for
     for name in _ONE_BATCH:
         if getattr(request, name) != getattr(usual, name):
             raise SolverError(
-                f"{option(name)} is of the step of one batch: leave it out, or --microbatches"
+                f"leave out {option(name)}, or --microbatches: it belongs to a step of one batch"
             )
 
 
 @verb(STEP_OPTIONS)
 def check_verb(session: Session, model: Model, plan: PlanArgument, request: Request) -> None:
-    """Rewrite MODEL to a kept plan and compare it with eager, bit for bit."""
+    """Check that MODEL, rewritten to a kept plan, gives eager's results bit for bit."""
     plan_source.require_model(model)
     kept = plan_source.read_kept(plan)  # read first: a bad file is told before the model is built
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)
@@ -259,20 +255,17 @@ def check_verb(session: Session, model: Model, plan: PlanArgument, request: Requ
             found = pipeline.compare_with_eager(loaded, module, request)
         _conclude_check(session, found, kept.over.family.budget_bytes)
         return
-    schedule = plan_source.fitting_schedule(kept, loaded, str(plan))
+    schedule, costed = plan_source.fitting_schedule(kept, loaded, str(plan))
     with session.stopwatch.stage("capture", "tracing the training step"):
         traced = pipeline.trace_loaded(loaded, request)
         schedule.check_captured_as(traced.graph)  # first: it names the op that differs
     with session.stopwatch.stage("check", "checking the plan against eager"):
-        costed = plan_source.costed_graph_in(kept)
         found = pipeline.check_schedule(loaded, traced, schedule, request, costed)
     _conclude_check(session, found, schedule.budget_bytes)
 
 
 def _conclude_check(session: Session, found: Check, budget_bytes: int) -> None:
     failed = failures(found, budget_bytes)
-    if session.as_json:
-        session.emit(screen.checked_json(found, budget_bytes, failed))
-    else:
-        screen.show_check(session.out, found, budget_bytes)
+    said = screen.checked_json(found, budget_bytes, failed)
+    session.answer(said, screen.check_screen(found, budget_bytes))
     session.conclude(CHECK_FAILED, failed)

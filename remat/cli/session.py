@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 import typer
+from rich.console import RenderableType
 
-from remat.analysis.memory_figures import arena_text, layout_json, place
+from remat.analysis.plan_figures import arena_text, layout_json, place
 from remat.checkout import BESIDE, PACKAGE_FOLDER
 from remat.graph_capture.devices.memory import is_out_of_memory
 from remat.graph_capture.errors import RematError, named_as_flags
 from remat.graph_capture.files import write_contents
 from remat.graph_capture.graph import TrainingGraph
-from remat.job.plan_source import Captured, PlanSource, open_plan, plan_of_result, write_plan
+from remat.job.plan_source import Captured, PlanSource, open_plan
 from remat.job.request import Request
 from remat.progress import (
     STDOUT,
@@ -40,8 +41,7 @@ from remat.progress import (
 from remat.schedules.layout import Layout
 from remat.schedules.outcome import Result
 from remat.schedules.plan import PlanFile, RunOrder
-from remat.schedules.schedule import Schedule
-from remat.solved import infeasible_text
+from remat.solved import Solved, facts_of, infeasible_text
 from remat.solver.result import INTERRUPTED
 from remat.solver.search import is_interrupted, note_interrupt, one_job
 
@@ -197,6 +197,17 @@ class Session:
         self.stopwatch.began = when_it_began()
         self.stopwatch.seconds["start"] = self.stopwatch.elapsed_s
 
+    def answer(
+        self, said: dict[str, Any], *screen: RenderableType, layout: Layout | None = None
+    ) -> None:
+        """Print `said` as one JSON object, or the parts of a screen; either with a layout."""
+        if self.as_json:
+            self.emit(said | ({} if layout is None else {"layout": layout_json(layout)}))
+            return
+        placed = () if layout is None else (f"arena  {arena_text(layout)}",)
+        for part in (*screen, *placed):
+            self.out.print(part)
+
     def emit(self, said: dict[str, Any]) -> None:
         sys.stdout.write(json_text(msgspec.json.encode(said), sys.stdout.encoding) + "\n")
 
@@ -292,42 +303,37 @@ def opened_feasible(session: Session, name: str, request: Request, plan: Path | 
 
 def save_result_file(
     session: Session, path: Path | None, of: Captured, result: Result, order: RunOrder
-) -> None:
+) -> PlanFile | None:
     """A plan where a model is at hand, else the schedule alone; nothing where nothing fits."""
     if path is None or result.schedule is None:
-        return
-    if plan := plan_of_result(of, result, order):
-        save_plan_file(session, path, plan)
-    else:
+        return None
+    if of.loaded is None or of.recipe is None:
         session.save(path, result.schedule.to_json(), "plan")
+        return None
+    from remat.rewriter.plans.facts import make_plan  # imports torch; a shown plan needs none
+
+    facts = facts_of(Solved(of.graph, result), order)
+    plan = make_plan(of.loaded.model, of.recipe, result.schedule, **facts)
+    save_plan_file(session, path, plan)
+    return plan
 
 
 def save_plan_file(session: Session, path: Path, plan: PlanFile) -> None:
-    write_plan(plan, path)  # not by `session.save`: the name may ask for an archive
+    from remat.rewriter.plans.loading import save_plan
+
+    save_plan(plan, path)  # not by `session.save`: the name may ask for an archive
     session.say_written(path, "plan")
 
 
 def save_layout_file(
-    session: Session, path: Path | None, graph: TrainingGraph, result: Result
-) -> Layout | None:
-    """None where none is asked for, or nothing fits."""
+    session: Session, path: Path | None, graph: TrainingGraph, result: Result, *,
+    is_asked: bool = False,
+) -> Layout | None:  # fmt: skip
+    """As a file too where `path` names one; None where no layout is asked for, or nothing fits."""
     # Placing is one more search, and Ctrl-C has ended those.
-    if path is None or result.schedule is None or is_interrupted():
+    if not (path or is_asked) or result.schedule is None or is_interrupted():
         return None
-    layout = place_shown(session, graph, result.schedule)
+    with session.stopwatch.stage("place", "placing buffers"):
+        layout = place(graph, result.schedule)
     session.save(path, layout.to_json(), "layout")
     return layout
-
-
-def place_shown(session: Session, graph: TrainingGraph, schedule: Schedule) -> Layout:
-    with session.stopwatch.stage("place", "placing buffers"):
-        return place(graph, schedule)
-
-
-def layout_entry(layout: Layout | None) -> dict[str, Any]:
-    return {} if layout is None else {"layout": layout_json(layout)}
-
-
-def show_layout(session: Session, layout: Layout | None) -> None:
-    if layout is not None:
-        session.out.print(f"arena  {arena_text(layout)}")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import Group, RenderableType
 from rich.text import Text
 
-from remat.analysis.budget_sweep import Budgets, sweep_fronts, sweep_hosts
-from remat.analysis.compare import DEFAULT_BUDGETS, DEFAULT_SOLVERS, comparison_screen, sweep
+from remat.analysis.budget_sweep import Budgets
+from remat.analysis.compare import DEFAULT_BUDGETS, DEFAULT_SOLVERS, sweep, sweep_hosts
 from remat.budgets import parse_budget
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import Output, PlaceOption, PlanOption, Source, verb
@@ -29,14 +29,15 @@ from remat.solver.budgets.front import Front
 from remat.solver.budgets.sweep import check_jobs
 
 _SWEPT, _COMPARED = "12", ",".join(DEFAULT_BUDGETS)  # of one solver, and of several
+_SOLVING = "solving at several budgets"
 _NOTHING = "no schedule was found at any budget"
 _ALL = "usual"  # the best of each kind, and what people write by hand
 _HOSTS = "8GiB, or several with 0 for none: 0,8GiB,16GiB"
 _SweptBudgets = Annotated[str, typer.Option(
-    help="how many, from the least peak to the unmodified one, or 50%,2GiB,...; where none is "
-    f"named {_SWEPT}, and of several solvers {_COMPARED}", show_default=False,
+    help="how many, from the least peak to the unmodified one, or a list: 50%,2GiB; default: "
+    f"{_SWEPT}, with several solvers {_COMPARED}", show_default=False,
 )]  # fmt: skip
-_Jobs = Annotated[int, typer.Option(help="solves at once; -1 for every core")]
+_Jobs = Annotated[int, typer.Option(help="solves in parallel; -1 for one per core")]
 
 
 @verb()
@@ -46,16 +47,16 @@ def sweep_verb(
     plan: PlanOption = None, host: str = "", nvme: str = "", jobs: _Jobs = 1,
     place: PlaceOption = False, output: Output = None,
 ) -> None:  # fmt: skip
-    """Show the step's time at several budgets with the bound, and solvers and rules side by side.
+    """Show the step's time and its lower bound at several budgets, or compare solvers.
 
-    With several of --solver, or --plan, they are compared with the unmodified step and the plan.
+    Give --solver several times, or --plan, to compare them with the unmodified step.
     """
     # "usual" stands for several, so it is replaced before solvers are counted.
     names = [one for name in solver for one in (DEFAULT_SOLVERS if name == _ALL else (name,))]
     hosts = asked_hosts(host)
     is_compared = (len(names) > 1 and len(hosts) < 2) or plan is not None or place
     if is_compared and len(hosts) > 1:
-        raise BudgetError(f"--plan and --place are of one size of the host: {host} names several")
+        raise BudgetError(f"give one host size with --plan or --place: {host} names several")
     wanted = asked_budgets(budgets, budget, _COMPARED if is_compared else _SWEPT)
     for one in names:
         # A comparison has a row for a solver that does not take the order.
@@ -64,60 +65,36 @@ def sweep_verb(
     largest = max(hosts, key=hosts.__getitem__, default="")  # more than there is is refused now
     asked = replace(request, host=largest if any(hosts.values()) else "", nvme=nvme)
     asked = asked.checked(is_kept=source.endswith(PLAN_FILES))
+    given: dict[str, Any] = {"time_limit_s": asked.time_limit_s, "jobs": jobs, **asked.solving}
     if is_compared:
-        _compare(session, source, asked, wanted, names, plan, place, jobs, output)
+        opened = open_plan(source, asked, session.stopwatch, plan)
+        with session.stopwatch.stage("compare", _SOLVING) as show:
+            given["progress"] = lambda name, i, n: show(i, n, text=f"solving with {name}")
+            given |= {"plan": opened.result, "layouts": place}
+            found = sweep(opened.graph, wanted, names, **given)
+        fronts, said, screen = found.fronts, found.as_json(), found.screen(session.out.width)
+        fits = any(cell.fits for row in found.rows for cell in row.cells)
     else:
-        _sweep(session, source, asked, wanted, names, hosts, jobs, output)
-
-
-def _sweep(
-    session: Session, source: str, request: Request, budgets: Budgets, solvers: Sequence[str],
-    hosts: dict[str, int], jobs: int, output: Path | None,
-) -> None:  # fmt: skip
-    graph = captured(source, request, session.stopwatch).graph
-    with session.stopwatch.stage("sweep", "solving at several budgets") as show:
-        shared: dict[str, Any] = {
-            "solvers": solvers, "time_limit_s": request.time_limit_s, "jobs": jobs,
-            **request.solving,
-            "progress": lambda done, n: show(done, n, text=f"budget {done + 1} of {n}"),
-        }  # fmt: skip
-        if len(hosts) > 1:
-            fronts = sweep_hosts(graph, hosts, budgets, **shared)
-        else:
-            fronts = sweep_fronts(graph, budgets, **shared)
-    _keep(session, output, fronts)
-    if session.as_json:
-        session.emit({"fronts": {n: msgspec.to_builtins(f) for n, f in fronts.items()}})
-    else:
-        _show_fronts(session, graph, fronts)
-    found = any(point.result.schedule for front in fronts.values() for point in front.points)
-    session.conclude(INFEASIBLE, [] if found else [_NOTHING])
-
-
-def _compare(
-    session: Session, source: str, request: Request, budgets: Budgets, solvers: Sequence[str],
-    plan: Path | None, is_placed: bool, jobs: int, output: Path | None,
-) -> None:  # fmt: skip
-    opened = open_plan(source, request, session.stopwatch, plan)
-    with session.stopwatch.stage("compare", "solving at several budgets") as progress:
-        found = sweep(
-            opened.graph, budgets, solvers, plan=opened.result, time_limit_s=request.time_limit_s,
-            progress=lambda name, done, total: progress(done, total, text=f"solving with {name}"),
-            layouts=is_placed, jobs=jobs, **request.solving,
-        )  # fmt: skip
-    _keep(session, output, found.fronts)
-    if session.as_json:
-        session.emit(found.as_json())
-    else:
-        session.out.print(comparison_screen(found, session.out.width))
-    fits = any(cell.fits for row in found.rows for cell in row.cells)
+        graph = captured(source, asked, session.stopwatch).graph
+        with session.stopwatch.stage("sweep", _SOLVING) as show:
+            given["progress"] = lambda _, i, n: show(i, n, text=f"budget {i + 1} of {n}")
+            if len(hosts) > 1:
+                fronts = sweep_hosts(graph, hosts, wanted, names, **given)
+            else:
+                fronts = sweep(graph, wanted, names, **given).fronts
+        said, screen = {"fronts": msgspec.to_builtins(fronts)}, _fronts_screen(graph, fronts)
+        fits = any(point.result.schedule for front in fronts.values() for point in front.points)
+    # One is kept as such, so that `Front.from_json` reads it.
+    alone = next(iter(fronts.values())) if len(fronts) == 1 else None
+    session.save(output, alone.to_json() if alone else msgspec.json.encode(fronts), "front")
+    session.answer(said, screen)
     session.conclude(INFEASIBLE, [] if fits else [_NOTHING])
 
 
 def asked_budgets(text: str, named: Sequence[str] = (), default: str = _SWEPT) -> Budgets:
     """How many budgets, or which: what ``--budgets`` says, or each that ``--budget`` names."""
     if text and named:
-        raise BudgetError(f"name budgets by --budget or by --budgets {text}, not by both")
+        raise BudgetError(f"give --budget or --budgets {text}, not both")
     text = text or ",".join(named) or default
     if not named and text.strip().lstrip("+-").isdigit():  # -3 is no number of budgets
         if int(text) < 1:
@@ -136,19 +113,12 @@ def asked_hosts(text: str) -> dict[str, int]:
         return {AUTO: 1}  # any size but 0, as it is asked for when the graph is captured
     hosts = {part: 0 if part == "0" else parse_bytes(part, "host", _HOSTS) for part in parts}
     if len(set(hosts.values())) < len(parts):
-        raise BudgetError(f"hosts {text!r} name the same size twice: give each once")
+        raise BudgetError(f"give each host size once: {text!r} names one twice")
     return hosts
 
 
-def _keep(session: Session, path: Path | None, fronts: Mapping[str, Front]) -> None:
-    # One is kept as such, so that `Front.from_json` reads it.
-    alone = next(iter(fronts.values())) if len(fronts) == 1 else None
-    session.save(path, alone.to_json() if alone else msgspec.json.encode(fronts), "front")
-
-
-def _show_fronts(session: Session, graph: TrainingGraph, fronts: Mapping[str, Front]) -> None:
+def _fronts_screen(graph: TrainingGraph, fronts: Mapping[str, Front]) -> RenderableType:
     step = f", step {time_text(graph.time_us)} with nothing recomputed\n"
-    session.out.print(Text.assemble((graph.name, "bold"), step))
     table = plain_table("budget", "peak", "overhead", "bound", "gap", "solver", "seconds")
     points = [(name, front, point) for name, front in fronts.items() for point in front.points]
     for name, front, (budget_bytes, result) in points:
@@ -159,4 +129,4 @@ def _show_fronts(session: Session, graph: TrainingGraph, fronts: Mapping[str, Fr
             peak, overhead = bytes_text(result.peak_bytes), percent_text(result.overhead)
             figures = (peak, overhead, proved_text(bound), gap)
         table.add_row(bytes_text(budget_bytes), *figures, name, f"{result.wall_s:.1f}")
-    session.out.print(table)
+    return Group(Text.assemble((graph.name, "bold"), step), table)

@@ -100,30 +100,28 @@ def more(flag: str, text: str, **shown: Any) -> Any:
     return typer.Option(flag, help=text, rich_help_panel=MORE, **shown)
 
 
-_NAMED = "path/to/file.py or package.module, and :function unless it is called factory"
+_NAMED = "path/to/file.py or package.module, with :function if it is not called factory"
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=_NAMED, show_default=False)]
 Source = Annotated[
     str, typer.Argument(metavar="MODEL|GRAPH|PLAN", help=f"{_NAMED}; or a kept graph or plan")
 ]
-PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan kept by run -o")]
-PlanOption = Annotated[Path | None, typer.Option("--plan", help="a plan kept by run -o")]
+PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan file, from run -o")]
+PlanOption = Annotated[Path | None, typer.Option("--plan", help="a plan file, from run -o")]
 RunIt = Annotated[bool | None, more(
     "--check/--no-check",
-    "run a step, or plan only; by default a step is run where the unmodified one fits here",
+    "run and check a step, or only plan; default: run if the unmodified step fits here",
     show_default=False,
 )]  # fmt: skip
 Top = Annotated[int, typer.Option(min=1, help="how many rows to show")]
 DynamicOption = Annotated[list[str], more(
     "--dynamic",
-    "plan for a range of sizes of a dimension, such as tokens:1=seq:16:512; repeatable",
+    "plan for a range of sizes, such as dimension 1 of tokens: tokens:1=seq:16:512; repeatable",
     metavar=DYNAMIC_METAVAR,
 )]  # fmt: skip
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="keep the result as a file")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="save the result to this file")]
 LayoutFile = Annotated[Path | None, more(
-    "--layout", "place the plan's buffers in one arena; keep their offsets here",
+    "--layout", "place the plan's buffers in one arena, and save their offsets here",
 )]  # fmt: skip
-PlaceOption = Annotated[
-    bool, more("--place", "also place buffers in one arena, and show what it takes")
-]
-_AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
+PlaceOption = Annotated[bool, more("--place", "also place buffers in one arena, and show its size")]
+_AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 _Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show the traceback of an error")]

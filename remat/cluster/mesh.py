@@ -198,20 +198,16 @@ def all_degrees(job: Job, cluster: Cluster, asked: MeshSpec) -> Iterator[Degrees
         asked.of("tp", tensor), asked.of("cp", job.context_degrees), asked.of("pp", stages)
     ):
         is_split = cluster.gpus % (tp * cp * pp) == 0 and pp <= job.layers
-        if not is_split or not _is_context(job, asked, tp, cp):
+        # A rank has whole tokens of a sequence, and enough of them, and whole heads.
+        is_split &= job.seq % (tp * cp) == 0
+        is_split &= cp == 1 or asked.cp is not None or job.seq // cp >= _LEAST_TOKENS
+        if not is_split or not all(shares_heads(heads, tp, cp) for heads in job.heads):
             continue
         dp = cluster.gpus // (tp * cp * pp)
         for microbatch in asked.of("microbatch", _MICROBATCHES):
             if job.batch % (dp * microbatch) == 0:
                 m = job.batch // (dp * microbatch)
                 yield from _with_virtual_stages(job, asked, tp, cp, pp, dp, microbatch, m)
-
-
-def _is_context(job: Job, asked: MeshSpec, tp: int, cp: int) -> bool:
-    """Whether a rank has whole tokens of a sequence, and enough of them, and whole heads."""
-    if job.seq % (tp * cp) or not all(shares_heads(heads, tp, cp) for heads in job.heads):
-        return False
-    return cp == 1 or asked.cp is not None or job.seq // cp >= _LEAST_TOKENS
 
 
 def shares_heads(heads: tuple[int, int], tp: int, cp: int) -> bool:
@@ -314,8 +310,8 @@ class ClusterRequest:
         """`DeviceError` for a device or links that are not known, `BudgetError` for a share."""
         if not is_in_table(self.device):
             raise DeviceError(
-                f"a cluster is planned by model, and {self.device!r} is no device of the table: "
-                f"choose {', '.join(device_table().devices)}"
+                f"choose {', '.join(device_table().devices)}: a cluster is only modelled, and "
+                f"{self.device!r} is not in the table of devices"
             )
         device, table = modelled_device(self.device), device_table()
         path, size = self.links, self.node_size
@@ -323,8 +319,8 @@ class ClusterRequest:
         budget, peak = parse_budget(self.budget), device.flops_per_us("bfloat16")
         if budget.kind not in ("auto", "bytes"):
             raise BudgetError(
-                f"budget {self.budget!r} is of one step on one device: a cluster's is of each GPU, "
-                "such as 72GiB, or auto"
+                f"give a budget for each GPU, such as 72GiB, or auto: {self.budget!r} only makes "
+                "sense for one step on one device"
             )
         left_bytes = int(device.memory_bytes * (1 - RESERVE))
         budget_bytes = left_bytes if budget.kind == "auto" else budget.size_bytes
@@ -337,22 +333,22 @@ class ClusterRequest:
         """Raise `DeviceError` for numbers that no mesh has."""
         for name in ("gpus", "node_size", "batch", "seq"):
             if (number := getattr(self, name)) < 1:
-                raise DeviceError(f"--{name.replace('_', '-')} {number}: it is 1 or more")
+                raise DeviceError(f"--{name.replace('_', '-')} must be 1 or more, not {number}")
         if self.gpus > self.node_size and self.gpus % self.node_size:
             raise DeviceError(
-                f"{self.gpus} GPUs are not whole nodes of {self.node_size}: give --node-size, or "
-                "another --gpus"
+                f"give --node-size, or another --gpus: {self.gpus} GPUs are not whole nodes of "
+                f"{self.node_size}"
             )
         tp, cp, pp = (getattr(self.asked, name) or 1 for name in ("tp", "cp", "pp"))
         if self.gpus % (tp * cp * pp):
             raise DeviceError(
-                f"tp {tp} x cp {cp} x pp {pp} do not divide {self.gpus} GPUs: choose degrees whose "
-                "product does"
+                f"choose degrees whose product divides {self.gpus} GPUs: tp {tp} x cp {cp} x pp "
+                f"{pp} does not"
             )
         if tp > self.node_size:
             raise DeviceError(
-                f"--tp {tp} reaches over nodes of {self.node_size} GPUs, which is not planned for: "
-                f"choose --tp {self.node_size} or less"
+                f"choose --tp {self.node_size} or less: --tp {tp} spans nodes of {self.node_size} "
+                "GPUs, which is not planned"
             )
         self._check_schedule()
         self._check_batch(tp * cp * pp, pp)
@@ -363,17 +359,17 @@ class ClusterRequest:
             return
         if name not in SCHEDULES:
             raise DeviceError(
-                f"--schedule {name!r} is none that is planned: choose {', '.join(SCHEDULES)}; "
-                "remat.cluster.parallelize(..., schedule=) runs torch's others by such a plan"
+                f"choose --schedule from {', '.join(SCHEDULES)}, not {name!r}; "
+                "remat.cluster.parallelize(..., schedule=) runs torch's others with such a plan"
             )
         if name == SCHEDULES[2] and (self.asked.tp != 1 or self.asked.cp not in (None, 1)):
             raise DeviceError(
-                f"--schedule {name} is for blocks without collectives: give --tp 1 --cp 1"
+                f"give --tp 1 --cp 1: --schedule {name} is for blocks without collectives"
             )
         if virtual_stages is not None and (virtual_stages == 1) != (name == SCHEDULES[0]):
             raise DeviceError(
-                f"--schedule {name} is not for {virtual_stages} virtual stages on each rank: "
-                f"{SCHEDULES[0]} is for one, the others for more; leave out --virtual-stages"
+                f"leave out --virtual-stages: --schedule {name} is not for {virtual_stages} on "
+                f"each rank; {SCHEDULES[0]} is for one, the others for more"
             )
 
     def _check_batch(self, ranks: int, pp: int) -> None:
@@ -381,14 +377,16 @@ class ClusterRequest:
         microbatch = self.asked.microbatch or 1
         if self.asked.pp is not None and self.batch % (dp * microbatch):
             raise DeviceError(
-                f"a batch of {self.batch} is not microbatches of {microbatch} for {dp} data "
-                f"parallel ranks: choose a --batch that {dp * microbatch} divides"
+                f"choose a --batch that is a multiple of {dp * microbatch}: {self.batch} "
+                f"sequences do not divide into microbatches of {microbatch} for {dp} data "
+                "parallel ranks"
             )
         m = self.batch // (dp * microbatch)
         # More tensor or context parallel ranks leave fewer replicas, so more microbatches.
         is_fixed = self.asked.tp is not None and self.asked.cp is not None
         if pp > 1 and m < pp and is_fixed:
             raise DeviceError(
-                f"{m} microbatches of {microbatch} are fewer than {pp} stages, which then wait for "
-                f"each other: choose --batch {pp * dp * microbatch} or more, or --pp {max(m, 1)}"
+                f"choose --batch {pp * dp * microbatch} or more, or --pp {max(m, 1)}: {m} "
+                f"microbatches of {microbatch} are fewer than {pp} stages, which then wait for "
+                "each other"
             )

@@ -72,8 +72,8 @@ class Before:
             # Its traceback would keep the frames of forward, and all that they name.
             return found.with_traceback(None)
         raise CaptureError(
-            f"forward of {type(self.module).__name__} does not reach its first block: name the "
-            "blocks that each forward runs with --blocks"
+            "name the blocks that each forward runs with --blocks: forward of "
+            f"{type(self.module).__name__} does not reach its first block"
         )
 
 
@@ -128,9 +128,9 @@ def arrival_of(before: Before, model: nn.Module, args: tuple[Any, ...], path: st
         # Later stages have neither the batch nor the parameters that it is computed from.
         if any(id(leaf) in watched.known for leaf in pytree.tree_leaves(given)):
             raise CaptureError(
-                f"block {path} is given {name}, which is computed from the batch or from "
-                "parameters, and later stages of a pipeline have neither: compute it in the "
-                "blocks, or plan without stages with --pp 1"
+                f"compute {name} in the blocks, or plan without stages with --pp 1: block {path} "
+                "gets it, computed from the batch or from parameters, and later stages of a "
+                "pipeline have neither"
             )
     return found
 
@@ -256,9 +256,8 @@ def cut_dimension(whole: object, part: object, sequence: SequencePart, name: str
     found = [dim for dim, (of_all, own) in enumerate(pairs) if of_all != own]
     if len(found) > 1 or whole.dim() != part.dim():
         raise CaptureError(
-            f"blocks are given {name}, which is {list(whole.shape)} for {sequence.seq} tokens and "
-            f"{list(part.shape)} for a context parallel rank's: give them one for each token, or "
-            f"{WAY_OUT}"
+            f"give blocks one {name} for each token, or {WAY_OUT}: it is {list(whole.shape)} for "
+            f"{sequence.seq} tokens and {list(part.shape)} for a context parallel rank's"
         )
     return found[0] if found else None
 

@@ -75,9 +75,8 @@ def _seq_name(named: NamedFunction) -> str:
     found = next((name for name in _SEQ_NAMES if name in taken), None)
     if found is None or "batch" not in taken:
         raise FactoryError(
-            f"factory {named.name} of {named.where} takes {', '.join(taken) or 'nothing'}: for a "
-            "cluster write it as def factory(batch=1, seq=8192): ..., and build a batch of that "
-            "size"
+            "write it as def factory(batch=1, seq=8192): ..., and build a batch of that size: "
+            f"factory {named.name} of {named.where} takes {', '.join(taken) or 'nothing'}"
         )
     return found
 
@@ -88,8 +87,8 @@ def job_of(chains: Chains, request: ClusterRequest, groups: FakeGroups) -> Job:
     assert shape.border is not None
     if shape.products_flops["first"]:
         raise CaptureError(
-            f"there are matrix products before block {chain.first_path}, and a chain begins with "
-            "an embedding: name the blocks with --blocks, so that they begin there"
+            "name the blocks with --blocks so that they begin right after the embedding: there are "
+            f"matrix products before block {chain.first_path}"
         )
     tied = tied_weights(chain, shape)
     if asked.pp not in (None, 1):
@@ -129,9 +128,9 @@ def _tensor_degrees(
     whys = {tp: runs_split(chain, shape, tp, groups) if tp > 1 else "" for tp in tried}
     if asked.tp is not None and whys[asked.tp]:
         raise CaptureError(
-            f"block {chain.first_path} cannot be split over tp {asked.tp}: {whys[asked.tp]}. Its "
-            "heads and its layers must divide by it, and views name them by -1; choose another "
-            "--tp, or --tp 1"
+            f"choose another --tp, or --tp 1: block {chain.first_path} cannot be split over tp "
+            f"{asked.tp}: {whys[asked.tp]}. Its heads and layers must divide by it, and views "
+            "must name them by -1"
         )
     return tuple(tp for tp in tried if not whys[tp])
 
@@ -145,8 +144,8 @@ def _context_degrees(shape: ChainShape, asked: MeshSpec) -> tuple[int, ...]:
             why = why or f"has {queries} heads of queries and {keys} of keys"
     if asked.cp not in (None, 1) and why:
         raise CaptureError(
-            f"cp {asked.cp} shares the heads of attention over ranks, and this attention {why}: "
-            "choose --cp 1"
+            f"choose --cp 1: cp {asked.cp} shares the heads of attention over ranks, and this "
+            f"attention {why}"
         )
     if why:
         return (1,)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
-from typing import NamedTuple
 
 from remat.cluster.pipeline_replay import (
     RUNNING,
@@ -30,13 +29,13 @@ class _Picture:
         self.width, self.height, self.says = width, height, says
         self.elements: list[str] = []
 
-    def boxes(self, rects: Iterable[tuple[int, int, int, int]], colour: str, title: str = "",
-              *, opacity: float = 1.0) -> None:  # fmt: skip
+    def boxes(
+        self, rects: Iterable[tuple[int, int, int, int]], colour: str, title: str = ""
+    ) -> None:
         """Of one colour: x, y, width, height of each."""
         path = "".join(f"M{x} {y}h{w}v{h}h{-w}z" for x, y, w, h in rects)
         if path:
-            faint = f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
-            self._add("path", f'fill="{colour}"{faint} d="{path}"', title)
+            self._add("path", f'fill="{colour}" d="{path}"', title)
 
     def area(self, points: Iterable[tuple[int, int]], base: int, colour: str) -> None:
         """What lies between steps, each of which ends at its x, and the line at `base`."""
@@ -101,7 +100,11 @@ def mesh_picture(plan: ClusterFile) -> _Picture:
     rows = shown(mesh.data_parallel_ranks, _MOST_ROWS)
     wide, high = max(tp * _CELL, 64) + _GAP, cp * _CELL + _GAP
     width = max(_MESH_LEFT + len(stages) * wide + 20, _LEAST)
-    picture = _Picture(width, _TOP + len(rows) * high + 40, _mesh_says(plan))
+    says = (
+        f"{plan.gpus} GPUs: {mesh.pipeline_parallel_degree} stages, {mesh.data_parallel_ranks} "
+        f"data parallel ranks, each of {cp} context times {tp} tensor parallel GPUs"
+    )
+    picture = _Picture(width, _TOP + len(rows) * high + 40, says)
     for column, stage in enumerate(stages):
         blocks = len(plan.stages[stage].blocks)
         picture.text(_MESH_LEFT + column * wide, 16, f"stage {stage}")
@@ -132,15 +135,6 @@ def rank_of(mesh: Parallelism, stage: int, replica: int) -> int:
 def shown(count: int, most: int) -> list[int]:
     """All of a few, else the first ones and the last."""
     return list(range(count)) if count <= most else [*range(most - 1), count - 1]
-
-
-def _mesh_says(plan: ClusterFile) -> str:
-    mesh = plan.parallelism
-    return (
-        f"{plan.gpus} GPUs: {mesh.pipeline_parallel_degree} stages, {mesh.data_parallel_ranks} "
-        f"data parallel ranks, each of {mesh.context_parallel_degree} context times "
-        f"{mesh.tensor_parallel_degree} tensor parallel GPUs"
-    )
 
 
 _WIDTH, _LEFT, _LANE, _HIGH = 900, 90, 20, 150
@@ -178,7 +172,7 @@ def timeline_picture(plan: ClusterFile, replay: PipelineReplay) -> _Picture:
     foot = 6 + len(lanes) * _LANE + 18
     shown_kinds = [(_NAMES[k], _ACTIONS[k]) for k in _ACTIONS if k in kinds]
     picture.legend(_LEFT, foot, [*shown_kinds, ("states behind", _BEHIND)])
-    picture.text(_LEFT + _WIDTH, foot, f"{step_us / 1e6:.2f} s", "end")
+    picture.text(_LEFT + _WIDTH, foot, seconds_text(step_us), "end")
     picture.text(_LEFT, foot + 24, says)
     return picture
 
@@ -255,22 +249,90 @@ def _stairs(rank: RankReplay, step_us: float) -> tuple[_Stairs, _Stairs]:
     return sorted(saved.items()), sorted(running.items())
 
 
-class _Section(NamedTuple):
-    name: str
-    title: str
-    says: str
-    picture: str
+# What the screen and the page say alike of a plan.
 
 
-def cluster_page(plan: ClusterFile, replay: PipelineReplay, mesh: str, states: str) -> str:
-    """As HTML; `mesh` and `states` are what the screen says of them."""
+def mesh_text(mesh: Parallelism, virtual_stages: int) -> str:
+    """``tp 8  pp 4 ...``, with the pipeline's schedule."""
+    pp, replicas, shards, cp, tp = mesh.degrees
+    text = f"tp {tp}  cp {cp}  pp {pp}  dp {replicas} x {shards}"
+    if mesh.pipeline_parallel_schedule:
+        text += f"  {mesh.pipeline_parallel_schedule}"
+        text += f", {virtual_stages} virtual stages a rank" if virtual_stages > 1 else ""
+    return text
+
+
+def states_text(plan: ClusterFile) -> str:
+    mesh = plan.parallelism
+    ranks = mesh.data_parallel_shard_degree * mesh.context_parallel_degree
+    keep = mesh.fsdp_reshard_after_forward
+    kept = {"never": "whole", "always": "in shards"}.get(keep, f"over {keep} ranks (hpZ)")
+    split = f"OS split over {ranks}" if ranks > 1 else "OS whole on each replica"
+    reduced = "after each microbatch" if plan.gradients == "each" else "once, at the end"
+    return f"{split}; P between forward and backward {kept}; G reduced {reduced}"
+
+
+def parameters_text(plan: ClusterFile) -> str:
+    return f"{plan.parameters / 1e9:.1f}B parameters"
+
+
+def seconds_text(time_us: float) -> str:
+    return f"{time_us / 1e6:.2f} s"
+
+
+def stage_rows(plan: ClusterFile, text: Callable[[int], str]) -> Iterator[tuple[str, ...]]:
+    """Of each stage, with bytes as `text` writes them: those of `holders_in`, and the peak."""
+    holders = holders_in(stage.held_bytes for stage in plan.stages)
+    for number, stage in enumerate(plan.stages):
+        again = f"+{percent_text(stage.overhead)}" if stage.overhead > 0 else "none"
+        held = (text(stage.held_bytes.get(name, 0)) for name in holders)
+        flight = f"{stage.microbatches_in_flight:.3g}"
+        yield str(number), str(len(stage.blocks)), flight, again, *held, text(stage.peak_bytes)
+
+
+RUNNER_UP_HEADERS = "P kept", "step", "MFU"  # beside the mesh
+
+
+def runner_up_rows(plan: ClusterFile) -> Iterator[tuple[str, ...]]:
+    for one in plan.runners_up:
+        mesh = one.parallelism
+        size = mesh.pipeline_parallel_microbatch_size
+        yield (
+            f"{mesh_text(mesh, one.virtual_stages)}, microbatch {size}",
+            mesh.fsdp_reshard_after_forward, seconds_text(one.step_us), percent_text(one.mfu),
+        )  # fmt: skip
+
+
+def cluster_page(plan: ClusterFile, replay: PipelineReplay) -> str:
+    """As HTML."""
+    drawn = (
+        ("bytes", "Bytes of a GPU over the step", bytes_picture(plan, replay)),
+        ("step", "The step of each rank", timeline_picture(plan, replay)),
+        ("mesh", "Mesh", mesh_picture(plan)),
+    )
+    holders = holders_in(stage.held_bytes for stage in plan.stages)
+    headers = ("stage", "blocks", "in flight", "recomputed", *holders, "peak")
+    rows = tuple(stage_rows(plan, bytes_text)), tuple(runner_up_rows(plan))
+    near = Table("near", "Meshes within 5 % of the step", ("mesh", *RUNNER_UP_HEADERS), rows[1])
+    stages = Table("stages", "Stages, with bytes by holder", headers, rows[0])
     return rendered_html(
-        "page.html", "remat.cluster", plan=plan, verdict=_verdict(plan),
-        details=[*_page_details(plan), ("mesh", mesh), ("states", states)],
-        sections=_sections(plan, replay),
-        tables=[_page_stages(plan), *([_page_runners_up(plan)] if plan.runners_up else [])],
+        "page.html",
+        "remat.cluster",
+        plan=plan,
+        verdict=_verdict(plan),
+        details=_details(plan),
+        sections=[
+            {
+                "name": name,
+                "title": title,
+                "picture": one.inline(),
+                "says": f"{one.says[:1].upper()}{one.says[1:]}.",
+            }
+            for name, title, one in drawn
+        ],
+        tables=[stages, *([near] if plan.runners_up else [])],
         style=file_text("page.css"),
-    )  # fmt: skip
+    )
 
 
 def _verdict(plan: ClusterFile) -> str:
@@ -278,55 +340,16 @@ def _verdict(plan: ClusterFile) -> str:
     again = f", at most {percent_text(most)} of it recomputation" if most > 0 else ""
     return (
         f"Predicted to fit {plan.gpus} {plan.device}, {bytes_text(plan.budget_bytes)} each. "
-        f"{said.step_us / 1e6:.3g} s a step{again}, with {percent_text(said.mfu)} of the GPUs' "
+        f"{seconds_text(said.step_us)} a step{again}, with {percent_text(said.mfu)} of the GPUs' "
         "peak flops. Modelled, not run."
     )
 
 
-def _page_details(plan: ClusterFile) -> list[tuple[str, str]]:
-    without = f"{plan.predicted.without_overlap_us / 1e6:.2f} s if nothing ran beside a collective"
-    return [
-        ("model", f"{plan.model}, {plan.parameters / 1e9:.1f}B parameters"),
-        ("batch", f"{plan.batch} x {plan.seq} tokens a step"),
-        ("step", without),
-        ("waits", f"{percent_text(plan.predicted.bubble)} of the ranks' time in the pipeline"),
-    ]
-
-
-def _sections(plan: ClusterFile, replay: PipelineReplay) -> list[_Section]:
-    drawn = (
-        ("bytes", "Bytes of a GPU over the step", bytes_picture(plan, replay)),
-        ("step", "The step of each rank", timeline_picture(plan, replay)),
-        ("mesh", "Mesh", mesh_picture(plan)),
-    )
-    return [
-        _Section(name, title, f"{one.says[:1].upper()}{one.says[1:]}.", one.inline())
-        for name, title, one in drawn
-    ]
-
-
-def _page_stages(plan: ClusterFile) -> Table:
-    holders = holders_in(stage.held_bytes for stage in plan.stages)
-    headers = ("stage", "blocks", "in flight", "recomputed", *holders, "peak")
-    rows: list[tuple[str, ...]] = []
-    for number, stage in enumerate(plan.stages):
-        held = [bytes_text(stage.held_bytes.get(name, 0)) for name in holders]
-        rows.append((
-            str(number), str(len(stage.blocks)), f"{stage.microbatches_in_flight:.3g}",
-            percent_text(stage.overhead), *held, bytes_text(stage.peak_bytes),
-        ))  # fmt: skip
-    return Table("stages", "Stages, with bytes by holder", headers, tuple(rows))
-
-
-def _page_runners_up(plan: ClusterFile) -> Table:
-    rows: list[tuple[str, ...]] = []
-    for one in plan.runners_up:
-        p = one.parallelism
-        pp, replicas, shards, cp, tp = p.degrees
-        size = p.pipeline_parallel_microbatch_size
-        degrees = (tp, cp, pp, replicas, shards, one.virtual_stages, size)
-        later = percent_text(one.step_us / plan.predicted.step_us - 1)
-        how = p.pipeline_parallel_schedule or "-", p.fsdp_reshard_after_forward
-        rows.append((f"+{later}", *map(str, degrees), *how))
-    names = "step,tp,cp,pp,replicas,shards,virtual stages,microbatch,schedule,P kept"
-    return Table("near", "Meshes within 5 % of the step", tuple(names.split(",")), tuple(rows))
+def _details(plan: ClusterFile) -> Iterator[tuple[str, str]]:
+    said = plan.predicted
+    yield "model", f"{plan.model}, {parameters_text(plan)}"
+    yield "batch", f"{plan.batch} x {plan.seq} tokens a step"
+    yield "step", f"{seconds_text(said.without_overlap_us)} if nothing ran beside a collective"
+    yield "waits", f"{percent_text(said.bubble)} of the ranks' time in the pipeline"
+    yield "mesh", mesh_text(plan.parallelism, plan.virtual_stages)
+    yield "states", states_text(plan)

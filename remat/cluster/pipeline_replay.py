@@ -66,7 +66,7 @@ def _parsed_one(text: str) -> PipelineAction | None:
     if match is not None and match[2] in _OTHERS:
         return None
     if match is None or match[2] not in ("F", "B", "I", "W") or not match[3]:
-        raise ScheduleError(f"{text!r} is no action of a pipeline: write it like 2F0")
+        raise ScheduleError(f"{text!r} is not an action of a pipeline: write it like 2F0")
     return PipelineAction(int(match[1]), cast("_ActionKind", match[2]), int(match[3]))
 
 
@@ -144,7 +144,7 @@ def replay_pipeline(
         # A round in which no rank gets on: each waits for another.
         if not sum(rank.run(costs, ways, done) for rank in waiting):
             stuck = ", ".join(str(rank.actions[rank.at][0]) for rank in waiting)
-            raise ScheduleError(f"these actions of the pipeline wait for ever: {stuck}")
+            raise ScheduleError(f"these actions of the pipeline wait forever: {stuck}")
     _check_complete(done, len(costs))
     replayed = (RankReplay(r.busy_us, r.peak_bytes, r.most_open, tuple(r.spans)) for r in ranks)
     return PipelineReplay(max((rank.clock_us for rank in ranks), default=0.0), tuple(replayed))
@@ -249,7 +249,7 @@ def _check_complete(done: _Done, stages: int) -> None:
             if kinds not in ("FB", "FIW"):
                 raise ScheduleError(
                     f"microbatch {i} of the pipeline has actions {kinds or 'none'} on stage "
-                    f"{stage}: it goes forward once, and backward once"
+                    f"{stage}, but must go forward once and backward once"
                 )
 
 

@@ -8,19 +8,19 @@ checks that its numbers belong together, and has `simulate` judge each schedule.
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import msgspec
 
 from remat.cluster.pipeline_replay import StageCosts
-from remat.graph_capture.errors import GraphError, PlanError, ScheduleError, TextError
-from remat.graph_capture.files import decode_json
+from remat.graph_capture.errors import PlanError, RematError, ScheduleError, TextError
+from remat.graph_capture.files import Record, decode_json
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.plan import Versions
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import require_valid
 
 _CLUSTER_KIND = "remat cluster plan"
-_CLUSTER_SCHEMA = 1
 MAKE_AGAIN = "Make it again with: remat cluster MODEL --gpus N -o FILE"
 
 
@@ -104,7 +104,7 @@ class RunnerUp(msgspec.Struct, frozen=True):
     mfu: float
 
 
-class ClusterFile(msgspec.Struct, frozen=True):
+class ClusterFile(Record, frozen=True):
     """A plan for a cluster.
 
     `parameters` : elements. `budget_bytes` : of a GPU. `gradients` : reduced after ``each``
@@ -112,6 +112,9 @@ class ClusterFile(msgspec.Struct, frozen=True):
     them, with costs. `modelled` : what is modelled, in words.
     """
 
+    noun: ClassVar[str] = "plan for a cluster"
+    again: ClassVar[str] = MAKE_AGAIN
+    error: ClassVar[type[RematError]] = PlanError
     model: str
     parameters: int
     device: str
@@ -133,16 +136,11 @@ class ClusterFile(msgspec.Struct, frozen=True):
     modelled: tuple[str, ...]
     versions: Versions
     kind: str = _CLUSTER_KIND
-    schema_version: int = _CLUSTER_SCHEMA
     hop_us: float = 0.0
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
         return tuple(len(stage.blocks) for stage in self.stages)
-
-    def to_json(self) -> bytes:
-        """`read_cluster_plan` reads it back to an equal plan."""
-        return msgspec.json.encode(self)
 
 
 class _OfKind(msgspec.Struct):
@@ -159,14 +157,10 @@ def is_cluster_plan(data: bytes | str) -> bool:
 
 def read_cluster_plan(data: bytes | str, name: str = "the file") -> ClusterFile:
     """`PlanError` for what is no such plan, or has numbers that do not belong together."""
-    try:
-        plan = decode_json(data, ClusterFile)
-    except (TextError, GraphError, ScheduleError, PlanError) as error:
-        raise PlanError(f"{name} is no plan for a cluster ({error}). {MAKE_AGAIN}") from error
-    if (plan.kind, plan.schema_version) != (_CLUSTER_KIND, _CLUSTER_SCHEMA):
+    plan = ClusterFile.from_json(data, name)
+    if plan.kind != _CLUSTER_KIND:
         raise PlanError(
-            f"{name} is of kind {plan.kind!r}, version {plan.schema_version}; this release reads "
-            f"{_CLUSTER_KIND!r}, version {_CLUSTER_SCHEMA}. {MAKE_AGAIN}"
+            f"{name} is not a {ClusterFile.noun}: its kind is {plan.kind!r}. {MAKE_AGAIN}"
         )
     if wrong := _wrong(plan):
         raise PlanError(f"{name} was changed: {wrong}. {MAKE_AGAIN}")
@@ -190,9 +184,9 @@ def _wrong(plan: ClusterFile) -> str:
         if (has := len(stage.layers)) != plan.virtual_stages:
             return f"stage {number} has {has} virtual stages, not {plan.virtual_stages}"
         if sum(stage.schedules.values()) != len(stage.blocks):
-            return f"stage {number} has not one schedule for each block"
+            return f"stage {number} does not have one schedule for each block"
         if stage.costs and len(stage.costs) != plan.virtual_stages:
-            return f"stage {number} has not one cost for each virtual stage"
+            return f"stage {number} does not have one cost for each virtual stage"
         if stage.peak_bytes > plan.budget_bytes:
             return f"stage {number} is over the budget"
     return _wrong_schedule(plan)
@@ -202,19 +196,19 @@ def _wrong_schedule(plan: ClusterFile) -> str:
     named = {i for stage in plan.stages for i in stage.schedules}
     named |= {stage.head for stage in plan.stages if stage.head is not None}
     if not named <= set(range(len(plan.schedules))):
-        return "a stage names a schedule that is not there"
+        return "a stage names a missing schedule"
     for number, one in enumerate(plan.schedules):
         if not 0 <= one.graph < len(plan.graphs):
-            return f"schedule {number} is of no graph"
+            return f"schedule {number} belongs to no graph"
         try:
             require_valid(plan.graphs[one.graph], one.schedule)
         except ScheduleError as error:
-            return f"schedule {number} is none of its graph: {error}"
+            return f"schedule {number} does not fit its graph: {error}"
     return ""
 
 
 def require_world(plan: ClusterFile, gpus: int, name: str = "the plan") -> None:
     """Raise `PlanError` where a plan is of another number of GPUs."""
     if plan.gpus != gpus:
-        said = f"{name} is for {plan.gpus} GPUs, not {gpus}: plan again with --gpus {gpus}"
+        said = f"plan again with --gpus {gpus}: {name} is for {plan.gpus} GPUs"
         raise PlanError(said)

@@ -96,10 +96,11 @@ def _require_some_mesh(job: Job, cluster: Cluster, request: ClusterRequest) -> N
     # Whatever the memory: no numbers go together.
     if next(all_degrees(job, cluster, request.asked), None) is None:
         raise DeviceError(
-            f"no mesh splits {request.gpus} GPUs and a batch of {request.batch} x {request.seq} as "
-            "it is asked: degrees divide the GPUs, microbatches and data parallel ranks the batch, "
-            f"stages are at most {job.layers} and have a microbatch each, tp and cp divide the "
-            "sequence; fix less, or choose another --batch"
+            f"fix fewer choices, or choose another --batch: no mesh splits {request.gpus} GPUs "
+            f"and a batch of {request.batch} x {request.seq} as asked.\n"
+            "Degrees divide the GPUs, microbatches and data parallel ranks divide the batch, tp "
+            f"and cp divide the sequence, and stages are at most {job.layers} and have a "
+            "microbatch each"
         )
 
 
@@ -146,13 +147,13 @@ def modelled_notes(cluster: Cluster, request: ClusterRequest, mesh: Mesh) -> tup
     rate = table.classes["matmul"].rate
     where = f"as measured in {request.links}" if request.links else "by model"
     return (
-        f"all times are modelled, none is measured: products at {100 * rate:.0f} % of the peak "
-        f"that the maker states, collectives {where}",
+        f"all times are modelled, none is measured: products at {100 * rate:.0f} % of the maker's "
+        f"peak, collectives {where}",
         f"links of {links}",
-        f"computations beside a collective take {links.beside:.2f} times as long"
+        f"computation alongside a collective takes {links.beside:.2f} times as long"
         + ("" if request.links else f" ({table.between_ranks.beside_reason})"),
-        "tensor and context parallel collectives are waited for, as are gradients behind a "
-        "pipeline; a cluster without stragglers and without congestion",
+        "ranks wait for tensor and context parallel collectives, and for gradients behind a "
+        "pipeline; the cluster has no stragglers and no congestion",
         *_doubts(cluster, mesh),
     )
 
@@ -162,7 +163,7 @@ def _doubts(cluster: Cluster, mesh: Mesh) -> tuple[str, ...]:
         return ()
     seen = ", and more were not compared" if mesh.shard > _WIDEST_SEEN else ""
     return (
-        f"states over {mesh.shard} ranks may be flattered: from 8 to {_WIDEST_SEEN} ranks, "
+        f"states over {mesh.shard} ranks may look too good: from 8 to {_WIDEST_SEEN} ranks, "
         f"torchtitan's published Llama 8B became 2.8 % slower, and the modelled one does not{seen}",
     )
 

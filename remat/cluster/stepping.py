@@ -173,11 +173,6 @@ class PipelineStep:
         self.torch_schedule.step(*(args if is_first else ()), return_outputs=False, **given)
 
 
-def loss_itself(loss: Tensor, target: Any) -> Tensor:
-    # The last stage has computed it.
-    return loss
-
-
 class PlainStep:
     """Microbatches one after another, on a rank that has the whole model."""
 

@@ -104,8 +104,9 @@ class SizeTable:
         named = zip(self._symbols.values(), first, sizes, strict=True)
         changed = [f"{name} was {was} and is {size}" for name, was, size in named if was != size]
         warnings.warn(
+            f"{_WAY_OUT}.\n"
             f"{', '.join(changed)}: under torch.compile each size is planned when it first comes, "
-            f"and the code for {self._most} is kept. {_WAY_OUT}",
+            f"and the code for {self._most} is kept",
             stacklevel=4,
         )
 
@@ -116,9 +117,9 @@ class SizeTable:
         if not self._has_told_of_dropping:
             self._has_told_of_dropping = True
             warnings.warn(
-                f"{len(self._numbers)} sizes have come, and the code for {self._most} is kept, so "
-                "that sizes that come again may be planned again. Pad batches to fewer sizes. "
-                f"{_WAY_OUT}",
+                f"Pad batches to fewer sizes. {_WAY_OUT}.\n"
+                f"There were {len(self._numbers)} sizes, and the code for {self._most} is kept, "
+                "so a size that returns may be planned again",
                 stacklevel=4,
             )
 
@@ -221,8 +222,8 @@ def _subgraph(
 
 def _refuse_gradients(_: FusedStep) -> Pair:
     raise CaptureError(
-        "a graph of symbolic sizes turns gradients on, and is called without: call it with "
-        "gradients on, or compile with dynamic=False"
+        "call it with gradients on, or compile with dynamic=False: a graph of symbolic sizes "
+        "turns gradients on, and is called without them"
     )
 
 

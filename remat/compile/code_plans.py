@@ -70,10 +70,9 @@ def _plan_for_code(traced: Trace, solve: Callable[[int], Solved], first: Solved)
         result = msgspec.structs.replace(best.plan.result, budget_bytes=limit_bytes)
         return msgspec.structs.replace(best.plan, result=result)
     raise BudgetError(
-        f"compiled, no plan was found that keeps to {bytes_text(limit_bytes)}: the lowest peak of "
-        f"Inductor's code for {len(peaks)} plans is {bytes_text(min(peaks))}. Give "
-        f"{option('budget', budget_text(min(peaks)))}, or leave out compile=True, where the "
-        "schedule's peak is kept"
+        f"give {option('budget', budget_text(min(peaks)))}, or leave out compile=True, where the "
+        f"schedule's peak holds: compiled, no plan was found within {bytes_text(limit_bytes)}, and "
+        f"the lowest peak of Inductor's code for {len(peaks)} plans is {bytes_text(min(peaks))}"
     )
 
 
@@ -84,7 +83,7 @@ def _code_peak_bytes(traced: Trace, found: Solved) -> int:
     try:
         peak_bytes = code_peak_bytes(traced.joint, result.schedule)
     except ReplayError as error:
-        warnings.warn(f"{error}: the compiled peak is not known", stacklevel=2)
+        warnings.warn(f"the compiled peak is not known: {error}", stacklevel=2)
         return 0
     _LOG.debug("schedule of %d bytes: %d in code", result.peak_bytes, peak_bytes)
     return peak_bytes

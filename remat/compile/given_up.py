@@ -71,7 +71,7 @@ def refuse_lstm(gm: fx.GraphModule, device: str) -> None:
     # oneDNN's returns no tensor, so Inductor fails; its backward crashes the process.
     if device == CPU and any(node.target is torch.lstm for node in gm.graph.nodes):
         raise CaptureError(
-            "take remat.rematerialize(model, ..., budget=...), or a GRU: torch's compilers cannot "
+            "use remat.rematerialize(model, ..., budget=...), or a GRU: torch's compilers cannot "
             "run an nn.LSTM on a CPU"
         )
 
@@ -84,9 +84,9 @@ def warn_of_eager_ops(inputs: Iterable[Any]) -> None:
     if held_bytes:
         names = ", ".join(sorted({node.name() for node in nodes})[:_SHOWN])
         warnings.warn(
-            f"{len(nodes)} ops ran eagerly between two compiled graphs ({names}, ...), and save "
-            f"{bytes_text(held_bytes)} for backward, which the budget does not count: remove the "
-            "graph break or torch.compiler.disable, or give a budget that is smaller by as much",
+            "remove the graph break or torch.compiler.disable, or lower the budget by "
+            f"{bytes_text(held_bytes)}: {len(nodes)} ops ran eagerly between two compiled graphs "
+            f"({names}, ...) and save that much for backward, which the budget does not count",
             stacklevel=3,
         )
 
@@ -143,7 +143,7 @@ def _refuse_if_trained(frame: Any, error: Exception) -> None:
     if code not in _warned and has_activations:
         _warned.add(code)
         warnings.warn(
-            f"dynamo runs {where} eagerly: what its own lines save for backward is not in the "
+            f"dynamo runs {where} eagerly, so what its own lines save for backward is not in the "
             f"budget. It gave up at: {_reason(error)}",
             stacklevel=2,
         )

@@ -49,22 +49,21 @@ def read_options(given: Mapping[str, Any] | None, **others: Any) -> CompileOptio
     unknown = [name for name, value in others.items() if value is not None]
     if unknown:
         raise SolverError(
-            f"torch.compile(backend='remat') takes no {unknown[0]}: give options=dict(budget=...)"
+            f"give options=dict(budget=...): torch.compile(backend='remat') takes no {unknown[0]}"
         )
     asked = dict(given or {})
     names = [field.name for field in dataclasses.fields(CompileOptions)]
     for name in asked:
         if name in ("host", "nvme"):  # a hint of the nearest name would not explain these
             raise SolverError(
-                f"backend 'remat' takes no {name}: Inductor's code copies nothing to the host and "
-                f"back. Leave {name} out, or take remat.rematerialize(model, ..., host=...), which "
-                "runs eager's kernels"
+                f"leave out {name}, or use remat.rematerialize(model, ..., host=...), which runs "
+                "eager's kernels: with backend 'remat', Inductor's code copies nothing to the host"
             )
         if name not in names:
             near = difflib.get_close_matches(str(name), names, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise SolverError(
-                f"backend 'remat' has no option {name!r}: {hint}Its options are {', '.join(names)}"
+                f"backend 'remat' has no option {name!r}: {hint}its options are {', '.join(names)}"
             )
     if "budget" not in asked:
         raise BudgetError(
@@ -190,9 +189,10 @@ class GraphContext:
         around = self.whole.around
         if around and not self.shared.forwards.graphs():  # said with the first graph alone
             warnings.warn(
-                f"what is compiled is a part of {around}, whose parameters and gradients count. "
-                f"What {around} runs beside its compiled parts does not, and per cents are without "
-                f"it: for a budget on the whole step, compile {around}, with the loss inside",
+                f"compile {around} with the loss inside for a budget on the whole step: only a "
+                "part of it is compiled, whose parameters and gradients count.\n"
+                f"What {around} runs outside its compiled parts does not count, and percentages "
+                "leave it out",
                 stacklevel=2,
             )
 

@@ -173,8 +173,8 @@ class PlanSearch:
                 schedule_peak_bytes = everything.peak_bytes
             peak_bytes = int(_UNCERTAIN * schedule_peak_bytes)
             warnings.warn(
-                f"{error}. Peaks of this compiled step are estimated from its graph instead, as "
-                f"{bytes_text(peak_bytes)} here, and can be a third too low: leave room",
+                f"leave room in the budget: {error}. Peaks of this compiled step are estimated "
+                f"from its graph ({bytes_text(peak_bytes)} here), and can be a third too low",
                 stacklevel=2,
             )
             return ReplayedMemory(peak_bytes, peak_bytes, peak_bytes)
@@ -303,7 +303,8 @@ def require_within(
     if peak_bytes <= budget_bytes:
         return
     raise BudgetError(
-        f"the plan that rank {one.leader} has made for all ranks takes {bytes_text(peak_bytes)} on "
-        f"this rank, above its budget of {bytes_text(budget_bytes)}: give the least that any rank "
-        f'has to all, such as options={{"budget": "{budget_bytes // 2**20}MiB"}}'
+        "give all ranks the least budget of any, such as "
+        f'options={{"budget": "{budget_bytes // 2**20}MiB"}}: the plan that rank {one.leader} made '
+        f"for all takes {bytes_text(peak_bytes)} here, above the budget of "
+        f"{bytes_text(budget_bytes)}"
     )

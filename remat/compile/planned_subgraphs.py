@@ -132,18 +132,18 @@ class PlannedSubgraphs:
 
     def _too_small(self, least_bytes: int) -> str:
         held_once = (
-            "; with DistributedDataParallel(..., gradient_as_bucket_view=True) gradients go as "
-            "they come, into its buckets, which the budget does not count"
+            "; with DistributedDataParallel(..., gradient_as_bucket_view=True) gradients go "
+            "straight into its buckets, which the budget does not count"
         ) * self._whole.holds_twice
         return (
-            f"budget {bytes_text(self._budget_bytes)} is below {bytes_text(least_bytes)}, the "
-            f"lowest peak of {self._search.tried} compiled plans for the "
+            f'give options={{"budget": "{budget_text(least_bytes)}"}}, a smaller batch, "budget": '
+            '"min", or a larger "replays" to search further.\n'
+            f"Or set torch._dynamo.config.optimize_ddp = False, which cuts nothing{held_once}.\n"
+            f"The budget of {bytes_text(self._budget_bytes)} is below {bytes_text(least_bytes)}, "
+            f"the lowest peak of {self._search.tried} compiled plans for the "
             f"{len(self._whole.subgraphs)} subgraphs into which DDP's buckets cut the model; "
             f"{bytes_text(self._held_bytes)} of it are parameters, buffers, inputs and what "
-            "earlier graphs hold, and the gradients of later subgraphs count while an earlier one "
-            f'runs. Give options={{"budget": "{budget_text(least_bytes)}"}}, a smaller batch, '
-            '"budget": "min", a larger "replays" to look further, or torch._dynamo.config.'
-            f"optimize_ddp = False, by which nothing is cut{held_once}"
+            "earlier graphs hold, and gradients of later subgraphs count while an earlier one runs"
         )
 
     def _replay(self, chosen: Sequence[SubgraphOption]) -> ReplayedMemory:

@@ -247,11 +247,12 @@ class SharedBudget:
             return
         enough = max(*peaks, *(self._peak(frames, k, is_stock=True) for k in range(len(frames))))
         raise BudgetError(
-            f"the model breaks into {len(set(frames))} graphs, and graph {frames[highest][0]} "
-            f"needs {bytes_text(peaks[highest])} with the parameters and gradients of those after "
-            f"it, above the budget of {bytes_text(budget_bytes)}: it was planned before they were "
-            f'known. Give options={{"budget": "{budget_text(enough)}"}}, for which nothing need '
-            "be computed again, or compile with fullgraph=True to find and remove the breaks"
+            f'give options={{"budget": "{budget_text(enough)}"}}, for which nothing need be '
+            "recomputed, or find and remove graph breaks with fullgraph=True.\n"
+            f"The model breaks into {len(set(frames))} graphs, and graph {frames[highest][0]} "
+            f"needs {bytes_text(peaks[highest])} with the parameters and gradients of later ones, "
+            "which were not known when it was planned, above the budget of "
+            f"{bytes_text(budget_bytes)}"
         )
 
     def require_room(self, frame: Frame) -> None:
@@ -264,12 +265,13 @@ class SharedBudget:
         if peak_bytes > budget_bytes:
             again = before.count(frame)
             raise BudgetError(
-                f"graph {'/'.join(map(str, frame))} is called with {len(before)} forwards open, "
-                f"whose backward is still to come, {again} of them its own, and would need "
-                f"{bytes_text(peak_bytes)} with what these have saved, above the budget of "
-                f"{bytes_text(budget_bytes)}: it was planned for fewer. Call backward before the "
-                "next forward, put no_grad around forwards that need no backward, or give "
-                f'options={{"calls": {again + 1}, ...}}, which plans for so many'
+                "call backward before the next forward, put no_grad around forwards that need no "
+                f'backward, or plan for more open forwards with options={{"calls": {again + 1}, '
+                "...}.\n"
+                f"Graph {'/'.join(map(str, frame))} is called with {len(before)} forwards whose "
+                f"backward is still to come, {again} of them its own, and would need "
+                f"{bytes_text(peak_bytes)} with what these saved, above the budget of "
+                f"{bytes_text(budget_bytes)}"
             )
 
     def _left(self, frames: Sequence[Frame], *, is_stock: bool) -> int:

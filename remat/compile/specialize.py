@@ -152,10 +152,10 @@ def _refuse_asked_for(placeholders: Sequence[fx.Node], traced: Sequence[Any]) ->
         return
     shapes = [list(t.shape) for t in traced if _is_fake(t)]
     raise CaptureError(
-        f"a size of the inputs is asked to be symbolic, {(shapes or [symbols])[0]}, and DDP cuts "
-        "the model into subgraphs, which are planned together for one shape: set "
-        "torch._dynamo.config.optimize_ddp = False, which leaves the model whole, or leave out "
-        "dynamic=True and torch._dynamo.mark_dynamic: then each shape that comes is planned for"
+        "leave out dynamic=True and torch._dynamo.mark_dynamic, to plan each shape that comes, or "
+        "set torch._dynamo.config.optimize_ddp = False: a size of the inputs is symbolic, "
+        f"{(shapes or [symbols])[0]}, and DDP cuts the model into subgraphs that are planned "
+        "together for one shape"
     )
 
 
@@ -186,9 +186,9 @@ def device_of_inputs(inputs: Iterable[Any]) -> str:
     if others:
         on_cuda = [device] if is_cuda(device) else []
         raise DeviceError(
-            'backend "remat" plans a graph for a CPU or for one CUDA device, and this one has '
-            f"inputs on {', '.join((*on_cuda, *others))}: compile what runs on each device by "
-            "itself, or compile without a budget"
+            "compile separately what runs on each device, or compile without a budget: backend "
+            '"remat" plans a graph for a CPU or one CUDA device, and this one has inputs on '
+            f"{', '.join((*on_cuda, *others))}"
         )
     return device
 

@@ -33,8 +33,8 @@ from remat.compile.plan_search import (
 from remat.compile.specialize import device_of_inputs
 from remat.formats import budget_text, bytes_text
 from remat.graph_capture.costs.cache import CostCache, OpCost
-from remat.graph_capture.devices.cpu import cpu_title
 from remat.graph_capture.devices.known_devices import CPU, CUDA, is_cuda
+from remat.graph_capture.devices.meter import cpu_title
 from remat.graph_capture.devices.placement import meter_of
 from remat.graph_capture.errors import BudgetError, PlanError
 from remat.graph_capture.files import CacheFiles, decode_json
@@ -272,11 +272,11 @@ def _too_small(search: PlanSearch, stock: Candidate, budget_bytes: int, held_byt
     candidates = [stock, *search.tried.values()]
     least = held_bytes + min(c.replay.peak_bytes for c in candidates)
     return (
-        f"budget {bytes_text(budget_bytes)} is below {bytes_text(least)}, the lowest peak of "
-        f"{len(candidates)} compiled plans that were replayed; "
-        f"{bytes_text(held_bytes)} of it are parameters, buffers, inputs and what earlier graphs "
-        f'hold. Give options={{"budget": "{budget_text(least)}"}}, a smaller batch, '
-        '"budget": "min", or a larger "replays" to look further'
+        f'give options={{"budget": "{budget_text(least)}"}}, a smaller batch, "budget": "min", or '
+        'a larger "replays" to search further.\n'
+        f"The budget of {bytes_text(budget_bytes)} is below {bytes_text(least)}, the lowest peak "
+        f"of {len(candidates)} compiled plans that were replayed; {bytes_text(held_bytes)} of it "
+        "are parameters, buffers, inputs and what earlier graphs hold"
     )
 
 

@@ -69,9 +69,9 @@ def _unseen_text(module: ModuleType, where: str) -> str:
         is_guard = isinstance(statement, ast.If) and "__main__" in ast.unparse(statement.test)
         if made and is_guard:  # what a training script guards so is not made when it is imported
             return (
-                f"{where} makes {' and '.join(made)} under `if __name__ == "
-                f'"__main__"` (line {statement.lineno}), which runs only as a script: move what '
-                "builds the model and a batch above it"
+                'move what builds the model and a batch above `if __name__ == "__main__"` (line '
+                f"{statement.lineno}): {where} makes {' and '.join(made)} under it, which runs "
+                "only as a script"
             )
     return f"{where} has a `{_MODEL}` and no `{_BATCH}`" if missing == [_BATCH] else ""
 
@@ -199,8 +199,7 @@ def _place(name: str) -> tuple[str, str]:
         where, inside = name, ""
     if not where:
         raise FactoryError(
-            f"{name!r} names no factory: write path/to/file.py:{_DEFAULT} or "
-            f"package.module:{_DEFAULT}"
+            f"write path/to/file.py:{_DEFAULT} or package.module:{_DEFAULT}: {name!r} names none"
         )
     return where, inside
 
@@ -220,13 +219,13 @@ def _as_script(where: str, folder: Path) -> Generator[None]:
 
 def _import_file(path: Path) -> ModuleType:
     if path.is_dir():
-        raise FactoryError(f"{path} is a folder: name a file{_near_files(path / 'factory.py')}")
+        raise FactoryError(f"name a file: {path} is a folder{_near_files(path / 'factory.py')}")
     if not path.is_file():
         raise FactoryError(f"there is no file {path}{_near_files(path)}")
     name = f"remat_factory_{path.stem}"  # or it could replace a library in sys.modules
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
-        raise FactoryError(f"{path} is not a Python file: its name should end with .py")
+        raise FactoryError(f"{path} is not a Python file: its name must end with .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses look up their module there
     with _explained_errors(f"importing {path}"):
@@ -241,7 +240,7 @@ def _import_module(name: str) -> ModuleType:
         raise FactoryError(f"there is no module {name}: {error}") from error
     if found is None:
         raise FactoryError(
-            f"there is no module {name}: is it installed here, or did you mean a file, "
+            f"there is no module {name}: is it installed, or did you mean a file, "
             f"{name.replace('.', '/')}.py?"
         )
     with _explained_errors(f"importing {name}"):
@@ -262,8 +261,8 @@ def _find(module: ModuleType, where: str, name: str) -> Callable[..., Any]:
     found = getattr(module, name, None)
     if _returns_nothing(found):
         raise FactoryError(
-            f"{name} of {where} returns nothing, so it was not called. A factory returns the model "
-            f"and its batch: {_WRITE}"
+            f"{_WRITE}: {name} of {where} returns nothing, so it was not called, and a factory "
+            "returns the model and its batch"
         )
     if callable(found):
         return cast("Callable[..., Any]", found)
@@ -332,9 +331,9 @@ def _explained_errors(doing: str) -> Generator[None]:
         raise
     except SystemExit as error:  # argparse ends Python so, which is no Exception
         raise FactoryError(
-            f"{doing} ended Python by SystemExit: {error} ({_raised_at(error)}). It is given no "
-            "arguments of a command line, so those that a parser requires need defaults; a batch "
-            "size may be an argument of the factory"
+            "give required arguments of a parser defaults, as a factory gets no command line; a "
+            "batch size may be an argument of the factory.\n"
+            f"{doing} ended Python with SystemExit: {error} ({_raised_at(error)})"
         ) from error
     except Exception as error:
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -439,8 +438,8 @@ def _require_arguments(factory: Callable[..., Any], title: str, sizes: Mapping[s
     needed = [p.name for p in bare if p.kind in _WITHOUT_DEFAULT and p.name not in sizes]
     if needed:
         raise FactoryError(
-            f"{title} needs {', '.join(needed)}, and is called without: give defaults, or write "
-            "def factory(): return model, (x,), which calls it"
+            f"give defaults for {', '.join(needed)}, or write def factory(): return model, (x,), "
+            f"which calls it: {title} is called without"
         )
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         return
@@ -448,8 +447,8 @@ def _require_arguments(factory: Callable[..., Any], title: str, sizes: Mapping[s
         if size not in keywords:
             has = f"it takes {', '.join(keywords)}" if keywords else "it takes none"
             raise FactoryError(
-                f"{title} takes no argument {size!r}, {has}: write it as "
-                f"def factory({size}=8): ..., and build the batch of that size"
+                f"write it as def factory({size}=8): ..., and build the batch of that size: "
+                f"{title} takes no argument {size!r}, {has}"
             )
 
 
@@ -459,12 +458,12 @@ def _read(built: Any, name: str) -> Loaded:
 
     if not isinstance(parts.get("model"), nn.Module):
         found = type(parts.get("model")).__name__
-        raise FactoryError(f"{name} returned a model that is a {found}, no nn.Module: {_RETURNS}")
+        raise FactoryError(f"{name} returned a {found} as model, not an nn.Module: {_RETURNS}")
     args: Any = parts.get("args", ())
     if isinstance(args, Tensor):
         args = (args,)
     if not isinstance(args, tuple | list):
-        raise FactoryError(f"{name} returned args that are a {type(args).__name__}: {_RETURNS}")
+        raise FactoryError(f"{name} returned a {type(args).__name__} as args: {_RETURNS}")
     parts["args"] = tuple(cast("tuple[Any, ...]", args))
     return Loaded(**parts)
 
@@ -482,7 +481,7 @@ def _parts(built: Any, name: str) -> dict[str, Any]:
 
     if isinstance(built, nn.Module):
         raise FactoryError(
-            f"{name} returned a model without a batch, a {type(built).__name__}: write "
-            f"def factory(): return {name.rpartition(':')[2]}(), (x,)"
+            f"write def factory(): return {name.rpartition(':')[2]}(), (x,): {name} returned a "
+            f"model without a batch, a {type(built).__name__}"
         )
     raise FactoryError(f"{name} returned a {type(built).__name__}: {_RETURNS}")

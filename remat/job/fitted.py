@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from remat.analysis.plan_report import rendered
-from remat.formats import bytes_text, percent_text, plain_table
+from remat.formats import Answer, bytes_text, percent_text, plain_table
 
 
 class SizeTried(msgspec.Struct, frozen=True):
@@ -27,7 +26,7 @@ class SizeTried(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Fit(msgspec.Struct, frozen=True):
+class Fit(Answer, frozen=True):
     """The largest size that fits, the one after it that does not, and all that were tried."""
 
     model: str
@@ -44,17 +43,8 @@ class Fit(msgspec.Struct, frozen=True):
     without_plan: int  # the largest without a plan, as two captures predict
     measured_peak_bytes: int | None = None  # of the answer; None where it was not run
 
-    def as_json(self) -> dict[str, Any]:
-        return msgspec.to_builtins(self)
-
-    def __str__(self) -> str:
-        return rendered(fit_screen(self))
-
-    __repr__ = __str__
-
-
-def fit_screen(found: Fit) -> RenderableType:
-    return Group(*(Text(line) for line in _answer_lines(found)), Text(), _sizes_table(found))
+    def screen(self, width: int = 100) -> RenderableType:
+        return Group(*(Text(line) for line in _answer_lines(self)), Text(), _sizes_table(self))
 
 
 def _answer_lines(found: Fit) -> list[str]:
@@ -75,11 +65,11 @@ def _answer_lines(found: Fit) -> list[str]:
     if found.next is not None:
         # A plan may be slow because none better was found, or because none can be.
         proved = found.next.lower_overhead > found.max_overhead
-        by = ", as is proved" if found.limited_by == "overhead" and proved else ""
+        by = ", which is proved" if found.limited_by == "overhead" and proved else ""
         lines.append(f"{found.vary} {found.next.size} does not: {found.next.says}{by}")
     else:
-        more = "interrupted before more" if found.limited_by == "interrupt" else "no larger"
-        lines.append(f"{more} {found.vary} was to be tried")
+        more = "interrupted before a larger" if found.limited_by == "interrupt" else "no larger"
+        lines.append(f"{more} {found.vary} was tried")
     if found.without_plan:  # "About", as it is read off a line through two captures
         lines.append(f"without a plan, about {found.without_plan} would fit")
     return lines

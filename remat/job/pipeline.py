@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 import remat.solver as solvers
-from remat.analysis.layer_checkpoints import EveryNth, every_n_layers
-from remat.analysis.memory_figures import reserved_beside, shortage_text
+from remat.analysis.plan_figures import EveryNth, every_n_layers, reserved_beside, shortage_text
 from remat.budgets import UNBOUNDED_BYTES, parse_budget, unmodified_step
 from remat.checks import Batch, failures, unless_short, why_unchecked
 from remat.graph_capture.distributed.sharded_step import local_step
@@ -44,15 +45,15 @@ if TYPE_CHECKING:
 _EXACT = 1e-9  # of a step: times that differ by less are the same sum in another order
 
 
-@dataclass(frozen=True)
-class Row:
-    """One schedule: as predicted and, where it was run, as measured."""
+class Row(msgspec.Struct, frozen=True):
+    """One schedule: as predicted and, where it was run, as measured; with the keys of JSON."""
 
     name: str
-    peak_bytes: int
-    time_us: float
+    peak_bytes: int = msgspec.field(name="predicted_peak_bytes")
+    time_us: float = msgspec.field(name="predicted_step_us")
     overhead: float  # over the unmodified step, whose own checkpoints take time too
-    reserved: Reserved | None = None  # predicted for a CUDA allocator; None on a CPU
+    # Predicted for a CUDA allocator; None on a CPU.
+    reserved: Reserved | None = msgspec.field(default=None, name="predicted_reserved")
     measured_peak_bytes: int | None = None
     measured_step_us: float | None = None
     measured_overhead: float | None = None
@@ -69,23 +70,17 @@ def _predicted_row(graph: TrainingGraph, name: str, result: Result, base_us: flo
 
 def rows_as_run(rows: Sequence[Row], check: Check, of_chen: Check | None) -> tuple[Row, ...]:
     base, chen, plan = rows
-    base = replace(
-        base, measured_peak_bytes=check.baseline_peak_bytes,
-        measured_step_us=check.baseline_step_us, measured_overhead=0.0,
-        reserved_bytes=check.baseline_reserved_bytes,
-    )  # fmt: skip
-    base_us = check.baseline_step_us
-    ran = chen if of_chen is None else _as_run(chen, of_chen, base_us)
-    return base, ran, _as_run(plan, check, base_us)
 
+    def as_run(row: Row, of: Check, which: str, overhead: float) -> Row:
+        return msgspec.structs.replace(
+            row, measured_peak_bytes=getattr(of, f"{which}_peak_bytes"),
+            # Unmodified steps timed beside plans vary: steps and overheads agree on the first's.
+            measured_step_us=check.baseline_step_us * (1 + overhead), measured_overhead=overhead,
+            reserved_bytes=getattr(of, f"{which}_reserved_bytes"),
+        )  # fmt: skip
 
-def _as_run(row: Row, check: Check, base_us: float) -> Row:
-    # Unmodified steps timed beside plans vary: steps and overheads agree on the first's.
-    return replace(
-        row, measured_peak_bytes=check.plan_peak_bytes,
-        measured_step_us=base_us * (1 + check.overhead),
-        measured_overhead=check.overhead, reserved_bytes=check.plan_reserved_bytes,
-    )  # fmt: skip
+    ran = as_run(chen, of_chen, "plan", of_chen.overhead) if of_chen else chen
+    return as_run(base, check, "baseline", 0.0), ran, as_run(plan, check, "plan", check.overhead)
 
 
 @dataclass(frozen=True)
@@ -309,7 +304,9 @@ def plan_over(
     """Plan for a range, and run one step of the factory's batch; arguments as of `run_job`."""
     from remat.graph_capture.capture_api import workspaces_by
     from remat.graph_capture.sizes.at_sizes import ranged_graph_of
+    from remat.graph_capture.sizes.ranged_signature import RangedSignature
     from remat.ranges.ranged_call import sizes_within
+    from remat.rewriter.plans.loading import plan_of_family
 
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request, dynamic)
@@ -321,7 +318,9 @@ def plan_over(
             graph, request.budget, request.solver, request.time_limit_s,
             **request.solving,
         )  # fmt: skip
-    planned(_plan_of(loaded, traced, family, graph))
+    signature = traced.recipe.signature
+    assert isinstance(signature, RangedSignature)
+    planned(plan_of_family(loaded.model, traced.recipe, signature.places, family, graph))
     batch = Batch(
         loaded.args, loaded.kwargs, loaded.loss_fn, loaded.target,
         request.optimizer, request.accumulate,
@@ -331,15 +330,6 @@ def plan_over(
     if check is False or not request.is_run_here:
         return report
     return _checked(report, loaded, traced, request, stopwatch, check)
-
-
-def _plan_of(loaded: Loaded, traced: Trace, family: Family, graph: RangedGraph) -> PlanFile:
-    from remat.graph_capture.sizes.ranged_signature import RangedSignature
-    from remat.rewriter.plans.loading import plan_of_family
-
-    signature = traced.recipe.signature
-    assert isinstance(signature, RangedSignature)
-    return plan_of_family(loaded.model, traced.recipe, signature.places, family, graph)
 
 
 def _checked(
@@ -372,6 +362,6 @@ def refuse_beside_dynamic(request: Request, **given: bool) -> None:
     }  # fmt: skip
     if named := next((name for name, is_given in options.items() if is_given), ""):
         raise CaptureError(
-            f"{named} is for a plan of one size: leave it out beside --dynamic, or leave out "
-            "--dynamic to plan for the factory's batch alone"
+            f"leave out {named}, or leave out --dynamic to plan only for the factory's batch: "
+            f"{named} needs a plan of one size"
         )

@@ -15,7 +15,6 @@ from remat.graph_capture.errors import (
     BudgetError,
     DeviceError,
     FactoryError,
-    GraphError,
     PlanError,
     ProfileError,
     ScheduleError,
@@ -27,12 +26,11 @@ from remat.job.factory import Loaded, load_model
 from remat.job.request import NO_BUDGET, Request
 from remat.progress import Stopwatch
 from remat.schedules.derived import graph_of_schedule, within_split
-from remat.schedules.outcome import Check, Result
+from remat.schedules.outcome import Result
 from remat.schedules.plan import (
     AGREEMENT,
     PlanFile,
     RangeFacts,
-    RunOrder,
     evaluate_family,
     evaluate_plan,
     holds_steps,
@@ -41,7 +39,6 @@ from remat.schedules.plan import (
 )
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import overhead_of, simulate
-from remat.solved import graph_behind, predicted
 from remat.solver.result import evaluate_schedule
 
 if TYPE_CHECKING:
@@ -49,27 +46,6 @@ if TYPE_CHECKING:
 
 
 PLAN_FILES = ".json", ".pt2"
-
-
-def plan_of_result(
-    of: Captured, result: Result, order: RunOrder, check: Check | None = None, unchecked: str = ""
-) -> PlanFile | None:
-    """None where nothing fits, or where the model is not at hand."""
-    if result.schedule is None or of.loaded is None or of.recipe is None:
-        return None
-    from remat.rewriter.plans.facts import make_plan  # imports torch; a shown plan needs none
-
-    prediction = predicted(result, of.graph.cost_origin, order)
-    costed = graph_behind(of.graph, result.schedule)
-    found = (of.loaded.model, of.recipe, result.schedule, prediction, costed)
-    return make_plan(*found, check, unchecked)
-
-
-def write_plan(plan: PlanFile, path: Path) -> None:
-    """As JSON, or as an archive where the name ends in .pt2."""
-    from remat.rewriter.plans.loading import save_plan
-
-    save_plan(plan, path)
 
 
 def read_kept(path: Path) -> PlanFile | Schedule:
@@ -92,21 +68,22 @@ def schedule_in(kept: PlanFile | Schedule) -> Schedule:
     return kept.schedule if isinstance(kept, PlanFile) else kept
 
 
-def costed_graph_in(kept: PlanFile | Schedule) -> TrainingGraph | None:
-    """The graph whose links say where a plan may copy values to; None of a schedule."""
-    return kept.graph if isinstance(kept, PlanFile) else None
+def fitting_schedule(
+    kept: PlanFile | Schedule, loaded: Loaded, name: str
+) -> tuple[Schedule, TrainingGraph | None]:
+    """The schedule of a plan that fits the model, its batch and this torch; else a `PlanError`.
 
+    And the graph whose links say where it may copy values to; None of a schedule alone.
+    """
+    if not isinstance(kept, PlanFile):
+        return kept, None
+    if kept.graph is not None:  # judged before it is run: anyone can edit the file
+        evaluate_plan(kept, name)
+    from remat.rewriter.plans.facts import require_fit
 
-def fitting_schedule(kept: PlanFile | Schedule, loaded: Loaded, name: str) -> Schedule:
-    """The schedule of a plan that fits the model, its batch and this torch; else a `PlanError`."""
-    if isinstance(kept, PlanFile):
-        if kept.graph is not None:  # judged before it is run: anyone can edit the file
-            evaluate_plan(kept, name)
-        from remat.rewriter.plans.facts import require_fit
-
-        batch = (loaded.args, dict(loaded.kwargs or {}), loaded.target)
-        require_fit(kept, loaded.model, batch, loaded.loss_fn)
-    return schedule_in(kept)
+    batch = (loaded.args, dict(loaded.kwargs or {}), loaded.target)
+    require_fit(kept, loaded.model, batch, loaded.loss_fn)
+    return kept.schedule, kept.graph
 
 
 @dataclass(frozen=True)
@@ -133,8 +110,8 @@ class PlanSource:
     def solved(self) -> Result:
         if self.result is None:
             raise BudgetError(
-                "this needs a plan: name one (MODEL --plan plan.json, or plan.json alone), or "
-                "solve for a budget (MODEL --budget 8GiB)"
+                "name a plan (MODEL --plan plan.json, or just plan.json), or solve for a budget "
+                "(MODEL --budget 8GiB)"
             )
         return self.result
 
@@ -175,16 +152,16 @@ def _splitting_as(schedule: Schedule, request: Request) -> Request:
 def _refuse_budget(request: Request) -> None:
     if request.budget != NO_BUDGET:
         raise BudgetError(
-            f"a plan has its budget: leave out --budget {request.budget}, or name the model or "
-            "graph without the plan to solve anew"
+            f"leave out --budget {request.budget}, as a plan has its own; to solve again, name "
+            "the model or graph without the plan"
         )
 
 
 def _refuse_host(request: Request) -> None:
     if request.host or request.nvme:
         raise BudgetError(
-            f"a plan has its links: leave out --host {request.host}, or name its model or graph "
-            "to solve anew"
+            f"leave out --host {request.host}, as a plan has its own links; to solve again, name "
+            "its model"
         )
 
 
@@ -202,8 +179,8 @@ def _opened_plan(kept: PlanFile | Schedule, name: str, graph: TrainingGraph | No
         evaluate_family(over, name)
     if graph is None:
         raise PlanError(
-            f"{name} is a schedule alone, without sizes and costs: name its graph or model too "
-            f"(GRAPH --plan {name})"
+            f"name its graph or model too (GRAPH --plan {name}): {name} is only a schedule, "
+            "without sizes and costs"
         )
     try:
         peak_bytes = simulate(graph, schedule).peak_bytes
@@ -223,9 +200,9 @@ def _unproved(graph: TrainingGraph, told_us: float, name: str) -> str:
         return ""
     told = percent_text(overhead_of(told_us, graph.time_us))
     return (
-        f"{name} says that no schedule of its budget has less than {told} overhead. A file proves "
-        f"nothing. To prove it again: remat run {name} --budget BUDGET. Until then figures are "
-        "bounded by the step with every op once"
+        f"to prove a bound, remat run {name} --budget BUDGET: {name} says that no schedule of its "
+        f"budget has less than {told} overhead, but a file proves nothing, so until then figures "
+        "are bounded by the step with every op once"
     )
 
 
@@ -234,23 +211,18 @@ def captured(source: str, request: Request, stopwatch: Stopwatch) -> Captured:
         loaded, request = load_shown(source, stopwatch, request)
         return captured_model(loaded, request, stopwatch)
     if request.profile is not None:
-        raise ProfileError(f"{source} has its costs: --profile goes with a model")
+        raise ProfileError(f"leave out --profile, or name a model: {source} has its own costs")
     if request.sharding != NO_SHARDING:
-        raise DeviceError(f"{source} is a step already captured: --sharding goes with a model")
+        raise DeviceError(f"leave out --sharding, or name a model: {source} is captured already")
     if _holds_plan(Path(source)):
         kept = read_kept(Path(source))
         if not isinstance(kept, PlanFile):
             raise PlanError(
-                f"{source} is a schedule alone: name its model, or a graph kept by show --as graph"
+                f"name its model, or a graph kept by show --as graph: {source} is only a schedule"
             )
         return Captured(_as_asked(evaluate_plan(kept, source)[0], request))
-    try:
-        return Captured(_as_asked(TrainingGraph.from_json(read_contents(source)), request))
-    except GraphError as error:
-        raise GraphError(
-            f"{source} is no graph and no plan, or is cut short: {error}. Make it again with: "
-            "remat show MODEL --as graph -o FILE, or remat run MODEL --budget BUDGET -o FILE"
-        ) from error
+    graph = TrainingGraph.from_json(read_contents(source), source)
+    return Captured(_as_asked(graph, request))
 
 
 def _as_asked(graph: TrainingGraph, request: Request) -> TrainingGraph:
@@ -273,7 +245,7 @@ def captured_model(loaded: Loaded, request: Request, stopwatch: Stopwatch) -> Ca
 
 def require_model(source: str) -> None:
     if source.endswith(PLAN_FILES):
-        raise FactoryError(f"{source} is a kept file: name the model first, as path/to/file.py")
+        raise FactoryError(f"name the model first, as path/to/file.py: {source} is a kept file")
 
 
 def load_shown(model: str, stopwatch: Stopwatch, request: Request) -> tuple[Loaded, Request]:

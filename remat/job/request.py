@@ -50,50 +50,50 @@ class Request:
     """What to plan for, on what, how long to try; a field's metadata is its part of the help."""
 
     budget: str = _ask(
-        NO_BUDGET, "to solve for: 8GiB, 512MiB, 60% of the unmodified peak, auto (what is free) "
-        "or min; repeatable in sweep",
+        NO_BUDGET, "memory budget: 8GiB, 60% of the unmodified peak, auto (what is free) or min "
+        "(the least possible); repeatable in sweep",
     )  # fmt: skip
     host: str = _ask(
-        "", "memory of the host that values may move to: 120GiB, or auto for nine tenths "
-        "of what is free; on a CPU files stand for it; in sweep several, such as 0,8GiB,16GiB",
+        "", "host memory to offload to: 120GiB, or auto for nine tenths of what is free; on a CPU, "
+        "files stand for it; in sweep several, such as 0,8GiB,16GiB",
     )  # fmt: skip
     nvme: str = _ask(
-        "", "a folder on NVMe, and how much of its drive lies below --host: "
-        "/mnt/nvme:200GiB", metavar="FOLDER:SIZE",
+        "", "NVMe folder to offload to below --host, and how much: /mnt/nvme:200GiB",
+        metavar="FOLDER:SIZE",
     )  # fmt: skip
     solver: str = _ask(
-        "auto", f"one of {', '.join(TABLE)}; repeatable in sweep, where usual stands for "
+        "auto", f"one of {', '.join(TABLE)}; repeatable in sweep, where usual means "
         "twelve of them",
     )  # fmt: skip
     order: Literal["fixed", "free"] = _ask(
-        "fixed", "of first computations: fixed keeps the captured one, free tries others"
+        "fixed", "order of first computations: as captured (fixed), or also others (free)"
     )
     time_limit_s: float = _ask(
-        60.0, "seconds to search for a plan; in sweep for all budgets of a solver together, "
-        "in largest-batch at each size", flag="--time-limit", min=0.0,
+        60.0, "seconds to search for a plan; in sweep, for all budgets of a solver; in "
+        "largest-batch, for each size", flag="--time-limit", min=0.0,
     )  # fmt: skip
     gap: float = _ask(
-        DEFAULT_GAP, "end the search at a plan that is proved to be within this part of the best, "
-        "for solvers that prove one", min=0.0,
+        DEFAULT_GAP, "stop at a plan proved to be within this fraction of the best, with solvers "
+        "that prove a bound", min=0.0,
     )  # fmt: skip
     keep: tuple[str, ...] = _ask((), "modules never to recompute; repeatable", metavar="GLOB")
     recompute: tuple[str, ...] = _ask((), "modules always to recompute; repeatable", metavar="GLOB")
     split: Literal["none", "exact", "tolerance"] | None = _ask(
-        None, "let a linear head with its cross-entropy run in chunks: exact if that gives "
-        "eager's bits, tolerance also if a sum has another order; default: exact for "
-        "large heads; heads that cannot be chunked stay whole, without a warning",
+        None, "run a linear head and its cross-entropy in chunks: exact if that gives eager's "
+        "bits, tolerance also with sums in another order; default: exact for large heads, without "
+        "a warning for those that stay whole",
     )  # fmt: skip
     optimizer: Optimizer = _ask(  # noqa: RUF009 it makes a field
-        "none", "count this optimizer's state as resident; Adam's is that of adamw"
+        "none", "count this optimizer's state as resident; for Adam, adamw"
     )
     optimizer_in_backward: bool = _ask(
-        False, "plan with updates during backward, as optimizer_in_backward= makes them, by "
-        "the --optimizer; nothing is run",
+        False, "plan updates by --optimizer during backward, as optimizer_in_backward= makes them "
+        "in Python; nothing is run",
     )  # fmt: skip
     accumulate: bool = _ask(False, "count accumulated gradients as resident")
     device: str = _ask(
         NAMED_BY_TORCH,
-        f"cpu or cuda, measured here; or modelled: {', '.join(device_table().devices)}",
+        f"cpu or cuda, measured here; or a modelled GPU: {', '.join(device_table().devices)}",
         show_default="cuda if torch sees one, else cpu",
     )  # fmt: skip
     sharding: Sharding = _ask(  # noqa: RUF009 it makes a field
@@ -102,11 +102,9 @@ class Request:
         f"{', '.join(SHARDING_KEYS)}", metavar="KEY=VALUE,...|FILE",
     )  # fmt: skip
     profile: Profile | Path | None = _ask(  # noqa: RUF009 it makes a field
-        None, "costs kept by remat profile, to use as they are", metavar="FILE"
+        None, "use the costs in this file, from remat profile", metavar="FILE"
     )
-    measure_again: bool = _ask(
-        False, "measure ops anew, also those whose costs are kept from before"
-    )
+    measure_again: bool = _ask(False, "measure all ops again, even those with kept costs")
 
     @property
     def solving(self) -> dict[str, Any]:

@@ -1,17 +1,17 @@
-"""The screens that a person reads: tables for `run` and `check`."""
+"""What `run` and `check` answer: on the screen, and as JSON."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
-from rich.console import Console
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from remat.analysis.memory_figures import chunks_of, offloaded, reserved_text
+from remat.analysis.plan_figures import chunks_of, offloaded, reserved_text
 from remat.analysis.plan_report import costs_text, step_facts
 from remat.checks import advice_of
 from remat.formats import (
@@ -20,6 +20,7 @@ from remat.formats import (
     percent_pair,
     percent_text,
     plain_table,
+    rows_table,
     time_pair,
     time_text,
 )
@@ -54,10 +55,10 @@ def _no_plan(rows: tuple[Row, ...], budget_bytes: int) -> tuple[str, ...]:
     needs = f"the unmodified step needs {bytes_text(unmodified.peak_bytes)} and fits already"
     if plan.overhead < -_FASTER:
         return (
-            f"{needs}, with checkpoints of its own. This plan computes less again: by costs it "
-            f"takes {percent_text(-plan.overhead)} less time",
+            f"{needs}, with checkpoints of its own. This plan recomputes less: by costs it takes "
+            f"{percent_text(-plan.overhead)} less time",
         )
-    return (f"{needs}: train without a plan",)
+    return (f"train without a plan: {needs}",)
 
 
 def _far_apart(rows: tuple[Row, ...]) -> tuple[str, ...]:
@@ -68,8 +69,8 @@ def _far_apart(rows: tuple[Row, ...]) -> tuple[str, ...]:
         return ()
     worst = max(ratios) if min(ratios) > FAR_OFF else min(ratios)
     return (
-        f"steps took {worst:.2f} times as long as predicted: the machine was busy, now or when ops "
-        "were measured. On a quiet one, --measure-again measures them anew",
+        f"run again on a quiet machine, with --measure-again: steps took {worst:.2f} times as "
+        "long as predicted, so the machine was busy, now or when ops were measured",
     )
 
 
@@ -78,29 +79,35 @@ def _off(plan: Row) -> tuple[str, ...]:
     if measured is None or abs(measured - plan.overhead) < _OFF:
         return ()
     return (
-        f"the clock said {percent_text(measured)} overhead where costs say "
-        f"{percent_text(plan.overhead)}: other programs that run meanwhile do that. Run it "
-        "again on a quiet machine before you rely on either",
+        "run again on a quiet machine before you rely on either: the clock says "
+        f"{percent_text(measured)} overhead where costs say {percent_text(plan.overhead)}, as "
+        "happens when other programs run",
     )
 
 
 _HELD_ROWS = 3
-_OUTSIDE = "the loss and what is outside of modules"
+_OUTSIDE = "the loss and what is outside modules"
 _LABELS = {"chen_sqrt": "square-root checkpointing"}  # for solver names that say nothing
 
 
-def show_run(console: Console, report: Report) -> None:
-    graph, result = report.graph, report.result
+_Said = Iterator[tuple[str, str | Text]]
+
+
+def run_screen(report: Report) -> RenderableType:
+    budget = f", budget {bytes_text(report.result.budget_bytes)}\n"
+    head = Text.assemble((report.graph.name, "bold"), ops_text(report.graph), budget)
+    said = verdict(report.graph, report.rows[0].time_us, report.result, report.check)
+    table, details = _schedules_table(report.rows), rows_table(_run_rows(report))
+    return Group(head, table, Text(), details, _verdict_line(said, report))
+
+
+def _verdict_line(said: str, report: Report | RangeReport) -> Text:
+    return Text(f"\n{said}", "bold red" if report.failures else "bold green")
+
+
+def ops_text(graph: TrainingGraph) -> str:
     backward = len(graph.ops) - graph.n_forward
-    ops = f", {graph.n_forward} forward and {backward} backward ops"
-    budget = f", budget {bytes_text(result.budget_bytes)}\n"
-    console.print(Text.assemble((graph.name, "bold"), ops, budget))
-    console.print(_schedules_table(report.rows))
-    console.print()
-    console.print(_details(report))
-    if result.schedule is not None:
-        said = verdict(graph, report.rows[0].time_us, result, report.check)
-        console.print(Text(f"\n{said}", "bold red" if report.failures else "bold green"))
+    return f", {graph.n_forward} forward and {backward} backward ops"
 
 
 def _schedules_table(rows: Iterable[Row]) -> Table:
@@ -114,59 +121,60 @@ def _schedules_table(rows: Iterable[Row]) -> Table:
     return table
 
 
-def _details(report: Report) -> Table:
-    result, graph, seconds = report.result, report.graph, report.seconds
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_row("lower bound", bound_text(graph, result))
+def _run_rows(report: Report) -> _Said:
+    result, graph = report.result, report.graph
+    yield "lower bound", bound_text(graph, result)
     if report.simulation:
-        table.add_row("peak held by", _held(graph, result.schedule, report.simulation))
-    _add_reserved(table, report.rows)
+        yield "peak held by", _held(graph, result.schedule, report.simulation)
+    yield from _reserved_rows(report.rows)
     for advice in filter(None, (*advice_on_run(report), report.shortage)):
-        table.add_row("advice", Text(advice))
-    _add_check(table, report, result.budget_bytes)
-    _add_ways(table, report)
+        yield "advice", advice
+    yield from _check_rows(report, result.budget_bytes)
+    yield from _way_rows(report)
     if is_in_table(graph.device) or graph.notes:  # the figures are no measurement on this machine
-        table.add_row("costs", costs_text(graph))
-    table.add_row("took", took_text(seconds))
-    table.add_row("status", Text(f"{result.status}, by {result.solver}"))
+        yield "costs", costs_text(graph)
+    yield "took", took_text(report.seconds)
+    yield "status", f"{result.status}, by {result.solver}"
     if result.message:
-        table.add_row("note", Text(result.message))
-    return table
+        yield "note", result.message
 
 
-def _add_check(table: Table, report: Report | RangeReport, budget_bytes: int, at: str = "") -> None:
+def _check_rows(report: Report | RangeReport, budget_bytes: int, at: str = "") -> _Said:
     if report.check:
-        table.add_row("equal", f"{equal_text(report.check)}{at}")
-        for advice in advice_of(report.check, budget_bytes):
-            table.add_row("advice", Text(advice))
+        yield from _equal_rows(report.check, budget_bytes, at)
     if report.unchecked:
-        table.add_row("not run", Text(report.unchecked))
+        yield "not run", report.unchecked
 
 
-def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
+def _equal_rows(check: Check, budget_bytes: int, at: str = "") -> _Said:
+    yield "equal", f"{equal_text(check)}{at}"
+    for advice in advice_of(check, budget_bytes):
+        yield "advice", advice
+
+
+def _reserved_rows(rows: Iterable[Row]) -> _Said:
     known = {row.name: row for row in rows}
     plan, without = known.get("this plan"), known["unmodified"].reserved
     if plan is not None and plan.reserved is not None:  # a CPU's allocator reserves nothing
-        table.add_row("reserved", reserved_text(plan.reserved, without))
+        yield "reserved", reserved_text(plan.reserved, without)
     measured = [(row.name, row.reserved_bytes) for row in known.values()]
     said = [f"{_LABELS.get(n, n)} {bytes_text(held)}" for n, held in measured if held is not None]
     if said:
-        table.add_row("", f"measured: {', '.join(said)}")
+        yield "", f"measured: {', '.join(said)}"
 
 
-def _add_ways(table: Table, report: Report) -> None:
+def _way_rows(report: Report) -> _Said:
     graph, result = report.graph, report.result
     for one in chunks_of(graph, result.schedule):
-        table.add_row("in chunks", Text(str(one)))
+        yield "in chunks", str(one)
     moved = offloaded(graph, result.schedule, report.simulation)
-    for name, said in moved.rows() if moved is not None else ():
-        table.add_row(name, Text(said))
+    yield from moved.rows() if moved is not None else ()
     if kinds := kinds_text(report.kinds):
-        table.add_row("recomputed", Text(kinds))
+        yield "recomputed", kinds
     if result.attention:
-        table.add_row("attention", str(result.attention))
+        yield "attention", str(result.attention)
     if report.simpler:
-        table.add_row("simpler", str(report.simpler))
+        yield "simpler", str(report.simpler)
 
 
 def _held(graph: TrainingGraph, schedule: Schedule | None, simulation: Simulation) -> str:
@@ -189,27 +197,25 @@ def _held(graph: TrainingGraph, schedule: Schedule | None, simulation: Simulatio
     return ", ".join(parts)
 
 
-def show_check(console: Console, check: Check, budget_bytes: int) -> None:
+def check_screen(check: Check, budget_bytes: int) -> RenderableType:
     table = plain_table("measured", "peak", "step", "overhead")
     for name, peak_bytes, step_us, overhead in (
         ("unmodified", check.baseline_peak_bytes, check.baseline_step_us, "-"),
         ("this plan", check.plan_peak_bytes, check.plan_step_us, percent_text(check.overhead)),
     ):
         table.add_row(name, bytes_text(peak_bytes), time_text(step_us), overhead)
-    console.print(table)
-    console.print(f"\nequal  {equal_text(check)}")
-    if check.plan_reserved_bytes is not None:
-        console.print(f"reserved  {bytes_text(check.plan_reserved_bytes)}")
-    for advice in advice_of(check, budget_bytes):
-        console.print(f"advice  {advice}", markup=False)
+    equal, *advice = _equal_rows(check, budget_bytes)
+    held = check.plan_reserved_bytes
+    reserved = [] if held is None else [("reserved", bytes_text(held))]
+    return Group(table, Text(), rows_table((equal, *reserved, *advice)))
 
 
 # What the command line prints with `--json`: plain bytes, microseconds and names.
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    result, rows = report.result, {row.name: row for row in report.rows}
-    attention = result.attention
+    result, attention = report.result, report.result.attention
+    rows: Any = {said.pop("name"): said for said in msgspec.to_builtins(report.rows)}
     said = {
         "status": result.status,
         "solver": result.solver,
@@ -219,9 +225,9 @@ def report_json(report: Report) -> dict[str, Any]:
         "device": report.graph.device,
         "prices": report.graph.cost_origin,  # keys keep the names of older releases
         "price_notes": report.graph.notes,
-        "baseline": _row_json(rows["unmodified"]),
-        "chen_sqrt": _row_json(rows["chen_sqrt"]),
-        "plan": _row_json(rows["this plan"]) if "this plan" in rows else None,
+        "baseline": rows["unmodified"],
+        "chen_sqrt": rows["chen_sqrt"],
+        "plan": rows.get("this plan"),
         "bound": bound_json(report.graph, result),
         "message": result.message,
         "pieces": msgspec.to_builtins(chunks_of(report.graph, result.schedule)),
@@ -238,7 +244,12 @@ def report_json(report: Report) -> dict[str, Any]:
         "seconds": {name: round(value, 3) for name, value in report.seconds.items()},
     }
     if result.schedule is None:
-        said |= _infeasible_json(result)
+        names = "name", "size_bytes", "module"
+        said |= {
+            "least_feasible_bytes": result.least_feasible_bytes,
+            "held_at_peak": [{n: getattr(v, n) for n in names} for v in result.held_at_peak],
+            "error": {"type": "Infeasible", "message": infeasible_text(result)},
+        }
     return said
 
 
@@ -274,60 +285,32 @@ def checked_json(check: Check, budget_bytes: int, failures: list[str]) -> dict[s
     return known | measured | {"failures": failures}
 
 
-def _infeasible_json(result: Result) -> dict[str, Any]:
-    names = "name", "size_bytes", "module"
-    return {
-        "least_feasible_bytes": result.least_feasible_bytes,
-        "held_at_peak": [{n: getattr(v, n) for n in names} for v in result.held_at_peak],
-        "error": {"type": "Infeasible", "message": infeasible_text(result)},
-    }
-
-
-def _row_json(row: Row) -> dict[str, Any]:
-    return {
-        "predicted_peak_bytes": row.peak_bytes,
-        "measured_peak_bytes": row.measured_peak_bytes,
-        "predicted_reserved": msgspec.to_builtins(row.reserved),
-        "reserved_bytes": row.reserved_bytes,
-        "predicted_step_us": row.time_us,
-        "measured_step_us": row.measured_step_us,
-        "overhead": row.overhead,
-        "measured_overhead": row.measured_overhead,
-    }
-
-
-def show_range_report(console: Console, report: RangeReport) -> None:
-    show_family(console, report.family, report.curve)
-    table = Table.grid(padding=(0, 2, 0, 0))
+def range_screen(report: RangeReport) -> RenderableType:
     at = f" at {sizes_text(report.sizes)}" if report.sizes else ""
-    _add_check(table, report, report.family.budget_bytes, at)
-    table.add_row("took", took_text(report.seconds))
-    console.print(table)
+    rows = *_check_rows(report, report.family.budget_bytes, at), ("took", took_text(report.seconds))
     plan = Plan.from_family(report.family, report.graph)
-    facts = step_facts(
-        report.graph.bounding(report.graph.symbols), plan, report.check, is_range=True
-    )
-    console.print(Text(f"\n{facts.verdict}", "bold red" if report.failures else "bold green"))
+    graph = report.graph.bounding(report.graph.symbols)
+    facts = step_facts(graph, plan, report.check, is_range=True)
+    shown = family_screen(report.family, report.curve), rows_table(rows)
+    return Group(*shown, _verdict_line(facts.verdict, report))
 
 
-def show_family(console: Console, family: Family, curve: Curve) -> None:
+def family_screen(family: Family, curve: Curve) -> RenderableType:
     ranges, budget = ", ".join(map(str, family.symbols)), bytes_text(family.budget_bytes)
-    console.print(Text.assemble((family.model, "bold"), f" over {ranges}, budget {budget}\n"))
+    head = Text.assemble((family.model, "bold"), f" over {ranges}, budget {budget}\n")
     table = plain_table("sizes", "schedule", "peak", "step", "overhead")
     for point in curve.points:
         number = str(point.member + 1)  # people count from 1
         figures = bytes_text(point.peak_bytes), time_text(point.time_us)
         table.add_row(sizes_text(point.sizes), number, *figures, percent_text(point.overhead))
-    console.print(table)
-    console.print()
-    table = Table.grid(padding=(0, 2, 0, 0))
-    said = f"no size needs more than {bytes_text(family.peak_bytes)}, by the {family.certificate}"
-    table.add_row("certificate", Text(said))
-    bound, top = percent_text(family.top.lower_overhead), sizes_text(family.top.sizes)
-    table.add_row("lower bound", f"{bound} overhead at this budget at {top}")
-    off = percent_text(family.cost_error)
-    table.add_row("costs", f"of three sizes, fitted between; {off} off at the middle")
-    console.print(table)
+    most, bound = bytes_text(family.peak_bytes), percent_text(family.top.lower_overhead)
+    off, top = percent_text(family.cost_error), sizes_text(family.top.sizes)
+    rows = (
+        ("certificate", f"no size needs more than {most}, by the {family.certificate}"),
+        ("lower bound", f"{bound} overhead at this budget at {top}"),
+        ("costs", f"of three sizes, fitted between; {off} off at the middle"),
+    )
+    return Group(head, table, Text(), rows_table(rows))
 
 
 def range_json(family: Family, curve: Curve) -> dict[str, Any]:

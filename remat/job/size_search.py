@@ -232,12 +232,12 @@ class FitSearch:
         self.budget = parse_budget(budget)
         if self.budget.is_of_the_step:
             raise BudgetError(
-                f"budget {budget!r} is another one at each size: give bytes, 8GiB, or auto"
+                f"give the budget as bytes, 8GiB or auto: {budget!r} is different at each size"
             )
         # Both are sizes of the range: a factory may build multiples of the step alone.
         small, large = sorted(self.sizes.below(max(size, self.sizes.least)) for size in first)
         if small == large:
-            raise SolverError(f"the two first sizes are the same, {small}: give two others")
+            raise SolverError(f"give two different first sizes: both are {small}")
         with one_job():
             try:
                 size = self._largest(small, large) or 0

@@ -88,7 +88,7 @@ def naming_tolerance(
     least_bytes = found.least_feasible_bytes if found.schedule is None else found.peak_bytes
     if not least_bytes or least_bytes >= result.least_feasible_bytes:
         return result
-    known = f"a schedule of {bytes_text(least_bytes)} is known, with sums in another order"
+    known = f"the lowest known peak is then {bytes_text(least_bytes)}, with sums in another order"
     text = f"{option('split', 'tolerance')} ({known})"
     if _are_exact_on_one_thread(whole, traced.recipe.device):
         text += ", OMP_NUM_THREADS=1 (on one thread the loss in chunks has eager's bits)"

@@ -26,9 +26,9 @@ def _refuse_scaling() -> None:
     # Autocast to float16 is trained with a GradScaler.
     if any(on and dtype is torch.float16 for _, on, dtype in autocast_state()):
         raise CaptureError(
-            "float16 autocast needs a GradScaler, which unscales all gradients when backward has "
-            "ended, and parameters that are updated during backward would take scaled ones: use "
-            "bfloat16, or update after backward (remat.rematerialize)"
+            "use bfloat16, or update after backward (remat.rematerialize): float16 autocast needs "
+            "a GradScaler, which unscales gradients after backward, so updates during backward "
+            "would take scaled ones"
         )
 
 
@@ -37,8 +37,8 @@ def _refuse_parts(model: nn.Module) -> None:
 
     if has_dtensors(model):  # a rank has a gradient of the whole and one of its part
         raise CaptureError(
-            f"{type(model).__name__} has parameters that are DTensors, which cannot be updated "
-            "during backward: update after backward (remat.rematerialize)"
+            f"update after backward (remat.rematerialize): {type(model).__name__} has parameters "
+            "that are DTensors, which cannot be updated during backward"
         )
 
 
@@ -49,8 +49,8 @@ def require_own_storages(state: Mapping[str, Tensor]) -> None:
     both = [name for name, address in names.items() if address in shared]
     if both:
         raise CaptureError(
-            f"{both[0]} and {both[1]} are views of one tensor, so that an update of one "
-            "changes the other: give each its own, or update after backward"
+            f"give {both[0]} and {both[1]} storage of their own, or update after backward: they "
+            "are views of one tensor, so an update of one changes the other"
         )
 
 
@@ -63,9 +63,8 @@ def require_no_other_reader(traced: Trace, optimizer: Optimizer) -> None:
     for constant in constants_of(traced.joint.module):
         if constant.numel() and constant.untyped_storage().data_ptr() in updated:
             raise CaptureError(
-                f"forward reads a parameter by another tensor of shape {list(constant.shape)}, "
-                "such as an attribute that is its .data: read the parameter itself, or update "
-                "after backward"
+                "read the parameter itself, or update after backward: forward reads it through "
+                f"another tensor of shape {list(constant.shape)}, such as its .data"
             )
 
 
@@ -85,8 +84,8 @@ def _optimizer_in_backward_of(
     costs = update_costs(optimizer, parameters, meter_of(device), allocator_rounding(device))
     if not costs:
         raise CaptureError(
-            f"the optimizer has no parameter of this {type(model).__name__}: make it of "
-            "model.parameters()"
+            "make the optimizer of model.parameters(): it has no parameter of this "
+            f"{type(model).__name__}"
         )
     return GradientRelease(
         is_added=accumulate,
@@ -104,8 +103,8 @@ def planned_optimizer_in_backward(
 
     if optimizer == "none":
         raise CaptureError(
-            f"updates during backward are those of an optimizer: name it, "
-            f"{option('optimizer', 'sgd')}, momentum or adamw"
+            f"name the optimizer for updates during backward: {option('optimizer', 'sgd')}, "
+            "momentum or adamw"
         )
     if is_in_table(device):
         names = _parameters(model, loss_fn)  # a fused optimizer takes no memory meanwhile
@@ -140,9 +139,9 @@ def updated_in_backward(spec: StepSpec) -> fx.GraphModule:
 
     if spec.options.get("max_grad_norm") is not None:  # refused before anything is traced
         raise CaptureError(
-            "gradients cannot be clipped by their global norm where parameters are updated during "
-            "backward: the norm is known when the last gradient is there, and by then the others "
-            "have been used. Update after backward (remat.rematerialize), or leave out clipping"
+            "leave out clipping, or update after backward (remat.rematerialize): the global norm "
+            "of gradients is only known when the last one is there, and updates during backward "
+            "have used the others by then"
         )
     _refuse_scaling()
     model, optimizer = spec.model, spec.optimizer_in_backward

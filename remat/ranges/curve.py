@@ -52,8 +52,8 @@ def overheads_over(
 ) -> Curve:  # fmt: skip
     if graph.traced_hash != family.traced_hash:
         raise ScheduleError(
-            f"this family was made for another step of {family.model}: pass the graph that it was "
-            "solved on"
+            "pass the graph that the family was solved on: it was made for another step of "
+            f"{family.model}"
         )
     asked = _spread(graph, sizes) if isinstance(sizes, int) else sizes
     points: list[_CurvePoint] = []

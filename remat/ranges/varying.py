@@ -173,13 +173,13 @@ class VaryingSizes:
     def __init__(self, model: nn.Module, dynamic: DynamicOrAuto, upto: Upto | None) -> None:
         if isinstance(dynamic, str) and dynamic != "auto":
             raise CaptureError(
-                f"dynamic={dynamic!r} is unknown: give 'auto', or sizes by argument and dimension, "
-                'such as {"tokens": {1: ("seq", 16, 2048)}}'
+                "give dynamic='auto', or sizes by argument and dimension, such as "
+                f'{{"tokens": {{1: ("seq", 16, 2048)}}}}: {dynamic!r} is unknown'
             )
         if upto is not None and not isinstance(upto, Mapping):  # pyright: ignore
             raise CaptureError(
-                f"upto={upto!r} is no dict: give the largest sizes by argument and dimension, such "
-                'as {"tokens": {1: 2048}}'
+                "give upto as a dict of the largest sizes by argument and dimension, such as "
+                f'{{"tokens": {{1: 2048}}}}: {upto!r} is not a dict'
             )
         self.model, self.dynamic, self.upto = model, dynamic, dict(upto or {})
         self._kinds: dict[Hashable, LearnedSizes] = {}
@@ -240,8 +240,8 @@ class VaryingSizes:
         for argument, dims in rest.items():
             if not isinstance(dims, Mapping):
                 raise CaptureError(
-                    f"upto names {argument!r} with {dims!r}: give the largest size by argument and "
-                    'dimension, such as {"tokens": {1: 2048}}, or by a name that dynamic gives'
+                    'give the largest size by argument and dimension, as {"tokens": {1: 2048}}, or '
+                    f"by a name that dynamic gives: upto names {argument!r} with {dims!r}"
                 )
             entries = cast("Mapping[int, Any]", dims).items()
             # As ranges, so that `places_in` finds and refuses as it does for `dynamic`.
@@ -306,7 +306,7 @@ def planned_over(
     if why:
         known.unfit = why
         warnings.warn(
-            f"sizes of batches cannot vary within one plan, so that each has its own: {why}",
+            f"each batch size has its own plan, as sizes cannot vary within one.\n{why}",
             stacklevel=9,
         )
     return None

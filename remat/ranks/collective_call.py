@@ -46,18 +46,16 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
         others = [str(rank) for rank, found in enumerate(hashes) if found != hashes[0]]
         if others:
             raise AgreementError(
-                f"the step captured on rank {', '.join(others)} is not that of rank 0, so no plan "
-                "can serve both: build the same model, and pass a batch of the same shapes, on all "
-                "ranks"
+                "build the same model, and pass a batch of the same shapes, on all ranks: the "
+                f"step captured on rank {', '.join(others)} is not that of rank 0"
             )
 
     def require_same_order(self, order: str) -> None:
         if len(set(self.gathered_texts("order", order))) > 1:
             raise AgreementError(
-                "the plans of the ranks run their collectives in different orders, or one of them "
-                "more often, and all would wait for ever: make one plan for all of them by "
-                "remat.rematerialize(..., group=torch.distributed.group.WORLD), or rewrite to the "
-                "same schedule on each"
+                "make one plan for all ranks with remat.rematerialize(..., "
+                "group=torch.distributed.group.WORLD), or rewrite to the same schedule on each: "
+                "they would run collectives in different orders, and wait forever"
             )
 
     def from_first(self, make: Callable[[], _Plan], kind: type[_Plan]) -> _Plan:
@@ -81,9 +79,9 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
         except _store_errors() as lost:
             if error is None or isinstance(error, _store_errors()):
                 raise AgreementError(  # it hides no error of this rank
-                    f"the ranks' store cannot be reached any more at the end of {self._what}: the "
-                    "process that holds it, most often the first rank or torchrun, has ended. See "
-                    "what it said last"
+                    "see the last output of the process that holds the ranks' store, usually the "
+                    "first rank or torchrun: the store cannot be reached at the end of "
+                    f"{self._what}, so that process has ended"
                 ) from lost
             error.add_note(f"The other ranks were not told, as their store is gone: {lost}")
         finally:
@@ -132,21 +130,20 @@ def error_of(failure: RankFailure, what: str) -> Exception:
         return kind(f"{failure.text} (on rank {failure.rank})")
     said = f"{failure.kind}: {failure.text}" if failure.text else failure.kind
     return AgreementError(
-        f"{what} ended on rank {failure.rank} with {said} ({failure.place or 'unknown line'}). All "
-        "ranks end with it, as none can go on without the others: see the traceback of that rank"
+        f"see the traceback of rank {failure.rank}: {what} ended there with {said} "
+        f"({failure.place or 'unknown line'}), and no rank can go on without the others"
     )
 
 
 def _silent_text(what: str, rank: int, has_come: bool) -> str:
     if has_come:
         return (
-            f"rank {rank} has not been heard of for {SILENT_S:.0f} s in {what}: its process has "
-            "ended or stands still. See what it said last, and start all ranks again"
+            f"see the last output of rank {rank}, and start all ranks again: it has not been heard "
+            f"of for {SILENT_S:.0f} s in {what}, so its process has ended or hangs"
         )
     return (
-        f"rank {rank} has not called {what}, which all ranks of the group must call, within the "
-        "timeout of the group (timeout of init_process_group). Call it on all of them, as often "
-        "and in the same order"
+        f"call {what} on all ranks of the group, as often and in the same order: rank {rank} has "
+        "not called it within the timeout of the group (timeout of init_process_group)"
     )
 
 

@@ -156,8 +156,8 @@ class OnePlan:
 
 def _stuck_text(rank: int, doing: str) -> str:
     return (
-        f"rank {rank} has not been heard of for {SILENT_S:.0f} s while {doing}: its process has "
-        "ended or stands still. See what it said last"
+        f"see the last output of rank {rank}: it has not been heard of for {SILENT_S:.0f} s while "
+        f"{doing}, so its process has ended or hangs"
     )
 
 

@@ -22,10 +22,9 @@ from remat.rewriter.rewriting import rewrite as rewrite_alone
 from remat.rewriter.user_module.module import RematModule
 
 _PASS_A_GROUP = (
-    "pass a group that has them all, such as group=torch.distributed.group.WORLD, and call on each "
-    "of them"
+    "pass a group of all these ranks, such as group=torch.distributed.group.WORLD, and call on each"
 )
-ONE_RANK = "{what} is for one rank. Use remat.rematerialize(model, args, budget=..., group=...)"
+ONE_RANK = "use remat.rematerialize(model, args, budget=..., group=...), as {what} is for one rank"
 
 
 def require_group(
@@ -40,9 +39,9 @@ def require_group(
         if len(ranks) > 1 and not together.issuperset(ranks):
             module, line = NodeOrigins(joint.graph).of(node)
             raise AgreementError(
-                f"{target_name(node)} of module {module or '(root)'} ({line or 'unknown line'}) "
-                f"needs ranks {', '.join(map(str, ranks))}, which must plan together, or some "
-                f"would wait for others that have failed: {way}"
+                f"{way}: {target_name(node)} of module {module or '(root)'} "
+                f"({line or 'unknown line'}) needs ranks {', '.join(map(str, ranks))}, which must "
+                "plan together, or some would wait for others that have failed"
             )
 
 
@@ -50,8 +49,8 @@ def refuse_fake(group: dist.ProcessGroup | None) -> None:
     """Raise `AgreementError` for torch's fake group, in which there are no other ranks."""
     if group is not None and is_fake(group):
         raise AgreementError(
-            "the group is torch's fake one, whose collectives move nothing, so nothing can be "
-            "trained or checked: plan there by remat.capture and remat.solve, and rewrite on ranks"
+            "plan with remat.capture and remat.solve, and rewrite on real ranks: this is torch's "
+            "fake group, whose collectives move nothing, so nothing can be trained or checked"
         )
 
 

@@ -73,8 +73,8 @@ def _parameter_gradients(graph: TrainingGraph, parameters: Collection[str]) -> d
         at = next(fitting, None)
         if at is None:
             raise SolverError(
-                f"gradient {name} of {graph.name} is of no parameter, and a whole step keeps those "
-                "of parameters alone: give inputs that require no grad"
+                f"give inputs that do not require grad: gradient {name} of {graph.name} is not a "
+                "parameter's, and a whole step only keeps those"
             )
         found[waiting[at].name] = name
         del waiting[: at + 1]
@@ -130,8 +130,8 @@ class _Layers:
         ranges = find_blocks(problem, reads)
         if len(ranges) < 3:
             raise SolverError(
-                f"{graph.name} has no layers that repeat one after the other, and a whole step is "
-                "planned layer by layer: plan one batch, without microbatches"
+                f"plan one batch, without microbatches: {graph.name} has no repeated layers in a "
+                "row, and a whole step is planned layer by layer"
             )
         names = [op.name for op in graph.ops]
         layer_of = {names[op]: at for at, one in enumerate(ranges) for op in one.ops}

@@ -155,8 +155,8 @@ class Update(msgspec.Struct, frozen=True):
            host_gb_s: float = HOST_GB_S) -> Update:  # fmt: skip
         if optimizer not in MOMENTS:
             raise CaptureError(
-                f"the update of a whole step is that of an optimizer, and {optimizer!r} is none "
-                f"that is known: choose one of {', '.join(MOMENTS)}"
+                f"choose one of {', '.join(MOMENTS)}: a whole step needs the update of an "
+                f"optimizer, and {optimizer!r} is unknown"
             )
         # The share of the bandwidth that ops other than products reach, updates among them.
         share = device_table().classes["other"].bandwidth

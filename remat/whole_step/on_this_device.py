@@ -18,7 +18,7 @@ from remat.progress import stopwatch_of_call
 from remat.schedules.derived import unchunked
 from remat.step_spec import StepSpec
 from remat.whole_step.layers import microbatch_of
-from remat.whole_step.microbatch import MOMENTS, Microbatch, ParameterUpdate, Update, UpdateGroup
+from remat.whole_step.microbatch import MOMENTS, ParameterUpdate, Update, UpdateGroup
 from remat.whole_step.op_writer import op_by_op
 from remat.whole_step.planned_step import PlannedStep, StepTask
 from remat.whole_step.step_planning import StepPlan, StepRequest, plan_step, step_request
@@ -52,40 +52,19 @@ def _parameter_updates(
     }
 
 
-def _with_workspaces(microbatch: Microbatch, updates: Mapping[str, ParameterUpdate]) -> Microbatch:
-    def workspace_bytes(group: UpdateGroup) -> int:
-        found = (updates[name].workspace_bytes for name in group.gradient_of if name in updates)
-        # Parameters are updated one by one, and each update gives its workspace back.
-        return max(found, default=0)
-
-    groups = (replace(g, update_workspace_bytes=workspace_bytes(g)) for g in microbatch.groups)
-    return replace(microbatch, groups=tuple(groups))
-
-
 def _measured_update(
     optimizer: Optimizer, kind: OptimizerName, largest: nn.Parameter, device: str
 ) -> Update:
     """The update at the rate of memory at which one parameter goes through it here."""
-    import torch
-    from torch import nn
-
     from remat.graph_capture.devices.placement import meter_of
-    from remat.graph_capture.joint.gradients import parameter_groups, step_alone
+    from remat.graph_capture.joint.gradients import made_update, parameter_groups
 
-    group = parameter_groups(optimizer)[id(largest)]
-    options: dict[str, Any] = {name: value for name, value in group.items() if name != "params"}
-    made = nn.Parameter(torch.zeros_like(largest))
-    make: Any = type(optimizer)
-    other: Optimizer = make([{**options, "params": [made]}])
-    made.grad = torch.zeros_like(made)
-    # The first step creates the state; only later ones are typical.
-    other.step()
+    _, made, step = made_update(optimizer, largest, parameter_groups(optimizer)[id(largest)])
     alone = UpdateGroup("", made.numel(), made.nbytes, made.nbytes, made.element_size())
     unit = Update(kind, "parameter", 1.0, 1.0)
     # At 1 GB/s, an update's time tells its bytes.
     moved_bytes = round(unit.device_us(alone) * BYTES_PER_US_IN_GB_S)
-    only = other.param_groups[0]
-    took_us = meter_of(device).median_us(lambda: step_alone(other, made, only), moved_bytes)
+    took_us = meter_of(device).median_us(step, moved_bytes)
     rate = moved_bytes / took_us / BYTES_PER_US_IN_GB_S
     # A CPU is its own host.
     return Update(kind, "parameter", rate, rate)
@@ -155,21 +134,18 @@ class StepHere:
         # The plan was made for whole layers; this checks the step that runs, op by op.
         if found.peak_bytes > self.task.budget_bytes:
             raise BudgetError(
-                f"op by op, this step of {self.graph.name} has a peak of {found.peak_bytes} bytes, "
-                f"above the budget of {self.task.budget_bytes}: give a little more"
+                f"give a little more budget: op by op, this step of {self.graph.name} has a peak "
+                f"of {found.peak_bytes} bytes, above the {self.task.budget_bytes} given"
             )
         tier = FileTier(found.host_peak_bytes, found.nvme_peak_bytes, self.task.links.nvme_path)
         tier.require_room()
         actions = actions_of(step.parts, step.graph, step.schedule)
         codes = codes_of(self.traced.joint, actions, results.place_of_gradient, tier)
-        code = StepCode(
-            actions, codes, results.place_of_gradient, results.loss_place, results.written,
-            results.tangent,
-        )  # fmt: skip
         homes: dict[str, Tier] = {v.name: v.home for v in step.graph.values if v.home is not None}
         held = {name: one for name, one in self.parameters.items() if name in homes}
         residents = Residents(self.optimizer, held, homes, tier.folders)
         trained = dict(self.parameters[name] for name in results.gradient_of)
+        code = StepCode(actions, codes, results)
         return WholeStep(self.guards, self.optimizer, code, residents, step, trained)
 
 
@@ -194,13 +170,13 @@ def _require_in_optimizer(
         path, parameter = parameters.get(name, ("an input of the batch", None))
         if id(parameter) not in known:
             raise CaptureError(
-                f"{path} of {guards.kind} gets a gradient and the optimizer does not have it, so "
-                "a whole step would lose it: add it to the optimizer, or let it require no grad"
+                f"add {path} of {guards.kind} to the optimizer, or let it not require grad: it "
+                "gets a gradient that a whole step would lose"
             )
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise CaptureError(
-            "amsgrad keeps a third number of each parameter, which is not planned: leave it out, "
-            "or update during backward, remat.rematerialize(..., optimizer_in_backward=...)"
+            "leave out amsgrad, which keeps a third value for each parameter, or update during "
+            "backward, remat.rematerialize(..., optimizer_in_backward=...)"
         )
     require_own_storages({**dict(parameters.values()), **dict(guards.model.named_buffers())})
 
@@ -210,10 +186,16 @@ def _task(
     trained: Mapping[str, nn.Parameter], updates: Mapping[str, ParameterUpdate],
     results: JointResults,
 ) -> StepTask:  # fmt: skip
+    def with_workspace(group: UpdateGroup) -> UpdateGroup:
+        found = (updates[name].workspace_bytes for name in group.gradient_of if name in updates)
+        # Parameters are updated one by one, and each update gives its workspace back.
+        return replace(group, update_workspace_bytes=max(found, default=0))
+
     assert graph.links is not None
     largest = max(trained.values(), key=lambda one: one.numel())
+    microbatch = microbatch_of(graph, results.gradient_of)
     return StepTask(
-        _with_workspaces(microbatch_of(graph, results.gradient_of), updates),
+        replace(microbatch, groups=tuple(map(with_workspace, microbatch.groups))),
         _measured_update(optimizer, request.optimizer, largest, request.device),
         request.links(graph.links),
         parse_budget(request.budget).bytes_for(graph),

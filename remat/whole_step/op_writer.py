@@ -118,8 +118,8 @@ class _OpWriter:
         for one in (*read, *self.ops[name].inputs):
             if one in whole:
                 raise SolverError(
-                    f"{run} of {self.captured.name} reads {one} after it was changed in place: "
-                    "plan one batch, without microbatches"
+                    f"plan one batch, without microbatches: {run} of {self.captured.name} reads "
+                    f"{one} after it was changed in place"
                 )
         # Later microbatches are added to this gradient in place.
         if i == "0":

@@ -12,9 +12,19 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from remat.budgets import UNBOUNDED_BYTES
+from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import Links, Op, TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.schedules.simulate import Simulation, simulate
+from remat.solver.offload.copy_placing import (
+    earliest_ends,
+    item_at,
+    item_before,
+    kept_to,
+    latest_starts,
+    taken_from,
+)
 from remat.whole_step.microbatch import Microbatch, Update
 from remat.whole_step.step_config import StepConfig
 from remat.whole_step.step_graph import GROUP_UPDATE, HOST_SUM
@@ -176,12 +186,6 @@ _Clock = npt.NDArray[np.float64]
 """The device's time before each event, and after the last."""
 
 
-def _first_clock(residence: Residence) -> _Clock:
-    ops = residence.ops
-    costs = (ops[one.name].cost_us if one.kind == "run" else 0.0 for one in residence.items)
-    return np.concatenate(([0.0], np.cumsum(list(costs))))
-
-
 def _streams(
     residence: Residence, config: StepConfig, links: Links, clock: _Clock, budget_bytes: int
 ) -> tuple[dict[int, int], dict[int, int]]:
@@ -193,43 +197,26 @@ def _streams(
 
 def _departures(residence: Residence, links: Links, clock: _Clock, room: _Bytes) -> dict[int, int]:
     """Ends of departures: each stays while it is copied and there is room."""
-    items, made = residence.items, _made_at(residence)
+    items, made, arrivals = residence.items, dict[str, int](), dict[str, list[int]]()
+    for k, item in enumerate(items):
+        if item.kind == "arrive":
+            arrivals.setdefault(item.name, []).append(k)
+        elif item.kind == "run":
+            outputs = residence.ops[item.name].outputs
+            made |= dict.fromkeys(residence.hosted.intersection(outputs), k)
     leaves = [(made.get(item.name, k), k) for k, item in enumerate(items) if item.kind == "leave"]
-    whole_us, arrivals, ends = 0.0, _arrivals_of(residence), dict[int, int]()
-    for issued, k in sorted(leaves):
-        # One queue, in the order in which copies may begin.
-        whole_us = max(whole_us, clock[min(issued + 1, k)])
-        whole_us += links.d2h.us(residence.sizes[items[k].name])
-        # Do not lose an event to rounding.
-        ends[k] = int(np.searchsorted(clock[:-1], whole_us - 1e-9))
+    leaves.sort()  # one queue, in the order in which copies may begin
+    sizes = residence.sizes
+    copies = [(float(clock[min(at + 1, k)]), sizes[items[k].name]) for at, k in leaves]
+    whole_us = earliest_ends(copies, links.d2h)
+    ends = {k: item_at(clock, us) for (_, k), us in zip(leaves, whole_us, strict=True)}
     for k in sorted(ends):
         name = items[k].name
         back = next((at for at in arrivals.get(name, ()) if at > k), len(items))
-        # It must be gone before it comes back.
-        end = min(max(ends[k], k), back)
-        # If its room is needed earlier, it is freed earlier, and the device waits for the copy.
-        short = np.flatnonzero(room[k:end] < residence.sizes[name])
-        ends[k] = k + int(short[0]) if short.size else end
-        room[k : ends[k]] -= residence.sizes[name]
+        # It must be gone before it comes back. If its room is needed earlier, it is freed earlier,
+        # and the device waits for the copy.
+        ends[k] = kept_to(room, k, min(max(ends[k], k), back), sizes[name])
     return ends
-
-
-def _made_at(residence: Residence) -> dict[str, int]:
-    return {
-        name: k
-        for k, item in enumerate(residence.items)
-        if item.kind == "run"
-        for name in residence.ops[item.name].outputs
-        if name in residence.hosted
-    }
-
-
-def _arrivals_of(residence: Residence) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for k, item in enumerate(residence.items):
-        if item.kind == "arrive":
-            found.setdefault(item.name, []).append(k)
-    return found
 
 
 def _begins_of_arrivals(
@@ -241,22 +228,14 @@ def _begins_of_arrivals(
     if not config.prefetch:
         # Without prefetch, each copy is issued at its use.
         return {k: k for k in arrivals}
-    latest, following = dict[int, float](), float("inf")
-    # Back from the last need: the latest starts at which nothing waits.
-    for k in reversed(arrivals):
-        following = min(clock[k], following) - links.h2d.us(residence.sizes[items[k].name])
-        latest[k] = following
+    needs = [(float(clock[k]), residence.sizes[items[k].name]) for k in arrivals]
+    latest_us = latest_starts(needs, links.h2d)
     may = _earliest(residence, config, ends)
     begins, last = dict[int, int](), 0
-    for k in arrivals:
-        size_bytes = residence.sizes[items[k].name]
-        at = int(np.searchsorted(clock[:-1], latest[k] + 1e-9, side="right")) - 1
-        at = min(max(at, last, may[k]), k)
+    for k, start_us, (_, size_bytes) in zip(arrivals, latest_us, needs, strict=True):
+        at = min(max(item_before(clock, start_us), last, may[k]), k)
         # It needs room from here until its use.
-        short = np.flatnonzero(room[at:k] < size_bytes)
-        at += int(short[-1]) + 1 if short.size else 0
-        room[at:k] -= size_bytes
-        begins[k] = last = at
+        begins[k] = last = taken_from(room, at, k, size_bytes)
     return begins
 
 
@@ -399,27 +378,6 @@ class _StepWriter:
             yield Fetch(self.waiting.pop(0), "host")
 
 
-def host_peak_bytes(graph: TrainingGraph, steps: list[Step]) -> int:
-    sizes = {value.name: value.size_bytes for value in graph.values}
-    ops = {op.name: op for op in graph.ops}
-    there = {v.name for v in graph.values if v.home == "host"}
-    now = sum(sizes[name] for name in there)
-    peak = now
-    for step in steps:
-        if isinstance(step, Compute):
-            # Host copies of what the device rewrites are stale: the simulator drops them.
-            stale = () if step.at == "host" else ops[step.op].updates
-            came, went = set[str](), there.intersection(stale)
-        elif isinstance(step, Free):
-            came, went = set[str](), {step.value} if step.at == "host" else set[str]()
-        else:
-            came, went = {step.value} if step.to == "host" else set[str](), set[str]()
-        now += sum(sizes[name] for name in came) - sum(sizes[name] for name in went)
-        there = (there | came) - went if came or went else there
-        peak = max(peak, now)
-    return peak
-
-
 _ROUNDS = 3
 """How often copies are placed anew by the clock of the schedule before: stalls move needs."""
 _HOPELESS = 1.05
@@ -469,24 +427,26 @@ def planned_step(
     residence = Residence.of(graph, task.microbatch, config, task.budget_bytes)
     if residence.peak_bytes > task.budget_bytes:
         return Short("device", residence.peak_bytes)
-    clock, best = _first_clock(residence), None
+    ops, items = residence.ops, residence.items
+    costs = [ops[one.name].cost_us if one.kind == "run" else 0.0 for one in items]
+    clock, best = np.concatenate(([0.0], np.cumsum(costs))), None
     for _ in range(_ROUNDS):
         copies = _streams(residence, config, task.links, clock, task.budget_bytes)
         writer = _StepWriter(graph, residence, *copies, config.slots)
         steps = writer.steps()
-        # Check first: the simulator refuses a step that finds the host full.
-        need_bytes = host_peak_bytes(graph, steps)
-        if need_bytes > task.links.host_bytes:
-            return Short("host", need_bytes)
         schedule = Schedule.for_graph(graph, steps, budget_bytes=task.budget_bytes, solver=name)
-        simulation = simulate(graph, schedule)
+        try:
+            simulation = simulate(graph, schedule)
+        except ScheduleError:  # the host is full: a larger one tells what the step needs
+            roomy = msgspec.structs.replace(task.links, host_bytes=UNBOUNDED_BYTES)
+            return Short("host", simulate(graph, schedule, roomy).host_peak_bytes)
         if best is None or simulation.time_us < best.simulation.time_us:
             best = PlannedStep(config, graph, schedule, simulation)
         # Without stalls nothing can be gained; far above the limit, later rounds gain too little.
         if not simulation.stalls or simulation.time_us > _HOPELESS * limit_us:
             break
         # Stalls delay the device, so copies are placed again by the new clock.
-        clock = _clock_of(writer.places, simulation, len(residence.items))
+        clock = _clock_of(writer.places, simulation, len(items))
     assert best is not None
     return best
 

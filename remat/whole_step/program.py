@@ -149,13 +149,13 @@ def refuse_unusual(traced: Trace) -> None:
     if traced.mutated or traced.initialised:
         first = (*traced.mutated, *traced.initialised)[0]
         raise CaptureError(
-            f"forward of {name} sets {first}, which a whole step does not carry out: leave that "
-            f"out in training, or {_WAY_OUT}"
+            f"leave that out in training, or {_WAY_OUT}: forward of {name} sets {first}, which a "
+            "whole step does not"
         )
     if traced.floats or traced.duplicate_outputs:
         raise CaptureError(
-            f"forward of {name} reads numbers anew at each step, or returns one tensor twice or a "
-            f"dataclass, which a whole step does not: {_WAY_OUT}"
+            f"{_WAY_OUT}: forward of {name} reads numbers anew at each step, or returns one "
+            "tensor twice or a dataclass, which a whole step does not"
         )
 
 
@@ -169,8 +169,8 @@ def joint_results(joint: Joint, name: str) -> JointResults:
     tangents = [node for node in nodes if is_tangent(node)]
     if len(losses) != 1 or len(tangents) != 1 or results[losses[0]].meta["val"].numel() != 1:
         raise CaptureError(
-            f"a whole step of {name} needs one loss, a single number, and forward returns "
-            f"{len(losses)} results or a larger one: give loss_fn="
+            f"give loss_fn=: a whole step of {name} needs one loss, a single number, and forward "
+            f"returns {len(losses)} results or a larger one"
         )
     place_of, gradient_of = dict[str, int](), dict[str, str]()
     # The results of forward come first, then one gradient for each input, or None.
@@ -204,7 +204,7 @@ def _require_own_tensors(joint: Joint, gradient_of: Mapping[str, str], name: str
         if is_given or gradient in owner:
             other = "what backward is given" if is_given else f"the gradient of {owner[gradient]}"
             raise CaptureError(
-                f"the gradient of {parameter} of {name} and {other} are one tensor, which a whole "
-                f"step would change twice: {_WAY_OUT}"
+                f"{_WAY_OUT}: the gradient of {parameter} of {name} and {other} are one tensor, "
+                "which a whole step would change twice"
             )
         owner[gradient] = parameter

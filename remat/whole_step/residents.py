@@ -299,8 +299,8 @@ class Residents:
         if failed:
             names = ", ".join(name for name, _ in failed)
             raise TierError(
-                f"{names} could not be brought back from below the device, and stay empty: call "
-                "bring_back() again, or load them from a checkpoint"
+                f"call bring_back() again, or load {names} from a checkpoint: they could not be "
+                "brought back from below the device, and stay empty"
             ) from failed[0][1]
 
     def close(self) -> None:
@@ -344,8 +344,8 @@ class _BringBack:
         held = () if self.residents is None else self.residents.held.values()
         if not all(one.is_in_memory for one in held):
             raise RewriteError(
-                "a model whose parameters are below the device is copied or pickled: call "
-                "bring_back() of its step first, or save its state_dict()"
+                "call bring_back() of the step first, or save state_dict(): a model whose "
+                "parameters are below the device cannot be copied or pickled"
             )
         # A copied model owns its tensors, so its hook does nothing.
         return _BringBack, ()

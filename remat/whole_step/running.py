@@ -25,7 +25,7 @@ from remat.rewriter.guards.forward import Guards
 from remat.rewriter.tiers.file_tier import TierCopies
 from remat.schedules.schedule import Fetch, Offload, Schedule, Step
 from remat.whole_step.op_writer import StepOfOps
-from remat.whole_step.program import Add, Resume, Segment, StepAction, StepOf
+from remat.whole_step.program import Add, JointResults, Resume, Segment, StepAction, StepOf
 from remat.whole_step.residents import Held, MemoryWatch, Residents, moments, uninterrupted
 
 
@@ -88,19 +88,11 @@ def _refuse_dead(what: Demanded) -> NoReturn:
 
 @dataclass(frozen=True)
 class StepCode:
-    """What is the same in each step.
-
-    `place_of` : by parameter, the place of its gradient among all results. `written` : by the place
-    of each other result of forward, the input that it is the new value of. `tangent` : of the loss,
-    one.
-    """
+    """What is the same in each step."""
 
     actions: Sequence[StepAction]
     codes: Sequence[Steps]
-    place_of: Mapping[str, int]
-    loss_place: int
-    written: Mapping[int, int]
-    tangent: Tensor
+    results: JointResults
 
 
 @dataclass
@@ -175,12 +167,12 @@ class StepRun:
         found = dict(zip(places, given, strict=True))
         given.clear()  # the generator holds this list
         if segment.ends_forward:
-            self.losses.append(found[self.code.loss_place])
-            for place, written in self.code.written.items():
+            self.losses.append(found[self.code.results.loss_place])
+            for place, written in self.code.results.written.items():
                 # AOTAutograd returns the new values of buffers; eager writes them into the buffers.
                 self.inputs[i][written].copy_(found[place])
         for name in segment.gradients:
-            gradient = found.pop(self.code.place_of[name])
+            gradient = found.pop(self.code.results.place_of_gradient[name])
             # The first microbatch's gradient becomes the sum.
             if i:
                 self.waiting[name, i] = gradient
@@ -274,7 +266,7 @@ class WholeStep:
         # Do not wait: a step called within a step would wait for itself.
         if not self._lock.acquire(blocking=False):
             raise RewriteError(
-                f"a step of this {self._guards.kind} is under way: let it end before the next"
+                f"let the step of this {self._guards.kind} end before the next: it is still running"
             )
         try:
             return self._step(batches)
@@ -309,26 +301,26 @@ class WholeStep:
     ) -> list[Any]:  # fmt: skip
         count, kind = self.microbatches, self._guards.kind
         if self._is_closed:
-            raise RewriteError(f"this step of {kind} is closed: make another one to train on")
+            raise RewriteError(f"make another step to train on: this one of {kind} is closed")
         if self._guards.takes_target and targets is None:
             raise RewriteError(
-                f"the step of {kind} was captured with a target: give targets= too, one for each "
-                "microbatch"
+                f"give targets= too, one for each microbatch: the step of {kind} was captured "
+                "with a target"
             )
         named = kwargs if kwargs is not None else [{}] * count
         aims = targets if targets is not None else [None] * count
         found = len(args) or (count if kwargs is not None else 0)
         if {found, len(named), len(aims)} != {count}:
             raise RewriteError(
-                f"a step of this {kind} takes {count} microbatches, and {found} are given, with "
-                f"{len(aims)} targets: give args as a list of {count} tuples, targets likewise"
+                f"give args as a list of {count} tuples, targets likewise: a step of this "
+                f"{kind} takes {count} microbatches, and got {found}, with {len(aims)} targets"
             )
         calls = args or [()] * count
         for one in calls:
             if not isinstance(one, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise RewriteError(
-                    f"a microbatch of this {kind} is a tuple of positional arguments, and a "
-                    f"{type(one).__name__} is given: write [(x,) for x in batches]"
+                    f"write [(x,) for x in batches]: a microbatch of this {kind} is a tuple of "
+                    f"positional arguments, not a {type(one).__name__}"
                 )
         return [(one, dict(two), aim) for one, two, aim in zip(calls, named, aims, strict=True)]
 
@@ -355,18 +347,18 @@ class WholeStep:
     def _inputs(self, batch: Any) -> list[Any]:
         state, leaves = self._guards.require(batch)
         # The graph contains its own backward, so autograd must not record it.
-        return [*(t.detach() for t in state), *leaves, self._code.tangent]
+        return [*(t.detach() for t in state), *leaves, self._code.results.tangent]
 
     def _require_ready(self) -> None:
         if not self._guards.model.training:
             raise RewriteError(
-                f"this {self._guards.kind} is in eval mode: call model.train() before a step"
+                f"call model.train() before a step: this {self._guards.kind} is in eval mode"
             )
         for path, parameter in self._trained.items():
             if parameter.grad is not None:
                 raise RewriteError(
-                    f"{path} of {self._guards.kind} has a gradient already, to which eager would "
-                    "add: call optimizer.zero_grad() before a step"
+                    f"call optimizer.zero_grad() before a step: {path} of {self._guards.kind} "
+                    "already has a gradient, to which eager would add"
                 )
 
     def _recover(self, run: StepRun | None, error: BaseException) -> None:
@@ -380,15 +372,15 @@ class WholeStep:
         paths = [self._residents.parameters[name][0] for name in run.updated]
         torn = self._residents.parameters[run.updating][0] if run.updating else ""
         if torn:
-            error.add_note(f"remat: the update of {torn} was broken off: load it from a checkpoint")
+            error.add_note(f"remat: the update of {torn} was cut short: load it from a checkpoint")
         if not paths:
             error.add_note(
-                "remat: no parameter had been updated; all are in memory, as before this step"
+                "remat: no parameter was updated; all are in memory, as before this step"
             )
         else:
             error.add_note(
-                f"remat: {len(paths)} of {len(self._trained)} parameters had been updated, the "
-                f"last of them {paths[-1]}; the others are as before this step. All are in memory"
+                f"remat: {len(paths)} of {len(self._trained)} parameters were updated, "
+                f"{paths[-1]} last; the others are as before this step. All are in memory"
             )
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from remat.graph_capture.graph import Links, Op, Tier, TrainingGraph
 from remat.whole_step.microbatch import Microbatch, Update
-from remat.whole_step.step_graph import GroupPlace, StepShape, optimizer_step
+from remat.whole_step.step_graph import GroupPlace, optimizer_step
 
 _Keeping = Literal["stream", "near", "stay"]
 """Of parameters between two layers that read them: ``stream`` drops them, ``near`` keeps those
@@ -68,7 +68,7 @@ class StepConfig(msgspec.Struct, frozen=True):
             parameters: Tier = "device" if tier == "device" else "host"
             places.append(GroupPlace(parameters, tier, "device" if here else self.sums))
         options = tuple(one.options for one in self.passes for _ in range(one.microbatches))
-        return optimizer_step(microbatch, update, StepShape(options, tuple(places)), links)
+        return optimizer_step(microbatch, update, options, places, links)
 
     def device_order(self, microbatch: Microbatch, graph: TrainingGraph) -> list[Op]:
         names = list[str]()

@@ -43,25 +43,23 @@ class GroupPlace(msgspec.Struct, frozen=True):
     sums: Tier = "device"
 
 
-class StepShape(msgspec.Struct, frozen=True):
-    """By microbatch, the option of each layer; and the place of each group."""
-
-    options: tuple[tuple[int, ...], ...]
-    places: tuple[GroupPlace, ...]
+_Options = Sequence[tuple[int, ...]]
+"""By microbatch, the option of each layer."""
 
 
 def optimizer_step(
-    microbatch: Microbatch, update: Update, shape: StepShape, links: Links | None
-) -> TrainingGraph:
-    if not shape.options:
-        raise GraphError("a step has one microbatch or more, and none is given")
-    numbers = {len(one) for one in shape.options}
-    if numbers != {len(microbatch.layers)} or len(shape.places) != len(microbatch.groups):
+    microbatch: Microbatch, update: Update, options: _Options, places: Sequence[GroupPlace],
+    links: Links | None,
+) -> TrainingGraph:  # fmt: skip
+    if not options:
+        raise GraphError("give one microbatch or more: there is none")
+    numbers = {len(one) for one in options}
+    if numbers != {len(microbatch.layers)} or len(places) != len(microbatch.groups):
         raise GraphError(
-            f"a step of {len(microbatch.layers)} layers and {len(microbatch.groups)} groups takes "
-            "an option for each layer of each microbatch, and a place for each group"
+            "give an option for each layer of each microbatch, and a place for each group: the "
+            f"step has {len(microbatch.layers)} layers and {len(microbatch.groups)} groups"
         )
-    made = _Made(microbatch, update, shape)
+    made = _Made(microbatch, update, options, places)
     return TrainingGraph(
         name=microbatch.name, ops=(*made.computations(), *made.sums(), *made.updates()),
         values=tuple(made.values()),
@@ -74,9 +72,12 @@ def optimizer_step(
 class _Made:
     """Ops and values of one step, in an order in which they can run."""
 
-    def __init__(self, microbatch: Microbatch, update: Update, shape: StepShape) -> None:
-        self.microbatch, self.update, self.shape = microbatch, update, shape
-        self.count = len(shape.options)
+    def __init__(
+        self, microbatch: Microbatch, update: Update, options: _Options,
+        places: Sequence[GroupPlace],
+    ) -> None:  # fmt: skip
+        self.microbatch, self.update = microbatch, update
+        self.options, self.places, self.count = options, places, len(options)
         self.size: dict[str, int] = {}
         self.producer: dict[str, str] = {}
 
@@ -93,7 +94,7 @@ class _Made:
 
     def sums(self) -> Iterator[Op]:
         for at, group in enumerate(self.microbatch.groups):
-            if self.shape.places[at].sums == "device" or not group.trained:
+            if self.places[at].sums == "device" or not group.trained:
                 continue
             there_us, host_us = (
                 self.update.add_us(group.gradient_bytes, on_host=on_host)
@@ -121,7 +122,7 @@ class _Made:
             )  # fmt: skip
 
     def values(self) -> Iterator[Value]:
-        placed = zip(self.microbatch.groups, self.shape.places, strict=True)
+        placed = zip(self.microbatch.groups, self.places, strict=True)
         for at, (group, place) in enumerate(placed):
             yield Value(f"W.{at}", group.parameter_bytes, kind="parameter", home=place.parameters)
             state_bytes = self.update.state_bytes(group)
@@ -140,7 +141,7 @@ class _Made:
         return tuple(self._made_by(op, f"{name}.{i}", sizes[name]) for name in names)
 
     def _option(self, at: int, layer: Layer, i: int) -> LayerOption:
-        return layer.options[self.shape.options[i][at]]
+        return layer.options[self.options[i][at]]
 
     def _forward(self, at: int, layer: Layer, i: int) -> Op:
         name, option = f"forward.{at}.{i}", self._option(at, layer, i)
@@ -180,7 +181,7 @@ class _Made:
         made = self._crossing(name, makes, i)
         added = list[str]()
         for at in layer.gives:
-            group, place = self.microbatch.groups[at], self.shape.places[at]
+            group, place = self.microbatch.groups[at], self.places[at]
             # While it is added, the new gradient is part of the workspace.
             if i and place.sums == "device":
                 added.append(f"G.{at}")

@@ -56,34 +56,34 @@ class StepRequest:
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise BudgetError(
-                f"microbatches {self.microbatches} leave nothing to train on: give 1 or more"
+                f"give 1 or more microbatches: {self.microbatches} leave nothing to train on"
             )
         if not is_in_table(self.device) and not (self.is_run and self.device == CPU):
             raise DeviceError(
-                "a whole step over the host is run on a CPU, by remat.whole_step.training_step, "
-                f"and planned for devices of the table ({', '.join(device_table().devices)}), not "
-                f"for {self.device}: name one, or train here with remat.rematerialize(model, ..., "
-                "host=...), which moves activations"
+                f"name a device of the table ({', '.join(device_table().devices)}), not "
+                f"{self.device}: a whole step over the host is only planned for those, and run on "
+                "a CPU with remat.whole_step.training_step.\n"
+                "Or train here with remat.rematerialize(model, ..., host=...), which moves "
+                "activations"
             )
         if self.host is None:
             raise BudgetError(
-                "a whole step is planned over the device and its host: give "
-                f"{option('host', '120GiB')} too, or leave out {option('microbatches')}"
+                f"give {option('host', '120GiB')} too, or leave out {option('microbatches')}: a "
+                "whole step is planned over the device and its host"
             )
         if self.optimizer not in MOMENTS:
             raise CaptureError(
-                f"optimizer {self.optimizer!r} has no update to plan: name one, "
-                f"{', '.join(MOMENTS)}"
+                f"name an optimizer, {', '.join(MOMENTS)}: {self.optimizer!r} has no update to plan"
             )
         if parse_budget(self.budget).is_of_the_step:
             raise BudgetError(
-                f"budget {self.budget!r} is of a step without microbatches: give bytes, such as "
-                "22GiB, or auto"
+                f"give the budget as bytes, such as 22GiB, or auto: {self.budget!r} only makes "
+                "sense without microbatches"
             )
         if self.nvme_gb_s is not None and (self.nvme is None or self.nvme_gb_s <= 0):
             raise BudgetError(
-                f"a rate of {self.nvme_gb_s:g} GB/s is that of NVMe: give "
-                f"{option('nvme', '/mnt/nvme:200GiB')} too, and a rate above 0"
+                f"give {option('nvme', '/mnt/nvme:200GiB')} too, and a rate above 0: "
+                f"{self.nvme_gb_s:g} GB/s is the rate of NVMe"
             )
         lower_tiers(self.host, self.nvme, self.device)  # raises if they cannot be read
 
@@ -109,8 +109,9 @@ def step_request(
     require_known(optimizer)
     if microbatches is None:
         raise BudgetError(
-            "a whole step is of several batches: give microbatches=8 too. To move activations of "
-            "one batch to the host and train, use remat.rematerialize(model, ..., host=...)"
+            "give microbatches=8 too: a whole step has several batches. "
+            "To move activations of one batch to the host and train, use "
+            "remat.rematerialize(model, ..., host=...)"
         )
     # Adam and AdamW keep two moments; SGD keeps one with momentum, else none.
     moments = "adamw" if "betas" in optimizer.defaults else "sgd"
@@ -211,8 +212,8 @@ def planned_from(
 ) -> StepPlan:
     if graph.links is None:
         raise BudgetError(
-            f"the graph of {graph.name} has no links to a host: capture it with "
-            f"{option('host', '120GiB')}"
+            f"capture with {option('host', '120GiB')}: the graph of {graph.name} has no links to "
+            "a host"
         )
     told("looking at the layers")
     update = Update.on(request.device, request.optimizer, request.state)

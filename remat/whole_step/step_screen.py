@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
 import msgspec
-from rich.console import Console
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from remat.formats import bytes_text, gap_text, plain_table, time_text
+from remat.formats import bytes_text, gap_text, plain_table, rows_table, time_text
 from remat.whole_step.planned_step import PlannedStep, Short
 from remat.whole_step.step_config import NAMED_SYSTEMS, StepConfig
 from remat.whole_step.step_planning import StepPlan, too_small_text
@@ -18,7 +19,7 @@ from remat.whole_step.step_planning import StepPlan, too_small_text
 _LINKS = {"d2h": "to the host", "h2d": "to the device", "write": "to NVMe", "read": "from NVMe"}
 
 
-def show_step(console: Console, plan: StepPlan) -> None:
+def step_screen(plan: StepPlan) -> RenderableType:
     request, microbatch, links = plan.request, plan.task.microbatch, plan.task.links
     tokens = f" of {microbatch.n_tokens:,} tokens" if microbatch.n_tokens else ""
     nvme = f", NVMe {bytes_text(links.nvme_bytes)}" if links.write else ""
@@ -27,10 +28,8 @@ def show_step(console: Console, plan: StepPlan) -> None:
         f"{request.optimizer}\nbudget {bytes_text(plan.task.budget_bytes)}, host "
         f"{bytes_text(links.host_bytes)}{nvme}\n"
     )
-    console.print(Text.assemble((microbatch.name, "bold"), head))
-    console.print(_systems_table(plan))
-    console.print()
-    console.print(_choices(plan))
+    title = Text.assemble((microbatch.name, "bold"), head)
+    return Group(title, _systems_table(plan), Text(), rows_table(_choices(plan)))
 
 
 def _systems_table(plan: StepPlan) -> Table:
@@ -50,40 +49,35 @@ def _systems_table(plan: StepPlan) -> Table:
     return table
 
 
-def _choices(plan: StepPlan) -> Table:
+def _choices(plan: StepPlan) -> Iterator[tuple[str, str]]:
     config, simulation, found = plan.best.config, plan.simulation, plan.found
-    table = Table.grid(padding=(0, 2, 0, 0))
     bound = _long_time_text(found.lower_bound_us)
-    table.add_row("lower bound", f"{bound} in any order; {gap_text(found.gap)}")
-    table.add_row("order", _order_text(config))
-    for words in _saved_texts(plan, config):
-        table.add_row("saved", words)
-    table.add_row("state", _state_text(plan, config))
-    table.add_row("gradients", _gradients_text(config))
+    yield "lower bound", f"{bound} in any order; {gap_text(found.gap)}"
+    yield (
+        "order",
+        ", then ".join(  # ``6 passes of 1 microbatch, then 1 pass of 2 microbatches``
+            f"{_count(len(list(same)), 'pass', 'passes')} of "
+            f"{_count(size, 'microbatch', 'microbatches')}"
+            for size, same in groupby(one.microbatches for one in config.passes)
+        ),
+    )
+    yield from (("saved", words) for words in _saved_texts(plan, config))
+    yield "state", _state_text(plan, config)
+    yield "gradients", _gradients_text(config)
     moved_bytes = simulation.moved_bytes.items()
     copies = [f"{bytes_text(n)} {_LINKS[link]}" for link, n in moved_bytes if n]
-    table.add_row("copies", ", ".join(copies) or "none")
+    yield "copies", ", ".join(copies) or "none"
     busy_us, host_us = simulation.busy_us["device"], simulation.busy_us["host"]
     busy, waits, on_host = map(_long_time_text, (busy_us, simulation.time_us - busy_us, host_us))
-    table.add_row("device", f"computes {busy} and waits {waits}; the host computes {on_host}")
+    yield "device", f"computes {busy} and waits {waits}; the host computes {on_host}"
     for name, one in found.systems.items():
         if not isinstance(one, PlannedStep):
             why = too_small_text(one) if isinstance(one, Short) else one
-            table.add_row("no plan", Text(f"of {NAMED_SYSTEMS[name].title}: {why}"))
+            yield "no plan", f"of {NAMED_SYSTEMS[name].title}: {why}"
     links, rate = plan.task.links.source or "as given", plan.task.update.host_gb_s
     modelled = f"modelled for {plan.graph.device}; links {links}; updates at {rate:g} GB/s"
-    table.add_row("costs", Text(f"{modelled} of host memory"))
-    table.add_row("status", f"{found.judged} plans judged; planned, not run")
-    return table
-
-
-def _order_text(config: StepConfig) -> str:
-    """``6 passes of 1 microbatch, 1 pass of 2 microbatches``."""
-    parts = []
-    for size, same in groupby(one.microbatches for one in config.passes):
-        microbatches = _count(size, "microbatch", "microbatches")
-        parts.append(f"{_count(len(list(same)), 'pass', 'passes')} of {microbatches}")
-    return ", then ".join(parts)
+    yield "costs", f"{modelled} of host memory"
+    yield "status", f"{found.judged} plans judged; planned, not run"
 
 
 def _saved_texts(plan: StepPlan, config: StepConfig) -> list[str]:

@@ -298,7 +298,7 @@ _STARTS = 2
 _Outcome = PlannedStep | Short | str
 """Of a named system: its plan, what it lacks, or why its bits are not eager's."""
 _OTHER_DRAWS = (
-    "microbatches would draw random numbers by turns, and eager's draw one after the other"
+    "microbatches would draw random numbers in turn, and eager draws them one after the other"
 )
 
 
@@ -330,8 +330,8 @@ def plan_whole_step(
     """
     if microbatches < 1 or most < 1:
         raise SolverError(
-            f"a step has one microbatch or more, and a search judges one plan or more; asked for "
-            f"are {microbatches} microbatches and {most} plans"
+            f"ask for 1 microbatch and 1 plan or more, not {microbatches} microbatches and {most} "
+            "plans"
         )
     # Judge the named systems first: the search then only looks for something faster.
     search, systems = _StepSearch(task, microbatches, most, progress), dict[str, _Outcome]()

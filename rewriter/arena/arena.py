@@ -78,8 +78,8 @@ class Recorder:
     def run(self, phase: PassKind, graph: Boxed, args: list[Any]) -> Any:
         if phase in self.marks:
             raise ArenaError(
-                f"one step runs the {phase} of this module twice: an arena serves modules that run "
-                "once a step"
+                f"use an arena for modules that run once a step: one step runs the {phase} of "
+                "this module twice"
             )
         try:
             self._library.record_begin()
@@ -99,14 +99,14 @@ class Recorder:
         if len(self.marks) < 2:
             missing = "backward" if "forward" in self.marks else "forward"
             raise ArenaError(
-                f"the {missing} of the rewritten step did not run, so there is nothing to place: "
-                "pass the batch that the module was planned for"
+                f"pass the batch that the module was planned for: the {missing} of the rewritten "
+                "step did not run, so there is nothing to place"
             )
         if not self._has_gradients:  # backward in steps returns none, and goes on after its graph
             raise ArenaError(
-                "the backward of this module goes on after its graph has returned, as where "
-                "parameters are updated during backward, and an arena serves whole graphs: make "
-                "the plan with remat.rematerialize"
+                "make the plan with remat.rematerialize: this backward continues after its graph "
+                "has returned, as where parameters are updated during backward, and an arena "
+                "serves whole graphs"
             )
         n_calls, n_events = self.marks["backward"]
         events, n_forward = self._library.record_read(n_events), self.marks["forward"][0]
@@ -143,27 +143,27 @@ def recorded(memory: StepAllocator) -> Generator[Recorder]:
 def require_arena_fits(module: nn.Module) -> RematModule:
     if not isinstance(module, RematModule):
         raise ArenaError(
-            f"an arena is for one rewritten module, and this is {type(module).__name__}: pass what "
-            "remat.rematerialize or Plan.apply returned, before it is wrapped"
+            "pass what remat.rematerialize or Plan.apply returned, before it is wrapped: an arena "
+            f"is for one rewritten module, and this is {type(module).__name__}"
         )
     tensors = *module.parameters(), *module.buffers()
     others = {tensor.device.type for tensor in tensors} - {CPU}
     if others:
         raise DeviceError(
-            f"the model is on {', '.join(sorted(others))}, and arenas are for the CPU so far: "
-            "train without one"
+            f"train without an arena: the model is on {', '.join(sorted(others))}, and arenas "
+            "only work on the CPU so far"
         )
     if not module.training:
         raise ArenaError(
-            "the module is in eval mode, which runs no step of its plan: call train() on it first"
+            "call train() on the module first: it is in eval mode, which runs no step of its plan"
         )
     if module._remat_compiled_step.gradient_gates is not None:
         raise ArenaError(
-            "the module releases gradients while backward runs, whose parts an arena does not "
-            "follow: plan with accumulate=False and remat.rematerialize, or train without one"
+            "plan with accumulate=False and remat.rematerialize, or train without an arena: the "
+            "module releases gradients while backward runs, which an arena does not follow"
         )
     if module._remat_compiled_step.memory.source is not None:
-        raise ArenaError("the module has an arena: close that first")
+        raise ArenaError("close the module's arena first: it has one already")
     return module
 
 
@@ -277,12 +277,13 @@ class Arena:
     def _warn(self, phase: PassKind, counts: Counts) -> None:
         self._has_warned = True
         warnings.warn(
-            f"{counts.misses} of {counts.misses + counts.hits} requests of a {phase}, "
-            f"{counts.missed_bytes} bytes, were not served from the arena but by torch's "
-            f"allocator: {counts.unplanned} were not planned, and {counts.occupied + counts.kept} "
-            "found their place taken. Results are the same, and more memory is in use. Drop what "
-            "an earlier step has left before the next begins, or close the arena and make another. "
-            "This is said once; the arena's counts go on",
+            "drop what an earlier step has left before the next begins, or close the arena and "
+            f"make another: {counts.misses} of {counts.misses + counts.hits} "
+            f"requests of a {phase}, {counts.missed_bytes} bytes, went to torch's allocator. Of "
+            f"these, {counts.unplanned} were not planned, and {counts.occupied + counts.kept} "
+            "found their place taken.\n"
+            "Results are the same, and more memory is in use. This is said once; the arena's "
+            "counts go on",
             stacklevel=2,
         )
 

@@ -37,8 +37,8 @@ def built_library() -> Path:
     """The compiled library for this torch, from the cache; compiling takes some seconds."""
     if sys.platform != "linux":
         raise ArenaError(
-            f"train without an arena, which works on Linux alone, and this is {platform.system()}: "
-            "a plan keeps its budget without one too"
+            f"train without an arena, which only works on Linux (this is {platform.system()}): a "
+            "plan keeps its budget without one too"
         )
     flags = _flags()  # no wheel can bring it: it derives from a class of one torch release
     release = "".join(c if c.isalnum() or c == "." else "-" for c in torch.__version__)
@@ -56,8 +56,8 @@ def built_library() -> Path:
                 os.replace(made, path)  # at once: other processes may build or load it
         except OSError as error:
             raise ArenaError(
-                f"the arena's library cannot be kept in {path.parent}: {error}. Set REMAT_CACHE to "
-                f"a folder that can be written, {_WITHOUT}"
+                f"set REMAT_CACHE to a folder that can be written, {_WITHOUT}. The arena's "
+                f"library cannot be kept in {path.parent}: {error}"
             ) from error
     return path
 
@@ -86,8 +86,8 @@ def _compiler() -> list[str]:
     if found is None:
         names = ", ".join(choice[0] for choice in choices)
         raise ArenaError(
-            f"an arena needs a C++ compiler, and there is none ({names}): install g++, name one by "
-            f"the variable CXX, {_WITHOUT}"
+            f"install g++, name a compiler in the variable CXX, {_WITHOUT}. An arena needs a C++ "
+            f"compiler, and there is none ({names})"
         )
     return found
 
@@ -99,8 +99,8 @@ def _compile(command: list[str]) -> None:
         ended = f"it ended with status {run.returncode}"
         told = next((line for line in lines if "error" in line), lines[-1] if lines else ended)
         raise ArenaError(
-            f"{command[0]} cannot compile the arena's library: {told.strip()}. Name another "
-            f"compiler by the variable CXX, with C++20, {_WITHOUT}"
+            f"name another C++20 compiler in the variable CXX, {_WITHOUT}. {command[0]} cannot "
+            f"compile the arena's library: {told.strip()}"
         )
 
 
@@ -135,8 +135,8 @@ class ArenaLibrary:
             self._c = ctypes.CDLL(str(path))
         except OSError as error:
             raise ArenaError(
-                f"the arena's library cannot be loaded: {error}. Remove {path}, so that it is "
-                "compiled anew"
+                f"remove {path}, so that it is compiled anew: the arena's library cannot be "
+                f"loaded ({error})"
             ) from error
         self._c.remat_arena_open.argtypes = [_INTS, _INTS, _INTS, _INT, _INT]
         self._c.remat_arena_open.restype = _INT
@@ -149,8 +149,8 @@ class ArenaLibrary:
         self._c.remat_record_read.argtypes = [_INTS, _INT]
         if self._c.remat_arena_install():
             raise ArenaError(
-                "torch's allocator for the CPU was replaced by one without a raw deleter, which no "
-                "arena can stand before: use the arena without that allocator"
+                "use the arena without that allocator: torch's CPU allocator was replaced by one "
+                "without a raw deleter, which an arena cannot wrap"
             )
 
     def open(self, sizes: Ints, offsets: Ints, may_outlive: Ints, arena_bytes: int) -> int:
@@ -159,8 +159,8 @@ class ArenaLibrary:
         number: int = self._c.remat_arena_open(*columns, len(sizes), arena_bytes)
         if not number:
             raise ArenaError(
-                f"the system has no {arena_bytes} bytes for an arena: make a plan for a smaller "
-                "budget"
+                f"plan for a smaller budget: the system does not have {arena_bytes} bytes for an "
+                "arena"
             )
         return number
 

@@ -58,7 +58,7 @@ def why_no_room(
     planned = simulate(graph, schedule, links)
     most_bytes = max(planned.peak_bytes, schedule.budget_bytes)
     if planned.peak_bytes + results_bytes > most_bytes + _SMALL_BYTES:
-        return f"its results take {bytes_text(results_bytes)} beside the planned step"
+        return f"its results take {bytes_text(results_bytes)} on top of the planned step"
     if is_block:  # others' memory lies beside it: only forward's own peak surely fits
         end = end_of_forward(graph_of_schedule(graph, schedule), schedule)
         most_bytes = max(planned.live_bytes[:end], default=0)
@@ -202,12 +202,12 @@ class Audit:
 
     def error(self, names: Sequence[str]) -> AuditError:
         recipe, more = self._guards.recipe, f" and {len(names) - 1} more" * (len(names) > 1)
-        compiled = ". Or, as it was traced as if compiled, eager runs other ops"
+        compiled = ". Or eager runs other ops, as the plan was traced as if compiled"
         return AuditError(
-            f"plan {self._guards.kind} as it is now: call remat.rematerialize again. A cache of "
-            "plans has dropped this one, and makes another at its next call\n"
-            f"Its own forward gives another {names[0]}{more} than the plan. Something that it "
-            "reads has changed since it was planned, and no guard knows of it"
+            f"call remat.rematerialize again, to plan {self._guards.kind} as it is now; a cache "
+            "of plans has dropped this plan, and makes another at its next call\n"
+            f"Its own forward gives another {names[0]}{more} than the plan: something that it "
+            "reads has changed since then, and no guard watches it"
             f"{compiled if any(recipe.flags or ()) else ''}\n"
             f"This was step {self.steps} of the plan for {'; '.join(recipe.signature.lines())}"
         )
@@ -278,9 +278,9 @@ class Audit:
         if current_graph_task_id() != -1:
             return "it runs within a backward"
         if dispatch_mode_stack():
-            return "a dispatch mode of yours would see its ops"
+            return "one of your dispatch modes would see its ops"
         if self._draws and others_may_draw():
-            return "another thread may draw from the random stream that is put back"
+            return "another thread may draw from the random stream that is restored"
         return ""
 
     @functools.cached_property

@@ -34,6 +34,7 @@ from remat.graph_capture.tracing.step_module import (
     with_loss,
     without_own_hooks,
 )
+from remat.graph_capture.tracing.trace import numbers_of_users_kept
 from remat.rewriter.checking.audit import MOST_EAGER
 from remat.rewriter.checking.comparison import (
     DeterministicReductions,
@@ -129,8 +130,8 @@ def check(
     for one in (model, module):
         if not isinstance(one, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RewriteError(
-                f"a check runs modules, and this is {type(one).__name__}: pass the model, and what "
-                "remat.rematerialize or Plan.apply returned"
+                "pass the model, and what remat.rematerialize or Plan.apply returned: a check "
+                f"runs modules, and this is {type(one).__name__}"
             )
     given = (tuple(args), dict(kwargs or {}), target)
     if isinstance(module, SharedState):
@@ -158,6 +159,8 @@ def check(
         # Taken to write to parameters where that is not known.
         overwrites = not is_planned or module._remat_compiled_step.gradients.overwrites
         python_state = stack.enter_context(python_state_kept(model, loss_fn, code))
+        if is_planned:
+            stack.enter_context(numbers_of_users_kept(module._remat_compiled_step.forward.graph))
         stack.enter_context(own_parameters(step, module))
         stack.enter_context(without_own_hooks(model))  # they are no part of the plan
         state = StepState(

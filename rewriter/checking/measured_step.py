@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from remat.graph_capture.devices.cpu import CpuMeter
 from remat.graph_capture.devices.known_devices import CPU, allocator_rounding
 from remat.graph_capture.devices.memory_events import measure_live
+from remat.graph_capture.devices.meter import CpuMeter
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.graph import Optimizer
@@ -35,8 +35,8 @@ def measured_step(
     device = resolved_device(None, model)
     if device != CPU:
         raise DeviceError(
-            f"the model is on {device}: moments of a step are measured on the CPU only. There, "
-            "torch.cuda.memory._record_memory_history records them"
+            f"use torch.cuda.memory._record_memory_history there: the model is on {device}, and "
+            "moments of a step are only measured on the CPU"
         )
     batch = OwnBatch((tuple(args), dict(kwargs or {}), target))
     run, meter = plan_run(module, batch, loss_fn), CpuMeter()

@@ -179,7 +179,7 @@ class _Live:
 
     def require(self, size_bytes: int) -> None:
         if self._bytes + size_bytes > self._most_bytes:
-            raise NotComparedError("its code holds more at once than the budget leaves")
+            raise NotComparedError("its code holds more at once than the budget allows")
 
     def add(self, storage: UntypedStorage) -> None:
         self.require(storage.nbytes())
@@ -227,8 +227,8 @@ def _folder() -> Folder:
 
 def _no_files(why: str) -> NotComparedError:
     return NotComparedError(
-        f"{host_folder()} cannot hold what it saves for backward ({why}): set {HOST_FOLDER} to a "
-        "folder that can"
+        f"set {HOST_FOLDER} to a folder that can hold what it saves for backward: {host_folder()} "
+        f"cannot ({why})"
     )
 
 

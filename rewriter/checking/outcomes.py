@@ -341,7 +341,7 @@ def _nothing_saved() -> Generator[None]:
     """Let autograd record, as the kernels depend on it, and save nothing for a backward."""
 
     def wanted(_: object) -> NoReturn:
-        raise NotComparedError("forward runs a backward of its own, which reads what is saved")
+        raise NotComparedError("forward runs a backward of its own, which reads saved tensors")
 
     with saved_tensors_hooks(lambda _: None, wanted):
         yield

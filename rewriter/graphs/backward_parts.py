@@ -191,9 +191,9 @@ def in_gradient_order(tensors: Sequence[Tensor], gradient_order: Sequence[int]) 
 
 def warn_of_own_order(kind: str) -> None:
     warnings.warn(
-        f"DistributedDataParallel makes its buckets in the order in which the gradients of the "
-        f"rewritten {kind} come, which was planned for one rank: last bits of gradients may differ "
-        'from those around eager. Plan with sharding=remat.Sharding("ddp", ranks)',
+        'plan with sharding=remat.Sharding("ddp", ranks): DistributedDataParallel fills its '
+        f"buckets in the order in which the gradients of the rewritten {kind} come, which was "
+        "planned for one rank, so last bits may differ from eager's",
         stacklevel=2,
     )
 
@@ -295,8 +295,8 @@ class _Waiting:
     def finish(self) -> None:
         if [_version(one) for one in self.carried] != self._versions:
             raise RewriteError(
-                f"a tensor that backward of the rewritten {self.code.kind} reads was changed in "
-                "place between its two parts: run W of all microbatches before what changes it"
+                "run W of all microbatches before you change it: a tensor that backward of the "
+                f"rewritten {self.code.kind} reads was changed in place between its two parts"
             )
         assert self.code.run_weights is not None
         for places, gradients in self.code.run_weights(self.carried):
@@ -349,9 +349,9 @@ class WeightsQueue:
             kind = self._left[0].code.kind
             self._left = []
             raise RewriteError(
-                f"{what}, and gradients of weights of the rewritten {kind} were not added yet: "
                 "call dw_builder()() after each backward, as PipelineStage(..., dw_builder=...) "
-                "does, or call together() first to train without a pipeline"
+                f"does, or call together() first to train without a pipeline: {what}, and the "
+                f"weight gradients of the rewritten {kind} were not added yet"
             )
 
 
@@ -362,9 +362,9 @@ class StepSplit:
     def begin(self, state: list[Tensor], used: list[Tensor]) -> tuple[list[Tensor], SplitRun]:
         if active_ddp_module() is not None:
             raise RewriteError(
-                f"DistributedDataParallel would reduce the gradients of {self.code.kind} before "
-                "those of its weights are made, in the second part of its backward: wrap it by "
-                "torch.distributed.fsdp.fully_shard, which pipelines reduce at the end of a step"
+                f"wrap {self.code.kind} in torch.distributed.fsdp.fully_shard, which pipelines "
+                "reduce at the end of a step: DistributedDataParallel would reduce its gradients "
+                "before those of weights exist, in the second part of backward"
             )
         self.queue.require_taken("another forward begins")
         run = SplitRun(self.code, state, self.queue.leave)

@@ -86,8 +86,8 @@ def _require_fresh(value: str, steps: list[tuple[int, Step]], writes: list[int])
 
 def _stale(value: str) -> RewriteError:
     return RewriteError(
-        f"the schedule copies {value} to the host before an op has written to it in place, and "
-        "reads the copy after that: copy it later, or solve without offloading"
+        f"copy {value} later, or solve without offloading: the schedule copies it to the host "
+        "before an op writes to it in place, and reads the copy after that"
     )
 
 

@@ -38,7 +38,7 @@ RNG_STATE = "rng_state_"
 class EagerEmitter(Emitter[Joint]):
     """Emits one of the two graphs in eager's ops; `again` have run before, `repeated` run again."""
 
-    cannot_move = "which code by Inductor does not do"
+    cannot_move = "which Inductor's code does not do"
 
     def __init__(
         self, joint: Joint, demand: Demand, again: set[str], repeated: set[str],

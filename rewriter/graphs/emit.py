@@ -153,7 +153,7 @@ def _sizes_of_inputs(forward: fx.Graph, env: Environment) -> list[fx.Node]:
         for name, size in reversed(env.size.items()):  # each goes right after the inputs
             found = _first_with(inputs, size)
             if found is None:
-                raise RewriteError(f"no input of the step has the size {name} any more")
+                raise RewriteError(f"no input of the step has size {name} any more")
             node = forward.call_function(torch.ops.aten.sym_size.int, found, name=name)
             node.meta["val"] = size
             nodes.insert(0, node)

@@ -76,8 +76,8 @@ class Emitter(ABC, Generic[_AnyJoint]):
             if isinstance(step, Compute):
                 if step.at != "device":
                     raise RewriteError(
-                        f"the schedule runs {step.op} on the {step.at}, and a rewritten module "
-                        "runs all ops on its device: solve without computing there"
+                        f"solve without computing on the {step.at}: the schedule runs {step.op} "
+                        "there, and a rewritten module runs all ops on its device"
                     )
                 self.compute(self.joint.graph.ops[self.joint.graph.op_index[step.op]])
             elif isinstance(step, Free):
@@ -92,8 +92,8 @@ class Emitter(ABC, Generic[_AnyJoint]):
     def move(self, step: Offload | Fetch) -> None:
         """Emit what copies a value; `RewriteError` of an emitter that emits no copies."""
         raise RewriteError(
-            f"the schedule copies {step.value} to the host, {self.cannot_move}: "
-            "solve without offloading"
+            f"solve without offloading: the schedule copies {step.value} to the host, "
+            f"{self.cannot_move}"
         )
 
     def free(self, value: str) -> None:
@@ -123,7 +123,7 @@ class Emitter(ABC, Generic[_AnyJoint]):
     def bring(self, what: Demanded) -> fx.Node:
         """A new placeholder for what the graph before this one saves."""
         if what in self.brought:  # saved values enter once: the schedule has dropped them since
-            raise RewriteError(f"the schedule reads {what} after it was dropped")
+            raise RewriteError(f"the schedule reads {what} after dropping it")
         saved = self.demand(what)
         placeholder = placeholder_like(self.graph, str(what), saved)
         self.brought[what] = saved, placeholder

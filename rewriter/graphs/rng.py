@@ -113,9 +113,8 @@ def _place(state: Tensor, form: _StateForm) -> int:
 _drawing = threading.RLock()  # a state and its draw belong together: threads take turns
 TRIES = 20  # how often a first draw is made anew beside another thread that draws
 _OTHERS = (
-    "another thread drew from torch's default generator at that moment. Give that thread a "
-    "torch.Generator of its own, or plan with the module that draws kept (keep='its.path'), so "
-    "that it draws once"
+    "give the other thread a torch.Generator of its own, or plan with the module that draws kept "
+    "(keep='its.path'), so that it draws once: another thread drew from torch's default generator"
 )
 _moves: dict[Any, int | None] = {}  # by op; None where that varies
 
@@ -137,7 +136,7 @@ def draw_noting(
                 state.numpy().view(np.uint32)[_form_of(device).note] = _note_of(after, device)
                 return result
             del result  # there is room for one
-    raise RandomStreamError(f"{op} cannot draw alone: {_OTHERS}")
+    raise RandomStreamError(f"{_OTHERS}, and {op} must draw alone")
 
 
 def drawn(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
@@ -161,7 +160,7 @@ def run_with_rng_state(
         result, after = form(*args, **kwargs, generator=generator), generator.get_state()
     if note is not None:
         if note.any() and (note != _note_of(after, device)).any():
-            raise RandomStreamError(f"{op} cannot draw again what it drew in forward: {_OTHERS}")
+            raise RandomStreamError(f"{_OTHERS}, so {op} cannot draw again what it drew in forward")
         _learn(_key(op, args, kwargs), _moved(state, after, device))
     return result
 

@@ -56,10 +56,9 @@ class ClippingWatch:
         self.has_warned = True
         code = frame.f_code
         warnings.warn(
-            f"{code.co_name} ({code.co_filename}:{_line_of(code, name)}) names {name}: the "
-            f"{self.kind} updates its parameters during backward, so that {name} finds no "
-            "gradients after it and clips nothing. Update after backward (remat.rematerialize), "
-            "or leave out clipping",
+            f"leave out clipping, or update after backward (remat.rematerialize): the "
+            f"{self.kind} updates its parameters during backward, so {name}, in {code.co_name} "
+            f"({code.co_filename}:{_line_of(code, name)}), finds no gradients and clips nothing",
             stacklevel=2,
         )
 
@@ -99,9 +98,9 @@ class Updates:
             self._clipping.look()
         if not self.paused and active_ddp_module() is not None:
             raise RewriteError(
-                f"the {self.kind} updates its parameters during backward, and "
-                "DistributedDataParallel around it averages their gradients over the ranks first: "
-                "plan with remat.rematerialize, and update after backward"
+                f"plan with remat.rematerialize, and update after backward: the {self.kind} "
+                "updates its parameters during backward, and DistributedDataParallel around it "
+                "averages their gradients first"
             )
 
     def require_backward(self) -> None:
@@ -110,16 +109,16 @@ class Updates:
         require_known(self.optimizer)
         if keeps_graph():
             raise RewriteError(
-                f"backward with retain_graph=True through the {self.kind}, which updates its "
-                "parameters meanwhile: another backward would read the new ones. Call backward "
-                "once, or, for all but the last one, within module.no_update()"
+                "call backward once, or use module.no_update() for all calls but the last: "
+                f"backward with retain_graph=True through the {self.kind} would read parameters "
+                "that it has already updated"
             )
         now = current_graph_task_id()
         if self._last_pass == now:
             raise RewriteError(
-                f"one backward through two forwards of the {self.kind}, which updates its "
-                "parameters meanwhile. Call backward for each loss, all but the last within "
-                "module.no_update()"
+                "call backward for each loss, all but the last within module.no_update(): one "
+                f"backward runs through two forwards of the {self.kind}, which updates its "
+                "parameters meanwhile"
             )
         self._last_pass = now
 
@@ -149,8 +148,8 @@ class Updates:
         """Backwards meanwhile add to ``.grad`` and update nothing; the plan must have the room."""
         if not self.accumulates:
             raise RewriteError(
-                f"the plan of this {self.kind} has no room for gradients that stay: make it with "
-                "accumulate=True"
+                f"make the plan with accumulate=True: this {self.kind}'s plan has no room for "
+                "gradients that stay"
             )
         before, self.paused = self.paused, True
         try:

@@ -64,9 +64,9 @@ class BackwardGuards:
     def _before(self, tangents: tuple[Tensor | None, ...]) -> None:
         if torch.is_grad_enabled():  # in backward, under create_graph=True alone
             raise RewriteError(
-                f"double backward through the rewritten {self._kind} (create_graph=True): its "
-                "backward is a fixed sequence of ops that cannot be differentiated again. Use the "
-                "original model for steps that need second derivatives"
+                "use the original model for steps that need second derivatives: double backward "
+                f"through the rewritten {self._kind} (create_graph=True) is not possible, as its "
+                "backward is a fixed sequence of ops"
             )
         if self.unsharded_parameters:
             self.unsharded_parameters.note_backward()
@@ -77,9 +77,9 @@ class BackwardGuards:
             tensor = self.trained[i]()
             if tensor is not None and _has_hook(tensor):
                 raise RewriteError(
-                    f"backward from a part of what the rewritten {self._kind} returned reaches "
-                    f"{self.names[i]} not at all, and its hook would be called without a gradient. "
-                    "Remove the hook, or plan with a loss_fn that takes the part alone"
+                    f"remove the hook on {self.names[i]}, or plan with a loss_fn that takes only "
+                    f"that part: backward from a part of what the rewritten {self._kind} returned "
+                    "does not reach it, and its hook would be called without a gradient"
                 )
         if self.running:
             self.running.expect(unreached)
@@ -105,18 +105,18 @@ class BackwardGuards:
         for name, tensor, version in self.constants:
             if tensor._version != version:
                 raise RewriteError(
-                    f"{name} was changed in place between forward and backward of the rewritten "
-                    f"{self._kind}, which reads it again in backward. Change it after backward"
+                    f"change {name} after backward: it was changed in place between forward and "
+                    f"backward of the rewritten {self._kind}, which reads it again in backward"
                 )
 
     def _require_own_pass(self) -> None:
         now = current_graph_task_id()
         if self.facts.summed and _last_pass.get(self.model) == now:  # eager adds in another order
             raise RewriteError(
-                f"one backward through two forwards of the rewritten {self._kind}: the gradient of "
-                f"{self.names[self.facts.summed[0]]} is a sum of several terms, which eager would "
-                "add in another order, so that last bits would differ. Call backward for each loss "
-                "on its own, or forward once on both batches together"
+                "call backward for each loss, or forward once on both batches together: one "
+                f"backward through two forwards of the rewritten {self._kind}.\n"
+                f"The gradient of {self.names[self.facts.summed[0]]} is a sum of several terms, "
+                "which eager would add in another order, so last bits would differ"
             )
         _last_pass[self.model] = now
 
@@ -150,19 +150,18 @@ def refuse_checkpoint(model: nn.Module, facts: GradientFacts) -> None:
         return
     if is_inside_checkpoint():  # torch stops it early, before buffers are written
         raise RewriteError(
-            f"the rewritten {type(model).__name__} writes to its buffers and is called inside "
-            "torch.utils.checkpoint. Torch ends a checkpoint's second forward before the step has "
-            "written them again, which eager does. Call it without the checkpoint: the plan "
-            "decides what is computed again"
+            "call it without torch.utils.checkpoint, as the plan decides what to recompute: the "
+            f"rewritten {type(model).__name__} writes to its buffers and is called inside a "
+            "checkpoint, whose second forward torch ends before the buffers are written again"
         )
 
 
 def refuse_compiled_autograd() -> None:
     if dynamo_config.compiled_autograd or compiled_autograd.compiled_autograd_enabled:
         raise RewriteError(
-            "compiled autograd is on, which compiles backward anew as a part of its own graph: the "
-            "order of a plan is lost there, and with it the peak. Leave out "
-            "torch._dynamo.config.compiled_autograd = True, or compile without a budget"
+            "leave out torch._dynamo.config.compiled_autograd = True, or compile without a "
+            "budget: compiled autograd recompiles backward in its own graph, which loses the "
+            "plan's order and its peak"
         )
 
 

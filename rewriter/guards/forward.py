@@ -194,9 +194,9 @@ class Guards:
         if other := self.recipe.signature.other_number(leaves):
             name, was, now = other
             raise StateChangedError(
+                "make another plan for such batches, as remat.rematerialize without a batch does: "
                 f"{self.kind} looks at the numbers of {name}, which were {was} when the step was "
-                f"captured and are {now} now: make another plan for such batches, as "
-                "remat.rematerialize without a batch does"
+                f"captured and are {now} now"
             )
         taken = self._model_state()
         self._require_attributes([*taken, *leaves])
@@ -206,7 +206,7 @@ class Guards:
             if numbers := _numbers(self.python_state.changes()):
                 named = ", ".join(map(repr, numbers))
                 how = f"remat.rematerialize(..., float_inputs=[{named}])"
-                error = StateChangedError(f"{error}; or let each step read it: {how}")
+                error = StateChangedError(f"let each step read it: {how}.\nOr {error}")
                 error.numbers = numbers
             raise error
         if self.initialised and (left := out_of_step(self.initialised)):
@@ -264,8 +264,8 @@ class Guards:
         if self.written and (pair := first_shared([*taken, *leaves], self.written, len(taken))):
             one, another = (self.input_names[k] for k in pair)
             raise RewriteError(
-                f"pass a copy (clone()) of {another}: it shares memory with {one}, which the "
-                f"rewritten {self.kind} writes to, and a plan takes them for two tensors"
+                f"pass a copy, {another}.clone(): it shares memory with {one}, which the "
+                f"rewritten {self.kind} writes to, and the plan counts two tensors"
             )
 
     def _require_context(self) -> None:
@@ -275,8 +275,8 @@ class Guards:
         for name, before, found in zip(_NAMES, self.settings, _settings(), strict=True):
             if found != before:
                 raise StateChangedError(
-                    f"{name} was {before} when {self.kind} was rewritten and is {found} now: eager "
-                    "may run other ops. Put it back, or capture and solve again"
+                    f"put it back, or capture and solve again: {name} was {before} when "
+                    f"{self.kind} was rewritten and is {found} now, so eager may run other ops"
                 )
 
     def _state(self) -> list[Tensor]:
@@ -310,8 +310,8 @@ class Guards:
 
     def _changed(self, what: str, before: str, now: str) -> StateChangedError:
         return StateChangedError(
-            f"{what} of {self.kind} was {before} when the step was captured and is {now} now. "
-            "Put it back, or capture and solve again"
+            f"put it back, or capture and solve again: {what} of {self.kind} was {before} when "
+            f"the step was captured and is {now} now"
         )
 
 

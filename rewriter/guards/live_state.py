@@ -83,10 +83,9 @@ class UnshardedParameters:
         for group, versions in self._kept:
             if _versions(group) != versions:
                 raise StateChangedError(
-                    f"set_reshard_after_backward(False) left the parameters of "
-                    f"{type(module).__name__} whole while their shards were updated, so forward "
-                    "would run on those from before: call set_reshard_after_backward(True) before "
-                    "the last backward of each optimizer step"
+                    "call set_reshard_after_backward(True) before the last backward of each "
+                    f"optimizer step: with False, the parameters of {type(module).__name__} "
+                    "stayed whole, and forward would use them from before the update"
                 )
 
     def note_backward(self) -> None:
@@ -212,9 +211,9 @@ class RecomputeInputs:
             tensor = one.tensor()
             if tensor is not None and not self._is_same(tensor, one, part):
                 raise RewriteError(
-                    f"{one.name} was changed between forward and backward of the rewritten {kind}, "
-                    "which reads it again in backward to compute values anew. Change it after "
-                    "backward, or give the step a copy (clone())"
+                    f"change {one.name} after backward, or give the step a copy, clone(): it was "
+                    f"changed between forward and backward of the rewritten {kind}, which "
+                    "recomputes values from it"
                 )
 
     def _is_same(self, tensor: Tensor, one: _Noted, part: _Sample) -> bool:

@@ -90,8 +90,8 @@ def _refuse_own_generator(node: fx.Node) -> None:
     if argument(node, "generator") is not None:
         trace = str(node.meta.get("stack_trace") or "").strip().splitlines()
         raise RewriteError(
-            f"{node.name} ({node.target}) draws from a generator of its own. Compiled code "
-            f"cannot do that: let it draw from the default one, or rewrite without compile=True. "
+            f"draw from the default generator, or rewrite without compile=True: {node.name} "
+            f"({node.target}) draws from a generator of its own, which compiled code cannot. "
             f"{trace[-2].strip() if len(trace) > 1 else ''}"
         )
 
@@ -187,9 +187,9 @@ def decomposed(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
     for node in graph.graph.nodes:
         if node.op == "call_function" and mutates(node):
             raise RewriteError(
-                f"Inductor decomposes {_place_of(node)} into {target_name(node)}, which writes to "
-                "its argument, so a plan's order cannot be kept in its code. Leave out "
-                "compile=True, which runs eager's ops"
+                "leave out compile=True, which runs eager's ops: Inductor decomposes "
+                f"{_place_of(node)} into {target_name(node)}, which writes to its argument, so "
+                "its code cannot keep a plan's order"
             )
     return _with_stored_results(graph)
 
@@ -359,9 +359,9 @@ def _require_same_inputs(phase: _Phase, gm: fx.GraphModule) -> None:
     if given != known:
         other = next((n for n in (*given, *known) if n not in given or n not in known), given[0])
         raise RewriteError(
-            f"AOTAutograd calls the step with other inputs than were planned ({other}), as where "
-            "forward makes random numbers or tokens of effects by an op of its own. Leave out "
-            "compile=True, which runs eager's ops"
+            "leave out compile=True, which runs eager's ops: AOTAutograd calls the step with "
+            f"other inputs than planned ({other}), as where forward makes random numbers or "
+            "effect tokens with an op of its own"
         )
 
 

@@ -220,13 +220,14 @@ class _Builder:
             return "it reads an input that the step overwrites"
         if reads & self.overwritten:
             raise CaptureError(
-                f"backward reads {target_name(node)} of an input that forward overwrites "
-                f"({module_and_line(node)[1]}). Give forward a copy: x.clone() before the change"
+                "give forward a copy, x.clone(), before the change: backward reads "
+                f"{target_name(node)} of an input that forward overwrites "
+                f"({module_and_line(node)[1]})"
             )
         if node.target == SEEDS or draws_randomness(node):
             return "it draws random numbers"
         if all(t is None for t in tensors_of(node)):
-            return "it has effects only"
+            return "it only has side effects"
         return why_custom(node)
 
 

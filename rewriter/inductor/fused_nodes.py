@@ -102,9 +102,9 @@ def refuse_symbols(node: fx.Node) -> None:
 
 def data_dependent_message(name: str, sizes: Sequence[Any]) -> str:
     return (
-        f"{name} has a size that depends on data, {list(sizes)}, and a plan is for sizes that are "
-        "known: set torch._dynamo.config.capture_dynamic_output_shape_ops and "
-        "capture_scalar_outputs to False, by which the graph ends there, or use a mask instead"
+        "use a mask, or set torch._dynamo.config.capture_dynamic_output_shape_ops and "
+        f"capture_scalar_outputs to False, which ends the graph there: {name} has a size that "
+        f"depends on data, {list(sizes)}, and a plan needs known sizes"
     )
 
 
@@ -211,8 +211,8 @@ def refuse_regions(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is torch.ops.higher_order.invoke_subgraph:  # regions are partitioned first
             raise CaptureError(
-                f"{_where(node)} calls a nested compile region, of which torch makes wrong "
-                "gradients: leave out torch.compiler.nested_compile_region under this backend"
+                "leave out torch.compiler.nested_compile_region under this backend: "
+                f"{_where(node)} calls one, for which torch makes wrong gradients"
             )
 
 
@@ -223,11 +223,11 @@ def refuse_lost_gradients(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is torch.ops.higher_order.autograd_function_apply and _writes_result(node):
             raise CaptureError(
-                f"{_where(node)} calls an autograd.Function whose forward writes in place to what "
-                "it returns, and torch 2.11 leaves out its gradient: return a new tensor from it "
-                "(y = x.clone().mul(2), not .mul_(2)), for collectives use those of "
-                "torch.distributed._functional_collectives; or take torch 2.12 or later; or keep "
-                "the function out of the graph by torch.compiler.disable"
+                "return a new tensor, y = x.clone().mul(2) and not .mul_(2), or use torch 2.12 or "
+                f"later: {_where(node)} calls an autograd.Function whose forward writes in place "
+                "to what it returns, and torch 2.11 leaves out its gradient.\n"
+                "For collectives use torch.distributed._functional_collectives.\n"
+                "Or keep the function out of the graph with torch.compiler.disable"
             )
         if isinstance(node.target, HigherOrderOperator):
             for inner in subgraphs(node):
@@ -251,9 +251,8 @@ def refuse_drawing(graph: fx.Graph) -> None:
             map(_draws_inside, subgraphs(node))
         ):
             raise CaptureError(
-                f"a graph that {node.target.name()} runs draws random numbers ({_where(node)}), "
-                "and its backward draws others, in eager too: draw before it, and pass what was "
-                "drawn as an operand"
+                f"draw before it, and pass that in: a graph that {node.target.name()} runs draws "
+                f"random numbers ({_where(node)}), and its backward draws others, in eager too"
             )
 
 

@@ -17,9 +17,8 @@ from remat.graph_capture.costs.cache import CostCache, OpCost, WholeStepTimes, m
 from remat.graph_capture.costs.op_costs import ESTIMATED_BYTES_PER_US
 from remat.graph_capture.costs.op_times import KernelError, cost_key, sample_arguments, times_us
 from remat.graph_capture.costs.step_time import bytes_for_backward, calibrated
-from remat.graph_capture.devices.cpu import CpuMeter
 from remat.graph_capture.devices.known_devices import allocator_rounding, is_cuda
-from remat.graph_capture.devices.meter import Meter
+from remat.graph_capture.devices.meter import CpuMeter, Meter
 from remat.graph_capture.devices.placement import meter_of
 from remat.graph_capture.distributed.collectives import local_runner, run_locally
 from remat.graph_capture.graph import Op, TrainingGraph, Value

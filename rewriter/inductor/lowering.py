@@ -309,7 +309,7 @@ _WITH_MEMORY = (
     "AllocateLine", "FreeLine", "FreeIfNotReusedLine", "ReuseLine", "ReinterpretLine",
     "ExternKernelOutLine", "ExternKernelAllocLine", "MultiOutputLine",
 )  # fmt: skip
-assert set(_WITH_MEMORY) <= set(dir(wrapper_lines)), "Inductor has renamed lines of its wrapper"
+assert set(_WITH_MEMORY) <= set(dir(wrapper_lines)), "Inductor has renamed lines in its wrapper"
 
 
 def _event(graph: GraphLowering, line: Any, kept: set[str]) -> Event | None:

@@ -43,12 +43,12 @@ def tree_from(text: str) -> pytree.TreeSpec:
     """The tree that `treespec_dumps` wrote; a type's own error if it refuses its context."""
     protocol, root = _decoded(text, tuple[int, _Node])
     if protocol != _PROTOCOL:
-        raise _unread(f"its tree is of protocol {protocol}, this release reads {_PROTOCOL}")
+        raise _unread(f"its tree has protocol {protocol}, and this release reads {_PROTOCOL}")
     return _spec(root, 0)
 
 
 def _unread(why: object) -> PlanError:
-    return PlanError(f"the batch in the plan file cannot be read ({why})")
+    return PlanError(f"cannot read the batch in the plan file: {why}")
 
 
 def _decoded(text: str, kind: Any) -> Any:
@@ -60,7 +60,7 @@ def _decoded(text: str, kind: Any) -> Any:
 
 def _spec(node: _Node, depth: int) -> pytree.TreeSpec:
     if depth > _MOST_DEPTH:
-        raise _unread(f"it has more than {_MOST_DEPTH} containers within each other")
+        raise _unread(f"it nests more than {_MOST_DEPTH} containers")
     if node.type is None:
         if node.context is not None or node.children_spec:
             raise _unread("a leaf of its tree has parts")
@@ -80,15 +80,15 @@ def _registered(name: str) -> type[Any]:
     # All types that were registered without a name stand under the same one.
     if name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND or not isinstance(found, type):
         raise _unread(
-            f"it has a container {name!r}, which nothing has registered here: import its module "
-            "before the plan is loaded, if you know it"
+            f"import the module of container {name!r} before loading the plan, if you know it: "
+            "nothing here registers it"
         )
     return found
 
 
 def _json_context(context: object) -> Any:
     if not isinstance(context, str):
-        raise _unread("the context of a container is no text")
+        raise _unread("the context of a container is not text")
     return _with_enums(_decoded(context, object))  # JSON within the JSON
 
 
@@ -110,11 +110,11 @@ def _enum_member(place: str, name: object) -> enum.Enum:
         found = vars(found).get(part) if hasattr(found, "__dict__") else None
     if not (isinstance(found, type) and issubclass(found, enum.Enum)):
         raise _unread(
-            f"it names {place!r}, which is no enum that is imported here: import its module "
-            "before the plan is loaded, if you know it"
+            f"import the module of {place!r} before loading the plan, if you know it: it is no "
+            "enum imported here"
         )
     if name not in found.__members__:
-        raise _unread(f"it names {name!r}, which is no member of {place!r}")
+        raise _unread(f"it names {name!r}, which is not a member of {place!r}")
     return found.__members__[str(name)]
 
 
@@ -129,9 +129,9 @@ def _keys(context: object, n_children: int) -> list[Any]:
 
 def _as_keys(found: Any, n_children: int) -> list[Any]:
     if not isinstance(found, list) or any(isinstance(key, (list, dict)) for key in found):
-        raise _unread("a dict of its tree has keys that are none")
+        raise _unread("a dict of its tree has invalid keys")
     if len(found) != n_children or len(set(found)) != n_children:
-        raise _unread("a dict of its tree has other keys than values")
+        raise _unread("keys and values of a dict of its tree do not match")
     return found
 
 
@@ -139,7 +139,7 @@ def _length(context: object, n_children: int) -> int | None:
     found = _json_context(context)
     # Not isinstance: True is an int too.
     if found is not None and (type(found) is not int or found < n_children):
-        raise _unread("a deque of its tree is longer than it may be")
+        raise _unread("a deque of its tree is longer than its maximum")
     return found
 
 
@@ -153,8 +153,8 @@ def _factory(context: object, n_children: int) -> list[Any]:
     made = getattr(here.get(module), name, None)
     if not isinstance(made, type):  # builtins has functions too, such as exec
         raise _unread(
-            f"it makes default values by {module}.{name}, which is no type of Python's own: pass "
-            "that part of the batch as a dict"
+            "pass that part of the batch as a dict: it makes default values with "
+            f"{module}.{name}, which is not one of Python's own types"
         )
     return [made, _as_keys(_with_enums(given.dict_context), n_children)]
 

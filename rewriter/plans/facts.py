@@ -15,8 +15,8 @@ import msgspec
 import torch
 from torch import nn
 
-from remat.graph_capture.devices.cpu import cpu_title
 from remat.graph_capture.devices.known_devices import CPU, CUDA, is_in_table, modelled_device
+from remat.graph_capture.devices.meter import cpu_title
 from remat.graph_capture.errors import PlanError, for_caller
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.gradients import GradientRelease
@@ -88,8 +88,8 @@ def batch_signature(signature: Signature) -> BatchSignature:
         tree = pytree.treespec_dumps(signature.spec)
     except (NotImplementedError, TypeError) as error:
         raise PlanError(
-            f"the batch has a container that a plan file cannot hold ({error}): pass its parts as "
-            "tuples, lists or dicts"
+            "pass the parts of the batch as tuples, lists or dicts: it has a container that a "
+            f"plan file cannot hold ({error})"
         ) from error
     try:
         read_again = tree_from(tree)
@@ -97,15 +97,14 @@ def batch_signature(signature: Signature) -> BatchSignature:
         read_again = None
     if read_again != signature.spec:  # JSON has no tuples, which keys may be
         raise PlanError(
-            "the batch has a dict or another container with keys that a plan file cannot hold: use "
-            "texts or numbers as keys"
+            "use strings or numbers as keys: the batch has a dict or another container with keys "
+            "that a plan file cannot hold"
         )
     if signature.as_one:
         i, first = next((i, first) for i, first in enumerate(signature.firsts) if i != first)
         raise PlanError(
-            f"pass a copy (clone()) of {signature.names[i]}: it is the same tensor as "
-            f"{signature.names[first]}, for which the step is another one, and a plan file holds "
-            "shapes alone"
+            f"pass a copy, {signature.names[i]}.clone(): it is the same tensor as "
+            f"{signature.names[first]}, and a plan file holds only shapes"
         )
     leaves = zip(signature.names, signature.tensors, signature.others, strict=True)
     numbers = tuple(signature.held_numbers.items())
@@ -120,7 +119,7 @@ def signature_from(batch: BatchSignature) -> Signature:
         found.held_numbers = {i: number for i, number in batch.numbers if found.tensors[i]}
         return found
     except _UNREADABLE as error:
-        raise PlanError(f"the batch in the plan file cannot be read ({error})") from error
+        raise PlanError(f"cannot read the batch in the plan file: {error}") from error
 
 
 def _leaf_facts(name: str, facts: Any, value: Any) -> TensorLeaf | PythonLeaf:
@@ -129,8 +128,8 @@ def _leaf_facts(name: str, facts: Any, value: Any) -> TensorLeaf | PythonLeaf:
     if type(value) is float or type(value) in _LITERALS:  # exact: a subclass cannot be read
         return PythonLeaf(type(value).__name__, repr(value))
     raise PlanError(
-        f"{name} is a {type(value).__name__}, which a plan file cannot hold: pass what forward "
-        "needs of it as numbers, texts or tensors"
+        f"pass what forward needs of {name} as numbers, strings or tensors: it is a "
+        f"{type(value).__name__}, which a plan file cannot hold"
     )
 
 
@@ -142,7 +141,7 @@ def _leaf(leaf: TensorLeaf | PythonLeaf) -> Any:
         )  # fmt: skip
     if leaf.kind == "str":
         if not _TEXT.fullmatch(leaf.text):  # one literal: Python's parser limits nesting
-            raise ValueError(f"{leaf.text[:_MOST_SHOWN]} is no text")
+            raise ValueError(f"{leaf.text[:_MOST_SHOWN]} is not text")
         return ast.literal_eval(leaf.text)
     return _VALUES[leaf.kind](leaf.text)
 
@@ -155,7 +154,7 @@ def _dtype_of(text: str) -> torch.dtype:
     found = vars(torch).get(text)  # not getattr, by which torch imports submodules
     if not isinstance(found, torch.dtype):
         raise PlanError(
-            f"the batch in the plan file names a dtype {text!r}, which this torch does not have"
+            f"the batch in the plan file has dtype {text!r}, which this torch does not have"
         )
     return found
 
@@ -182,7 +181,7 @@ def recipe_from(plan: PlanFile, loss_fn: LossFunction | None, device: str) -> Re
 
 def make_plan(
     model: nn.Module, recipe: Recipe, schedule: Schedule, prediction: Prediction | None = None,
-    costed: TrainingGraph | None = None, check: Check | None = None, unchecked: str = "",
+    costed: TrainingGraph | None = None, check: Check | None = None,
 ) -> PlanFile:  # fmt: skip
     flags = recipe.flags or (False, False)  # None before a first trace
     autocast = tuple(Autocast(kind, on, _dtype_text(t)) for kind, on, t in recipe.autocast)
@@ -192,7 +191,7 @@ def make_plan(
         autocast=autocast, told_compiling=flags[0], told_exporting=flags[1],
         resident=recipe.resident, device=recipe.device, title=_title_of(recipe.device),
         versions=Versions(torch=str(torch.__version__), remat=version("remat")), schedule=schedule,
-        prediction=prediction, graph=costed, check=check and check.as_kept(), unchecked=unchecked,
+        prediction=prediction, graph=costed, check=check and check.as_kept(),
     )  # fmt: skip
 
 
@@ -218,9 +217,7 @@ def _differs(what: str, planned: object, found: object) -> PlanError:
 
 def _does_not_fit(why: str) -> PlanError:
     how = for_caller(_IN_PYTHON, "remat run MODEL --budget BUDGET -o FILE")
-    return PlanError(
-        f"the plan does not fit: {why}. Make the plan again for what is at hand: {how}"
-    )
+    return PlanError(f"make the plan again with {how}: the plan does not fit, {why}")
 
 
 def _require_device(plan: PlanFile, model: nn.Module) -> None:
@@ -232,7 +229,7 @@ def _require_device(plan: PlanFile, model: nn.Module) -> None:
     if title != plan.title:
         warnings.warn(
             f"the plan was made for {plan.title} and is loaded on {title}: gradients stay the "
-            "same, but workspaces may differ, and with them the peak, and so do times",
+            "same, but workspaces, the peak and times may differ",
             stacklevel=4,
         )
 
@@ -289,8 +286,8 @@ def _require_loss(plan: PlanFile, loss_fn: LossFunction | None) -> None:
     given = _loss_name(loss_fn)
     if plan.loss_fn and not given:
         raise PlanError(
-            f"the plan's step ends in the loss function {plan.loss_fn}, and no file holds a "
-            f"function: pass it, remat.load(path).apply(model, loss_fn={plan.loss_fn})"
+            f"pass loss_fn, as in remat.load(path).apply(model, loss_fn={plan.loss_fn}): the "
+            f"plan's step ends in {plan.loss_fn}, and a file cannot hold a function"
         )
     if plan.loss_fn != given:
         raise _differs("the loss function", plan.loss_fn or "none", given)

@@ -116,12 +116,12 @@ def _from_archive(path: Path) -> bytes:
         found = read_archive_member(path, _RECORD)
     except ArchiveError as error:
         raise PlanError(
-            f"{path} is no {_ARCHIVE} archive, or is cut short ({error}). {MAKE_PLAN_AGAIN}"
+            f"{path} is not a {_ARCHIVE} archive, or is cut short ({error}). {MAKE_PLAN_AGAIN}"
         ) from error
     if found is None:
         raise PlanError(
-            f"{path} holds no plan: put it there with plan.save(path, program), or "
-            f"torch.export.save(program, path, extra_files={{{EXTRA_FILE!r}: ...}})"
+            "put a plan there with plan.save(path, program), or torch.export.save(program, path, "
+            f"extra_files={{{EXTRA_FILE!r}: ...}}): {path} holds none"
         )
     return found
 
@@ -130,8 +130,8 @@ def _plan_over_range(kind: type[RangedModule]) -> PlanFile:
     members, family, graph = kind._remat_members, kind._remat_family, kind._remat_graph
     if graph is None:
         raise PlanError(
-            f"the step behind this plan of {family.model} is not at hand: apply one that has "
-            "it, remat.solve(step, budget).apply(model)"
+            "apply a plan that has its step, remat.solve(step, budget).apply(model): this one of "
+            f"{family.model} does not"
         )
     recipe, places = members.first._remat_guards.recipe, members.signature.places
     return plan_of_family(kind._remat_original_module, recipe, places, family, graph)
@@ -164,8 +164,8 @@ def _load_over_range(
     # The schedules were judged with the sizes in the file.
     if (found.extents, found.batch_bytes) != (known.extents, known.batch_bytes):
         raise PlanError(
-            f"the plan does not fit: values of {plan.model} have other sizes than those that it "
-            "was made for. Make it again with remat.rematerialize(..., dynamic=...)"
+            "make the plan again with remat.rematerialize(..., dynamic=...): values of "
+            f"{plan.model} have other sizes than the plan was made for"
         )
     keep_recipe(model, over.family.traced_hash, traced.recipe)  # `rewrite` looks it up by this hash
     return make_ranged(model, over.family, traced, over.graph, audit=of_steps(audit))
@@ -182,7 +182,7 @@ def _ranged(plan: PlanFile, over: RangeFacts) -> RangedSignature:
         return RangedSignature(batch, symbols, over.places, hints)
     # The places in the file are not those of its batch.
     except (IndexError, AttributeError, KeyError, CaptureError) as error:
-        raise PlanError(f"the range in the plan file cannot be read ({error})") from error
+        raise PlanError(f"cannot read the range in the plan file: {error}") from error
 
 
 def followed(module: nn.Module) -> type[RematModule] | type[RangedModule]:
@@ -190,8 +190,8 @@ def followed(module: nn.Module) -> type[RematModule] | type[RangedModule]:
     kind = type(module)._remat_last_used() if isinstance(module, SharedState) else None
     if kind is None or not issubclass(kind, RematModule | RangedModule):
         raise PlanError(
-            f"a {type(module).__name__} follows no plan: pass what remat.rematerialize "
-            "or Plan.apply returned"
+            f"pass what remat.rematerialize or Plan.apply returned: a {type(module).__name__} "
+            "follows no plan"
         )
     return kind
 
@@ -203,8 +203,8 @@ def plan_of(module: nn.Module) -> PlanFile:
         return _plan_over_range(kind)
     if isinstance(kind._remat_guards.recipe.signature, RangedSignature):
         raise PlanError(
-            f"this {type(module).__name__} runs one schedule over a range of sizes, which no plan "
-            "file holds: keep a family of them, remat.solve(step, budget).apply(model)"
+            "keep a family of schedules, remat.solve(step, budget).apply(model): this "
+            f"{type(module).__name__} runs one schedule over a range of sizes, which no file holds"
         )
     return make_plan(
         kind._remat_original_module, kind._remat_guards.recipe, kind._remat_schedule,
@@ -224,8 +224,9 @@ def load_plan(
         evaluate_plan(kept, "the plan" if isinstance(plan, PlanFile) else str(plan))
     if kept.schedule.updates:
         raise PlanError(
-            "the plan updates parameters during backward, and a file holds no optimizer: make it "
-            "anew with remat.rematerialize(model, args, optimizer_in_backward=...)"
+            "make the plan again with remat.rematerialize(model, args, "
+            "optimizer_in_backward=...): it updates parameters during backward, and a file holds "
+            "no optimizer"
         )
     refuse_module(model, kept.device)
     is_given = any(part is not None for part in (args, kwargs, target))

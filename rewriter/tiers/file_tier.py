@@ -176,7 +176,7 @@ class PendingCopy:
             # An error of its own: the thread's frames hold these handles in a circle.
             raise TierError(
                 f"a value could not be copied between tiers of memory: {self._error}. Nothing of "
-                "this step is kept; the module can train on"
+                "this step is kept; the module can keep training"
             ) from self._error
 
     def settle(self) -> None:

@@ -148,9 +148,9 @@ def pinned(size_bytes: int) -> Tensor:
 
 def _refused(size_bytes: int, why: str) -> TierError:
     return TierError(
-        f"the host cannot pin {size_bytes} bytes for what this plan copies there ({why}): give a "
-        f"smaller {option('host')}, raise the limit on locked memory (ulimit -l), or solve "
-        "without offloading"
+        f"give a smaller {option('host')}, raise the limit on locked memory (ulimit -l), or solve "
+        f"without offloading: the host cannot pin the {size_bytes} bytes that this plan copies "
+        f"there ({why})"
     )
 
 
@@ -185,9 +185,9 @@ class StreamTier:
     def __init__(self, device: str, places: HostPlaces, links: Links, nvme_bytes: int) -> None:
         if places.size_bytes > links.host_bytes:
             raise TierError(
-                f"the values that this plan copies to the host lie in {places.size_bytes} bytes of "
-                f"pinned memory, with gaps, and the host has room for {links.host_bytes}: plan "
-                f"with a smaller {option('host')} and train with this one"
+                f"plan with a smaller {option('host')} and train with this one: with gaps, the "
+                f"values that this plan copies to the host take {places.size_bytes} bytes of "
+                f"pinned memory, and the host has room for {links.host_bytes}"
             )
         self.places, self.device = places, torch.device(device)
         self._ranges, self._nvme_bytes = _PinnedRanges(places.size_bytes), nvme_bytes

@@ -141,8 +141,8 @@ class SharedState:
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise RewriteError(
-            "use DistributedDataParallel: DataParallel copies a module at each step, and a plan is "
-            "for the parameters of one"
+            "use DistributedDataParallel: DataParallel copies a module at each step, and a plan "
+            "is for the parameters of one module"
         )
 
 
@@ -151,13 +151,13 @@ def original_of(model: nn.Module) -> nn.Module:
     while isinstance(model, SharedState):
         if replacement_of(model) is not None:
             raise RewriteError(
-                f"plan this {type(model).__name__} before its forward is replaced, as Accelerate's "
-                "prepare does: the new one calls the first plan, and the original lacks it"
+                f"plan this {type(model).__name__} before its forward is replaced, as "
+                "Accelerate's prepare does: the new forward calls the first plan"
             )
         if is_sharded_by_fsdp(model):
             raise RewriteError(
-                f"plan this {type(model).__name__} before fully_shard: it is sharded, and follows "
-                "a plan already"
+                f"plan this {type(model).__name__} before fully_shard: it is sharded, and already "
+                "follows a plan"
             )
         model = model._remat_original_module
     # What is no module at all is refused later, by its name.
@@ -204,16 +204,16 @@ class RematModule(SharedState, fx.GraphModule):
         """
         if self._remat_updates is None:
             raise RewriteError(
-                f"this {self._remat_guards.kind} does not update its parameters during backward: "
-                "remat.rematerialize(..., optimizer_in_backward=...) makes one that does"
+                "use remat.rematerialize(..., optimizer_in_backward=...): this "
+                f"{self._remat_guards.kind} does not update its parameters during backward"
             )
         return self._remat_updates.held_back()
 
     def _remat_train(self, batch: Any) -> Any:
         if batch[2] is None and self._remat_guards.takes_target:
             raise RewriteError(
-                f"the loss is part of the rewritten {self._remat_guards.kind} and takes a "
-                "target: call it with target=..., as it was captured"
+                "call it with target=..., as captured: the loss is part of the rewritten "
+                f"{self._remat_guards.kind} and takes a target"
             )
         return self._remat_step(batch)
 
@@ -310,8 +310,8 @@ class RematModule(SharedState, fx.GraphModule):
     @graph.setter
     def graph(self, g: fx.Graph) -> NoReturn:
         raise RewriteError(
-            "the graphs of a rewritten module carry out its schedule and cannot be replaced: "
-            "make another schedule and rewrite again"
+            "make another schedule and rewrite again: the graphs of a rewritten module carry out "
+            "its schedule, and cannot be replaced"
         )
 
     @property
@@ -322,8 +322,7 @@ class RematModule(SharedState, fx.GraphModule):
     def recompile(self) -> NoReturn:
         """Refused: see `graph`."""
         raise RewriteError(
-            "a rewritten module is not recompiled after an edit: "
-            "make another schedule and rewrite again"
+            "make another schedule and rewrite again: a rewritten module is not recompiled"
         )
 
     def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:

@@ -28,7 +28,7 @@ from remat.rewriter.checking.audit import audits_paused
 from remat.rewriter.guards.backward import OnlyLooks, is_of_a_plan
 
 _TORCH = str(Path(torch.__file__).parent)
-_NOT_THE_PLAN = "so its parameters received gradients, and its plan did not run"
+_NOT_THE_PLAN = "so its parameters received gradients without its plan"
 
 
 class _Arrived(OnlyLooks):
@@ -71,7 +71,7 @@ class Unplanned:
         if not self._is_frozen_said:
             self._is_frozen_said = True
             warnings.warn(
-                f"{self._name(module)} runs unplanned as long as neither its parameters nor its "
+                f"{self._name(module)} runs without its plan while neither its parameters nor its "
                 "inputs require grad: there is no backward to save memory in",
                 stacklevel=_level_of_user(),
             )
@@ -142,10 +142,7 @@ class Unplanned:
         before, self._versions_before = self._versions_before, self._versions
         if self._has_run and before in (None, self._versions):
             return ""
-        return (
-            f"call train() on {name} before a training step: it is in eval mode, where the model's "
-            "own forward runs"
-        )
+        return f"call train() on {name} before a training step: in eval mode its own forward runs"
 
     def _name(self, module: nn.Module) -> str:
         return self.kind or type(module).__name__
@@ -167,23 +164,22 @@ def as_before(module: nn.Module) -> Generator[None]:
 def _of_lightning(name: str) -> str:
     return (
         "plan the module that training_step calls, as in self.model = "
-        f"remat.rematerialize(self.model, ...): of {name} Lightning calls training_step and not "
-        "forward"
+        f"remat.rematerialize(self.model, ...): Lightning does not call the forward of {name}"
     )
 
 
 def _of_parts(name: str, part: str) -> str:
     return (
-        f"call the planned {name} itself, or plan the part that you call: {part} of it was used, "
-        "and its forward was not called"
+        f"call the planned {name} itself, or plan the part that you call: {part} was used, and "
+        f"the forward of {name} was not called"
     )
 
 
 def _of_other(name: str, forward: Any) -> str:
     other = _innermost(forward)
     return (
-        f"replace the forward of {name} before it is planned, or let {other} call the one that was "
-        f"there: {other} has taken its place and does not"
+        f"replace the forward of {name} before you plan it, or let {other} call the old one: "
+        f"{other} replaces it and does not"
     )
 
 

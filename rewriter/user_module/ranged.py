@@ -29,8 +29,8 @@ class _Members:
         signature = traced.recipe.signature
         if not isinstance(signature, RangedSignature):
             raise RewriteError(
-                "this trace is of one size, and a family of schedules is for a range: capture with "
-                "dynamic=..."
+                "capture with dynamic=...: this trace is of one size, and a family of schedules "
+                "is for a range"
             )
         self.model, self.family, self.traced = model, family, traced
         self.audit: Audits = audit

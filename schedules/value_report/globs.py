@@ -63,8 +63,8 @@ class Pins:
         for op in _forward_ops(graph):
             if op.name in kept and op.name in asked:
                 raise SolverError(
-                    f"op {op.name} ({op.module}) is pinned both ways, by keep '{kept[op.name]}' "
-                    f"and by recompute '{asked[op.name]}': narrow one of them"
+                    f"narrow keep '{kept[op.name]}' or recompute '{asked[op.name]}': op {op.name} "
+                    f"({op.module}) is pinned by both"
                 )
         # Ops that must run once, or whose value the caller holds, are left out.
         return cls(kept, _that_may_run_again(graph, asked))
@@ -127,8 +127,8 @@ def _that_may_run_again(graph: TrainingGraph, asked: dict[str, str]) -> dict[str
         if all(reasons[name] for name in of_glob):
             said = "; ".join(f"{name}: {reasons[name]}" for name in of_glob[:EXAMPLES])
             raise SolverError(
-                f"recompute '{glob}' matches only ops that cannot be recomputed ({said}): "
-                "choose others, or leave it out"
+                f"choose other modules, or leave out recompute '{glob}': it matches only ops that "
+                f"cannot be recomputed ({said})"
             )
     return {name: glob for name, glob in asked.items() if not reasons[name]}
 

@@ -193,8 +193,8 @@ class _Process:
             has_failed, answer = pickle.load(answers)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise ChildEndedError(
-                f"the process of HiGHS ended with status {self._popen.wait()} amid a program: "
-                "it may have run out of memory, or crashed"
+                f"the process of HiGHS ended with status {self._popen.wait()} in the middle of a "
+                "program: it may have run out of memory, or crashed"
             ) from error
         if has_failed:
             raise answer

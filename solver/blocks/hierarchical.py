@@ -104,7 +104,7 @@ class Hierarchical:
             return
         # The one nearest to the budget first.
         for start in sorted(starts, key=lambda state: int(state.peak_bytes.max())):
-            search.say("repairing the schedule that keeps the least")
+            search.say("repairing the schedule that keeps least")
             if Repair(start, search.budget_bytes, 1.0, search).run():
                 _fill(search, start)
                 return
@@ -184,5 +184,5 @@ def _least_state(problem: Problem, layers: Sequence[PlacedBlock]) -> State:
 
 
 def _fill(search: Search, state: State) -> None:
-    search.say("filling what is left of the budget")
+    search.say("filling the rest of the budget")
     offer_filled(search, state)

@@ -191,7 +191,7 @@ def floor_text(graph: TrainingGraph, floor: Holding, schedule: Schedule | None) 
     at = f", set by op {floor.name}{place}" if floor.name else ""
     text = f"The budget is below the floor of {floor.size_bytes} bytes{at}"
     if schedule is None:
-        return f"{text}: what any schedule needs that computes no output of the step again"
+        return f"{text}: any schedule needs that, unless it computes outputs of the step again"
     runs = schedule.computations()
     makers = {graph.value_by_name[name].producer for name in graph.outputs} - {""}
     count = sum(runs[maker] > 1 for maker in makers)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import msgspec
 
 from remat.formats import GIB, NO_BOUND, bytes_text, percent_text, proved_text, table_html
-from remat.graph_capture.errors import ScheduleError, SolverError, TextError
-from remat.graph_capture.files import decode_json
+from remat.graph_capture.errors import RematError, SolverError
+from remat.graph_capture.files import Record
 from remat.graph_capture.graph import are_figures
 from remat.schedules.outcome import Result
 
@@ -69,7 +69,7 @@ class Point(NamedTuple):
     result: Result
 
 
-class Front(msgspec.Struct, frozen=True):
+class Front(Record, frozen=True):
     """Outcomes of one solver at rising budgets; time never rises with the budget.
 
     No schedule's peak is below `least_needed_bytes`, what some op, or the end, needs with what is
@@ -77,6 +77,9 @@ class Front(msgspec.Struct, frozen=True):
     op once, `unmodified_bytes` the peak without a plan.
     """
 
+    noun: ClassVar[str] = "front of a sweep"
+    again: ClassVar[str] = "Make it again with: remat sweep MODEL -o FILE"
+    error: ClassVar[type[RematError]] = SolverError
     name: str
     graph_hash: str
     solver: str
@@ -109,16 +112,10 @@ class Front(msgspec.Struct, frozen=True):
         less_us = less.time_us if less else None
         return GibPrice(budget_bytes, step_bytes, here.time_us, more.time_us, less_us)
 
-    def to_json(self) -> bytes:
-        return msgspec.json.encode(self)
-
     @classmethod
-    def from_json(cls, data: bytes | str, name: str = "the file") -> Front:
-        """Read what `to_json` wrote; SolverError if it is none, or has a figure that cannot be."""
-        try:
-            front = decode_json(data, cls)
-        except (TextError, ScheduleError) as error:
-            raise SolverError(f"{name}: not a front file of this release: {error}") from error
+    def from_json(cls, data: bytes | str, name: str = "the file") -> Self:
+        """As of any record; `SolverError` too for a figure that cannot be."""
+        front = super().from_json(data, name)
         front.check_figures(name)
         return front
 
@@ -126,14 +123,14 @@ class Front(msgspec.Struct, frozen=True):
         """Raise `SolverError` where a figure cannot be, as in a file that was edited."""
         sizes = self.base_us, self.least_needed_bytes, self.unmodified_bytes
         if not are_figures(*sizes):
-            raise SolverError(f"{name} has a figure that cannot be, of the step without a plan")
+            raise SolverError(f"{name} has an impossible figure, of the step without a plan")
         for budget_bytes, result in self.points:
             figures = (
                 budget_bytes, result.peak_bytes, result.time_us, result.lower_bound_us,
                 result.wall_s, result.least_feasible_bytes, result.least_bound_bytes,
             )  # fmt: skip
             if not are_figures(*figures):
-                raise SolverError(f"{name} has a figure that cannot be, at one of its budgets")
+                raise SolverError(f"{name} has an impossible figure, at one of its budgets")
 
     def _repr_html_(self) -> str:
         headers = ("budget", "peak", "overhead", "gap", "seconds", "status")

@@ -41,7 +41,7 @@ def spread_budgets(
 ) -> tuple[list[int], list[Result]]:  # fmt: skip
     """The same budgets for each solver, and the outcome at the least if it is at hand."""
     if count < 1:
-        raise SolverError(f"budgets must be 1 or more in number, not {count}")
+        raise SolverError(f"ask for 1 budget or more, not {count}")
     high_bytes = unmodified_bytes or _keeping_all_bytes(graph)
     # Other options are one solver's, and the budgets are for all.
     pins: dict[str, Any] = {name: options[name] for name in PINS if name in options}
@@ -60,12 +60,12 @@ def _keeping_all_bytes(graph: TrainingGraph) -> int:
 
 BUDGETS = 12  # budgets of a sweep that names none
 
-BudgetsDone = Callable[[int, int], None]  # called with how many budgets are done, and of how many
+_BudgetsDone = Callable[[int, int], None]  # called with how many budgets are done, and of how many
 
 
 def sweep_budgets(
     graph: TrainingGraph, budgets: int | Iterable[int] = BUDGETS, solver: str = "auto", *,
-    time_limit_s: float = 60.0, jobs: int = 1, progress: BudgetsDone | None = None,
+    time_limit_s: float = 60.0, jobs: int = 1, progress: _BudgetsDone | None = None,
     at_hand: Sequence[Result] = (), unmodified_bytes: int = 0, **options: object,
 ) -> Front:  # fmt: skip
     """Solve at several budgets and merge what is found; `time_limit_s` is for all together."""
@@ -102,7 +102,7 @@ def check_jobs(jobs: int) -> None:
 
 def _one_by_one(
     graph: TrainingGraph, budgets: Sequence[int], solver: str, options: dict[str, Any],
-    clock: Clock, progress: BudgetsDone | None,
+    clock: Clock, progress: _BudgetsDone | None,
 ) -> list[Result]:  # fmt: skip
     found: list[Result] = []
     for budget_bytes in budgets:  # a schedule that runs nothing again serves all looser budgets
@@ -245,8 +245,8 @@ def price_of_gib(
     """What a GiB more than the budget of `result` would save, and one less would cost."""
     if result.schedule is None:
         raise SolverError(
-            f"nothing fits {result.budget_bytes} bytes, so memory has no price there: ask at "
-            f"{result.least_feasible_bytes or 'more'} bytes"
+            f"ask at {result.least_feasible_bytes or 'more'} bytes: nothing fits "
+            f"{result.budget_bytes} bytes, so memory has no price there"
         )
     step_bytes = checked_step(step_bytes, result.peak_bytes)
     low_bytes = max(result.budget_bytes - step_bytes, 0)

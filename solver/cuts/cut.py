@@ -171,7 +171,7 @@ def best_cut(search: Search, plain: State, program_at: Callable[[int], CutProgra
         bound_us = program_at(t).relaxed(stopping.BEST_CUT.of(search.left_s)).bound_us
         if bound_us == float("inf"):
             search.proved_infeasible = True
-            search.message = f"what must be live while {search.graph.ops[t].name} runs is more"
+            search.message = f"more must be live while {search.graph.ops[t].name} runs"
             return None
         search.raise_bound(bound_us)
         if best is None or bound_us > best[0]:

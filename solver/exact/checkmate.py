@@ -310,8 +310,8 @@ class Checkmate:
         graph = search.graph
         if len(graph.ops) > self.most_ops:
             search.note(
-                f"The exact program is for {self.most_ops} ops (most_ops), this graph has "
-                f"{len(graph.ops)}: use solver auto"
+                f"use solver auto: the exact program takes at most {self.most_ops} ops "
+                f"(most_ops), and this graph has {len(graph.ops)}"
             )
             return
         search.say("solving the exact program")

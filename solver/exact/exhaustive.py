@@ -168,8 +168,8 @@ class Exhaustive:
         n_ops = search.problem.n_ops
         if n_ops > self.most_ops:
             raise SolverError(
-                f"exhaustive search takes at most {self.most_ops} ops (most_ops), this graph has "
-                f"{n_ops}: use solver auto, or raise most_ops and have patience"
+                "use solver auto, or raise most_ops and be patient: exhaustive search takes at "
+                f"most {self.most_ops} ops (most_ops), and this graph has {n_ops}"
             )
         search.say(f"every state, {self.order} order")
         space = _StateSpace.of(search.problem, self.order)

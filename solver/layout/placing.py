@@ -158,9 +158,9 @@ def _check_offsets_exist(buffers: Buffers, alignment_bytes: int) -> None:
     if total_bytes + len(buffers) * alignment_bytes >= MOST_BYTES:  # offsets fit in 64 bits
         most_bytes = max((MOST_BYTES - total_bytes - 1) // len(buffers), 1)
         raise LayoutError(
-            f"an alignment of {alignment_bytes} bytes is one that no offsets of {len(buffers)} "
-            f"buffers can keep below {MOST_BYTES}: take at most "
-            f"{1 << (most_bytes.bit_length() - 1)}, such as 64 for a CPU or 512 for CUDA"
+            f"give an alignment of at most {1 << most_bytes.bit_length() - 1}, such as 64 for a "
+            f"CPU or 512 for CUDA: with {alignment_bytes} bytes, no offsets of {len(buffers)} "
+            f"buffers stay below {MOST_BYTES}"
         )
 
 

@@ -65,20 +65,20 @@ class _PlacingRound:
         leaving = self._leaving()
         away = sorted(leaving, key=lambda off_span: off_span.returns)
         needs = ((float(self.clock_us[a.returns]), self.size[a.value]) for a in away)
-        starts = _latest_starts(list(needs), self.links.h2d)
+        starts = latest_starts(list(needs), self.links.h2d)
         transfers: list[_Transfer] = []
         first = 0
         for off_span, start_us in zip(away, starts, strict=True):
-            first = max(_item_before(self.clock_us, start_us), first, leaving[off_span])
+            first = max(item_before(self.clock_us, start_us), first, leaving[off_span])
             began = min(first, off_span.returns)
-            first = _taken_from(self.room_bytes, began, off_span.returns, self.size[off_span.value])
+            first = taken_from(self.room_bytes, began, off_span.returns, self.size[off_span.value])
             transfers.append(_Transfer(off_span, leaving[off_span], first, start_us))
         return transfers
 
     def arrived_us(self) -> dict[str, float]:
         """When the copy of each value to the host ends, in the order in which they begin."""
         ready = ((float(self.clock_us[k + 1]), self.size[name]) for name, k in self.down.items())
-        return dict(zip(self.down, _earliest_ends(ready, self.links.d2h), strict=True))
+        return dict(zip(self.down, earliest_ends(ready, self.links.d2h), strict=True))
 
     def _leaving(self) -> dict[OffDeviceSpan, int]:
         whole_us = self.arrived_us()
@@ -87,19 +87,12 @@ class _PlacingRound:
         for off_span in self.base.off_spans:
             value, first = off_span.value, off_span.leaves + 1
             # What is below already may go at once.
-            end = first if value in copied else max(_item_at(self.clock_us, whole_us[value]), first)
-            end = self._kept(first, min(end, off_span.returns), self.size[value])
+            end = first if value in copied else max(item_at(self.clock_us, whole_us[value]), first)
+            end = kept_to(self.room_bytes, first, min(end, off_span.returns), self.size[value])
             if end < off_span.returns:
                 copied.add(value)
                 leaving[off_span] = end
         return leaving
-
-    def _kept(self, first: int, end: int, size_bytes: int) -> int:
-        """Keep so many bytes from item `first` on, at most to `end`; how far there is room."""
-        short = np.flatnonzero(self.room_bytes[first:end] < size_bytes)
-        end = first + int(short[0]) if short.size else end
-        self.room_bytes[first:end] -= size_bytes
-        return end
 
 
 def order_of_making(base: UntimedSchedule) -> tuple[str, ...]:
@@ -107,7 +100,7 @@ def order_of_making(base: UntimedSchedule) -> tuple[str, ...]:
     return tuple(sorted(base.made, key=lambda name: base.made[name]))
 
 
-def _earliest_ends(copies: Iterable[tuple[float, int]], link: Link) -> list[float]:
+def earliest_ends(copies: Iterable[tuple[float, int]], link: Link) -> list[float]:
     """When each of `copies` over one link ends, in turn; each has a time it is ready, and bytes."""
     ends, free_us = list[float](), 0.0
     for ready_us, size_bytes in copies:
@@ -116,7 +109,7 @@ def _earliest_ends(copies: Iterable[tuple[float, int]], link: Link) -> list[floa
     return ends
 
 
-def _latest_starts(copies: Sequence[tuple[float, int]], link: Link) -> list[float]:
+def latest_starts(copies: Sequence[tuple[float, int]], link: Link) -> list[float]:
     """When each of `copies` over one link must begin, in turn: each is due at a time."""
     starts, following_us = list[float](), float("inf")
     for due_us, size_bytes in reversed(copies):
@@ -125,7 +118,15 @@ def _latest_starts(copies: Sequence[tuple[float, int]], link: Link) -> list[floa
     return starts[::-1]
 
 
-def _taken_from(room_bytes: Bytes, first: int, end: int, size_bytes: int) -> int:
+def kept_to(room_bytes: Bytes, first: int, end: int, size_bytes: int) -> int:
+    """Keep so many bytes from item `first` on, at most to `end`; how far there is room."""
+    short = np.flatnonzero(room_bytes[first:end] < size_bytes)
+    end = first + int(short[0]) if short.size else end
+    room_bytes[first:end] -= size_bytes
+    return end
+
+
+def taken_from(room_bytes: Bytes, first: int, end: int, size_bytes: int) -> int:
     """Take so many bytes up to item `end`, from `first` on or from where there is room."""
     short = np.flatnonzero(room_bytes[first:end] < size_bytes)
     first += int(short[-1]) + 1 if short.size else 0
@@ -133,12 +134,12 @@ def _taken_from(room_bytes: Bytes, first: int, end: int, size_bytes: int) -> int
     return first
 
 
-def _item_at(clock_us: _Times, time_us: float) -> int:
+def item_at(clock_us: _Times, time_us: float) -> int:
     """The first item that the device reaches at that time or later."""
     return int(np.searchsorted(clock_us[:-1], time_us - _SOON_US))
 
 
-def _item_before(clock_us: _Times, time_us: float) -> int:
+def item_before(clock_us: _Times, time_us: float) -> int:
     """The last item that the device reaches by then."""
     # A copy waits for what the device was given before it, so it stands before the last such item.
     return int(np.searchsorted(clock_us[:-1], time_us + _SOON_US, side="right")) - 1
@@ -163,9 +164,9 @@ def _reads(
     room_bytes = _host_room(one, transfers, spilled)
     needs = [(transfer.start_us, one.size[name]) for name, transfer in first.items()]
     steps: dict[int, list[Step]] = {}
-    for (name, transfer), start_us in zip(first.items(), _latest_starts(needs, read), strict=True):
-        began = min(max(_item_before(one.clock_us, start_us), whole[name]), transfer.fetched)
-        began = _taken_from(room_bytes, began, transfer.fetched, one.size[name])
+    for (name, transfer), start_us in zip(first.items(), latest_starts(needs, read), strict=True):
+        began = min(max(item_before(one.clock_us, start_us), whole[name]), transfer.fetched)
+        began = taken_from(room_bytes, began, transfer.fetched, one.size[name])
         steps.setdefault(began, []).extend((Fetch(name, "host"), Free(name, "nvme")))
     return steps
 
@@ -173,7 +174,7 @@ def _reads(
 def _nvme_links(links: Links) -> tuple[Link, Link]:
     if links.write is None or links.read is None:
         raise SolverError(
-            f"no link to NVMe: capture with {option('nvme')}, or let values wait on the host"
+            f"capture with {option('nvme')}, or let values wait on the host: no link to NVMe"
         )
     return links.write, links.read
 
@@ -181,9 +182,9 @@ def _nvme_links(links: Links) -> tuple[Link, Link]:
 def _written(one: _PlacingRound, first: Collection[str], write: Link) -> dict[str, int]:
     """The first item at which each value is whole on NVMe, and after the one that makes it."""
     arrived = [(name, us) for name, us in one.arrived_us().items() if name in first]
-    ends = _earliest_ends([(us, one.size[name]) for name, us in arrived], write)
+    ends = earliest_ends([(us, one.size[name]) for name, us in arrived], write)
     return {
-        name: max(_item_at(one.clock_us, end_us), one.down[name] + 1)
+        name: max(item_at(one.clock_us, end_us), one.down[name] + 1)
         for (name, _), end_us in zip(arrived, ends, strict=True)
     }
 

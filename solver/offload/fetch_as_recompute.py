@@ -78,8 +78,8 @@ def require_no_homes(graph: TrainingGraph, solver: str) -> None:
     moved += [name for op in graph.ops for name in op.updates]
     if moved:
         raise SolverError(
-            f"solver '{solver}' sends activations alone, and {moved[0]} is to be moved too: "
-            "capture without an optimizer that is to move"
+            f"capture without an optimizer that is to move: solver '{solver}' only sends "
+            f"activations, and {moved[0]} is to be moved too"
         )
 
 

@@ -361,7 +361,7 @@ class JointOffload:
         """Whether no schedule without copies is proved faster than the best one found."""
         if search.best is None:
             return False
-        search.say("what recomputation alone takes at least")
+        search.say("finding the least that recomputation alone needs")
         program = CutProgram(search.problem, (t,), search.budget_bytes)
         return program.relaxed(RELAXED.of(search.left_s)).bound_us >= search.best_key[0]
 

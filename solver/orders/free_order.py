@@ -94,7 +94,7 @@ class _Attempts:
         best = self.best
         floor = floor_above(Problem.of(self.graph), self.budget_bytes)
         if best.order != self.made[0].order:
-            said.append("First computations are in another order than captured")
+            said.append("First computations are not in the captured order")
         if floor is not None:
             said.append(floor_text(self.graph, floor, schedule))
         found = evaluate_schedule(

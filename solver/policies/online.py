@@ -297,4 +297,4 @@ def _bisect_least_peak(
             if prune:
                 search.offer_least(state_of(search.problem, sequence))
     if search.best is not None:
-        search.message = "no room at the budget itself; this is what the policy does at another"
+        search.message = "does not fit at this budget; this is the policy's plan at another one"

@@ -133,7 +133,7 @@ def check_choice(option: str, found: str, allowed: Sequence[str]) -> None:
 NO_BLOCK = -1
 NO_REPEATED_BLOCK = (
     "no repeated block: the template does not apply. A block is a numbered entry of a module "
-    "list, as blocks.0 and blocks.1 are"
+    "list, such as blocks.0"
 )
 
 

@@ -21,38 +21,38 @@ def _broken_by_change(before: TrainingGraph, after: TrainingGraph) -> Iterator[s
         yield "the batch and the device stay the same"
     # A lever may take outputs away, as updates do, never invent one.
     if not set(after.outputs) <= set(before.outputs):
-        yield "what the step gives at its end was asked for"
+        yield "results of the step are as asked"
     if not set(after.forward_outputs) <= set(before.forward_outputs):
-        yield "what forward gives was asked for"
+        yield "results of forward are as asked"
     both = set(before.ordered_ops) & set(after.ordered_ops)
     of_both = [[op for op in one.ordered_ops if op in both] for one in (before, after)]
     if of_both[0] != of_both[1]:
-        yield "draws and effects keep their order"
+        yield "draws and side effects keep their order"
     held = {*before.forward_outputs, *before.outputs}  # chunks make others of the same names
     for value in after.values:
         if value.producer and value.name not in held:
             continue
         known = before.value_by_name.get(value.name)
         if known is not None and (known.size_bytes, known.shape) != (value.size_bytes, value.shape):
-            yield f"no value of the caller's changes its size, as {value.name} does"
+            yield f"no value of the caller changes its size, as {value.name} does"
             return
 
 
 def _broken_by_answer(graph: TrainingGraph, budget_bytes: int, answer: Result) -> Iterator[str]:
     if answer.schedule is None:
         if answer.status not in ("infeasible", "time limit"):
-            yield "an answer without a schedule is infeasible or was cut short"
+            yield "an answer without a schedule is infeasible or cut short"
         return
     if answer.peak_bytes > budget_bytes:
         yield "the peak is within the budget"
     if answer.lower_bound_us > answer.time_us * (1 + _SAME):
         yield "no bound is above the time"
     if answer.status == "optimal" and (answer.gap or 0.0) > _SAME:
-        yield "what is called optimal meets its bound"
+        yield "an optimal answer meets its bound"
     found = simulate(graph, answer.schedule)  # which refuses a schedule that breaks a rule
     is_same_time = abs(found.time_us - answer.time_us) <= _SAME * max(found.time_us, 1.0)
     if found.peak_bytes != answer.peak_bytes or not is_same_time:
-        yield "figures are those of the simulator"
+        yield "figures are the simulator's"
 
 
 def require_legal_change(before: TrainingGraph, after: TrainingGraph, lever: str) -> None:

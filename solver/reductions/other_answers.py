@@ -77,10 +77,10 @@ def simple_rule_fallback(
 
 def _rule_text(lost: Result, rule: str, time_limit_s: float) -> str:
     if lost.status != "time limit":
-        return f"the search found no schedule that fits; this one is of a simple rule, {rule}"
+        return f"the search found no schedule that fits; this one follows a simple rule, {rule}"
     return (
-        f"{OUT_OF_TIME} {time_limit_s:.3g} s ended the search before it had a schedule; "
-        f"this one is of a simple rule, {rule}. Allow a longer one for a faster one "
+        f"{OUT_OF_TIME} {time_limit_s:.3g} s ended the search before it had a schedule; this one "
+        f"follows a simple rule, {rule}. A longer limit may find a faster one "
         f"({option('time_limit_s')})"
     )
 

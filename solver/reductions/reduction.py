@@ -140,10 +140,10 @@ ASKED: dict[str, Callable[[Question], bool]] = {  # whether a question asks for 
 
 LEVER_PAIRS = {
     ("copies", "recompute"): (
-        "{recompute} is not planned with copies to the host: leave it out, or leave out {host}"
+        "leave out {recompute} or {host}: pins to recompute are not planned with copies"
     ),
     ("copies", "free order"): (
-        "order free is not planned with copies to the host: take order fixed, or leave out {host}"
+        "take order fixed, or leave out {host}: order free is not planned with copies to the host"
     ),
 }
 """Why they do not go together, and what to do instead; options in braces as the user has them."""

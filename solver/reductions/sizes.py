@@ -217,15 +217,15 @@ class _FamilySearch:
     def _too_large(self, top: Result) -> TooLargeError:
         largest = self._largest()
         top_sizes = self.levels[-1]
-        least = f", {top.least_feasible_bytes} are known to do" if top.least_feasible_bytes else ""
+        least = f", {top.least_feasible_bytes} are enough" if top.least_feasible_bytes else ""
         ways = (
-            f"the largest that fits is {sizes_text(largest)}. Plan a range up to it"
+            f"plan a range up to {sizes_text(largest)}, the largest that fits"
             if largest
-            else f"nor does the smallest, {sizes_text(self.levels[0])}. Raise the budget"
+            else f"raise the budget: {sizes_text(self.levels[0])}, the smallest, does not fit"
         )
         return TooLargeError(
-            f"no schedule of {self.graph.name} at {sizes_text(top_sizes)} was found within "
-            f"{self.budget_bytes} bytes{least}; {ways}",
+            f"{ways}. No schedule of {self.graph.name} at {sizes_text(top_sizes)} was found within "
+            f"{self.budget_bytes} bytes{least}",
             largest or {},
             self.budget_bytes,
         )

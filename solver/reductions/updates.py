@@ -132,8 +132,8 @@ def late_steps(problem: Problem, steps: Sequence[Step]) -> list[Step]:
             waiting[held[freed_value(step)]].append(step)
         elif _brings(problem, step, held, at):
             raise SolverError(
-                f"a gradient returns at {name} while its update waits for a later read of the "
-                "parameter: leave out host=, or the updates during backward"
+                f"leave out host=, or the updates during backward: a gradient returns at {name} "
+                "while its update waits for a later read of the parameter"
             )
         else:
             found.append(step)

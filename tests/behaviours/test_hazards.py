@@ -148,10 +148,10 @@ def test_a_global_module_hook_is_refused_before_and_after_capture() -> None:
     it = rewritten("plain")
     handle = register_module_forward_hook(lambda *_: None)
     try:
-        with pytest.raises(RewriteError, match="a global module hook is registered"):
+        with pytest.raises(RewriteError, match="remove the global module hook"):
             it.step()
         model, args, *_ = make("plain")
-        with pytest.raises(CaptureError, match="a global module hook is registered"):
+        with pytest.raises(CaptureError, match="remove the global module hook"):
             capture(model, args)
     finally:
         handle.remove()
@@ -161,7 +161,7 @@ def test_a_global_module_hook_is_refused_before_and_after_capture() -> None:
 def test_a_hook_that_eager_would_not_call_is_refused() -> None:
     it = rewritten("two_heads")
     it.module.second.weight.register_hook(lambda g: g)  # pyright: ignore
-    with pytest.raises(RewriteError, match=r"reaches second\.weight not at all"):
+    with pytest.raises(RewriteError, match=r"remove the hook on second\.weight"):
         it.outputs()[0].sum().backward()
     it.module.zero_grad()
     it.step()

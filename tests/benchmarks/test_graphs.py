@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from benchmarks.layered import Shape, layered_graph, layered_instance, published
 from benchmarks.narrow.drawn import REACH, narrow_instance
 from benchmarks.networks.catalogue import NETWORKS, gpt, lstm, moe, resnet, unet
 from benchmarks.networks.roofline import BYTES_PER_US, FLOPS_PER_US, LAUNCH_US, roofline
-from benchmarks.solver_table import detail_lines, header_lines, replaced, table_lines
+from benchmarks.solver_table import detail_lines, replaced, solver_lines, table_lines
 from benchmarks.solvers import Results, budget_bytes, run
 from remat.graph_capture.tracing.trace import trace
 from remat.solver import TABLE
@@ -219,7 +218,7 @@ def test_solvers_are_run_in_their_own_processes_once(
     assert 0 <= cell["bound_overhead"] <= cell["overhead"]
     assert cell["solver_memory_bytes"] > 10 * MIB
     found = results.graphs, list(results.cells.values())
-    lines = [*table_lines(*found), *detail_lines(*found)]
+    lines = [*table_lines(found[1]), *detail_lines(*found)]
     assert any(line.startswith("| chain64 | 129 | 200.00 |") for line in lines)
     assert sum(line.startswith("| `chen_sqrt` |") for line in lines) == 2
 
@@ -236,5 +235,6 @@ def test_documents_keep_their_prose() -> None:
     assert replaced(text, "table", ["new"]) == "before <!-- table -->\nnew\n<!-- /table --> after"
     with pytest.raises(ValueError, match="no <!-- other -->"):
         replaced(text, "other", [])
-    assert len(header_lines()) == len(TABLE)
-    assert json.dumps(header_lines()).count("`cut`") >= 1
+    lines = solver_lines([])[2:]
+    assert [line.split("`")[1] for line in lines] == list(TABLE)
+    assert all(line.endswith(" | - | - | - | - |") for line in lines)

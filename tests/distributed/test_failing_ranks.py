@@ -36,7 +36,7 @@ def test_any_error_of_one_rank_is_named_on_the_other(two: Found, case: str) -> N
     own, other = two[failing][case], two[1 - failing][case]
     assert own["error"] == kind
     assert other["error"] == "AgreementError"
-    assert f"remat.rematerialize ended on rank {failing} with {text}" in other["text"]
+    assert f"rank {failing}: remat.rematerialize ended there with {text}" in other["text"]
     assert "failing_worker.py:" in other["text"], "the place of the error is named"
     assert in_time(own)
     assert in_time(other)

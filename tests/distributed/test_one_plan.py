@@ -53,7 +53,8 @@ def require_told(found: list[dict[str, Any]], phase: str) -> None:
         assert "no space left for" in said["text"], (phase, number, said)
         assert said["seconds"] < TIMEOUT_S / 2
         if number != rank and rank >= 0:
-            assert f"ended on rank {rank} with OSError" in said["text"]
+            assert f"see the traceback of rank {rank}" in said["text"]
+            assert "ended there with OSError" in said["text"]
 
 
 @pytest.mark.parametrize("case", ["plan_phases", "compile_phases", "compile_phases_collectives"])

@@ -52,10 +52,13 @@ def require_the_predicted_peak_of_one_plan(ranks_found: Found, case: str) -> Non
 
 REFUSED = {
     "another_step": ("AgreementError", r"the step captured on rank 1 is not that of rank 0"),
-    "too_little": ("BudgetError", r"the least that a schedule is known to reach"),
-    "sharded_first": ("CaptureError", r"scale has become a DTensor.*FSDP2.*make the plan first"),
+    "too_little": ("BudgetError", r"the lowest peak that a schedule is known to reach"),
+    "sharded_first": ("CaptureError", r"make the plan first.*scale is a DTensor.*FSDP2"),
     "ddp_first": ("CaptureError", r"DistributedDataParallel\(remat\.rematerialize\(model, "),
-    "cast_later": ("SignatureError", r"within torch\.autocast, or plan model\.to\(torch\.bfloat16"),
+    "cast_later": (
+        "SignatureError",
+        r"(?s)under torch\.autocast, or plan model\.to\(torch\.bfloat16",
+    ),
     "sharded_inside": ("StateChangedError", r"hook on submodule up \(FSDPLinear\)"),
 }
 

@@ -21,7 +21,7 @@ LIMIT_S = 1800
 """Far more than a launch takes. It ends one that hangs."""
 WHOLE = ("whole_keep", "whole_full", "whole_mixed", "summed")
 REFUSED = {
-    "stale": ("StateChangedError", r"set_reshard_after_backward\(False\) left the parameters of"),
+    "stale": ("StateChangedError", r"with False, the parameters of"),
     "another_policy": ("SignatureError", r"bfloat16\[.* is called with float16\[.*param_dtype="),
     "no_policy": ("SignatureError", r"planned for .* = bfloat16\[.* is called with float32\["),
     "held_in_bfloat16": ("CaptureError", r"parameter \S+ is bfloat16, .* held in float32"),

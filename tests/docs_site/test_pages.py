@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,11 +34,13 @@ NEEDS = "the extra docs: make docs"
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_every_solver_has_a_page_from_its_header(name: str) -> None:
-    page = solver_pages.solver_page(name)
-    assert page.startswith(f"# {name}\n\n**")
-    assert all(f"\n\n**{label}**" in page for label in ("Solves", "Cost", "Shortcomings"))
-    path = re.search(r"\]\(\.\./\.\./([\w/]+\.py)\)", page)
+def test_every_solver_is_on_the_page_with_its_header(name: str) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="solvers.md"))
+    text = solver_pages.on_page_markdown(f"| `{name}` | does |", page)
+    assert text.startswith(f"| [`{name}`](#{name}) | does |")
+    part = text.partition(f"\n\n### {name}\n\n**")[2].partition("\n\n### ")[0]
+    assert all(f"\n\n**{label}**" in part for label in ("Solves", "Cost", "Shortcomings"))
+    path = re.search(r"File: `([\w/]+\.py)`", part)
     assert path is not None
     assert (ROOT / path[1]).is_file()
 
@@ -100,6 +104,25 @@ def test_a_page_that_would_fetch_from_elsewhere_is_found() -> None:
     assert no_network.fetched(good) == []
     bad = ('<script src="https://a.b/c.js">', '<link rel="stylesheet" href="//fonts.b/c.css">')
     assert [no_network.fetched(tag) != [] for tag in bad] == [True, True]
+
+
+def test_search_runs_its_worker_from_disk(tmp_path: Path) -> None:
+    from mkdocs.config import load_config
+
+    browser = shutil.which("chromium") or pytest.skip("chromium is not installed")
+    config = load_config(str(ROOT / "mkdocs.yml"))
+    assert "material/offline" in config.plugins
+    (polyfill,) = config.extra["polyfills"]
+    (tmp_path / "worker.js").write_text("onmessage = (asked) => postMessage(asked.data + 1)")
+    (tmp_path / "page.html").write_text(
+        f"<body><script>{(ROOT / 'docs' / polyfill).read_text()}</script><script>"
+        "const worker = new Worker('worker.js'); worker.postMessage(41);"
+        "worker.addEventListener('message', (told) => document.title = told.data)</script>"
+    )
+    flags = ("--headless", "--no-sandbox", "--virtual-time-budget=2000", "--dump-dom")
+    page = (tmp_path / "page.html").as_uri()
+    done = subprocess.run([browser, *flags, page], capture_output=True, text=True, check=True)
+    assert "<title>42</title>" in done.stdout
 
 
 def test_a_notebook_that_was_not_run_is_named(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def require_unharmed(
         with pytest.raises(FileError) as refused:
             write(path)
     assert failed == [call]
-    assert str(refused.value) == f"{path} cannot be written: {FULL}"
+    assert str(refused.value) == f"cannot write {path}: {FULL}"
     assert path.read_bytes() == OLD
     assert names_in(path.parent) == there
     write(path)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import remat
 from benchmarks.cells.instance_format import graph_of, read_instance
 from remat.analysis.inspect import inspect
-from remat.analysis.memory_figures import arena_text, place
+from remat.analysis.plan_figures import arena_text, place
 from remat.analysis.plan_report import fronts_in
 from remat.graph_capture.costs.cache import OpWork, Profile, ProfiledOp, WholeStepTimes, as_profile
 from remat.graph_capture.errors import LayoutError, RematError

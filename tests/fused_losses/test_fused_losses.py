@@ -100,7 +100,7 @@ def test_what_arrives_at_the_loss_may_be_any_number_and_gradients_add_up(
 
 def test_a_backward_that_looks_at_the_value_that_arrives_is_refused_with_its_line() -> None:
     model = Head(of(OneBranch.apply), 128)
-    with pytest.raises(CaptureError, match=r"by_autograd\.py:\d+.*torch\.where in place"):
+    with pytest.raises(CaptureError, match=r"(?s)torch\.where in place.*by_autograd\.py:\d+"):
         remat.capture(model, VARIANTS["add_"].make(Size(64, 128))[1])
 
 
@@ -108,7 +108,7 @@ def test_a_backward_that_looks_at_the_value_that_arrives_is_refused_with_its_lin
 def test_a_tied_weight_in_two_open_forwards_is_refused_with_the_way_out() -> None:
     model, args = VARIANTS["tied, +="].make(Size(64, 128))
     fast: Any = remat.rematerialize(model, args, budget="100%")
-    with pytest.raises(RewriteError, match="Call backward for each loss on its own"):
+    with pytest.raises(RewriteError, match="call backward for each loss, or"):
         (fast(*args) + fast(*args)).backward()
 
 

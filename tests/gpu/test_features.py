@@ -14,7 +14,7 @@ from torch.optim import AdamW
 
 import remat
 from examples.gpt import GPT, Sizes
-from remat.analysis.memory_figures import predict_reserved, use_arena
+from remat.analysis.plan_figures import predict_reserved, use_arena
 from remat.compile.graph_context import compiled_plans
 from remat.compile.specialize import libraries_bytes
 from remat.graph_capture.devices.placement import meter_of
@@ -188,5 +188,5 @@ def test_a_plan_with_copies_trains_as_eager_with_the_predicted_peak(kind: str) -
 def test_an_arena_is_refused() -> None:
     model, args = gpt()
     fast = remat.rematerialize(model, args, budget="80%", solver="cut")
-    with pytest.raises(DeviceError, match="arenas are for the CPU so far"):
+    with pytest.raises(DeviceError, match="arenas only work on the CPU so far"):
         use_arena(fast, args)

@@ -25,19 +25,19 @@ def remade(**changes: object) -> TrainingGraph:
 WRONG: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     "cycle of two": (
         lambda: remade(ops=(replace(A, inputs=("vb",)), B)),
-        ("op a reads vb before any op has produced it", "cycle"),
+        ("op a reads vb before any op produces it", "cycle"),
     ),
     "cycle of one": (
         lambda: remade(ops=(replace(A, inputs=("va",)), B)),
-        ("op a reads va before any op has produced it", "cycle"),
+        ("op a reads va before any op produces it", "cycle"),
     ),
     "order": (
         lambda: remade(ops=(replace(B, phase="forward"), A)),
-        ("op b reads va before any op has produced it", "the order is not one"),
+        ("op b reads va before any op produces it", "the ops cannot run in this order"),
     ),
     "missing value": (
         lambda: remade(ops=(A, replace(B, inputs=("va", "vz")))),
-        ("op b reads vz, which is no value of the graph",),
+        ("op b reads vz, which is not a value of the graph",),
     ),
     "missing result": (
         lambda: remade(ops=(A, replace(B, outputs=("vb", "vz")))),
@@ -93,7 +93,7 @@ WRONG: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     ),
     "producer that is no op": (
         lambda: remade(values=(VA, VB, Value("vx", 4, "x"))),
-        ("value vx ", "x, which is no op"),
+        ("value vx ", "x, which is not an op"),
     ),
     "producer that does not make it": (
         lambda: remade(values=(VA, VB, Value("vx", 4, "a"))),
@@ -109,15 +109,15 @@ WRONG: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     ),
     "more bytes than can be counted": (
         lambda: remade(values=(VA, replace(VB, size_bytes=1 << 62))),
-        ("4611686018427387908 bytes in all", "are the sizes in bytes?"),
+        ("add up to 4611686018427387908", "are the sizes in bytes?"),
     ),
     "costs that add up to too much": (
         lambda: remade(ops=(A, replace(B, cost_us=1e300))),
-        ("1e+300 us in all", "are they in microseconds?"),
+        ("add up to 1e+300 us", "are the costs in microseconds?"),
     ),
     "file of another release": (
         lambda: remade(schema_version=99),
-        ("schema version 99", "capture the model again"),
+        ("schema version 99", "remat show MODEL --as graph -o FILE"),
     ),
 }
 
@@ -132,15 +132,19 @@ def test_bad_graphs_are_refused_when_they_are_made(case: str) -> None:
 
 
 FILES = {
-    "cycle": (b'"inputs":[]', b'"inputs":["vb"]', "op a reads vb before any op has produced it"),
+    "cycle": (b'"inputs":[]', b'"inputs":["vb"]', "op a reads vb before any op produces it"),
     "negative size": (b'"size_bytes":4', b'"size_bytes":-4', "value va has a negative size"),
     "half a byte": (b'"size_bytes":4', b'"size_bytes":4.5', "Expected `int`, got `float`"),
-    "no number": (b'"cost_us":1.0', b'"cost_us":NaN', "not a JSON graph file"),
+    "no number": (b'"cost_us":1.0', b'"cost_us":NaN', "not a graph of this release"),
     "too large": (b'"cost_us":1.0', b'"cost_us":1e999', "Number out of range"),
     "missing field": (b'"target":"t",', b"", "missing required field `target`"),
     "unknown phase": (b'"backward"', b'"sideways"', "Invalid enum value 'sideways'"),
-    "schema": (b'"schema_version":2', b'"schema_version":99', "capture the model again"),
-    "cut off": (b"}", b"", "not a JSON graph file"),
+    "schema": (
+        b'"schema_version":2',
+        b'"schema_version":99',
+        "has schema version 99, and this release reads 2",
+    ),
+    "cut off": (b"}", b"", "not a graph of this release"),
 }
 
 

@@ -55,24 +55,33 @@ def with_new_data(y: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Step, str]] = {
-    "rows of a mask": (lambda y: y[y.sum(1) > 0], "use torch.where(mask, x, 0) or x * mask"),
-    "where": (lambda y: y[torch.where(y.sum(1) > 0)], "use torch.where(mask, x, 0)"),
-    "masked_select": (lambda y: y.masked_select(y > 0), "use torch.where(mask, x, 0)"),
-    "argwhere": (lambda y: y[torch.argwhere(y.sum(1) > 0)], "use torch.where(mask, x, 0)"),
+    "rows of a mask": (
+        lambda y: y[y.sum(1) > 0],
+        "keep all rows with torch.where(mask, x, 0) or x * mask",
+    ),
+    "where": (lambda y: y[torch.where(y.sum(1) > 0)], "keep all rows with torch.where(mask, x, 0)"),
+    "masked_select": (
+        lambda y: y.masked_select(y > 0),
+        "keep all rows with torch.where(mask, x, 0)",
+    ),
+    "argwhere": (
+        lambda y: y[torch.argwhere(y.sum(1) > 0)],
+        "keep all rows with torch.where(mask, x, 0)",
+    ),
     "unique": (
         lambda y: y * len(torch.unique(y)),
-        "how many of them unique gives",
+        "the values decide how many it returns",
     ),
-    "unique rows": (lambda y: torch.unique(y, dim=0), "call it outside forward"),
-    "runs": (lambda y: y * len(torch.unique_consecutive(y)), "call it outside forward"),
-    "repeats": (lambda y: y.repeat_interleave(ones(y), 0), "give output_size, a Python number"),
+    "unique rows": (lambda y: torch.unique(y, dim=0), "call unique outside forward"),
+    "runs": (lambda y: y * len(torch.unique_consecutive(y)), "call unique outside forward"),
+    "repeats": (lambda y: y.repeat_interleave(ones(y), 0), "pass output_size, a Python number"),
     "bins": (lambda y: y.sum() * torch.bincount(ones(y)), "use torch.zeros(n).scatter_add_"),
     "classes": (lambda y: y[:, :1] * one_hot(ones(y)), "one_hot without num_classes"),
-    "item": (lambda y: y * y.detach().sum().item(), "pass the number to forward as a Python"),
+    "item": (lambda y: y * y.detach().sum().item(), "pass forward a Python number"),
     "a branch": (lambda y: y if y.sum() > 0 else -y, "use torch.where in place of a branch"),
-    "a size": (lambda y: y[: int(ones(y).sum())], "or as a size: use torch.where"),
-    "equal": (lambda y: y if torch.equal(y, -y) else -y, "Replace the `if`, `.item()` or index by"),
-    "CTC": (ctc, "give no loss_fn, and call ctc_loss on them in your loop"),
+    "a size": (lambda y: y[: int(ones(y).sum())], "use torch.where in place of a branch"),
+    "equal": (lambda y: y if torch.equal(y, -y) else -y, "replace the `if`, `.item()` or index by"),
+    "CTC": (ctc, "leave out loss_fn, and call ctc_loss in your loop"),
     "packed": (packed, "give the layer the padded batch, and mask what it returns"),
 }
 
@@ -125,7 +134,7 @@ def test_a_traceback_has_no_frames_of_torch_and_the_cause_has_them(
     shown = "".join(traceback.format_exception(error))
     assert shown.count("\n") < 30
     assert "site-packages/torch" not in shown
-    assert "The frames of torch and of the model are at the `cause` of this error." in shown
+    assert "See this error's `cause` for the frames of torch and of the model." in shown
     assert error.cause is not None
     assert type(error.cause).__name__ == raised
     assert __file__ in {frame.filename for frame in traceback.extract_tb(error.cause.__traceback__)}

@@ -142,7 +142,7 @@ def test_a_model_without_storage_is_planned_as_one_with_it_and_put_back() -> Non
     assert result.schedule is not None
     with pytest.raises(RewriteError, match="meta device and cannot train"):
         rewrite(empty, result.schedule)
-    with pytest.raises(CaptureError, match=r"meta device.*device='h100'"):
+    with pytest.raises(CaptureError, match=r"(?s)meta device.*device='h100'"):
         capture(empty, (x,), loss_fn=torch.sum)
 
 
@@ -166,13 +166,13 @@ def test_each_kind_of_model_can_be_planned_for_a_device(name: str) -> None:
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_that_is_not_here_is_refused(name: str) -> None:
-    with pytest.raises(DeviceError, match="this torch sees none"):
+    with pytest.raises(DeviceError, match="this torch sees no CUDA device"):
         planned(blocks(), name)
 
 
 @pytest.mark.parametrize("name", [7, torch.device("cpu")])
 def test_a_device_is_named_by_a_text(name: Any) -> None:
-    with pytest.raises(DeviceError, match="named by a text"):
+    with pytest.raises(DeviceError, match="give a device as a string"):
         planned(blocks(), name)
 
 

@@ -94,9 +94,11 @@ def test_the_least_budget_is_reached_and_one_below_it_is_refused() -> None:
         remat.rematerialize(model, (x,), blocks="layers.*", budget="min", check=False)
     )
     assert least.result.peak_bytes == least.result.budget_bytes
-    with pytest.raises(BudgetError, match="the least that a schedule is known to reach") as caught:
+    with pytest.raises(
+        BudgetError, match="the lowest peak that a schedule is known to reach"
+    ) as caught:
         remat.rematerialize(model, (x,), blocks="layers.*", budget=least.result.peak_bytes // 2)
-    assert "Try budget=" in str(caught.value)
+    assert "try budget=" in str(caught.value)
 
 
 def test_nothing_of_the_users_is_changed() -> None:
@@ -132,16 +134,16 @@ def test_eval_and_another_shape() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "no match": (Stack, "blocks.*", "'blocks.*' matches no submodule of Stack; these are first,"),
+    "no match": (Stack, "blocks.*", "'blocks.*' matches no submodule of Stack; there are first,"),
     "twice": (Twice, "layers.*", r"block layers.0 \(Mlp\) is called 2 times in a step"),
     "beside": (
         Beside,
         "layers.*",
-        "block layers.0 by itself runs op add_. .* in backward, and the model",
+        "block layers.0 alone runs op add_. .* in backward, and the model",
     ),
     "in part": (InPart, "layers.*", "which calls parts of it from elsewhere"),
-    "tracing": (LooksAtTracing, "layers.*", "is called otherwise in eager than when it is traced"),
-    "autocast": (OwnAutocast, "layers.*", "under an autocast that forward enters by itself"),
+    "tracing": (LooksAtTracing, "layers.*", "is called differently in eager than when traced"),
+    "autocast": (OwnAutocast, "layers.*", "under an autocast that forward enters"),
 }
 
 
@@ -155,14 +157,14 @@ def test_what_cannot_be_exact_is_refused(name: str) -> None:
 def test_frozen_and_unplanned_blocks_are_refused() -> None:
     model, x = Stack(), rows()
     model.layers[1].requires_grad_(False)
-    with pytest.raises(CaptureError, match=r"block layers\.1: no parameter of Mlp requires grad"):
+    with pytest.raises(CaptureError, match=r"block layers\.1: .*no parameter of Mlp requires grad"):
         remat.rematerialize(model, (x,), blocks="layers.*", budget="70%")
     model.layers[1].requires_grad_(True)
     fast = remat.rematerialize(model, (x,), blocks="layers.*", budget="80%", check=False)
     again = remat.rematerialize(fast, (x,), blocks="layers.*", budget="90%", check=False)
     assert planned_blocks(again).result.budget_bytes > planned_blocks(fast).result.budget_bytes
     whole = torch.nn.Sequential(fast.layers[0])
-    with pytest.raises(RewriteError, match="follows a plan already"):
+    with pytest.raises(RewriteError, match="already follows a plan"):
         remat.rematerialize(whole, (x,), blocks="0", budget="80%")
     with pytest.raises(PlanError, match="follows no plan"):
         remat.plans(Mlp())
@@ -171,7 +173,7 @@ def test_frozen_and_unplanned_blocks_are_refused() -> None:
 def test_a_range_of_sizes_is_refused_and_the_whole_model_takes_it() -> None:
     model, args = Stack((0.0,)), (torch.randn(8, WIDTH),)
     dynamic = {"x": {0: ("rows", 4, 16)}}
-    with pytest.raises(CaptureError, match=r"blocks is not taken with dynamic.*pad batches"):
+    with pytest.raises(CaptureError, match=r"pad batches.*blocks is not taken with dynamic"):
         remat.rematerialize(model, args, blocks="layers.*", budget="100%", dynamic=dynamic)
     fast = remat.rematerialize(model, args, budget="100%", dynamic=dynamic, check=False)
     fast(torch.randn(12, WIDTH)).backward()

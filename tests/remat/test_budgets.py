@@ -32,7 +32,7 @@ def test_shares_and_words() -> None:
 
 def test_a_number_without_unit_is_refused_with_what_it_may_mean() -> None:
     with pytest.raises(
-        BudgetError, match=r"'60' has no unit: 60 bytes\? Write 60%, 60MiB or 60GiB"
+        BudgetError, match=r"'60' has no unit. Did you mean 60 bytes\? Write 60%, 60MiB or 60GiB"
     ):
         parse_budget("60")
 
@@ -48,7 +48,7 @@ def test_a_number_without_unit_is_refused_with_what_it_may_mean() -> None:
         ("0%", "a share above 0%"),
         (0, "leaves nothing to spend"),
         (True, "is no size"),
-        (8.5, "is a float: give whole bytes"),
+        (8.5, "is a float"),
     ],
 )
 def test_refusals(budget: object, says: str) -> None:

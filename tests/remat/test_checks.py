@@ -72,8 +72,8 @@ def test_what_eager_does_not_repeat_is_said_to_be_so() -> None:
             return x * time.perf_counter()
 
     said = said_of(Net(Ticking()), torch.randn(4, WIDTH))
-    assert "Eager itself gives another output each time that it runs the same step" in said
-    assert "Pass it as an argument" in said
+    assert "eager itself gives another output each time it runs the same step" in said
+    assert "Pass what changes as an argument" in said
 
 
 def found_with(**changes: object) -> check.Check:
@@ -86,13 +86,14 @@ def found_with(**changes: object) -> check.Check:
 def test_each_cause_has_its_own_way_out() -> None:
     other = found_with(differences=("output",), distances=(0.5,))
     assert "on one rank, names the line" in cause_text(other)
-    assert "no op that the plan does not" in cause_text(
+    assert "something else when traced" in cause_text(
         msgspec.structs.replace(other, diverges_at="")
     )
     by_inductor = msgspec.structs.replace(other, tolerance=0.01, rounding="inductor")
-    assert "leave out compile=True" in cause_text(by_inductor)
+    assert "Leave out compile=True" in cause_text(by_inductor)
     in_chunks = cause_text(msgspec.structs.replace(other, tolerance=1e-5, rounding="chunks"))
-    assert "off by 1e-05 of a result's norm: ask for eager's bits with split='exact'" in in_chunks
+    assert in_chunks.startswith("Ask for eager's bits with split='exact'")
+    assert "off by 1e-05 of a result's norm" in in_chunks
     assert "compile" not in in_chunks
     asked_for = msgspec.structs.replace(other, tolerance=0.01)
     assert cause_text(asked_for) == cause_text(other)
@@ -111,7 +112,9 @@ def test_a_peak_above_the_budget_says_by_how_much_and_what_to_ask_for(
 
     monkeypatch.setattr(check, "check", larger)
     model, x = Net(nn.Tanh()), torch.randn(4, WIDTH)
-    with pytest.raises(RewriteError, match=r"Something in the step takes 1\.0 KiB that the trace"):
+    with pytest.raises(
+        RewriteError, match=r"something in the step that the trace does not see, .*, takes 1\.0 KiB"
+    ):
         remat.rematerialize(model, (x,), budget="100%", solver="store_all", check=True)
 
 
@@ -126,7 +129,7 @@ def test_refusals_of_inductors_code_name_the_way_out(monkeypatch: pytest.MonkeyP
 
     writes = refused(lambda p: p.setattr(compiler, "mutates", lambda _: True))
     assert "Inductor decomposes linear (tests/remat/test_checks.py:" in writes
-    assert "Leave out compile=True" in writes
+    assert "leave out compile=True" in writes
     inputs = refused(lambda p: p.setattr(compiler, "_lift_constants", lambda gm: (torch.ones(1),)))
-    assert "with other inputs than were planned (" in inputs
-    assert "Leave out compile=True" in inputs
+    assert "with other inputs than planned (" in inputs
+    assert "leave out compile=True" in inputs

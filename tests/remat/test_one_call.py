@@ -79,13 +79,13 @@ def test_the_least_budget_of_a_free_order_is_no_larger() -> None:
 
 def test_what_cannot_be_done_is_said() -> None:
     model, args, *_ = make("plain")
-    with pytest.raises(BudgetError, match=r"below .* the least .* held by .* Try budget="):
+    with pytest.raises(BudgetError, match=r"(?s)try budget=.*below .*the lowest peak .* held by "):
         remat.rematerialize(model, args, budget="1KiB")
-    with pytest.raises(BudgetError, match=r"The floor, .* is .*iB, at .*No schedule needs less"):
+    with pytest.raises(BudgetError, match=r"Below .*iB, set by .*No schedule needs less"):
         remat.rematerialize(model, args, budget="1KiB")
     with pytest.raises(BudgetError, match="has no unit"):
         remat.rematerialize(model, args, budget="60")
-    with pytest.raises(SolverError, match="for order free use solver auto"):
+    with pytest.raises(SolverError, match=r"use solver auto, .* for order free: "):
         remat.rematerialize(model, args, budget="80%", solver="cut", order="free")
     with pytest.raises(SolverError, match="did you mean checkmate"):
         remat.rematerialize(model, args, budget="80%", solver="chekmate")

@@ -290,7 +290,7 @@ def one_rank() -> Iterator[None]:
 def test_what_cannot_be_right_is_refused_before_anything_runs() -> None:
     model, fast, own, args = planned(check=False)
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(RewriteError, match=r"retain_graph=True .* module.no_update"):
+    with pytest.raises(RewriteError, match=r"module.no_update.*retain_graph=True"):
         fast(*args).backward(retain_graph=True)
     with pytest.raises(RewriteError, match="one backward through two forwards"):
         (fast(*args) + fast(*args)).backward()
@@ -307,11 +307,11 @@ def test_what_cannot_be_right_is_refused_before_anything_runs() -> None:
     with one_rank(), pytest.raises(RewriteError, match="DistributedDataParallel"):
         DistributedDataParallel(fast)(*args)
     own.register_step_post_hook(lambda *_: None)
-    with pytest.raises(CaptureError, match="hooks on its step"):
+    with pytest.raises(CaptureError, match="hooks on the optimizer's step"):
         fast(*args).backward()
     with pytest.raises(PlanError, match="a file holds no optimizer"):
         agreed_load(plan_of(fast), copy.deepcopy(model))
-    with pytest.raises(RewriteError, match="no optimizer is at hand"):
+    with pytest.raises(RewriteError, match="has no optimizer"):
         agreed_rewrite(model, fast.schedule, args)
     assert all(map(torch.equal, before, model.parameters()))
     assert all(p.grad is None for p in model.parameters())
@@ -325,12 +325,12 @@ def test_what_cannot_be_planned_says_why() -> None:
             one, args, optimizer_in_backward=optimizer, budget="100%", check=False, **more
         )
 
-    with pytest.raises(CaptureError, match=r"LBFGS cannot update .* SGD, Adam, AdamW"):
+    with pytest.raises(CaptureError, match=r"SGD, Adam, AdamW.*LBFGS cannot update"):
         plan(torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(CaptureError, match=r"clipped by their global norm .* last gradient"):
+    with pytest.raises(CaptureError, match=r"leave out clipping.* the global norm of gradients"):
         plan(SGD(model.parameters()), max_grad_norm=1.0)
     with (
-        pytest.raises(CaptureError, match=r"GradScaler.*use bfloat16"),
+        pytest.raises(CaptureError, match=r"use bfloat16.*GradScaler"),
         torch.autocast("cpu", dtype=torch.float16),
     ):
         plan(SGD(model.parameters()))
@@ -340,10 +340,12 @@ def test_what_cannot_be_planned_says_why() -> None:
     whole = torch.randn(128, 64)
     for layer, half in zip(halves, whole.chunk(2), strict=True):
         layer.weight = nn.Parameter(half)
-    with pytest.raises(CaptureError, match=r"0.weight and 1.weight are views of one tensor"):
+    with pytest.raises(
+        CaptureError, match=r"give 0.weight and 1.weight storage.* views of one tensor"
+    ):
         plan(SGD(halves.parameters()), halves)
     other = ReadsItsData()
-    with pytest.raises(CaptureError, match=r"by another tensor of shape \[64, 64\]"):
+    with pytest.raises(CaptureError, match=r"another tensor of shape \[64, 64\]"):
         plan(SGD(other.parameters()), other)
 
 

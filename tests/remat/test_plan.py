@@ -93,28 +93,28 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: least().apply(chain()[0]), remat.BudgetError, "no schedule within|is below",
     ),
     "save a plan of no model": (
-        lambda: solved().save("plan.json"), remat.PlanError, "apply it, and save that",
+        lambda: solved().save("plan.json"), remat.PlanError, "apply the plan, and save that",
     ),
     "plans of what follows none": (
         lambda: remat.plans(chain()[0]), remat.PlanError, "a Sequential follows no plan",
     ),
-    "plans of no module": (lambda: remat.plans(3), remat.PlanError, "and this is int: pass what"),
+    "plans of no module": (lambda: remat.plans(3), remat.PlanError, "pass what .*this is int"),
     "load of no path": (
         lambda: remat.load(solved()), remat.PlanError,  # pyright: ignore[reportArgumentType]
-        "this is Plan: pass the file's path",
+        "pass the file's path.*this is Plan",
     ),
     "a range of one size": (lambda: solved().overheads(), remat.PlanError, "is for one size"),
     "a curve of one schedule": (
-        lambda: of_one_schedule().overheads(), remat.PlanError, "has one schedule for its range",
+        lambda: of_one_schedule().overheads(), remat.PlanError, "has one schedule for the whole",
     ),
     "an arena of no module": (lambda: solved().use_arena(), remat.PlanError, "apply it, and ask"),
     "a check of a plan": (
         lambda: remat.check(chain()[0], solved()),  # pyright: ignore[reportArgumentType]
-        remat.PlanError, "this is Plan: pass the model",
+        remat.PlanError, "pass the model.*this is Plan",
     ),
     "a sweep of a model": (
         lambda: remat.sweep(chain()[0]),  # pyright: ignore[reportArgumentType]
-        remat.SolverError, "this is Sequential: pass what remat.capture returned",
+        remat.SolverError, "pass what remat.capture returned.*this is Sequential",
     ),
 }  # fmt: skip
 

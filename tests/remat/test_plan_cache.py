@@ -147,27 +147,31 @@ def test_of_more_plans_than_allowed_the_oldest_is_given_up_and_it_is_said() -> N
         ({"budget": "8 gigs"}, BudgetError, "8 gigs"),
         ({"max_plans": 0}, SolverError, "max_plans must be 1 or more, not 0"),
         ({"max_plans": "2"}, SolverError, "max_plans must be 1 or more, not '2'"),
-        ({"target": 1}, TypeError, "without a batch there is no target"),
-        ({"dynamic": True}, CaptureError, "dynamic=True is unknown: give 'auto', or sizes"),
+        ({"target": 1}, TypeError, "leave out target: without a batch"),
+        ({"dynamic": True}, CaptureError, "dynamic=True is unknown"),
         ({"dynamic": {"tokens": 1}}, CaptureError, "dynamic of 'tokens' is 1: give"),
         ({"dynamic": {"tokens": {-1: "n"}}}, CaptureError, "names dimension -1 of 'tokens'"),
-        ({"dynamic": {"tokens": {1: 3}}}, CaptureError, "tokens dimension 1 is 3: give a name"),
-        ({"dynamic": {"x": {1: "n"}}}, CaptureError, "'x', which is no tensor of the batch: name"),
-        ({"upto": 5}, CaptureError, "upto=5 is no dict"),
+        (
+            {"dynamic": {"tokens": {1: 3}}},
+            CaptureError,
+            "give dynamic of tokens dimension 1 a name.* it is 3",
+        ),
+        ({"dynamic": {"x": {1: "n"}}}, CaptureError, "'x', which is not a tensor of the batch"),
+        ({"upto": 5}, CaptureError, "upto=5 is not a dict"),
         ({"upto": {"n": 64}}, CaptureError, "upto names 'n' with 64"),
         ({"upto": {"tokens": {1: "n"}}}, CaptureError, "dimension 1 is 'n': give the largest size"),
-        ({"split": "yes"}, CaptureError, "split='yes' is unknown"),
-        ({"check": "no"}, RewriteError, "check='no' is unknown: give True, False, or None"),
+        ({"split": "yes"}, CaptureError, "give split='none', .*'yes' is unknown"),
+        ({"check": "no"}, RewriteError, "give True, False, or None .*: check='no' is unknown"),
         ({"accumulate": 4}, RewriteError, "accumulate=4 is unknown"),
         ({"audit": "yes"}, RewriteError, "audit=.yes. is unknown"),
         ({"compile": "inductor"}, RewriteError, "compile='inductor' is unknown"),
         ({"compile": True, "split": "exact"}, RewriteError, "split is not taken with compile=True"),
         ({"sharding": "fsdp"}, RewriteError, r"give a remat\.Sharding"),
         ({"profile": 3}, RewriteError, r"give what remat\.profile returned"),
-        ({"group": 2}, RewriteError, "group=2 is no group of ranks"),
+        ({"group": 2}, RewriteError, "group=2 is not a group of ranks"),
         ({"time_limit_s": "1"}, SolverError, "time_limit_s must be 0 or more"),
         ({"keep": 3}, SolverError, "keep=3 names no modules"),
-        ({"loss_fn": 3}, CaptureError, "loss_fn is a int"),
+        ({"loss_fn": 3}, CaptureError, "give loss_fn as a function .* it is a int"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_at_once(
@@ -294,7 +298,7 @@ def test_a_gan_whose_discriminator_is_frozen_in_between_trains_as_eager_does() -
 def test_a_frozen_model_that_has_no_backward_runs_its_own_forward_and_says_so_once() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU()).requires_grad_(False)
     fast, x = remat.rematerialize(model, budget="100%"), torch.ones(2, 4)
-    with pytest.warns(UserWarning, match="Sequential runs unplanned"):
+    with pytest.warns(UserWarning, match="Sequential runs without its plan"):
         assert torch.equal(fast(x), model(x))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

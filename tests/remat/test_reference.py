@@ -22,9 +22,8 @@ from remat.budgets import saved_elsewhere, unmodified
 from remat.checks import Reference
 from remat.graph_capture.costs import step_time
 from remat.graph_capture.costs.step_time import STEP_NOT_TIMED
-from remat.graph_capture.devices.cpu import CpuMeter
 from remat.graph_capture.devices.memory_events import measure_peak
-from remat.graph_capture.devices.meter import Run, StepMemory
+from remat.graph_capture.devices.meter import CpuMeter, Run, StepMemory
 from remat.graph_capture.errors import RewriteError
 from remat.rewriter import rewriting
 from remat.rewriter.checking import check
@@ -136,7 +135,7 @@ def test_a_loss_and_gradients_of_earlier_batches_are_within_it(
     ((peak, left),) = peaks
     assert peak <= left + SMALL_BYTES + sum(p.nbytes for p in model.parameters())
     nn.functional.mse_loss(model(*args), given["target"]).backward()
-    with pytest.warns(UserWarning, match="makes gradients beside those of earlier batches"):
+    with pytest.warns(UserWarning, match="makes gradients on top of those of earlier batches"):
         planned("60%", model, args, **given, optimizer="adamw", accumulate=True)
     assert len(peaks) == 1
 
@@ -164,7 +163,7 @@ def test_where_the_step_does_not_fit_in_files_either_it_is_said(
     monkeypatch.setattr("remat.checks.saved_elsewhere", lambda _: (1 << 40, 0))
     with monkeypatch.context() as patch:
         patch.setattr(check, "check", lambda *_, **__: pytest.fail("ran the step"))
-        with pytest.warns(UserWarning, match=r"needs 1024\.00 GiB even while what it saves for"):
+        with pytest.warns(UserWarning, match=r"needs 1024\.00 GiB even when what it saves for"):
             planned("60%", model, args)
     assert planned("60%", model, args, check=True) is not None
 

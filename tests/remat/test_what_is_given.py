@@ -50,12 +50,16 @@ ENTRIES: dict[str, Callable[..., Any]] = {
     ),
 }
 FORMS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
-    "a tensor": ((X,), {}, r"args is a Tensor: give a tuple .* such as \(x,\)"),
-    "names": (({"input": X},), {}, "args is a dict: .* as kwargs="),
-    "kwargs": (((), (X,)), {}, "kwargs is a tuple: give a dict"),
-    "a loss's name": (((X,),), {"loss_fn": "mse"}, "loss_fn is a str: give a function"),
-    "a loss's class": (((X,),), {"loss_fn": nn.MSELoss}, r"class MSELoss: give MSELoss\(\)"),
-    "a target alone": (((X,),), {"target": X}, "target is given and no loss_fn"),
+    "a tensor": ((X,), {}, r"give args as a tuple .* such as \(x,\): it is a Tensor"),
+    "names": (({"input": X},), {}, "by name as kwargs=.*args is a dict"),
+    "kwargs": (((), (X,)), {}, "give kwargs as a dict .*it is a tuple"),
+    "a loss's name": (((X,),), {"loss_fn": "mse"}, "give loss_fn as a function .*it is a str"),
+    "a loss's class": (
+        ((X,),),
+        {"loss_fn": nn.MSELoss},
+        r"give MSELoss\(\): loss_fn is the class MSELoss",
+    ),
+    "a target alone": (((X,),), {"target": X}, "give loss_fn too, or leave out target"),
 }
 
 
@@ -78,24 +82,24 @@ PLANS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("entry", PLANS)
 def test_audits_are_on_or_off(entry: str) -> None:
-    with pytest.raises(RewriteError, match=r"^audit='yes' is unknown: give True or False$"):
+    with pytest.raises(RewriteError, match=r"^give True or False: audit='yes' is unknown$"):
         PLANS[entry](audit="yes")
 
 
 @pytest.mark.parametrize("entry", ["rewrite", "load"])
 def test_so_is_code_by_inductor(entry: str) -> None:
-    with pytest.raises(RewriteError, match=r"^compile='max' is unknown: give True or False$"):
+    with pytest.raises(RewriteError, match=r"^give True or False: compile='max' is unknown$"):
         PLANS[entry](compile="max")
 
 
 WRONG: dict[str, tuple[Callable[[], Any], type[RematError], str]] = {
     "blocks in a list": (
         lambda: remat.rematerialize(model(), (X,), blocks=["0"], budget="min"),  # type: ignore[arg-type]
-        CaptureError, "named by a glob, such as 'model.layers.*', not by a list",
+        CaptureError, "give a glob, blocks='layers.*'.*blocks is a list",
     ),
     "a batch in place of the blocks": (
         lambda: remat.rematerialize(model(), blocks=(X,), budget="min"),  # type: ignore[arg-type]
-        CaptureError, r"blocks are planned with a batch: give args, as in remat\.rematerialize\(",
+        CaptureError, r"pass args, as in remat\.rematerialize\(.*blocks are planned with a batch",
     ),
     "seconds as a text": (
         lambda: remat.solve(graph(), "60%", time_limit_s="5"),  # type: ignore[call-overload]
@@ -111,19 +115,19 @@ WRONG: dict[str, tuple[Callable[[], Any], type[RematError], str]] = {
     ),
     "a solver's number": (
         lambda: remat.solve(graph(), "60%", 3),  # type: ignore[call-overload]
-        SolverError, "a solver is named by a text such as 'auto', not by 3",
+        SolverError, "name a solver with a string such as 'auto', not 3",
     ),
     "one budget to sweep": (
         lambda: remat.sweep(graph(), "60%"),  # type: ignore[call-overload]
-        BudgetError, r"budgets is one text: give a list, such as \['60%'\]",
+        BudgetError, r"budgets is one string: give a list, such as \['60%'\]",
     ),
     "a cache of no module": (
         lambda: remat.rematerialize("model", budget="60%"),  # type: ignore[arg-type]
-        CaptureError, "captured of a torch.nn.Module, and this is str",
+        CaptureError, "captured from a torch.nn.Module, and this is str",
     ),
     "a cache with an optimizer": (
         lambda: remat.rematerialize(model(), budget="60%", optimizer=sgd()),
-        CaptureError, "optimizer is a SGD, and is asked for by a name: choose one of none, sgd",
+        CaptureError, "give the optimizer by name, not as a SGD: choose one of none, sgd",
     ),
     "a cache with an unknown optimizer": (
         lambda: remat.rematerialize(model(), budget="60%", optimizer="lion"),
@@ -173,7 +177,7 @@ class Masked(nn.Module):
 CALLS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a target among the arguments": (
         model, {"args": (X, X), "loss_fn": mse_loss},
-        r"^give what the loss compares with as target, not in args: args=\(x,\), target=y",
+        r"^give the loss's target as target, not in args: args=\(x,\), target=y",
     ),
     "a target as an optional argument": (
         Masked, {"args": (X, X), "loss_fn": mse_loss}, "missing .*'target'. Give target",
@@ -185,12 +189,12 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         model, {"args": (X,), "loss_fn": lambda out: out.sum(),
                 "target": X}, "or leave out target",
     ),
-    "too many": (model, {"args": (X, X)}, "Leave the others out; what a loss takes goes with"),
+    "too many": (model, {"args": (X, X)}, "Leave the others out; give what the loss takes"),
     "an unknown name": (
         model, {"args": (X,), "kwargs": {"mask": X}}, "unexpected keyword argument 'mask'. Give",
     ),
     "too few": (
-        model, {"args": ()}, "missing a required argument: 'input'. Give in args, or by name",
+        model, {"args": ()}, "missing a required argument: 'input'. Give what it takes",
     ),
 }  # fmt: skip
 

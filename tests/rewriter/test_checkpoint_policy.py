@@ -135,9 +135,7 @@ def test_the_policy_itself_counts_one_forward() -> None:
     policy = checkpoint_policy(graph, schedule)
     once = functools.partial(create_selective_checkpoint_contexts, policy)
     checkpoint(model, x, use_reentrant=False, context_fn=once).backward()
-    with pytest.raises(
-        RewriteError, match=r"counts one forward\. Pass context_fn=policy\.contexts"
-    ):
+    with pytest.raises(RewriteError, match=r"this policy counts one"):
         checkpoint(model, x, use_reentrant=False, context_fn=once)
 
 
@@ -151,7 +149,7 @@ def test_a_forward_with_effects_is_refused(name: str) -> None:
     schedule = remat.solve(graph, "100%", solver="cut").schedule
     assert schedule is not None
     with pytest.raises(
-        RewriteError, match=r"forward changes buffers or its batch, in .*does it once"
+        RewriteError, match=r"changes buffers once: forward changes buffers or its batch, in"
     ):
         checkpoint_policy(graph, schedule)
 

@@ -231,7 +231,7 @@ def test_a_peak_beyond_the_budget_by_less_than_an_allocator_takes_is_told_and_no
     found = found_with(plan_peak_bytes=budget_bytes + beyond_bytes)
     monkeypatch.setattr(checking, "check", lambda *args, **options: found)
     batch = Batch((), None, None, None, "none", accumulate=False)
-    text = "give a budget that is smaller by that"
+    text = "Give a smaller budget"
     kinds = pytest.raises(RewriteError, match=text), pytest.warns(UserWarning, match=text)
     with kinds[not is_refused]:
         require_equal(nn.Identity(), nn.Identity(), batch, budget_bytes)

@@ -23,7 +23,7 @@ from remat.graph_capture.errors import (
 from remat.rewriter.checking.check import check
 from remat.rewriter.rewriting import rewrite
 from remat.rewriter.user_module.module import RematModule
-from tests.models import BATCH, WIDTH, Checkpointed, Scalar, batch, make, mlp
+from tests.models import BATCH, WIDTH, Scalar, batch, make, mlp
 from tests.steps import rewritten, schedule_of
 
 
@@ -63,20 +63,13 @@ def test_batch_norm_without_momentum_is_refused() -> None:
         capture(model, (batch(),))
 
 
-def test_a_reentrant_checkpoint_is_refused_with_a_way_that_works() -> None:
-    first = nn.Linear(WIDTH, WIDTH)
-    with pytest.raises(CaptureError, match=r"Or give use_reentrant=False \(module") as caught:
-        capture(nn.Sequential(first, Checkpointed(True)), (batch(),))
-    for name in ("activation_checkpointing_disable", "gradient_checkpointing_disable"):
-        assert f"model.{name}()" in str(caught.value)
-    assert capture(nn.Sequential(first, Checkpointed(False)), (batch(),)).ops
-
-
 def test_inputs_in_another_dtype_are_told_of_what_casts() -> None:
     module = rewritten("plain")[1]
-    with pytest.raises(SignatureError, match=r"MixedPrecisionPolicy does.*model\.to\(torch\.bf"):
+    with pytest.raises(
+        SignatureError, match=r"(?s)MixedPrecisionPolicy does.*model\.to\(torch\.bf"
+    ):
         module(batch().to(torch.bfloat16))
-    with pytest.raises(SignatureError, match=r"A plan holds for one shape"):
+    with pytest.raises(SignatureError, match=r"another plan for this shape"):
         module(batch()[:3])
 
 
@@ -103,7 +96,9 @@ def test_models_are_traced_as_in_eager_not_as_compiled() -> None:
 
 def test_a_model_that_only_traces_as_compiled_is_warned_about_and_checked() -> None:
     model, x = TellsCompilers(is_traceable=False), batch()
-    with pytest.warns(UserWarning, match=r"traced as if it were compiled.*test_refusals\.py"):
+    with pytest.warns(
+        UserWarning, match=r"(?s)traced as if under torch\.compile.*test_refusals\.py"
+    ):
         graph = capture(model, (x,))
     assert "aten.exp.default" in {op.target for op in graph.ops}
     module = rewrite(model, schedule_of(graph, "store_all"))
@@ -127,7 +122,7 @@ def test_a_buffer_that_forward_replaces_is_refused_and_stays() -> None:
     model = Averaging()
     before = model.mean
     with pytest.raises(
-        CaptureError, match=r"Averaging puts another tensor in the place of mean.*copy_"
+        CaptureError, match=r"(?s)copy_.*Averaging puts another tensor in the place of mean"
     ):
         capture(model, (batch(),))
     assert model.mean is before
@@ -140,7 +135,9 @@ class Cholesky(Branching):
 
 
 def test_ops_with_effects_are_refused_with_their_line() -> None:
-    with pytest.raises(CaptureError, match=r"_linalg_check_errors.*test_refusals.py.*cholesky_ex"):
+    with pytest.raises(
+        CaptureError, match=r"(?s)cholesky_ex.*_linalg_check_errors.*test_refusals.py"
+    ):
         capture(Cholesky(), (batch(),))
 
 
@@ -160,10 +157,12 @@ def test_gates_of_rows_that_no_vector_fits_are_refused_by_name(
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: can)
     x = torch.randn(4, 8)
-    with pytest.raises(CaptureError, match=rf"^0 is a GRU of hidden_size 8.*size {elements}"):
+    with pytest.raises(
+        CaptureError, match=rf"hidden_size {elements}, .*: 0 is a GRU of hidden_size 8"
+    ):
         capture(nn.Sequential(nn.GRU(8, 8)), (x,))
     with pytest.raises(
-        CaptureError, match=r"^0 is a GRUCell of hidden_size 40.*hidden_size (48|64)"
+        CaptureError, match=r"hidden_size (48|64), .*: 0 is a GRUCell of hidden_size 40"
     ):
         capture(nn.Sequential(nn.GRUCell(8, 40)), (x,))
     double = nn.Sequential(nn.GRUCell(8, elements // 2)).double()
@@ -184,7 +183,7 @@ def test_each_gru_that_is_not_refused_here_is_exact(kind: type[Any], dtype: torc
 
 def test_scripted_modules_are_refused_by_name() -> None:
     model = nn.Sequential(torch.jit.script(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
-    with pytest.raises(CaptureError, match=r"^0 is compiled by torch\.jit"):
+    with pytest.raises(CaptureError, match=r"0 is compiled by torch\.jit"):
         capture(model, (batch(),))
 
 
@@ -194,7 +193,7 @@ def test_a_step_without_backward_is_refused() -> None:
 
 
 def test_eval_mode_frozen_and_meta_models_are_refused() -> None:
-    with pytest.raises(CaptureError, match=r"eval mode.*model\.train\(\)"):
+    with pytest.raises(CaptureError, match=r"model\.train\(\) .*eval mode"):
         capture(mlp().eval(), (batch(),))
     with pytest.raises(CaptureError, match=r"no parameter of Sequential requires grad"):
         capture(mlp().requires_grad_(False), (batch(),))
@@ -205,7 +204,7 @@ def test_eval_mode_frozen_and_meta_models_are_refused() -> None:
 
 
 def test_unknown_device_and_optimizer_are_refused() -> None:
-    with pytest.raises(DeviceError, match="there is no device 'tpu': choose cpu, b200"):
+    with pytest.raises(DeviceError, match="no device 'tpu': choose cpu, b200"):
         capture(mlp(), (batch(),), device="tpu")
     with pytest.raises(CaptureError, match=r"unknown optimizer 'lion'.*adamw"):
         capture(mlp(), (batch(),), optimizer="lion")  # pyright: ignore[reportArgumentType]
@@ -228,7 +227,7 @@ class Generates(nn.Linear):
 
 def test_a_cache_for_the_next_word_is_refused_with_its_switch() -> None:
     model, args = Generates(4, 4), (torch.ones(2, 4),)
-    with pytest.raises(CaptureError, match=r"result\['cache'\].* WordCache.*pass use_cache=False"):
+    with pytest.raises(CaptureError, match=r"pass use_cache=False.*result\['cache'\].* WordCache"):
         capture(model, args)
     assert capture(model, args, {"use_cache": False}).n_forward
 
@@ -261,20 +260,20 @@ def test_each_fact_that_differs_has_its_own_way_out() -> None:
     _, module, (x,) = rewritten("plain")
     for other, way in [
         (x[:3], "drop or pad the last batch"),
-        (x[None], "A plan holds for one number of dimensions"),
+        (x[None], "as many dimensions"),
         (x.long(), r"pass it \.to\(torch\.float32\)"),
         (x.to("meta"), r"pass it \.to\('cpu'\)"),
         (torch.empty_strided((BATCH, WIDTH), (1, BATCH)), r"pass it \.contiguous\(\)"),
-        (x.clone().requires_grad_(), r"makes no gradient of it: pass \.detach\(\)"),
-        (3, "Pass a tensor there, as at capture"),
+        (x.clone().requires_grad_(), r"pass \.detach\(\) of it"),
+        (3, "pass a tensor there, as at capture"),
     ]:
         with pytest.raises(SignatureError, match=way) as caught:
             module(other)
         assert ("last batch" in str(caught.value)) == (way == "drop or pad the last batch")
     for more, text in [
-        (((x, x), {}), r"other ones \(with args\[1\]\)\. Call it as at capture"),
-        (((x,), {"mask": x}), r"other ones \(with kwargs\['mask'\]\)"),
-        (((), {"x": x}), r"other ones \(with kwargs\['x'\], without args\[0\]\)"),
+        (((x, x), {}), r"call it as at capture.* is called with args\[1\]"),
+        (((x,), {"mask": x}), r"is called with kwargs\['mask'\]"),
+        (((), {"x": x}), r"is called with kwargs\['x'\], without args\[0\]"),
     ]:
         with pytest.raises(SignatureError, match=text):
             module(*more[0], **more[1])
@@ -292,7 +291,7 @@ def test_another_python_argument_is_refused() -> None:
     model, args, kwargs, loss_fn, target = make("nested_outputs_and_kwargs")
     graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target)
     module = rewrite(model, schedule_of(graph, "store_all"))
-    text = r"kwargs\['scale'\] = 2.0 and is called with 3.0. A plan holds for one value of what"
+    text = r"(?s)a plan holds for one value.*kwargs\['scale'\] = 2.0 and is called with 3.0"
     with pytest.raises(RewriteError, match=text):
         module(*args, **{**kwargs, "scale": 3.0})
 
@@ -374,7 +373,7 @@ def test_a_plan_for_another_model_is_refused_with_the_first_difference() -> None
     schedule = schedule_of(capture(model, args), "store_all")
     with pytest.raises(ScheduleError, match=r"input 0 was args\[0\]: float32\[128, 64\]"):
         rewrite(model, schedule, (args[0][:5],))
-    with pytest.raises(ScheduleError, match="made for another graph: op "):
+    with pytest.raises(ScheduleError, match="made for another graph, op "):
         rewrite(make("dropout")[0], schedule, args)
     with pytest.raises(RewriteError, match="was not captured in this process"):
         rewrite(make("plain")[0], schedule)
@@ -389,7 +388,7 @@ def test_edits_of_a_rewritten_module_are_refused() -> None:
     for attempt in attempts:
         with pytest.raises(RewriteError):
             attempt()
-    with pytest.raises(CaptureError, match="follows a plan already"):
+    with pytest.raises(CaptureError, match="already follows a plan"):
         rewrite(module, module.schedule)
     assert isinstance(copy.deepcopy(model), Scalar)
     assert isinstance(module, RematModule)
@@ -421,9 +420,9 @@ class SparseGradient(nn.Module):
 
 
 def test_what_a_cpu_graph_cannot_hold_is_refused_by_name() -> None:
-    with pytest.raises(CaptureError, match=r"nn\.LSTM on CPU.*body.*nn\.LSTMCell"):
+    with pytest.raises(CaptureError, match=r"(?s)nn\.LSTM on CPU.*body.*nn\.LSTMCell"):
         capture(LastOf(nn.LSTM(WIDTH, WIDTH)), (torch.randn(5, 2, WIDTH),))
-    with pytest.raises(CaptureError, match=r"module embedding .*test_refusals.*sparse=False"):
+    with pytest.raises(CaptureError, match=r"sparse=False.*module embedding .*test_refusals"):
         capture(SparseGradient(), (torch.arange(4),))
 
 

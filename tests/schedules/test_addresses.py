@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from remat.analysis.memory_figures import place
+from remat.analysis.plan_figures import place
 from remat.analysis.plan_report import page_facts, report
 from remat.formats import bytes_text
 from remat.graph_capture.errors import LayoutError
@@ -155,5 +155,5 @@ def test_names_in_the_picture_are_no_markup(planned: Planned) -> None:
 
 def test_a_layout_of_another_step_is_refused(planned: Planned, layout: Layout) -> None:
     everything = solve_within(planned.graph, 1 << 60, "store_all")
-    with pytest.raises(LayoutError, match="this layout was made for another step"):
+    with pytest.raises(LayoutError, match="the layout was made for another one"):
         report(planned.graph, everything, layout=layout)

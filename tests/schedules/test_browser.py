@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from PIL import Image
 
-from remat.analysis.budget_sweep import sweep_fronts
+from remat.analysis.compare import sweep
 from remat.analysis.plan_report import report
 from remat.formats import bytes_text
 from remat.schedules.timeline import timeline
@@ -252,7 +252,7 @@ def test_names_run_nothing_in_the_page(browser: Any, tmp_path: Path) -> None:
     assert made.graph is not None
     result = solve_within(made.graph, 1 << 40, "store_all")
     front = msgspec.structs.replace(
-        sweep_fronts(made.graph, ["90%"], ["chen_sqrt"])["chen_sqrt"], solver=SCRIPT
+        sweep(made.graph, ["90%"], ["chen_sqrt"]).fronts["chen_sqrt"], solver=SCRIPT
     )
     path = tmp_path / "report.html"
     report(made.graph, result, path, fronts={SCRIPT: front})

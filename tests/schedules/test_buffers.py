@@ -164,11 +164,11 @@ def test_the_hash_is_of_sizes_and_times() -> None:
 @pytest.mark.parametrize(
     ("size_bytes", "start", "end", "message"),
     [
-        ([0], [0], [1], "a buffer of 0 bytes or less has no place"),
+        ([0], [0], [1], "leave out buffers of 0 bytes or less"),
         ([1], [1], [1], "a buffer ends before it starts"),
         ([1], [-1], [1], "starts before time 0"),
-        ([1, 2], [0], [1], "need one size, start, end, kind and name each"),
-        ([1 << 62], [0], [1], "too large in all"),
+        ([1, 2], [0], [1], "give each buffer one size, start, end, kind and name"),
+        ([1 << 62], [0], [1], "together are too large"),
     ],
 )
 def test_buffers_that_cannot_be_are_refused(

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import msgspec
 
-from remat.analysis.budget_sweep import sweep_fronts
+from remat.analysis.compare import sweep
 from remat.formats import bytes_text
 from remat.solver import solve_within
 from tests.limits import AMPLE_S
@@ -45,7 +45,7 @@ def test_each_shows_its_figures(planned: Planned) -> None:
     assert bytes_text(result.budget_bytes) in shown(planned.schedule)
     lost = solve_within(graph, 1000, "chen_sqrt")
     assert bytes_text(lost.least_feasible_bytes) in shown(lost)
-    front = sweep_fronts(graph, ["70%", 1000], ["chen_sqrt"], time_limit_s=AMPLE_S)["chen_sqrt"]
+    front = sweep(graph, ["70%", 1000], ["chen_sqrt"], time_limit_s=AMPLE_S).fronts["chen_sqrt"]
     rows = shown(front)
     assert "infeasible" in rows
     assert bytes_text(front.points[1].result.peak_bytes) in rows

@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 import msgspec
 import pytest
 
-from remat.analysis.budget_sweep import sweep_fronts
+from remat.analysis.compare import sweep
 from remat.analysis.plan_report import page_facts, report
 from remat.formats import bytes_text, percent_text, time_text
 from remat.graph_capture.errors import ScheduleError
@@ -101,7 +101,7 @@ def test_a_person_reads_the_same_figures(planned: Planned, page: str) -> None:
 
 @pytest.mark.slow
 def test_rules_and_fronts_are_judged(planned: Planned) -> None:
-    front = sweep_fronts(planned.graph, 3, ["cut"], time_limit_s=AMPLE_S)["cut"]
+    front = sweep(planned.graph, 3, ["cut"], time_limit_s=AMPLE_S).fronts["cut"]
     facts = page_facts(planned.graph, planned.result, front)
     ((name, points),) = facts.fronts
     assert name == "cut"
@@ -118,7 +118,7 @@ def test_rules_and_fronts_are_judged(planned: Planned) -> None:
 
 
 def test_a_front_of_another_step_is_refused(planned: Planned) -> None:
-    front = sweep_fronts(gpt_like(2), 2, ["chen_sqrt"], time_limit_s=AMPLE_S)["chen_sqrt"]
+    front = sweep(gpt_like(2), 2, ["chen_sqrt"], time_limit_s=AMPLE_S).fronts["chen_sqrt"]
     with pytest.raises(ScheduleError, match="by chen_sqrt, is of another graph than the plan of"):
         report(planned.graph, planned.result, fronts=front)
 
@@ -197,5 +197,5 @@ def _with_names(graph: TrainingGraph) -> TrainingGraph:
 
 def test_without_a_plan_there_is_no_report(planned: Planned) -> None:
     lost = solve_within(planned.graph, 1000, "chen_sqrt")
-    with pytest.raises(ScheduleError, match="no plan to report: nothing within 1000 bytes"):
+    with pytest.raises(ScheduleError, match="no plan to report: none was found within 1000 bytes"):
         report(planned.graph, lost)

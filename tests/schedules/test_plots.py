@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from remat.analysis.budget_sweep import sweep_fronts
-from remat.analysis.memory_figures import place
+from remat.analysis.compare import sweep
+from remat.analysis.plan_figures import place
 from remat.graph_capture.errors import GraphError, LayoutError
 from remat.schedules import palette
 from remat.schedules.layout import buffers_of
@@ -91,7 +91,7 @@ def test_a_layout_shows_each_buffer_in_its_place(ax: Any, planned: Planned) -> N
         text.get_text() for text in ax.get_legend().get_texts()
     }
     other = place(planned.graph, planned.facts.unmodified_schedule)
-    with pytest.raises(LayoutError, match="made for another step"):
+    with pytest.raises(LayoutError, match="made for another one"):
         draw_layout(ax, planned.graph, planned.schedule, other)
 
 
@@ -115,7 +115,7 @@ def test_predicted_and_measured_are_of_one_step(ax: Any, planned: Planned) -> No
 @pytest.mark.slow
 def test_a_front_shows_solvers_bound_budget_and_plan(ax: Any) -> None:
     graph = gpt_like(3)
-    fronts = sweep_fronts(graph, 3, ["cut", "chen_sqrt"], time_limit_s=AMPLE_S)
+    fronts = sweep(graph, 3, ["cut", "chen_sqrt"], time_limit_s=AMPLE_S).fronts
     budget_bytes = fronts["cut"].points[1].budget_bytes
     plan = solve_within(graph, budget_bytes, "cut", time_limit_s=AMPLE_S)
     draw_front(ax, fronts, budget_bytes=budget_bytes, plan=plan)

@@ -47,7 +47,7 @@ def test_unknown_option_lists_the_options() -> None:
 
 @pytest.mark.parametrize("name", ["cut", "checkmate", "store_all"])
 def test_a_free_order_names_the_solvers_that_have_one(name: str) -> None:
-    text = f"solver '{name}' keeps the given order .* for order free use solver auto"
+    text = f"use solver auto, .* for order free: solver '{name}' keeps the given order"
     with pytest.raises(SolverError, match=text):
         make_solver(name, order="free")
     assert make_solver(name, order="fixed") == make_solver(name)
@@ -113,7 +113,7 @@ def test_a_plan_records_every_option(name: str) -> None:
 
 @pytest.mark.parametrize("budget", [math.nan, math.inf, 9.5, "8GiB", None])
 def test_a_budget_is_a_whole_number_of_bytes(budget: Any) -> None:
-    with pytest.raises(SolverError, match=f"a whole number of bytes, not {budget!r}: round it"):
+    with pytest.raises(SolverError, match=f"to a whole number, .*: it is {budget!r}"):
         solve_within(chain(4), budget)
     assert solve_within(chain(4), np.int64(1 << 60)).status == "optimal"
 

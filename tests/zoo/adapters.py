@@ -36,7 +36,7 @@ TABLE: dict[str, tuple[Any, ...]] = {
     "prompt tuning": (llama, "PromptTuning", {"num_virtual_tokens": 4}),
     "LoHa": (llama, "LoHa", {"r": 4, **QUERIES}),
 }
-REFUSED = {"LoHa": "control flow or a shape depends on tensor data"}
+REFUSED = {"LoHa": "Control flow or a shape depends on tensor data"}
 
 ENTRIES = {
     f"PEFT {name}": Entry(functools.partial(adapted, *row), "peft", refused=REFUSED.get(name, ""))

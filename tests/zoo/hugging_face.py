@@ -157,6 +157,6 @@ ENTRIES = {
     "Hugging Face Longformer, padded": Entry(
         functools.partial(masked, "Longformer", is_padded=True),
         "transformers",
-        refused=r"the values of kwargs\['attention_mask'\].*Leave kwargs\['attention_mask'\] out",
+        refused=r"(?s)leave kwargs\['attention_mask'\] out.*values of kwargs\['attention_mask'\]",
     ),
 }

@@ -131,12 +131,12 @@ ENTRIES = {
     "Hugging Face DETR": Entry(
         detr,
         "transformers",
-        refused=r"depends on tensor data \(module model\.encoder\.layers\.0.*torch\.compile",
+        refused=r"(?s)torch\.compile.*depends on tensor data \(module model\.encoder\.layers\.0",
     ),
     "Hugging Face Whisper, layer drop": Entry(
         functools.partial(whisper, encoder_layerdrop=0.1),
         "transformers",
-        refused=r"a random number.*layerdrop, stochastic depth\) to 0",
+        refused=r"(?s)layerdrop, stochastic depth\) to 0.*a random number",
     ),
     "Hugging Face Whisper, masks in time": Entry(
         functools.partial(whisper, apply_spec_augment=True),

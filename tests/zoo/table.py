@@ -1,12 +1,14 @@
-"""Writes docs/models.md's table: `python -m tests.zoo.table`, with the extra `zoo` installed.
+"""Measures the zoo: `python -m tests.zoo.table`, with the extra `zoo` installed.
 
-Every model of the zoo is captured, timed anew, planned, rewritten and run; what stands
-between the marks in the document is replaced.
+Every model is captured, timed anew, planned, rewritten and run. Its row goes to
+`benchmarks/results/models.csv`, and a row for each library between the marks of docs/models.md.
+`--page` writes those of the kept file and measures nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import importlib.metadata
 import os
 import platform
@@ -25,13 +27,72 @@ from tests.zoo.case import Entry
 from tests.zoo.catalogue import ZOO
 from tests.zoo.measure import Plan, measured
 
-DOCS = Path(__file__).parents[2] / "docs" / "models.md"
+ROOT = Path(__file__).parents[2]
+DOCS, RESULTS = ROOT / "docs" / "models.md", ROOT / "benchmarks" / "results" / "models.csv"
 PACKAGES = ("torch", "transformers", "timm", "diffusers", "x-transformers", "peft")
 TITLES = (
     "model", "ops", "capture", "timing", "keeping all: predicted, measured", "error",
-    "planned: share of the peak", "predicted, measured", "error", "gradients equal",
-    "eager itself: predicted, measured", "three steps of AdamW",
+    "planned: share of the peak", "planned: predicted, measured", "planned: error",
+    "gradients equal", "eager itself: predicted, measured", "three steps of AdamW",
 )  # fmt: skip
+LIBRARIES = ("Hugging Face", "diffusers", "x-transformers", "PEFT", "timm")
+PLAIN = "torch alone"
+UNITS = {"KiB": 1 / 1024, "MiB": 1.0, "GiB": 1024.0}
+Rows = list[dict[str, str]]
+
+
+def library_lines(made: str, rows: Rows) -> list[str]:
+    """One row for each library, and one for each model that is refused."""
+    lines = [made, ""]
+    lines += head(["library", "models", "gradients equal", "peak off", "unmodified peak off"])
+    planned = [one for one in rows if one["capture"] != "refused"]
+    for library in (*LIBRARIES, PLAIN):
+        own = [one for one in planned if _library(one["model"]) == library]
+        if own:
+            names = "; ".join(one["model"].removeprefix(library).strip() for one in own)
+            lines.append(row([library, names, *_figures(own)]))
+    lines += ["", *head(["refused", "why"])]
+    refused = (one for one in rows if one["capture"] == "refused")
+    return [*lines, *(row([one["model"], one["timing"]]) for one in refused)]
+
+
+def _library(model: str) -> str:
+    return next((name for name in LIBRARIES if model.startswith(name)), PLAIN)
+
+
+def _figures(rows: Rows) -> list[str]:
+    """Gradients that are equal, and how far off predicted peaks are at most."""
+    counts = [one["gradients equal"].split(",")[0].split(" of ") for one in rows]
+    equal, total = (sum(map(int, of)) for of in zip(*counts, strict=True))
+    errors = [one[name].removesuffix(" %") for one in rows for name in ("error", "planned: error")]
+    eager = [_ratio(one["eager itself: predicted, measured"]) for one in rows]
+    unmodified = f"{round(100 * min(eager)):+} to {round(100 * max(eager)):+} %"
+    return [f"{equal} of {total}", f"{max(abs(float(e)) for e in errors):.2f} %", unmodified]
+
+
+def _ratio(pair: str) -> float:
+    """Predicted over measured, less one, of a text such as ``2.96 MiB, 3.05 MiB``."""
+    sizes = (size.split() for size in pair.split(", "))
+    predicted, measured = (float(number) * UNITS[unit] for number, unit in sizes)
+    return predicted / measured - 1
+
+
+def kept() -> tuple[str, Rows]:
+    """On what the kept rows were measured, and the rows."""
+    made, *lines = RESULTS.read_text(encoding="utf-8").splitlines()
+    return made.removeprefix("# "), list(csv.DictReader(lines))
+
+
+def keep(made: str, rows: list[list[str]]) -> None:
+    """Keep them."""
+    with RESULTS.open("w", encoding="utf-8", newline="") as file:
+        file.write(f"# {made}\n")
+        csv.writer(file, lineterminator="\n").writerows([TITLES, *rows])
+
+
+def written_into(text: str) -> str:
+    """The document with the kept rows."""
+    return replaced(text, "models", library_lines(*kept()))
 
 
 def entries(name: str, entry: Entry) -> list[str]:
@@ -41,7 +102,7 @@ def entries(name: str, entry: Entry) -> list[str]:
     try:
         found = measured(entry)
     except RematError as error:
-        refusal = _without_folders(str(error).split(". ")[0])
+        refusal = _without_folders(str(error).splitlines()[0].split(". ")[0])
         return [name, "-", "refused", refusal, *["-"] * (len(TITLES) - 4)]
     plans = (found.everything, found.planned)
     equal = sum(plan.check.gradients for plan in plans)
@@ -76,20 +137,28 @@ def made_with() -> str:
 def main() -> int:
     """Measure the zoo and write the document anew."""
     parser = argparse.ArgumentParser(prog="tests.zoo.table", description=__doc__)
-    parser.add_argument("--docs", type=Path, default=DOCS)
+    parser.add_argument("--page", action="store_true", help="only write the page")
     parser.add_argument("--only", nargs="*", help="parts of names, to look at a few")
     asked = parser.parse_args()
+    if not asked.page:
+        rows = _measured_rows(asked.only)
+        if asked.only:
+            return 0
+        keep(made_with(), rows)
+    DOCS.write_text(written_into(DOCS.read_text()))
+    return 0
+
+
+def _measured_rows(parts: list[str] | None) -> list[list[str]]:
     warnings.simplefilter("ignore")
-    lines = [made_with(), "", *head(list(TITLES))]
+    rows: list[list[str]] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["REMAT_CACHE"] = folder
         for name, entry in ZOO.items():
-            if not asked.only or any(part in name for part in asked.only):
-                lines.append(row(entries(name, entry)))
-                print(lines[-1], flush=True)
-    if not asked.only:
-        asked.docs.write_text(replaced(asked.docs.read_text(), "models", lines))
-    return 0
+            if not parts or any(part in name for part in parts):
+                rows.append(entries(name, entry))
+                print(row(rows[-1]), flush=True)
+    return rows
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_pos_bias": True, "alibi_num_heads": 2},
 }  # fmt: skip
 REFUSED = {
-    "bias of T5": r"changes global registry of einx.*leave the module that does it to eager",
+    "bias of T5": r"(?s)change global registry of einx.*leave the module that does it to eager",
     "alibi": r"puts another tensor in the place of attn_layers\.rel_pos\.bias",
 }
 

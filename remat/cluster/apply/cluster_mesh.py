@@ -34,8 +34,8 @@ def opened_plan(plan: ClusterFile | str | Path) -> ClusterFile:
         return plan
     if not isinstance(plan, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PlanError(
-            f"no plan for a cluster, but {type(plan).__name__}: pass the path of a file that "
-            "remat cluster has written"
+            f"pass the path of a file that remat cluster has written: a {type(plan).__name__} is "
+            "not a plan for a cluster"
         )
     return read_cluster_plan(read_contents(plan), str(plan))
 
@@ -60,8 +60,9 @@ def cluster_mesh(plan: ClusterFile | str | Path, device_type: str = "") -> Devic
     plan = opened_plan(plan)
     if not (dist.is_available() and dist.is_initialized()):
         raise PlanError(
-            f"the plan is for {plan.gpus} ranks, and this process is in no group: start it with "
-            f"torchrun --nproc-per-node N, and call torch.distributed.init_process_group first"
+            "start this process with torchrun --nproc-per-node N, and call "
+            f"torch.distributed.init_process_group first: the plan is for {plan.gpus} ranks, and "
+            "it is in no group"
         )
     require_world(plan, dist.get_world_size())
     kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -105,8 +106,9 @@ def require_split_blocks(blocks: Mapping[str, nn.Module], ranks: int) -> None:
         # The plan counts a part of the block's weights and work on each rank.
         if not any(place.is_shard() for p in held for place in p.placements):
             raise PlanError(
-                f"tp_plan splits no parameter of block {path}, and the plan is for {ranks} tensor "
-                "parallel ranks: name its linear layers, such as 'layers.*.up': ColwiseParallel()"
+                f"name the linear layers of block {path} in tp_plan, such as 'layers.*.up': "
+                f"ColwiseParallel(). The plan is for {ranks} tensor parallel ranks, and tp_plan "
+                "splits no parameter of the block"
             )
 
 

@@ -112,9 +112,9 @@ def require_token_local_block(
         why = _why_not_token_local(run, border, places)
     if why:
         raise CaptureError(
-            f"block {path} {why}, and context parallel ranks run it on their own tokens: "
-            "give it positions as an argument, one for each token that it reads, and let "
-            f"torch.nn.functional.scaled_dot_product_attention alone mix tokens; or {WAY_OUT}"
+            "give the block positions as an argument, one for each token that it reads, and let "
+            f"only torch.nn.functional.scaled_dot_product_attention mix tokens; or {WAY_OUT}.\n"
+            f"Block {path} {why}, and context parallel ranks run it on their own tokens"
         )
 
 
@@ -137,9 +137,9 @@ def require_token_local_loss(
 
     if why := _why_not_token_local(run, border, places):
         raise CaptureError(
-            f"the loss {why}, and context parallel ranks compute it of their own tokens: let it be "
-            "a mean over tokens, each with a target of its own that was shifted before; or "
-            f"{WAY_OUT}"
+            "make the loss a mean over tokens, each with its own target, shifted beforehand; or "
+            f"{WAY_OUT}.\n"
+            f"The loss {why}, and context parallel ranks compute it from their own tokens"
         )
 
 
@@ -173,7 +173,7 @@ def _why_not_token_local(run: Callable[..., _Parts], x: Tensor, places: ChangedP
     turned = run(places.of(x, SEQUENCE), turned=True)
     for (a, dim), (b, _) in zip(usual, turned, strict=True):
         if not _alike(places.of(a, dim), b):
-            return "depends on where a token stands"
+            return "depends on the position of a token"
     return ""
 
 
@@ -226,8 +226,8 @@ def with_own_loss(asked: Applied) -> Applied:
         wrong = next((leaf for leaf in leaves if not part.counts_tokens(leaf)), None)
         if wrong is not None:
             raise PlanError(
-                f"{what} has a tensor of {list(wrong.shape)}, and context parallel ranks cut each "
-                f"along its tokens: pass [batch, {part.seq}, ...] on all ranks, or {WAY_OUT}"
+                f"pass [batch, {part.seq}, ...] on all ranks, or {WAY_OUT}: {what} has a tensor "
+                f"of {list(wrong.shape)}, and context parallel ranks cut each along its tokens"
             )
     return replace(asked, loss_fn=part.loss(asked.loss_fn))
 
@@ -251,9 +251,10 @@ def first_call(
     )  # fmt: skip
     if reads_all and whole.border.shape[SEQUENCE] != part.seq:
         raise CaptureError(
-            f"what comes before block {path} knows positions, and tensor parallel ranks share the "
-            "tokens of its border: let tp_plan leave the modules before the blocks whole, and "
-            f"split the border in the blocks; or {WAY_OUT}"
+            "leave the modules before the blocks whole in tp_plan, and split the border in the "
+            f"blocks; or {WAY_OUT}.\n"
+            f"Modules before block {path} know positions, and tensor parallel ranks share the "
+            "tokens of its border"
         )
     of_rank = PartOfBefore(before, part, reads_all)
     cut: dict[int, int] = {}

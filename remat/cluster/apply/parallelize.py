@@ -46,15 +46,15 @@ def _check_plan(
     _check_mesh(plan, mesh)
     if materialize is not None and not callable(materialize):
         raise PlanError(
-            f"materialize is {type(materialize).__name__}: pass a function of a path and a module, "
-            "such as lambda path, module: load(path, module.to_empty(device='cuda'))"
+            "pass materialize as a function of a path and a module, such as lambda path, module: "
+            f"load(path, module.to_empty(device='cuda')), not a {type(materialize).__name__}"
         )
     _check_model(model, is_materialized=materialize is not None)
     tp = plan.parallelism.tensor_parallel_degree
     if tp > 1 and not tp_plan:
         raise PlanError(
-            f"the plan is for {tp} tensor parallel ranks, and no tp_plan says which layers they "
-            "share: pass tp_plan, such as {'layers.*.up': ColwiseParallel(), ...}"
+            f"pass tp_plan, such as {{'layers.*.up': ColwiseParallel(), ...}}: the plan is for "
+            f"{tp} tensor parallel ranks, and needs to know which layers they share"
         )
     _check_schedule(plan, name)
 
@@ -66,21 +66,19 @@ def _check_mesh(plan: ClusterFile, mesh: DeviceMesh) -> None:
     found = {name: mesh.size(i) for i, name in enumerate(names)}
     if tuple(names) != DIMENSIONS or found != wanted:
         raise PlanError(
-            f"the mesh is {found}, and the plan's {wanted}: make it by "
-            "remat.cluster.cluster_mesh(plan)"
+            f"make the mesh with remat.cluster.cluster_mesh(plan): it is {found}, and the plan's "
+            f"is {wanted}"
         )
 
 
 def _check_model(model: nn.Module, *, is_materialized: bool) -> None:
     if any(isinstance(module, SharedState) for module in model.modules()):
-        raise PlanError(
-            "a part of this model follows a plan already: parallelize the original model"
-        )
+        raise PlanError("parallelize the original model: a part of this one already follows a plan")
     if not has_storage(model) and not is_materialized:
         raise PlanError(
-            f"this {type(model).__name__} is on the meta device and cannot train: pass "
-            "materialize=, a function that gives a module of it storage and values, or build it "
-            "with storage on each rank, with the same seed"
+            "pass materialize=, a function that gives a module storage and values, or build the "
+            f"model with storage on each rank, with the same seed: this {type(model).__name__} is "
+            "on the meta device and cannot train"
         )
 
 
@@ -90,13 +88,14 @@ def _check_schedule(plan: ClusterFile, name: str) -> None:
         return
     if plan.microbatches < pp:
         raise PlanError(
-            f"{plan.microbatches} microbatches are fewer than {pp} stages, which then wait for "
-            f"each other: plan again with a larger --batch, or --pp {plan.microbatches}"
+            f"plan again with a larger --batch, or --pp {plan.microbatches}: {plan.microbatches} "
+            f"microbatches are fewer than {pp} stages, which then wait for each other"
         )
     if (name in ONE_STAGE) != (plan.virtual_stages == 1):
         raise PlanError(
-            f"schedule {name} is not for {plan.virtual_stages} stages on each rank, as planned: "
-            f"choose {', '.join(ONE_STAGE)} for one; plan others with --virtual-stages 2 or more"
+            f"choose {', '.join(ONE_STAGE)} for one stage on each rank, or plan with "
+            f"--virtual-stages 2 or more for others: schedule {name} is not for "
+            f"{plan.virtual_stages}, as planned"
         )
     try:
         torch_order(name, pp, plan.microbatches, plan.virtual_stages)
@@ -113,7 +112,8 @@ def _runner_of(parts: RankParts) -> stepping.StepRunner:
     kind: Any = get_schedule_class(name)
     is_one = name in ONE_STAGE
     given = stages[0] if is_one else stages
-    schedule = kind(given, n_microbatches=plan.microbatches, loss_fn=stepping.loss_itself)
+    # The last stage has computed its loss.
+    schedule = kind(given, n_microbatches=plan.microbatches, loss_fn=lambda loss, _: loss)
     # Now that torch has the order of the step, it says how many buffers are in use at once.
     for stage in stages:
         at, m = stage.stage_index, plan.microbatches
@@ -263,8 +263,8 @@ def _require_same(ranks: CollectiveCall, what: str, mine: str) -> None:
     said = ranks.gathered_texts(what, mine)
     if others := [str(rank) for rank, found in enumerate(said) if found != said[0]]:
         raise PlanError(
-            f"the {what} of rank {', '.join(others)} is not that of rank 0: give all ranks the "
-            f"same {what}, such as by one file that all read, and the same seed"
+            f"give all ranks the same {what}, such as from one file that all read, and the same "
+            f"seed: the {what} of rank {', '.join(others)} is not that of rank 0"
         )
 
 
@@ -272,14 +272,14 @@ def _require_same_stage(ranks: CollectiveCall, parts: RankParts) -> None:
     # Ranks of a stage run the same collectives only if they follow the same schedules.
     if unlike := _unlike_stages(ranks, "stage", parts.asked.rank, parts.digest):
         raise PlanError(
-            f"ranks of stage {unlike} would follow different schedules, as their blocks are "
-            "captured differently: build the same model, and pass a microbatch of the same shapes, "
-            "on all ranks"
+            "build the same model, and pass a microbatch of the same shapes, on all ranks: ranks "
+            f"of stage {unlike} would follow different schedules, as their blocks are captured "
+            "differently"
         )
     if unlike := _unlike_stages(ranks, "values", parts.asked.rank, parts.values):
         raise PlanError(
-            f"materialize has given ranks of stage {unlike} different values: let all read the "
-            "same file, or draw with a seed that depends on the path alone"
+            "let all ranks read the same file, or draw with a seed that depends only on the path: "
+            f"materialize gave ranks of stage {unlike} different values"
         )
 
 

@@ -15,7 +15,7 @@ from remat.rewriter.graphs.backward_parts import SplitCode, SplitGraphs, StepSpl
 from remat.rewriter.user_module.module import RematModule
 from remat.rewriter.user_module.ranged import RangedModule
 
-_WITHOUT = "or take a schedule without zero bubbles, such as 1F1B or Interleaved1F1B"
+_WITHOUT = "or use a schedule without zero bubbles, such as 1F1B or Interleaved1F1B"
 
 
 class SplitBackward:
@@ -64,8 +64,8 @@ def split_backward(module: nn.Module) -> SplitBackward:
     blocks = {p: one for p, one in module.named_modules() if isinstance(one, RematModule)}
     if not blocks:
         raise RewriteError(
-            f"no part of this {type(module).__name__} is rewritten, and torch splits the backward "
-            "of eager modules itself: leave out dw_builder"
+            f"leave out dw_builder: no part of this {type(module).__name__} is rewritten, and "
+            "torch splits the backward of eager modules itself"
         )
     _refuse_shared(module, blocks)  # all refusals come before any block is changed
     codes: dict[Any, SplitCode] = {}
@@ -85,7 +85,7 @@ def _graphs(path: str, block: RematModule) -> SplitGraphs:
             raise _not_split(
                 path, block,
                 f"draws random numbers in backward ({node.target}), in an order that two parts "
-                "would change: rewrite its parts by themselves",
+                "would change: rewrite its parts separately",
             )  # fmt: skip
     n_state = len(block._remat_guards.names)  # parameters and buffers are the first inputs
     weights = [place for place in step.gradients.needs if place < n_state]
@@ -107,11 +107,11 @@ def _refuse_step(path: str, block: RematModule) -> None:
     results: Any = step.backward.graph.output_node().args[0]
     has_more = len(results) != len(step.forward.graph.find_nodes(op="placeholder"))
     reasons = {
-        "is split already: use what the first call returned": block._remat_split,
-        "is code by Inductor, of one piece: leave out compile=True": step.by_inductor,
+        "is already split: use what the first call returned": block._remat_split,
+        "is one piece of Inductor's code: leave out compile=True": step.by_inductor,
         "copies values to the host: plan without offloading": block._remat_schedule.moves,
         "updates parameters in backward: plan without an optimizer": block._remat_updates,
-        "has its memory from an arena: plan without one": step.memory.source,
+        "has its memory in an arena: plan without one": step.memory.source,
         "was planned over DTensors: leave out tensor parallelism": any(one[-1] for one in facts),
         "has collectives in backward: rewrite what is between them": collectives_in(step.backward),
         "writes to buffers in backward: rewrite what does not": has_more,
@@ -128,9 +128,9 @@ def _refuse_shared(module: nn.Module, blocks: dict[str, RematModule]) -> None:
             where = owners.setdefault(id(parameter), path)
             if where != path:
                 raise RewriteError(
-                    f"{name} belongs to {where or 'the module'} and to {path or 'the module'}, "
-                    "and its gradient would be added up in another order in two parts: rewrite "
-                    f"the two together as one module, {_WITHOUT}"
+                    f"rewrite the two together as one module, {_WITHOUT}: {name} belongs to "
+                    f"{where or 'the module'} and to {path or 'the module'}, and two parts would "
+                    "add up its gradient in another order"
                 )
 
 
@@ -143,9 +143,9 @@ def _holders(
         yield path, [(f"{path}.{n}".lstrip("."), p) for n, p in block.named_parameters()]
     for path, one in [(n, m) for n, m in module.named_modules() if m not in inside]:
         named = one.named_parameters(recurse=False)
-        yield "what is outside of blocks", [(f"{path}.{n}".lstrip("."), p) for n, p in named]
+        yield "modules outside the blocks", [(f"{path}.{n}".lstrip("."), p) for n, p in named]
 
 
 def _not_split(path: str, block: nn.Module, why: str) -> RewriteError:
     name = f"{path} ({type(block).__name__})" if path else type(block).__name__
-    return RewriteError(f"backward of {name} cannot be split: it {why}, {_WITHOUT}")
+    return RewriteError(f"cannot split the backward of {name}: it {why}, {_WITHOUT}")

@@ -136,9 +136,9 @@ def _picked(part: Part, plan: ClusterFile, number: int, n: int, flight: float) -
     except ValueError as error:
         least = min(flight * n * o.saved_bytes + o.need_bytes for o in part.options)
         raise PlanError(
-            f"the blocks of stage {number} need {bytes_text(int(least))} for activations here, and "
-            f"the plan leaves them {bytes_text(room)}: plan again with a larger --budget, a "
-            "smaller --microbatch, or more stages"
+            "plan again with a larger --budget, a smaller --microbatch, or more stages: the "
+            f"blocks of stage {number} need {bytes_text(int(least))} for activations here, and "
+            f"the plan leaves them {bytes_text(room)}"
         ) from error
     # Options come quickest first.
     return [part.options[i] for i in sorted(chosen, reverse=True) for _ in range(chosen[i])]
@@ -175,7 +175,7 @@ def _within(part: Part, limit: PartOption, path: str, number: int) -> PartOption
     fitting = [o for o in part.options if o.saved_bytes <= limit.saved_bytes]
     if not fitting:
         raise PlanError(
-            f"block {path} of stage {number} saves more than the plan leaves it, "
-            f"{bytes_text(limit.saved_bytes)}: plan again with a larger --budget"
+            f"plan again with a larger --budget: block {path} of stage {number} saves more than "
+            f"the {bytes_text(limit.saved_bytes)} that the plan leaves it"
         )
     return min(fitting, key=lambda option: (option.extra_us, option.need_bytes))

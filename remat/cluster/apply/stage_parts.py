@@ -84,7 +84,7 @@ class _Cutter:
         if not self.asked.has_last:
             return
         run = StageRun(None, (), self.behind, given, self.asked.loss_fn)
-        why = "reads what comes before the blocks, which the last stage does not have"
+        why = "reads modules before the blocks, which the last stage does not have"
         try:
             with torch.no_grad():
                 loss = run((torch.zeros_like(given.border),), self.asked.target)
@@ -93,8 +93,8 @@ class _Cutter:
         # What is read from before the blocks is on the meta device, and so is what is made of it.
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_meta:
             raise CaptureError(
-                f"loss_fn returns {type(loss).__name__} and no loss of one number on the device: "
-                f"or what follows the last block {why}"
+                f"return one number on the device from loss_fn, not a {type(loss).__name__}; or "
+                f"what follows the last block {why}"
             )
         if self.asked.shares_tokens:
             require_own_loss(self.behind, given, self.asked, self.tokens)
@@ -120,11 +120,11 @@ def _require_border(given: Arrival, plan: ClusterFile) -> None:
     if (tuple(border.shape), dtype) == (planned.shape, planned.dtype):
         return
     raise PlanError(
-        f"blocks read {dtype}{list(border.shape)} here, and the plan is for {planned.dtype}"
-        f"{list(planned.shape)}: pass one microbatch of "
-        f"{plan.parallelism.pipeline_parallel_microbatch_size} x {plan.seq} in args, compute in "
-        f"{planned.dtype} (mp_policy, or the model's own dtype), and let tp_plan split borders "
-        "along the sequence"
+        f"pass one microbatch of {plan.parallelism.pipeline_parallel_microbatch_size} x "
+        f"{plan.seq} in args, compute in {planned.dtype} (mp_policy, or the model's own dtype), "
+        "and let tp_plan split borders along the sequence: blocks read "
+        f"{dtype}{list(border.shape)} here, and the plan is for "
+        f"{planned.dtype}{list(planned.shape)}"
     )
 
 

@@ -56,7 +56,11 @@ class Dependencies:
         read = frozenset[_Storage]().union(*(self.storages[a] for a in node.all_input_nodes))
         aliased, self.written[node] = self._by_schema(node)
         if node.op == "placeholder":
-            own = self._of_placeholder(node)
+            value = node.meta.get("val")
+            key = storage_key(value) if isinstance(value, Tensor) else None
+            # Two inputs may be of one storage.
+            first = (node, 0) if key is None else self._of_input.setdefault(key, (node, 0))
+            own = frozenset([first])
         elif is_getitem(node):
             source, place = node.args
             assert isinstance(source, fx.Node)
@@ -70,13 +74,6 @@ class Dependencies:
         makes = any(maker is node for maker, _ in own)
         is_look = node.op != "output" and not makes and not self.written[node]
         self.touched[node] = frozenset() if is_look else read
-
-    def _of_placeholder(self, node: fx.Node) -> frozenset[_Storage]:
-        value = node.meta.get("val")
-        if not isinstance(value, Tensor):
-            return frozenset([(node, 0)])
-        # Two inputs may be of one storage.
-        return frozenset([self._of_input.setdefault(storage_key(value), (node, 0))])
 
     def _made(self, node: fx.Node) -> frozenset[_Storage]:
         # A result may be an argument's storage although no schema says so.
@@ -146,7 +143,11 @@ def most_live_bytes(part: fx.GraphModule, resident: Collection[str] = ()) -> int
     free_nodes = [n for n in inputs if n.name in resident]
     free_nodes += part.graph.find_nodes(op="get_attr")
     free = {s for n in free_nodes for s in facts.storages[n]}
-    last = _last_uses(part, facts)
+    last: dict[_Storage, int] = {}
+    releases_gradients = bool(marks(part.graph))
+    for place, node in enumerate(part.graph.nodes):
+        if node.op != "output" or not releases_gradients:  # marks still need the others
+            last |= {s: place for one in node.all_input_nodes for s in facts.storages[one]}
     given = {s for n in inputs for s in facts.storages[n]} - free
     most = sum(map(facts.bytes_of, given))
     live = given & last.keys()
@@ -156,15 +157,6 @@ def most_live_bytes(part: fx.GraphModule, resident: Collection[str] = ()) -> int
             most = max(most, sum(map(facts.bytes_of, live)))
         live = {s for s in live if last.get(s, place) > place or node.op == "placeholder"}
     return most
-
-
-def _last_uses(part: fx.GraphModule, facts: Dependencies) -> dict[_Storage, int]:
-    last: dict[_Storage, int] = {}
-    releases_gradients = bool(marks(part.graph))
-    for place, node in enumerate(part.graph.nodes):
-        if node.op != "output" or not releases_gradients:  # marks still need the others
-            last |= {s: place for one in node.all_input_nodes for s in facts.storages[one]}
-    return last
 
 
 # Ops that inputs' gradients do not need may run in either part. A cast, a mask, a bias's sum: run

@@ -99,8 +99,8 @@ def _blocks(model: nn.Module, plan: ClusterFile) -> dict[str, nn.Module]:
     missing = [path for path in places if path not in modules]
     if missing:
         raise PlanError(
-            f"the plan's block {missing[0]} is none of this {type(model).__name__}, and the plan "
-            f"is for {plan.model}: build the model that was planned. {MAKE_AGAIN}"
+            f"build the model that was planned: the plan's block {missing[0]} is not in this "
+            f"{type(model).__name__}, and the plan is for {plan.model}. {MAKE_AGAIN}"
         )
     return {path: modules[path] for path in places}
 
@@ -110,8 +110,8 @@ def _refuse_loose(model: nn.Module, inside: set[str]) -> None:
         owner = name.rpartition(".")[0]
         if not any(owner == path or owner.startswith(f"{path}.") for path in inside):
             raise CaptureError(
-                f"{name} lies beside the blocks in no module of its own, so it belongs to no "
-                "stage: move it into a module that forward calls"
+                f"move {name} into a module that forward calls: it lies beside the blocks in no "
+                "module of its own, so it belongs to no stage"
             )
 
 
@@ -176,15 +176,15 @@ def _refuse_other(path: str, before: dict[str, tuple[Any, ...]], module: nn.Modu
     if not has_storage(module):
         name = next(name for name, tensor in _state(module) if tensor.is_meta)
         raise PlanError(
-            f"materialize has left {path}.{name} without storage: call module.to_empty(device=...) "
-            "in it, and then give each parameter and buffer its values"
+            "call module.to_empty(device=...) in materialize, and then give each parameter and "
+            f"buffer its values: it left {path}.{name} without storage"
         )
     after = _facts(module)
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name):
             raise PlanError(
-                f"materialize has made {path}.{name} {_facts_text(after.get(name))}, and it was "
-                f"{_facts_text(before.get(name))}: give it other values alone"
+                f"give {path}.{name} only other values in materialize: it is now "
+                f"{_facts_text(after.get(name))}, and was {_facts_text(before.get(name))}"
             )
 
 

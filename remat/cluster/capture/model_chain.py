@@ -126,8 +126,8 @@ def tied_weights(chain: ChainModel, shape: ChainShape) -> tuple[str, ...]:
 def refuse_tied(tied: Sequence[str]) -> None:
     if tied:
         raise CaptureError(
-            f"{' and '.join(tied)} are in two stages, which cannot share weights: untie them, or "
-            "plan without stages with --pp 1"
+            f"untie {' and '.join(tied)}, or plan without stages with --pp 1: they are in two "
+            "stages, which cannot share weights"
         )
 
 
@@ -148,8 +148,8 @@ def _longest_list(model: nn.Module) -> dict[str, nn.Module]:
             found = equal
     if len(found) < _LEAST_BLOCKS:
         raise CaptureError(
-            f"{type(model).__name__} has no list of equal blocks, so it is no chain that a cluster "
-            "is planned for: name its blocks with --blocks, such as 'layers.*'"
+            f"name the blocks with --blocks, such as 'layers.*': {type(model).__name__} has no "
+            "list of equal blocks, so it is not a chain that can be planned for a cluster"
         )
     return found
 
@@ -163,12 +163,12 @@ def _require_equal(blocks: Mapping[str, nn.Module]) -> None:
     first, *others = blocks
     if not others:
         raise CaptureError(
-            f"{first} is one block alone, and a chain has {_LEAST_BLOCKS} or more: name all with "
-            "--blocks, such as 'layers.*'"
+            f"name all blocks with --blocks, such as 'layers.*': {first} is only one, and a chain "
+            f"has {_LEAST_BLOCKS} or more"
         )
     for path in others:
         if _block_facts(blocks[path]) != _block_facts(blocks[first]):
             raise CaptureError(
-                f"block {path} differs from block {first} in class or parameters, and a cluster is "
-                "planned for a chain of equal blocks: name equal ones with --blocks"
+                f"name equal blocks with --blocks: block {path} differs from block {first} in "
+                "class or parameters, and a cluster is planned for a chain of equal ones"
             )

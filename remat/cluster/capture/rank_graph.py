@@ -167,11 +167,7 @@ def _cut(linear: nn.Linear, path: str, role: SplitRole, tp: int) -> None:
 
 
 def _has(module: nn.Module, path: str) -> bool:
-    try:
-        module.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
+    return path in dict(module.named_modules(remove_duplicate=False))
 
 
 def _put(model: nn.Module, path: str, module: nn.Module) -> None:
@@ -260,8 +256,8 @@ def _prepared(traced: Trace, groups: FakeGroups, links: RankLinks, border: str) 
     for name, node in traced.joint.node_of_op.items():
         if is_collective(node) and not groups.has(groups_of([node])):
             raise CaptureError(
-                f"a block runs the collective {name} by itself, and a plan of a cluster makes all "
-                "that there are: leave it out of the model"
+                f"leave the collective {name} out of the model: a block runs it, and a cluster's "
+                "plan adds all collectives itself"
             )
     return planned_graph(model_costs(traced, traced.recipe.device, ranks=links), border)
 

@@ -68,13 +68,13 @@ WAY_OUT = "plan with --cp 1"
 def _why_unshared(query: Tensor, key: Tensor, mask: Tensor | None) -> str:
     """What keeps context parallel ranks from sharing a call of attention; empty for nothing."""
     if mask is not None:
-        return "has a mask, of which a rank has its own tokens alone"
+        return "has a mask, and a rank has only the mask of its own tokens"
     if query.dim() != key.dim() or query.dim() != 4:
-        return "is of other tensors than [batch, heads, tokens, width]"
+        return "takes tensors other than [batch, heads, tokens, width]"
     if is_distributed(query):
-        return "is of DTensors (use_local_output=True in tp_plan gives it plain ones)"
+        return "takes DTensors (use_local_output=True in tp_plan gives it plain tensors)"
     if query.shape[TOKENS] != key.shape[TOKENS]:
-        return "is over the keys of other tokens than its queries"
+        return "has keys of other tokens than its queries"
     return ""
 
 
@@ -85,7 +85,7 @@ def require_shared(query: Tensor, key: Tensor, mask: Tensor | None, ranks: int) 
         why = f"has {heads[0]} heads of queries and {heads[1]} of keys on each rank"
     if why:
         raise CaptureError(
-            f"{ranks} context parallel ranks cannot share this attention, which {why}: {WAY_OUT}"
+            f"{WAY_OUT}: {ranks} context parallel ranks cannot share this attention, which {why}"
         )
 
 
@@ -148,7 +148,7 @@ class _WatchedAttention(AttentionMode):
 
 
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default")
-_NO_CHAIN = "so the model is no chain of blocks, which is all that a cluster is planned for"
+_NO_CHAIN = "so the model is not a chain of blocks, which a cluster's plan needs"
 
 
 def watch(chain: ChainModel) -> ChainShape:
@@ -209,11 +209,11 @@ class _Watcher(OpWatcher):
         shape = self.shape
         if self.after != len(self.paths) - 1:
             missing = self.paths[self.after + 1]
-            raise CaptureError(f"block {missing} is not called in its turn, {_NO_CHAIN}")
+            raise CaptureError(f"block {missing} is not called in turn, {_NO_CHAIN}")
         shape.digest = self.hash.hexdigest()
         of_block = [r for path, r in shape.roles.items() if path.startswith(self.paths[0])]
         if not shape.unsplit and not {"columns", "rows"} <= set(of_block):
-            shape.unsplit = "no linear layer of it reads what another one makes"
+            shape.unsplit = "no linear layer of it reads the result of another"
         return shape
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -244,10 +244,10 @@ class _Watcher(OpWatcher):
             if border is None or border[0] == len(self.paths) - 1:
                 continue
             if self.inside != border[0] + 1:
-                where = "outside of blocks" if self.inside is None else self.paths[self.inside]
+                where = "outside the blocks" if self.inside is None else self.paths[self.inside]
                 raise CaptureError(
-                    f"what block {self.paths[border[0]]} makes is read by {func} {where}, beside "
-                    f"the next block, {_NO_CHAIN}"
+                    f"the result of block {self.paths[border[0]]} is read by {func} {where}, "
+                    f"besides the next block, {_NO_CHAIN}"
                 )
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -273,8 +273,8 @@ class _Watcher(OpWatcher):
             self.shape.block_args, self.shape.block_kwargs = args, kwargs
         elif self.borders.get(id(args[0]), (None,))[0] != number - 1:
             raise CaptureError(
-                f"block {path} does not read what block {self.paths[number - 1]} returns as it is, "
-                f"{_NO_CHAIN}"
+                f"block {path} does not read the result of block {self.paths[number - 1]} "
+                f"unchanged, {_NO_CHAIN}"
             )
         else:
             self._require_same(number, args, kwargs)
@@ -290,15 +290,15 @@ class _Watcher(OpWatcher):
             for a, b in zip(known, given, strict=True)
         ):
             raise CaptureError(
-                f"block {self.paths[number]} is given other arguments than block {self.paths[0]}, "
-                "beside what is passed on: give all the same, or keep what differs in the block"
+                "give all blocks the same arguments, or keep what differs in the block: block "
+                f"{self.paths[number]} is given others than block {self.paths[0]}"
             )
 
     def after_block(self, number: int, module: nn.Module, args: Any, result: Any) -> None:
         if not isinstance(result, Tensor):
             raise CaptureError(
-                f"block {self.paths[number]} returns a {type(result).__name__}, {_NO_CHAIN}: let "
-                "it return one tensor"
+                f"return one tensor from block {self.paths[number]}: it returns a "
+                f"{type(result).__name__}, {_NO_CHAIN}"
             )
         if number == 0:
             self.shape.border = result

@@ -29,6 +29,7 @@ from benchmarks.comparison.fronts import (
 from benchmarks.comparison.methods import Variant
 from benchmarks.comparison.models import SUITES
 from benchmarks.comparison.page.causes import cause
+from benchmarks.comparison.page.front_plot import INKS, panels
 from benchmarks.comparison.row import GRADIENTS
 
 ROOT = Path(__file__).parents[3]
@@ -105,14 +106,18 @@ def test_a_row_without_what_judges_its_gradients_has_that_measured_anew(results:
 
 
 @pytest.mark.slow
-def test_the_page_shows_every_row(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_is_printed_and_the_page_has_its_picture(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = json.loads(results.read_text())
     monkeypatch.setattr(document, "PAGE", results.with_name("benchmarks.md"))
-    text = "\n".join(document.part("smoke", kept))
+    document.part("smoke", kept)
     for model in models_of("smoke", kept["rows"]):
+        text = "\n".join(document.section(model))
         for row in model.rows:
             assert f"| {title(row)} | {row.peak_bytes / 1e6:.1f} |" in text
-    assert (results.parent / "pictures" / "benchmarks-smoke.png").stat().st_size > 10_000
+    light, dark = (results.parent / "pictures" / f"benchmarks-smoke-{s}.svg" for s in INKS)
+    assert min(light.stat().st_size, dark.stat().st_size) > 10_000
 
 
 @pytest.mark.clock
@@ -164,6 +169,20 @@ def test_lost_rows_have_the_cause_that_was_measured(
     line = f"| {MODEL} | checkpoint, every 1, 0.0 MB | **remat** | +9.1 % | {planned} |"
     assert line in text
     assert f"| {MODEL} | unmodified, 0.0 MB | **remat** | +20.0 % | {planned} |" in text
+    lowest = "| 0.0 | checkpoint, every 1 | 0.0, +10.0 % | **remat** | 0.0, +20.0 % |"
+    assert f"| {MODEL} {lowest}" in text
+
+
+def test_the_page_is_that_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = document.PAGE.read_text()
+    monkeypatch.setattr(document, "PAGE", tmp_path / "page.md")
+    assert document.page() == kept
+
+
+def test_a_model_without_rows_of_the_picture_has_no_panel() -> None:
+    assert list(panels({"plain": [row("eager", 9, 0.0)], "updated": [row("adamw", 9, 0.0)]})) == [
+        "plain"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_lines_are_kept_as_they_are_solved_and_replaced(
     assert [shown(line) for line in again] == [shown(line) for line in once]
     text = (tmp_path / "page.md").read_text()
     assert text == page.text_of(again)
-    assert "| small, nothing | v100 | 1 % | 50.0 % | DTR | nothing found | nothing found |" in text
+    assert "| small, nothing | 1 % | DTR | 50.0 % | nothing found | nothing found |" in text
 
 
 def shown(line: Line) -> tuple[str, float | None, float | None]:

@@ -85,7 +85,7 @@ def test_with_each_other_parallelism(four: Found, case: str) -> None:
 
 
 REFUSED = {
-    "own_rotation": ("CaptureError", r"block layers\.0 depends on where a token stands.*--cp 1"),
+    "own_rotation": ("CaptureError", r"block layers\.0 depends on the position of a token.*--cp 1"),
     "target": ("PlanError", r"target has a tensor of \[2\].*pass \[batch, 64, \.\.\.\]"),
     "short": ("PlanError", r"the microbatch in args has a tensor of \[2, 32\]"),
 }

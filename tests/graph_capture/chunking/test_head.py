@@ -59,11 +59,11 @@ def even_rows(logits: Tensor, target: Tensor) -> Tensor:
 
 WEIGHT = "remat.linear_cross_entropy_weight.default"
 WHOLE: dict[str, tuple[Any, str]] = {
-    "half_smoothed": (with_all_logarithms, r"probabilities are read by sum_1 as well"),
-    "returned": (with_logits, r"its logits are read by output as well"),
+    "half_smoothed": (with_all_logarithms, r"probabilities are also read by sum_1"),
+    "returned": (with_logits, r"its logits are also read by output"),
     "classes_second": (of_classes_second, r"not over the last of two dimensions"),
-    "scaled": (scaled, r"its logits go through aten\.mul\.Tensor \(mul\)"),
-    "entropy": (with_entropy, r"log_softmax is read by|are read by \w+ as well"),
+    "scaled": (scaled, r"its logits pass through aten\.mul\.Tensor \(mul\)"),
+    "entropy": (with_entropy, r"log_softmax is read by|are also read by \w+"),
     "skipped_rows": (even_rows, r"slice_1 skips rows|skips rows"),
 }
 
@@ -112,7 +112,9 @@ def test_sums_that_16_bits_hide_are_made_by_whole_rows() -> None:
 def test_what_gives_other_bits_is_no_exact_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(same_bits, "matches_eager_bitwise", lambda _: False)
     model = LanguageModel(plain, dtype=torch.bfloat16)
-    with pytest.warns(UserWarning, match=r"\(LanguageModel\) stays whole: in chunks, kernels give"):
+    with pytest.warns(
+        UserWarning, match=r"\(LanguageModel\) stays whole: in chunks its bits would differ"
+    ):
         assert capture(model, batch(rows=3), split="exact").regions == ()
     (region,) = capture(model, batch(rows=3), split="tolerance").regions
     assert {choice.exact for choice in region.choices} == {False}

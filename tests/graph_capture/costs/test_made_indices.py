@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from remat.graph_capture.capture_api import capture
 from remat.graph_capture.costs.op_times import sample_arguments, times_us
-from remat.graph_capture.devices.cpu import CpuMeter
+from remat.graph_capture.devices.meter import CpuMeter
 from remat.graph_capture.tracing.trace import trace
 
 ROWS, WIDTH, BAGS = 5, 16, 30

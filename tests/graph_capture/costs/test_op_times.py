@@ -9,8 +9,7 @@ import pytest
 
 from remat.graph_capture.costs import op_times
 from remat.graph_capture.costs.op_times import times_us
-from remat.graph_capture.devices.cpu import CpuMeter
-from remat.graph_capture.devices.meter import Run
+from remat.graph_capture.devices.meter import CpuMeter, Run
 
 pytestmark = pytest.mark.usefixtures("clocked")
 

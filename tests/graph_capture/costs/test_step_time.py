@@ -16,7 +16,7 @@ from remat.graph_capture import trace
 from remat.graph_capture.costs import op_costs, op_times, step_time
 from remat.graph_capture.costs.cache import CostCache, WholeStepTimes
 from remat.graph_capture.costs.step_time import costs_of, less_for_kept
-from remat.graph_capture.devices.cpu import CpuMeter
+from remat.graph_capture.devices.meter import CpuMeter
 from remat.graph_capture.graph import TANGENTS, TrainingGraph
 from remat.graph_capture.joint.nodes import copy_of
 from remat.schedules.simulate import simulate

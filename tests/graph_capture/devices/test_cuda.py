@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from remat.graph_capture.devices import cuda as cuda_device
-from remat.graph_capture.devices.cpu import CpuMeter
 from remat.graph_capture.devices.cuda import CYCLES_PER_US, MOST_SLEEP_US, CudaMeter
+from remat.graph_capture.devices.meter import CpuMeter
 from remat.graph_capture.devices.placement import meter_of
 from tests.fake_cuda import L2_BYTES, TITLE, FakeCuda, cuda
 

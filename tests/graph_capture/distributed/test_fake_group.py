@@ -142,7 +142,7 @@ def test_no_collective_runs_while_a_rank_times_ops_by_itself() -> None:
 def test_nothing_trains_over_a_fake_group() -> None:
     with fake_ranks(2):
         model, args = step(2)
-        with pytest.raises(AgreementError, match=r"torch's fake one"):
+        with pytest.raises(AgreementError, match=r"torch's fake group"):
             remat.rematerialize(model, args, budget="75%", group=dist.group.WORLD)
 
 

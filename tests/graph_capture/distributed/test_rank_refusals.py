@@ -98,7 +98,9 @@ def test_dropout_of_a_dtensor_is_refused_on_another_device_than_a_cpu() -> None:
         refuse_draw("Model", "aten.native_dropout.default", [part])
         mesh = init_device_mesh("meta", (2,))
         part = DTensor.from_local(torch.ones(2, device="meta"), mesh, [Shard(0)])
-        with pytest.raises(CaptureError, match=r"draws random numbers for a DTensor .* dropout"):
+        with pytest.raises(
+            CaptureError, match=r"dropout to 0.* draws random numbers for a DTensor"
+        ):
             refuse_draw("Model", "aten.native_dropout.default", [part])
 
 
@@ -107,13 +109,13 @@ def test_dtensors_that_are_no_parameters_are_refused() -> None:
         mesh = init_device_mesh("cpu", (2,))
         model, args = parallelised(mesh, tensor_parallel)
         part = DTensor.from_local(args[0], mesh, [Shard(0)])
-        with pytest.raises(CaptureError, match=r"args\[0\] is a DTensor.*to_local"):
+        with pytest.raises(CaptureError, match=r"to_local.*args\[0\] is a DTensor"):
             remat.capture(model, (part,))
         returning = nn.Sequential(nn.Linear(8, 8))
         parallelize_module(returning, mesh, {"0": ColwiseParallel(use_local_output=False)})
         with pytest.raises(CaptureError, match=r"the result of Sequential is a DTensor"):
             remat.capture(returning, (torch.randn(4, 8),))
-        with pytest.raises(CaptureError, match="leave dynamic out"):
+        with pytest.raises(CaptureError, match="leave out dynamic"):
             remat.capture(model, args, dynamic={"x": {0: ("n", 2, 256)}})
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         with pytest.raises(CaptureError, match="cannot be updated during backward"):

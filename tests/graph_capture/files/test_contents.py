@@ -43,7 +43,7 @@ def alone(path: Path) -> bool:
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_contents(path, OLD)
-    with pytest.raises(FileError, match=r"plan\.json cannot be written: File too large$"):
+    with pytest.raises(FileError, match=r"cannot write .*plan\.json: File too large$"):
         write_contents(path, NEW)
     assert path.read_bytes() == OLD
     assert alone(path)
@@ -60,7 +60,7 @@ def test_what_the_system_says_late_leaves_the_old_file_too(
     path = tmp_path / "plan.json"
     write_contents(path, OLD)
     monkeypatch.setattr(files.os, call, failing)
-    with pytest.raises(FileError, match=f"cannot be written: {os.strerror(code)}"):
+    with pytest.raises(FileError, match=f"cannot write .*: {os.strerror(code)}"):
         write_contents(path, NEW)
     assert path.read_bytes() == OLD
     assert alone(path)
@@ -148,7 +148,7 @@ def test_a_device_that_takes_nothing(tmp_path: Path) -> None:
     write_contents("/dev/null", NEW)
     link = tmp_path / "full.json"
     link.symlink_to("/dev/full")
-    with pytest.raises(FileError, match=r"full\.json cannot be written: No space left on device"):
+    with pytest.raises(FileError, match=r"cannot write .*full\.json: No space left on device"):
         write_contents(link, NEW)
 
 
@@ -160,9 +160,9 @@ def test_folders_and_what_is_no_folder(tmp_path: Path) -> None:
         (file / "plan.json", "Not a directory"),
         (tmp_path / "none" / "plan.json", "No such file or directory"),
     ):
-        with pytest.raises(FileError, match=f"cannot be written: {says}"):
+        with pytest.raises(FileError, match=f"cannot write .*: {says}"):
             write_contents(path, NEW)
-    for path, says in ((tmp_path, "is a folder: name a file"), (file / "x", "No such folder")):
+    for path, says in ((tmp_path, "name a file in it: "), (file / "x", "there is no folder")):
         with pytest.raises(FileError, match=says):
             check_writable(path)
     assert file.read_bytes() == OLD
@@ -189,10 +189,12 @@ def test_a_folder_that_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     path = tmp_path / "plan.json"
     monkeypatch.setattr(files.os, "access", lambda *_: False)
-    with pytest.raises(FileError, match=f"cannot be written: {tmp_path} is not writable for you"):
+    with pytest.raises(
+        FileError, match=f"cannot write .*: you have no permission to write in {tmp_path}"
+    ):
         check_writable(path)
     monkeypatch.setattr(files.os, "open", refusing)
-    with pytest.raises(FileError, match=r"plan\.json cannot be written: Permission denied"):
+    with pytest.raises(FileError, match=r"cannot write .*plan\.json: Permission denied"):
         write_contents(path, NEW)
 
 
@@ -218,7 +220,7 @@ def test_windows_replaces_a_file_once_nobody_reads_it(
     if is_let_go:
         write_contents(path, NEW)
     else:
-        with pytest.raises(FileError, match=r"plan\.json cannot be written: The process cannot"):
+        with pytest.raises(FileError, match=r"cannot write .*plan\.json: The process cannot"):
             write_contents(path, NEW)
     assert path.read_bytes() == (NEW if is_let_go else OLD)
     assert alone(path)
@@ -232,7 +234,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         (tmp_path / "gone.json", r"gone\.json: No such file or directory"),
         (tmp_path, "Is a directory"),
         (loop, "loop: Too many levels of symbolic links"),
-        ("a\0b.json", "is no name of a file: it has a NUL"),
+        ("a\0b.json", "is not a file name: it has a NUL"),
     ):
         with pytest.raises(FileError, match=says) as caught:
             read_contents(path)
@@ -242,5 +244,5 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_a_file_without_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MOST_FILE_BYTES", 1 << 22)
-    with pytest.raises(FileError, match="/dev/zero is larger than 4194304 bytes, which no file"):
+    with pytest.raises(FileError, match="/dev/zero is larger than 4194304 bytes, and no file"):
         read_contents("/dev/zero")

@@ -49,7 +49,9 @@ TAKEN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("kind", TAKEN)
 def test_what_forward_takes_from_them_is_refused_without_a_check_too(kind: str) -> None:
     make, take = TAKEN[kind]
-    with pytest.raises(CaptureError, match=r"takes the next item or number of held.*pass it in"):
+    with pytest.raises(
+        CaptureError, match=r"take held outside forward and pass it in.*takes its next item"
+    ):
         planned(Place(Asking(make(), take), lambda _: None))
 
 
@@ -129,7 +131,7 @@ def test_what_code_asks_for_is_guarded(kind: str, monkeypatch: pytest.MonkeyPatc
     def changed() -> None:
         assert torch.equal(fast(X), model(X))
         change()
-        with pytest.raises(StateChangedError, match="Put it back, or capture and solve again"):
+        with pytest.raises(StateChangedError, match="put it back, or capture and solve again"):
             fast(X)
 
     kept.run(changed)

@@ -42,25 +42,25 @@ EDITS: dict[str, tuple[str, Edit]] = {
     "fewer costs": ("there are figures of", lambda d: d["points"][1]["cost_us"].pop()),
     "fewer origins": ("there are figures of", lambda d: d["points"][1]["origins"].pop()),
     "negative": (
-        "is negative, or too large",
+        "is negative or too large",
         lambda d: d["workspaces"][0]["workspace_bytes"].__setitem__(0, -1),
     ),
     "huge": (
-        "is negative, or too large",
+        "is negative or too large",
         lambda d: d["points"][0]["workspace_bytes"].__setitem__(0, 10**25),
     ),
     "bytes kept": (
-        "are negative, or too many",
+        "are negative or too large",
         lambda d: d["points"][0].__setitem__("extra_bytes", {"a": 10**25}),
     ),
     "libraries": (
-        "are negative, or too many",
+        "are negative or too large",
         lambda d: d["points"][0].__setitem__("libraries_bytes", -2),
     ),
     "other sizes": (
-        "which are not its sizes", lambda d: d["workspaces"][0].__setitem__("sizes", {"m": 3})
+        "sizes that it does not have", lambda d: d["workspaces"][0].__setitem__("sizes", {"m": 3})
     ),
-    "no top": ("and it goes further", lambda d: d["points"].pop()),
+    "no top": ("were timed only up to", lambda d: d["points"].pop()),
 }  # fmt: skip
 
 

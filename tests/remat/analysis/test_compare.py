@@ -65,7 +65,7 @@ def test_a_solver_that_does_not_take_the_graph_says_so_in_its_row() -> None:
     (row,) = [row for row in compared().rows if row.solver == "exhaustive"]
     assert row.cells == ()
     assert "exhaustive search takes at most" in row.refused
-    assert "exhaustive: exhaustive search takes at most" in str(compared())
+    assert "exhaustive: use solver auto" in str(compared())
 
 
 def test_what_is_unknown_is_refused_first() -> None:
@@ -87,3 +87,14 @@ def test_a_bound_in_captured_order_is_not_said_of_free_orders() -> None:
     )
     assert plan().lower_bound_us > found.base_us
     assert [bound.solver for bound in found.bounds] == [""] * len(found.bounds)
+
+
+def test_each_solve_is_told() -> None:
+    told: list[tuple[str, int, int]] = []
+    remat.sweep(
+        costed_gpt(), ["70%", "80%"], ("chen_sqrt", "full"),
+        progress=lambda name, done, total: told.append((name, done, total)),
+    )  # fmt: skip
+    assert list(dict.fromkeys(told)) == [
+        ("chen_sqrt", 0, 4), ("chen_sqrt", 1, 4), ("full", 2, 4), ("full", 3, 4)
+    ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from remat.analysis.layer_checkpoints import _ordinal, every_n_layers
+from remat.analysis.plan_figures import _ordinal, every_n_layers
 from remat.graph_capture.eager_step import with_eager_sizes
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.simulate import simulate

@@ -88,7 +88,7 @@ def test_a_solver_is_asked_without_updates_but_not_without_recomputation() -> No
     assert updated.solved
     assert not updated.off_fits
     assert updated.off_least_bytes > 150
-    assert "Solved without, nothing fits; the least known is" in str(updated)
+    assert "Without it, nothing fits; the lowest known peak is" in str(updated)
 
 
 def test_a_lever_is_said_in_one_line() -> None:
@@ -98,7 +98,7 @@ def test_a_lever_is_said_in_one_line() -> None:
     assert str(lever) == f"{text} at 412.0 MiB"
     solved = LeverEffect("x", mib, mib, 0.0, solved=True, off_fits=True, off_overhead=0.216)
     assert "x: nothing off this peak for 0.0 % of a step" in str(solved)
-    assert str(solved).endswith("Solved without, the overhead is 21.6 %")
+    assert str(solved).endswith("Without it, the overhead is 21.6 %")
 
 
 def test_a_plan_that_uses_no_lever_has_none() -> None:

@@ -92,7 +92,7 @@ def test_each_moves_something(solver: str) -> None:
 
 @pytest.mark.parametrize("solver", NEEDS_LINKS)
 def test_without_links_the_error_says_what_to_do(solver: str) -> None:
-    text = f"solver '{solver}' needs a link to the host: capture with host='64GiB'"
+    text = f"capture with host='64GiB', .*solver '{solver}' needs a link to the host"
     with pytest.raises(SolverError, match=text) as caught:
         solve_within(chain(4), 1 << 60, solver)
     assert "\n" not in str(caught.value)
@@ -105,7 +105,7 @@ def test_what_is_resident_elsewhere_is_not_moved(solver: str) -> None:
         value if value.producer else msgspec.structs.replace(value, home="host")
         for value in graph.values
     )
-    with pytest.raises(SolverError, match="sends activations alone, and x is to be moved too"):
+    with pytest.raises(SolverError, match="only sends activations, and x is to be moved too"):
         solve_within(msgspec.structs.replace(graph, values=values), 1 << 60, solver)
 
 

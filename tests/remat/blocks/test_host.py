@@ -122,11 +122,13 @@ def test_blocks_that_are_sharded_afterwards_are_planned_with_a_host() -> None:
 
 def test_what_does_not_fit_names_the_least_budget_with_this_host(planned: Planned) -> None:
     least = planned_blocks(planned.made).result.peak_bytes
-    with pytest.raises(BudgetError, match="the least that a schedule is known to reach") as caught:
+    with pytest.raises(
+        BudgetError, match="the lowest peak that a schedule is known to reach"
+    ) as caught:
         remat.rematerialize(
             planned.model, planned.args, blocks="layers.*", budget=least // 2, host="64MiB"
         )
-    assert "\n" not in str(caught.value).strip()
+    assert str(caught.value).count("\n") == 1
 
 
 def test_a_folder_without_room_for_all_blocks_is_refused(
@@ -141,7 +143,7 @@ def test_a_folder_without_room_for_all_blocks_is_refused(
     )
     assert asked[0] == planned_blocks(again).host_bytes == whole_bytes == max(asked)
     monkeypatch.setenv(HOST_FOLDER, str(tmp_path / "missing"))
-    with pytest.raises(FileError, match="missing is no folder: name one") as caught:
+    with pytest.raises(FileError, match=r"name a folder .*missing is not a folder") as caught:
         remat.rematerialize(
             planned.model, planned.args, blocks="layers.*", budget="min", host="64MiB", check=False
         )

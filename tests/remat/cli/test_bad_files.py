@@ -94,7 +94,7 @@ def test_a_full_disk_is_said_in_one_line(
     words: tuple[str, ...], files: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "out").symlink_to("/dev/full")
-    assert refusal(words, files) == f"{files['OUT']} cannot be written: No space left on device"
+    assert refusal(words, files) == f"cannot write {files['OUT']}: No space left on device"
 
 
 @pytest.mark.parametrize("words", WRITING.values(), ids=WRITING)
@@ -111,12 +111,12 @@ def test_what_was_there_survives_a_full_disk(
     out.write_bytes(b"old")
     monkeypatch.setattr("remat.graph_capture.files.os.fsync", full)
     there = sorted(one.name for one in tmp_path.iterdir())
-    assert refusal(words, files) == f"{out} cannot be written: No space left on device"
+    assert refusal(words, files) == f"cannot write {out}: No space left on device"
     assert out.read_bytes() == b"old"
     assert sorted(one.name for one in tmp_path.iterdir()) == there
 
 
 def test_a_report_of_python_leaves_the_old_one(tmp_path: Path) -> None:
     result = remat.solve(GRAPH, "90%", solver=SOLVER)
-    with pytest.raises(remat.RematError, match="cannot be written: Is a directory"):
+    with pytest.raises(remat.RematError, match=r"cannot write .*: Is a directory"):
         report(GRAPH, result, tmp_path)

@@ -92,9 +92,9 @@ def test_a_batch_out_of_the_range_is_not_run(remat: Remat) -> None:
 
 
 REFUSED = {
-    "a range with 1": (("tokens:1=seq:1:32",), "a range begins at 2"),
+    "a range with 1": (("tokens:1=seq:1:32",), "begin the range at 2"),
     "no number": (("tokens:1=seq:a:32",), "must be whole numbers"),
-    "no range": (("tokens:1=seq:32:8",), "no range of sizes"),
+    "no range": (("tokens:1=seq:32:8",), "not a range of sizes"),
     "an unknown argument": (("words:1=seq:8:32",), "dynamic names 'words'"),
     "an unknown dimension": (("tokens:5=seq:8:32",), "dimension 5 of 'tokens'"),
 }
@@ -135,10 +135,10 @@ def test_what_is_of_one_size_is_refused_beside_it(remat: Remat, tmp_path: Path) 
     for option in (*options, "--compare"):
         done = remat("run", remat.gpt, *SEQ, option, "--optimizer", "sgd")
         assert done.exit_code == 2
-        assert f"{option.partition('=')[0]} is for a plan of one size" in done.stderr
+        assert f"{option.partition('=')[0]} needs a plan of one size" in done.stderr
     done = remat("run", remat.gpt, *SEQ, "--split", "exact")
     assert done.exit_code == 2
     assert "split is not taken with dynamic sizes" in done.stderr
     done = remat("run", "graph.json", *SEQ)
     assert done.exit_code == 2
-    assert "--dynamic goes with a model" in done.stderr
+    assert "leave out --dynamic, or name a model" in done.stderr

@@ -83,8 +83,8 @@ def test_a_bound_that_a_file_states_is_not_shown_as_proved(
     page = tmp_path / "out.html"
     shown = out + (page.read_text() if page.exists() else "")
     # Where a bound of the plan is shown, and nowhere else.
-    assert ("A file proves nothing" in err) is ("--explain" in words)
-    assert ("A file proves nothing" in shown) is (words[0] == "report")
+    assert ("a file proves nothing" in err) is ("--explain" in words)
+    assert ("a file proves nothing" in shown) is (words[0] == "report")
     # The page opens with the verdict of whoever made the file; all else says whose claim it is.
     quoted = [line for line in shown.splitlines() if CLAIMS.search(line)]
     assert len(quoted) == (2 if words[0] == "report" else 0)

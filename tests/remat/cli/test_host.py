@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from remat.analysis.memory_figures import offloaded
+from remat.analysis.plan_figures import offloaded
 from remat.cli.sweep import asked_hosts
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.pipeline import planned_report
 from remat.job.request import Request
-from remat.job.screen import report_json, show_run
+from remat.job.screen import report_json, run_screen
 from remat.progress import Stopwatch
 from tests.copying import copying_chain, copying_result
 from tests.files.kinds import plan
@@ -54,9 +54,9 @@ def test_a_run_is_planned_with_a_host(remat: Remat) -> None:
     ("words", "says"),
     [
         (("--host", "much"), "host 'much' cannot be read"),
-        (("--host", "auto", "--device", "h100"), "host 'auto' is what this machine has free"),
+        (("--host", "auto", "--device", "h100"), "'auto' means what this machine has free"),
         (("--nvme", "/tmp:1GiB"), "lies below the host"),
-        (("--host", "1KiB", "--nvme", "/no/where:1KiB"), "/no/where is no folder"),
+        (("--host", "1KiB", "--nvme", "/no/where:1KiB"), "/no/where is not a folder"),
         (("--host", "9000TiB"), "is more than the"),
     ],
 )
@@ -82,7 +82,7 @@ def test_a_kept_graph_gets_the_links_of_its_device(
     bare.write_bytes(elsewhere.to_json())
     done = remat("run", str(bare), *words, "--host", "1GiB")
     assert done.exit_code == 2
-    assert "has no links to its host: measure them there" in done.stderr
+    assert "measure the links of" in done.stderr
 
 
 def test_a_plan_has_its_own_links(remat: Remat, tmp_path: Path) -> None:
@@ -97,14 +97,14 @@ def test_a_plan_has_its_own_links(remat: Remat, tmp_path: Path) -> None:
     assert '"offload"' in done.stdout
     done = remat("show", str(path), "--host", "1GiB")
     assert done.exit_code == 2
-    assert "a plan has its links: leave out --host 1GiB" in done.stderr
+    assert "leave out --host 1GiB, as a plan has its own links" in done.stderr
 
 
 def test_the_screen_and_json_say_what_is_copied() -> None:
     graph = copying_chain()
     report, _ = planned_report(graph, Request(), Stopwatch(), copying_result(graph))
     text = io.StringIO()
-    show_run(Console(file=text, width=120), report)
+    Console(file=text, width=120).print(run_screen(report))
     lines = [line.split(maxsplit=1)[0] for line in text.getvalue().splitlines() if line.strip()]
     assert [one for one in lines if one in ("host", "copies", "waits", "slower", "links")] == [
         "host", "copies", "waits", "slower", "links"
@@ -131,7 +131,7 @@ def test_hosts_of_a_sweep(text: str, hosts: dict[str, int]) -> None:
     ("text", "says"),
     [
         ("0,auto", "host 'auto' cannot be read: write it like 8GiB, or several with 0 for none"),
-        ("1GiB,1024MiB", "name the same size twice"),
+        ("1GiB,1024MiB", "give each host size once"),
     ],
 )
 def test_hosts_that_cannot_be_swept(text: str, says: str) -> None:
@@ -161,7 +161,7 @@ def test_a_profile_has_links(remat: Remat, tmp_path: Path) -> None:
     assert json.loads(kept.read_text())["links"]["host"]["down"] == msgspec.to_builtins(LINK)
     done = remat("profile", remat.gpt, "--nvme", str(tmp_path / "gone"))
     assert done.exit_code == 2
-    assert "is no folder" in done.stderr
+    assert "is not a folder" in done.stderr
 
 
 def test_doctor_says_which_links_it_knows(
@@ -193,7 +193,7 @@ def test_largest_batch_has_a_host(remat: Remat, monkeypatch: pytest.MonkeyPatch)
     moved = offloaded(graph, copying_result(graph).schedule)
     monkeypatch.setattr(largest_batch, "offloaded", lambda *_: moved)
     done = remat("largest-batch", remat.gpt, *words, "--host", "1GiB")
-    assert "waits  the device waits 9.0 us for copies" in done.stdout
+    assert "waits the device waits 9.0 us for copies" in " ".join(done.stdout.split())
 
 
 def test_a_request_has_tiers() -> None:
@@ -207,4 +207,4 @@ def test_a_plan_for_a_range_takes_no_host(remat: Remat) -> None:
     words = ("--budget", "60%", "--dynamic", "tokens:1=seq:16:32", "--host", "1KiB")
     done = remat("run", remat.gpt, *words)
     assert done.exit_code == 2
-    assert "--host is for a plan of one size" in done.stderr
+    assert "--host needs a plan of one size" in done.stderr

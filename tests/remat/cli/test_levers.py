@@ -67,14 +67,14 @@ def test_a_kept_graph_or_plan_is_planned_within_the_split_that_is_asked_for(
     assert chunks(kept, "--solver", "chen_sqrt") == []
     done = CliRunner().invoke(app, ["show", str(plan), "--explain", "--split", "none"])
     assert done.exit_code
-    assert "capture it with the split that the plan was made with" in done.stderr
+    assert "capture with the split that the plan was made with" in done.stderr
 
 
 def test_a_run_says_what_is_in_chunks_and_keeps_it(job: str, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     text = said("run", job, "--budget", "min", "--split", "exact", "-o", str(plan))
     assert "head and its loss in" in text
-    assert "to eager's bits" in text
+    assert "with eager's bits" in text
     found = json.loads(said("run", job, "--budget", "min", "--split", "exact", "--json"))
     (chunks,) = found["pieces"]
     assert chunks["exact"]
@@ -95,7 +95,10 @@ def test_an_optimizer_in_backward_needs_fewer_bytes(job: str) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--optimizer-in-backward",), "name it, --optimizer sgd, momentum or adamw"),
+        (
+            ("--optimizer-in-backward",),
+            "name the optimizer for updates during backward: --optimizer sgd, momentum or adamw",
+        ),
         (
             ("--optimizer-in-backward", "--optimizer", "sgd", "--sharding", "kind=ddp,world=2"),
             "on one",

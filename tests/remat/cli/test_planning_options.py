@@ -55,7 +55,7 @@ def test_budgets_are_named_one_by_one_or_together(remat: Remat, solvers: tuple[s
     words = ("sweep", "no_such_file.py:factory", *solvers, "--budget", "60%")
     twice = remat(*words, "--budgets", "70%")
     assert twice.exit_code == 2
-    assert "name budgets by --budget or by --budgets 70%, not by both" in twice.stderr
+    assert "give --budget or --budgets 70%, not both" in twice.stderr
     bad = remat(*words, "--budget", "8 gigs")
     assert bad.exit_code == 2
     assert "unknown unit 'gigs'" in bad.stderr

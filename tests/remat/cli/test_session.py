@@ -56,6 +56,6 @@ def test_costs_that_cannot_be_kept_are_told_in_one_line(
     assert json.loads(done.stdout)["ops"]
     told = [line for line in done.stderr.splitlines() if "costs are not kept" in line]
     assert told == [
-        f"warning: costs are not kept: {tmp_path / 'file'}: File exists. Set REMAT_CACHE to a "
+        f"warning: costs are not kept ({tmp_path / 'file'}: File exists): set REMAT_CACHE to a "
         "folder that can be written, or they are measured again each time"
     ]

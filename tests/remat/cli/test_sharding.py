@@ -35,26 +35,26 @@ def test_every_verb_that_captures_takes_it(remat: Remat, tmp_path: Path) -> None
     assert remat("sweep", remat.gpt, *ddp, "--budgets", "90%", *QUICK).exit_code == 0
     again = remat("run", graph, *ddp)
     assert again.exit_code == 2
-    assert "is a step already captured: --sharding goes with a model" in again.stderr
+    assert "is captured already" in again.stderr
 
 
 def test_ranks_have_to_be_named(remat: Remat) -> None:
     done = remat("run", "no/such/file.py:factory", "--sharding", "kind=ddp")
     assert done.exit_code == 2
-    assert "sharding ddp over 1 rank: name the number of ranks, world=2 or more" in done.stderr
+    assert "name the number of ranks, world=2 or more: sharding ddp over 1 rank" in done.stderr
 
 
 FSDP2 = "kind=fsdp2,world=4"
 REFUSED = [
-    ("replicas=3", "3 replicas do not divide 4 ranks"),
-    ("reshard_after_forward=3", "reshard_after_forward=3 does not divide a shard group of"),
+    ("replicas=3", "divides 4 ranks: 3 does not"),
+    ("reshard_after_forward=3", "3 does not divide a shard group"),
     (
         "reshard_after_forward=maybe",
         "got `str` - at `reshard_after_forward`",
     ),
-    ("param_dtype=int8", "param_dtype 'int8' is none that a mixed precision policy"),
-    ("bucket_views=yes", "sharding fsdp2 has no bucket_views"),
-    ("states_over=3", "states_over=3 ranks: choose a multiple of 4"),
+    ("param_dtype=int8", "mixed precision policies cannot cast to 'int8'"),
+    ("bucket_views=yes", "leave out bucket_views, or choose ddp or zero1: sharding fsdp2"),
+    ("states_over=3", "choose states_over as a multiple of 4"),
 ]
 
 
@@ -74,7 +74,7 @@ def test_a_policy_that_would_not_cast_is_refused(remat: Remat, tmp_path: Path) -
     mixed = ("--sharding", f"{FSDP2},param_dtype=bfloat16")
     done = remat("show", str(file), "--as", "graph", *mixed, "-o", str(tmp_path / "g.json"))
     assert done.exit_code == 2
-    assert "param_dtype=bfloat16 is for parameters held in float32" in done.stderr
+    assert "param_dtype=bfloat16 needs parameters in float32" in done.stderr
 
 
 def test_one_rank_of_a_mixed_hybrid_is_planned(remat: Remat, tmp_path: Path) -> None:

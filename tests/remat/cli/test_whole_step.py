@@ -55,22 +55,22 @@ def test_json_has_plain_figures(remat: Remat) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--microbatches", "0"), "microbatches 0 leave nothing to train on"),
-        (("--optimizer", "none"), "optimizer 'none' has no update to plan"),
+        (("--microbatches", "0"), "give 1 or more microbatches: 0 leave"),
+        (("--optimizer", "none"), "'none' has no update to plan"),
         (("--host", ""), "give --host 120GiB too"),
-        (("--nvme-gb-s", "5"), "a rate of 5 GB/s is that of NVMe"),
+        (("--nvme-gb-s", "5"), "5 GB/s is the rate of NVMe"),
         (("--nvme", "/mnt/nvme:1GiB", "--host", ""), "host"),
         (
             ("--device", "cpu"),
-            "a whole step over the host is run on a CPU, by remat.whole_step.training_step",
+            "and run on a CPU with remat.whole_step.training_step",
         ),
-        (("--solver", "cut"), "--solver is of the step of one batch"),
-        (("--time-limit", "5"), "--time-limit is of the step of one batch"),
-        (("--keep", "blocks.*"), "--keep is of the step of one batch"),
-        (("--compare",), "--compare goes with a plan that runs"),
-        (("--price-of-gib",), "--price-of-gib goes with a plan that runs"),
-        (("-o", "plan.json"), "plan.json goes with a plan that runs"),
-        (("--budget", "min"), "budget 'min' is of a step without microbatches"),
+        (("--solver", "cut"), "leave out --solver, or --microbatches"),
+        (("--time-limit", "5"), "leave out --time-limit, or --microbatches"),
+        (("--keep", "blocks.*"), "leave out --keep, or --microbatches"),
+        (("--compare",), "leave out --compare: a plan of --microbatches is not run"),
+        (("--price-of-gib",), "leave out --price-of-gib: a plan"),
+        (("-o", "plan.json"), "leave out plan.json: a plan"),
+        (("--budget", "min"), "'min' only makes sense without microbatches"),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_one_line(

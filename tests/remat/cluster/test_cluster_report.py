@@ -11,9 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 from remat.cli.main import app
-from remat.cluster.command import page_of
 from remat.cluster.mesh import ClusterRequest, MeshSpec
-from remat.cluster.pictures import bytes_picture, mesh_picture, rank_of, shown, timeline_picture
+from remat.cluster.pictures import (
+    bytes_picture,
+    cluster_page,
+    mesh_picture,
+    rank_of,
+    shown,
+    timeline_picture,
+)
 from remat.cluster.plan_file import ClusterFile, read_cluster_plan
 from remat.cluster.planning import plan_cluster
 from remat.cluster.replayed_plan import replay_of
@@ -77,7 +83,7 @@ def test_a_page_without_a_pipeline_has_its_microbatches_in_turn() -> None:
     plan = planned(MeshSpec(tp=1, cp=1, pp=1, microbatch=1))
     spans = replay_of(plan).ranks[0].spans
     assert [str(span.action) for span in spans[:3]] == ["0F0", "0B0", "0F1"]
-    assert "The step of each rank" in page_of(plan, replay_of(plan))
+    assert "The step of each rank" in cluster_page(plan, replay_of(plan))
 
 
 def test_the_verb_writes_the_page_of_a_file(staged: ClusterFile, tmp_path: Path) -> None:
@@ -105,5 +111,5 @@ def test_a_file_of_before_is_read_and_refused_a_page(staged: ClusterFile) -> Non
     cut = msgspec.structs.replace(
         staged, stages=tuple(msgspec.structs.replace(s, costs=s.costs[:1]) for s in staged.stages)
     )
-    with pytest.raises(PlanError, match="stage 0 has not one cost for each virtual stage"):
+    with pytest.raises(PlanError, match="stage 0 does not have one cost for each virtual stage"):
         read_cluster_plan(cut.to_json())

@@ -68,7 +68,7 @@ def test_the_end_shares_its_own_modules_and_holds_no_others() -> None:
 
 def test_an_argument_that_is_computed_from_the_batch_is_refused() -> None:
     model, ids = Model(masks=True), torch.randint(16, (2, 6))
-    with pytest.raises(CaptureError, match=r"argument 1, which is computed from the batch.*--pp 1"):
+    with pytest.raises(CaptureError, match=r"compute argument 1 in the blocks.*--pp 1"):
         arrival_of(Before(model, model.layers[0]), model, (ids,), "layers.0")
 
 

@@ -164,7 +164,7 @@ def test_a_way_between_ranks_is_waited_for_and_one_on_a_rank_is_not() -> None:
 @pytest.mark.parametrize(
     ("texts", "said"),
     [
-        ([["0B0", "0F0"]], "wait for ever: 0B0"),
+        ([["0B0", "0F0"]], "wait forever: 0B0"),
         ([["0F0", "0F0", "0B0"]], "action 0F0 of the pipeline runs twice"),
         ([["0F0", "0B0", "0F1"]], "microbatch 1 of the pipeline has actions F on stage 0"),
         ([["0F0", "0I0"]], "has actions FI on stage 0"),
@@ -184,5 +184,5 @@ def test_texts_of_torch_are_read() -> None:
     )
     assert order == ((first, both),)
     assert str(both[1]) == "3B2"
-    with pytest.raises(ScheduleError, match="'0X0' is no action of a pipeline"):
+    with pytest.raises(ScheduleError, match="'0X0' is not an action of a pipeline"):
         parse_order([["0X0"]])

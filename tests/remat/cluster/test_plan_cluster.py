@@ -133,7 +133,7 @@ def test_states_over_many_nodes_are_doubted() -> None:
         return " ".join(modelled_notes(request.cluster(), request, mesh))
 
     assert "flattered" not in notes(8)
-    assert "states over 64 ranks may be flattered" in notes(64)
+    assert "states over 64 ranks may look too good" in notes(64)
     assert "more were not compared" not in notes(64)
     assert "more were not compared" in notes(256)
 
@@ -154,18 +154,18 @@ def test_nothing_fits_ends_with_3() -> None:
 
 REFUSED = [
     ((SMALL, "--gpus", "8"), "give --batch"),
-    ((SMALL, *SIZES, "--tp", "3"), "tp 3 x cp 1 x pp 1 do not divide 8 GPUs"),
+    ((SMALL, *SIZES, "--tp", "3"), "divides 8 GPUs: tp 3 x cp 1 x pp 1 does not"),
     ((SMALL, *SIZES, "--tp", "4"), "cannot be split over tp 4: with a part of its heads"),
-    ((SMALL, *SIZES, "--tp", "8"), "--tp 8 reaches over nodes of 4 GPUs"),
+    ((SMALL, *SIZES, "--tp", "8"), "--tp 8 spans nodes of 4 GPUs"),
     (
         (SMALL, *SIZES[:-3], "2", "--seq", "32", "--tp", "1", "--cp", "1", "--pp", "4"),
         "1 microbatches of 1 are fewer than 4 stages",
     ),
-    ((f"{CHAINS}:skip", *SIZES), "what block layers.0 makes is read by aten.add.Tensor"),
-    ((f"{CHAINS}:tied_chain", *SIZES, "--pp", "2"), "tok.weight are in two stages"),
-    ((SMALL, *SIZES, "--budget", "60%"), "budget '60%' is of one step on one device"),
+    ((f"{CHAINS}:skip", *SIZES), "the result of block layers.0 is read by aten.add.Tensor"),
+    ((f"{CHAINS}:tied_chain", *SIZES, "--pp", "2"), "untie tok.weight, or plan without stages"),
+    ((SMALL, *SIZES, "--budget", "60%"), "'60%' only makes sense for one step on one device"),
     ((SMALL, *SIZES, "--device", "t4"), "no links between t4 GPUs are known"),
-    ((SMALL, *SIZES, "--device", "cpu"), "'cpu' is no device of the table"),
+    ((SMALL, *SIZES, "--device", "cpu"), "'cpu' is not in the table of devices"),
     ((SMALL, *SIZES, "--gpus", "10"), "10 GPUs are not whole nodes of 4"),
     (
         (f"{CHAINS}:small_gpt", *SIZES, "--cp", "2"),
@@ -178,11 +178,14 @@ REFUSED = [
         (SMALL, *SIZES, "--pp", "1", "--virtual-stages", "2"),
         "no mesh splits 8 GPUs and a batch of 16 x 32",
     ),
-    ((SMALL, *SIZES, "--batch", "17", "--pp", "2"), "a batch of 17 is not microbatches of 1 for 4"),
-    ((SMALL, *SIZES, "--schedule", "ZBVZeroBubble"), "'ZBVZeroBubble' is none that is planned"),
+    (
+        (SMALL, *SIZES, "--batch", "17", "--pp", "2"),
+        "17 sequences do not divide into microbatches of 1 for 4",
+    ),
+    ((SMALL, *SIZES, "--schedule", "ZBVZeroBubble"), "not 'ZBVZeroBubble'"),
     (
         (SMALL, *SIZES, "--schedule", "InterleavedZeroBubble"),
-        "is for blocks without collectives: give --tp 1 --cp 1",
+        "is for blocks without collectives",
     ),
     (
         (SMALL, *SIZES, "--schedule", "InterleavedZeroBubble", "--tp", "1", "--cp", "2"),
@@ -190,10 +193,10 @@ REFUSED = [
     ),
     (
         (SMALL, *SIZES, "--schedule", "1F1B", "--virtual-stages", "2"),
-        "--schedule 1F1B is not for 2 virtual stages on each rank",
+        "--schedule 1F1B is not for 2 on each rank",
     ),
     ((SMALL, *SIZES, "--schedule", "1F1B", "--pp", "1"), "no mesh splits 8 GPUs and a batch of 16"),
-    ((f"{CHAINS}:made", *SIZES), "for a cluster write it as def factory(batch=1, seq=8192)"),
+    ((f"{CHAINS}:made", *SIZES), "write it as def factory(batch=1, seq=8192)"),
 ]
 
 
@@ -210,7 +213,7 @@ def test_a_plan_for_another_world_is_refused(planned: ClusterFile, tmp_path: Pat
     path.write_bytes(planned.to_json())
     done = remat(str(path), "--gpus", "16")
     assert done.exit_code == 2
-    assert "is for 8 GPUs, not 16: plan again with --gpus 16" in " ".join(done.stderr.split())
+    assert "is for 8 GPUs" in " ".join(done.stderr.split())
 
 
 def changed(plan: ClusterFile, **fields: object) -> bytes:
@@ -225,7 +228,7 @@ def test_a_file_that_was_changed_is_refused(planned: ClusterFile) -> None:
         "it has 1 stages for 2 ranks": {"stages": planned.stages[:1]},
         "a block is in two stages": {"stages": (stage, stage)},
         "stage 0 is over the budget": {"budget_bytes": 1},
-        "a stage names a schedule that is not there": {"schedules": ()},
+        "a stage names a missing schedule": {"schedules": ()},
     }
     for said, fields in cases.items():
         with pytest.raises(PlanError, match=said):
@@ -233,9 +236,9 @@ def test_a_file_that_was_changed_is_refused(planned: ClusterFile) -> None:
     steps = planned.schedules[0].schedule.steps
     cut = msgspec.structs.replace(planned.schedules[0].schedule, steps=steps[:-3])
     one = msgspec.structs.replace(planned.schedules[0], schedule=cut)
-    with pytest.raises(PlanError, match="schedule 0 is none of its graph"):
+    with pytest.raises(PlanError, match="schedule 0 does not fit its graph"):
         read_cluster_plan(changed(planned, schedules=(one, *planned.schedules[1:])))
-    with pytest.raises(PlanError, match="is no plan for a cluster"):
+    with pytest.raises(PlanError, match="is not a plan for a cluster"):
         read_cluster_plan(planned.to_json()[:-9])
     with pytest.raises(PlanError, match="is of kind 'other'"):
         read_cluster_plan(changed(planned, kind="other"))

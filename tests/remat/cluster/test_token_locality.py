@@ -58,7 +58,9 @@ def test_positions_that_are_given_with_the_tokens_are_no_positions(dtype: torch.
     assert refused(block, given(dtype, rotation=rotation), cut) == ""
     assert refused(block, given(dtype), {}) == ""
     # The same, if nobody says that they belong to tokens.
-    assert "depends on where a token stands" in refused(block, given(dtype, rotation=rotation), {})
+    assert "depends on the position of a token" in refused(
+        block, given(dtype, rotation=rotation), {}
+    )
 
 
 class Drops(Block):
@@ -101,13 +103,13 @@ class Crosses(Block):
     ("kind", "said"),
     [
         (Drops, "^$"),
-        (OwnRotation, "depends on where a token stands"),
-        (Adds, "depends on where a token stands"),
+        (OwnRotation, "depends on the position of a token"),
+        (Adds, "depends on the position of a token"),
         (Convolved, "mixes tokens outside of attention"),
         (Sums, "mixes tokens outside of attention"),
         (OpenAttention, "mixes tokens outside of attention"),
         (Masked, "cannot share this attention, which has a mask"),
-        (Crosses, "is over the keys of other tokens than its queries"),
+        (Crosses, "has keys of other tokens than its queries"),
     ],
 )
 def test_what_a_block_does_with_tokens(
@@ -147,7 +149,7 @@ def test_a_loss_is_of_each_token(loss_fn: Any, is_right: bool, ignored: int) -> 
         look()
         assert head.weight.grad is None
     else:
-        with pytest.raises(CaptureError, match=r"the loss (mixes|depends).*mean over tokens"):
+        with pytest.raises(CaptureError, match=r"(?s)mean over tokens.*The loss (mixes|depends)"):
             look()
 
 
@@ -209,5 +211,8 @@ def test_an_argument_of_pairs_of_tokens_is_refused() -> None:
     assert cut_dimension(torch.ones(3), torch.ones(3), part, "rates") is None
     assert cut_dimension(0.5, 0.5, part, "scale") is None
     for whole, own in (((8, 8), (4, 4)), ((8, 1), (4,))):
-        with pytest.raises(CaptureError, match=r"blocks are given mask, which is \[8, .*--cp 1"):
+        with pytest.raises(
+            CaptureError,
+            match=r"give blocks one mask for each token, or plan with --cp 1: it is \[8, ",
+        ):
             cut_dimension(torch.ones(whole), torch.ones(own), part, "mask")

@@ -276,7 +276,7 @@ def test_other_devices_are_refused() -> None:
 def test_a_mode_is_refused() -> None:
     model, x = with_dropout()
     compiled = torch.compile(model, backend="remat", mode="reduce-overhead")
-    with pytest.raises(BackendCompilerFailed, match="takes no mode: give options"):
+    with pytest.raises(BackendCompilerFailed, match=r"give options.* takes no mode"):
         compiled(x)
 
 
@@ -304,6 +304,6 @@ def test_code_that_cannot_be_replayed_is_estimated_with_a_warning(
         return found
 
     monkeypatch.setattr(PlanSearch, "within", spied)
-    with pytest.warns(UserWarning, match="NewLine.*estimated from its graph.*leave room"):
+    with pytest.warns(UserWarning, match="leave room.*NewLine.*estimated from its graph"):
         planned(with_dropout, budget="100%")
     assert estimated[0] > 0

@@ -94,7 +94,7 @@ def test_two_forwards_before_backward_need_room_for_both() -> None:
     compiled(x).backward()
     compiled(x).backward()
     one = compiled_plans()[-1]
-    with pytest.raises(BudgetError, match=r"its own.*Call backward before.*\"calls\": 2"):
+    with pytest.raises(BudgetError, match=r"(?s)call backward before.*\"calls\": 2.*its own"):
         step()
     with torch.no_grad():
         held = [compiled(x) for _ in range(2)]

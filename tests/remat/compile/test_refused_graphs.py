@@ -72,12 +72,12 @@ def branched(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def test_a_nested_compile_region_is_refused_at_its_line() -> None:
-    text = r"test_refused_graphs.py:\d+ calls a nested compile region.*leave out torch.compiler"
+    text = r"leave out torch.compiler.nested_compile_region.*test_refused_graphs.py:\d+"
     refused(Layers(region), text, torch.randn(64, 32))
 
 
 def test_a_branch_that_draws_is_refused_at_its_line() -> None:
-    text = r"that cond runs draws random numbers \(.*test_refused_graphs.py:\d+\).*as an operand"
+    text = r"that cond runs draws random numbers \(.*test_refused_graphs.py:\d+\)"
     refused(Layers(dropped_in_branch), text, torch.randn(64, 32))
 
 
@@ -128,11 +128,11 @@ def test_dimensions_that_may_be_dynamic_are_planned_for() -> None:
 
 def test_sparse_gradients_are_refused() -> None:
     model = nn.Sequential(nn.Embedding(50, 32, sparse=True), nn.Linear(32, 32))
-    refused(model, r"makes a sparse tensor.*sparse=False", torch.randint(50, (64,)))
+    refused(model, r"sparse=False.*makes a sparse tensor", torch.randint(50, (64,)))
 
 
 def test_compiled_autograd_is_refused_when_compiled_and_at_each_forward() -> None:
-    x, text = torch.randn(64, 32), r"compiled autograd is on.*Leave out"
+    x, text = torch.randn(64, 32), "leave out .*compiled autograd recompiles backward"
     with torch._dynamo.config.patch(compiled_autograd=True):
         refused(Layers(torch.matmul), text, x, RewriteError)
     torch._dynamo.reset()
@@ -153,7 +153,10 @@ def test_what_is_compiled_already_is_refused_by_capture() -> None:
         remat.capture(nn.Sequential(nn.Linear(32, 32), wrapped), (x,))
     assert remat.capture(wrapped._orig_mod, (x,)).ops
     plain[0].compile()
-    with pytest.raises(CaptureError, match=r"^0 was compiled in place.*_compiled_call_impl = None"):
+    with pytest.raises(
+        CaptureError,
+        match=r"compile\(\) on 0, .*_compiled_call_impl = None: compiled code cannot be traced",
+    ):
         remat.capture(plain, (x,))
     plain[0]._compiled_call_impl = None
     assert remat.capture(plain, (x,)).ops
@@ -161,7 +164,7 @@ def test_what_is_compiled_already_is_refused_by_capture() -> None:
 
 def test_functions_that_dynamo_runs_are_refused_by_capture() -> None:
     x, wrapped = torch.randn(64, 32), torch.compile(torch.matmul)
-    text = r"that torch.compile has wrapped, or torch.cond.*test_refused_graphs.py:\d+"
+    text = r"wrapped by torch.compile, torch.cond.*test_refused_graphs.py:\d+"
     for layer in (wrapped, branched):
         with pytest.raises(CaptureError, match=text):
             remat.capture(Layers(layer), (x,))

@@ -27,7 +27,7 @@ def test_one_cuda_device_may_be_beside_the_cpu() -> None:
 
 @pytest.mark.parametrize("devices", [("cuda:0", "cuda:1"), ("meta",), ("cpu", "meta")])
 def test_others_are_refused_by_name(devices: tuple[str, ...]) -> None:
-    with pytest.raises(DeviceError, match=f"has inputs on .*{devices[-1]}: compile what runs on"):
+    with pytest.raises(DeviceError, match=f"has inputs on .*{devices[-1]}"):
         device_of_inputs(on(*devices))
 
 

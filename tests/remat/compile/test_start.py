@@ -160,7 +160,7 @@ def test_damage_is_noticed_and_planned_anew(kept_plans: Path) -> None:
     cold, expected, _, _ = started()
     (path,) = kept_plans.iterdir()
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.warns(UserWarning, match="is ignored, and made anew: it is damaged"):
+    with pytest.warns(UserWarning, match="which is made anew: it is damaged"):
         anew, gradients, _, _ = started()
     assert anew[0].replays > 0
     assert figures(anew) == figures(cold)

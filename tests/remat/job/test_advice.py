@@ -32,7 +32,7 @@ def advised(budget_bytes: int, *ratios: float | None, overhead: float | None = N
 
 
 def test_a_step_that_fits_already_needs_no_plan() -> None:
-    assert "fits already: train without a plan" in advised(PEAK_BYTES, None, None, None)
+    assert "train without a plan: the unmodified step" in advised(PEAK_BYTES, None, None, None)
     assert advised(PEAK_BYTES - 1, None, None, None) == ""
 
 

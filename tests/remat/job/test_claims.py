@@ -20,7 +20,7 @@ from remat.formats import NO_BOUND, bytes_text, percent_text
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.pipeline import Report, planned_report
 from remat.job.request import Request
-from remat.job.screen import report_json, show_run
+from remat.job.screen import report_json, run_screen
 from remat.progress import Stopwatch
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.outcome import Result
@@ -68,7 +68,7 @@ def run(name: str, solver: str, budget: str) -> Report:
 
 def screen(report: Report) -> str:
     text = io.StringIO()
-    show_run(Console(file=text, width=400), report)
+    Console(file=text, width=400).print(run_screen(report))
     return "\n".join(" ".join(line.split()) for line in text.getvalue().splitlines())
 
 

@@ -116,13 +116,13 @@ def test_a_factory_by_default_that_is_no_function(file: Path) -> None:
 
 
 def test_what_names_no_python_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "names no factory: write path/to/file.py:factory" in refusal(":factory")
-    assert "names no factory" in refusal("")
+    assert "write path/to/file.py:factory" in refusal(":factory")
+    assert "names none" in refusal("")
     (file.parent / "plan.json").write_text("{}")
     monkeypatch.chdir(file.parent)
-    assert "plan.json is not a Python file: its name should end with .py" in refusal("plan.json")
+    assert "plan.json is not a Python file: its name must end with .py" in refusal("plan.json")
     said = refusal(str(file.parent))
-    assert "is a folder: name a file" in said
+    assert "name a file: " in said
     assert "beside.py, models.py" in said
 
 
@@ -174,7 +174,7 @@ def test_a_file_that_cannot_be_imported(tmp_path: Path, text: str, says: str) ->
 def test_wrong_returns(file: Path) -> None:
     assert "returned a int: a factory returns (model, args)" in refusal(f"{file}:wrong")
     assert "unknown keys arguments" in refusal(f"{file}:unknown_key")
-    assert "a model that is a str, no nn.Module" in refusal(f"{file}:no_module")
+    assert "a str as model, not an nn.Module" in refusal(f"{file}:no_module")
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet", "unet"])
@@ -214,5 +214,5 @@ def test_a_parser_that_ends_python_is_named_at_its_line(tmp_path: Path) -> None:
     file = tmp_path / "parsed.py"
     file.write_text(PARSED.format(rest="required=True"))
     said = refusal(f"{file}:make")
-    assert f"factory make of {file} ended Python by SystemExit: 2 ({file}:6)" in said
-    assert "those that a parser requires need defaults" in said
+    assert f"factory make of {file} ended Python with SystemExit: 2 ({file}:6)" in said
+    assert "give required arguments of a parser defaults" in said

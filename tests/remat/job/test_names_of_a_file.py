@@ -24,16 +24,16 @@ def refusal(tmp_path: Path, text: str) -> str:
 @pytest.mark.parametrize("head", [SCRIPT, "if '__main__' == __name__:"])
 def test_what_only_a_script_makes_has_its_line(tmp_path: Path, head: str) -> None:
     said = refusal(tmp_path, f"{head}\n    if True:\n        {MAKE}")
-    assert said.startswith(
-        'script.py makes model and batch under `if __name__ == "__main__"` (line'
-    )
-    assert "(line 3), which runs only as a script: move what builds the model" in said
+    assert said.startswith("move what builds the model and a batch above `if __name__")
+    assert "(line 3): script.py makes model and batch under it, which runs only as" in said
     assert "write def factory(): return model, (x,)" in said
 
 
 def test_a_batch_that_only_a_script_makes(tmp_path: Path) -> None:
     text = f"model = nn.Linear(4, 2)\n{SCRIPT}\n    for batch in [torch.ones(3, 4)]: ..."
-    assert refusal(tmp_path, text).startswith("script.py makes batch under `if __name__")
+    assert refusal(tmp_path, text).startswith(
+        "move what builds the model and a batch above `if __name__"
+    )
 
 
 def test_a_model_without_a_batch(tmp_path: Path) -> None:
@@ -98,10 +98,10 @@ def test_what_trains_is_not_proposed_nor_run(
     [
         ("def job():\n    open('ran', 'w').close()", "job of script.py returns nothing, so it was"),
         ("def job():\n    open('ran', 'w').close()\n    return None", "returns nothing"),
-        ("def job(cfg):\n    return cfg, ()", "needs cfg, and is called without: give defaults"),
-        ("def job(*, n):\n    return n, ()", "needs n, and is called without"),
+        ("def job(cfg):\n    return cfg, ()", "give defaults for cfg, or write def factory"),
+        ("def job(*, n):\n    return n, ()", "give defaults for n, or"),
         ("class job(nn.Linear):\n    def __init__(self): super().__init__(2, 2)",
-         "job returned a model without a batch, a job: write def factory(): return job(), (x,)"),
+         "write def factory(): return job(), (x,): script.py:job"),
     ],
 )  # fmt: skip
 def test_a_function_that_is_named_and_builds_nothing(

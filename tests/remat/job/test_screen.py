@@ -15,7 +15,7 @@ from remat.analysis.plan_report import report as remat_report
 from remat.budgets import unmodified
 from remat.formats import percent_text
 from remat.job.pipeline import Report, Row
-from remat.job.screen import bound_json, show_run
+from remat.job.screen import bound_json, run_screen
 from remat.schedules.reserved import AllocatorPeak, Reserved
 from remat.schedules.simulate import simulate
 from remat.solver.budgets.front import Front, Point
@@ -37,7 +37,7 @@ def shown(device: str, *, is_measured: bool, shortage: str = "") -> str:
     result = unmodified(graph)
     report = Report(graph, result, rows, {}, (), None, shortage=shortage)
     text = io.StringIO()
-    show_run(Console(file=text, width=200), report)
+    Console(file=text, width=200).print(run_screen(report))
     return " ".join(text.getvalue().split())
 
 
@@ -63,7 +63,7 @@ def test_where_nothing_is_proved_everything_that_shows_a_bound_says_so() -> None
     assert result.gap is None
     report = Report(graph, result, (Row("unmodified", GIB, 1.0, 0.0),), {}, (), None)
     text = io.StringIO()
-    show_run(Console(file=text, width=200), report)
+    Console(file=text, width=200).print(run_screen(report))
     words = " ".join(text.getvalue().split())
     assert "lower bound no bound " in words
     assert "gap 0" not in words
@@ -83,7 +83,7 @@ def test_a_bound_that_needs_no_proof_is_told_apart() -> None:
     assert result.overhead > 0
     report = Report(graph, result, (Row("unmodified", GIB, 1.0, 0.0),), {}, (), None)
     text = io.StringIO()
-    show_run(Console(file=text, width=200), report)
+    Console(file=text, width=200).print(run_screen(report))
     gap = percent_text(result.overhead)
     assert f"0.0 % overhead (nothing computed twice); gap {gap}" in text.getvalue()
 
@@ -101,7 +101,7 @@ def test_what_holds_the_peak_is_told_by_module() -> None:
     simulation = simulate(graph, result.schedule)
     text = io.StringIO()
     report = Report(graph, result, rows, {}, (), None, simulation=simulation)
-    show_run(Console(file=text, width=200), report)
+    Console(file=text, width=200).print(run_screen(report))
     (line,) = (line for line in text.getvalue().splitlines() if line.startswith("peak held by"))
     values = {value.name for value in graph.values}
     assert re.search(r" [012] \d", line)

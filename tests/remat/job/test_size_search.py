@@ -156,13 +156,13 @@ def test_what_has_no_meaning_is_refused() -> None:
     with pytest.raises(FactoryError, match=r"takes no argument 'sequence', it takes batch, layers"):
         remat.largest_batch(stack, "sequence", budget="1MiB")
     for budget in ("60%", "min"):
-        with pytest.raises(BudgetError, match="is another one at each size: give bytes"):
+        with pytest.raises(BudgetError, match="is different at each size"):
             remat.largest_batch(stack, budget=budget)
     with pytest.raises(BudgetError, match="unknown unit 'gigs'"):
         remat.largest_batch(stack, budget="8 gigs")
     with pytest.raises(SolverError, match="step must be from 1 to the most"):
         remat.largest_batch(stack, budget="1MiB", step=0)
-    with pytest.raises(SolverError, match="the two first sizes are the same"):
+    with pytest.raises(SolverError, match="give two different first sizes"):
         remat.largest_batch(stack, budget="1MiB", sizes=(3, 3))
 
 
@@ -176,4 +176,4 @@ def test_where_no_size_fits_it_says_so() -> None:
 def test_no_larger_size_is_tried_than_allowed() -> None:
     found = remat.largest_batch(stack, budget="8MiB", most=6, each_s=AMPLE_S, check=False)
     assert (found.size, found.limited_by, found.measured_peak_bytes) == (6, "most", None)
-    assert "no larger batch was to be tried" in str(found)
+    assert "no larger batch was tried" in str(found)

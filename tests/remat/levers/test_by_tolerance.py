@@ -52,14 +52,14 @@ def other_bits_on_two_threads(monkeypatch: pytest.MonkeyPatch) -> Generator[None
 @pytest.mark.usefixtures("other_bits_on_two_threads")
 def test_a_budget_that_chunks_would_fit_names_tolerance_and_one_thread() -> None:
     said = refused()
-    assert "Try split='tolerance' (a schedule of " in said
+    assert "try split='tolerance' (the lowest known peak is then " in said
     assert "OMP_NUM_THREADS=1" in said
     assert torch.get_num_threads() == 2
-    least = float(said.partition("a schedule of ")[2].split(" ")[0])
+    least = float(said.partition("peak is then ")[2].split(" ")[0])
     asked = said.partition("is below ")[2].split(" ")[0]
     assert 0 < least < float(asked)
     with named_as_flags():
-        assert "Try --split tolerance (a schedule of " in refused()
+        assert "try --split tolerance (the lowest known peak is then " in refused()
 
 
 @pytest.mark.usefixtures("other_bits_on_two_threads")
@@ -71,7 +71,7 @@ def test_what_is_named_is_what_the_judge_finds() -> None:
     least_bytes = found.least_feasible_bytes or found.peak_bytes
     if found.schedule is not None:
         assert simulate(graph, found.schedule).peak_bytes == least_bytes
-    assert f"a schedule of {least_bytes / 2**20:.2f} MiB" in said
+    assert f"lowest known peak is then {least_bytes / 2**20:.2f} MiB" in said
 
 
 def test_without_chunks_nothing_is_said_of_them() -> None:

@@ -12,7 +12,7 @@ from remat.analysis.levers import (
     without_copies,
     without_recomputation,
 )
-from remat.analysis.memory_figures import SLOWER, offloaded
+from remat.analysis.plan_figures import SLOWER, offloaded
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule
 from remat.schedules.simulate import simulate
@@ -41,12 +41,12 @@ def test_each_figure_has_a_line() -> None:
     graph = copying_chain()
     found = offloaded(graph, copying_schedule(graph))
     assert found is not None
-    assert found.rows() == [
+    assert list(found.rows()) == [
         ("host", "0.1 KiB of 0.5 KiB"),
         ("copies", "1 to the host, 0.1 KiB in 10.0 us; 1 back, 0.1 KiB in 10.0 us"),
-        ("waits", "the device waits 9.0 us for copies, 9.0 us at most at once"),
+        ("waits", "the device waits 9.0 us for copies, 9.0 us at most at a time"),
         ("slower links",
-         "at 0.8 of these rates a step takes 2.5 us more, 32.9 % overhead; its peaks stay"),
+         "at 0.8 of these rates a step takes 2.5 us longer, 32.9 % overhead; peaks stay the same"),
         ("links", "d2h 0.01 GB/s, h2d 0.01 GB/s: a test"),
     ]  # fmt: skip
     quick = copying_chain(gb_s=1.0)

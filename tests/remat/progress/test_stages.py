@@ -166,7 +166,7 @@ def test_what_a_model_prints_goes_where_it_went(
 
 
 def test_a_wrong_value_is_told_when_the_model_is_wrapped() -> None:
-    with pytest.raises(remat.RematError, match="verbose='yes' is unknown: give True or False"):
+    with pytest.raises(remat.RematError, match="give True or False: verbose='yes' is unknown"):
         remat.rematerialize(layers(), budget="1MiB", verbose="yes")
 
 

@@ -95,7 +95,7 @@ def test_the_worst_case_is_planned_before_the_first_step() -> None:
     budget = remat.solve(remat.capture(model, rows(100)), "100%").peak_bytes
     ran: list[int] = []
     late = cached(model, budget, upto={"n": 900}, dynamic={"x": {0: "n"}})
-    with pytest.raises(TooLargeError, match=r"n 900 was found .* the largest that fits is n 1"):
+    with pytest.raises(TooLargeError, match=r"n 900 was found .* up to n 1"):
         ran.append(late(*rows(3)))
     assert ran == []
 
@@ -115,7 +115,7 @@ def test_a_size_that_the_model_fixes_has_plans_of_its_own_and_its_line_is_named(
     model = Branching()
     cache = cached(model)
     cache(*rows(4))
-    with pytest.warns(UserWarning, match=r"cannot vary .*test_cache_over_ranges.py:\d+"):
+    with pytest.warns(UserWarning, match=r"(?s)cannot vary .*test_cache_over_ranges.py:\d+"):
         assert same_bits(model, cache, rows(6))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -169,7 +169,7 @@ def test_copies_and_pickles_learn_anew() -> None:
         ({"compile": True}, "compile is not taken with dynamic sizes"),
         ({"split": "exact"}, "split is not taken with dynamic sizes"),
         ({"sharding": remat.Sharding("ddp", 2)}, "sharding is not taken with dynamic sizes"),
-        ({"dynamic": "auto", "upto": 2048}, "upto=2048 is no dict: give the largest sizes"),
+        ({"dynamic": "auto", "upto": 2048}, "give the largest sizes .*upto=2048 is not a dict"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_at_once(options: Any, said: str) -> None:
@@ -180,10 +180,10 @@ def test_what_cannot_be_meant_is_refused_at_once(options: Any, said: str) -> Non
 @pytest.mark.parametrize(
     ("upto", "said"),
     [
-        ({"y": {0: 9}}, "no tensor of the batch: name one of x"),
+        ({"y": {0: 9}}, "name one of x.*not a tensor of the batch"),
         ({"n": 9}, "upto names 'n' with 9"),
         ({"x": {5: 9}}, "dimension 5"),
-        ({"x": {0: 1}}, r"a range begins at 2|no range of sizes"),
+        ({"x": {0: 1}}, r"begin the range at 2|not a range of sizes"),
     ],
 )
 def test_what_upto_cannot_mean_is_refused_before_the_first_step(upto: Any, said: str) -> None:
@@ -250,7 +250,7 @@ def test_sizes_that_are_equal_vary_with_the_one_that_upto_names(kind: str) -> No
     loss_fn = sequence_loss if kind == "target" else None
     cache = cached(model, loss_fn=loss_fn, upto={"x": upto}, time_limit_s=5)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="sizes of batches cannot vary")
+        warnings.filterwarnings("error", message="each batch size has its own plan")
         for count in (24, 12, 33, 40):
             args, kwargs = made(count)
             expected = Follower(width)
@@ -320,6 +320,9 @@ def test_sizes_have_a_plan_each_where_a_range_gives_other_bits() -> None:
     model = OtherOpsAtAnySize()
     cache = cached(model, check=True)
     assert same_bits(model, cache, rows(4))
-    with pytest.warns(UserWarning, match="each has its own: the rewritten .* differs from eager"):
+    with pytest.warns(
+        UserWarning,
+        match="(?s)each batch size has its own plan.* the rewritten .* differs from eager",
+    ):
         assert same_bits(model, cache, rows(6))
     assert planned_ranges(cache) == ["one size", "one size"]

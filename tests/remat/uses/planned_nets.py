@@ -89,7 +89,11 @@ def outcome(use: Use, plan: Planning) -> tuple[str, list[str]]:
             use(plan)
         except RematError:
             return REFUSED, []
-    said = [str(one.message) for one in caught if "its plan did not run" in str(one.message)]
+    said = [
+        str(one.message)
+        for one in caught
+        if "received gradients without its plan" in str(one.message)
+    ]
     assert all(
         Path(one.filename).parent == Path(__file__).parent
         for one in caught

@@ -52,7 +52,7 @@ def test_copies_of_the_model_are_whole_or_refused() -> None:
     training, other, step = made()
     training.whole(step, 0, 1)
     other.eager(0, 1)
-    with pytest.raises(RewriteError, match=r"is copied or pickled: call bring_back\(\)"):
+    with pytest.raises(RewriteError, match=r"call bring_back\(\).*cannot be copied or pickled"):
         copy.deepcopy(training.model)
     step.bring_back()
     copied = copy.deepcopy(training.model)
@@ -97,7 +97,7 @@ def test_close_and_deletion_bring_all_back(folder: Path) -> None:
         if end == "close":
             step.close()
             assert is_clean(folder)
-            with pytest.raises(RewriteError, match="is closed: make another one"):
+            with pytest.raises(RewriteError, match="is closed"):
                 training.whole(step, 1, 1)
         elif end == "with":
             with step:
@@ -143,9 +143,9 @@ def require_whole_or_said(error: BaseException, training: Training, other: Train
     new = [name for name in now if torch.equal(now[name], after[name])]
     old = [name for name in now if torch.equal(now[name], before[name])]
     assert sorted(new + old) == sorted(now)
-    assert ("no parameter had been updated" in note) == (not new)
+    assert ("no parameter was updated" in note) == (not new)
     if new:
-        assert f"remat: {len(new)} of {len(now)} parameters had been updated" in note
+        assert f"remat: {len(new)} of {len(now)} parameters were updated" in note
     assert all(one.grad is None for one in now.values())
 
 
@@ -208,10 +208,10 @@ def test_after_a_failure_before_any_update_the_step_is_taken_again(
     ("given", "says"),
     [
         ({"args": [(torch.zeros(8, 32),)], "targets": [torch.zeros(8, 5)]},
-         "takes 2 microbatches, and 1 are given"),
-        ({"args": [(torch.zeros(8, 32),)] * 2}, "was captured with a target: give targets="),
+         "takes 2 microbatches, and got 1"),
+        ({"args": [(torch.zeros(8, 32),)] * 2}, "was captured with a target"),
         ({"args": [torch.zeros(8, 32)] * 2, "targets": [torch.zeros(8, 5)] * 2},
-         r"is a tuple of positional arguments, .* write \[\(x,\) for x in batches\]"),
+         r"write \[\(x,\) for x in batches\].* is a tuple of positional arguments"),
         ({"args": [(torch.zeros(8, 32),), (torch.zeros(9, 32),)],
           "targets": [torch.zeros(8, 5)] * 2}, r"\[9, 32\]"),
     ],
@@ -231,7 +231,7 @@ def test_gradients_that_are_there_and_eval_mode_are_refused() -> None:
     training, other, step = made()
     weight = training.model[0][0].weight
     weight.grad = torch.zeros_like(weight)
-    with pytest.raises(RewriteError, match=r"0.0.weight of Sequential has a gradient already"):
+    with pytest.raises(RewriteError, match=r"0.0.weight of Sequential already has a gradient"):
         training.whole(step, 0, 1)
     weight.grad = None
     training.model.eval()

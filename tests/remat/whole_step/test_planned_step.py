@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
+from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute
-from remat.whole_step.planned_step import (
-    PlannedStep,
-    Residence,
-    Short,
-    host_peak_bytes,
-    planned_step,
-)
+from remat.schedules.simulate import simulate
+from remat.whole_step.planned_step import PlannedStep, Residence, Short, planned_step
 from remat.whole_step.step_config import Pass, StepConfig
 from tests.remat.whole_step.hand_steps import (
     BACKWARD_US,
@@ -32,6 +30,10 @@ def planned(config: StepConfig, **given: float) -> PlannedStep:
     found = planned_step(task_of(TWO, **given), config, "test")  # type: ignore[arg-type]
     assert isinstance(found, PlannedStep)
     return found
+
+
+def resting_bytes(graph: TrainingGraph) -> int:
+    return sum(value.size_bytes for value in graph.values if value.home == "host")
 
 
 def two_passes_as_one(**choices: object) -> StepConfig:
@@ -113,8 +115,14 @@ def test_any_setting_is_a_valid_schedule_with_the_peaks_that_were_foretold(n_lay
         found = planned_step(task, config, "test")
         assert isinstance(found, PlannedStep), (seed, found)
         assert found.simulation.peak_bytes <= task.budget_bytes
-        steps = list(found.schedule.steps)
-        assert found.simulation.host_peak_bytes == host_peak_bytes(found.graph, steps)
+        least_bytes = found.simulation.host_peak_bytes  # of any host that has room
+        larger = msgspec.structs.replace(task.links, host_bytes=1 << 60)
+        assert simulate(found.graph, found.schedule, larger).host_peak_bytes == least_bytes
+        if resting := resting_bytes(found.graph):
+            links = msgspec.structs.replace(task.links, host_bytes=resting - 1)
+            short = planned_step(replace(task, links=links), config, "test")
+            assert isinstance(short, Short)
+            assert (short.tier, short.need_bytes >= resting) == ("host", True)
         judged += 1
     assert judged == 120
 

@@ -48,11 +48,11 @@ def test_a_whole_step_is_planned_and_judged() -> None:
     ("changed", "kind", "says"),
     [
         ({"microbatches": 0, "host": "1GiB", "device": "rtx4090"}, BudgetError,
-         "microbatches 0 leave nothing to train on: give 1 or more"),
+         "give 1 or more microbatches: 0 leave nothing to train on"),
         ({"microbatches": 2, "device": "rtx4090"}, BudgetError, "give host='120GiB' too"),
-        ({"host": "1GiB"}, BudgetError, "give microbatches=8 too. .* remat.rematerialize"),
+        ({"host": "1GiB"}, BudgetError, "(?s)give microbatches=8 too.* remat.rematerialize"),
         ({"microbatches": 2, "device": "rtx4090", "host": "1GiB", "budget": "50%"}, BudgetError,
-         "budget '50%' is of a step without microbatches: give bytes"),
+         "'50%' only makes sense without microbatches"),
         ({"microbatches": 2, "device": "rtx4090", "host": "ten"}, BudgetError, "host 'ten'"),
         ({"microbatches": 2, "device": "rtx4090", "host": "1GiB", "budget": "16KiB"}, BudgetError,
          r"no plan of this step fits: the device needs [\d.]+ KiB, and budget gives 16.0 KiB"),
@@ -75,20 +75,23 @@ def test_an_optimizer_that_is_not_known_is_refused() -> None:
             model, optimizer=torch.optim.Adagrad(model.parameters()), microbatches=2,
             device="rtx4090", host="1GiB",
         )  # fmt: skip
-    with pytest.raises(CaptureError, match="optimizer 'none' has no update to plan: name one, sgd"):
+    with pytest.raises(CaptureError, match=r"name an optimizer, sgd.*'none' has no update to plan"):
         StepRequest("rtx4090", 2, "none", host="1GiB")
 
 
 def test_a_cpu_runs_whole_steps_in_python_alone() -> None:
-    says = "run on a CPU, by remat.whole_step.training_step, and planned for devices of the table"
+    says = "name a device of the table .*run on a CPU with remat.whole_step.training_step"
     with pytest.raises(DeviceError, match=says):
         StepRequest("cpu", 2, "adamw", host="1GiB")
-    with pytest.raises(DeviceError, match="not for cuda:0: name one, or train here with"):
+    with pytest.raises(
+        DeviceError,
+        match=r"(?s)not cuda:0: .*\nOr train here with",
+    ):
         StepRequest("cuda:0", 2, "adamw", host="1GiB", is_run=True)
 
 
 def test_nvme_without_a_rate_or_a_rate_without_nvme_is_refused() -> None:
-    with pytest.raises(BudgetError, match="a rate of 5 GB/s is that of NVMe: give nvme="):
+    with pytest.raises(BudgetError, match=r"give nvme=.*5 GB/s is the rate of NVMe"):
         StepRequest("rtx4090", 2, "adamw", host="1GiB", nvme_gb_s=5.0)
     with pytest.raises(BudgetError, match="and a rate above 0"):
         StepRequest("rtx4090", 2, "adamw", host="1GiB", nvme="/mnt/nvme:1GiB", nvme_gb_s=0.0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat.analysis.memory_figures import use_arena
+from remat.analysis.plan_figures import use_arena
 from remat.rewriter.arena.arena import Arena
 from remat.rewriter.user_module.module import RematModule
 from tests.models import make

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.analysis.memory_figures import use_arena
+from remat.analysis.plan_figures import use_arena
 from remat.graph_capture.errors import ArenaError, DeviceError, RematError
 from remat.rewriter.arena.arena import Recorder, recorded
 from remat.rewriter.compiled import StepAllocator
@@ -18,13 +18,13 @@ from tests.rewriter.arena.steps_in_arena import in_arena, module_of, needs_compi
 
 
 def test_a_module_that_is_not_rewritten() -> None:
-    with pytest.raises(ArenaError, match=r"this is Linear: pass what remat\.rematerialize"):
+    with pytest.raises(ArenaError, match=r"pass what remat\.rematerialize.*this is Linear"):
         use_arena(nn.Linear(2, 2), (torch.ones(2),))
 
 
 @pytest.mark.parametrize("wrong", [1, None, "module"])
 def test_what_is_no_module(wrong: Any) -> None:
-    with pytest.raises(ArenaError, match=f"this is {type(wrong).__name__}: pass what"):
+    with pytest.raises(ArenaError, match=f"pass what .*this is {type(wrong).__name__}"):
         use_arena(wrong)
 
 
@@ -35,7 +35,7 @@ def test_eval_mode() -> None:
 
 def test_another_device() -> None:
     module = module_of("plain").to("meta")
-    with pytest.raises(DeviceError, match="arenas are for the CPU"):
+    with pytest.raises(DeviceError, match="arenas only work on the CPU"):
         use_arena(module, make("plain")[1])
 
 
@@ -52,7 +52,7 @@ def test_gradients_that_are_released() -> None:
 @needs_compiler
 def test_a_second_arena() -> None:
     module, arena = in_arena("plain")
-    with pytest.raises(ArenaError, match="close that first"):
+    with pytest.raises(ArenaError, match="close the module's arena first"):
         use_arena(module, make("plain")[1])
     arena.close()
     assert use_arena(module, make("plain")[1]).is_open
@@ -80,6 +80,6 @@ def test_a_step_without_a_backward_or_with_two() -> None:
         with pytest.raises(ArenaError, match="runs the forward of this module twice"):
             graph([1])
         backward([])
-        with pytest.raises(ArenaError, match="goes on after its graph has returned"):
+        with pytest.raises(ArenaError, match="continues after its graph has returned"):
             recorder.requests()
     assert memory.source is None

@@ -178,7 +178,7 @@ def test_a_difference_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(AuditError) as raised:
         module(x)
     said = str(raised.value).splitlines()
-    assert said[0].startswith("plan Scaled as it is now: call remat.rematerialize again")
+    assert said[0].startswith("call remat.rematerialize again, to plan Scaled as it is now")
     assert "gives another output than the plan" in said[1]
     assert said[2] == "This was step 4 of the plan for args[0]: float32[4, 4] on cpu; target: None"
     assert isinstance(raised.value, remat.RematError)
@@ -409,7 +409,7 @@ def test_where_there_is_no_room_it_says_so() -> None:
         said = why_no_room(graph, schedule, None, 1 << 30, is_block=is_block)
         assert said.startswith("the model's own forward takes 1.00 GiB, and there is room for")
     beside = why_no_room(graph, schedule, None, 0, is_block=False, results_bytes=1 << 20)
-    assert beside == "its results take 1.00 MiB beside the planned step"
+    assert beside == "its results take 1.00 MiB on top of the planned step"
 
 
 def test_fingerprints_are_of_bits_in_any_layout() -> None:

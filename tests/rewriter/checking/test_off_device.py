@@ -207,7 +207,7 @@ def test_a_model_that_holds_too_much_itself_is_not_compared() -> None:
     assert compared(Deep(holds=False), model := Deep(holds=False), (x,), room) is not None
     assert compared(model, model, (x,), room).equal
     holding = Deep(holds=True)
-    with pytest.raises(NotComparedError, match="holds more at once than the budget leaves"):
+    with pytest.raises(NotComparedError, match="holds more at once than the budget allows"):
         compared(holding, holding, (x,), room)
 
 

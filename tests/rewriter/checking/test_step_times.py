@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from remat.graph_capture.devices.cpu import CpuMeter
-from remat.graph_capture.devices.meter import Run
+from remat.graph_capture.devices.meter import CpuMeter, Run
 from remat.rewriter.checking import check
 
 

@@ -110,7 +110,7 @@ def test_gradients_that_are_released_are_warned_of() -> None:
     module = remat.rematerialize(
         model, (x,), budget="90%", solver="cut", check=False, accumulate=True
     )
-    with fake_ranks(4), pytest.warns(UserWarning, match=r'makes its buckets .*Sharding\("ddp"'):
+    with fake_ranks(4), pytest.warns(UserWarning, match=r'Sharding\("ddp".*fills its buckets'):
         DistributedDataParallel(module)(batch())
     with fake_ranks(2), warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -167,7 +167,7 @@ def test_a_first_draw_beside_another_is_made_anew_once_it_is_known_how_far_it_mo
 def test_beside_a_thread_that_always_draws_the_first_draw_is_refused() -> None:
     form = beside(aten.rand.default, [1] * rng.TRIES)
     rng._learn((form, repr([[3]])), 3)
-    with pytest.raises(RandomStreamError, match="cannot draw alone: another thread drew"):
+    with pytest.raises(RandomStreamError, match=r"another thread drew .* must draw alone"):
         draw_noting(save_rng_state(), "cpu", form, [3])
 
 
@@ -189,7 +189,7 @@ def test_a_draw_between_the_state_and_the_first_draw_is_refused_by_the_name_of_t
         return torch.rand(3)
 
     draw_noting(state, "cpu", draws_in_between, 1)
-    with pytest.raises(RandomStreamError, match=r"rand.*another thread drew.*torch\.Generator"):
+    with pytest.raises(RandomStreamError, match=r"torch\.Generator.*another thread drew.*rand"):
         run_with_rng_state(state, "cpu", aten.rand.default, [3])
 
 

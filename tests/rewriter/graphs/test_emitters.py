@@ -142,7 +142,7 @@ def test_a_schedule_names_its_captured_graph_where_it_has_levers(
     use(monkeypatch, "emit")
     schedule = planned()[3].schedule
     assert schedule is not None
-    with pytest.raises(ScheduleError, match="or with levers, names two graphs"):
+    with pytest.raises(ScheduleError, match="or levers names two graphs"):
         msgspec.structs.replace(schedule, captured_hash="")
-    with pytest.raises(ScheduleError, match=f"in chunks, or {NAME}, and not both"):
+    with pytest.raises(ScheduleError, match=f"in chunks or {NAME}, not both"):
         msgspec.structs.replace(schedule, chunks=(ChunkedRegion("head", 2),))

@@ -189,7 +189,7 @@ def test_what_does_not_go_together_is_refused() -> None:
 @pytest.mark.parametrize("split", ["exactly", True, ("exact",)])
 def test_another_split_is_not_taken_for_one_that_is_known(split: Any) -> None:
     model, args = made("plain")
-    with pytest.raises(CaptureError, match=r"split=.* is unknown: give 'none', 'exact'"):
+    with pytest.raises(CaptureError, match="give split='none', 'exact'"):
         remat.rematerialize(model, args, budget="min", split=split)
 
 
@@ -201,7 +201,7 @@ def test_a_plan_of_an_unknown_number_of_chunks_is_refused() -> None:
     schedule = remat.solve(graph, "min").schedule
     assert schedule is not None
     chunks = (ChunkedRegion(schedule.chunks[0].region, 3),)
-    with pytest.raises(ScheduleError, match="in 3 chunks; the graph has costs for 2, 4, 8, 16"):
+    with pytest.raises(ScheduleError, match="in 3 chunks, and the graph has costs for 2, 4, 8, 16"):
         simulate(graph, msgspec.structs.replace(schedule, chunks=chunks))
 
 

@@ -106,7 +106,7 @@ def test_a_plan_for_one_tensor_refuses_two_and_the_reverse(kind: str) -> None:
 
 def test_memory_that_is_written_to_is_shared_with_no_other_tensor() -> None:
     fast: Any = remat.rematerialize(Net(writes), twice(), **OPTIONS)
-    with pytest.raises(RewriteError, match=r"pass a copy \(clone\(\)\) of args\[0\]"):
+    with pytest.raises(RewriteError, match=r"pass a copy, args\[0\]\.clone\(\)"):
         fast(*overlapping())
 
 
@@ -140,6 +140,6 @@ def test_attention_over_one_tensor_takes_eagers_way() -> None:
 
 def test_a_plan_file_holds_no_two_arguments_that_are_one() -> None:
     fast: Any = remat.rematerialize(Net(asks), once(), **OPTIONS)
-    with pytest.raises(PlanError, match=r"pass a copy \(clone\(\)\) of args\[1\]"):
+    with pytest.raises(PlanError, match=r"pass a copy, args\[1\]\.clone\(\)"):
         plan_of(fast)
     assert torch.equal(copy.deepcopy(fast)(*once()), fast(*once()))

@@ -52,7 +52,7 @@ def test_batches_take_turns_each_by_its_own_plan() -> None:
     own = model()
     step = remat.rematerialize(own, budget="100%")
     assert same_bits(own, step, batch())
-    with pytest.warns(UserWarning, match="traced as if it were compiled"):
+    with pytest.warns(UserWarning, match="traced as if under torch.compile"):
         step(*batch(masked=2))
     for masked in (0, 3, 0, 2):
         assert same_bits(own, step, batch(masked))
@@ -91,7 +91,7 @@ def test_what_forward_writes_to_is_not_known() -> None:
             own[:, 0] = x[:, 0, 0] > 0
             return super().forward(x, own)
 
-    with pytest.warns(UserWarning, match="traced as if it were compiled"):
+    with pytest.warns(UserWarning, match="traced as if under torch.compile"):
         remat.capture(Writes(), batch())
 
 

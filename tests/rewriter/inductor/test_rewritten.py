@@ -177,7 +177,7 @@ def test_a_plan_whose_code_exceeds_its_budget_is_warned_about(
 def test_a_budget_that_no_code_keeps_to_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("remat.compile.code_plans.code_peak_bytes", lambda joint, schedule: 2**30)
     model, x = made()
-    text = r"compiled, no plan was found that keeps to .* is 1\.00 GiB\. Give budget='1GiB'"
+    text = r"give budget='1GiB'.*compiled, no plan was found within .* is 1\.00 GiB"
     with pytest.raises(BudgetError, match=text):
         remat.rematerialize(
             model,
@@ -253,7 +253,7 @@ def test_a_generator_of_its_own_is_refused() -> None:
     graph = remat.capture(model, (x,), loss_fn=squared)
     schedule = remat.solve(graph, "100%").schedule
     assert schedule is not None
-    with pytest.raises(RewriteError, match=r"generator of its own.*rewrite without compile=True"):
+    with pytest.raises(RewriteError, match=r"rewrite without compile=True.*generator of its own"):
         agreed_rewrite(model, schedule, compile=True)
 
 

@@ -43,7 +43,9 @@ def test_a_seed_set_in_forward_is_refused_with_its_line() -> None:
             torch.manual_seed(0)
             return nn.functional.dropout(self.linear(x))
 
-    with pytest.raises(CaptureError, match=r"calls torch\.manual_seed \(.*test_refused\.py:\d+"):
+    with pytest.raises(
+        CaptureError, match=r"call torch\.manual_seed outside .*test_refused\.py:\d+"
+    ):
         remat.capture(Seeded(), (batch(),))
 
 
@@ -71,16 +73,13 @@ def test_what_torch_cannot_take_apart_is_refused_with_the_call_that_helps() -> N
         def forward(self, given: Batch) -> Tensor:
             return self.linear(given.x)
 
-    with pytest.raises(CaptureError, match=r"args\[0\] is a .*Batch.*register_dataclass\(Batch\)"):
+    with pytest.raises(CaptureError, match=r"register_dataclass\(Batch\): args\[0\] is a .*Batch"):
         remat.capture(Taking(), (Batch(batch()),))
 
 
-@pytest.mark.parametrize(
-    ("use_reentrant", "says"),
-    [(False, r"block\.1\.running_mean inside torch\.utils\.checkpoint"), (True, "use_reentrant")],
-)
+@pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_buffer_written_inside_a_checkpoint_is_refused_with_the_way_out(
-    use_reentrant: bool, says: str
+    use_reentrant: bool,
 ) -> None:
     class Checkpointed(Base):
         def __init__(self) -> None:
@@ -94,6 +93,7 @@ def test_a_buffer_written_inside_a_checkpoint_is_refused_with_the_way_out(
             return self.block(h)
 
     model, x = Checkpointed(), batch()
+    says = r"block\.1\.running_mean inside checkpoint"
     with pytest.raises(CaptureError, match=says):
         remat.capture(model, (x,))
     assert planned(model, x, False)(x, False).shape == x.shape
@@ -111,8 +111,8 @@ def test_what_a_solve_returns_is_no_schedule_and_the_way_out_works() -> None:
     graph = remat.capture(model, (x,))
     lost, found = remat.solve(graph, 1), remat.solve(graph, "min")
     assert lost.schedule is None
-    assert f"{lost.least_feasible_bytes} bytes are known to do" in lost.message
-    with pytest.raises(RewriteError, match=r"but Plan\(infeasible.* result.message says what"):
+    assert f"{lost.least_feasible_bytes} bytes are known to be enough" in lost.message
+    with pytest.raises(RewriteError, match=r"only Plan\(infeasible.* result.message says what"):
         agreed_rewrite(model, lost)  # type: ignore[arg-type]
     with pytest.raises(RewriteError, match=r"pass the schedule in it"):
         agreed_rewrite(model, found)  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def test_an_option_that_draws_is_named_as_the_way_out_of_a_branch_on_a_random_nu
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x).sum() if torch.rand([]) < 0.5 else x.sum()
 
-    with pytest.raises(CaptureError, match=r"a random number.*layerdrop.*to 0"):
+    with pytest.raises(CaptureError, match=r"(?s)layerdrop.*to 0.*a random number"):
         planned(LayerDrop(), batch())
 
 
@@ -139,7 +139,7 @@ def test_code_that_catches_what_only_a_trace_raises_is_refused() -> None:
             return self.linear(x).sum() * scale
 
     with (
-        pytest.warns(UserWarning, match="traced as if it were compiled"),
+        pytest.warns(UserWarning, match="traced as if under torch.compile"),
         pytest.raises(RewriteError),
     ):
         planned(Careful(), batch())

@@ -59,7 +59,7 @@ def test_what_forward_would_read_again_from_its_batch_is_refused() -> None:
             self.last = x
             return self.linear(before)
 
-    with pytest.raises(CaptureError, match=r"sets last at its first call"):
+    with pytest.raises(CaptureError, match=r"if last is only set once"):
         remat.capture(Remembering(), (batch(),))
 
 
@@ -133,7 +133,7 @@ def test_a_first_call_that_initialises_something_is_refused() -> None:
             return y.mean()
 
     model, x = Initialised(), batch()
-    with pytest.raises(CaptureError, match="sets is_ready at its first call"):
+    with pytest.raises(CaptureError, match="if is_ready is only set once"):
         remat.capture(model, (x,))
     model(x)
     assert torch.equal(planned(model, x)(x), model(x))
@@ -178,7 +178,7 @@ def test_other_data_of_a_parameter_is_refused_with_the_way_out(
 ) -> None:
     model = Averaged(average)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(CaptureError, match=r"other data.*tensor\.data\.copy_\(other\)"):
+    with pytest.raises(CaptureError, match=r"(?s)tensor\.data\.copy_\(other\).*other data"):
         planned(model, batch())
     assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
 

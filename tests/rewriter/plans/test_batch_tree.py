@@ -88,9 +88,9 @@ def test_trees_are_read_as_they_were_written(tree: object) -> None:
 
 def test_a_type_is_taken_only_where_it_is_registered() -> None:
     for kind in ("Unknown", "Side", "NAME"):
-        with pytest.raises(PlanError, match=r"which nothing has registered here"):
+        with pytest.raises(PlanError, match=r"nothing here registers it"):
             tree_from(ONE.replace("builtins.list", f"{NAME}.{kind}"))
-        with pytest.raises(PlanError, match=r"which nothing has registered here"):
+        with pytest.raises(PlanError, match=r"nothing here registers it"):
             tree_from(
                 ONE.replace("builtins.list", "collections.namedtuple").replace(
                     '"null"', f'"{NAME}.{kind}"'
@@ -98,7 +98,7 @@ def test_a_type_is_taken_only_where_it_is_registered() -> None:
             )
     # Types without a name of their own, whichever was registered last.
     pytree.register_dataclass(dataclasses.make_dataclass("Nameless", ["one"]))
-    with pytest.raises(PlanError, match=r"which nothing has registered here"):
+    with pytest.raises(PlanError, match=r"nothing here registers it"):
         tree_from(ONE.replace("builtins.list", "NO_SERIALIZED_TYPE_NAME_FOUND"))
 
 
@@ -139,9 +139,9 @@ def test_a_tree_imports_no_module(trap: str, tmp_path: Path) -> None:
         of_dict([named]), of_dict([[named]]), of_dict([{"a": named}]), escaped,
         json.dumps([1, {**nested, "type": "builtins.tuple", "children_spec": [nested]}]),
     ):  # fmt: skip
-        with pytest.raises(PlanError, match="names 'a_trap:Any', which is no enum"):
+        with pytest.raises(PlanError, match="import the module of 'a_trap:Any'"):
             tree_from(text)
-    with pytest.raises(PlanError, match=r"makes default values by a_trap\.Any, which is no type"):
+    with pytest.raises(PlanError, match=r"makes default values with a_trap\.Any, which is not one"):
         tree_from(of_factory(trap, "Any"))
     assert trap not in sys.modules
     assert not (tmp_path / "sprung").exists()
@@ -151,7 +151,7 @@ def test_a_tree_imports_no_module(trap: str, tmp_path: Path) -> None:
     "place", ["os:system", "os:environ", "remat:capture", "enum:none", ":", "os"]
 )
 def test_a_tree_takes_nothing_from_modules_but_enums(place: str) -> None:
-    with pytest.raises(PlanError, match="which is no enum that is imported here"):
+    with pytest.raises(PlanError, match="it is no enum imported here"):
         tree_from(of_dict([{"__enum__": True, "fqn": place, "name": "PATH"}]))
 
 
@@ -159,7 +159,7 @@ def test_a_tree_takes_nothing_from_modules_but_enums(place: str) -> None:
     ("module", "name"), [("builtins", "exit"), ("builtins", "eval"), ("os", "abort"), ("", "")]
 )
 def test_a_tree_makes_default_values_by_types_alone(module: str, name: str) -> None:
-    with pytest.raises(PlanError, match="which is no type of Python's own"):
+    with pytest.raises(PlanError, match="which is not one of Python's own types"):
         tree_from(of_factory(module, name))
 
 
@@ -211,7 +211,9 @@ WRONG = {
 
 @pytest.mark.parametrize("batch", WRONG.values(), ids=WRONG)
 def test_a_batch_that_is_none_is_refused(batch: BatchSignature) -> None:
-    with pytest.raises(PlanError, match=r"the plan file (cannot be read|names a dtype)"):
+    with pytest.raises(
+        PlanError, match=r"cannot read the batch in the plan file|the plan file has dtype"
+    ):
         signature_from(batch)
 
 

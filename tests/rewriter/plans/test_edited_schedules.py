@@ -12,7 +12,7 @@ import pytest
 
 import remat
 from remat.analysis.inspect import inspect
-from remat.analysis.memory_figures import place
+from remat.analysis.plan_figures import place
 from remat.graph_capture.errors import PlanError, RewriteError, ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.ranks.same_order import agreed_load, agreed_rewrite
@@ -99,7 +99,7 @@ def test_the_schedule_that_was_edited_trains() -> None:
 def test_all_frees_removed() -> None:
     """Where something runs again it makes nothing new; elsewhere it holds more than its budget."""
     model, args, graph, schedule, plan = case()
-    with pytest.raises(ScheduleError, match="makes nothing that is not live"):
+    with pytest.raises(ScheduleError, match="makes only values that are live already"):
         agreed_rewrite(model, without_frees(schedule), args)
     kept = remat.solve(graph, 10**12, solver="store_all")
     assert kept.schedule is not None

@@ -246,7 +246,7 @@ def test_a_changed_model_is_refused_with_the_first_difference(
 def test_a_model_that_computes_something_else_is_refused_by_its_graph(
     small: tuple[Exported, Tensor, PlanFile],
 ) -> None:
-    with pytest.raises(ScheduleError, match=r"op 2 was .*gelu.*, is .*relu"):
+    with pytest.raises(ScheduleError, match=r"op 2 was .*gelu.* and is .*relu"):
         load_plan(small[2], changed_model("activation"))
 
 
@@ -256,7 +256,7 @@ def test_another_class_and_a_rewritten_module_are_refused(
     model, _, plan = small
     with pytest.raises(PlanError, match="the model's class was Exported and is Linear"):
         load_plan(plan, nn.Linear(2, 2))
-    with pytest.raises(CaptureError, match="follows a plan already"):
+    with pytest.raises(CaptureError, match="already follows a plan"):
         load_plan(plan, load_plan(plan, model))
     with pytest.raises(PlanError, match="a Exported follows no plan"):
         plan_of(model)
@@ -265,7 +265,7 @@ def test_another_class_and_a_rewritten_module_are_refused(
 def test_of_a_cache_it_is_the_plan_that_was_used_last() -> None:
     model, x = Exported(), torch.randn(16, 8)
     cache = remat.rematerialize(model, budget="100%", solver="cut", check=False)
-    with pytest.raises(PlanError, match="has made no plan yet: train a step first"):
+    with pytest.raises(PlanError, match="train a step first: this cache has made no plan yet"):
         plan_of(cache)
     for rows in (16, 8, 16):
         cache(x[:rows])
@@ -284,7 +284,7 @@ def test_another_torch_is_refused_another_build_of_it_is_not(
 ) -> None:
     model, _, plan = small
     older = edited(plan, versions=msgspec.structs.replace(plan.versions, torch="2.10.0+cpu"))
-    with pytest.raises(PlanError, match=r"torch was 2\.10\.0\+cpu and is .*remat\.plans"):
+    with pytest.raises(PlanError, match=r"remat\.plans.*torch was 2\.10\.0\+cpu and is "):
         load_plan(older, model)
     public = str(torch.__version__).partition("+")[0]
     versions = msgspec.structs.replace(plan.versions, torch=f"{public}+cu126")
@@ -321,9 +321,15 @@ def test_the_loss_function_is_given_again() -> None:
         (b"\xff\xfe", "it is not JSON"),
         (b"[1, 2]", "its kind is not 'remat plan'"),
         (b'{"ops": []}', "its kind is not 'remat plan'"),
-        (b'{"steps": [], "graph_hash": ""}', "is a schedule alone, which does not know its batch"),
-        (b'{"kind": "remat plan", "schema_version": 7}', "schema version 7, this release reads 1"),
-        (b'{"kind": "remat plan", "schema_version": 1}', "no plan of this release .*missing"),
+        (
+            b'{"steps": [], "graph_hash": ""}',
+            "it is only a schedule, which does not know its batch",
+        ),
+        (
+            b'{"kind": "remat plan", "schema_version": 7}',
+            "schema version 7, and this release reads 1",
+        ),
+        (b'{"kind": "remat plan", "schema_version": 1}', "not a plan of this release .*missing"),
     ],
 )
 def test_files_that_are_no_plans(tmp_path: Path, text: bytes, says: str) -> None:
@@ -339,11 +345,11 @@ def test_archives_that_hold_no_plan(
     model, x, plan = small
     path = tmp_path / "model.pt2"
     torch.export.save(torch.export.export(model, (x,)), path)
-    with pytest.raises(PlanError, match=r"holds no plan: put it there with plan\.save"):
+    with pytest.raises(PlanError, match=r"put a plan there with plan.save"):
         read_plan(path)
     save_plan(plan, path)
     path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(PlanError, match=r"is no \.pt2 archive, or is cut short"):
+    with pytest.raises(PlanError, match=r"is not a \.pt2 archive, or is cut short"):
         read_plan(path)
 
 
@@ -356,7 +362,7 @@ def test_an_archive_that_a_full_disk_cuts_short(
     program = torch.export.export(model, (x,)) if with_program else None
     path, full = tmp_path / "model.pt2", tmp_path / "full.pt2"
     full.symlink_to("/dev/full")
-    with pytest.raises(FileError, match=r"full\.pt2 cannot be written: No space left on device"):
+    with pytest.raises(FileError, match=r"cannot write .*full\.pt2: No space left on device"):
         save_plan(plan, full, program)
     save_plan(plan, path, program)
     old = path.read_bytes()
@@ -364,7 +370,7 @@ def test_an_archive_that_a_full_disk_cuts_short(
     heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(old) // 2, hard))
     try:
-        with pytest.raises(FileError, match=r"model\.pt2 cannot be written: File too large"):
+        with pytest.raises(FileError, match=r"cannot write .*model\.pt2: File too large"):
             save_plan(plan, path, program)
         gc.collect()
     finally:
@@ -395,8 +401,8 @@ class Pair(NamedTuple):
 @pytest.mark.parametrize(
     ("mark", "says"),
     [
-        (Color.RED, r"args\[1\] is a Color, which a plan file cannot hold"),
-        (Pair(1, 2), "the batch has a container that a plan file cannot hold"),
+        (Color.RED, r"args\[1\] as numbers.*is a Color, which a plan file cannot hold"),
+        (Pair(1, 2), "it has a container that a plan file cannot hold"),
     ],
 )
 def test_a_batch_that_no_file_can_hold_is_refused_when_the_plan_is_made(
@@ -412,7 +418,7 @@ def test_a_batch_that_no_file_can_hold_is_refused_when_the_plan_is_made(
 def test_a_batch_in_a_file_that_cannot_be_read(small: tuple[Exported, Tensor, PlanFile]) -> None:
     model, _, plan = small
     batch = msgspec.structs.replace(plan.batch, tree="[1, {}]")
-    with pytest.raises(PlanError, match="the batch in the plan file cannot be read"):
+    with pytest.raises(PlanError, match="cannot read the batch in the plan file"):
         load_plan(edited(plan, batch=batch), model)
 
 

@@ -58,7 +58,9 @@ def test_a_batch_is_held_to_the_range(kept: tuple[Sized, RangedModule, PlanFile]
     sized, _, plan = kept
     for tokens in (4, 100):
         assert isinstance(agreed_load(plan, Experts(), sized.batch(tokens=tokens)), RangedModule)
-    with pytest.raises(PlanError, match="does not fit: Experts was planned for tokens from 4 to"):
+    with pytest.raises(
+        PlanError, match=r"does not fit: .*Experts was planned for tokens from 4 to"
+    ):
         agreed_load(plan, Experts(), sized.batch(tokens=301))
     with pytest.raises(PlanError, match="does not fit"):
         agreed_load(plan, Experts(), (*sized.batch(tokens=16), torch.ones(3)))
@@ -129,7 +131,7 @@ def test_a_range_of_another_batch_is_refused(kept: tuple[Sized, RangedModule, Pl
         msgspec.structs.replace(place, symbol="other"),
     ):
         over = msgspec.structs.replace(plan.over, places=(wrong,))
-        with pytest.raises(PlanError, match="the range in the plan file cannot be read"):
+        with pytest.raises(PlanError, match="cannot read the range in the plan file"):
             agreed_load(msgspec.structs.replace(plan, over=over), Experts())
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import remat
 from examples.gpt import GPT, Sizes
-from remat.analysis.memory_figures import use_arena
+from remat.analysis.plan_figures import use_arena
 from remat.graph_capture import capture_api, spill_files
 from remat.graph_capture.graph import TrainingGraph
 from remat.ranks.same_order import agreed_load

@@ -53,7 +53,7 @@ def test_an_error_is_raised_as_it_was_there() -> None:
 
 
 def test_a_crash_is_an_error_and_the_next_call_is_answered() -> None:
-    with pytest.raises(SolverError, match="ended with status 3 amid a program"):
+    with pytest.raises(SolverError, match="ended with status 3 in the middle of a program"):
         run_in_process(os._exit, 3)
     assert run_in_process(abs, -1) == 1
 

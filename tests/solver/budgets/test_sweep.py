@@ -142,7 +142,7 @@ def test_a_front_survives_json_and_prints_a_line_a_point() -> None:
     lines = repr(front()).splitlines()
     assert "unmodified peak" in lines[0]
     assert len(lines) == 2 + len(front())
-    with pytest.raises(SolverError, match="not a front file of this release"):
+    with pytest.raises(SolverError, match="not a front of a sweep of this release"):
         Front.from_json("{}")
 
 
@@ -192,7 +192,7 @@ def test_the_price_of_what_cannot_be() -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ({"budgets": 0}, "budgets must be 1 or more in number, not 0"),
+        ({"budgets": 0}, "ask for 1 budget or more, not 0"),
         ({"budgets": []}, "budgets must be one or more sizes"),
         ({"jobs": 0}, "jobs must be 1 or more, or -1 for every core, not 0"),
         ({"solver": "cutt"}, "did you mean cut"),

@@ -104,5 +104,5 @@ def test_workspace_that_is_not_aligned_takes_its_own_bytes_at_the_top() -> None:
 
 @pytest.mark.parametrize("alignment_bytes", [0, -512, 768])
 def test_an_alignment_that_cannot_be_is_refused(alignment_bytes: int) -> None:
-    with pytest.raises(LayoutError, match="take a power of two"):
+    with pytest.raises(LayoutError, match="give a power of two"):
         place_buffers(Buffers.of_arrays([1], [0], [1]), alignment_bytes=alignment_bytes)

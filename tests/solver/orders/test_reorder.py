@@ -92,7 +92,7 @@ def test_bad_options_are_named() -> None:
         Exhaustive(order="any")  # type: ignore[arg-type]
     with pytest.raises(SolverError, match="most_ops must be 1 or more, not 0"):
         Exhaustive(most_ops=0)
-    with pytest.raises(SolverError, match=r"at most 14 ops \(most_ops\), this graph has 54"):
+    with pytest.raises(SolverError, match=r"at most 14 ops \(most_ops\), and this graph has 54"):
         Exhaustive().solve(gpt_like(1), peak_bytes_of(gpt_like(1)) // 2)
 
 

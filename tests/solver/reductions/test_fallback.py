@@ -47,7 +47,7 @@ def test_a_rule_that_fits_is_a_plan_of_the_solver_and_proves_nothing() -> None:
     assert found.peak_bytes <= budget_bytes
     assert (found.solver, found.status) == ("auto", "feasible")
     assert found.lower_bound_us == GRAPH.time_us
-    assert "this one is of a simple rule" in found.message
+    assert "this one follows a simple rule" in found.message
 
 
 @pytest.mark.parametrize("solver", ["auto", "cut"])

@@ -254,8 +254,7 @@ def test_globs_match_modules_and_all_below() -> None:
         ({"keep": ["zzz"]}, "Modules are blocks.0.norm, blocks.0.attn"),
         (
             {"keep": "blocks.0", "recompute": "*.norm"},
-            r"op f0 \(blocks.0.norm\) is pinned both ways, by keep 'blocks.0' and by "
-            r"recompute '\*.norm'",
+            r"narrow keep 'blocks.0' or recompute '\*.norm': op f0 \(blocks.0.norm\) is pinned",
         ),
     ],
 )

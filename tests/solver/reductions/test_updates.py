@@ -126,7 +126,7 @@ def test_a_gradient_that_waits_counts() -> None:
     assert again.peak_bytes == 318
     lost = solve_within(graph, 317, "auto")
     assert (lost.status, lost.least_feasible_bytes) == ("infeasible", 318)
-    assert lost.message.startswith("no schedule fits 317 bytes; 318 bytes are known to do. ")
+    assert lost.message.startswith("no schedule fits 317 bytes; 318 bytes are known to be enough. ")
     assert "below the floor of 318 bytes, set by op big" in lost.message
 
 
@@ -186,7 +186,10 @@ def test_updates_that_come_too_early_are_placed_and_where_that_has_none_less_is_
     assert asked[: len(calls)] == calls
     assert found.peak_bytes == peak_bytes
     if not peak_bytes:
-        assert found.message == "no schedule found that fits 340 bytes; 358 bytes are known to do"
+        assert (
+            found.message
+            == "no schedule found that fits 340 bytes; 358 bytes are known to be enough"
+        )
 
 
 def test_an_update_that_cannot_wait_is_placed_and_the_error_raised_if_that_does_not_help(

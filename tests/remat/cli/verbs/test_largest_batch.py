@@ -52,7 +52,7 @@ def test_nothing_fits(remat: Remat) -> None:
         (["--budget", "1MiB", "--max-overhead", "ten"], "overhead 'ten' cannot be read"),
         (["--budget", "1MiB", "--sizes", "8"], "sizes '8' cannot be read: write two, like 8,16"),
         (["--budget", "1MiB", "--vary", "width"], "takes no argument 'width', it takes batch"),
-        (["--budget", "60%"], "is another one at each size"),
+        (["--budget", "60%"], "is different at each size"),
     ],
 )
 def test_bad_input_is_refused(remat: Remat, words: list[str], says: str) -> None:

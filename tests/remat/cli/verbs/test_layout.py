@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from remat.analysis.memory_figures import place
+from remat.analysis.plan_figures import place
 from remat.schedules.layout import Layout, buffers_of, check_layout
 from remat.schedules.plan import PlanFile
 from tests.remat.cli.conftest import Remat
@@ -77,7 +77,7 @@ def test_show_places_a_kept_plan(remat: Remat, kept: Path, tmp_path: Path) -> No
     check_layout(buffers_of(plan.graph, plan.schedule), Layout.from_json(path.read_bytes()))
     without = remat("show", remat.gpt, "--layout", str(path))
     assert without.exit_code == 2
-    assert "this needs a plan" in without.stderr
+    assert "name a plan" in without.stderr
 
 
 @pytest.mark.slow
@@ -129,11 +129,11 @@ def test_a_report_draws_a_kept_layout_or_makes_one(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--layout", "other.json"), "other.json: this layout was made for another step"),
+        (("--layout", "other.json"), "the layout was made for another one"),
         (("--layout", "edited.json"), "edited.json: invalid layout: "),
-        (("--layout", "plan.json"), "plan.json: not a layout file of this release"),
+        (("--layout", "plan.json"), "plan.json is not a layout of this release"),
         (("--layout", "none.json"), "none.json"),
-        (("--layout", "layout.json", "--place"), "name one of the two"),
+        (("--layout", "layout.json", "--place"), "each gives a layout"),
     ],
 )
 def test_a_layout_that_is_not_of_the_plan_is_refused_with_its_file(

@@ -72,5 +72,5 @@ def test_a_result_without_a_schedule_is_no_plan(verb: str, remat: Remat, folder:
     (folder / "plan.json").write_text(lost.stdout)
     refused = remat(*said_of(verb, "models.py:build"))
     assert refused.exit_code == 2
-    assert "plan.json: not a plan file of this release" in refused.stderr
-    assert "Where nothing fits they keep none, and what --json prints is no plan" in refused.stderr
+    assert "plan.json is not a plan of this release" in refused.stderr
+    assert "remat run MODEL --budget BUDGET -o FILE" in refused.stderr

@@ -73,10 +73,13 @@ def test_the_same_model_has_the_same_digest_and_another_has_another() -> None:
 @pytest.mark.parametrize(
     ("factory", "said"),
     [
-        (chains.skip, "what block layers.0 makes is read by aten.add.Tensor outside of blocks"),
-        (chains.scaled, "what block layers.0 makes is read by aten.mul.Tensor outside of blocks"),
+        (chains.skip, "the result of block layers.0 is read by aten.add.Tensor outside the blocks"),
+        (
+            chains.scaled,
+            "the result of block layers.0 is read by aten.mul.Tensor outside the blocks",
+        ),
         (chains.turned, "block layers.2 is not called in turn, so the model is no chain"),
-        (chains.unlike, "block layers.1 is given other arguments than block layers.0"),
+        (chains.unlike, "block layers.1 is given others than block layers.0"),
     ],
 )
 def test_what_is_no_chain_is_refused(factory: Callable[..., dict[str, Any]], said: str) -> None:
@@ -91,7 +94,7 @@ def test_models_without_equal_blocks_are_refused() -> None:
     unequal = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
     with pytest.raises(CaptureError, match="block 2 differs from block 0 in class or parameters"):
         chain_of(unequal, (x,), {}, None, None, "*")
-    with pytest.raises(CaptureError, match="0 is one block alone, and a chain has 2 or more"):
+    with pytest.raises(CaptureError, match="0 is only one, and a chain has 2 or more"):
         chain_of(unequal, (x,), {}, None, None, "0")
 
 
@@ -124,5 +127,8 @@ def test_a_block_of_one_layer_cannot_be_split(groups: FakeGroups) -> None:
 
 
 def test_a_real_process_group_is_not_replaced(groups: FakeGroups) -> None:
-    with pytest.raises(CaptureError, match="plan in a process of its own"), fake_ranks():
+    with (
+        pytest.raises(CaptureError, match="plan the cluster in a process of its own"),
+        fake_ranks(),
+    ):
         pass

@@ -154,7 +154,7 @@ def test_a_forward_after_gradients_that_nobody_took_is_refused() -> None:
     model = planned(made("mlp"))
     split_backward(model)
     model(x_of(0)).sum().backward()
-    with pytest.raises(RewriteError, match=r"another forward begins.*call dw_builder\(\)\(\)"):
+    with pytest.raises(RewriteError, match=r"call dw_builder\(\)\(\).*another forward begins"):
         model(x_of(0))
 
 
@@ -176,7 +176,7 @@ def test_ddp_around_it_is_refused(tmp_path: Path) -> None:
     try:
         wrapper = nn.parallel.DistributedDataParallel(model)
         with pytest.raises(
-            RewriteError, match=r"DistributedDataParallel would reduce.*fully_shard"
+            RewriteError, match=r"fully_shard.*DistributedDataParallel would reduce"
         ):
             wrapper(x_of(0))
     finally:
@@ -196,7 +196,7 @@ def test_what_is_not_rewritten_is_refused() -> None:
 def test_a_module_is_split_once() -> None:
     model = planned(made("mlp"))
     split_backward(model)
-    assert "is split already" in refused(model)
+    assert "is already split" in refused(model)
 
 
 def test_a_parameter_of_two_blocks_is_refused() -> None:

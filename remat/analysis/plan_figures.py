@@ -1,8 +1,12 @@
-"""What a CUDA allocator reserves for a plan (docs/reserved.md), and its buffers in one arena."""
+"""Figures of a plan beside its peak and its time.
+
+What a CUDA allocator reserves for it (docs/reserved.md), its chunks and copies, its buffers in one
+arena, and whether checkpointing every n-th layer, as torch does it, would do as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,6 +20,7 @@ from remat.graph_capture.devices.known_devices import (
     modelled_device,
 )
 from remat.graph_capture.devices.links import BYTES_PER_US_IN_GB_S
+from remat.graph_capture.eager_step import with_eager_sizes
 from remat.graph_capture.errors import BudgetError, DeviceError, LayoutError, ScheduleError, option
 from remat.graph_capture.graph import LINK_NAMES, Op, PartKind, TrainingGraph
 from remat.schedules.derived import choice_of, graph_of_schedule
@@ -38,6 +43,9 @@ from remat.schedules.reserved import (
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solved import infeasible_text
+from remat.solver.policies.template import module_blocks, nth_blocks, template_sequence
+from remat.solver.problem import Problem
+from remat.solver.state import schedule_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,13 +57,13 @@ def predict_reserved(graph: TrainingGraph, plan: Result | Schedule | None = None
     """What torch's CUDA caching allocator takes from the device for three steps of a plan."""
     if not isinstance(graph, TrainingGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ScheduleError(
-            f"reserved bytes are predicted of a graph, and this is {type(graph).__name__}: pass "
-            "what remat.capture returned, and a result or its schedule"
+            "pass what remat.capture returned, and a result or its schedule: reserved bytes are "
+            f"predicted of a graph, and this is {type(graph).__name__}"
         )
     if not has_cuda_allocator(graph.device):
         raise DeviceError(
-            f"reserved bytes are those of CUDA devices, and the graph is of {graph.device}: "
-            f"capture it for one, such as {option('device', 'h100')}"
+            f"capture for a CUDA device, such as {option('device', 'h100')}: the graph is for "
+            f"{graph.device}, and only CUDA devices have reserved bytes"
         )
     if plan is None:
         step = unmodified_step(graph)  # eager has sizes of its own, so another graph
@@ -87,15 +95,15 @@ def shortage_text(graph: TrainingGraph, schedule: Schedule) -> str:
     said = f"on the {bytes_text(device_bytes)} of {graph.device}, {_outcome_text(retries)}"
     # Expandable segments are named only where the replay says that they help.
     if better is None or (retries is not None and better >= retries):
-        return f"{said}: take a smaller budget"
-    said = f"{said}: start with {EXPANDABLE_CONF}"
-    return f"{said}, and {_outcome_text(better)}" if better else said
+        return f"take a smaller budget: {said}"
+    said = f"start with {EXPANDABLE_CONF}: {said}"
+    return f"{said}, and then {_outcome_text(better)}" if better else said
 
 
 def _outcome_text(retries: int | None) -> str:
     if retries is None:
         return "a step runs out of memory"
-    return f"the allocator gives memory back {retries} times in {N_STEPS} steps, and waits"
+    return f"the allocator frees and waits {retries} times in {N_STEPS} steps"
 
 
 def reserved_text(plan: Reserved, without: Reserved | None = None) -> str:
@@ -128,10 +136,10 @@ class InChunks(msgspec.Struct, frozen=True):
         return f"{what} in {self.chunks} chunks"
 
     def __str__(self) -> str:
-        bits = "to eager's bits" if self.exact else "with sums in another order"
+        bits = "with eager's bits" if self.exact else "with sums in another order"
         before, now = bytes_text(self.whole_bytes), bytes_text(self.chunks_bytes)
         extra = percent_text(self.extra)
-        return f"{self.name}, {bits}: {now} in place of {before}, for {extra} of the step"
+        return f"{self.name}, {bits}: {now} instead of {before}, for {extra} of the step"
 
 
 def chunks_of(graph: TrainingGraph, schedule: Schedule | None) -> tuple[InChunks, ...]:
@@ -189,36 +197,32 @@ class _Offloaded(msgspec.Struct, frozen=True):
     slower_us: float  # what the step takes more if links have `SLOWER` of their rates
     slower_overhead: float
 
-    def rows(self) -> list[tuple[str, str]]:
-        slower = (
-            f"at {SLOWER} of these rates a step takes {fine_time_text(self.slower_us)} more, "
-            f"{percent_text(self.slower_overhead)} overhead; its peaks stay"
+    def rows(self) -> Iterator[tuple[str, str]]:
+        room = f"{bytes_text(self.host_bytes)} of {bytes_text(self.host_room_bytes)}"
+        if self.nvme_bytes:
+            drive = f"{bytes_text(self.nvme_bytes)} of {bytes_text(self.nvme_room_bytes)}"
+            room = f"{room}; NVMe {drive} in {self.nvme_path}"
+        yield "host", room
+        yield (
+            "copies",
+            "; ".join(
+                f"{one.copies} {_WAYS[one.link]}, {bytes_text(one.moved_bytes)} in "
+                f"{fine_time_text(one.busy_us)}"
+                for one in self.links
+            ),
         )
-        said = [("host", self._room_text()), ("copies", self._copies_text())]
-        said += [("waits", self._waits_text()), ("slower links", slower)]
-        rates = ", ".join(f"{one.link} {one.gb_s:.3g} GB/s" for one in self.links)
-        return [*said, ("links", f"{rates}: {self.source}")]
-
-    def _room_text(self) -> str:
-        text = f"{bytes_text(self.host_bytes)} of {bytes_text(self.host_room_bytes)}"
-        if not self.nvme_bytes:
-            return text
-        drive = f"{bytes_text(self.nvme_bytes)} of {bytes_text(self.nvme_room_bytes)}"
-        return f"{text}; NVMe {drive} in {self.nvme_path}"
-
-    def _copies_text(self) -> str:
-        said = (
-            f"{one.copies} {_WAYS[one.link]}, {bytes_text(one.moved_bytes)} in "
-            f"{fine_time_text(one.busy_us)}"
-            for one in self.links
-        )
-        return "; ".join(said)
-
-    def _waits_text(self) -> str:
-        if not self.stalls:
-            return "none: the device never waits for a copy"
         all_us, longest_us = fine_time_text(self.stall_us), fine_time_text(self.longest_us)
-        return f"the device waits {all_us} for copies, {longest_us} at most at once"
+        stalled = f"the device waits {all_us} for copies, {longest_us} at most at a time"
+        yield "waits", stalled if self.stalls else "none: the device never waits for a copy"
+        yield (
+            "slower links",
+            (
+                f"at {SLOWER} of these rates a step takes {fine_time_text(self.slower_us)} longer, "
+                f"{percent_text(self.slower_overhead)} overhead; its peaks stay"
+            ),
+        )
+        rates = ", ".join(f"{one.link} {one.gb_s:.3g} GB/s" for one in self.links)
+        yield "links", f"{rates}: {self.source}"
 
 
 def offloaded(
@@ -252,6 +256,75 @@ def _uses(found: Simulation, graph: TrainingGraph) -> tuple[_LinkUse, ...]:
             gb_s = link.bytes_per_us / BYTES_PER_US_IN_GB_S
             uses.append(_LinkUse(name, len(copies), moved_bytes, gb_s, found.busy_us[name]))
     return tuple(uses)
+
+
+# Checkpointing every n-th layer.
+
+SAME_SPEED = 0.01  # how much slower than the plan, as a fraction, still counts as the same
+
+
+class EveryNth(msgspec.Struct, frozen=True):
+    """Checkpointing layers 0, n, 2n, … of each list of layers, and keeping the others."""
+
+    n: int  # 1 checkpoints every layer
+    layers: tuple[str, ...]  # module paths to wrap in `torch.utils.checkpoint.checkpoint`
+    containers: tuple[str, ...]  # the lists that they are entries of
+    peak_bytes: int
+    time_us: float
+    overhead: float
+    slower: float  # than the plan, as a fraction; below 0 where it is faster
+
+    @property
+    def which(self) -> str:
+        return "every layer" if self.n == 1 else f"every {_ordinal(self.n)} layer"
+
+    @property
+    def where(self) -> str:
+        return ", ".join(f"{name}.*" for name in self.containers)
+
+    def __str__(self) -> str:
+        return (
+            f"checkpointing {self.which} of {self.where} comes within 1 % of this plan: "
+            f"{percent_text(self.overhead)} overhead, peak {bytes_text(self.peak_bytes)}"
+        )
+
+
+def every_n_layers(graph: TrainingGraph, result: Result) -> EveryNth | None:
+    """The fastest way to checkpoint every n-th layer, if it is within 1 % of the result's time."""
+    if result.schedule is None or result.time_us <= graph.time_us:
+        return None
+    best = fastest_nth(candidates(graph, result.time_us), result.budget_bytes)
+    return best if best and best.slower <= SAME_SPEED else None
+
+
+def fastest_nth(found: Iterable[EveryNth], budget_bytes: int) -> EveryNth | None:
+    fitting = (one for one in found if one.peak_bytes <= budget_bytes)
+    return min(fitting, key=lambda one: (one.time_us, one.peak_bytes), default=None)
+
+
+def candidates(graph: TrainingGraph, plan_us: float) -> Iterator[EveryNth]:
+    """Each n that checkpoints fewer layers than the n before, compared with a plan of `plan_us`."""
+    eager = with_eager_sizes(graph)  # such a model runs its ops as eager does
+    problem, blocks = Problem.of(eager), module_blocks(eager)
+    fewest = len(blocks.names) + 1
+    for n in range(1, max(blocks.rank, default=-1) + 2):  # the largest takes only each list's first
+        ranked = zip(blocks.names, blocks.rank, strict=True)
+        layers = tuple(name for name, rank in ranked if rank % n == 0)
+        if len(layers) == fewest:
+            continue
+        fewest = len(layers)
+        sequence = template_sequence(problem, nth_blocks(problem, blocks, n))
+        found = simulate(eager, schedule_of(problem, sequence))
+        containers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in layers))
+        slower = found.time_us / plan_us - 1
+        figures = found.peak_bytes, found.time_us, found.overhead, slower
+        yield EveryNth(n, layers, containers, *figures)
+
+
+def _ordinal(n: int) -> str:
+    # 11th, 12th and 13th are the exceptions.
+    ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
+    return f"{n}{ending}"
 
 
 # Where the buffers of a planned step lie in one arena.
