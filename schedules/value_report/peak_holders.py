@@ -89,7 +89,8 @@ def forced_ops(graph: TrainingGraph, schedule: Schedule, most: int = 3) -> tuple
 
 def _reasons(graph: TrainingGraph, op: Op, runs: Counter[str]) -> list[str]:
     # Reasons that differ in the module alone count as one.
-    reasons = [op.no_recompute.replace(f"{op.module}.", "")] if op.no_recompute else []
+    why = op.no_recompute.replace(f"{op.module}.", "") if op.module else op.no_recompute
+    reasons = [why] if why else []
     if set(graph.outputs).intersection(op.outputs):
         reasons.append(RETURNED_TO_CALLER)
     # An op that draws may run again, but its stream's state is kept.

@@ -372,3 +372,16 @@ def test_an_op_that_counts_has_eagers_count_after_three_steps() -> None:
     for _ in range(3):
         fast(x).backward()
     assert RUNS["counted"] == 6
+
+
+def test_a_plan_says_what_must_not_run_twice_and_why() -> None:
+    class Counting(nn.Module):  # in the root module, whose name is empty
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(Counted.apply(x @ self.weight)).sum()
+
+    plan = remat.solve(remat.capture(Counting(), (batch(),)), "100%", solver="store_all")
+    assert f"it changes {__name__}.RUNS." in " ".join(str(plan.explain()).split())
