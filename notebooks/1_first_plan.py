@@ -36,7 +36,8 @@ graph
 
 # %% [markdown]
 # **Solve.** The fastest schedule whose peak is at most 60 % of the peak of the unmodified step.
-# `gap` says how far it can be from the best there is; 0 proves that there is no better.
+# A plan shows whether it fits, what it costs and how far it can be from the best there is, and
+# memory through the step. The search has proved that; nothing has run yet.
 
 # %%
 result = remat.solve(graph, "60%")
@@ -80,7 +81,6 @@ for _ in range(3):
 # %%
 fast = remat.rematerialize(model, (x,), loss_fn=loss_fn, target=y, budget="60%")
 plan = remat.plans(fast)[0]
-plan
 
 # %% [markdown]
 # The plan is data. It is kept as a file and loaded in another process, where nothing is solved.
@@ -89,3 +89,11 @@ plan
 plan.save("plan.json")
 loaded = remat.load("plan.json").apply(model, loss_fn=loss_fn)
 torch.equal(loaded(x, target=y), fast(x, target=y))
+
+# %% [markdown]
+# **The verdict.** Whether the plan fits, what it costs, what is proved, and what the check found;
+# and memory through the step, with the plan and without. `plan.report("report.html")` writes a page
+# with the same at its top.
+
+# %%
+plan

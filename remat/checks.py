@@ -15,13 +15,12 @@ from remat.graph_capture.devices.memory import free_bytes, is_out_of_memory
 from remat.graph_capture.errors import BudgetError, CheckError, NotComparedError, RewriteError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.spill_files import free_on_drive_bytes, host_folder
+from remat.schedules.outcome import CHECKED, Check
 from remat.solver.result import INTERRUPTED
 from remat.solver.search import is_interrupted, note_interrupt
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from remat.rewriter.checking.check import Check
 
 
 # What a failed check says: what differs from eager, by how much, where, and what to do.
@@ -88,7 +87,6 @@ def cause_text(check: Check) -> str:
 _T = TypeVar("_T")
 _NO_ROOM = "memory ran out"  # why a check was not run that had to be given up
 _UNCHECKED = "the plan is not checked against the unmodified step"
-CHECKED = ("outputs", "gradients", "buffers", "rng")  # what has to be equal to eager's, to the bit
 _FRAGMENTED = 0.10  # share of the peak that an allocator may hold beside it before the user is told
 _LITTLE, _ALLOCATOR_BLOCK_BYTES = 0.001, 2 * 2**20  # beyond a budget, and an allocator's block
 EXPANDABLE_CONF = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"

@@ -10,7 +10,7 @@ from remat.graph_capture.errors import BudgetError, PlanError
 from remat.graph_capture.graph import TrainingGraph, TrainingStep
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.schedules.family import Family, RangePeak, peak_over, resized_schedule
-from remat.schedules.outcome import Result
+from remat.schedules.outcome import Check, Result
 from remat.schedules.plan import PlanFile, Prediction, evaluate_plan
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
@@ -48,12 +48,14 @@ class Plan(Result, frozen=True):
     family : of a plan for a range of sizes, its schedules. None else.
     source : the module that follows it, or what a file said; None of a plan that was just solved.
     code : of a graph that `torch.compile` compiled, the figures of its code. None else.
+    check : what a step of the plan showed beside an unmodified one; None if none was run.
     """
 
     step: TrainingGraph | RangedGraph | None = None
     family: Family | None = None
     source: Any = None
     code: Any = None
+    check: Check | None = None
 
     @classmethod
     def of(cls, step: TrainingStep, schedule: Schedule, budget_bytes: int = 0) -> Self:
@@ -102,7 +104,7 @@ class Plan(Result, frozen=True):
         """The plan that a file keeps; with figures, where it keeps the graph behind them."""
         if file.over is not None:
             return Plan.from_family(file.over.family, file.over.graph, file)
-        return _with_figures(file.schedule, file.prediction, file.graph, source=file)
+        return _with_figures(file.schedule, file.prediction, file.graph, file.check, source=file)
 
     # From the plan to a module, and to a file.
 
@@ -240,7 +242,8 @@ class Plan(Result, frozen=True):
         """
         from remat.analysis.plan_report import report
 
-        return report(self._graph(), self, path, fronts=fronts, measured=measured, layout=layout)
+        asked: dict[str, Any] = {"fronts": fronts, "measured": measured, "layout": layout}
+        return report(self._graph(), self, path, check=self.check, **asked)
 
     def price_of(
         self, step_bytes: int = 0, *, solver: str = "auto", time_limit_s: float = 60.0,
@@ -483,6 +486,13 @@ class Plan(Result, frozen=True):
 
         return plan_of(self.source)
 
+    def _repr_html_(self) -> str:
+        if self.schedule is None or self.step is None:  # without its step nothing can be drawn
+            return super()._repr_html_()
+        from remat.analysis.plan_report import plan_card
+
+        return plan_card(self._graph(), self, self.check)
+
     def __str__(self) -> str:
         return str(self.family or self.code or repr(self))
 
@@ -580,17 +590,19 @@ def _of_module(module: nn.Module) -> Plan:
     kind = followed(module)
     if issubclass(kind, RangedModule):
         return Plan.from_family(kind._remat_family, kind._remat_graph, module)
-    known = (kind._remat_prediction, kind._remat_costed)
+    known = (kind._remat_prediction, kind._remat_costed, kind._remat_check)
     return _with_figures(kind._remat_schedule, *known, source=module)
 
 
 def _with_figures(
-    schedule: Schedule, said: Prediction | None, graph: TrainingGraph | None, source: Any
-) -> Plan:
+    schedule: Schedule, said: Prediction | None, graph: TrainingGraph | None,
+    check: Check | None, source: Any,
+) -> Plan:  # fmt: skip
     """The plan of a schedule, with what was predicted of it where that is known."""
     figures = {name: getattr(said, name) for name in _FIGURES if said is not None}
     status = "optimal" if said is not None and said.gap == 0 else "feasible"
     return Plan(
-        status=status, solver=schedule.solver, budget_bytes=schedule.budget_bytes,
-        schedule=schedule, step=graph, source=source, **figures,
+        status=(said and said.status) or status, solver=schedule.solver,
+        budget_bytes=schedule.budget_bytes, schedule=schedule, step=graph, source=source,
+        check=check, **figures,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -10,13 +10,10 @@ from remat.formats import budget_text, bytes_text, gap_text, percent_text
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.family import Family
-from remat.schedules.outcome import Result
-from remat.schedules.plan import Prediction
+from remat.schedules.outcome import Check, Result
+from remat.schedules.plan import Prediction, RunOrder
 from remat.schedules.schedule import Schedule
 from remat.solver.result import INTERRUPTED, OUT_OF_TIME
-
-if TYPE_CHECKING:
-    from remat.rewriter.checking.check import Check
 
 
 class Solved(msgspec.Struct, frozen=True):
@@ -24,12 +21,13 @@ class Solved(msgspec.Struct, frozen=True):
     result: Result
 
 
-def facts_of(found: Solved) -> dict[str, Any]:
+def facts_of(found: Solved, order: RunOrder | None = None) -> dict[str, Any]:
     graph, result, schedule = found.graph, found.result, found.result.schedule
     assert schedule is not None
     prediction = Prediction(
         peak_bytes=result.peak_bytes, time_us=result.time_us, overhead=result.overhead,
         lower_bound_us=result.lower_bound_us, gap=result.gap, cost_origin=graph.cost_origin,
+        status=result.status, order=order,
     )  # fmt: skip
     # A schedule of the step before it is sharded was not made for this graph.
     is_of_graph = graph.hash in (schedule.graph_hash, schedule.captured_hash)

@@ -28,10 +28,9 @@ from remat.levers.chunks_at_need import may_wait, naming_tolerance, solved_at_ne
 from remat.progress import solver_shown, stopwatch_of_call
 from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
-from remat.rewriter.checking.check import Check
 from remat.rewriter.rewriting import rewrite
 from remat.schedules.derived import before_sharding
-from remat.schedules.outcome import Result
+from remat.schedules.outcome import Check, Result
 from remat.solved import Solved, facts_of, infeasible_text, planned_text
 from remat.step_spec import StepSpec
 
@@ -160,4 +159,5 @@ def plan_one_size(spec: StepSpec) -> fx.GraphModule:
             module, found.graph, found.result.budget_bytes, is_bound=is_bound, ranks=ranks
         )
         planner.say_planned(found, checked)
+    type(module)._remat_check = checked
     return module

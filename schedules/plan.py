@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal, Self
 
 import msgspec
+from msgspec.structs import astuple
 
 from remat.graph_capture.errors import (
     GraphError,
@@ -24,10 +25,12 @@ from remat.graph_capture.graph import Resident, TrainingGraph, are_figures
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import Place, Symbol, corner
 from remat.schedules.family import Family, resized_schedule
+from remat.schedules.outcome import Check, Status
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, gap_of, simulate
 
 KIND = "remat plan"
+RunOrder = Literal["fixed", "free"]  # of first computations: as captured, or any
 
 MAKE_PLAN_AGAIN = Schedule.again
 
@@ -89,8 +92,11 @@ class Prediction(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    peak_bytes, time_us, overhead : of the schedule. lower_bound_us, gap : as in a `Result`.
+    peak_bytes, time_us, overhead : of the schedule. lower_bound_us, gap, status : as in a
+        `Result`; no status in older files.
     cost_origin : ``measured``, ``modelled`` or ``mixed``, as of the graph; ``prices`` in a file.
+    order : in which the bound holds, for any number of recomputations: ``fixed`` if first
+        computations are in captured order, ``free`` for any. None where that is not known.
     """
 
     peak_bytes: int
@@ -99,6 +105,8 @@ class Prediction(msgspec.Struct, frozen=True):
     lower_bound_us: float
     gap: float | None
     cost_origin: str = msgspec.field(name="prices")
+    status: Status | None = None
+    order: RunOrder | None = None
 
     def __post_init__(self) -> None:
         if not are_figures(self.peak_bytes, self.time_us, self.lower_bound_us):
@@ -144,6 +152,9 @@ class PlanFile(Record, frozen=True):
         and without torch. Rewriting does not look at it. None if it was not at hand.
     over : of a plan for a range of sizes. `schedule` and `graph` then are those of the largest
         sizes, and `batch` has one size of the range. None for a plan of one size.
+    check : what a step of the plan showed beside an unmodified one, on `title` by the torch of
+        `versions`: measured peaks and times, and which results were equal. None if none was run.
+    unchecked : why none was run, if there is more to say than that it was not asked for.
     """
 
     noun: ClassVar[str] = "plan"
@@ -165,7 +176,17 @@ class PlanFile(Record, frozen=True):
     prediction: Prediction | None = None
     graph: TrainingGraph | None = None
     over: RangeFacts | None = None
+    check: Check | None = None
+    unchecked: str = ""
     kind: str = KIND
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.check is None:
+            return
+        figures = [one for one in astuple(self.check) if isinstance(one, int | float)]
+        if not are_figures(*figures) or self.check.gradients > self.check.gradients_total:
+            raise PlanError("its check has a figure that cannot be")
 
     @property
     def budget_bytes(self) -> int:

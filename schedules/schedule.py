@@ -96,7 +96,7 @@ class Schedule(Record, frozen=True):
     signatures: tuple[str, ...] = ()
     budget_bytes: int = 0
     solver: str = ""
-    options: dict[str, Option] = msgspec.field(default_factory=dict)
+    options: dict[str, Option] = {}  # noqa: RUF012 msgspec copies it
     chunks: tuple[ChunkedRegion, ...] = msgspec.field(default=(), name="pieces")
     captured_hash: str = ""
     levers: tuple[AppliedLever, ...] = ()

@@ -4,6 +4,9 @@ They show the step of `examples/gpt.py`, as `make demo` plans it, but with costs
 table: measured costs would make another picture on every machine. Below each picture stands a
 sentence whose figures are those of `simulate`. Pictures are not committed, so a repository's
 browser shows the page without them.
+
+Committed is the first screen of the page of `make demo`, at two widths, in light and in dark, as
+`docs/pictures/report-*.png`: `make demo && python -m docs.generate.pictures`.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ import functools
 import io
 import itertools
 import re
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
@@ -36,6 +41,14 @@ DEVICE, TITLE = "l4", "an L4"
 BUDGET = "60%"
 BUDGETS = ["40%", "50%", BUDGET, "70%", "80%", "90%", "100%"]
 PAGE, REPORT = "concepts.md", "example_report.html"
+ROOT = Path(__file__).parents[2]
+SCREENS = {
+    "report-light": (1280, 800, "light"),
+    "report-dark": (1280, 800, "dark"),
+    "report-phone": (390, 844, "light"),
+    "report-phone-dark": (390, 844, "dark"),
+}
+"""First screens of a report: width, height and colour scheme."""
 RULES = ("every_n_layers", "dtr", "chen_sqrt")
 """Solvers beside `auto` in the front: a rule people write by hand, a policy, a textbook."""
 
@@ -160,3 +173,25 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def _with_sentence(found: re.Match[str]) -> str:
     alt, name = found.groups()
     return f"{_IN_BOTH.format(name=name, alt=alt)}\n*{drawn(name)[1]}*"
+
+
+def main() -> None:
+    """Keep the first screens of the page of `make demo`."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        for name, (width, height, scheme) in SCREENS.items():
+            tab = browser.new_page(
+                viewport={"width": width, "height": height}, color_scheme=scheme,
+                device_scale_factor=2,
+            )  # fmt: skip
+            tab.goto((ROOT / "build" / "demo.html").as_uri())
+            tab.screenshot(path=ROOT / "docs" / "pictures" / f"{name}.png")
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import graph
+from torch.utils.checkpoint import CheckpointFunction
 
 from remat.graph_capture.python_state.module_hooks import Names, names_of
 from remat.graph_capture.python_state.reachable_objects import (
@@ -299,7 +300,7 @@ def codes_of_function(kind: type[torch.autograd.Function]) -> Iterator[CodeType]
 def function_that_failed(error: BaseException | None) -> frozenset[type[torch.autograd.Function]]:
     """The user's function, or torch's for checkpoints, in whose code a trace has failed; empty
     where it has failed elsewhere."""
-    kinds = (*functions_of_users(), torch.utils.checkpoint.CheckpointFunction)
+    kinds = (*functions_of_users(), CheckpointFunction)
     of_code = {code: kind for kind in kinds for code in codes_of_function(kind)}
     while error is not None:
         for frame, _ in walk_tb(error.__traceback__):

@@ -23,6 +23,7 @@ from torch._C._profiler import RecordScope
 from torch._dispatch.python import no_python_dispatcher
 from torch._guards import CompileContext, TracingContext, compile_context, detect_fake_mode, tracing
 from torch._higher_order_ops import effects as _effects
+from torch._library.custom_ops import OPDEFS
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._prims_common import (
     compute_elementwise_output_strides,
@@ -58,7 +59,7 @@ DisableTorchFunction: Any = _C.DisableTorchFunction
 
 def module_of_op(op: Any) -> str:
     """The module of the Python function that `torch.library.custom_op` made an op of, or ""."""
-    known = torch._library.custom_ops.OPDEFS.get(getattr(op, "_name", "").partition(".")[0])
+    known = OPDEFS.get(getattr(op, "_name", "").partition(".")[0])
     return str(known._init_fn.__module__) if known is not None else ""
 
 

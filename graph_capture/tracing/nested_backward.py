@@ -74,7 +74,7 @@ def nested_backward(step: StepModule) -> Generator[None]:
         leaves = _leaves_behind(outputs, {p.grad_fn for p in ends.values()})
         inputs = [*ends.values(), *leaves]
         given = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors
-        found = of_torch(outputs, inputs, given, allow_unused=True)
+        found: Any = of_torch(outputs, inputs, given, allow_unused=True)
         for tensor, gradient in zip(inputs, found, strict=True):
             if gradient is not None and id(tensor) in ends:
                 before = added.get(id(tensor))
@@ -128,8 +128,8 @@ def _streams_left(stack: contextlib.ExitStack) -> Generator[None]:
     def noted(*_: Any) -> None:
         stack.enter_context(fx_traceback.annotate({_SETS_STREAM: "yes"}))
 
-    places = [(torch, torch.set_rng_state), (torch.random, torch.random.set_rng_state)]
-    places.append((torch.cuda, torch.cuda.set_rng_state))
+    modules: tuple[Any, ...] = (torch, torch.random, torch.cuda)
+    places = [(module, module.set_rng_state) for module in modules]
     for module, _ in places:
         module.set_rng_state = noted
     try:

@@ -238,7 +238,8 @@ class _Layout(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> _Layout:
         elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-        place = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        offset: Any = tensor.storage_offset()
+        place = tuple(tensor.shape), tensor.stride(), offset
         return cls(*place, tensor.dtype, tensor.device, elements)
 
     def made(self) -> Tensor:
@@ -335,7 +336,7 @@ class _Op:
                 bases.append(leaf)
                 made.append(leaf)
             at = hint.source if isinstance(hint, _View) and hint.source in known else known[0]
-            offset = leaf.storage_offset() - bases[at].storage_offset()
+            offset: Any = leaf.storage_offset() - bases[at].storage_offset()
             described.append(_View(at, tuple(leaf.shape), leaf.stride(), offset))
         return leaves, described, spec, made
 

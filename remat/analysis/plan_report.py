@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from html import escape
 from pathlib import Path
 
 import msgspec
@@ -11,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 import remat.solver as solvers
-from remat.budgets import unmodified_step
+from remat.budgets import unmodified, unmodified_step
 from remat.formats import bytes_text, fine_time_text, percent_text, plain_table
 from remat.graph_capture.devices.known_devices import is_in_table, modelled_device
 from remat.graph_capture.distributed.sharding import UNTIMED
@@ -20,13 +22,15 @@ from remat.graph_capture.files import decode_json, write_contents
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.layout import Layout
-from remat.schedules.outcome import Result
-from remat.schedules.report.page import page_data, render
+from remat.schedules.outcome import Check, Result, bound_text, equal_text, verdict
+from remat.schedules.plan import PlanFile
+from remat.schedules.report.page import render, step_html
 from remat.schedules.report.page_facts import Alternative, MeasuredStep, PageFacts
 from remat.schedules.simulate import simulate
 from remat.schedules.value_report.peak_holders import PeakHolders
 from remat.schedules.value_report.rows import DASH, FoldedRow
 from remat.solver.budgets.front import Front
+from remat.solver.recompute_summary import kinds_of, kinds_text
 from remat.solver.result import at_least_budget
 
 # Parts that several screens share: tables that fit 60 columns, and words for their cells.
@@ -114,14 +118,20 @@ _RULE_S = 0.5  # seconds a rule: on thousands of ops, not all settings are tried
 def report(
     graph: TrainingGraph, result: Result, path: str | Path | None = None, *,
     fronts: Mapping[str, Front] | Front | None = None, measured: MeasuredStep | None = None,
-    layout: Layout | None = None,
+    layout: Layout | None = None, check: Check | None = None,
 ) -> str:  # fmt: skip
     """The page of a result, as HTML; written to `path` if one is given."""
-    facts = page_facts(graph, result, fronts, measured, layout=layout)
-    page = render(facts, page_data(facts))
+    facts = page_facts(graph, result, fronts, measured, layout=layout, check=check)
+    page = render(facts)
     if path is not None:
         write_contents(path, page.encode())
     return page
+
+
+def plan_card(graph: TrainingGraph, result: Result, check: Check | None) -> str:
+    """The first screen of the page, as HTML for a notebook."""
+    facts = step_facts(graph, result, check)
+    return f"<p><b>{escape(facts.verdict)}</b></p>\n{step_html(facts)}"
 
 
 def fronts_in(data: bytes, name: str = "the file") -> dict[str, Front]:
@@ -137,25 +147,78 @@ def fronts_in(data: bytes, name: str = "the file") -> dict[str, Front]:
 def page_facts(
     graph: TrainingGraph, result: Result, fronts: Mapping[str, Front] | Front | None = None,
     measured: MeasuredStep | None = None, stated_by: str = "", layout: Layout | None = None,
+    check: Check | None = None, kept: PlanFile | None = None,
 ) -> PageFacts:  # fmt: skip
-    """What the page says; `stated_by` names the file that `fronts` are from, if any."""
+    """What the page says.
+
+    `stated_by` names the file that `fronts` are from, if any. `kept` is the file that `result` is
+    of: what was proved and measured when it was made is quoted from it.
+    """
+    facts = step_facts(graph, result, check, kept)
+    curves = {fronts.solver: fronts} if isinstance(fronts, Front) else dict(fronts or {})
+    eager = _alternative("unmodified", unmodified(graph))
+    return replace(
+        facts, rules=(eager, *_rules_of(graph, result.budget_bytes)),
+        fronts=tuple((name, _points_of(graph, front)) for name, front in curves.items()),
+        measured=measured, stated_by=stated_by, layout=layout,
+    )  # fmt: skip
+
+
+def step_facts(
+    graph: TrainingGraph, result: Result, check: Check | None = None, kept: PlanFile | None = None,
+    *, is_range: bool = False,
+) -> PageFacts:  # fmt: skip
+    """What a page and a notebook begin with; of a range at its largest sizes, unlike the check."""
     if result.schedule is None:
         raise ScheduleError(
             f"there is no plan to report: none was found within {result.budget_bytes} bytes"
         )
-    eager = unmodified_step(graph)
+    eager, told = unmodified_step(graph), result
     assert eager.result.schedule is not None
-    curves = {fronts.solver: fronts} if isinstance(fronts, Front) else dict(fronts or {})
+    kept = kept if kept and kept.graph == graph else None  # what a file states is of its own costs
+    if kept is not None:
+        check, is_range = kept.check, kept.over is not None
+        if made := kept.prediction:
+            proved = {"lower_bound_us": made.lower_bound_us, "status": made.status or told.status}
+            told = msgspec.structs.replace(told, **proved)
+    if is_range:
+        told = msgspec.structs.replace(told, lower_bound_us=0.0)
+        check = check and msgspec.structs.replace(check, baseline_step_us=0.0)
+    said = verdict(graph, eager.result.time_us, told, check)
     return PageFacts(
         graph=graph_of_schedule(graph, result.schedule), schedule=result.schedule,
         unmodified_graph=eager.graph, unmodified_schedule=eager.result.schedule,
         budget_bytes=result.budget_bytes, lower_bound_us=result.lower_bound_us,
-        status=result.status, solver=result.solver,
-        rules=(_alternative("unmodified", eager.result), *_rules_of(graph, result.budget_bytes)),
-        fronts=tuple((name, _points_of(graph, front)) for name, front in curves.items()),
-        measured=measured, cost_origin=costs_text(graph), note=result.message,
-        stated_by=stated_by, layout=layout,
+        verdict=f"{said} Times are of the largest sizes." if is_range else said,
+        check=None if is_range else check, note=result.message,
+        details=tuple(_known_by(graph, eager.result.peak_bytes, told, check, kept)),
     )  # fmt: skip
+
+
+def _known_by(
+    graph: TrainingGraph, unmodified_bytes: int, told: Result, check: Check | None,
+    kept: PlanFile | None,
+) -> Iterator[tuple[str, str]]:  # fmt: skip
+    if told.budget_bytes and unmodified_bytes:
+        share = percent_text(told.budget_bytes / unmodified_bytes)
+        yield "budget", f"{bytes_text(told.budget_bytes)}, {share} of the unmodified peak"
+    if check is not None:
+        yield "equal", equal_text(check)
+    elif kept and kept.unchecked:
+        yield "not run", kept.unchecked
+    if kept is not None:
+        yield "machine", f"{kept.title}, torch {kept.versions.torch}"
+    whose = ""
+    if kept is not None and kept.prediction:
+        order = {"fixed": "in captured order", "free": "in any order", None: ""}
+        whose = f" {order[kept.prediction.order]}, as the plan's file states"
+    yield "lower bound", f"{bound_text(graph, told)}{whose}"
+    if told.message:
+        yield "note", told.message
+    yield "found by", told.solver
+    if told.schedule and (kinds := kinds_text(kinds_of(graph, told.schedule))):
+        yield "recomputed", kinds
+    yield "costs", costs_text(graph) or graph.cost_origin
 
 
 def _rules_of(graph: TrainingGraph, budget_bytes: int) -> tuple[Alternative, ...]:

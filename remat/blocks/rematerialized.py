@@ -33,12 +33,12 @@ from remat.progress import stopwatch_of_call
 from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
 from remat.rewriter.checking.audit import Audits
-from remat.rewriter.checking.check import Check
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.tiers.file_tier import FileTier
 from remat.rewriter.user_module.module import SharedState, make_module
 from remat.rewriter.user_module.own_forward import Unplanned, with_replaced
+from remat.schedules.outcome import Check
 from remat.solved import infeasible_text, planned_text
 from remat.step_spec import StepSpec
 

@@ -45,7 +45,7 @@ def largest_batch_verb(
     placed = moved = None
     if search.best is not None:
         _, of, result = search.best
-        save_result_file(session, output, of, result)
+        save_result_file(session, output, of, result, request.order)
         placed = save_layout_file(session, layout, of.graph, result)
         moved = offloaded(of.graph, result.schedule)
     said = found.as_json() | {"offload": msgspec.to_builtins(moved)}

@@ -21,6 +21,7 @@ from remat.job.pipeline import trace_loaded
 from remat.job.plan_source import PLAN_FILES, PlanSource, load_shown
 from remat.job.request import NAMED_BY_TORCH, Request
 from remat.schedules.layout import Layout
+from remat.schedules.plan import PlanFile
 from remat.schedules.report.page_facts import MeasuredStep
 
 _FrontFile = Annotated[
@@ -42,7 +43,7 @@ def report_verb(
 ) -> None:  # fmt: skip
     """Write an HTML page about a plan: memory, schedule, tables, time against peak."""
     from remat.analysis.plan_report import fronts_in, page_facts
-    from remat.schedules.report.page import page_data, render
+    from remat.schedules.report.page import render, summary_of
 
     if source.endswith(PLAN_FILES) and is_cluster_plan(read_contents(source)):
         _report_cluster(session, source, output)
@@ -59,11 +60,11 @@ def report_verb(
     step = _measured(session, source, opened, request) if measure else None
     with session.stopwatch.stage("report", "writing the report"):
         stated_by = front.name if front else ""
-        facts = page_facts(opened.graph, solved, known, step, stated_by, layout)
-        page = page_data(facts)
-        session.save(output, render(facts, page).encode(), "report", end=b"")
+        kept = opened.kept if isinstance(opened.kept, PlanFile) else None
+        facts = page_facts(opened.graph, solved, known, step, stated_by, layout, kept=kept)
+        session.save(output, render(facts).encode(), "report", end=b"")
     if session.as_json:
-        summary = msgspec.to_builtins(page.summary)
+        summary = msgspec.to_builtins(summary_of(facts))
         said = {"report": str(output), "summary": summary, "note": facts.note}
         session.answer(said, layout=layout)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from remat.analysis.budget_sweep import price_json, price_text
 from remat.checks import failures
@@ -36,15 +38,12 @@ from remat.job import pipeline, plan_source, screen
 from remat.job.pipeline import refuse_beside_dynamic
 from remat.job.request import Request, parse_dynamic
 from remat.schedules.layout import Layout
+from remat.schedules.outcome import Check
 from remat.schedules.plan import PlanFile
 from remat.solved import infeasible_text
 from remat.solver.budgets.front import GibPrice
 from remat.solver.budgets.sweep import price_of_gib
 from remat.solver.search import is_interrupted
-
-if TYPE_CHECKING:
-    from remat.rewriter.checking.check import Check
-
 
 _PriceOfGib = Annotated[
     bool, more("--price-of-gib", "also show what one GiB more or less is worth")
@@ -112,13 +111,32 @@ def _run(
 ) -> pipeline.Report:  # fmt: skip
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)
 
+    kept = list[PlanFile | None]()
+
     def keep(known: pipeline.Report) -> None:  # written before a step, which may end the process
         of = plan_source.Captured(known.graph, loaded, known.recipe)
-        save_result_file(session, output, of, known.result)
+        kept.append(save_result_file(session, output, of, known.result, request.order))
 
-    return pipeline.run_job(
+    report = pipeline.run_job(
         loaded, request, session.stopwatch, check=check, compare=compare, planned=keep
     )
+    _keep_check(output, kept, report)
+    return report
+
+
+def _keep_check(
+    path: Path | None, kept: Sequence[PlanFile | None],
+    report: pipeline.Report | pipeline.RangeReport,
+) -> None:  # fmt: skip
+    """Write plans once more, with what a step showed; not to a pipe, which would have both."""
+    if path is None or not path.is_file() or not (report.check or report.unchecked):
+        return
+    from remat.rewriter.plans.loading import save_plan
+
+    found = report.check and report.check.as_kept()
+    for plan in filter(None, kept):
+        whole = msgspec.structs.replace(plan, check=found, unchecked=report.unchecked)
+        save_plan(whole, path)
 
 
 def _solved_anew(
@@ -130,7 +148,7 @@ def _solved_anew(
         raise CaptureError(f"leave out {flag}, or name a model: {source} has none to run")
     of = plan_source.captured(source, request, session.stopwatch)
     report, _ = pipeline.planned_report(of.graph, request, session.stopwatch)
-    save_result_file(session, output, of, report.result)
+    save_result_file(session, output, of, report.result, request.order)
     return report
 
 
@@ -166,9 +184,12 @@ def _run_over(
         raise CaptureError(f"leave out --dynamic, or name a model: {model} has fixed sizes")
     loaded, request = plan_source.load_shown(model, session.stopwatch, request)
 
+    kept = list[PlanFile]()
+
     def keep(plan: PlanFile) -> None:
         if output is not None:
             save_plan_file(session, output, plan)
+            kept.append(plan)
 
     try:
         report = pipeline.plan_over(loaded, request, ranges, session.stopwatch, keep, check=check)
@@ -176,6 +197,7 @@ def _run_over(
         session.fail(INFEASIBLE, type(error).__name__, str(error))  # too little memory ends with 3
         raise
     report = replace(report, seconds=session.stopwatch.accounted())
+    _keep_check(output, kept, report)
     session.answer(screen.range_report_json(report), screen.range_screen(report))
     session.conclude(CHECK_FAILED, report.failures)
 

@@ -40,7 +40,7 @@ from remat.progress import (
 )
 from remat.schedules.layout import Layout
 from remat.schedules.outcome import Result
-from remat.schedules.plan import PlanFile
+from remat.schedules.plan import PlanFile, RunOrder
 from remat.solved import Solved, facts_of, infeasible_text
 from remat.solver.result import INTERRUPTED
 from remat.solver.search import is_interrupted, note_interrupt, one_job
@@ -301,17 +301,21 @@ def opened_feasible(session: Session, name: str, request: Request, plan: Path | 
     return opened
 
 
-def save_result_file(session: Session, path: Path | None, of: Captured, result: Result) -> None:
+def save_result_file(
+    session: Session, path: Path | None, of: Captured, result: Result, order: RunOrder
+) -> PlanFile | None:
     """A plan where a model is at hand, else the schedule alone; nothing where nothing fits."""
     if path is None or result.schedule is None:
-        return
+        return None
     if of.loaded is None or of.recipe is None:
         session.save(path, result.schedule.to_json(), "plan")
-        return
+        return None
     from remat.rewriter.plans.facts import make_plan  # imports torch; a shown plan needs none
 
-    facts = facts_of(Solved(of.graph, result))
-    save_plan_file(session, path, make_plan(of.loaded.model, of.recipe, result.schedule, **facts))
+    facts = facts_of(Solved(of.graph, result), order)
+    plan = make_plan(of.loaded.model, of.recipe, result.schedule, **facts)
+    save_plan_file(session, path, plan)
+    return plan
 
 
 def save_plan_file(session: Session, path: Path, plan: PlanFile) -> None:

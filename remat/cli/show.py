@@ -120,7 +120,7 @@ def _show_reasons(
     each_limit: float, is_placed: bool, layout: Path | None,
 ) -> None:  # fmt: skip
     opened = opened_feasible(session, source, request, plan)
-    if opened.is_kept and opened.solved.message:
+    if opened.kept is not None and opened.solved.message:
         # The bound that a kept plan states is not taken for proved. A page says it itself.
         session.err.print(in_one_line(opened.solved.message), soft_wrap=True)
     try:

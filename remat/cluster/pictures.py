@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
-from importlib import resources
 
 from remat.cluster.pipeline_replay import (
     RUNNING,
@@ -20,7 +19,7 @@ from remat.cluster.pipeline_replay import (
 from remat.cluster.plan_file import ClusterFile, Parallelism
 from remat.formats import bytes_text, percent_text
 from remat.schedules import palette
-from remat.schedules.report.page import Figure, Table
+from remat.schedules.report.page import Table, file_text, rendered_html
 
 
 class _Picture:
@@ -306,29 +305,22 @@ def runner_up_rows(plan: ClusterFile) -> Iterator[tuple[str, ...]]:
 
 def cluster_page(plan: ClusterFile, replay: PipelineReplay) -> str:
     """As HTML."""
-    from jinja2 import Environment, StrictUndefined
-
-    def text_of(package: str, name: str) -> str:
-        return resources.files(package).joinpath(name).read_text(encoding="utf-8")
-
-    text = text_of("remat.cluster", "page.html")
-    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(text)
-    mesh = mesh_text(plan.parallelism, plan.virtual_stages)
     drawn = (
-        ("mesh", "Mesh", mesh_picture(plan)),
-        ("step", "The step of each rank", timeline_picture(plan, replay)),
         ("bytes", "Bytes of a GPU over the step", bytes_picture(plan, replay)),
+        ("step", "The step of each rank", timeline_picture(plan, replay)),
+        ("mesh", "Mesh", mesh_picture(plan)),
     )
     holders = holders_in(stage.held_bytes for stage in plan.stages)
     headers = ("stage", "blocks", "in flight", "recomputed", *holders, "peak")
     rows = tuple(stage_rows(plan, bytes_text)), tuple(runner_up_rows(plan))
     near = Table("near", "Meshes within 5 % of the step", ("mesh", *RUNNER_UP_HEADERS), rows[1])
     stages = Table("stages", "Stages, with bytes by holder", headers, rows[0])
-    return template.render(
+    return rendered_html(
+        "page.html",
+        "remat.cluster",
         plan=plan,
-        head=f"{parameters_text(plan)}; a batch of {plan.batch} x {plan.seq} tokens; {mesh}; "
-        f"{states_text(plan)}.",
-        figures=_page_figures(plan),
+        verdict=_verdict(plan),
+        details=_details(plan),
         sections=[
             {
                 "name": name,
@@ -339,19 +331,25 @@ def cluster_page(plan: ClusterFile, replay: PipelineReplay) -> str:
             for name, title, one in drawn
         ],
         tables=[stages, *([near] if plan.runners_up else [])],
-        style=text_of("remat.schedules.report", "page.css"),
+        style=file_text("page.css"),
     )
 
 
-def _page_figures(plan: ClusterFile) -> list[Figure]:
+def _verdict(plan: ClusterFile) -> str:
+    said, most = plan.predicted, max(stage.overhead for stage in plan.stages)
+    again = f", at most {percent_text(most)} of it recomputation" if most > 0 else ""
+    return (
+        f"Predicted to fit {plan.gpus} {plan.device}, {bytes_text(plan.budget_bytes)} each. "
+        f"{seconds_text(said.step_us)} a step{again}, with {percent_text(said.mfu)} of the GPUs' "
+        "peak flops. Modelled, not run."
+    )
+
+
+def _details(plan: ClusterFile) -> Iterator[tuple[str, str]]:
     said = plan.predicted
-    peak = max(stage.peak_bytes for stage in plan.stages)
-    most = max(stage.overhead for stage in plan.stages)
-    without = f"{seconds_text(said.without_overlap_us)} if nothing ran beside a collective"
-    return [
-        Figure("step, modelled", seconds_text(said.step_us), without),
-        Figure("model flops used", percent_text(said.mfu), "of the peak of all GPUs"),
-        Figure("peak of a GPU", bytes_text(peak), f"of {bytes_text(plan.budget_bytes)}"),
-        Figure("recomputation", percent_text(most), "of its stage's work, where it is most"),
-        Figure("waits", percent_text(said.bubble), "of the ranks' time in the pipeline"),
-    ]
+    yield "model", f"{plan.model}, {parameters_text(plan)}"
+    yield "batch", f"{plan.batch} x {plan.seq} tokens a step"
+    yield "step", f"{seconds_text(said.without_overlap_us)} if nothing ran beside a collective"
+    yield "waits", f"{percent_text(said.bubble)} of the ranks' time in the pipeline"
+    yield "mesh", mesh_text(plan.parallelism, plan.virtual_stages)
+    yield "states", states_text(plan)

@@ -26,7 +26,7 @@ from remat.progress import Stopwatch, solver_shown
 from remat.ranges.curve import Curve, overheads_over, solve_over
 from remat.schedules.derived import unchunked
 from remat.schedules.family import Family
-from remat.schedules.outcome import Result
+from remat.schedules.outcome import FAR_OFF, Check, Result
 from remat.schedules.plan import PlanFile
 from remat.schedules.reserved import Reserved
 from remat.schedules.schedule import Schedule
@@ -40,11 +40,9 @@ if TYPE_CHECKING:
 
     from remat.graph_capture.tracing.recipe import Recipe
     from remat.graph_capture.tracing.trace import Trace
-    from remat.rewriter.checking.check import Check
 
 
 _EXACT = 1e-9  # of a step: times that differ by less are the same sum in another order
-FAR_OFF = 1.25  # a measured step that is longer or shorter than the predicted one by this is told
 
 
 class Row(msgspec.Struct, frozen=True):

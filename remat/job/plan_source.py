@@ -99,7 +99,7 @@ class PlanSource:
 
     graph: TrainingGraph
     result: Result | None  # None where neither a plan nor a budget was given
-    is_kept: bool = False  # a plan of a file, judged by the simulator
+    kept: PlanFile | Schedule | None = None  # of a file, judged by the simulator
     over: RangeFacts | None = None  # of a range of sizes; the others are then of the largest
 
     @property
@@ -191,7 +191,7 @@ def _opened_plan(kept: PlanFile | Schedule, name: str, graph: TrainingGraph | No
         graph, schedule, budget_bytes=schedule.budget_bytes or peak_bytes,
         lower_bound_us=0.0, message=_unproved(graph, told_us, name),
     )  # fmt: skip
-    return PlanSource(graph, result, is_kept=True, over=over)
+    return PlanSource(graph, result, kept, over)
 
 
 def _unproved(graph: TrainingGraph, told_us: float, name: str) -> str:
@@ -201,8 +201,8 @@ def _unproved(graph: TrainingGraph, told_us: float, name: str) -> str:
     told = percent_text(overhead_of(told_us, graph.time_us))
     return (
         f"to prove a bound, remat run {name} --budget BUDGET: {name} says that no schedule of its "
-        f"budget has less than {told} overhead, but a file proves nothing, so the bound here is "
-        "the step with every op once"
+        f"budget has less than {told} overhead, but a file proves nothing, so until then figures "
+        "are bounded by the step with every op once"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -12,13 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.analysis.plan_figures import chunks_of, offloaded, reserved_text
-from remat.analysis.plan_report import costs_text
-from remat.checks import CHECKED, advice_of
+from remat.analysis.plan_report import costs_text, step_facts
+from remat.checks import advice_of
 from remat.formats import (
-    NO_BOUND,
     bytes_pair,
     bytes_text,
-    gap_text,
     percent_pair,
     percent_text,
     plain_table,
@@ -28,20 +26,17 @@ from remat.formats import (
 )
 from remat.graph_capture.devices.known_devices import is_in_table
 from remat.graph_capture.graph import TrainingGraph
-from remat.job.pipeline import FAR_OFF, RangeReport, Report, Row
+from remat.job.pipeline import RangeReport, Report, Row
+from remat.plan import Plan
 from remat.progress import took_text
 from remat.ranges.curve import Curve
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.family import Family, sizes_text
-from remat.schedules.outcome import Result
+from remat.schedules.outcome import CHECKED, FAR_OFF, Check, Result, bound_text, equal_text, verdict
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, bound_of
 from remat.solved import infeasible_text
 from remat.solver.recompute_summary import kinds_text
-
-if TYPE_CHECKING:
-    from remat.rewriter.checking.check import Check
-
 
 _OFF = 0.1  # a measured overhead of the plan that is this far from the predicted one is told
 
@@ -101,7 +96,13 @@ _Said = Iterator[tuple[str, str | Text]]
 def run_screen(report: Report) -> RenderableType:
     budget = f", budget {bytes_text(report.result.budget_bytes)}\n"
     head = Text.assemble((report.graph.name, "bold"), ops_text(report.graph), budget)
-    return Group(head, _schedules_table(report.rows), Text(), rows_table(_verdict(report)))
+    said = verdict(report.graph, report.rows[0].time_us, report.result, report.check)
+    table, details = _schedules_table(report.rows), rows_table(_run_rows(report))
+    return Group(head, table, Text(), details, _verdict_line(said, report))
+
+
+def _verdict_line(said: str, report: Report | RangeReport) -> Text:
+    return Text(f"\n{said}", "bold red" if report.failures else "bold green")
 
 
 def ops_text(graph: TrainingGraph) -> str:
@@ -120,9 +121,9 @@ def _schedules_table(rows: Iterable[Row]) -> Table:
     return table
 
 
-def _verdict(report: Report) -> _Said:
+def _run_rows(report: Report) -> _Said:
     result, graph = report.result, report.graph
-    yield "lower bound", _bound_said(graph, result)
+    yield "lower bound", bound_text(graph, result)
     if report.simulation:
         yield "peak held by", _held(graph, result.schedule, report.simulation)
     yield from _reserved_rows(report.rows)
@@ -133,8 +134,7 @@ def _verdict(report: Report) -> _Said:
     if is_in_table(graph.device) or graph.notes:  # the figures are no measurement on this machine
         yield "costs", costs_text(graph)
     yield "took", took_text(report.seconds)
-    style = "bold red" if report.failures else "bold green"
-    yield "status", Text.assemble((result.status, style), f", by {result.solver}")
+    yield "status", f"{result.status}, by {result.solver}"
     if result.message:
         yield "note", result.message
 
@@ -147,12 +147,7 @@ def _check_rows(report: Report | RangeReport, budget_bytes: int, at: str = "") -
 
 
 def _equal_rows(check: Check, budget_bytes: int, at: str = "") -> _Said:
-    said = Text(f"{check.gradients} of {check.gradients_total} gradients bit-identical")
-    for name in CHECKED:
-        if name != "gradients":
-            is_equal = getattr(check, f"{name}_equal")
-            said.append(f", {name} ").append(*(("equal",) if is_equal else ("differ", "red")))
-    yield "equal", said.append(at)
+    yield "equal", f"{equal_text(check)}{at}"
     for advice in advice_of(check, budget_bytes):
         yield "advice", advice
 
@@ -180,16 +175,6 @@ def _way_rows(report: Report) -> _Said:
         yield "attention", str(result.attention)
     if report.simpler:
         yield "simpler", str(report.simpler)
-
-
-def _bound_said(graph: TrainingGraph, result: Result) -> str:
-    bound = bound_of(result.lower_bound_us, graph.time_us)
-    if bound is None or result.gap is None:
-        return NO_BOUND
-    is_proved = result.status == "optimal"
-    # That every op runs once holds without a proof, and must not look like one.
-    of = "overhead at this budget" if bound or is_proved else "overhead (nothing computed twice)"
-    return f"{percent_text(bound)} {of}; {gap_text(result.gap)}{', proved' if is_proved else ''}"
 
 
 def _held(graph: TrainingGraph, schedule: Schedule | None, simulation: Simulation) -> str:
@@ -303,7 +288,11 @@ def checked_json(check: Check, budget_bytes: int, failures: list[str]) -> dict[s
 def range_screen(report: RangeReport) -> RenderableType:
     at = f" at {sizes_text(report.sizes)}" if report.sizes else ""
     rows = *_check_rows(report, report.family.budget_bytes, at), ("took", took_text(report.seconds))
-    return Group(family_screen(report.family, report.curve), rows_table(rows))
+    plan = Plan.from_family(report.family, report.graph)
+    graph = report.graph.bounding(report.graph.symbols)
+    facts = step_facts(graph, plan, report.check, is_range=True)
+    shown = family_screen(report.family, report.curve), rows_table(rows)
+    return Group(*shown, _verdict_line(facts.verdict, report))
 
 
 def family_screen(family: Family, curve: Curve) -> RenderableType:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
 import msgspec
 from msgspec.structs import replace
@@ -25,15 +25,11 @@ from remat.job.pipeline import check_schedule, trace_loaded
 from remat.job.plan_source import Captured, captured_model
 from remat.job.request import Request
 from remat.progress import Stopwatch
-from remat.schedules.outcome import Result
+from remat.schedules.outcome import Check, Result
 from remat.schedules.simulate import overhead_of
 from remat.solved import infeasible_text
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.search import is_interrupted, note_interrupt, one_job
-
-if TYPE_CHECKING:
-    from remat.rewriter.checking.check import Check
-
 
 # A step's graph at another size, as if bytes and costs were affine between two captures. Attention
 # is not affine in a sequence's length: such a graph is a guess, to be checked.

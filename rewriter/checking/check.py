@@ -7,7 +7,6 @@ import math
 from collections.abc import Generator, Mapping
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -41,7 +40,6 @@ from remat.rewriter.checking.comparison import (
     DeterministicReductions,
     EagerVariation,
     Outcome,
-    Rounding,
     differing_beyond,
     differing_names,
     distance,
@@ -57,6 +55,7 @@ from remat.rewriter.checking.outcomes import STREAM, OwnBatch, StepState, own_pa
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.user_module.module import RematModule, SharedState
 from remat.rewriter.user_module.own_forward import as_before
+from remat.schedules.outcome import Check
 
 _T: Any = torch
 
@@ -82,68 +81,6 @@ def _outside_autocast(device: str) -> Generator[None]:
 
 
 SOON_US, _ENOUGH_US = 5e5, 4e6  # once steps took this long, no more are timed (without other ranks)
-
-
-class Check(msgspec.Struct, frozen=True):
-    """What `check` found.
-
-    Attributes
-    ----------
-    outputs_equal, gradients_equal, buffers_equal, rng_equal : against eager, bit for bit where
-        `tolerance` is 0.
-    gradients, gradients_total : how many gradients are equal in that sense, of how many.
-    baseline_peak_bytes, plan_peak_bytes : measured peak of the unmodified and of the
-        rewritten step, resident bytes included.
-    baseline_step_us, plan_step_us : median time of a step.
-    differences : names of what differs.
-    unsteady : names of what eager itself does not repeat to the last bit, such as sums by atomic
-        additions on a CUDA device. Of these, `differences` names those that are further from eager
-        than runs of eager are from each other; on a CPU, where eager repeats itself, all of them.
-    in_one_order : whether sums that threads add in no fixed order had one while bits were compared.
-    plan_rounding_bytes : the part of the plan's peak that the allocator gave without being asked.
-    baseline_reserved_bytes, plan_reserved_bytes : the peak, and what the allocator held beside it;
-        None on a CPU, whose allocator holds nothing.
-    distances : how far from eager's each of `differences` is at most; NaN for what is no tensor.
-    diverges_at : the first ``file:line`` at which eager runs an op that the plan does not; empty
-        where all are the plan's, None where that was not looked at.
-    tolerance : how far from eager's a result may be, as a part of its norm; 0 for equal bits.
-    largest_error : how far off the worst result is; 0 if bits were compared.
-    rounding : what rounds otherwise than eager, ``inductor`` or ``chunks``; empty for nothing.
-    """
-
-    outputs_equal: bool
-    gradients_equal: bool
-    buffers_equal: bool
-    rng_equal: bool
-    gradients: int
-    gradients_total: int
-    baseline_peak_bytes: int
-    plan_peak_bytes: int
-    baseline_step_us: float
-    plan_step_us: float
-    differences: tuple[str, ...] = ()
-    unsteady: tuple[str, ...] = ()
-    in_one_order: bool = False
-    plan_rounding_bytes: int = 0
-    baseline_reserved_bytes: int | None = None
-    plan_reserved_bytes: int | None = None
-    tolerance: float = 0.0
-    largest_error: float = 0.0
-    distances: tuple[float, ...] = ()
-    diverges_at: str | None = None
-    rounding: Rounding = ""
-
-    @property
-    def equal(self) -> bool:
-        return not self.differences
-
-    def exceeds(self, budget_bytes: int) -> bool:
-        """Whether the plan asks for more than a budget; what the allocator adds does not count."""
-        return self.plan_peak_bytes - self.plan_rounding_bytes > budget_bytes
-
-    @property
-    def overhead(self) -> float:
-        return self.plan_step_us / self.baseline_step_us - 1
 
 
 def check(

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,6 +16,7 @@ from remat.graph_capture.joint.nodes import argument, bits_of, is_getitem, plain
 from remat.graph_capture.joint.provenance import MODULE_KEY, SOURCE_KEY, path_in_model, source_of
 from remat.graph_capture.torch_private.core import OpWatcher, pytree
 from remat.rewriter.graphs.rng import drawn
+from remat.schedules.outcome import Rounding
 
 Outcome = Mapping[str, Any]  # by name: outputs, gradients, buffers, random streams
 
@@ -129,8 +130,6 @@ def bitwise_equal(expected: Any, found: Any) -> bool:
 
 SPLIT_FLOAT32, _SPLIT_HALF = 1e-5, 2e-2
 """Chunks that sum in another order, as a part of the norm: in float32, or with 16 bits in use."""
-
-Rounding = Literal["", "inductor", "chunks", "levers"]  # what rounds unlike eager; empty for none
 
 
 def rounding_of(module: nn.Module) -> Rounding:

@@ -27,6 +27,7 @@ from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.rewriter.guards.live_state import named_state
 from remat.rewriter.plans.batch_tree import tree_from
+from remat.schedules.outcome import Check
 from remat.schedules.plan import (
     Autocast,
     BatchSignature,
@@ -180,7 +181,7 @@ def recipe_from(plan: PlanFile, loss_fn: LossFunction | None, device: str) -> Re
 
 def make_plan(
     model: nn.Module, recipe: Recipe, schedule: Schedule, prediction: Prediction | None = None,
-    costed: TrainingGraph | None = None,
+    costed: TrainingGraph | None = None, check: Check | None = None,
 ) -> PlanFile:  # fmt: skip
     flags = recipe.flags or (False, False)  # None before a first trace
     autocast = tuple(Autocast(kind, on, _dtype_text(t)) for kind, on, t in recipe.autocast)
@@ -190,7 +191,7 @@ def make_plan(
         autocast=autocast, told_compiling=flags[0], told_exporting=flags[1],
         resident=recipe.resident, device=recipe.device, title=_title_of(recipe.device),
         versions=Versions(torch=str(torch.__version__), remat=version("remat")), schedule=schedule,
-        prediction=prediction, graph=costed,
+        prediction=prediction, graph=costed, check=check and check.as_kept(),
     )  # fmt: skip
 
 

@@ -208,7 +208,7 @@ def plan_of(module: nn.Module) -> PlanFile:
         )
     return make_plan(
         kind._remat_original_module, kind._remat_guards.recipe, kind._remat_schedule,
-        kind._remat_prediction, kind._remat_costed,
+        kind._remat_prediction, kind._remat_costed, kind._remat_check,
     )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ from remat.rewriter.user_module.own_forward import (
     original_of_shell,
     replacement_of,
 )
+from remat.schedules.outcome import Check
 from remat.schedules.plan import Prediction
 from remat.schedules.schedule import Schedule
 
@@ -187,6 +188,7 @@ class RematModule(SharedState, fx.GraphModule):
     _remat_costed: ClassVar[TrainingGraph | None]
     _remat_updates: ClassVar[Updates | None]
     _remat_split: ClassVar[StepSplit | None] = None
+    _remat_check: ClassVar[Check | None] = None  # of a step beside eager's, where one was run
 
     def __new__(cls, *args: Any, **kwargs: Any) -> RematModule:
         return object.__new__(cls)  # `GraphModule.__new__` would make another class for it

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from html import escape
 from importlib import resources
-from typing import NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from remat.formats import NO_BOUND, bytes_text, gap_text, percent_text, proved_text, time_text
-from remat.graph_capture.graph import Floats, TrainingGraph
+from remat.formats import NO_BOUND, bytes_text, percent_text, proved_text, time_text
+from remat.graph_capture.graph import Floats, Ints, TrainingGraph
 from remat.schedules.palette import KINDS, ROLES, cycled
 from remat.schedules.plots import band_colours
 from remat.schedules.report.page_facts import Alternative, PageFacts
-from remat.schedules.report.svg import arena_picture, copies_picture
+from remat.schedules.report.svg import arena_picture, copies_picture, step_picture
 from remat.schedules.simulate import bound_of, gap_of
 from remat.schedules.timeline import (
     OUTSIDE,
     BandsBy,
     Timeline,
     live_bands,
-    place_of,
     ribbon,
-    timeline,
 )
-from remat.schedules.value_report.rows import FoldedRow, ValueRow, fold_rows, value_rows
+from remat.schedules.value_report.rows import FoldedRow, fold_rows, value_rows
 
 
 class _Summary(msgspec.Struct, frozen=True):
@@ -48,111 +48,32 @@ class _Summary(msgspec.Struct, frozen=True):
     stall_us: float = 0.0
 
 
-class _Texts(msgspec.Struct, frozen=True):
-    texts: list[str]
-    index: list[int]
-
-
-class _Ops(msgspec.Struct, frozen=True):
-    """A column a fact, in captured order; `backward` is 0 or 1."""
-
-    name: list[str]
-    target: _Texts
-    module: _Texts
-    source: _Texts
-    cost_us: list[float]
-    backward: list[int]
-
-
-class _Values(msgspec.Struct, frozen=True):
-    """Values that ops make; `producer` is an index into the ops."""
-
-    name: list[str]
-    size_bytes: list[int]
-    producer: list[int]
-    kind: _Texts
-    shape: _Texts
-
-
-class _Runs(msgspec.Struct, frozen=True):
-    """Runs in order; `again` is 1 if the op ran before, `edges` has one entry more than runs."""
-
-    op: list[int]
-    edges: list[float]
-    live_bytes: list[int]
-    again: list[int]
-
-
-class _Stays(msgspec.Struct, frozen=True):
-    value: list[int]
-    begin: list[int]
-    end: list[int]
-
-
-class _Band(msgspec.Struct, frozen=True):
-    """Its bytes at a run are the sum of `changes` up to that run."""
-
-    name: str
-    colour: str
-    changes: list[int]
-
-
-class _Curve(msgspec.Struct, frozen=True):
-    edges: list[float]
-    live_bytes: list[int]
-
-
-class _RibbonRows(msgspec.Struct, frozen=True):
-    """Spans of rows, each as three numbers: row, begin, end."""
-
-    titles: list[str]
-    spans: dict[str, list[int]]
-
-
-class _Page(msgspec.Struct, frozen=True):
-    """What the page's script draws; `bound_name` says whose bounds the fronts have."""
-
-    model: str
-    axis: str
-    summary: _Summary
-    peak_run: int
-    forward_runs: int
-    ops: _Ops
-    values: _Values
-    runs: _Runs
-    stays: _Stays
-    bands: dict[str, list[_Band]]
-    unmodified: _Curve
-    measured: _Curve | None
-    ribbon: _RibbonRows
-    rules: list[Alternative]
-    fronts: dict[str, list[Alternative]]
-    colours: dict[str, str]
-    bound_name: str = "bound"
-
-
 _DIGITS = 6  # digits of times in ms after the point, which is to the nanosecond
+_Columns = dict[str, Any]  # lists of plain numbers and texts by name, as JSON has them
 
 
-def page_data(facts: PageFacts) -> _Page:
-    line = timeline(facts.graph, facts.schedule)
-    eager = timeline(facts.unmodified_graph, facts.unmodified_schedule)
-    colours = cycled([name for name, _ in facts.fronts])
-    return _Page(
-        model=facts.graph.name, axis=line.axis_title, summary=_summary_of(facts, line, eager),
-        peak_run=line.peak_run, forward_runs=line.forward_runs, ops=_ops(facts.graph),
-        values=_values(facts.graph), runs=_runs(line), stays=_stays(line),
-        bands={by: _bands(line, by) for by in ("kind", "module")},
-        unmodified=_Curve(_rounded(eager.edges), eager.live_bytes.tolist()),
-        measured=_measured(facts, line), ribbon=_ribbon(line), rules=list(facts.rules),
-        fronts={name: list(points) for name, points in facts.fronts},
-        colours=ROLES | {f"front {name}": colour for name, colour in colours.items()},
-        bound_name=facts.bound_name,
-    )  # fmt: skip
+def page_data(facts: PageFacts) -> _Columns:
+    """What the page's script draws: a column a fact, of indices, numbers or texts."""
+    line, eager = facts.line, facts.unmodified_line
+    colours, step = cycled([name for name, _ in facts.fronts]), facts.measured
+    return {
+        "model": facts.graph.name, "axis": line.axis_title, "summary": summary_of(facts),
+        "peak_run": line.peak_run, "forward_runs": line.forward_runs, "ops": _ops(facts.graph),
+        "values": _values(facts.graph), "runs": _runs(line), "stays": _stays(line),
+        "bands": {by: _bands(line, by) for by in ("kind", "module")},
+        "unmodified": _curve(eager.edges, eager.live_bytes),
+        "measured": step and len(step.moments) and _curve(
+            line.stretched(step.moments), step.live_bytes
+        ), "ribbon": _ribbon(line), "rules": facts.rules, "fronts": dict(facts.fronts),
+        "colours": ROLES | {f"front {name}": colour for name, colour in colours.items()},
+        "bound_name": facts.bound_name,
+    }  # fmt: skip
 
 
-def _summary_of(facts: PageFacts, line: Timeline, eager: Timeline) -> _Summary:
+def summary_of(facts: PageFacts) -> _Summary:
+    line, eager = facts.line, facts.unmodified_line
     found, bound_us = line.simulation, facts.lower_bound_us
+    measured, check = facts.measured, facts.check
     return _Summary(
         peak_bytes=found.peak_bytes, time_us=found.time_us, overhead=found.overhead,
         budget_bytes=facts.budget_bytes, lower_bound_us=bound_us,
@@ -163,80 +84,76 @@ def _summary_of(facts: PageFacts, line: Timeline, eager: Timeline) -> _Summary:
         workspace_at_peak_bytes=found.workspace_at_peak_bytes,
         runs=len(line), runs_again=int(line.again.sum()),
         again_us=found.time_us - found.stall_us - facts.graph.time_us,  # it computes or waits
-        measured_peak_bytes=facts.measured.peak_bytes if facts.measured else None,
-        measured_time_us=facts.measured.time_us if facts.measured else None,
+        measured_peak_bytes=measured.peak_bytes if measured else check and check.plan_peak_bytes,
+        measured_time_us=measured.time_us if measured else check and check.plan_step_us,
     )  # fmt: skip
 
 
-def _texts(texts: Iterable[str]) -> _Texts:
+def _texts(texts: Iterable[str]) -> _Columns:
     places: dict[str, int] = {}
     index = [places.setdefault(text, len(places)) for text in texts]
-    return _Texts(list(places), index)
+    return {"texts": list(places), "index": index}
 
 
-def _ops(graph: TrainingGraph) -> _Ops:
-    return _Ops(
-        name=[op.name for op in graph.ops],
-        target=_texts(op.target for op in graph.ops),
-        module=_texts(op.module for op in graph.ops),
-        source=_texts(op.source for op in graph.ops),
-        cost_us=[round(op.cost_us, 3) for op in graph.ops],
-        backward=[int(op.phase == "backward") for op in graph.ops],
-    )
+def _ops(graph: TrainingGraph) -> _Columns:
+    return {
+        "name": [op.name for op in graph.ops],
+        "target": _texts(op.target for op in graph.ops),
+        "module": _texts(op.module for op in graph.ops),
+        "source": _texts(op.source for op in graph.ops),
+        "cost_us": [round(op.cost_us, 3) for op in graph.ops],
+        "backward": [int(op.phase == "backward") for op in graph.ops],
+    }
 
 
-def _values(graph: TrainingGraph) -> _Values:
+def _values(graph: TrainingGraph) -> _Columns:
     made = [value for value in graph.values if value.producer]
-    return _Values(
-        name=[value.name for value in made],
-        size_bytes=[value.size_bytes for value in made],
-        producer=[graph.op_index[value.producer] for value in made],
-        kind=_texts(value.kind for value in made),
-        shape=_texts(f"{value.dtype}{list(value.shape)}" for value in made),
-    )
+    return {
+        "name": [value.name for value in made],
+        "size_bytes": [value.size_bytes for value in made],
+        "producer": [graph.op_index[value.producer] for value in made],
+        "kind": _texts(value.kind for value in made),
+        "shape": _texts(f"{value.dtype}{list(value.shape)}" for value in made),
+    }
 
 
-def _rounded(edges: Floats) -> list[float]:
-    return [round(edge, _DIGITS) for edge in edges.tolist()]
+def _curve(edges: Floats, live_bytes: Ints) -> _Columns:
+    rounded = [round(edge, _DIGITS) for edge in edges.tolist()]
+    return {"edges": rounded, "live_bytes": live_bytes.tolist()}
 
 
-def _runs(line: Timeline) -> _Runs:
+def _runs(line: Timeline) -> _Columns:
     again = [int(is_again) for is_again in line.again]
-    return _Runs(line.ops.tolist(), _rounded(line.edges), line.live_bytes.tolist(), again)
+    return {"op": line.ops.tolist(), "again": again, **_curve(line.edges, line.live_bytes)}
 
 
-def _stays(line: Timeline) -> _Stays:
+def _stays(line: Timeline) -> _Columns:
     made = [value.name for value in line.graph.values if value.producer]
     place = {name: i for i, name in enumerate(made)}
-    stays = line.residences
-    value = [place[stay.value] for stay in stays]
-    return _Stays(value, [stay.begin for stay in stays], [stay.end for stay in stays])
+    stays = [(place[stay.value], stay.begin, stay.end) for stay in line.residences]
+    return dict(zip(("value", "begin", "end"), map(list, zip(*stays, strict=True)), strict=True))
 
 
-def _bands(line: Timeline, by: BandsBy) -> list[_Band]:
+def _bands(line: Timeline, by: BandsBy) -> list[_Columns]:
     bands = {name: curve for name, curve in live_bands(line, by).items() if curve.any()}
     colours = band_colours(list(bands), by)
     return [
-        # Mostly 0, which keeps the page at 1.9 MB for 6,000 ops.
-        _Band(name, colours.get(name, KINDS["resident"]), np.diff(curve, prepend=0).tolist())
+        {
+            "name": name, "colour": colours.get(name, KINDS["resident"]),
+            # Mostly 0, which keeps the page at 1.9 MB for 6,000 ops.
+            "changes": np.diff(curve, prepend=0).tolist(),
+        }
         for name, curve in bands.items()
-    ]
+    ]  # fmt: skip
 
 
-def _measured(facts: PageFacts, line: Timeline) -> _Curve | None:
-    step = facts.measured
-    if step is None or not len(step.moments):
-        return None
-    return _Curve(_rounded(line.stretched(step.moments)), step.live_bytes.tolist())
-
-
-def _ribbon(line: Timeline) -> _RibbonRows:
+def _ribbon(line: Timeline) -> _Columns:
     picture = ribbon(line)
-    spans: dict[str, list[int]] = {
+    spans = {
         kind: [n for span in getattr(picture, kind) for n in (span.row, span.begin, span.end)]
         for kind in ("holds", "holds_most", "forward", "backward", "recompute")
     }
-    return _RibbonRows(list(picture.titles), spans)
+    return {"titles": picture.titles, "spans": spans}
 
 
 _MOST_ROWS = 30
@@ -245,176 +162,131 @@ _NOTHING = "-"
 
 @dataclass(frozen=True)
 class Table:
-    """The first column names the row; columns in `numbers` are aligned right."""
+    """The first column names the row, with a line below it of `notes`; the others are numbers."""
 
     name: str
     caption: str
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    numbers: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
-def _tables(facts: PageFacts, summary: _Summary) -> list[Table]:
-    rows = value_rows(facts.graph, facts.schedule)
-    made = (
-        _at_peak(rows, summary),
-        _with_verdict(rows, "keep", "kept", "Kept from forward for backward"),
-        _with_verdict(rows, "offload", "host", "Copied to the host"),
-        _computed_again(facts),
-        _alternatives(facts, summary),
-    )
-    return [table for table in made if table.rows]
-
-
-def _steps(summary: _Summary) -> Table:
-    rows = [
-        ("unmodified", summary.unmodified_peak_bytes, summary.unmodified_time_us, None),
-        ("this plan", summary.peak_bytes, summary.time_us, summary.overhead),
-        ("this plan, measured", summary.measured_peak_bytes, summary.measured_time_us, None),
-    ]
-    texts = tuple(
-        (name, bytes_text(peak), _or_nothing(time_us, time_text), _or_nothing(more, percent_text))
-        for name, peak, time_us, more in rows
-        if peak is not None  # skip the measured row if nothing was measured
-    )
-    return Table("steps", "The step", ("schedule", "peak", "time", "overhead"), texts, (1, 2, 3))
-
-
-def _or_nothing(figure: float | None, text: Callable[[float], str]) -> str:
-    return _NOTHING if figure is None else text(figure)
-
-
-def _at_peak(rows: Sequence[ValueRow], summary: _Summary) -> Table:
-    chosen = [row for row in rows if row.at_peak]
-    caption = (
-        f"Live at the peak: {len(chosen)} values beside {bytes_text(summary.resident_bytes)} "
-        f"resident and {bytes_text(summary.workspace_at_peak_bytes)} of workspace"
-    )
-    return _of_values("peak", caption, chosen)
-
-
-def _with_verdict(rows: Sequence[ValueRow], verdict: str, name: str, title: str) -> Table:
-    chosen = [row for row in rows if row.verdict == verdict]
-    size_bytes = sum(row.size_bytes for row in chosen)
-    return _of_values(name, f"{title}: {len(chosen)} values, {bytes_text(size_bytes)}", chosen)
-
-
-def _of_values(name: str, caption: str, rows: Sequence[ValueRow]) -> Table:
-    found = sorted(fold_rows(rows), key=lambda row: -row.size_bytes)  # one row for equal layers
-    rest = found[_MOST_ROWS:]
-    if rest:
-        rest_bytes = sum(row.size_bytes for row in rest)
-        caption += f"; not shown: {len(rest)} smaller rows, {bytes_text(rest_bytes)}"
-    headers = ("module", "values", "size", "together", "kind", "shape", "op", "line")
-    return Table(name, caption, headers, tuple(map(_value_row, found[:_MOST_ROWS])), (1, 2, 3))
-
-
-def _value_row(row: FoldedRow) -> tuple[str, ...]:
-    first = row.first
-    return (
-        row.module or OUTSIDE, str(row.count), bytes_text(first.size_bytes),
-        bytes_text(row.size_bytes), first.kind, f"{first.dtype}{list(first.shape)}",
-        first.target, first.source,
-    )  # fmt: skip
-
-
-def _computed_again(facts: PageFacts) -> Table:
-    graph, runs = facts.graph, facts.schedule.computations()
-    groups: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for op in graph.ops:
-        more = runs[op.name] - 1
-        if more > 0:
-            key = place_of(op.module), op.target  # equal places in all layers share a row
-            groups.setdefault(key, []).append((more, more * op.cost_us))
-    ranked = sorted(groups.items(), key=lambda group: -sum(us for _, us in group[1]))
-    rows = [
-        (
-            place, target, str(len(found)), str(sum(more for more, _ in found)),
-            time_text(sum(us for _, us in found)),
-        )
-        for (place, target), found in ranked[:_MOST_ROWS]
-    ]  # fmt: skip
-    ops = sum(len(found) for found in groups.values())
-    spent_us = sum(us for found in groups.values() for _, us in found)
-    caption = f"Computed again: {ops} ops, {time_text(spent_us)} more than once each"
-    headers = ("module", "op", "ops", "further runs", "time of these")
-    return Table("again", caption, headers, tuple(rows), (2, 3, 4))
-
-
-def _alternatives(facts: PageFacts, summary: _Summary) -> Table:
-    base_us = facts.graph.base_us
+def _schedules(facts: PageFacts, summary: _Summary) -> Table:
+    base_us, check = summary.unmodified_time_us, facts.check
+    measured_us = check.baseline_step_us if check else 0.0
     points = [*facts.rules, *(point for _, curve in facts.fronts for point in curve)]
     points.sort(key=lambda point: (-point.peak_bytes, point.time_us))
-    rows = [_point_row(point, summary.budget_bytes, base_us) for point in points]
-    headers = ("schedule", "budget", "peak", "time", "overhead", facts.bound_name, "fits yours")
-    caption = "Other schedules of this step, by peak"
-    return Table("others", caption, headers, tuple(rows[:_MOST_ROWS]), (1, 2, 3, 4, 5))
-
-
-def _point_row(point: Alternative, budget_bytes: int, base_us: float) -> tuple[str, ...]:
-    fits = "yes" if point.peak_bytes <= budget_bytes else "no"
-    budget = bytes_text(point.budget_bytes) if point.budget_bytes else _NOTHING
-    return (
-        point.name, budget, bytes_text(point.peak_bytes), time_text(point.time_us),
-        percent_text(point.overhead), proved_text(bound_of(point.lower_bound_us, base_us)),
-        fits if budget_bytes else _NOTHING,
+    rows = [
+        ("this plan", "", summary.peak_bytes, summary.time_us, base_us),
+        ("this plan, measured", "", summary.measured_peak_bytes, summary.measured_time_us,
+         measured_us),
+        ("unmodified", "", summary.unmodified_peak_bytes, base_us, 0.0),
+        ("unmodified, measured", "", check and check.baseline_peak_bytes, measured_us, 0.0),
+        *((one.name, _about(one, facts), one.peak_bytes, one.time_us, base_us)
+          for one in points if one.name != "unmodified"),
+    ]  # fmt: skip
+    known = [row for row in rows if row[2]][:_MOST_ROWS]
+    texts = (
+        (
+            name, bytes_text(peak_bytes or 0), time_text(time_us) if time_us else _NOTHING,
+            percent_text(time_us / over_us - 1) if time_us and over_us else _NOTHING,
+        )
+        for name, _, peak_bytes, time_us, over_us in known
     )  # fmt: skip
+    headers = ("schedule", "peak", "step", "overhead")
+    notes = tuple(note for _, note, *_ in known)
+    return Table("schedules", "Schedules of this step", headers, tuple(texts), notes)
+
+
+def _about(point: Alternative, facts: PageFacts) -> str:
+    said = [f"the best found within {bytes_text(point.budget_bytes)}"] if point.budget_bytes else []
+    if point.budget_bytes:
+        bound = proved_text(bound_of(point.lower_bound_us, facts.graph.base_us))
+        said.append(bound if bound == NO_BOUND else f"{facts.bound_name} {bound}")
+    if 0 < facts.budget_bytes < point.peak_bytes:
+        said.append("above the budget")
+    return ", ".join(said)
+
+
+def _values_kept(facts: PageFacts, summary: _Summary) -> Table:
+    """What is kept, recomputed, copied or live at the peak; equal layers share a row."""
+    rows = value_rows(facts.graph, facts.schedule)
+    chosen = [row for row in rows if row.at_peak or row.again or row.verdict in _VERDICTS]
+    found = sorted(fold_rows(chosen), key=lambda row: -row.size_bytes)
+    caption = (
+        f"Values that are kept, recomputed or live at the peak: {len(chosen)}, beside "
+        f"{bytes_text(summary.resident_bytes)} resident and, at the peak, "
+        f"{bytes_text(summary.workspace_at_peak_bytes)} of workspace"
+    )
+    if rest := found[_MOST_ROWS:]:
+        rest_bytes = sum(row.size_bytes for row in rest)
+        caption += f"; not shown: {len(rest)} smaller rows, {bytes_text(rest_bytes)}"
+    shown = found[:_MOST_ROWS]
+    texts = (
+        (
+            row.module or OUTSIDE, str(row.count), bytes_text(row.first.size_bytes),
+            bytes_text(row.size_bytes),
+        )
+        for row in shown
+    )  # fmt: skip
+    headers = ("module", "values", "size", "together")
+    return Table("values", caption, headers, tuple(texts), tuple(map(_value_note, shown)))
+
+
+_VERDICTS = {"keep": "kept", "offload": "copied to the host"}
+
+
+def _value_note(row: FoldedRow) -> str:
+    first = row.first
+    said = (_VERDICTS.get(first.verdict, first.verdict_text), "live at the peak" * first.at_peak)
+    shape = f"{first.kind} {first.dtype}{list(first.shape)}"
+    return ", ".join(filter(None, (*said, shape, first.target, first.source)))
 
 
 # The page hovers and zooms by a library within it: its content policy forbids every request.
-_LIBRARY = "vendor/echarts.common.min.js"
 _SCRIPTS = ("text", "run_chart", "memory", "ribbon", "front", "start")  # each uses those before it
 
 
-class Figure(NamedTuple):
-    name: str
-    text: str
-    note: str
+def render(facts: PageFacts) -> str:
+    # No line ends between a number and its unit.
+    verdict = re.sub(r"[\d.]+ ([KMG]iB|%)", r"<span>\g<0></span>", escape(facts.verdict))
+    summary = summary_of(facts)
+    return rendered_html(
+        "page.html", facts=facts, arena=arena_picture(facts), copies=copies_picture(facts),
+        details=_details(facts, summary), schedules=_schedules(facts, summary),
+        values=_values_kept(facts, summary), data=script_safe(page_data(facts)),
+        style=file_text("page.css"), verdict=verdict, step=step_html(facts),
+        library=file_text("vendor/echarts.common.min.js"),
+        script="\n".join(file_text(f"scripts/{name}.js") for name in _SCRIPTS),
+    )  # fmt: skip
 
 
-def render(facts: PageFacts, page: _Page) -> str:
+def step_html(facts: PageFacts) -> str:
+    """The picture of the step beside the unmodified one, which needs nothing around it."""
+    return rendered_html("step.html", **step_picture(facts))
+
+
+def rendered_html(file: str, /, package: str = "remat.schedules.report", **known: Any) -> str:
     from jinja2 import Environment, StrictUndefined
 
     # Names come from the user's code and may contain HTML.
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.filters["bytes"] = bytes_text
-    return environment.from_string(_file("page.html")).render(
-        facts=facts, page=page, arena=arena_picture(facts), copies=copies_picture(facts),
-        figures=_figures(facts, page.summary), steps=_steps(page.summary),
-        tables=_tables(facts, page.summary), data=script_safe(page), style=_file("page.css"),
-        script="\n".join(_file(f"scripts/{name}.js") for name in _SCRIPTS), library=_file(_LIBRARY),
-    )  # fmt: skip
+    return environment.from_string(file_text(file, package)).render(**known)
 
 
-def _file(name: str) -> str:
-    return resources.files("remat.schedules.report").joinpath(name).read_text(encoding="utf-8")
+def file_text(name: str, package: str = "remat.schedules.report") -> str:
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
-def script_safe(page: _Page) -> str:
+def script_safe(page: _Columns) -> str:
     # No text can then close the script element or begin a comment.
     return msgspec.json.encode(page).decode().replace("<", "\\u003c")
 
 
-def _figures(facts: PageFacts, summary: _Summary) -> list[Figure]:
-    base, peak = summary.unmodified_peak_bytes, summary.peak_bytes
-    of_base = f"{percent_text(peak / base)} of the unmodified {bytes_text(base)}" if base else ""
-    budget = bytes_text(summary.budget_bytes) if summary.budget_bytes else "none"
-    return [
-        Figure("budget", budget, f"{facts.status}, by {facts.solver}"),
-        Figure("peak", bytes_text(peak), of_base),
-        Figure("time of a step", time_text(summary.time_us), _more(summary)),
-        Figure("overhead", percent_text(summary.overhead), _bound(facts, summary)),
-    ]
-
-
-def _more(summary: _Summary) -> str:
+def _details(facts: PageFacts, summary: _Summary) -> list[tuple[str, str]]:
+    graph = facts.graph
     waits = f", {time_text(summary.stall_us)} of waits for copies" if summary.stall_us else ""
-    return f"{time_text(summary.again_us)} for {summary.runs_again} further runs of ops{waits}"
-
-
-def _bound(facts: PageFacts, summary: _Summary) -> str:
-    least = bound_of(summary.lower_bound_us, facts.graph.base_us)
-    if least is None:
-        return NO_BOUND
-    gap = gap_text(summary.gap)
-    return f"no schedule at this budget has less than {percent_text(least)}; {gap}"
+    again = f"{summary.runs_again}, which take {time_text(summary.again_us)}{waits}"
+    backward = len(graph.ops) - graph.n_forward
+    ops = f"{graph.n_forward} forward and {backward} backward ops on {graph.device}"
+    return [("step", ops), *facts.details, ("further runs", again)]

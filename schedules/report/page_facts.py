@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 
 from remat.graph_capture.graph import Floats, Ints, TrainingGraph
 from remat.schedules.layout import Layout
+from remat.schedules.outcome import Check
 from remat.schedules.schedule import Schedule
+from remat.schedules.timeline import Timeline, timeline
 
 
 class Alternative(msgspec.Struct, frozen=True):
@@ -38,15 +41,23 @@ class PageFacts:
     unmodified_schedule: Schedule
     budget_bytes: int  # 0 if there was none
     lower_bound_us: float  # proven; 0 if nothing is known
-    status: str
-    solver: str
+    verdict: str  # the line that `remat run` ends with
+    details: tuple[tuple[str, str], ...]  # what it rests on: names, and what is said of each
     rules: tuple[Alternative, ...] = ()  # schedules of simple rules
     fronts: tuple[tuple[str, tuple[Alternative, ...]], ...] = ()  # by solver, at several budgets
     measured: MeasuredStep | None = None
-    cost_origin: str = ""
+    check: Check | None = None  # of a step beside an unmodified one
     note: str = ""  # beyond its figures, such as that its bound is not proved here
     stated_by: str = ""  # the file with the bounds of `fronts`; empty if proved just now
     layout: Layout | None = None
+
+    @cached_property
+    def line(self) -> Timeline:
+        return timeline(self.graph, self.schedule)
+
+    @cached_property
+    def unmodified_line(self) -> Timeline:
+        return timeline(self.unmodified_graph, self.unmodified_schedule)
 
     @property
     def bound_name(self) -> str:

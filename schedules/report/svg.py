@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from remat.formats import bytes_text, fine_time_text, percent_text, time_text
 from remat.graph_capture.graph import LINK_NAMES, LINK_TITLES, Ints, TrainingGraph
@@ -17,11 +16,7 @@ from remat.schedules.layout import Buffers, Layout, buffers_of, check_layout, ki
 from remat.schedules.report.page_facts import PageFacts
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, simulate
-
-# Of tens of thousands of buffers the largest are drawn, and the rest as rectangles that cover them.
-
-ROWS, _COLUMNS = 256, 1024  # the grid of merged buffers; a buffer below one row is small
-MOST_BOXES, MOST_MERGED = 3000, 2000  # rectangles of buffers of their own, and of merged ones
+from remat.schedules.timeline import Timeline
 
 
 class _Box(NamedTuple):
@@ -35,90 +30,26 @@ class _Box(NamedTuple):
     high: int
 
 
-class _Merged(NamedTuple):
-    start: float
-    end: float
-    low: float
-    high: float
-
-
 @dataclass(frozen=True, eq=False)
 class Addresses:
     layout: Layout
     buffers: Buffers
-    boxes: tuple[_Box, ...]
-    merged: tuple[_Merged, ...]
-    n_merged: int
+    boxes: tuple[_Box, ...]  # the largest areas first
 
 
 def addresses(graph: TrainingGraph, schedule: Schedule, layout: Layout) -> Addresses:
     buffers = buffers_of(graph, schedule)
     check_layout(buffers, layout)
     area = buffers.size_bytes.astype(np.float64) * (buffers.end - buffers.start)
-    largest = np.argsort(-area, kind="stable")
-    # Buffers lower than one row of the grid are too small to see.
-    shown = largest[buffers.size_bytes[largest] * ROWS >= layout.arena_bytes][:MOST_BOXES]
-    is_small = np.ones(len(buffers), bool)
-    is_small[shown] = False
     kinds = kinds_of_buffers(graph_of_schedule(graph, schedule), buffers)
-    low = np.array(layout.offsets_bytes, np.int64)
     boxes = tuple(
         _Box(
             buffers.names[i], kinds[i], int(buffers.start[i]), int(buffers.end[i]),
-            int(low[i]), int(low[i] + buffers.size_bytes[i]),
+            layout.offsets_bytes[i], layout.offsets_bytes[i] + int(buffers.size_bytes[i]),
         )
-        for i in shown.tolist()
+        for i in np.argsort(-area, kind="stable").tolist()
     )  # fmt: skip
-    merged = _over_small(buffers, low, layout.arena_bytes, is_small)
-    return Addresses(layout, buffers, boxes, merged, int(is_small.sum()))
-
-
-def _over_small(
-    buffers: Buffers, low: Ints, arena_bytes: int, is_small: NDArray[np.bool_]
-) -> tuple[_Merged, ...]:
-    if not is_small.any():
-        return ()
-    rows, columns = ROWS, min(_COLUMNS, buffers.n_times)
-    top = low + buffers.size_bytes
-    edges = [one[is_small].astype(np.float64) for one in (buffers.start, buffers.end, low, top)]
-    while True:  # coarsen the grid until the page can hold all rectangles
-        x, y = columns / buffers.n_times, rows / arena_bytes
-        on_grid = [edge * scale for edge, scale in zip(edges, (x, x, y, y), strict=True)]
-        found = _rectangles(_covered(*on_grid, rows=rows, columns=columns))
-        if len(found) <= MOST_MERGED:
-            return tuple(_Merged(a / x, b / x, c / y, d / y) for a, b, c, d in found)
-        rows, columns = max(rows // 2, 1), max(columns // 2, 1)
-
-
-_Corners = NDArray[np.float64]
-
-
-def _covered(
-    start: _Corners, end: _Corners, low: _Corners, high: _Corners, *, rows: int, columns: int
-) -> NDArray[np.bool_]:
-    """The cells that rectangles touch, rows by columns."""
-    x0, y0 = np.floor(start).astype(np.int64), np.floor(low).astype(np.int64)
-    x1 = np.minimum(np.ceil(end), columns).astype(np.int64)
-    y1 = np.minimum(np.ceil(high), rows).astype(np.int64)
-    change = np.zeros((rows + 1, columns + 1), np.int64)  # a two-dimensional prefix sum
-    for row, column, sign in ((y0, x0, 1), (y0, x1, -1), (y1, x0, -1), (y1, x1, 1)):
-        np.add.at(change, (row, column), sign)
-    return change.cumsum(0).cumsum(1)[:-1, :-1] > 0
-
-
-def _rectangles(covered: NDArray[np.bool_]) -> list[tuple[int, int, int, int]]:
-    """(start, end, low, high) of runs of cells, joined over rows."""
-    found: list[tuple[int, int, int, int]] = []
-    open_since: dict[tuple[int, int], int] = {}
-    # An empty last row closes what is still open.
-    for row, cells in enumerate([*covered, np.zeros(covered.shape[1], bool)]):
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], cells, [False]])))
-        runs = [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
-        ended = [run for run in open_since if run not in set(runs)]
-        found += [(*run, open_since.pop(run), row) for run in ended]
-        for run in runs:
-            open_since.setdefault(run, row)
-    return found
+    return Addresses(layout, buffers, boxes)
 
 
 WIDTH, HEIGHT = 2000, 700  # units of the picture: whole numbers keep the page small
@@ -136,7 +67,7 @@ class _Shape(NamedTuple):
 
 
 class _Tick(NamedTuple):
-    y: float
+    at: int
     text: str
 
 
@@ -161,20 +92,14 @@ def arena_picture(facts: PageFacts) -> _ArenaPicture | None:
     if not found.layout.arena_bytes:
         return None
     scale = _Scale(found)
-    named, others = found.boxes[:_NAMED], found.boxes[_NAMED:]  # the largest areas come first
-    small = _Shape(_SMALL, palette.GREY, "".join(scale.path(*one) for one in found.merged))
+    named, others = found.boxes[:_NAMED], found.boxes[_NAMED:]
     kinds = [kind for kind in palette.KINDS if any(box.kind == kind for box in found.boxes)]
     legend = [(kind, _colour(kind)) for kind in kinds]
-    shapes = [small] if found.merged else []  # merged ones cover gaps: they lie below
-    shapes += [*_of_kinds(scale, kinds, others), *(_named(scale, box) for box in named)]
-    legend += [(_SMALL, palette.GREY)] if found.merged else []
+    shapes = [*_of_kinds(scale, kinds, others), *(_named(scale, box) for box in named)]
     marks = [found.layout.arena_bytes * i // (_TICKS - 1) for i in range(_TICKS)]
     ticks = tuple(_Tick(scale.y(mark), bytes_text(mark) if mark else "0") for mark in marks)
     live, load_y = _live_path(scale, found), scale.y(found.layout.load_bytes)
     return _ArenaPicture(tuple(shapes), tuple(legend), live, load_y, ticks, _says(found))
-
-
-_SMALL = "small, merged"
 
 
 def _colour(kind: str) -> str:
@@ -199,9 +124,9 @@ class _Scale:
 
 
 def _of_kinds(scale: _Scale, kinds: Iterable[str], boxes: Iterable[_Box]) -> Iterable[_Shape]:
-    paths: dict[str, list[str]] = {kind: [] for kind in kinds}
-    for box in boxes:
-        paths[box.kind].append(scale.path(box.start, box.end, box.low, box.high))
+    paths: dict[str, dict[str, None]] = {kind: {} for kind in kinds}
+    for box in boxes:  # of tens of thousands of small ones many are the same rectangle
+        paths[box.kind][scale.path(box.start, box.end, box.low, box.high)] = None
     return [_Shape(kind, _colour(kind), "".join(path)) for kind, path in paths.items() if path]
 
 
@@ -217,13 +142,18 @@ def _named(scale: _Scale, box: _Box) -> _Shape:
 def _live_path(scale: _Scale, of: Addresses) -> str:
     live = of.buffers.live_bytes
     at = np.array([scale.x(time) for time in range(len(live))])
-    firsts = np.flatnonzero(np.diff(at, prepend=-1))  # times share a unit: the most counts
-    tops = np.maximum.reduceat(live, firsts)
-    spans = zip(firsts, tops, [*at[firsts[1:]], WIDTH], strict=True)
     return "".join(
-        f"{'L' if i else 'M'}{at[first]} {scale.y(int(top))}H{end}"
-        for i, (first, top, end) in enumerate(spans)
+        f"{'L' if i else 'M'}{x} {scale.y(top)}H{end}"
+        for i, (x, top, end) in enumerate(_stairs(at, live, WIDTH))
     )
+
+
+def _stairs(at: Ints, sizes: Ints, end: int) -> Iterable[tuple[int, int, int]]:
+    """Where each stair begins, its height and where it ends; of those in one unit the highest."""
+    firsts = np.flatnonzero(np.diff(at, prepend=-1))
+    tops = np.maximum.reduceat(sizes, firsts)
+    begins = at[firsts].tolist()
+    return zip(begins, tops.tolist(), [*begins[1:], end], strict=True)
 
 
 def _says(of: Addresses) -> str:
@@ -233,6 +163,34 @@ def _says(of: Addresses) -> str:
         f"{percent_text(layout.gap)} above the most live bytes, {bytes_text(layout.load_bytes)}; "
         f"what is resident, {bytes_text(of.buffers.resident_bytes)}, is not in it"
     )
+
+
+_STEP_HEIGHT, _AIR = 1000, 1.08  # units of a picture that is stretched to its place; room above
+_FAR = 1.3  # times the highest peak: a budget above it would flatten the picture
+
+
+def step_picture(facts: PageFacts) -> dict[str, Any]:
+    """Memory through a step with the plan and without, as areas, and the budget as a line."""
+    lines = {"unmodified": facts.unmodified_line, "plan": facts.line}
+    peaks = {name: line.simulation.peak_bytes for name, line in lines.items()}
+    times = [time_text(line.simulation.time_us) for line in lines.values()]
+    most_bytes, budget_bytes = max(peaks.values()), facts.budget_bytes
+    is_far = budget_bytes > _FAR * most_bytes
+    top_bytes = _AIR * (most_bytes if is_far else max(most_bytes, budget_bytes)) or 1.0
+    last = max(float(line.edges[-1]) for line in lines.values()) or 1.0
+
+    def path(line: Timeline) -> str:
+        at = np.floor(line.edges * (WIDTH / last)).astype(np.int64)
+        stairs = _stairs(at[:-1], line.live_bytes, int(at[-1]))
+        tops = ((round(_STEP_HEIGHT * (1 - top / top_bytes)), end) for _, top, end in stairs)
+        return f"M0 {_STEP_HEIGHT}{''.join(f'V{y}H{end}' for y, end in tops)}V{_STEP_HEIGHT}z"
+
+    return {
+        "areas": [(name, bytes_text(peaks[name]), path(line)) for name, line in lines.items()],
+        "budget": bytes_text(budget_bytes) if budget_bytes else "", "is_far": is_far,
+        "budget_y": round(100 * (1 - budget_bytes / top_bytes), 2), "name": facts.graph.name,
+        "times": times if facts.line.is_timed else (), "width": WIDTH, "height": _STEP_HEIGHT,
+    }  # fmt: skip
 
 
 COPIES_WIDTH, LANE, _BAND, _GAP = 2000, 46, 150, 24  # whole units
@@ -264,15 +222,10 @@ class _TierBand(NamedTuple):
     most: str
 
 
-class _TimeTick(NamedTuple):
-    x: int
-    text: str
-
-
 class _CopiesPicture(NamedTuple):
     lanes: tuple[_CopyLane, ...]
     bands: tuple[_TierBand, ...]
-    ticks: tuple[_TimeTick, ...]
+    ticks: tuple[_Tick, ...]
     says: str
     height: int
     width: int = COPIES_WIDTH
@@ -292,7 +245,7 @@ def copies_picture(facts: PageFacts) -> _CopiesPicture | None:
         for i, (tier, there) in enumerate(found.below_bytes.items())
     )
     ticks = [
-        _TimeTick(COPIES_WIDTH * i // _TICKS, time_text(found.time_us * i / _TICKS))
+        _Tick(COPIES_WIDTH * i // _TICKS, time_text(found.time_us * i / _TICKS))
         for i in range(_TICKS)
     ]
     height = top + len(bands) * (_BAND + _GAP)

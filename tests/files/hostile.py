@@ -43,7 +43,7 @@ def plan_with_names(bad: str) -> PlanFile:
         result.schedule, solver=f"chen{bad}", options={f"option{bad}": bad}
     )
     made = plan()
-    facts = {"model": bad, "loss_fn": bad, "title": bad, "in_eval": (bad,)}
+    facts = {"model": bad, "loss_fn": bad, "title": bad, "in_eval": (bad,), "unchecked": bad}
     return msgspec.structs.replace(made, schedule=schedule, graph=graph, **facts)
 
 

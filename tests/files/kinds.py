@@ -28,6 +28,7 @@ from remat.job.request import NO_BUDGET, Request
 from remat.progress import Stopwatch
 from remat.rewriter.plans.facts import signature_from
 from remat.schedules.layout import Layout, buffers_of, check_layout
+from remat.schedules.outcome import Check
 from remat.schedules.plan import (
     Autocast,
     BatchSignature,
@@ -91,8 +92,11 @@ def plan() -> PlanFile:
         title="a machine",
         versions=Versions("2.13.0", "0.1.0"),
         schedule=schedule,
-        prediction=Prediction(peak, found.time_us, found.overhead, bound_us, gap, "given"),
+        prediction=Prediction(
+            peak, found.time_us, found.overhead, bound_us, gap, "given", "feasible", "fixed"
+        ),
         graph=GRAPH,
+        check=Check(True, True, True, True, 2, 2, 2 * peak, peak, 100.0, 110.0),
     )
 
 

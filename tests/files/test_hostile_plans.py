@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import remat
+from tests.files.kinds import plan
 
 CODE = "__import__('pathlib').Path({mark!r}).touch()"
 """Whoever evaluates this leaves a file."""
@@ -29,6 +30,8 @@ PLACES: dict[str, list[str | int]] = {
     "the name of a size": ["over", "family", "symbols", 0, "name"],
     "a corner": ["over", "family", "members", 0, "corners"],
     "the container of the batch": ["batch", "tree"],
+    "what was equal": ["check", "outputs_equal"],
+    "how it was rounded": ["check", "rounding"],
 }
 TREE = '[1, {{"type": {type}, "context": {context}, "children_spec": []}}]'
 CONTAINERS = [("posix.system", CODE), ("builtins.eval", CODE), ("collections.namedtuple", CODE)]
@@ -53,7 +56,8 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     module = remat.solve(step, "100%").apply(given, args)
     remat.plans(module)[-1].save(path)
-    return json.loads(path.read_text())
+    check = json.loads(plan().to_json())["check"]
+    return json.loads(path.read_text()) | {"check": check}
 
 
 def trained_with(data: dict[str, Any], path: Path) -> None:

@@ -62,10 +62,10 @@ def test_the_limit_of_a_part_is_not_named(said: str) -> None:
 def test_what_is_too_small_is_still_said_to_be() -> None:
     graph = gpt_like(1)
     text = infeasible_text(solve_within(graph, 1 << 20, "cut"))
-    assert text.startswith("budget 1.00 MiB is below")
+    assert ": budget 1.00 MiB is below" in text
 
 
 def test_a_solver_that_is_asked_directly_does_not_ask_for_a_larger_budget() -> None:
     graph = gpt_like(2)
     result = make_solver("cut", time_limit_s=0).solve(graph, 117 << 20)
-    assert "Allow a longer time limit" in infeasible_text(result)
+    assert "allow a longer time limit" in infeasible_text(result)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from PIL import Image
 
 from remat.analysis.compare import sweep
 from remat.analysis.plan_report import report
@@ -16,6 +18,7 @@ from remat.formats import bytes_text
 from remat.schedules.timeline import timeline
 from remat.solver import solve_within
 from tests.files.hostile import SCRIPT, plan_with_names
+from tests.remat.cli.conftest import Remat, written
 from tests.schedules.conftest import Planned
 from tests.solver.graphs.random_graphs import chain
 
@@ -186,6 +189,60 @@ def test_the_page_follows_the_colour_scheme(browser: Any, file: Path) -> None:
     assert dark != light
     tab.goto(file.as_uri())
     assert tab.evaluate(ink) == dark
+    assert page.wrong == []
+    tab.close()
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """The last lines that `remat run` prints, as one, and the report of the plan that it keeps."""
+    folder = tmp_path_factory.mktemp("ran")
+    plan, page = folder / "plan.json", folder / "report.html"
+    printed = written(plan, "run", "--budget", "70%").stdout.rstrip().rpartition("\n\n")[2]
+    done = Remat()("report", str(plan), "--place", "-o", str(page))
+    assert done.exit_code == 0, done.stderr
+    return " ".join(printed.split()), page
+
+
+SEEN = """() => {
+    const box = (name) => document.querySelector(name).getBoundingClientRect();
+    return Object.fromEntries(["h1", "figure", "line.budget"].map((name) => [name, box(name)]));
+}"""
+SCROLLED = """() => [...document.querySelectorAll("*")].filter(
+    (one) => ["auto", "scroll"].includes(getComputedStyle(one).overflowX)).length"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
+def test_the_first_screen_is_the_verdict_and_the_picture(
+    browser: Any, ran: tuple[str, Path], width: int, height: int, scheme: str
+) -> None:
+    printed, path = ran
+    tab = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+    page = Opened(tab)
+    tab.goto(path.as_uri())
+    assert tab.locator("main > :first-child").inner_text() == printed
+    assert re.fullmatch(
+        r"Fits \S+ \wiB\. \S+ % slower than unmodified \(measured: \S+ %.*\), proved .*best plan\. "
+        r"28 of 28 gradients equal\.", printed
+    )  # fmt: skip
+    boxes = tab.evaluate(SEEN)
+    for name, box in boxes.items():
+        assert box["top"] >= 0, name
+        assert box["bottom"] <= height, name
+        assert 0 <= box["left"] < box["right"] <= width, name
+    assert boxes["h1"]["bottom"] <= boxes["figure"]["top"]
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.evaluate(SCROLLED) == 0
+    line = boxes["line.budget"]
+    colour = tab.evaluate("getComputedStyle(document.querySelector('line.budget')).stroke")
+    shot = Image.open(BytesIO(tab.screenshot())).convert("RGB")
+    drawn = [
+        f"rgb{shot.getpixel((x, round(line['top']) + dy))}" == colour
+        for dy in (-1, 0, 1)
+        for x in range(int(line["left"]) + 1, width)
+    ]
+    assert sum(drawn) > width / 2  # a dashed line that nothing covers
     assert page.wrong == []
     tab.close()
 

@@ -85,4 +85,4 @@ def test_the_page_has_lanes_waits_and_a_band() -> None:
     assert "Copies between device and host" in page
     assert f"<title>{bar.title}</title>" in page
     assert "2 copies: 0.1 KiB device to host, 0.1 KiB host to device; the device waits" in page
-    assert "Copied to the host: 1 values, 0.1 KiB" in page
+    assert page.count("<small>copied to the host, ") == 1

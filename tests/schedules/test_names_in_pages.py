@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 import remat
-from remat.analysis.plan_report import report
+from remat.analysis.plan_report import page_facts, report
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.exports import to_dot
+from remat.schedules.report.page import render
 from remat.solver import Result, solve_within
 from tests.files.hostile import SCRIPT, plan_with_names, with_names
 from tests.files.kinds import GRAPH, SOLVER
@@ -63,6 +64,20 @@ def test_names_add_no_tag_and_no_attribute_to_a_report() -> None:
     assert any(SCRIPT.replace("\u2028", "").strip() in text for text in Tags(page).texts)
 
 
+def test_names_of_a_file_add_no_tag_to_its_report() -> None:
+    """Why no check was run, and the machine, are texts of the file too."""
+
+    def shown(bad: str) -> Tags:
+        file = msgspec.structs.replace(plan_with_names(bad), check=None, prediction=None)
+        graph, result = solved(bad)
+        return Tags(render(page_facts(graph, result, kept=file)))
+
+    assert shown(SCRIPT).found == shown(PLAIN).found
+    assert f"{SCRIPT}, torch 2.13.0" in shown(SCRIPT).texts
+    # Why it was not run, the note of the result, and that of the graph beside its costs and below.
+    assert shown(SCRIPT).texts.count(SCRIPT) == 4
+
+
 def test_names_come_to_the_script_as_they_are() -> None:
     page = page_of(SCRIPT)
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
@@ -81,7 +96,8 @@ def test_names_add_no_tag_to_the_tables_of_notebooks() -> None:
         swept = remat.sweep(graph, ["90%"], SOLVER).front
         front = msgspec.structs.replace(swept, solver=bad, name=bad)
         assert result.schedule is not None
-        made = (graph, result, result.schedule, front)
+        plan = remat.Plan.from_result(result, step=graph)
+        made = (graph, result, result.schedule, front, plan)
         return [Tags(one._repr_html_()).found for one in made]
 
     assert shown(SCRIPT) == shown(PLAIN)

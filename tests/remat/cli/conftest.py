@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,13 @@ def written(path: Path, verb: str, *words: str) -> Result:
         done = Remat()(verb, Remat.gpt, *words, "-o", str(path))
     assert done.exit_code == 0, done.stderr
     return done
+
+
+def verdict_on(page: Path) -> str:
+    """What a report opens with."""
+    found = re.search(r'<main id="main">\s*<h1>(.*)</h1>', page.read_text())
+    assert found is not None
+    return unescape(re.sub("</?span>", "", found[1]))
 
 
 @pytest.fixture

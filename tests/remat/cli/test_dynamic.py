@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.remat.cli.conftest import Remat
+from tests.remat.cli.conftest import Remat, verdict_on
 
 SEQ = ("--dynamic", "tokens:1=seq:8:32", "--dynamic", "targets:1=seq:8:32")
 QUICK = ("--time-limit", "600", "--solver", "cut")
@@ -38,6 +38,10 @@ def test_run_prints_range_curve_and_certificate_and_checks(remat: Remat, tmp_pat
     assert "certificate no size needs more than" in words
     assert "by the largest sizes" in words
     assert "gradients bit-identical, outputs equal, buffers equal, rng equal at seq 512" in words
+    page = tmp_path / "report.html"
+    assert remat("report", kept, "-o", str(page)).exit_code == 0
+    assert words.endswith(verdict_on(page))
+    assert "8 of 8 gradients equal. Times are of the largest sizes." in words
 
     said = json.loads(remat("show", kept, "--json").stdout)["range"]
     assert said["symbols"] == [{"name": "seq", "low": 8, "high": 512, "multiple": 1}]

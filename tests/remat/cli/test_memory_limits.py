@@ -68,7 +68,9 @@ def test_a_check_without_room_is_not_run_and_the_plan_is_kept(tmp_path: Path) ->
     )
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["unchecked"] == "memory ran out"
-    assert json.loads((tmp_path / "plan.json").read_text())["schedule"]
+    kept = json.loads((tmp_path / "plan.json").read_text())
+    assert kept["schedule"]
+    assert (kept["check"], kept["unchecked"]) == (None, "memory ran out")
 
 
 @on_linux

@@ -92,6 +92,9 @@ def test_the_verb_writes_the_page_of_a_file(staged: ClusterFile, tmp_path: Path)
     done = CliRunner().invoke(app, ["report", str(kept), "-o", str(page)])
     assert done.exit_code == 0, done.output
     text = page.read_text()
+    assert re.search(
+        r'<main id="main">\s*<h1>Predicted to fit 8 h100, 1\.37 MiB each\. \S+ s a step', text
+    )
     assert text.count("<svg") == 3
     assert "<script" not in text
     assert not re.search(r"(src|href)=.(?!#|data:)", text)

@@ -28,7 +28,9 @@ from remat.graph_capture.errors import (
 )
 from remat.ranks.same_order import agreed_rewrite
 from remat.rewriter.plans.loading import EXTRA_FILE, load_plan, plan_of, read_plan, save_plan
+from remat.schedules.outcome import Check
 from remat.schedules.plan import KIND, PlanFile
+from tests.files.kinds import plan as every_part
 from tests.models import make
 from tests.rows import each_nth
 from tests.steps import schedules_of
@@ -237,7 +239,7 @@ def changed_model(change: str) -> nn.Module:
 def test_a_changed_model_is_refused_with_the_first_difference(
     small: tuple[Exported, Tensor, PlanFile], change: str, says: str
 ) -> None:
-    with pytest.raises(PlanError, match=f"the plan does not fit: {says}.*again.*remat.plans"):
+    with pytest.raises(PlanError, match=f"again with remat.plans.*: the plan does not fit, {says}"):
         load_plan(small[2], changed_model(change))
 
 
@@ -418,6 +420,35 @@ def test_a_batch_in_a_file_that_cannot_be_read(small: tuple[Exported, Tensor, Pl
     batch = msgspec.structs.replace(plan.batch, tree="[1, {}]")
     with pytest.raises(PlanError, match="cannot read the batch in the plan file"):
         load_plan(edited(plan, batch=batch), model)
+
+
+def test_a_plan_of_an_older_release_is_read() -> None:
+    """Without what a check showed, and how far the proof reaches."""
+    made = every_part()
+    root = json.loads(made.to_json())
+    del root["check"], root["unchecked"], root["prediction"]["status"], root["prediction"]["order"]
+    prediction = msgspec.structs.replace(made.prediction, status=None, order=None)
+    older = edited(made, check=None, prediction=prediction)
+    assert PlanFile.from_json(json.dumps(root)) == older
+    assert remat.Plan.from_file(older).status == "feasible"
+
+
+def test_more_equal_gradients_than_there_are_is_refused() -> None:
+    root = json.loads(every_part().to_json())
+    root["check"]["gradients"] = root["check"]["gradients_total"] + 1
+    with pytest.raises(PlanError, match="its check has a figure that cannot be"):
+        PlanFile.from_json(json.dumps(root))
+
+
+def test_what_json_cannot_hold_is_left_out_of_a_check() -> None:
+    """Times are not a number where none was taken, and so is how far off what is no tensor is."""
+    nan = float("nan")
+    check = Check(True, False, True, True, 1, 2, 0, 9, nan, nan, ("w",), distances=(nan,))
+    made = edited(every_part(), check=check.as_kept())
+    again = PlanFile.from_json(made.to_json())
+    assert again == made
+    assert again.check is not None
+    assert (again.check.baseline_step_us, again.check.differences) == (0.0, ("w",))
 
 
 def json_schema() -> bytes:
