@@ -17,11 +17,7 @@ from torch import Tensor, fx
 from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.devices.known_devices import MODELLED, links_between_ranks
 from remat.graph_capture.devices.links import Collective, RankLinks, Traffic, fitted
-from remat.graph_capture.distributed.collectives import (
-    is_collective,
-    members_of,
-    op_name,
-)
+from remat.graph_capture.distributed.collectives import is_collective, members_of, op_name
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.joint.nodes import tensors_of
 

@@ -30,11 +30,7 @@ from remat.solver.blocks.block_options import (
 from remat.solver.blocks.repeated import Block, Reads, Shape, shape_of
 from remat.solver.bounds.cut_program import expand
 from remat.solver.offload.copy_placing import PlacedSchedule, in_flight_bytes, place_copies
-from remat.solver.offload.fetch_as_recompute import (
-    most_by_stage,
-    untimed_schedule,
-    with_fetches,
-)
+from remat.solver.offload.fetch_as_recompute import most_by_stage, untimed_schedule, with_fetches
 from remat.solver.offload.joint_cut import JointCut
 from remat.solver.problem import Problem
 from remat.solver.search import Clock

@@ -142,11 +142,7 @@ def offer_climbed(search: Search, climbed: Climbed, most_work: float = float("in
 
 
 def limits_of(
-    search: Search,
-    lazy: LazyCuts | Windows,
-    gap: float,
-    open_gap: float,
-    nodes: Nodes = CUT_NODES,
+    search: Search, lazy: LazyCuts | Windows, gap: float, open_gap: float, nodes: Nodes = CUT_NODES
 ) -> Limits:
     # The next cut replaces the program: no need to be close. An exact one is the last.
     tolerance = max(gap, _GAP_PART * open_gap if open_gap < 1 else 0.0) / 4
