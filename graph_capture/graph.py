@@ -143,8 +143,7 @@ def _check_sums(graph: TrainingGraph) -> None:
             f"values, workspaces and what is resident are {total_bytes} bytes in all, beyond "
             f"what can be computed with, {MOST_BYTES}: are the sizes in bytes?"
         )
-    total_us = sum(op.cost_us for op in graph.ops)
-    if total_us > MOST_US:
+    if (total_us := sum(op.cost_us for op in graph.ops)) > MOST_US:
         raise GraphError(
             f"the costs of all ops are {total_us} us in all, beyond what can be computed with, "
             f"{MOST_US}: are they in microseconds?"

@@ -307,8 +307,7 @@ class File:
 
     def read_block(self, block: memoryview, start: int) -> None:
         while block:
-            done = os.preadv(self.descriptor, [block], self.start + start)
-            if done == 0:
+            if (done := os.preadv(self.descriptor, [block], self.start + start)) == 0:
                 raise OSError(errno.EIO, "a file of values is shorter than what was written")
             block, start = block[done:], start + done
 

@@ -78,8 +78,7 @@ def _edges(graph: TrainingGraph) -> list[str]:
     lines: list[str] = []
     for op in graph.ops:
         for name in op.inputs:
-            value = graph.value_by_name[name]
-            if value.producer:
+            if (value := graph.value_by_name[name]).producer:
                 # Sizes span powers of ten: a factor of 1,000 widens a line by 1.
                 width = 0.5 + math.log10(max(value.size_bytes, 1)) / 3
                 ends = f"{_quoted(value.producer)} -> {_quoted(op.name)}"

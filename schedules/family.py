@@ -245,8 +245,7 @@ def _by_parts(graph: RangedGraph, schedule: Schedule, symbols: tuple[Symbol, ...
         bound, _, part = heapq.heappop(heap)
         top = corner(part, "high")
         # A peak at real sizes is a lower limit of the answer, the bound of a part an upper one.
-        peak_bytes = _peak_bytes(graph, schedule, top)
-        if peak_bytes > best:
+        if (peak_bytes := _peak_bytes(graph, schedule, top)) > best:
             best, best_sizes = peak_bytes, top
         if -bound <= best:  # all other parts have lower bounds
             return RangePeak(best, best_sizes, "parts", number)

@@ -161,8 +161,7 @@ def draw_predicted_measured(ax: Axes, predicted: TrainingGraph, measured: Traini
             [x for x, _ in chosen], [y for _, y in chosen],
             s=12, alpha=0.6, color=ROLES[phase], label=phase, linewidths=0,
         )  # fmt: skip
-    ends = [value for x, y, _ in pairs for value in (x, y)]
-    if ends:
+    if ends := [value for x, y, _ in pairs for value in (x, y)]:
         span = [min(ends), max(ends)]
         ax.plot(span, span, color=ROLES["unmodified"], lw=1, label="equal")
         ax.set(xscale="log", yscale="log")

@@ -151,8 +151,7 @@ def _by_forward_op(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[int, ..
 
 
 def _merged(titles: Sequence[str], rows: Sequence[int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    size = -(-len(titles) // MANY)
-    if size <= 1:
+    if (size := -(-len(titles) // MANY)) <= 1:
         return tuple(titles), tuple(rows)
     firsts = range(0, len(titles), size)
     lasts = [min(first + size, len(titles)) - 1 for first in firsts]
@@ -251,8 +250,7 @@ def _held_bytes(line: Timeline, row_of_op: tuple[int, ...], n_rows: int) -> Ints
     change = np.zeros((n_rows, len(line) + 1), dtype=np.int64)
     for stay in line.residences:
         value = graph.value_by_name[stay.value]
-        maker = graph.op_index[value.producer]
-        if maker < graph.n_forward:
+        if (maker := graph.op_index[value.producer]) < graph.n_forward:
             change[row_of_op[maker], stay.begin] += value.size_bytes
             change[row_of_op[maker], stay.end] -= value.size_bytes
     return np.cumsum(change, axis=1)[:, :-1]

@@ -42,8 +42,7 @@ def _replay_stage(
     """UnreachableError: an op that must not run twice would have to."""
     # The stage that closes the step has no op of its own.
     outputs = problem.outputs[t] if t < problem.n_ops else ()
-    order = recomputed_in(problem, carried_in, starts, t)
-    if not order:
+    if not (order := recomputed_in(problem, carried_in, starts, t)):
         touched = sorted((*problem.needs[t], *outputs))
         return Stage((), 0.0, problem.own_bytes[t], tuple(touched))
     rise_bytes = max(_heights_bytes(problem, carried_in, carried_on, t, order))

@@ -72,8 +72,7 @@ class _File(msgspec.Struct):
 
 def _known(data: bytes) -> _File | None:
     """What a file of costs holds; None of another version. Raises TextError if it cannot be."""
-    file = decode_json(data, _File)
-    if file.schema_version != _SCHEMA_VERSION:
+    if (file := decode_json(data, _File)).schema_version != _SCHEMA_VERSION:
         return None
     times = (one for each in file.begun.values() for one in each)
     if not (
@@ -120,8 +119,7 @@ class CostCache:
 
     def keep_costs(self, found: Mapping[str, OpCost]) -> None:
         for key, cost in found.items():
-            known = self.costs.get(key)
-            if known is None:
+            if (known := self.costs.get(key)) is None:
                 self.costs[key] = cost
             elif _truer(known, cost, is_less=cost.cost_us < known.cost_us):
                 self.costs[key] = cost

@@ -199,8 +199,7 @@ def with_measured_chunks(
     measure_again: bool = False,
 ) -> TrainingGraph:  # fmt: skip
     """`graph`, and regions that may run in chunks, measured and compared for bits."""
-    found = requested_regions(trace)
-    if not found:
+    if not (found := requested_regions(trace)):
         return graph
     meter, cache = _meter_and_cache(trace, measure_again)
     with trace.python_state.streams_kept():

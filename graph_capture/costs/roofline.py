@@ -128,8 +128,7 @@ class _Fit:
         for group in _groups(key, one):
             found = self.factors.get(group, {})
             # An op measured once would otherwise be modelled without error.
-            others = [factor for other, factor in found.items() if other != key]
-            if others:
+            if others := [factor for other, factor in found.items() if other != key]:
                 return statistics.median(others)
         return 1.0
 

@@ -191,8 +191,7 @@ def _segments(joint: Joint, nodes: Sequence[fx.Node]) -> list[Sequence[fx.Node]]
 def _make_again(graph: fx.Graph, dropped: list[fx.Node], later: dict[fx.Node, int]) -> list[str]:
     """Let nodes of `later` read copies of `dropped`, each before its first reader; their names."""
     readers = {node: [user for user in node.users if user in later] for node in dropped}
-    needed = {node for node in dropped if readers[node]}
-    if not needed:
+    if not (needed := {node for node in dropped if readers[node]}):
         return []
     for node in reversed(dropped):  # what a needed node reads inside is needed too
         if any(user in needed for user in node.users):
@@ -262,8 +261,7 @@ def whole_step(
         return profile.steps[key]
     if rounds is None:
         return cache.steps.get(key) if _is_of(profile, cache.title) else None
-    found = rounds.whole(graph)
-    if found is None:
+    if (found := rounds.whole(graph)) is None:
         return cache.steps.get(key)
     cache.keep_step(key, found)
     return cache.steps[key]

@@ -330,8 +330,7 @@ class _LocalExecution(OpWatcher):
             raise NeedsOtherRanksError(
                 f"{func} waits for other ranks, and ops are timed on one alone"
             )
-        key = _kernel_of(func, pytree.tree_leaves((args, kwargs)))
-        if key is None:
+        if (key := _kernel_of(func, pytree.tree_leaves((args, kwargs)))) is None:
             return func(*args, **kwargs)
         with self:  # off in here; on again, it sees what others' kernels run
             return func._op_dk(key, *args, **kwargs)

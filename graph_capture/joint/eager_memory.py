@@ -58,8 +58,7 @@ class EagerMemory(TraceObserver):
         self._n_nodes, self._collects = 0, False
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        mode = get_proxy_mode()
-        if mode is None:
+        if (mode := get_proxy_mode()) is None:
             return func(*args, **kwargs)
         self._tracer = mode.tracer
         if torch.is_inference_mode_enabled():
@@ -97,8 +96,7 @@ class EagerMemory(TraceObserver):
         super().__exit__(*what)
 
     def _note(self, tensor: FunctionalTensor) -> None:
-        node = self._node_of(tensor)
-        if node is None:
+        if (node := self._node_of(tensor)) is None:
             return
         key = storage_key(tensor)
         held = self._held.setdefault(key, _Held())

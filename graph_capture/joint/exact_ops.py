@@ -108,8 +108,7 @@ def _of_no_dimension(weight: Tensor, target: Tensor, ignore_index: int) -> Tenso
 
 def make_class_weights_exact(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=aten.sum.default):
-        facts = _summed_weights(node)
-        if facts is not None:
+        if (facts := _summed_weights(node)) is not None:
             read = node.all_input_nodes
             node.target, node.args = torch.ops.remat.sum_of_class_weights.default, facts
             erase_unread(*read)

@@ -133,10 +133,9 @@ def join_writes(graph: fx.Graph, in_forward: Collection[fx.Node], sums: InPlace)
         begins = node.op == "call_function" and node not in apart and node not in sums.begins
         begins = begins and _is_plain(node) and not is_getitem(node) and has_own_storage(node)
         # Flops are looked up by what a node calls, so a joined product would count none.
-        if begins and getattr(node.target, "overloadpacket", None) not in flop_registry:
-            writes = list(_writes_after(node, in_forward, apart))
-            if writes:
-                _join(node, writes)
+        is_counted = getattr(node.target, "overloadpacket", None) in flop_registry
+        if begins and not is_counted and (writes := list(_writes_after(node, in_forward, apart))):
+            _join(node, writes)
 
 
 def _is_plain(node: fx.Node) -> bool:

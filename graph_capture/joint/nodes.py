@@ -218,8 +218,7 @@ MADE_IN_FORWARD = "remat_made_in_forward"  # marks what a forward has computed f
 
 def mark_forward() -> None:
     """Called as forward ends. Outside of a trace it does nothing."""
-    mode = get_proxy_mode()
-    if mode is not None:
+    if (mode := get_proxy_mode()) is not None:
         for node in mode.tracer.graph.nodes:
             node.meta[MADE_IN_FORWARD] = True
 
@@ -242,8 +241,7 @@ def forward_nodes(nodes: Sequence[fx.Node], forward_results: Sequence[Any]) -> s
     found: set[fx.Node] = set()
     stack = [n for n in forward_results if isinstance(n, fx.Node)] + effects
     while stack:
-        node = stack.pop()
-        if node not in found:
+        if (node := stack.pop()) not in found:
             found.add(node)
             stack.extend(node.all_input_nodes)
     return found

@@ -327,8 +327,7 @@ class PythonState:
 
     def leave_out(self, places: Iterable[StateSlot | OpaqueState]) -> None:
         """Compare these no more: forward itself sets them."""
-        gone = {_key_of(place) for place in places}
-        if not gone <= self._gone:
+        if not (gone := {_key_of(place) for place in places}) <= self._gone:
             self._gone |= gone
             self._size = ()  # so that all is gathered anew at the next look
 

@@ -186,8 +186,7 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     def _value(
         self, value: Value, shape_of: Callable[[str], int], bytes_of: Callable[[str], int]
     ) -> Value:
-        extent = self.extents.get(value.name)
-        if extent is None:
+        if (extent := self.extents.get(value.name)) is None:
             return value
         return replace(
             value, shape=tuple(map(shape_of, extent.shape)), size_bytes=bytes_of(extent.size_bytes)

@@ -158,8 +158,7 @@ class RangedSignature(Signature):
         return [f"{name} = leaves[{one.leaf}].shape[{one.dim}]" for name, one in seen.items()]
 
     def _test_of_leaf(self, i: int, bound: dict[str, Any]) -> str:
-        facts = self.tensors[i]
-        if facts is None:
+        if (facts := self.tensors[i]) is None:
             bound[f"other{i}"] = self.others[i]
             return f"same(leaves[{i}], other{i})"
         names = {one.name: one.name for one in self.symbols}
@@ -202,8 +201,7 @@ class RangedSignature(Signature):
 
     def _order(self, i: int) -> list[int]:
         """The dimensions of a tensor without gaps, the one next to each other in memory first."""
-        facts = self.tensors[i]
-        if facts is None:
+        if (facts := self.tensors[i]) is None:
             raise CaptureError(f"{self.names[i]} is no tensor, and has no size that varies")
         shape, stride = facts[:2]
         # Along a size of 1, the stride says nothing: the last dimension then is the innermost.

@@ -126,8 +126,7 @@ def _bounds(node: ast.expr, low: Sizes, high: Sizes, text: str) -> _Interval:
             return -most, -least
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY_INTERVALS:
             a, b = _bounds(left, low, high, text), _bounds(right, low, high, text)
-            found = _BINARY_INTERVALS[type(op)](a, b)
-            if found is not None:
+            if (found := _BINARY_INTERVALS[type(op)](a, b)) is not None:
                 return found
         case ast.Call(func=ast.Name(id=name), args=args) if name in _CALLS and args:
             each = [_bounds(arg, low, high, text) for arg in args]

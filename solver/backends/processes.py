@@ -219,8 +219,7 @@ if hasattr(os, "register_at_fork"):
 def _idle_process() -> _Process | None:
     with contextlib.suppress(IndexError):
         while True:
-            process = _idle.pop()
-            if process.is_alive:
+            if (process := _idle.pop()).is_alive:
                 return process
             process.close()
     return None

@@ -90,8 +90,7 @@ def _state(
     if solution.values is None:
         return None
     copied = program.copied(solution.values, program.fetched)
-    ops = frozenset(problem.producer[v] for v in copied)
-    if not ops:
+    if not (ops := frozenset(problem.producer[v] for v in copied)):
         return None
     arriving = with_fetches(problem, ops, links)
     try:
@@ -191,8 +190,7 @@ class BlockBudgets:
     def runs(self, room_bytes: int) -> list[list[Step]] | None:
         """The computations and copies of each given block; None if nothing fits."""
         # The knapsack's memory is a model: the caller simulates, and asks again with other room.
-        chosen = self._composed(room_bytes)
-        if chosen is None:
+        if (chosen := self._composed(room_bytes)) is None:
             return None
         return [
             _run(self.graphs[i], self.solved[i], self.tables[i][pick])

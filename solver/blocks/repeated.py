@@ -187,8 +187,7 @@ def _runs(problem: Problem, reads: Reads) -> list[list[int]]:
     waiting = [(0, problem.n_forward)]
     while waiting:
         low, high = waiting.pop()
-        places = _periodic_run(classes[low:high], crossing[low : high + 1])
-        if places:
+        if places := _periodic_run(classes[low:high], crossing[low : high + 1]):
             found.append([low + place for place in places])
             waiting += [(low, low + places[0]), (low + places[-1], high)]
     return found

@@ -114,8 +114,7 @@ class CutProgram:
 
     def _presence(self, k: int, v: int, runs: dict[int, int]) -> list[tuple[int, float]] | None:
         """carried[k, v] + runs[producer of v]; None where v is there anyway."""
-        index = self.carried[k].get(v)
-        if index is None:
+        if (index := self.carried[k].get(v)) is None:
             return None
         op = runs.get(self.problem.producer[v])
         return [(index, 1.0)] if op is None else [(index, 1.0), (op, 1.0)]
@@ -123,25 +122,22 @@ class CutProgram:
     def cover(self, k: int, wanted: list[int], runs: dict[int, int]) -> None:
         """carried[k, v] + runs[producer of v] >= 1 for each v that is wanted."""
         for v in wanted:
-            terms = self._presence(k, v, runs)
-            if terms is not None:
+            if (terms := self._presence(k, v, runs)) is not None:
                 self.program.row(terms, lower=1.0)
 
     def needs_inputs(self, k: int, runs: dict[int, int]) -> None:
         """runs[op] <= carried[k, u] + runs[producer of u] for each input u."""
         for op, index in runs.items():
             for u in self.problem.inputs[op]:
-                terms = self._presence(k, u, runs)
-                if terms is not None:
+                if (terms := self._presence(k, u, runs)) is not None:
                     self.program.row([*terms, (index, -1.0)], lower=0.0)
 
     def carry_what_is_there(self, k: int, before: int, runs: dict[int, int]) -> None:
         """carried[k, v] <= carried[before, v] + runs[producer of v], v older than `before`."""
         for v, index in self.carried[k].items():
-            if self.problem.producer[v] <= self.cuts[before]:
-                terms = self._presence(before, v, runs)
-                if terms is not None:
-                    self.program.row([*terms, (index, -1.0)], lower=0.0)
+            is_older = self.problem.producer[v] <= self.cuts[before]
+            if is_older and (terms := self._presence(before, v, runs)) is not None:
+                self.program.row([*terms, (index, -1.0)], lower=0.0)
 
     def _memory(self, k: int) -> None:
         """Sum of size of v · carried[k, v] <= budget - working set of op t_k."""
@@ -162,8 +158,7 @@ class CutProgram:
     def solve(self, limits: Limits) -> CutSolution:
         if self.is_empty:
             return CutSolution(self, None, inf, inf)
-        answer = solve_program(self.program, limits)
-        if answer.proved_infeasible:
+        if (answer := solve_program(self.program, limits)).proved_infeasible:
             return CutSolution(self, None, inf, inf)
         base_us = sum(self.problem.cost_us)
         bound_us = base_us + max(answer.bound, 0.0) * self.cost_unit_us  # -inf: nothing proved
@@ -278,8 +273,7 @@ def _either(cuts: CutProgram, left: int, right: int) -> int:
 
 def _through(cuts: CutProgram, k: int, v: int) -> int | None:
     """A variable that is 1 where v is live through the stage; None where that is unknown."""
-    known = cuts.through.get((k, v))
-    if known is not None:
+    if (known := cuts.through.get((k, v))) is not None:
         return known
     live_at = cuts.carried[k].get(v)
     if v not in cuts.problem.needs[cuts.cuts[k]] and live_at is None:
@@ -293,8 +287,7 @@ def _through(cuts: CutProgram, k: int, v: int) -> int | None:
             missing -= 1.0
         else:
             row.append((bit, -1.0))
-    again = _made_again(cuts, k - 1, v)
-    if again is not None:
+    if (again := _made_again(cuts, k - 1, v)) is not None:
         row.append((again, 1.0))
     cuts.program.row(row, lower=-missing)
     cuts.through[k, v] = through

@@ -158,8 +158,7 @@ def _splits(added: Sequence[int], end: int) -> list[tuple[int, int, int]]:
     """Which interval each cut has split: its first cut, the new one, its last."""
     found: list[tuple[int, int, int]] = []
     for i, t in enumerate(added):
-        before = [other for other in added[:i] if other < t]
-        if before:
+        if before := [other for other in added[:i] if other < t]:
             found.append((max(before), t, min((u for u in added[:i] if u > t), default=end)))
     return found
 

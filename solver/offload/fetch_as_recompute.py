@@ -118,8 +118,7 @@ def _arrivals(
     unwanted: set[str] = set()
     for i, step in enumerate(steps):
         if not isinstance(step, Compute):
-            name = step.value
-            if name in unwanted:
+            if (name := step.value) in unwanted:
                 unwanted.discard(name)
             else:
                 items.append(_UntimedStep("free", name))

@@ -52,8 +52,7 @@ def template_sequence(problem: Problem, template: Template) -> list[int]:
     segments = _Segments(problem, template.kept)
     sequence = list(range(problem.n_forward))
     for t in range(problem.n_forward, problem.n_ops + 1):
-        gone = [v for v in problem.needs[t] if not available[v]]
-        if gone:
+        if gone := [v for v in problem.needs[t] if not available[v]]:
             wanted = gone if template.just_in_time else segments.read_with(gone)
             order = recomputed_in(problem, available, wanted, t, own_needs=False)
             order = order if template.just_in_time else sorted(order)  # as forward ran it
@@ -244,8 +243,7 @@ class EveryNLayers:
         return solve_templates(search, self.templates, NO_REPEATED_BLOCK)
 
     def templates(self, problem: Problem) -> Iterator[Template]:
-        blocks = module_blocks(problem.graph)
-        if not blocks.names:
+        if not (blocks := module_blocks(problem.graph)).names:
             return
         make = nth_blocks if self.method == "nth" else _uniform_blocks
         most = max(blocks.rank) + 1

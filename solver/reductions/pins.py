@@ -301,8 +301,7 @@ class _PinnedSearch:
         )  # fmt: skip
 
     def _bound_with_keep_us(self) -> float:
-        limit_s = PINNED_BOUND.of(self.clock.left_s)
-        if limit_s <= 0:
+        if (limit_s := PINNED_BOUND.of(self.clock.left_s)) <= 0:
             return 0.0
         if self.question.options.get("order") == "free":
             return free_bound_us(self.kept, self.budget_bytes, time_limit_s=limit_s)

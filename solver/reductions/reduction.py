@@ -72,8 +72,7 @@ class Reduction(ABC, Generic[_Inverse]):
         """The answer, judged on the question's graph, with a bound for it; `rest` is behind."""
         clock = Clock(question.time_limit_s)
         changed, inverse = self.apply(question)
-        found = rest(changed)
-        if found.schedule is None:
+        if (found := rest(changed)).schedule is None:
             least = found.least_schedule and self.invert(found.least_schedule, inverse)
             return msgspec.structs.replace(found, least_schedule=least)
         answer = evaluate_schedule(

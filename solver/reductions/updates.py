@@ -107,8 +107,7 @@ def late_sequence(problem: Problem, sequence: Sequence[int]) -> list[int]:
     for at, i in enumerate(sequence):
         if i in updates:
             read = (name for name in ops[i].inputs if name not in made)
-            until = max(last_read.get(name, 0) for name in read)
-            if until > at:
+            if (until := max(last_read.get(name, 0) for name in read)) > at:
                 waiting.setdefault(until, []).append(i)
                 continue
         found.append(i)

@@ -302,8 +302,7 @@ class SequenceProgram:
     def _extend(self, labels: _Labels, j: int, limit_bytes: float) -> None:
         table, owner = self.table, labels.owner[: labels.count]
         within = labels.kept_bytes[: labels.count] + table.needed_bytes[j][owner] <= limit_bytes
-        usable = np.flatnonzero(table.follows[j][owner] & within)
-        if not usable.size:
+        if not (usable := np.flatnonzero(table.follows[j][owner] & within)).size:
             return
         before = owner[usable]
         time_us = labels.time_us[usable] + table.overhead_us[j][before]
@@ -366,8 +365,7 @@ class LowerSet:
     def run(self, search: Search) -> None:
         if search.offer_least(store_all_state(search.problem)):
             return
-        forward = ForwardGraph.of(search.problem)
-        if not forward.ops:
+        if not (forward := ForwardGraph.of(search.problem)).ops:
             search.message = "backward reads nothing that could run again"
             return
         search.say("listing lower sets")
@@ -436,8 +434,7 @@ class _Sweep:
         if search.out_of_time():
             return False
         search.say(f"lower sets within {int(limit_bytes)} bytes")
-        found = self.program.fastest(limit_bytes)
-        if found is None:
+        if (found := self.program.fastest(limit_bytes)) is None:
             return False
         sequence = found[1]
         if sequence not in self.over:  # several limits share a sequence
