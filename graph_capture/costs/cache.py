@@ -161,8 +161,7 @@ class CostCache:
         known = self._read()
         costs, steps = {**known.costs, **self.costs}, {**known.steps, **self.steps}
         if not self._is_anew:
-            # Of two processes that measure one op, the cost saved first goes to both: a kept plan
-            # rests on costs that the next process finds.
+            # Where two processes measure an op, the cost saved first counts: a plan may rest on it.
             theirs = {k: v for k, v in known.costs.items() if k not in self._own}
             costs |= theirs
             self.costs |= {k: v for k, v in theirs.items() if k not in self._saved}

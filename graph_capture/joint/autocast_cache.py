@@ -97,8 +97,7 @@ def _share(
         chain = _chain_of(ends)
         if type(weight.meta["desc"]).__name__ != "ParamAOTInput" or chain is None:
             raise _refused(weight, casts)
-        # Autograd runs what was made last first. The one cast was made before the first use, so its
-        # backward runs as a rule after all others.
+        # The one cast was made before its first use: as a rule its backward runs after all others.
         own = [order[_gradient(term)] for term in chain.terms if term in ends]
         is_alone = len(ends) == len(chain.terms)
         last = next(term for term in reversed(chain.terms) if term in ends)

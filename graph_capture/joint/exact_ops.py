@@ -163,8 +163,7 @@ _CHOSEN = aten._batch_norm_with_update_functional.default
 CHOSEN_BACKWARD = aten.batch_norm_backward.default
 MEAN, _RESERVE = 1, 3  # places among the results
 
-# For an op that returns new running statistics: the op that computes the rest, and how many results
-# both have before the statistics.
+# By op that returns new running statistics: the op of the rest, and how many results it has.
 RECOMPUTED_BY: dict[Any, tuple[Any, int]] = {
     _TRACED: (_TRACED_WITHOUT_STATISTICS, 3),
     _CHOSEN: (_WITHOUT_STATISTICS, 4),

@@ -33,8 +33,7 @@ class ValueTable:
     of_node: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
     base_of: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])  # first to return it
     constants_bytes: dict[int, int] = field(default_factory=dict[int, int])  # by `storage_key`
-    # By value that is written to in place: the token of its last write, of no bytes, which the
-    # phase's later readers read too, so as to come after.
+    # By value written in place: the token of its last write, which later readers read too.
     written: dict[Phase, dict[str, str]] = field(
         default_factory=lambda: {"forward": {}, "backward": {}}
     )

@@ -36,8 +36,7 @@ class Names:
     others: set[str] = field(default_factory=set)  # attributes of anything else
     stored: dict[str, int] = field(default_factory=dict)  # that it sets, with the first line
     modules: set[tuple[str, int]] = field(default_factory=set)  # imported as it runs, with level
-    # Whether it asks its first argument, or anything else, for a name known only as it runs, such
-    # as `getattr(self, f"scale_{i}")`.
+    # Whether it asks its first argument, or anything else, for a name known only as it runs.
     asks_own: bool = False
     asks_others: bool = False
 

@@ -80,8 +80,7 @@ def unwritten(dictionaries: Sequence[dict[Any, Any]]) -> Callable[[], bool]:
     """A check that holds while nothing is written to any of the dictionaries."""
 
     def add(node: GuardManager, dictionary: dict[Any, Any]) -> None:
-        # The text is what dynamo would print. A write that puts back what was there counts too:
-        # False may be wrong, True never is.
+        # A write that puts back what was there counts too: False may be wrong, True never is.
         node.add_dict_version_guard(dictionary, [""], None)
 
     return _tree(dictionaries, add)

@@ -194,10 +194,8 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
 
     @functools.cached_property
     def rising(self) -> bool:
-        """Whether no value and no batch takes more bytes where a size is smaller, by its form.
-
-        What was measured is taken so that it does not: see `bounding`.
-        """
+        """Whether no value and no batch takes more bytes where a size is smaller, by its form. What
+        was measured is taken so that it does not: see `bounding`."""
         return not self.not_rising()
 
     def not_rising(self) -> tuple[str, ...]:
@@ -209,10 +207,8 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
         return tuple(name for name, text in texts.items() if not known[text])
 
     def size_text(self, name: str) -> str:
-        """Bytes of a value in terms of the sizes: ``4·seq·64·4 B``.
-
-        The last factor is the bytes of an element, where the bytes are those of all elements.
-        """
+        """Bytes of a value in terms of the sizes: ``4·seq·64·4 B``. The last factor is the bytes of
+        an element, where the bytes are those of all elements."""
         extent, value = self.extents.get(name), self.base.value_by_name[name]
         if extent is None:
             return f"{value.size_bytes} B"

@@ -109,8 +109,7 @@ _Interval = tuple[int, int]
 
 def bounds_of(text: str, low: Mapping[str, int], high: Mapping[str, int]) -> _Interval:
     """Bounds of an expression where each size is from its `low` to its `high`, both included."""
-    # Interval arithmetic (Moore 1966, Interval Analysis): it bounds also what may fall as a size
-    # grows, and is exact where each size is named once.
+    # Interval arithmetic (Moore 1966, Interval Analysis), exact where each size is named once.
     return _bounds(parsed(text), low, high, text)
 
 

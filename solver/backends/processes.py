@@ -34,10 +34,8 @@ STOPPING_S = 5.0  # longest wait for what was told to stop
 
 
 class Task(Generic[_T]):
-    """One call of `work`, begun at once.
-
-    Ctrl-C while it is waited for, or an error in its block, stops it and each task that it began.
-    """
+    """One call of `work`, begun at once. Ctrl-C while it is waited for, or an error in its block,
+    stops it and each task that it began."""
 
     def __init__(self, work: Callable[[], _T], stop: Callable[[], None] | None = None) -> None:
         self._work, self._stop = work, stop

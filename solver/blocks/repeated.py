@@ -218,10 +218,8 @@ def _sides(keys: Sequence[Shape], place: int) -> tuple[tuple[int, Shape], tuple[
 
 
 def _gaps(problem: Problem, reads: Reads, ends: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where backward may be cut at each inner boundary, the last first.
-
-    From the last op that reads a value made behind it to the first that reads one spent before.
-    """
+    """Where backward may be cut at each inner boundary, the last first. From the last op that reads
+    a value made behind it to the first that reads one spent before."""
     behind = [problem.n_forward] * (problem.n_forward + 1)
     for op in reversed(range(problem.n_forward)):
         own = (reads.last_backward[v] + 1 for v in problem.outputs[op])

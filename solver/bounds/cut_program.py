@@ -235,12 +235,10 @@ def expand(solution: CutSolution, problem: Problem | None = None) -> list[list[i
 
 def add_stage_row(cuts: CutProgram, k: int, op: int) -> None:
     """Bound what is live while `op` runs again right before the op of cut k.
-
     through[v] >= carried in + live at t - made again - 1
     Σ size · through + (outputs and workspace of op) · again[op] <= room,
     where an input counts if it is through or if op runs: it may be gone when another op runs again.
-    Nothing where op cannot run again there, or cut k - 1 is not the stage's start.
-    """
+    Nothing where op cannot run again there, or cut k - 1 is not the stage's start."""
     if k == 0 or cuts.cuts[k - 1] + 1 != cuts.cuts[k] or op not in cuts.again[k - 1]:
         return
     problem = cuts.problem

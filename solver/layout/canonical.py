@@ -141,9 +141,7 @@ _FIRST, _LAST, _NEXT, _PART = 0, 1, 2, 3  # of a frame: sections, next candidate
 
 class Preorder(NamedTuple):
     """The keys that boxes are ranked by, the largest first; `widths` are in ranks or in times.
-
-    W idth, A rea, T otal of the fullest section, S tart (latest first), s tart (earliest first).
-    """
+    W idth, A rea, T otal of the fullest section, S tart (latest first), s tart (earliest first)."""
 
     keys: str
     widths: str = "ranks"

@@ -85,11 +85,9 @@ class Reduction(ABC, Generic[_Inverse]):
 
 @dataclass(frozen=True)
 class _OtherOps(Reduction[tuple[AppliedLever, str]]):
-    """A lever that changes which ops run, as the `change` of its row says; regions stay whole.
-
-    The schedule names it with all that turns the captured graph into the planned one, so it is
-    judged without the lever. The emitter must make ops of the same names, reads and values.
-    """
+    """A lever that changes which ops run, as the `change` of its row says; regions stay whole. The
+    schedule names it with all that turns the captured graph into the planned one, so it is judged
+    without the lever. The emitter must make ops of the same names, reads and values."""
 
     name: str
     row: Lever
