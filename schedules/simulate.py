@@ -212,7 +212,7 @@ class _ScheduleReplay:
         self.peak_bytes = dict(self.bytes)
         for name, tier in self.home.items():  # they are there when the step begins
             self._add(0, tier, name)
-        # The caller holds forward's outputs, but for new values of buffers: AOTAutograd copies them.
+        # The caller holds forward's outputs, but new values of buffers, which AOTAutograd copies.
         self.held = set(graph.forward_outputs) & set(graph.outputs)
         # Autograd's engine holds what it hands over, whatever copies there are.
         self.held |= {v.name for v in graph.values if v.kind == "tangent"}
