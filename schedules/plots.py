@@ -154,7 +154,7 @@ def draw_convergence(
 
 def draw_predicted_measured(ax: Axes, predicted: TrainingGraph, measured: TrainingGraph) -> Axes:
     """Draw one point an op with a time in both, which are costs of one step (else GraphError)."""
-    pairs = _paired_costs_us(predicted, measured)
+    pairs = _paired_us(predicted, measured)
     for phase in ("forward", "backward"):
         chosen = [(x, y) for x, y, p in pairs if p == phase]
         ax.scatter(
@@ -170,9 +170,7 @@ def draw_predicted_measured(ax: Axes, predicted: TrainingGraph, measured: Traini
     return ax
 
 
-def _paired_costs_us(
-    predicted: TrainingGraph, measured: TrainingGraph
-) -> list[tuple[float, float, str]]:
+def _paired_us(predicted: TrainingGraph, measured: TrainingGraph) -> list[tuple[float, float, str]]:
     if predicted.hash != measured.hash:
         raise GraphError(
             f"the two graphs are of different steps ({predicted.name}, hash {predicted.hash[:12]}, "

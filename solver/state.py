@@ -357,8 +357,7 @@ def schedule_of(
 
 
 def ops_of(problem: Problem, schedule: Schedule) -> list[int]:
-    index = problem.graph.op_index
-    return [index[step.op] for step in schedule.steps if isinstance(step, Compute)]
+    return [problem.graph.op_index[step.op] for step in schedule.steps if isinstance(step, Compute)]
 
 
 def _steps_of(problem: Problem, sequence: Sequence[int]) -> list[Step]:

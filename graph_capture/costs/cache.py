@@ -242,8 +242,7 @@ def flops_of(node: fx.Node) -> int:
 
 def _flops_of_attention(args: list[Any], *, is_backward: bool) -> int:
     """Torch's formula for CUDA's ops, for all fused attention."""
-    shapes = [tuple(t.shape) for t in args[: 4 if is_backward else 3]]
-    *first, query, key, value = shapes
+    *first, query, key, value = (tuple(t.shape) for t in args[: 4 if is_backward else 3])
     # Keys may have fewer heads than queries; torch 2.11's formula takes as many only.
     key, value = ((*query[:-2], *of_all[-2:]) for of_all in (key, value))
     if is_backward:

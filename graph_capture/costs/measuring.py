@@ -194,8 +194,7 @@ def profile(
         here = resolved_device(device, model)
         ranks = measured_rank_links(group, here, meter_of(here).title)
     traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target, device=device)
-    found = measure(traced, nvme_path=nvme or "", progress=progress)
-    return replace(found, ranks=ranks)
+    return replace(measure(traced, nvme_path=nvme or "", progress=progress), ranks=ranks)
 
 
 def measure(

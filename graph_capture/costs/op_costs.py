@@ -381,8 +381,7 @@ class Sized:
         self._cache = CostCache.of(self._meter)
         with trace.python_state.streams_kept():
             graph = self._of_ops(trace.joint)
-        library_bytes = self._meter.library_bytes()
-        resident = replace(graph.resident, libraries_bytes=library_bytes)
+        resident = replace(graph.resident, libraries_bytes=self._meter.library_bytes())
         self.graph = replace(graph, resident=resident)
 
     def with_region(self, region: str, chunks: int, *, is_exact: bool) -> TrainingGraph:

@@ -355,8 +355,7 @@ def is_beyond(joint: Joint, graph: TrainingGraph, most_bytes: int | None) -> boo
     """Whether runs of the step, which keep all that backward reads, take more than that."""
     if most_bytes is None or graph.device != CPU:
         return False
-    needed_bytes = graph.resident.total_bytes + peak_bytes(graph) + _made_bytes(joint)
-    return needed_bytes > most_bytes
+    return graph.resident.total_bytes + peak_bytes(graph) + _made_bytes(joint) > most_bytes
 
 
 def step_rounds(

@@ -50,8 +50,7 @@ def measure_live(run: Callable[[], Any]) -> tuple[list[int], list[int]]:
     deltas, ((start_ns, end_ns),) = _watched([run])
     inside = [(time, size) for time, size in deltas if start_ns <= time < end_ns]
     live = [0, *accumulate(size for _, size in inside)]
-    moments = [0, *(time - start_ns for time, _ in inside), end_ns - start_ns]
-    return moments, [*live, live[-1]]
+    return [0, *(time - start_ns for time, _ in inside), end_ns - start_ns], [*live, live[-1]]
 
 
 def _watched(

@@ -201,8 +201,7 @@ def is_by_cudnn(read: tuple[Any, ...], eps: Any) -> bool:
 
 
 def reserved(x: Tensor) -> Tensor:
-    size_bytes = cudnn_batch_norm_reserve_bytes(x) if x.is_cuda else 0
-    return x.new_empty(size_bytes, dtype=torch.uint8)
+    return x.new_empty(cudnn_batch_norm_reserve_bytes(x) if x.is_cuda else 0, dtype=torch.uint8)
 
 
 def _change(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:

@@ -187,8 +187,7 @@ def node_inputs(node: fx.Node) -> list[fx.Node]:
 def copy_of(gm: fx.GraphModule, edit: Callable[[fx.Graph], Any] = lambda _: None) -> fx.GraphModule:
     """A copy with the same constants and `meta`, changed by `edit`. It takes its inputs flat."""
     graph = fx.Graph()  # a new graph has fx's plain calling convention, whatever that of `gm` is
-    results = graph.graph_copy(gm.graph, {})
-    output = graph.output(results)
+    output = graph.output(graph.graph_copy(gm.graph, {}))
     output.meta = dict(gm.graph.find_nodes(op="output")[0].meta)  # `graph_copy` leaves it out
     edit(graph)  # before code is made of the graph, which takes long for thousands of nodes
     return fx.GraphModule(gm, graph)

@@ -48,8 +48,7 @@ class ValueTable:
     def register(self, name: str, node: fx.Node, tensor: Tensor, producer: str, kind: Kind) -> None:
         self.of_storage[storage_key(tensor)] = name
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(map(int, tensor.shape))
-        size_bytes = result_bytes(node, tensor)
-        self.by_name[name] = Value(name, size_bytes, producer, kind, dtype, shape)
+        self.by_name[name] = Value(name, result_bytes(node, tensor), producer, kind, dtype, shape)
 
     def add_resident(self, node: fx.Node) -> None:
         if is_tangent(node):

@@ -277,15 +277,13 @@ class PythonState:
                 before = getattr(self._found.kinds.get(id(space)), name, MISSING)
                 yield Change(place.text, before, space[name], place)
 
-    def writer(
-        self, place: StateSlot | OpaqueState | Stream, *, in_backward: bool = False
-    ) -> Writer:
+    def writer(self, at: StateSlot | OpaqueState | Stream, *, in_backward: bool = False) -> Writer:
         """Who has changed a place while `ran` was noted."""
         ran = self.ran
         # Backward may run hooks in a thread of its own.
         if ran is None or not ran.is_all or (in_backward and ran.may_run_in_backward()):
             return Writer.FORWARD
-        return writer_of(place, ran)
+        return writer_of(at, ran)
 
     def restore(self) -> None:
         """Put all places back, empty caches that were filled, and remove what appeared."""

@@ -186,8 +186,7 @@ class WorkspacesOfRange:
 
 def _row_of(name: str, points: Sequence[WorkspacePoint]) -> list[WorkspacePoint]:
     """The points that differ from the last one in one size alone, and it."""
-    last = points[-1].sizes
-    others = {other: size for other, size in last.items() if other != name}
+    others = {other: size for other, size in points[-1].sizes.items() if other != name}
     return [one for one in points if all(one.sizes[k] == size for k, size in others.items())]
 
 

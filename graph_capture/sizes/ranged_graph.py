@@ -238,9 +238,7 @@ def _factor(text: str) -> str:
 
 def structure_of(graph: TrainingGraph) -> tuple[Any, ...]:
     """What two sizes of one step have in common: ops and values, without shapes and costs."""
-    ops = [
-        (op.name, op.target, op.phase, op.inputs, op.outputs, op.no_recompute) for op in graph.ops
-    ]
+    ops = [(o.name, o.target, o.phase, o.inputs, o.outputs, o.no_recompute) for o in graph.ops]
     values = [(value.name, value.producer, value.kind, value.dtype) for value in graph.values]
     return ops, values, graph.forward_outputs, graph.outputs
 

@@ -92,8 +92,7 @@ class RangedSignature(Signature):
 
     def example(self, mode: FakeTensorMode, size: Mapping[str, Any] | None = None) -> Any:
         """A batch of fake tensors; of the sizes in `size`, which may be symbols."""
-        tensors = self._tensors(size or self.hints)
-        return self._example(mode, tensors)
+        return self._example(mode, self._tensors(size or self.hints))
 
     def example_at(self, sizes: Sizes) -> Any:
         return self.example(FakeTensorMode(), sizes)

@@ -100,8 +100,7 @@ def _grows_from_zero(node: ast.expr, least: Mapping[str, int]) -> bool:
 
 
 def names_in(node: ast.expr) -> set[str]:
-    names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-    return names - _CALLS.keys()
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)} - _CALLS.keys()
 
 
 _Interval = tuple[int, int]

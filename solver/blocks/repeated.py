@@ -233,6 +233,4 @@ def _gaps(problem: Problem, reads: Reads, ends: Sequence[int]) -> Iterator[tuple
 
 def _is_before(problem: Problem, reads: Reads, op: int, end: int) -> bool:
     """Whether backward op `op` reads a value that forward made and spent before `end`."""
-    return any(
-        problem.producer[v] < end and reads.last_forward[v] < end for v in problem.inputs[op]
-    )
+    return any(max(problem.producer[v], reads.last_forward[v]) < end for v in problem.inputs[op])

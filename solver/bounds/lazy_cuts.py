@@ -315,10 +315,8 @@ def windows_of(problem: Problem, budget_bytes: int, peak_bytes: Bytes) -> Window
     cuts = [first_cuts(peak_bytes, group) for group in _groups(problem, peak_bytes, over)]
     begins = [0, *(min(chosen) for chosen in cuts[1:])]
     parts = [
-        LazyCuts(
-            problem, budget_bytes, tuple(sorted(chosen)), begin=begin, end=end, added=tuple(chosen)
-        )
-        for chosen, begin, end in zip(cuts, begins, [*begins[1:], None], strict=True)
+        LazyCuts(problem, budget_bytes, tuple(sorted(own)), begin=begin, end=end, added=tuple(own))
+        for own, begin, end in zip(cuts, begins, [*begins[1:], None], strict=True)
     ]
     return Windows(problem, parts)
 

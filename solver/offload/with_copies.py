@@ -140,8 +140,7 @@ def _is_stalled(search: Search, state: State, hosted: Hosted, links: Links) -> b
     waits_us = placed.found.stall_us
     is_better = placed.found.time_us - waits_us < search.best_key[0]  # orders shorten waits alone
     if is_better and waits_us <= _MOST_WAITS * placed.found.time_us:
-        placed = in_better_order(
-            search, placed, order_of_making(base), lambda order: place(order=order)
-        )
+        order = order_of_making(base)
+        placed = in_better_order(search, placed, order, lambda other: place(order=other))
     search.offer_evaluated(placed.schedule, placed.found)
     return bool(placed.found.stalls)

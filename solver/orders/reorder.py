@@ -98,8 +98,7 @@ def _draw(curve: LiveCurve, op: int, source: random.Random) -> OrderMove | None:
     if not back + onward:
         return None
     is_onward = source.random() * (back + onward) >= back
-    room = onward if is_onward else back
-    distance = int((room + 1) ** source.random())
+    distance = int(((onward if is_onward else back) + 1) ** source.random())
     return curve.moved(op, place + distance if is_onward else place - distance)
 
 

@@ -246,8 +246,7 @@ class EveryNLayers:
         if not (blocks := module_blocks(problem.graph)).names:
             return
         make = nth_blocks if self.method == "nth" else _uniform_blocks
-        most = max(blocks.rank) + 1
-        for n in [self.n] if self.n else range(1, most + 1):
+        for n in [self.n] if self.n else range(1, max(blocks.rank) + 2):
             yield make(problem, blocks, n)
 
 

@@ -71,8 +71,7 @@ def _solve_region(
     if known is not None:
         bound_us = min(known.bound_us, bound_us)
     first = known.best if known is not None else relaxed
-    best = msgspec.structs.replace(min(found, key=_rank), solver=first.solver)
-    return _Known(best, bound_us)
+    return _Known(msgspec.structs.replace(min(found, key=_rank), solver=first.solver), bound_us)
 
 
 @dataclass(frozen=True)

@@ -99,9 +99,8 @@ def late_sequence(problem: Problem, sequence: Sequence[int]) -> list[int]:
     """`sequence` with each update behind the last op that reads a parameter of it."""
     ops = problem.graph.ops
     updates, made = {i for i, op in enumerate(ops) if op.target == UPDATE}, set(problem.names)
-    last_read = {
-        name: at for at, i in enumerate(sequence) if i not in updates for name in ops[i].inputs
-    }
+    runs = enumerate(sequence)
+    last_read = {name: at for at, i in runs if i not in updates for name in ops[i].inputs}
     waiting: dict[int, list[int]] = {}
     found: list[int] = []
     for at, i in enumerate(sequence):

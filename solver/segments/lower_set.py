@@ -314,8 +314,7 @@ class SequenceProgram:
         """Labels that no other beats in both, the fastest first."""
         order = np.lexsort((kept_bytes, time_us))
         least = np.minimum.accumulate(kept_bytes[order])
-        is_better = np.concatenate(([True], least[1:] < least[:-1]))
-        front = order[is_better]
+        front = order[np.concatenate(([True], least[1:] < least[:-1]))]
         if len(front) <= self.most_labels:
             return front
         self.was_thinned = True
