@@ -80,8 +80,7 @@ class Timeline:
     @cached_property
     def residences(self) -> tuple[_Residence, ...]:
         """Each stay of each value on the device, in the order of their ends."""
-        found: list[_Residence] = []
-        since: dict[str, int] = {}
+        found, since = list[_Residence](), dict[str, int]()
         run = 0
         for step in self.schedule.steps:
             # A live value keeps its first copy.

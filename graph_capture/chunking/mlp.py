@@ -153,8 +153,7 @@ class Mlp:
 
 def find_mlps(graph: fx.Graph) -> list[Mlp]:
     """The MLPs of a joint graph that can run in chunks; no node is of two of them."""
-    found: list[Mlp] = []
-    taken: set[fx.Node] = set()
+    found, taken = list[Mlp](), set[fx.Node]()
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         known = (name for name, one in ACTIVATIONS.items() if node.target is one.forward)

@@ -414,8 +414,7 @@ class Sized:
             else op
             for op in joint.graph.ops
         )
-        values = _values_as_allocated(joint, of_op)
-        return replace(joint.graph, ops=tuple(ops), values=values)
+        return replace(joint.graph, ops=tuple(ops), values=_values_as_allocated(joint, of_op))
 
 
 def _regions(joint: Joint, nodes: Mapping[str, fx.Node], meter: Meter) -> dict[str, RegionMemory]:

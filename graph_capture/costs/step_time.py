@@ -232,8 +232,7 @@ def costs_of(graph: TrainingGraph) -> dict[str, float]:
 
 
 def with_costs(graph: TrainingGraph, costs: Costs) -> TrainingGraph:
-    ops = tuple(replace(op, cost_us=costs[op.name]) for op in graph.ops)
-    return replace(graph, ops=ops)
+    return replace(graph, ops=tuple(replace(op, cost_us=costs[op.name]) for op in graph.ops))
 
 
 _LEAST_ROUNDS, ROUNDS, _ENOUGH_US = 3, 24, 3e6  # rounds are fewer the longer they are

@@ -64,8 +64,7 @@ def _watched(
                 kept = region()  # kept to the mark: what it returns is live at the end
             del kept, region
             count = i + 1
-    spans: dict[int, tuple[int, int]] = {}
-    deltas: list[tuple[int, int]] = []
+    spans, deltas = dict[int, tuple[int, int]](), list[tuple[int, int]]()
     for event in found[0].events():
         name = event.name()
         if name == "[memory]":

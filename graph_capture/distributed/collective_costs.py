@@ -73,10 +73,8 @@ def with_collective_costs(
 
 def links_of_step(device: str, title: str, profile: Profile | None = None) -> RankLinks:
     """In nodes as torchrun says; `device` may be of the table, `title` is of this machine."""
-    found = profile.ranks if profile is not None else None
-    found = found or links_between_ranks(device, title)
-    node_size = int(os.environ.get(RANKS_OF_NODE, found.node_size))
-    return replace(found, node_size=node_size)
+    found = (profile and profile.ranks) or links_between_ranks(device, title)
+    return replace(found, node_size=int(os.environ.get(RANKS_OF_NODE, found.node_size)))
 
 
 # This is the only place where a collective is timed.

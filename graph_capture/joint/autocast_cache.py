@@ -54,8 +54,7 @@ CachedCast = tuple[list[str], int]  # values that are one in the cache, and who 
 
 
 def cached_casts(ops: Sequence[Op], node_of_op: Mapping[str, fx.Node]) -> Iterator[CachedCast]:
-    end: dict[str, int] = {}
-    same: dict[tuple[fx.Node, str, str], list[str]] = {}
+    end, same = dict[str, int](), dict[tuple[fx.Node, str, str], list[str]]()
     for i, op in enumerate(ops):
         node = node_of_op.get(op.name)
         region = _custom(node).get(CASTS_KEY) if node and op.phase == "forward" else None

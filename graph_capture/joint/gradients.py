@@ -68,8 +68,7 @@ class GradientAccumulation:
         least_bytes = _sum_bytes(values, made.values()) / _PARTS if self.updated else 0
         last_read = {name: i for i, op in enumerate(ops) for name in op.inputs}
         final = self._final_at(ops, values, made, last_read)
-        found: list[Op] = []
-        waiting: list[int] = []
+        found, waiting = list[Op](), list[int]()
         for i, op in enumerate(ops):
             found.append(op)
             waiting += final.get(i, ())

@@ -90,8 +90,7 @@ class ValueTable:
                 gradient: Tensor = node.meta["val"]
                 self.register(node.name, node, gradient, "tangents", "tangent")
                 # That of a view has the view's strides in the trace, but not a storage as large.
-                size_bytes = gradient.numel() * gradient.element_size()
-                self.changed(node.name, size_bytes=size_bytes)
+                self.changed(node.name, size_bytes=gradient.numel() * gradient.element_size())
                 self.of_node[node] = node.name
                 self.base_of[node.name] = node
                 names.append(node.name)

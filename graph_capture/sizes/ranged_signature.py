@@ -244,8 +244,7 @@ def places_in(
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     positions = [one.name for one in parameters if one.kind in kinds]
-    symbols: list[Symbol] = []
-    places: list[Place] = []
+    symbols, places = list[Symbol](), list[Place]()
     for argument, dims in _as_mapping(dynamic, "dynamic").items():
         names = [f"args[{argument}]"]  # names under which a signature may have it
         if not isinstance(argument, int):

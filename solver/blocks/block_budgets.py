@@ -215,8 +215,7 @@ class BlockBudgets:
 
 def _with_pieces(problem: Problem, spans: Sequence[BlockSpan]) -> tuple[list[Block], list[bool]]:
     """The blocks, and what is before, between and behind them, which covers the graph."""
-    blocks: list[Block] = []
-    is_given: list[bool] = []
+    blocks, is_given = list[Block](), list[bool]()
     start, back_stop = 0, problem.n_ops
     for span in (*(Block(*span) for span in spans), None):
         stop = problem.n_forward if span is None else span.start

@@ -70,8 +70,7 @@ class CutProgram:
         return [v for v in wanted if self.problem.producer[v] <= t]
 
     def _relevant(self) -> list[list[int]]:
-        found: list[list[int]] = []
-        following: list[int] = []
+        found, following = list[list[int]](), list[int]()
         for k in reversed(range(len(self.cuts))):
             seen = dict.fromkeys(self.wanted_in(k))  # what later intervals may want passes here
             old = (v for v in following if self.problem.producer[v] <= self.cuts[k])
@@ -98,8 +97,7 @@ class CutProgram:
         # With one cut, fractions leave fewer integers. With more, HiGHS closes more without them.
         is_whole = len(self.cuts) > 1
         is_backward = self.cuts[k] >= problem.n_forward
-        carried: dict[int, int] = {}
-        again: dict[int, int] = {}
+        carried, again = dict[int, int](), dict[int, int]()
         for v in values:
             if v in free:
                 continue

@@ -82,8 +82,7 @@ class _PlacingRound:
 
     def _leaving(self) -> dict[OffDeviceSpan, int]:
         whole_us = self.arrived_us()
-        leaving: dict[OffDeviceSpan, int] = {}
-        copied: set[str] = set()
+        leaving, copied = dict[OffDeviceSpan, int](), set[str]()
         for off_span in self.base.off_spans:
             value, first = off_span.value, off_span.leaves + 1
             # What is below already may go at once.

@@ -333,9 +333,7 @@ class JointOffload:
         plain = store_all_state(search.problem)
         if search.offer(plain):
             return
-        if not search.has_room():
-            search.proved_infeasible = True
-        elif not search.out_of_time():
+        if search.has_room() and not search.out_of_time():
             self._close_gap(search, _JointSearch(search, plain, links, self.gap))
         if search.best is None:
             self._take_alone(search)

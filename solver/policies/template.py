@@ -150,8 +150,7 @@ def module_blocks(graph: TrainingGraph) -> Blocks:
     modules = [op.module for op in graph.ops[: graph.n_forward]]
     entries = _entries(modules)
     blocks = Blocks([], [], [], [])
-    number: dict[str, int] = {}
-    sizes: dict[str, int] = {}
+    number, sizes = dict[str, int](), dict[str, int]()
     for module in modules:
         container, entry = _outermost(module, entries)
         name = f"{container}.{entry}".removeprefix(".")

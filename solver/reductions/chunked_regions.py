@@ -185,10 +185,8 @@ def _most_held_bytes(graph: TrainingGraph) -> int:
 
 def _most_of(graph: TrainingGraph, ops: Sequence[Op]) -> int:
     size = {value.name: value.size_bytes for value in graph.values if value.producer}
-    return max(
-        op.workspace_bytes + sum(size.get(name, 0) for name in {*op.inputs, *op.outputs})
-        for op in ops
-    )
+    held = (sum(size.get(name, 0) for name in {*op.inputs, *op.outputs}) for op in ops)
+    return max(op.workspace_bytes + size_bytes for op, size_bytes in zip(ops, held, strict=True))
 
 
 _SAME_TIME = 1 + 1e-9

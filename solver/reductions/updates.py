@@ -101,8 +101,7 @@ def late_sequence(problem: Problem, sequence: Sequence[int]) -> list[int]:
     updates, made = {i for i, op in enumerate(ops) if op.target == UPDATE}, set(problem.names)
     runs = enumerate(sequence)
     last_read = {name: at for at, i in runs if i not in updates for name in ops[i].inputs}
-    waiting: dict[int, list[int]] = {}
-    found: list[int] = []
+    waiting, found = dict[int, list[int]](), list[int]()
     for at, i in enumerate(sequence):
         if i in updates:
             read = (name for name in ops[i].inputs if name not in made)
@@ -117,9 +116,7 @@ def late_sequence(problem: Problem, sequence: Sequence[int]) -> list[int]:
 def late_steps(problem: Problem, steps: Sequence[Step]) -> list[Step]:
     """Of steps that copy; SolverError if a gradient is away too early."""
     until, made = _last_reads(problem, steps), set(problem.names)
-    waiting: dict[int, list[Step]] = {}
-    held: dict[str, int] = {}
-    found: list[Step] = []
+    waiting, held, found = dict[int, list[Step]](), dict[str, int](), list[Step]()
     for at, step in enumerate(steps):
         name = step.op if isinstance(step, Compute) else step.value
         if isinstance(step, Compute) and until.get(name, 0) > at:
