@@ -285,8 +285,7 @@ class FastPeak:
         self.index = {value.name: i for i, value in enumerate(graph.values)}
         self.op_of_step = np.full(len(schedule.steps), -1, dtype=np.int64)
         # While a step runs: what it makes. From the next one on: what came or went.
-        made: list[tuple[int, int, int]] = []
-        changed: list[tuple[int, int, int]] = []
+        made, changed = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
         live: set[str] = set()
         for i, step in enumerate(schedule.steps):
             if isinstance(step, Compute):

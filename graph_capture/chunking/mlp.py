@@ -142,8 +142,7 @@ class Mlp:
 
     @property
     def ends(self) -> list[fx.Node]:
-        grads = (*self.of_gate.all(), *self.of_up.all(), *self.of_down.all())
-        return [self.down.product, *grads]
+        return [self.down.product, *self.of_gate.all(), *self.of_up.all(), *self.of_down.all()]
 
     @property
     def transient_bytes(self) -> int:

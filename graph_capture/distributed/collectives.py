@@ -74,7 +74,6 @@ def with_returned_run_once(
     ops: Iterable[Op], node_of_op: Mapping[str, fx.Node], ends: Collection[str]
 ) -> tuple[Op, ...]:
     """`ops`, of which the collectives that make a value of `ends`, the outputs, run once."""
-
     returned = set(ends)
 
     def pinned(op: Op) -> Op:

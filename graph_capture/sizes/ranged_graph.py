@@ -52,9 +52,8 @@ def _check_points(
             raise GraphError(f"a range was measured at {one.sizes}, which are not its sizes")
         _require_figures(n_ops, one.sizes, one.workspace_bytes, MOST_BYTES)
     for point in points:
-        _require_figures(n_ops, point.sizes, point.cost_us, math.inf)
-        _require_figures(n_ops, point.sizes, point.flops, math.inf)
-        _require_figures(n_ops, point.sizes, [0] * len(point.origins), math.inf)
+        for figures in (point.cost_us, point.flops, [0] * len(point.origins)):
+            _require_figures(n_ops, point.sizes, figures, math.inf)
         # Extra bytes may be less than none: a GPU's random state is smaller than the CPU's.
         kept = (*point.extra_bytes.values(), point.libraries_bytes)
         if point.libraries_bytes < 0 or not all(abs(one) < MOST_BYTES for one in kept):

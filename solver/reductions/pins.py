@@ -138,8 +138,7 @@ def _leave_out_runs(
 def _repeats(problem: Problem, sequence: Sequence[int], again: Set[int]) -> list[int]:
     """Positions of runs that are neither the first nor, for `again`, the first in backward."""
     waiting = set(range(problem.n_forward))
-    ran = bytearray(problem.n_ops)
-    ran_in_backward = bytearray(problem.n_ops)
+    ran, ran_in_backward = bytearray(problem.n_ops), bytearray(problem.n_ops)
     found: list[int] = []
     for position, op in enumerate(sequence):
         must_stay = not waiting and op in again and not ran_in_backward[op]
