@@ -102,8 +102,7 @@ def closure_cost_us(
     """Time of v's closure; None if a pinned op is in it, or once it is above `most_us`."""
     already = frozenset(paid)
     root = problem.producer[v]
-    seen = {root}
-    waiting = [root]
+    seen, waiting = {root}, [root]
     cost_us = 0.0
     while waiting:
         op = waiting.pop()

@@ -159,8 +159,7 @@ class NodeOrigins:
     def __init__(self, graph: fx.Graph) -> None:
         self._by_sequence: dict[int, tuple[str, str]] = {}
         for node in graph.nodes:
-            own = self._own(node)
-            sequence = node.meta.get("seq_nr")
+            own, sequence = self._own(node), node.meta.get("seq_nr")
             if own and sequence is not None and not made_by_autograd(node):
                 self._by_sequence.setdefault(sequence, own)  # numbered as their op of forward
 

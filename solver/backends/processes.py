@@ -41,8 +41,7 @@ class Task(Generic[_T]):
         self._work, self._stop = work, stop
         self._done: list[_T] = []
         self._failed: list[BaseException] = []
-        self._ended = threading.Event()
-        self._is_stopped = False
+        self._ended, self._is_stopped = threading.Event(), False
         self._outer: Task[Any] | None = getattr(_here, "task", None)
         self._thread = threading.Thread(target=self._run, name="remat-solver", daemon=True)
         # Before the check: a stopped outer task finds it in `_running`, or the check sees that.

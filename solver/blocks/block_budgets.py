@@ -163,8 +163,7 @@ class BlockBudgets:
         time_limit_s: float, staying: Collection[str] = (),
     ) -> BlockBudgets:  # fmt: skip
         """Solve each distinct block once; copies leave `staying`, which blocks hand out."""
-        clock = Clock(time_limit_s)
-        problem = Problem.of(graph)
+        clock, problem = Clock(time_limit_s), Problem.of(graph)
         reads = Reads.of(problem)
         blocks, is_given = _with_pieces(problem, spans)
         graphs = [block_graph(problem, reads, block) for block in blocks]

@@ -242,8 +242,7 @@ def add_stage_row(cuts: CutProgram, k: int, op: int) -> None:
     problem = cuts.problem
     runs = cuts.again[k - 1][op]
     terms = {runs: problem.own_bytes[op]}
-    outputs = set(problem.outputs[op])
-    inputs = set(problem.inputs[op])
+    outputs, inputs = set(problem.outputs[op]), set(problem.inputs[op])
     for v in sorted({*cuts.carried[k - 1], *cuts.free_at(k - 1)}):
         size_bytes = problem.size_bytes[v]
         if v in outputs or not size_bytes:

@@ -54,8 +54,7 @@ def _anneal(
     curve: LiveCurve, cooling: _Cooling, source: random.Random, time_limit_s: float
 ) -> tuple[int, ...]:
     """In place; the order of least energy seen."""
-    clock = Clock(time_limit_s)
-    n_ops = len(curve.order) - 1
+    clock, n_ops = Clock(time_limit_s), len(curve.order) - 1
     energy = curve.overload_bytes + cooling.weight * curve.worst_bytes
     best, best_energy = curve.ops(), energy
     if not n_ops or cooling.moves < 1:

@@ -37,8 +37,7 @@ class OnlineRun:
     def __init__(
         self, problem: Problem, policy: Policy, is_over: Callable[[], bool] | None = None
     ) -> None:
-        self.problem = problem
-        self.policy = policy
+        self.problem, self.policy = problem, policy
         self.is_over = is_over or (lambda: False)
         self.books = ValueStatistics(problem)
         self.sequence: list[int] = []

@@ -213,8 +213,7 @@ class SegmentTable:
 
 def _contents(graph: ForwardGraph, member: _Flags) -> tuple[_Flags, _Numbers]:
     """By position and lower set: whether it runs again, and the bytes of it that stay."""
-    again = np.zeros_like(member)
-    kept = np.zeros(member.shape)
+    again, kept = np.zeros_like(member), np.zeros(member.shape)
     # Whatever the segment's start: no chain of values that do not stay leaves it.
     for p in reversed(range(len(graph.ops))):
         for v in graph.loose_outputs(p):
