@@ -166,12 +166,11 @@ class Schedule(Record, frozen=True):
 
     def check_made_for(self, graph: TrainingGraph) -> None:
         """Raise `ScheduleError`, naming the first difference, unless made for `graph`."""
-        if self.graph_hash == graph.hash:
-            return
-        raise ScheduleError(
-            f"this plan was made for another graph: {self._first_difference(graph)}. "
-            "Capture and solve again for the model and batch at hand"
-        )
+        if self.graph_hash != graph.hash:
+            raise ScheduleError(
+                f"this plan was made for another graph: {self._first_difference(graph)}. "
+                "Capture and solve again for the model and batch at hand"
+            )
 
     def check_captured_as(self, graph: TrainingGraph) -> None:
         """As `check_made_for`, of the graph that was captured before regions ran in chunks."""

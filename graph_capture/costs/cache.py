@@ -166,10 +166,9 @@ class CostCache:
             costs |= theirs
             self.costs |= {k: v for k, v in theirs.items() if k not in self._saved}
         self._saved = set(self.costs)
-        begun = {**known.begun, **self.begun}
+        begun, bits = known.begun | self.begun, known.bits | self.bits
         self.begun = {key: times for key, times in begun.items() if key not in costs}
-        bits = {**known.bits, **self.bits}
-        links = {**known.links, **self.links}
+        links = known.links | self.links
         return _File(_SCHEMA_VERSION, self.title, costs, steps, bits, self.begun, links)
 
 

@@ -96,15 +96,13 @@ def relinked(graph: TrainingGraph, tiers: LowerTiers) -> TrainingGraph:
 
 def is_of_here(graph: TrainingGraph) -> bool:
     """Whether the links of a graph's device can be told here: it is of the table, or this one."""
-    if is_in_table(graph.device):
-        return True
-    return graph.versions.get("priced_on") == meter_of(graph.device).title
+    device = graph.device
+    return is_in_table(device) or graph.versions.get("priced_on") == meter_of(device).title
 
 
 def measured_pair(device: str, nvme_path: str = "", *, measure_again: bool = False) -> LinkPair:
     """Both ways between a device of this machine and its host, or the host and a folder; kept."""
-    meter = meter_of(device)
-    cache = CostCache.of(meter)
+    cache = CostCache.of(meter_of(device))
     place = nvme_path or (PINNED_MEMORY if is_cuda(device) else host_folder())
     key = f"NVMe at {place}" if nvme_path else f"host: {place}"
     if measure_again or key not in cache.links:

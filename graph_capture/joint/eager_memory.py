@@ -111,8 +111,7 @@ class EagerMemory(TraceObserver):
         weakref.finalize(tensor, self._let_go, id(tensor), key, held).atexit = False
 
     def _node_of(self, tensor: FunctionalTensor) -> fx.Node | None:
-        inner = from_functional(tensor.elem)
-        slot: Any = get_proxy_slot(inner, self._tracer, None)
+        slot: Any = get_proxy_slot(from_functional(tensor.elem), self._tracer, None)
         return None if slot is None else slot.proxy.node
 
     def _let_go(self, tensor: int, key: int, held: _Held) -> None:
@@ -186,8 +185,7 @@ def with_checkpoints(ops: Iterable[Op], node_of_op: Mapping[str, fx.Node]) -> It
         node = node_of_op.get(op.name)
         own = node.meta.get("custom", {}).get(CHECKPOINT_KEY) if node is not None else None
         if own is not None:
-            at = number.setdefault(own, len(number) + 1)
-            op = msgspec.structs.replace(op, checkpoint=at)
+            op = msgspec.structs.replace(op, checkpoint=number.setdefault(own, len(number) + 1))
         yield op
 
 

@@ -71,8 +71,7 @@ def _add(found: Names, instructions: list[dis.Instruction], line: int, first: st
         elif name == "IMPORT_NAME":
             # It takes two arguments, of which the level of a relative import was pushed first.
             level = instructions[i - 2].argval if i > 1 else 0
-            is_level = isinstance(level, int)
-            found.modules.add((str(instruction.argval), level if is_level else 0))
+            found.modules.add((str(instruction.argval), level if isinstance(level, int) else 0))
         elif name == "IMPORT_FROM":
             found.others.add(str(instruction.argval))
         elif name in _STORE:

@@ -50,10 +50,8 @@ def _value(node: ast.expr, sizes: Mapping[str, int], text: str) -> Any:
             return -_value(operand, sizes, text)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             a, b = _value(left, sizes, text), _value(right, sizes, text)
-            is_fit = b != 0 if isinstance(op, (ast.FloorDiv, ast.Mod)) else True
-            if isinstance(op, ast.Pow):
-                is_fit = 0 <= b <= _MOST_POWER
-            if is_fit:
+            is_fit = not isinstance(op, ast.Pow) or 0 <= b <= _MOST_POWER
+            if is_fit and (b != 0 or not isinstance(op, (ast.FloorDiv, ast.Mod))):
                 return _BINARY[type(op)](a, b)
         case ast.Call(func=ast.Name(id=name), args=args) if name in _CALLS and args:
             return _CALLS[name]([_value(arg, sizes, text) for arg in args])
@@ -325,8 +323,7 @@ def _rank(size: int, symbol: Symbol, taken: Collection[int]) -> tuple[bool, bool
     steps = size // symbol.multiple
     # A prime has no factor in common with others, which would look so too.
     divisors = sum(steps % n == 0 for n in range(2, math.isqrt(steps) + 1))
-    is_end = size in (symbol.low, symbol.high)
-    return size in taken, is_end, divisors, abs(size - symbol.middle)
+    return size in taken, size in (symbol.low, symbol.high), divisors, abs(size - symbol.middle)
 
 
 _MOST_POINTS = 20_000  # combinations of sizes that a guard is tried at; one with more is refused
@@ -366,8 +363,7 @@ def require_guards(guards: Sequence[Guard], symbols: Sequence[Symbol], model: st
 def _parts_of_range(guard: Guard, symbol: Symbol, others: Sizes) -> tuple[tuple[int, int], ...]:
     """Parts of the range without a gap in which the guard gives one answer, whichever it is."""
     grouped = itertools.groupby(symbol.sizes, lambda n: guard.holds({**others, symbol.name: n}))
-    each = [list(sizes) for _, sizes in grouped]
-    return tuple((sizes[0], sizes[-1]) for sizes in each)
+    return tuple((sizes[0], sizes[-1]) for sizes in (list(each) for _, each in grouped))
 
 
 def _range_error(

@@ -123,9 +123,8 @@ def _placed(
 
 def _placed_option(state: State, placed: PlacedSchedule) -> BlockOption:
     turn, graph = state.problem.n_forward, state.problem.graph
-    name = graph.ops[turn].name
     steps, found = placed.schedule.steps, placed.found
-    at = steps.index(Compute(name))
+    at = steps.index(Compute(graph.ops[turn].name))
     below = {tier: each[at] for tier, each in found.below_bytes.items()}
     waiting = below.get("host", 0), below.get("nvme", 0)
     ran = (step.op if isinstance(step, Compute) else "" for step in steps)

@@ -174,11 +174,10 @@ class OnlineRun:
         return not (self._stages_left[v] or self._locks[v] or self._awaited[v])
 
     def _free_if_dead(self, v: int) -> None:
-        if not self._live[v] or not self._is_dead(v):
-            return
-        if not self._fixed[v]:
+        is_spent = self._live[v] and self._is_dead(v)
+        if is_spent and not self._fixed[v]:
             self._evict(v)
-        elif not self._lose(v, self.problem.size_bytes[v]):
+        elif is_spent and not self._lose(v, self.problem.size_bytes[v]):
             self._spare[v] = None
 
     def _give_up_spare(self) -> bool:
