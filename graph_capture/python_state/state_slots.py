@@ -160,7 +160,8 @@ def refill(owner: Any, value: Any) -> None:
     if isinstance(owner, MappingProxyType) or holds(owner, value):  # what is behind it stays
         return
     if isinstance(owner, (np.ndarray, *_NUMBERS)):
-        owner[... if isinstance(owner, np.ndarray) else slice(None)] = value
+        whole: Any = ... if isinstance(owner, np.ndarray) else slice(None)
+        owner[whole] = value
         return
     base = _base(owner)
     base.clear(owner)
