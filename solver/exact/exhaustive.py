@@ -240,8 +240,7 @@ def _find_least_budget(search: Search, space: _StateSpace) -> None:
     while low < search.lowest_bytes:
         middle = (low + search.lowest_bytes) // 2
         if (walk := _fastest(space, middle, search)).sequence is not None:
-            made = schedule_of(search.problem, walk.sequence, solver=search.solver)
-            search.lowest = made
+            search.lowest = made = schedule_of(search.problem, walk.sequence, solver=search.solver)
             # Its own peak may be lower than the budget.
             search.lowest_bytes = simulate(search.graph, made).peak_bytes
         elif search.cut_short:

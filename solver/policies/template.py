@@ -79,11 +79,9 @@ def regions(problem: Problem, again: Sequence[bool], region: Sequence[int]) -> T
 
 def unavoidable(problem: Problem) -> bytearray:
     """1 for values of forward that cannot be made again, or that the caller holds."""
-    kept = bytearray(problem.n_values)
-    for v, op in enumerate(problem.producer):
-        if op < problem.n_forward and (problem.no_recompute[op] or v in problem.held):
-            kept[v] = 1
-    return kept
+    pinned, held = problem.no_recompute, problem.held
+    made = enumerate(problem.producer)
+    return bytearray(op < problem.n_forward and (pinned[op] or v in held) for v, op in made)
 
 
 def read_in_backward(problem: Problem) -> list[int]:
@@ -187,8 +185,7 @@ def _outermost(module: str, entries: dict[str, set[str]]) -> tuple[str, str]:
 
 def _adopt(of_op: list[int], modules: Sequence[str]) -> None:
     """Give ops without a module, between ops in blocks, the block before them."""
-    following = [NO_BLOCK] * len(of_op)
-    after = NO_BLOCK
+    following, after = [NO_BLOCK] * len(of_op), NO_BLOCK
     for i in reversed(range(len(of_op))):
         following[i] = after
         if modules[i]:
