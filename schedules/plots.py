@@ -218,8 +218,7 @@ def draw_live_bytes(
             line.stretched(measured[0]), measured[1] / scale,
             color=ROLES["measured"], label="measured", lw=1, drawstyle="steps-post",
         )  # fmt: skip
-    limit = schedule.budget_bytes if budget_bytes is None else budget_bytes
-    if limit:
+    if limit := schedule.budget_bytes if budget_bytes is None else budget_bytes:
         ax.axhline(limit / scale, color=ROLES["budget"], ls="--", lw=1.2, label="budget")
     ax.set(xlabel=line.axis_title, ylabel=f"live bytes ({unit})", title=literal(graph.name))
     ax.set_xlim(0, max(line.edges[-1], baseline.edges[-1] if baseline else 0))

@@ -199,8 +199,7 @@ def measure(
     traced: Trace, *, nvme_path: str = "", progress: ProgressCallback | None = None
 ) -> Profile:
     meter, node_of = meter_of(traced.recipe.device), examples(traced.joint)
-    cache = CostCache.of(meter)
-    costs = measure_costs_with(traced, meter, cache, progress)[1]
+    costs = measure_costs_with(traced, meter, CostCache.of(meter), progress)[1]
     ops = {
         key: ProfiledOp(
             **msgspec.structs.asdict(cost),

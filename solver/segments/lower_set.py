@@ -106,8 +106,7 @@ class ForwardGraph:
 def all_lower_sets(graph: ForwardGraph, most: int) -> list[int] | None:
     """Every lower set, the empty one first, by size; None where there are more than `most`."""
     needs = [sum(1 << q for q in below) for below in graph.below]
-    found = {0: None}
-    waiting = [0]
+    found, waiting = {0: None}, [0]
     while waiting:
         following: dict[int, None] = {}
         for mask in waiting:
