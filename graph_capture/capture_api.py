@@ -144,12 +144,10 @@ def add_costs(
     measure_again: bool = False, tiers: LowerTiers | None = None, most_bytes: int | None = None,
     chunks: bool = True,
 ) -> TrainingGraph:  # fmt: skip
-    """The trace's graph with the costs of its device: measured here, or modelled by name.
-
-    A cost that `profile` has is taken. `measure_again` leaves aside those that are kept on disk.
-    With `tiers`, the graph has links to them. Nothing runs that takes more than `most_bytes`, but
-    for single ops. Without `chunks`, those of a device that is here are not timed yet.
-    """
+    """The trace's graph with the costs of its device: measured here, or modelled by name. A cost
+    that `profile` has is taken. `measure_again` leaves aside those that are kept on disk. With
+    `tiers`, the graph has links to them. Nothing runs that takes more than `most_bytes`, but for
+    single ops. Without `chunks`, those of a device that is here are not timed yet."""
     device = traced.recipe.device
     if traced.recipe.is_modelled:
         from remat.graph_capture.costs.roofline import model_costs

@@ -145,8 +145,7 @@ _OFTEN = 2  # a node of autograd runs an op so often at most: a product has two 
 def with_saved_elsewhere(graph: TrainingGraph) -> tuple[TrainingGraph, int]:
     """`graph` with what eager saves kept elsewhere, and the bytes of that."""
     moved = {value.name: value for value in _moved(graph)}
-    made: list[Value] = []
-    ops: list[Op] = []
+    made, ops = list[Value](), list[Op]()
     for together in _nodes(graph):
         back = _back(together, moved)
         made += back.values()
@@ -215,9 +214,7 @@ def changes_between(
     before: TrainingGraph, after: TrainingGraph
 ) -> tuple[tuple[str, ...], tuple[tuple[str, Op], ...]]:
     index, last = before.op_index, -1
-    added: list[tuple[str, Op]] = []
-    waiting: list[Op] = []
-    same: set[str] = set()
+    added, waiting, same = list[tuple[str, Op]](), list[Op](), set[str]()
     for op in after.ops:
         at = index.get(op.name, -1)
         if at > last and before.ops[at] == op:  # what stays keeps its order

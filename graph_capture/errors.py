@@ -188,10 +188,8 @@ def for_caller(python: str, command_line: str) -> str:
 
 
 def option(name: str, value: object = None) -> str:
-    """``budget='8GiB'`` for Python, and ``--budget 8GiB`` for the command line.
-
-    `value` is None where it is up to the user, and True for a flag that takes none.
-    """
+    """``budget='8GiB'`` for Python, and ``--budget 8GiB`` for the command line. `value` is None
+    where it is up to the user, and True for a flag that takes none."""
     if not _command_lines:
         return f"{name}=" if value is None else f"{name}={value!r}"
     flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")

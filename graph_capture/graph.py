@@ -143,8 +143,7 @@ def _check_sums(graph: TrainingGraph) -> None:
             "are the sizes in bytes? Values, workspaces and resident bytes add up to "
             f"{total_bytes}, more than can be computed with ({MOST_BYTES})"
         )
-    total_us = sum(op.cost_us for op in graph.ops)
-    if total_us > MOST_US:
+    if (total_us := sum(op.cost_us for op in graph.ops)) > MOST_US:
         raise GraphError(
             f"are the costs in microseconds? They add up to {total_us} us, more than can be "
             f"computed with ({MOST_US})"

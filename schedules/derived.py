@@ -132,8 +132,7 @@ def assembled(
     path_of: Mapping[str, str],
 ) -> Schedule:
     """The schedule of a whole step from those of its blocks, which free only what is their own."""
-    items: list[_Item] = []
-    begun: set[tuple[str, str]] = set()
+    items, begun = list[_Item](), set[tuple[str, str]]()
     for op in graph.ops:
         path = path_of.get(op.name)
         is_forward = op.phase == "forward"
@@ -151,8 +150,7 @@ def _op(graph: TrainingGraph, name: str) -> Op:
 
 def _with_frees(graph: TrainingGraph, items: Sequence[_Item]) -> list[Step]:
     of_forward = {v for op in graph.ops if op.phase == "forward" for v in op.outputs}
-    at_step: dict[tuple[int, int], list[str]] = {}
-    at_end: dict[int, list[str]] = {}
+    at_step, at_end = dict[tuple[int, int], list[str]](), dict[int, list[str]]()
     for value, (i, j) in _last_touches(graph, items).items():
         # As in autograd: what a call gets lives as long as the call, what forward saved until
         # backward last reads it. A collective holds its buffers while it runs.

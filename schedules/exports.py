@@ -78,8 +78,7 @@ def _edges(graph: TrainingGraph) -> list[str]:
     lines: list[str] = []
     for op in graph.ops:
         for name in op.inputs:
-            value = graph.value_by_name[name]
-            if value.producer:
+            if (value := graph.value_by_name[name]).producer:
                 # Sizes span powers of ten: a factor of 1,000 widens a line by 1.
                 width = 0.5 + math.log10(max(value.size_bytes, 1)) / 3
                 ends = f"{_quoted(value.producer)} -> {_quoted(op.name)}"
@@ -178,9 +177,8 @@ def _below_events(found: Simulation) -> list[dict[str, Any]]:
         # Lower tiers are booked by steps, so the device's clock there is shown.
         for at_us, size_bytes in zip(found.clock_us, there, strict=True):
             if size_bytes != before:
-                args = {"bytes": size_bytes}
                 event = {"ph": "C", "pid": _PROCESS, "name": f"{tier} bytes", "ts": at_us}
-                events.append(event | {"args": args})
+                events.append(event | {"args": {"bytes": size_bytes}})
             before = size_bytes
     return events
 
@@ -203,6 +201,7 @@ _VIEWER_PROTOCOL = 4  # the newest version of pickles that the viewer in the bro
 
 _Frame = dict[str, Any]
 _Event = dict[str, Any]
+_Block = tuple[int, int, list[_Frame]]  # address, size, and who asked for it
 
 
 @dataclass
@@ -232,9 +231,7 @@ class _Arena:
 class _Recording:
     arena: _Arena = field(default_factory=_Arena)
     events: list[_Event] = field(default_factory=list[_Event])
-    blocks: dict[str, tuple[int, int, list[_Frame]]] = field(
-        default_factory=dict[str, tuple[int, int, list[_Frame]]]
-    )
+    blocks: dict[str, _Block] = field(default_factory=dict[str, _Block])
 
     def alloc(self, name: str, size: int, frames: list[_Frame], time_us: int) -> None:
         if size:  # values of 0 bytes are never allocated, so `free` skips them too
@@ -313,10 +310,8 @@ def _frame(name: str, file: str, line: int) -> _Frame:
 
 
 def _resident(graph: TrainingGraph) -> list[tuple[str, int]]:
-    resident = graph.resident
-    fields = ("parameters", "buffers", "batch", "gradients", "optimizer", "libraries")
-    categories = [(name, int(getattr(resident, f"{name}_bytes"))) for name in fields]
-    return [*categories, ("communication", resident.communication_bytes)]
+    resident = msgspec.structs.asdict(graph.resident)
+    return [(field.removesuffix("_bytes"), size) for field, size in resident.items()]
 
 
 def _growth(recording: _Recording) -> _Event:
@@ -341,10 +336,5 @@ def _segment(recording: _Recording) -> dict[str, Any]:
 
 
 def _block(address: int, size: int, state: str, frames: list[_Frame]) -> dict[str, Any]:
-    return {
-        "address": address,
-        "size": size,
-        "requested_size": size,
-        "state": state,
-        "frames": frames,
-    }
+    place = {"address": address, "size": size, "requested_size": size}
+    return place | {"state": state, "frames": frames}

@@ -245,8 +245,7 @@ def _by_parts(graph: RangedGraph, schedule: Schedule, symbols: tuple[Symbol, ...
         bound, _, part = heapq.heappop(heap)
         top = corner(part, "high")
         # A peak at real sizes is a lower limit of the answer, the bound of a part an upper one.
-        peak_bytes = _peak_bytes(graph, schedule, top)
-        if peak_bytes > best:
+        if (peak_bytes := _peak_bytes(graph, schedule, top)) > best:
             best, best_sizes = peak_bytes, top
         if -bound <= best:  # all other parts have lower bounds
             return RangePeak(best, best_sizes, "parts", number)
@@ -286,8 +285,7 @@ class FastPeak:
         self.index = {value.name: i for i, value in enumerate(graph.values)}
         self.op_of_step = np.full(len(schedule.steps), -1, dtype=np.int64)
         # While a step runs: what it makes. From the next one on: what came or went.
-        made: list[tuple[int, int, int]] = []
-        changed: list[tuple[int, int, int]] = []
+        made, changed = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
         live: set[str] = set()
         for i, step in enumerate(schedule.steps):
             if isinstance(step, Compute):

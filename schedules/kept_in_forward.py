@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-import msgspec
+from msgspec.structs import replace
 
 from remat.graph_capture.graph import JOINED, TrainingGraph
 from remat.schedules.schedule import (
@@ -135,7 +135,7 @@ def as_eager_frees(graph: TrainingGraph, schedule: Schedule) -> Schedule:
     until = {v.name: v.held_until for v in graph.values if v.held_until in graph.op_index}
     if not until:
         return schedule
-    return msgspec.structs.replace(schedule, steps=tuple(_held(graph, schedule.steps, until)))
+    return replace(schedule, steps=tuple(_held(graph, schedule.steps, until)))
 
 
 def _held(graph: TrainingGraph, given: tuple[Step, ...], until: dict[str, str]) -> Iterator[Step]:
@@ -168,9 +168,7 @@ def forward_alone(graph: TrainingGraph) -> tuple[TrainingGraph, Schedule]:
     ops = graph.ops[: graph.n_forward]
     made = {name for op in ops for name in op.outputs}
     values = tuple(v for v in graph.values if not v.producer or v.name in made)
-    own = msgspec.structs.replace(
-        graph, ops=ops, values=values, outputs=graph.forward_outputs, regions=()
-    )
+    own = replace(graph, ops=ops, values=values, outputs=graph.forward_outputs, regions=())
     return own, Schedule.for_graph(own, _as_used(own))
 
 

@@ -133,8 +133,7 @@ class _Walk:
     def __init__(self, graph: TrainingGraph) -> None:
         self.graph = graph
         self.size = {value.name: value.size_bytes for value in graph.values}
-        self.rows: list[list[int]] = []
-        self.names: list[str] = []
+        self.rows, self.names = list[list[int]](), list[str]()
         self.live: dict[str, int] = {}
         self.now = 0
         self.first_runs: dict[str, int] = {}

@@ -154,15 +154,14 @@ def draw_convergence(
 
 def draw_predicted_measured(ax: Axes, predicted: TrainingGraph, measured: TrainingGraph) -> Axes:
     """Draw one point an op with a time in both, which are costs of one step (else GraphError)."""
-    pairs = _paired_costs_us(predicted, measured)
+    pairs = _paired_us(predicted, measured)
     for phase in ("forward", "backward"):
         chosen = [(x, y) for x, y, p in pairs if p == phase]
         ax.scatter(
             [x for x, _ in chosen], [y for _, y in chosen],
             s=12, alpha=0.6, color=ROLES[phase], label=phase, linewidths=0,
         )  # fmt: skip
-    ends = [value for x, y, _ in pairs for value in (x, y)]
-    if ends:
+    if ends := [value for x, y, _ in pairs for value in (x, y)]:
         span = [min(ends), max(ends)]
         ax.plot(span, span, color=ROLES["unmodified"], lw=1, label="equal")
         ax.set(xscale="log", yscale="log")
@@ -171,9 +170,7 @@ def draw_predicted_measured(ax: Axes, predicted: TrainingGraph, measured: Traini
     return ax
 
 
-def _paired_costs_us(
-    predicted: TrainingGraph, measured: TrainingGraph
-) -> list[tuple[float, float, str]]:
+def _paired_us(predicted: TrainingGraph, measured: TrainingGraph) -> list[tuple[float, float, str]]:
     if predicted.hash != measured.hash:
         raise GraphError(
             "capture the same model and batch: the two graphs are of different steps "
@@ -222,8 +219,7 @@ def draw_live_bytes(
             line.stretched(measured[0]), measured[1] / scale,
             color=ROLES["measured"], label="measured", lw=1, drawstyle="steps-post",
         )  # fmt: skip
-    limit = schedule.budget_bytes if budget_bytes is None else budget_bytes
-    if limit:
+    if limit := schedule.budget_bytes if budget_bytes is None else budget_bytes:
         ax.axhline(limit / scale, color=ROLES["budget"], ls="--", lw=1.2, label="budget")
     ax.set(xlabel=line.axis_title, ylabel=f"live bytes ({unit})", title=literal(graph.name))
     ax.set_xlim(0, max(line.edges[-1], baseline.edges[-1] if baseline else 0))

@@ -37,8 +37,7 @@ def serve_trace(trace: Iterable[int], settings: AllocatorSettings) -> AllocatorR
     n_requests, failed = 0, None
     for event in trace:
         if event > 0:
-            block = allocator.malloc(event)
-            if block is None:
+            if (block := allocator.malloc(event)) is None:
                 failed = n_requests
                 break
             used[n_requests] = block

@@ -154,9 +154,7 @@ class _Clocks:
 
 class _Order:
     """The rules on which op may run when, whatever memory holds; `updated` has the op by parameter.
-
-    First runs may come in any order that gives the same bits (`tests/rewriter/test_reordered.py`).
-    """
+    First runs may come in any order that gives the same bits (`test_reordered.py`)."""
 
     def __init__(self, graph: TrainingGraph, schedule: Schedule) -> None:
         self.graph, self.asked = graph, recompute_globs(schedule)
@@ -214,8 +212,7 @@ class _ScheduleReplay:
         self.peak_bytes = dict(self.bytes)
         for name, tier in self.home.items():  # they are there when the step begins
             self._add(0, tier, name)
-        # The caller holds forward's outputs to the end. New values of buffers are outputs of
-        # forward alone: AOTAutograd copies them into the buffers.
+        # The caller holds forward's outputs, but new values of buffers, which AOTAutograd copies.
         self.held = set(graph.forward_outputs) & set(graph.outputs)
         # Autograd's engine holds what it hands over, whatever copies there are.
         self.held |= {v.name for v in graph.values if v.kind == "tangent"}

@@ -80,8 +80,7 @@ class Timeline:
     @cached_property
     def residences(self) -> tuple[_Residence, ...]:
         """Each stay of each value on the device, in the order of their ends."""
-        found: list[_Residence] = []
-        since: dict[str, int] = {}
+        found, since = list[_Residence](), dict[str, int]()
         run = 0
         for step in self.schedule.steps:
             # A live value keeps its first copy.
@@ -151,8 +150,7 @@ def _by_forward_op(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[int, ..
 
 
 def _merged(titles: Sequence[str], rows: Sequence[int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    size = -(-len(titles) // MANY)
-    if size <= 1:
+    if (size := -(-len(titles) // MANY)) <= 1:
         return tuple(titles), tuple(rows)
     firsts = range(0, len(titles), size)
     lasts = [min(first + size, len(titles)) - 1 for first in firsts]
@@ -251,8 +249,7 @@ def _held_bytes(line: Timeline, row_of_op: tuple[int, ...], n_rows: int) -> Ints
     change = np.zeros((n_rows, len(line) + 1), dtype=np.int64)
     for stay in line.residences:
         value = graph.value_by_name[stay.value]
-        maker = graph.op_index[value.producer]
-        if maker < graph.n_forward:
+        if (maker := graph.op_index[value.producer]) < graph.n_forward:
             change[row_of_op[maker], stay.begin] += value.size_bytes
             change[row_of_op[maker], stay.end] -= value.size_bytes
     return np.cumsum(change, axis=1)[:, :-1]

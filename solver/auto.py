@@ -192,8 +192,7 @@ class Auto:
             return renamed(made.solve(graph, budget_bytes), "auto", options_of(self))
         clock = Clock(self.time_limit_s)
         is_tiny = len(graph.ops) <= _TINY_OPS
-        found = self._solve_tiny(graph, budget_bytes) if is_tiny else None
-        if found is not None:
+        if is_tiny and (found := self._solve_tiny(graph, budget_bytes)) is not None:
             return found
         if self.order == "fixed":
             limit_s = ((1 - stopping.TINY.part) if is_tiny else 1.0) * self.time_limit_s
@@ -223,9 +222,7 @@ class Auto:
             return
         if share.start is not None:
             search.offer_schedule(share.start)
-        if not search.has_room():
-            search.proved_infeasible = True
-        elif not search.out_of_time():
+        if search.has_room() and not search.out_of_time():
             self._close_gap(search, plain, share)
         if search.best is None and search.lowest is None and not share.is_look:
             offer_least_peak(search, plain)
@@ -248,20 +245,15 @@ class Auto:
         # Policies take long, and beside several windows found nothing better.
         has_enough = windows is not None and len(windows.parts) > 1 and search.best is not None
         if not has_start and search.is_open(gap) and not has_enough:
-            self._take_more_starts(search)
+            # On an unrolled LSTM of 1,091 ops, exchanges halved overhead; policies found nothing.
+            can_exchange = search.is_large and search.best_state is not None
+            (offer_exchanges if can_exchange else offer_policies)(search)
         if search.best is None and search.lowest is None:
             offer_least_peak(search, plain)
         if windows is not None and not search.proved_infeasible:
             Improvement(search, windows, gap, self.seed, self.workers).run()
         if len(search.graph.ops) <= EXACT_OPS and search.is_open(gap):
             Checkmate().run(search, stopping.EXACT.of(search.left_s))
-
-    def _take_more_starts(self, search: Search) -> None:
-        # On an unrolled LSTM of 1,091 ops policies found nothing better; exchanges halved overhead.
-        if search.is_large and search.best_state is not None:
-            offer_exchanges(search)
-        else:
-            offer_policies(search)
 
     def _solve_tiny(self, graph: TrainingGraph, budget_bytes: int) -> Result | None:
         """By exhaustive search; None where its part of the time did not do."""

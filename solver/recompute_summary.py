@@ -119,8 +119,7 @@ def attention_outputs(graph: TrainingGraph) -> list[int]:
     """The op that makes the output of each attention from which backward reads."""
     problem = Problem.of(graph)
     read = _read_by_backward(problem)
-    makers: dict[int, int] = {}
-    needed: set[int] = set()
+    makers, needed = dict[int, int](), set[int]()
     for op, core in enumerate(attention_cores(problem)):
         kind = op_kind(graph.ops[op].target)
         if core == NO_CORE:

@@ -24,8 +24,7 @@ def evaluate_schedule(
     wall_s: float = 0.0, cut_short: bool = False, message: str = "",
 ) -> Result:  # fmt: skip
     """Judge a schedule; if it does not fit, infeasible, with its peak as the least budget known."""
-    simulation = simulate(graph, schedule)
-    if simulation.peak_bytes > budget_bytes:
+    if (simulation := simulate(graph, schedule)).peak_bytes > budget_bytes:
         return infeasible(graph, schedule, simulation, budget_bytes, wall_s, message)
     bound_us = max(lower_bound_us, fastest_us(graph))
     proved = simulation.time_us <= bound_us * (1 + 1e-9)  # times are sums of floats

@@ -157,7 +157,7 @@ class Search:
         return self.gap > gap and not self.proved_infeasible and not self.out_of_time()
 
     def has_room(self) -> bool:
-        """Whether each op's working set, and the end, fit; `message` says what does not."""
+        """Whether each op's working set, and the end, fit; else nothing does, as `message` says."""
         problem, resident_bytes = self.problem, self.problem.resident_bytes
         worst = max(range(problem.n_ops), key=lambda t: working_set_bytes(problem, t))
         need_bytes = working_set_bytes(problem, worst)
@@ -173,6 +173,7 @@ class Search:
                 "gradients and other values that must be live when the step ends take "
                 f"{end_bytes} bytes, on top of {resident_bytes} resident ones"
             )
+        self.proved_infeasible |= max(need_bytes, end_bytes) > room_bytes
         return max(need_bytes, end_bytes) <= room_bytes
 
     def out_of_time(self) -> bool:

@@ -42,8 +42,7 @@ def _replay_stage(
     """UnreachableError: an op that must not run twice would have to."""
     # The stage that closes the step has no op of its own.
     outputs = problem.outputs[t] if t < problem.n_ops else ()
-    order = recomputed_in(problem, carried_in, starts, t)
-    if not order:
+    if not (order := recomputed_in(problem, carried_in, starts, t)):
         touched = sorted((*problem.needs[t], *outputs))
         return Stage((), 0.0, problem.own_bytes[t], tuple(touched))
     rise_bytes = max(_heights_bytes(problem, carried_in, carried_on, t, order))
@@ -103,8 +102,7 @@ def closure_cost_us(
     """Time of v's closure; None if a pinned op is in it, or once it is above `most_us`."""
     already = frozenset(paid)
     root = problem.producer[v]
-    seen = {root}
-    waiting = [root]
+    seen, waiting = {root}, [root]
     cost_us = 0.0
     while waiting:
         op = waiting.pop()
@@ -358,8 +356,7 @@ def schedule_of(
 
 
 def ops_of(problem: Problem, schedule: Schedule) -> list[int]:
-    index = problem.graph.op_index
-    return [index[step.op] for step in schedule.steps if isinstance(step, Compute)]
+    return [problem.graph.op_index[step.op] for step in schedule.steps if isinstance(step, Compute)]
 
 
 def _steps_of(problem: Problem, sequence: Sequence[int]) -> list[Step]:

@@ -47,10 +47,8 @@ class Solver(Protocol):
     """
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The best schedule found, and a bound; SolverError where it refuses the graph.
-
-        The budget is on the peak, resident bytes included, and may be any int.
-        """
+        """The best schedule found, and a bound; SolverError where it refuses the graph. The budget
+        is on the peak, resident bytes included, and may be any int."""
         ...
 
 

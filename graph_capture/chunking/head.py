@@ -219,8 +219,7 @@ class Head:
 
 def find_heads(graph: fx.Graph) -> tuple[list[Head], list[tuple[fx.Node, str]]]:
     """The heads of a joint graph, and the losses that cannot be chunked, each with the reason."""
-    heads: list[Head] = []
-    refused: list[tuple[fx.Node, str]] = []
+    heads, refused = list[Head](), list[tuple[fx.Node, str]]()
     for softmax in graph.find_nodes(op="call_function", target=aten._log_softmax.default):
         try:
             heads.append(_head_of(softmax))

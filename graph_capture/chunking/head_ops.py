@@ -68,8 +68,7 @@ class _HeadLoss:
 
     def logits(self, rows: _Rows) -> Tensor:
         """Of those of the block's rows that the loss takes, in the dtype of the loss."""
-        x = self.x[rows.a : rows.b]
-        return self._taken(_product(x, self.weight, self.bias), rows.inside)
+        return self._taken(_product(self.x[rows.a : rows.b], self.weight, self.bias), rows.inside)
 
     def _taken(self, logits: Tensor, chosen: Tensor | None) -> Tensor:
         if chosen is not None:

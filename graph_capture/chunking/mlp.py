@@ -142,8 +142,7 @@ class Mlp:
 
     @property
     def ends(self) -> list[fx.Node]:
-        grads = (*self.of_gate.all(), *self.of_up.all(), *self.of_down.all())
-        return [self.down.product, *grads]
+        return [self.down.product, *self.of_gate.all(), *self.of_up.all(), *self.of_down.all()]
 
     @property
     def transient_bytes(self) -> int:
@@ -153,8 +152,7 @@ class Mlp:
 
 def find_mlps(graph: fx.Graph) -> list[Mlp]:
     """The MLPs of a joint graph that can run in chunks; no node is of two of them."""
-    found: list[Mlp] = []
-    taken: set[fx.Node] = set()
+    found, taken = list[Mlp](), set[fx.Node]()
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         known = (name for name, one in ACTIVATIONS.items() if node.target is one.forward)

@@ -54,8 +54,7 @@ class _SplitMlp:
         return [slice(a, b) for a, b in blocks(self.x.shape[0], self.chunks)]
 
     def columns(self) -> list[slice]:
-        n = self.weight.shape[0]
-        return [slice(a, b) for a, b in blocks(n, self.chunks, COLUMNS_MULTIPLE)]
+        return [slice(a, b) for a, b in blocks(self.weight.shape[0], self.chunks, COLUMNS_MULTIPLE)]
 
     def inner(self, rows: slice) -> Tensor:
         result = ACTIVATIONS[self.activation](self._gate(rows, _ALL))

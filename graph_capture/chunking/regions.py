@@ -289,7 +289,6 @@ def hoped(captured: TrainingGraph, rounded: Callable[[int], int]) -> ChunkCosts:
     def chunk_costs(found: RegionCandidate) -> tuple[Mapping[str, Op], Sequence[Value]]:
         ours, values = modelled_ones(found)
         us = sum(op.cost_us for op in ours.values())
-        least_us = min(us, _whole_us(captured, found))
-        return (_taking(least_us, ours) if us > 0 else ours), values
+        return (_taking(min(us, _whole_us(captured, found)), ours) if us > 0 else ours), values
 
     return chunk_costs

@@ -201,6 +201,6 @@ def _digest_of(found: RegionCandidate) -> str:
         str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
         os.environ.get("MKL_CBWR", ""),  # chooses the branch of MKL's code
     ]
-    alike = (_likeness(*pair) for pair in zip(found.parts, found.nodes, strict=True))
-    parts += dict.fromkeys(alike)
+    pairs = zip(found.parts, found.nodes, strict=True)
+    parts += dict.fromkeys(_likeness(*pair) for pair in pairs)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -72,8 +72,7 @@ class _File(msgspec.Struct):
 
 def _known(data: bytes) -> _File | None:
     """What a file of costs holds; None of another version. Raises TextError if it cannot be."""
-    file = decode_json(data, _File)
-    if file.schema_version != _SCHEMA_VERSION:
+    if (file := decode_json(data, _File)).schema_version != _SCHEMA_VERSION:
         return None
     times = (one for each in file.begun.values() for one in each)
     if not (
@@ -120,8 +119,7 @@ class CostCache:
 
     def keep_costs(self, found: Mapping[str, OpCost]) -> None:
         for key, cost in found.items():
-            known = self.costs.get(key)
-            if known is None:
+            if (known := self.costs.get(key)) is None:
                 self.costs[key] = cost
             elif _truer(known, cost, is_less=cost.cost_us < known.cost_us):
                 self.costs[key] = cost
@@ -163,16 +161,14 @@ class CostCache:
         known = self._read()
         costs, steps = {**known.costs, **self.costs}, {**known.steps, **self.steps}
         if not self._is_anew:
-            # Of two processes that measure one op, the cost saved first goes to both: a kept plan
-            # rests on costs that the next process finds.
+            # Where two processes measure an op, the cost saved first counts: a plan may rest on it.
             theirs = {k: v for k, v in known.costs.items() if k not in self._own}
             costs |= theirs
             self.costs |= {k: v for k, v in theirs.items() if k not in self._saved}
         self._saved = set(self.costs)
-        begun = {**known.begun, **self.begun}
+        begun, bits = known.begun | self.begun, known.bits | self.bits
         self.begun = {key: times for key, times in begun.items() if key not in costs}
-        bits = {**known.bits, **self.bits}
-        links = {**known.links, **self.links}
+        links = known.links | self.links
         return _File(_SCHEMA_VERSION, self.title, costs, steps, bits, self.begun, links)
 
 
@@ -245,8 +241,7 @@ def flops_of(node: fx.Node) -> int:
 
 def _flops_of_attention(args: list[Any], *, is_backward: bool) -> int:
     """Torch's formula for CUDA's ops, for all fused attention."""
-    shapes = [tuple(t.shape) for t in args[: 4 if is_backward else 3]]
-    *first, query, key, value = shapes
+    *first, query, key, value = (tuple(t.shape) for t in args[: 4 if is_backward else 3])
     # Keys may have fewer heads than queries; torch 2.11's formula takes as many only.
     key, value = ((*query[:-2], *of_all[-2:]) for of_all in (key, value))
     if is_backward:

@@ -96,15 +96,13 @@ def relinked(graph: TrainingGraph, tiers: LowerTiers) -> TrainingGraph:
 
 def is_of_here(graph: TrainingGraph) -> bool:
     """Whether the links of a graph's device can be told here: it is of the table, or this one."""
-    if is_in_table(graph.device):
-        return True
-    return graph.versions.get("priced_on") == meter_of(graph.device).title
+    device = graph.device
+    return is_in_table(device) or graph.versions.get("priced_on") == meter_of(device).title
 
 
 def measured_pair(device: str, nvme_path: str = "", *, measure_again: bool = False) -> LinkPair:
     """Both ways between a device of this machine and its host, or the host and a folder; kept."""
-    meter = meter_of(device)
-    cache = CostCache.of(meter)
+    cache = CostCache.of(meter_of(device))
     place = nvme_path or (PINNED_MEMORY if is_cuda(device) else host_folder())
     key = f"NVMe at {place}" if nvme_path else f"host: {place}"
     if measure_again or key not in cache.links:
@@ -194,16 +192,14 @@ def profile(
         here = resolved_device(device, model)
         ranks = measured_rank_links(group, here, meter_of(here).title)
     traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target, device=device)
-    found = measure(traced, nvme_path=nvme or "", progress=progress)
-    return replace(found, ranks=ranks)
+    return replace(measure(traced, nvme_path=nvme or "", progress=progress), ranks=ranks)
 
 
 def measure(
     traced: Trace, *, nvme_path: str = "", progress: ProgressCallback | None = None
 ) -> Profile:
     meter, node_of = meter_of(traced.recipe.device), examples(traced.joint)
-    cache = CostCache.of(meter)
-    costs = measure_costs_with(traced, meter, cache, progress)[1]
+    costs = measure_costs_with(traced, meter, CostCache.of(meter), progress)[1]
     ops = {
         key: ProfiledOp(
             **msgspec.structs.asdict(cost),

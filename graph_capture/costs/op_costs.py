@@ -199,8 +199,7 @@ def with_measured_chunks(
     measure_again: bool = False,
 ) -> TrainingGraph:  # fmt: skip
     """`graph`, and regions that may run in chunks, measured and compared for bits."""
-    found = requested_regions(trace)
-    if not found:
+    if not (found := requested_regions(trace)):
         return graph
     meter, cache = _meter_and_cache(trace, measure_again)
     with trace.python_state.streams_kept():
@@ -382,8 +381,7 @@ class Sized:
         self._cache = CostCache.of(self._meter)
         with trace.python_state.streams_kept():
             graph = self._of_ops(trace.joint)
-        library_bytes = self._meter.library_bytes()
-        resident = replace(graph.resident, libraries_bytes=library_bytes)
+        resident = replace(graph.resident, libraries_bytes=self._meter.library_bytes())
         self.graph = replace(graph, resident=resident)
 
     def with_region(self, region: str, chunks: int, *, is_exact: bool) -> TrainingGraph:
@@ -416,8 +414,7 @@ class Sized:
             else op
             for op in joint.graph.ops
         )
-        values = _values_as_allocated(joint, of_op)
-        return replace(joint.graph, ops=tuple(ops), values=values)
+        return replace(joint.graph, ops=tuple(ops), values=_values_as_allocated(joint, of_op))
 
 
 def _regions(joint: Joint, nodes: Mapping[str, fx.Node], meter: Meter) -> dict[str, RegionMemory]:

@@ -63,9 +63,7 @@ def times_us(
     except BaseException:
         keep(found)  # Ctrl-C too: what was timed so far is not lost
         raise
-    return {
-        key: _OpTime(least_agreed(each), _away(each, away.get(key))) for key, each in found.items()
-    }
+    return {key: _OpTime(least_agreed(us), _away(us, away.get(key))) for key, us in found.items()}
 
 
 def _away(times: Sequence[float], away: Sequence[float] | None) -> float:
@@ -81,8 +79,7 @@ def _take(
 ) -> None:  # fmt: skip
     kept_s = time.monotonic()
     is_here = meter.device == CPU  # while another device runs, this thread waits
-    more = MORE_PASSES if meter.passes > 1 else 0
-    for number in range(meter.passes + more):
+    for number in range(meter.passes + (MORE_PASSES if meter.passes > 1 else 0)):
         for at, key in enumerate(made):
             # Further passes are only for ops whose two least times differ.
             if key in found and not (number >= meter.passes and have_agreed(found[key])):

@@ -75,8 +75,7 @@ class Roofline:
         is_rounded = work.kind == "convolution" and torch.backends.cudnn.allow_tf32
         is_rounded |= work.kind == "matmul" and torch.get_float32_matmul_precision() != "highest"
         is_rounded &= work.dtype == "float32" and "tf32" in self.device.tflops
-        rate = "tf32" if is_rounded else work.dtype
-        arithmetic_us = work.flops / self.device.flops_per_us(rate)
+        arithmetic_us = work.flops / self.device.flops_per_us("tf32" if is_rounded else work.dtype)
         traffic_us = work.moved_bytes / self.device.bytes_per_us
         return max(arithmetic_us / share.rate, traffic_us / share.bandwidth)
 
@@ -128,8 +127,7 @@ class _Fit:
         for group in _groups(key, one):
             found = self.factors.get(group, {})
             # An op measured once would otherwise be modelled without error.
-            others = [factor for other, factor in found.items() if other != key]
-            if others:
+            if others := [factor for other, factor in found.items() if other != key]:
                 return statistics.median(others)
         return 1.0
 

@@ -191,8 +191,7 @@ def _segments(joint: Joint, nodes: Sequence[fx.Node]) -> list[Sequence[fx.Node]]
 def _make_again(graph: fx.Graph, dropped: list[fx.Node], later: dict[fx.Node, int]) -> list[str]:
     """Let nodes of `later` read copies of `dropped`, each before its first reader; their names."""
     readers = {node: [user for user in node.users if user in later] for node in dropped}
-    needed = {node for node in dropped if readers[node]}
-    if not needed:
+    if not (needed := {node for node in dropped if readers[node]}):
         return []
     for node in reversed(dropped):  # what a needed node reads inside is needed too
         if any(user in needed for user in node.users):
@@ -233,8 +232,7 @@ def costs_of(graph: TrainingGraph) -> dict[str, float]:
 
 
 def with_costs(graph: TrainingGraph, costs: Costs) -> TrainingGraph:
-    ops = tuple(replace(op, cost_us=costs[op.name]) for op in graph.ops)
-    return replace(graph, ops=ops)
+    return replace(graph, ops=tuple(replace(op, cost_us=costs[op.name]) for op in graph.ops))
 
 
 _LEAST_ROUNDS, ROUNDS, _ENOUGH_US = 3, 24, 3e6  # rounds are fewer the longer they are
@@ -260,8 +258,7 @@ def whole_step(
         return profile.steps[key]
     if rounds is None:
         return cache.steps.get(key) if _is_of(profile, cache.title) else None
-    found = rounds.whole(graph)
-    if found is None:
+    if (found := rounds.whole(graph)) is None:
         return cache.steps.get(key)
     cache.keep_step(key, found)
     return cache.steps[key]
@@ -355,8 +352,7 @@ def is_beyond(joint: Joint, graph: TrainingGraph, most_bytes: int | None) -> boo
     """Whether runs of the step, which keep all that backward reads, take more than that."""
     if most_bytes is None or graph.device != CPU:
         return False
-    needed_bytes = graph.resident.total_bytes + peak_bytes(graph) + _made_bytes(joint)
-    return needed_bytes > most_bytes
+    return graph.resident.total_bytes + peak_bytes(graph) + _made_bytes(joint) > most_bytes
 
 
 def step_rounds(

@@ -96,8 +96,7 @@ class CudaMeter:
 
     def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
         """By the bytes asked of the allocator. The callables must have run before."""
-        # Asked, as the blocks given depend on what was freed before. What cuBLAS and cuDNN keep
-        # from the first run on is no op's.
+        # Blocks given depend on what was freed before. What cuBLAS and cuDNN keep is no op's.
         found: list[RegionMemory] = []
         with without_garbage():
             for region in regions:

@@ -204,8 +204,7 @@ def checked_bytes(given: SupportsIndex, what: str, forms: str) -> int:
 
 def parse_bytes(text: str, what: str, forms: str, unless: str = "") -> int:
     """A text with a unit as bytes. `unless`: what it could have meant without one, as ``%``."""
-    match = re.fullmatch(rf"{NUMBER}\s*([a-z]*)", text.lower())
-    if match is None:
+    if (match := re.fullmatch(rf"{NUMBER}\s*([a-z]*)", text.lower())) is None:
         raise BudgetError(f"{what} {text!r} cannot be read: write it like {forms}")
     number, unit = match.groups()
     if not unit:

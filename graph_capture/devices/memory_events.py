@@ -50,8 +50,7 @@ def measure_live(run: Callable[[], Any]) -> tuple[list[int], list[int]]:
     deltas, ((start_ns, end_ns),) = _watched([run])
     inside = [(time, size) for time, size in deltas if start_ns <= time < end_ns]
     live = [0, *accumulate(size for _, size in inside)]
-    moments = [0, *(time - start_ns for time, _ in inside), end_ns - start_ns]
-    return moments, [*live, live[-1]]
+    return [0, *(time - start_ns for time, _ in inside), end_ns - start_ns], [*live, live[-1]]
 
 
 def _watched(
@@ -65,8 +64,7 @@ def _watched(
                 kept = region()  # kept to the mark: what it returns is live at the end
             del kept, region
             count = i + 1
-    spans: dict[int, tuple[int, int]] = {}
-    deltas: list[tuple[int, int]] = []
+    spans, deltas = dict[int, tuple[int, int]](), list[tuple[int, int]]()
     for event in found[0].events():
         name = event.name()
         if name == "[memory]":

@@ -154,8 +154,7 @@ class LoadAwareTimer:
         return 1 - own_s / wall_s if by_others and wall_s > 0 else 0.0
 
 
-# How a CPU is measured. It has no counter of its own for memory, and modes that watch tensors miss
-# workspaces.
+# How a CPU is measured. It has no counter of memory, and modes that watch tensors miss workspaces.
 
 _TRIED_S, _QUIET = 0.05, 0.02  # seconds to try a core, and the part others may have had it
 _OFTEN, _APART_S = 9, 0.1  # times of `CpuMeter.often_us` and the pause, over a slow spell

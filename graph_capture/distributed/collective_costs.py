@@ -17,11 +17,7 @@ from torch import Tensor, fx
 from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.devices.known_devices import MODELLED, links_between_ranks
 from remat.graph_capture.devices.links import Collective, RankLinks, Traffic, fitted
-from remat.graph_capture.distributed.collectives import (
-    is_collective,
-    members_of,
-    op_name,
-)
+from remat.graph_capture.distributed.collectives import is_collective, members_of, op_name
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.joint.nodes import tensors_of
 
@@ -77,10 +73,8 @@ def with_collective_costs(
 
 def links_of_step(device: str, title: str, profile: Profile | None = None) -> RankLinks:
     """In nodes as torchrun says; `device` may be of the table, `title` is of this machine."""
-    found = profile.ranks if profile is not None else None
-    found = found or links_between_ranks(device, title)
-    node_size = int(os.environ.get(RANKS_OF_NODE, found.node_size))
-    return replace(found, node_size=node_size)
+    found = (profile and profile.ranks) or links_between_ranks(device, title)
+    return replace(found, node_size=int(os.environ.get(RANKS_OF_NODE, found.node_size)))
 
 
 # This is the only place where a collective is timed.

@@ -74,7 +74,6 @@ def with_returned_run_once(
     ops: Iterable[Op], node_of_op: Mapping[str, fx.Node], ends: Collection[str]
 ) -> tuple[Op, ...]:
     """`ops`, of which the collectives that make a value of `ends`, the outputs, run once."""
-
     returned = set(ends)
 
     def pinned(op: Op) -> Op:
@@ -330,8 +329,7 @@ class _LocalExecution(OpWatcher):
             raise NeedsOtherRanksError(
                 f"{func} waits for other ranks, and ops are timed on one alone"
             )
-        key = _kernel_of(func, pytree.tree_leaves((args, kwargs)))
-        if key is None:
+        if (key := _kernel_of(func, pytree.tree_leaves((args, kwargs)))) is None:
             return func(*args, **kwargs)
         with self:  # off in here; on again, it sees what others' kernels run
             return func._op_dk(key, *args, **kwargs)

@@ -66,8 +66,7 @@ def is_beside_local_part(description: object) -> bool:
 def is_mesh(node: fx.Node) -> bool:
     """As one that is cut out of another: no op runs for it."""
     value: Any = node.meta.get("val")
-    real = getattr(value, "real_obj", value)
-    return type(real).__name__ == "DeviceMesh"
+    return type(getattr(value, "real_obj", value)).__name__ == "DeviceMesh"
 
 
 def _of_whole(description: Any) -> Any:

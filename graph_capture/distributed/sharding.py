@@ -250,8 +250,7 @@ def ops_by_block(graph: TrainingGraph, pattern: str) -> dict[str, list[str]]:
     n = graph.n_forward
     found: dict[str, list[str]] = {}
     for op in graph.ops[:n]:
-        path = _matching(op.module, pattern)
-        if path:
+        if path := _matching(op.module, pattern):
             found.setdefault(path, []).append(op.name)
     if not found:
         modules = list(dict.fromkeys(op.module for op in graph.ops[:n] if op.module))

@@ -54,8 +54,7 @@ CachedCast = tuple[list[str], int]  # values that are one in the cache, and who 
 
 
 def cached_casts(ops: Sequence[Op], node_of_op: Mapping[str, fx.Node]) -> Iterator[CachedCast]:
-    end: dict[str, int] = {}
-    same: dict[tuple[fx.Node, str, str], list[str]] = {}
+    end, same = dict[str, int](), dict[tuple[fx.Node, str, str], list[str]]()
     for i, op in enumerate(ops):
         node = node_of_op.get(op.name)
         region = _custom(node).get(CASTS_KEY) if node and op.phase == "forward" else None
@@ -97,8 +96,7 @@ def _share(
         chain = _chain_of(ends)
         if type(weight.meta["desc"]).__name__ != "ParamAOTInput" or chain is None:
             raise _refused(weight, casts)
-        # Autograd runs what was made last first. The one cast was made before the first use, so its
-        # backward runs as a rule after all others.
+        # The one cast was made before its first use: as a rule its backward runs after all others.
         own = [order[_gradient(term)] for term in chain.terms if term in ends]
         is_alone = len(ends) == len(chain.terms)
         last = next(term for term in reversed(chain.terms) if term in ends)

@@ -293,6 +293,5 @@ def build_joint(
     # Autograd copies no gradient that it adds to what .grad holds.
     is_added = gradient_release is not None and gradient_release.is_added
     lay_out_gradients(gm, num_forward_outputs, released if is_added else ())
-    several = several_gradients or {}
-    builder = _Builder(gm, num_forward_outputs, several, released, gradient_release)
+    builder = _Builder(gm, num_forward_outputs, several_gradients or {}, released, gradient_release)
     return builder.build(name, resident, **facts)

@@ -106,8 +106,7 @@ class ConstantFolder(TraceObserver):
         base = self._formulas.get(inputs[0]) if is_view else None
         formula = _Formula(func, known_args, known, base=base)
         if torch.Tag.data_dependent_output in func.tags:
-            found = answer(formula, self._over, _run)
-            if found is None:
+            if (found := answer(formula, self._over, _run)) is None:
                 return self._unknown(func, args, kwargs, inputs)
             self._has_looked = True
             self._digest.update(repr(found).encode())

@@ -58,8 +58,7 @@ class EagerMemory(TraceObserver):
         self._n_nodes, self._collects = 0, False
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        mode = get_proxy_mode()
-        if mode is None:
+        if (mode := get_proxy_mode()) is None:
             return func(*args, **kwargs)
         self._tracer = mode.tracer
         if torch.is_inference_mode_enabled():
@@ -97,8 +96,7 @@ class EagerMemory(TraceObserver):
         super().__exit__(*what)
 
     def _note(self, tensor: FunctionalTensor) -> None:
-        node = self._node_of(tensor)
-        if node is None:
+        if (node := self._node_of(tensor)) is None:
             return
         key = storage_key(tensor)
         held = self._held.setdefault(key, _Held())
@@ -113,8 +111,7 @@ class EagerMemory(TraceObserver):
         weakref.finalize(tensor, self._let_go, id(tensor), key, held).atexit = False
 
     def _node_of(self, tensor: FunctionalTensor) -> fx.Node | None:
-        inner = from_functional(tensor.elem)
-        slot: Any = get_proxy_slot(inner, self._tracer, None)
+        slot: Any = get_proxy_slot(from_functional(tensor.elem), self._tracer, None)
         return None if slot is None else slot.proxy.node
 
     def _let_go(self, tensor: int, key: int, held: _Held) -> None:
@@ -188,8 +185,7 @@ def with_checkpoints(ops: Iterable[Op], node_of_op: Mapping[str, fx.Node]) -> It
         node = node_of_op.get(op.name)
         own = node.meta.get("custom", {}).get(CHECKPOINT_KEY) if node is not None else None
         if own is not None:
-            at = number.setdefault(own, len(number) + 1)
-            op = msgspec.structs.replace(op, checkpoint=at)
+            op = msgspec.structs.replace(op, checkpoint=number.setdefault(own, len(number) + 1))
         yield op
 
 

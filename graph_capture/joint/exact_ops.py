@@ -108,8 +108,7 @@ def _of_no_dimension(weight: Tensor, target: Tensor, ignore_index: int) -> Tenso
 
 def make_class_weights_exact(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=aten.sum.default):
-        facts = _summed_weights(node)
-        if facts is not None:
+        if (facts := _summed_weights(node)) is not None:
             read = node.all_input_nodes
             node.target, node.args = torch.ops.remat.sum_of_class_weights.default, facts
             erase_unread(*read)
@@ -164,8 +163,7 @@ _CHOSEN = aten._batch_norm_with_update_functional.default
 CHOSEN_BACKWARD = aten.batch_norm_backward.default
 MEAN, _RESERVE = 1, 3  # places among the results
 
-# For an op that returns new running statistics: the op that computes the rest, and how many results
-# both have before the statistics.
+# By op that returns new running statistics: the op of the rest, and how many results it has.
 RECOMPUTED_BY: dict[Any, tuple[Any, int]] = {
     _TRACED: (_TRACED_WITHOUT_STATISTICS, 3),
     _CHOSEN: (_WITHOUT_STATISTICS, 4),
@@ -203,8 +201,7 @@ def is_by_cudnn(read: tuple[Any, ...], eps: Any) -> bool:
 
 
 def reserved(x: Tensor) -> Tensor:
-    size_bytes = cudnn_batch_norm_reserve_bytes(x) if x.is_cuda else 0
-    return x.new_empty(size_bytes, dtype=torch.uint8)
+    return x.new_empty(cudnn_batch_norm_reserve_bytes(x) if x.is_cuda else 0, dtype=torch.uint8)
 
 
 def _change(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:

@@ -32,8 +32,7 @@ _ALIASES_OF_INPUTS = (OutputType.alias_of_input, OutputType.is_input)
 
 
 def can_release_gradients(metadata: ViewAndMutationMeta) -> bool:
-    # A step that releases gradients is given views, so it can neither write to what it
-    # differentiates nor return a part of it.
+    # A step that releases gradients is given views: it can neither write to them nor return them.
     inputs = metadata.input_info
     aliases = (one for one in metadata.output_info if one.output_type in _ALIASES_OF_INPUTS)
     returned = [inputs[one.base_idx] for one in aliases if one.base_idx is not None]
@@ -69,8 +68,7 @@ class GradientAccumulation:
         least_bytes = _sum_bytes(values, made.values()) / _PARTS if self.updated else 0
         last_read = {name: i for i, op in enumerate(ops) for name in op.inputs}
         final = self._final_at(ops, values, made, last_read)
-        found: list[Op] = []
-        waiting: list[int] = []
+        found, waiting = list[Op](), list[int]()
         for i, op in enumerate(ops):
             found.append(op)
             waiting += final.get(i, ())
@@ -231,8 +229,7 @@ def _before_copy(gradient: fx.Node, parameter: fx.Node) -> fx.Node:
         source = source.all_input_nodes[0]
     if not is_tangent(source) and len(source.users) < 2:
         return gradient  # the copy frees what it is a copy of, so the sooner the better
-    # Eager copies once the backward of the op that reads the parameter is over; it goes through the
-    # numbers of forward's ops downwards.
+    # Eager copies after the backward of the op that reads the parameter, forward's last op first.
     numbers = (_sequence_of(user) for user in parameter.users)
     read_at = min((n for n in numbers if n is not None), default=0)
     last = gradient

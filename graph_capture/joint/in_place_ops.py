@@ -133,10 +133,9 @@ def join_writes(graph: fx.Graph, in_forward: Collection[fx.Node], sums: InPlace)
         begins = node.op == "call_function" and node not in apart and node not in sums.begins
         begins = begins and _is_plain(node) and not is_getitem(node) and has_own_storage(node)
         # Flops are looked up by what a node calls, so a joined product would count none.
-        if begins and getattr(node.target, "overloadpacket", None) not in flop_registry:
-            writes = list(_writes_after(node, in_forward, apart))
-            if writes:
-                _join(node, writes)
+        is_counted = getattr(node.target, "overloadpacket", None) in flop_registry
+        if begins and not is_counted and (writes := list(_writes_after(node, in_forward, apart))):
+            _join(node, writes)
 
 
 def _is_plain(node: fx.Node) -> bool:
@@ -153,9 +152,7 @@ def _writes_after(
     before, tensor = node, as_written(node)
     members = [node]
     form = _any_form if is_empty else written_by_eager  # into equal numbers any op may write
-    while (
-        write := only_write(tensor, form, lambda n: written_by_eager(n) is not None)
-    ) is not None:
+    while (write := only_write(tensor, form, lambda n: bool(written_by_eager(n)))) is not None:
         is_alike = _is_plain(write.node) and (write.node in in_forward) == (node in in_forward)
         # One op has one phase, and what `sums` has taken is changed by its own rules.
         if not is_alike or not apart.isdisjoint((write.node, write.result)):
@@ -168,8 +165,7 @@ def _writes_after(
             return
         yield write
         members += [write.node, *write.scattered]
-        before = tensor = write.result
-        tensor = as_written(tensor)
+        before, tensor = write.result, as_written(write.result)
 
 
 def _any_form(node: fx.Node) -> Any:
@@ -213,7 +209,6 @@ def _runs_next(before: fx.Node, node: fx.Node, in_forward: Collection[fx.Node]) 
 
 def _join(node: fx.Node, writes: list[Write]) -> None:
     steps: dict[fx.Node, JoinedOp] = {}
-    tensor = node
     for write in writes:
         steps[write.node] = JoinedOp(write.node.target, in_place=write.target)
         steps |= {one: JoinedOp(one.target, is_whole=True) for one in write.scattered}

@@ -159,8 +159,7 @@ class NodeOrigins:
     def __init__(self, graph: fx.Graph) -> None:
         self._by_sequence: dict[int, tuple[str, str]] = {}
         for node in graph.nodes:
-            own = self._own(node)
-            sequence = node.meta.get("seq_nr")
+            own, sequence = self._own(node), node.meta.get("seq_nr")
             if own and sequence is not None and not made_by_autograd(node):
                 self._by_sequence.setdefault(sequence, own)  # numbered as their op of forward
 
@@ -187,8 +186,7 @@ def node_inputs(node: fx.Node) -> list[fx.Node]:
 def copy_of(gm: fx.GraphModule, edit: Callable[[fx.Graph], Any] = lambda _: None) -> fx.GraphModule:
     """A copy with the same constants and `meta`, changed by `edit`. It takes its inputs flat."""
     graph = fx.Graph()  # a new graph has fx's plain calling convention, whatever that of `gm` is
-    results = graph.graph_copy(gm.graph, {})
-    output = graph.output(results)
+    output = graph.output(graph.graph_copy(gm.graph, {}))
     output.meta = dict(gm.graph.find_nodes(op="output")[0].meta)  # `graph_copy` leaves it out
     edit(graph)  # before code is made of the graph, which takes long for thousands of nodes
     return fx.GraphModule(gm, graph)
@@ -218,8 +216,7 @@ MADE_IN_FORWARD = "remat_made_in_forward"  # marks what a forward has computed f
 
 def mark_forward() -> None:
     """Called as forward ends. Outside of a trace it does nothing."""
-    mode = get_proxy_mode()
-    if mode is not None:
+    if (mode := get_proxy_mode()) is not None:
         for node in mode.tracer.graph.nodes:
             node.meta[MADE_IN_FORWARD] = True
 
@@ -242,8 +239,7 @@ def forward_nodes(nodes: Sequence[fx.Node], forward_results: Sequence[Any]) -> s
     found: set[fx.Node] = set()
     stack = [n for n in forward_results if isinstance(n, fx.Node)] + effects
     while stack:
-        node = stack.pop()
-        if node not in found:
+        if (node := stack.pop()) not in found:
             found.add(node)
             stack.extend(node.all_input_nodes)
     return found

@@ -33,8 +33,7 @@ class ValueTable:
     of_node: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
     base_of: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])  # first to return it
     constants_bytes: dict[int, int] = field(default_factory=dict[int, int])  # by `storage_key`
-    # By value that is written to in place: the token of its last write, of no bytes, which the
-    # phase's later readers read too, so as to come after.
+    # By value written in place: the token of its last write, which later readers read too.
     written: dict[Phase, dict[str, str]] = field(
         default_factory=lambda: {"forward": {}, "backward": {}}
     )
@@ -49,8 +48,7 @@ class ValueTable:
     def register(self, name: str, node: fx.Node, tensor: Tensor, producer: str, kind: Kind) -> None:
         self.of_storage[storage_key(tensor)] = name
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(map(int, tensor.shape))
-        size_bytes = result_bytes(node, tensor)
-        self.by_name[name] = Value(name, size_bytes, producer, kind, dtype, shape)
+        self.by_name[name] = Value(name, result_bytes(node, tensor), producer, kind, dtype, shape)
 
     def add_resident(self, node: fx.Node) -> None:
         if is_tangent(node):
@@ -93,8 +91,7 @@ class ValueTable:
                 gradient: Tensor = node.meta["val"]
                 self.register(node.name, node, gradient, "tangents", "tangent")
                 # That of a view has the view's strides in the trace, but not a storage as large.
-                size_bytes = gradient.numel() * gradient.element_size()
-                self.changed(node.name, size_bytes=size_bytes)
+                self.changed(node.name, size_bytes=gradient.numel() * gradient.element_size())
                 self.of_node[node] = node.name
                 self.base_of[node.name] = node
                 names.append(node.name)

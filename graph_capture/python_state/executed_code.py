@@ -126,8 +126,7 @@ class LoadedNames:
 
     def named_for(self, kind: type) -> set[str]:
         """All that code itself names of objects of that class."""
-        own = (self._own.get(one, ()) for one in self._related(kind))
-        named = self.others.union(*own) - STATE
+        named = self.others.union(*(self._own.get(one, ()) for one in self._related(kind))) - STATE
         return {name for name in named if name[0] != "_"} if is_library(kind.__module__) else named
 
     def _related(self, kind: type) -> tuple[type, ...]:

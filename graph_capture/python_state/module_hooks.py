@@ -36,8 +36,7 @@ class Names:
     others: set[str] = field(default_factory=set)  # attributes of anything else
     stored: dict[str, int] = field(default_factory=dict)  # that it sets, with the first line
     modules: set[tuple[str, int]] = field(default_factory=set)  # imported as it runs, with level
-    # Whether it asks its first argument, or anything else, for a name known only as it runs, such
-    # as `getattr(self, f"scale_{i}")`.
+    # Whether it asks its first argument, or anything else, for a name known only as it runs.
     asks_own: bool = False
     asks_others: bool = False
 
@@ -72,8 +71,7 @@ def _add(found: Names, instructions: list[dis.Instruction], line: int, first: st
         elif name == "IMPORT_NAME":
             # It takes two arguments, of which the level of a relative import was pushed first.
             level = instructions[i - 2].argval if i > 1 else 0
-            is_level = isinstance(level, int)
-            found.modules.add((str(instruction.argval), level if is_level else 0))
+            found.modules.add((str(instruction.argval), level if isinstance(level, int) else 0))
         elif name == "IMPORT_FROM":
             found.others.add(str(instruction.argval))
         elif name in _STORE:

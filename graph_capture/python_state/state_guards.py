@@ -80,8 +80,7 @@ def unwritten(dictionaries: Sequence[dict[Any, Any]]) -> Callable[[], bool]:
     """A check that holds while nothing is written to any of the dictionaries."""
 
     def add(node: GuardManager, dictionary: dict[Any, Any]) -> None:
-        # The text is what dynamo would print. A write that puts back what was there counts too:
-        # False may be wrong, True never is.
+        # A write that puts back what was there counts too: False may be wrong, True never is.
         node.add_dict_version_guard(dictionary, [""], None)
 
     return _tree(dictionaries, add)
@@ -278,15 +277,13 @@ class PythonState:
                 before = getattr(self._found.kinds.get(id(space)), name, MISSING)
                 yield Change(place.text, before, space[name], place)
 
-    def writer(
-        self, place: StateSlot | OpaqueState | Stream, *, in_backward: bool = False
-    ) -> Writer:
+    def writer(self, at: StateSlot | OpaqueState | Stream, *, in_backward: bool = False) -> Writer:
         """Who has changed a place while `ran` was noted."""
         ran = self.ran
         # Backward may run hooks in a thread of its own.
         if ran is None or not ran.is_all or (in_backward and ran.may_run_in_backward()):
             return Writer.FORWARD
-        return writer_of(place, ran)
+        return writer_of(at, ran)
 
     def restore(self) -> None:
         """Put all places back, empty caches that were filled, and remove what appeared."""
@@ -327,8 +324,7 @@ class PythonState:
 
     def leave_out(self, places: Iterable[StateSlot | OpaqueState]) -> None:
         """Compare these no more: forward itself sets them."""
-        gone = {_key_of(place) for place in places}
-        if not gone <= self._gone:
+        if not (gone := {_key_of(place) for place in places}) <= self._gone:
             self._gone |= gone
             self._size = ()  # so that all is gathered anew at the next look
 

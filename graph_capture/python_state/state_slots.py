@@ -159,11 +159,9 @@ def refill(owner: Any, value: Any) -> None:
     """Make a container hold `value`, a copy of it, again."""
     if isinstance(owner, MappingProxyType) or holds(owner, value):  # what is behind it stays
         return
-    if isinstance(owner, _NUMBERS):
-        owner[:] = value
-        return
-    if isinstance(owner, np.ndarray):
-        owner[...] = value
+    if isinstance(owner, (np.ndarray, *_NUMBERS)):
+        whole: Any = ... if isinstance(owner, np.ndarray) else slice(None)
+        owner[whole] = value
         return
     base = _base(owner)
     base.clear(owner)
@@ -206,15 +204,13 @@ def is_same(now: Any, before: Any) -> bool:
         return False
     if isinstance(now, (float, complex)):
         return repr(now) == repr(before)  # by text: NaN is NaN, and 0.0 is not -0.0
-    if isinstance(now, PLAIN):
+    if isinstance(now, (*PLAIN, set, frozenset)):
         return bool(now == before)
     if isinstance(now, (tuple, list, deque)):
         return len(now) == len(before) and all(map(is_same, now, before))
     if isinstance(now, dict):
         # In their order, in which code may go through them.
         return list(now) == list(before) and all(map(is_same, now.values(), before.values()))
-    if isinstance(now, (set, frozenset)):
-        return now == before
     if isinstance(now, (np.ndarray, *_NUMBERS)):
         return holds(now, before)
     if isinstance(now, np.generic):

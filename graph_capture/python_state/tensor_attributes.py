@@ -131,8 +131,7 @@ def _set(tensor: Tensor, given: _Attributes) -> _Attributes:
 
 
 def _own(tensor: Tensor) -> _Attributes:
-    space = vars(tensor)
-    return {name: value for name, value in space.items() if not name.startswith(_BY_TORCH)}
+    return {name: value for name, value in vars(tensor).items() if not name.startswith(_BY_TORCH)}
 
 
 def _tensors_of(step: nn.Module) -> dict[str, Tensor]:

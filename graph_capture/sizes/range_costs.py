@@ -186,8 +186,7 @@ class WorkspacesOfRange:
 
 def _row_of(name: str, points: Sequence[WorkspacePoint]) -> list[WorkspacePoint]:
     """The points that differ from the last one in one size alone, and it."""
-    last = points[-1].sizes
-    others = {other: size for other, size in last.items() if other != name}
+    others = {other: size for other, size in points[-1].sizes.items() if other != name}
     return [one for one in points if all(one.sizes[k] == size for k, size in others.items())]
 
 
@@ -263,8 +262,7 @@ class RangeCosts:
         moved = _moved_bytes(graph)
         work = float(np.log(max(moved.sum(), 1.0)))
         flops = np.exp(_between(work, self._works, np.log(np.maximum(self._flops, 1e-9))))
-        left = _between(work, self._works, self._left)
-        costs = self._by_form(flops[None], moved[None])[0] * left
+        costs = self._by_form(flops[None], moved[None])[0] * _between(work, self._works, self._left)
         last = self.points[self._upper(sizes)]
         plain = np.array([value.size_bytes for value in graph.values], dtype=np.int64)
         workspaces = self.workspaces_at(sizes, plain, is_bound=is_bound)
@@ -341,8 +339,7 @@ def _moved_bytes(graph: TrainingGraph) -> Floats:
     named = ((*op.inputs, *op.outputs) for op in graph.ops)
     moved = np.array([float(sum(size[name] for name in names)) for names in named])
     # What the whole step takes beyond its ops is added to the arrival of the tangents.
-    is_whole = np.array([op.target == TANGENTS for op in graph.ops])
-    return np.where(is_whole, moved.sum(), moved)
+    return np.where(np.array([op.target == TANGENTS for op in graph.ops]), moved.sum(), moved)
 
 
 def _fitted(costs: Floats, flops: Floats, moved: Floats) -> tuple[Floats, Floats, Floats]:

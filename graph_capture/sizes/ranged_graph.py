@@ -52,9 +52,8 @@ def _check_points(
             raise GraphError(f"a range was measured at {one.sizes}, sizes that it does not have")
         _require_figures(n_ops, one.sizes, one.workspace_bytes, MOST_BYTES)
     for point in points:
-        _require_figures(n_ops, point.sizes, point.cost_us, math.inf)
-        _require_figures(n_ops, point.sizes, point.flops, math.inf)
-        _require_figures(n_ops, point.sizes, [0] * len(point.origins), math.inf)
+        for figures in (point.cost_us, point.flops, [0] * len(point.origins)):
+            _require_figures(n_ops, point.sizes, figures, math.inf)
         # Extra bytes may be less than none: a GPU's random state is smaller than the CPU's.
         kept = (*point.extra_bytes.values(), point.libraries_bytes)
         if point.libraries_bytes < 0 or not all(abs(one) < MOST_BYTES for one in kept):
@@ -186,8 +185,7 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     def _value(
         self, value: Value, shape_of: Callable[[str], int], bytes_of: Callable[[str], int]
     ) -> Value:
-        extent = self.extents.get(value.name)
-        if extent is None:
+        if (extent := self.extents.get(value.name)) is None:
             return value
         return replace(
             value, shape=tuple(map(shape_of, extent.shape)), size_bytes=bytes_of(extent.size_bytes)
@@ -195,10 +193,8 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
 
     @functools.cached_property
     def rising(self) -> bool:
-        """Whether no value and no batch takes more bytes where a size is smaller, by its form.
-
-        What was measured is taken so that it does not: see `bounding`.
-        """
+        """Whether no value and no batch takes more bytes where a size is smaller, by its form. What
+        was measured is taken so that it does not: see `bounding`."""
         return not self.not_rising()
 
     def not_rising(self) -> tuple[str, ...]:
@@ -210,10 +206,8 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
         return tuple(name for name, text in texts.items() if not known[text])
 
     def size_text(self, name: str) -> str:
-        """Bytes of a value in terms of the sizes: ``4·seq·64·4 B``.
-
-        The last factor is the bytes of an element, where the bytes are those of all elements.
-        """
+        """Bytes of a value in terms of the sizes: ``4·seq·64·4 B``. The last factor is the bytes of
+        an element, where the bytes are those of all elements."""
         extent, value = self.extents.get(name), self.base.value_by_name[name]
         if extent is None:
             return f"{value.size_bytes} B"
@@ -243,9 +237,7 @@ def _factor(text: str) -> str:
 
 def structure_of(graph: TrainingGraph) -> tuple[Any, ...]:
     """What two sizes of one step have in common: ops and values, without shapes and costs."""
-    ops = [
-        (op.name, op.target, op.phase, op.inputs, op.outputs, op.no_recompute) for op in graph.ops
-    ]
+    ops = [(o.name, o.target, o.phase, o.inputs, o.outputs, o.no_recompute) for o in graph.ops]
     values = [(value.name, value.producer, value.kind, value.dtype) for value in graph.values]
     return ops, values, graph.forward_outputs, graph.outputs
 

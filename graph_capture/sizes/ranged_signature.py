@@ -92,8 +92,7 @@ class RangedSignature(Signature):
 
     def example(self, mode: FakeTensorMode, size: Mapping[str, Any] | None = None) -> Any:
         """A batch of fake tensors; of the sizes in `size`, which may be symbols."""
-        tensors = self._tensors(size or self.hints)
-        return self._example(mode, tensors)
+        return self._example(mode, self._tensors(size or self.hints))
 
     def example_at(self, sizes: Sizes) -> Any:
         return self.example(FakeTensorMode(), sizes)
@@ -159,8 +158,7 @@ class RangedSignature(Signature):
         return [f"{name} = leaves[{one.leaf}].shape[{one.dim}]" for name, one in seen.items()]
 
     def _test_of_leaf(self, i: int, bound: dict[str, Any]) -> str:
-        facts = self.tensors[i]
-        if facts is None:
+        if (facts := self.tensors[i]) is None:
             bound[f"other{i}"] = self.others[i]
             return f"same(leaves[{i}], other{i})"
         names = {one.name: one.name for one in self.symbols}
@@ -248,8 +246,7 @@ def places_in(
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     positions = [one.name for one in parameters if one.kind in kinds]
-    symbols: list[Symbol] = []
-    places: list[Place] = []
+    symbols, places = list[Symbol](), list[Place]()
     for argument, dims in _as_mapping(dynamic, "dynamic").items():
         names = [f"args[{argument}]"]  # names under which a signature may have it
         if not isinstance(argument, int):

@@ -50,10 +50,8 @@ def _value(node: ast.expr, sizes: Mapping[str, int], text: str) -> Any:
             return -_value(operand, sizes, text)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             a, b = _value(left, sizes, text), _value(right, sizes, text)
-            is_fit = b != 0 if isinstance(op, (ast.FloorDiv, ast.Mod)) else True
-            if isinstance(op, ast.Pow):
-                is_fit = 0 <= b <= _MOST_POWER
-            if is_fit:
+            is_fit = not isinstance(op, ast.Pow) or 0 <= b <= _MOST_POWER
+            if is_fit and (b != 0 or not isinstance(op, (ast.FloorDiv, ast.Mod))):
                 return _BINARY[type(op)](a, b)
         case ast.Call(func=ast.Name(id=name), args=args) if name in _CALLS and args:
             return _CALLS[name]([_value(arg, sizes, text) for arg in args])
@@ -100,8 +98,7 @@ def _grows_from_zero(node: ast.expr, least: Mapping[str, int]) -> bool:
 
 
 def names_in(node: ast.expr) -> set[str]:
-    names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-    return names - _CALLS.keys()
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)} - _CALLS.keys()
 
 
 _Interval = tuple[int, int]
@@ -109,8 +106,7 @@ _Interval = tuple[int, int]
 
 def bounds_of(text: str, low: Mapping[str, int], high: Mapping[str, int]) -> _Interval:
     """Bounds of an expression where each size is from its `low` to its `high`, both included."""
-    # Interval arithmetic (Moore 1966, Interval Analysis): it bounds also what may fall as a size
-    # grows, and is exact where each size is named once.
+    # Interval arithmetic (Moore 1966, Interval Analysis), exact where each size is named once.
     return _bounds(parsed(text), low, high, text)
 
 
@@ -126,8 +122,7 @@ def _bounds(node: ast.expr, low: Sizes, high: Sizes, text: str) -> _Interval:
             return -most, -least
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY_INTERVALS:
             a, b = _bounds(left, low, high, text), _bounds(right, low, high, text)
-            found = _BINARY_INTERVALS[type(op)](a, b)
-            if found is not None:
+            if (found := _BINARY_INTERVALS[type(op)](a, b)) is not None:
                 return found
         case ast.Call(func=ast.Name(id=name), args=args) if name in _CALLS and args:
             each = [_bounds(arg, low, high, text) for arg in args]
@@ -328,8 +323,7 @@ def _rank(size: int, symbol: Symbol, taken: Collection[int]) -> tuple[bool, bool
     steps = size // symbol.multiple
     # A prime has no factor in common with others, which would look so too.
     divisors = sum(steps % n == 0 for n in range(2, math.isqrt(steps) + 1))
-    is_end = size in (symbol.low, symbol.high)
-    return size in taken, is_end, divisors, abs(size - symbol.middle)
+    return size in taken, size in (symbol.low, symbol.high), divisors, abs(size - symbol.middle)
 
 
 _MOST_POINTS = 20_000  # combinations of sizes that a guard is tried at; one with more is refused
@@ -369,8 +363,7 @@ def require_guards(guards: Sequence[Guard], symbols: Sequence[Symbol], model: st
 def _parts_of_range(guard: Guard, symbol: Symbol, others: Sizes) -> tuple[tuple[int, int], ...]:
     """Parts of the range without a gap in which the guard gives one answer, whichever it is."""
     grouped = itertools.groupby(symbol.sizes, lambda n: guard.holds({**others, symbol.name: n}))
-    each = [list(sizes) for _, sizes in grouped]
-    return tuple((sizes[0], sizes[-1]) for sizes in each)
+    return tuple((sizes[0], sizes[-1]) for sizes in (list(each) for _, each in grouped))
 
 
 def _range_error(

@@ -192,9 +192,8 @@ class _AtSizes:
     def _argument(self, leaf: Any) -> Any:
         if isinstance(leaf, fx.Node):
             value = leaf.meta.get("val")
-            if not isinstance(value, _NUMBERS) or leaf.op == "output":
-                return self.copies[leaf]
-            return self._number(value, leaf)
+            is_number = isinstance(value, _NUMBERS) and leaf.op != "output"
+            return self._number(value, leaf) if is_number else self.copies[leaf]
         return self._number(leaf, None) if isinstance(leaf, _NUMBERS) else leaf
 
     def _number(self, value: Any, node: fx.Node | None) -> Any:

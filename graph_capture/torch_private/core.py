@@ -233,8 +233,7 @@ def cuda_sleep(cycles: int) -> None:
 
 def takes_cudnn_batch_norm(*inputs: Tensor, eps: float) -> bool:
     """`inputs` : input, weight, bias, running mean and variance, in training."""
-    backend = _C._select_batch_norm_backend(*inputs, True, eps)
-    return backend == _C._BatchNormBackend.Cudnn
+    return _C._select_batch_norm_backend(*inputs, True, eps) == _C._BatchNormBackend.Cudnn
 
 
 def cudnn_batch_norm_reserve_bytes(x: Tensor) -> int:

@@ -85,8 +85,7 @@ def _matched(graph: TrainingGraph, option: str, globs: tuple[str, ...]) -> dict[
     modules = list(dict.fromkeys(op.module for op in _forward_ops(graph)))
     found: dict[str, str] = {}
     for glob in globs:
-        hit = {module for module in modules if names_module(glob, module)}
-        if not hit:
+        if not (hit := {module for module in modules if names_module(glob, module)}):
             raise SolverError(_no_module_text(option, glob, modules))
         for op in _forward_ops(graph):
             if op.module in hit:
@@ -95,8 +94,7 @@ def _matched(graph: TrainingGraph, option: str, globs: tuple[str, ...]) -> dict[
 
 
 def _no_module_text(option: str, glob: str, modules: list[str]) -> str:
-    named = [module for module in modules if module]
-    if not named:
+    if not (named := [module for module in modules if module]):
         return f"{option} '{glob}' matches nothing: no op of this graph names its module"
     near = _near(glob, named)
     hint = f"did you mean {' or '.join(near)}? " if near else ""

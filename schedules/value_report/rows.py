@@ -166,7 +166,7 @@ def written(pattern: str, box: tuple[tuple[int, ...], ...]) -> str:
     """The path of a product: ``stages.0-3.0-1.conv1``."""
     parts = iter(box)
     return ".".join(
-        ranges_text(next(parts)) if part == _INDEX else part for part in pattern.split(".")
+        ranges_text(next(parts)) if one == _INDEX else one for one in pattern.split(".")
     )
 
 

@@ -32,6 +32,7 @@ _OVERTIME_S = 0.5  # what HiGHS may take beyond its limit
 
 
 _Row = tuple[float, float, list[tuple[int, float]]]
+_Start = Sequence[float] | None
 
 
 @dataclass(slots=True)
@@ -107,9 +108,7 @@ def solve_program(
     raise SolverError(f"unknown MIP backend '{backend}'; there are {', '.join(BACKENDS)}")
 
 
-def _with_mathopt(
-    program: MixedProgram, limits: Limits, start: Sequence[float] | None
-) -> MipSolution:
+def _with_mathopt(program: MixedProgram, limits: Limits, start: _Start) -> MipSolution:
     from ortools.math_opt.python import mathopt  # pyright: ignore[reportMissingTypeStubs]
 
     api = cast(Any, mathopt)
@@ -160,7 +159,7 @@ def _mathopt_answer(api: Any, result: Any, variables: list[Any]) -> MipSolution:
     )
 
 
-def _with_pulp(program: MixedProgram, limits: Limits, start: Sequence[float] | None) -> MipSolution:
+def _with_pulp(program: MixedProgram, limits: Limits, start: _Start) -> MipSolution:
     import pulp  # pyright: ignore[reportMissingTypeStubs]
 
     with warnings.catch_warnings():
@@ -172,9 +171,7 @@ def _with_pulp(program: MixedProgram, limits: Limits, start: Sequence[float] | N
             return LATE
 
 
-def _run_pulp(
-    api: Any, program: MixedProgram, limits: Limits, start: Sequence[float] | None
-) -> MipSolution:
+def _run_pulp(api: Any, program: MixedProgram, limits: Limits, start: _Start) -> MipSolution:
     problem, variables = _pulp_model(api, program, limits.relaxed)
     for variable, value in zip(variables, start or (), strict=False):
         variable.setInitialValue(round(value) if variable.cat == "Integer" else value)

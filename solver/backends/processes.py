@@ -34,17 +34,14 @@ STOPPING_S = 5.0  # longest wait for what was told to stop
 
 
 class Task(Generic[_T]):
-    """One call of `work`, begun at once.
-
-    Ctrl-C while it is waited for, or an error in its block, stops it and each task that it began.
-    """
+    """One call of `work`, begun at once. Ctrl-C while it is waited for, or an error in its block,
+    stops it and each task that it began."""
 
     def __init__(self, work: Callable[[], _T], stop: Callable[[], None] | None = None) -> None:
         self._work, self._stop = work, stop
         self._done: list[_T] = []
         self._failed: list[BaseException] = []
-        self._ended = threading.Event()
-        self._is_stopped = False
+        self._ended, self._is_stopped = threading.Event(), False
         self._outer: Task[Any] | None = getattr(_here, "task", None)
         self._thread = threading.Thread(target=self._run, name="remat-solver", daemon=True)
         # Before the check: a stopped outer task finds it in `_running`, or the check sees that.
@@ -219,8 +216,7 @@ if hasattr(os, "register_at_fork"):
 def _idle_process() -> _Process | None:
     with contextlib.suppress(IndexError):
         while True:
-            process = _idle.pop()
-            if process.is_alive:
+            if (process := _idle.pop()).is_alive:
                 return process
             process.close()
     return None

@@ -30,11 +30,7 @@ from remat.solver.blocks.block_options import (
 from remat.solver.blocks.repeated import Block, Reads, Shape, shape_of
 from remat.solver.bounds.cut_program import expand
 from remat.solver.offload.copy_placing import PlacedSchedule, in_flight_bytes, place_copies
-from remat.solver.offload.fetch_as_recompute import (
-    most_by_stage,
-    untimed_schedule,
-    with_fetches,
-)
+from remat.solver.offload.fetch_as_recompute import most_by_stage, untimed_schedule, with_fetches
 from remat.solver.offload.joint_cut import JointCut
 from remat.solver.problem import Problem
 from remat.solver.search import Clock
@@ -94,8 +90,7 @@ def _state(
     if solution.values is None:
         return None
     copied = program.copied(solution.values, program.fetched)
-    ops = frozenset(problem.producer[v] for v in copied)
-    if not ops:
+    if not (ops := frozenset(problem.producer[v] for v in copied)):
         return None
     arriving = with_fetches(problem, ops, links)
     try:
@@ -128,9 +123,8 @@ def _placed(
 
 def _placed_option(state: State, placed: PlacedSchedule) -> BlockOption:
     turn, graph = state.problem.n_forward, state.problem.graph
-    name = graph.ops[turn].name
     steps, found = placed.schedule.steps, placed.found
-    at = steps.index(Compute(name))
+    at = steps.index(Compute(graph.ops[turn].name))
     below = {tier: each[at] for tier, each in found.below_bytes.items()}
     waiting = below.get("host", 0), below.get("nvme", 0)
     ran = (step.op if isinstance(step, Compute) else "" for step in steps)
@@ -168,8 +162,7 @@ class BlockBudgets:
         time_limit_s: float, staying: Collection[str] = (),
     ) -> BlockBudgets:  # fmt: skip
         """Solve each distinct block once; copies leave `staying`, which blocks hand out."""
-        clock = Clock(time_limit_s)
-        problem = Problem.of(graph)
+        clock, problem = Clock(time_limit_s), Problem.of(graph)
         reads = Reads.of(problem)
         blocks, is_given = _with_pieces(problem, spans)
         graphs = [block_graph(problem, reads, block) for block in blocks]
@@ -195,8 +188,7 @@ class BlockBudgets:
     def runs(self, room_bytes: int) -> list[list[Step]] | None:
         """The computations and copies of each given block; None if nothing fits."""
         # The knapsack's memory is a model: the caller simulates, and asks again with other room.
-        chosen = self._composed(room_bytes)
-        if chosen is None:
+        if (chosen := self._composed(room_bytes)) is None:
             return None
         return [
             _run(self.graphs[i], self.solved[i], self.tables[i][pick])
@@ -221,8 +213,7 @@ class BlockBudgets:
 
 def _with_pieces(problem: Problem, spans: Sequence[BlockSpan]) -> tuple[list[Block], list[bool]]:
     """The blocks, and what is before, between and behind them, which covers the graph."""
-    blocks: list[Block] = []
-    is_given: list[bool] = []
+    blocks, is_given = list[Block](), list[bool]()
     start, back_stop = 0, problem.n_ops
     for span in (*(Block(*span) for span in spans), None):
         stop = problem.n_forward if span is None else span.start

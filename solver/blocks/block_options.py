@@ -92,8 +92,7 @@ def block_options(graph: TrainingGraph, limits: int, left_s: Callable[[], float]
         if solution.values is not None:
             _add(found, State.from_recomputed(problem, expand(solution)))
     for option in tuple(found):
-        lower = _with_lower_peak(problem, option, left_s())
-        if lower is not None:
+        if (lower := _with_lower_peak(problem, option, left_s())) is not None:
             _add(found, lower)
     return tuple(sorted(found, key=lambda option: (option.extra_us, option.saved_bytes)))
 

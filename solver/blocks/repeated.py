@@ -187,8 +187,7 @@ def _runs(problem: Problem, reads: Reads) -> list[list[int]]:
     waiting = [(0, problem.n_forward)]
     while waiting:
         low, high = waiting.pop()
-        places = _periodic_run(classes[low:high], crossing[low : high + 1])
-        if places:
+        if places := _periodic_run(classes[low:high], crossing[low : high + 1]):
             found.append([low + place for place in places])
             waiting += [(low, low + places[0]), (low + places[-1], high)]
     return found
@@ -219,10 +218,8 @@ def _sides(keys: Sequence[Shape], place: int) -> tuple[tuple[int, Shape], tuple[
 
 
 def _gaps(problem: Problem, reads: Reads, ends: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where backward may be cut at each inner boundary, the last first.
-
-    From the last op that reads a value made behind it to the first that reads one spent before.
-    """
+    """Where backward may be cut at each inner boundary, the last first. From the last op that reads
+    a value made behind it to the first that reads one spent before."""
     behind = [problem.n_forward] * (problem.n_forward + 1)
     for op in reversed(range(problem.n_forward)):
         own = (reads.last_backward[v] + 1 for v in problem.outputs[op])
@@ -236,6 +233,4 @@ def _gaps(problem: Problem, reads: Reads, ends: Sequence[int]) -> Iterator[tuple
 
 def _is_before(problem: Problem, reads: Reads, op: int, end: int) -> bool:
     """Whether backward op `op` reads a value that forward made and spent before `end`."""
-    return any(
-        problem.producer[v] < end and reads.last_forward[v] < end for v in problem.inputs[op]
-    )
+    return any(max(problem.producer[v], reads.last_forward[v]) < end for v in problem.inputs[op])

@@ -58,8 +58,7 @@ def free_bound_us(
     graph: TrainingGraph, budget_bytes: int, *, time_limit_s: float = 10.0, enough_us: float = inf
 ) -> float:
     """No schedule in any order takes less; infinite where nothing fits."""
-    clock = Clock(time_limit_s)
-    ancestry = Ancestry.of(graph)
+    clock, ancestry = Clock(time_limit_s), Ancestry.of(graph)
     best: tuple[float, int] | None = None
     for t in _candidates(graph, ancestry, budget_bytes):
         left_s = clock.left_s

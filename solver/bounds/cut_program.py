@@ -70,8 +70,7 @@ class CutProgram:
         return [v for v in wanted if self.problem.producer[v] <= t]
 
     def _relevant(self) -> list[list[int]]:
-        found: list[list[int]] = []
-        following: list[int] = []
+        found, following = list[list[int]](), list[int]()
         for k in reversed(range(len(self.cuts))):
             seen = dict.fromkeys(self.wanted_in(k))  # what later intervals may want passes here
             old = (v for v in following if self.problem.producer[v] <= self.cuts[k])
@@ -98,8 +97,7 @@ class CutProgram:
         # With one cut, fractions leave fewer integers. With more, HiGHS closes more without them.
         is_whole = len(self.cuts) > 1
         is_backward = self.cuts[k] >= problem.n_forward
-        carried: dict[int, int] = {}
-        again: dict[int, int] = {}
+        carried, again = dict[int, int](), dict[int, int]()
         for v in values:
             if v in free:
                 continue
@@ -114,8 +112,7 @@ class CutProgram:
 
     def _presence(self, k: int, v: int, runs: dict[int, int]) -> list[tuple[int, float]] | None:
         """carried[k, v] + runs[producer of v]; None where v is there anyway."""
-        index = self.carried[k].get(v)
-        if index is None:
+        if (index := self.carried[k].get(v)) is None:
             return None
         op = runs.get(self.problem.producer[v])
         return [(index, 1.0)] if op is None else [(index, 1.0), (op, 1.0)]
@@ -123,25 +120,22 @@ class CutProgram:
     def cover(self, k: int, wanted: list[int], runs: dict[int, int]) -> None:
         """carried[k, v] + runs[producer of v] >= 1 for each v that is wanted."""
         for v in wanted:
-            terms = self._presence(k, v, runs)
-            if terms is not None:
+            if (terms := self._presence(k, v, runs)) is not None:
                 self.program.row(terms, lower=1.0)
 
     def needs_inputs(self, k: int, runs: dict[int, int]) -> None:
         """runs[op] <= carried[k, u] + runs[producer of u] for each input u."""
         for op, index in runs.items():
             for u in self.problem.inputs[op]:
-                terms = self._presence(k, u, runs)
-                if terms is not None:
+                if (terms := self._presence(k, u, runs)) is not None:
                     self.program.row([*terms, (index, -1.0)], lower=0.0)
 
     def carry_what_is_there(self, k: int, before: int, runs: dict[int, int]) -> None:
         """carried[k, v] <= carried[before, v] + runs[producer of v], v older than `before`."""
         for v, index in self.carried[k].items():
-            if self.problem.producer[v] <= self.cuts[before]:
-                terms = self._presence(before, v, runs)
-                if terms is not None:
-                    self.program.row([*terms, (index, -1.0)], lower=0.0)
+            is_older = self.problem.producer[v] <= self.cuts[before]
+            if is_older and (terms := self._presence(before, v, runs)) is not None:
+                self.program.row([*terms, (index, -1.0)], lower=0.0)
 
     def _memory(self, k: int) -> None:
         """Sum of size of v · carried[k, v] <= budget - working set of op t_k."""
@@ -162,8 +156,7 @@ class CutProgram:
     def solve(self, limits: Limits) -> CutSolution:
         if self.is_empty:
             return CutSolution(self, None, inf, inf)
-        answer = solve_program(self.program, limits)
-        if answer.proved_infeasible:
+        if (answer := solve_program(self.program, limits)).proved_infeasible:
             return CutSolution(self, None, inf, inf)
         base_us = sum(self.problem.cost_us)
         bound_us = base_us + max(answer.bound, 0.0) * self.cost_unit_us  # -inf: nothing proved
@@ -240,19 +233,16 @@ def expand(solution: CutSolution, problem: Problem | None = None) -> list[list[i
 
 def add_stage_row(cuts: CutProgram, k: int, op: int) -> None:
     """Bound what is live while `op` runs again right before the op of cut k.
-
     through[v] >= carried in + live at t - made again - 1
     Σ size · through + (outputs and workspace of op) · again[op] <= room,
     where an input counts if it is through or if op runs: it may be gone when another op runs again.
-    Nothing where op cannot run again there, or cut k - 1 is not the stage's start.
-    """
+    Nothing where op cannot run again there, or cut k - 1 is not the stage's start."""
     if k == 0 or cuts.cuts[k - 1] + 1 != cuts.cuts[k] or op not in cuts.again[k - 1]:
         return
     problem = cuts.problem
     runs = cuts.again[k - 1][op]
     terms = {runs: problem.own_bytes[op]}
-    outputs = set(problem.outputs[op])
-    inputs = set(problem.inputs[op])
+    outputs, inputs = set(problem.outputs[op]), set(problem.inputs[op])
     for v in sorted({*cuts.carried[k - 1], *cuts.free_at(k - 1)}):
         size_bytes = problem.size_bytes[v]
         if v in outputs or not size_bytes:
@@ -278,8 +268,7 @@ def _either(cuts: CutProgram, left: int, right: int) -> int:
 
 def _through(cuts: CutProgram, k: int, v: int) -> int | None:
     """A variable that is 1 where v is live through the stage; None where that is unknown."""
-    known = cuts.through.get((k, v))
-    if known is not None:
+    if (known := cuts.through.get((k, v))) is not None:
         return known
     live_at = cuts.carried[k].get(v)
     if v not in cuts.problem.needs[cuts.cuts[k]] and live_at is None:
@@ -293,8 +282,7 @@ def _through(cuts: CutProgram, k: int, v: int) -> int | None:
             missing -= 1.0
         else:
             row.append((bit, -1.0))
-    again = _made_again(cuts, k - 1, v)
-    if again is not None:
+    if (again := _made_again(cuts, k - 1, v)) is not None:
         row.append((again, 1.0))
     cuts.program.row(row, lower=-missing)
     cuts.through[k, v] = through

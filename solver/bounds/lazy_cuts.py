@@ -158,8 +158,7 @@ def _splits(added: Sequence[int], end: int) -> list[tuple[int, int, int]]:
     """Which interval each cut has split: its first cut, the new one, its last."""
     found: list[tuple[int, int, int]] = []
     for i, t in enumerate(added):
-        before = [other for other in added[:i] if other < t]
-        if before:
+        if before := [other for other in added[:i] if other < t]:
             found.append((max(before), t, min((u for u in added[:i] if u > t), default=end)))
     return found
 
@@ -316,10 +315,8 @@ def windows_of(problem: Problem, budget_bytes: int, peak_bytes: Bytes) -> Window
     cuts = [first_cuts(peak_bytes, group) for group in _groups(problem, peak_bytes, over)]
     begins = [0, *(min(chosen) for chosen in cuts[1:])]
     parts = [
-        LazyCuts(
-            problem, budget_bytes, tuple(sorted(chosen)), begin=begin, end=end, added=tuple(chosen)
-        )
-        for chosen, begin, end in zip(cuts, begins, [*begins[1:], None], strict=True)
+        LazyCuts(problem, budget_bytes, tuple(sorted(own)), begin=begin, end=end, added=tuple(own))
+        for own, begin, end in zip(cuts, begins, [*begins[1:], None], strict=True)
     ]
     return Windows(problem, parts)
 

@@ -194,7 +194,6 @@ def floor_text(graph: TrainingGraph, floor: Holding, schedule: Schedule | None) 
         return f"{text}: any schedule needs that, unless it computes outputs of the step again"
     runs = schedule.computations()
     makers = {graph.value_by_name[name].producer for name in graph.outputs} - {""}
-    count = sum(runs[maker] > 1 for maker in makers)
-    if not count:
+    if not (count := sum(runs[maker] > 1 for maker in makers)):
         return f"{text}: another order of first computations avoids it"
     return f"{text}: so outputs of the step are recomputed, by {count} of {len(makers)} ops"

@@ -101,8 +101,7 @@ class Front(Record, frozen=True):
 
     def price_of_gib(self, budget_bytes: int, step_bytes: int = 0) -> GibPrice:
         """From the front alone; 0 is one GiB, or 5 % of the peak. SolverError: nothing fits."""
-        here = self.best_within(budget_bytes)
-        if here is None:
+        if (here := self.best_within(budget_bytes)) is None:
             peaks = [p.result.peak_bytes for p in self.points if p.result.schedule is not None]
             least = f"the least peak in it is {min(peaks)} bytes" if peaks else "it has no schedule"
             raise SolverError(f"no schedule of this front fits {budget_bytes} bytes: {least}")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import BrokenExecutor
 from typing import Any, cast
 
-import msgspec
+from msgspec.structs import replace
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
@@ -90,7 +90,7 @@ def sweep_budgets(
         else:
             found = _side_by_side(graph, asked, solver, options, clock, jobs)
     known = merge_results(graph, found, [r for r in at_hand if r.solver == solver])
-    points = (Point(r.budget_bytes, msgspec.structs.replace(r, least_schedule=None)) for r in known)
+    points = (Point(r.budget_bytes, replace(r, least_schedule=None)) for r in known)
     sizes = least_needed_bytes(Problem.of(graph)), unmodified_bytes
     return Front(graph.name, graph.hash, solver, graph.time_us, *sizes, tuple(points))
 
@@ -117,9 +117,7 @@ def _one_by_one(
             found.append(_untried(graph, solver, budget_bytes))
         else:
             try:
-                found.append(
-                    solve_within(graph, budget_bytes, solver, time_limit_s=part_s, **options)
-                )
+                found += [solve_within(graph, budget_bytes, solver, time_limit_s=part_s, **options)]
             except KeyboardInterrupt:
                 note_interrupt()  # from outside of a search, which would have ended with its best
                 found.append(_untried(graph, solver, budget_bytes))
@@ -128,9 +126,7 @@ def _one_by_one(
 
 def _at_larger_budget(result: Result, budget_bytes: int) -> Result:
     message = "" if result.floor else result.message  # a floor's is about the smaller budget
-    return msgspec.structs.replace(
-        result, budget_bytes=budget_bytes, wall_s=0.0, floor=None, message=message
-    )
+    return replace(result, budget_bytes=budget_bytes, wall_s=0.0, floor=None, message=message)
 
 
 def _is_ideal(graph: TrainingGraph, result: Result) -> bool:
@@ -203,12 +199,12 @@ def _adopting(
     if better is None or better.schedule is None:
         return own
     adopted = evaluate_schedule(
-        graph, msgspec.structs.replace(better.schedule, budget_bytes=own.budget_bytes),
+        graph, replace(better.schedule, budget_bytes=own.budget_bytes),
         budget_bytes=own.budget_bytes, lower_bound_us=min(bound_us, better.time_us),
         wall_s=own.wall_s, cut_short=own.status == "time limit",
         message=own.message if better is own else "",
     )  # fmt: skip
-    return msgspec.structs.replace(adopted, floor=own.floor)
+    return replace(adopted, floor=own.floor)
 
 
 def least_peak(
@@ -220,20 +216,18 @@ def least_peak(
     with one_job():
         # At 0 the result names the least peak known.
         named = solve_within(graph, 0, solver, time_limit_s=first_s, **options)
-        if named.schedule is not None or not named.least_feasible_bytes:
+        if named.schedule is not None or not (known_bytes := named.least_feasible_bytes):
             return named
         at_hand = at_least_budget(graph, named)
         if is_interrupted() and at_hand is not None:
-            return msgspec.structs.replace(at_hand, message=named.message)
+            return replace(at_hand, message=named.message)
         # That schedule was not chosen for its time: one of its budget may be faster.
         left_s = SECOND_SOLVE.of(clock.left_s, time_limit_s)
-        found = solve_within(
-            graph, named.least_feasible_bytes, solver, time_limit_s=left_s, **options
-        )
+        found = solve_within(graph, known_bytes, solver, time_limit_s=left_s, **options)
     if found.schedule is not None or at_hand is None:
         return found
     bound_us = min(max(found.lower_bound_us, at_hand.lower_bound_us), at_hand.time_us)
-    return msgspec.structs.replace(
+    return replace(
         at_hand, lower_bound_us=bound_us, wall_s=named.wall_s + found.wall_s, message=found.message
     )
 

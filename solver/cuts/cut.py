@@ -70,9 +70,7 @@ class Cut:
         plain = store_all_state(search.problem)
         if search.offer(plain):
             return
-        if not search.has_room():
-            search.proved_infeasible = True
-        else:
+        if search.has_room():
             self._close_gap(search, plain)
         if search.best is None and search.lowest is None:  # it names the least budget known
             offer_least_peak(search, plain)
@@ -90,12 +88,7 @@ class Cut:
 
 
 def begin(
-    search: Search,
-    plain: State,
-    gap: float,
-    *,
-    has_start: bool = False,
-    with_policies: bool = False,
+    search: Search, plain: State, gap: float, *, has_start: bool = False, policies: bool = False
 ) -> LazyCuts | None:
     """The best single cut; None where nothing fits, or time ends early on a large graph."""
     search.say("choosing where to cut")
@@ -110,7 +103,7 @@ def begin(
     if search.is_open(gap) and search.gap > _WIDE and (search.best is None or not has_start):
         offer_segments(search)
     if search.best is None:
-        offer_first(search, plain, is_patient=not has_start, with_policies=with_policies)
+        offer_first(search, plain, is_patient=not has_start, policies=policies)
     if not is_repaired and search.best is None and not has_start:
         offer_climbed(search, first)
     if not has_start:  # with a schedule to improve on, or other starts behind, one more will do
@@ -142,11 +135,7 @@ def offer_climbed(search: Search, climbed: Climbed, most_work: float = float("in
 
 
 def limits_of(
-    search: Search,
-    lazy: LazyCuts | Windows,
-    gap: float,
-    open_gap: float,
-    nodes: Nodes = CUT_NODES,
+    search: Search, lazy: LazyCuts | Windows, gap: float, open_gap: float, nodes: Nodes = CUT_NODES
 ) -> Limits:
     # The next cut replaces the program: no need to be close. An exact one is the last.
     tolerance = max(gap, _GAP_PART * open_gap if open_gap < 1 else 0.0) / 4
@@ -220,7 +209,7 @@ def begin_window_cuts(search: Search, plain: State, gap: float, has_start: bool)
     windows = windows_of(search.problem, search.budget_bytes, plain.peak_bytes)
     has_several = len(windows.parts) > 1 and not search.is_large
     # Repairs of the single cut's starts take long and found none on narrow graphs.
-    lazy = begin(search, plain, gap, has_start=has_start or has_several, with_policies=True)
+    lazy = begin(search, plain, gap, has_start=has_start or has_several, policies=True)
     if lazy is None:
         return None
     is_best = has_several and _say_more(search, windows, lazy, gap)

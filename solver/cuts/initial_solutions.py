@@ -140,15 +140,13 @@ _QUICK_OPS = 128  # on graphs of at most so many ops policies take less than the
 _FEW_OPS = 3000  # beyond, `largest`, which scans all that is live each time, takes too long
 
 
-def offer_first(
-    search: Search, plain: State, *, is_patient: bool, with_policies: bool = False
-) -> None:
+def offer_first(search: Search, plain: State, *, is_patient: bool, policies: bool = False) -> None:
     """Offer what may fit, the quickest first, until something does."""
     is_quick = search.problem.n_ops <= _QUICK_OPS
     # 5 s at most on a narrow graph of 1,000 ops; they also give what an infeasible result says.
     if search.best is None and search.lowest is None and not search.is_large:
         offer_least_peak(search, plain)
-    if search.best is None and with_policies and is_quick:
+    if search.best is None and policies and is_quick:
         offer_policies(search)
     if search.best is None:
         offer_budget_continuation(search, plain, is_patient=is_patient)

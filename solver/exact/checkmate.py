@@ -159,8 +159,7 @@ class StagedProgram:
                     self.program.upper[index] = 0.0
 
     def is_end_output(self, row: _Row, v: int) -> bool:
-        at_end = row.index + 1 == len(self.rows)
-        return at_end and v in self.problem.needs[self.problem.n_ops]
+        return row.index + 1 == len(self.rows) and v in self.problem.needs[self.problem.n_ops]
 
     def blockers(self, row: _Row, op: int, v: int) -> list[int]:
         """Variables of which each keeps v from being freed after `op`."""

@@ -239,10 +239,8 @@ def _find_least_budget(search: Search, space: _StateSpace) -> None:
     low = search.budget_bytes + 1
     while low < search.lowest_bytes:
         middle = (low + search.lowest_bytes) // 2
-        walk = _fastest(space, middle, search)
-        if walk.sequence is not None:
-            made = schedule_of(search.problem, walk.sequence, solver=search.solver)
-            search.lowest = made
+        if (walk := _fastest(space, middle, search)).sequence is not None:
+            search.lowest = made = schedule_of(search.problem, walk.sequence, solver=search.solver)
             # Its own peak may be lower than the budget.
             search.lowest_bytes = simulate(search.graph, made).peak_bytes
         elif search.cut_short:

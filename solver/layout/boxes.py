@@ -103,12 +103,9 @@ MOST_OVERLAPS = 4_000_000  # above it, lists and their searches are too large
 
 
 class Sections(NamedTuple):
-    """Arrays alone, for compiled functions.
-
-    Sections of box i go from `low` to `high`. Those that share one with it are
-    `overlaps[overlap_at[i] : overlap_at[i + 1]]`; section s has
-    `members[member_at[s] : member_at[s + 1]]`.
-    """
+    """Arrays alone, for compiled functions. Sections of box i go from `low` to `high`. Those that
+    share one with it are `overlaps[overlap_at[i] : overlap_at[i + 1]]`; section s has
+    `members[member_at[s] : member_at[s + 1]]`."""
 
     size: Ints
     low: Ints

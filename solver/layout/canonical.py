@@ -141,9 +141,7 @@ _FIRST, _LAST, _NEXT, _PART = 0, 1, 2, 3  # of a frame: sections, next candidate
 
 class Preorder(NamedTuple):
     """The keys that boxes are ranked by, the largest first; `widths` are in ranks or in times.
-
-    W idth, A rea, T otal of the fullest section, S tart (latest first), s tart (earliest first).
-    """
+    W idth, A rea, T otal of the fullest section, S tart (latest first), s tart (earliest first)."""
 
     keys: str
     widths: str = "ranks"
@@ -277,8 +275,7 @@ class CanonicalSearch:
     def run(self, capacity: int, preorder: Preorder, tries: int) -> tuple[int, Ints, int]:
         """How it ended, the offsets if `FOUND`, and the placements tried, at most `tries`."""
         state, sections = initial(self.sections), tuple(self.sections)
-        letters = self.letters[preorder.widths]
-        keys = np.array([letters[key] for key in preorder.keys], np.float64)
+        keys = np.array([self.letters[preorder.widths][key] for key in preorder.keys], np.float64)
         used, total_key = 0, preorder.keys.index("T")
         for boxes, first, last in self._parts():
             order = _ranked(sections, state, keys, total_key, boxes)

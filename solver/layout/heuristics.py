@@ -237,11 +237,8 @@ _COLDEST = 1e-3  # of the first temperature, the last one
 def stacked(
     size: Ints, start: Ints, end: Ints, order: Ints, box: int, levels: Ints, heights: Ints
 ) -> int:
-    """Let boxes fall in `order`; the height of all.
-
-    `levels[k]` becomes the height during the life of `box` before the k-th falls, one more after
-    the last; `heights` the ends.
-    """
+    """Let boxes fall in `order`; the height of all. `levels[k]` becomes the height during the life
+    of `box` before the k-th falls, one more after the last; `heights` the ends."""
     profile = np.zeros(end.max(), np.int64)
     highest = 0
     for k in range(order.size):

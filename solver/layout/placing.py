@@ -124,8 +124,7 @@ class Searches:
         if not dives or not self.has_few_overlaps:
             return None
         tries = share * (-(-dives // _RELAXED_PART) if is_relaxed else dives)
-        found = dive(self._canonical, capacity, share, tries)
-        if found.offsets is None:
+        if (found := dive(self._canonical, capacity, share, tries)).offsets is None:
             return None
         return _PlacedOffsets(found.offsets, f"canonical search, {found.preorder.keys}")
 
@@ -186,8 +185,7 @@ def _searched(boxes: Boxes, best: _PlacedOffsets, goal: int) -> _PlacedOffsets:
         capacity = goal + int(part * boxes.load)
         if capacity >= boxes.top(best.offsets):  # what there is already is no higher
             break
-        found = searches.within(capacity, is_relaxed=part > 0)
-        if found is not None:
+        if (found := searches.within(capacity, is_relaxed=part > 0)) is not None:
             best = found
             break
     return _annealed(boxes, best, goal) if IS_COMPILED and searches.has_few_overlaps else best

@@ -192,8 +192,7 @@ class EventBuilder:
 
     def _present_gaps(self, v: int, touches: list[int], reads: list[bool]) -> list[bool]:
         """Whether the schedule at hand keeps each gap: a read follows before a making."""
-        hints = [False] * len(touches)
-        wanted = False
+        hints, wanted = [False] * len(touches), False
         for i in range(len(touches) - 1, 0, -1):
             op = self.events[touches[i]][1]
             if self.ran[touches[i]]:

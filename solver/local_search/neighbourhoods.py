@@ -114,8 +114,7 @@ class LargeNeighbourhoods:
         rules = [self._at_moment, self._around, self._near_moment, self._window]
         if self.guide:
             rules += [self._unlike_guide]
-        chosen = self.source.choice(rules)(size)
-        return sorted(dict.fromkeys(chosen))[: 2 * size]
+        return sorted(dict.fromkeys(self.source.choice(rules)(size)))[: 2 * size]
 
     def _full_stage(self) -> int:
         peak_bytes = self.state.peak_bytes[: self.search.problem.n_ops]

@@ -57,16 +57,14 @@ class Repair:
                 return True
             if self.search.work > self.most_work or self.search.out_of_time():
                 return False
-            move = self._best_move(over)
-            if move is None:
+            if (move := self._best_move(over)) is None:
                 return False
             apply(self.state, move)
 
     def _best_move(self, over: Bytes) -> GapMove | None:
         stages = np.flatnonzero(over)
         for worst in stages[np.argsort(-over[stages], kind="stable")][:4]:
-            move = self._best_at(int(worst), over)
-            if move is not None:
+            if (move := self._best_at(int(worst), over)) is not None:
                 return move
         return None
 
@@ -113,8 +111,7 @@ class Repair:
                 # Above this the drop is not wanted: its closure need not be followed.
                 most_us = max(sorted(least)[wanted - 1], 0.0) * relief_bytes**self.power
                 most_us *= 1 + 1e-9
-            cost_us = _drop_cost_us(self.state, move, most_us)
-            if cost_us is not None:
+            if (cost_us := _drop_cost_us(self.state, move, most_us)) is not None:
                 found.append((self._score(cost_us, relief_bytes), move))
                 least.append(found[-1][0])
         return found

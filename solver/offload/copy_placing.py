@@ -82,8 +82,7 @@ class _PlacingRound:
 
     def _leaving(self) -> dict[OffDeviceSpan, int]:
         whole_us = self.arrived_us()
-        leaving: dict[OffDeviceSpan, int] = {}
-        copied: set[str] = set()
+        leaving, copied = dict[OffDeviceSpan, int](), set[str]()
         for off_span in self.base.off_spans:
             value, first = off_span.value, off_span.leaves + 1
             # What is below already may go at once.
@@ -224,8 +223,7 @@ def place_copies(
     if base.peak_bytes > budget_bytes:
         return None
     best: PlacedSchedule | None = None
-    clock_us = untimed_clock(graph, base)
-    size = _sizes(graph, base)
+    clock_us, size = untimed_clock(graph, base), _sizes(graph, base)
     for _ in range(_ROUNDS):  # each round is timed by the clock of the one before
         one = _PlacingRound(base, links, size, clock_us, budget_bytes - base.live_bytes, order)
         transfers = one.transfers()

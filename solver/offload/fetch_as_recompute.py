@@ -112,14 +112,11 @@ def _arrivals(
     graph: TrainingGraph, steps: Sequence[Step], hosted: frozenset[int]
 ) -> list[_UntimedStep]:
     """The steps as items, in which hosted ops that run again are arrivals."""
-    items: list[_UntimedStep] = []
-    live: set[str] = set()
-    done: set[str] = set()
-    unwanted: set[str] = set()
+    items, live = list[_UntimedStep](), set[str]()
+    done, unwanted = set[str](), set[str]()
     for i, step in enumerate(steps):
         if not isinstance(step, Compute):
-            name = step.value
-            if name in unwanted:
+            if (name := step.value) in unwanted:
                 unwanted.discard(name)
             else:
                 items.append(_UntimedStep("free", name))
@@ -161,8 +158,7 @@ def _with_leaves(items: list[_UntimedStep]) -> list[_UntimedStep]:
 
 
 def _off_spans(items: Sequence[_UntimedStep]) -> tuple[OffDeviceSpan, ...]:
-    found: list[OffDeviceSpan] = []
-    left: dict[str, int] = {}
+    found, left = list[OffDeviceSpan](), dict[str, int]()
     for k, (kind, name) in enumerate(items):
         if kind == "leave":
             left[name] = k

@@ -217,8 +217,7 @@ class _JointSearch:
         search = self.search
         search.say(f"a start for {part:.0%} of the room")
         made = self._program(tuple(sorted(self.cuts)), part, links)
-        found = made.solve(self._limits())
-        if found.values is None:
+        if (found := made.solve(self._limits())).values is None:
             return
         ops = frozenset(search.problem.producer[v] for v in made.copied(found.values, made.fetched))
         if part == _PARTS[0] and links is self.links:
@@ -234,8 +233,7 @@ class _JointSearch:
         """Whether a point in which `ops` arrive was repaired; offers what it comes to."""
         is_repaired = False
         for one in WEIGHINGS[:1] if self.search.is_large else WEIGHINGS:
-            state = self._state(found, ops, one)
-            if state is None:
+            if (state := self._state(found, ops, one)) is None:
                 continue
             for spilled in self._spilled(ops, links):
                 done = offer_state(self.search, state, Hosted(ops, spilled), links, one.power)
@@ -335,9 +333,7 @@ class JointOffload:
         plain = store_all_state(search.problem)
         if search.offer(plain):
             return
-        if not search.has_room():
-            search.proved_infeasible = True
-        elif not search.out_of_time():
+        if search.has_room() and not search.out_of_time():
             self._close_gap(search, _JointSearch(search, plain, links, self.gap))
         if search.best is None:
             self._take_alone(search)

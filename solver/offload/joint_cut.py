@@ -66,9 +66,7 @@ class _LinkWindows:
 
     def out(self, k: int, whole: dict[int, int], link: Link) -> None:
         """Copies out of values that are whole below while op t_k runs: a window a release x.
-
-        Σ over v made at or after x of size · whole[v] <= rate · (end of x to the start of t_k)
-        """
+        Σ over v made at or after x of size · whole[v] <= rate · (end of x to the start of t_k)"""
         t, made = self.cuts[k], dict[int, _Terms]()
         for v, index in whole.items():
             made.setdefault(self.problem.producer[v], []).append((index, self._took(v, link)))
@@ -81,10 +79,8 @@ class _LinkWindows:
 
     def back(self, k: int, arriving: Sequence[dict[int, int]], link: Link) -> None:
         """Copies back that start after op t_k: a window a deadline y.
-
         Σ over i >= k, and v first read after t_i at or before y, of size · arriving[i][v]
-        <= rate · (end of t_k to the start of y)
-        """
+        <= rate · (end of t_k to the start of y)"""
         t, n, due = self.cuts[k], self.problem.n_ops, dict[int, _Terms]()
         for i in range(k, len(self.cuts)):
             first = self._first_reads(self.cuts[i])

@@ -45,8 +45,7 @@ def in_better_order(
     left = REORDERED.at(search.problem.n_ops)
     others = _others(placed, order)
     while left > 0 and not search.out_of_time():
-        other = next(others, None)
-        if other is None:
+        if (other := next(others, None)) is None:
             break
         left -= 1
         found = place(other)
@@ -63,8 +62,7 @@ def _others(placed: PlacedSchedule, order: _Order) -> Iterator[_Order]:
         issued_us = placed.found.clock_us[down[name].step]
         i = order.index(name)
         for j in reversed(range(i)):
-            before = down.get(order[j])
-            if before is None:
+            if (before := down.get(order[j])) is None:
                 continue
             yield (*order[:j], *order[j + 1 : i + 1], order[j], *order[i + 1 :])
             if before.start_us < issued_us:  # the link is idle until there is `name`
@@ -78,8 +76,7 @@ def _waited_for(placed: PlacedSchedule, down: dict[str, Copy]) -> list[str]:
     waits: dict[str, float] = {}
     back = {(copy.value, copy.start_us) for copy in placed.found.copies if copy.link == "h2d"}
     for stall in placed.found.stalls:
-        copy = down.get(stall.value)
-        if copy is None:
+        if (copy := down.get(stall.value)) is None:
             continue
         is_freed = isinstance(placed.schedule.steps[stall.step], Free)
         if is_freed or (copy.value, copy.end_us) in back:  # when its copy down ends
@@ -138,14 +135,12 @@ def _is_stalled(search: Search, state: State, hosted: Hosted, links: Links) -> b
     place = partial(
         place_copies, search.graph, base, search.budget_bytes, links, spilled=hosted.spilled
     )
-    placed = place()
-    if placed is None:
+    if (placed := place()) is None:
         return False
     waits_us = placed.found.stall_us
     is_better = placed.found.time_us - waits_us < search.best_key[0]  # orders shorten waits alone
     if is_better and waits_us <= _MOST_WAITS * placed.found.time_us:
-        placed = in_better_order(
-            search, placed, order_of_making(base), lambda order: place(order=order)
-        )
+        order = order_of_making(base)
+        placed = in_better_order(search, placed, order, lambda other: place(order=other))
     search.offer_evaluated(placed.schedule, placed.found)
     return bool(placed.found.stalls)

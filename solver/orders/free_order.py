@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -88,10 +89,9 @@ class _Attempts:
 
     def result(self, wall_s: float) -> Result:
         said = [f"{INTERRUPTED}: this is the best found until then"] if self.is_interrupted else []
-        schedule = self.best.result.schedule
-        if schedule is None:
-            return self._without_schedule(said, wall_s)
         best = self.best
+        if (schedule := best.result.schedule) is None:
+            return self._without_schedule(said, wall_s)
         floor = floor_above(Problem.of(self.graph), self.budget_bytes)
         if best.order != self.made[0].order:
             said.append("First computations are not in the captured order")
@@ -229,14 +229,9 @@ class FreeOrder:
             self._attempt(name, order, Share(limit_s / 2, is_look=True))
 
     def _order(self, aim: float, limit_s: float) -> Order | None:
-        if not aim:
-            return reorder.lowest_order(
-                self.graph, seed=self.seed, moves=self.moves, time_limit_s=limit_s
-            )  # fmt: skip
-        limit_bytes = int(aim * self.budget_bytes)
-        return reorder.better_order(
-            self.graph, limit_bytes, seed=self.seed, moves=self.moves, time_limit_s=limit_s
-        )
+        within = partial(reorder.better_order, budget_bytes=int(aim * self.budget_bytes))
+        find = within if aim else reorder.lowest_order
+        return find(self.graph, seed=self.seed, moves=self.moves, time_limit_s=limit_s)
 
     def _solve_in_full(self) -> None:
         """Solve the best look in full and refine it, then other looks, then the best again."""
@@ -262,12 +257,10 @@ class FreeOrder:
         return look.result.lower_bound_us < self.attempts.best.rank[0] * (1 - self.gap)
 
     def _refine(self) -> None:
-        in_vain = tried = 0
-        most = stopping.VAIN_ORDERS.most
+        in_vain, tried, most = 0, 0, stopping.VAIN_ORDERS.most
         while self.attempts.has_schedule and self._is_open() and in_vain < most:
             best = self.attempts.best
-            limit_s = stopping.REFINED_ORDER.of(self.clock.time_limit_s)
-            limit_s = min(limit_s, self.clock.left_s)
+            limit_s = min(stopping.REFINED_ORDER.of(self.clock.time_limit_s), self.clock.left_s)
             self._tell("looking for an order with more room")
             found = self._roomier(best.result, tried, limit_s)
             tried += 1

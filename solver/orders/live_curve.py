@@ -169,8 +169,7 @@ class LiveCurve:
         place = self.place
         for size_bytes, others in self.facts.spendable[op]:
             # Behind its other readers, `op` keeps the value.
-            spent = max((place[other] for other in others), default=-1)
-            if spent <= stop:
+            if (spent := max((place[other] for other in others), default=-1)) <= stop:
                 entry[max(spent - 1 - start, 0) :] += size_bytes
         return entry
 
@@ -180,8 +179,7 @@ class LiveCurve:
         place = self.place
         for size_bytes, others in self.facts.spendable[op]:
             # The value now dies once `op` and the others have run.
-            spent = max((place[other] for other in others), default=-1)
-            if spent < start:
+            if (spent := max((place[other] for other in others), default=-1)) < start:
                 entry[max(spent + 1 - stop, 0) :] -= size_bytes
         return entry
 

@@ -54,8 +54,7 @@ def _anneal(
     curve: LiveCurve, cooling: _Cooling, source: random.Random, time_limit_s: float
 ) -> tuple[int, ...]:
     """In place; the order of least energy seen."""
-    clock = Clock(time_limit_s)
-    n_ops = len(curve.order) - 1
+    clock, n_ops = Clock(time_limit_s), len(curve.order) - 1
     energy = curve.overload_bytes + cooling.weight * curve.worst_bytes
     best, best_energy = curve.ops(), energy
     if not n_ops or cooling.moves < 1:
@@ -98,8 +97,7 @@ def _draw(curve: LiveCurve, op: int, source: random.Random) -> OrderMove | None:
     if not back + onward:
         return None
     is_onward = source.random() * (back + onward) >= back
-    room = onward if is_onward else back
-    distance = int((room + 1) ** source.random())
+    distance = int(((onward if is_onward else back) + 1) ** source.random())
     return curve.moved(op, place + distance if is_onward else place - distance)
 
 

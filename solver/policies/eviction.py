@@ -144,8 +144,7 @@ class EvictedReach:
         """Evicted values on paths from v, and where the paths end."""
         inside: list[int] = []
         ends: list[int] = []
-        seen = {v}
-        waiting = [v]
+        seen, waiting = {v}, [v]
         while waiting:
             for u in links_of[waiting.pop()]:
                 if u not in seen:

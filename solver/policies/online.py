@@ -37,8 +37,7 @@ class OnlineRun:
     def __init__(
         self, problem: Problem, policy: Policy, is_over: Callable[[], bool] | None = None
     ) -> None:
-        self.problem = problem
-        self.policy = policy
+        self.problem, self.policy = problem, policy
         self.is_over = is_over or (lambda: False)
         self.books = ValueStatistics(problem)
         self.sequence: list[int] = []
@@ -85,8 +84,7 @@ class OnlineRun:
         self._open(t, self.problem.needs[t], stack)
         while stack:
             op, reads = stack[-1]
-            missing = next((v for v in reads if not self._live[v]), None)
-            if missing is not None:
+            if (missing := next((v for v in reads if not self._live[v]), None)) is not None:
                 again = self.problem.producer[missing]
                 self._open(again, self.problem.inputs[again], stack)
                 continue
@@ -176,11 +174,10 @@ class OnlineRun:
         return not (self._stages_left[v] or self._locks[v] or self._awaited[v])
 
     def _free_if_dead(self, v: int) -> None:
-        if not self._live[v] or not self._is_dead(v):
-            return
-        if not self._fixed[v]:
+        is_spent = self._live[v] and self._is_dead(v)
+        if is_spent and not self._fixed[v]:
             self._evict(v)
-        elif not self._lose(v, self.problem.size_bytes[v]):
+        elif is_spent and not self._lose(v, self.problem.size_bytes[v]):
             self._spare[v] = None
 
     def _give_up_spare(self) -> bool:
@@ -254,8 +251,7 @@ def _plan(search: Search, make: _MakePolicy, prune: bool, plain_bytes: int) -> N
         search.message = f"one op alone needs {least_bytes} bytes with its inputs and outputs"
     else:
         search.say("running the policy at the budget")
-        sequence = _run_at(search, make, search.budget_bytes)
-        if sequence is not None:
+        if (sequence := _run_at(search, make, search.budget_bytes)) is not None:
             _offer(search, sequence, prune)
     if search.best is None:
         _bisect_least_peak(search, make, prune, (least_bytes, plain_bytes))
@@ -288,8 +284,7 @@ def _bisect_least_peak(
         if middle_bytes in (low_bytes, high_bytes) or search.out_of_time():
             break
         search.say(f"trying the policy at {middle_bytes} bytes")
-        sequence = _run_at(search, make, middle_bytes)
-        if sequence is None:
+        if (sequence := _run_at(search, make, middle_bytes)) is None:
             low_bytes = middle_bytes
         else:
             high_bytes = middle_bytes

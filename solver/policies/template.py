@@ -52,8 +52,7 @@ def template_sequence(problem: Problem, template: Template) -> list[int]:
     segments = _Segments(problem, template.kept)
     sequence = list(range(problem.n_forward))
     for t in range(problem.n_forward, problem.n_ops + 1):
-        gone = [v for v in problem.needs[t] if not available[v]]
-        if gone:
+        if gone := [v for v in problem.needs[t] if not available[v]]:
             wanted = gone if template.just_in_time else segments.read_with(gone)
             order = recomputed_in(problem, available, wanted, t, own_needs=False)
             order = order if template.just_in_time else sorted(order)  # as forward ran it
@@ -80,11 +79,9 @@ def regions(problem: Problem, again: Sequence[bool], region: Sequence[int]) -> T
 
 def unavoidable(problem: Problem) -> bytearray:
     """1 for values of forward that cannot be made again, or that the caller holds."""
-    kept = bytearray(problem.n_values)
-    for v, op in enumerate(problem.producer):
-        if op < problem.n_forward and (problem.no_recompute[op] or v in problem.held):
-            kept[v] = 1
-    return kept
+    pinned, held = problem.no_recompute, problem.held
+    made = enumerate(problem.producer)
+    return bytearray(op < problem.n_forward and (pinned[op] or v in held) for v, op in made)
 
 
 def read_in_backward(problem: Problem) -> list[int]:
@@ -151,8 +148,7 @@ def module_blocks(graph: TrainingGraph) -> Blocks:
     modules = [op.module for op in graph.ops[: graph.n_forward]]
     entries = _entries(modules)
     blocks = Blocks([], [], [], [])
-    number: dict[str, int] = {}
-    sizes: dict[str, int] = {}
+    number, sizes = dict[str, int](), dict[str, int]()
     for module in modules:
         container, entry = _outermost(module, entries)
         name = f"{container}.{entry}".removeprefix(".")
@@ -189,8 +185,7 @@ def _outermost(module: str, entries: dict[str, set[str]]) -> tuple[str, str]:
 
 def _adopt(of_op: list[int], modules: Sequence[str]) -> None:
     """Give ops without a module, between ops in blocks, the block before them."""
-    following = [NO_BLOCK] * len(of_op)
-    after = NO_BLOCK
+    following, after = [NO_BLOCK] * len(of_op), NO_BLOCK
     for i in reversed(range(len(of_op))):
         following[i] = after
         if modules[i]:
@@ -244,12 +239,10 @@ class EveryNLayers:
         return solve_templates(search, self.templates, NO_REPEATED_BLOCK)
 
     def templates(self, problem: Problem) -> Iterator[Template]:
-        blocks = module_blocks(problem.graph)
-        if not blocks.names:
+        if not (blocks := module_blocks(problem.graph)).names:
             return
         make = nth_blocks if self.method == "nth" else _uniform_blocks
-        most = max(blocks.rank) + 1
-        for n in [self.n] if self.n else range(1, most + 1):
+        for n in [self.n] if self.n else range(1, max(blocks.rank) + 2):
             yield make(problem, blocks, n)
 
 

@@ -71,8 +71,7 @@ def _solve_region(
     if known is not None:
         bound_us = min(known.bound_us, bound_us)
     first = known.best if known is not None else relaxed
-    best = msgspec.structs.replace(min(found, key=_rank), solver=first.solver)
-    return _Known(best, bound_us)
+    return _Known(msgspec.structs.replace(min(found, key=_rank), solver=first.solver), bound_us)
 
 
 @dataclass(frozen=True)
@@ -186,10 +185,8 @@ def _most_held_bytes(graph: TrainingGraph) -> int:
 
 def _most_of(graph: TrainingGraph, ops: Sequence[Op]) -> int:
     size = {value.name: value.size_bytes for value in graph.values if value.producer}
-    return max(
-        op.workspace_bytes + sum(size.get(name, 0) for name in {*op.inputs, *op.outputs})
-        for op in ops
-    )
+    held = (sum(size.get(name, 0) for name in {*op.inputs, *op.outputs}) for op in ops)
+    return max(op.workspace_bytes + size_bytes for op, size_bytes in zip(ops, held, strict=True))
 
 
 _SAME_TIME = 1 + 1e-9

@@ -61,8 +61,7 @@ def simple_rule_fallback(
         part_s = max(time_limit_s - lost.wall_s, _PART * time_limit_s)
         policies = (make_solver(name, time_limit_s=part_s) for name in _POLICIES)
         made += [policy.solve(graph, budget_bytes) for policy in policies]
-    fitting = [one for one in made if one.schedule is not None]
-    if not fitting:
+    if not (fitting := [one for one in made if one.schedule is not None]):
         return _naming_the_lowest(lost, made)
     best = min(fitting, key=lambda one: (one.time_us, one.peak_bytes))
     # More time might have found a faster one.
@@ -92,8 +91,7 @@ def _naming_the_lowest(lost: Result, made: Sequence[Result]) -> Result:
     if lowest is None or 0 < known_bytes <= lowest.least_feasible_bytes:
         return lost
     least_bytes, is_proved = lowest.least_feasible_bytes, lost.message.startswith(NONE_FITS)
-    named = f"{known_bytes} {KNOWN}"
-    if named in lost.message:
+    if (named := f"{known_bytes} {KNOWN}") in lost.message:
         message = lost.message.replace(named, f"{least_bytes} {KNOWN}")
     else:
         rest = without_least_budget(lost.message)

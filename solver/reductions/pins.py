@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-import msgspec
+from msgspec import structs
 
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import KEPT, Op, TrainingGraph
@@ -63,22 +63,22 @@ def with_clones(graph: TrainingGraph, again: Set[int]) -> TrainingGraph:
         ops += [_clone(graph.ops[below], renamed) for below in missing]
         ops.append(_reading_clones(graph.ops[i], renamed))
     values = [
-        msgspec.structs.replace(value, name=value.name + CLONE, producer=value.producer + CLONE)
+        structs.replace(value, name=value.name + CLONE, producer=value.producer + CLONE)
         for value in graph.values
         if value.producer and done[graph.op_index[value.producer]]
     ]
-    return msgspec.structs.replace(graph, ops=tuple(ops), values=(*graph.values, *values))
+    return structs.replace(graph, ops=tuple(ops), values=(*graph.values, *values))
 
 
 def _clone(op: Op, renamed: dict[str, str]) -> Op:
     outputs = tuple(renamed[v] for v in op.outputs)
-    return msgspec.structs.replace(
+    return structs.replace(
         _reading_clones(op, renamed), name=op.name + CLONE, phase="backward", outputs=outputs
     )
 
 
 def _reading_clones(op: Op, renamed: dict[str, str]) -> Op:
-    return msgspec.structs.replace(op, inputs=tuple(renamed.get(v, v) for v in op.inputs))
+    return structs.replace(op, inputs=tuple(renamed.get(v, v) for v in op.inputs))
 
 
 def _missing_below(problem: Problem, root: int, again: Set[int], done: bytearray) -> list[int]:
@@ -138,8 +138,7 @@ def _leave_out_runs(
 def _repeats(problem: Problem, sequence: Sequence[int], again: Set[int]) -> list[int]:
     """Positions of runs that are neither the first nor, for `again`, the first in backward."""
     waiting = set(range(problem.n_forward))
-    ran = bytearray(problem.n_ops)
-    ran_in_backward = bytearray(problem.n_ops)
+    ran, ran_in_backward = bytearray(problem.n_ops), bytearray(problem.n_ops)
     found: list[int] = []
     for position, op in enumerate(sequence):
         must_stay = not waiting and op in again and not ran_in_backward[op]
@@ -158,20 +157,18 @@ def _without(sequence: Sequence[int], left_out: Set[int]) -> list[int]:
 def _freed_graph(graph: TrainingGraph, recompute: tuple[str, ...]) -> TrainingGraph:
     """`graph` in which the custom ops that `recompute` names may run twice."""
     named = {op.name for op in graph.ops if may_run_twice(op, recompute)}
-    ops = [
-        msgspec.structs.replace(op, no_recompute="") if op.name in named else op for op in graph.ops
-    ]
-    return msgspec.structs.replace(graph, ops=tuple(ops)) if named else graph
+    ops = [structs.replace(op, no_recompute="") if op.name in named else op for op in graph.ops]
+    return structs.replace(graph, ops=tuple(ops)) if named else graph
 
 
 def kept_graph(graph: TrainingGraph, kept: dict[str, str]) -> TrainingGraph:
     ops = [
-        msgspec.structs.replace(op, no_recompute=f"{KEPT} {option('keep', kept[op.name])}")
+        structs.replace(op, no_recompute=f"{KEPT} {option('keep', kept[op.name])}")
         if op.name in kept and not op.no_recompute
         else op
         for op in graph.ops
     ]
-    return msgspec.structs.replace(graph, ops=tuple(ops))
+    return structs.replace(graph, ops=tuple(ops))
 
 
 class _Stamp(NamedTuple):
@@ -271,10 +268,10 @@ class _PinnedSearch:
             self.graph, self._schedule(sequence, result.schedule), found, self.budget_bytes,
             self.clock.elapsed_s, f"{text}. {rest}" if lost.message else text,
         )  # fmt: skip
-        return msgspec.structs.replace(found_none, status=lost.status)
+        return structs.replace(found_none, status=lost.status)
 
     def _unnamed(self, result: Result) -> Result:
-        return msgspec.structs.replace(  # proofs of the graph with clones do not hold
+        return structs.replace(  # proofs of the graph with clones do not hold
             result, budget_bytes=self.budget_bytes, least_feasible_bytes=0, least_schedule=None,
             held_at_peak=(), lower_bound_us=self.graph.time_us, least_bound_bytes=0, floor=None,
             wall_s=self.clock.elapsed_s, message=_message_without_clones(result.message),
@@ -301,8 +298,7 @@ class _PinnedSearch:
         )  # fmt: skip
 
     def _bound_with_keep_us(self) -> float:
-        limit_s = PINNED_BOUND.of(self.clock.left_s)
-        if limit_s <= 0:
+        if (limit_s := PINNED_BOUND.of(self.clock.left_s)) <= 0:
             return 0.0
         if self.question.options.get("order") == "free":
             return free_bound_us(self.kept, self.budget_bytes, time_limit_s=limit_s)
@@ -330,4 +326,4 @@ class _PinnedSearch:
 
     def _schedule(self, sequence: Sequence[int], source: Schedule) -> Schedule:
         made = schedule_of(self.problem, sequence)
-        return _stamp(self.question).on(msgspec.structs.replace(source, steps=made.steps))
+        return _stamp(self.question).on(structs.replace(source, steps=made.steps))

@@ -72,8 +72,7 @@ class Reduction(ABC, Generic[_Inverse]):
         """The answer, judged on the question's graph, with a bound for it; `rest` is behind."""
         clock = Clock(question.time_limit_s)
         changed, inverse = self.apply(question)
-        found = rest(changed)
-        if found.schedule is None:
+        if (found := rest(changed)).schedule is None:
             least = found.least_schedule and self.invert(found.least_schedule, inverse)
             return msgspec.structs.replace(found, least_schedule=least)
         answer = evaluate_schedule(
@@ -86,11 +85,9 @@ class Reduction(ABC, Generic[_Inverse]):
 
 @dataclass(frozen=True)
 class _OtherOps(Reduction[tuple[AppliedLever, str]]):
-    """A lever that changes which ops run, as the `change` of its row says; regions stay whole.
-
-    The schedule names it with all that turns the captured graph into the planned one, so it is
-    judged without the lever. The emitter must make ops of the same names, reads and values.
-    """
+    """A lever that changes which ops run, as the `change` of its row says; regions stay whole. The
+    schedule names it with all that turns the captured graph into the planned one, so it is judged
+    without the lever. The emitter must make ops of the same names, reads and values."""
 
     name: str
     row: Lever

@@ -99,16 +99,13 @@ def late_sequence(problem: Problem, sequence: Sequence[int]) -> list[int]:
     """`sequence` with each update behind the last op that reads a parameter of it."""
     ops = problem.graph.ops
     updates, made = {i for i, op in enumerate(ops) if op.target == UPDATE}, set(problem.names)
-    last_read = {
-        name: at for at, i in enumerate(sequence) if i not in updates for name in ops[i].inputs
-    }
-    waiting: dict[int, list[int]] = {}
-    found: list[int] = []
+    runs = enumerate(sequence)
+    last_read = {name: at for at, i in runs if i not in updates for name in ops[i].inputs}
+    waiting, found = dict[int, list[int]](), list[int]()
     for at, i in enumerate(sequence):
         if i in updates:
             read = (name for name in ops[i].inputs if name not in made)
-            until = max(last_read.get(name, 0) for name in read)
-            if until > at:
+            if (until := max(last_read.get(name, 0) for name in read)) > at:
                 waiting.setdefault(until, []).append(i)
                 continue
         found.append(i)
@@ -119,9 +116,7 @@ def late_sequence(problem: Problem, sequence: Sequence[int]) -> list[int]:
 def late_steps(problem: Problem, steps: Sequence[Step]) -> list[Step]:
     """Of steps that copy; SolverError if a gradient is away too early."""
     until, made = _last_reads(problem, steps), set(problem.names)
-    waiting: dict[int, list[Step]] = {}
-    held: dict[str, int] = {}
-    found: list[Step] = []
+    waiting, held, found = dict[int, list[Step]](), dict[str, int](), list[Step]()
     for at, step in enumerate(steps):
         name = step.op if isinstance(step, Compute) else step.value
         if isinstance(step, Compute) and until.get(name, 0) > at:

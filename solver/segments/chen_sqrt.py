@@ -34,8 +34,7 @@ from remat.solver.table import options_of
 # Backward must visit the stages between last to first; those that it reads interleaved are joined.
 # Cost: linear for each sweep; joins ask for a few more.
 
-# What is read all along is kept up to this share of what forward makes: else one small mask that
-# every layer reads would leave no place to cut.
+# Kept up to this share of forward's bytes if read all along: a mask would leave no place to cut.
 _SMALL_PART = 0.01
 _LONG_PART = 0.25  # all along: the last read is more than this share of forward's ops later
 

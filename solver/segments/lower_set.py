@@ -106,8 +106,7 @@ class ForwardGraph:
 def all_lower_sets(graph: ForwardGraph, most: int) -> list[int] | None:
     """Every lower set, the empty one first, by size; None where there are more than `most`."""
     needs = [sum(1 << q for q in below) for below in graph.below]
-    found = {0: None}
-    waiting = [0]
+    found, waiting = {0: None}, [0]
     while waiting:
         following: dict[int, None] = {}
         for mask in waiting:
@@ -213,8 +212,7 @@ class SegmentTable:
 
 def _contents(graph: ForwardGraph, member: _Flags) -> tuple[_Flags, _Numbers]:
     """By position and lower set: whether it runs again, and the bytes of it that stay."""
-    again = np.zeros_like(member)
-    kept = np.zeros(member.shape)
+    again, kept = np.zeros_like(member), np.zeros(member.shape)
     # Whatever the segment's start: no chain of values that do not stay leaves it.
     for p in reversed(range(len(graph.ops))):
         for v in graph.loose_outputs(p):
@@ -302,8 +300,7 @@ class SequenceProgram:
     def _extend(self, labels: _Labels, j: int, limit_bytes: float) -> None:
         table, owner = self.table, labels.owner[: labels.count]
         within = labels.kept_bytes[: labels.count] + table.needed_bytes[j][owner] <= limit_bytes
-        usable = np.flatnonzero(table.follows[j][owner] & within)
-        if not usable.size:
+        if not (usable := np.flatnonzero(table.follows[j][owner] & within)).size:
             return
         before = owner[usable]
         time_us = labels.time_us[usable] + table.overhead_us[j][before]
@@ -315,8 +312,7 @@ class SequenceProgram:
         """Labels that no other beats in both, the fastest first."""
         order = np.lexsort((kept_bytes, time_us))
         least = np.minimum.accumulate(kept_bytes[order])
-        is_better = np.concatenate(([True], least[1:] < least[:-1]))
-        front = order[is_better]
+        front = order[np.concatenate(([True], least[1:] < least[:-1]))]
         if len(front) <= self.most_labels:
             return front
         self.was_thinned = True
@@ -366,8 +362,7 @@ class LowerSet:
     def run(self, search: Search) -> None:
         if search.offer_least(store_all_state(search.problem)):
             return
-        forward = ForwardGraph.of(search.problem)
-        if not forward.ops:
+        if not (forward := ForwardGraph.of(search.problem)).ops:
             search.message = "backward reads nothing that could run again"
             return
         search.say("listing lower sets")
@@ -436,8 +431,7 @@ class _Sweep:
         if search.out_of_time():
             return False
         search.say(f"lower sets within {int(limit_bytes)} bytes")
-        found = self.program.fastest(limit_bytes)
-        if found is None:
+        if (found := self.program.fastest(limit_bytes)) is None:
             return False
         sequence = found[1]
         if sequence not in self.over:  # several limits share a sequence
