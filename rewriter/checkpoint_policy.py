@@ -86,8 +86,7 @@ def checkpoint_policy(
             f"forward changes buffers or its batch, in {where}, and torch's checkpointing would "
             "change them again when it recomputes: train with Plan.apply, which does it once"
         )
-    kept = kept_occurrences(graph, schedule, module)
-    if not kept:
+    if not (kept := kept_occurrences(graph, schedule, module)):
         paths = ", ".join(list(dict.fromkeys(op.module for op in graph.ops if op.module))[:5])
         raise RewriteError(f"no op of the graph is in module {module!r}: name one such as {paths}")
     return OccurrencePolicy(kept)

@@ -266,8 +266,7 @@ def _usable(trace: Trace, model: nn.Module, schedule: Schedule) -> Trace:
 
 
 def _trace_range(model: nn.Module, known: RangedGraph | Family) -> Trace:
-    recipe = recipe_for(model, known.traced_hash)
-    if recipe is None:
+    if (recipe := recipe_for(model, known.traced_hash)) is None:
         raise RewriteError(
             f"this {type(model).__name__} was not captured in this process for the range "
             f"{', '.join(map(str, known.symbols))}: capture it with dynamic=... here"

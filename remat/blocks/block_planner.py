@@ -299,8 +299,7 @@ class BlockPlanner:
         return tried
 
     def _composed(self, room_bytes: int) -> _Planned | None:
-        runs = self._shared.runs(room_bytes)
-        if runs is None:
+        if (runs := self._shared.runs(room_bytes)) is None:
             return None
         schedules: dict[str, Schedule] = {}
         steps_of: dict[str, tuple[list[Step], list[Step]]] = {}

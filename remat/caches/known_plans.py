@@ -171,8 +171,7 @@ def kept_solve(
     in_chunks: Callable[[TrainingGraph], TrainingGraph],
 ) -> Solved | None:  # fmt: skip
     """What was kept, judged; None where it is to be solved. `in_chunks` adds costs of chunks."""
-    key = _question_key(graph, budget, asked)
-    if not key:
+    if not (key := _question_key(graph, budget, asked)):
         return None
     found: list[Solved] = []
 

@@ -74,8 +74,7 @@ class SizeTable:
 
     def __call__(self, *args: Any) -> Any:
         sizes = tuple(_number(args[i]) for i in self._symbols)
-        call = self._calls.get(sizes)
-        if call is None:
+        if (call := self._calls.get(sizes)) is None:
             call = self._calls[sizes] = self._planned(sizes, args)
             self._keep_few()
         self._calls.move_to_end(sizes)
@@ -149,8 +148,7 @@ def backend(
         return _of_many_sizes(gm, context)  # nothing is compiled before a size comes: no ranks meet
     with compiled_alike(gm, example_inputs) as later:
         context = _context_of_graph(gm, example_inputs, options, mode)
-        cut = submod_compiler()
-        if cut is not None:
+        if (cut := submod_compiler()) is not None:
             subgraphs = planned_subgraphs(cut, context.asked, context.shared, context.frame)
             return _subgraph(gm, specialized(gm, example_inputs), context, subgraphs, later)
         if has_symbols(gm):

@@ -96,8 +96,7 @@ def _eager_nodes(inputs: Iterable[Any]) -> list[Any]:
     todo = [given.grad_fn for given in inputs if isinstance(given, Tensor)]
     seen, is_after_one = dict[Any, None](), False
     while todo:
-        node = todo.pop()
-        if node is None or node in seen:
+        if (node := todo.pop()) is None or node in seen:
             continue
         if node.name() == COMPILED_NODE:
             is_after_one = True  # what lies behind it is another graph's

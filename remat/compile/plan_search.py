@@ -116,8 +116,7 @@ class PlanSearch:
 
     def least(self) -> Candidate | None:
         """The candidate of the lowest replayed peak, among those of the lowest schedules."""
-        first = self.solved(0)
-        if first is None:
+        if (first := self.solved(0)) is None:
             return None
         for factor in _LOOSER:
             if len(self.tried) < self.options.replays:
@@ -226,8 +225,7 @@ def fastest_within(
     seen: list[_G] = []
     fitting, failing, target = 0, UNBOUNDED_BYTES, limit_bytes
     for _ in range(tries):
-        found = generated(target)
-        if found is None:
+        if (found := generated(target)) is None:
             break
         if found.code_peak_bytes <= limit_bytes:
             if best is None or found.time_us < best.time_us:

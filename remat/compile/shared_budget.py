@@ -256,8 +256,7 @@ class SharedBudget:
 
     def require_room(self, frame: Frame) -> None:
         """`BudgetError` where more forwards are open than when the graph of `frame` was planned."""
-        before = self.forwards.graphs()
-        if not before:  # alone, it has the room that it was planned for
+        if not (before := self.forwards.graphs()):  # alone, it has the room that it was planned for
             return
         budget_bytes, frames = self.noted[frame].budget_bytes, [*before, frame]
         peak_bytes = max(self._peak(frames, k, is_stock=False) for k in range(len(frames)))

@@ -250,13 +250,11 @@ class Start:
         """The budget in bytes, and what fits it; `BudgetError` where nothing does."""
         step = search.step
         held_bytes = self.context.held_bytes(step)
-        budgets_bytes = self.context.budgets_bytes(step, stock.replay)
-        if not budgets_bytes:
+        if not (budgets_bytes := self.context.budgets_bytes(step, stock.replay)):
             least = search.least() or stock
             return held_bytes + least.replay.peak_bytes, least
         for budget_bytes in budgets_bytes:
-            found = search.within(budget_bytes - held_bytes, stock)
-            if found is not None:
+            if (found := search.within(budget_bytes - held_bytes, stock)) is not None:
                 return budget_bytes, found
         raise BudgetError(_too_small(search, stock, budgets_bytes[-1], held_bytes))
 

@@ -89,8 +89,7 @@ class _Walk(fx.Interpreter):
         if n.op != "call_module":
             return getattr(self, n.op)(n.target, args, kwargs)
         module = self.fetch_attr(str(n.target))
-        step = self._traced(module, args)
-        if step is not None:
+        if (step := self._traced(module, args)) is not None:
             results = [n, *filter(is_getitem, n.users)]
             step.holds_outputs = any(map(_is_given_back, results))  # savers hold the other results
         with self._mode:
@@ -157,8 +156,7 @@ class _Beside:
         """Whether subgraphs behind the k-th have left a gradient of `node` that is still there."""
         if not any(reader > k for reader in self._readers[node]):
             return False
-        made = self._made[node]
-        if made is not None:
+        if (made := self._made[node]) is not None:
             return made < k  # of what a subgraph has made, it is there until that subgraph reads it
         # Of an input it stays, unless it is complete and DDP has moved it into its bucket.
         return node not in self._moved or any(reader <= k for reader in self._readers[node])

@@ -188,8 +188,7 @@ class VaryingSizes:
         """A pair, of which the first is the kind; and whether other places vary than before."""
         leaves, spec = pytree.tree_flatten(batch)
         kind, shapes = (tuple(map(_kind_of, leaves)), spec, autocast_state()), _shapes(leaves)
-        known = self._kinds.get(kind)
-        if known is None:
+        if (known := self._kinds.get(kind)) is None:
             known = self._kinds[kind] = self._first_of(batch)
         is_new = known.learn(shapes)
         symbols = known.symbols_at(shapes)

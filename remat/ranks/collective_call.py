@@ -90,8 +90,7 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
             self._messages.close()  # else the thread would show life for a rank that has left
 
     def gathered_texts(self, name: str, mine: str) -> list[str]:
-        messages = self._messages
-        if messages is None:
+        if (messages := self._messages) is None:
             return [mine]
         if messages.rank:
             messages.post(f"{name}/{messages.rank}", mine)
@@ -115,8 +114,7 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
             if error is None:
                 self.gathered_texts("end", "")  # a rank that left could not be told of later errors
             elif error is not self._theirs:  # an error that came from another rank is known to all
-                before = messages.failure()
-                if before is None:
+                if (before := messages.failure()) is None:
                     messages.fail(error)
                 # The earlier error is the cause. A Ctrl-C stays one.
                 elif before.rank != messages.ranks[messages.rank] and isinstance(error, Exception):

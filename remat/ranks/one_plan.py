@@ -164,8 +164,7 @@ def _stuck_text(rank: int, doing: str) -> str:
 @contextlib.contextmanager
 def one_plan(key: str) -> Generator[OnePlan]:
     """The plan of the graph of `key`; an error in here reaches the ranks that wait for it."""
-    group = _all_ranks()
-    if group is None:
+    if (group := _all_ranks()) is None:
         yield OnePlan(None)
         return
     messages = RankMessages(group, f"plan/{key}")

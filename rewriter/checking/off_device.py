@@ -162,8 +162,7 @@ class _Moved:
         self._size_bytes, self.write = storage.nbytes(), copied.write
 
     def storage(self) -> UntypedStorage:
-        found = self._there()  # what still has or has fetched the storage shares it
-        if found is None:
+        if (found := self._there()) is None:  # what still has or has fetched the storage shares it
             self._live.require(self._size_bytes)
             found = self._copied.read()
             self._live.add(found)

@@ -173,8 +173,7 @@ _MOST_EXACT_RANKS = 2  # a sum of two terms has one order
 
 def is_order_noted() -> bool:
     """Whether the DDP that runs now makes its buckets in the order of this step's gradients."""
-    wrapper = active_ddp_module()
-    if wrapper is None or wrapper._has_rebuilt_buckets:
+    if (wrapper := active_ddp_module()) is None or wrapper._has_rebuilt_buckets:
         return False
     # As DDP's reducer decides it: with a static graph it looks for no unused parameters.
     makes_new = wrapper.static_graph or not wrapper.find_unused_parameters

@@ -184,8 +184,7 @@ class CopyEmitter(EagerEmitter):
         if value not in self.pending:
             return
         back = self._call("arrive", (self.pending.pop(value),), f"{value}_back")
-        base = self.joint.base_of_value.get(value)
-        if base is None:
+        if (base := self.joint.base_of_value.get(value)) is None:
             back.meta["val"] = self.fake_state(value)
             self.states[value] = back
         else:
@@ -193,8 +192,7 @@ class CopyEmitter(EagerEmitter):
             self.put(base, back)
 
     def _tensor(self, value: str) -> fx.Node:
-        base = self.joint.base_of_value.get(value)
-        if base is not None:
+        if (base := self.joint.base_of_value.get(value)) is not None:
             return self.resolve(self.joint.in_place.last(base))
         if value not in self.states:
             self.states[value] = self.bring(value)
@@ -221,8 +219,7 @@ class CopyEmitter(EagerEmitter):
 
 
 def written_by(joint: Joint, op: str) -> tuple[str, ...]:
-    node = joint.node_of_op.get(op)
-    if node is None:
+    if (node := joint.node_of_op.get(op)) is None:
         return ()
     # A sum that it adds to; below, the state that it draws from.
     written = (joint.value_of_node[node],) if node in joint.in_place.targets else ()

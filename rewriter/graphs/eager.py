@@ -190,8 +190,7 @@ class EagerEmitter(Emitter[Joint]):
 
     def _draw(self, op: Op, node: fx.Node, drawing: Any, name: str) -> fx.Node:
         saved = f"{RNG_STATE}{op.name}"
-        state = self.states.get(saved)
-        if state is None:
+        if (state := self.states.get(saved)) is None:
             state = self.states[saved] = self.bring(saved)
         args, kwargs = self.arguments(node, self.resolve)
         taken: tuple[Any, ...] = (state, str(drawn_on(node)), node.target, *args)

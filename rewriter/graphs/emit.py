@@ -129,8 +129,7 @@ _OF_SIZES = (SizeArgument, FloatOfSizes)
 
 
 def _read_sizes(forward: fx.Graph, backward: fx.Graph, env: Environment) -> None:
-    in_backward = _arguments_in(backward)
-    if not in_backward and not _arguments_in(forward):
+    if not (in_backward := _arguments_in(backward)) and not _arguments_in(forward):
         return
     sizes = _sizes_of_inputs(forward, env)
     if in_backward:
@@ -151,8 +150,7 @@ def _sizes_of_inputs(forward: fx.Graph, env: Environment) -> list[fx.Node]:
     nodes: list[fx.Node] = []
     with forward.inserting_after(inputs[-1]):
         for name, size in reversed(env.size.items()):  # each goes right after the inputs
-            found = _first_with(inputs, size)
-            if found is None:
+            if (found := _first_with(inputs, size)) is None:
                 raise RewriteError(f"no input of the step has the size {name} any more")
             node = forward.call_function(torch.ops.aten.sym_size.int, found, name=name)
             node.meta["val"] = size
@@ -181,8 +179,7 @@ def _name_of(leaf: SizeArgument | FloatOfSizes) -> str:
 
 
 def _compute(graph: fx.Graph, sizes: Sequence[fx.Node], env: Environment) -> None:
-    found = _arguments_in(graph)
-    if not found:
+    if not (found := _arguments_in(graph)):
         return
     made = {size.name: size for size in sizes if size.name in found}
     others = {key: leaf for key, leaf in found.items() if key not in made}
@@ -228,8 +225,7 @@ def leave_out_views(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if not _is_view(node) or node in returned:
             continue
-        same = _same_before(node)
-        if same is not None:
+        if (same := _same_before(node)) is not None:
             node.replace_all_uses_with(same)
         else:
             _skip_reshape(node)

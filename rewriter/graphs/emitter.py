@@ -187,8 +187,7 @@ def emit_both(
 
 
 def _require_end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int:
-    end = end_of_forward(graph, schedule)
-    if end is None:
+    if (end := end_of_forward(graph, schedule)) is None:
         runs = schedule.computations()
         never = min(op.name for op in graph.ops if op.phase == "forward" and not runs[op.name])
         raise RewriteError(f"the schedule never computes {never}")

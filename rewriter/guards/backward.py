@@ -74,8 +74,7 @@ class BackwardGuards:
         self._require_unchanged()
         unreached = self._unreached(tangents)
         for i in unreached:
-            tensor = self.trained[i]()
-            if tensor is not None and _has_hook(tensor):
+            if (tensor := self.trained[i]()) is not None and _has_hook(tensor):
                 raise RewriteError(
                     f"backward from a part of what the rewritten {self._kind} returned reaches "
                     f"{self.names[i]} not at all, and its hook would be called without a gradient. "
@@ -87,8 +86,7 @@ class BackwardGuards:
     def _after(
         self, gradients: tuple[Tensor | None, ...], tangents: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...] | None:
-        unreached = set(self._unreached(tangents))
-        if not unreached:
+        if not (unreached := set(self._unreached(tangents))):
             return None
         # AOTAutograd gives zeros where eager sets no gradient.
         return tuple(None if i in unreached else g for i, g in enumerate(gradients))

@@ -280,8 +280,7 @@ class Guards:
                 )
 
     def _state(self) -> list[Tensor]:
-        state = self.live.read()
-        if state is None:
+        if (state := self.live.read()) is None:
             raise self._replaced()
         for i, (tensor, before) in enumerate(zip(state, self.facts, strict=True)):
             if _facts(tensor) != before:

@@ -99,8 +99,7 @@ class UnshardedParameters:
 
 
 def _groups_of(module: nn.Module) -> list[Any]:
-    state_of = getattr(module, "_get_fsdp_state", None)
-    if state_of is None:
+    if (state_of := getattr(module, "_get_fsdp_state", None)) is None:
         return []
     state = state_of()
     several = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; one before
@@ -193,8 +192,7 @@ class RecomputeInputs:
             # Reading a sum back makes the host wait for the device.
             return _added_on_device(tensor) if part.number <= WHOLE_STEPS else None
         key = tensor.data_ptr(), tensor.nbytes
-        words = self._words.get(key)
-        if words is None:
+        if (words := self._words.get(key)) is None:
             if not all(key):  # empty, or without memory
                 return None
             if len(self._words) > 2 * len(self.places):  # each batch may lie elsewhere
@@ -209,8 +207,7 @@ class RecomputeInputs:
     def require(self, noted: tuple[_Sample, list[_Noted]], kind: str) -> None:
         part, tensors = noted
         for one in tensors:
-            tensor = one.tensor()
-            if tensor is not None and not self._is_same(tensor, one, part):
+            if (tensor := one.tensor()) is not None and not self._is_same(tensor, one, part):
                 raise RewriteError(
                     f"{one.name} was changed between forward and backward of the rewritten {kind}, "
                     "which reads it again in backward to compute values anew. Change it after "

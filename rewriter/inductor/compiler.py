@@ -130,8 +130,7 @@ def _next_state(node: fx.Node) -> fx.Node:
 
 def _underlying(node: fx.Node) -> fx.Node:
     """The call that a functional form wraps, as a node of its own; other nodes as they are."""
-    wrapped = _wrapped.get(node.target)
-    if wrapped is None:
+    if (wrapped := _wrapped.get(node.target)) is None:
         return node
     results = node.meta["val"][:-1]
     # Without the state and the device, which come first.

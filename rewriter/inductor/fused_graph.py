@@ -271,8 +271,7 @@ class _FusedEmitter(Emitter[FusedJoint]):
     def resolve(self, node: fx.Node, in_kernel: bool = False) -> fx.Node:
         copies = self.in_kernels if in_kernel else self.copies
         if node not in copies:
-            entered = self.entering(node)
-            if entered is not None:
+            if (entered := self.entering(node)) is not None:
                 self.put(node, entered)
             elif shares_storage(node):
                 copies[node] = self._copy(node, in_kernel)

@@ -42,8 +42,7 @@ from remat.rewriter.inductor.fused_nodes import subgraphs
 
 def _as_laid_out(kernel: Any) -> fx.Node | None:
     """The fx node behind a kernel, with the strides that its tensor arguments really have."""
-    origin = _origin(kernel)
-    if origin is None:
+    if (origin := _origin(kernel)) is None:
         return None
     leaves = pytree.tree_leaves((origin.args, origin.kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]

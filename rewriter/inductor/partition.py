@@ -262,8 +262,7 @@ class FusedStep(StepBytes):
 
 @contextlib.contextmanager
 def _sizes_as_numbers() -> Generator[None]:
-    mode = detect_fake_mode()  # without symbols: no input would tell their values
-    if mode is None:
+    if (mode := detect_fake_mode()) is None:  # without symbols: no input would tell their values
         yield
         return
     before, mode.static_shapes = mode.static_shapes, True

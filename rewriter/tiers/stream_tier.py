@@ -109,8 +109,7 @@ class _PinnedRanges:
         end = start + size_bytes
         with self._taking:
             for one in self.ranges:
-                part = one.take(start, end)
-                if part is not None:
+                if (part := one.take(start, end)) is not None:
                     return part
             # Still held, as by a second forward: the range is there once more, and stays.
             self.ranges.append(_Range(max(self.size_bytes, end)))
@@ -139,8 +138,7 @@ def pinned(size_bytes: int) -> Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     runtime: Any = torch.cuda.cudart()
     memory.address = whole.data_ptr()
-    status = int(runtime.cudaHostRegister(memory.address, size_bytes, _PORTABLE))
-    if status:
+    if status := int(runtime.cudaHostRegister(memory.address, size_bytes, _PORTABLE)):
         raise _refused(size_bytes, f"cudaHostRegister says {status}")
     memory.unregister = runtime.cudaHostUnregister
     return whole
