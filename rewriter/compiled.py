@@ -45,14 +45,11 @@ class _Source(Protocol):
 
 
 class StepAllocator:
-    """Where an arena is put around the graphs of one compiled step; shared by a module's copies.
-
-    Without `source`, torch's allocator serves. Forward returns `n_results`, then what is saved.
-    """
+    """Where an arena is put around the graphs of one compiled step; shared by a module's copies."""
 
     def __init__(self) -> None:
-        self.source: _Source | None = None
-        self.n_results = 0
+        self.source: _Source | None = None  # without one, torch's allocator serves
+        self.n_results = 0  # of forward, which returns what is saved after them
 
     def around(self, phase: PassKind, graph: Boxed) -> Boxed:
         @boxed

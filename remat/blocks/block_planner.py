@@ -114,10 +114,6 @@ class TracedBlocks:
     whole: Trace
     distinct: list[_DistinctBlock]
 
-    @property
-    def hash(self) -> str:
-        return f"{self.whole.graph.hash} {' '.join(self.blocks)}"
-
     @cached_property
     def of_path(self) -> dict[str, _DistinctBlock]:
         return {path: one for one in self.distinct for path in one.at}

@@ -73,7 +73,8 @@ class SizeTable:
         self._has_told_of_dropping = False
 
     def __call__(self, *args: Any) -> Any:
-        sizes = tuple(_number(args[i]) for i in self._symbols)
+        given = [args[i] for i in self._symbols]  # Dynamo passes a float as a tensor
+        sizes = tuple(one.item() if isinstance(one, Tensor) else one for one in given)
         if (call := self._calls.get(sizes)) is None:
             call = self._calls[sizes] = self._planned(sizes, args)
             self._keep_few()
@@ -120,10 +121,6 @@ class SizeTable:
                 f"{_WAY_OUT}",
                 stacklevel=4,
             )
-
-
-def _number(given: Any) -> float:
-    return given.item() if isinstance(given, Tensor) else given  # Dynamo passes a float as a tensor
 
 
 def backend(

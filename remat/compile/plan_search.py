@@ -68,9 +68,7 @@ class Candidate:
 class PlanSearch:
     step: FusedStep
     options: CompileOptions
-    tried: dict[tuple[Step, ...], Candidate] = field(
-        default_factory=dict[tuple[Step, ...], Candidate]
-    )
+    tried: dict[tuple[Step, ...], Candidate] = field(default_factory=lambda: {})
     stages: Stopwatch = field(init=False)
 
     def __post_init__(self) -> None:

@@ -67,7 +67,9 @@ def start_key(gm: fx.GraphModule, inputs: Sequence[Any], asked: CompileOptions, 
 
 
 def _surroundings(device: str) -> Iterator[str]:
-    yield f"{cpu_title()} {_title(device)}"
+    meter = meter_of(device) if is_cuda(device) else None
+    title = f"{meter.title} {meter.settings} {meter.versions}" if meter else ""
+    yield f"{cpu_title()} {title}"
     yield f"{torch.__version__} {torch.version.git_version} {sources_key()}"
     yield f"{inductor_config.get_hash().hex()} {functorch_config.get_hash().hex()}"
     yield f"{torch.is_grad_enabled()} {torch.are_deterministic_algorithms_enabled()}"
@@ -76,13 +78,6 @@ def _surroundings(device: str) -> Iterator[str]:
         yield f"{torch.is_autocast_enabled(kind)} {torch.get_autocast_dtype(kind)}"
     if dist.is_available() and dist.is_initialized():
         yield f"rank {dist.get_rank()} of {dist.get_world_size()}"
-
-
-def _title(device: str) -> str:
-    if not is_cuda(device):
-        return ""
-    meter = meter_of(device)
-    return f"{meter.title} {meter.settings} {meter.versions}"
 
 
 def _input_lines(inputs: Sequence[Any]) -> Iterator[str]:
@@ -328,7 +323,10 @@ def kept_choice(key: str) -> KeptChoice | None:
     # The file's name has a part of the key only.
     if found is None or found.key != key or found.schema_version != _SCHEMA_VERSION:
         return None
-    return found if _has_costs(found) else None
+    if not found.costs or found.graph is None:
+        return found
+    known = CostCache.of(meter_of(found.graph.device)).costs  # other costs might give another plan
+    return found if all(known.get(key) == cost for key, cost in found.costs.items()) else None
 
 
 def keep_choice(choice: KeptChoice) -> None:
@@ -356,10 +354,3 @@ def _choice_sizes(choice: KeptChoice) -> Iterator[int]:
     yield from (choice.awaited_gradient_bytes, choice.budget_bytes, choice.calls, choice.modules)
     for one in (choice.stock, choice.chosen):
         yield from dataclasses.astuple(one)
-
-
-def _has_costs(choice: KeptChoice) -> bool:
-    if not choice.costs or choice.graph is None:
-        return True
-    known = CostCache.of(meter_of(choice.graph.device)).costs  # other costs might give another plan
-    return all(known.get(key) == cost for key, cost in choice.costs.items())

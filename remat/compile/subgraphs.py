@@ -128,9 +128,8 @@ class _Beside:
         trained = [n for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad]
         self._bytes = {node: values[node].nbytes for node in trained}
         self._made = {node: _subgraph_of(node, place) for node in trained}
-        self._readers = {
-            node: sorted({place[user] for user in node.users if user in place}) for node in trained
-        }
+        readers = {node: {place[user] for user in node.users if user in place} for node in trained}
+        self._readers = {node: sorted(found) for node, found in readers.items()}
         ddp = active_ddp_module()
         self.moves_to_buckets = ddp is not None and ddp.gradient_as_bucket_view
         parameters = {n for n in trained if isinstance(values[n], torch.nn.Parameter)}

@@ -133,10 +133,7 @@ def audits_paused() -> Generator[None]:
 
 
 class Audit:
-    """Compares steps of one plan with the model's own forward: the 2nd, 4th, 8th and so on.
-
-    `is_agreed`: all ranks with which forward exchanges something audit the same steps.
-    """
+    """Compares steps of one plan with the model's own forward: the 2nd, 4th, 8th and so on."""
 
     def __init__(
         self, guards: Guards, step: CompiledStep, schedule: Schedule, costed: TrainingGraph | None,
@@ -146,7 +143,7 @@ class Audit:
         self._schedule, self._costed = schedule, costed
         self._outcomes = ForwardOutcomes(guards, step)
         self.steps = self.audited = 0
-        self.is_agreed = False
+        self.is_agreed = False  # all ranks with which forward exchanges something audit alike
         self._is_due, self._is_doubted = audits == "first", False
         self._gave_up, self._why_later, self._thread = "", "", threading.get_ident()
 
@@ -279,13 +276,10 @@ class Audit:
             return "it runs within a backward"
         if dispatch_mode_stack():
             return "a dispatch mode of yours would see its ops"
-        if self._draws and others_may_draw():
+        draws = any(value.kind == "rng_state" for value in self._step.graph.values)
+        if draws and others_may_draw():
             return "another thread may draw from the random stream that is put back"
         return ""
-
-    @functools.cached_property
-    def _draws(self) -> bool:
-        return any(value.kind == "rng_state" for value in self._step.graph.values)
 
 
 def _compared(seen: _Seen, found: Outcome, allowed: float) -> tuple[str, ...]:

@@ -35,9 +35,7 @@ class CopyTimes:
     """Which copies out of the device begin later than a schedule has it: indices of their steps."""
 
     delayed: set[int] = field(default_factory=set[int])
-    after_write: dict[int, list[tuple[str, int]]] = field(
-        default_factory=dict[int, list[tuple[str, int]]]
-    )
+    after_write: dict[int, list[tuple[str, int]]] = field(default_factory=lambda: {})
 
 
 def copy_times(schedule: Schedule, writes_of: _WritesOf) -> CopyTimes:

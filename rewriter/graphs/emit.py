@@ -274,12 +274,10 @@ def emit(
     """Forward and backward GraphModules that carry out `schedule`, in AOTAutograd's contract.
 
     `metadata`: backward takes gradients in the strides that they come in. `writes`: write in place
-    as eager does. `env`: of a trace for a range of sizes. `tier`: what the schedule copies values
-    to.
+    as eager does. `env`: of a trace for a range of sizes. `tier`: where values are copied to.
     """
     repeated = {name for name, count in schedule.computations().items() if count > 1}
     again: set[str] = set()  # of both graphs: what runs in backward may have run in forward
-
     moving: CopyContext | None = None
     if tier is not None:
         moving = CopyContext(tier, copy_times(schedule, lambda op: written_by(joint, op)))
@@ -309,9 +307,8 @@ def recompute_inputs(joint: Joint, schedule: Schedule) -> tuple[int, ...]:
     ops = [graph.ops[graph.op_index[name]] for name in again]
     values = {value for op in ops if op.phase == "forward" for value in op.inputs}
     read = {joint.base_of_value.get(value) for value in values}
-    return tuple(i for i, node in enumerate(_inputs(joint)) if node in read)
-
-
-def _inputs(joint: Joint) -> list[fx.Node]:
     given = joint.module.graph.find_nodes(op="placeholder")  # a DTensor's local part stands for it
-    return [n for n in given if not is_tangent(n) and not is_beside_local_part(n.meta.get("desc"))]
+    inputs = [
+        n for n in given if not is_tangent(n) and not is_beside_local_part(n.meta.get("desc"))
+    ]
+    return tuple(i for i, node in enumerate(inputs) if node in read)

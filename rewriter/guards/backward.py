@@ -38,10 +38,7 @@ class _Expecting(Protocol):
 
 
 class BackwardGuards:
-    """Watches the autograd node of one forward, called with `inputs`, parameters and buffers first.
-
-    `constants` are in backward's graph; `recompute_inputs` make values again; `running` releases.
-    """
+    """Watches the autograd node of one forward; `inputs` begin with parameters and buffers."""
 
     def __init__(
         self, model: nn.Module, names: list[str], inputs: list[Any], facts: GradientFacts,
@@ -144,9 +141,8 @@ def _compiled_node(leaves: Iterable[Any]) -> Any:
 
 
 def refuse_checkpoint(model: nn.Module, facts: GradientFacts) -> None:
-    if not facts.overwrites:
-        return
-    if is_inside_checkpoint():  # torch stops it early, before buffers are written
+    # Torch stops it early, before buffers are written.
+    if facts.overwrites and is_inside_checkpoint():
         raise RewriteError(
             f"the rewritten {type(model).__name__} writes to its buffers and is called inside "
             "torch.utils.checkpoint. Torch ends a checkpoint's second forward before the step has "

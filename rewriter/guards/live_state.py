@@ -119,11 +119,8 @@ def _versions(group: Any) -> _Versions:
 WHOLE_STEPS = 3  # after so many steps, only what costs little is compared
 _SHARE = 0.01  # of a step's time, that comparisons may take
 LEAST_US = 100.0  # they may always take this long
-BYTES_A_US, _TENSOR_US, LINE_BYTES = (
-    8000.0,
-    3.0,
-    64,
-)  # added up a us; us a tensor; least read
+BYTES_A_US, _TENSOR_US = 8000.0, 3.0  # added up in a us; us that each tensor takes
+LINE_BYTES = 64  # least that is read
 _FEW_BYTES = 1024  # so many are copied sooner than they are added up
 _KINDS = (np.uint64, np.uint32, np.uint16, np.uint8)
 _PLAIN = (Tensor, torch.nn.Parameter)

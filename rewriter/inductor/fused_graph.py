@@ -66,13 +66,9 @@ class _Builder:
     overwritten_names: Collection[str]
     values: dict[str, Value] = field(default_factory=dict[str, Value])
     base: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
-    values_read: dict[fx.Node, tuple[str, ...]] = field(
-        default_factory=dict[fx.Node, tuple[str, ...]]
-    )
+    values_read: dict[fx.Node, tuple[str, ...]] = field(default_factory=lambda: {})
     node_of_op: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
-    ops: dict[Phase, list[Op]] = field(
-        default_factory=lambda: {"forward": list[Op](), "backward": list[Op]()}
-    )
+    ops: dict[Phase, list[Op]] = field(default_factory=lambda: {"forward": [], "backward": []})
 
     def __post_init__(self) -> None:
         self.nodes = list(self.gm.graph.nodes)

@@ -238,10 +238,7 @@ class Lowered:
 def lower(
     gm: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool, visible: Sequence[int]
 ) -> Lowered:
-    """Lower a copy of `gm` as Inductor will, and stop before its compiler runs; or `ReplayError`.
-
-    `inputs` are fake, one a placeholder; `visible` outputs keep their strides.
-    """
+    """Lower a copy of `gm` on fake `inputs`, and stop before a compiler runs; or `ReplayError`."""
     graph = copy_of(gm)
     graph.graph.find_nodes(op="output")[0].meta["user_visible_output_idxs"] = list(visible)
     # Of code that Inductor has cached, there would be no lines to read.
@@ -285,15 +282,11 @@ def _read(graph: GraphLowering) -> Lowered:
     wrapper: Any = graph.wrapper_code
     kept = {name for name in graph.get_output_names() if name}
     events = [e for line in wrapper.lines if (e := _event(graph, line, kept))]
-    outputs = list(graph.graph_outputs or ())
-    strides = [_stride(output) for output in outputs]
-    names = [_buffer_of(output) for output in outputs]
-    return Lowered(tuple(events), tuple(graph.graph_input_names), tuple(names), tuple(strides))
-
-
-def _stride(output: Any) -> tuple[int, ...] | None:
-    stride = output.maybe_get_stride()
-    return None if stride is None else tuple(int(n) for n in stride)
+    outputs: list[Any] = list(graph.graph_outputs or ())
+    known = [output.maybe_get_stride() for output in outputs]
+    strides = tuple(None if stride is None else tuple(map(int, stride)) for stride in known)
+    names = tuple(map(_buffer_of, outputs))
+    return Lowered(tuple(events), tuple(graph.graph_input_names), names, strides)
 
 
 def _buffer_of(output: Any) -> str | None:

@@ -105,10 +105,7 @@ def _storage_of(node: fx.Node) -> int | None:
 def is_valid(
     forward: fx.GraphModule, backward: fx.GraphModule, n_outputs: int, overwritten: Iterable[str]
 ) -> bool:
-    """Whether backward reads no overwritten input, and runs nothing again that must run once.
-
-    `n_outputs` results of forward are not saved for backward; `overwritten` names inputs.
-    """
+    """Whether backward reads no overwritten input, and runs nothing again that must run once."""
     # torch's own cut looks neither at overwritten inputs nor at whether an op does the same twice.
     once = {node.name for node in forward.graph.nodes if _runs_once(node)}
     again = any(_runs_once(node) and node.name in once for node in backward.graph.nodes)
@@ -180,13 +177,9 @@ class Pair:
 
 
 class FusedStep(StepBytes):
-    """One joint graph of torch.compile, to be planned.
+    """One joint graph of torch.compile, to be planned."""
 
-    `n_masks`: kept as bytes, by torch's own cut as bool. `holds_outputs`: forward's results are
-    held while backward runs.
-    """
-
-    holds_outputs = True
+    holds_outputs = True  # forward's results, while backward runs
 
     def __init__(
         self, gm: fx.GraphModule, joint_inputs: Any, n_outputs: int,
@@ -200,7 +193,7 @@ class FusedStep(StepBytes):
         overwritten = _overwritten_inputs(gm)
         self._overwritten = {node.name for node in overwritten}
         _read_from_copies(gm, overwritten)
-        self.n_masks = keep_masks_as_bytes(gm, n_outputs)
+        self.n_masks = keep_masks_as_bytes(gm, n_outputs)  # torch's own cut keeps these as bool
         # Users see forward's results after those that are written back to inputs.
         first = sum(hasattr(said, "mutated_input") for said in _descriptions(gm))
         self._visible = range(first, first + n_visible)
@@ -273,16 +266,13 @@ def _sizes_as_numbers() -> Generator[None]:
 
 
 class Partitioner(CustomPartitionerFn):
-    """Hands the joint graph to `plan` and its two graphs to Inductor.
-
-    An empty `name` turns torch's caches off. `was_called` stays False if torch has the code.
-    """
+    """Hands the joint graph to `plan` and its two graphs to Inductor."""
 
     def __init__(
         self, plan: Callable[[FusedStep], Pair], n_visible: int, name: Callable[[], str] = str
     ) -> None:
-        self.plan, self.n_visible, self.name = plan, n_visible, name
-        self.holds_order = self.was_called = False
+        self.plan, self.n_visible, self.name = plan, n_visible, name  # empty: no caches of torch's
+        self.holds_order = self.was_called = False  # the latter stays so if torch has the code
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any

@@ -161,13 +161,6 @@ class _PinnedCopy:
     read: PendingCopy | None = None
 
 
-@dataclass(eq=False)
-class _Kept:
-    """A tensor that is on the host in any case, as random states are."""
-
-    x: Tensor
-
-
 class Arriving:
     def __init__(self, x: Tensor, copied: Any, computing: Any) -> None:
         self.x, self.copied, self.computing = x, copied, computing
@@ -198,8 +191,8 @@ class StreamTier:
 
     def offload(self, x: Tensor, place_bytes: int) -> Tensor:
         shown = StorageView.of(x)
-        if x.device != self.device:
-            return handle_of(Store(shown, _Kept(x)))
+        if x.device != self.device:  # it is on the host in any case, as random states are
+            return handle_of(Store(shown, x))
         part = self._ranges.take(place_bytes, shown.size_bytes)
         part.uses.settle()
         way = side_stream(str(self.device), "d2h")
@@ -216,8 +209,8 @@ class StreamTier:
 
     def fetch(self, handle: Tensor) -> Arriving:
         store = store_of(handle)
-        if isinstance(store.kept, _Kept):
-            return Arriving(store.kept.x, None, None)
+        if isinstance(store.kept, Tensor):
+            return Arriving(store.kept, None, None)
         kept: _PinnedCopy = store.kept
         if kept.read is not None:
             kept.read.wait()  # the copy can be queued only once the bytes are on the host
@@ -237,7 +230,7 @@ class StreamTier:
 
     def write(self, handle: Tensor) -> Tensor:
         store = store_of(handle)
-        if isinstance(store.kept, _Kept):
+        if isinstance(store.kept, Tensor):
             return handle
         source: _PinnedCopy = store.kept
         kept = FileOf()
@@ -248,7 +241,7 @@ class StreamTier:
 
     def read(self, handle: Tensor, place_bytes: int) -> Tensor:
         store = store_of(handle)
-        if isinstance(store.kept, _Kept):
+        if isinstance(store.kept, Tensor):
             return handle
         kept: FileOf = store.kept
         part = self._ranges.take(place_bytes, store.shown.size_bytes)
