@@ -77,8 +77,7 @@ def checkpoint_policy(
             "this plan copies values to the host, and torch's checkpointing copies none: train "
             "with Plan.apply, or solve without offloading"
         )
-    changed = [name for name in graph.forward_outputs if name not in graph.outputs]
-    if changed:
+    if changed := [name for name in graph.forward_outputs if name not in graph.outputs]:
         places = {op.name: op.module or op.name for op in graph.ops}
         producers = (graph.value_by_name[name].producer for name in changed)
         where = ", ".join(dict.fromkeys(places.get(name, name) for name in producers))

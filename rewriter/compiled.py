@@ -60,9 +60,6 @@ class StepAllocator:
         return run
 
 
-_SUM = torch.ops.aten.add.Tensor
-
-
 @dataclass(frozen=True)
 class GradientFacts:
     """Gradients of a step, by the places of its inputs: parameters and buffers first."""
@@ -125,7 +122,8 @@ def _is_sum(joint: Joint, node: fx.Node, reached: dict[fx.Node, frozenset[int]])
     # Views and the like, which are no ops of the plan, are looked through.
     while node.name not in joint.node_of_op and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    return node.target is _SUM and all(a in reached for a in node.all_input_nodes)
+    is_addition = node.target is torch.ops.aten.add.Tensor
+    return is_addition and all(a in reached for a in node.all_input_nodes)
 
 
 @dataclass(frozen=True)

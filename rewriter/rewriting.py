@@ -246,8 +246,7 @@ def _trace_for(
             loss_fn=loss_fn, target=target, gradient_release=schedule.releases_gradients,
         )  # fmt: skip
         return _traced_again(model, traced.recipe, schedule) if schedule.captured_hash else traced
-    recipe = recipe_for(model, schedule.captured_hash or schedule.graph_hash)
-    if recipe is None:
+    if (recipe := recipe_for(model, schedule.captured_hash or schedule.graph_hash)) is None:
         raise RewriteError(
             f"this {type(model).__name__} was not captured in this process for this plan: pass "
             "the batch too, plan.apply(model, args, kwargs, loss_fn=..., target=...)"

@@ -59,8 +59,7 @@ class _FloatPromotion:
         self, changed: set[str], make: Callable[[Sequence[str]], fx.GraphModule]
     ) -> fx.GraphModule:
         self._names |= changed - self._fixed
-        # Inductor's code has its numbers written into it.
-        names = set() if self._is_compiled else set(self._names)
+        names = set() if self._is_compiled else set(self._names)  # Inductor's code has them fixed
         while names:
             try:
                 return make(sorted(names))

@@ -168,7 +168,9 @@ def _context_of_graph(
         refuse_compiled_writes(gm)
         refuse_lost_gradients(gm.graph)
         refuse_lstm(gm, device)
-    context = GraphContext(asked, shared_budget(options), whole_model(), _frame())
+    compiled: Any = CompileContext.current_compile_id()  # None if called without dynamo
+    frame = (compiled.frame_id or 0, compiled.frame_compile_id or 0) if compiled else (0, 0)
+    context = GraphContext(asked, shared_budget(options), whole_model(), frame)
     context.shared.runs_on(device)
     return context
 
@@ -235,9 +237,3 @@ def _n_visible(gm: fx.GraphModule) -> int:
 
 backend.reset = forget_graphs  # pyright: ignore[reportFunctionMemberAccess]
 refuse_given_up_frames(backend)
-
-
-def _frame() -> tuple[int, int]:
-    compiled: Any = CompileContext.current_compile_id()
-    # Called without dynamo, there is none.
-    return (compiled.frame_id or 0, compiled.frame_compile_id or 0) if compiled else (0, 0)

@@ -80,8 +80,7 @@ def warn_of_eager_ops(inputs: Iterable[Any]) -> None:
     """Say what ran eagerly between an earlier graph and this one, such as a disabled module."""
     nodes = _eager_nodes(inputs)
     # Leaves, such as parameters, are there anyway.
-    held_bytes = storage_bytes(t for node in nodes for t in _saved(node) if not t.is_leaf)
-    if held_bytes:
+    if held_bytes := storage_bytes(t for node in nodes for t in _saved(node) if not t.is_leaf):
         names = ", ".join(sorted({node.name() for node in nodes})[:_SHOWN])
         warnings.warn(
             f"{len(nodes)} ops ran eagerly between two compiled graphs ({names}, ...), and save "

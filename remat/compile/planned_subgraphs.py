@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -23,7 +22,7 @@ from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.torch_private.inductor import compile_fx
 from remat.ranks.one_plan import one_plan
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
-from remat.rewriter.inductor.replay import ReplayedMemory
+from remat.rewriter.inductor.replay import ReplayedMemory, StepBytes
 from remat.solver.search import Clock
 
 _known: weakref.WeakKeyDictionary[fx.GraphModule, PlannedSubgraphs] = weakref.WeakKeyDictionary()
@@ -55,7 +54,7 @@ class PlannedSubgraphs:
         steps = [subgraph.step for subgraph in whole.subgraphs if subgraph.step is not None]
         gradient_bytes = sum(step.gradient_bytes for step in steps)
         own_bytes = whole.static_bytes, whole.dynamic_bytes, gradient_bytes
-        self._as_one = _AsOne(*own_bytes, asked.calls - 1)
+        self._as_one = _AsOne(*own_bytes, asked.calls)
         chosen = self._agreed(asked, shared)
         self._chosen_options = list(chosen)
         self._seconds = clock.elapsed_s
@@ -168,16 +167,9 @@ class PlannedSubgraphs:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _AsOne:
-    static_bytes: int
-    dynamic_bytes: int
-    gradient_bytes: int
-    other_calls: int
-    modules: int = 1
-
+class _AsOne(StepBytes):
     def alone(self, found: ReplayedMemory) -> ReplayedMemory:
-        left_bytes = self.other_calls * (found.saved_bytes + self.dynamic_bytes)
+        left_bytes = (self.calls - 1) * (found.saved_bytes + self.dynamic_bytes)
         return found.raised(-left_bytes, -left_bytes)
 
 

@@ -85,8 +85,7 @@ def _input_lines(inputs: Sequence[Any]) -> Iterator[str]:
     storages: dict[int, int] = {}
     for i, value in enumerate(inputs):
         if isinstance(value, Tensor):
-            # Two inputs of one storage count its bytes once.
-            shared = storages.setdefault(storage_key(value), i)
+            shared = storages.setdefault(storage_key(value), i)  # of one storage, bytes count once
             yield f"{_tensor_text(value)} in {shared}"
         else:
             yield repr(value)
@@ -99,8 +98,7 @@ def _tensor_text(tensor: Tensor) -> str:
 
 
 def _graph_lines(gm: fx.GraphModule) -> Iterator[str]:
-    # Positions, as names differ from run to run.
-    number = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
+    number = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}  # names differ between runs
     for node in gm.graph.nodes:
         if node.op == "placeholder":  # inputs have lines of their own
             continue
@@ -343,14 +341,10 @@ def _files() -> CacheFiles:
 def _whole_choice(data: bytes) -> KeptChoice:
     """Raises `RematError` for what cannot be true."""
     found = decode_json(data, KeptChoice)
-    if not all(0 <= size < MOST_BYTES for size in _choice_sizes(found)):
+    sizes = [found.static_bytes, found.dynamic_bytes, found.gradient_bytes, found.budget_bytes]
+    sizes += [found.awaited_gradient_bytes, found.calls, found.modules]
+    sizes += [*dataclasses.astuple(found.stock), *dataclasses.astuple(found.chosen)]
+    if not all(0 <= size < MOST_BYTES for size in sizes):
         raise PlanError("a size cannot be")
     found.taken()  # a damaged file is found here, where it can be told
     return found
-
-
-def _choice_sizes(choice: KeptChoice) -> Iterator[int]:
-    yield from (choice.static_bytes, choice.dynamic_bytes, choice.gradient_bytes)
-    yield from (choice.awaited_gradient_bytes, choice.budget_bytes, choice.calls, choice.modules)
-    for one in (choice.stock, choice.chosen):
-        yield from dataclasses.astuple(one)

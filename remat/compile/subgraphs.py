@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -65,8 +65,7 @@ def whole_of(compiler: SubmodCompiler, traced: _Traced) -> Whole:
     return walk.whole()
 
 
-@dataclass(frozen=True)
-class _Seen:
+class _Seen(NamedTuple):
     call: fx.Node
     step: FusedStep | None
     outputs_bytes: int

@@ -436,8 +436,7 @@ def _require_arguments(factory: Callable[..., Any], title: str, sizes: Mapping[s
         return
     keywords = [one.name for one in parameters.values() if one.kind in _BY_KEYWORD]
     bare = [one for one in parameters.values() if one.default is one.empty]
-    needed = [p.name for p in bare if p.kind in _WITHOUT_DEFAULT and p.name not in sizes]
-    if needed:
+    if needed := [p.name for p in bare if p.kind in _WITHOUT_DEFAULT and p.name not in sizes]:
         raise FactoryError(
             f"{title} needs {', '.join(needed)}, and is called without: give defaults, or write "
             "def factory(): return model, (x,), which calls it"
@@ -472,8 +471,7 @@ def _read(built: Any, name: str) -> Loaded:
 def _parts(built: Any, name: str) -> dict[str, Any]:
     if isinstance(built, dict):
         parts = cast("dict[str, Any]", built)
-        unknown = [str(key) for key in parts if key not in _KEYS]
-        if unknown:
+        if unknown := [str(key) for key in parts if key not in _KEYS]:
             raise FactoryError(f"{name} returned unknown keys {', '.join(unknown)}: {_RETURNS}")
         return dict(parts)  # a copy: `_read` writes to it, and the factory may keep its own
     if isinstance(built, tuple) and len(cast("tuple[Any, ...]", built)) in (2, 3):

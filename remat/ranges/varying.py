@@ -106,8 +106,7 @@ class LearnedSizes:
         upto = max(self.upto.get(one, 0) for one, own in self._groups.items() if own == name)
         high = max(size, named.high, upto // multiple * multiple, *seen)
         if before is None:
-            # A range has two sizes at least.
-            return Symbol(name, low, max(high, low + multiple), multiple), False
+            return Symbol(name, low, max(high, low + multiple), multiple), False  # of two sizes
         low = min(low, before.low)
         if size <= before.high:
             return Symbol(name, low, before.high, multiple), False

@@ -43,8 +43,7 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
 
     def require_same_step(self, graph_hash: str) -> None:
         hashes = self.gathered_texts("step", graph_hash)
-        others = [str(rank) for rank, found in enumerate(hashes) if found != hashes[0]]
-        if others:
+        if others := [str(rank) for rank, found in enumerate(hashes) if found != hashes[0]]:
             raise AgreementError(
                 f"the step captured on rank {', '.join(others)} is not that of rank 0, so no plan "
                 "can serve both: build the same model, and pass a batch of the same shapes, on all "

@@ -189,7 +189,12 @@ class Audit:
         """Names of what the planned forward, which has returned `output`, gave otherwise."""
         self.audited += 1
         found = self._outcomes.left(seen.before, seen.leaves, output, self._keeps_values(module))
-        names = _compared(seen, found, tolerance_of(module))
+        expected, allowed = seen.expected.expected, tolerance_of(module)
+        if allowed:
+            names = differing_beyond(expected, found, allowed, seen.moved)[0]
+        else:
+            names = differing_names(seen.expected, found)
+        names = (*names, *(name for name in found if name not in expected))
         if self._collectives:
             is_any = any_rank(self._collectives, bool(names), self._device)  # all raise, or none
             names = names or ("result on another rank",) * is_any
@@ -280,11 +285,3 @@ class Audit:
         if draws and others_may_draw():
             return "another thread may draw from the random stream that is put back"
         return ""
-
-
-def _compared(seen: _Seen, found: Outcome, allowed: float) -> tuple[str, ...]:
-    expected = seen.expected.expected
-    alone = tuple(name for name in found if name not in expected)
-    if allowed:
-        return (*differing_beyond(expected, found, allowed, seen.moved)[0], *alone)
-    return (*differing_names(seen.expected, found), *alone)

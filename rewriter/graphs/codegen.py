@@ -151,8 +151,7 @@ class _Writer:
     def write(self) -> str:
         nodes = list(self.gm.graph.nodes)
         dead = _dead_after(nodes, [r for r in self.results if isinstance(r, fx.Node)])
-        taken = [node for node in nodes if node.op == "placeholder"]
-        if taken:
+        if taken := [node for node in nodes if node.op == "placeholder"]:
             self.lines.append(f"{', '.join(node.name for node in taken)}, = args_list")
         self.lines.append("args_list.clear()")  # or the caller's list would hold the inputs
         self._drop([node for node in taken if not node.users])

@@ -13,8 +13,7 @@ import functools
 import gc
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +30,7 @@ from remat.graph_capture.torch_private.core import OpOverload
 _Words = NDArray[np.uint32]
 
 
-@dataclass(frozen=True)
-class _StateForm:
+class _StateForm(NamedTuple):
     """Where things stand in the state of a kind of device; `kept_bytes` has room for the note."""
 
     torch_bytes: int

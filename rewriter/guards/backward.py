@@ -141,8 +141,7 @@ def _compiled_node(leaves: Iterable[Any]) -> Any:
 
 
 def refuse_checkpoint(model: nn.Module, facts: GradientFacts) -> None:
-    # Torch stops it early, before buffers are written.
-    if facts.overwrites and is_inside_checkpoint():
+    if facts.overwrites and is_inside_checkpoint():  # torch ends it before buffers are written
         raise RewriteError(
             f"the rewritten {type(model).__name__} writes to its buffers and is called inside "
             "torch.utils.checkpoint. Torch ends a checkpoint's second forward before the step has "

@@ -234,8 +234,7 @@ class Guards:
 
     def _require_attributes(self, tensors: list[Any]) -> None:
         for i, (tensor, before) in enumerate(zip(tensors, self.attributes, strict=True)):
-            # Most tensors have no attribute set by name.
-            if not before and not getattr(tensor, "__dict__", None):
+            if not before and not getattr(tensor, "__dict__", None):  # as most tensors
                 continue
             names = self.python_state.of_tensors
             if other := isinstance(tensor, Tensor) and first_other(before, tensor, names):

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -278,8 +277,7 @@ def _lasting(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     return found
 
 
-@dataclass(frozen=True)
-class _Phase:
+class _Phase(NamedTuple):
     """One of the two graphs as Inductor gets it, with inputs that AOTAutograd does not know."""
 
     graph: fx.GraphModule

@@ -61,8 +61,6 @@ from remat.schedules.schedule import Schedule
 # that: torch's own cut then gives wrong gradients in silence. So each reader gets a copy that
 # forward makes before planning. Where only forward reads, it is inlined and costs nothing.
 
-_COPY = torch.ops.aten.clone.default
-
 
 def _overwritten_inputs(gm: fx.GraphModule) -> list[fx.Node]:
     """Inputs that the graph or its caller writes to, and those of the same storages."""
@@ -83,7 +81,7 @@ def _read_from_copies(gm: fx.GraphModule, overwritten: Sequence[fx.Node]) -> lis
         if not readers or not isinstance(node.meta.get("val"), Tensor):
             continue
         with gm.graph.inserting_after(copies[-1] if copies else inputs[-1]):
-            copy = gm.graph.call_function(_COPY, (node,))
+            copy = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
         copy.meta = {**readers[0].meta, "val": torch.empty_like(node.meta["val"])}
         copy.meta.pop("tensor_meta", None)  # it describes the reader's result
         for reader in readers:

@@ -12,7 +12,7 @@ import mmap
 import threading
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,8 +47,7 @@ class _Uses:
         self.copies.clear()
 
 
-@dataclass(frozen=True)
-class _Taken:
+class _Taken(NamedTuple):
     start: int
     end: int
     uses: _Uses
