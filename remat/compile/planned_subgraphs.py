@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from remat.budgets import auto_bytes
-from remat.compile.graph_context import CompiledPlan, CompileOptions, remember
+from remat.compile.graph_context import CompiledPlan, CompileOptions, n_run_again, remember
 from remat.compile.plan_search import AgreedPlan, Candidate, plan_key, require_within
 from remat.compile.shared_budget import Frame, SharedBudget
 from remat.compile.specialize import specialized, with_notes
@@ -151,6 +151,7 @@ class PlannedSubgraphs:
 
     def _remember(self, option: SubgraphOption, replay: ReplayedMemory, peak_bytes: int) -> None:
         found = option.candidate
+        schedule = found.schedule if found else None
         self._seconds, seconds = 0.0, self._seconds  # one search for all: told with the first
         of_all = f"subgraph {self.at + 1} of {len(self._whole.subgraphs)}"
         remember(
@@ -159,9 +160,8 @@ class PlannedSubgraphs:
                 budget_bytes=self._budget_bytes, peak_bytes=peak_bytes,
                 baseline_peak_bytes=self._stock_bytes, held_bytes=self._held_bytes,
                 saved_bytes=replay.saved_bytes, overhead=found.overhead if found else 0.0,
-                gap=found.gap if found else 0.0, recomputed=found.recomputed if found else 0,
-                replays=self._search.replays_of(self.at), seconds=seconds,
-                schedule=found.schedule if found else None,
+                gap=found.gap if found else 0.0, recomputed=n_run_again(schedule),
+                replays=self._search.replays_of(self.at), seconds=seconds, schedule=schedule,
             ),
             verbose=self._search.asked.verbose,
         )  # fmt: skip

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from remat.caches.known_plans import ADDRESS, file_of, sources_key, without_lines
+from remat.caches.known_plans import ADDRESS, file_of, keeps_solves, sources_key, without_lines
 from remat.compile.graph_context import ChosenPlan, CompileOptions, GraphContext
 from remat.compile.plan_search import (
     CLOSE_ENOUGH,
@@ -130,13 +130,11 @@ _NAME_BYTES = 16
 
 def keeps_plans(asked: CompileOptions) -> bool:
     """Whether plans may be kept and taken; not where the user has torch keep nothing."""
-    config: Any = torch.compiler.config
-    is_off = config.force_disable_caches
     keeps_code = functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache
     # A bundle is kept by AOTAutograd whether or not Inductor keeps the code in it.
     is_bundled = functorch_config.bundled_autograd_cache or dynamo_config.caching_precompile
     # A plan that one rank has kept, and another has not, is no plan for all of them.
-    return asked.warm and keeps_code and is_alone() and not (is_off or is_bundled)
+    return asked.warm and keeps_solves() and keeps_code and is_alone() and not is_bundled
 
 
 class Start:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -25,8 +24,7 @@ from remat.rewriter.inductor.partition import FusedStep
 _Traced = Callable[[fx.GraphModule, Sequence[Any]], FusedStep | None]  # None without gradients
 
 
-@dataclass(frozen=True)
-class Subgraph:
+class Subgraph(NamedTuple):
     """One subgraph, and the bytes that others hold while it runs; `step` None without gradients."""
 
     step: FusedStep | None
@@ -35,8 +33,7 @@ class Subgraph:
     after_bytes: int  # as it ends: these, its own, sums for shared ones
 
 
-@dataclass(frozen=True)
-class Whole:
+class Whole(NamedTuple):
     """Subgraphs in the order of forward; `static_bytes` are of all parameters and buffers."""
 
     subgraphs: tuple[Subgraph, ...]

@@ -101,11 +101,8 @@ def _note_of(state: Tensor, device: str) -> _Words:
 
 def _moved(before: Tensor, after: Tensor, device: str) -> int:
     form = _form_of(device)
-    return (_place(after, form) - _place(before, form)) % form.block
-
-
-def _place(state: Tensor, form: _StateForm) -> int:
-    return int(state.numpy()[form.place].view(np.uint64)[0])
+    places = [int(one.numpy()[form.place].view(np.uint64)[0]) for one in (before, after)]
+    return (places[1] - places[0]) % form.block
 
 
 _drawing = threading.RLock()  # a state and its draw belong together: threads take turns

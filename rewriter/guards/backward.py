@@ -8,8 +8,8 @@ Refused, as not equal to eager: a hook on such a parameter, one backward through
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Hashable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from remat.graph_capture.torch_private.core import current_graph_task_id, pytree
 from remat.graph_capture.tracing.outputs import leaves_in
 from remat.graph_capture.tracing.step_module import is_inside_checkpoint
 from remat.rewriter.compiled import GradientFacts
+from remat.rewriter.graphs.backward_parts import Running, SplitRun
 from remat.rewriter.guards.live_state import RecomputeInputs, UnshardedParameters
 
 COMPILED_NODE = "CompiledFunctionBackward"  # AOTAutograd's name of a step's autograd node
@@ -31,18 +32,12 @@ class OnlyLooks:
     """A hook of ours on a parameter, which may be called without a gradient."""
 
 
-class _Expecting(Protocol):
-    """What runs backward otherwise than at once; told just before of places without a gradient."""
-
-    def expect(self, unreached: Sequence[int]) -> None: ...
-
-
 class BackwardGuards:
     """Watches the autograd node of one forward; `inputs` begin with parameters and buffers."""
 
     def __init__(
         self, model: nn.Module, names: list[str], inputs: list[Any], facts: GradientFacts,
-        constants: list[tuple[str, Tensor]], running: _Expecting | None = None,
+        constants: list[tuple[str, Tensor]], running: Running | SplitRun | None = None,
         unsharded_parameters: UnshardedParameters | None = None,
         recompute_inputs: RecomputeInputs | None = None,
     ) -> None:  # fmt: skip

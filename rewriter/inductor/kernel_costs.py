@@ -237,10 +237,10 @@ def with_kernel_costs(joint: FusedJoint, costs: CallCosts) -> TrainingGraph:
 
 def _kernel_bytes(op: Op, node: fx.Node, values: Mapping[str, Value]) -> int:
     made = [tensor for tensor in tensors_of(node) if tensor is not None]
-    if is_added_product(node):  # the call that multiplies writes the sum, and reads the other term
-        return sum(tensor.numel() * tensor.element_size() for tensor in made)
-    written = max((tensor.numel() for tensor in made), default=0)
     total = sum(tensor.numel() * tensor.element_size() for tensor in made)
+    if is_added_product(node):  # the call that multiplies writes the sum, and reads the other term
+        return total
+    written = max((tensor.numel() for tensor in made), default=0)
     for value in map(values.__getitem__, op.inputs):
         # A pointwise kernel reads of each value no more elements than it writes.
         most_bytes = written * getattr(torch, value.dtype).itemsize

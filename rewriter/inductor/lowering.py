@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -215,8 +214,7 @@ class ReplayError(RewriteError):
     """Inductor's code has something that the replay does not know."""
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     kind: _EventKind
     name: str  # made or dropped
     of: str = ""  # whose storage it may share
@@ -225,8 +223,7 @@ class Event:
     node: fx.Node | None = None  # the call, its arguments as laid out
 
 
-@dataclass(frozen=True)
-class Lowered:
+class Lowered(NamedTuple):
     """Events of one graph, its inputs, and for each output the buffer that holds it."""
 
     events: tuple[Event, ...]

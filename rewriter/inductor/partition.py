@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -165,8 +164,7 @@ CONFIG: dict[str, Any] = {"layout_optimization": False, "fx_graph_remote_cache":
 """For a step of ours. With channels-last layouts, forward would save copies of parameters."""
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """The two graphs that Inductor compiles, and whether it must keep the order of a plan."""
 
     forward: fx.GraphModule
