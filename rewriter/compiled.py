@@ -7,7 +7,7 @@ import dataclasses
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import fx
@@ -60,8 +60,7 @@ class StepAllocator:
         return run
 
 
-@dataclass(frozen=True)
-class GradientFacts:
+class GradientFacts(NamedTuple):
     """Gradients of a step, by the places of its inputs: parameters and buffers first."""
 
     unused: frozenset[int]  # these get none, though they may require one

@@ -143,7 +143,6 @@ def _add_block(
                 match = match_block(one.trace.joint, whole.joint, path)
             except CaptureError:
                 continue
-            # Whether the match takes this block's parameters in the places of the other's.
             own, of_model = dict(named_state(block)), dict(named_state(model))
             if all(own[name] is of_model[theirs] for name, theirs in match.state_of.items()):
                 one.at[path] = match

@@ -94,7 +94,6 @@ class SizeTable:
             gm, inputs = numbered(self._gm, numbers, args)
             mode: Any = next(t.fake_mode for t in inputs if isinstance(t, FakeTensor))
             context = CompileContext(self._compile_id)
-            # As ``dimension 1 of tokens = 48``.
             text = ", ".join(f"{self._symbols[i]} = {size}" for i, size in numbers.items())
             with tracing(TracingContext(mode)), compile_context(context):
                 return self._compile_one(gm, inputs, number, text)

@@ -90,14 +90,12 @@ class PlanSearch:
         return stock if found is None and fits else found
 
     def _planned_within(self, limit_bytes: int) -> Candidate | None:
-        def is_enough(found: Candidate) -> bool:
-            return is_good_enough(found.overhead, found.code_peak_bytes, limit_bytes)
-
         best = fastest_within(
             limit_bytes,
             # Where no schedule is found for a target, the least one may still have code that fits.
             lambda target_bytes: self.solved(target_bytes) or self.solved(0),
-            tries=self.options.replays, is_enough=is_enough,
+            tries=self.options.replays,
+            is_enough=lambda one: is_good_enough(one.overhead, one.code_peak_bytes, limit_bytes),
         )  # fmt: skip
         if best is not None:
             return best

@@ -179,8 +179,7 @@ class Guards:
 
     @property
     def captured_modes(self) -> dict[str, bool]:
-        # A plan is for the model in training mode.
-        return {"": True, **{path: mode for path, _, mode in self.modes}}
+        return {"": True, **{path: mode for path, _, mode in self.modes}}  # a model in training
 
     def require(self, batch: Any) -> tuple[list[Tensor], list[Any]]:
         """State that the step takes, tied tensors once, and the leaves of `batch`; or an error."""
