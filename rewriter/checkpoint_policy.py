@@ -77,8 +77,7 @@ def checkpoint_policy(
             "train with Plan.apply, or solve without offloading: this plan copies values to the "
             "host, and torch's checkpointing does not"
         )
-    changed = [name for name in graph.forward_outputs if name not in graph.outputs]
-    if changed:
+    if changed := [name for name in graph.forward_outputs if name not in graph.outputs]:
         places = {op.name: op.module or op.name for op in graph.ops}
         producers = (graph.value_by_name[name].producer for name in changed)
         where = ", ".join(dict.fromkeys(places.get(name, name) for name in producers))
@@ -86,8 +85,7 @@ def checkpoint_policy(
             "train with Plan.apply, which changes buffers once: forward changes buffers or its "
             f"batch, in {where}, and torch's checkpointing would do so again"
         )
-    kept = kept_occurrences(graph, schedule, module)
-    if not kept:
+    if not (kept := kept_occurrences(graph, schedule, module)):
         paths = ", ".join(list(dict.fromkeys(op.module for op in graph.ops if op.module))[:5])
         raise RewriteError(f"no op of the graph is in module {module!r}: name one such as {paths}")
     return OccurrencePolicy(kept)

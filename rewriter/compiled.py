@@ -7,7 +7,7 @@ import dataclasses
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import fx
@@ -45,14 +45,11 @@ class _Source(Protocol):
 
 
 class StepAllocator:
-    """Where an arena is put around the graphs of one compiled step; shared by a module's copies.
-
-    Without `source`, torch's allocator serves. Forward returns `n_results`, then what is saved.
-    """
+    """Where an arena is put around the graphs of one compiled step; shared by a module's copies."""
 
     def __init__(self) -> None:
-        self.source: _Source | None = None
-        self.n_results = 0
+        self.source: _Source | None = None  # without one, torch's allocator serves
+        self.n_results = 0  # of forward, which returns what is saved after them
 
     def around(self, phase: PassKind, graph: Boxed) -> Boxed:
         @boxed
@@ -63,11 +60,7 @@ class StepAllocator:
         return run
 
 
-_SUM = torch.ops.aten.add.Tensor
-
-
-@dataclass(frozen=True)
-class GradientFacts:
+class GradientFacts(NamedTuple):
     """Gradients of a step, by the places of its inputs: parameters and buffers first."""
 
     unused: frozenset[int]  # these get none, though they may require one
@@ -128,7 +121,8 @@ def _is_sum(joint: Joint, node: fx.Node, reached: dict[fx.Node, frozenset[int]])
     # Views and the like, which are no ops of the plan, are looked through.
     while node.name not in joint.node_of_op and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    return node.target is _SUM and all(a in reached for a in node.all_input_nodes)
+    is_addition = node.target is torch.ops.aten.add.Tensor
+    return is_addition and all(a in reached for a in node.all_input_nodes)
 
 
 @dataclass(frozen=True)

@@ -247,8 +247,7 @@ def _trace_for(
             loss_fn=loss_fn, target=target, gradient_release=schedule.releases_gradients,
         )  # fmt: skip
         return _traced_again(model, traced.recipe, schedule) if schedule.captured_hash else traced
-    recipe = recipe_for(model, schedule.captured_hash or schedule.graph_hash)
-    if recipe is None:
+    if (recipe := recipe_for(model, schedule.captured_hash or schedule.graph_hash)) is None:
         raise RewriteError(
             "pass the batch too, plan.apply(model, args, kwargs, loss_fn=..., target=...): this "
             f"{type(model).__name__} was not captured in this process for this plan"
@@ -267,8 +266,7 @@ def _usable(trace: Trace, model: nn.Module, schedule: Schedule) -> Trace:
 
 
 def _trace_range(model: nn.Module, known: RangedGraph | Family) -> Trace:
-    recipe = recipe_for(model, known.traced_hash)
-    if recipe is None:
+    if (recipe := recipe_for(model, known.traced_hash)) is None:
         raise RewriteError(
             f"capture this {type(model).__name__} with dynamic=... here: it was not captured in "
             f"this process for the range {', '.join(map(str, known.symbols))}"

@@ -114,10 +114,6 @@ class TracedBlocks:
     whole: Trace
     distinct: list[_DistinctBlock]
 
-    @property
-    def hash(self) -> str:
-        return f"{self.whole.graph.hash} {' '.join(self.blocks)}"
-
     @cached_property
     def of_path(self) -> dict[str, _DistinctBlock]:
         return {path: one for one in self.distinct for path in one.at}
@@ -147,7 +143,6 @@ def _add_block(
                 match = match_block(one.trace.joint, whole.joint, path)
             except CaptureError:
                 continue
-            # Whether the match takes this block's parameters in the places of the other's.
             own, of_model = dict(named_state(block)), dict(named_state(model))
             if all(own[name] is of_model[theirs] for name, theirs in match.state_of.items()):
                 one.at[path] = match
@@ -299,8 +294,7 @@ class BlockPlanner:
         return tried
 
     def _composed(self, room_bytes: int) -> _Planned | None:
-        runs = self._shared.runs(room_bytes)
-        if runs is None:
+        if (runs := self._shared.runs(room_bytes)) is None:
             return None
         schedules: dict[str, Schedule] = {}
         steps_of: dict[str, tuple[list[Step], list[Step]]] = {}

@@ -72,7 +72,8 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
                 planner = BlockPlanner(traced, costed, sharding, spec.time_limit_s)
                 return _plan_within(planner, budget)
 
-        ranks.require_same_step(traced.hash)  # others would decode a plan of ops they lack
+        # Others would decode a plan of ops they lack.
+        ranks.require_same_step(f"{traced.whole.graph.hash} {' '.join(traced.blocks)}")
         plan = ranks.from_first(make, BlocksPlan)  # ranks time ops apart: their plans would differ
         made = _rewritten(model, traced, plan, "block" if spec.audit else "none")
         agree_on_audits(ranks, made.modules())

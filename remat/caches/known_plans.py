@@ -171,8 +171,7 @@ def kept_solve(
     in_chunks: Callable[[TrainingGraph], TrainingGraph],
 ) -> Solved | None:  # fmt: skip
     """What was kept, judged; None where it is to be solved. `in_chunks` adds costs of chunks."""
-    key = _question_key(graph, budget, asked)
-    if not key:
+    if not (key := _question_key(graph, budget, asked)):
         return None
     found: list[Solved] = []
 
@@ -204,8 +203,7 @@ def _judged(graph: TrainingGraph, kept: KeptSolve) -> Result:
     result = evaluate_schedule(graph, kept.schedule, **facts)
     if result.schedule is None:
         raise PlanError("its peak is above its budget")
-    # The slack is for sums in another order.
-    if not 0 <= kept.lower_bound_us <= (1 + 1e-9) * result.time_us:
+    if not 0 <= kept.lower_bound_us <= (1 + 1e-9) * result.time_us:  # slack: sums in another order
         raise PlanError("its bound is above its time")
     return result
 

@@ -59,8 +59,7 @@ class _FloatPromotion:
         self, changed: set[str], make: Callable[[Sequence[str]], fx.GraphModule]
     ) -> fx.GraphModule:
         self._names |= changed - self._fixed
-        # Inductor's code has its numbers written into it.
-        names = set() if self._is_compiled else set(self._names)
+        names = set() if self._is_compiled else set(self._names)  # Inductor's code has them fixed
         while names:
             try:
                 return make(sorted(names))
@@ -263,7 +262,7 @@ def plan_cache(
     if dynamic is not None or upto is not None:
         dynamic = dynamic or "auto"
         require_dynamic(model, dynamic, may_be_auto=True)
-        require_upto(model, upto or {}, dynamic)
+        require_upto(model, {} if upto is None else upto, dynamic)
         require_compatible(**spec.asked | {"dynamic": True})
     if type(max_plans) is not int or max_plans < 1:  # `True` would pass as 1
         raise SolverError(f"max_plans must be 1 or more, not {max_plans!r}")

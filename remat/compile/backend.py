@@ -73,9 +73,9 @@ class SizeTable:
         self._has_told_of_dropping = False
 
     def __call__(self, *args: Any) -> Any:
-        sizes = tuple(_number(args[i]) for i in self._symbols)
-        call = self._calls.get(sizes)
-        if call is None:
+        given = [args[i] for i in self._symbols]  # Dynamo passes a float as a tensor
+        sizes = tuple(one.item() if isinstance(one, Tensor) else one for one in given)
+        if (call := self._calls.get(sizes)) is None:
             call = self._calls[sizes] = self._planned(sizes, args)
             self._keep_few()
         self._calls.move_to_end(sizes)
@@ -94,7 +94,6 @@ class SizeTable:
             gm, inputs = numbered(self._gm, numbers, args)
             mode: Any = next(t.fake_mode for t in inputs if isinstance(t, FakeTensor))
             context = CompileContext(self._compile_id)
-            # As ``dimension 1 of tokens = 48``.
             text = ", ".join(f"{self._symbols[i]} = {size}" for i, size in numbers.items())
             with tracing(TracingContext(mode)), compile_context(context):
                 return self._compile_one(gm, inputs, number, text)
@@ -124,10 +123,6 @@ class SizeTable:
             )
 
 
-def _number(given: Any) -> float:
-    return given.item() if isinstance(given, Tensor) else given  # Dynamo passes a float as a tensor
-
-
 def backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None,
     mode: str | None = None,
@@ -150,8 +145,7 @@ def backend(
         return _of_many_sizes(gm, context)  # nothing is compiled before a size comes: no ranks meet
     with compiled_alike(gm, example_inputs) as later:
         context = _context_of_graph(gm, example_inputs, options, mode)
-        cut = submod_compiler()
-        if cut is not None:
+        if (cut := submod_compiler()) is not None:
             subgraphs = planned_subgraphs(cut, context.asked, context.shared, context.frame)
             return _subgraph(gm, specialized(gm, example_inputs), context, subgraphs, later)
         if has_symbols(gm):
@@ -174,7 +168,9 @@ def _context_of_graph(
         refuse_compiled_writes(gm)
         refuse_lost_gradients(gm.graph)
         refuse_lstm(gm, device)
-    context = GraphContext(asked, shared_budget(options), whole_model(), _frame())
+    compiled: Any = CompileContext.current_compile_id()  # None if called without dynamo
+    frame = (compiled.frame_id or 0, compiled.frame_compile_id or 0) if compiled else (0, 0)
+    context = GraphContext(asked, shared_budget(options), whole_model(), frame)
     context.shared.runs_on(device)
     return context
 
@@ -241,9 +237,3 @@ def _n_visible(gm: fx.GraphModule) -> int:
 
 backend.reset = forget_graphs  # pyright: ignore[reportFunctionMemberAccess]
 refuse_given_up_frames(backend)
-
-
-def _frame() -> tuple[int, int]:
-    compiled: Any = CompileContext.current_compile_id()
-    # Called without dynamo, there is none.
-    return (compiled.frame_id or 0, compiled.frame_compile_id or 0) if compiled else (0, 0)

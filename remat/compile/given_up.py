@@ -80,8 +80,7 @@ def warn_of_eager_ops(inputs: Iterable[Any]) -> None:
     """Say what ran eagerly between an earlier graph and this one, such as a disabled module."""
     nodes = _eager_nodes(inputs)
     # Leaves, such as parameters, are there anyway.
-    held_bytes = storage_bytes(t for node in nodes for t in _saved(node) if not t.is_leaf)
-    if held_bytes:
+    if held_bytes := storage_bytes(t for node in nodes for t in _saved(node) if not t.is_leaf):
         names = ", ".join(sorted({node.name() for node in nodes})[:_SHOWN])
         warnings.warn(
             "remove the graph break or torch.compiler.disable, or lower the budget by "
@@ -96,8 +95,7 @@ def _eager_nodes(inputs: Iterable[Any]) -> list[Any]:
     todo = [given.grad_fn for given in inputs if isinstance(given, Tensor)]
     seen, is_after_one = dict[Any, None](), False
     while todo:
-        node = todo.pop()
-        if node is None or node in seen:
+        if (node := todo.pop()) is None or node in seen:
             continue
         if node.name() == COMPILED_NODE:
             is_after_one = True  # what lies behind it is another graph's

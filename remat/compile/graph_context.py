@@ -46,8 +46,7 @@ class CompileOptions:
 
 
 def read_options(given: Mapping[str, Any] | None, **others: Any) -> CompileOptions:
-    unknown = [name for name, value in others.items() if value is not None]
-    if unknown:
+    if unknown := [name for name, value in others.items() if value is not None]:
         raise SolverError(
             f"give options=dict(budget=...): torch.compile(backend='remat') takes no {unknown[0]}"
         )

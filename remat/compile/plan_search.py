@@ -10,18 +10,18 @@ import hashlib
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 import remat.solver as solvers
 from remat.budgets import UNBOUNDED_BYTES, auto_bytes
-from remat.compile.graph_context import CompileOptions, n_run_again
+from remat.compile.graph_context import CompileOptions
 from remat.formats import bytes_text
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
-from remat.progress import Stopwatch, stopwatch_of_call
+from remat.progress import stopwatch_of_call
 from remat.ranks.one_plan import OnePlan
 from remat.rewriter.inductor.lowering import ReplayError
 from remat.rewriter.inductor.partition import FusedStep, Pair
@@ -55,26 +55,16 @@ class Candidate:
         return self.replay.peak_bytes
 
     @property
-    def recomputed(self) -> int:
-        return n_run_again(self.schedule)
-
-    @property
     def is_least(self) -> bool:
         """Whether it is the least schedule known, as none fits the target."""
         return self.result is not None and self.result.schedule is None
 
 
-@dataclass
 class PlanSearch:
-    step: FusedStep
-    options: CompileOptions
-    tried: dict[tuple[Step, ...], Candidate] = field(
-        default_factory=dict[tuple[Step, ...], Candidate]
-    )
-    stages: Stopwatch = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stages = stopwatch_of_call(verbose=self.options.verbose)
+    def __init__(self, step: FusedStep, options: CompileOptions) -> None:
+        self.step, self.options = step, options
+        self.tried: dict[tuple[Step, ...], Candidate] = {}
+        self.stages = stopwatch_of_call(verbose=options.verbose)
 
     def stock(self) -> Candidate:
         """As torch compiles it; with everything kept, where torch's own cut is wrong."""
@@ -100,14 +90,12 @@ class PlanSearch:
         return stock if found is None and fits else found
 
     def _planned_within(self, limit_bytes: int) -> Candidate | None:
-        def is_enough(found: Candidate) -> bool:
-            return is_good_enough(found.overhead, found.code_peak_bytes, limit_bytes)
-
         best = fastest_within(
             limit_bytes,
             # Where no schedule is found for a target, the least one may still have code that fits.
             lambda target_bytes: self.solved(target_bytes) or self.solved(0),
-            tries=self.options.replays, is_enough=is_enough,
+            tries=self.options.replays,
+            is_enough=lambda one: is_good_enough(one.overhead, one.code_peak_bytes, limit_bytes),
         )  # fmt: skip
         if best is not None:
             return best
@@ -116,8 +104,7 @@ class PlanSearch:
 
     def least(self) -> Candidate | None:
         """The candidate of the lowest replayed peak, among those of the lowest schedules."""
-        first = self.solved(0)
-        if first is None:
+        if (first := self.solved(0)) is None:
             return None
         for factor in _LOOSER:
             if len(self.tried) < self.options.replays:
@@ -191,18 +178,7 @@ _NARROW = 1.01  # ratio of failing to fitting target: nothing is tried between
 _STEP = 0.995  # how far below a target that did not fit the next one is, at least
 
 
-class _Generated(Protocol):
-    @property
-    def schedule_peak_bytes(self) -> int: ...
-    @property
-    def code_peak_bytes(self) -> int: ...
-    @property
-    def time_us(self) -> float: ...
-    @property
-    def is_least(self) -> bool: ...  # no schedule fits the target: this is the least one known
-
-
-_G = TypeVar("_G", bound=_Generated)
+_G = TypeVar("_G", bound="Candidate | PlanWithCode[Any]")
 _P = TypeVar("_P")
 
 
@@ -214,7 +190,7 @@ class PlanWithCode(Generic[_P]):
     schedule_peak_bytes: int
     code_peak_bytes: int
     time_us: float
-    is_least: bool = False
+    is_least: bool = False  # no schedule fits the target: this is the least one known
 
 
 def fastest_within(
@@ -226,8 +202,7 @@ def fastest_within(
     seen: list[_G] = []
     fitting, failing, target = 0, UNBOUNDED_BYTES, limit_bytes
     for _ in range(tries):
-        found = generated(target)
-        if found is None:
+        if (found := generated(target)) is None:
             break
         if found.code_peak_bytes <= limit_bytes:
             if best is None or found.time_us < best.time_us:
@@ -247,7 +222,7 @@ def fastest_within(
 
 
 def _next_target(
-    found: _Generated, limit_bytes: int, target: int, fitting: int, failing: int
+    found: Candidate | PlanWithCode[Any], limit_bytes: int, target: int, fitting: int, failing: int
 ) -> int:
     """The target whose code would just meet the limit, between what fits and what does not."""
     room_bytes = limit_bytes - found.code_peak_bytes

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from remat.budgets import auto_bytes
-from remat.compile.graph_context import CompiledPlan, CompileOptions, remember
+from remat.compile.graph_context import CompiledPlan, CompileOptions, n_run_again, remember
 from remat.compile.plan_search import AgreedPlan, Candidate, plan_key, require_within
 from remat.compile.shared_budget import Frame, SharedBudget
 from remat.compile.specialize import specialized, with_notes
@@ -23,7 +22,7 @@ from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.torch_private.inductor import compile_fx
 from remat.ranks.one_plan import one_plan
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
-from remat.rewriter.inductor.replay import ReplayedMemory
+from remat.rewriter.inductor.replay import ReplayedMemory, StepBytes
 from remat.solver.search import Clock
 
 _known: weakref.WeakKeyDictionary[fx.GraphModule, PlannedSubgraphs] = weakref.WeakKeyDictionary()
@@ -55,7 +54,7 @@ class PlannedSubgraphs:
         steps = [subgraph.step for subgraph in whole.subgraphs if subgraph.step is not None]
         gradient_bytes = sum(step.gradient_bytes for step in steps)
         own_bytes = whole.static_bytes, whole.dynamic_bytes, gradient_bytes
-        self._as_one = _AsOne(*own_bytes, asked.calls - 1)
+        self._as_one = _AsOne(*own_bytes, asked.calls)
         chosen = self._agreed(asked, shared)
         self._chosen_options = list(chosen)
         self._seconds = clock.elapsed_s
@@ -152,6 +151,7 @@ class PlannedSubgraphs:
 
     def _remember(self, option: SubgraphOption, replay: ReplayedMemory, peak_bytes: int) -> None:
         found = option.candidate
+        schedule = found.schedule if found else None
         self._seconds, seconds = 0.0, self._seconds  # one search for all: told with the first
         of_all = f"subgraph {self.at + 1} of {len(self._whole.subgraphs)}"
         remember(
@@ -160,24 +160,16 @@ class PlannedSubgraphs:
                 budget_bytes=self._budget_bytes, peak_bytes=peak_bytes,
                 baseline_peak_bytes=self._stock_bytes, held_bytes=self._held_bytes,
                 saved_bytes=replay.saved_bytes, overhead=found.overhead if found else 0.0,
-                gap=found.gap if found else 0.0, recomputed=found.recomputed if found else 0,
-                replays=self._search.replays_of(self.at), seconds=seconds,
-                schedule=found.schedule if found else None,
+                gap=found.gap if found else 0.0, recomputed=n_run_again(schedule),
+                replays=self._search.replays_of(self.at), seconds=seconds, schedule=schedule,
             ),
             verbose=self._search.asked.verbose,
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _AsOne:
-    static_bytes: int
-    dynamic_bytes: int
-    gradient_bytes: int
-    other_calls: int
-    modules: int = 1
-
+class _AsOne(StepBytes):
     def alone(self, found: ReplayedMemory) -> ReplayedMemory:
-        left_bytes = self.other_calls * (found.saved_bytes + self.dynamic_bytes)
+        left_bytes = (self.calls - 1) * (found.saved_bytes + self.dynamic_bytes)
         return found.raised(-left_bytes, -left_bytes)
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -26,7 +26,7 @@ from remat.graph_capture.torch_private.aot import symbolic_convert
 from remat.graph_capture.torch_private.core import FakeTensor, module_call_code
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.guards.backward import OpenForwards, refuse_compiled_autograd
-from remat.rewriter.inductor.replay import ReplayedMemory
+from remat.rewriter.inductor.replay import ReplayedMemory, StepBytes
 
 # Later graphs are not known yet, but the parameters of all modules are found on the stack.
 
@@ -145,24 +145,12 @@ class _Noted:
 
     @classmethod
     def of(
-        cls, step: Measured, chosen: ReplayedMemory, stock: ReplayedMemory, budget_bytes: int
+        cls, step: StepBytes, chosen: ReplayedMemory, stock: ReplayedMemory, budget_bytes: int
     ) -> _Noted:
         return cls(
             step.static_bytes, step.dynamic_bytes, step.gradient_bytes,
             step.alone(chosen), step.alone(stock), budget_bytes, step.modules > 1,
         )  # fmt: skip
-
-
-class Measured(Protocol):
-    @property
-    def static_bytes(self) -> int: ...  # of parameters and buffers
-    @property
-    def dynamic_bytes(self) -> int: ...  # of all other inputs
-    @property
-    def gradient_bytes(self) -> int: ...  # of the gradients of parameters
-    @property
-    def modules(self) -> int: ...  # that run the graph, each with gradients of its own
-    def alone(self, found: ReplayedMemory) -> ReplayedMemory: ...
 
 
 @dataclass
@@ -208,7 +196,7 @@ class SharedBudget:
         return self.libraries_bytes + own + awaited + dynamic_bytes + left
 
     def base_bytes(
-        self, frame: Frame, step: Measured, stock: ReplayedMemory, held_bytes: int
+        self, frame: Frame, step: StepBytes, stock: ReplayedMemory, held_bytes: int
     ) -> int:
         """The peak that all graphs so far have as torch compiles them, that of `frame` included."""
         before = self.forwards.graphs()
@@ -230,9 +218,8 @@ class SharedBudget:
         return max((one.budget_bytes for one in others), default=0)
 
     def note(
-        self, frame: Frame, step: Measured, chosen: ReplayedMemory, stock: ReplayedMemory,
-        budget_bytes: int,
-        *, is_bound: bool = True,
+        self, frame: Frame, step: StepBytes, chosen: ReplayedMemory, stock: ReplayedMemory,
+        budget_bytes: int, *, is_bound: bool = True,
     ) -> None:  # fmt: skip
         """`BudgetError` where a bound budget is exceeded; one that was not asked for is raised."""
         frames = [*self.forwards.graphs(), frame]
@@ -257,8 +244,7 @@ class SharedBudget:
 
     def require_room(self, frame: Frame) -> None:
         """`BudgetError` where more forwards are open than when the graph of `frame` was planned."""
-        before = self.forwards.graphs()
-        if not before:  # alone, it has the room that it was planned for
+        if not (before := self.forwards.graphs()):  # alone, it has the room that it was planned for
             return
         budget_bytes, frames = self.noted[frame].budget_bytes, [*before, frame]
         peak_bytes = max(self._peak(frames, k, is_stock=False) for k in range(len(frames)))

@@ -182,8 +182,7 @@ def device_of_inputs(inputs: Iterable[Any]) -> str:
     """``cpu``, or the one CUDA device that holds inputs; `DeviceError` for any other."""
     tensors = [given for given in inputs if isinstance(given, Tensor)]
     device = device_holding(tensors)
-    others = sorted({str(tensor.device) for tensor in tensors} - {CPU, device})
-    if others:
+    if others := sorted({str(tensor.device) for tensor in tensors} - {CPU, device}):
         on_cuda = [device] if is_cuda(device) else []
         raise DeviceError(
             "compile separately what runs on each device, or compile without a budget: backend "

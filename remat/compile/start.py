@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from remat.caches.known_plans import ADDRESS, file_of, sources_key, without_lines
+from remat.caches.known_plans import ADDRESS, file_of, keeps_solves, sources_key, without_lines
 from remat.compile.graph_context import ChosenPlan, CompileOptions, GraphContext
 from remat.compile.plan_search import (
     CLOSE_ENOUGH,
@@ -67,7 +67,9 @@ def start_key(gm: fx.GraphModule, inputs: Sequence[Any], asked: CompileOptions, 
 
 
 def _surroundings(device: str) -> Iterator[str]:
-    yield f"{cpu_title()} {_title(device)}"
+    meter = meter_of(device) if is_cuda(device) else None
+    title = f"{meter.title} {meter.settings} {meter.versions}" if meter else ""
+    yield f"{cpu_title()} {title}"
     yield f"{torch.__version__} {torch.version.git_version} {sources_key()}"
     yield f"{inductor_config.get_hash().hex()} {functorch_config.get_hash().hex()}"
     yield f"{torch.is_grad_enabled()} {torch.are_deterministic_algorithms_enabled()}"
@@ -78,20 +80,12 @@ def _surroundings(device: str) -> Iterator[str]:
         yield f"rank {dist.get_rank()} of {dist.get_world_size()}"
 
 
-def _title(device: str) -> str:
-    if not is_cuda(device):
-        return ""
-    meter = meter_of(device)
-    return f"{meter.title} {meter.settings} {meter.versions}"
-
-
 def _input_lines(inputs: Sequence[Any]) -> Iterator[str]:
     """A line for each input, with the first input whose storage it shares."""
     storages: dict[int, int] = {}
     for i, value in enumerate(inputs):
         if isinstance(value, Tensor):
-            # Two inputs of one storage count its bytes once.
-            shared = storages.setdefault(storage_key(value), i)
+            shared = storages.setdefault(storage_key(value), i)  # of one storage, bytes count once
             yield f"{_tensor_text(value)} in {shared}"
         else:
             yield repr(value)
@@ -104,8 +98,7 @@ def _tensor_text(tensor: Tensor) -> str:
 
 
 def _graph_lines(gm: fx.GraphModule) -> Iterator[str]:
-    # Positions, as names differ from run to run.
-    number = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
+    number = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}  # names differ between runs
     for node in gm.graph.nodes:
         if node.op == "placeholder":  # inputs have lines of their own
             continue
@@ -137,13 +130,11 @@ _NAME_BYTES = 16
 
 def keeps_plans(asked: CompileOptions) -> bool:
     """Whether plans may be kept and taken; not where the user has torch keep nothing."""
-    config: Any = torch.compiler.config
-    is_off = config.force_disable_caches
     keeps_code = functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache
     # A bundle is kept by AOTAutograd whether or not Inductor keeps the code in it.
     is_bundled = functorch_config.bundled_autograd_cache or dynamo_config.caching_precompile
     # A plan that one rank has kept, and another has not, is no plan for all of them.
-    return asked.warm and keeps_code and is_alone() and not (is_off or is_bundled)
+    return asked.warm and keeps_solves() and keeps_code and is_alone() and not is_bundled
 
 
 class Start:
@@ -250,13 +241,11 @@ class Start:
         """The budget in bytes, and what fits it; `BudgetError` where nothing does."""
         step = search.step
         held_bytes = self.context.held_bytes(step)
-        budgets_bytes = self.context.budgets_bytes(step, stock.replay)
-        if not budgets_bytes:
+        if not (budgets_bytes := self.context.budgets_bytes(step, stock.replay)):
             least = search.least() or stock
             return held_bytes + least.replay.peak_bytes, least
         for budget_bytes in budgets_bytes:
-            found = search.within(budget_bytes - held_bytes, stock)
-            if found is not None:
+            if (found := search.within(budget_bytes - held_bytes, stock)) is not None:
                 return budget_bytes, found
         raise BudgetError(_too_small(search, stock, budgets_bytes[-1], held_bytes))
 
@@ -330,7 +319,10 @@ def kept_choice(key: str) -> KeptChoice | None:
     # The file's name has a part of the key only.
     if found is None or found.key != key or found.schema_version != _SCHEMA_VERSION:
         return None
-    return found if _has_costs(found) else None
+    if not found.costs or found.graph is None:
+        return found
+    known = CostCache.of(meter_of(found.graph.device)).costs  # other costs might give another plan
+    return found if all(known.get(key) == cost for key, cost in found.costs.items()) else None
 
 
 def keep_choice(choice: KeptChoice) -> None:
@@ -347,21 +339,10 @@ def _files() -> CacheFiles:
 def _whole_choice(data: bytes) -> KeptChoice:
     """Raises `RematError` for what cannot be true."""
     found = decode_json(data, KeptChoice)
-    if not all(0 <= size < MOST_BYTES for size in _choice_sizes(found)):
+    sizes = [found.static_bytes, found.dynamic_bytes, found.gradient_bytes, found.budget_bytes]
+    sizes += [found.awaited_gradient_bytes, found.calls, found.modules]
+    sizes += [*dataclasses.astuple(found.stock), *dataclasses.astuple(found.chosen)]
+    if not all(0 <= size < MOST_BYTES for size in sizes):
         raise PlanError("a size cannot be")
     found.taken()  # a damaged file is found here, where it can be told
     return found
-
-
-def _choice_sizes(choice: KeptChoice) -> Iterator[int]:
-    yield from (choice.static_bytes, choice.dynamic_bytes, choice.gradient_bytes)
-    yield from (choice.awaited_gradient_bytes, choice.budget_bytes, choice.calls, choice.modules)
-    for one in (choice.stock, choice.chosen):
-        yield from dataclasses.astuple(one)
-
-
-def _has_costs(choice: KeptChoice) -> bool:
-    if not choice.costs or choice.graph is None:
-        return True
-    known = CostCache.of(meter_of(choice.graph.device)).costs  # other costs might give another plan
-    return all(known.get(key) == cost for key, cost in choice.costs.items())

@@ -8,7 +8,7 @@ it. The share is halved and doubled, then `fastest` mixes the rounds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,8 +25,7 @@ _BETWEEN = 2  # index of the first share that is no end
 _MOST_STATES = 400  # of the table, a subgraph
 
 
-@dataclass(frozen=True)
-class SubgraphOption:
+class SubgraphOption(NamedTuple):
     """A plan of one subgraph; `candidate` is None where it has no gradients."""
 
     candidate: Candidate | None
@@ -35,8 +34,7 @@ class SubgraphOption:
     extra_us: float = 0.0
 
 
-@dataclass(frozen=True)
-class _State:
+class _State(NamedTuple):
     left_bytes: int
     peak_bytes: int
     extra_us: float
@@ -193,16 +191,14 @@ class SubgraphSearch:
 
         def generated(target_bytes: int) -> PlanWithCode[Candidate] | None:
             graph = with_neighbours(search.step.graph, subgraph, target_bytes, saved_bytes)
-            found = search.solved(target_bytes, graph) or search.solved(0, graph)
-            if found is None:
+            if (found := search.solved(target_bytes, graph) or search.solved(0, graph)) is None:
                 return None
             peak = option_of(subgraph, found).peak_bytes  # with the gradients beside it
             own = found.schedule_peak_bytes
             return PlanWithCode(found, own, peak, found.time_us, found.is_least)
 
         fastest_within(limit_bytes, generated, tries=_TRIES, is_enough=lambda _: True)
-        # Several targets may give the same candidate.
-        known = {id(option.candidate) for option in self.options[k]}
+        known = {id(option.candidate) for option in self.options[k]}  # targets may share one
         new = [found for found in search.tried.values() if id(found) not in known]
         self.options[k] += [option_of(subgraph, found) for found in new]
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -25,8 +24,7 @@ from remat.rewriter.inductor.partition import FusedStep
 _Traced = Callable[[fx.GraphModule, Sequence[Any]], FusedStep | None]  # None without gradients
 
 
-@dataclass(frozen=True)
-class Subgraph:
+class Subgraph(NamedTuple):
     """One subgraph, and the bytes that others hold while it runs; `step` None without gradients."""
 
     step: FusedStep | None
@@ -35,8 +33,7 @@ class Subgraph:
     after_bytes: int  # as it ends: these, its own, sums for shared ones
 
 
-@dataclass(frozen=True)
-class Whole:
+class Whole(NamedTuple):
     """Subgraphs in the order of forward; `static_bytes` are of all parameters and buffers."""
 
     subgraphs: tuple[Subgraph, ...]
@@ -65,8 +62,7 @@ def whole_of(compiler: SubmodCompiler, traced: _Traced) -> Whole:
     return walk.whole()
 
 
-@dataclass(frozen=True)
-class _Seen:
+class _Seen(NamedTuple):
     call: fx.Node
     step: FusedStep | None
     outputs_bytes: int
@@ -89,8 +85,7 @@ class _Walk(fx.Interpreter):
         if n.op != "call_module":
             return getattr(self, n.op)(n.target, args, kwargs)
         module = self.fetch_attr(str(n.target))
-        step = self._traced(module, args)
-        if step is not None:
+        if (step := self._traced(module, args)) is not None:
             results = [n, *filter(is_getitem, n.users)]
             step.holds_outputs = any(map(_is_given_back, results))  # savers hold the other results
         with self._mode:
@@ -129,9 +124,8 @@ class _Beside:
         trained = [n for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad]
         self._bytes = {node: values[node].nbytes for node in trained}
         self._made = {node: _subgraph_of(node, place) for node in trained}
-        self._readers = {
-            node: sorted({place[user] for user in node.users if user in place}) for node in trained
-        }
+        readers = {node: {place[user] for user in node.users if user in place} for node in trained}
+        self._readers = {node: sorted(found) for node, found in readers.items()}
         ddp = active_ddp_module()
         self.moves_to_buckets = ddp is not None and ddp.gradient_as_bucket_view
         parameters = {n for n in trained if isinstance(values[n], torch.nn.Parameter)}
@@ -157,8 +151,7 @@ class _Beside:
         """Whether subgraphs behind the k-th have left a gradient of `node` that is still there."""
         if not any(reader > k for reader in self._readers[node]):
             return False
-        made = self._made[node]
-        if made is not None:
+        if (made := self._made[node]) is not None:
             return made < k  # of what a subgraph has made, it is there until that subgraph reads it
         # Of an input it stays, unless it is complete and DDP has moved it into its bucket.
         return node not in self._moved or any(reader <= k for reader in self._readers[node])

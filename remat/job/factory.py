@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from remat.graph_capture.devices.known_devices import check_device, is_cuda
 from remat.graph_capture.errors import FactoryError
@@ -34,9 +34,7 @@ _OTHERS = ("loss_fn", "target")
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _TRAINS = {"backward", "zero_grad", "fit", "train_step", "train_epoch", "train_one_epoch"}
 """Methods that code which trains calls."""
-_OF_TRAINING = re.compile(
-    r"^(train|fit|eval|test|valid|main|run|loss|epoch|step|collate|parse|get_args)"
-)
+_TRAINING = re.compile(r"train|fit|eval|test|valid|main|run|loss|epoch|step|collate|parse|get_args")
 _OF_A_MODEL = re.compile(r"model|net(work)?$|module", re.IGNORECASE)
 
 
@@ -76,8 +74,7 @@ def _unseen_text(module: ModuleType, where: str) -> str:
     return f"{where} has a `{_MODEL}` and no `{_BATCH}`" if missing == [_BATCH] else ""
 
 
-@dataclass(frozen=True)
-class _Written:
+class _Written(NamedTuple):
     name: str
     gives: bool  # returns a value
     has_batch: bool  # that value may be a model with its batch, by its form
@@ -87,7 +84,7 @@ class _Written:
     @property
     def may_build(self) -> bool:
         # What returns a model with a batch builds one, even if it is called train_setup.
-        is_named_otherwise = _OF_TRAINING.match(self.name) is not None and not self.has_batch
+        is_named_otherwise = _TRAINING.match(self.name) is not None and not self.has_batch
         return self.gives and not self.trains and not is_named_otherwise
 
 
@@ -164,8 +161,7 @@ _WRITE = (
 )
 
 
-@dataclass(frozen=True)
-class NamedFunction:
+class NamedFunction(NamedTuple):
     function: Callable[..., Any]
     where: str  # file or module, as a person wrote it
     name: str
@@ -435,8 +431,7 @@ def _require_arguments(factory: Callable[..., Any], title: str, sizes: Mapping[s
         return
     keywords = [one.name for one in parameters.values() if one.kind in _BY_KEYWORD]
     bare = [one for one in parameters.values() if one.default is one.empty]
-    needed = [p.name for p in bare if p.kind in _WITHOUT_DEFAULT and p.name not in sizes]
-    if needed:
+    if needed := [p.name for p in bare if p.kind in _WITHOUT_DEFAULT and p.name not in sizes]:
         raise FactoryError(
             f"give defaults for {', '.join(needed)}, or write def factory(): return model, (x,), "
             f"which calls it: {title} is called without"
@@ -471,8 +466,7 @@ def _read(built: Any, name: str) -> Loaded:
 def _parts(built: Any, name: str) -> dict[str, Any]:
     if isinstance(built, dict):
         parts = cast("dict[str, Any]", built)
-        unknown = [str(key) for key in parts if key not in _KEYS]
-        if unknown:
+        if unknown := [str(key) for key in parts if key not in _KEYS]:
             raise FactoryError(f"{name} returned unknown keys {', '.join(unknown)}: {_RETURNS}")
         return dict(parts)  # a copy: `_read` writes to it, and the factory may keep its own
     if isinstance(built, tuple) and len(cast("tuple[Any, ...]", built)) in (2, 3):

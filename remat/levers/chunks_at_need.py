@@ -79,8 +79,7 @@ def naming_tolerance(
     if result.schedule is not None or not result.least_feasible_bytes:
         return result
     in_chunks = {region.name for region in graph.regions}
-    whole = [one for one in _exact_chunks(traced) if one.name not in in_chunks]
-    if not whole:
+    if not (whole := [one for one in _exact_chunks(traced) if one.name not in in_chunks]):
         return result
     # Another solve, of the graph whose chunks may sum in another order.
     recipe = dataclasses.replace(traced.recipe, split="tolerance")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from remat.graph_capture.errors import CaptureError, option
@@ -46,8 +46,7 @@ def require_own_storages(state: Mapping[str, Tensor]) -> None:
     # Empty tensors all have the address 0.
     names = {name: t.untyped_storage().data_ptr() for name, t in state.items() if t.numel()}
     shared = {address for address, number in Counter(names.values()).items() if number > 1}
-    both = [name for name, address in names.items() if address in shared]
-    if both:
+    if both := [name for name, address in names.items() if address in shared]:
         raise CaptureError(
             f"give {both[0]} and {both[1]} storage of their own, or update after backward: they "
             "are views of one tensor, so an update of one changes the other"
@@ -110,16 +109,12 @@ def planned_optimizer_in_backward(
         names = _parameters(model, loss_fn)  # a fused optimizer takes no memory meanwhile
         trained = [name for name, parameter in names.items() if parameter.requires_grad]
         return GradientRelease(is_added=accumulate, updates=tuple((name, 0) for name in trained))
-    made = _made(optimizer, model.parameters())
-    return _optimizer_in_backward_of(model, made, loss_fn, accumulate)
-
-
-def _made(name: str, parameters: Iterable[Tensor]) -> Optimizer:
     from torch.optim import SGD, AdamW
 
-    if name == "adamw":
-        return AdamW(parameters)
-    return SGD(parameters, momentum=0.9 if name == "momentum" else 0.0)  # the value takes no memory
+    momentum = 0.9 if optimizer == "momentum" else 0.0  # the value takes no memory
+    parameters = model.parameters()
+    made = AdamW(parameters) if optimizer == "adamw" else SGD(parameters, momentum=momentum)
+    return _optimizer_in_backward_of(model, made, loss_fn, accumulate)
 
 
 def _parameters(model: nn.Module, loss_fn: Callable[..., Any] | None) -> dict[str, nn.Parameter]:

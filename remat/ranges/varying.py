@@ -106,8 +106,7 @@ class LearnedSizes:
         upto = max(self.upto.get(one, 0) for one, own in self._groups.items() if own == name)
         high = max(size, named.high, upto // multiple * multiple, *seen)
         if before is None:
-            # A range has two sizes at least.
-            return Symbol(name, low, max(high, low + multiple), multiple), False
+            return Symbol(name, low, max(high, low + multiple), multiple), False  # of two sizes
         low = min(low, before.low)
         if size <= before.high:
             return Symbol(name, low, before.high, multiple), False
@@ -171,16 +170,6 @@ class _Wanted(NamedTuple):
 
 class VaryingSizes:
     def __init__(self, model: nn.Module, dynamic: DynamicOrAuto, upto: Upto | None) -> None:
-        if isinstance(dynamic, str) and dynamic != "auto":
-            raise CaptureError(
-                "give dynamic='auto', or sizes by argument and dimension, such as "
-                f'{{"tokens": {{1: ("seq", 16, 2048)}}}}: {dynamic!r} is unknown'
-            )
-        if upto is not None and not isinstance(upto, Mapping):  # pyright: ignore
-            raise CaptureError(
-                "give upto as a dict of the largest sizes by argument and dimension, such as "
-                f'{{"tokens": {{1: 2048}}}}: {upto!r} is not a dict'
-            )
         self.model, self.dynamic, self.upto = model, dynamic, dict(upto or {})
         self._kinds: dict[Hashable, LearnedSizes] = {}
 
@@ -188,8 +177,7 @@ class VaryingSizes:
         """A pair, of which the first is the kind; and whether other places vary than before."""
         leaves, spec = pytree.tree_flatten(batch)
         kind, shapes = (tuple(map(_kind_of, leaves)), spec, autocast_state()), _shapes(leaves)
-        known = self._kinds.get(kind)
-        if known is None:
+        if (known := self._kinds.get(kind)) is None:
             known = self._kinds[kind] = self._first_of(batch)
         is_new = known.learn(shapes)
         symbols = known.symbols_at(shapes)
@@ -238,11 +226,6 @@ class VaryingSizes:
         found = {at: by_name[s.name] for at, s in (given or {}).items() if s.name in by_name}
         rest = {name: dims for name, dims in self.upto.items() if name not in by_name}
         for argument, dims in rest.items():
-            if not isinstance(dims, Mapping):
-                raise CaptureError(
-                    'give the largest size by argument and dimension, as {"tokens": {1: 2048}}, or '
-                    f"by a name that dynamic gives: upto names {argument!r} with {dims!r}"
-                )
             entries = cast("Mapping[int, Any]", dims).items()
             # As ranges, so that `places_in` finds and refuses as it does for `dynamic`.
             asked = {dim: (f"upto_{dim}", _LEAST, most) for dim, most in entries}

@@ -43,8 +43,7 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
 
     def require_same_step(self, graph_hash: str) -> None:
         hashes = self.gathered_texts("step", graph_hash)
-        others = [str(rank) for rank, found in enumerate(hashes) if found != hashes[0]]
-        if others:
+        if others := [str(rank) for rank, found in enumerate(hashes) if found != hashes[0]]:
             raise AgreementError(
                 "build the same model, and pass a batch of the same shapes, on all ranks: the "
                 f"step captured on rank {', '.join(others)} is not that of rank 0"
@@ -88,8 +87,7 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
             self._messages.close()  # else the thread would show life for a rank that has left
 
     def gathered_texts(self, name: str, mine: str) -> list[str]:
-        messages = self._messages
-        if messages is None:
+        if (messages := self._messages) is None:
             return [mine]
         if messages.rank:
             messages.post(f"{name}/{messages.rank}", mine)
@@ -113,8 +111,7 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
             if error is None:
                 self.gathered_texts("end", "")  # a rank that left could not be told of later errors
             elif error is not self._theirs:  # an error that came from another rank is known to all
-                before = messages.failure()
-                if before is None:
+                if (before := messages.failure()) is None:
                     messages.fail(error)
                 # The earlier error is the cause. A Ctrl-C stays one.
                 elif before.rank != messages.ranks[messages.rank] and isinstance(error, Exception):

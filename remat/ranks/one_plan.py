@@ -39,7 +39,10 @@ _WHAT = 'torch.compile(backend="remat")'
 @contextlib.contextmanager
 def compiled_alike(gm: fx.GraphModule, inputs: Sequence[Any]) -> Generator[CompiledLater]:
     """Ranks that compile a graph in here come out together, or all with `AgreementError`."""
-    later = CompiledLater(_groups(gm), _graph_key(gm, inputs))
+    shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in inputs]
+    # The same on ranks that compile the same graph for the same shapes, with gradients or without.
+    text = f"{gm.code}{shapes}{torch.is_grad_enabled()}"
+    later = CompiledLater(_groups(gm), hashlib.sha256(text.encode()).hexdigest()[:16])
     with _together(later.groups, f"compile/{later.key}"):
         yield later
     later.has_begun = True
@@ -93,13 +96,6 @@ def _groups(gm: fx.GraphModule) -> list[dist.ProcessGroup]:
     return [group for group in dict.fromkeys(found) if group.size() > 1]
 
 
-def _graph_key(gm: fx.GraphModule, inputs: Iterable[Any]) -> str:
-    """The same on ranks that compile the same graph for the same shapes."""
-    shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in inputs]
-    # One graph is compiled apart with gradients and without.
-    return hashlib.sha256(f"{gm.code}{shapes}{torch.is_grad_enabled()}".encode()).hexdigest()[:16]
-
-
 def _hear(messages: RankMessages) -> None:
     """Wait for the ranks that compile; raise what one of them has failed with."""
     messages.post(f"done/{messages.rank}", "")
@@ -111,8 +107,7 @@ def _hear(messages: RankMessages) -> None:
                 del watches[rank]
             elif watch.silent_s() > SILENT_S:
                 raise AgreementError(_stuck_text(messages.ranks[rank], "it compiled"))
-            # It has the code already, and will not come.
-            elif not watch.has_come and time.monotonic() > end:
+            elif not watch.has_come and time.monotonic() > end:  # it has the code: it will not come
                 del watches[rank]
         if failure := messages.failure():  # a rank that fails is never done
             messages.leave()
@@ -164,8 +159,7 @@ def _stuck_text(rank: int, doing: str) -> str:
 @contextlib.contextmanager
 def one_plan(key: str) -> Generator[OnePlan]:
     """The plan of the graph of `key`; an error in here reaches the ranks that wait for it."""
-    group = _all_ranks()
-    if group is None:
+    if (group := _all_ranks()) is None:
         yield OnePlan(None)
         return
     messages = RankMessages(group, f"plan/{key}")

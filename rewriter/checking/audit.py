@@ -133,10 +133,7 @@ def audits_paused() -> Generator[None]:
 
 
 class Audit:
-    """Compares steps of one plan with the model's own forward: the 2nd, 4th, 8th and so on.
-
-    `is_agreed`: all ranks with which forward exchanges something audit the same steps.
-    """
+    """Compares steps of one plan with the model's own forward: the 2nd, 4th, 8th and so on."""
 
     def __init__(
         self, guards: Guards, step: CompiledStep, schedule: Schedule, costed: TrainingGraph | None,
@@ -146,7 +143,7 @@ class Audit:
         self._schedule, self._costed = schedule, costed
         self._outcomes = ForwardOutcomes(guards, step)
         self.steps = self.audited = 0
-        self.is_agreed = False
+        self.is_agreed = False  # all ranks with which forward exchanges something audit alike
         self._is_due, self._is_doubted = audits == "first", False
         self._gave_up, self._why_later, self._thread = "", "", threading.get_ident()
 
@@ -192,7 +189,12 @@ class Audit:
         """Names of what the planned forward, which has returned `output`, gave otherwise."""
         self.audited += 1
         found = self._outcomes.left(seen.before, seen.leaves, output, self._keeps_values(module))
-        names = _compared(seen, found, tolerance_of(module))
+        expected, allowed = seen.expected.expected, tolerance_of(module)
+        if allowed:
+            names = differing_beyond(expected, found, allowed, seen.moved)[0]
+        else:
+            names = differing_names(seen.expected, found)
+        names = (*names, *(name for name in found if name not in expected))
         if self._collectives:
             is_any = any_rank(self._collectives, bool(names), self._device)  # all raise, or none
             names = names or ("result on another rank",) * is_any
@@ -279,18 +281,7 @@ class Audit:
             return "it runs within a backward"
         if dispatch_mode_stack():
             return "one of your dispatch modes would see its ops"
-        if self._draws and others_may_draw():
+        draws = any(value.kind == "rng_state" for value in self._step.graph.values)
+        if draws and others_may_draw():
             return "another thread may draw from the random stream that is restored"
         return ""
-
-    @functools.cached_property
-    def _draws(self) -> bool:
-        return any(value.kind == "rng_state" for value in self._step.graph.values)
-
-
-def _compared(seen: _Seen, found: Outcome, allowed: float) -> tuple[str, ...]:
-    expected = seen.expected.expected
-    alone = tuple(name for name in found if name not in expected)
-    if allowed:
-        return (*differing_beyond(expected, found, allowed, seen.moved)[0], *alone)
-    return (*differing_names(seen.expected, found), *alone)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -70,8 +69,7 @@ def differing_beyond(
     """Names of what is further off than `tolerance`, and the largest relative error.
 
     Results may be off by `_TIMES` of what rounding alone moves them (`moved`), up to
-    `_MOST_ROUNDING`. One that is not larger than that is noise, and shares the tolerance of its
-    kind.
+    `_MOST_ROUNDING`. One that is no larger than that is noise, with the tolerance of its kind.
     """
     errors: dict[str, float] = {}
     wrong: list[str] = []
@@ -89,7 +87,9 @@ def differing_beyond(
 
 
 def _size(expected: Outcome, name: str, rounding: float) -> float:
-    norm, of_all = _norm(expected[name]), _norm_of_kind(expected, name)
+    norm, kind = _norm(expected[name]), name.split()[0]
+    alike = [t for other, t in expected.items() if other.split()[0] == kind]
+    of_all = sum(_norm(t) ** 2 for t in alike if isinstance(t, Tensor)) ** 0.5
     # Noise sums to other noise in other code: only its part in all results of its kind matters.
     return of_all if 0 < norm <= rounding else max(norm, _LEAST_PART * of_all)
 
@@ -111,12 +111,6 @@ def _has_error(expected: Any, found: Any) -> bool:
 
 def _norm(tensor: Tensor) -> float:
     return float(tensor.detach().double().norm())
-
-
-def _norm_of_kind(outcome: Outcome, name: str) -> float:
-    kind = name.split()[0]
-    alike = [t for other, t in outcome.items() if other.split()[0] == kind]
-    return sum(_norm(t) ** 2 for t in alike if isinstance(t, Tensor)) ** 0.5
 
 
 def bitwise_equal(expected: Any, found: Any) -> bool:
@@ -236,8 +230,7 @@ _COPIES = frozenset({"detach", "alias", "clone", "copy", "_to_copy", "view", "ex
 """Copies and casts come and go where writing in place and autocast are taken apart."""
 
 
-@dataclass(frozen=True)
-class _Op:
+class _Op(NamedTuple):
     name: str
     numbers: tuple[Any, ...]
     line: str

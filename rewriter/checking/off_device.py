@@ -30,7 +30,6 @@ from remat.graph_capture.torch_private.core import (
 from remat.rewriter.tiers.file_tier import StorageView
 
 Read = Callable[[], Tensor]  # gives back what was kept
-_NO_HOOKS = "saved tensor hooks"  # what torch says where code takes no hooks on what autograd saves
 
 
 class OffDeviceMemory:
@@ -88,9 +87,12 @@ class OffDeviceMemory:
             packed = {name: self._pack(getattr(tensor, name)) for name in inner}
             return type(tensor), packed, facts, tensor.size(), tensor.stride()
         with _unseen():
-            if not self._is_moved(tensor):
+            if not _is_bytes_alone(tensor) or tensor.device.type != self.device.type:
                 return tensor
-            return StorageView.of(tensor), self._moved(tensor.untyped_storage())
+            storage = tensor.untyped_storage()
+            if storage.nbytes() < LEAST_BYTES or storage._cdata in self._stays:
+                return tensor
+            return StorageView.of(tensor), self._moved(storage)
 
     def _unpack(self, packed: Any) -> Any:
         if not isinstance(packed, tuple):
@@ -103,12 +105,6 @@ class OffDeviceMemory:
         shown, moved = parts
         with _unseen():
             return _over_storage(shown, moved.storage())
-
-    def _is_moved(self, tensor: Tensor) -> bool:
-        if not _is_bytes_alone(tensor) or tensor.device.type != self.device.type:
-            return False
-        storage = tensor.untyped_storage()
-        return storage.nbytes() >= LEAST_BYTES and storage._cdata not in self._stays
 
     def _moved(self, storage: UntypedStorage) -> _Moved:
         # What several ops save is kept once.
@@ -162,8 +158,7 @@ class _Moved:
         self._size_bytes, self.write = storage.nbytes(), copied.write
 
     def storage(self) -> UntypedStorage:
-        found = self._there()  # what still has or has fetched the storage shares it
-        if found is None:
+        if (found := self._there()) is None:  # what still has or has fetched the storage shares it
             self._live.require(self._size_bytes)
             found = self._copied.read()
             self._live.add(found)
@@ -215,7 +210,7 @@ class _Results(MutableMapping[str, Any]):
 
 
 def takes_no_hooks(error: RuntimeError) -> bool:
-    return _NO_HOOKS in str(error)
+    return "saved tensor hooks" in str(error)  # torch's words where code takes none
 
 
 def _folder() -> Folder:

@@ -99,10 +99,9 @@ class StepState:
         self.attributes = ModuleAttributes(model)
         self.batch = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
         self.buffers = dict(model.named_buffers())
-        self.leaves = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.leaves |= {
-            f"input {i}": t for i, t in enumerate(self.batch) if t.is_leaf and t.requires_grad
-        }
+        inputs = ((f"input {i}", t) for i, t in enumerate(self.batch) if t.is_leaf)
+        named = (*model.named_parameters(), *inputs)
+        self.leaves = {name: tensor for name, tensor in named if tensor.requires_grad}
         parameters = model.parameters() if keep_parameters else ()
         tensors = [*self.buffers.values(), *self.batch, *parameters]
         keep = elsewhere.keep if elsewhere else _in_memory
@@ -332,8 +331,7 @@ def _bits(leaf: Any) -> Any:
 
 
 def _value(leaf: Any) -> Any:
-    # On the host, so that nothing is held on a device.
-    return local_part(leaf.detach()).to(CPU, copy=True) if isinstance(leaf, Tensor) else _bits(leaf)
+    return _kept(leaf, True) if isinstance(leaf, Tensor) else _bits(leaf)
 
 
 @contextlib.contextmanager

@@ -173,8 +173,7 @@ _MOST_EXACT_RANKS = 2  # a sum of two terms has one order
 
 def is_order_noted() -> bool:
     """Whether the DDP that runs now makes its buckets in the order of this step's gradients."""
-    wrapper = active_ddp_module()
-    if wrapper is None or wrapper._has_rebuilt_buckets:
+    if (wrapper := active_ddp_module()) is None or wrapper._has_rebuilt_buckets:
         return False
     # As DDP's reducer decides it: with a static graph it looks for no unused parameters.
     makes_new = wrapper.static_graph or not wrapper.find_unused_parameters
@@ -263,7 +262,6 @@ class SplitRun:
     def as_inputs(self, state: Sequence[Tensor]) -> list[Tensor]:
         passed = list(state)
         for place, parameter in self.parameters.items():
-            # A leaf of its own, whose node tells whether a pass adds to .grad.
             passed[place] = parameter.detach().requires_grad_()
             self._sink = get_gradient_edge(passed[place]).node
         return passed
@@ -278,7 +276,6 @@ class SplitRun:
         given.clear()
         results = self.code.run_inputs(taken)
         n_results = self.code.graphs.n_results
-        # A pass that wants gradients of inputs alone leaves nothing to wait for.
         if self._sink is not None and will_execute_node(self._sink):
             wanted = {p: t for p, t in self.parameters.items() if p not in self.unreached}
             self.leave(_Waiting(self.code, wanted, list(results[n_results:])))

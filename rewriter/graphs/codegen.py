@@ -38,9 +38,8 @@ class _OpBindings:
             return target
         given = tuple(node.args), dict(node.kwargs)
         args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta.get("val"), given)
-        parts = (
-            one if isinstance(one, (tuple, list)) else (one,) for one in (*args, *kwargs.items())
-        )
+        whole = (*args, *kwargs.items())
+        parts = (one if isinstance(one, (tuple, list)) else (one,) for one in whole)
         key = (target, *map(_kind, itertools.chain.from_iterable(parts)))
         if key not in self._known:  # each kind of call is tried once
             self._known[key] = _quickest(target, args, kwargs)
@@ -56,10 +55,9 @@ def _kind(leaf: Any) -> Any:
 def _quickest(
     target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[..., Any]:
-    name = target._opname
     if target.namespace == "aten" and torch.Tag.nondeterministic_seeded not in target.tags:
         for space in OP_NAMESPACES:
-            candidate = getattr(space, name, None)
+            candidate = getattr(space, target._opname, None)
             if candidate is not None and _runs_same(candidate, target, args, kwargs):
                 return candidate
     return target._op  # without the Python of `OpOverload.__call__` around it
@@ -153,8 +151,7 @@ class _Writer:
     def write(self) -> str:
         nodes = list(self.gm.graph.nodes)
         dead = _dead_after(nodes, [r for r in self.results if isinstance(r, fx.Node)])
-        taken = [node for node in nodes if node.op == "placeholder"]
-        if taken:
+        if taken := [node for node in nodes if node.op == "placeholder"]:
             self.lines.append(f"{', '.join(node.name for node in taken)}, = args_list")
         self.lines.append("args_list.clear()")  # or the caller's list would hold the inputs
         self._drop([node for node in taken if not node.users])

@@ -35,9 +35,7 @@ class CopyTimes:
     """Which copies out of the device begin later than a schedule has it: indices of their steps."""
 
     delayed: set[int] = field(default_factory=set[int])
-    after_write: dict[int, list[tuple[str, int]]] = field(
-        default_factory=dict[int, list[tuple[str, int]]]
-    )
+    after_write: dict[int, list[tuple[str, int]]] = field(default_factory=lambda: {})
 
 
 def copy_times(schedule: Schedule, writes_of: _WritesOf) -> CopyTimes:
@@ -184,8 +182,7 @@ class CopyEmitter(EagerEmitter):
         if value not in self.pending:
             return
         back = self._call("arrive", (self.pending.pop(value),), f"{value}_back")
-        base = self.joint.base_of_value.get(value)
-        if base is None:
+        if (base := self.joint.base_of_value.get(value)) is None:
             back.meta["val"] = self.fake_state(value)
             self.states[value] = back
         else:
@@ -193,8 +190,7 @@ class CopyEmitter(EagerEmitter):
             self.put(base, back)
 
     def _tensor(self, value: str) -> fx.Node:
-        base = self.joint.base_of_value.get(value)
-        if base is not None:
+        if (base := self.joint.base_of_value.get(value)) is not None:
             return self.resolve(self.joint.in_place.last(base))
         if value not in self.states:
             self.states[value] = self.bring(value)
@@ -221,8 +217,7 @@ class CopyEmitter(EagerEmitter):
 
 
 def written_by(joint: Joint, op: str) -> tuple[str, ...]:
-    node = joint.node_of_op.get(op)
-    if node is None:
+    if (node := joint.node_of_op.get(op)) is None:
         return ()
     # A sum that it adds to; below, the state that it draws from.
     written = (joint.value_of_node[node],) if node in joint.in_place.targets else ()

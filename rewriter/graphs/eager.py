@@ -190,8 +190,7 @@ class EagerEmitter(Emitter[Joint]):
 
     def _draw(self, op: Op, node: fx.Node, drawing: Any, name: str) -> fx.Node:
         saved = f"{RNG_STATE}{op.name}"
-        state = self.states.get(saved)
-        if state is None:
+        if (state := self.states.get(saved)) is None:
             state = self.states[saved] = self.bring(saved)
         args, kwargs = self.arguments(node, self.resolve)
         taken: tuple[Any, ...] = (state, str(drawn_on(node)), node.target, *args)
@@ -248,10 +247,11 @@ def take_as_they_come(metadata: ViewAndMutationMeta, backward: fx.Graph) -> None
             node.target = aten.reshape.default  # a reshape copies what no view shows, as in eager
         elif node.target in _COPIED:
             _make_contiguous(node, *_COPIED[node.target])
+    anything: Any = _Anything()
     for fact in metadata.subclass_tangent_meta or ():
         if isinstance(fact, PlainTensorMeta):
             # AOTAutograd copies a gradient whose strides differ from these: let them equal all.
-            fact.memory_format = MemoryFormatMeta(size=_any, stride=_any)
+            fact.memory_format = MemoryFormatMeta(size=anything, stride=anything)
 
 
 def _reached(graph: fx.Graph) -> set[fx.Node]:
@@ -291,6 +291,3 @@ class _Anything:
         return False
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
-
-
-_any: Any = _Anything()

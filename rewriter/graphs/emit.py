@@ -129,8 +129,7 @@ _OF_SIZES = (SizeArgument, FloatOfSizes)
 
 
 def _read_sizes(forward: fx.Graph, backward: fx.Graph, env: Environment) -> None:
-    in_backward = _arguments_in(backward)
-    if not in_backward and not _arguments_in(forward):
+    if not (in_backward := _arguments_in(backward)) and not _arguments_in(forward):
         return
     sizes = _sizes_of_inputs(forward, env)
     if in_backward:
@@ -151,9 +150,8 @@ def _sizes_of_inputs(forward: fx.Graph, env: Environment) -> list[fx.Node]:
     nodes: list[fx.Node] = []
     with forward.inserting_after(inputs[-1]):
         for name, size in reversed(env.size.items()):  # each goes right after the inputs
-            found = _first_with(inputs, size)
-            if found is None:
-                raise RewriteError(f"no input of the step has size {name} any more")
+            if (found := _first_with(inputs, size)) is None:
+                raise RewriteError(f"no input of the step has the size {name} any more")
             node = forward.call_function(torch.ops.aten.sym_size.int, found, name=name)
             node.meta["val"] = size
             nodes.insert(0, node)
@@ -181,8 +179,7 @@ def _name_of(leaf: SizeArgument | FloatOfSizes) -> str:
 
 
 def _compute(graph: fx.Graph, sizes: Sequence[fx.Node], env: Environment) -> None:
-    found = _arguments_in(graph)
-    if not found:
+    if not (found := _arguments_in(graph)):
         return
     made = {size.name: size for size in sizes if size.name in found}
     others = {key: leaf for key, leaf in found.items() if key not in made}
@@ -228,8 +225,7 @@ def leave_out_views(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if not _is_view(node) or node in returned:
             continue
-        same = _same_before(node)
-        if same is not None:
+        if (same := _same_before(node)) is not None:
             node.replace_all_uses_with(same)
         else:
             _skip_reshape(node)
@@ -278,12 +274,10 @@ def emit(
     """Forward and backward GraphModules that carry out `schedule`, in AOTAutograd's contract.
 
     `metadata`: backward takes gradients in the strides that they come in. `writes`: write in place
-    as eager does. `env`: of a trace for a range of sizes. `tier`: what the schedule copies values
-    to.
+    as eager does. `env`: of a trace for a range of sizes. `tier`: where values are copied to.
     """
     repeated = {name for name, count in schedule.computations().items() if count > 1}
     again: set[str] = set()  # of both graphs: what runs in backward may have run in forward
-
     moving: CopyContext | None = None
     if tier is not None:
         moving = CopyContext(tier, copy_times(schedule, lambda op: written_by(joint, op)))
@@ -313,9 +307,8 @@ def recompute_inputs(joint: Joint, schedule: Schedule) -> tuple[int, ...]:
     ops = [graph.ops[graph.op_index[name]] for name in again]
     values = {value for op in ops if op.phase == "forward" for value in op.inputs}
     read = {joint.base_of_value.get(value) for value in values}
-    return tuple(i for i, node in enumerate(_inputs(joint)) if node in read)
-
-
-def _inputs(joint: Joint) -> list[fx.Node]:
     given = joint.module.graph.find_nodes(op="placeholder")  # a DTensor's local part stands for it
-    return [n for n in given if not is_tangent(n) and not is_beside_local_part(n.meta.get("desc"))]
+    inputs = [
+        n for n in given if not is_tangent(n) and not is_beside_local_part(n.meta.get("desc"))
+    ]
+    return tuple(i for i, node in enumerate(inputs) if node in read)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import fx
 
@@ -17,8 +16,7 @@ from remat.schedules.kept_in_forward import end_of_forward, live_after_forward
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 
 
-@dataclass(frozen=True)
-class LowerTierCopy:
+class LowerTierCopy(NamedTuple):
     value: str
     tier: Tier
 
@@ -187,8 +185,7 @@ def emit_both(
 
 
 def _require_end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int:
-    end = end_of_forward(graph, schedule)
-    if end is None:
+    if (end := end_of_forward(graph, schedule)) is None:
         runs = schedule.computations()
         never = min(op.name for op in graph.ops if op.phase == "forward" and not runs[op.name])
         raise RewriteError(f"the schedule never computes {never}")

@@ -13,8 +13,7 @@ import functools
 import gc
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +30,7 @@ from remat.graph_capture.torch_private.core import OpOverload
 _Words = NDArray[np.uint32]
 
 
-@dataclass(frozen=True)
-class _StateForm:
+class _StateForm(NamedTuple):
     """Where things stand in the state of a kind of device; `kept_bytes` has room for the note."""
 
     torch_bytes: int
@@ -103,11 +101,8 @@ def _note_of(state: Tensor, device: str) -> _Words:
 
 def _moved(before: Tensor, after: Tensor, device: str) -> int:
     form = _form_of(device)
-    return (_place(after, form) - _place(before, form)) % form.block
-
-
-def _place(state: Tensor, form: _StateForm) -> int:
-    return int(state.numpy()[form.place].view(np.uint64)[0])
+    places = [int(one.numpy()[form.place].view(np.uint64)[0]) for one in (before, after)]
+    return (places[1] - places[0]) % form.block
 
 
 _drawing = threading.RLock()  # a state and its draw belong together: threads take turns

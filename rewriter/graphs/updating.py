@@ -47,12 +47,11 @@ class ClippingWatch:
             code = frame.f_code
             if code not in self.seen:  # each step comes through the same code
                 self.seen.add(code)
-                self._warn_of(frame, _clipper_in(frame))
+                if name := _clipper_in(frame):
+                    self._warn_of(frame, name)
             frame = frame.f_back
 
     def _warn_of(self, frame: FrameType, name: str) -> None:
-        if not name:
-            return
         self.has_warned = True
         code = frame.f_code
         warnings.warn(

@@ -8,8 +8,8 @@ Refused, as not equal to eager: a hook on such a parameter, one backward through
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Hashable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from remat.graph_capture.torch_private.core import current_graph_task_id, pytree
 from remat.graph_capture.tracing.outputs import leaves_in
 from remat.graph_capture.tracing.step_module import is_inside_checkpoint
 from remat.rewriter.compiled import GradientFacts
+from remat.rewriter.graphs.backward_parts import Running, SplitRun
 from remat.rewriter.guards.live_state import RecomputeInputs, UnshardedParameters
 
 COMPILED_NODE = "CompiledFunctionBackward"  # AOTAutograd's name of a step's autograd node
@@ -31,21 +32,12 @@ class OnlyLooks:
     """A hook of ours on a parameter, which may be called without a gradient."""
 
 
-class _Expecting(Protocol):
-    """What runs backward otherwise than at once; told just before of places without a gradient."""
-
-    def expect(self, unreached: Sequence[int]) -> None: ...
-
-
 class BackwardGuards:
-    """Watches the autograd node of one forward, called with `inputs`, parameters and buffers first.
-
-    `constants` are in backward's graph; `recompute_inputs` make values again; `running` releases.
-    """
+    """Watches the autograd node of one forward; `inputs` begin with parameters and buffers."""
 
     def __init__(
         self, model: nn.Module, names: list[str], inputs: list[Any], facts: GradientFacts,
-        constants: list[tuple[str, Tensor]], running: _Expecting | None = None,
+        constants: list[tuple[str, Tensor]], running: Running | SplitRun | None = None,
         unsharded_parameters: UnshardedParameters | None = None,
         recompute_inputs: RecomputeInputs | None = None,
     ) -> None:  # fmt: skip
@@ -74,8 +66,7 @@ class BackwardGuards:
         self._require_unchanged()
         unreached = self._unreached(tangents)
         for i in unreached:
-            tensor = self.trained[i]()
-            if tensor is not None and _has_hook(tensor):
+            if (tensor := self.trained[i]()) is not None and _has_hook(tensor):
                 raise RewriteError(
                     f"remove the hook on {self.names[i]}, or plan with a loss_fn that takes only "
                     f"that part: backward from a part of what the rewritten {self._kind} returned "
@@ -87,8 +78,7 @@ class BackwardGuards:
     def _after(
         self, gradients: tuple[Tensor | None, ...], tangents: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...] | None:
-        unreached = set(self._unreached(tangents))
-        if not unreached:
+        if not (unreached := set(self._unreached(tangents))):
             return None
         # AOTAutograd gives zeros where eager sets no gradient.
         return tuple(None if i in unreached else g for i, g in enumerate(gradients))
@@ -146,9 +136,7 @@ def _compiled_node(leaves: Iterable[Any]) -> Any:
 
 
 def refuse_checkpoint(model: nn.Module, facts: GradientFacts) -> None:
-    if not facts.overwrites:
-        return
-    if is_inside_checkpoint():  # torch stops it early, before buffers are written
+    if facts.overwrites and is_inside_checkpoint():  # torch ends it before buffers are written
         raise RewriteError(
             "call it without torch.utils.checkpoint, as the plan decides what to recompute: the "
             f"rewritten {type(model).__name__} writes to its buffers and is called inside a "

@@ -118,9 +118,7 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
-_Settings = tuple[Any, ...]  # other than autocast, that decide which ops a model runs
-
-_NAMES = (
+_NAMES = (  # of settings other than autocast that decide which ops a model runs
     "torch.backends.mkldnn.enabled", "torch.backends.cudnn.enabled",
     "torch.backends.cuda.flash_sdp_enabled()", "torch.backends.cuda.mem_efficient_sdp_enabled()",
     "torch.backends.cuda.math_sdp_enabled()", "torch.get_default_dtype()",
@@ -128,7 +126,7 @@ _NAMES = (
 )  # fmt: skip
 
 
-def _settings() -> _Settings:
+def _settings() -> tuple[Any, ...]:
     return (
         *enabled_backends(), torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(), torch.is_autocast_cache_enabled(),
@@ -139,21 +137,18 @@ MOST_LOOKS = 8  # of the quick test: not for objects that change at each step
 
 
 class Guards:
-    """The state that a plan relies on, read at rewriting and compared at every step.
-
-    `recipe`: the signature and autocast. `python_state`: what forward and loss read. `initialised`:
-    set at the first call alone. `written`: places of inputs that the step writes to.
-    """
+    """The state that a plan relies on, read at rewriting and compared at every step."""
 
     def __init__(
         self, model: nn.Module, recipe: Recipe, python_state: PythonState,
         initialised: tuple[InitialisedOnce, ...], forward: fx.GraphModule, backward: fx.GraphModule,
         written: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
-        self.kind, self.written = type(model).__name__, written
+        self.kind, self.written = type(model).__name__, written  # places of inputs
         self.model, self.recipe = model, recipe
         self.batches = BatchFlattener(recipe.signature)
-        self.python_state, self.initialised = python_state, initialised
+        self.python_state = python_state  # what forward and loss read
+        self.initialised = initialised  # set at the first call alone
         self.takes_target = recipe.signature.has_target
         self.unhooked = _tables_to_stay_empty(model, recipe.loss_fn, python_state, initialised)
         # The module itself is in training mode, or its step would not run.
@@ -184,8 +179,7 @@ class Guards:
 
     @property
     def captured_modes(self) -> dict[str, bool]:
-        # A plan is for the model in training mode.
-        return {"": True, **{path: mode for path, _, mode in self.modes}}
+        return {"": True, **{path: mode for path, _, mode in self.modes}}  # a model in training
 
     def require(self, batch: Any) -> tuple[list[Tensor], list[Any]]:
         """State that the step takes, tied tensors once, and the leaves of `batch`; or an error."""
@@ -239,8 +233,7 @@ class Guards:
 
     def _require_attributes(self, tensors: list[Any]) -> None:
         for i, (tensor, before) in enumerate(zip(tensors, self.attributes, strict=True)):
-            # Most tensors have no attribute set by name.
-            if not before and not getattr(tensor, "__dict__", None):
+            if not before and not getattr(tensor, "__dict__", None):  # as most tensors
                 continue
             names = self.python_state.of_tensors
             if other := isinstance(tensor, Tensor) and first_other(before, tensor, names):
@@ -280,8 +273,7 @@ class Guards:
                 )
 
     def _state(self) -> list[Tensor]:
-        state = self.live.read()
-        if state is None:
+        if (state := self.live.read()) is None:
             raise self._replaced()
         for i, (tensor, before) in enumerate(zip(state, self.facts, strict=True)):
             if _facts(tensor) != before:

@@ -98,8 +98,7 @@ class UnshardedParameters:
 
 
 def _groups_of(module: nn.Module) -> list[Any]:
-    state_of = getattr(module, "_get_fsdp_state", None)
-    if state_of is None:
+    if (state_of := getattr(module, "_get_fsdp_state", None)) is None:
         return []
     state = state_of()
     several = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; one before
@@ -119,11 +118,8 @@ def _versions(group: Any) -> _Versions:
 WHOLE_STEPS = 3  # after so many steps, only what costs little is compared
 _SHARE = 0.01  # of a step's time, that comparisons may take
 LEAST_US = 100.0  # they may always take this long
-BYTES_A_US, _TENSOR_US, LINE_BYTES = (
-    8000.0,
-    3.0,
-    64,
-)  # added up a us; us a tensor; least read
+BYTES_A_US, _TENSOR_US = 8000.0, 3.0  # added up in a us; us that each tensor takes
+LINE_BYTES = 64  # least that is read
 _FEW_BYTES = 1024  # so many are copied sooner than they are added up
 _KINDS = (np.uint64, np.uint32, np.uint16, np.uint8)
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -192,8 +188,7 @@ class RecomputeInputs:
             # Reading a sum back makes the host wait for the device.
             return _added_on_device(tensor) if part.number <= WHOLE_STEPS else None
         key = tensor.data_ptr(), tensor.nbytes
-        words = self._words.get(key)
-        if words is None:
+        if (words := self._words.get(key)) is None:
             if not all(key):  # empty, or without memory
                 return None
             if len(self._words) > 2 * len(self.places):  # each batch may lie elsewhere
@@ -208,8 +203,7 @@ class RecomputeInputs:
     def require(self, noted: tuple[_Sample, list[_Noted]], kind: str) -> None:
         part, tensors = noted
         for one in tensors:
-            tensor = one.tensor()
-            if tensor is not None and not self._is_same(tensor, one, part):
+            if (tensor := one.tensor()) is not None and not self._is_same(tensor, one, part):
                 raise RewriteError(
                     f"change {one.name} after backward, or give the step a copy, clone(): it was "
                     f"changed between forward and backward of the rewritten {kind}, which "

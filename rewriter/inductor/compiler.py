@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -42,7 +41,7 @@ from remat.rewriter.graphs.codegen import Boxed, boxed
 from remat.rewriter.graphs.emit import emit
 from remat.rewriter.graphs.rng import run_with_rng_state, save_rng_state, set_rng_state
 from remat.rewriter.inductor.fused_graph import MOVED
-from remat.rewriter.inductor.fused_nodes import is_generated, is_inlined, shares_storage
+from remat.rewriter.inductor.fused_nodes import is_call, is_generated, is_inlined, shares_storage
 from remat.rewriter.inductor.kernel_costs import CallCosts
 from remat.rewriter.inductor.partition import CONFIG, calls_in_order
 from remat.rewriter.inductor.replay import replay
@@ -59,10 +58,7 @@ _wrapped: dict[Any, Any] = {}
 
 
 def _make_functional(gm: fx.GraphModule) -> tuple[str, ...]:
-    """Make functional, in place, what draws and what saves or puts back the stream.
-
-    Returns the devices; for each the graph gets a last input and output, the states around it.
-    """
+    """Make draws functional, in place; returns devices, whose states come in and go out last."""
     drawing = [node for node in gm.graph.nodes if draws_randomness(node)]
     for node in drawing:
         _refuse_own_generator(node)
@@ -130,8 +126,7 @@ def _next_state(node: fx.Node) -> fx.Node:
 
 def _underlying(node: fx.Node) -> fx.Node:
     """The call that a functional form wraps, as a node of its own; other nodes as they are."""
-    wrapped = _wrapped.get(node.target)
-    if wrapped is None:
+    if (wrapped := _wrapped.get(node.target)) is None:
         return node
     results = node.meta["val"][:-1]
     # Without the state and the device, which come first.
@@ -269,7 +264,7 @@ def _with_stored_results(gm: fx.GraphModule) -> fx.GraphModule:
 def _lasting(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Results of kernels, or of calls that Inductor moves, that a node after a later call reads."""
     place = {node: i for i, node in enumerate(nodes)}
-    calls = [i for i, node in enumerate(nodes) if _is_call(node)]
+    calls = [i for i, node in enumerate(nodes) if is_call(node)]
     last = dict(place)
     for node in reversed(nodes):
         for source in node.all_input_nodes:
@@ -282,13 +277,7 @@ def _lasting(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _is_call(node: fx.Node) -> bool:
-    is_part = is_generated(node) or shares_storage(node) or is_getitem(node)
-    return node.op == "call_function" and not is_part
-
-
-@dataclass(frozen=True)
-class _Phase:
+class _Phase(NamedTuple):
     """One of the two graphs as Inductor gets it, with inputs that AOTAutograd does not know."""
 
     graph: fx.GraphModule
@@ -305,11 +294,8 @@ class InductorStep:
 
     def peak_bytes(self) -> int:
         """Peak of the step in Inductor's code, generated and replayed; resident bytes count."""
-        forward = copy_of(self._forward.graph)
-        _without_states(forward, len(self._forward.devices))  # they go to the generators at once
+        forward, backward = _without_states(self._forward), _without_states(self._backward)
         returned: Any = forward.graph.output_node().args[0]
-        backward = copy_of(self._backward.graph)
-        _without_states(backward, len(self._backward.devices))
         costs = CallCosts(forward, self._joint.graph.device)
 
         def workspaces(calls: Sequence[fx.Node]) -> list[int]:
@@ -365,10 +351,12 @@ def _require_same_inputs(phase: _Phase, gm: fx.GraphModule) -> None:
         )
 
 
-def _without_states(gm: fx.GraphModule, n_states: int) -> None:
+def _without_states(phase: _Phase) -> fx.GraphModule:
+    gm = copy_of(phase.graph)
     end = gm.graph.output_node()
-    returned: Any = end.args[0]
-    end.args = (tuple(returned[: len(returned) - n_states]),)
+    returned: Any = end.args[0]  # the states come last, and go to the generators at once
+    end.args = (tuple(returned[: len(returned) - len(phase.devices)]),)
+    return gm
 
 
 def _lift_constants(gm: fx.GraphModule) -> tuple[Tensor, ...]:

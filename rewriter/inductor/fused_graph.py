@@ -6,7 +6,7 @@ Pointwise nodes take no storage in their readers, but where these would hold too
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,28 +59,20 @@ class FusedJoint:
     values_read: dict[fx.Node, tuple[str, ...]]  # live where a node is emitted
 
 
-@dataclass
 class _Builder:
-    gm: fx.GraphModule
-    n_outputs: int
-    overwritten_names: Collection[str]
-    values: dict[str, Value] = field(default_factory=dict[str, Value])
-    base: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
-    values_read: dict[fx.Node, tuple[str, ...]] = field(
-        default_factory=dict[fx.Node, tuple[str, ...]]
-    )
-    node_of_op: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
-    ops: dict[Phase, list[Op]] = field(
-        default_factory=lambda: {"forward": list[Op](), "backward": list[Op]()}
-    )
-
-    def __post_init__(self) -> None:
+    def __init__(self, gm: fx.GraphModule, n_outputs: int, overwritten: Collection[str]) -> None:
+        self.gm, self.n_outputs = gm, n_outputs
+        self.values: dict[str, Value] = {}
+        self.base: dict[str, fx.Node] = {}
+        self.values_read: dict[fx.Node, tuple[str, ...]] = {}
+        self.node_of_op: dict[str, fx.Node] = {}
+        self.ops: dict[Phase, list[Op]] = {"forward": [], "backward": []}
         self.nodes = list(self.gm.graph.nodes)
         results: Any = self.nodes[-1].args[0]
         self.forward_results = [n for n in results[: self.n_outputs] if isinstance(n, fx.Node)]
         self.gradients = [n for n in results[self.n_outputs :] if isinstance(n, fx.Node)]
         written = {n.args[0] for n in self.nodes if mutates(n)}
-        self.overwritten = {n for n in self.nodes if n.name in self.overwritten_names} | written
+        self.overwritten = {n for n in self.nodes if n.name in overwritten} | written
         self.in_forward = self._forward_nodes()
         found: dict[fx.Node, list[fx.Node]] = {}
         for node in reversed(self.nodes):
@@ -272,8 +264,7 @@ class _FusedEmitter(Emitter[FusedJoint]):
     def resolve(self, node: fx.Node, in_kernel: bool = False) -> fx.Node:
         copies = self.in_kernels if in_kernel else self.copies
         if node not in copies:
-            entered = self.entering(node)
-            if entered is not None:
+            if (entered := self.entering(node)) is not None:
                 self.put(node, entered)
             elif shares_storage(node):
                 copies[node] = self._copy(node, in_kernel)

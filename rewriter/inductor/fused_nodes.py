@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -78,6 +78,11 @@ def is_generated(node: fx.Node) -> bool:
     return is_inlined(node) or is_reduction(node) or node.target == SEEDS
 
 
+def is_call(node: fx.Node) -> bool:
+    is_part = shares_storage(node) or is_getitem(node) or is_generated(node)
+    return node.op == "call_function" and not is_part
+
+
 def module_and_line(node: fx.Node) -> tuple[str, str]:
     """Module path and ``file:line`` behind a node; empty where dynamo has not noted them."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
@@ -119,23 +124,19 @@ computed and stored before: on an LSTM the least peak fell from 35.7 to 11.1 MB.
 
 @dataclass
 class StoredNodes:
-    """Says for each inlined node whether it is stored; asked in the order of the nodes.
-
-    `reads`: stored nodes and inputs by inlined node. `held`: those that nothing else reads.
-    """
+    """Says for each inlined node whether it is stored; asked in the order of the nodes."""
 
     nodes: Sequence[fx.Node]
     in_forward: set[fx.Node]
     readers: dict[fx.Node, list[fx.Node]]  # through views too
-    reads: dict[fx.Node, set[fx.Node]] = field(default_factory=dict[fx.Node, set[fx.Node]])
-    held: dict[fx.Node, set[fx.Node]] = field(default_factory=dict[fx.Node, set[fx.Node]])
 
     def __post_init__(self) -> None:
+        self.reads: dict[fx.Node, set[fx.Node]] = {}  # stored nodes and inputs, by inlined node
+        self.held: dict[fx.Node, set[fx.Node]] = {}  # those of them that nothing else reads
         last: dict[fx.Node, int] = {}  # by node, the last call that must run before it, or itself
         for i, node in enumerate(self.nodes):
-            is_part = shares_storage(node) or is_getitem(node) or is_generated(node)
-            is_call = node.op == "call_function" and not is_part
-            last[node] = i if is_call else max((last[s] for s in node.all_input_nodes), default=-1)
+            sources = node.all_input_nodes
+            last[node] = i if is_call(node) else max((last[s] for s in sources), default=-1)
         self.last_call = last
 
     def is_stored(self, node: fx.Node) -> bool:

@@ -83,8 +83,7 @@ def _element_key(part: str) -> str:
 def us_per_element(parts: Iterable[str], cache: CostCache) -> dict[str, float]:
     """Microseconds that each `slow_part` takes, with the threads that there are now."""
     keys = {part: _element_key(part) for part in sorted(parts)}
-    missing = [part for part, key in keys.items() if key not in cache.costs]
-    if missing:
+    if missing := [part for part, key in keys.items() if key not in cache.costs]:
         meter = CpuMeter()
         with for_real(meter):  # it may be called in the middle of a compilation
             # Beside a kernel without it, since what else an element costs is counted as bytes.
@@ -151,8 +150,7 @@ class CallCosts:
     def of(self, nodes: Iterable[fx.Node]) -> list[OpCost]:
         asked = list(nodes)
         keys = [cost_key(node) for node in asked]
-        missing = {k: n for k, n in zip(keys, asked, strict=True) if k not in self.cache.costs}
-        if missing:
+        if missing := {k: n for k, n in zip(keys, asked, strict=True) if k not in self.cache.costs}:
             with for_real(self.meter):
                 self.cache.costs.update(self._measured(missing))
             self.cache.save()
@@ -169,8 +167,7 @@ class CallCosts:
                 self.cache.costs[_BANDWIDTH_KEY] = OpCost(copy_us, 0)
             self.cache.save()
         self._taken.add(_BANDWIDTH_KEY)
-        # A copy reads and writes them.
-        return 2 * _BANDWIDTH_BYTES / self.cache.costs[_BANDWIDTH_KEY].cost_us
+        return 2 * _BANDWIDTH_BYTES / self.cache.costs[_BANDWIDTH_KEY].cost_us  # read and written
 
     def us_per_element(self, parts: Collection[str]) -> dict[str, float]:
         if is_cuda(self.meter.device):  # its kernels wait for memory
@@ -240,10 +237,10 @@ def with_kernel_costs(joint: FusedJoint, costs: CallCosts) -> TrainingGraph:
 
 def _kernel_bytes(op: Op, node: fx.Node, values: Mapping[str, Value]) -> int:
     made = [tensor for tensor in tensors_of(node) if tensor is not None]
-    if is_added_product(node):  # the call that multiplies writes the sum, and reads the other term
-        return sum(tensor.numel() * tensor.element_size() for tensor in made)
-    written = max((tensor.numel() for tensor in made), default=0)
     total = sum(tensor.numel() * tensor.element_size() for tensor in made)
+    if is_added_product(node):  # the call that multiplies writes the sum, and reads the other term
+        return total
+    written = max((tensor.numel() for tensor in made), default=0)
     for value in map(values.__getitem__, op.inputs):
         # A pointwise kernel reads of each value no more elements than it writes.
         most_bytes = written * getattr(torch, value.dtype).itemsize

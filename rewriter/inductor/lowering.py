@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -42,8 +41,7 @@ from remat.rewriter.inductor.fused_nodes import subgraphs
 
 def _as_laid_out(kernel: Any) -> fx.Node | None:
     """The fx node behind a kernel, with the strides that its tensor arguments really have."""
-    origin = _origin(kernel)
-    if origin is None:
+    if (origin := _origin(kernel)) is None:
         return None
     leaves = pytree.tree_leaves((origin.args, origin.kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
@@ -216,8 +214,7 @@ class ReplayError(RewriteError):
     """Inductor's code has something that the replay does not know."""
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     kind: _EventKind
     name: str  # made or dropped
     of: str = ""  # whose storage it may share
@@ -226,8 +223,7 @@ class Event:
     node: fx.Node | None = None  # the call, its arguments as laid out
 
 
-@dataclass(frozen=True)
-class Lowered:
+class Lowered(NamedTuple):
     """Events of one graph, its inputs, and for each output the buffer that holds it."""
 
     events: tuple[Event, ...]
@@ -239,10 +235,7 @@ class Lowered:
 def lower(
     gm: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool, visible: Sequence[int]
 ) -> Lowered:
-    """Lower a copy of `gm` as Inductor will, and stop before its compiler runs; or `ReplayError`.
-
-    `inputs` are fake, one a placeholder; `visible` outputs keep their strides.
-    """
+    """Lower a copy of `gm` on fake `inputs`, and stop before a compiler runs; or `ReplayError`."""
     graph = copy_of(gm)
     graph.graph.find_nodes(op="output")[0].meta["user_visible_output_idxs"] = list(visible)
     # Of code that Inductor has cached, there would be no lines to read.
@@ -286,15 +279,11 @@ def _read(graph: GraphLowering) -> Lowered:
     wrapper: Any = graph.wrapper_code
     kept = {name for name in graph.get_output_names() if name}
     events = [e for line in wrapper.lines if (e := _event(graph, line, kept))]
-    outputs = list(graph.graph_outputs or ())
-    strides = [_stride(output) for output in outputs]
-    names = [_buffer_of(output) for output in outputs]
-    return Lowered(tuple(events), tuple(graph.graph_input_names), tuple(names), tuple(strides))
-
-
-def _stride(output: Any) -> tuple[int, ...] | None:
-    stride = output.maybe_get_stride()
-    return None if stride is None else tuple(int(n) for n in stride)
+    outputs: list[Any] = list(graph.graph_outputs or ())
+    known = [output.maybe_get_stride() for output in outputs]
+    strides = tuple(None if stride is None else tuple(map(int, stride)) for stride in known)
+    names = tuple(map(_buffer_of, outputs))
+    return Lowered(tuple(events), tuple(graph.graph_input_names), names, strides)
 
 
 def _buffer_of(output: Any) -> str | None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -61,8 +60,6 @@ from remat.schedules.schedule import Schedule
 # that: torch's own cut then gives wrong gradients in silence. So each reader gets a copy that
 # forward makes before planning. Where only forward reads, it is inlined and costs nothing.
 
-_COPY = torch.ops.aten.clone.default
-
 
 def _overwritten_inputs(gm: fx.GraphModule) -> list[fx.Node]:
     """Inputs that the graph or its caller writes to, and those of the same storages."""
@@ -83,7 +80,7 @@ def _read_from_copies(gm: fx.GraphModule, overwritten: Sequence[fx.Node]) -> lis
         if not readers or not isinstance(node.meta.get("val"), Tensor):
             continue
         with gm.graph.inserting_after(copies[-1] if copies else inputs[-1]):
-            copy = gm.graph.call_function(_COPY, (node,))
+            copy = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
         copy.meta = {**readers[0].meta, "val": torch.empty_like(node.meta["val"])}
         copy.meta.pop("tensor_meta", None)  # it describes the reader's result
         for reader in readers:
@@ -105,10 +102,7 @@ def _storage_of(node: fx.Node) -> int | None:
 def is_valid(
     forward: fx.GraphModule, backward: fx.GraphModule, n_outputs: int, overwritten: Iterable[str]
 ) -> bool:
-    """Whether backward reads no overwritten input, and runs nothing again that must run once.
-
-    `n_outputs` results of forward are not saved for backward; `overwritten` names inputs.
-    """
+    """Whether backward reads no overwritten input, and runs nothing again that must run once."""
     # torch's own cut looks neither at overwritten inputs nor at whether an op does the same twice.
     once = {node.name for node in forward.graph.nodes if _runs_once(node)}
     again = any(_runs_once(node) and node.name in once for node in backward.graph.nodes)
@@ -170,8 +164,7 @@ CONFIG: dict[str, Any] = {"layout_optimization": False, "fx_graph_remote_cache":
 """For a step of ours. With channels-last layouts, forward would save copies of parameters."""
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """The two graphs that Inductor compiles, and whether it must keep the order of a plan."""
 
     forward: fx.GraphModule
@@ -180,13 +173,9 @@ class Pair:
 
 
 class FusedStep(StepBytes):
-    """One joint graph of torch.compile, to be planned.
+    """One joint graph of torch.compile, to be planned."""
 
-    `n_masks`: kept as bytes, by torch's own cut as bool. `holds_outputs`: forward's results are
-    held while backward runs.
-    """
-
-    holds_outputs = True
+    holds_outputs = True  # forward's results, while backward runs
 
     def __init__(
         self, gm: fx.GraphModule, joint_inputs: Any, n_outputs: int,
@@ -200,7 +189,7 @@ class FusedStep(StepBytes):
         overwritten = _overwritten_inputs(gm)
         self._overwritten = {node.name for node in overwritten}
         _read_from_copies(gm, overwritten)
-        self.n_masks = keep_masks_as_bytes(gm, n_outputs)
+        self.n_masks = keep_masks_as_bytes(gm, n_outputs)  # torch's own cut keeps these as bool
         # Users see forward's results after those that are written back to inputs.
         first = sum(hasattr(said, "mutated_input") for said in _descriptions(gm))
         self._visible = range(first, first + n_visible)
@@ -262,8 +251,7 @@ class FusedStep(StepBytes):
 
 @contextlib.contextmanager
 def _sizes_as_numbers() -> Generator[None]:
-    mode = detect_fake_mode()  # without symbols: no input would tell their values
-    if mode is None:
+    if (mode := detect_fake_mode()) is None:  # without symbols: no input would tell their values
         yield
         return
     before, mode.static_shapes = mode.static_shapes, True
@@ -274,16 +262,13 @@ def _sizes_as_numbers() -> Generator[None]:
 
 
 class Partitioner(CustomPartitionerFn):
-    """Hands the joint graph to `plan` and its two graphs to Inductor.
-
-    An empty `name` turns torch's caches off. `was_called` stays False if torch has the code.
-    """
+    """Hands the joint graph to `plan` and its two graphs to Inductor."""
 
     def __init__(
         self, plan: Callable[[FusedStep], Pair], n_visible: int, name: Callable[[], str] = str
     ) -> None:
-        self.plan, self.n_visible, self.name = plan, n_visible, name
-        self.holds_order = self.was_called = False
+        self.plan, self.n_visible, self.name = plan, n_visible, name  # empty: no caches of torch's
+        self.holds_order = self.was_called = False  # the latter stays so if torch has the code
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any

@@ -13,7 +13,7 @@ from remat.graph_capture.joint.nodes import is_tangent, storage_key
 from remat.graph_capture.torch_private.core import holds_tangents
 from remat.rewriter.inductor.lowering import Event, Lowered, lower
 
-_Workspaces = Callable[[Sequence[fx.Node]], Sequence[int]]
+_Workspaces = Callable[[Sequence[fx.Node]], Sequence[int]]  # bytes of calls beyond their results
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,12 @@ class ReplayedMemory:
 
 @dataclass(eq=False)
 class StepBytes:
-    """Bytes live while a graph runs that other graphs have allocated.
-
-    All but one of the `calls` before a backward leave what they saved, and their inputs.
-    """
+    """Bytes live while a graph runs that other graphs have allocated."""
 
     static_bytes: int  # parameters and buffers
     dynamic_bytes: int  # all other inputs
     gradient_bytes: int  # of parameters
-    calls: int = 1
+    calls: int = 1  # before a backward: all but one leave what they saved, and their inputs
     modules: int = 1  # of these calls, each with gradients of its own
     awaited_gradient_bytes: int = 0  # left by later graphs before backward runs
 
@@ -69,10 +66,7 @@ def replay(
     forward: fx.GraphModule, backward: fx.GraphModule, n_outputs: int, workspaces: _Workspaces,
     visible: Sequence[int], *, holds_outputs: bool = True,
 ) -> ReplayedMemory:  # fmt: skip
-    """Lower both graphs and replay what they allocate; a `ReplayError` if the code cannot be read.
-
-    Forward's first `n_outputs` are its own; `workspaces` are bytes of calls beyond their results.
-    """
+    """Lower both graphs and replay what they allocate; `ReplayError` if the code cannot be read."""
     inputs = [node.meta["val"] for node in forward.graph.find_nodes(op="placeholder")]
     lowered = lower(forward, inputs, is_backward=False, visible=visible)
     run = LiveStorages(workspaces, held=set(lowered.inputs))

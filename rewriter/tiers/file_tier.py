@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -93,8 +93,7 @@ class HostPlaces:
         return self.offsets_bytes.get(index, 0)
 
 
-@dataclass(frozen=True)
-class _Stay:
+class _Stay(NamedTuple):
     start: int
     end: int
     size_bytes: int

@@ -12,7 +12,7 @@ import mmap
 import threading
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,8 +47,7 @@ class _Uses:
         self.copies.clear()
 
 
-@dataclass(frozen=True)
-class _Taken:
+class _Taken(NamedTuple):
     start: int
     end: int
     uses: _Uses
@@ -109,8 +108,7 @@ class _PinnedRanges:
         end = start + size_bytes
         with self._taking:
             for one in self.ranges:
-                part = one.take(start, end)
-                if part is not None:
+                if (part := one.take(start, end)) is not None:
                     return part
             # Still held, as by a second forward: the range is there once more, and stays.
             self.ranges.append(_Range(max(self.size_bytes, end)))
@@ -139,8 +137,7 @@ def pinned(size_bytes: int) -> Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     runtime: Any = torch.cuda.cudart()
     memory.address = whole.data_ptr()
-    status = int(runtime.cudaHostRegister(memory.address, size_bytes, _PORTABLE))
-    if status:
+    if status := int(runtime.cudaHostRegister(memory.address, size_bytes, _PORTABLE)):
         raise _refused(size_bytes, f"cudaHostRegister says {status}")
     memory.unregister = runtime.cudaHostUnregister
     return whole
@@ -161,13 +158,6 @@ class _PinnedCopy:
     part: _Part
     copied: Any = None
     read: PendingCopy | None = None
-
-
-@dataclass(eq=False)
-class _Kept:
-    """A tensor that is on the host in any case, as random states are."""
-
-    x: Tensor
 
 
 class Arriving:
@@ -200,8 +190,8 @@ class StreamTier:
 
     def offload(self, x: Tensor, place_bytes: int) -> Tensor:
         shown = StorageView.of(x)
-        if x.device != self.device:
-            return handle_of(Store(shown, _Kept(x)))
+        if x.device != self.device:  # it is on the host in any case, as random states are
+            return handle_of(Store(shown, x))
         part = self._ranges.take(place_bytes, shown.size_bytes)
         part.uses.settle()
         way = side_stream(str(self.device), "d2h")
@@ -218,8 +208,8 @@ class StreamTier:
 
     def fetch(self, handle: Tensor) -> Arriving:
         store = store_of(handle)
-        if isinstance(store.kept, _Kept):
-            return Arriving(store.kept.x, None, None)
+        if isinstance(store.kept, Tensor):
+            return Arriving(store.kept, None, None)
         kept: _PinnedCopy = store.kept
         if kept.read is not None:
             kept.read.wait()  # the copy can be queued only once the bytes are on the host
@@ -239,7 +229,7 @@ class StreamTier:
 
     def write(self, handle: Tensor) -> Tensor:
         store = store_of(handle)
-        if isinstance(store.kept, _Kept):
+        if isinstance(store.kept, Tensor):
             return handle
         source: _PinnedCopy = store.kept
         kept = FileOf()
@@ -250,7 +240,7 @@ class StreamTier:
 
     def read(self, handle: Tensor, place_bytes: int) -> Tensor:
         store = store_of(handle)
-        if isinstance(store.kept, _Kept):
+        if isinstance(store.kept, Tensor):
             return handle
         kept: FileOf = store.kept
         part = self._ranges.take(place_bytes, store.shown.size_bytes)

@@ -168,10 +168,9 @@ class RematModule(SharedState, fx.GraphModule):
     """A GraphModule that shares every attribute with the user's module.
 
     An instance has the user's ``__dict__`` itself, so parameters, buffers, submodules, hooks, the
-    training flag and names are the same objects. Nothing is added to it: the compiled step, the
-    schedule and the guards are attributes of a class that is made for the one instance. That class
-    is a subclass of the user's, so `isinstance` holds for both. In training mode with gradients
-    enabled, a call runs the rewritten step; otherwise it runs the user's own forward.
+    training flag and names are the same objects. The compiled step, the schedule and the guards are
+    attributes of a subclass of the user's class that is made for the one instance. In training mode
+    with gradients enabled, a call runs the rewritten step; otherwise the user's own forward.
     """
 
     schedule: ClassVar[Schedule]  # what the step carries out

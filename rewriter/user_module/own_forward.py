@@ -43,13 +43,11 @@ class _Arrived(OnlyLooks):
 
 
 class Unplanned:
-    """What is known of one planned module, or of the planned blocks of one model.
-
-    `kind`: the model's class name, None if in use. `is_open`: nothing ran, and nothing was said.
-    """
+    """What is known of one planned module, or of the planned blocks of one model."""
 
     def __init__(self, kind: str | None = None) -> None:
-        self.kind, self.is_open = kind, True
+        self.kind = kind  # the model's class name, None if in use
+        self.is_open = True  # nothing ran, and nothing was said
         self._is_said = self._has_run = self._is_in_eval = self._is_frozen_said = False
         self._cause: Callable[[], str] | None = None
         self._handles: dict[int, Any] = {}
@@ -345,10 +343,7 @@ _originals: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDic
 
 
 def with_replaced(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """`model` with other modules in the places of some; the user's model stays as it is.
-
-    What holds one is copied, with its own submodules and hooks; all else is shared.
-    """
+    """`model` with other modules in places of some: what holds one is copied, all else shared."""
     made = _rebuilt(model, dict(replaced))
     if made is not model:
         _originals[made] = model

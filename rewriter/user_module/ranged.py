@@ -45,8 +45,7 @@ class _Members:
         number = self._number(leaves) if spec == self.signature.spec else -1
         if number < 0:
             return self.first  # its guards name the difference
-        found = self._modules[number]
-        if found is None:
+        if (found := self._modules[number]) is None:
             self.first._remat_guards.require(batch)  # a later one relies on what the first is for
             found = self._modules[number] = self._compiled(number)
         self.last = found
