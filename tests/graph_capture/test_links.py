@@ -59,7 +59,7 @@ def profile(title: str, links: LinkSpeeds | None, device: str = "cpu") -> Profil
     ("host", "nvme", "says"),
     [
         ("much", None, "host 'much' cannot be read: write it like 120GiB, 64GB or auto"),
-        ("120", None, "host '120' has no unit: 120 bytes? Write 120MiB or 120GiB"),
+        ("120", None, "host '120' has no unit. Did you mean 120 bytes? Write 120MiB or 120GiB"),
         ("120PB", None, "host '120PB' has an unknown unit 'pb'"),
         ("50%", None, "host '50%' cannot be read"),
         (0, None, "give a positive size for host, or leave it out: 0 leaves nothing to use"),

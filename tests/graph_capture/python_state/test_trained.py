@@ -117,4 +117,4 @@ def test_a_tensor_written_before_backward_is_refused() -> None:
     held = torch.tensor(1.5)
     place = in_an_attribute(held)
     said = beside_eager(place, planned(place), lambda: held.add_(1.0))
-    assert "attribute value was changed between forward and backward" in said
+    assert "it was changed between forward and backward" in said
