@@ -22,7 +22,7 @@ from remat.graph_capture.graph import MOST_BYTES, MOST_US, are_figures
 from remat.graph_capture.joint.in_place_ops import STEP_METAS, JoinedTarget
 from remat.graph_capture.joint.nodes import argument, target_name, tensors_of
 
-_SCHEMA_VERSION = 6  # of the file. One of another version is not read, and is written anew.
+_SCHEMA_VERSION = 7  # of the file. One of another version is not read, and is written anew.
 _FILES = CacheFiles("costs", "they are measured again each time", is_sealed=False)
 BUSY = 0.05  # of the time, with others on the core; beyond, measured again once it is quiet
 

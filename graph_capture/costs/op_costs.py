@@ -55,7 +55,7 @@ from remat.graph_capture.distributed.collectives import is_collective, local_run
 from remat.graph_capture.errors import CaptureError, option
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.build import SAVE_RNG, Joint
-from remat.graph_capture.joint.nodes import fresh_storages, target_name, tensors_of
+from remat.graph_capture.joint.nodes import fresh_storages, is_custom, target_name, tensors_of
 from remat.graph_capture.tracing.fake_tensors import require_layout
 from remat.graph_capture.tracing.trace import ProgressCallback, Trace, numbers_of_users_kept
 
@@ -311,8 +311,9 @@ def _known_or_measured(
         new = {key: node for key, node in nodes.items() if key in missing}
         with meter.quiet():
             found, no_room = time_ops(joint, new, meter, progress, between, cache)
-        # What had no room is not kept, as another time there may be room to run it.
-        cache.keep_costs({key: one for key, one in found.items() if key not in no_room})
+        # Another time there may be room to run it; and users edit the code of their ops.
+        fleeting = no_room | {key for key, node in new.items() if is_custom(node)}
+        cache.keep_costs({key: one for key, one in found.items() if key not in fleeting})
     every = {**found, **cache.costs, **known}  # another process's costs stay in place of these
     return {key: every[key] for key in wanted}
 

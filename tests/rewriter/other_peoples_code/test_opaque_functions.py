@@ -15,8 +15,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import remat
+from remat.graph_capture.costs.cache import CostCache
+from remat.graph_capture.costs.op_costs import examples
+from remat.graph_capture.devices.placement import meter_of
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import CUSTOM, Op
+from remat.graph_capture.tracing.trace import trace
 from tests.rewriter.other_peoples_code.small_models import WIDTH, Base, batch
 
 RUNS = {"counted": 0}
@@ -385,3 +389,12 @@ def test_a_plan_says_what_must_not_run_twice_and_why() -> None:
 
     plan = remat.solve(remat.capture(Counting(), (batch(),)), "100%", solver="store_all")
     assert f"it changes {__name__}.RUNS." in " ".join(str(plan.explain()).split())
+
+
+def test_costs_of_code_that_users_edit_are_not_kept() -> None:
+    model, x = Layers("a number"), torch.randn(64, WIDTH)
+    keys = [key for key in examples(trace(model, (x,)).joint) if "remat_function" in key]
+    remat.capture(model, (x,))
+    kept = CostCache.of(meter_of("cpu")).costs
+    assert keys
+    assert kept.keys().isdisjoint(keys)
