@@ -240,7 +240,7 @@ def test_a_file_that_was_changed_is_refused(planned: ClusterFile) -> None:
         read_cluster_plan(changed(planned, schedules=(one, *planned.schedules[1:])))
     with pytest.raises(PlanError, match="is not a plan for a cluster"):
         read_cluster_plan(planned.to_json()[:-9])
-    with pytest.raises(PlanError, match="is of kind 'other'"):
+    with pytest.raises(PlanError, match="its kind is 'other'"):
         read_cluster_plan(changed(planned, kind="other"))
 
 

@@ -78,7 +78,7 @@ def test_the_same_model_has_the_same_digest_and_another_has_another() -> None:
             chains.scaled,
             "the result of block layers.0 is read by aten.mul.Tensor outside the blocks",
         ),
-        (chains.turned, "block layers.2 is not called in turn, so the model is no chain"),
+        (chains.turned, "block layers.2 is not called in turn, so the model is not a chain"),
         (chains.unlike, "block layers.1 is given others than block layers.0"),
     ],
 )

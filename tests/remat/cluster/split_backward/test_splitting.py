@@ -212,7 +212,7 @@ def test_a_parameter_of_a_block_and_of_what_is_outside_is_refused() -> None:
     whole = nn.ModuleDict({"block": block, "head": nn.Linear(WIDTH, 4 * WIDTH)})
     whole["head"].weight = block.up.weight
     said = refused(whole)
-    assert "head.weight belongs to block and to what is outside of blocks" in said
+    assert "head.weight belongs to block and to modules outside the blocks" in said
     assert "Interleaved1F1B" in said
 
 
