@@ -218,7 +218,7 @@ class _Offloaded(msgspec.Struct, frozen=True):
             "slower links",
             (
                 f"at {SLOWER} of these rates a step takes {fine_time_text(self.slower_us)} longer, "
-                f"{percent_text(self.slower_overhead)} overhead; its peaks stay"
+                f"{percent_text(self.slower_overhead)} overhead; peaks stay the same"
             ),
         )
         rates = ", ".join(f"{one.link} {one.gb_s:.3g} GB/s" for one in self.links)

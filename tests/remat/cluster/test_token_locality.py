@@ -124,7 +124,7 @@ def test_what_a_block_does_with_tokens(
 def test_heads_are_looked_at_before_anything_runs_on_ranks() -> None:
     text = refused(Block(), given(torch.float32), {}, ranks=8)
     assert "8 context parallel ranks cannot share this attention, which has 4 heads" in text
-    assert text.endswith("plan with --cp 1")
+    assert text.startswith("plan with --cp 1")
 
 
 @pytest.mark.parametrize(
