@@ -335,4 +335,4 @@ def test_a_search_that_is_out_of_time_asks_for_more_of_it(remat: Remat) -> None:
     assert late.exit_code == 3
     said = " ".join(late.stderr.split())
     assert "the time limit of 0 s ended the search: allow a longer one" in said
-    assert "Raise the budget" not in said
+    assert "a smaller batch" not in said
