@@ -78,7 +78,7 @@ def test_a_batch_that_cannot_fit_is_refused_with_the_largest_that_does() -> None
     assert planned_ranges(cache) == ["x_0 from 2 to 50"]
     cache(*rows(60))  # twice 50 fits
     assert planned_ranges(cache) == ["x_0 from 2 to 100"]
-    with pytest.raises(TooLargeError, match=r"the largest that fits is x_0 1[0-4]\d") as refused:
+    with pytest.raises(TooLargeError, match=r"up to x_0 1[0-4]\d, the largest that fits") as refused:
         cache(*rows(900))
     largest = refused.value.largest["x_0"]
     assert same_bits(model, cache, rows(70))
@@ -95,7 +95,7 @@ def test_the_worst_case_is_planned_before_the_first_step() -> None:
     budget = remat.solve(remat.capture(model, rows(100)), "100%").peak_bytes
     ran: list[int] = []
     late = cached(model, budget, upto={"n": 900}, dynamic={"x": {0: "n"}})
-    with pytest.raises(TooLargeError, match=r"n 900 was found .* up to n 1"):
+    with pytest.raises(TooLargeError, match=r"up to n 1\d\d, .*n 900 was found"):
         ran.append(late(*rows(3)))
     assert ran == []
 
@@ -147,7 +147,7 @@ def test_what_changes_is_traced_again_and_named_where_it_keeps_changing() -> Non
     cache(*rows(3))
     assert len(remat.plans(cache)) == 3
     model.scale = 4
-    with pytest.warns(UserWarning, match=r"scale of Rows was 3 .* This is plan 4"):
+    with pytest.warns(UserWarning, match=r"(?s)this is plan 4 .*scale of Rows was 3"):
         cache(*rows(3))
 
 
