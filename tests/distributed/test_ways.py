@@ -22,9 +22,15 @@ LIMIT_S = 1800
 WHOLE = ("whole_keep", "whole_full", "whole_mixed", "summed")
 REFUSED = {
     "stale": ("StateChangedError", r"with False, the parameters of"),
-    "another_policy": ("SignatureError", r"(?s)param_dtype=.*bfloat16\[.* is called with float16\["),
+    "another_policy": (
+        "SignatureError",
+        r"(?s)param_dtype=.*bfloat16\[.* is called with float16\[",
+    ),
     "no_policy": ("SignatureError", r"planned for .* = bfloat16\[.* is called with float32\["),
-    "held_in_bfloat16": ("CaptureError", r"parameter \S+ is bfloat16, .* needs parameters in float32"),
+    "held_in_bfloat16": (
+        "CaptureError",
+        r"parameter \S+ is bfloat16, .* needs parameters in float32",
+    ),
 }
 
 

@@ -197,7 +197,7 @@ def test_a_forward_that_makes_cuda_tensors_is_refused_and_ends_no_process() -> N
     said = done.stdout.splitlines()
     assert len(said) == 3
     assert all("makes a tensor on cuda:0 in a step captured on cpu" in s for s in said)
-    assert all("with device=x.device (module (root) of Elsewhere" in s for s in said)
+    assert all("with device=x.device: " in s and "(module (root) of Elsewhere" in s for s in said)
 
 
 def test_recurrent_layers_of_cudnn_are_refused(

@@ -228,7 +228,8 @@ step(remat.rematerialize(layer(8), budget="100%"), torch.randn(8, 8))  # imports
 model, x = nn.Sequential(*[layer(256) for _ in range(10)]), torch.randn(16384, 256)
 step(model, x)
 resident = 4 * (x.numel() + sum(p.numel() for p in model.parameters()))
-budget = remat.measured_step(model, model, (x,)).peak_bytes // 2
+from remat.rewriter.checking.measured_step import measured_step
+budget = measured_step(model, model, (x,)).peak_bytes // 2
 cache = remat.rematerialize(model, budget=budget, time_limit_s=60, gap=0.5)
 print(most(lambda: step(cache, x)) / (budget - resident))
 """

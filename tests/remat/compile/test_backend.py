@@ -282,7 +282,7 @@ def test_a_mode_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_budget_that_nothing_fits_names_the_lowest_peak() -> None:
-    text = r"budget 640.0 KiB is below .* the lowest peak of \d compiled plans"
+    text = r"budget of 640.0 KiB is below .* the lowest peak of \d compiled plans"
     refused({"budget": "640KiB", "replays": 1}, BudgetError, text)
 
 

@@ -78,7 +78,9 @@ def test_a_batch_that_cannot_fit_is_refused_with_the_largest_that_does() -> None
     assert planned_ranges(cache) == ["x_0 from 2 to 50"]
     cache(*rows(60))  # twice 50 fits
     assert planned_ranges(cache) == ["x_0 from 2 to 100"]
-    with pytest.raises(TooLargeError, match=r"up to x_0 1[0-4]\d, the largest that fits") as refused:
+    with pytest.raises(
+        TooLargeError, match=r"up to x_0 1[0-4]\d, the largest that fits"
+    ) as refused:
         cache(*rows(900))
     largest = refused.value.largest["x_0"]
     assert same_bits(model, cache, rows(70))

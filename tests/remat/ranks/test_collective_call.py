@@ -146,7 +146,9 @@ def test_who_has_gone_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return ranks.require_same_step("a")
 
     found = outcomes(act, size=2)
-    assert "rank 1 has not been heard of" in str(found[0])
+    assert "last output of rank 1, and start all ranks again: it has not been heard of" in str(
+        found[0]
+    )
 
 
 @pytest.mark.slow

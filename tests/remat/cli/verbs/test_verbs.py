@@ -165,7 +165,7 @@ def test_a_stale_plan_is_refused_with_the_first_difference(
         assert "the plan does not fit, the batch was" in refused.stderr
     shown = remat("show", remat.gpt, "--plan", plan)
     assert shown.exit_code == 2
-    assert "this plan was made for another graph: input 0 was" in shown.stderr
+    assert "this plan was made for another graph, input 0 was" in shown.stderr
 
 
 def test_infeasible_names_the_least_and_what_holds_it(remat: Remat) -> None:
