@@ -108,7 +108,7 @@ def test_two_forwards_before_backward_need_room_for_both() -> None:
     plan = compiled_plans()[-1]
     assert plan.baseline_peak_bytes > 1.3 * one.baseline_peak_bytes
     assert peak_of(model, x, step) <= plan.budget_bytes
-    with pytest.raises(BudgetError, match=r"2 forwards open.*\"calls\": 3"):
+    with pytest.raises(BudgetError, match=r"(?s)\"calls\": 3.*2 forwards whose"):
         (compiled(x) + compiled(x) + compiled(x)).backward()
 
 
