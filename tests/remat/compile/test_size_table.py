@@ -293,5 +293,5 @@ def test_without_gradients_inductor_serves_all_sizes() -> None:
 @pytest.mark.slow
 def test_a_budget_that_a_size_does_not_fit_is_refused_at_that_size() -> None:
     compiled = torch.compile(Net(), backend="remat", options={**OPTIONS, "budget": "40KiB"})
-    with pytest.raises(BudgetError, match=r"budget 40.0 KiB is below .* the lowest peak"):
+    with pytest.raises(BudgetError, match=r"budget of 40.0 KiB is below .* the lowest peak"):
         compiled(marked(64))
