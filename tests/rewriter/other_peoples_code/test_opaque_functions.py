@@ -79,7 +79,7 @@ class CrossEntropy(Function):
         p /= p.sum(-1, keepdims=True)
         rows = np.arange(len(t))
         loss = torch.from_numpy(np.asarray(-np.log(p[rows, t]).mean(), dtype=np.float32))
-        right = torch.from_numpy(np.asarray(z.argmax(-1) == t))
+        right = torch.from_numpy(np.asarray(z.argmax(-1) == t, dtype=np.float32))
         p[rows, t] -= 1
         z[...] = p / len(t)
         ctx.save_for_backward(logits.detach())
@@ -233,6 +233,7 @@ def test_a_loss_that_writes_over_its_logits() -> None:
     fast: Any = remat.rematerialize(model, (x, target), budget="100%", time_limit_s=2)
     assert all(map(torch.equal, bits(model, lambda: fast(x, target)[0]), wanted))
     assert torch.equal(fast(x, target)[1], model(x, target)[1])
+    assert not fast(x, target)[1].requires_grad
 
 
 def test_later_readers_of_what_a_kernel_has_written_read_that() -> None:
