@@ -45,11 +45,8 @@ def nested_backward(step: StepModule) -> Generator[None]:
     """Have such a backward see the parameters that forward had in the trace, and count what it adds
     to their gradients itself."""
     of_torch, whole, run = torch.autograd.grad, torch.autograd.backward, BackwardFunction.apply
-    depth, numbers, added = (
-        0,
-        count(1),
-        dict[int, Tensor](),
-    )  # gradients by the identity of parameters
+    added = dict[int, Tensor]()  # gradients by the identity of parameters
+    depth, numbers = 0, count(1)
 
     def apply(node: Any, *gradients: Any) -> Any:
         nonlocal depth
@@ -92,8 +89,7 @@ def nested_backward(step: StepModule) -> Generator[None]:
         return tuple(a if b is None else b if a is None else a + b for a, b in pairs)
 
     def forward(of_base: Callable[..., Any], kind: type[Function], *args: Any) -> Any:
-        is_noted = differentiates(kind)
-        note = {COVERED_KEY: str(next(numbers))} if is_noted else {}
+        note = {COVERED_KEY: str(next(numbers))} if differentiates(kind) else {}
         with fx_traceback.annotate(note):
             return of_base(kind, *args)
 
@@ -165,7 +161,7 @@ def merge_recomputed(graph: fx.Graph) -> None:
             merged.add(first[key])
             node.replace_all_uses_with(first[key])
             graph.erase_node(node)
-    lay_out_again(graph, set(merged))
+    lay_out_again(graph, set(merged))  # a copy, to which it adds
     numbers = {_noted(node).get(COVERED_KEY) for node in merged} - {None}
     for node in graph.nodes:
         if (number := _noted(node).get(COVERED_KEY)) in numbers:

@@ -260,9 +260,11 @@ class _Op:
             made = [sample_tensor(one, 1) for one in given]  # none a view of another, as sources
             tracer = sys.gettrace()
             sys.settrace(None)  # what this code reads, each step reads anew
-            with what_moves([kind.__module__]):
-                why = self._try(made, kind)
-            sys.settrace(tracer)
+            try:
+                with what_moves([kind.__module__]):
+                    why = self._try(made, kind)
+            finally:
+                sys.settrace(tracer)
         self.op = self._defined(len(given)) if self.layouts else None
         if self.op is not None:
             TRIALS[self.op], MODULES[self.op] = why, kind.__module__
@@ -281,9 +283,8 @@ class _Op:
         written = {storage_key(a) for a, b in zip(given, copies, strict=True) if differ(a, b)}
         written |= self._written_for_ones(given)
         self.written = tuple(i for i, one in enumerate(given) if storage_key(one) in written)
-        with what_moves(
-            [kind.__module__]
-        ) as moved:  # what a first run fills, such as a cache, does not count
+        # What a first run fills, such as a cache, does not count.
+        with what_moves([kind.__module__]) as moved:
             again, self.leaves, self.spec, made = self._described(given, [])
         self.layouts = [_Layout.of(one) for one in made]
         pairs = list(zip(first, again, strict=False))  # what is written is last of `again` alone

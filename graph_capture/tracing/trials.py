@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from remat.graph_capture.costs.op_times import KERNEL_ERRORS, cost_key, sample_arguments
 from remat.graph_capture.joint.nodes import (
     TRIALS,
+    bits_of,
     drawn_on,
     draws_randomness,
     is_custom,
@@ -47,8 +48,7 @@ def differ(one: Tensor, other: Tensor) -> bool:
     """Whether any bit does."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return True
-    bits = [x.detach().contiguous().view(-1).view(torch.uint8) for x in (one, other)]
-    return not torch.equal(*bits)
+    return not torch.equal(bits_of(one), bits_of(other))
 
 
 def try_custom_ops(gm: fx.GraphModule) -> None:

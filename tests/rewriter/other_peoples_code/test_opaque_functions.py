@@ -5,6 +5,7 @@ NumPy stands for a kernel of Triton's, of ctypes or of an extension.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -399,3 +400,20 @@ def test_costs_of_code_that_users_edit_are_not_kept() -> None:
     kept = CostCache.of(meter_of("cpu")).costs
     assert keys
     assert kept.keys().isdisjoint(keys)
+
+
+def test_a_refusal_leaves_the_users_tracer_where_it_was() -> None:
+    class Odd(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return Broken.apply(self.linear(x)).sum()
+
+    def tracer(*_: Any) -> None: ...
+
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        with pytest.raises(CaptureError, match="Broken"):
+            remat.capture(Odd(), (batch(),))
+        assert sys.gettrace() is tracer
+    finally:
+        sys.settrace(before)
