@@ -61,7 +61,7 @@ notebook-files: notebooks
 
 docs: .venv/.docs
 	$(BIN)/python -m pytest tests/docs_site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf build .venv
