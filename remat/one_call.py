@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from remat.budgets import parse_budget
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
-from remat.graph_capture.errors import SolverError
+from remat.graph_capture.errors import CaptureError, SolverError
 from remat.graph_capture.graph import Optimizer, TrainingGraph, TrainingStep
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.plan import Plan
@@ -214,4 +214,9 @@ def rematerialize(
         return updated_in_backward(spec)
     from remat.step_planner import plan_one_size
 
-    return plan_one_size(spec)
+    try:
+        return plan_one_size(spec)
+    except CaptureError as error:
+        from remat.parts.planned import in_parts
+
+        return in_parts(spec, error)

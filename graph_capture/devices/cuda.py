@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from remat.graph_capture.devices.links import (
     LinkPair,
     speed_of,
 )
-from remat.graph_capture.devices.memory_events import RegionMemory, without_garbage
+from remat.graph_capture.devices.memory_events import Moment, RegionMemory, without_garbage
 from remat.graph_capture.devices.meter import Run, StepMemory, median_of
 from remat.graph_capture.torch_private.core import clear_cublas_workspaces, cuda_sleep
 
@@ -106,6 +106,22 @@ class CudaMeter:
                 after_bytes = [self._requested_bytes(which) for which in ("peak", "current")]
                 found.append(RegionMemory(*(size - before_bytes for size in after_bytes)))
                 del kept, region
+        return found
+
+    def moments(self, run: Callable[[Callable[[str], None]], Any]) -> list[Moment]:
+        found: list[Moment] = []
+        before_bytes = self._requested_bytes("current")
+
+        def name(moment: str) -> None:
+            sizes = [self._requested_bytes(which) - before_bytes for which in ("current", "peak")]
+            found.append(Moment(moment, *sizes))
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+        torch.cuda.reset_peak_memory_stats(self.device)
+        with without_garbage():
+            result = run(name)
+        name("end")
+        del result
         return found
 
     def step_us(self, run: Run) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.autograd.profiler import profile
 
@@ -33,12 +33,20 @@ class RegionMemory:
     final_bytes: int
 
 
+class Moment(NamedTuple):
+    """A moment of a step that it has named, in bytes above what was live when it began."""
+
+    name: str
+    live_bytes: int
+    peak_bytes: int  # the most since the moment before
+
+
 def measure_regions(regions: Iterable[Callable[[], Any]]) -> list[RegionMemory]:
     """Run each callable under one profiler, and account for its allocations alone; CPU only. What a
     callable returns is in `final_bytes`; what the iterable allocates counts for none."""
     deltas, spans = _watched(regions)
     times, found = [time for time, _ in deltas], list[RegionMemory]()
-    for start_ns, end_ns in spans:
+    for start_ns, end_ns in (spans[str(i)] for i in range(len(spans))):
         sizes = deltas[bisect_left(times, start_ns) : bisect_left(times, end_ns)]
         live = [0, *accumulate(size for _, size in sizes)]
         found.append(RegionMemory(max(live), live[-1]))
@@ -47,33 +55,54 @@ def measure_regions(regions: Iterable[Callable[[], Any]]) -> list[RegionMemory]:
 
 def measure_live(run: Callable[[], Any]) -> tuple[list[int], list[int]]:
     """Moments of `run`, in ns from 0 to its end; and from each on, bytes live above its start."""
-    deltas, ((start_ns, end_ns),) = _watched([run])
+    deltas, spans = _watched([run])
+    start_ns, end_ns = spans["0"]
     inside = [(time, size) for time, size in deltas if start_ns <= time < end_ns]
     live = [0, *accumulate(size for _, size in inside)]
     return [0, *(time - start_ns for time, _ in inside), end_ns - start_ns], [*live, live[-1]]
 
 
+def measure_moments(run: Callable[[Callable[[str], None]], Any]) -> list[Moment]:
+    """The moments that `run` names by the function it is given, in their order, and its end; the
+    names are distinct. CPU only."""
+
+    def name(moment: str) -> None:
+        with RecordFunctionFast(f"{_MARK}{moment}"):
+            pass
+
+    deltas, spans = _watched([lambda: run(name)])
+    whole = spans.pop("0")
+    ends = sorted((start_ns, name) for name, (start_ns, _) in spans.items())
+    times, found = [time for time, _ in deltas], list[Moment]()
+    at, live = bisect_left(times, whole[0]), 0
+    for end_ns, name in (*ends, (whole[1], "end")):
+        until = bisect_left(times, end_ns)
+        levels = [live, *(live + size for size in accumulate(size for _, size in deltas[at:until]))]
+        at, live = until, levels[-1]
+        found.append(Moment(name, live, max(levels)))
+    return found
+
+
 def _watched(
     regions: Iterable[Callable[[], Any]],
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+) -> tuple[list[tuple[int, int]], dict[str, tuple[int, int]]]:
     """Allocations in the order of their times, in ns and bytes, and the span of each region."""
-    count = 0  # garbage that is collected meanwhile was live before: it would count as given back
+    # Garbage that is collected meanwhile was live before: it would count as given back.
     with without_garbage(), _without_its_log(), _ops_profiled() as found:
         for i, region in enumerate(regions):
             with RecordFunctionFast(f"{_MARK}{i}"):
                 kept = region()  # kept to the mark: what it returns is live at the end
             del kept, region
-            count = i + 1
-    spans, deltas = dict[int, tuple[int, int]](), list[tuple[int, int]]()
+    spans, deltas = dict[str, tuple[int, int]](), list[tuple[int, int]]()
     for event in found[0].events():
         name = event.name()
         if name == "[memory]":
             deltas.append((event.start_ns(), event.nbytes()))  # pyright: ignore[reportAttributeAccessIssue]
         elif name.startswith(_MARK):
             start = event.start_ns()
-            spans[int(name.removeprefix(_MARK))] = (start, start + event.duration_ns())
+            spans[name.removeprefix(_MARK)] = (start, start + event.duration_ns())
     deltas.sort(key=lambda delta: delta[0])
-    return deltas, [spans[i] for i in range(count)]
+    return deltas, spans
 
 
 @contextmanager

@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from remat.graph_capture.devices.known_devices import CPU
-from remat.graph_capture.devices.memory_events import RegionMemory, measure_peak, measure_regions
+from remat.graph_capture.devices.memory_events import (
+    Moment,
+    RegionMemory,
+    measure_moments,
+    measure_peak,
+    measure_regions,
+)
 
 Run = Callable[[], Any]
 
@@ -73,6 +79,10 @@ class Meter(Protocol):
 
     def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
         """Memory of each callable, without what the iterable allocates between two."""
+        ...
+
+    def moments(self, run: Callable[[Callable[[str], None]], Any]) -> list[Moment]:
+        """Memory at each moment that `run` names by the function it is given, and at its end."""
         ...
 
     def step_us(self, run: Run) -> float: ...
@@ -230,6 +240,7 @@ class CpuMeter:
     def library_bytes(self) -> int:
         return 0
 
+    moments = staticmethod(measure_moments)
     regions = staticmethod(measure_regions)
     rng_state = staticmethod(torch.get_rng_state)
 

@@ -92,33 +92,31 @@ def _nothing_matched(model: nn.Module, pattern: str) -> str:
 def watching_calls(model: nn.Module, blocks: dict[str, nn.Module]) -> Generator[_BlockCalls]:
     calls = _BlockCalls(blocks)
 
-    def start(args: Any, kwargs: Any) -> None:
+    def start(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         calls.signatures.clear()  # a trace runs forward more than once, and the last run counts
         calls.autocast.clear()
+        return forward(*args, **kwargs)
 
-    def note(path: str, args: Any, kwargs: Any) -> None:
+    def note(path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for leaf in filter(is_distributed, pytree.tree_leaves((args, kwargs))):
             refuse_subclass(f"an argument of block {path}", leaf)
         calls.signatures.setdefault(path, []).append(Signature((args, kwargs, None)))
         calls.autocast[path] = autocast_state()
+        return forward(*args, **kwargs)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_told_first(model, start))
+        stack.enter_context(forward_wrapped(model, start))
         for path, block in blocks.items():
-            stack.enter_context(_told_first(block, functools.partial(note, path)))
+            stack.enter_context(forward_wrapped(block, functools.partial(note, path)))
         yield calls
 
 
 @contextlib.contextmanager
-def _told_first(module: nn.Module, tell: Callable[[Any, Any], None]) -> Generator[None]:
-    space, run = vars(module), module.forward
+def forward_wrapped(module: nn.Module, wrapped: Callable[..., Any]) -> Generator[None]:
+    """Have calls of `module` run ``wrapped(forward, *args, **kwargs)``, of its own forward."""
+    space = vars(module)
     before = {"forward": space["forward"]} if "forward" in space else {}
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        tell(args, kwargs)
-        return run(*args, **kwargs)
-
-    space["forward"] = forward
+    space["forward"] = functools.partial(wrapped, module.forward)
     try:
         yield
     finally:

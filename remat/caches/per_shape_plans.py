@@ -33,6 +33,7 @@ from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import tensor_facts
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.option_checks import require_dynamic, require_upto
+from remat.parts.planned import in_parts
 from remat.ranges.ranged_call import rematerialize_over
 from remat.ranges.varying import DynamicOrAuto, Upto, VaryingSizes, is_covered_by, planned_over
 from remat.ranks.same_order import require_group
@@ -189,11 +190,14 @@ class PlanCache(SharedState, nn.Module):
         spec = cls._remat_spec(args, kwargs, target).replace(float_inputs=float_inputs)
         peak_bytes = cls._remat_known.most_bytes
 
-        def make(one: StepSpec) -> fx.GraphModule:
+        def make(one: StepSpec) -> nn.Module:
             # `cached_plan` knows neither Inductor's code nor ranks.
-            if any(one.asked[name] for name in ("compile", "group", "sharding")):
-                return plan_one_size(one)
-            return cached_plan(one, cls._remat_known)
+            try:
+                if any(one.asked[name] for name in ("compile", "group", "sharding")):
+                    return plan_one_size(one)
+                return cached_plan(one, cls._remat_known)
+            except CaptureError as error:
+                return in_parts(one, error)
 
         try:
             return make(spec)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
@@ -137,7 +137,7 @@ def check(
     if isinstance(module, SharedState):
         module = module._remat_running(given)  # of a range or a cache, the module for this batch
     batch = OwnBatch(given)
-    eager, plan = _eager_run(model, batch, loss_fn), plan_run(module, batch, loss_fn)
+    eager, plan = eager_run(model, batch, loss_fn), plan_run(module, batch, loss_fn)
     meter = meter_of(resolved_device(None, model))
     kept = (batch.leaves, _constants(module))
     step = with_loss(model, loss_fn)
@@ -262,10 +262,14 @@ def _constants(module: nn.Module) -> list[Tensor]:
     return constants_of(step.forward, step.backward)
 
 
-def _eager_run(model: nn.Module, batch: OwnBatch, loss_fn: LossFunction | None) -> Run:
+def eager_run(
+    model: nn.Module, batch: OwnBatch, loss_fn: LossFunction | None,
+    before_backward: Callable[[], None] = lambda: None,
+) -> Run:  # fmt: skip
     def run() -> Any:
         args, kwargs, target = batch()
         output = apply_loss(loss_fn, model(*args, **kwargs), target)
+        before_backward()
         _backward(output)
         return output
 
@@ -274,7 +278,7 @@ def _eager_run(model: nn.Module, batch: OwnBatch, loss_fn: LossFunction | None) 
 
 def plan_run(module: nn.Module, batch: OwnBatch, loss_fn: LossFunction | None) -> Run:
     if not isinstance(module, SharedState):
-        return _eager_run(module, batch, loss_fn)
+        return eager_run(module, batch, loss_fn)
 
     def run() -> Any:
         args, kwargs, target = batch()

@@ -102,7 +102,7 @@ def test_a_check_counts_what_the_allocator_gives_and_reserves(
 ) -> None:
     model, module, args = planned()
     checked.device_us = 7000.0
-    eager_run = checking._eager_run
+    eager_run = checking.eager_run
 
     def allocating(*given: Any) -> Any:
         run = eager_run(*given)
@@ -115,7 +115,7 @@ def test_a_check_counts_what_the_allocator_gives_and_reserves(
 
         return held
 
-    monkeypatch.setattr(checking, "_eager_run", allocating)
+    monkeypatch.setattr(checking, "eager_run", allocating)
     found = check(model, module, args, steps=1)
     assert found.differences == found.unsteady == ()
     assert found.baseline_peak_bytes % 512 == 6000 % 512
@@ -193,11 +193,11 @@ def test_a_budget_is_exceeded_by_what_is_asked_for_not_by_larger_blocks() -> Non
 
 
 @pytest.mark.parametrize(("moves_at", "differences"), [(3, ()), (99, ("output",))])
-def test_eager_runs_again_before_a_plan_is_said_to_differ(
+def testeager_runs_again_before_a_plan_is_said_to_differ(
     checked: FakeCuda, monkeypatch: pytest.MonkeyPatch, moves_at: int, differences: tuple[str, ...]
 ) -> None:
     model, module, args = planned("plain")
-    eager_run, plan_run, runs = checking._eager_run, checking.plan_run, list[int]()
+    eager_run, plan_run, runs = checking.eager_run, checking.plan_run, list[int]()
 
     def rarely_another(*given: Any) -> Any:
         run = eager_run(*given)
@@ -213,7 +213,7 @@ def test_eager_runs_again_before_a_plan_is_said_to_differ(
         return lambda: run() * (1 + 1e-6)
 
     monkeypatch.setattr(checking, "plan_run", another)
-    monkeypatch.setattr(checking, "_eager_run", rarely_another)
+    monkeypatch.setattr(checking, "eager_run", rarely_another)
     found = check(model, module, args, steps=1)
     assert found.differences == differences
     assert found.unsteady == (() if differences else ("output",))

@@ -1,0 +1,375 @@
+"""Which modules run again: the step as a coarse graph, and the choice that costs least.
+
+An op of the graph is what a step does between two moments that were watched. What a module saves
+is a value, made by an op of the module's own that may run again; all else that is live is in values
+that no schedule changes. A module that runs again does so right before backward comes to it. Which
+do is found by an integer program, whose bound is that of all such choices.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from msgspec.structs import replace
+from ortools.sat.python import cp_model  # pyright: ignore[reportMissingTypeStubs]
+
+from remat.graph_capture.graph import Op, Phase, Resident, TrainingGraph, Value
+from remat.graph_capture.joint.build import rng_state_bytes
+from remat.parts.watched import BACKWARD, Call, Key, Watched
+from remat.schedules.outcome import Result
+from remat.schedules.schedule import Schedule
+from remat.solver.problem import Problem
+from remat.solver.result import evaluate_schedule
+from remat.solver.state import schedule_of
+
+_LEAST_SHARE = 1e-3  # of what forward saves: a module that saves less is left alone
+_EFFORT = 20.0  # of the integer program, in CP-SAT's deterministic time
+_cp = cast(Any, cp_model)
+_NS = 1000  # in a us: the program counts in whole numbers
+
+
+@dataclass
+class Part:
+    """A call of a module that may run again; `begins`, `ends` and `back` are moments' numbers."""
+
+    call: Call
+    saved_bytes: int  # what is freed if it runs again
+    rise_bytes: int  # the most that a run takes beyond what was live, and `saved_bytes`
+    begins: int
+    ends: int
+    back: int  # when backward comes to it
+    own_bytes: int = 0  # without parts within
+    own_us: float = 0.0
+    within: list[Key] = field(default_factory=list[Key])  # itself, and parts in it, in the order of calls
+
+    @property
+    def path(self) -> str:
+        return self.call.key[0]
+
+    @property
+    def name(self) -> str:
+        return "{} {}".format(*self.call.key)
+
+
+def saved_in_forward(watched: Watched) -> int:
+    return next(one.live_bytes for one in watched.moments if one.name == BACKWARD)
+
+
+def parts_of(watched: Watched, device: str) -> dict[Key, Part]:
+    """By key, in the order of calls. Of a module all calls in a step are parts, or none."""
+    stream_bytes = rng_state_bytes(torch.device(device))  # which a call that runs again keeps
+    least_bytes = _LEAST_SHARE * saved_in_forward(watched)
+    at = {moment.name: i for i, moment in enumerate(watched.moments)}
+    found: dict[Key, Part] = {}
+    refused = set[str]()
+    for key, call in watched.calls.items():
+        if at.get(call.moment("in"), 0) > at[BACKWARD]:
+            continue  # in backward, by a checkpoint of the user's own
+        part = None if call.why_not else _part(call, watched, at, stream_bytes)
+        if part is None or part.saved_bytes < least_bytes:
+            refused.add(key[0])
+        else:
+            found[key] = part
+    found = {key: part for key, part in found.items() if key[0] not in refused}
+    for key, part in reversed(found.items()):  # from the inside out
+        part.own_bytes, part.own_us = part.saved_bytes, part.call.us
+        for inner in _directly_within(key, found, watched.calls):
+            part.within += found[inner].within
+            part.own_us -= found[inner].call.us
+        part.own_bytes = max(0, part.own_bytes - sum(found[one].own_bytes for one in part.within))
+        part.own_us = max(0.0, part.own_us)
+        part.within.insert(0, key)
+    return found
+
+
+def _part(
+    call: Call, watched: Watched, at: Mapping[str, int], stream_bytes: int
+) -> Part | None:
+    names = [call.moment(which) for which in ("in", "out", "back")]
+    if any(name not in at for name in names):
+        return None
+    begins, ends, back = (at[name] for name in names)
+    live_bytes = watched.moments[begins].live_bytes
+    saved_bytes = watched.moments[ends].live_bytes - live_bytes - call.results_bytes
+    saved_bytes -= stream_bytes
+    most_bytes = max(one.peak_bytes for one in watched.moments[begins + 1 : ends + 1])
+    rise_bytes = max(0, most_bytes - live_bytes - saved_bytes)
+    return Part(call, saved_bytes, rise_bytes, begins, ends, back) if back > ends else None
+
+
+def _directly_within(
+    key: Key, parts: Collection[Key], calls: Mapping[Key, Call]
+) -> Iterator[Key]:
+    for one in parts:
+        around = calls[one].inside
+        while around is not None and around not in parts:
+            around = calls[around].inside
+        if around == key:
+            yield one
+
+
+@dataclass
+class Choices:
+    """The step, and the parts of it that may run again."""
+
+    watched: Watched
+    parts: dict[Key, Part]
+    title: str
+    device: str
+    resident: Resident
+
+    @cached_property
+    def background(self) -> list[int]:
+        """By moment: bytes live beside what parts save."""
+        of_parts = [0] * len(self.watched.moments)
+        for part in self.parts.values():
+            for i in range(part.ends, part.back + 1):
+                of_parts[i] += part.own_bytes
+        pairs = zip(self.watched.moments, of_parts, strict=True)
+        return [max(0, moment.live_bytes - saved) for moment, saved in pairs]
+
+    @cached_property
+    def graph(self) -> TrainingGraph:
+        values, reads, makes = self._background_values()
+        begin, end = dict[int, list[Part]](), dict[int, list[Part]]()
+        for part in self.parts.values():
+            begin.setdefault(part.begins + 1, []).append(part)
+            end.setdefault(part.ends, []).append(part)
+            values.append(Value(f"saved by {part.name}", part.own_bytes, part.name))
+            # Of no bytes: as an op makes something, it can run again.
+            values.append(Value(f"end of {part.name}", 0, _end_of(part).name))
+            reads[part.back + 1] += [one.name for one in values[-2:]]
+        ops = list[Op]()
+        phase: Phase = "forward"
+        left_us = self.watched.step_us
+        for i, moment in enumerate(self.watched.moments):
+            # The first time, what is live within a call is in the background.
+            ops += (_end_of(part) for part in begin.get(i, ()))
+            # What backward has left of what a part saved is background once the part's is let go.
+            ops.append(self._between(moment.name, phase, reads[i], [], self.workspace_bytes(i)))
+            if makes[i]:
+                ops.append(self._between(f"{moment.name} left", phase, [], makes[i], 0))
+            for part in end.get(i, ()):
+                ops.append(self._run_of(part))
+                left_us -= part.own_us
+            phase = "backward" if moment.name == BACKWARD else phase
+        ops[-1] = replace(ops[-1], cost_us=max(0.0, left_us))
+        return TrainingGraph(
+            name=self.title, ops=tuple(ops), values=tuple(values), forward_outputs=(), outputs=(),
+            resident=self.resident, inputs=(), device=self.device, cost_origin="measured",
+        )  # fmt: skip
+
+    def _between(
+        self, name: str, phase: Phase, reads: list[str], makes: list[str], workspace_bytes: int
+    ) -> Op:
+        return Op(
+            name, "remat.between", phase, tuple(reads), tuple(makes),
+            workspace_bytes=workspace_bytes, no_recompute="eager runs it",
+        )  # fmt: skip
+
+    def _run_of(self, part: Part) -> Op:
+        made = (f"saved by {part.name}",)
+        return Op(
+            part.name, "remat.module", "forward", (), made, part.own_us, module=part.path
+        )
+
+    def _background_values(self) -> tuple[list[Value], list[list[str]], list[list[str]]]:
+        """Values that are live as the background is; those that each op reads, and makes."""
+        n_moments = len(self.watched.moments)
+        reads, makes = [list[str]() for _ in range(n_moments)], [list[str]() for _ in range(n_moments)]
+        opened, values, before = list[tuple[int, int]](), list[Value](), 0
+
+        def close(made_at: int, read_at: int, size_bytes: int) -> None:
+            name = f"beside {len(values)}"
+            values.append(Value(name, size_bytes, f"{self.watched.moments[made_at].name} left"))
+            makes[made_at].append(name)
+            reads[read_at].append(name)
+
+        for i, now in enumerate(self.background):
+            if now > before:
+                opened.append((i, now - before))
+            fallen = before - now
+            while fallen > 0:  # the latest go first, as in a backward
+                made_at, size_bytes = opened.pop()
+                close(made_at, i, min(size_bytes, fallen))
+                if size_bytes > fallen:
+                    opened.append((made_at, size_bytes - fallen))
+                fallen -= size_bytes
+            before = now
+        for made_at, size_bytes in opened:
+            close(made_at, n_moments - 1, size_bytes)
+        return values, reads, makes
+
+    def workspace_bytes(self, i: int) -> int:
+        moments, beside = self.watched.moments, self.background
+        parts = self.parts.values()
+        saved_bytes = sum(p.own_bytes for p in parts if p.ends < i <= p.back + 1)
+        return max(0, moments[i].peak_bytes - saved_bytes - (beside[i - 1] if i else 0))
+
+    def _run(self, part: Part) -> Iterator[str]:
+        """The ops of a run of a part, each part within ending as the next begins."""
+        opened = list[Part]()
+        for one in (self.parts[key] for key in part.within):
+            while opened and opened[-1].ends < one.begins:
+                yield _end_of(opened.pop()).name
+            yield one.name
+            opened.append(one)
+        yield from (_end_of(one).name for one in reversed(opened))
+
+    def schedule(self, again: Collection[str]) -> Schedule:
+        """The schedule in which modules at these paths run again."""
+        graph, back = self.graph, dict[str, list[int]]()
+        for part in self.parts.values():
+            if part.path in again:
+                name = self.watched.moments[part.back + 1].name
+                back.setdefault(name, []).extend(map(graph.op_index.__getitem__, self._run(part)))
+        order = list[int]()
+        for i, op in enumerate(graph.ops):
+            order += [*back.get(op.name, ()), i]
+        return schedule_of(Problem.of(graph), order, solver="parts")
+
+    @property
+    def share(self) -> float:
+        """Of what forward saves, that of modules that may run again."""
+        inner = {key for part in self.parts.values() for key in part.within[1:]}
+        outer_bytes = sum(p.saved_bytes for key, p in self.parts.items() if key not in inner)
+        return outer_bytes / max(1, saved_in_forward(self.watched))
+
+    def within(self, budget_bytes: int) -> tuple[Result, set[str]]:
+        """The cheapest choice that keeps to the budget, or the least peak that one does; and the
+        paths of the modules that run again."""
+        program = _Program(self)
+        found = program.cheapest(budget_bytes - self.resident.total_bytes)
+        if found is None:
+            found = program.least(), 0.0
+        again, bound_us = found
+        result = evaluate_schedule(
+            self.graph, replace(self.schedule(again), budget_bytes=budget_bytes),
+            budget_bytes=budget_bytes, lower_bound_us=self.graph.time_us + bound_us,
+        )  # fmt: skip
+        return result, again
+
+    def least(self) -> tuple[Result, set[str]]:
+        """The cheapest of the choices of the lowest peak."""
+        return self.within(self.within(0)[0].least_feasible_bytes)
+
+
+def _end_of(part: Part) -> Op:
+    # The most that a run takes is there as it ends, with all that it saves.
+    return Op(
+        f"{part.name} ends", "remat.module", "forward", (), (f"end of {part.name}",),
+        workspace_bytes=part.rise_bytes, module=part.path,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What is live at one time if nothing runs again. Calls to which backward comes at moment
+    `until` or later, and that run again, have not by then. `running` is there in any case."""
+
+    until: int
+    beside_bytes: int
+    saved: tuple[Key, ...]
+    running: Key | None = None
+    only_if: str = ""  # it is so only if the module at this path runs again
+
+
+class _Program:
+    """A variable for each module: whether its calls run again. One that does so within another
+    that does runs three times, and what it saves is never there beside what the other saves."""
+
+    def __init__(self, choices: Choices) -> None:
+        self._parts, self._beside = choices.parts, choices.background
+        self._around = {key: list[Key]() for key in self._parts}  # of each call, itself included
+        for key, part in self._parts.items():
+            for inner in part.within:
+                self._around[inner].append(key)
+        self._rows = [*self._rows_between(choices), *self._rows_of_runs()]
+
+    def _rows_between(self, choices: Choices) -> Iterator[_Row]:
+        for i in range(len(choices.watched.moments)):
+            saved = tuple(k for k, p in self._parts.items() if p.ends < i <= p.back + 1)
+            before_bytes = self._beside[i - 1] if i else 0
+            yield _Row(i, before_bytes + choices.workspace_bytes(i), saved)
+            saved = tuple(k for k, p in self._parts.items() if p.ends <= i <= p.back)
+            yield _Row(i, self._beside[i], saved)
+
+    def _rows_of_runs(self) -> Iterator[_Row]:
+        """One for each run of a call, by itself and within another that runs again."""
+        for key, part in self._parts.items():
+            for around in self._around[key]:
+                back, path = self._parts[around].back, self._parts[around].path
+                saved = tuple(k for k, p in self._parts.items() if p.ends < back <= p.back)
+                yield _Row(back + 1, self._beside[back] + part.rise_bytes, saved, key, path)
+
+    def cheapest(self, room_bytes: int) -> tuple[set[str], float] | None:
+        """The modules that run again, and a bound on the time that takes; None if none fits."""
+        model = _cp.CpModel()
+        again, ns = self._variables(model), Counter[str]()
+        for part in self._parts.values():
+            ns[part.path] += round(_NS * sum(self._parts[one].own_us for one in part.within))
+        self._keep_to(room_bytes, model, again)
+        model.minimize(sum(ns[path] * one for path, one in again.items()))
+        return _solved(model, again)
+
+    def least(self) -> set[str]:
+        """The modules that run again for the lowest peak."""
+        model = _cp.CpModel()
+        again = self._variables(model)
+        room_bytes = model.new_int_var(0, max(map(self._most_bytes, self._rows)), "peak")
+        self._keep_to(room_bytes, model, again)
+        model.minimize(room_bytes)
+        found = _solved(model, again)
+        assert found is not None, "nothing need run again"
+        return found[0]
+
+    def _variables(self, model: Any) -> dict[str, Any]:
+        paths = dict.fromkeys(part.path for part in self._parts.values())
+        return {path: model.new_bool_var(path) for path in paths}
+
+    def _most_bytes(self, row: _Row) -> int:
+        return row.beside_bytes + sum(self._parts[key].own_bytes for key in row.saved)
+
+    def _keep_to(self, room_bytes: Any, model: Any, again: Mapping[str, Any]) -> None:
+        one_of = dict[tuple[str, ...], Any]()  # by paths: whether a module at one of them does
+
+        def is_freed(paths: tuple[str, ...]) -> Any:
+            if len(paths) < 2:
+                return again[paths[0]] if paths else 0
+            if paths not in one_of:
+                one_of[paths] = model.new_bool_var(" or ".join(paths))
+                model.add(one_of[paths] <= sum(again[path] for path in paths))
+            return one_of[paths]
+
+        for row in self._rows:
+            most_bytes = self._most_bytes(row)
+            if isinstance(room_bytes, int) and most_bytes <= room_bytes:
+                continue
+            freed = sum(
+                self._parts[key].own_bytes * is_freed(self._waiting(key, row.until))
+                for key in row.saved
+                if key != row.running
+            )
+            kept = model.add(most_bytes - freed <= room_bytes)
+            if row.only_if:
+                kept.only_enforce_if(again[row.only_if])
+
+    def _waiting(self, key: Key, until: int) -> tuple[str, ...]:
+        around = (self._parts[one] for one in self._around[key])
+        return tuple(dict.fromkeys(part.path for part in around if part.back >= until))
+
+
+def _solved(model: Any, again: Mapping[str, Any]) -> tuple[set[str], float] | None:
+    solver = _cp.CpSolver()
+    solver.parameters.num_workers = 1  # several would race, and a seed not fix the outcome
+    solver.parameters.max_deterministic_time = _EFFORT
+    solver.parameters.catch_sigint_signal = False  # Ctrl-C is Python's to hear
+    if solver.solve(model) not in (_cp.OPTIMAL, _cp.FEASIBLE):
+        return None
+    chosen = {path for path, one in again.items() if solver.boolean_value(one)}
+    return chosen, solver.best_objective_bound / _NS

@@ -1,0 +1,132 @@
+"""`remat.rematerialize` where a model is no one graph: its modules are planned, each as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch.distributed as dist
+from msgspec.structs import replace
+
+from remat.checks import require_equal
+from remat.formats import percent_text
+from remat.graph_capture.devices.known_devices import allocator_rounding
+from remat.graph_capture.devices.placement import meter_of, resolved_device
+from remat.graph_capture.distributed.dtensors import has_dtensors
+from remat.graph_capture.errors import BudgetError, CaptureError
+from remat.graph_capture.refusals import is_all_frozen
+from remat.graph_capture.tracing.fake_tensors import has_storage
+from remat.graph_capture.tracing.resident import resident_bytes
+from remat.graph_capture.tracing.restore import restored_after
+from remat.graph_capture.tracing.signature import Signature
+from remat.graph_capture.tracing.step_module import with_loss, without_own_hooks
+from remat.parts.choice import Choices, parts_of
+from remat.parts.watched import watched_steps
+from remat.progress import stopwatch_of_call
+from remat.rewriter.checking.check import eager_run
+from remat.rewriter.checking.outcomes import OwnBatch, StepState, own_parameters
+from remat.rewriter.user_module.in_parts import PartsModule, make_in_parts
+from remat.rewriter.user_module.module import SharedState
+from remat.schedules.outcome import Result
+from remat.solved import Solved, facts_of, infeasible_text, planned_text
+from remat.step_spec import StepSpec
+
+_TRIES = 4  # choices that are measured, each for what the one before took beyond the budget
+
+
+def in_parts(spec: StepSpec, refused: CaptureError) -> PartsModule:
+    """The module for a batch whose step was `refused` as one graph; raises that where modules
+    cannot be planned, or none can and the step does not fit as it is."""
+    if not _may_be(spec, refused):
+        raise refused
+    stages, name = stopwatch_of_call(verbose=spec.verbose), type(spec.model).__name__
+    with stages.stage("capture", f"watching a step of {name}, which is no one graph"):
+        try:
+            choices = _watched(spec)
+        except Exception as error:  # eager itself does not run it, or not to the end
+            raise refused from error
+    budget = spec.parsed_budget
+    budget_bytes = 0 if budget.kind == "min" else budget.bytes_for(choices.graph)
+    room_bytes = budget_bytes
+    for _ in range(_TRIES):
+        with stages.stage("solve", f"solving for {spec.budget}"):
+            found, again = choices.least() if budget.kind == "min" else choices.within(room_bytes)
+        if found.schedule is None:
+            raise _too_small(found, refused, choices)
+        module = _module(spec, choices, found, again)
+        checked = None
+        if spec.check is not False:
+            with stages.stage("check", f"comparing a step of {name} with eager"):
+                checked = require_equal(spec.model, module, spec.batch, None)
+        beyond_bytes = 0 if checked is None else checked.plan_peak_bytes - budget_bytes
+        if budget.kind == "min" or beyond_bytes <= 0:
+            break
+        room_bytes -= beyond_bytes  # what is live outside of modules may move as they run again
+    else:
+        raise _too_small(found, refused, choices)
+    found = replace(found, budget_bytes=budget_bytes or found.budget_bytes)
+    stages.say(planned_text(_title(choices, module, refused), found, checked, stages.elapsed_s))
+    type(module)._remat_check = checked
+    return module
+
+
+def _may_be(spec: StepSpec, refused: CaptureError) -> bool:
+    asked = {name for name, is_asked in spec.asked.items() if is_asked} - {"float_inputs"}
+    model, has_ranks = spec.model, dist.is_available() and dist.is_initialized()
+    is_of_graph = type(refused) is CaptureError and model.training and has_storage(model)
+    if asked or has_ranks or not is_of_graph or is_all_frozen(model, _tree(spec)):
+        return False
+    return not (has_dtensors(model) or any(isinstance(m, SharedState) for m in model.modules()))
+
+
+def _tree(spec: StepSpec) -> Any:
+    return spec.args, dict(spec.kwargs or {}), spec.target
+
+
+def _watched(spec: StepSpec) -> Choices:
+    model, meter = spec.model, meter_of(resolved_device(None, spec.model))
+    batch, step = OwnBatch(_tree(spec)), with_loss(spec.model, spec.loss_fn)
+    resident = resident_bytes(
+        step, batch.leaves, optimizer=spec.optimizer, accumulate=spec.accumulate,
+        allocated=allocator_rounding(meter.device),
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(restored_after(model))
+        stack.enter_context(own_parameters(step))
+        stack.enter_context(without_own_hooks(model))
+        state = StepState(step, batch.leaves, meter.device, keep_parameters=True)
+        stack.enter_context(state.put_back())
+        watched = watched_steps(
+            model, meter,
+            lambda before_backward: eager_run(model, batch, spec.loss_fn, before_backward)(),
+            lambda run: state.prepared(run, spec.accumulate),
+        )  # fmt: skip
+    resident = replace(resident, libraries_bytes=meter.library_bytes())
+    parts = parts_of(watched, meter.device)
+    return Choices(watched, parts, type(model).__name__, meter.device, resident)
+
+
+def _module(spec: StepSpec, choices: Choices, found: Result, paths: set[str]) -> PartsModule:
+    parts = [part for part in choices.parts.values() if part.path in paths]
+    again = {part.path: (part.call.written, part.call.us) for part in parts}
+    prediction = facts_of(Solved(choices.graph, found))["prediction"]
+    signature = Signature(_tree(spec))
+    return make_in_parts(spec.model, spec.loss_fn, signature, again, prediction)
+
+
+def _too_small(found: Result, refused: CaptureError, choices: Choices) -> Exception:
+    if not choices.parts:
+        return refused
+    return BudgetError(
+        f"{infeasible_text(found)}.\nEach of {choices.title}'s modules runs once, or again as a "
+        f"whole, as it is no one graph: {refused}"
+    )
+
+
+def _title(choices: Choices, module: PartsModule, refused: CaptureError) -> str:
+    n_parts = len({part.path for part in choices.parts.values()})
+    share = percent_text(choices.share)
+    return (
+        f"{choices.title} in parts: {len(module.modules_again)} of {n_parts} modules that hold "
+        f"{share} of what forward saves run again; the rest runs as it is"
+    )

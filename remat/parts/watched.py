@@ -1,0 +1,235 @@
+"""What the modules of a model do in steps of eager's: time, memory, and whether they may run twice.
+
+Steps run on the user's batch, and what they change is put back. One tells which modules may run
+twice, one how long each takes, one what is live as each begins, ends, and as backward comes to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from remat.graph_capture.devices.known_devices import is_cuda
+from remat.graph_capture.devices.memory_events import Moment
+from remat.graph_capture.devices.meter import Meter
+from remat.graph_capture.distributed.dtensors import is_distributed
+from remat.graph_capture.joint.nodes import TORCHS_NAMESPACES
+from remat.graph_capture.python_state.module_hooks import FORWARD_HOOKS
+from remat.graph_capture.torch_private.core import OpWatcher, pytree
+from remat.graph_capture.tracing.blocks import forward_wrapped
+from remat.graph_capture.tracing.resident import storage_bytes
+from remat.graph_capture.tracing.restore import ModuleAttributes, streams
+
+BACKWARD = "backward"  # the moment at which backward begins
+_PLAIN = (
+    int, float, complex, str, bytes, type(None), enum.Enum, slice, range,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+_WITHOUT_EFFECT = ("transformers.",)  # its hooks collect results while its own forward runs
+
+Key = tuple[str, int]  # a module's path, and which of its calls in a step
+Step = Callable[[Callable[[], None]], Any]  # a step, which calls what it is given before backward
+
+
+@dataclass
+class Call:
+    """One call of a module; `inside` is the call around it, None for the model's own."""
+
+    key: Key
+    inside: Key | None
+    why_not: str = ""  # why it may not run twice
+    written: tuple[tuple[str, str], ...] = ()  # buffers: path below the module, and name
+    us: float = 0.0
+    results_bytes: int = 0  # of what it returns, beyond what it was given
+
+    def moment(self, which: str) -> str:
+        """The name of the moment at which it begins (``in``), ends, or backward comes (``back``)."""
+        return f"{self.key[0]} {self.key[1]} {which}"
+
+
+@dataclass
+class Watched:
+    """The calls of a step in the order in which they began, and its moments."""
+
+    calls: dict[Key, Call]
+    moments: list[Moment]
+    step_us: float
+
+
+_Around = Callable[[Call, nn.Module, Any], contextlib.AbstractContextManager[list[Any]]]
+
+
+@contextlib.contextmanager
+def _calls(model: nn.Module, around: _Around) -> Generator[dict[Key, Call]]:
+    """The calls of the steps that run in the block. `around` is a context around each, and to its
+    list what the call returns is added."""
+    found, opened, count = dict[Key, Call](), list[Key](), Counter[str]()
+
+    def run(path: str, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        call = Call((path, count[path]), opened[-1] if opened else None)
+        count[path] += 1
+        found[call.key] = call
+        opened.append(call.key)
+        try:
+            with around(call, module, (args, kwargs)) as results:
+                output = forward(*args, **kwargs)
+                results.append(output)
+            return output
+        finally:
+            opened.pop()
+
+    with contextlib.ExitStack() as stack:
+        for path, module in model.named_modules():
+            if path and not isinstance(module, torch.jit.ScriptModule):
+                stack.enter_context(forward_wrapped(module, functools.partial(run, path, module)))
+        yield found
+
+
+def watched_steps(
+    model: nn.Module, meter: Meter, step: Step, prepared: Callable[[Callable[[], Any]], Any]
+) -> Watched:
+    """`prepared` puts the state back, and runs what it is given."""
+
+    def run(around: _Around | None = None, before_backward: Callable[[], None] = _nothing) -> Any:
+        if around is None:
+            return step(before_backward)
+        with _calls(model, around) as calls:
+            step(before_backward)
+        return calls
+
+    calls: dict[Key, Call] = prepared(lambda: run(_tried))
+    timed: dict[Key, Call] = prepared(lambda: run(functools.partial(_timed, meter)))
+    step_us = prepared(lambda: meter.step_us(run))
+    for key, call in timed.items():  # what draws its way from other streams may go another one
+        if key in calls:
+            calls[key].us = call.us
+
+    def named(name: Callable[[str], None]) -> Any:
+        return run(functools.partial(_named, name), lambda: name(BACKWARD))
+
+    return Watched(calls, prepared(lambda: meter.moments(named)), step_us)
+
+
+def _nothing() -> None:
+    """What a step calls before backward where nobody listens."""
+
+
+@contextlib.contextmanager
+def _timed(meter: Meter, call: Call, module: nn.Module, given: Any) -> Generator[list[Any]]:
+    began_s = _now_s(meter)
+    yield []
+    call.us = 1e6 * (_now_s(meter) - began_s)
+
+
+def _now_s(meter: Meter) -> float:
+    if is_cuda(meter.device):
+        torch.cuda.synchronize(meter.device)
+    return time.perf_counter()
+
+
+@contextlib.contextmanager
+def _named(
+    name: Callable[[str], None], call: Call, module: nn.Module, given: Any
+) -> Generator[list[Any]]:
+    results = list[Any]()
+    name(call.moment("in"))
+    yield results
+    name(call.moment("out"))
+    said = list[str]()
+
+    def comes(_: Tensor) -> None:
+        if not said:  # the first of its results to which a gradient has come
+            said.append(call.moment("back"))
+            name(said[0])
+
+    for one in pytree.tree_leaves(results):
+        if isinstance(one, Tensor) and one.requires_grad:
+            one.register_hook(comes)
+    results.clear()
+
+
+# Whether a module may run twice.
+
+
+@contextlib.contextmanager
+def _tried(call: Call, module: nn.Module, given: Any) -> Generator[list[Any]]:
+    results, leaves, ops = list[Any](), pytree.tree_leaves(given), _CustomOps()
+    tensors = [one for one in leaves if isinstance(one, Tensor)]
+    before = _Before(module, tensors)
+    with ops:
+        yield results
+    made = [one for one in pytree.tree_leaves(results) if isinstance(one, Tensor)]
+    seen = set[int]()
+    storage_bytes(tensors, seen)
+    call.results_bytes = storage_bytes(made, seen)
+    call.written = before.written()
+    reasons = (
+        *before.reasons(), *(f"it runs {name}, which may act unseen" for name in ops.names),
+        *_reasons_against(module, leaves, made),
+    )  # fmt: skip
+    call.why_not = next(iter(reasons), "")
+
+
+class _Before:
+    """The state of a module, and what it is given, before a call."""
+
+    def __init__(self, module: nn.Module, given: list[Tensor]) -> None:
+        self._read = [(one, one._version) for one in (*given, *module.parameters())]
+        self._read += [(one, one._version) for one in _plain_tensors(module)]
+        named = [(path, n, b) for path, m in module.named_modules() for n, b in m._buffers.items()]
+        self._buffers = [(path, n, b, b._version) for path, n, b in named if b is not None]
+        self._attributes, self._streams = ModuleAttributes(module), streams()
+
+    def written(self) -> tuple[tuple[str, str], ...]:
+        return tuple((path, name) for path, name, one, v in self._buffers if one._version != v)
+
+    def reasons(self) -> Iterator[str]:
+        now = streams()
+        yield from (f"it draws from {name}" for name in now if now[name] != self._streams[name])
+        yield from (f"it sets {one.text}" for one in self._attributes.written())
+        if any(one._version != version for one, version in self._read):
+            yield "it writes to its parameters, or to what it is given"
+
+
+def _plain_tensors(module: nn.Module) -> Iterator[Tensor]:
+    values = (value for one in module.modules() for value in vars(one).values())
+    return (value for value in values if isinstance(value, Tensor))
+
+
+def _reasons_against(module: nn.Module, given: list[Any], made: list[Tensor]) -> Iterator[str]:
+    known = {id(one) for one in given if isinstance(one, Tensor)}
+    if any(id(one) in known for one in made):
+        yield "it returns what it is given"
+    if not any(one.requires_grad for one in made):
+        yield "no gradient comes to it"
+    for one in given:
+        if not isinstance(one, (*_PLAIN, Tensor)) or is_distributed(one):
+            yield f"it is given a {type(one).__name__}"
+    inner = (one for one in module.modules() if one is not module)
+    hooks = (hook for one in inner for table in FORWARD_HOOKS for hook in vars(one)[table].values())
+    for hook in hooks:
+        if not str(getattr(hook, "__module__", "")).startswith(_WITHOUT_EFFECT):
+            yield "a hook is on a module in it"
+
+
+class _CustomOps(OpWatcher):
+    """Notes the ops of other people's; what such an op does beside its result is not known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.namespace not in TORCHS_NAMESPACES:
+            self.names.append(str(func))
+        return func(*args, **kwargs)
