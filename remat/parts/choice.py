@@ -45,7 +45,9 @@ class Part:
     back: int  # when backward comes to it
     own_bytes: int = 0  # without parts within
     own_us: float = 0.0
-    within: list[Key] = field(default_factory=list[Key])  # itself, and parts in it, in the order of calls
+    within: list[Key] = field(
+        default_factory=list[Key]
+    )  # itself, and parts in it, in the order of calls
 
     @property
     def path(self) -> str:
@@ -87,24 +89,20 @@ def parts_of(watched: Watched, device: str) -> dict[Key, Part]:
     return found
 
 
-def _part(
-    call: Call, watched: Watched, at: Mapping[str, int], stream_bytes: int
-) -> Part | None:
+def _part(call: Call, watched: Watched, at: Mapping[str, int], stream_bytes: int) -> Part | None:
     names = [call.moment(which) for which in ("in", "out", "back")]
     if any(name not in at for name in names):
         return None
     begins, ends, back = (at[name] for name in names)
     live_bytes = watched.moments[begins].live_bytes
     saved_bytes = watched.moments[ends].live_bytes - live_bytes - call.results_bytes
-    saved_bytes -= stream_bytes
+    saved_bytes -= stream_bytes + call.held_bytes
     most_bytes = max(one.peak_bytes for one in watched.moments[begins + 1 : ends + 1])
     rise_bytes = max(0, most_bytes - live_bytes - saved_bytes)
     return Part(call, saved_bytes, rise_bytes, begins, ends, back) if back > ends else None
 
 
-def _directly_within(
-    key: Key, parts: Collection[Key], calls: Mapping[Key, Call]
-) -> Iterator[Key]:
+def _directly_within(key: Key, parts: Collection[Key], calls: Mapping[Key, Call]) -> Iterator[Key]:
     for one in parts:
         around = calls[one].inside
         while around is not None and around not in parts:
@@ -174,14 +172,15 @@ class Choices:
 
     def _run_of(self, part: Part) -> Op:
         made = (f"saved by {part.name}",)
-        return Op(
-            part.name, "remat.module", "forward", (), made, part.own_us, module=part.path
-        )
+        return Op(part.name, "remat.module", "forward", (), made, part.own_us, module=part.path)
 
     def _background_values(self) -> tuple[list[Value], list[list[str]], list[list[str]]]:
         """Values that are live as the background is; those that each op reads, and makes."""
         n_moments = len(self.watched.moments)
-        reads, makes = [list[str]() for _ in range(n_moments)], [list[str]() for _ in range(n_moments)]
+        reads, makes = (
+            [list[str]() for _ in range(n_moments)],
+            [list[str]() for _ in range(n_moments)],
+        )
         opened, values, before = list[tuple[int, int]](), list[Value](), 0
 
         def close(made_at: int, read_at: int, size_bytes: int) -> None:
@@ -241,13 +240,11 @@ class Choices:
         return outer_bytes / max(1, saved_in_forward(self.watched))
 
     def within(self, budget_bytes: int) -> tuple[Result, set[str]]:
-        """The cheapest choice that keeps to the budget, or the least peak that one does; and the
+        """The cheapest choice that keeps to the budget, or the one of the least peak; with the
         paths of the modules that run again."""
         program = _Program(self)
         found = program.cheapest(budget_bytes - self.resident.total_bytes)
-        if found is None:
-            found = program.least(), 0.0
-        again, bound_us = found
+        again, bound_us = found or (program.least(), 0.0)
         result = evaluate_schedule(
             self.graph, replace(self.schedule(again), budget_bytes=budget_bytes),
             budget_bytes=budget_bytes, lower_bound_us=self.graph.time_us + bound_us,
@@ -298,6 +295,9 @@ class _Program:
             yield _Row(i, before_bytes + choices.workspace_bytes(i), saved)
             saved = tuple(k for k, p in self._parts.items() if p.ends <= i <= p.back)
             yield _Row(i, self._beside[i], saved)
+        for key, part in self._parts.items():  # as it ends, what it has saved is still there
+            saved = tuple(k for k, p in self._parts.items() if p.ends <= part.ends <= p.back)
+            yield _Row(part.ends, self._beside[part.ends], saved, key)
 
     def _rows_of_runs(self) -> Iterator[_Row]:
         """One for each run of a call, by itself and within another that runs again."""

@@ -46,26 +46,26 @@ def in_parts(spec: StepSpec, refused: CaptureError) -> PartsModule:
         except Exception as error:  # eager itself does not run it, or not to the end
             raise refused from error
     budget = spec.parsed_budget
-    budget_bytes = 0 if budget.kind == "min" else budget.bytes_for(choices.graph)
-    room_bytes = budget_bytes
-    for _ in range(_TRIES):
+    is_least = budget.kind == "min"
+    budget_bytes = room_bytes = 0 if is_least else budget.bytes_for(choices.graph)
+    tried = list[set[str]]()
+    while True:
         with stages.stage("solve", f"solving for {spec.budget}"):
-            found, again = choices.least() if budget.kind == "min" else choices.within(room_bytes)
-        if found.schedule is None:
+            found, again = choices.least() if is_least else choices.within(room_bytes)
+            if found.schedule is None and tried:  # it may keep to the budget all the same
+                found, again = choices.least()
+        if found.schedule is None or again in tried or len(tried) == _TRIES:
             raise _too_small(found, refused, choices)
-        module = _module(spec, choices, found, again)
-        checked = None
+        tried.append(again)
+        module, checked = _module(spec, choices, found, again), None
         if spec.check is not False:
             with stages.stage("check", f"comparing a step of {name} with eager"):
                 checked = require_equal(spec.model, module, spec.batch, None)
-        beyond_bytes = 0 if checked is None else checked.plan_peak_bytes - budget_bytes
-        if budget.kind == "min" or beyond_bytes <= 0:
+        if checked is None or is_least or not checked.exceeds(budget_bytes):
             break
-        room_bytes -= beyond_bytes  # what is live outside of modules may move as they run again
-    else:
-        raise _too_small(found, refused, choices)
+        room_bytes -= checked.plan_peak_bytes - budget_bytes  # a run may take more than was watched
     found = replace(found, budget_bytes=budget_bytes or found.budget_bytes)
-    stages.say(planned_text(_title(choices, module, refused), found, checked, stages.elapsed_s))
+    stages.say(planned_text(_title(choices, module), found, checked, stages.elapsed_s))
     type(module)._remat_check = checked
     return module
 
@@ -111,7 +111,7 @@ def _module(spec: StepSpec, choices: Choices, found: Result, paths: set[str]) ->
     again = {part.path: (part.call.written, part.call.us) for part in parts}
     prediction = facts_of(Solved(choices.graph, found))["prediction"]
     signature = Signature(_tree(spec))
-    return make_in_parts(spec.model, spec.loss_fn, signature, again, prediction)
+    return make_in_parts(spec.model, spec.loss_fn, signature, again, prediction, choices.share)
 
 
 def _too_small(found: Result, refused: CaptureError, choices: Choices) -> Exception:
@@ -123,7 +123,9 @@ def _too_small(found: Result, refused: CaptureError, choices: Choices) -> Except
     )
 
 
-def _title(choices: Choices, module: PartsModule, refused: CaptureError) -> str:
+def _title(choices: Choices, module: PartsModule) -> str:
+    if not choices.parts:
+        return f"{choices.title} runs as it is, as no module of it can be planned"
     n_parts = len({part.path for part in choices.parts.values()})
     share = percent_text(choices.share)
     return (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import time
+import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -17,15 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.devices.memory_events import Moment
-from remat.graph_capture.devices.meter import Meter
+from remat.graph_capture.devices.meter import LoadAwareTimer, Meter
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.joint.nodes import TORCHS_NAMESPACES
 from remat.graph_capture.python_state.module_hooks import FORWARD_HOOKS
 from remat.graph_capture.torch_private.core import OpWatcher, pytree
 from remat.graph_capture.tracing.blocks import forward_wrapped
+from remat.graph_capture.tracing.outputs import leaves_in
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.graph_capture.tracing.restore import ModuleAttributes, streams
 
@@ -36,6 +38,8 @@ _PLAIN = (
 )  # fmt: skip
 
 _WITHOUT_EFFECT = ("transformers.",)  # its hooks collect results while its own forward runs
+
+_TIMED = 2  # steps, of which the shorter time of each call counts
 
 Key = tuple[str, int]  # a module's path, and which of its calls in a step
 Step = Callable[[Callable[[], None]], Any]  # a step, which calls what it is given before backward
@@ -51,9 +55,10 @@ class Call:
     written: tuple[tuple[str, str], ...] = ()  # buffers: path below the module, and name
     us: float = 0.0
     results_bytes: int = 0  # of what it returns, beyond what it was given
+    held_bytes: int = 0  # of what it was given, and eager lets go of before backward comes
 
     def moment(self, which: str) -> str:
-        """The name of the moment at which it begins (``in``), ends, or backward comes (``back``)."""
+        """The name of a moment: it begins (``in``), ends (``out``) or is come to (``back``)."""
         return f"{self.key[0]} {self.key[1]} {which}"
 
 
@@ -108,14 +113,22 @@ def watched_steps(
         return calls
 
     calls: dict[Key, Call] = prepared(lambda: run(_tried))
-    timed: dict[Key, Call] = prepared(lambda: run(functools.partial(_timed, meter)))
-    step_us = prepared(lambda: meter.step_us(run))
-    for key, call in timed.items():  # what draws its way from other streams may go another one
-        if key in calls:
-            calls[key].us = call.us
+    for _ in range(_TIMED):
+        timed: dict[Key, Call] = prepared(lambda: run(functools.partial(_timed, meter)))
+        for key, call in calls.items():
+            if key in timed:
+                call.us = min(call.us or math.inf, timed[key].us)
+    step_us = min(prepared(lambda: meter.step_us(run)) for _ in range(_TIMED))
+
+    given = list[tuple[Call, StorageWeakRef, int]]()
 
     def named(name: Callable[[str], None]) -> Any:
-        return run(functools.partial(_named, name), lambda: name(BACKWARD))
+        def backward_begins() -> None:
+            name(BACKWARD)
+            for call, storage, size_bytes in given:
+                calls[call.key].held_bytes += size_bytes if storage.expired() else 0
+
+        return run(functools.partial(_named, name, given), backward_begins)
 
     return Watched(calls, prepared(lambda: meter.moments(named)), step_us)
 
@@ -126,22 +139,27 @@ def _nothing() -> None:
 
 @contextlib.contextmanager
 def _timed(meter: Meter, call: Call, module: nn.Module, given: Any) -> Generator[list[Any]]:
-    began_s = _now_s(meter)
+    _wait(meter)
+    watch = LoadAwareTimer()
     yield []
-    call.us = 1e6 * (_now_s(meter) - began_s)
+    _wait(meter)
+    call.us = watch.taken_us
 
 
-def _now_s(meter: Meter) -> float:
+def _wait(meter: Meter) -> None:
     if is_cuda(meter.device):
         torch.cuda.synchronize(meter.device)
-    return time.perf_counter()
 
 
 @contextlib.contextmanager
 def _named(
-    name: Callable[[str], None], call: Call, module: nn.Module, given: Any
-) -> Generator[list[Any]]:
-    results = list[Any]()
+    name: Callable[[str], None], held: list[tuple[Call, StorageWeakRef, int]], call: Call,
+    module: nn.Module, given: Any,
+) -> Generator[list[Any]]:  # fmt: skip
+    results, tensors = list[Any](), [t for t in leaves_in(given) if isinstance(t, Tensor)]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if _is_dense(t)}
+    held += [(call, StorageWeakRef(one), one.nbytes()) for one in storages.values()]
+    del given, tensors, storages
     name(call.moment("in"))
     yield results
     name(call.moment("out"))
@@ -152,10 +170,14 @@ def _named(
             said.append(call.moment("back"))
             name(said[0])
 
-    for one in pytree.tree_leaves(results):
+    for one in leaves_in(results):
         if isinstance(one, Tensor) and one.requires_grad:
             one.register_hook(comes)
     results.clear()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not is_distributed(tensor)
 
 
 # Whether a module may run twice.
@@ -165,10 +187,11 @@ def _named(
 def _tried(call: Call, module: nn.Module, given: Any) -> Generator[list[Any]]:
     results, leaves, ops = list[Any](), pytree.tree_leaves(given), _CustomOps()
     tensors = [one for one in leaves if isinstance(one, Tensor)]
-    before = _Before(module, tensors)
+    modules = [one for one in leaves if isinstance(one, nn.Module)]
+    before = _Before([module, *modules], tensors)
     with ops:
         yield results
-    made = [one for one in pytree.tree_leaves(results) if isinstance(one, Tensor)]
+    made = [one for one in leaves_in(results) if isinstance(one, Tensor)]
     seen = set[int]()
     storage_bytes(tensors, seen)
     call.results_bytes = storage_bytes(made, seen)
@@ -181,14 +204,16 @@ def _tried(call: Call, module: nn.Module, given: Any) -> Generator[list[Any]]:
 
 
 class _Before:
-    """The state of a module, and what it is given, before a call."""
+    """The state of a module, that of modules it is given, and tensors it is, before a call."""
 
-    def __init__(self, module: nn.Module, given: list[Tensor]) -> None:
-        self._read = [(one, one._version) for one in (*given, *module.parameters())]
-        self._read += [(one, one._version) for one in _plain_tensors(module)]
+    def __init__(self, modules: list[nn.Module], given: list[Tensor]) -> None:
+        module, *others = modules
+        read = [*given, *(one for other in others for one in other.buffers())]
+        read += [one for each in modules for one in (*each.parameters(), *_plain_tensors(each))]
+        self._read = [(one, one._version) for one in read]
         named = [(path, n, b) for path, m in module.named_modules() for n, b in m._buffers.items()]
         self._buffers = [(path, n, b, b._version) for path, n, b in named if b is not None]
-        self._attributes, self._streams = ModuleAttributes(module), streams()
+        self._attributes, self._streams = [ModuleAttributes(one) for one in modules], streams()
 
     def written(self) -> tuple[tuple[str, str], ...]:
         return tuple((path, name) for path, name, one, v in self._buffers if one._version != v)
@@ -196,7 +221,8 @@ class _Before:
     def reasons(self) -> Iterator[str]:
         now = streams()
         yield from (f"it draws from {name}" for name in now if now[name] != self._streams[name])
-        yield from (f"it sets {one.text}" for one in self._attributes.written())
+        for attributes in self._attributes:
+            yield from (f"it sets {one.text}" for one in attributes.written())
         if any(one._version != version for one, version in self._read):
             yield "it writes to its parameters, or to what it is given"
 
@@ -213,7 +239,7 @@ def _reasons_against(module: nn.Module, given: list[Any], made: list[Tensor]) ->
     if not any(one.requires_grad for one in made):
         yield "no gradient comes to it"
     for one in given:
-        if not isinstance(one, (*_PLAIN, Tensor)) or is_distributed(one):
+        if not isinstance(one, (*_PLAIN, Tensor, nn.Module)) or is_distributed(one):
             yield f"it is given a {type(one).__name__}"
     inner = (one for one in module.modules() if one is not module)
     hooks = (hook for one in inner for table in FORWARD_HOOKS for hook in vars(one)[table].values())

@@ -25,7 +25,7 @@ from remat.graph_capture.python_state.state_slots import ClosureCell, DictItem, 
 from remat.graph_capture.python_state.tensor_attributes import with_attributes_of
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.outputs import flatten_dataclasses
-from remat.graph_capture.tracing.restore import OF_TORCH, ModuleAttributes
+from remat.graph_capture.tracing.restore import OF_TORCH, ModuleAttributes, streams
 from remat.graph_capture.tracing.signature import leaves_with_paths
 from remat.graph_capture.tracing.step_module import apply_loss
 from remat.rewriter.checking.comparison import Outcome, bitwise_equal
@@ -108,6 +108,7 @@ class StepState:
         self.before = [(t, keep(t)) for t in (local_part(one.detach()) for one in tensors)]
         self.gradients = {name: leaf.grad for name, leaf in self.leaves.items()}
         self.streams = {name: save_rng_state(name) for name in dict.fromkeys((CPU, device))}
+        self._others = random.getstate(), np.random.get_state()
 
     @contextlib.contextmanager
     def put_back(self) -> Generator[None]:
@@ -127,6 +128,8 @@ class StepState:
                 del value
         for device, state in self.streams.items():
             set_rng_state(state, device)
+        random.setstate(self._others[0])
+        np.random.set_state(self._others[1])
         for leaf in self.leaves.values():
             leaf.grad = None
         self.attributes.restore()
@@ -160,6 +163,7 @@ class StepState:
                     found[f"attribute {written.text}{pytree.keystr(path)}"] = _kept(leaf, copy)
         for device in self.streams:
             found[_stream_of(device)] = save_rng_state(device)
+        found |= {f"{STREAM} of {name}": state for name, state in streams().items()}
         return found
 
 

@@ -111,6 +111,7 @@ class PartsModule(SharedState, nn.Module):
     """A module that trains as the user's, by its own code, with its ``__dict__`` itself."""
 
     modules_again: ClassVar[tuple[str, ...]]  # paths of those that run again in backward
+    planned_share: ClassVar[float]  # of what forward saves, that of modules that might
     audit: ClassVar[None] = None  # no graph stands in for the model's code
     _remat_again: ClassVar[Mapping[nn.Module, RunsAgain]]
     _remat_prediction: ClassVar[Prediction | None]
@@ -151,6 +152,7 @@ def _trained(model: nn.Module) -> tuple[bool, ...]:
 def make_in_parts(
     model: nn.Module, loss_fn: LossFunction | None, signature: Signature,
     again: Mapping[str, tuple[Sequence[tuple[str, str]], float]], prediction: Prediction | None,
+    share: float,
 ) -> PartsModule:  # fmt: skip
     """`again`: by path of each module that runs again, what of its buffers it writes (path below it
     and name), and the time of its forward in us."""
@@ -163,8 +165,8 @@ def make_in_parts(
         one.others = {other: its for other, its in runs.items() if other is not module}
     kind = class_of_user(
         PartsModule, model, loss_fn,
-        modules_again=tuple(again), _remat_again=runs, _remat_prediction=prediction,
-        _remat_signature=signature, _remat_trained=_trained(model),
-        _remat_facts=(loss_fn, signature, again, prediction),
+        modules_again=tuple(again), planned_share=share, _remat_again=runs,
+        _remat_prediction=prediction, _remat_signature=signature, _remat_trained=_trained(model),
+        _remat_facts=(loss_fn, signature, again, prediction, share),
     )  # fmt: skip
     return kind()

@@ -58,11 +58,17 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Mistral": {**GROUPED, "sliding_window": 16},
     "Gemma": {**GROUPED, **HEAD_DIM},
     "Mixtral": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {
+        **GROUPED, **HEAD_DIM, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": WIDTH,
+    },
     "GPTNeoX": {**SIZES, "hidden_dropout": 0.1},
     "Mamba": {
         "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 1, "state_size": 8,
     },
 }  # fmt: skip
+
+MIXTURES = ("Mixtral", "Qwen3Moe")
 
 MASKED: dict[str, dict[str, Any]] = {
     "BERT": SIZES,
@@ -98,6 +104,13 @@ def _causal(model: nn.Module) -> Case:
 def decoder(kind: str) -> Case:
     """A language model that reads from left to right."""
     return _causal(named(kind, "ForCausalLM", DECODERS[kind]))
+
+
+def gathered(kind: str) -> Case:
+    """A mixture of experts, each of which gathers its tokens: how many depends on the data."""
+    model: Any = named(kind, "ForCausalLM", DECODERS[kind])
+    model.set_experts_implementation("eager")
+    return _causal(model)
 
 
 def gpt2() -> Case:
@@ -149,6 +162,7 @@ BUILT = {
     "BERT": functools.partial(masked, "BERT"),
     "BERT, padded": functools.partial(masked, "BERT", is_padded=True),
     "ModernBERT": functools.partial(masked, "ModernBERT"),
+    **{f"{kind}, gathered experts": functools.partial(gathered, kind) for kind in MIXTURES},
     "T5": t5,
     "BART": functools.partial(pair, "Bart", PAIRED),
 }

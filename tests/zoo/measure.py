@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -78,6 +79,29 @@ def measured(entry: Entry) -> Row:
         planned.predicted_bytes / unmodified_bytes, unmodified_bytes,
         differences(entry, case, module),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PartsRow:
+    """A model that is no one graph, at the least peak of its parts; `share` of what forward saves
+    is saved by modules that may run again."""
+
+    planned: Plan
+    share: float
+    trained: list[str]
+
+
+def measured_in_parts(entry: Entry) -> PartsRow:
+    """Plan it with one line, and train it."""
+    case = entry.make()
+    batch = {"loss_fn": case.loss_fn, "target": case.target}
+    with case.under_autocast():
+        module: Any = remat.rematerialize(
+            case.model, case.args, case.kwargs, **batch, budget="min", verbose=False
+        )
+        found = check(case.model, module, case.args, case.kwargs, **batch, steps=1)
+    planned = Plan(module._remat_prediction.peak_bytes, found)
+    return PartsRow(planned, module.planned_share, differences(entry, case, module))
 
 
 def _smaller(graph: TrainingGraph) -> Schedule:

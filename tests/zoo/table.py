@@ -22,10 +22,10 @@ from pathlib import Path
 from benchmarks.cells.cell import cpu_name
 from benchmarks.solver_table import head, replaced, row
 from remat.formats import bytes_text
-from remat.graph_capture.errors import RematError
+from remat.graph_capture.errors import CaptureError
 from tests.zoo.case import Entry
 from tests.zoo.catalogue import ZOO
-from tests.zoo.measure import Plan, measured
+from tests.zoo.measure import Plan, measured, measured_in_parts
 
 ROOT = Path(__file__).parents[2]
 DOCS, RESULTS = ROOT / "docs" / "models.md", ROOT / "benchmarks" / "results" / "models.csv"
@@ -33,27 +33,30 @@ PACKAGES = ("torch", "transformers", "timm", "diffusers", "x-transformers", "pef
 TITLES = (
     "model", "ops", "capture", "timing", "keeping all: predicted, measured", "error",
     "planned: share of the peak", "planned: predicted, measured", "planned: error",
-    "gradients equal", "eager itself: predicted, measured", "three steps of AdamW",
+    "gradients equal", "eager itself: predicted, measured", "three steps of training",
+    "planned of what forward saves",
 )  # fmt: skip
 LIBRARIES = ("Hugging Face", "diffusers", "x-transformers", "PEFT", "timm")
 PLAIN = "torch alone"
+IN_PARTS = ("in parts", "runs as it is")  # what stands in the place of a time of capture
 UNITS = {"KiB": 1 / 1024, "MiB": 1.0, "GiB": 1024.0}
 Rows = list[dict[str, str]]
 
 
 def library_lines(made: str, rows: Rows) -> list[str]:
-    """One row for each library, and one for each model that is refused."""
+    """One row for each library, and one for each model that is no one graph."""
     lines = [made, ""]
     lines += head(["library", "models", "gradients equal", "peak off", "unmodified peak off"])
-    planned = [one for one in rows if one["capture"] != "refused"]
+    planned = [one for one in rows if one["capture"] not in IN_PARTS]
     for library in (*LIBRARIES, PLAIN):
         own = [one for one in planned if _library(one["model"]) == library]
         if own:
             names = "; ".join(one["model"].removeprefix(library).strip() for one in own)
             lines.append(row([library, names, *_figures(own)]))
-    lines += ["", *head(["refused", "why"])]
-    refused = (one for one in rows if one["capture"] == "refused")
-    return [*lines, *(row([one["model"], one["timing"]]) for one in refused)]
+    titles = ["in parts", "planned", "least peak, of eager's", "gradients equal", "why not whole"]
+    shown = ("model", TITLES[-1], TITLES[6], "gradients equal", "timing")
+    parts = (one for one in rows if one["capture"] in IN_PARTS)
+    return [*lines, "", *head(titles), *(row([one[name] for name in shown]) for one in parts)]
 
 
 def _library(model: str) -> str:
@@ -101,9 +104,8 @@ def entries(name: str, entry: Entry) -> list[str]:
         raise SystemExit(f"{entry.needs} is not installed: pip install 'remat[zoo]'")
     try:
         found = measured(entry)
-    except RematError as error:
-        refusal = _without_folders(str(error).splitlines()[0].split(". ")[0])
-        return [name, "-", "refused", refusal, *["-"] * (len(TITLES) - 4)]
+    except CaptureError as error:
+        return _entries_in_parts(name, entry, str(error))
     plans = (found.everything, found.planned)
     equal = sum(plan.check.gradients for plan in plans)
     total = sum(plan.check.gradients_total for plan in plans)
@@ -113,8 +115,28 @@ def entries(name: str, entry: Entry) -> list[str]:
         *_peaks(found.everything), f"{100 * found.share:.0f} %", *_peaks(found.planned),
         f"{equal} of {total}" + ("" if all(plan.check.equal for plan in plans) else ", differs"),
         f"{bytes_text(found.unmodified_bytes)}, {bytes_text(eager_bytes)}",
-        f"differ: {found.trained[0]}" if found.trained else "equal",
+        f"differ: {found.trained[0]}" if found.trained else "equal", "100 %",
     ]  # fmt: skip
+
+
+def _entries_in_parts(name: str, entry: Entry, refusal: str) -> list[str]:
+    found = measured_in_parts(entry)
+    check, peaks = found.planned.check, _peaks(found.planned)
+    eager = bytes_text(check.baseline_peak_bytes)
+    share = f"{check.plan_peak_bytes / check.baseline_peak_bytes:.0%}".replace("%", " %")
+    return [
+        name, "-", IN_PARTS[0] if found.share else IN_PARTS[1], _reason(refusal), "-", "-",
+        share, *peaks, f"{check.gradients} of {check.gradients_total}", f"-, {eager}",
+        f"differ: {found.trained[0]}" if found.trained else "equal",
+        f"{100 * found.share:.0f} %",
+    ]  # fmt: skip
+
+
+def _reason(refusal: str) -> str:
+    """What a refusal says of the code, among the ways out."""
+    sentences = re.split(r"[.] (?=[A-Zt])|[.]?\n", refusal)
+    said = next((one for one in sentences if re.search(r"[.]py:\d", one)), sentences[0])
+    return _without_folders(said.split(": ", 1)[-1] if said[0].islower() else said)
 
 
 def _without_folders(text: str) -> str:

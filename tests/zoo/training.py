@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,11 +38,14 @@ class _Way:
     def __init__(self, model: nn.Module, module: nn.Module, case: Case) -> None:
         self.model, self.module, self.case = model, module, case
         trained = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=RATE)
+        is_sparse = any(getattr(part, "sparse", False) for part in model.modules())
+        kind = torch.optim.SGD if is_sparse else torch.optim.AdamW  # which takes no sparse gradient
+        self.optimizer = kind(trained, lr=RATE)
 
     def step(self, batch: Case, seed: int) -> dict[str, Tensor]:
         """Train on a batch; all that the step leaves, by name."""
         torch.manual_seed(seed)
+        np.random.seed(seed)
         with self.case.under_autocast():
             loss = self._loss(batch)
         loss.backward()
