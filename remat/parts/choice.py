@@ -18,6 +18,7 @@ import torch
 from msgspec.structs import replace
 from ortools.sat.python import cp_model  # pyright: ignore[reportMissingTypeStubs]
 
+from remat.graph_capture.devices.memory_events import Moment
 from remat.graph_capture.graph import Op, Phase, Resident, TrainingGraph, Value
 from remat.graph_capture.joint.build import rng_state_bytes
 from remat.parts.watched import BACKWARD, Call, Key, Watched
@@ -78,6 +79,7 @@ def parts_of(watched: Watched, device: str) -> dict[Key, Part]:
         else:
             found[key] = part
     found = {key: part for key, part in found.items() if key[0] not in refused}
+    _condense(watched, found.values())
     for key, part in reversed(found.items()):  # from the inside out
         part.own_bytes, part.own_us = part.saved_bytes, part.call.us
         for inner in _directly_within(key, found, watched.calls):
@@ -89,6 +91,23 @@ def parts_of(watched: Watched, device: str) -> dict[Key, Part]:
     return found
 
 
+def _condense(watched: Watched, parts: Collection[Part]) -> None:
+    """Leave only the moments of parts, each with the most since the one before."""
+    kept = {BACKWARD, watched.moments[-1].name}
+    kept |= {part.call.moment(which) for part in parts for which in ("in", "out", "back")}
+    moments, most_bytes = list[Moment](), 0
+    for one in watched.moments:
+        most_bytes = max(most_bytes, one.peak_bytes)
+        if one.name in kept:
+            moments.append(one._replace(peak_bytes=most_bytes))
+            most_bytes = 0
+    watched.moments = moments
+    at = {moment.name: i for i, moment in enumerate(moments)}
+    for part in parts:
+        names = (part.call.moment(which) for which in ("in", "out", "back"))
+        part.begins, part.ends, part.back = (at[name] for name in names)
+
+
 def _part(call: Call, watched: Watched, at: Mapping[str, int], stream_bytes: int) -> Part | None:
     names = [call.moment(which) for which in ("in", "out", "back")]
     if any(name not in at for name in names):
@@ -98,7 +117,7 @@ def _part(call: Call, watched: Watched, at: Mapping[str, int], stream_bytes: int
     saved_bytes = watched.moments[ends].live_bytes - live_bytes - call.results_bytes
     saved_bytes -= stream_bytes + call.held_bytes
     most_bytes = max(one.peak_bytes for one in watched.moments[begins + 1 : ends + 1])
-    rise_bytes = max(0, most_bytes - live_bytes - saved_bytes)
+    rise_bytes = max(0, most_bytes - live_bytes - saved_bytes) + stream_bytes
     return Part(call, saved_bytes, rise_bytes, begins, ends, back) if back > ends else None
 
 
@@ -201,7 +220,8 @@ class Choices:
                 fallen -= size_bytes
             before = now
         for made_at, size_bytes in opened:
-            close(made_at, n_moments - 1, size_bytes)
+            if made_at < n_moments - 1:
+                close(made_at, n_moments - 1, size_bytes)
         return values, reads, makes
 
     def workspace_bytes(self, i: int) -> int:

@@ -8,12 +8,13 @@ from typing import Any
 import torch.distributed as dist
 from msgspec.structs import replace
 
+from remat.budgets import UNBOUNDED_BYTES
 from remat.checks import require_equal
-from remat.formats import percent_text
+from remat.formats import budget_text, bytes_text, percent_text
 from remat.graph_capture.devices.known_devices import allocator_rounding
 from remat.graph_capture.devices.placement import meter_of, resolved_device
 from remat.graph_capture.distributed.dtensors import has_dtensors
-from remat.graph_capture.errors import BudgetError, CaptureError
+from remat.graph_capture.errors import BudgetError, CaptureError, option
 from remat.graph_capture.refusals import is_all_frozen
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.graph_capture.tracing.resident import resident_bytes
@@ -48,14 +49,16 @@ def in_parts(spec: StepSpec, refused: CaptureError) -> PartsModule:
     budget = spec.parsed_budget
     is_least = budget.kind == "min"
     budget_bytes = room_bytes = 0 if is_least else budget.bytes_for(choices.graph)
-    tried = list[set[str]]()
+    tried, least_bytes = list[set[str]](), UNBOUNDED_BYTES
     while True:
         with stages.stage("solve", f"solving for {spec.budget}"):
             found, again = choices.least() if is_least else choices.within(room_bytes)
             if found.schedule is None and tried:  # it may keep to the budget all the same
                 found, again = choices.least()
-        if found.schedule is None or again in tried or len(tried) == _TRIES:
-            raise _too_small(found, refused, choices)
+        if found.schedule is None:
+            raise _too_small(infeasible_text(found), refused, choices)
+        if again in tried or len(tried) == _TRIES:
+            raise _too_small(_beyond_text(least_bytes, budget_bytes), refused, choices)
         tried.append(again)
         module, checked = _module(spec, choices, found, again), None
         if spec.check is not False:
@@ -63,6 +66,7 @@ def in_parts(spec: StepSpec, refused: CaptureError) -> PartsModule:
                 checked = require_equal(spec.model, module, spec.batch, None)
         if checked is None or is_least or not checked.exceeds(budget_bytes):
             break
+        least_bytes = min(least_bytes, checked.plan_peak_bytes)
         room_bytes -= checked.plan_peak_bytes - budget_bytes  # a run may take more than was watched
     found = replace(found, budget_bytes=budget_bytes or found.budget_bytes)
     stages.say(planned_text(_title(choices, module), found, checked, stages.elapsed_s))
@@ -114,11 +118,19 @@ def _module(spec: StepSpec, choices: Choices, found: Result, paths: set[str]) ->
     return make_in_parts(spec.model, spec.loss_fn, signature, again, prediction, choices.share)
 
 
-def _too_small(found: Result, refused: CaptureError, choices: Choices) -> Exception:
+def _beyond_text(least_bytes: int, budget_bytes: int) -> str:
+    return (
+        f"try {option('budget', budget_text(least_bytes))}, a smaller batch, or "
+        f"{option('budget', 'min')}: the least peak measured is {bytes_text(least_bytes)}, "
+        f"above the budget of {bytes_text(budget_bytes)}"
+    )
+
+
+def _too_small(text: str, refused: CaptureError, choices: Choices) -> Exception:
     if not choices.parts:
         return refused
     return BudgetError(
-        f"{infeasible_text(found)}.\nEach of {choices.title}'s modules runs once, or again as a "
+        f"{text}.\nEach of {choices.title}'s modules runs once, or again as a "
         f"whole, as it is no one graph: {refused}"
     )
 

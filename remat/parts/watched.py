@@ -30,6 +30,7 @@ from remat.graph_capture.tracing.blocks import forward_wrapped
 from remat.graph_capture.tracing.outputs import leaves_in
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.graph_capture.tracing.restore import ModuleAttributes, streams
+from remat.rewriter.checking.outcomes import fingerprint
 
 BACKWARD = "backward"  # the moment at which backward begins
 _PLAIN = (
@@ -212,11 +213,12 @@ class _Before:
         read += [one for each in modules for one in (*each.parameters(), *_plain_tensors(each))]
         self._read = [(one, one._version) for one in read]
         named = [(path, n, b) for path, m in module.named_modules() for n, b in m._buffers.items()]
-        self._buffers = [(path, n, b, b._version) for path, n, b in named if b is not None]
+        # A batch norm writes to its statistics without a sign.
+        self._buffers = [(path, n, b, fingerprint(b)) for path, n, b in named if b is not None]
         self._attributes, self._streams = [ModuleAttributes(one) for one in modules], streams()
 
     def written(self) -> tuple[tuple[str, str], ...]:
-        return tuple((path, name) for path, name, one, v in self._buffers if one._version != v)
+        return tuple((path, n) for path, n, one, bits in self._buffers if fingerprint(one) != bits)
 
     def reasons(self) -> Iterator[str]:
         now = streams()

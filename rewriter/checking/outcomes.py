@@ -163,7 +163,7 @@ class StepState:
                     found[f"attribute {written.text}{pytree.keystr(path)}"] = _kept(leaf, copy)
         for device in self.streams:
             found[_stream_of(device)] = save_rng_state(device)
-        found |= {f"{STREAM} of {name}": state for name, state in streams().items()}
+        found.update({f"{STREAM} of {name}": state for name, state in streams().items()})
         return found
 
 

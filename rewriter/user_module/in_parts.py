@@ -68,35 +68,35 @@ def _slot(module: nn.Module, place: str) -> tuple[int, str]:
 
 
 class _Call:
-    """The two runs of one call."""
+    """The runs of one call: a context for those in backward, of which there may be several."""
 
     def __init__(self, of: RunsAgain, leaves: Sequence[Any]) -> None:
         self._of, self._leaves = of, leaves
+        self._places = [(one._buffers, name) for one, name in of.written]
         self._before: list[Tensor] = []
+        self._open: list[contextlib.ExitStack] = []
 
     def contexts(self) -> tuple[Any, Any]:
-        return self._first(), self._again()
+        return self._first(), self
 
     @contextlib.contextmanager
     def _first(self) -> Generator[None]:
-        held = (one._buffers[name] for one, name in self._of.written)
+        held = (table[name] for table, name in self._places)
         self._before = [buffer.clone() for buffer in held if buffer is not None]
         yield
         self._noted, self._leaves = self._of.noted(self._leaves), ()
 
-    @contextlib.contextmanager
-    def _again(self) -> Generator[None]:
+    def __enter__(self) -> None:
         self._of.inputs.require(self._noted, self._of.kind)
-        places = [(one._buffers, name) for one, name in self._of.written]
-        now = [table[name] for table, name in places]
-        for (table, name), before in zip(places, self._before, strict=True):
-            table[name] = before.clone()  # it is written again, and backward may come twice
-        try:
-            with running_again(self._of.others):
-                yield
-        finally:
-            for (table, name), buffer in zip(places, now, strict=True):
-                table[name] = buffer
+        with contextlib.ExitStack() as stack:
+            for (table, name), before in zip(self._places, self._before, strict=True):
+                stack.callback(table.__setitem__, name, table[name])
+                table[name] = before.clone()  # which this run may write to
+            stack.enter_context(running_again(self._of.others))
+            self._open.append(stack.pop_all())
+
+    def __exit__(self, *_: object) -> None:
+        self._open.pop().close()
 
 
 @contextlib.contextmanager

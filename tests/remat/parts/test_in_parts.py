@@ -1,0 +1,261 @@
+"""Models that are no one graph: planned in parts, to eager's bits, within the budget."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
+from tests.remat.parts.models import (
+    ROWS,
+    Around,
+    Branching,
+    Drawing,
+    Gathering,
+    Tower,
+    WithSlot,
+    rows,
+)
+
+
+def trained(model: nn.Module, module: nn.Module, steps: int = 3) -> list[Tensor]:
+    """What steps of training leave: losses, parameters, buffers and the random streams."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.manual_seed(3)
+    random.seed(3)
+    losses: list[Tensor] = []
+    for step in range(steps):
+        loss = module(rows(step))
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    drawn = torch.tensor(random.random(), dtype=torch.float64)
+    return [*losses, *model.parameters(), *model.buffers(), torch.get_rng_state(), drawn]
+
+
+def planned(model: nn.Module, budget: Any = "75%", **options: Any) -> Any:
+    """The model in parts."""
+    return remat.rematerialize(model, (rows(),), budget=budget, **options)
+
+
+def require_same(model: nn.Module, budget: Any = "75%") -> Any:
+    """The module that trains as `model` does, to the bit."""
+    twin = copy.deepcopy(model)
+    module = planned(model, budget)
+    for one, other in zip(trained(twin, twin), trained(model, module), strict=True):
+        assert torch.equal(one, other)
+    return module
+
+
+@pytest.mark.parametrize("budget", ["75%", "min"])
+def test_blocks_that_look_at_values(budget: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = Tower()
+    with caplog.at_level(logging.INFO, "remat"):
+        module = require_same(model, budget)
+    assert module.modules_again
+    said = next(one for one in caplog.messages if one.startswith("remat: Tower in parts"))
+    assert f"{len(module.modules_again)} of " in said
+    assert "the rest runs as it is" in said
+    assert "equal to eager" in said
+    found = remat.check(model, module, (rows(),), steps=1)
+    assert found.equal
+    assert found.plan_peak_bytes < 0.9 * found.baseline_peak_bytes
+    if budget != "min":
+        assert found.plan_peak_bytes <= 0.75 * found.baseline_peak_bytes
+
+
+def test_experts_that_gather_their_rows() -> None:
+    model = Tower(*(Gathering() for _ in range(3)))
+    module = require_same(model)
+    assert module.planned_share > 0.8
+
+
+def test_modules_within_modules_that_run_again_do_so_too() -> None:
+    model = Tower(Tower2(), Tower2())
+    module = require_same(model, "min")
+    again = module.modules_again
+    assert any(inner.startswith(f"{outer}.") for outer in again for inner in again)
+
+
+class Tower2(nn.Sequential):
+    """Blocks in a block."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Branching() for _ in range(3)))
+
+
+@pytest.mark.parametrize("kind", [Around, Drawing])
+def test_what_does_more_than_compute_runs_once(kind: Callable[[], nn.Module]) -> None:
+    module = require_same(Tower(*(kind() for _ in range(3))))
+    assert module.modules_again
+    assert all("block" in path.split(".")[2:] for path in module.modules_again)
+
+
+def test_a_count_is_that_of_eager() -> None:
+    model = Tower(*(Around() for _ in range(3)))
+    module = planned(model)
+    trained(model, module)
+    assert [block.calls for block in model.blocks] == [3, 3, 3]
+
+
+def test_what_is_given_an_object_runs_once() -> None:
+    module = require_same(WithSlot())
+    assert module.modules_again
+    assert all("block" in path.split(".")[2:] for path in module.modules_again)
+
+
+def test_a_hook_inside_keeps_a_module_from_running_twice() -> None:
+    model = Tower()
+    seen: list[int] = []
+    model.blocks[1].body.register_forward_hook(lambda *_: seen.append(1))
+    module = planned(model)
+    assert module.modules_again
+    assert not any(path in ("blocks.1",) for path in module.modules_again)
+    seen.clear()
+    trained(model, module)
+    assert len(seen) == 3
+
+
+def test_backward_comes_twice() -> None:
+    model = Tower()
+    module = planned(model)
+    torch.manual_seed(0)
+    loss = module(rows())
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    loss.backward()
+    second = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(2 * one, two) for one, two in zip(first, second, strict=True))
+
+
+def test_a_parameter_that_is_changed_before_backward_is_named() -> None:
+    model = Tower()
+    module = planned(model)
+    loss = module(rows())
+    with torch.no_grad():  # one that nothing reads again but a run in backward
+        again = model.get_submodule(module.modules_again[-1])
+        next(p for p in reversed([*again.parameters()]) if p.ndim == 1).mul_(2)
+    with pytest.raises(RewriteError, match=r"change .* after backward"):
+        loss.backward()
+
+
+def test_another_shape_is_refused_or_planned_anew() -> None:
+    model = Tower()
+    with pytest.raises(SignatureError, match="make another plan for this shape"):
+        planned(model)(rows(count=ROWS // 2))
+    cache: Any = remat.rematerialize(model, budget="80%")
+    for count in (ROWS, ROWS // 2, ROWS):
+        cache(rows(count=count)).backward()
+    assert len(type(cache)._remat_plans) == 2
+
+
+def test_other_parameters_are_trained() -> None:
+    model = Tower()
+    cache: Any = remat.rematerialize(model, budget="80%")
+    cache(rows()).backward()
+    model.blocks[0].requires_grad_(False)
+    cache(rows()).backward()
+    assert len(type(cache)._remat_plans) == 2
+
+
+def test_copies_and_pickles_follow_the_plan() -> None:
+    model = Tower()
+    module = planned(model)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert other.modules_again == module.modules_again
+        assert other.original_module is not model
+        twin = copy.deepcopy(model)
+        own: Any = other.original_module
+        for one, two in zip(trained(twin, twin), trained(own, other), strict=True):
+            assert torch.equal(one, two)
+
+
+def test_the_least_that_fits_is_named() -> None:
+    with pytest.raises(BudgetError, match=r"(?s)try budget=.*runs once, or again as a whole"):
+        planned(Tower(), "20%")
+
+
+def test_a_model_without_modules_to_plan() -> None:
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(x @ self.weight)
+            return (x if x.sum() > 0 else -x).square().mean()
+
+    with pytest.raises(CaptureError, match="one static graph cannot hold both branches"):
+        planned(Alone(), "50%")
+    module = require_same(Alone(), "100%")
+    assert module.modules_again == ()
+
+
+@pytest.mark.parametrize("options", [{"keep": "blocks.0"}, {"blocks": "blocks.*"}])
+def test_what_only_a_graph_can_do_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(CaptureError, match="one static graph cannot hold both branches"):
+        planned(Tower(), **options)
+
+
+def test_a_graph_is_still_one_graph() -> None:
+    with pytest.raises(CaptureError, match="one static graph cannot hold both branches"):
+        remat.capture(Tower(), (rows(),))
+
+
+def test_evaluation_runs_the_models_own_forward() -> None:
+    model = Tower()
+    module = planned(model)
+    model.eval()
+    assert torch.equal(module(rows()), model(rows()))
+
+
+def test_gradients_that_are_sparse() -> None:
+    class Looked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(50, 64, sparse=True)
+            self.tower = Tower()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.tower(x + self.table(torch.arange(len(x)) % 50))
+
+    model = Looked()
+    twin = copy.deepcopy(model)
+    module = planned(model)
+    torch.manual_seed(0)
+    twin(rows()).backward()
+    torch.manual_seed(0)
+    module(rows()).backward()
+    one, other = twin.table.weight.grad, model.table.weight.grad
+    assert one is not None
+    assert other is not None
+    assert other.is_sparse
+    assert torch.equal(one.to_dense(), other.to_dense())
+
+
+def test_a_loss_and_its_target() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(*(Branching() for _ in range(4)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks(x)
+
+    model, target = Net(), rows(9)
+    loss_fn = nn.functional.mse_loss
+    module = planned(model, loss_fn=loss_fn, target=target)
+    torch.manual_seed(0)
+    ours = module(rows(), target=target)
+    torch.manual_seed(0)
+    assert torch.equal(ours, loss_fn(model(rows()), target))
