@@ -55,6 +55,7 @@ class StepSpec:
     verbose: bool = True
     compile: bool = False
     float_inputs: Sequence[str] = ()
+    outputs: Sequence[str | int] | None = None
     split: Split | None = None
     dynamic: Dynamic | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -112,7 +113,7 @@ class StepSpec:
 
     @property
     def of_trace(self) -> dict[str, Any]:
-        names = ("args", "kwargs", "loss_fn", "target", "optimizer", "accumulate")
+        names = ("args", "kwargs", "loss_fn", "target", "optimizer", "accumulate", "outputs")
         return {name: getattr(self, name) for name in names}
 
     @property

@@ -24,6 +24,7 @@ from remat.graph_capture.python_state.state_guards import PythonState
 from remat.graph_capture.python_state.state_slots import ClosureCell, DictItem, SlotAttr, stream
 from remat.graph_capture.python_state.tensor_attributes import with_attributes_of
 from remat.graph_capture.torch_private.core import pytree
+from remat.graph_capture.tracing.left_out import used_alone
 from remat.graph_capture.tracing.outputs import flatten_dataclasses
 from remat.graph_capture.tracing.restore import OF_TORCH, ModuleAttributes
 from remat.graph_capture.tracing.signature import leaves_with_paths
@@ -314,8 +315,9 @@ class ForwardOutcomes:
     def _run(self, leaves: list[Any]) -> Any:
         args, kwargs, target = self._guards.batches.tree(leaves)
         with _nothing_saved(), _no_casts_kept():
-            output = self._guards.model.forward(*args, **kwargs)
-            return apply_loss(self._guards.recipe.loss_fn, output, target)
+            recipe = self._guards.recipe
+            output = used_alone(self._guards.model.forward(*args, **kwargs), recipe.outputs)
+            return apply_loss(recipe.loss_fn, output, target)
 
 
 def _by_path(tree: Any) -> list[tuple[str, Any]]:
