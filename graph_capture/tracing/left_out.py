@@ -6,8 +6,12 @@ A result that is returned stays in memory until forward ends, and its producer s
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
+
+from torch import Tensor
 
 from remat.graph_capture.errors import CaptureError, LeftOutError
 from remat.graph_capture.python_state.state_slots import PLAIN
@@ -24,7 +28,7 @@ class LeftOut:
 
     __slots__ = ("_remat_name", "_remat_outputs")
 
-    def __init__(self, name: str | int, outputs: Outputs) -> None:
+    def __init__(self, name: str | int, outputs: Outputs | None) -> None:
         self._remat_name, self._remat_outputs = name, outputs
 
     def __repr__(self) -> str:
@@ -44,6 +48,11 @@ class LeftOut:
 
 def _error(one: LeftOut) -> LeftOutError:
     name, outputs = one._remat_name, one._remat_outputs
+    if outputs is None:
+        return LeftOutError(
+            f"read {name!r} in eval mode or under torch.no_grad(): a training step that is planned "
+            "returns no object that holds tensors where torch cannot find them"
+        )
     way = f"leave out outputs=..., or name {name!r} in it"
     if outputs == THE_LOSS:
         way = f"pass outputs=('loss', {name!r}) to remat.rematerialize"
@@ -57,13 +66,12 @@ def _read(one: LeftOut, *_: Any, **__: Any) -> NoReturn:
     raise _error(one)
 
 
-_BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor".split()
-_READS = (
-    "array bool call complex contains delitem float getitem index int iter len next reversed "
-    "setitem neg pos abs invert round lt le eq ne gt ge enter exit"
-).split()
-for _name in (*_READS, *(side + name for name in _BINARY for side in ("", "r", "i"))):
-    setattr(LeftOut, f"__{_name}__", _read)  # Python looks these up on the class alone
+_OF_COPIES = {"__deepcopy__", "__setstate__", "__torch_dispatch__", "__array_wrap__"}
+_COMPARED = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
+# What a tensor answers without its name being asked for: Python looks these up on the class.
+for _name in _COMPARED | {*dir(Tensor)}.difference(dir(LeftOut), _OF_COPIES):
+    if _name.startswith("__") and inspect.isroutine(getattr(Tensor, _name)):
+        setattr(LeftOut, _name, _read)
 
 # As a container of nothing, it comes back in each result, and no graph has to hold it.
 pytree.register_pytree_node(
@@ -87,22 +95,32 @@ def as_outputs(given: Any) -> Outputs | None:
 
 
 def used_alone(result: Any, outputs: Outputs | None) -> Any:
-    """What forward returned, with a `LeftOut` for each part that `outputs` does not name."""
-    if outputs is None:
-        return result
+    """What forward returned, with a `LeftOut` for each part that `outputs` does not name.
+
+    With None, for caches alone that are for the next word of a text, which no graph can return.
+    """
     whole = open_dataclass(result)
     parts, spec = pytree.tree_flatten(whole, is_leaf=lambda part: part is not whole)
     named = whole if isinstance(result, Mapping) else () if whole is result else whole.values
     names = list(named or getattr(result, "_fields", range(0 if spec.is_leaf() else len(parts))))
-    if not _are_known(result, names, outputs):
-        return result
-    # Numbers and the like cost nothing, and code asks whether a result is None.
-    kept = [
-        part if name in outputs or isinstance(part, PLAIN) else LeftOut(name, outputs)
-        for name, part in zip(names, parts, strict=True)
+    if outputs is not None and not _are_known(result, names, outputs):
+        outputs = None
+    left = [
+        part if _stays(name, part, outputs) else LeftOut(name, outputs)
+        for name, part in zip(names, parts if names else (), strict=True)
     ]
-    made = pytree.tree_unflatten(kept, spec)
+    if all(map(operator.is_, left, parts)):
+        return result
+    made = pytree.tree_unflatten(left, spec)
     return made if whole is result else made.closed()
+
+
+def _stays(name: str | int, part: Any, outputs: Outputs | None) -> bool:
+    if outputs is None:
+        is_known = type(part) in pytree.SUPPORTED_NODES or open_dataclass(part) is not part
+        return is_known or not type(part).__name__.endswith("Cache")
+    # Numbers and the like cost nothing, and code asks whether a result is None.
+    return name in outputs or isinstance(part, PLAIN)
 
 
 def names_left_out(result: Any) -> tuple[str, ...]:
