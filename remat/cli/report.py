@@ -107,7 +107,7 @@ def _measured(session: Session, source: str, opened: PlanSource, request: Reques
 
     graph, schedule = opened.graph, opened.solved.schedule
     assert schedule is not None
-    loaded, request = load_shown(source, session.stopwatch, request)
+    loaded, request = load_shown(source, session.stopwatch, request, opened.kept)
     with session.stopwatch.stage("measure", "running the step"):
         traced = trace_loaded(loaded, request)
         module = rewrite(loaded.model, schedule, trace=traced, costed=graph)

@@ -50,8 +50,8 @@ _PriceOfGib = Annotated[
 ]
 _CompareRule = Annotated[bool, more("--compare", "also run and measure square-root checkpointing")]
 _ONE_BATCH = (  # a whole step takes none: it is limited by plans, not seconds
-    "keep", "recompute", "solver", "order", "split", "sharding", "optimizer_in_backward",
-    "accumulate", "time_limit_s", "gap",
+    "keep", "recompute", "solver", "order", "split", "outputs", "sharding",
+    "optimizer_in_backward", "accumulate", "time_limit_s", "gap",
 )  # fmt: skip
 _Microbatches = Annotated[int | None, more(
     "--microbatches",
@@ -246,7 +246,7 @@ def check_verb(session: Session, model: Model, plan: PlanArgument, request: Requ
     """Check that MODEL, rewritten to a kept plan, gives eager's results bit for bit."""
     plan_source.require_model(model)
     kept = plan_source.read_kept(plan)  # read first: a bad file is told before the model is built
-    loaded, request = plan_source.load_shown(model, session.stopwatch, request)
+    loaded, request = plan_source.load_shown(model, session.stopwatch, request, kept)
     if isinstance(kept, PlanFile) and kept.over is not None:
         from remat.rewriter.plans.loading import load_plan
 

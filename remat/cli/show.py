@@ -201,7 +201,7 @@ def _show_code(
         raise PlanError("name both, MODEL --plan plan.json: --as code rewrites a model to a plan")
     plan_source.require_model(model)
     kept = plan_source.read_kept(plan)
-    loaded, request = plan_source.load_shown(model, session.stopwatch, request)
+    loaded, request = plan_source.load_shown(model, session.stopwatch, request, kept)
     schedule, costed = plan_source.fitting_schedule(kept, loaded, str(plan))
     with session.stopwatch.stage("rewrite", "rewriting"):
         from remat.rewriter.rewriting import rewrite  # imports torch; kept plans need none

@@ -83,6 +83,10 @@ class Request:
         "bits, tolerance also with sums in another order; default: exact for large heads, without "
         "a warning for those that stay whole",
     )  # fmt: skip
+    outputs: tuple[str, ...] = _ask(
+        (), "results of forward that training uses, such as loss, or 0 of a tuple: others stay out "
+        "of the step; repeatable", metavar="NAME",
+    )  # fmt: skip
     optimizer: Optimizer = _ask(  # noqa: RUF009 it makes a field
         "none", "count this optimizer's state as resident; for Adam, adamw"
     )
@@ -111,6 +115,10 @@ class Request:
         return {name: getattr(self, name) for name in ("keep", "recompute", "order", "gap")}
 
     @property
+    def outputs_of_trace(self) -> tuple[str | int, ...] | None:
+        return tuple(int(one) if one.isdecimal() else one for one in self.outputs) or None
+
+    @property
     def is_run_here(self) -> bool:
         # An optimizer that is only named cannot update anything, so its step is planned alone.
         is_here = not is_in_table(self.device) and self.sharding == NO_SHARDING
@@ -134,6 +142,8 @@ class Request:
             parse_budget(self.budget)
         if self.device != NAMED_BY_TORCH:
             check_device(self.device)
+        if is_kept and self.outputs:
+            raise CaptureError("leave out --outputs, or name a model: a kept step has its own")
         if not is_kept:  # a kept graph's device is known only when its file is read
             self.tiers()
         known = self.read_profile()  # now: a capture takes long, and would be lost to a wrong word
