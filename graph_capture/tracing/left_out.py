@@ -143,8 +143,7 @@ def _are_known(result: Any, names: list[str | int], outputs: Outputs) -> bool:
         return False
     if not known:
         raise CaptureError(
-            f"leave out outputs={outputs}: forward returns one {type(result).__name__}, which has "
-            "no parts"
+            f"leave out outputs={outputs}: forward returns a result that has no parts"
         )
     raise CaptureError(
         f"name some of {', '.join(map(repr, known))} in outputs: forward returns no "
