@@ -124,7 +124,7 @@ class PlanCache(SharedState, nn.Module):
                 outgrown.append(key)  # dropped once a wider plan is there, as making it may fail
                 continue
             try:
-                result = plan(*args, **given)
+                result = plan.forward(*args, **given)
             except StateChangedError as error:
                 changed.append(error)
                 continue
@@ -156,7 +156,7 @@ class PlanCache(SharedState, nn.Module):
         cls._remat_plans[key] = planned
         cls._remat_drop_oldest()
         try:
-            return planned(*args, **given)
+            return planned.forward(*args, **given)
         except AuditError:
             del cls._remat_plans[key]
             cls._remat_known.forget()  # it is not to serve the next size either
