@@ -133,7 +133,9 @@ class StepSpec:
 
 
 _FIELDS = {one.name for one in dataclasses.fields(StepSpec)}
-_OBJECTS = ("host", "nvme", "group", "optimizer_in_backward", "blocks")  # asked by all but None
+_OBJECTS = (  # asked by all but None
+    "host", "nvme", "group", "optimizer_in_backward", "blocks", "outputs",
+)  # fmt: skip
 _DEFAULTS = {
     one.name: one.default
     for one in dataclasses.fields(StepSpec)

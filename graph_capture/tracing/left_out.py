@@ -62,7 +62,7 @@ def _error(one: LeftOut) -> LeftOutError:
     )
 
 
-def _read(one: LeftOut, *_: Any, **__: Any) -> NoReturn:
+def _refuse_read(one: LeftOut, *_: Any, **__: Any) -> NoReturn:
     raise _error(one)
 
 
@@ -71,7 +71,7 @@ _COMPARED = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
 # What a tensor answers without its name being asked for: Python looks these up on the class.
 for _name in _COMPARED | {*dir(Tensor)}.difference(dir(LeftOut), _OF_COPIES):
     if _name.startswith("__") and inspect.isroutine(getattr(Tensor, _name)):
-        setattr(LeftOut, _name, _read)
+        setattr(LeftOut, _name, _refuse_read)
 
 # As a container of nothing, it comes back in each result, and no graph has to hold it.
 pytree.register_pytree_node(

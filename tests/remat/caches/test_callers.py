@@ -15,8 +15,7 @@ import remat
 from remat.caches.per_shape_plans import planned_modules
 from remat.graph_capture.errors import LeftOutError
 from remat.graph_capture.tracing.left_out import THE_LOSS, LeftOut
-from tests.remat.planned_steps import watched
-from tests.remat.test_trainers import require_libraries
+from tests.remat.planned_steps import require_libraries, watched
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MIB = 1 << 20
@@ -25,7 +24,7 @@ LARGE_HEAD = {"vocab_size": 16_000, "hidden_size": 64, "intermediate_size": 128}
 
 
 def llama(**sizes: int) -> Any:
-    require_libraries("hf_trainer")
+    require_libraries("transformers", "accelerate")
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
