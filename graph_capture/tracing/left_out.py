@@ -102,12 +102,14 @@ def used_alone(result: Any, outputs: Outputs | None) -> Any:
     whole = open_dataclass(result)
     parts, spec = pytree.tree_flatten(whole, is_leaf=lambda part: part is not whole)
     named = whole if isinstance(result, Mapping) else () if whole is result else whole.values
-    names = list(named or getattr(result, "_fields", range(0 if spec.is_leaf() else len(parts))))
+    names: list[Any] = list(named or getattr(result, "_fields", range(len(parts))))
+    if spec.is_leaf():  # it has no parts
+        names, parts = [], []
     if outputs is not None and not _are_known(result, names, outputs):
         outputs = None
     left = [
         part if _stays(name, part, outputs) else LeftOut(name, outputs)
-        for name, part in zip(names, parts if names else (), strict=True)
+        for name, part in zip(names, parts, strict=True)
     ]
     if all(map(operator.is_, left, parts)):
         return result
@@ -130,14 +132,14 @@ def names_left_out(result: Any) -> tuple[str, ...]:
     return tuple(str(part._remat_name) for part in parts if isinstance(part, LeftOut))
 
 
-def _are_known(result: Any, names: list[str | int], outputs: Outputs) -> bool:
+def _are_known(result: Any, names: list[Any], outputs: Outputs) -> bool:
     """Whether `outputs` names parts of a result; an error if it names what no result has."""
     # Hugging Face's results leave out keys of fields that are None.
     fields = dataclasses.fields(result) if dataclasses.is_dataclass(result) else ()
     known = list(dict.fromkeys([*names, *(field.name for field in fields)]))
     kinds = {type(name) for name in known}
     wrong = [one for one in outputs if one not in known and type(one) in kinds]
-    if known and not wrong and any(one in known for one in outputs):
+    if not wrong and any(one in names for one in outputs):
         return True
     if outputs == THE_LOSS:
         return False

@@ -15,6 +15,7 @@ import remat
 from remat.caches.per_shape_plans import planned_modules
 from remat.graph_capture.errors import LeftOutError
 from remat.graph_capture.tracing.left_out import THE_LOSS, LeftOut
+from tests.paths import ROOT
 from tests.remat.planned_steps import require_libraries, watched
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -153,4 +154,9 @@ def test_a_large_head_runs_in_chunks_by_the_one_line(tmp_path: Path) -> None:
     (plan,) = remat.plans(fast)
     assert plan.peak_bytes <= 20 * MIB
     assert len(steps.planned) == 3
+    ids = torch.zeros(2, 256, dtype=torch.int64)
+    step = remat.capture(eager, (), {"input_ids": ids, "labels": ids})
+    whole = remat.solve(step, "min", time_limit_s=5).peak_bytes
+    text = f"{plan.peak_bytes / MIB:.1f} MiB in place of {whole / MIB:.1f} MiB"
+    assert text in (ROOT / "docs" / "how-to" / "large_vocabulary.md").read_text()
     assert all(0 < step.peak_bytes <= plan.peak_bytes for step in steps.planned)
