@@ -102,11 +102,15 @@ def test_training_gives_eagers_losses_and_weights(
     assert set(outputs_of(fast)) == {None if reader else THE_LOSS}
 
 
-def test_prediction_returns_logits(tmp_path: Path) -> None:
+def test_predictions_and_other_callers_get_logits(tmp_path: Path) -> None:
     fast = remat.rematerialize(llama(**TINY), budget="100%")
-    trainer = trainer_of(fast, tmp_path)
+    trainer, batches = trainer_of(fast, tmp_path), list[Any]()
+    note = fast.register_forward_pre_hook(lambda *of: batches.append(of[2]), with_kwargs=True)
     trainer.train()
+    note.remove()
     assert trainer.predict(trainer.eval_dataset).predictions.shape == (2, 8, 32)
+    assert isinstance(fast.train()(**batches[0]).logits, Tensor)
+    assert outputs_of(fast) == [THE_LOSS, None]
 
 
 class Around(nn.Module):
@@ -155,7 +159,7 @@ def test_a_large_head_runs_in_chunks_by_the_one_line(tmp_path: Path) -> None:
     assert plan.peak_bytes <= 20 * MIB
     assert len(steps.planned) == 3
     ids = torch.zeros(2, 256, dtype=torch.int64)
-    step = remat.capture(eager, (), {"input_ids": ids, "labels": ids})
+    step = remat.capture(eager.train(), (), {"input_ids": ids, "labels": ids})
     whole = remat.solve(step, "min", time_limit_s=5).peak_bytes
     text = f"{plan.peak_bytes / MIB:.1f} MiB in place of {whole / MIB:.1f} MiB"
     assert text in (ROOT / "docs" / "how-to" / "large_vocabulary.md").read_text()
