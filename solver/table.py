@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
-import inspect
 import math
 import operator
-import re
-import sys
 from typing import Any, Protocol, SupportsIndex, cast
 
 import numpy as np
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.levers import attribute_at
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Option
 
@@ -151,20 +148,11 @@ def solver_class(name: str) -> type[Any]:
         near = difflib.get_close_matches(name, TABLE, n=3)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise SolverError(f"unknown solver '{name}': {hint}choose one of {', '.join(TABLE)}")
-    module, _, attribute = TABLE[name].partition(":")
-    return cast("type[Any]", getattr(importlib.import_module(module), attribute))
+    return attribute_at(TABLE[name])
 
 
 def plans_copies(solver: str) -> bool:
     return getattr(solver_class(solver), "copies", False)
-
-
-def header_of(name: str) -> str:
-    made = solver_class(name)
-    own = inspect.cleandoc(made.__doc__ or "")
-    if "Solves:" not in own:  # solvers that share a file say what they are at their classes
-        return inspect.cleandoc(sys.modules[made.__module__].__doc__ or "")
-    return re.split(r"\n\nAttributes\n-+\n", own)[0]
 
 
 def option_names(name: str) -> list[str]:

@@ -21,29 +21,19 @@ from remat.progress import in_one_line, open_closed_streams, steady_console, use
 
 _UsageError: Any = typer.BadParameter.__base__  # of the click that typer itself uses
 
+_CLUSTER = "model.py:factory --gpus 64 --batch 512 --seq 8192"
 VERBS = {
-    "run": "remat.cli.run:run_verb",
-    "sweep": "remat.cli.sweep:sweep_verb",
-    "largest-batch": "remat.cli.largest_batch:largest_batch_verb",
-    "show": "remat.cli.show:show_verb",
-    "report": "remat.cli.report:report_verb",
-    "check": "remat.cli.run:check_verb",
-    "cluster": "remat.cluster.command:cluster_verb",
-    "profile": "remat.cli.machine:profile_verb",
-    "doctor": "remat.cli.machine:doctor_verb",
+    "run": ("remat.cli.run:run_verb", "model.py --budget 8GiB -o plan.json"),
+    "sweep": ("remat.cli.sweep:sweep_verb", "model.py"),
+    "largest-batch": ("remat.cli.largest_batch:largest_batch_verb", "model.py --budget 8GiB"),
+    "show": ("remat.cli.show:show_verb", "plan.json --explain"),
+    "report": ("remat.cli.report:report_verb", "plan.json -o report.html"),
+    "check": ("remat.cli.run:check_verb", "model.py plan.json"),
+    "cluster": ("remat.cluster.command:cluster_verb", _CLUSTER),
+    "profile": ("remat.cli.machine:profile_verb", "model.py -o profile.json"),
+    "doctor": ("remat.cli.machine:doctor_verb", "--json"),
 }
-"""The module and the function of each. Those that plan come first, then those that read a plan."""
-_EXAMPLES = {  # one for the help of each
-    "run": "model.py --budget 8GiB -o plan.json",
-    "sweep": "model.py",
-    "largest-batch": "model.py --budget 8GiB",
-    "show": "plan.json --explain",
-    "report": "plan.json -o report.html",
-    "check": "model.py plan.json",
-    "cluster": "model.py:factory --gpus 64 --batch 512 --seq 8192",
-    "profile": "model.py -o profile.json",
-    "doctor": "--json",
-}
+"""The place of each, and an example for its help. First those that plan, then those that read."""
 FORMER = {  # what does now what a verb of an older release did
     "capture": "show MODEL --as graph",
     "solve": "run --no-check, or run GRAPH",
@@ -99,10 +89,11 @@ def _app_of(verbs: Iterable[str]) -> typer.Typer:
     )
     made.callback()(_before_verbs)
     for verb in verbs:
-        module, _, function = VERBS[verb].partition(":")
+        place, example = VERBS[verb]
+        module, _, function = place.partition(":")
         made_by = getattr(importlib.import_module(module), function)
         text = inspect.getdoc(made_by) or ""
-        made.command(verb, help=f"{text}\n\nExample: remat {verb} {_EXAMPLES[verb]}")(made_by)
+        made.command(verb, help=f"{text}\n\nExample: remat {verb} {example}")(made_by)
     return made
 
 

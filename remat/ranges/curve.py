@@ -35,11 +35,6 @@ class Curve(msgspec.Struct, frozen=True):
     budget_bytes: int
     points: tuple[_CurvePoint, ...]
 
-    @property
-    def most_above_alone(self) -> float:
-        known = [p.overhead - p.alone_overhead for p in self.points if p.alone_overhead is not None]
-        return max(known, default=0.0)
-
     def __str__(self) -> str:
         head = f"{self.model} within {bytes_text(self.budget_bytes)}"
         rows = [_point_row(point) for point in self.points]

@@ -88,7 +88,7 @@ def block_options(graph: TrainingGraph, limits: int, left_s: Callable[[], float]
             break
         limit_bytes = most_bytes - (most_bytes - least_bytes) * i // limits
         program = CutProgram(problem, (problem.n_forward,), limit_bytes)
-        solution = program.solve(Limits(left_s(), absolute_gap=GAP, node_limit=BLOCK_NODES.most))
+        solution = program.solve(Limits(left_s(), absolute_gap=GAP, node_limit=BLOCK_NODES))
         if solution.values is not None:
             _add(found, State.from_recomputed(problem, expand(solution)))
     for option in tuple(found):
