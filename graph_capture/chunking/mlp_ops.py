@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat.graph_capture.chunking.head_ops import blocks
+from remat.graph_capture.chunking.head_ops import blocks, linear
 from remat.graph_capture.chunking.mlp import ACTIVATIONS
 
 COLUMNS_MULTIPLE = 64  # blocks of hidden columns are such, so each begins at a line of the caches
@@ -97,8 +97,7 @@ class _SplitMlp:
 
 
 def _part_of_layer(x: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tensor:
-    transposed = weight[columns].t()
-    return torch.mm(x, transposed) if bias is None else torch.addmm(bias[columns], x, transposed)
+    return linear(x, weight[columns], None if bias is None else bias[columns])
 
 
 @torch.library.impl(_library, "mlp", "CompositeExplicitAutograd")
@@ -106,12 +105,8 @@ def _mlp(*given: Any) -> Tensor:
     down_bias, one = given[6], _SplitMlp(*given[:6], *given[7:])
     # Blocks are written into it, so that none of the output is there beside it.
     made = one.x.new_empty(one.x.shape[0], one.down_weight.shape[0])
-    down = one.down_weight.t()
     for rows in one.rows():
-        if down_bias is None:
-            torch.mm(one.inner(rows), down, out=made[rows])
-        else:
-            torch.addmm(down_bias, one.inner(rows), down, out=made[rows])
+        linear(one.inner(rows), one.down_weight, down_bias, out=made[rows])
     return made
 
 
