@@ -6,8 +6,10 @@ import dataclasses
 import difflib
 import math
 import operator
+from pathlib import Path
 from typing import Any, Protocol, SupportsIndex, cast
 
+import msgspec
 import numpy as np
 
 from remat.graph_capture.errors import SolverError
@@ -101,38 +103,7 @@ def budget_as_int(budget_bytes: object) -> int:
         ) from None
 
 
-TABLE: dict[str, str] = {
-    "auto": "remat.solver.auto:Auto",
-    "cut": "remat.solver.cuts.cut:Cut",
-    "joint": "remat.solver.offload.joint:JointOffload",
-    "hierarchical": "remat.solver.blocks.hierarchical:Hierarchical",
-    "checkmate": "remat.solver.exact.checkmate:Checkmate",
-    "retention": "remat.baselines.retention:Retention",
-    "rotor": "remat.baselines.rotor:Rotor",
-    "revolve": "remat.baselines.revolve:Revolve",
-    "chen_greedy": "remat.baselines.hand_written_rules:ChenGreedy",
-    "chen_sqrt": "remat.solver.segments.chen_sqrt:ChenSqrt",
-    "lower_set": "remat.solver.segments.lower_set:LowerSet",
-    "lp_rounding": "remat.baselines.lp_rounding:LpRounding",
-    "dtr": "remat.solver.policies.policies:Dtr",
-    "lru": "remat.baselines.evictions:Lru",
-    "largest": "remat.solver.policies.policies:Largest",
-    "msps": "remat.solver.policies.policies:Msps",
-    "dte": "remat.baselines.evictions:Dte",
-    "coop": "remat.baselines.evictions:Coop",
-    "store_all": "remat.solver.policies.template:StoreAll",
-    "full": "remat.baselines.hand_written_rules:Full",
-    "every_n_layers": "remat.solver.policies.template:EveryNLayers",
-    "selective": "remat.baselines.hand_written_rules:Selective",
-    "keep_attention_output": "remat.baselines.hand_written_rules:KeepAttentionOutput",
-    "norms_and_activations": "remat.baselines.hand_written_rules:NormsAndActivations",
-    "torch_knapsack": "remat.baselines.torch_budget:TorchKnapsack",
-    "swap_all": "remat.baselines.offload_policies:SwapAll",
-    "delta": "remat.baselines.offload_policies:Delta",
-    "layer_fractions": "remat.baselines.layer_fractions:LayerFractions",
-    "fraction": "remat.baselines.offload_policies:Fraction",
-    "exhaustive": "remat.solver.exact.exhaustive:Exhaustive",
-}
+TABLE: dict[str, str] = msgspec.json.decode(Path(__file__).with_name("solvers.json").read_bytes())
 # They refuse a graph from which nothing may leave the device.
 NEEDS_LINKS = ("swap_all", "delta", "layer_fractions", "fraction")
 

@@ -11,8 +11,10 @@ import inspect
 import signal
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
+import msgspec
 import typer
 from typer.core import TyperGroup
 
@@ -21,30 +23,12 @@ from remat.progress import in_one_line, open_closed_streams, steady_console, use
 
 _UsageError: Any = typer.BadParameter.__base__  # of the click that typer itself uses
 
-_CLUSTER = "model.py:factory --gpus 64 --batch 512 --seq 8192"
-VERBS = {
-    "run": ("remat.cli.run:run_verb", "model.py --budget 8GiB -o plan.json"),
-    "sweep": ("remat.cli.sweep:sweep_verb", "model.py"),
-    "largest-batch": ("remat.cli.largest_batch:largest_batch_verb", "model.py --budget 8GiB"),
-    "show": ("remat.cli.show:show_verb", "plan.json --explain"),
-    "report": ("remat.cli.report:report_verb", "plan.json -o report.html"),
-    "check": ("remat.cli.run:check_verb", "model.py plan.json"),
-    "cluster": ("remat.cluster.command:cluster_verb", _CLUSTER),
-    "profile": ("remat.cli.machine:profile_verb", "model.py -o profile.json"),
-    "doctor": ("remat.cli.machine:doctor_verb", "--json"),
-}
+_WORDS: dict[str, dict[str, Any]] = msgspec.json.decode(
+    Path(__file__).with_name("verbs.json").read_bytes()
+)
+VERBS = _WORDS["verbs"]
 """The place of each, and an example for its help. First those that plan, then those that read."""
-FORMER = {  # what does now what a verb of an older release did
-    "capture": "show MODEL --as graph",
-    "solve": "run --no-check, or run GRAPH",
-    "compare": "sweep --solver NAME --solver NAME",
-    "fit": "largest-batch",
-    "inspect": "show",
-    "explain": "show --explain",
-    "export": "show --as FORM -o FILE",
-    "rewrite": "show MODEL --plan PLAN --as code",
-    "plan-cluster": "cluster",
-}
+FORMER: dict[str, str] = _WORDS["former"]  # what does now what a verb of an older release did
 
 if TYPE_CHECKING:
     app: typer.Typer
