@@ -245,11 +245,8 @@ class Search:
                 self.lowest, self.lowest_bytes = self._own(made()), peak_bytes
             return False
         if key < self.best_key:
-            self.best, self.best_key, self.best_state = (
-                self._own(made()),
-                key,
-                state and state.copy(),
-            )
+            self.best, self.best_key = self._own(made()), key
+            self.best_state = state and state.copy()
             self.tell()
         return True
 
