@@ -1,10 +1,8 @@
 """A linear head with its cross-entropy in chunks, so that all logits are never live at once.
 
-Outputs are cut, sums never, so each number is made by eager's kernel over eager's sum. The gradient
-of the weight sums over rows, so it is cut by classes. Such a block needs each row's maximum and the
-logarithm of its sum, which forward returns. `INPUT_AND_WEIGHT` sums over blocks of rows instead: it
-makes the logits once, not twice, in another order.
-
+Outputs are cut, sums never, so each number is made by eager's kernel over eager's sum. The weight's
+gradient is cut by classes. Such a block needs each row's maximum and the logarithm of its sum,
+which forward returns. `INPUT_AND_WEIGHT` sums over blocks of rows: the logits are made once.
 Chunked losses: Liger Kernel (P.-L. Hsu et al., 2024, https://arxiv.org/abs/2410.10989), Cut Your
 Losses (E. Wijmans et al., 2024, https://arxiv.org/abs/2411.09009). Both sum in another order.
 """

@@ -1,8 +1,7 @@
 """One budget for all subgraphs of a step: which plan each takes.
 
-`fastest` chooses among known plans by a table over what is left, the highest peak and the time; it
-is exact for these. In a round, every subgraph may save a share of what it saves as torch compiles
-it. The share is halved and doubled, then `fastest` mixes the rounds.
+`fastest` is exact for known plans. In a round, every subgraph may save a share of what it saves as
+torch compiles it. The share is halved and doubled, then `fastest` mixes the rounds.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Small buffers wait. The others are placed greedily, by ejections, then by dives of the canonical
 search; with Numba, what is still high is annealed. Small ones fill the holes. All limits are of
-work, so the same buffers get the same layout. Related: Y. Imanishi and Z. Xu, ISMM 2024; H. Shu et
-al., "ROAM", 2023, arXiv 2310.19295; STAlloc, 2025, arXiv 2507.16274.
+work. Related: Y. Imanishi and Z. Xu, ISMM 2024; H. Shu et al., arXiv 2310.19295; STAlloc, 2025.
 """
 
 from __future__ import annotations
