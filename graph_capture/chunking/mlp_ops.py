@@ -1,11 +1,9 @@
 """An MLP in chunks, so that its whole hidden activation is never live.
 
 Outputs are cut, sums never, so each number is made by eager's kernel over eager's sum. The weights'
-gradients sum over rows, so they are cut along the hidden dimension. Backward makes the hidden
-activation and its gradient once in each orientation: two products more than where it is made again
-once, three more than where it is kept; with a gate three and five.
-
-An MLP is ``down(f(gate(x)))``, or ``down(f(gate(x)) * up(x))`` with a gate (N. Shazeer, 2020,
+gradients are cut along the hidden dimension. Backward makes the hidden activation and its gradient
+once in each orientation: three products more than where they are kept, with a gate five. An MLP is
+``down(f(gate(x)))``, or ``down(f(gate(x)) * up(x))`` with a gate (N. Shazeer, 2020,
 https://arxiv.org/abs/2002.05202). Blocks of rows of MLPs: Blockwise Parallel Transformer (H. Liu
 and P. Abbeel, 2023, https://arxiv.org/abs/2305.19370), which sums the weights' gradients over them.
 """
