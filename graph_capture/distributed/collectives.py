@@ -128,10 +128,11 @@ def local_runner(node: fx.Node) -> Callable[..., Any]:
 
 def without_other_ranks(gm: fx.GraphModule) -> fx.GraphModule:
     """`gm` itself, its collectives replaced by stand-ins that take the same memory."""
-    for node in collectives_in(gm):
-        made = _layouts(node), _copied_bytes(node)
-        node.target, node.args, node.kwargs = _made_up, made, {}
-    gm.recompile()
+    if found := collectives_in(gm):
+        for node in found:
+            made = _layouts(node), _copied_bytes(node)
+            node.target, node.args, node.kwargs = _made_up, made, {}
+        gm.recompile()
     return gm
 
 

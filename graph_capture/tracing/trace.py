@@ -55,6 +55,7 @@ from remat.graph_capture.torch_private.aot import (
     aot_export_joint_with_descriptors,
     dynamo_config,
     functorch_config,
+    lazy_graph_modules,
 )
 from remat.graph_capture.torch_private.core import (
     FakeTensorMode,
@@ -144,6 +145,7 @@ def _trace_once(
     refuse_other_devices(fake, recipe.device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(silenced_logs())
+        stack.enter_context(lazy_graph_modules(True))  # to make code takes long
         stack.enter_context(restored_after(model))  # entered first, so that it restores last
         stack.enter_context(as_if_on_cpu(model, fake))
         stack.enter_context(tied_as_one(with_loss(model, recipe.loss_fn)))
