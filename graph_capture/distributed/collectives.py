@@ -325,6 +325,8 @@ class NeedsOtherRanksError(RuntimeError):
 class _LocalExecution(OpWatcher):
     """Fails where a collective would wait for other ranks, also inside of an op of somebody's."""
 
+    supports_higher_order_operators = True
+
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_collective_target(str(func)):
             raise NeedsOtherRanksError(

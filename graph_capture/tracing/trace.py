@@ -270,6 +270,9 @@ def edit_traced(gm: fx.GraphModule, recipe: Recipe) -> None:
         merge_recomputed(gm.graph)
     cast_weights_once(gm)
     take_out_of(gm.graph)
+    for node in reversed(gm.graph.nodes):  # a profiler's regions compute nothing
+        if getattr(node.target, "namespace", "") == "profiler":
+            gm.graph.erase_node(node)
     for edit in recipe.edits:
         edit(gm.graph)
 
