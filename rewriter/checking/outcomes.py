@@ -50,7 +50,8 @@ class OwnBatch:
     def __call__(self) -> Any:
         for leaf, asked in zip(self.leaves, self._asked, strict=True):
             if isinstance(leaf, Tensor) and leaf.requires_grad is not asked:
-                leaf.requires_grad_(asked)
+                # Forward may have written what has a history to it.
+                (leaf.detach_() if leaf.grad_fn else leaf).requires_grad_(asked)
         return pytree.tree_unflatten(self.leaves, self._spec)  # anew: forward may take it apart
 
 
