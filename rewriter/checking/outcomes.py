@@ -313,6 +313,8 @@ class ForwardOutcomes:
         return found
 
     def _run(self, leaves: list[Any]) -> Any:
+        if self._step.gradients.writes_batch:  # what is written would keep this forward's history
+            leaves = OwnBatch(leaves).leaves
         args, kwargs, target = self._guards.batches.tree(leaves)
         with _nothing_saved(), _no_casts_kept():
             output = self._guards.model.forward(*args, **kwargs)
