@@ -55,6 +55,7 @@ from remat.graph_capture.torch_private.aot import (
     aot_export_joint_with_descriptors,
     dynamo_config,
     functorch_config,
+    lazy_graph_modules,
 )
 from remat.graph_capture.torch_private.core import (
     FakeTensorMode,
@@ -145,6 +146,7 @@ def _trace_once(
     refuse_other_devices(fake, recipe.device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(silenced_logs())
+        stack.enter_context(lazy_graph_modules(True))  # to make code takes long
         stack.enter_context(restored_after(model))  # entered first, so that it restores last
         stack.enter_context(as_if_on_cpu(model, fake))
         stack.enter_context(tied_as_one(with_loss(model, recipe.loss_fn)))
@@ -270,6 +272,9 @@ def edit_traced(gm: fx.GraphModule, recipe: Recipe) -> None:
         merge_recomputed(gm.graph)
     cast_weights_once(gm)
     take_out_of(gm.graph)
+    for node in reversed(gm.graph.nodes):  # a profiler's regions compute nothing
+        if getattr(node.target, "namespace", "") == "profiler":
+            gm.graph.erase_node(node)
     for edit in recipe.edits:
         edit(gm.graph)
 

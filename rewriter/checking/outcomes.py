@@ -51,7 +51,8 @@ class OwnBatch:
     def __call__(self) -> Any:
         for leaf, asked in zip(self.leaves, self._asked, strict=True):
             if isinstance(leaf, Tensor) and leaf.requires_grad is not asked:
-                leaf.requires_grad_(asked)
+                # Forward may have written what has a history to it.
+                (leaf.detach_() if leaf.grad_fn else leaf).requires_grad_(asked)
         return pytree.tree_unflatten(self.leaves, self._spec)  # anew: forward may take it apart
 
 
@@ -313,6 +314,8 @@ class ForwardOutcomes:
         return found
 
     def _run(self, leaves: list[Any]) -> Any:
+        if self._step.gradients.writes_batch:  # what is written would keep this forward's history
+            leaves = OwnBatch(leaves).leaves
         args, kwargs, target = self._guards.batches.tree(leaves)
         with _nothing_saved(), _no_casts_kept():
             recipe = self._guards.recipe
