@@ -36,7 +36,8 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.layout import Buffers, buffers_of
 from remat.solver import solve_within
 from remat.solver.layout.boxes import IS_COMPILED, Boxes
-from remat.solver.layout.placing import fit_into, place_buffers
+from remat.solver.layout.canonical import CanonicalSearch, Preorder
+from remat.solver.layout.placing import Fitted, dive, place_buffers
 
 EXAMPLES = ("llama", "unet", "resnet")
 """Of `examples/`, as ``example:NAME``: with other sizes than the networks of the same name."""
@@ -95,6 +96,23 @@ def twice(buffers: Buffers) -> Buffers:
         np.concatenate([buffers.start, buffers.start + buffers.n_times]),
         np.concatenate([buffers.end, buffers.end + buffers.n_times]),
     )
+
+
+CHIP_PREORDERS = tuple(  # MiniMalloc's, for times that are far apart: widths both ways
+    Preorder(keys, widths) for widths in ("ranks", "times") for keys in ("WAT", "TAW", "TWA")
+)
+
+
+def fit_into(boxes: Boxes, capacity: int, tries: int) -> Fitted:
+    """Search by MiniMalloc's preorders until one ends, or `tries` are used up in all."""
+    search, share, used = CanonicalSearch(boxes), len(boxes), 0
+    while True:
+        # Which preorder does well differs, and it needs few tries: each gets few, then more.
+        share = min(2 * share, tries - used)
+        found = dive(search, capacity, share, tries - used, CHIP_PREORDERS)
+        used += found.tries
+        if found.offsets is not None or found.is_proved or used >= tries:
+            return found._replace(tries=used)
 
 
 def instance(path: Path, tries: int) -> dict[str, Any]:

@@ -101,11 +101,13 @@ def planning() -> dict[str, Any]:
     print(family)
     curve = overheads_over(graph, family, alone=True)
     print(curve)
+    pairs = ((p.overhead, p.alone_overhead) for p in curve.points)
+    above_alone = max((own - alone for own, alone in pairs if alone is not None), default=0.0)
     return {
         "one_plan_s": marks[0], "range_capture_s": marks[1], "family_s": marks[2],
         "plans": marks[2] / marks[0], "members": len(family.members),
         "alone_overhead": alone.overhead, "prices_error": family.cost_error,
-        "points_above_alone": 100 * curve.most_above_alone,
+        "points_above_alone": 100 * above_alone,
         "curve": [
             [p.sizes["seq"], p.member, p.peak_bytes, p.overhead, p.alone_overhead]
             for p in curve.points

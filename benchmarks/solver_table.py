@@ -8,15 +8,16 @@ each graph goes to a file beside the results.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
+import re
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from remat.solver import TABLE
-from remat.solver.table import header_of
+from remat.solver import TABLE, solver_class
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "solvers.md"
@@ -24,6 +25,15 @@ RESULTS = ROOT / "benchmarks" / "results" / "solvers.json"
 SLACK = 1e-9
 
 Cells = list[dict[str, Any]]
+
+
+def header_of(name: str) -> str:
+    """What a solver is also called, its paper, what it solves, at what cost."""
+    made = solver_class(name)
+    own = inspect.cleandoc(made.__doc__ or "")
+    if "Solves:" not in own:  # solvers that share a file say what they are at their classes
+        return inspect.cleandoc(sys.modules[made.__module__].__doc__ or "")
+    return re.split(r"\n\nAttributes\n-+\n", own)[0]
 
 
 def solver_lines(cells: Cells) -> list[str]:

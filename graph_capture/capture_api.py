@@ -6,7 +6,7 @@ name `capture` would hide the function.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex, overload
 
@@ -64,6 +64,7 @@ def capture(
     host: str | SupportsIndex | None = None,
     nvme: str | None = None,
     dynamic: Dynamic | None = None,
+    outputs: Sequence[str | int] | None = None,
 ) -> TrainingGraph | RangedGraph:
     """Trace one training step and cost its ops: `trace`, then `measure_costs` or `model_costs`.
 
@@ -96,6 +97,7 @@ def capture(
         argument (its name, its position, ``target``) and dimension, a name and the least and the
         largest size; a fourth entry says what sizes are multiples of. The result is a
         `RangedGraph`, and its ``at(seq=512)`` the graph of one size.
+    outputs : those of forward's results that training uses, as of `remat.rematerialize`.
 
     Raises
     ------
@@ -115,6 +117,7 @@ def capture(
         traced = trace(
             model, args, kwargs, loss_fn=loss_fn, target=target, optimizer=optimizer,
             accumulate=accumulate, device=device, sharding=sharding, split=split, dynamic=dynamic,
+            outputs=outputs,
         )  # fmt: skip
 
     def costed(one: Trace) -> TrainingGraph:

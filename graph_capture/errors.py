@@ -55,6 +55,10 @@ class FloatInputError(CaptureError):
     unfit: tuple[str, ...] = ()
 
 
+class LeftOutError(CaptureError, AttributeError):
+    """A result was read that the planned step leaves out, as ``outputs`` does not name it."""
+
+
 class DeviceError(CaptureError):
     """The device is unknown, or is not one that can be planned for here."""
 

@@ -94,6 +94,7 @@ def rematerialize(
     split: Split | None = None,
     dynamic: Dynamic | Literal["auto"] | None = None,
     float_inputs: Sequence[str] = (),
+    outputs: Sequence[str | int] | None = None,
     blocks: str | None = None,
     sharding: Sharding = NO_SHARDING,
     group: ProcessGroup | None = None,
@@ -149,6 +150,10 @@ def rematerialize(
     float_inputs : numbers of Python's that each step reads anew, so that one plan serves for all
         their values: a temperature, a drop rate. Their names are those that a refusal gives them,
         such as ``"temperature"`` or ``"layers.0.drop.p"``. Without a batch, those that change are.
+    outputs : those of forward's results that training uses, such as ``("loss",)``: keys of a dict,
+        attributes of a dataclass, or positions in a tuple. Others are left out of the training
+        step; what stands in their place is an error to read. Left out, all are returned, but to
+        Hugging Face's ``Trainer.compute_loss`` the loss alone, where it reads nothing else.
     blocks : glob over module paths, such as ``"layers.*"``: each module that matches is rewritten
         by itself, so that it can still be wrapped, as by `fully_shard`; what lies outside runs as
         it does in `model`. The budget is that of the whole step. Of two modules that match, one

@@ -15,6 +15,7 @@ from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.distributed.sharding import Sharding
 from remat.graph_capture.errors import CaptureError, RewriteError, SolverError, option
 from remat.graph_capture.sizes.symbols import as_symbol
+from remat.graph_capture.tracing.left_out import as_outputs
 from remat.graph_capture.tracing.recipe import check_arguments, require_split, require_switches
 from remat.graph_capture.tracing.resident import require_optimizer
 from remat.solver.table import check_number
@@ -39,6 +40,7 @@ def require_options(options: Mapping[str, Any]) -> None:
     require_switches(**{name: options[name] for name in _SWITCHES if name in options})
     check_arguments((), None, options.get("loss_fn"))
     require_split(options.get("split"))
+    as_outputs(options.get("outputs"))
     require_optimizer(options.get("optimizer", "none"))
     check_number("time_limit_s", options.get("time_limit_s", 0))
     for name in ("keep", "recompute"):

@@ -55,6 +55,7 @@ class StepSpec:
     verbose: bool = True
     compile: bool = False
     float_inputs: Sequence[str] = ()
+    outputs: Sequence[str | int] | None = None
     split: Split | None = None
     dynamic: Dynamic | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -112,7 +113,7 @@ class StepSpec:
 
     @property
     def of_trace(self) -> dict[str, Any]:
-        names = ("args", "kwargs", "loss_fn", "target", "optimizer", "accumulate")
+        names = ("args", "kwargs", "loss_fn", "target", "optimizer", "accumulate", "outputs")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -132,7 +133,9 @@ class StepSpec:
 
 
 _FIELDS = {one.name for one in dataclasses.fields(StepSpec)}
-_OBJECTS = ("host", "nvme", "group", "optimizer_in_backward", "blocks")  # asked by all but None
+_OBJECTS = (  # asked by all but None
+    "host", "nvme", "group", "optimizer_in_backward", "blocks", "outputs",
+)  # fmt: skip
 _DEFAULTS = {
     one.name: one.default
     for one in dataclasses.fields(StepSpec)

@@ -234,7 +234,10 @@ def compile_step(
     facts, state = _gradient_facts(trace.joint), trace.descriptors._aot_state
     state.fw_metadata.bw_donated_idxs = []  # else AOTAutograd refuses retain_graph=True
     config = state.aot_config  # or Inductor would compile backward within the first step
-    state.aot_config = dataclasses.replace(config, force_non_lazy_backward_lowering=by_inductor)
+    state.aot_config = dataclasses.replace(
+        config, force_non_lazy_backward_lowering=by_inductor,
+        enable_log=by_inductor,  # else each graph is printed, though nobody reads it
+    )  # fmt: skip
     with functorch_config.patch(donated_buffer=False):
         call = aot_compile_joint_with_descriptors(
             trace.descriptors, partition_fn=cut.partition,

@@ -241,13 +241,14 @@ def _trace_for(
     model: nn.Module, schedule: Schedule, args: tuple[Any, ...] | None,
     kwargs: Mapping[str, Any] | None, loss_fn: LossFunction | None, target: Any,
 ) -> Trace:  # fmt: skip
+    recipe = recipe_for(model, schedule.captured_hash or schedule.graph_hash)
     if args is not None or kwargs is not None:
         traced = tracing.trace(
-            model, args or (), kwargs,
+            model, args or (), kwargs, outputs=recipe and recipe.outputs,
             loss_fn=loss_fn, target=target, gradient_release=schedule.releases_gradients,
         )  # fmt: skip
         return _traced_again(model, traced.recipe, schedule) if schedule.captured_hash else traced
-    if (recipe := recipe_for(model, schedule.captured_hash or schedule.graph_hash)) is None:
+    if recipe is None:
         raise RewriteError(
             "pass the batch too, plan.apply(model, args, kwargs, loss_fn=..., target=...): this "
             f"{type(model).__name__} was not captured in this process for this plan"

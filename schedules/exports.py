@@ -257,7 +257,8 @@ def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
     line = timeline(graph, schedule)
     updates = workspaces_of_updates(graph, schedule)
     recording = _Recording()
-    for category, size in _resident(graph):
+    for name, size in msgspec.structs.asdict(graph.resident).items():
+        category = name.removesuffix("_bytes")
         recording.alloc(f"resident {category}", size, [_frame(category, "", 0)], 0)
     run = 0
     for step in schedule.steps:
@@ -307,11 +308,6 @@ def _frames_of(op: Op) -> list[_Frame]:
 
 def _frame(name: str, file: str, line: int) -> _Frame:
     return {"name": name, "filename": file, "line": line}
-
-
-def _resident(graph: TrainingGraph) -> list[tuple[str, int]]:
-    resident = msgspec.structs.asdict(graph.resident)
-    return [(field.removesuffix("_bytes"), size) for field, size in resident.items()]
 
 
 def _growth(recording: _Recording) -> _Event:

@@ -105,7 +105,8 @@ class Family(Record, frozen=True, dict=True):
         """From sizes in the order of `symbols` to a member's number, undefined out of the range."""
         lines = [f"def pick({', '.join(symbol.name for symbol in self.symbols)}):"]
         for i, member in enumerate(self.members[:-1]):
-            lines.append(f"    if {_condition(member.corners)}:\n        return {i}")
+            boxes = (" and ".join(f"{n} <= {at}" for n, at in c.items()) for c in member.corners)
+            lines.append(f"    if {' or '.join(f'({box})' for box in boxes)}:\n        return {i}")
         lines.append(f"    return {len(self.members) - 1}\n")
         space: dict[str, Any] = {}  # called at every step, so it is compiled to plain comparisons
         exec(compile("\n".join(lines), "<remat family>", "exec"), space)
@@ -122,11 +123,6 @@ class Family(Record, frozen=True, dict=True):
             f"{bytes_text(self.peak_bytes)} of {bytes_text(self.budget_bytes)} at every size, by "
             f"the {self.certificate}; costs at the middle {percent_text(self.cost_error)} off)"
         )
-
-
-def _condition(corners: Sequence[Sizes]) -> str:
-    boxes = (" and ".join(f"{name} <= {at}" for name, at in one.items()) for one in corners)
-    return " or ".join(f"({box})" for box in boxes)
 
 
 def _member_row(member: Member, symbols: Sequence[Symbol]) -> str:

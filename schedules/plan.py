@@ -155,6 +155,7 @@ class PlanFile(Record, frozen=True):
     check : what a step of the plan showed beside an unmodified one, on `title` by the torch of
         `versions`: measured peaks and times, and which results were equal. None if none was run.
     unchecked : why none was run, if there is more to say than that it was not asked for.
+    outputs : those of forward's results that the step returns, by key or position; None for all.
     """
 
     noun: ClassVar[str] = "plan"
@@ -178,6 +179,7 @@ class PlanFile(Record, frozen=True):
     over: RangeFacts | None = None
     check: Check | None = None
     unchecked: str = ""
+    outputs: tuple[str | int, ...] | None = None
     kind: str = KIND
 
     def __post_init__(self) -> None:

@@ -173,7 +173,10 @@ def live_bands(line: Timeline, by: BandsBy = "kind") -> dict[str, Ints]:
     ``resident`` comes first, ``workspace`` last, with second copies of values made again. Between
     them are the kinds of values, or the modules that make them, largest first.
     """
-    curves = _curves(line, _groups(line.graph, by))
+    group_of = _groups(line.graph, by)
+    groups = list(dict.fromkeys(group_of[stay.value] for stay in line.residences))
+    rows = {name: groups.index(group) for name, group in group_of.items() if group in groups}
+    curves = dict(zip(groups, _held_bytes(line, rows, len(groups)), strict=True))
     resident = np.full(len(line), line.graph.resident.total_bytes, dtype=np.int64)
     held = sum(curves.values(), resident)
     ranked = sorted(curves, key=lambda name: -int(curves[name].sum()))
@@ -192,15 +195,15 @@ def _groups(graph: TrainingGraph, by: BandsBy) -> Mapping[str, str]:
     return {value.name: place_of(module[value.producer]) for value in made}
 
 
-def _curves(line: Timeline, groups: Mapping[str, str]) -> dict[str, Ints]:
-    changes: dict[str, Ints] = {}
+def _held_bytes(line: Timeline, row_of: Mapping[str, int], n_rows: int) -> Ints:
+    """Bytes of values that each row holds during each run, [rows, runs]."""
+    change = np.zeros((n_rows, len(line) + 1), dtype=np.int64)
     for stay in line.residences:
-        group = groups[stay.value]
-        change = changes.setdefault(group, np.zeros(len(line) + 1, dtype=np.int64))
-        size_bytes = line.graph.value_by_name[stay.value].size_bytes
-        change[stay.begin] += size_bytes
-        change[stay.end] -= size_bytes
-    return {group: np.cumsum(change)[:-1] for group, change in changes.items()}
+        if (row := row_of.get(stay.value)) is not None:
+            size_bytes = line.graph.value_by_name[stay.value].size_bytes
+            change[row, stay.begin] += size_bytes
+            change[row, stay.end] -= size_bytes
+    return np.cumsum(change, axis=1)[:, :-1]
 
 
 # The schedule as Checkmate draws it: what runs when (R), what is kept when (S). Here a row is a
@@ -231,7 +234,9 @@ def ribbon(line: Timeline) -> _Ribbon:
     titles, row_of_op = rows_of_ops(line.graph)
     rows = np.array(row_of_op, dtype=np.int64)[line.ops]
     is_forward = line.ops < line.graph.n_forward
-    held = _held_bytes(line, row_of_op, len(titles))
+    forward = zip(row_of_op, line.graph.ops[: line.graph.n_forward], strict=False)
+    row_of = {name: row for row, op in forward for name in op.outputs}
+    held = _held_bytes(line, row_of, len(titles))
     most = held.max(axis=1, keepdims=True, initial=0)
     return _Ribbon(
         titles=titles,
@@ -241,18 +246,6 @@ def ribbon(line: Timeline) -> _Ribbon:
         holds=_spans_of_mask(held > 0),
         holds_most=_spans_of_mask((held > 0) & (2 * held >= most)),  # empty rows are left out
     )
-
-
-def _held_bytes(line: Timeline, row_of_op: tuple[int, ...], n_rows: int) -> Ints:
-    """Bytes of forward values that each row holds during each run, [rows, runs]."""
-    graph = line.graph
-    change = np.zeros((n_rows, len(line) + 1), dtype=np.int64)
-    for stay in line.residences:
-        value = graph.value_by_name[stay.value]
-        if (maker := graph.op_index[value.producer]) < graph.n_forward:
-            change[row_of_op[maker], stay.begin] += value.size_bytes
-            change[row_of_op[maker], stay.end] -= value.size_bytes
-    return np.cumsum(change, axis=1)[:, :-1]
 
 
 def _spans_of_runs(rows: Ints, chosen: NDArray[np.bool_]) -> tuple[Span, ...]:

@@ -65,7 +65,7 @@ class Improvement:
         self.search, self.lazy, self.gap = search, lazy, gap
         self.seed, self.workers, self.stalled = seed, workers, 0
         self.cuts_limit = stopping.LARGE_CUTS if search.is_large else stopping.CUTS
-        self.effort, self.least_effort = 0.0, stopping.FIRST_ROUND.most
+        self.effort, self.least_effort = 0.0, stopping.FIRST_ROUND
         self.guide: Runs = ()
         self.around: LargeNeighbourhoods | None = None
 
@@ -73,7 +73,7 @@ class Improvement:
         is_slow = False
         while self.search.is_open(self.gap) and not is_slow:
             open_gap = self.search.gap
-            self.least_effort = min(2 * self.least_effort, stopping.ROUND.most)
+            self.least_effort = min(2 * self.least_effort, stopping.ROUND)
             most_stalled = stopping.STALLED_CUTS.most * len(self.lazy.parts)
             has_cuts = not self.lazy.is_done and self.stalled < most_stalled
             is_searched = self.around is not None and self.around.is_exhausted
@@ -121,7 +121,7 @@ class Improvement:
             found.append(self.lazy.climb(replace(limits, time_limit_s=limit_s)))
             self.effort = _GROWTH * _ITERATION_S * found[-1].solution.iterations
             # Presolve may solve a program without an iteration.
-            spent += max(self.effort, stopping.FIRST_ROUND.most / 10)
+            spent += max(self.effort, stopping.FIRST_ROUND / 10)
             if not found[-1].solution.finished:
                 break
         return found

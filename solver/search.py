@@ -218,26 +218,14 @@ class Search:
         if self.bound_us >= self.enough_us:
             raise _EnoughProvedError
 
-    def offer(self, state: State) -> bool:
-        """Returns whether `state` fits."""
+    def offer(self, state: State, *, or_least: bool = False) -> bool:
+        """Returns whether `state` fits; one that does not may be the `lowest` if `or_least`."""
         peak_bytes = int(state.peak_bytes.max(initial=self.problem.resident_bytes))
-        key = (self.graph.time_us + state.cost_us, peak_bytes)
-        if peak_bytes > self.budget_bytes:
-            return False
-        if key < self.best_key:
-            self.best, self.best_key = self._own(state.schedule()), key
-            self.best_state = state.copy()
-            self.tell()
-        return True
+        key = self.graph.time_us + state.cost_us, peak_bytes
+        return self._take(key, state.schedule, state, or_least=or_least)
 
     def offer_least(self, state: State) -> bool:
-        """As `offer`; one that does not fit may be the `lowest`."""
-        if self.offer(state):
-            return True
-        peak_bytes = int(state.peak_bytes.max(initial=self.problem.resident_bytes))
-        if peak_bytes < self.lowest_bytes:
-            self.lowest, self.lowest_bytes = self._own(state.schedule()), peak_bytes
-        return False
+        return self.offer(state, or_least=True)
 
     def offer_schedule(self, schedule: Schedule, *, or_least: bool = False) -> bool:
         return self.offer_evaluated(schedule, simulate(self.graph, schedule), or_least=or_least)
@@ -245,14 +233,20 @@ class Search:
     def offer_evaluated(
         self, schedule: Schedule, found: Simulation, *, or_least: bool = False
     ) -> bool:
-        """Returns whether it fits; one that does not may be the `lowest` if `or_least`."""
-        if found.peak_bytes > self.budget_bytes:
-            if or_least and found.peak_bytes < self.lowest_bytes:
-                self.lowest, self.lowest_bytes = self._own(schedule), found.peak_bytes
+        key = found.time_us, found.peak_bytes
+        return self._take(key, lambda: schedule, None, or_least=or_least)
+
+    def _take(
+        self, key: tuple[float, int], made: Callable[[], Schedule], state: State | None, *,
+        or_least: bool,
+    ) -> bool:  # fmt: skip
+        if (peak_bytes := key[1]) > self.budget_bytes:
+            if or_least and peak_bytes < self.lowest_bytes:
+                self.lowest, self.lowest_bytes = self._own(made()), peak_bytes
             return False
-        key = (found.time_us, found.peak_bytes)
         if key < self.best_key:
-            self.best, self.best_key, self.best_state = self._own(schedule), key, None
+            self.best, self.best_key = self._own(made()), key
+            self.best_state = state and state.copy()
             self.tell()
         return True
 

@@ -1,8 +1,9 @@
 """When to stop: the rules that end a part of a search, each with the reason for its figure.
 
 All but `Seconds` count what no clock moves, so the same graph, budget and options give the same
-schedule on every machine. `_CountedTime` is about seconds, counted in simplex iterations and
-CP-SAT's deterministic time. Where `Seconds` end something, two runs may differ.
+schedule on every machine. Plain numbers are branch-and-bound nodes of a mixed-integer program, or
+counted time: about seconds, in simplex iterations and CP-SAT's deterministic time. Where `Seconds`
+end something, two runs may differ.
 """
 
 from __future__ import annotations
@@ -18,13 +19,6 @@ DEFAULT_GAP = 0.01  # ends a search at a schedule proved this close: costs are n
 
 def gap_for(n_ops: int, gap: float) -> float:
     return _EXACT_GAP if n_ops <= EXACT_OPS else gap
-
-
-@dataclass(frozen=True, slots=True)
-class Nodes:
-    """Ends a mixed-integer program after `most` branch-and-bound nodes."""
-
-    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +59,6 @@ class Rounds:
 
 
 @dataclass(frozen=True, slots=True)
-class _CountedTime:
-    """Ends CP-SAT, or a round, after so many seconds as counted by what no clock moves."""
-
-    most: float
-
-
-@dataclass(frozen=True, slots=True)
 class SlowRound:
     """Ends rounds, where the gap is below `narrow`, after one that leaves `part` of it."""
 
@@ -84,25 +71,25 @@ class SlowRound:
 
 # ---- programs of cuts (`cuts`, `auto`, `bounds`)
 
-CUT_NODES = Nodes(500)  # a program of cuts, which the next cut replaces anyway
-FIRST_CUT_NODES = Nodes(50)  # the program of one cut: starts that come after it are often better
-LARGE_CUT_NODES = Nodes(20)  # a program of a large graph, whose nodes are slow
-JOINT_NODES = Nodes(20)  # cuts with copies: nearly all of the gap is closed at the root
-ANY_ORDER_NODES = Nodes(100)  # the one integer program of the bound for every order
+CUT_NODES = 500  # a program of cuts, which the next cut replaces anyway
+FIRST_CUT_NODES = 50  # the program of one cut: starts that come after it are often better
+LARGE_CUT_NODES = 20  # a program of a large graph, whose nodes are slow
+JOINT_NODES = 20  # cuts with copies: nearly all of the gap is closed at the root
+ANY_ORDER_NODES = 100  # the one integer program of the bound for every order
 BEST_CUT = Seconds(least_s=1.0)  # each program that chooses the first cut: no bound without one
 RELAXED = Seconds(least_s=0.1)  # each linear program that gives a start, or a bound for every order
 # Several cuts beside neighbourhoods. The status does not say that this clock ended a program.
 CUTS = Seconds(most_s=25.0)
 LARGE_CUTS = Seconds(most_s=4.0)  # the same on large graphs, where one cut says nearly all
 STALLED_CUTS = Rounds(3)  # rounds in a row that raise no bound, after which cuts are given up
-FIRST_ROUND, ROUND = _CountedTime(0.5), _CountedTime(3.0)  # of cuts and neighbourhoods, doubling
+FIRST_ROUND, ROUND = 0.5, 3.0  # counted time of cuts and neighbourhoods, doubling
 LAST_LARGE_ROUND = SlowRound(narrow=0.01, part=0.9)  # with a wider gap the time limit ends rounds
 
 BUDGET_CONTINUATION = Seconds(part=0.7)  # the way down from the peak, where nothing fits yet
 CONTINUATION_REPAIR = WorkLimit(30_000)  # one repair on that way: else a smaller step is quicker
 # Neighbourhoods at one budget of that way: at first, and after doubling where the least step is too
 # long, on a way that is to end soon or may be hard. .5 throughout took 34 s, not 26.
-FIRST_DESCENT, SOON_DESCENT, LAST_DESCENT = _CountedTime(0.25), _CountedTime(0.5), _CountedTime(2.0)
+FIRST_DESCENT, SOON_DESCENT, LAST_DESCENT = 0.25, 0.5, 2.0
 
 CLIMBED = Rounds(most=400, times_ops=60_000, least=20)  # sets of hosted ops, a repair or two each
 REORDERED = Rounds(most=60, times_ops=12_000, least=4)  # orders of copies down tried for a state
@@ -119,7 +106,7 @@ VAIN_EXCHANGES = Rounds(times_ops=100_000, least=20)  # each costs about as much
 
 # ---- neighbourhoods solved by CP-SAT (`local_search`)
 
-NEIGHBOURHOOD = _CountedTime(0.7)  # sets of ops that take longer are made smaller
+NEIGHBOURHOOD = 0.7  # counted time; sets of ops that take longer are made smaller
 
 # ---- bounds on the least peak (`bounds`)
 
@@ -160,6 +147,6 @@ DROPPED_RUNS = Rounds(12)  # repeated runs that are tried to be left out of an o
 
 # ---- other solvers (`blocks`, `exact`, `policies`)
 
-BLOCK_NODES = Nodes(200)  # a program that makes an option of a block
+BLOCK_NODES = 200  # a program that makes an option of a block
 CUT_FIRST = Seconds(part=1 / 3)  # `cut`, from which `retention` starts
 LEAST_PEAK_TRIES = Rounds(10)  # budgets for a policy's least peak; each halves the range

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
-import inspect
 import math
 import operator
-import re
-import sys
+from pathlib import Path
 from typing import Any, Protocol, SupportsIndex, cast
 
+import msgspec
 import numpy as np
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.levers import attribute_at
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Option
 
@@ -104,38 +103,7 @@ def budget_as_int(budget_bytes: object) -> int:
         ) from None
 
 
-TABLE: dict[str, str] = {
-    "auto": "remat.solver.auto:Auto",
-    "cut": "remat.solver.cuts.cut:Cut",
-    "joint": "remat.solver.offload.joint:JointOffload",
-    "hierarchical": "remat.solver.blocks.hierarchical:Hierarchical",
-    "checkmate": "remat.solver.exact.checkmate:Checkmate",
-    "retention": "remat.baselines.retention:Retention",
-    "rotor": "remat.baselines.rotor:Rotor",
-    "revolve": "remat.baselines.revolve:Revolve",
-    "chen_greedy": "remat.baselines.hand_written_rules:ChenGreedy",
-    "chen_sqrt": "remat.solver.segments.chen_sqrt:ChenSqrt",
-    "lower_set": "remat.solver.segments.lower_set:LowerSet",
-    "lp_rounding": "remat.baselines.lp_rounding:LpRounding",
-    "dtr": "remat.solver.policies.policies:Dtr",
-    "lru": "remat.baselines.evictions:Lru",
-    "largest": "remat.solver.policies.policies:Largest",
-    "msps": "remat.solver.policies.policies:Msps",
-    "dte": "remat.baselines.evictions:Dte",
-    "coop": "remat.baselines.evictions:Coop",
-    "store_all": "remat.solver.policies.template:StoreAll",
-    "full": "remat.baselines.hand_written_rules:Full",
-    "every_n_layers": "remat.solver.policies.template:EveryNLayers",
-    "selective": "remat.baselines.hand_written_rules:Selective",
-    "keep_attention_output": "remat.baselines.hand_written_rules:KeepAttentionOutput",
-    "norms_and_activations": "remat.baselines.hand_written_rules:NormsAndActivations",
-    "torch_knapsack": "remat.baselines.torch_budget:TorchKnapsack",
-    "swap_all": "remat.baselines.offload_policies:SwapAll",
-    "delta": "remat.baselines.offload_policies:Delta",
-    "layer_fractions": "remat.baselines.layer_fractions:LayerFractions",
-    "fraction": "remat.baselines.offload_policies:Fraction",
-    "exhaustive": "remat.solver.exact.exhaustive:Exhaustive",
-}
+TABLE: dict[str, str] = msgspec.json.decode(Path(__file__).with_name("solvers.json").read_bytes())
 # They refuse a graph from which nothing may leave the device.
 NEEDS_LINKS = ("swap_all", "delta", "layer_fractions", "fraction")
 
@@ -151,20 +119,11 @@ def solver_class(name: str) -> type[Any]:
         near = difflib.get_close_matches(name, TABLE, n=3)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise SolverError(f"unknown solver '{name}': {hint}choose one of {', '.join(TABLE)}")
-    module, _, attribute = TABLE[name].partition(":")
-    return cast("type[Any]", getattr(importlib.import_module(module), attribute))
+    return attribute_at(TABLE[name])
 
 
 def plans_copies(solver: str) -> bool:
     return getattr(solver_class(solver), "copies", False)
-
-
-def header_of(name: str) -> str:
-    made = solver_class(name)
-    own = inspect.cleandoc(made.__doc__ or "")
-    if "Solves:" not in own:  # solvers that share a file say what they are at their classes
-        return inspect.cleandoc(sys.modules[made.__module__].__doc__ or "")
-    return re.split(r"\n\nAttributes\n-+\n", own)[0]
 
 
 def option_names(name: str) -> list[str]:

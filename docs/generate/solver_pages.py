@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.solver_table import header_of
 from remat.solver import TABLE, solver_class
-from remat.solver.table import header_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = "solvers.md"

@@ -16,7 +16,8 @@ from remat.graph_capture.joint.nodes import aten, is_getitem
 
 SHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 PRODUCTS = (aten.mm.default, aten.addmm.default)
-_NAMES = (*SHAPES, aten.detach.default)
+_DETACH = (aten.detach.default,)
+_NAMES = (*SHAPES, *_DETACH)
 
 
 class NoMlpError(Exception):
@@ -79,9 +80,9 @@ def sources_of(node: Any) -> list[fx.Node]:
     return found
 
 
-def aliases_of(node: fx.Node) -> list[fx.Node]:
-    own = [user for user in node.users if user.target in _NAMES]
-    return [node, *(alias for user in own for alias in aliases_of(user))]
+def aliases_of(node: fx.Node, by: tuple[Any, ...] = _NAMES) -> list[fx.Node]:
+    own = [user for user in node.users if user.target in by]
+    return [node, *(alias for user in own for alias in aliases_of(user, by))]
 
 
 def readers_of(node: Any) -> list[fx.Node]:
@@ -247,7 +248,7 @@ def _head_of(softmax: fx.Node) -> Head:
     assert isinstance(source, fx.Node)
     head = Head(softmax, product, x, source, bias, loss)
     _take_rows(head, chain[::-1])
-    head.forward = [*chain[::-1], *_names_of(softmax), loss, *loss.users]
+    head.forward = [*chain[:0:-1], *aliases_of(softmax, _DETACH), loss, *loss.users]
     _find_backward(head)
     return head
 
@@ -268,16 +269,8 @@ def _up_to_product(softmax: fx.Node) -> Iterator[fx.Node]:
 
 
 def _reading(node: fx.Node) -> list[fx.Node]:
-    return [user for name in (node, *_names_of(node)) for user in name.users if not _is_name(user)]
-
-
-def _names_of(node: fx.Node) -> list[fx.Node]:
-    own = [user for user in node.users if _is_name(user)]
-    return [name for user in own for name in (user, *_names_of(user))]
-
-
-def _is_name(node: fx.Node) -> bool:
-    return node.target is aten.detach.default
+    users = (user for name in aliases_of(node, _DETACH) for user in name.users)
+    return [user for user in users if user.target not in _DETACH]
 
 
 def _only(found: list[fx.Node], of: fx.Node) -> fx.Node:

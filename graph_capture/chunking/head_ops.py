@@ -1,10 +1,8 @@
 """A linear head with its cross-entropy in chunks, so that all logits are never live at once.
 
-Outputs are cut, sums never, so each number is made by eager's kernel over eager's sum. The gradient
-of the weight sums over rows, so it is cut by classes. Such a block needs each row's maximum and the
-logarithm of its sum, which forward returns. `INPUT_AND_WEIGHT` sums over blocks of rows instead: it
-makes the logits once, not twice, in another order.
-
+Outputs are cut, sums never, so each number is made by eager's kernel over eager's sum. The weight's
+gradient is cut by classes. Such a block needs each row's maximum and the logarithm of its sum,
+which forward returns. `INPUT_AND_WEIGHT` sums over blocks of rows: the logits are made once.
 Chunked losses: Liger Kernel (P.-L. Hsu et al., 2024, https://arxiv.org/abs/2410.10989), Cut Your
 Losses (E. Wijmans et al., 2024, https://arxiv.org/abs/2411.09009). Both sum in another order.
 """
@@ -68,7 +66,7 @@ class _HeadLoss:
 
     def logits(self, rows: _Rows) -> Tensor:
         """Of those of the block's rows that the loss takes, in the dtype of the loss."""
-        return self._taken(_product(self.x[rows.a : rows.b], self.weight, self.bias), rows.inside)
+        return self._taken(linear(self.x[rows.a : rows.b], self.weight, self.bias), rows.inside)
 
     def _taken(self, logits: Tensor, chosen: Tensor | None) -> Tensor:
         if chosen is not None:
@@ -109,8 +107,10 @@ def blocks(n: int, chunks: int, multiple: int = 1) -> list[tuple[int, int]]:
     return [(a, min(a + step, n)) for a in range(0, n, step)]
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
 
 
 # The gradient of a head's logits, by blocks of rows and by blocks of classes, to eager's bits.
@@ -188,7 +188,7 @@ def _class_gradients(
     # One column more holds what a row's sum has outside of this block.
     log_p = torch.zeros(len(top), n_block + 1, dtype=one.dtype, device=top.device)
     bias = None if one.bias is None else one.bias[a:b]
-    log_p[:, :n_block] = one._taken(_product(one.x, one.weight[a:b], bias), one.chosen_here)
+    log_p[:, :n_block] = one._taken(linear(one.x, one.weight[a:b], bias), one.chosen_here)
     log_p[:, :n_block].sub_(top).sub_(log_sum)  # as torch's kernel: their sum would round otherwise
     at = torch.where((one.target >= a) & (one.target < b), one.target - a, n_block)
     of_log_p = torch.zeros_like(log_p)

@@ -1,11 +1,9 @@
 """An MLP in chunks, so that its whole hidden activation is never live.
 
 Outputs are cut, sums never, so each number is made by eager's kernel over eager's sum. The weights'
-gradients sum over rows, so they are cut along the hidden dimension. Backward makes the hidden
-activation and its gradient once in each orientation: two products more than where it is made again
-once, three more than where it is kept; with a gate three and five.
-
-An MLP is ``down(f(gate(x)))``, or ``down(f(gate(x)) * up(x))`` with a gate (N. Shazeer, 2020,
+gradients are cut along the hidden dimension. Backward makes the hidden activation and its gradient
+once in each orientation: three products more than where they are kept, with a gate five. An MLP is
+``down(f(gate(x)))``, or ``down(f(gate(x)) * up(x))`` with a gate (N. Shazeer, 2020,
 https://arxiv.org/abs/2002.05202). Blocks of rows of MLPs: Blockwise Parallel Transformer (H. Liu
 and P. Abbeel, 2023, https://arxiv.org/abs/2305.19370), which sums the weights' gradients over them.
 """
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat.graph_capture.chunking.head_ops import blocks
+from remat.graph_capture.chunking.head_ops import blocks, linear
 from remat.graph_capture.chunking.mlp import ACTIVATIONS
 
 COLUMNS_MULTIPLE = 64  # blocks of hidden columns are such, so each begins at a line of the caches
@@ -97,8 +95,7 @@ class _SplitMlp:
 
 
 def _part_of_layer(x: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tensor:
-    transposed = weight[columns].t()
-    return torch.mm(x, transposed) if bias is None else torch.addmm(bias[columns], x, transposed)
+    return linear(x, weight[columns], None if bias is None else bias[columns])
 
 
 @torch.library.impl(_library, "mlp", "CompositeExplicitAutograd")
@@ -106,12 +103,8 @@ def _mlp(*given: Any) -> Tensor:
     down_bias, one = given[6], _SplitMlp(*given[:6], *given[7:])
     # Blocks are written into it, so that none of the output is there beside it.
     made = one.x.new_empty(one.x.shape[0], one.down_weight.shape[0])
-    down = one.down_weight.t()
     for rows in one.rows():
-        if down_bias is None:
-            torch.mm(one.inner(rows), down, out=made[rows])
-        else:
-            torch.addmm(down_bias, one.inner(rows), down, out=made[rows])
+        linear(one.inner(rows), one.down_weight, down_bias, out=made[rows])
     return made
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Container, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -33,8 +33,15 @@ def _replace_node(old: fx.Node, new: fx.Node) -> None:
         new.meta = dict(meta)
 
 
-def _replace_results(node: fx.Node, old: Iterable[fx.Node | None]) -> None:
-    """Let results of `node` take the places of `old`, in their order; None has no place."""
+def _take_places(node: fx.Node, old: Sequence[fx.Node | None], like: Tensor, none: Any) -> None:
+    """Let results of `node` take the places of `old`, in their order; None, of shape `none`, has
+    no place."""
+    if node.target in (INPUT, MLP_INPUT):  # one result
+        _replace_node(cast("fx.Node", old[0]), node)
+        return
+    with like.fake_mode:  # pyright: ignore
+        unwanted = torch.empty(none, dtype=like.dtype, device=like.device)
+    node.meta["val"] = tuple(unwanted if one is None else one.meta["val"] for one in old)
     last = node
     for i, one in enumerate(old):
         if one is not None:
@@ -60,7 +67,10 @@ def _replace_head(head: Head, chunks: int, is_exact: bool) -> list[fx.Node]:
     row_term = head.smoothing.row_term if head.smoothing else None
     backward = (head.gradient, *read, head.total_weight, *saved, row_term, *facts)
     for op, name, gradients in _backward_ops(head, is_exact):
-        made.append(_backward(head, op, f"{head.softmax.name}_{name}", backward, gradients))
+        first = _first_of([node for node in gradients if node is not None])
+        made.append(_node_before(first, op, f"{head.softmax.name}_{name}", backward))
+        made[-1].meta = dict(first.meta)
+        _take_places(made[-1], gradients, head.weight.meta["val"], 0)
     _erase_unread_nodes(head.loss.graph, reversed([*head.forward, *head.backward]))
     return made
 
@@ -103,28 +113,9 @@ def _forward(head: Head, args: tuple[Any, ...]) -> fx.Node:
     return node
 
 
-def _backward(head: Head, op: Any, name: str, args: Any, gradients: _Gradients) -> fx.Node:
-    first = _first_of([node for node in gradients if node is not None])
-    node = _node_before(first, op, name, args)
-    node.meta = dict(first.meta)
-    if op is INPUT:
-        _replace_node(first, node)
-    else:
-        node.meta["val"] = tuple(_values(gradients, head.weight.meta["val"], 0))
-        _replace_results(node, gradients)
-    return node
-
-
 def _first_of(nodes: Sequence[fx.Node]) -> fx.Node:
     order = {node: i for i, node in enumerate(nodes[0].graph.nodes)}
     return min(nodes, key=order.__getitem__)
-
-
-def _values(nodes: Sequence[fx.Node | None], like: Tensor, shape: Any) -> list[Tensor]:
-    """Traced values of results; a tensor of this shape where nobody needs one."""
-    with like.fake_mode:  # pyright: ignore
-        none = torch.empty(shape, dtype=like.dtype, device=like.device)
-    return [none if node is None else node.meta["val"] for node in nodes]
 
 
 def _replace_mlp(mlp: Mlp, chunks: int) -> list[fx.Node]:
@@ -145,7 +136,11 @@ def _replace_mlp(mlp: Mlp, chunks: int) -> list[fx.Node]:
         for op, name, more in _ops_of_backward(mlp)
     ]
     for node in made[1:]:
-        _take_places(mlp, node)
+        old = results_of(mlp, node.target)
+        node.meta = dict(next(one for one in old if one is not None).meta)
+        is_left_out = node.target is MLP_WEIGHTS  # what nobody needs (`wanted`); no term of x's
+        like: Tensor = (gate.weight if is_left_out else gate.x).meta["val"]
+        _take_places(node, old, like, 0 if is_left_out else like.shape)
     _erase_unread_nodes(graph, reversed([*mlp.forward, *mlp.backward]))
     return made
 
@@ -172,19 +167,6 @@ def _ops_of_backward(mlp: Mlp) -> list[tuple[Any, str, tuple[Any, ...]]]:
 def _node_before(before: fx.Node, op: Any, name: str, args: tuple[Any, ...]) -> fx.Node:
     with before.graph.inserting_before(before):
         return before.graph.create_node("call_function", op, args, {}, name)
-
-
-def _take_places(mlp: Mlp, node: fx.Node) -> None:
-    old = results_of(mlp, node.target)
-    wanted = [one for one in old if one is not None]
-    node.meta = dict(wanted[0].meta)
-    if node.target is MLP_INPUT:
-        _replace_node(wanted[0], node)
-        return
-    is_left_out = node.target is MLP_WEIGHTS  # what nobody needs (`wanted`), but no term of x's
-    like: Tensor = (mlp.gate.weight if is_left_out else mlp.gate.x).meta["val"]
-    node.meta["val"] = tuple(_values(old, like, 0 if is_left_out else like.shape))
-    _replace_results(node, old)
 
 
 HeadOrMlp = Head | Mlp  # a part of a region, all of which run in the same number of chunks

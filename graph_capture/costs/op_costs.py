@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from msgspec.structs import replace
 from torch import fx
@@ -35,7 +34,7 @@ from remat.graph_capture.costs.op_times import (
     KERNEL_ERRORS,
     KernelError,
     cost_key,
-    sample_arguments,
+    runner_of,
     times_us,
     why_not_run,
 )
@@ -51,7 +50,7 @@ from remat.graph_capture.devices.memory import is_out_of_memory
 from remat.graph_capture.devices.memory_events import RegionMemory
 from remat.graph_capture.devices.meter import Meter, Run
 from remat.graph_capture.devices.placement import meter_of
-from remat.graph_capture.distributed.collectives import is_collective, local_runner, run_locally
+from remat.graph_capture.distributed.collectives import is_collective, run_locally
 from remat.graph_capture.errors import CaptureError, option
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.build import SAVE_RNG, Joint
@@ -92,13 +91,13 @@ def time_ops(
 
     progress(0, len(missing), text=f"timing {len(missing)} kinds of op")
     costs = times_us(
-        {key: partial(_runner_of, joint, node) for key, node in missing.items()},
+        {key: partial(runner_of, node, joint.module) for key, node in missing.items()},
         {key: moved_bytes(node) for key, node in missing.items()},
         meter, failed, first=first, after=after, between=between,
         begun=cache.begun, keep=cache.keep_begun,
     )  # fmt: skip
     with _said_if_short():  # memory comes last: what libraries take at first is then no op's
-        memory = meter.regions(_runner_of(joint, missing[key]) for key in costs)
+        memory = meter.regions(runner_of(missing[key], joint.module) for key in costs)
     for (key, (cost_us, away)), found in zip(costs.items(), memory, strict=True):
         op_costs[key] = OpCost(cost_us, *_bytes_taken(missing[key], found, meter), away=away)
     return op_costs, frozenset(no_room)
@@ -143,12 +142,6 @@ def _bytes_taken(node: fx.Node, region: RegionMemory, meter: Meter) -> tuple[int
     workspace_bytes = max(0, region.peak_bytes - max(traced_bytes, region.final_bytes))
     kept_bytes = max(0, region.final_bytes - traced_bytes)
     return allocator_rounding(meter.device)(workspace_bytes), kept_bytes
-
-
-def _runner_of(joint: Joint, node: fx.Node) -> Callable[[], Any]:
-    args, kwargs = sample_arguments(node, joint.module)  # outside of `run`: it is not timed
-    target = local_runner(node)
-    return lambda: target(*args, **kwargs)
 
 
 def _place(joint: Joint, node: fx.Node) -> str:
@@ -239,7 +232,7 @@ def _measured(
     of_op = {name: costs[key] for name, key in keys.items()}
     costed = replace(
         graph,
-        ops=tuple(_costed(op, of_op.get(op.name)) for op in graph.ops),
+        ops=tuple(with_cost(op, of_op.get(op.name)) for op in graph.ops),
         values=_values_as_allocated(joint, of_op),
         resident=replace(graph.resident, libraries_bytes=meter.library_bytes()),
         cost_origin="measured",
@@ -283,7 +276,7 @@ def _measured_chunks(meter: Meter, cache: CostCache, told: ProgressCallback) -> 
         costs = _known_or_measured(found.joint, nodes, meter, cache, {}, told, None)
         of_op = {name: costs[key] for name, key in keys.items()}
         ops = {op.name: op for op in found.joint.graph.ops}
-        own = {name: _costed(ops[name], one) for name, one in of_op.items()}
+        own = {name: with_cost(ops[name], one) for name, one in of_op.items()}
         return own, _values_as_allocated(found.joint, of_op)
 
     return chunk_costs
@@ -322,7 +315,9 @@ def _values_as_allocated(joint: Joint, costs: dict[str, OpCost]) -> tuple[Value,
     graph = joint.graph
     allocated = allocator_rounding(graph.device)
     # What a step on a CUDA device has on the host takes nothing on the device.
-    host = _on_the_host(joint) if is_cuda(graph.device) else frozenset()
+    nodes = joint.base_of_value.items() if is_cuda(graph.device) else ()
+    bases = ((name, tensors_of(node)[0]) for name, node in nodes)
+    host = {name for name, t in bases if t is not None and t.device.type == CPU}
     # Some results are larger than a trace says: mse_loss returns a scalar in the storage of all its
     # terms. So the first result grows by what the op kept; for this a hash does not cover sizes.
     costed = (op for op in graph.ops if op.name in costs and op.outputs)
@@ -337,16 +332,11 @@ def _values_as_allocated(joint: Joint, costs: dict[str, OpCost]) -> tuple[Value,
     )
 
 
-def _on_the_host(joint: Joint) -> frozenset[str]:
-    bases = ((name, tensors_of(node)[0]) for name, node in joint.base_of_value.items())
-    return frozenset(name for name, t in bases if t is not None and t.device.type == CPU)
-
-
 def _silent(done: int = 0, total: int | None = None, *, text: str = "") -> None:
     pass
 
 
-def _costed(op: Op, cost: OpCost | None) -> Op:
+def with_cost(op: Op, cost: OpCost | None) -> Op:
     if cost is None:  # the arrival of tangents and new statistics are no ops of torch
         return op
     return replace(
@@ -431,7 +421,7 @@ def _warm(joint: Joint, nodes: Mapping[str, fx.Node], ran: list[str]) -> Iterato
     """Runs of ops that have run once; the keys of those that do run are added to `ran`."""
     for key, node in nodes.items():
         with contextlib.suppress(*KERNEL_ERRORS):
-            run = _runner_of(joint, node)
+            run = runner_of(node, joint.module)
             run_locally(run)  # what libraries allocate at their first use is then no op's
             ran.append(key)
             yield run

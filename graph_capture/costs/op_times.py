@@ -1,8 +1,7 @@
 """The times of many ops, taken in several passes over all of them.
 
-A shared core changes its speed by a fifth for seconds on end, so costs of one slow spell cannot be
-compared with the rest: an LSTM's products took 865 us in one go and 980 a minute later. The least
-time counts that another pass confirms; an op without one is timed in a few more.
+A shared core changes its speed by a fifth for seconds on end. So the least time counts that another
+pass confirms; an op without one is timed in a few more.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor, fx
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.memory import is_out_of_memory
 from remat.graph_capture.devices.meter import LoadAwareTimer, Meter, Run, have_agreed, least_agreed
-from remat.graph_capture.distributed.collectives import run_locally
+from remat.graph_capture.distributed.collectives import local_runner, run_locally
 from remat.graph_capture.joint.in_place_ops import calls_of, joined_op_names
 from remat.graph_capture.joint.nodes import aten, is_alias_of_input, is_getitem, target_name
 from remat.graph_capture.torch_private.core import OpOverload, pytree
@@ -104,11 +103,10 @@ def _take(
             between()
 
 
-# Made data to run a traced node on its own. What a kernel trusts is never made up: one that is
-# given an index out of range, and does not look, writes to memory that is not its own. So random
-# integers go only to kernels that check them, or stay below a known bound. What an op has made for
-# its backward is taken from a run of it: places of a pooling, pivots, the seed of fused attention
-# (which may be on the host where a trace has it on the device). All others are zero.
+# Made data to run a traced node on its own. A kernel that is given an index out of range, and does
+# not look, writes to memory that is not its own. So random integers go only to kernels that check
+# them, or stay below a known bound. What an op has made for its backward (places of a pooling,
+# pivots, a seed) is taken from a run of it. All others are zero.
 
 _BLOCK = 4096  # elements of the random pattern that made data repeats
 _LINE_BYTES = 64  # of the caches: no kernel's speed hangs on more than an address's place in a line
@@ -172,9 +170,16 @@ def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], di
             return sample_tensor(value, _index_bound(node))
         if (source := _maker(leaf)) is None:
             return _as(value, _storage_for(value).zero_())
-        return _made_by(source, leaf, constants)
+        found = run_locally(runner_of(source, constants))
+        return found if source is leaf else found[leaf.args[1]]
 
     return pytree.tree_map(made, (tuple(node.args), dict(node.kwargs)))
+
+
+def runner_of(node: fx.Node, constants: Any) -> Callable[[], Any]:
+    args, kwargs = sample_arguments(node, constants)  # outside of the run: it is not timed
+    target = local_runner(node)
+    return lambda: target(*args, **kwargs)
 
 
 def _is_checked(node: fx.Node, indices: fx.Node) -> bool:
@@ -202,13 +207,6 @@ def _maker(leaf: fx.Node) -> fx.Node | None:
     if not isinstance(source, fx.Node) or not isinstance(source.target, OpOverload):
         return None
     return source if is_getitem(leaf) or not leaf.all_input_nodes else None
-
-
-def _made_by(source: fx.Node, leaf: fx.Node, constants: Any) -> Any:
-    args, kwargs = sample_arguments(source, constants)
-    target: Any = source.target
-    found = run_locally(lambda: target(*args, **kwargs))
-    return found if source is leaf else found[leaf.args[1]]
 
 
 def _index_bound(node: fx.Node) -> int:

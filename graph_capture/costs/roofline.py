@@ -1,9 +1,8 @@
 """A model of the time of an op, from its work and a device's rates.
 
 ``max(flops / rate, bytes / bandwidth) + launch`` (S. Williams, A. Waterman, D. Patterson,
-"Roofline", 2009, https://doi.org/10.1145/1498765.1498785). Rate and bandwidth are shares of the
-device's peaks: those that `devices.json` assumes for a class of ops, or a profile's median over ops
-of the same target, else of the same class.
+"Roofline", 2009, https://doi.org/10.1145/1498765.1498785). Rates are shares of the device's peaks:
+from `devices.json` for a class of ops, or a profile's median over ops of a target, else of a class.
 """
 
 from __future__ import annotations

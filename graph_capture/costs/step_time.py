@@ -1,11 +1,9 @@
 """The step run as a whole, for what it takes beyond its ops, on a CPU a tenth or two.
 
-Without that, overheads are shares of too little: a Llama was planned at 12.0 % and took 8.5. An op
-in the step finds less in the caches than one that is computed again right before it is read. Three
-runs on made data take turns, as a shared machine is slow for seconds on end: the step
-(`with_forward_timed`), the step that computes forward again (`recomputing`), and forward that drops
-its results (`dropping`). Timing every op where it stands was not taken: it would charge what is
-computed again for caches that it finds filled.
+Without that, overheads are shares of too little: a Llama was planned at 12.0 % and took 8.5. Three
+runs on made data take turns: the step (`with_forward_timed`), the step that computes forward again
+(`recomputing`), and forward that drops its results (`dropping`). Timing every op where it stands
+would charge what is computed again for caches that it finds filled.
 """
 
 from __future__ import annotations
@@ -37,12 +35,10 @@ from remat.graph_capture.joint.nodes import copy_of, is_getitem
 # What it costs to keep results for backward, beside dropping them.
 #
 # A dropped result leaves its memory, near the core, to the next one; costs of single ops do not
-# know this, so computing again seems to cost more than it does. Plans of a mixture of experts said
-# to take 13.4 % took 9.4 %. So forward is timed as it keeps and as it drops: the difference is
-# taken off the costs of what is kept, and `calibrated` adds it to the step. Both runs take turns in
-# both orders, and a median counts: an LSTM's then came out between -0.5 and +1.4 % of a step, and
-# between -8 and +7 % by five runs in a row. Not taken: costs with caches warm, and a cost for each
-# byte that is read again.
+# know this: plans of a mixture of experts said to take 13.4 % took 9.4 %. So forward is timed as it
+# keeps and as it drops: the difference is taken off the costs of what is kept, and `calibrated`
+# adds it to the step. In turns, an LSTM's came out between -0.5 and +1.4 % of a step, in five runs
+# in a row between -8 and +7 %. Not taken: costs with caches warm, or for each byte read again.
 
 
 Costs = Mapping[str, float]  # the time of one run of each op, in us, by its name
@@ -126,12 +122,9 @@ def _end_of_forward(joint: Joint, nodes: Sequence[fx.Node]) -> int:
 # Where each result is made again right before it is read, all of what keeping takes is saved
 # (`less_for_kept`). Where a stretch is made again and held, nothing is, and reading from far away
 # costs more. Plans lie between, so forward's costs are multiplied by the root of what the segments
-# took over what their costs say: 0.99 in a mixture of experts to 1.14 in ResNet-50 on an AMD EPYC.
-#
-# Over 33 plans of six models, overheads were off by 0.38 points in the median and 1.6 at worst;
-# with nothing taken off and no factor by 0.57 and 2.5, with the whole factor by 0.39 and 1.6. The
-# run takes time: a U-Net's capture and timing 9.1 s in place of 5.3. Not taken: segments that a
-# solver cuts, which gave like factors. Not tried: rounds that end once the ratio is sure.
+# took over what their costs say. Over 33 plans of six models, overheads were then off by 0.38
+# points in the median and 1.6 at worst; with nothing taken off and no factor by 0.57 and 2.5. Not
+# taken: segments that a solver cuts, which gave like factors.
 
 
 LEAST_OF_RECOMPUTING, MOST_OF_RECOMPUTING = 0.5, 2.0  # beyond, it says more of the clock

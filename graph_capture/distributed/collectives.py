@@ -128,10 +128,11 @@ def local_runner(node: fx.Node) -> Callable[..., Any]:
 
 def without_other_ranks(gm: fx.GraphModule) -> fx.GraphModule:
     """`gm` itself, its collectives replaced by stand-ins that take the same memory."""
-    for node in collectives_in(gm):
-        made = _layouts(node), _copied_bytes(node)
-        node.target, node.args, node.kwargs = _made_up, made, {}
-    gm.recompile()
+    if found := collectives_in(gm):
+        for node in found:
+            made = _layouts(node), _copied_bytes(node)
+            node.target, node.args, node.kwargs = _made_up, made, {}
+        gm.recompile()
     return gm
 
 
@@ -323,6 +324,8 @@ class NeedsOtherRanksError(RuntimeError):
 
 class _LocalExecution(OpWatcher):
     """Fails where a collective would wait for other ranks, also inside of an op of somebody's."""
+
+    supports_higher_order_operators = True
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_collective_target(str(func)):

@@ -1,9 +1,8 @@
 """Dropout as eager computes it on a CPU, to the last bit and in about its time.
 
 A trace's `aten.native_dropout` scales by 1 / (1 - p) rounded from double precision. Eager divides
-in the tensor's own precision, which for some p (0.04, 0.15, 0.45, ...) is another float32, and for
-most p another bfloat16 in backward. The mask stays one byte an element, where eager keeps a float:
-even the plan that keeps everything needs less than the unmodified step (`eager_step.py`).
+in the tensor's own, which may round otherwise. The mask stays one byte an element, where eager
+keeps a float: the plan that keeps everything needs less than the unmodified step.
 """
 
 from __future__ import annotations

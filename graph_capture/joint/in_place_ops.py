@@ -1,10 +1,9 @@
 """A tensor that is made only to be written to is made and written to by one op.
 
-So are gradients of picked elements (`gather`, an index, `topk`, `max`): eager writes into zeros,
-where a trace has zeros and a copy of them at once. As one op the two take what eager takes, and may
-run again. It is done where nothing else reads what is written to, where eager has run the form in
-place (or the tensor is of equal numbers or none), and where nothing is held for longer than in
-eager.
+So are gradients of picked elements: eager writes into zeros, where a trace has zeros and a copy of
+them at once. As one op the two take what eager takes, and may run again. It is done where nothing
+else reads what is written to, where eager has run the form in place (or the tensor is of equal
+numbers or none), and where nothing is held for longer than in eager.
 """
 
 from __future__ import annotations

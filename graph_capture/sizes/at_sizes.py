@@ -140,7 +140,7 @@ def _with_workspaces(
     high, index = corner(ranged.symbols, "high"), ranged.base.op_index
     more: list[WorkspacePoint] = []
     known = [one.sizes for one in ranged.points]
-    axes = [{**high, s.name: size} for s in ranged.symbols for size in spread(s, _MOST_SIZES)]
+    axes = [{**high, s.name: size} for s in ranged.symbols for size in spread(s.sizes, _MOST_SIZES)]
     for sizes in (sizes for sizes in axes if sizes not in known):
         found = workspaces(_trace_at(trace, sizes), names)
         made = [op.workspace_bytes for op in ranged.at(**sizes).ops]

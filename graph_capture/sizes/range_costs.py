@@ -1,9 +1,7 @@
 """Costs of ops at any size of a range, from those at a few sizes.
 
-A cost is ``a + b * flops + c * bytes``, with coefficients of 0 or more that fit best, relative to
-what was measured: the roofline model (Williams, Waterman and Patterson 2009,
-https://doi.org/10.1145/1498765.1498785) with its ceilings added up. What is left over is
-interpolated, so that the sizes that were measured keep their costs.
+A cost is ``a + b * flops + c * bytes``, with coefficients of 0 or more that fit best: the model of
+`roofline` with its ceilings added up. What is left over is interpolated.
 """
 
 from __future__ import annotations
@@ -325,13 +323,11 @@ def point_of(
 
 def _between(at: float, known: Floats, rows: Floats) -> Floats:
     """Each column of `rows`, one a point, interpolated; constant beyond the ends."""
-    if at <= known[0] or len(known) == 1:
-        return rows[0]
-    for i in range(1, len(known)):
-        if at <= known[i]:
-            part = (at - known[i - 1]) / max(known[i] - known[i - 1], 1e-12)
-            return rows[i - 1] + part * (rows[i] - rows[i - 1])
-    return rows[-1]
+    i = int(np.searchsorted(known, at))
+    if i in (0, len(known)):
+        return rows[max(i - 1, 0)]
+    part = (at - known[i - 1]) / max(known[i] - known[i - 1], 1e-12)
+    return rows[i - 1] + part * (rows[i] - rows[i - 1])
 
 
 def _moved_bytes(graph: TrainingGraph) -> Floats:

@@ -8,7 +8,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ _COMPARES: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Gt: operator.gt, ast.GtE: operator.ge,
 }  # fmt: skip
 _MOST_POWER = 8  # the highest that is evaluated: a text of a file must not make endless numbers
+_T = TypeVar("_T")
 
 
 def evaluated(text: str, sizes: Mapping[str, int]) -> int:
@@ -290,12 +291,10 @@ def corner(symbols: Sequence[Symbol], which: str) -> dict[str, int]:
     return {symbol.name: getattr(symbol, which) for symbol in symbols}
 
 
-def spread(symbol: Symbol, most: int) -> list[int]:
-    """Sizes of a symbol from the least to the largest: all of them, or `most` at equal steps."""
-    last = len(symbol.sizes) - 1
-    if last < most:
-        return list(symbol.sizes)
-    return [symbol.sizes[last * i // (most - 1)] for i in range(most)]
+def spread(of: Sequence[_T], count: int) -> list[_T]:
+    """So many of them at equal steps, both ends included; all, if there are no more."""
+    places = {(len(of) - 1) * i // max(count - 1, 1) for i in range(max(count, 1))}
+    return [of[place] for place in sorted(places)]
 
 
 def number_of_points(symbols: Sequence[Symbol]) -> int:

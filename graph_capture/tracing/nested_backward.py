@@ -66,7 +66,7 @@ def nested_backward(step: StepModule) -> Generator[None]:
             whole(tensors, grad_tensors, *args, **kwargs)
             return
         # Behind a trace's parameters torch has more, so that it would not stop there by itself.
-        outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        outputs = _as_list(tensors)
         ends = {id(p): p for p in step.parameters() if p.requires_grad}
         leaves = _leaves_behind(outputs, {p.grad_fn for p in ends.values()})
         inputs = [*ends.values(), *leaves]
@@ -81,10 +81,15 @@ def nested_backward(step: StepModule) -> Generator[None]:
 
     @functools.wraps(of_torch)
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        found = of_torch(outputs, inputs, *args, **kwargs)
-        if depth or not added:
-            return found
-        own = [added.pop(id(one), None) for one in inputs]
+        roots, ends = _as_list(outputs), _as_list(inputs)
+        if depth or not all(isinstance(one, Tensor) for one in (*roots, *ends)):
+            return of_torch(outputs, inputs, *args, **kwargs)
+        # Such a backward is not on the way to the parameters that it adds to: behind a frozen layer
+        # it is reached only from a tensor that forward has made require grad.
+        known = set(map(id, ends))
+        hidden = [one for one in _leaves_behind(roots, set()) if id(one) not in known]
+        found = of_torch(outputs, [*ends, *hidden], *args, **kwargs)[: len(ends)]
+        own = [added.pop(id(one), None) for one in ends]
         pairs = zip(own, found, strict=True)
         return tuple(a if b is None else b if a is None else a + b for a, b in pairs)
 
@@ -100,6 +105,10 @@ def nested_backward(step: StepModule) -> Generator[None]:
             yield
     finally:
         BackwardFunction.apply, torch.autograd.grad, torch.autograd.backward = run, of_torch, whole
+
+
+def _as_list(given: Any) -> list[Any]:
+    return [given] if isinstance(given, Tensor) else list(given)
 
 
 def _leaves_behind(outputs: list[Tensor], ends: set[Any]) -> list[Tensor]:

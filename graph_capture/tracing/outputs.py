@@ -55,16 +55,24 @@ def _is_plain_dataclass(leaf: Any) -> bool:
     return is_one and type(leaf) not in pytree.SUPPORTED_NODES
 
 
+def open_dataclass(leaf: Any) -> Any:
+    """A dataclass that torch does not know as a container that it knows; all else as it is."""
+    if not _is_plain_dataclass(leaf):
+        return leaf
+    fields = [field.name for field in dataclasses.fields(leaf)]
+    # What was set beside the fields reaches the caller too.
+    others = [name for name in getattr(leaf, "__dict__", ()) if name not in fields]
+    names = (name for name in (*fields, *others) if hasattr(leaf, name))
+    return _FlatDataclass(type(leaf), {name: getattr(leaf, name) for name in names})
+
+
 def flatten_dataclasses(tree: Any) -> Any:
     def open_leaf(leaf: Any) -> Any:
-        if not _is_plain_dataclass(leaf):
-            return leaf
-        fields = [field.name for field in dataclasses.fields(leaf)]
-        # What was set beside the fields reaches the caller too.
-        others = [name for name in getattr(leaf, "__dict__", ()) if name not in fields]
-        names = (name for name in (*fields, *others) if hasattr(leaf, name))
-        held = {name: flatten_dataclasses(getattr(leaf, name)) for name in names}
-        return _FlatDataclass(type(leaf), held)
+        opened = open_dataclass(leaf)
+        if opened is not leaf:
+            held = opened.values.items()
+            opened.values = {name: flatten_dataclasses(value) for name, value in held}
+        return opened
 
     if not any(map(_is_plain_dataclass, pytree.tree_leaves(tree))):
         return tree

@@ -23,6 +23,7 @@ from remat.graph_capture.errors import CaptureError, RewriteError, option
 from remat.graph_capture.graph import Links, Resident
 from remat.graph_capture.joint.gradients import GradientRelease
 from remat.graph_capture.torch_private.core import fake_tensor_log
+from remat.graph_capture.tracing.left_out import Outputs
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction
 
@@ -77,10 +78,13 @@ class Recipe:
     gradient_release: GradientRelease | None = None
     functions: frozenset[type[Function]] = frozenset()  # in which torch's own trace fails
     links: Links | None = None  # to memory below the device, where values may leave it
+    outputs: Outputs | None = None  # of forward's results, those that training uses; None for all
+    left_out: tuple[str, ...] = ()  # the others, once traced
 
     @property
     def title(self) -> str:
-        return f"{self.name} on {self.signature.title}"
+        without = f", without {', '.join(self.left_out)}" if self.left_out else ""
+        return f"{self.name} on {self.signature.title}{without}"
 
     @property
     def is_modelled(self) -> bool:

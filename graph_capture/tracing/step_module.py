@@ -30,6 +30,7 @@ from remat.graph_capture.python_state.tensor_attributes import StandIns
 from remat.graph_capture.refusals import refuse_subclass
 from remat.graph_capture.torch_private.core import CheckpointHook, pytree, saved_tensor_hooks
 from remat.graph_capture.tracing.attribute_writes import ForwardWrites
+from remat.graph_capture.tracing.left_out import Outputs, names_left_out, used_alone
 from remat.graph_capture.tracing.outputs import (
     DuplicateOutputs,
     distinct_results,
@@ -143,10 +144,11 @@ class StepModule(nn.Module):
     def __init__(
         self, model: nn.Module, loss_fn: LossFunction | None, writes: ForwardWrites,
         ran: ExecutedCode | None = None, over: TraceSizes | None = None,
-        signature: Signature | None = None,
+        signature: Signature | None = None, outputs: Outputs | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.model, self.loss_fn = model, loss_fn
+        self.model, self.loss_fn, self._outputs = model, loss_fn, outputs
+        self.left_out: tuple[str, ...] = ()
         self._writes, self._ran, self._over, self._signature = writes, ran, over, signature
         on_batch = zip(signature.names, signature.attributes, strict=True) if signature else ()
         self._stand_ins = StandIns(self, list(on_batch))
@@ -197,6 +199,8 @@ class StepModule(nn.Module):
                     f"register the hook outside forward, before the first step: forward of {kind} "
                     "registers one on the model itself, which its next call would run"
                 )
+        output = used_alone(output, self._outputs)
+        self.left_out = names_left_out(output)
         now = _state(self.model)
         replaced = [name for name, tensor in before.items() if now.get(name) is not tensor]
         if replaced:
@@ -212,7 +216,8 @@ class StepModule(nn.Module):
 
         # Runs forward once more, to find the line that draws random numbers.
         def again() -> Any:
-            return apply_loss(self.loss_fn, self.model(*args, **kwargs), target)
+            output = used_alone(self.model(*args, **kwargs), self._outputs)
+            return apply_loss(self.loss_fn, output, target)
 
         self._stand_ins.require_unwritten(kind)
         require_unmoved(kind, stand, again)

@@ -55,6 +55,7 @@ from remat.graph_capture.torch_private.aot import (
     aot_export_joint_with_descriptors,
     dynamo_config,
     functorch_config,
+    lazy_graph_modules,
 )
 from remat.graph_capture.torch_private.core import (
     FakeTensorMode,
@@ -80,6 +81,7 @@ from remat.graph_capture.tracing.fake_tensors import (
     fake_with_eager_strides,
     kernels_of_eager,
 )
+from remat.graph_capture.tracing.left_out import as_outputs
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.recipe import (
     FLAGS,
@@ -144,6 +146,7 @@ def _trace_once(
     refuse_other_devices(fake, recipe.device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(silenced_logs())
+        stack.enter_context(lazy_graph_modules(True))  # to make code takes long
         stack.enter_context(restored_after(model))  # entered first, so that it restores last
         stack.enter_context(as_if_on_cpu(model, fake))
         stack.enter_context(tied_as_one(with_loss(model, recipe.loss_fn)))
@@ -153,7 +156,8 @@ def _trace_once(
         state = stack.enter_context(python_state_kept(model, recipe.loss_fn, followed, live))
         state.ran = ran
         writes = ForwardWrites(model, recipe.loss_fn, state)
-        step = StepModule(model, recipe.loss_fn, writes, ran, env, recipe.signature)
+        told = recipe.signature, recipe.outputs
+        step = StepModule(model, recipe.loss_fn, writes, ran, env, *told)
         if ran is not None:
             stack.enter_context(ran.told_to(state.begins))
         provenance = Provenance(step)
@@ -204,7 +208,7 @@ def _trace_once(
     _refuse_no_backward(model, descriptors)
     # Attributes of the batch's tensors that no code reads may differ from step to step.
     signature = recipe.signature.with_attributes_of(state.of_tensors)
-    recipe = dataclasses.replace(recipe, signature=signature)
+    recipe = dataclasses.replace(recipe, signature=signature, left_out=step.left_out)
     recipe = _with_release(recipe, model, descriptors)
     gm = descriptors.graph_module
     if env:
@@ -268,6 +272,9 @@ def edit_traced(gm: fx.GraphModule, recipe: Recipe) -> None:
         merge_recomputed(gm.graph)
     cast_weights_once(gm)
     take_out_of(gm.graph)
+    for node in reversed(gm.graph.nodes):  # a profiler's regions compute nothing
+        if getattr(node.target, "namespace", "") == "profiler":
+            gm.graph.erase_node(node)
     for edit in recipe.edits:
         edit(gm.graph)
 
@@ -342,6 +349,7 @@ def trace(
     split: Split | None = "none",
     gradient_release: GradientRelease | bool | None = None,
     dynamic: Dynamic | None = None,
+    outputs: Sequence[str | int] | None = None,
 ) -> Trace:
     """Trace one training step of `model` on a batch, without running or changing anything.
 
@@ -352,7 +360,7 @@ def trace(
     `float_inputs`: numbers that each step reads anew, as refusals name them, such as
     ``"layers.0.drop.p"``; two more traces. `split`: see `Split`. `gradient_release`: True always,
     False never; None, where gradients are accumulated on one rank. `dynamic`: sizes that vary, over
-    whose ranges the trace is.
+    whose ranges the trace is. `outputs`: those of forward's results that are returned; None: all.
 
     CaptureError, with module, line and way out: no static graph. DeviceError: none such here."""
     require_split(split)
@@ -397,7 +405,7 @@ def trace(
         autocast=autocast_state(), device=device,
         float_inputs=tuple((place.text, place.value) for place in numbers),
         split="none" if split is None and (dynamic or sharding.kind != "none") else split,
-        gradient_release=release,
+        gradient_release=release, outputs=as_outputs(outputs),
     )  # fmt: skip
     try:
         done = trace_recipe(model, recipe)

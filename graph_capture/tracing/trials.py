@@ -22,6 +22,7 @@ from remat.graph_capture.joint.nodes import (
     is_custom,
     mutates,
     storage_key,
+    tensors_of,
 )
 from remat.graph_capture.torch_private.core import DisableAutocast, module_of_op, pytree
 from remat.graph_capture.tracing.restore import changed_names, restore_names, snapshot
@@ -56,7 +57,9 @@ def try_custom_ops(gm: fx.GraphModule) -> None:
     if torch.distributed.is_initialized():  # it may wait for other ranks
         return
     for node in gm.graph.nodes:
+        # An op without results is run for what else it does, and nothing reads it again.
         is_to_try = is_custom(node) and not (draws_randomness(node) or mutates(node))
+        is_to_try = is_to_try and any(one is not None for one in tensors_of(node))
         if is_to_try and node.target not in MODULES and (key := cost_key(node)) not in _tried:
             _tried.add(key)
             with contextlib.suppress(*KERNEL_ERRORS):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, SupportsIndex
 from torch import Tensor, fx, nn
 
 from remat.budgets import parse_budget
+from remat.caches.callers import outputs_of_caller
 from remat.caches.known_plans import AtHand, KnownPlans, adopted, keep_solve, kept_solve
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.distributed.dtensors import is_sharded_by_fsdp
@@ -28,6 +29,7 @@ from remat.graph_capture.errors import (
 from remat.graph_capture.refusals import distributed_message, is_all_frozen
 from remat.graph_capture.sizes.symbols import Dynamic
 from remat.graph_capture.torch_private.core import pytree
+from remat.graph_capture.tracing.left_out import Outputs, as_outputs
 from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import tensor_facts
@@ -123,7 +125,7 @@ class PlanCache(SharedState, nn.Module):
                 outgrown.append(key)  # dropped once a wider plan is there, as making it may fail
                 continue
             try:
-                result = plan(*args, **given)
+                result = plan.forward(*args, **given)
             except StateChangedError as error:
                 changed.append(error)
                 continue
@@ -155,7 +157,7 @@ class PlanCache(SharedState, nn.Module):
         cls._remat_plans[key] = planned
         cls._remat_drop_oldest()
         try:
-            return planned(*args, **given)
+            return planned.forward(*args, **given)
         except AuditError:
             del cls._remat_plans[key]
             cls._remat_known.forget()  # it is not to serve the next size either
@@ -164,12 +166,16 @@ class PlanCache(SharedState, nn.Module):
     @classmethod
     def _remat_signature(cls, batch: Any) -> Hashable:
         if cls._remat_sizes is None:
-            return _key(batch)
+            return _key(batch), cls._remat_used()
         signature, is_new = cls._remat_sizes.key(batch)
         if is_new:  # plans of that kind were for sizes that were thought not to vary
             stale = (key for key in cls._remat_plans if key[0][0] == signature[0])
             cls._remat_stale.extend(stale)
-        return signature
+        return *signature, cls._remat_used()
+
+    @classmethod
+    def _remat_used(cls) -> Outputs | None:
+        return cls._remat_outputs or outputs_of_caller(cls._remat_original_module)
 
     @classmethod
     def _remat_over_range(cls, batch: Any) -> RangedModule | None:
@@ -210,7 +216,7 @@ class PlanCache(SharedState, nn.Module):
     @classmethod
     def _remat_spec(cls, args: Any, kwargs: Any, target: Any) -> StepSpec:
         given = {"model": cls._remat_original_module, "loss_fn": cls._remat_loss_fn}
-        of_batch = {"args": args, "kwargs": kwargs, "target": target}
+        of_batch = {"args": args, "kwargs": kwargs, "target": target, "outputs": cls._remat_used()}
         return StepSpec.of({**cls._remat_options, **given, **of_batch})
 
     @classmethod
@@ -295,6 +301,7 @@ def _make_cache(
         PlanCache, model, loss_fn,
         _remat_plans=OrderedDict(), _remat_stale=[], _remat_known=KnownPlans(),
         _remat_options=options, _remat_max_plans=max_plans,
+        _remat_outputs=as_outputs(options.get("outputs")),
         _remat_sizes=None if sizes is None else VaryingSizes(model, *sizes),
         _remat_numbers=_FloatPromotion(is_compiled=bool(options.get("compile"))),
     )  # fmt: skip

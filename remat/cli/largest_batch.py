@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from pathlib import Path
 
 import msgspec
-import typer
 
 from remat.analysis.plan_figures import offloaded
 from remat.cli.session import INFEASIBLE, Session, save_layout_file, save_result_file
-from remat.cli.verb import LayoutFile, Model, Output, RunIt, verb
+from remat.cli.verb import verb
 from remat.formats import rows_table
 from remat.graph_capture.errors import BudgetError
 from remat.job.plan_source import require_model
 from remat.job.request import Request
 from remat.job.size_search import LARGEST_SIZE, SOLVE_S, FitSearch, SizeRange
 
-_Vary = Annotated[str, typer.Option(help="argument of the factory to vary: batch, sequence, ...")]
-_MaxOverhead = Annotated[
-    str, typer.Option(help="largest overhead allowed over the unmodified step")
-]
-_FirstSizes = Annotated[
-    str, typer.Option("--sizes", help="two sizes to capture first: 8,16; default: 2 and 4 steps")
-]
-_Step = Annotated[int, typer.Option(min=1, help="try only multiples of this")]
-_Most = Annotated[int, typer.Option(min=1, help="largest size to try")]
-
 
 @verb(budget="auto", time_limit_s=SOLVE_S)
 def largest_batch_verb(
-    session: Session, model: Model, request: Request, vary: _Vary = "batch",
-    max_overhead: _MaxOverhead = "10%", sizes: _FirstSizes = "", step: _Step = 1,
-    most: _Most = LARGEST_SIZE, check: RunIt = None, output: Output = None,
-    layout: LayoutFile = None,
+    session: Session, model: str, request: Request, vary: str = "batch",
+    max_overhead: str = "10%", sizes: str = "", step: int = 1, most: int = LARGEST_SIZE,
+    check: bool | None = None, output: Path | None = None, layout: Path | None = None,
 ) -> None:  # fmt: skip
     """Find the largest batch (or sequence) whose plan fits the budget."""
     require_model(model)  # refused before a session of captures: a kept graph has one size

@@ -8,17 +8,16 @@ import platform
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import typer
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from remat import __version__
 from remat.cli.session import REFUSED, Session
-from remat.cli.verb import Model, Output, Top, verb
+from remat.cli.verb import verb
 from remat.formats import bytes_text, plain_table, time_text
 from remat.graph_capture.devices.known_devices import CPU, CUDA, check_measured
 from remat.graph_capture.devices.memory import free_bytes
@@ -32,15 +31,10 @@ if TYPE_CHECKING:
     from remat.graph_capture.costs.cache import Profile
 
 
-_DriveFolder = Annotated[Path | None, typer.Option(
-    "--nvme", metavar="FOLDER", help="also measure the links to this NVMe folder",
-)]  # fmt: skip
-
-
 @verb(("device",))
 def profile_verb(
-    session: Session, model: Model, request: Request, top: Top = 20, nvme: _DriveFolder = None,
-    output: Output = None,
+    session: Session, model: str, request: Request, top: int = 20, nvme: Path | None = None,
+    output: Path | None = None,
 ) -> None:  # fmt: skip
     """Measure the ops of MODEL and the links to the host, to plan on another machine."""
     from remat.graph_capture.costs.measuring import measure

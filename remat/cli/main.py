@@ -11,8 +11,10 @@ import inspect
 import signal
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
+import msgspec
 import typer
 from typer.core import TyperGroup
 
@@ -21,40 +23,12 @@ from remat.progress import in_one_line, open_closed_streams, steady_console, use
 
 _UsageError: Any = typer.BadParameter.__base__  # of the click that typer itself uses
 
-VERBS = {
-    "run": "remat.cli.run:run_verb",
-    "sweep": "remat.cli.sweep:sweep_verb",
-    "largest-batch": "remat.cli.largest_batch:largest_batch_verb",
-    "show": "remat.cli.show:show_verb",
-    "report": "remat.cli.report:report_verb",
-    "check": "remat.cli.run:check_verb",
-    "cluster": "remat.cluster.command:cluster_verb",
-    "profile": "remat.cli.machine:profile_verb",
-    "doctor": "remat.cli.machine:doctor_verb",
-}
-"""The module and the function of each. Those that plan come first, then those that read a plan."""
-_EXAMPLES = {  # one for the help of each
-    "run": "model.py --budget 8GiB -o plan.json",
-    "sweep": "model.py",
-    "largest-batch": "model.py --budget 8GiB",
-    "show": "plan.json --explain",
-    "report": "plan.json -o report.html",
-    "check": "model.py plan.json",
-    "cluster": "model.py:factory --gpus 64 --batch 512 --seq 8192",
-    "profile": "model.py -o profile.json",
-    "doctor": "--json",
-}
-FORMER = {  # what does now what a verb of an older release did
-    "capture": "show MODEL --as graph",
-    "solve": "run --no-check, or run GRAPH",
-    "compare": "sweep --solver NAME --solver NAME",
-    "fit": "largest-batch",
-    "inspect": "show",
-    "explain": "show --explain",
-    "export": "show --as FORM -o FILE",
-    "rewrite": "show MODEL --plan PLAN --as code",
-    "plan-cluster": "cluster",
-}
+_WORDS: dict[str, dict[str, Any]] = msgspec.json.decode(
+    Path(__file__).with_name("verbs.json").read_bytes()
+)
+VERBS = _WORDS["verbs"]
+"""The place of each, and an example for its help. First those that plan, then those that read."""
+FORMER: dict[str, str] = _WORDS["former"]  # what does now what a verb of an older release did
 
 if TYPE_CHECKING:
     app: typer.Typer
@@ -99,10 +73,11 @@ def _app_of(verbs: Iterable[str]) -> typer.Typer:
     )
     made.callback()(_before_verbs)
     for verb in verbs:
-        module, _, function = VERBS[verb].partition(":")
+        place, example = VERBS[verb]
+        module, _, function = place.partition(":")
         made_by = getattr(importlib.import_module(module), function)
         text = inspect.getdoc(made_by) or ""
-        made.command(verb, help=f"{text}\n\nExample: remat {verb} {_EXAMPLES[verb]}")(made_by)
+        made.command(verb, help=f"{text}\n\nExample: remat {verb} {example}")(made_by)
     return made
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 
 from remat.analysis.plan_figures import check_kept_layout
 from remat.cli.session import Session, opened_feasible, save_layout_file
-from remat.cli.verb import PlaceOption, PlanOption, Source, more, verb
+from remat.cli.verb import verb
 from remat.cluster.pictures import cluster_page
 from remat.cluster.plan_file import is_cluster_plan, read_cluster_plan
 from remat.graph_capture.devices.known_devices import CPU
@@ -24,22 +22,12 @@ from remat.schedules.layout import Layout
 from remat.schedules.plan import PlanFile
 from remat.schedules.report.page_facts import MeasuredStep
 
-_FrontFile = Annotated[
-    Path | None, typer.Option("--front", metavar="FILE", help="a front from sweep -o")
-]
-_RUNS = "also run a step of MODEL on this CPU, and show its measured memory"
-_Measure = Annotated[bool, typer.Option("--measure", help=_RUNS)]
-_KeptLayout = Annotated[Path | None, more(
-    "--layout", "buffer offsets from --layout of run, largest-batch or show", metavar="FILE",
-)]  # fmt: skip
-_Into = Annotated[Path, typer.Option("--output", "-o", help="the file to write")]
-
 
 @verb()
 def report_verb(
-    session: Session, source: Source, output: _Into, request: Request, plan: PlanOption = None,
-    front: _FrontFile = None, measure: _Measure = False, kept_layout: _KeptLayout = None,
-    place: PlaceOption = False,
+    session: Session, source: str, output: Path, request: Request, plan: Path | None = None,
+    front: Path | None = None, measure: bool = False, kept_layout: Path | None = None,
+    place: bool = False,
 ) -> None:  # fmt: skip
     """Write an HTML page about a plan: memory, schedule, tables, time against peak."""
     from remat.analysis.plan_report import fronts_in, page_facts
@@ -107,7 +95,7 @@ def _measured(session: Session, source: str, opened: PlanSource, request: Reques
 
     graph, schedule = opened.graph, opened.solved.schedule
     assert schedule is not None
-    loaded, request = load_shown(source, session.stopwatch, request)
+    loaded, request = load_shown(source, session.stopwatch, request, opened.kept)
     with session.stopwatch.stage("measure", "running the step"):
         traced = trace_loaded(loaded, request)
         module = rewrite(loaded.model, schedule, trace=traced, costed=graph)

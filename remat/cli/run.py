@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,18 +19,7 @@ from remat.cli.session import (
     save_plan_file,
     save_result_file,
 )
-from remat.cli.verb import (
-    STEP_OPTIONS,
-    DynamicOption,
-    LayoutFile,
-    Model,
-    Output,
-    PlanArgument,
-    RunIt,
-    Source,
-    more,
-    verb,
-)
+from remat.cli.verb import STEP_OPTIONS, verb
 from remat.formats import rows_table
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import CaptureError, SolverError, TooLargeError, option
@@ -45,36 +34,19 @@ from remat.solver.budgets.front import GibPrice
 from remat.solver.budgets.sweep import price_of_gib
 from remat.solver.search import is_interrupted
 
-_PriceOfGib = Annotated[
-    bool, more("--price-of-gib", "also show what one GiB more or less is worth")
-]
-_CompareRule = Annotated[bool, more("--compare", "also run and measure square-root checkpointing")]
 _ONE_BATCH = (  # a whole step takes none: it is limited by plans, not seconds
-    "keep", "recompute", "solver", "order", "split", "sharding", "optimizer_in_backward",
-    "accumulate", "time_limit_s", "gap",
+    "keep", "recompute", "solver", "order", "split", "outputs", "sharding",
+    "optimizer_in_backward", "accumulate", "time_limit_s", "gap",
 )  # fmt: skip
-_Microbatches = Annotated[int | None, more(
-    "--microbatches",
-    "plan a whole optimizer step of this many batches, with parameters, gradients and optimizer "
-    "state on the device, --host and --nvme; nothing is run",
-)]  # fmt: skip
-_State = Annotated[Literal["float32", "parameter"], more(
-    "--optimizer-state",
-    "with --microbatches: optimizer state in float32, with a master copy of smaller parameters, "
-    "or in the parameter's dtype, as torch's optimizers keep it",
-)]  # fmt: skip
-_NvmeRate = Annotated[float | None, more(
-    "--nvme-gb-s",
-    "with --microbatches: GB/s of --nvme each way; default: that of the drive in the table",
-)]  # fmt: skip
 
 
 @verb(budget="auto")
 def run_verb(
-    session: Session, source: Source, request: Request, price: _PriceOfGib = False,
-    check: RunIt = None, compare: _CompareRule = False, output: Output = None,
-    layout: LayoutFile = None, dynamic: DynamicOption = [],  # noqa: B006 typer copies it
-    microbatches: _Microbatches = None, state: _State = "float32", nvme_gb_s: _NvmeRate = None,
+    session: Session, source: str, request: Request, price: bool = False,
+    check: bool | None = None, compare: bool = False, output: Path | None = None,
+    layout: Path | None = None, dynamic: list[str] = [],  # noqa: B006 typer copies it
+    microbatches: int | None = None, state: Literal["float32", "parameter"] = "float32",
+    nvme_gb_s: float | None = None,
 ) -> None:  # fmt: skip
     """Find the fastest training step within a memory budget, run it, and compare it with yours.
 
@@ -242,11 +214,11 @@ def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | Non
 
 
 @verb(STEP_OPTIONS)
-def check_verb(session: Session, model: Model, plan: PlanArgument, request: Request) -> None:
+def check_verb(session: Session, model: str, plan: Path, request: Request) -> None:
     """Check that MODEL, rewritten to a kept plan, gives eager's results bit for bit."""
     plan_source.require_model(model)
     kept = plan_source.read_kept(plan)  # read first: a bad file is told before the model is built
-    loaded, request = plan_source.load_shown(model, session.stopwatch, request)
+    loaded, request = plan_source.load_shown(model, session.stopwatch, request, kept)
     if isinstance(kept, PlanFile) and kept.over is not None:
         from remat.rewriter.plans.loading import load_plan
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
-import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from remat.analysis.explanation import FURTHER_SOLVE_S, explain
 from remat.analysis.inspect import InspectBy, Inspection, inspect
 from remat.cli.session import Session, opened_feasible, save_layout_file
-from remat.cli.verb import LayoutFile, Output, PlaceOption, PlanOption, Source, Top, verb
+from remat.cli.verb import verb
 from remat.formats import bytes_text, plain_table, time_text
 from remat.graph_capture.errors import FileError, PlanError
 from remat.graph_capture.graph import TrainingGraph
@@ -33,37 +32,14 @@ _SUFFIXES: dict[str, _Form] = {
 }  # fmt: skip
 _TOP = 20
 
-_SumsBy = Annotated[
-    InspectBy, typer.Option(help="one row per value, or sums by module, op or line")
-]
-_AtPeak = Annotated[bool, typer.Option("--at-peak", help="only what is live at the plan's peak")]
-_Only = Annotated[list[str], typer.Option(
-    "--only", metavar="GLOB", help="only these modules, values, ops or lines; repeatable",
-)]  # fmt: skip
-_Explain = Annotated[bool, typer.Option(
-    "--explain",
-    help="say who holds the peak, what memory is worth, what was forced, and if a rule would do",
-)]  # fmt: skip
-_WhyOf = Annotated[list[str], typer.Option(
-    "--why", metavar="GLOB", help="--explain, and why these values are kept or not; repeatable",
-)]  # fmt: skip
-_EachLimit = Annotated[
-    float, typer.Option(min=0.0, help="with --explain: seconds for each further solve")
-]
-_As = Annotated[_Form | None, typer.Option(
-    "--as",
-    help="the captured graph; the code of MODEL rewritten to --plan; a file for PyTorch's memory "
-    "viewer, Perfetto or Graphviz; default: by suffix of -o (.py, .pickle, .trace.json, .dot)",
-)]  # fmt: skip
-
 
 @verb()
 def show_verb(
-    session: Session, source: Source, request: Request, plan: PlanOption = None,
-    by: _SumsBy = "value", at_peak: _AtPeak = False, only: _Only = [],  # noqa: B006 typer copies it
-    top: Top = _TOP, is_explained: _Explain = False, why: _WhyOf = [],  # noqa: B006
-    each_limit: _EachLimit = FURTHER_SOLVE_S, place: PlaceOption = False,
-    layout: LayoutFile = None, form: _As = None, output: Output = None,
+    session: Session, source: str, request: Request, plan: Path | None = None,
+    by: InspectBy = "value", at_peak: bool = False, only: list[str] = [],  # noqa: B006 typer copies
+    top: int = _TOP, is_explained: bool = False, why: list[str] = [],  # noqa: B006
+    each_limit: float = FURTHER_SOLVE_S, place: bool = False, layout: Path | None = None,
+    form: _Form | None = None, output: Path | None = None,
 ) -> None:  # fmt: skip
     """Show what a plan keeps, recomputes and frees, and why; or export it to other tools."""
     if output is not None or form is not None:
@@ -201,7 +177,7 @@ def _show_code(
         raise PlanError("name both, MODEL --plan plan.json: --as code rewrites a model to a plan")
     plan_source.require_model(model)
     kept = plan_source.read_kept(plan)
-    loaded, request = plan_source.load_shown(model, session.stopwatch, request)
+    loaded, request = plan_source.load_shown(model, session.stopwatch, request, kept)
     schedule, costed = plan_source.fitting_schedule(kept, loaded, str(plan))
     with session.stopwatch.stage("rewrite", "rewriting"):
         from remat.rewriter.rewriting import rewrite  # imports torch; kept plans need none

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -15,7 +16,7 @@ from remat.analysis.budget_sweep import Budgets
 from remat.analysis.compare import DEFAULT_BUDGETS, DEFAULT_SOLVERS, sweep, sweep_hosts
 from remat.budgets import parse_budget
 from remat.cli.session import INFEASIBLE, Session
-from remat.cli.verb import Output, PlaceOption, PlanOption, Source, verb
+from remat.cli.verb import verb
 from remat.formats import bytes_text, percent_text, plain_table, proved_text, time_text
 from remat.graph_capture.devices.known_devices import parse_bytes
 from remat.graph_capture.devices.memory import AUTO
@@ -37,15 +38,14 @@ _SweptBudgets = Annotated[str, typer.Option(
     help="how many, from the least peak to the unmodified one, or a list: 50%,2GiB; default: "
     f"{_SWEPT}, with several solvers {_COMPARED}", show_default=False,
 )]  # fmt: skip
-_Jobs = Annotated[int, typer.Option(help="solves in parallel; -1 for one per core")]
 
 
 @verb()
 def sweep_verb(
-    session: Session, source: Source, request: Request, budgets: _SweptBudgets = "",
+    session: Session, source: str, request: Request, budgets: _SweptBudgets = "",
     budget: list[str] = [], solver: list[str] = ["auto"],  # noqa: B006 typer copies it
-    plan: PlanOption = None, host: str = "", nvme: str = "", jobs: _Jobs = 1,
-    place: PlaceOption = False, output: Output = None,
+    plan: Path | None = None, host: str = "", nvme: str = "", jobs: int = 1,
+    place: bool = False, output: Path | None = None,
 ) -> None:  # fmt: skip
     """Show the step's time and its lower bound at several budgets, or compare solvers.
 

@@ -1,8 +1,9 @@
-"""What verbs share: a session, the planning options if they plan, and arguments that recur.
+"""What verbs share: a session, the planning options if they plan, and what typer shows of options.
 
 A verb is a function of a `Session` and its own options. Where it takes a `Request`, each field of
-that becomes an option. A field among its own parameters has its own type and default. Help shows
-the usual options first, then `MORE`.
+that becomes an option. A field among its own parameters has its own type and default. Help, flags
+and limits of options stand in `options.json`, by verb or for all that share one. Help shows the
+usual options first, then `MORE`, those that are rare.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
+import msgspec
 import typer
 
 from remat.cli.session import Session
+from remat.graph_capture.devices.known_devices import device_table
 from remat.graph_capture.files import check_writable
 from remat.job.plan_source import PLAN_FILES
-from remat.job.request import DYNAMIC_METAVAR, Request, parse_sharding
+from remat.job.request import DYNAMIC_METAVAR, SHARDING_KEYS, Request, parse_sharding
+from remat.solver import TABLE
 
 MORE = "More options"  # the heading of options that few need
 _USUAL = ("budget", "device", "host", "optimizer", "keep", "time_limit_s", "gap")  # the first list
@@ -29,6 +33,13 @@ _KINDS = get_type_hints(Request, localns={"Profile": Path}) | {"sharding": str}
 """Types of the options. A profile is named by its file: the class itself would import torch."""
 _REPEATED = [name for name, field in FIELDS.items() if field.default == ()]
 STEP_OPTIONS = ("optimizer", "accumulate", "device")  # fields that a step is traced with
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = msgspec.json.decode(
+    Path(__file__).with_name("options.json").read_bytes()
+)
+_NAMES = {  # what the texts of the table leave out
+    "solvers": ", ".join(TABLE), "devices": ", ".join(device_table().devices),
+    "keys": ", ".join(SHARDING_KEYS), "dynamic": DYNAMIC_METAVAR,
+}  # fmt: skip
 
 _Verb = Callable[..., None]
 
@@ -45,7 +56,9 @@ def verb(fields: Collection[str] = tuple(FIELDS), **defaults: Any) -> Callable[[
             ordered = sorted(fields, key=lambda name: (*_USUAL, name).index(name))
             planning = {name: _planning_option(name, own, defaults) for name in ordered}
         command = _command(function, [name for name in planning if name not in own])
-        shown = {**planning, **{name: own[name] for name in own if name not in planning}}
+        verb_name = function.__name__.removesuffix("_verb")
+        others = (one for name, one in own.items() if name not in planning)
+        shown = {**planning, **{one.name: _own_option(verb_name, one) for one in others}}
         for name, kind in (("as_json", _AsJson), ("verbose", _Verbose)):
             shown[name] = Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=kind)
         command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer reads it
@@ -81,13 +94,10 @@ def _command(function: _Verb, requested: Collection[str]) -> _Verb:
 
 
 def _planning_option(name: str, own: dict[str, Parameter], defaults: dict[str, Any]) -> Parameter:
-    field, shown = FIELDS[name], dict(FIELDS[name].metadata)
-    flag = shown.pop("flag", f"--{name.replace('_', '-')}")
-    panel = None if name in _USUAL or name in own else MORE
-    option = typer.Option(flag, rich_help_panel=panel, **shown)
+    option = _in_help(name, OPTIONS["request"][name], is_rare=name not in (*_USUAL, *own))
     if name in own:  # the verb's own type and default, with the flag and help of the field
         return own[name].replace(annotation=Annotated[own[name].annotation, option])
-    kind, default = _KINDS[name], defaults.get(name, field.default)
+    kind, default = _KINDS[name], defaults.get(name, FIELDS[name].default)
     if name in _REPEATED:
         kind, default = list[str], []  # typer knows lists, not tuples of any length
     if name == "sharding":
@@ -96,32 +106,24 @@ def _planning_option(name: str, own: dict[str, Parameter], defaults: dict[str, A
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=given)
 
 
-def more(flag: str, text: str, **shown: Any) -> Any:
-    return typer.Option(flag, help=text, rich_help_panel=MORE, **shown)
+def _own_option(verb_name: str, own: Parameter) -> Parameter:
+    if hasattr(own.annotation, "__metadata__"):  # it says by itself what typer shows
+        return own
+    shown = OPTIONS.get(verb_name, {}).get(own.name) or OPTIONS["shared"][own.name]
+    return own.replace(annotation=Annotated[own.annotation, _in_help(own.name, shown)])
 
 
-_NAMED = "path/to/file.py or package.module, with :function if it is not called factory"
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=_NAMED, show_default=False)]
-Source = Annotated[
-    str, typer.Argument(metavar="MODEL|GRAPH|PLAN", help=f"{_NAMED}; or a kept graph or plan")
-]
-PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan file, from run -o")]
-PlanOption = Annotated[Path | None, typer.Option("--plan", help="a plan file, from run -o")]
-RunIt = Annotated[bool | None, more(
-    "--check/--no-check",
-    "run and check a step, or only plan; default: run if the unmodified step fits here",
-    show_default=False,
-)]  # fmt: skip
-Top = Annotated[int, typer.Option(min=1, help="how many rows to show")]
-DynamicOption = Annotated[list[str], more(
-    "--dynamic",
-    "plan for a range of sizes, such as dimension 1 of tokens: tokens:1=seq:16:512; repeatable",
-    metavar=DYNAMIC_METAVAR,
-)]  # fmt: skip
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="save the result to this file")]
-LayoutFile = Annotated[Path | None, more(
-    "--layout", "place the plan's buffers in one arena, and save their offsets here",
-)]  # fmt: skip
-PlaceOption = Annotated[bool, more("--place", "also place buffers in one arena, and show its size")]
+def _in_help(name: str, row: dict[str, Any], *, is_rare: bool = False) -> Any:
+    """What typer shows of a parameter, by its row of the table."""
+    told = dict(row)
+    for key in ("help", "metavar"):
+        told[key] = told.get(key, "").format(**_NAMES) or None
+    flags = told.pop("flags", [f"--{name.replace('_', '-')}"])
+    is_rare = told.pop("is_rare", is_rare)
+    if told.pop("is_argument", False):
+        return typer.Argument(**told)
+    return typer.Option(*flags, rich_help_panel=MORE if is_rare else None, **told)
+
+
 _AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 _Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show the traceback of an error")]

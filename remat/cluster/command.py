@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from remat.cli.session import INFEASIBLE, Session
-from remat.cli.verb import Output, verb
+from remat.cli.verb import verb
 from remat.cluster.mesh import SCHEDULES, ClusterRequest, MeshSpec
 from remat.cluster.pictures import (
     RUNNER_UP_HEADERS,
@@ -126,7 +126,7 @@ def cluster_verb(
     budget: _GpuBudget = "auto", links: _LinksFile = None, blocks: _Blocks = "",
     receive_ring: _Ring = False, tp: _Tp = None, cp: _Cp = None, pp: _Pp = None,
     microbatch: _Micro = None, virtual_stages: _Virtual = None, shard: _Shard = None,
-    schedule: _ScheduleName = None, runners_up: _RunnersUp = 5, output: Output = None,
+    schedule: _ScheduleName = None, runners_up: _RunnersUp = 5, output: Path | None = None,
 ) -> None:  # fmt: skip
     """Plan training on a cluster: mesh, sharding, stages, recomputation. All times are modelled."""
     if model.endswith(PLAN_FILES):

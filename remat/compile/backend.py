@@ -146,7 +146,7 @@ def backend(
     with compiled_alike(gm, example_inputs) as later:
         context = _context_of_graph(gm, example_inputs, options, mode)
         if (cut := submod_compiler()) is not None:
-            subgraphs = planned_subgraphs(cut, context.asked, context.shared, context.frame)
+            subgraphs = planned_subgraphs(cut, context)
             return _subgraph(gm, specialized(gm, example_inputs), context, subgraphs, later)
         if has_symbols(gm):
             # Inductor's own code for all sizes; called only if gradients are asked for after all.

@@ -8,10 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from remat.budgets import auto_bytes
-from remat.compile.graph_context import CompiledPlan, CompileOptions, n_run_again, remember
+from remat.compile.graph_context import CompiledPlan, GraphContext, n_run_again, remember
 from remat.compile.plan_search import AgreedPlan, Candidate, plan_key, require_within
-from remat.compile.shared_budget import Frame, SharedBudget
 from remat.compile.specialize import specialized, with_notes
 from remat.compile.subgraph_choice import SubgraphOption, SubgraphSearch, option_of, peak_of
 from remat.compile.subgraphs import Whole, whole_of
@@ -28,38 +26,33 @@ from remat.solver.search import Clock
 _known: weakref.WeakKeyDictionary[fx.GraphModule, PlannedSubgraphs] = weakref.WeakKeyDictionary()
 
 
-def planned_subgraphs(
-    compiler: SubmodCompiler, asked: CompileOptions, shared: SharedBudget, frame: Frame
-) -> PlannedSubgraphs:
+def planned_subgraphs(compiler: SubmodCompiler, context: GraphContext) -> PlannedSubgraphs:
     """`BudgetError` where no choice of plans fits."""
-    found = _known.get(compiler.module)  # made when the first one comes, before any runs
-    if found is None:
-        found = PlannedSubgraphs(whole_of(compiler, _traced_step), asked, shared, frame)
-        _known[compiler.module] = found
-    return found
+    if compiler.module not in _known:  # made when the first one comes, before any runs
+        whole = whole_of(compiler, _traced_step)
+        _known[compiler.module] = PlannedSubgraphs(whole, context)
+    return _known[compiler.module]
 
 
 class PlannedSubgraphs:
     """`at` is the number of subgraphs that have been compiled."""
 
-    def __init__(
-        self, whole: Whole, asked: CompileOptions, shared: SharedBudget, frame: Frame
-    ) -> None:
-        clock = Clock()
+    def __init__(self, whole: Whole, context: GraphContext) -> None:
+        clock, asked = Clock(), context.asked
         self.at = 0
-        self._whole, self._calls, self._frame = whole, asked.calls, frame
+        self._whole, self._context, self._calls = whole, context, asked.calls
         self._search = SubgraphSearch(whole, asked)
-        self._held_bytes = shared.held_bytes(frame, whole.static_bytes, whole.dynamic_bytes)
-        self._stock_bytes = self._held_bytes + self._search.stock_peak_bytes
         steps = [subgraph.step for subgraph in whole.subgraphs if subgraph.step is not None]
         gradient_bytes = sum(step.gradient_bytes for step in steps)
         own_bytes = whole.static_bytes, whole.dynamic_bytes, gradient_bytes
         self._as_one = _AsOne(*own_bytes, asked.calls)
-        chosen = self._agreed(asked, shared)
+        self._held_bytes = context.held_bytes(self._as_one)
+        self._stock_bytes = self._held_bytes + self._search.stock_peak_bytes
+        chosen = self._agreed()
         self._chosen_options = list(chosen)
         self._seconds = clock.elapsed_s
-        shared.note(
-            frame, self._as_one, self._replay(chosen), self._replay(self._search.stock),
+        context.shared.note(
+            context.frame, self._as_one, self._replay(chosen), self._replay(self._search.stock),
             self._budget_bytes, is_bound=asked.parsed.kind != "min",
         )  # fmt: skip
 
@@ -85,45 +78,36 @@ class PlannedSubgraphs:
         self._remember(option, replay, peak_bytes)
         return pair
 
-    def _agreed(self, asked: CompileOptions, shared: SharedBudget) -> tuple[SubgraphOption, ...]:
-        steps = [subgraph.step for subgraph in self._whole.subgraphs]
+    def _agreed(self) -> tuple[SubgraphOption, ...]:
+        asked, steps = self._context.asked, [one.step for one in self._whole.subgraphs]
         with one_plan(plan_key(asked, steps)) as one:
             if one.is_made_here:
-                self._budget_bytes, chosen = self._chosen(asked, shared)
+                self._budget_bytes, chosen = self._chosen()
                 one.post(AgreedPlan.of(self._budget_bytes, [option.candidate for option in chosen]))
                 return chosen
             choice = one.theirs(AgreedPlan)
             self._budget_bytes = choice.budget_bytes
             chosen = self._search.followed(map(choice.of_subgraph, range(len(steps))))
-            peak_bytes = self._held_bytes + peak_of(chosen, asked.calls - 1)
+            peak_bytes = self._held_bytes + peak_of(chosen, self._calls - 1)
             taken = choice.budget_bytes, peak_bytes, self._held_bytes
-            require_within(one, asked, shared.device, *taken)
+            require_within(one, asked, self._context.shared.device, *taken)
             return chosen
 
-    def _chosen(
-        self, asked: CompileOptions, shared: SharedBudget
-    ) -> tuple[int, tuple[SubgraphOption, ...]]:
-        budget = asked.parsed
-        if budget.kind == "min":
+    def _chosen(self) -> tuple[int, tuple[SubgraphOption, ...]]:
+        stock = self._replay(self._search.stock)
+        if not (budgets_bytes := self._context.budgets_bytes(self._as_one, stock)):
             least = self._search.least()
-            return self._held_bytes + peak_of(least, asked.calls - 1), least
-        budget_bytes = budget.size_bytes
-        if budget.kind == "share":
-            stock = self._replay(self._search.stock)
-            base_bytes = shared.base_bytes(self._frame, self._as_one, stock, self._held_bytes)
-            budget_bytes = int(budget.share * base_bytes)
-        elif budget.kind == "auto":
-            budget_bytes = auto_bytes(shared.device) + self._held_bytes
+            return self._held_bytes + peak_of(least, self._calls - 1), least
+        budget_bytes = budgets_bytes[0]  # its own: subgraphs are planned for one shape
         found = self._search.within(budget_bytes - self._held_bytes)
-        return budget_bytes, found or self._lowest_within(budget_bytes, asked)
+        return budget_bytes, found or self._lowest_within(budget_bytes)
 
-    def _lowest_within(
-        self, budget_bytes: int, asked: CompileOptions
-    ) -> tuple[SubgraphOption, ...]:
+    def _lowest_within(self, budget_bytes: int) -> tuple[SubgraphOption, ...]:
         """The choice of the lowest peak, looked for anew; `BudgetError` if it does not fit."""
-        self._search = SubgraphSearch(self._whole, asked)  # the others' plans were for other rooms
+        # The others' plans were for other rooms.
+        self._search = SubgraphSearch(self._whole, self._context.asked)
         least = self._search.least()
-        least_bytes = self._held_bytes + peak_of(least, asked.calls - 1)
+        least_bytes = self._held_bytes + peak_of(least, self._calls - 1)
         if least_bytes > budget_bytes:
             self._budget_bytes = budget_bytes
             raise BudgetError(self._too_small(least_bytes))
@@ -153,10 +137,13 @@ class PlannedSubgraphs:
         found = option.candidate
         schedule = found.schedule if found else None
         self._seconds, seconds = 0.0, self._seconds  # one search for all: told with the first
-        of_all = f"subgraph {self.at + 1} of {len(self._whole.subgraphs)}"
+        of_all, frame = (
+            f"subgraph {self.at + 1} of {len(self._whole.subgraphs)}",
+            self._context.frame,
+        )
         remember(
             CompiledPlan(
-                frame=f"{self._frame[0]}/{self._frame[1]} {of_all}",
+                frame=f"{frame[0]}/{frame[1]} {of_all}",
                 budget_bytes=self._budget_bytes, peak_bytes=peak_bytes,
                 baseline_peak_bytes=self._stock_bytes, held_bytes=self._held_bytes,
                 saved_bytes=replay.saved_bytes, overhead=found.overhead if found else 0.0,

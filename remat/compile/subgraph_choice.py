@@ -1,12 +1,12 @@
 """One budget for all subgraphs of a step: which plan each takes.
 
-`fastest` chooses among known plans by a table over what is left, the highest peak and the time; it
-is exact for these. In a round, every subgraph may save a share of what it saves as torch compiles
-it. The share is halved and doubled, then `fastest` mixes the rounds.
+`fastest` is exact for known plans. In a round, every subgraph may save a share of what it saves as
+torch compiles it. The share is halved and doubled, then `fastest` mixes the rounds.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -66,14 +66,9 @@ def peak_of(chosen: Sequence[SubgraphOption], other_calls: int = 0) -> int:
 
 
 def least_room(options: Sequence[Sequence[SubgraphOption]], other_calls: int = 0) -> int:
-    low, high = 0, peak_of([of_subgraph[0] for of_subgraph in options], other_calls)
-    while low < high:
-        middle = (low + high) // 2
-        if fastest(options, middle, other_calls) is None:
-            low = middle + 1
-        else:
-            high = middle
-    return high
+    most = peak_of([of_subgraph[0] for of_subgraph in options], other_calls)
+    rooms = range(most)  # where nothing less does, the most
+    return bisect_left(rooms, True, key=lambda one: fastest(options, one, other_calls) is not None)
 
 
 def _with(before: _State, option: SubgraphOption) -> _State:

@@ -118,7 +118,7 @@ def trace_loaded(loaded: Loaded, request: Request, dynamic: Dynamic | None = Non
             loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn, target=loaded.target,
             optimizer=request.optimizer, accumulate=request.accumulate, device=request.device,
             sharding=request.sharding, split=request.split, gradient_release=gradient_release,
-            dynamic=dynamic,
+            dynamic=dynamic, outputs=request.outputs_of_trace,
         )  # fmt: skip
 
 

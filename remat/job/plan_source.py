@@ -134,7 +134,7 @@ def open_plan(
         _refuse_budget(request)
         kept = read_kept(plan)
         if not source.endswith(PLAN_FILES):
-            request = _splitting_as(schedule_in(kept), request)
+            request = _returning_as(kept, _splitting_as(schedule_in(kept), request))
         return _opened_plan(kept, str(plan), captured(source, request, stopwatch).graph)
     graph = captured(source, request, stopwatch).graph
     is_asked = request.budget != NO_BUDGET
@@ -147,6 +147,12 @@ def _splitting_as(schedule: Schedule, request: Request) -> Request:
         return request
     is_exact = all(one.exact for one in schedule.chunks)
     return replace(request, split="exact" if is_exact else "tolerance")
+
+
+def _returning_as(kept: PlanFile | Schedule | None, request: Request) -> Request:
+    if not isinstance(kept, PlanFile):
+        return request
+    return replace(request, outputs=tuple(map(str, kept.outputs or ())))
 
 
 def _refuse_budget(request: Request) -> None:
@@ -248,9 +254,15 @@ def require_model(source: str) -> None:
         raise FactoryError(f"name the model first, as path/to/file.py: {source} is a kept file")
 
 
-def load_shown(model: str, stopwatch: Stopwatch, request: Request) -> tuple[Loaded, Request]:
-    """Load the model onto the device of the request; its second result names that device."""
+def load_shown(
+    model: str, stopwatch: Stopwatch, request: Request, kept: PlanFile | Schedule | None = None
+) -> tuple[Loaded, Request]:
+    """Load the model onto the device of the request; its second result names that device.
+
+    And the results that the step of `kept` returns.
+    """
     require_model(model)
+    request = _returning_as(kept, request)
     with stopwatch.stage("load", f"loading {model}"):
         loaded, request = load_model(model), request.with_device()
         return loaded.on(request.device), request

@@ -5,27 +5,21 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
 from remat.budgets import parse_budget
-from remat.graph_capture.devices.known_devices import (
-    CPU,
-    CUDA,
-    check_device,
-    device_table,
-    is_in_table,
-)
+from remat.graph_capture.devices.known_devices import CPU, CUDA, check_device, is_in_table
 from remat.graph_capture.devices.memory import LowerTiers, lower_tiers
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding, ShardingKind
 from remat.graph_capture.errors import CaptureError, DeviceError, TextError
 from remat.graph_capture.files import decode_json, read_contents
 from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.sizes.symbols import Dynamic, as_symbol, require_one_range
-from remat.solver import TABLE, make_solver
+from remat.solver import make_solver
 from remat.solver.stopping import DEFAULT_GAP
 
 if TYPE_CHECKING:
@@ -41,74 +35,36 @@ _FIELDS = {_WORLD: "world_size"}  # fields of `Sharding` whose key has another n
 SHARDING_KEYS = ("kind", _WORLD, *(field.name for field in dataclasses.fields(Sharding)[2:]))
 
 
-def _ask(default: Any, text: str, **shown: Any) -> Any:
-    return field(default=default, metadata={"help": text, **shown})
-
-
 @dataclass(frozen=True)
 class Request:
-    """What to plan for, on what, how long to try; a field's metadata is its part of the help."""
+    """What to plan for, on what, how long to try; `remat/cli/options.json` explains each field."""
 
-    budget: str = _ask(
-        NO_BUDGET, "memory budget: 8GiB, 60% of the unmodified peak, auto (what is free) or min "
-        "(the least possible); repeatable in sweep",
-    )  # fmt: skip
-    host: str = _ask(
-        "", "host memory to offload to: 120GiB, or auto for nine tenths of what is free; on a CPU, "
-        "files stand for it; in sweep several, such as 0,8GiB,16GiB",
-    )  # fmt: skip
-    nvme: str = _ask(
-        "", "NVMe folder to offload to below --host, and how much: /mnt/nvme:200GiB",
-        metavar="FOLDER:SIZE",
-    )  # fmt: skip
-    solver: str = _ask(
-        "auto", f"one of {', '.join(TABLE)}; repeatable in sweep, where usual means "
-        "twelve of them",
-    )  # fmt: skip
-    order: Literal["fixed", "free"] = _ask(
-        "fixed", "order of first computations: as captured (fixed), or also others (free)"
-    )
-    time_limit_s: float = _ask(
-        60.0, "seconds to search for a plan; in sweep, for all budgets of a solver; in "
-        "largest-batch, for each size", flag="--time-limit", min=0.0,
-    )  # fmt: skip
-    gap: float = _ask(
-        DEFAULT_GAP, "stop at a plan proved to be within this fraction of the best, with solvers "
-        "that prove a bound", min=0.0,
-    )  # fmt: skip
-    keep: tuple[str, ...] = _ask((), "modules never to recompute; repeatable", metavar="GLOB")
-    recompute: tuple[str, ...] = _ask((), "modules always to recompute; repeatable", metavar="GLOB")
-    split: Literal["none", "exact", "tolerance"] | None = _ask(
-        None, "run a linear head and its cross-entropy in chunks: exact if that gives eager's "
-        "bits, tolerance also with sums in another order; default: exact for large heads, without "
-        "a warning for those that stay whole",
-    )  # fmt: skip
-    optimizer: Optimizer = _ask(  # noqa: RUF009 it makes a field
-        "none", "count this optimizer's state as resident; for Adam, adamw"
-    )
-    optimizer_in_backward: bool = _ask(
-        False, "plan updates by --optimizer during backward, as optimizer_in_backward= makes them "
-        "in Python; nothing is run",
-    )  # fmt: skip
-    accumulate: bool = _ask(False, "count accumulated gradients as resident")
-    device: str = _ask(
-        NAMED_BY_TORCH,
-        f"cpu or cuda, measured here; or a modelled GPU: {', '.join(device_table().devices)}",
-        show_default="cuda if torch sees one, else cpu",
-    )  # fmt: skip
-    sharding: Sharding = _ask(  # noqa: RUF009 it makes a field
-        NO_SHARDING, "plan one rank of several, without running it: "
-        "kind=fsdp2,world=8,blocks=layers.*, or a JSON or TOML file; keys are "
-        f"{', '.join(SHARDING_KEYS)}", metavar="KEY=VALUE,...|FILE",
-    )  # fmt: skip
-    profile: Profile | Path | None = _ask(  # noqa: RUF009 it makes a field
-        None, "use the costs in this file, from remat profile", metavar="FILE"
-    )
-    measure_again: bool = _ask(False, "measure all ops again, even those with kept costs")
+    budget: str = NO_BUDGET
+    host: str = ""
+    nvme: str = ""
+    solver: str = "auto"
+    order: Literal["fixed", "free"] = "fixed"
+    time_limit_s: float = 60.0
+    gap: float = DEFAULT_GAP
+    keep: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
+    split: Literal["none", "exact", "tolerance"] | None = None
+    outputs: tuple[str, ...] = ()
+    optimizer: Optimizer = "none"
+    optimizer_in_backward: bool = False
+    accumulate: bool = False
+    device: str = NAMED_BY_TORCH
+    sharding: Sharding = NO_SHARDING
+    profile: Profile | Path | None = None
+    measure_again: bool = False
 
     @property
     def solving(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("keep", "recompute", "order", "gap")}
+
+    @property
+    def outputs_of_trace(self) -> tuple[str | int, ...] | None:
+        return tuple(int(one) if one.isdecimal() else one for one in self.outputs) or None
 
     @property
     def is_run_here(self) -> bool:
@@ -134,6 +90,8 @@ class Request:
             parse_budget(self.budget)
         if self.device != NAMED_BY_TORCH:
             check_device(self.device)
+        if is_kept and self.outputs:
+            raise CaptureError("leave out --outputs, or name a model: a kept step has its own")
         if not is_kept:  # a kept graph's device is known only when its file is read
             self.tiers()
         known = self.read_profile()  # now: a capture takes long, and would be lost to a wrong word

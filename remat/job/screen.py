@@ -165,6 +165,8 @@ def _reserved_rows(rows: Iterable[Row]) -> _Said:
 
 def _way_rows(report: Report) -> _Said:
     graph, result = report.graph, report.result
+    if report.recipe and report.recipe.left_out:
+        yield "left out", f"{', '.join(report.recipe.left_out)}, which training does not use"
     for one in chunks_of(graph, result.schedule):
         yield "in chunks", str(one)
     moved = offloaded(graph, result.schedule, report.simulation)

@@ -13,6 +13,7 @@ from remat.formats import bytes_text, percent_text, time_text
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
+from remat.graph_capture.sizes.symbols import spread
 from remat.schedules.family import Family, simulate_resized, sizes_text
 from remat.schedules.outcome import Result
 from remat.solver.reductions.sizes import Reach, plan_family
@@ -35,11 +36,6 @@ class Curve(msgspec.Struct, frozen=True):
     budget_bytes: int
     points: tuple[_CurvePoint, ...]
 
-    @property
-    def most_above_alone(self) -> float:
-        known = [p.overhead - p.alone_overhead for p in self.points if p.alone_overhead is not None]
-        return max(known, default=0.0)
-
     def __str__(self) -> str:
         head = f"{self.model} within {bytes_text(self.budget_bytes)}"
         rows = [_point_row(point) for point in self.points]
@@ -55,7 +51,7 @@ def overheads_over(
             "pass the graph that the family was solved on: it was made for another step of "
             f"{family.model}"
         )
-    asked = _spread(graph, sizes) if isinstance(sizes, int) else sizes
+    asked = spread(Reach(graph, 0).levels, sizes) if isinstance(sizes, int) else sizes
     points: list[_CurvePoint] = []
     for one in asked:
         at, number = graph.at(**one), family.number_at(**one)
@@ -69,14 +65,6 @@ def overheads_over(
         figures = found.peak_bytes, found.time_us, at.base_us, found.overhead, planned
         points.append(_CurvePoint(dict(one), number, *figures))
     return Curve(family.model, family.budget_bytes, tuple(points))
-
-
-def _spread(graph: RangedGraph, count: int) -> list[dict[str, int]]:
-    """So many levels of the range, evenly, both ends included."""
-    levels = Reach(graph, 0).levels
-    last = len(levels) - 1
-    places = {last * i // max(count - 1, 1) for i in range(max(count, 1))}
-    return [levels[place] for place in sorted(places)]
 
 
 def _point_row(point: _CurvePoint) -> str:

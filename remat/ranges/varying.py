@@ -237,11 +237,11 @@ class VaryingSizes:
 
 def _with_ranges(dynamic: Dynamic) -> Dynamic:
     """`dynamic`, with a short range for a name alone, which batches then extend."""
-
-    def ranged(entry: Any) -> Any:
-        return (entry, _LEAST, _LEAST + 1) if isinstance(entry, str) else entry
-
-    return {one: {dim: ranged(x) for dim, x in dims.items()} for one, dims in dynamic.items()}
+    short = _LEAST, _LEAST + 1
+    return {
+        one: {dim: (x, *short) if isinstance(x, str) else x for dim, x in dims.items()}
+        for one, dims in dynamic.items()
+    }
 
 
 def _kind_of(leaf: Any) -> Hashable:

@@ -25,6 +25,7 @@ from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.python_state.state_guards import python_state_kept
 from remat.graph_capture.torch_private.core import pytree
+from remat.graph_capture.tracing.left_out import Outputs, used_alone
 from remat.graph_capture.tracing.outputs import leaves_in
 from remat.graph_capture.tracing.resident import resident_bytes
 from remat.graph_capture.tracing.restore import restored_after
@@ -137,7 +138,8 @@ def check(
     if isinstance(module, SharedState):
         module = module._remat_running(given)  # of a range or a cache, the module for this batch
     batch = OwnBatch(given)
-    eager, plan = eager_run(model, batch, loss_fn), plan_run(module, batch, loss_fn)
+    outputs = type(module)._remat_outputs if isinstance(module, SharedState) else None
+    eager, plan = eager_run(model, batch, loss_fn, outputs), plan_run(module, batch, loss_fn)
     meter = meter_of(resolved_device(None, model))
     kept = (batch.leaves, _constants(module))
     step = with_loss(model, loss_fn)
@@ -263,12 +265,12 @@ def _constants(module: nn.Module) -> list[Tensor]:
 
 
 def eager_run(
-    model: nn.Module, batch: OwnBatch, loss_fn: LossFunction | None,
+    model: nn.Module, batch: OwnBatch, loss_fn: LossFunction | None, outputs: Outputs | None = None,
     before_backward: Callable[[], None] = lambda: None,
 ) -> Run:  # fmt: skip
     def run() -> Any:
         args, kwargs, target = batch()
-        output = apply_loss(loss_fn, model(*args, **kwargs), target)
+        output = apply_loss(loss_fn, used_alone(model(*args, **kwargs), outputs), target)
         before_backward()
         _backward(output)
         return output

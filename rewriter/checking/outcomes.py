@@ -24,6 +24,7 @@ from remat.graph_capture.python_state.state_guards import PythonState
 from remat.graph_capture.python_state.state_slots import ClosureCell, DictItem, SlotAttr, stream
 from remat.graph_capture.python_state.tensor_attributes import with_attributes_of
 from remat.graph_capture.torch_private.core import pytree
+from remat.graph_capture.tracing.left_out import used_alone
 from remat.graph_capture.tracing.outputs import flatten_dataclasses
 from remat.graph_capture.tracing.restore import OF_TORCH, ModuleAttributes, streams
 from remat.graph_capture.tracing.signature import leaves_with_paths
@@ -50,7 +51,8 @@ class OwnBatch:
     def __call__(self) -> Any:
         for leaf, asked in zip(self.leaves, self._asked, strict=True):
             if isinstance(leaf, Tensor) and leaf.requires_grad is not asked:
-                leaf.requires_grad_(asked)
+                # Forward may have written what has a history to it.
+                (leaf.detach_() if leaf.grad_fn else leaf).requires_grad_(asked)
         return pytree.tree_unflatten(self.leaves, self._spec)  # anew: forward may take it apart
 
 
@@ -316,10 +318,13 @@ class ForwardOutcomes:
         return found
 
     def _run(self, leaves: list[Any]) -> Any:
+        if self._step.gradients.writes_batch:  # what is written would keep this forward's history
+            leaves = OwnBatch(leaves).leaves
         args, kwargs, target = self._guards.batches.tree(leaves)
         with _nothing_saved(), _no_casts_kept():
-            output = self._guards.model.forward(*args, **kwargs)
-            return apply_loss(self._guards.recipe.loss_fn, output, target)
+            recipe = self._guards.recipe
+            output = used_alone(self._guards.model.forward(*args, **kwargs), recipe.outputs)
+            return apply_loss(recipe.loss_fn, output, target)
 
 
 def _by_path(tree: Any) -> list[tuple[str, Any]]:

@@ -197,7 +197,9 @@ class Guards:
         self._require_apart(taken, leaves)
         if change := self.python_state.first_change():
             error = self._changed(*_in_words(change))
-            if numbers := _numbers(self.python_state.changes()):
+            changes = self.python_state.changes()
+            if changes and all(type(one.before) is type(one.now) is float for one in changes):
+                numbers = tuple(one.text for one in changes)
                 named = ", ".join(map(repr, numbers))
                 how = f"remat.rematerialize(..., float_inputs=[{named}])"
                 error = StateChangedError(f"let each step read it: {how}.\nOr {error}")
@@ -336,11 +338,6 @@ _FACT_TEXT: tuple[Callable[[Any], str], ...] = (
     lambda stride: f"of strides {list(stride)}",
     lambda where: f"placed {list(where[1])} on {where[0]}" if where else "no DTensor",
 )
-
-
-def _numbers(changes: list[Change]) -> tuple[str, ...]:
-    floats = [one.text for one in changes if type(one.before) is type(one.now) is float]
-    return tuple(floats) if len(floats) == len(changes) else ()
 
 
 def _in_words(change: Change) -> tuple[str, str, str]:

@@ -182,7 +182,7 @@ class RecomputeInputs:
 
     def _bits(self, tensor: Tensor, part: _Sample) -> _Bits:
         """None where the bits cannot be read, or not at little cost."""
-        if not tensor.is_contiguous() and not _is_dense(tensor):
+        if not tensor.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             return None
         if not tensor.is_cpu:
             # Reading a sum back makes the host wait for the device.
@@ -224,17 +224,6 @@ def _added_on_device(tensor: Tensor) -> _Bits:
         return None
     whole = tensor.detach().as_strided((tensor.numel(),), (1,))  # dense: its memory is one range
     return int(whole.view(torch.uint8).sum(dtype=torch.int64))
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:  # its stride says nothing
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return tensor.layout is torch.strided
 
 
 def _words_at(address: int, n_bytes: int) -> _Words:

@@ -14,13 +14,13 @@ from torch import fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from remat.graph_capture.costs.cache import CostCache, OpCost, WholeStepTimes, moved_bytes
-from remat.graph_capture.costs.op_costs import ESTIMATED_BYTES_PER_US
-from remat.graph_capture.costs.op_times import KernelError, cost_key, sample_arguments, times_us
+from remat.graph_capture.costs.op_costs import ESTIMATED_BYTES_PER_US, with_cost
+from remat.graph_capture.costs.op_times import KernelError, cost_key, runner_of, times_us
 from remat.graph_capture.costs.step_time import bytes_for_backward, calibrated
 from remat.graph_capture.devices.known_devices import allocator_rounding, is_cuda
 from remat.graph_capture.devices.meter import CpuMeter, Meter
 from remat.graph_capture.devices.placement import meter_of
-from remat.graph_capture.distributed.collectives import local_runner, run_locally
+from remat.graph_capture.distributed.collectives import run_locally
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.nodes import aten, fresh_storages, node_inputs, tensors_of
 from remat.graph_capture.torch_private.core import (
@@ -184,19 +184,14 @@ class CallCosts:
         def failed(key: str, _: KernelError) -> None:
             found[key] = OpCost(moved[key] / ESTIMATED_BYTES_PER_US, 0, is_estimate=True)
 
-        made = {key: partial(self._runner, node) for key, node in missing.items()}
+        made = {key: partial(runner_of, node, self.constants) for key, node in missing.items()}
         costs = times_us(made, moved, self.meter, failed, first=lambda _, run: run_locally(run))
-        memory = self.meter.regions(self._runner(missing[key]) for key in costs)
+        memory = self.meter.regions(runner_of(missing[key], self.constants) for key in costs)
         for (key, (cost_us, away)), region in zip(costs.items(), memory, strict=True):
             made_bytes = sum(map(allocated, fresh_storages(missing[key])))
             # Results are values of the graph, not workspace.
             found[key] = OpCost(cost_us, max(0, region.peak_bytes - made_bytes), away=away)
         return found
-
-    def _runner(self, node: fx.Node) -> Callable[[], Any]:
-        args, kwargs = sample_arguments(node, self.constants)
-        target = local_runner(node)
-        return lambda: target(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -219,10 +214,7 @@ def with_kernel_costs(joint: FusedJoint, costs: CallCosts) -> TrainingGraph:
     for op in joint.graph.ops:
         node = joint.node_of_op.get(op.name)
         if op.name in found:
-            cost = found[op.name]
-            origin, extra = "estimated" if cost.is_estimate else "measured", cost.workspace_bytes
-            facts = {"cost_us": cost.cost_us, "workspace_bytes": extra, "cost_origin": origin}
-            op = msgspec.structs.replace(op, **facts)
+            op = with_cost(op, found[op.name])
         elif node is not None:
             # Reads and writes at the rate of a copy, plus slow functions; inlined ones are free.
             cost_us = _kernel_bytes(op, node, values) / bytes_per_us

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
+from unittest import mock
 
 import torch
 from torch import fx
@@ -101,14 +102,11 @@ _WRITES = (MemoryUsageType.STORE, MemoryUsageType.STORE_REDUCTION)
 
 @contextlib.contextmanager
 def skip_kernel_codegen() -> Generator[None]:
-    backend: Any = CppScheduling
-    group: Any = KernelGroup
-    proxy, finalize = backend.kernel_proxy_cls, group.finalize_kernel
-    backend.kernel_proxy_cls, group.finalize_kernel = _SkippedKernel, _schedule
-    try:
+    with (
+        mock.patch.object(CppScheduling, "kernel_proxy_cls", _SkippedKernel),
+        mock.patch.object(KernelGroup, "finalize_kernel", _schedule),
+    ):
         yield
-    finally:
-        backend.kernel_proxy_cls, group.finalize_kernel = proxy, finalize
 
 
 def _schedule(group: Any, kernel: Any, nodes: Iterable[SchedulerNode]) -> None:
@@ -267,12 +265,8 @@ def _stopped_after_codegen() -> Generator[list[Any]]:
             found.append(error)
         raise _Stopped
 
-    kept = GraphLowering.compile_to_module
-    GraphLowering.compile_to_module = stop  # pyright: ignore[reportAttributeAccessIssue]
-    try:
+    with mock.patch.object(GraphLowering, "compile_to_module", stop):
         yield found
-    finally:
-        GraphLowering.compile_to_module = kept
 
 
 def _read(graph: GraphLowering) -> Lowered:

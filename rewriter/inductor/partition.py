@@ -10,6 +10,7 @@ import contextlib
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 from weakref import WeakKeyDictionary
 
 import torch
@@ -147,17 +148,13 @@ def calls_in_order(is_asked: bool) -> Generator[None]:
     if not is_asked:  # torch's own cut keeps Inductor's choices, which make it up to 4 % faster
         yield
         return
-    backend: Any = CppScheduling
-    # 0: each C++ kernel gets a function of its own.
-    most, backend.MAX_FUSED_KERNEL_ARGS_NUM = backend.MAX_FUSED_KERNEL_ARGS_NUM, 0
-    try:
-        with (
-            V.set_choices_handler(_BetweenCalls()),
-            inductor_config.patch(allow_buffer_reuse=False),  # reuse raises the peak
-        ):
-            yield
-    finally:
-        backend.MAX_FUSED_KERNEL_ARGS_NUM = most
+    with (
+        # 0: each C++ kernel gets a function of its own.
+        mock.patch.object(CppScheduling, "MAX_FUSED_KERNEL_ARGS_NUM", 0),
+        V.set_choices_handler(_BetweenCalls()),
+        inductor_config.patch(allow_buffer_reuse=False),  # reuse raises the peak
+    ):
+        yield
 
 
 CONFIG: dict[str, Any] = {"layout_optimization": False, "fx_graph_remote_cache": False}
@@ -249,16 +246,10 @@ class FusedStep(StepBytes):
         return [cost.workspace_bytes for cost in self._costs.of(calls)]
 
 
-@contextlib.contextmanager
-def _sizes_as_numbers() -> Generator[None]:
+def _sizes_as_numbers() -> contextlib.AbstractContextManager[Any]:
     if (mode := detect_fake_mode()) is None:  # without symbols: no input would tell their values
-        yield
-        return
-    before, mode.static_shapes = mode.static_shapes, True
-    try:
-        yield
-    finally:
-        mode.static_shapes = before
+        return contextlib.nullcontext()
+    return mock.patch.object(mode, "static_shapes", True)
 
 
 class Partitioner(CustomPartitionerFn):

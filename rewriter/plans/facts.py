@@ -176,6 +176,7 @@ def recipe_from(plan: PlanFile, loss_fn: LossFunction | None, device: str) -> Re
         resident=plan.resident, autocast=autocast_state(), device=device,
         flags=(plan.told_compiling, plan.told_exporting),
         gradient_release=GradientRelease() if plan.schedule.releases_gradients else None,
+        outputs=plan.outputs,
     )  # fmt: skip
 
 
@@ -192,6 +193,7 @@ def make_plan(
         resident=recipe.resident, device=recipe.device, title=_title_of(recipe.device),
         versions=Versions(torch=str(torch.__version__), remat=version("remat")), schedule=schedule,
         prediction=prediction, graph=costed, check=check and check.as_kept(),
+        outputs=recipe.outputs,
     )  # fmt: skip
 
 

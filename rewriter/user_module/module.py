@@ -16,6 +16,7 @@ from remat.graph_capture.errors import RewriteError, StateChangedError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.python_state.state_guards import PythonState
 from remat.graph_capture.tracing.attribute_writes import state_guarded
+from remat.graph_capture.tracing.left_out import Outputs
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.step_module import LossFunction, apply_loss
 from remat.graph_capture.tracing.trace import trace_recipe
@@ -55,6 +56,7 @@ class SharedState:
     original_module: ClassVar[nn.Module]
     _remat_original_module: ClassVar[nn.Module]
     _remat_loss_fn: ClassVar[LossFunction | None]
+    _remat_outputs: ClassVar[Outputs | None] = None  # that training steps return; None for all
     _remat_unplanned: ClassVar[Unplanned]
 
     def __init__(self) -> None:
@@ -358,6 +360,7 @@ def make_module(
         _remat_recompute_inputs=recompute_inputs,
         audit=None if audit == "first" else audits, _remat_audit=audits, _remat_audits=audit,
         _remat_prediction=prediction, _remat_costed=costed, _remat_updates=updates,
+        _remat_outputs=recipe.outputs,
     )  # fmt: skip
     return kind()
 

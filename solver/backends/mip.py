@@ -1,9 +1,8 @@
 """A mixed-integer program in plain numbers, and the two backends that solve it.
 
 `highspy` must never be imported: OR-Tools carries its own HiGHS, and the two break each other.
-HiGHS can neither be interrupted nor kept from printing, so it runs in another process. It does not
-look at the clock everywhere (5,000 ops took 2.4 s under a limit of 0.5), so the process ends
-`_OVERTIME_S` after the limit.
+HiGHS can neither be interrupted nor kept from printing, so it runs in another process, which ends
+`_OVERTIME_S` after the limit: HiGHS does not look at the clock everywhere.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _state(
         problem, (problem.n_forward,), limit_bytes, links=links, is_start=True,
         least_bytes=max(least_bytes, 1),
     )  # fmt: skip
-    solution = program.solve(Limits(left_s, absolute_gap=GAP, node_limit=BLOCK_NODES.most))
+    solution = program.solve(Limits(left_s, absolute_gap=GAP, node_limit=BLOCK_NODES))
     if solution.values is None:
         return None
     copied = program.copied(solution.values, program.fetched)

@@ -1,10 +1,9 @@
 """What one block can do, bytes kept against extra time; and the choice of one option a block.
 
 Source: the option tables of Rockmate (Zhao et al. 2023, https://arxiv.org/abs/2307.01236), here by
-the program of one cut. The block becomes a small training graph, with a turn between its forward
-and its backward, an op at no cost. Only what the block keeps is live there, so a cut at the turn
-gives the least recomputation for each limit on the bytes kept. Repair adds an option of lower peak
-for each. Keep all and keep the least are always among the options.
+the program of one cut, at the turn between the block's forward and backward: only what the block
+keeps is live there. Repair adds an option of lower peak for each. Keep all and keep the least are
+always among the options.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def block_options(graph: TrainingGraph, limits: int, left_s: Callable[[], float]
             break
         limit_bytes = most_bytes - (most_bytes - least_bytes) * i // limits
         program = CutProgram(problem, (problem.n_forward,), limit_bytes)
-        solution = program.solve(Limits(left_s(), absolute_gap=GAP, node_limit=BLOCK_NODES.most))
+        solution = program.solve(Limits(left_s(), absolute_gap=GAP, node_limit=BLOCK_NODES))
         if solution.values is not None:
             _add(found, State.from_recomputed(problem, expand(solution)))
     for option in tuple(found):

@@ -73,7 +73,7 @@ def free_bound_us(
     left_s = clock.left_s
     if best is None or best[0] >= enough_us or left_s <= 0:
         return max(best[0] if best else 0.0, graph.time_us)
-    limits = Limits(left_s, absolute_gap=1e-4 * COST_SCALE, node_limit=ANY_ORDER_NODES.most)
+    limits = Limits(left_s, absolute_gap=1e-4 * COST_SCALE, node_limit=ANY_ORDER_NODES)
     bound_us = FreeCut.at(graph, best[1], budget_bytes, ancestry).bound_us(limits)
     return max(bound_us, best[0], graph.time_us)  # it may end before its relaxation
 

@@ -8,7 +8,7 @@ good start. With one cut it is a knapsack row over a closure problem.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -18,7 +18,7 @@ from remat.solver.state import mark_made, recomputed_in
 
 COST_SCALE = 1e4  # the time of the step in the program: HiGHS's tolerances are absolute
 ROW_SCALE = 1e3  # the right-hand side of a memory row in the program's unit, for the same reason
-MOST_SIZE = 1e12  # of a coefficient of a memory row: far above the right-hand side; 1e15 is refused
+_MOST_SIZE = 1e12  # of a coefficient of such a row: far above the right-hand side; 1e15 is refused
 
 
 @dataclass(slots=True)
@@ -103,12 +103,17 @@ class CutProgram:
                 continue
             lower = 1.0 if is_backward and v in problem.held else 0.0  # in the caller's hands
             carried[v] = self.program.variable(lower=lower, integer=is_whole)
-            op = problem.producer[v]
-            if not problem.no_recompute[op] and op not in again:
-                cost = problem.cost_us[op] / self.cost_unit_us
-                again[op] = self.program.variable(cost, integer=True)
+            self.made_again(again, v)
         self.carried.append(carried)
         self.again.append(again)
+
+    def made_again(self, again: dict[int, int], v: int) -> int | None:
+        """The bit in `again` that v is made again, None where it must not be."""
+        op = self.problem.producer[v]
+        if not self.problem.no_recompute[op] and op not in again:
+            cost = self.problem.cost_us[op] / self.cost_unit_us
+            again[op] = self.program.variable(cost, integer=True)
+        return again.get(op)
 
     def _presence(self, k: int, v: int, runs: dict[int, int]) -> list[tuple[int, float]] | None:
         """carried[k, v] + runs[producer of v]; None where v is there anyway."""
@@ -144,10 +149,13 @@ class CutProgram:
         if room < 0:
             self.is_empty = True
             return
-        unit = max(room, 1) / ROW_SCALE
-        sizes = ((i, problem.size_bytes[v] / unit) for v, i in self.carried[k].items())
-        terms = [(i, min(size, MOST_SIZE)) for i, size in sizes if size]
-        self.program.row(terms, upper=room / unit)
+        self.room_row([(i, problem.size_bytes[v]) for v, i in self.carried[k].items()], room)
+
+    def room_row(self, sizes: Iterable[tuple[int, int]], room_bytes: float) -> None:
+        """Sum of size · variable <= room."""
+        unit = max(room_bytes, 1) / ROW_SCALE
+        terms = [(i, min(size / unit, _MOST_SIZE)) for i, size in sizes if size]
+        self.program.row(terms, upper=room_bytes / unit)
 
     def relaxed(self, time_limit_s: float) -> CutSolution:
         """Solve the linear relaxation; its bound holds, its point is no cover as it stands."""
@@ -253,10 +261,7 @@ def add_stage_row(cuts: CutProgram, k: int, op: int) -> None:
         elif through is not None:
             counted = _either(cuts, through, runs) if v in inputs else through
             terms[counted] = size_bytes
-    room = cuts.budget_bytes - problem.resident_bytes
-    unit = max(room, 1) / ROW_SCALE
-    row = [(x, min(size / unit, MOST_SIZE)) for x, size in terms.items() if size]
-    cuts.program.row(row, upper=room / unit)
+    cuts.room_row(terms.items(), cuts.budget_bytes - problem.resident_bytes)
 
 
 def _either(cuts: CutProgram, left: int, right: int) -> int:
@@ -275,27 +280,10 @@ def _through(cuts: CutProgram, k: int, v: int) -> int | None:
         return None
     carried = cuts.carried[k - 1].get(v)
     through = cuts.program.variable()
-    row = [(through, 1.0)]
-    missing = 1.0
-    for bit in (carried, live_at):
-        if bit is None:
-            missing -= 1.0
-        else:
-            row.append((bit, -1.0))
-    if (again := _made_again(cuts, k - 1, v)) is not None:
+    bits = [bit for bit in (carried, live_at) if bit is not None]
+    row = [(through, 1.0), *((bit, -1.0) for bit in bits)]
+    if (again := cuts.made_again(cuts.again[k - 1], v)) is not None:
         row.append((again, 1.0))
-    cuts.program.row(row, lower=-missing)
+    cuts.program.row(row, lower=float(1 - len(bits)))
     cuts.through[k, v] = through
     return through
-
-
-def _made_again(cuts: CutProgram, k: int, v: int) -> int | None:
-    """The bit that v is made again in interval k, None where it must not be."""
-    problem = cuts.problem
-    op = problem.producer[v]
-    if problem.no_recompute[op]:
-        return None
-    if op not in cuts.again[k]:
-        cost = problem.cost_us[op] / cuts.cost_unit_us
-        cuts.again[k][op] = cuts.program.variable(cost, integer=True)
-    return cuts.again[k][op]

@@ -1,9 +1,8 @@
 """Lazy multi-cut, of the whole step and in windows: cuts added where the point is too full.
 
 The point of each program is expanded into a schedule, whose stage fullest over the budget becomes
-the next cut. If it is one already, the stage before it becomes one, so that it stands alone. If
-there is one too, the op fullest when it runs again gets a row (`add_stage_row`). Bounds hold in the
-given order of first computations, for any number of recomputations.
+the next cut; if it is one already, the stage before it; if that is one too, the op fullest when it
+runs again gets a row (`add_stage_row`). Bounds hold in captured order.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
 """Sweeps: one solver at many budgets, each solve serving the others.
 
-A schedule serves every budget that its peak is within, and a bound holds at every smaller one. So
-time never rises with the budget, though each solve is a heuristic. One by one, it stops where
-nothing runs again. `jobs` run side by side through joblib, here or on the cluster of its backend
-(dask, ray).
+A schedule serves every budget that its peak is within, and a bound holds at every smaller one, so
+time never rises with the budget. One by one, it stops where nothing runs again. `jobs` run side by
+side through joblib, here or on the cluster of its backend (dask, ray).
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import BrokenExecutor
 from typing import Any, cast
 
@@ -144,6 +142,8 @@ def _side_by_side(
     graph: TrainingGraph, budgets: Sequence[int], solver: str, options: dict[str, Any],
     clock: Clock, jobs: int,
 ) -> list[Result]:  # fmt: skip
+    from unittest import mock
+
     joblib: Any = importlib.import_module("joblib")  # joblib ships no types, and one job needs none
     at_once = min(joblib.effective_n_jobs(jobs), len(budgets))
     each_s = max(clock.left_s, 0.0) * at_once / len(budgets)  # that many at a time have more
@@ -151,7 +151,7 @@ def _side_by_side(
     tasks = [task(graph, one, solver, time_limit_s=each_s, **options) for one in budgets]
     found: list[Result] = []
     try:
-        with _workers_in_safe_paths():
+        with mock.patch.dict(os.environ, PYTHONSAFEPATH="1"):  # our folder may hold a joblib.py
             answers = joblib.Parallel(n_jobs=jobs, return_as="generator")(tasks)
             found.extend(cast("Iterable[Result]", answers))  # what came before an error stays
     except KeyboardInterrupt:
@@ -160,20 +160,6 @@ def _side_by_side(
         said = str(error).split(".")[0]
         warnings.warn(f"a worker of the sweep died: {said}. The rest is solved here", stacklevel=3)
     return found + _one_by_one(graph, budgets[len(found) :], solver, options, clock, None)
-
-
-@contextlib.contextmanager
-def _workers_in_safe_paths() -> Generator[None]:
-    name = "PYTHONSAFEPATH"  # the working folder may hold a joblib.py
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def merge_results(

@@ -34,7 +34,7 @@ from remat.solver.local_search.repair import Repair, offer_exchanges, offer_fill
 from remat.solver.problem import largest_working_set_bytes
 from remat.solver.search import Listener, Search
 from remat.solver.state import State, store_all_state
-from remat.solver.stopping import CUT_NODES, Nodes
+from remat.solver.stopping import CUT_NODES
 
 TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)  # of the room above the largest working set, for starts
 _POWERS = (0.3, 0.6, 1.0, 1.6)
@@ -135,12 +135,12 @@ def offer_climbed(search: Search, climbed: Climbed, most_work: float = float("in
 
 
 def limits_of(
-    search: Search, lazy: LazyCuts | Windows, gap: float, open_gap: float, nodes: Nodes = CUT_NODES
+    search: Search, lazy: LazyCuts | Windows, gap: float, open_gap: float, nodes: int = CUT_NODES
 ) -> Limits:
     # The next cut replaces the program: no need to be close. An exact one is the last.
     tolerance = max(gap, _GAP_PART * open_gap if open_gap < 1 else 0.0) / 4
     absolute_gap = 0.0 if lazy.is_exact else tolerance * COST_SCALE
-    most = (stopping.LARGE_CUT_NODES if search.is_large else nodes).most
+    most = stopping.LARGE_CUT_NODES if search.is_large else nodes
     return Limits(stopping.RELAXED.of(search.left_s), absolute_gap=absolute_gap, node_limit=most)
 
 

@@ -41,7 +41,7 @@ def offer_budget_continuation(search: Search, plain: State, *, is_patient: bool)
     end_s = search.left_s - stopping.BUDGET_CONTINUATION.of(search.left_s)
     peak_bytes = int(plain.peak_bytes.max())
     way_bytes = peak_bytes - search.budget_bytes
-    state, level_bytes, step, effort = plain, peak_bytes, _STEP, stopping.FIRST_DESCENT.most
+    state, level_bytes, step, effort = plain, peak_bytes, _STEP, stopping.FIRST_DESCENT
     while search.left_s > end_s and not search.proved_infeasible:
         below_bytes = max(level_bytes - max(int(step * way_bytes), 1), search.budget_bytes)
         search.say(f"from above, by a schedule for {below_bytes} bytes")
@@ -50,11 +50,11 @@ def offer_budget_continuation(search: Search, plain: State, *, is_patient: bool)
             search.offer(found)
             return
         if found is not None:
-            effort = stopping.FIRST_DESCENT.most
+            effort = stopping.FIRST_DESCENT
             state, level_bytes = _improved(search, found, below_bytes, effort), below_bytes
         elif step > _LEAST_STEP:
             step /= 2
-        elif effort < (stopping.LAST_DESCENT if is_patient else stopping.SOON_DESCENT).most:
+        elif effort < (stopping.LAST_DESCENT if is_patient else stopping.SOON_DESCENT):
             # Smaller steps do not help: a better schedule leaves repair more to drop.
             effort, step = 2 * effort, _NEXT_STEP
             state = _improved(search, state, level_bytes, effort)

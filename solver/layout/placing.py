@@ -2,8 +2,7 @@
 
 Small buffers wait. The others are placed greedily, by ejections, then by dives of the canonical
 search; with Numba, what is still high is annealed. Small ones fill the holes. All limits are of
-work, so the same buffers get the same layout. Related: Y. Imanishi and Z. Xu, ISMM 2024; H. Shu et
-al., "ROAM", 2023, arXiv 2310.19295; STAlloc, 2025, arXiv 2507.16274.
+work. Related: Y. Imanishi and Z. Xu, ISMM 2024; H. Shu et al., arXiv 2310.19295; STAlloc, 2025.
 """
 
 from __future__ import annotations
@@ -22,12 +21,9 @@ from remat.solver.layout.canonical import FAILED, FOUND, CanonicalSearch, Preord
 
 # For training steps, where what starts together is read together.
 STEP_PREORDERS = tuple(map(Preorder, ("WAT", "TAW", "TsW", "WTs", "TWA", "TSW", "WTS")))
-CHIP_PREORDERS = tuple(  # MiniMalloc's, for times that are far apart: widths both ways
-    Preorder(keys, widths) for widths in ("ranks", "times") for keys in ("WAT", "TAW", "TWA")
-)
 
 
-class _Fitted(NamedTuple):
+class Fitted(NamedTuple):
     """`offsets` is None where nothing was found; `is_proved` if nothing exists."""
 
     offsets: Ints | None
@@ -36,32 +32,20 @@ class _Fitted(NamedTuple):
     is_proved: bool
 
 
-def fit_into(boxes: Boxes, capacity: int, tries: int) -> _Fitted:
-    """Search by MiniMalloc's preorders until one ends, or `tries` are used up in all."""
-    search, share, used = CanonicalSearch(boxes), len(boxes), 0
-    while True:
-        # Which preorder does well differs, and it needs few tries: each gets few, then more.
-        share = min(2 * share, tries - used)
-        found = dive(search, capacity, share, tries - used, CHIP_PREORDERS)
-        used += found.tries
-        if found.offsets is not None or found.is_proved or used >= tries:
-            return found._replace(tries=used)
-
-
 def dive(
     search: CanonicalSearch, capacity: int, share: int, tries: int,
     preorders: tuple[Preorder, ...] = STEP_PREORDERS,
-) -> _Fitted:  # fmt: skip
+) -> Fitted:  # fmt: skip
     """`share` tries by each of `preorders`, at most `tries` in all."""
     used = 0
     for preorder in preorders:
         outcome, offsets, more = search.run(capacity, preorder, min(share, tries - used))
         used += more
         if outcome in (FOUND, FAILED):  # a search that ends without a layout has seen all of them
-            return _Fitted(offsets if outcome == FOUND else None, preorder, used, outcome == FAILED)
+            return Fitted(offsets if outcome == FOUND else None, preorder, used, outcome == FAILED)
         if used == tries:
             break
-    return _Fitted(None, preorders[-1], used, is_proved=False)
+    return Fitted(None, preorders[-1], used, is_proved=False)
 
 
 # Ejections, then dives, which want lists of overlaps and more tries for more boxes.

@@ -93,7 +93,7 @@ class LargeNeighbourhoods:
         stages_of = events.candidate_stages(problem, self.runs, chosen, most, self.guide)
         program = events.EventBuilder(problem, self.runs, stages_of).build(room_bytes)
         fixed = [op for op in range(problem.n_ops) if op not in stages_of]
-        effort = events.TryLimits(NEIGHBOURHOOD.most, search.left_s, seed)
+        effort = events.TryLimits(NEIGHBOURHOOD, search.left_s, seed)
         below_us = self.cost_us * (1 - 1e-9)  # by more than rounding, or rounds never end
         return events.solve_events(program, self.runs, fixed, below_us, effort, running)
 

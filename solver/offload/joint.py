@@ -290,7 +290,7 @@ class _JointSearch:
     def _limits(self) -> Limits:
         # Nodes, so that the point is the same on every machine.
         limit_s, gap = RELAXED.of(self.search.left_s), self.gap / 4 * COST_SCALE
-        return Limits(limit_s, absolute_gap=gap, node_limit=JOINT_NODES.most)
+        return Limits(limit_s, absolute_gap=gap, node_limit=JOINT_NODES)
 
 
 # On more ops hosted sets are climbed over for a wide gap alone: tens of repairs, a second each.

@@ -31,7 +31,7 @@ import numpy as np
 
 from remat.graph_capture.graph import Link, Links
 from remat.solver.backends.mip import MipSolution, MixedProgram
-from remat.solver.bounds.cut_program import MOST_SIZE, ROW_SCALE, CutProgram
+from remat.solver.bounds.cut_program import CutProgram
 from remat.solver.offload.fetch_as_recompute import movable
 from remat.solver.problem import Problem
 
@@ -205,20 +205,14 @@ class JointCut(CutProgram):
             self.program.row([(self.hosted[k][v], 1.0), (index, -1.0)], lower=0.0)
 
     def _room_rows(self, k: int) -> None:
-        on_host = [(index, v, 1.0) for v, index in self.hosted[k].items()]
-        on_host += [(index, v, -1.0) for v, index in self.spilled[k].items()]
-        on_nvme = [(index, v, 1.0) for v, index in self.spilled[k].items()]
-        self._room_row(on_host, self.links.host_bytes)
-        if on_nvme:
-            self._room_row(on_nvme, self.links.nvme_bytes)
-
-    def _room_row(self, terms: list[tuple[int, int, float]], room_bytes: float) -> None:
-        sizes = [(index, sign * self.problem.size_bytes[v]) for index, v, sign in terms]
-        if sum(size for _, size in sizes if size > 0) <= room_bytes:  # it cannot bind
-            return
-        unit = max(room_bytes, 1) / ROW_SCALE
-        row = [(i, max(min(size / unit, MOST_SIZE), -MOST_SIZE)) for i, size in sizes]
-        self.program.row(row, upper=room_bytes / unit)
+        size_bytes = self.problem.size_bytes
+        on_nvme = [(index, size_bytes[v]) for v, index in self.spilled[k].items()]
+        on_host = [(index, size_bytes[v]) for v, index in self.hosted[k].items()]
+        on_host += [(index, -size) for index, size in on_nvme]
+        rooms = (on_host, self.links.host_bytes), (on_nvme, self.links.nvme_bytes)
+        for sizes, room_bytes in rooms:
+            if sum(size for _, size in sizes if size > 0) > room_bytes:  # else it cannot bind
+                self.room_row(sizes, room_bytes)
 
     def _link_rows(self) -> None:
         windows = _LinkWindows(

@@ -9,7 +9,7 @@ that frees at least what it pins, or when nothing is left to evict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -252,7 +252,10 @@ def _plan(search: Search, make: _MakePolicy, prune: bool, plain_bytes: int) -> N
     else:
         search.say("running the policy at the budget")
         if (sequence := _run_at(search, make, search.budget_bytes)) is not None:
-            _offer(search, sequence, prune)
+            search.offer_sequence(sequence)
+            if prune:
+                search.say("carrying what fits instead of recomputing it")
+                offer_filled(search, state_of(search.problem, sequence))
     if search.best is None:
         _bisect_least_peak(search, make, prune, (least_bytes, plain_bytes))
 
@@ -265,13 +268,6 @@ def _run_at(search: Search, make: _MakePolicy, budget_bytes: int) -> list[int] |
         return OnlineRun(problem, policy, search.out_of_time).run()
     except NoRoomError:
         return None
-
-
-def _offer(search: Search, sequence: Sequence[int], prune: bool) -> None:
-    search.offer_sequence(sequence)
-    if prune:
-        search.say("carrying what fits instead of recomputing it")
-        offer_filled(search, state_of(search.problem, sequence))
 
 
 def _bisect_least_peak(

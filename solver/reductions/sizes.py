@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -85,11 +86,7 @@ class Reach:
 
 def _last(count: int, holds: Callable[[int], bool]) -> int:
     """The last of 0, 1, ... for which it holds, if it holds for all before it; -1 for none."""
-    low, high = -1, count
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    return bisect_left(range(count), True, key=lambda i: not holds(i)) - 1
 
 
 def _levels(symbols: Sequence[Symbol]) -> list[dict[str, int]]:

@@ -242,7 +242,9 @@ def _needed_bytes(graph: ForwardGraph, member: _Flags) -> _Numbers:
     sizes = np.array([problem.size_bytes[v] for v in values], np.float64)
     readers, stages = np.array(reads, np.int64).reshape(-1, 2).T
     later = np.searchsorted(np.array([last[v] for v in values], np.int64), stages)
-    own = np.array(_own_bytes(problem), np.float64)[stages]
+    # Of backward's own values while each stage runs, its op's outputs included.
+    live = bytes_across(problem, problem.last_need, range(problem.n_forward, problem.n_ops))
+    own = np.add(live[:-1], problem.own_bytes, dtype=np.float64)[stages]
     found = np.zeros((member.shape[1], member.shape[1]))
     for i in range(member.shape[1]):
         segment = member & ~member[:, i : i + 1]
@@ -250,12 +252,6 @@ def _needed_bytes(graph: ForwardGraph, member: _Flags) -> _Numbers:
         needed = np.where(segment[readers], unread[later] + own[:, None], 0.0)
         found[:, i] = needed.max(axis=0, initial=0.0)
     return found
-
-
-def _own_bytes(problem: Problem) -> list[int]:
-    """Bytes of backward's own values while each stage runs, its op's outputs included."""
-    live_bytes = bytes_across(problem, problem.last_need, range(problem.n_forward, problem.n_ops))
-    return [live + own for live, own in zip(live_bytes, problem.own_bytes, strict=False)]
 
 
 class _Labels:

@@ -73,9 +73,10 @@ def read_by_none(files: Iterable[Path], readers: list[Path]) -> list[str]:
 
 
 def readers() -> list[Path]:
-    """All files beside the packages that could name what is in them."""
+    """All files beside the code of the packages that could name what is in it."""
     found = [path for root in READERS for path in (ROOT / root).rglob("*") if path.suffix in TEXTS]
-    return [*found, *ROOT.glob("*.md"), ROOT / "pyproject.toml"]
+    tables = (path for root in PACKAGES for path in (ROOT / root).glob("**/*.json"))
+    return [*found, *tables, *ROOT.glob("*.md"), ROOT / "pyproject.toml"]
 
 
 def _with_several(names: dict[Path, set[str]]) -> dict[str, list[str]]:

@@ -7,6 +7,8 @@ and to check, are not counted.
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +23,22 @@ from remat.graph_capture.devices.memory_events import RegionMemory, measure_regi
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.compiled import StepAllocator
 from remat.step_spec import StepSpec
+
+MUST_RUN = "REMAT_REQUIRE_TRAINERS"
+"""A variable that is set where a recipe whose library is missing is to fail, as in `.ci/run`."""
+
+
+def require_libraries(*needed: str) -> None:
+    """Skip a script whose libraries are not installed; fail where it has to run."""
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        says = f"without {' and '.join(missing)}: pip install 'remat[trainers]'"
+        assert not os.environ.get(MUST_RUN), says
+        pytest.skip(says)
+    if needed:
+        from tests.zoo.case import _name_ops_of_torchvision
+
+        _name_ops_of_torchvision()
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ def values(one: nn.Module) -> dict[str, Any]:
     return {
         "blocks": "*", "compile": True, "dynamic": {"input": {0: ("rows", 2, 8)}},
         "float_inputs": ["p"], "host": "1GiB", "keep": "0", "nvme": "/tmp:1GiB",
+        "outputs": (0,),
         "optimizer_in_backward": torch.optim.SGD(one.parameters(), 0.1), "recompute": "0",
         "sharding": remat.Sharding("ddp", 2), "solver": "cut", "split": "exact",
     }  # fmt: skip

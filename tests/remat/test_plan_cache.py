@@ -307,3 +307,16 @@ def test_a_frozen_model_that_has_no_backward_runs_its_own_forward_and_says_so_on
     fast(x.requires_grad_()).sum().backward()
     assert len(remat.plans(fast)) == 1
     assert x.grad is not None
+
+
+def test_a_hook_on_the_model_runs_once_a_step() -> None:
+    model, (tokens, _) = tagger(), batches()[0]
+    eager = copy.deepcopy(model)
+    for one in (model, eager):
+        one.register_forward_hook(lambda _, __, output: 2 * output)
+    fast = remat.rematerialize(model, budget="100%")
+    for _ in range(2):
+        torch.manual_seed(2)
+        found = fast(tokens)
+        torch.manual_seed(2)
+        assert torch.equal(found, eager(tokens))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor
 from remat.caches.per_shape_plans import PlanCache
 from tests.distributed.launch import torchrun
 from tests.paths import ROOT
-from tests.remat.planned_steps import Watched, watched
+from tests.remat.planned_steps import Watched, require_libraries, watched
 from tests.rows import rows
 
 PAGE = (ROOT / "docs" / "how-to" / "trainers.md").read_text()
@@ -52,8 +51,6 @@ STEPS = {
 """Calls of backward in each recipe: all of them are planned steps."""
 ON_RANKS = {"nanogpt_loop": 6, "fsdp2_loop": 24}
 """With the planned steps of one process; those of each of the four blocks count by themselves."""
-MUST_RUN = "REMAT_REQUIRE_TRAINERS"
-"""A variable that is set where a recipe whose library is missing is to fail, as in `.ci/run`."""
 
 
 def recipe(name: str) -> str:
@@ -72,19 +69,6 @@ def run(script: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[dict[str,
     with watched() as steps:
         exec(compile(script, str(FOLDER), "exec"), names)
     return names, steps
-
-
-def require_libraries(name: str) -> None:
-    """Skip a recipe whose libraries are not installed; fail where it has to run."""
-    missing = [needed for needed in NEEDS[name] if importlib.util.find_spec(needed) is None]
-    if missing:
-        says = f"without {' and '.join(missing)}: pip install 'remat[trainers]'"
-        assert not os.environ.get(MUST_RUN), says
-        pytest.skip(says)
-    if NEEDS[name]:
-        from tests.zoo.case import _name_ops_of_torchvision
-
-        _name_ops_of_torchvision()
 
 
 def trained(names: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
@@ -121,7 +105,7 @@ def test_what_a_section_shows_is_in_its_recipe(title: str) -> None:
 def test_losses_and_weights_are_those_without_the_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    require_libraries(name)
+    require_libraries(*NEEDS[name])
     planned, steps = run(recipe(name), tmp_path / "planned", monkeypatch)
     plain, no_steps = run(without_the_line(recipe(name)), tmp_path / "plain", monkeypatch)
     assert len(steps.planned) == steps.backwards == STEPS[name]
@@ -165,7 +149,7 @@ def test_a_plan_that_the_script_goes_past_is_not_counted(
 def test_lightning_makes_and_plans_its_layers_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    require_libraries("lightning_fit")
+    require_libraries(*NEEDS["lightning_fit"])
     names, _ = run(recipe("lightning_fit"), tmp_path / "fit", monkeypatch)
     classifier = names["classifier"]
     model = classifier.model
@@ -184,7 +168,7 @@ def test_lightning_makes_and_plans_its_layers_once(
 def test_a_trainer_may_switch_checkpointing_on_by_either_name(
     switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    require_libraries("hf_trainer")
+    require_libraries(*NEEDS["hf_trainer"])
     from transformers import TrainingArguments
 
     if switch not in TrainingArguments.__dataclass_fields__:

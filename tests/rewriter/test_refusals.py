@@ -225,10 +225,10 @@ class Generates(nn.Linear):
         return {"logits": made, "cache": WordCache(made)} if use_cache else {"logits": made}
 
 
-def test_a_cache_for_the_next_word_is_refused_with_its_switch() -> None:
+def test_a_cache_that_is_to_be_returned_is_refused_with_its_switch() -> None:
     model, args = Generates(4, 4), (torch.ones(2, 4),)
     with pytest.raises(CaptureError, match=r"pass use_cache=False.*result\['cache'\].* WordCache"):
-        capture(model, args)
+        capture(model, args, outputs=("logits", "cache"))
     assert capture(model, args, {"use_cache": False}).n_forward
 
 

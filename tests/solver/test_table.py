@@ -12,12 +12,13 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 
+from benchmarks.solver_table import header_of
 from remat.compile.graph_context import CompileOptions
 from remat.graph_capture.errors import SolverError
 from remat.job.request import Request
 from remat.solver import TABLE, make_solver, solve_within, solver_class
 from remat.solver.stopping import DEFAULT_GAP
-from remat.solver.table import NEEDS_LINKS, NO_OPTIONS, header_of
+from remat.solver.table import NEEDS_LINKS, NO_OPTIONS
 from tests.links import with_links
 from tests.solver.graphs.random_graphs import chain
 

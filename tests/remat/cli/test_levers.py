@@ -1,4 +1,4 @@
-"""`--split` and `--optimizer-in-backward`: on the command line, with what they take."""
+"""`--split`, `--outputs` and `--optimizer-in-backward`, with what they take."""
 
 from __future__ import annotations
 
@@ -34,6 +34,16 @@ def factory(length=64):
 
 def short():
     return factory(2)
+
+
+class Both(LanguageModel):
+    def forward(self, tokens, target):
+        loss = super().forward(tokens, target)
+        return loss, self.embedding(tokens)
+
+
+def both():
+    return factory() | {"model": Both()}
 """
 
 
@@ -120,3 +130,16 @@ def test_explain_says_what_each_lever_brings(job: str) -> None:
     assert chunks["solved"]
     assert found["layout"]["arena_bytes"] >= found["layout"]["load_bytes"]
     assert "levers" in found["seconds"]
+
+
+def test_outputs_are_named_at_a_run_and_kept_in_its_plan(job: str, tmp_path: Path) -> None:
+    both, plan = job.replace(":factory", ":both"), str(tmp_path / "plan.json")
+    text = said("run", both, "--budget", "100%", "--outputs", "0", "-o", plan)
+    assert "left out      1, which training does not use" in text
+    said("check", both, plan)
+    said("show", both, "--plan", plan)
+    said("show", both, "--plan", plan, "--as", "code")
+    done = CliRunner().invoke(app, ["run", plan, "--budget", "100%", "--outputs", "0"])
+    assert "leave out --outputs, or name a model: a kept step has its own" in done.output
+    done = CliRunner().invoke(app, ["run", both, "--budget", "100%", "--outputs", "loss"])
+    assert "name some of 0, 1 in outputs: forward returns no 'loss'" in done.output

@@ -10,7 +10,7 @@ import pytest
 import typer.main
 
 from remat.cli.main import app
-from remat.cli.verb import FIELDS, MORE
+from remat.cli.verb import FIELDS, MORE, OPTIONS
 from tests.remat.cli.conftest import Remat
 
 VERBS = ("run", "sweep", "largest-batch", "show", "report")
@@ -32,9 +32,22 @@ def planning_options(verb: str) -> dict[str, tuple[Any, ...]]:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_each_verb_that_plans_has_the_fields_of_the_request_with_their_help(verb: str) -> None:
-    fields = {name: field.metadata["help"] for name, field in FIELDS.items()}
-    assert {name: help for name, (_, help, _) in planning_options(verb).items()} == fields
+    assert planning_options(verb).keys() == FIELDS.keys() == OPTIONS["request"].keys()
+    for name, (_, text, _) in planning_options(verb).items():
+        assert text.startswith(OPTIONS["request"][name]["help"].partition("{")[0])
+        assert "{" not in text
     assert planning_options(verb) == planning_options("run")
+
+
+def test_each_row_of_the_table_is_an_option_of_a_verb() -> None:
+    group = typer.main.get_command(app)
+    shown = {
+        verb.replace("-", "_"): {str(one.name) for one in command.params}
+        for verb, command in group.commands.items()  # type: ignore[attr-defined]
+    }
+    for verb, rows in OPTIONS.items():
+        known = shown.get(verb, set().union(*shown.values()))
+        assert rows.keys() <= known, verb
 
 
 def test_run_shows_the_ten_options_that_people_use_first() -> None:

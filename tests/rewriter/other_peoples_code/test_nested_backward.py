@@ -157,6 +157,18 @@ def test_a_checkpoint_by_hand_is_planned_to_eagers_bits(kind: str, dropout: bool
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_it_trains_behind_a_frozen_layer_whose_result_is_made_to_require_grad(kind: str) -> None:
+    model = Blocks(CHECKPOINTS[kind])
+    model.first.requires_grad_(False)
+    model.first.register_forward_hook(lambda module, args, out: out.requires_grad_(True))
+    x = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(1))
+    wanted = gradients(model, lambda: model(x))
+    fast: Any = remat.rematerialize(model, (x,), budget="100%", time_limit_s=2)
+    assert all(map(torch.equal, gradients(model, lambda: fast(x)), wanted))
+    assert len(wanted) == 1 + len([*model.blocks.parameters()])
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_its_ops_are_planned_as_any_others_and_eager_is_as_it_is_written(kind: str) -> None:
     model, x = Blocks(CHECKPOINTS[kind]), torch.randn(1024, WIDTH)
     step = remat.capture(model, (x,))

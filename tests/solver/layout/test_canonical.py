@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.layouts import CHIP_PREORDERS, fit_into
 from remat.schedules.layout import Buffers
 from remat.solver.layout import canonical
 from remat.solver.layout.boxes import Boxes, overlaps_in, range_maxima, sections_of
 from remat.solver.layout.canonical import FAILED, FOUND, OUT_OF_TRIES, CanonicalSearch, Preorder
-from remat.solver.layout.placing import CHIP_PREORDERS, STEP_PREORDERS, dive, fit_into
+from remat.solver.layout.placing import STEP_PREORDERS, dive
 from tests.solver.layout.random_boxes import (
     cut_rectangle,
     least_arena_bytes,
@@ -113,7 +114,7 @@ def test_compiled_and_plain_searches_find_the_same() -> None:
         "import remat\n"
         "from remat.solver.layout import boxes as jit\n"
         "from remat.solver.layout.boxes import Boxes\n"
-        "from remat.solver.layout.placing import fit_into\n"
+        "from benchmarks.layouts import fit_into\n"
         "from tests.solver.layout.random_boxes import random_buffers\n"
         "assert jit.IS_COMPILED == (sys.argv[1] != 'plain')\n"
         "for seed in range(6):\n"
