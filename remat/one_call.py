@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from remat.budgets import parse_budget
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
-from remat.graph_capture.errors import CaptureError, SolverError
+from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Optimizer, TrainingGraph, TrainingStep
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.plan import Plan
@@ -217,11 +217,6 @@ def rematerialize(
         from remat.levers.optimizer_in_backward import updated_in_backward
 
         return updated_in_backward(spec)
-    from remat.step_planner import plan_one_size
+    from remat.step_planner import plan_one_size, whole_or_in_parts
 
-    try:
-        return plan_one_size(spec)
-    except CaptureError as error:
-        from remat.parts.planned import in_parts
-
-        return in_parts(spec, error)
+    return whole_or_in_parts(spec, plan_one_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, SupportsIndex
 
 from torch import fx, nn
@@ -21,7 +22,7 @@ from remat.graph_capture.costs.op_costs import with_measured_chunks
 from remat.graph_capture.distributed.collectives import collectives_in
 from remat.graph_capture.distributed.dtensors import has_dtensors, parameters_cast
 from remat.graph_capture.distributed.sharded_step import local_step
-from remat.graph_capture.errors import BudgetError, RewriteError
+from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.tracing.trace import Trace, trace
 from remat.levers.chunks_at_need import may_wait, naming_tolerance, solved_at_need
@@ -161,3 +162,13 @@ def plan_one_size(spec: StepSpec) -> fx.GraphModule:
         planner.say_planned(found, checked)
     type(module)._remat_check = checked
     return module
+
+
+def whole_or_in_parts(spec: StepSpec, whole: Callable[[StepSpec], nn.Module]) -> nn.Module:
+    """The module that `whole` makes of a step; of one that is no one graph, one in parts."""
+    try:
+        return whole(spec)
+    except CaptureError as error:
+        from remat.parts.planned import in_parts  # a wing, which most models never enter
+
+        return in_parts(spec, error)

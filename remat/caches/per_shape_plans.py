@@ -35,7 +35,6 @@ from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import tensor_facts
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.option_checks import require_dynamic, require_upto
-from remat.parts.planned import in_parts
 from remat.ranges.ranged_call import rematerialize_over
 from remat.ranges.varying import DynamicOrAuto, Upto, VaryingSizes, is_covered_by, planned_over
 from remat.ranks.same_order import require_group
@@ -46,7 +45,7 @@ from remat.rewriter.user_module.own_forward import class_of_user
 from remat.rewriter.user_module.ranged import RangedModule
 from remat.solved import at_hand_text, facts_of
 from remat.solver.table import make_solver
-from remat.step_planner import StepPlanner, plan_one_size
+from remat.step_planner import StepPlanner, plan_one_size, whole_or_in_parts
 from remat.step_spec import StepSpec
 
 
@@ -198,12 +197,9 @@ class PlanCache(SharedState, nn.Module):
 
         def make(one: StepSpec) -> nn.Module:
             # `cached_plan` knows neither Inductor's code nor ranks.
-            try:
-                if any(one.asked[name] for name in ("compile", "group", "sharding")):
-                    return plan_one_size(one)
-                return cached_plan(one, cls._remat_known)
-            except CaptureError as error:
-                return in_parts(one, error)
+            is_alone = not any(one.asked[name] for name in ("compile", "group", "sharding"))
+            known = functools.partial(cached_plan, known=cls._remat_known)
+            return whole_or_in_parts(one, known if is_alone else plan_one_size)
 
         try:
             return make(spec)

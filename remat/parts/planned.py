@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -17,16 +18,17 @@ from remat.graph_capture.distributed.dtensors import has_dtensors
 from remat.graph_capture.errors import BudgetError, CaptureError, option
 from remat.graph_capture.refusals import is_all_frozen
 from remat.graph_capture.tracing.fake_tensors import has_storage
+from remat.graph_capture.tracing.left_out import as_outputs
 from remat.graph_capture.tracing.resident import resident_bytes
 from remat.graph_capture.tracing.restore import restored_after
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import with_loss, without_own_hooks
 from remat.parts.choice import Choices, parts_of
+from remat.parts.module import PartsModule, make_in_parts
 from remat.parts.watched import watched_steps
 from remat.progress import stopwatch_of_call
 from remat.rewriter.checking.check import eager_run
 from remat.rewriter.checking.outcomes import OwnBatch, StepState, own_parameters
-from remat.rewriter.user_module.in_parts import PartsModule, make_in_parts
 from remat.rewriter.user_module.module import SharedState
 from remat.schedules.outcome import Result
 from remat.solved import Solved, facts_of, infeasible_text, planned_text
@@ -75,7 +77,10 @@ def in_parts(spec: StepSpec, refused: CaptureError) -> PartsModule:
 
 
 def _may_be(spec: StepSpec, refused: CaptureError) -> bool:
-    asked = {name for name, is_asked in spec.asked.items() if is_asked} - {"float_inputs"}
+    asked = {name for name, is_asked in spec.asked.items() if is_asked} - {
+        "float_inputs",
+        "outputs",
+    }
     model, has_ranks = spec.model, dist.is_available() and dist.is_initialized()
     is_of_graph = type(refused) is CaptureError and model.training and has_storage(model)
     if asked or has_ranks or not is_of_graph or is_all_frozen(model, _tree(spec)):
@@ -90,6 +95,7 @@ def _tree(spec: StepSpec) -> Any:
 def _watched(spec: StepSpec) -> Choices:
     model, meter = spec.model, meter_of(resolved_device(None, spec.model))
     batch, step = OwnBatch(_tree(spec)), with_loss(spec.model, spec.loss_fn)
+    outputs = as_outputs(spec.outputs)
     resident = resident_bytes(
         step, batch.leaves, optimizer=spec.optimizer, accumulate=spec.accumulate,
         allocated=allocator_rounding(meter.device),
@@ -100,11 +106,13 @@ def _watched(spec: StepSpec) -> Choices:
         stack.enter_context(without_own_hooks(model))
         state = StepState(step, batch.leaves, meter.device, keep_parameters=True)
         stack.enter_context(state.put_back())
+
+        def step(before_backward: Callable[[], None]) -> Any:
+            return eager_run(model, batch, spec.loss_fn, outputs, before_backward)()
+
         watched = watched_steps(
-            model, meter,
-            lambda before_backward: eager_run(model, batch, spec.loss_fn, before_backward)(),
-            lambda run: state.prepared(run, spec.accumulate),
-        )  # fmt: skip
+            model, meter, step, lambda run: state.prepared(run, spec.accumulate)
+        )
     resident = replace(resident, libraries_bytes=meter.library_bytes())
     parts = parts_of(watched, meter.device)
     return Choices(watched, parts, type(model).__name__, meter.device, resident)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from tests.architecture.import_graph import PACKAGES, arrows, circles, sources
 from tests.paths import ROOT
 
-WINGS = ("remat/baselines", "remat/cluster", "remat/whole_step", "rewriter/arena")
+WINGS = ("remat/baselines", "remat/cluster", "remat/parts", "remat/whole_step", "rewriter/arena")
 TOLD = re.compile(r"#\s*(noqa|fmt:|pyright:|type:|ruff:|----)")
 """Comments for tools."""
 MODEL = """

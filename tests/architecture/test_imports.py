@@ -27,10 +27,11 @@ RUNNING = (
     "remat.rewriter.plans.loading",
     "remat.rewriter.user_module.module",
 )
-WINGS = ("remat.baselines", "remat.cluster", "remat.whole_step")
+WINGS = ("remat.baselines", "remat.cluster", "remat.parts", "remat.whole_step")
 DOORS = {
     ("remat.cli.report", "remat.cluster"),
     ("remat.cli.run", "remat.whole_step"),
+    ("remat.step_planner", "remat.parts"),
 }
 """What knows a wing beside the tables that name it in a text, and may not become more."""
 SOLVERS = "ortools", "pulp", "highspy", "remat.solver"

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from remat.graph_capture.errors import StateChangedError
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.blocks import forward_wrapped
+from remat.graph_capture.tracing.left_out import Outputs, used_alone
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction, apply_loss
 from remat.rewriter.guards.live_state import LiveState, RecomputeInputs
@@ -129,7 +130,7 @@ class PartsModule(SharedState, nn.Module):
         args, kwargs, target = batch
         with running_again(cls._remat_again):
             output = cls._remat_original_module.forward(*args, **kwargs)
-        return apply_loss(cls._remat_loss_fn, output, target)
+        return apply_loss(cls._remat_loss_fn, used_alone(output, cls._remat_outputs), target)
 
     @classmethod
     def _remat_require_trained(cls) -> None:
@@ -152,7 +153,7 @@ def _trained(model: nn.Module) -> tuple[bool, ...]:
 def make_in_parts(
     model: nn.Module, loss_fn: LossFunction | None, signature: Signature,
     again: Mapping[str, tuple[Sequence[tuple[str, str]], float]], prediction: Prediction | None,
-    share: float,
+    share: float, outputs: Outputs | None = None,
 ) -> PartsModule:  # fmt: skip
     """`again`: by path of each module that runs again, what of its buffers it writes (path below it
     and name), and the time of its forward in us."""
@@ -167,6 +168,7 @@ def make_in_parts(
         PartsModule, model, loss_fn,
         modules_again=tuple(again), planned_share=share, _remat_again=runs,
         _remat_prediction=prediction, _remat_signature=signature, _remat_trained=_trained(model),
-        _remat_facts=(loss_fn, signature, again, prediction, share),
+        _remat_outputs=outputs,
+        _remat_facts=(loss_fn, signature, again, prediction, share, outputs),
     )  # fmt: skip
     return kind()
