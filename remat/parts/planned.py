@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from remat.budgets import UNBOUNDED_BYTES
 from remat.checks import require_equal
 from remat.formats import budget_text, bytes_text, percent_text
 from remat.graph_capture.devices.known_devices import allocator_rounding
@@ -26,11 +24,11 @@ from remat.graph_capture.tracing.step_module import with_loss, without_own_hooks
 from remat.parts.choice import Choices, parts_of
 from remat.parts.module import PartsModule, make_in_parts
 from remat.parts.watched import watched_steps
-from remat.progress import stopwatch_of_call
+from remat.progress import Stopwatch, stopwatch_of_call
 from remat.rewriter.checking.check import eager_run
 from remat.rewriter.checking.outcomes import OwnBatch, StepState, own_parameters
 from remat.rewriter.user_module.module import SharedState
-from remat.schedules.outcome import Result
+from remat.schedules.outcome import Check, Result
 from remat.solved import Solved, facts_of, infeasible_text, planned_text
 from remat.step_spec import StepSpec
 
@@ -48,44 +46,55 @@ def in_parts(spec: StepSpec, refused: CaptureError) -> PartsModule:
             choices = _watched(spec)
         except Exception as error:  # eager itself does not run it, or not to the end
             raise refused from error
-    budget = spec.parsed_budget
-    is_least = budget.kind == "min"
-    budget_bytes = room_bytes = 0 if is_least else budget.bytes_for(choices.graph)
-    tried, least_bytes = list[set[str]](), UNBOUNDED_BYTES
+    try:
+        found, module, checked = _fitting(spec, choices, stages)
+    except BudgetError as error:
+        if not choices.parts:
+            raise refused from error
+        raise BudgetError(
+            f"{error}.\nEach of {name}'s modules runs once, or again as a whole, as it is no one "
+            f"graph: {refused}"
+        ) from error
+    stages.say(planned_text(_title(choices, module), found, checked, stages.elapsed_s))
+    stages.say(f"remat: {name} is no one graph. {refused}".replace("\n", " "))
+    type(module)._remat_check = checked
+    return module
+
+
+def _fitting(
+    spec: StepSpec, choices: Choices, stages: Stopwatch
+) -> tuple[Result, PartsModule, Check | None]:
+    """The cheapest choice whose step keeps to the budget when it is run."""
+    is_least, tried = spec.parsed_budget.kind == "min", list[int]()
+    budget_bytes = room_bytes = 0 if is_least else spec.parsed_budget.bytes_for(choices.graph)
     while True:
         with stages.stage("solve", f"solving for {spec.budget}"):
             found, again = choices.least() if is_least else choices.within(room_bytes)
             if found.schedule is None and tried:  # it may keep to the budget all the same
                 found, again = choices.least()
         if found.schedule is None:
-            raise _too_small(infeasible_text(found), refused, choices)
-        if again in tried or len(tried) == _TRIES:
-            raise _too_small(_beyond_text(least_bytes, budget_bytes), refused, choices)
-        tried.append(again)
+            raise BudgetError(infeasible_text(found))
         module, checked = _module(spec, choices, found, again), None
         if spec.check is not False:
-            with stages.stage("check", f"comparing a step of {name} with eager"):
+            with stages.stage("check", f"comparing a step of {choices.title} with eager"):
                 checked = require_equal(spec.model, module, spec.batch, None)
-        if checked is None or is_least or not checked.exceeds(budget_bytes):
-            break
-        least_bytes = min(least_bytes, checked.plan_peak_bytes)
-        room_bytes -= checked.plan_peak_bytes - budget_bytes  # a run may take more than was watched
-    found = replace(found, budget_bytes=budget_bytes or found.budget_bytes)
-    stages.say(planned_text(_title(choices, module), found, checked, stages.elapsed_s))
-    type(module)._remat_check = checked
-    return module
+        taken_bytes = max(found.peak_bytes, checked.plan_peak_bytes if checked else 0)
+        if is_least or taken_bytes <= budget_bytes:
+            return replace(found, budget_bytes=budget_bytes or taken_bytes), module, checked
+        tried.append(taken_bytes)
+        room_bytes -= taken_bytes - budget_bytes  # a run may take more than was watched
+        if len(tried) == _TRIES or taken_bytes in tried[:-1]:
+            raise BudgetError(_beyond_text(min(tried), budget_bytes))
 
 
 def _may_be(spec: StepSpec, refused: CaptureError) -> bool:
-    asked = {name for name, is_asked in spec.asked.items() if is_asked} - {
-        "float_inputs",
-        "outputs",
-    }
+    asked = {name for name, is_asked in spec.asked.items() if is_asked}
     model, has_ranks = spec.model, dist.is_available() and dist.is_initialized()
     is_of_graph = type(refused) is CaptureError and model.training and has_storage(model)
-    if asked or has_ranks or not is_of_graph or is_all_frozen(model, _tree(spec)):
+    if asked - {"float_inputs", "outputs"} or has_ranks or not is_of_graph:
         return False
-    return not (has_dtensors(model) or any(isinstance(m, SharedState) for m in model.modules()))
+    is_planned = any(isinstance(one, SharedState) for one in model.modules())
+    return not (is_planned or has_dtensors(model) or is_all_frozen(model, _tree(spec)))
 
 
 def _tree(spec: StepSpec) -> Any:
@@ -93,26 +102,24 @@ def _tree(spec: StepSpec) -> Any:
 
 
 def _watched(spec: StepSpec) -> Choices:
-    model, meter = spec.model, meter_of(resolved_device(None, spec.model))
-    batch, step = OwnBatch(_tree(spec)), with_loss(spec.model, spec.loss_fn)
-    outputs = as_outputs(spec.outputs)
+    model, loss_fn, outputs = spec.model, spec.loss_fn, as_outputs(spec.outputs)
+    meter, batch = meter_of(resolved_device(None, model)), OwnBatch(_tree(spec))
+    whole = with_loss(model, loss_fn)
     resident = resident_bytes(
-        step, batch.leaves, optimizer=spec.optimizer, accumulate=spec.accumulate,
+        whole, batch.leaves, optimizer=spec.optimizer, accumulate=spec.accumulate,
         allocated=allocator_rounding(meter.device),
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         stack.enter_context(restored_after(model))
-        stack.enter_context(own_parameters(step))
+        stack.enter_context(own_parameters(whole))
         stack.enter_context(without_own_hooks(model))
-        state = StepState(step, batch.leaves, meter.device, keep_parameters=True)
+        state = StepState(whole, batch.leaves, meter.device, keep_parameters=True)
         stack.enter_context(state.put_back())
-
-        def step(before_backward: Callable[[], None]) -> Any:
-            return eager_run(model, batch, spec.loss_fn, outputs, before_backward)()
-
         watched = watched_steps(
-            model, meter, step, lambda run: state.prepared(run, spec.accumulate)
-        )
+            model, meter,
+            lambda between: eager_run(model, batch, loss_fn, outputs, between)(),
+            lambda run: state.prepared(run, spec.accumulate),
+        )  # fmt: skip
     resident = replace(resident, libraries_bytes=meter.library_bytes())
     parts = parts_of(watched, meter.device)
     return Choices(watched, parts, type(model).__name__, meter.device, resident)
@@ -120,10 +127,12 @@ def _watched(spec: StepSpec) -> Choices:
 
 def _module(spec: StepSpec, choices: Choices, found: Result, paths: set[str]) -> PartsModule:
     parts = [part for part in choices.parts.values() if part.path in paths]
-    again = {part.path: (part.call.written, part.call.us) for part in parts}
-    prediction = facts_of(Solved(choices.graph, found))["prediction"]
-    signature = Signature(_tree(spec))
-    return make_in_parts(spec.model, spec.loss_fn, signature, again, prediction, choices.share)
+    return make_in_parts(
+        spec.model, spec.loss_fn, Signature(_tree(spec)),
+        {part.path: (part.call.written, part.call.us) for part in parts},
+        facts_of(Solved(choices.graph, found))["prediction"], choices.share,
+        as_outputs(spec.outputs),
+    )  # fmt: skip
 
 
 def _beyond_text(least_bytes: int, budget_bytes: int) -> str:
@@ -131,15 +140,6 @@ def _beyond_text(least_bytes: int, budget_bytes: int) -> str:
         f"try {option('budget', budget_text(least_bytes))}, a smaller batch, or "
         f"{option('budget', 'min')}: the least peak measured is {bytes_text(least_bytes)}, "
         f"above the budget of {bytes_text(budget_bytes)}"
-    )
-
-
-def _too_small(text: str, refused: CaptureError, choices: Choices) -> Exception:
-    if not choices.parts:
-        return refused
-    return BudgetError(
-        f"{text}.\nEach of {choices.title}'s modules runs once, or again as a "
-        f"whole, as it is no one graph: {refused}"
     )
 
 
