@@ -220,8 +220,8 @@ def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureErro
     ways.append(_INSTEAD.get(said.rpartition(".")[0].split(" ")[-1], _ANY))
     return CaptureError(
         f"{'. Or '.join(ways)}.\n"
-        "Or plan the parts before and after it separately with remat.rematerialize, or all of it "
-        'with torch.compile(model, backend="remat"), which breaks the graph there.\n'
+        "Or plan it in parts, with remat.rematerialize, or with "
+        'torch.compile(model, backend="remat"), which breaks the graph there.\n'
         f"Control flow or a shape depends on tensor data{what} ({place}): one static graph cannot "
         f"hold both branches. torch said: {said}"
     )

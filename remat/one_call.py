@@ -111,7 +111,8 @@ def rematerialize(
     """A module that trains as `model` does, to the same bits, within `budget`.
 
     It shares the parameters and buffers of `model`, under the same names, and trains on the
-    device that they are on. Of a model that follows a plan already, the original is planned.
+    device that they are on. Of a model that follows a plan already, the original is planned. One
+    that is no one graph is planned in parts: some modules run again, each as a whole.
 
     With a batch, `args` or `kwargs`, it is planned now, for batches like that one. Without one it
     is planned when it is first called, as `torch.compile` compiles, and again for batches of other
@@ -182,7 +183,8 @@ def rematerialize(
     Returns
     -------
     An `fx.GraphModule` for one size; a module that holds several plans for a range of sizes, or
-    without a batch; with `blocks`, the model with its blocks replaced.
+    without a batch; with `blocks`, the model with its blocks replaced; in parts, a module whose
+    `modules_again` are the paths of those that run again.
 
     Raises
     ------

@@ -587,7 +587,9 @@ def _of_module(module: nn.Module) -> Plan:
     from remat.rewriter.plans.loading import followed  # not the file: a batch may not fit in one
     from remat.rewriter.user_module.ranged import RangedModule
 
-    kind = followed(module)
+    kind: Any = type(module)
+    if not hasattr(kind, "modules_again"):  # in parts, the plan is of a coarse graph
+        kind = followed(module)
     if issubclass(kind, RangedModule):
         return Plan.from_family(kind._remat_family, kind._remat_graph, module)
     known = (kind._remat_prediction, kind._remat_costed, kind._remat_check)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from remat.graph_capture.errors import StateChangedError
+from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.blocks import forward_wrapped
 from remat.graph_capture.tracing.left_out import Outputs, used_alone
@@ -27,7 +28,11 @@ from remat.rewriter.user_module.module import SharedState
 from remat.rewriter.user_module.own_forward import class_of_user
 from remat.schedules.outcome import Check
 from remat.schedules.plan import Prediction
+from remat.schedules.schedule import Schedule
 
+# By path of each module that runs again: what of its buffers it writes (path below it, and name),
+# and the time of its forward in us.
+Again = Mapping[str, tuple[Sequence[tuple[str, str]], float]]
 Buffers = Sequence[tuple[nn.Module, str]]
 
 
@@ -111,11 +116,14 @@ def running_again(modules: Mapping[nn.Module, RunsAgain]) -> Generator[None]:
 class PartsModule(SharedState, nn.Module):
     """A module that trains as the user's, by its own code, with its ``__dict__`` itself."""
 
+    schedule: ClassVar[Schedule]
     modules_again: ClassVar[tuple[str, ...]]  # paths of those that run again in backward
     planned_share: ClassVar[float]  # of what forward saves, that of modules that might
     audit: ClassVar[None] = None  # no graph stands in for the model's code
     _remat_again: ClassVar[Mapping[nn.Module, RunsAgain]]
+    _remat_schedule: ClassVar[Schedule]  # of a coarse graph, as its costs
     _remat_prediction: ClassVar[Prediction | None]
+    _remat_costed: ClassVar[TrainingGraph | None]
     _remat_signature: ClassVar[Signature]
     _remat_trained: ClassVar[tuple[bool, ...]]
     _remat_facts: ClassVar[tuple[Any, ...]]
@@ -143,7 +151,7 @@ class PartsModule(SharedState, nn.Module):
 
     @classmethod
     def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return make_in_parts, (cls._remat_original_module, *cls._remat_facts)
+        return _remade, (cls._remat_original_module, *cls._remat_facts)
 
 
 def _trained(model: nn.Module) -> tuple[bool, ...]:
@@ -151,12 +159,10 @@ def _trained(model: nn.Module) -> tuple[bool, ...]:
 
 
 def make_in_parts(
-    model: nn.Module, loss_fn: LossFunction | None, signature: Signature,
-    again: Mapping[str, tuple[Sequence[tuple[str, str]], float]], prediction: Prediction | None,
-    share: float, outputs: Outputs | None = None,
+    model: nn.Module, loss_fn: LossFunction | None, signature: Signature, again: Again,
+    share: float, outputs: Outputs | None, schedule: Schedule, **facts: Any,
 ) -> PartsModule:  # fmt: skip
-    """`again`: by path of each module that runs again, what of its buffers it writes (path below it
-    and name), and the time of its forward in us."""
+    """`facts` : prediction and costed, as of `facts_of`."""
     runs = dict[nn.Module, RunsAgain]()
     for path, (written, us) in again.items():
         module = model.get_submodule(path)
@@ -164,11 +170,16 @@ def make_in_parts(
         runs[module] = RunsAgain(module, places, us)
     for module, one in runs.items():
         one.others = {other: its for other, its in runs.items() if other is not module}
+    known = loss_fn, signature, again, share, outputs, schedule
     kind = class_of_user(
         PartsModule, model, loss_fn,
-        modules_again=tuple(again), planned_share=share, _remat_again=runs,
-        _remat_prediction=prediction, _remat_signature=signature, _remat_trained=_trained(model),
-        _remat_outputs=outputs,
-        _remat_facts=(loss_fn, signature, again, prediction, share, outputs),
+        modules_again=tuple(again), planned_share=share, _remat_again=runs, _remat_outputs=outputs,
+        _remat_signature=signature, _remat_trained=_trained(model), _remat_schedule=schedule, schedule=schedule,
+        _remat_facts=(known, facts),
+        **{f"_remat_{name}": fact for name, fact in facts.items()},
     )  # fmt: skip
     return kind()
+
+
+def _remade(model: nn.Module, known: tuple[Any, ...], facts: dict[str, Any]) -> PartsModule:
+    return make_in_parts(model, *known, **facts)

@@ -127,11 +127,11 @@ def _watched(spec: StepSpec) -> Choices:
 
 def _module(spec: StepSpec, choices: Choices, found: Result, paths: set[str]) -> PartsModule:
     parts = [part for part in choices.parts.values() if part.path in paths]
+    assert found.schedule is not None
     return make_in_parts(
         spec.model, spec.loss_fn, Signature(_tree(spec)),
-        {part.path: (part.call.written, part.call.us) for part in parts},
-        facts_of(Solved(choices.graph, found))["prediction"], choices.share,
-        as_outputs(spec.outputs),
+        {part.path: (part.call.written, part.call.us) for part in parts}, choices.share,
+        as_outputs(spec.outputs), found.schedule, **facts_of(Solved(choices.graph, found)),
     )  # fmt: skip
 
 

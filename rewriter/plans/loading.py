@@ -188,6 +188,11 @@ def _ranged(plan: PlanFile, over: RangeFacts) -> RangedSignature:
 def followed(module: nn.Module) -> type[RematModule] | type[RangedModule]:
     """The class of the rewritten module that a module follows, of a cache the one used last."""
     kind = type(module)._remat_last_used() if isinstance(module, SharedState) else None
+    if hasattr(kind, "modules_again"):
+        raise PlanError(
+            "call remat.rematerialize in each process: a plan in parts, of a model that is no one "
+            "graph, is kept in no file"
+        )
     if kind is None or not issubclass(kind, RematModule | RangedModule):
         raise PlanError(
             f"pass what remat.rematerialize or Plan.apply returned: a {type(module).__name__} "

@@ -7,6 +7,7 @@ import logging
 import pickle
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
+from remat.graph_capture.errors import (
+    BudgetError,
+    CaptureError,
+    PlanError,
+    RewriteError,
+    SignatureError,
+)
 from tests.remat.parts.models import (
     ROWS,
     Around,
@@ -178,6 +185,18 @@ def test_copies_and_pickles_follow_the_plan() -> None:
         own: Any = other.original_module
         for one, two in zip(trained(twin, twin), trained(own, other), strict=True):
             assert torch.equal(one, two)
+
+
+def test_its_plan_can_be_inspected_and_is_in_no_file(tmp_path: Path) -> None:
+    module = planned(Tower())
+    (plan,) = remat.plans(module)
+    assert plan.peak_bytes == plan.check.plan_peak_bytes
+    assert 0 < plan.overhead < 1
+    assert plan.gap == pytest.approx(0)
+    again = {name for name, count in plan.schedule.computations().items() if count > 1}
+    assert {f"{path} 0" for path in module.modules_again} <= again
+    with pytest.raises(PlanError, match="in each process"):
+        plan.save(tmp_path / "plan.json")
 
 
 def test_the_least_that_fits_is_named() -> None:
