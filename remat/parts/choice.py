@@ -27,9 +27,10 @@ from remat.schedules.schedule import Schedule
 from remat.solver.problem import Problem
 from remat.solver.result import evaluate_schedule
 from remat.solver.state import schedule_of
+from remat.solver.stopping import DEFAULT_GAP
 
 _LEAST_SHARE = 1e-3  # of what forward saves: a module that saves less is left alone
-_EFFORT = 20.0  # of the integer program, in CP-SAT's deterministic time
+_EFFORT = 5.0  # of the integer program, in CP-SAT's deterministic time
 _cp = cast(Any, cp_model)
 _NS = 1000  # in a us: the program counts in whole numbers
 
@@ -302,6 +303,7 @@ class _Program:
 
     def __init__(self, choices: Choices) -> None:
         self._parts, self._beside = choices.parts, choices.background
+        self._step_us = choices.watched.step_us
         self._around = {key: list[Key]() for key in self._parts}  # of each call, itself included
         for key, part in self._parts.items():
             for inner in part.within:
@@ -335,7 +337,7 @@ class _Program:
             ns[part.path] += round(_NS * sum(self._parts[one].own_us for one in part.within))
         self._keep_to(room_bytes, model, again)
         model.minimize(sum(ns[path] * one for path, one in again.items()))
-        return _solved(model, again)
+        return _solved(model, again, DEFAULT_GAP * _NS * self._step_us)
 
     def least(self) -> set[str]:
         """The modules that run again for the lowest peak."""
@@ -344,7 +346,7 @@ class _Program:
         room_bytes = model.new_int_var(0, max(map(self._most_bytes, self._rows)), "peak")
         self._keep_to(room_bytes, model, again)
         model.minimize(room_bytes)
-        found = _solved(model, again)
+        found = _solved(model, again, 0.0)
         assert found is not None, "nothing need run again"
         return found[0]
 
@@ -384,10 +386,13 @@ class _Program:
         return tuple(dict.fromkeys(part.path for part in around if part.back >= until))
 
 
-def _solved(model: Any, again: Mapping[str, Any]) -> tuple[set[str], float] | None:
+def _solved(model: Any, again: Mapping[str, Any], enough: float) -> tuple[set[str], float] | None:
     solver = _cp.CpSolver()
     solver.parameters.num_workers = 1  # several would race, and a seed not fix the outcome
     solver.parameters.max_deterministic_time = _EFFORT
+    solver.parameters.linearization_level = 2
+    solver.parameters.cp_model_probing_level = 0
+    solver.parameters.absolute_gap_limit = enough
     solver.parameters.catch_sigint_signal = False  # Ctrl-C is Python's to hear
     if solver.solve(model) not in (_cp.OPTIMAL, _cp.FEASIBLE):
         return None

@@ -174,8 +174,8 @@ def make_in_parts(
     kind = class_of_user(
         PartsModule, model, loss_fn,
         modules_again=tuple(again), planned_share=share, _remat_again=runs, _remat_outputs=outputs,
-        _remat_signature=signature, _remat_trained=_trained(model), _remat_schedule=schedule, schedule=schedule,
-        _remat_facts=(known, facts),
+        _remat_signature=signature, _remat_trained=_trained(model), _remat_facts=(known, facts),
+        schedule=schedule, _remat_schedule=schedule,
         **{f"_remat_{name}": fact for name, fact in facts.items()},
     )  # fmt: skip
     return kind()
