@@ -68,8 +68,16 @@ def movable(problem: Problem) -> list[bool]:
     """Which values a copy can take below the device."""
     kinds = (problem.graph.value_by_name[name].kind for name in problem.names)
     sizes = problem.size_bytes
+    # An op whose results take no bytes adds to its first input, whose copy would be stale then.
+    added_to = {
+        problem.inputs[op][0]
+        for op, outputs in enumerate(problem.outputs)
+        if outputs and problem.inputs[op] and not any(sizes[v] for v in outputs)
+    }
     # Random states are on the host.
-    return [kind != "rng_state" and sizes[v] > 0 for v, kind in enumerate(kinds)]
+    return [
+        kind != "rng_state" and sizes[v] > 0 and v not in added_to for v, kind in enumerate(kinds)
+    ]
 
 
 def require_no_homes(graph: TrainingGraph, solver: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from remat.schedules.schedule import Compute, Free, Schedule
@@ -89,3 +90,18 @@ def test_bytes_in_flight_are_the_most_of_each_stage() -> None:
     assert most.tolist() == [*first, len(base.items) - 1]
     steps = [Compute(op.name) for op in graph.ops]
     assert simulate(graph, Schedule.for_graph(graph, steps)).time_us == graph.time_us
+
+
+def test_what_is_added_to_stays_on_the_device_as_a_copy_would_be_stale() -> None:
+    graph = gpt_like(1)
+    last, value = graph.ops[-1], graph.values[-1]
+    first = graph.ops[-2].outputs[0]
+    change = msgspec.structs.replace
+    op = change(last, name="sum", inputs=(first, *last.outputs), outputs=("sum",))
+    total = change(value, name="sum", producer="sum", size_bytes=0)
+    added = change(graph, ops=(*graph.ops, op), values=(*graph.values, total))
+    before, after = (
+        {name for name, can in zip(one.names, movable(one), strict=True) if can}
+        for one in (Problem.of(graph), Problem.of(added))
+    )
+    assert before - after == {first}
