@@ -299,13 +299,10 @@ class _BackwardCut:
         return self._closure([*results, *writers])
 
     def _closure(self, ends: Iterable[fx.Node]) -> set[fx.Node]:
-        found: set[fx.Node] = set()
-        waiting = list(ends)
-        while waiting:
-            node = waiting.pop()
-            if node not in found:
-                found.add(node)
-                waiting.extend(self.facts.before[node])
+        found = set(ends)
+        for node in reversed(self.nodes):
+            if node in found:
+                found.update(self.facts.before[node])
         return found
 
     def _inputs(self, early: set[fx.Node], carried: Sequence[fx.Node]) -> fx.GraphModule:
