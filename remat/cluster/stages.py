@@ -189,10 +189,9 @@ class StageTable:
         self.room_bytes = cluster.budget_bytes - sum(self.held.values(), np.zeros_like(blocks))
         # What the ends save and need comes off the blocks' room, so each pair of their options is
         # tried.
-        self.pairs = list(product(*(range(len(end.options)) for end in self.ends)))
+        self.pairs = list(product(self.ends[0].options, self.ends[1].options))
         self.extra_us, self.picks = np.full(blocks.shape, np.inf), np.zeros_like(blocks)
-        for pick, pair in enumerate(self.pairs):
-            first, last = self._options_of_ends(pair)
+        for pick, (first, last) in enumerate(self.pairs):
             limits = self._limits(blocks, self._saved_by(first, last))
             beside = max(first.need_bytes, last.need_bytes)
             found = table.least_us(blocks, limits, beside) + first.extra_us + last.extra_us
@@ -222,8 +221,7 @@ class StageTable:
         return forward_us + input_us - min(forward_us, input_us, weight_us)
 
     def stage(self, blocks: int) -> StagePlan:
-        pair = self.pairs[int(self.picks[blocks])]
-        first, last = self._options_of_ends(pair)
+        first, last = self.pairs[int(self.picks[blocks])]
         by_ends = self._saved_by(first, last)
         limits = self._limits(np.array([blocks]), by_ends)
         options = self.table.chosen(blocks, limits, max(first.need_bytes, last.need_bytes))
@@ -241,14 +239,11 @@ class StageTable:
             held[FOR_WEIGHTS] = int(_waiting_bytes(fullest, self.block, np.array(blocks)))
         return StagePlan(
             blocks, fullest.saved, options,
-            pair[0] if self.ends[0] is not NO_PART else None,
-            pair[1] if self.ends[1] is not NO_PART else None,
+            *(None if end is NO_PART else end.options.index(one)
+              for end, one in zip(self.ends, (first, last), strict=True)),
             float(self.work_us[blocks]), float(self.extra_us[blocks]), by_blocks,
             held | {SAVED_ACTIVATIONS: int(fullest.saved * by_blocks) + by_ends, RUNNING: need},
         )  # fmt: skip
-
-    def _options_of_ends(self, pair: tuple[int, ...]) -> tuple[PartOption, PartOption]:
-        return self.ends[0].options[pair[0]], self.ends[1].options[pair[1]]
 
     def _limits(self, blocks: _Counts, by_ends: int) -> list[Limit]:
         """Room for what so many blocks save, at each moment that may hold the most."""
