@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from remat.budgets import RESERVE, parse_budget
 from remat.cluster.parts import ChainPosition, Part, PartWork
@@ -193,7 +194,7 @@ def all_degrees(job: Job, cluster: Cluster, asked: MeshSpec) -> Iterator[Degrees
     tensor = tuple(tp for tp in job.tensor_degrees if tp <= cluster.node_size)
     # Two stages cannot share weights.
     most = 1 if job.tied else min(cluster.gpus, job.layers)
-    stages = tuple(d for d in range(1, most + 1) if cluster.gpus % d == 0)
+    stages = tuple(n for n in range(1, most + 1) if cluster.gpus % n == 0)
     for tp, cp, pp in product(
         asked.of("tp", tensor), asked.of("cp", job.context_degrees), asked.of("pp", stages)
     ):
@@ -206,8 +207,8 @@ def all_degrees(job: Job, cluster: Cluster, asked: MeshSpec) -> Iterator[Degrees
         dp = cluster.gpus // (tp * cp * pp)
         for microbatch in asked.of("microbatch", _MICROBATCHES):
             if job.batch % (dp * microbatch) == 0:
-                m = job.batch // (dp * microbatch)
-                yield from _with_virtual_stages(job, asked, tp, cp, pp, dp, microbatch, m)
+                d = Degrees(tp, cp, pp, dp, microbatch, job.batch // (dp * microbatch), 1)
+                yield from _with_virtual_stages(job, asked, d)
 
 
 def shares_heads(heads: tuple[int, int], tp: int, cp: int) -> bool:
@@ -218,9 +219,8 @@ def shares_heads(heads: tuple[int, int], tp: int, cp: int) -> bool:
     return queries % cp == 0 and keys > 0 and (keys % cp == 0 or cp % keys == 0)
 
 
-def _with_virtual_stages(
-    job: Job, asked: MeshSpec, tp: int, cp: int, pp: int, dp: int, microbatch: int, m: int
-) -> Iterator[Degrees]:
+def _with_virtual_stages(job: Job, asked: MeshSpec, d: Degrees) -> Iterator[Degrees]:
+    m, pp = d.microbatches, d.pp
     # Fewer microbatches than stages would wait for each other.
     if m < pp or (pp == 1 and not asked.allows(virtual_stages=1, schedule="")):
         return
@@ -228,8 +228,8 @@ def _with_virtual_stages(
         if virtual_stages > 1 and (even_layers(job.layers, pp, virtual_stages) is None or m % pp):
             continue
         # Backward with collectives is not split (`remat/cluster/apply/split_backward.py`).
-        for is_split in (False, True) if virtual_stages > 1 and tp == cp == 1 else (False,):
-            found = Degrees(tp, cp, pp, dp, microbatch, m, virtual_stages, is_split)
+        for is_split in (False, True) if virtual_stages > 1 and d.tp == d.cp == 1 else (False,):
+            found = replace(d, virtual_stages=virtual_stages, is_split=is_split)
             if asked.allows(schedule=found.schedule):
                 yield found
 

@@ -63,7 +63,11 @@ def weights_later(graph: TrainingGraph, border_gradient: str) -> WeightsLater:
     """What W of a block takes, if nothing is computed again; nothing if backward is whole."""
     if not border_gradient:
         return WeightsLater()
-    needed = _needed_for(graph, border_gradient)
+    needed, read = set[str](), {border_gradient}
+    for op in reversed(graph.ops):
+        if not read.isdisjoint(op.outputs):
+            needed.add(op.name)
+            read.update(op.inputs)
     late, made = list[Op](), set[str]()
     for op in graph.ops[graph.n_forward :]:
         reads_late = not made.isdisjoint(op.inputs)
@@ -74,17 +78,6 @@ def weights_later(graph: TrainingGraph, border_gradient: str) -> WeightsLater:
     size_of = {value.name: value.size_bytes for value in graph.values if value.producer}
     held = {name for op in late for name in op.inputs if name in size_of and name not in made}
     return WeightsLater(sum(op.cost_us for op in late), sum(size_of[name] for name in held))
-
-
-def _needed_for(graph: TrainingGraph, value: str) -> set[str]:
-    producer = {name: op for op in graph.ops for name in op.outputs}
-    found, waiting = set[str](), [value]
-    while waiting:
-        op = producer.get(waiting.pop())
-        if op is not None and op.name not in found:
-            found.add(op.name)
-            waiting += op.inputs
-    return found
 
 
 _LIMITS = 12
@@ -189,13 +182,6 @@ _CLOSE_US = 1e-6
 _Counts = npt.NDArray[np.int64]
 
 
-class _NeedTable(NamedTuple):
-    """Least extra time by blocks (row) and slots (column), of options that need no more."""
-
-    need_bytes: int
-    least_us: Floats
-
-
 class Limit(NamedTuple):
     """Room, for each number of blocks, for what so many microbatches save and one block needs.
 
@@ -219,12 +205,13 @@ class EqualBlocks:
         self.width = max(self.steps, default=0) * most + 1
 
     @cached_property
-    def tables(self) -> list[_NeedTable]:
-        """One for each distinct need, ascending."""
+    def tables(self) -> list[tuple[int, Floats]]:
+        """Each distinct need, ascending, with the table of options that need no more."""
         needs = sorted({option.need_bytes for option in self.options})
-        return [_NeedTable(need, self._least_us(need)) for need in needs]
+        return [(need, self._least_us(need)) for need in needs]
 
     def _least_us(self, need_bytes: int) -> Floats:
+        """Least extra time by blocks (row) and slots (column)."""
         least = np.full((self.most + 1, self.width), np.inf)
         least[0] = 0.0
         for n in range(1, self.most + 1):

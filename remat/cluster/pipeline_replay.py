@@ -11,25 +11,17 @@ of seven schedules of torch's.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from remat.graph_capture.errors import ScheduleError
 
-# Torch writes an action as stage, kind and microbatch: ``2F0``; two that run together as
-# ``(0F1;3B2)OVERLAP_F_B``. Kinds are F for forward, B for a whole backward, I for the gradients of
-# a stage's input, and W for those of its weights. What moves data or shards has no place here: a
-# neighbour's result is waited for, and costs its way.
-
-
 _ActionKind = Literal["F", "B", "I", "W"]
-_ONE = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
-_TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
-_OTHERS = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "SEND_F", "RECV_F", "SEND_B", "RECV_B")
+"""Forward, a whole backward, gradients of a stage's input, and those of its weights."""
+ACTION_KINDS: tuple[_ActionKind, ...] = ("F", "B", "I", "W")
 
 
 class PipelineAction(NamedTuple):
@@ -38,6 +30,7 @@ class PipelineAction(NamedTuple):
     microbatch: int
 
     def __str__(self) -> str:
+        """As torch writes it."""
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
@@ -47,27 +40,6 @@ RankOrder = tuple[_Together, ...]
 """What one rank runs, in order."""
 _Done = dict[PipelineAction, float]
 """When each action has ended."""
-
-
-def parse_order(texts: Iterable[Iterable[str | None]]) -> tuple[RankOrder, ...]:
-    """By rank, from torch's text; empty texts are steps without an action."""
-    ranks = ((_parsed(text) for text in rank if text) for rank in texts)
-    return tuple(tuple(filter(None, rank)) for rank in ranks)
-
-
-def _parsed(text: str) -> _Together:
-    together = _TOGETHER.fullmatch(text)
-    parts = together[1].split(";") if together else [text]
-    return tuple(filter(None, map(_parsed_one, parts)))
-
-
-def _parsed_one(text: str) -> PipelineAction | None:
-    match = _ONE.fullmatch(text.strip())
-    if match is not None and match[2] in _OTHERS:
-        return None
-    if match is None or match[2] not in ("F", "B", "I", "W") or not match[3]:
-        raise ScheduleError(f"{text!r} is not an action of a pipeline: write it like 2F0")
-    return PipelineAction(int(match[1]), cast("_ActionKind", match[2]), int(match[3]))
 
 
 class StageCosts(msgspec.Struct, frozen=True):
@@ -245,7 +217,7 @@ def _check_complete(done: _Done, stages: int) -> None:
     microbatches = 1 + max((action.microbatch for action in done), default=-1)
     for stage in range(stages):
         for i in range(microbatches):
-            kinds = "".join(k for k in ("F", "B", "I", "W") if PipelineAction(stage, k, i) in done)
+            kinds = "".join(k for k in ACTION_KINDS if PipelineAction(stage, k, i) in done)
             if kinds not in ("FB", "FIW"):
                 raise ScheduleError(
                     f"microbatch {i} of the pipeline has actions {kinds or 'none'} on stage "

@@ -207,7 +207,7 @@ class ClusterSearch:
         if key not in self.tables:
             self.tables[key] = EqualBlocks(parts[1].options, self.job.layers)
         given = parts, self.tables[key]
-        return [stages.stage_table(self.job, self.cluster, mesh, i, *given) for i in range(d.pp)]
+        return [stages.StageTable(self.job, self.cluster, mesh, i, *given) for i in range(d.pp)]
 
     def evaluate(self, mesh: Mesh) -> ClusterPlan | None:
         """None where the mesh does not fit."""

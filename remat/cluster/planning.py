@@ -77,7 +77,7 @@ def plan_cluster(
             near = search.run(lambda done: shown(done))
             ranked = sorted(
                 (replayed_plan(search, plan) for plan in near[:_REPLAYED]),
-                key=lambda one: (one.time_us, one.formula_us),
+                key=lambda one: (one.time_us, one.plan.time_us),
             )
         # The search ranks by the formula; what is shown as near is so as replayed.
         near_us = ranked[0].time_us * (1 + search.close) if ranked else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from remat.cluster.parts import WeightsLater
 from remat.cluster.pipeline_replay import (
+    ACTION_KINDS,
     RUNNING,
     STANDING,
     PipelineAction,
@@ -17,7 +19,6 @@ from remat.cluster.pipeline_replay import (
     RankOrder,
     StageCosts,
     in_order,
-    parse_order,
     replay_pipeline,
 )
 from remat.cluster.plan_file import MAKE_AGAIN, ClusterFile
@@ -46,12 +47,22 @@ def torch_order(name: str, ranks: int, microbatches: int, each: int = 1) -> tupl
             f"torch's schedule {name} does not take {microbatches} microbatches on {ranks} ranks "
             f"with {each} stages each: {error}"
         ) from error
-    order = made.pipeline_order
-    read = parse_order(
-        [None if action is None else str(action) for action in order[rank]]
-        for rank in sorted(order)
-    )
-    return tuple(map(_from_0, read)) if name == "1F1B" else read
+    order = tuple(tuple(_actions_of(made.pipeline_order[i])) for i in range(ranks))
+    return tuple(map(_from_0, order)) if name == "1F1B" else order
+
+
+def _actions_of(rank: Iterable[Any]) -> Iterator[tuple[PipelineAction, ...]]:
+    # A step of a rank may have no action, or several that run together.
+    for one in filter(None, rank):
+        named = ((a, a.computation_type.value) for a in one.sub_actions or (one,))
+        # What moves data or shards is not replayed: a neighbour's result is waited for.
+        runs = (
+            PipelineAction(a.stage_index, k, a.microbatch_index)
+            for a, k in named
+            if k in ACTION_KINDS
+        )
+        if found := tuple(runs):
+            yield found
 
 
 def _from_0(rank: RankOrder) -> RankOrder:
@@ -76,16 +87,14 @@ def _stage(index: int, ranks: int, stages: int) -> Any:
 class ReplayedPlan(msgspec.Struct, frozen=True):
     """A plan with its stages, replayed.
 
-    `schedule` : torch's name of it; empty without a pipeline. `formula_us` : of the step, by which
-    the search ranked it. `bubble` : share of time that ranks wait. `costs` : by stage and virtual
-    stage.
+    `schedule` : torch's name of it; empty without a pipeline. `bubble` : share of time that ranks
+    wait. `costs` : by stage and virtual stage.
     """
 
     plan: ClusterPlan
     stages: tuple[StagePlan, ...]
     schedule: str
     time_us: float
-    formula_us: float
     mfu: float
     bubble: float
     peak_bytes: tuple[int, ...]
@@ -108,9 +117,7 @@ def replayed_plan(search: ClusterSearch, plan: ClusterPlan) -> ReplayedPlan:
             rank.peak_bytes + sum(stage.held_bytes[name] for name in STANDING)
             for rank, stage in zip(replay.ranks, stages, strict=True)
         )
-    return ReplayedPlan(
-        plan, stages, name, time_us, plan.time_us, search.mfu(time_us), bubble, peaks, costs
-    )
+    return ReplayedPlan(plan, stages, name, time_us, search.mfu(time_us), bubble, peaks, costs)
 
 
 def _costs(search: ClusterSearch, plan: ClusterPlan, stage: StagePlan, at: int) -> StageCosts:

@@ -12,7 +12,6 @@ While a block's inputs get their gradient, its own share of that is held too.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
@@ -168,26 +167,36 @@ class StagePlan(msgspec.Struct, frozen=True):
         return self.extra_us / self.work_us if self.work_us else 0.0
 
 
-@dataclass(frozen=True)
 class StageTable:
     """What stage `index` of a mesh takes for 0, 1, ... blocks.
 
-    `room_bytes` : of activations, and of what waits for gradients of weights. `extra_us` : of one
-    microbatch, inf where it does not fit. `picks` : options of the ends.
+    `parts` are first, block, last; `table` is of the block's options. `extra_us` is of one
+    microbatch, inf where it does not fit; `picks` says which pair of the ends' options it is with.
     """
 
-    job: Job
-    cluster: Cluster
-    mesh: Mesh
-    index: int
-    block: Part
-    ends: tuple[Part, Part]
-    table: EqualBlocks
-    held: dict[str, _Counts]
-    room_bytes: _Counts
-    extra_us: Floats
-    picks: _Counts
-    pairs: list[tuple[int, int]]
+    def __init__(
+        self, job: Job, cluster: Cluster, mesh: Mesh, index: int, parts: tuple[Part, Part, Part],
+        table: EqualBlocks,
+    ) -> None:  # fmt: skip
+        self.mesh, self.index, self.block, self.table = mesh, index, parts[1], table
+        is_first, is_last = index == 0, index == mesh.degrees.pp - 1
+        self.ends = parts[0] if is_first else NO_PART, parts[2] if is_last else NO_PART
+        blocks = np.arange(job.layers + 1)
+        opened = forwards_in_flight(index, mesh.degrees)
+        self.held = _bytes_by_holder(
+            job, cluster, mesh, blocks, opened, first=is_first, last=is_last
+        )
+        self.room_bytes = cluster.budget_bytes - sum(self.held.values(), np.zeros_like(blocks))
+        # What the ends save and need comes off the blocks' room, so each pair of their options is
+        # tried.
+        self.pairs = list(product(self.ends[0].options, self.ends[1].options))
+        self.extra_us, self.picks = np.full(blocks.shape, np.inf), np.zeros_like(blocks)
+        for pick, (first, last) in enumerate(self.pairs):
+            limits = self._limits(blocks, self._saved_by(first, last))
+            beside = max(first.need_bytes, last.need_bytes)
+            found = table.least_us(blocks, limits, beside) + first.extra_us + last.extra_us
+            better = found < self.extra_us
+            self.extra_us[better], self.picks[better] = found[better], pick
 
     @property
     def work_us(self) -> Floats:
@@ -212,11 +221,9 @@ class StageTable:
         return forward_us + input_us - min(forward_us, input_us, weight_us)
 
     def stage(self, blocks: int) -> StagePlan:
-        pair = self.pairs[int(self.picks[blocks])]
-        first, last = (end.options[i] for end, i in zip(self.ends, pair, strict=True))
-        by_ends = _saved_by_ends(self.mesh, self.index, first, last)
-        left_bytes = self.room_bytes[[blocks]] - by_ends
-        limits = _limits(self.mesh, self.index, self.block, np.array([blocks]), left_bytes)
+        first, last = self.pairs[int(self.picks[blocks])]
+        by_ends = self._saved_by(first, last)
+        limits = self._limits(np.array([blocks]), by_ends)
         options = self.table.chosen(blocks, limits, max(first.need_bytes, last.need_bytes))
         chosen = [self.block.options[i] for i in options]
         by_blocks = sum(o.saved_bytes * n for o, n in zip(chosen, options.values(), strict=True))
@@ -232,61 +239,32 @@ class StageTable:
             held[FOR_WEIGHTS] = int(_waiting_bytes(fullest, self.block, np.array(blocks)))
         return StagePlan(
             blocks, fullest.saved, options,
-            pair[0] if self.ends[0] is not NO_PART else None,
-            pair[1] if self.ends[1] is not NO_PART else None,
+            *(None if end is NO_PART else end.options.index(one)
+              for end, one in zip(self.ends, (first, last), strict=True)),
             float(self.work_us[blocks]), float(self.extra_us[blocks]), by_blocks,
             held | {SAVED_ACTIVATIONS: int(fullest.saved * by_blocks) + by_ends, RUNNING: need},
         )  # fmt: skip
 
+    def _limits(self, blocks: _Counts, by_ends: int) -> list[Limit]:
+        """Room for what so many blocks save, at each moment that may hold the most."""
+        left, is_split = self.room_bytes[blocks] - by_ends, self.mesh.degrees.is_split
+        return [
+            Limit(left - _waiting_bytes(one, self.block, blocks) * is_split, one.saved)
+            for one in flights(self.index, self.mesh.degrees)
+        ]
 
-def stage_table(
-    job: Job, cluster: Cluster, mesh: Mesh, index: int, parts: tuple[Part, Part, Part],
-    table: EqualBlocks,
-) -> StageTable:  # fmt: skip
-    """`parts` are first, block, last; `table` is of the block's options."""
-    degrees = mesh.degrees
-    is_first, is_last = index == 0, index == degrees.pp - 1
-    ends = parts[0] if is_first else NO_PART, parts[2] if is_last else NO_PART
-    blocks = np.arange(job.layers + 1)
-    opened = forwards_in_flight(index, degrees)
-    held = _bytes_by_holder(job, cluster, mesh, blocks, opened, first=is_first, last=is_last)
-    room = cluster.budget_bytes - sum(held.values(), np.zeros_like(blocks))
-    # What the ends save and need comes off the blocks' room, so each pair of their options is
-    # tried.
-    pairs = list(product(range(len(ends[0].options)), range(len(ends[1].options))))
-    extra, picks = np.full(blocks.shape, np.inf), np.zeros_like(blocks)
-    for pick, (i, j) in enumerate(pairs):
-        first, last = ends[0].options[i], ends[1].options[j]
-        left = room - _saved_by_ends(mesh, index, first, last)
-        beside = max(first.need_bytes, last.need_bytes)
-        limits = _limits(mesh, index, parts[1], blocks, left)
-        found = table.least_us(blocks, limits, beside) + first.extra_us + last.extra_us
-        better = found < extra
-        extra[better], picks[better] = found[better], pick
-    return StageTable(
-        job, cluster, mesh, index, parts[1], ends, table, held, room, extra, picks, pairs
-    )
-
-
-def _limits(mesh: Mesh, index: int, block: Part, blocks: _Counts, left: _Counts) -> list[Limit]:
-    """Room for what so many blocks save, at each moment that may hold the most."""
-    return [
-        Limit(left - _waiting_bytes(one, block, blocks) * mesh.degrees.is_split, one.saved)
-        for one in flights(index, mesh.degrees)
-    ]
+    def _saved_by(self, first: PartOption, last: PartOption) -> int:
+        """Bytes of the ends, over all microbatches in flight."""
+        degrees = self.mesh.degrees
+        of_first = min(degrees.microbatches, forwards_in_flight(self.index, degrees))
+        # Behind the last virtual stage backward begins at once.
+        return of_first * first.saved_bytes + last.saved_bytes
 
 
 def _waiting_bytes(flight: _Flight, block: Part, blocks: _Counts) -> _Counts:
     """Held for gradients of weights: of all that wait, and of the block that runs."""
     later = block.later.held_bytes
     return np.ceil(flight.waiting * blocks * later).astype(np.int64) + later
-
-
-def _saved_by_ends(mesh: Mesh, index: int, first: PartOption, last: PartOption) -> int:
-    """Bytes, over all microbatches in flight."""
-    of_first = min(mesh.degrees.microbatches, forwards_in_flight(index, mesh.degrees))
-    # Behind the last virtual stage backward begins at once.
-    return of_first * first.saved_bytes + last.saved_bytes
 
 
 # Times of what a mesh adds to its parts: gathers, reductions, waits between stages, updates.

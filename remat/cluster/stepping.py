@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,8 +142,11 @@ def _spans(
         yield first, last
 
 
-class StepRunner(Protocol):
-    """Runs forward and backward of a rank's batch."""
+class PipelineStep:
+    """A schedule of torch's, with the loss inside of the last stage."""
+
+    def __init__(self, torch_schedule: Any, stages: Sequence[RingStage]) -> None:
+        self.torch_schedule, self.stages = torch_schedule, tuple(stages)
 
     def step(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None) -> None:
         """Leave the mean gradients of the batch in ``.grad``.
@@ -153,15 +156,6 @@ class StepRunner(Protocol):
         args : of the model, on the rank of the first stage: tensors of [batch, ...].
         target : on the rank of the last stage. losses : gets each microbatch's loss there.
         """
-
-
-class PipelineStep:
-    """A schedule of torch's, with the loss inside of the last stage."""
-
-    def __init__(self, torch_schedule: Any, stages: Sequence[RingStage]) -> None:
-        self.torch_schedule, self.stages = torch_schedule, tuple(stages)
-
-    def step(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None) -> None:
         is_first = any(stage.is_first for stage in self.stages)
         given: dict[str, Any] = {}
         if any(stage.is_last for stage in self.stages):
@@ -180,6 +174,7 @@ class PlainStep:
         self.module, self.microbatches, self.reduce_each = module, microbatches, reduce_each
 
     def step(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None) -> None:
+        """As of `PipelineStep`."""
         parts = [torch.tensor_split(arg, self.microbatches) for arg in args]
         targets = [None] * self.microbatches if target is None else (
             torch.tensor_split(target, self.microbatches)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from remat.cluster.model_part import (
 from remat.graph_capture.errors import CaptureError, PlanError
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.step_module import apply_loss
+from remat.rewriter.user_module.module import in_modes
 from remat.rewriter.user_module.own_forward import shell_with
 
 # Context parallel ranks run what is outside of attention on their own tokens, which begin in the
@@ -184,33 +185,22 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return bool(((a.float() - b.float()).abs() <= room).all())
 
 
-@contextlib.contextmanager
-def _evaluating(block: nn.Module) -> Generator[None]:
+def _evaluating(block: nn.Module) -> AbstractContextManager[None]:
     """Without dropout, whose draws differ from call to call."""
-    trained = [module for module in block.modules() if module.training]
-    for module in trained:
-        # One by one: `eval` and `train` would also change what the user has set apart.
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in trained:
-            module.training = True
+    return in_modes(block, {path: False for path, _ in block.named_modules()})
 
 
 @dataclass(frozen=True)
 class FirstCall:
-    """The first block's call, with this rank's tokens; `cut` as in `require_token_local_block`."""
+    """The first block's call, with this rank's tokens; `cut` as in `require_token_local_block`.
+
+    `times_border` : how many times the border's bytes are made before it is cut to these tokens.
+    """
 
     before: Callable[..., Arrival]
     given: Arrival
     cut: dict[int, int] = field(default_factory=dict[int, int])
-
-    @property
-    def times_border(self) -> int:
-        """How many times the border's bytes are made before it is cut to the rank's tokens."""
-        before = self.before
-        return before.part.count if isinstance(before, PartOfBefore) and before.reads_all else 1
+    times_border: int = 1
 
 
 def tokens_of_rank(asked: Applied) -> SequencePart:
@@ -273,7 +263,7 @@ def first_call(
     )  # fmt: skip
     with torch.no_grad():
         border = part.along(whole.border, SEQUENCE) if reads_all else own.border
-    return FirstCall(of_rank, Arrival(border, *named), cut)
+    return FirstCall(of_rank, Arrival(border, *named), cut, part.count if reads_all else 1)
 
 
 def blocks_over_ranks(

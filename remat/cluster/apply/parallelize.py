@@ -103,7 +103,7 @@ def _check_schedule(plan: ClusterFile, name: str) -> None:
         raise PlanError(str(error)) from error
 
 
-def _runner_of(parts: RankParts) -> stepping.StepRunner:
+def _runner_of(parts: RankParts) -> stepping.PipelineStep | stepping.PlainStep:
     plan, name = parts.asked.plan, parts.asked.schedule
     if parts.asked.mesh[PP].size() == 1:
         each = plan.gradients == "each"
@@ -163,7 +163,7 @@ class ClusterPart:
     checks : what was compared before anything was trained, in words.
     """
 
-    schedule: stepping.StepRunner
+    schedule: stepping.PipelineStep | stepping.PlainStep
     modules: tuple[nn.Module, ...]
     peak_bytes: int | None
     overhead: dict[str, float]

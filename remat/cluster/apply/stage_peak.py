@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import add
 
 from remat.cluster.apply.stage_parts import BEFORE, NO_BYTES, BlockBytes, RankParts
 from remat.cluster.pipeline_replay import PipelineAction
@@ -22,18 +24,16 @@ from remat.graph_capture.distributed.dtensors import local_part
 
 @dataclass(frozen=True)
 class _StageBytes:
-    """Of one stage: `blocks` in order, `first` and `last` where it has these ends of the model.
+    """Of one stage: its blocks between the ends of the model, which are `NO_BYTES` elsewhere.
 
     `held` : of each open microbatch beside what blocks save. `keeps_all` : whether all that was
     sent is held to the end of the step.
     """
 
-    blocks: tuple[BlockBytes, ...]
+    parts: tuple[BlockBytes, ...]
     held: int
     sent: int
     keeps_all: bool
-    first: BlockBytes
-    last: BlockBytes
 
     @property
     def saved(self) -> int:
@@ -41,14 +41,9 @@ class _StageBytes:
         return sum(block.saved for block in self.parts) + self.held
 
     @property
-    def parts(self) -> tuple[BlockBytes, ...]:
-        """In the order of forward."""
-        return self.first, *self.blocks, self.last
-
-    @property
     def for_weights(self) -> int:
         """Of one microbatch that waits for its gradients of weights."""
-        return sum(block.held for block in self.blocks)
+        return sum(part.held for part in self.parts)
 
     def gradients(self, *, apart: bool) -> int:
         """Of the parts whose gradients of weights are made apart, or of the others."""
@@ -56,17 +51,14 @@ class _StageBytes:
 
     def forward(self) -> int:
         """The most that one microbatch has live in its forward here."""
-        peak = saved = 0
-        for part in self.parts:
-            saved += part.saved
-            peak = max(peak, saved + part.need)
-        return peak + self.held
+        saved = accumulate(part.saved for part in self.parts)
+        return max(map(add, saved, (part.need for part in self.parts))) + self.held
 
     def backward(self, *, makes_gradients: bool) -> int:
         """The same in its backward, or in the gradients of its inputs."""
         peak = saved = 0
         # Backward goes from last to first: with each part, those behind have made their gradients.
-        made = self.gradients(apart=False) if makes_gradients else self.last.unsummed
+        made = self.gradients(apart=False) if makes_gradients else self.parts[-1].unsummed
         later = self.for_weights
         for part in self.parts:
             made -= 0 if makes_gradients else part.unsummed
@@ -84,7 +76,7 @@ class _StageBytes:
         """The same in its gradients of weights, which come from the last block to the first."""
         peak = made = 0
         later = self.for_weights
-        for part in reversed(self.blocks):
+        for part in reversed(self.parts):
             if part.split is not None:
                 later -= part.held
                 peak = max(peak, later + part.split.weights + made)
@@ -169,11 +161,9 @@ def _stage_bytes(
     # What the first block saves of its input is a receive buffer; a result waits for backward.
     held = border * (not is_last) - border * (not is_first)
     of_first = gradients[BEFORE]
-    first = BlockBytes(0, parts.bytes.arriving + of_first, of_first)
+    first = BlockBytes(0, parts.bytes.arriving + of_first, of_first) if is_first else NO_BYTES
+    last = parts.bytes.behind if is_last else NO_BYTES
     # Torch's runtime of several stages waits for what it sends when the step ends.
     keeps_all = parts.asked.schedule not in ONE_STAGE
     sent = border * (not is_first) + border * (keeps_all and not is_last)
-    return _StageBytes(
-        tuple(blocks), held, sent, keeps_all,
-        first if is_first else NO_BYTES, parts.bytes.behind if is_last else NO_BYTES,
-    )  # fmt: skip
+    return _StageBytes((first, *blocks, last), held, sent, keeps_all)

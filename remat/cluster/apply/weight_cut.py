@@ -167,49 +167,6 @@ def most_live_bytes(part: fx.GraphModule, resident: Collection[str] = ()) -> int
 _SOURCE, _SINK = 0, 1
 
 
-def _ops_run_early(
-    nodes: Sequence[fx.Node], dependencies: Dependencies, early: Collection[fx.Node],
-    late_results: Collection[fx.Node], resident: Collection[_Storage],
-) -> set[fx.Node]:  # fmt: skip
-    """`early`, and the ops that join them for the least bytes held between the two parts.
-
-    `late_results` are gradients of weights; `resident` storages cost nothing to hold.
-    """
-    flow = cast("Any", max_flow.SimpleMaxFlow())
-    place = {node: i for i, node in enumerate(nodes, start=2)}  # 0 and 1 are the ends
-    held = _readers(nodes, dependencies, late_results)
-    sizes = {s: 0 if s in resident else dependencies.bytes_of(s) for s in held}
-    unlimited = sum(sizes.values()) + 1  # no least cut has such an arc
-    for node in nodes:
-        if node in early:
-            flow.add_arc_with_capacity(_SOURCE, place[node], unlimited)
-        elif is_heavy(node):  # having these late is what the parts are for
-            flow.add_arc_with_capacity(place[node], _SINK, unlimited)
-        for first in dependencies.before[node]:
-            flow.add_arc_with_capacity(place[node], place[first], unlimited)
-    for i, (storage, readers) in enumerate(held.items(), start=2 + len(nodes)):
-        flow.add_arc_with_capacity(place[storage[0]], i, sizes[storage])
-        for reader in readers:
-            flow.add_arc_with_capacity(i, _SINK if reader is None else place[reader], unlimited)
-    flow.solve(_SOURCE, _SINK)
-    found = set(cast("list[int]", flow.get_source_side_min_cut()))  # of least cuts: fewest early
-    return {node for node in nodes if place[node] in found}
-
-
-def _readers(
-    nodes: Sequence[fx.Node], dependencies: Dependencies, late_results: Collection[fx.Node]
-) -> dict[_Storage, list[fx.Node | None]]:
-    """By storage, the ops that read or write it; None stands for the end, which takes results."""
-    found: dict[_Storage, list[fx.Node | None]] = {}
-    for node in nodes:
-        for storage in _storages_in_order(dependencies.touched[node]):
-            found.setdefault(storage, []).append(node)
-    for result in late_results:
-        for storage in _storages_in_order(dependencies.storages[result]):
-            found.setdefault(storage, []).append(None)
-    return found
-
-
 @dataclass(frozen=True)
 class _LateGradient:
     """A gradient of weights: its places among the results, and the ops of W that it still needs."""
@@ -262,11 +219,39 @@ class _BackwardCut:
 
     def _early(self) -> set[fx.Node]:
         given = [r for r in self.given if isinstance(r, fx.Node)]
-        needed = self._needed_by(given) | self._closure(self.inputs)
-        late_results = [self.results[place] for place in self.weights]
-        early = _ops_run_early(self.nodes, self.facts, needed, late_results, self.resident)
+        early = self._least_held(self._needed_by(given) | self._closure(self.inputs))
         # An op of several results is taken apart at once: held together, all would live.
         return early | {n for n in self.nodes if is_getitem(n) and n.args[0] in early}
+
+    def _least_held(self, early: set[fx.Node]) -> set[fx.Node]:
+        """`early`, and the ops that join them for the least bytes held between the two parts."""
+        flow = cast("Any", max_flow.SimpleMaxFlow())
+        place = {node: i for i, node in enumerate(self.nodes, start=2)}  # 0 and 1 are the ends
+        touched = [(place[node], self.facts.touched[node]) for node in self.nodes]
+        # The end takes the gradients of weights.
+        touched += [(_SINK, self.facts.storages[self.results[i]]) for i in self.weights]
+        held: dict[_Storage, list[int]] = {}
+        for at, storages in touched:
+            for storage in _storages_in_order(storages):
+                held.setdefault(storage, []).append(at)
+        sizes = {s: 0 if s in self.resident else self.facts.bytes_of(s) for s in held}
+        unlimited = sum(sizes.values()) + 1  # no least cut has such an arc
+        for node in self.nodes:
+            if node in early:
+                flow.add_arc_with_capacity(_SOURCE, place[node], unlimited)
+            elif is_heavy(node):  # having these late is what the parts are for
+                flow.add_arc_with_capacity(place[node], _SINK, unlimited)
+            for first in self.facts.before[node]:
+                flow.add_arc_with_capacity(place[node], place[first], unlimited)
+        for i, (storage, readers) in enumerate(held.items(), start=2 + len(self.nodes)):
+            flow.add_arc_with_capacity(place[storage[0]], i, sizes[storage])
+            for reader in readers:
+                flow.add_arc_with_capacity(i, reader, unlimited)
+        flow.solve(_SOURCE, _SINK)
+        found = set(
+            cast("list[int]", flow.get_source_side_min_cut())
+        )  # of least cuts: fewest early
+        return {node for node in self.nodes if place[node] in found}
 
     def _late(self, early: set[fx.Node]) -> list[_LateGradient]:
         places: dict[fx.Node, list[int]] = {}
@@ -299,13 +284,10 @@ class _BackwardCut:
         return self._closure([*results, *writers])
 
     def _closure(self, ends: Iterable[fx.Node]) -> set[fx.Node]:
-        found: set[fx.Node] = set()
-        waiting = list(ends)
-        while waiting:
-            node = waiting.pop()
-            if node not in found:
-                found.add(node)
-                waiting.extend(self.facts.before[node])
+        found = set(ends)
+        for node in reversed(self.nodes):
+            if node in found:
+                found.update(self.facts.before[node])
         return found
 
     def _inputs(self, early: set[fx.Node], carried: Sequence[fx.Node]) -> fx.GraphModule:

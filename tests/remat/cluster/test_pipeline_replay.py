@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,6 @@ from remat.cluster.pipeline_replay import (
     PipelineAction,
     RankOrder,
     StageCosts,
-    parse_order,
     replay_pipeline,
 )
 from remat.cluster.replayed_plan import torch_order
@@ -136,6 +136,14 @@ def test_the_formula_of_interleaved_zero_bubbles_is_that_of_its_replay(seed: int
     assert found.time_us == pytest.approx(formula)
 
 
+def order_of(texts: list[list[str]]) -> tuple[RankOrder, ...]:
+    """By rank, of actions as torch writes them: stage, kind and microbatch."""
+    kinds: dict[str, Any] = {kind: kind for kind in "FBIW"}
+    return tuple(
+        tuple((PipelineAction(int(s), kinds[k], int(m)),) for s, k, m in rank) for rank in texts
+    )
+
+
 def test_gpipe_holds_all_microbatches_and_1f1b_one_for_each_stage_behind() -> None:
     def most(name: str) -> list[int]:
         found = replay_pipeline(torch_order(name, 4, 8), [EVEN] * 4)
@@ -146,7 +154,7 @@ def test_gpipe_holds_all_microbatches_and_1f1b_one_for_each_stage_behind() -> No
 
 
 def test_what_weights_need_is_live_until_their_gradients_are_done() -> None:
-    order = parse_order([["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"]])
+    order = order_of([["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"]])
     found = replay_pipeline(order, [EVEN])
     assert found.ranks[0].peak_bytes == 23
     late = replay_pipeline(order, [StageCosts(1, 1, 1, 10, 10, 3)])
@@ -154,10 +162,10 @@ def test_what_weights_need_is_live_until_their_gradients_are_done() -> None:
 
 
 def test_a_way_between_ranks_is_waited_for_and_one_on_a_rank_is_not() -> None:
-    order = parse_order([["0F0", "0B0"], ["1F0", "1B0"]])
+    order = order_of([["0F0", "0B0"], ["1F0", "1B0"]])
     costs = [StageCosts(1, 2)] * 2
     assert replay_pipeline(order, costs, hop_us=5).time_us == 6 + 10
-    on_one = parse_order([["0F0", "1F0", "1B0", "0B0"]])
+    on_one = order_of([["0F0", "1F0", "1B0", "0B0"]])
     assert replay_pipeline(on_one, costs, hop_us=5).time_us == 6
 
 
@@ -173,16 +181,12 @@ def test_a_way_between_ranks_is_waited_for_and_one_on_a_rank_is_not() -> None:
 )
 def test_an_order_that_cannot_be_is_refused(texts: list[list[str]], said: str) -> None:
     with pytest.raises(ScheduleError, match=said):
-        replay_pipeline(parse_order(texts), [EVEN])
+        replay_pipeline(order_of(texts), [EVEN])
 
 
-def test_texts_of_torch_are_read() -> None:
-    order = parse_order([["0F0", None, "", "0SEND_F0", "0REDUCE_GRAD", "(0F1;3B2)OVERLAP_F_B"]])
-    first, both = (
-        (PipelineAction(0, "F", 0),),
-        (PipelineAction(0, "F", 1), PipelineAction(3, "B", 2)),
-    )
-    assert order == ((first, both),)
-    assert str(both[1]) == "3B2"
-    with pytest.raises(ScheduleError, match="'0X0' is not an action of a pipeline"):
-        parse_order([["0X0"]])
+def test_actions_that_torch_runs_together_come_together() -> None:
+    first_rank = torch_order("DualPipeV", 2, 4, 2)[0]
+    both = PipelineAction(0, "F", 3), PipelineAction(3, "B", 1)
+    assert both in first_rank
+    assert [len(together) for together in first_rank].count(2) == 3
+    assert str(both[1]) == "3B1"
