@@ -39,19 +39,21 @@ class ChainRun(NamedTuple):
     peak_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _ChainStage:
-    """One stage; each `ChainRun` has the ops that run, first or again."""
+class StageRuns(NamedTuple):
+    """`drop` keeps the result alone, `save` also what backward reads, `leaf` the latter alone."""
 
+    drop: ChainRun
+    save: ChainRun
+    leaf: ChainRun
+
+
+class ChainStage(NamedTuple):
     entry: int  # the value that enters it, -1 if none does
     entry_bytes: int
     saved_bytes: int  # all that its backward reads of it, and its result (rotor's ``abar``)
     pending_bytes: int  # backward values live when its backward begins
-    first_drop: ChainRun  # keeps the result alone
-    first_save: ChainRun  # keeps the result and what backward reads
-    again_drop: ChainRun
-    again_save: ChainRun
-    again_leaf: ChainRun  # makes what backward reads alone
+    first: StageRuns
+    again: StageRuns
     backward: tuple[int, ...]
     backward_us: float
     # The most live in its ops, with saved values and without the value that enters.
@@ -62,7 +64,7 @@ class _ChainStage:
 class Chain:
     """Stages in forward order, none if the graph is no chain: `why_not` says so in words."""
 
-    stages: tuple[_ChainStage, ...]
+    stages: tuple[ChainStage, ...]
     base_bytes: int  # resident, or kept throughout
     why_not: str = ""
 
@@ -96,7 +98,7 @@ class _Model:
     kept: bytearray
     split: chen_sqrt.StageSplit
 
-    def stages(self) -> tuple[_ChainStage, ...]:
+    def stages(self) -> tuple[ChainStage, ...]:
         places, starts = self.split
         # Nothing enters the first stage, and nothing leaves the last one.
         ends = [*(place.end + 1 for place in places), self.problem.n_forward]
@@ -117,7 +119,7 @@ class _Model:
     def _stage(
         self, forward: range, ports: tuple[int, int], backwards: tuple[range, range],
         running_bytes: Sequence[int], pending_bytes: int,
-    ) -> _ChainStage:  # fmt: skip
+    ) -> ChainStage:  # fmt: skip
         """The stage of ops `forward`; `backwards` are its own and those of the stage before."""
         problem, (backward, before) = self.problem, backwards
         last_read = {v: op for op in backward for v in problem.inputs[op]}
@@ -136,15 +138,13 @@ class _Model:
             - (entry_bytes if last_entry < op else 0)
             for op in backward
         )
-        return _ChainStage(
-            entry=ports[0], entry_bytes=entry_bytes, saved_bytes=sum(size_bytes[v] for v in both),
-            pending_bytes=pending_bytes, first_drop=self._run(first, result, is_first=True),
-            first_save=self._run(first, both, is_first=True),
-            again_drop=self._run(self._makers(forward, result), result),
-            again_save=self._run(self._makers(forward, both), both),
-            again_leaf=self._run(self._makers(forward, saved), saved), backward=tuple(backward),
-            backward_us=sum(problem.cost_us[op] for op in backward),
-            backward_peak_bytes=max(peak_bytes, default=0),
+        save = self._run(first, both, is_first=True)
+        again = (self._run(self._makers(forward, kept), kept) for kept in (result, both, saved))
+        return ChainStage(
+            ports[0], entry_bytes, sum(size_bytes[v] for v in both), pending_bytes,
+            StageRuns(self._run(first, result, is_first=True), save, save), StageRuns(*again),
+            tuple(backward), sum(problem.cost_us[op] for op in backward),
+            max(peak_bytes, default=0),
         )  # fmt: skip
 
     def _makers(self, forward: range, wanted: Iterable[int]) -> tuple[int, ...]:
@@ -217,15 +217,14 @@ def ops_of_actions(chain: Chain, actions: Sequence[ChainAction]) -> list[tuple[i
             runs.append(chain.stages[i].backward)
         # First runs are whole stages; later ones only make what is asked for.
         elif i == reached:
-            runs.append(chain.stages[i].first_save.ops)
+            runs.append(chain.stages[i].first.save.ops)
             reached += 1
         elif kind == "forward":
-            runs.append(chain.stages[i].again_drop.ops)
+            runs.append(chain.stages[i].again.drop.ops)
         else:
             # The backward of a leaf follows at once, so its result need not be made.
-            is_leaf = after == ChainAction("backward", i)
-            stage = chain.stages[i]
-            runs.append((stage.again_leaf if is_leaf else stage.again_save).ops)
+            is_leaf, again = after == ChainAction("backward", i), chain.stages[i].again
+            runs.append((again.leaf if is_leaf else again.save).ops)
     return runs
 
 

@@ -65,10 +65,6 @@ class AddressSpace:
         if capacity_bytes > 0:
             self._insert(0, capacity_bytes, HOLE)
 
-    @property
-    def free_bytes(self) -> int:
-        return sum(self._sizes[start] for start in self._holes)
-
     def spans(self) -> Iterator[tuple[int, int, int]]:
         """(address, bytes, block or `HOLE`) of all that there is, in address order."""
         for start in self._starts:

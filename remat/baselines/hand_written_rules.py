@@ -240,8 +240,7 @@ class ChenGreedy:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        if self.points not in _POINTS:
-            raise SolverError(f"points must be one of {', '.join(_POINTS)}, not '{self.points}'")
+        template.check_choice("points", self.points, _POINTS)
         if self.sizes < 1:
             raise SolverError(f"sizes must be 1 or more, not {self.sizes}")
 

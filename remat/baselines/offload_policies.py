@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -170,15 +170,36 @@ _LEAST_BYTES = 1 << 20  # smaller values stay, unless a policy is told otherwise
 _NOTHING_LARGE = "backward reads nothing of forward that is large enough to offload"
 _NO_ROOM = "the host has no room for what the policy offloads"
 
-_Choices = Callable[[Saved], Iterable[CopyChoice]]
+
+class _Policy(ABC):
+    copies: ClassVar[bool] = True
+    name: ClassVar[str]
+    least_bytes: int
+
+    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        links = graph.links
+        if links is None:
+            raise SolverError(
+                f"capture with {option('host', '64GiB')}, or use solver auto: solver '{self.name}' "
+                "needs a link to the host"
+            )
+        require_no_homes(graph, self.name)
+        search = Search.of(self, self.name, graph, budget_bytes)
+        with search.until_interrupted():
+            # If the step fits as it is, nothing leaves the device.
+            if not search.offer_sequence(range(search.problem.n_ops), or_least=True):
+                saved = Saved(search.problem, links, self.least_bytes)
+                _try_choices(search, saved, self.choices(saved))
+        return search.result()
+
+    @abstractmethod
+    def choices(self, saved: Saved) -> Iterator[CopyChoice]:
+        """A choice for each setting."""
 
 
 @dataclass(frozen=True)
-class SteppedPolicy(ABC):
+class SteppedPolicy(_Policy):
     """A policy with a knob, of which some settings are tried, both ends included."""
-
-    copies: ClassVar[bool] = True
-    name: ClassVar[str]
 
     steps: int = 49
     least_bytes: int = _LEAST_BYTES
@@ -188,13 +209,6 @@ class SteppedPolicy(ABC):
     def __post_init__(self) -> None:
         _check_knobs(self.least_bytes, self.steps)
 
-    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        return _solve_choices(self, self.name, graph, budget_bytes, self.choices)
-
-    @abstractmethod
-    def choices(self, saved: Saved) -> Iterator[CopyChoice]:
-        """A choice for each setting."""
-
 
 def _check_knobs(least_bytes: int, steps: int = 2) -> None:
     if least_bytes < 1:
@@ -203,29 +217,11 @@ def _check_knobs(least_bytes: int, steps: int = 2) -> None:
         raise SolverError(f"steps must be 2 (all and nothing) or more, not {steps}")
 
 
-def _solve_choices(
-    solver: Any, name: str, graph: TrainingGraph, budget_bytes: int, choices: _Choices
-) -> Result:
-    links = graph.links
-    if links is None:
-        raise SolverError(
-            f"capture with {option('host', '64GiB')}, or use solver auto: solver '{name}' needs a "
-            "link to the host"
-        )
-    require_no_homes(graph, name)
-    search = Search.of(solver, name, graph, budget_bytes)
-    with search.until_interrupted():
-        # If the step fits as it is, nothing leaves the device.
-        if not search.offer_sequence(range(search.problem.n_ops), or_least=True):
-            _try_choices(search, Saved(search.problem, links, solver.least_bytes), choices)
-    return search.result()
-
-
-def _try_choices(search: Search, saved: Saved, choices: _Choices) -> None:
+def _try_choices(search: Search, saved: Saved, choices: Iterable[CopyChoice]) -> None:
     search.message = _NOTHING_LARGE
     over: list[UntimedSchedule] = []
     seen: set[CopyChoice] = set()
-    for choice in choices(saved):
+    for choice in choices:
         search.message = ""
         # Neighbouring settings may give the same choice.
         base = None if choice in seen else saved.base(choice)
@@ -253,7 +249,7 @@ def _take(search: Search, links: Links, base: UntimedSchedule, budget_bytes: int
 
 
 @dataclass(frozen=True)
-class SwapAll:
+class SwapAll(_Policy):
     """Everything that backward reads goes to the host and comes back.
 
     Also called: vDNN_all, offload all.
@@ -273,7 +269,7 @@ class SwapAll:
     time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
-    copies: ClassVar[bool] = True
+    name: ClassVar[str] = "swap_all"
 
     least_bytes: int = _LEAST_BYTES
     time_limit_s: float = 60.0
@@ -282,13 +278,9 @@ class SwapAll:
     def __post_init__(self) -> None:
         _check_knobs(self.least_bytes)
 
-    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        return _solve_choices(self, "swap_all", graph, budget_bytes, _swap_all_choices)
-
-
-def _swap_all_choices(saved: Saved) -> Iterator[CopyChoice]:
-    if saved.large:
-        yield CopyChoice(frozenset(saved.large))
+    def choices(self, saved: Saved) -> Iterator[CopyChoice]:
+        if saved.large:
+            yield CopyChoice(frozenset(saved.large))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
@@ -75,16 +75,12 @@ def stages_of_runs(problem: Problem, sequence: Sequence[int]) -> Stages:
     return stages
 
 
-@dataclass(frozen=True, slots=True)
-class _Shown:
-    """`used` : the run that made what (op, run, value) reads. `end` : the last use of each run."""
-
-    used: dict[tuple[int, int, int], int]
-    end: list[list[int]]
+_Used = dict[tuple[int, int, int], int]
 
 
-def _shown_by(problem: Problem, stages: Stages) -> _Shown:
-    used: dict[tuple[int, int, int], int] = {}
+def _shown_by(problem: Problem, stages: Stages) -> tuple[_Used, list[list[int]]]:
+    """The run that made what (op, run, value) reads, and by value the last use of each run."""
+    used: _Used = {}
     end = [[event_of(t, op) for t in stages[op]] for op in problem.producer]
     latest = [-1] * problem.n_ops
     handed: dict[int, int] = {}
@@ -106,7 +102,7 @@ def _shown_by(problem: Problem, stages: Stages) -> _Shown:
     last = event_of(problem.n_ops, problem.n_ops)
     for v in problem.needs[problem.n_ops]:
         use(_STEP_END, 0, v, last)
-    return _Shown(used, end)
+    return used, end
 
 
 # The program, built and solved with OR-Tools CP-SAT.
@@ -120,11 +116,6 @@ def _shown_by(problem: Problem, stages: Stages) -> _Shown:
 #
 # A use of forward outputs at the end of forward, and of outputs at the end of the step, is
 # written in the same way.
-
-
-class RetentionOutcome(NamedTuple):
-    stages: Stages | None
-    finished: bool
 
 
 def _cost_units(problem: Problem) -> tuple[list[int], float]:
@@ -162,9 +153,9 @@ class RetentionModel:
         self.active: list[list[Any]] = [[True] for _ in range(problem.n_ops)]
         self._runs()
         within = [times[: len(self.start[op])] for op, times in enumerate(hint)]
-        shown = _shown_by(problem, within)
-        self.end = [self._retentions(v, shown) for v in range(problem.n_values)]
-        self._uses(shown)
+        used, shown_end = _shown_by(problem, within)
+        self.end = [self._retentions(v, ends) for v, ends in enumerate(shown_end)]
+        self._uses(used)
         # All demands are multiples of the unit, so nothing is lost.
         unit = math.gcd(*self.demands) or 1
         demands = [demand // unit for demand in self.demands]
@@ -202,7 +193,7 @@ class RetentionModel:
             self.intervals.append(made)
             self.demands.append(own_bytes)
 
-    def _retentions(self, v: int, shown: _Shown) -> list[Any]:
+    def _retentions(self, v: int, shown: list[int]) -> list[Any]:
         """The last use of `v` from each run of its op; an idle run ends where it starts."""
         op, model = self.problem.producer[v], self.model
         ends: list[Any] = []
@@ -210,7 +201,7 @@ class RetentionModel:
         for i, (start, active) in enumerate(zip(self.start[op], self.active[op], strict=True)):
             end = model.new_int_var(event_of(op, op), self.end_event, "")
             size = model.new_int_var(0, self.end_event, "")
-            hinted = shown.end[v][i] if i < len(shown.end[v]) else None
+            hinted = shown[i] if i < len(shown) else None
             begin = event_of(times[i] if i < len(times) else self.last[op], op)
             model.add_hint(end, begin if hinted is None else hinted)
             model.add_hint(size, 0 if hinted is None else hinted - begin)
@@ -228,22 +219,20 @@ class RetentionModel:
             ends.append(end)
         return ends
 
-    def _uses(self, shown: _Shown) -> None:
+    def _uses(self, used: _Used) -> None:
         problem = self.problem
         for op in range(problem.n_ops):
             for i, (at, active) in enumerate(zip(self.start[op], self.active[op], strict=True)):
                 for v in problem.inputs[op]:
-                    self._use(v, at, at, active, shown.used.get((op, i, v)))
+                    self._use(v, at, at, active, used.get((op, i, v)))
         forward_end = event_of(problem.n_forward - 1, problem.n_forward - 1)
         for v in problem.forward_outputs:
             until = self.end_event if v in problem.held else forward_end
-            self._use(v, forward_end, until, True, shown.used.get((_FORWARD_END, 0, v)))
+            self._use(v, forward_end, until, True, used.get((_FORWARD_END, 0, v)))
         for v in problem.needs[problem.n_ops]:
             # Held values have been required above, up to the end of the step.
             if v not in problem.held:
-                self._use(
-                    v, self.end_event, self.end_event, True, shown.used.get((_STEP_END, 0, v))
-                )
+                self._use(v, self.end_event, self.end_event, True, used.get((_STEP_END, 0, v)))
 
     def _use(self, v: int, at: Any, until: Any, active: Any, hinted: int | None) -> None:
         """Some run of the producer of `v`, before event `at`, is retained up to `until`."""
@@ -286,8 +275,8 @@ class RetentionModel:
             for op in range(self.problem.n_ops)
         ]
 
-    def solve(self, seconds: float, workers: int = 1, seed: int = 0) -> RetentionOutcome:
-        """A seed makes runs equal only if time does not end the search."""
+    def solve(self, seconds: float, workers: int = 1, seed: int = 0) -> bool:
+        """Whether CP-SAT ended; `best` has the stages. Time makes runs of one seed differ."""
         solver = self.api.CpSolver()
         solver.parameters.num_workers = workers
         solver.parameters.random_seed = seed
@@ -303,7 +292,7 @@ class RetentionModel:
         solver.parameters.max_time_in_seconds = max(seconds, 0.01)
         watch = _watcher(self)
         status = Task(lambda: solver.solve(self.model, watch), solver.stop_search).wait()
-        return RetentionOutcome(self.best, status in (self.api.OPTIMAL, self.api.INFEASIBLE))
+        return status in (self.api.OPTIMAL, self.api.INFEASIBLE)
 
 
 def _watcher(made: RetentionModel) -> Any:
@@ -379,21 +368,20 @@ class Retention:
             is_feasible=search.best is not None, is_wide=not self.computations,
         )  # fmt: skip
         try:
-            outcome = model.solve(max(search.left_s, 0.01), self.workers, self.seed)
+            finished = model.solve(max(search.left_s, 0.01), self.workers, self.seed)
         # Keep what was found, also after Ctrl-C.
         finally:
             if model.best is not None:
                 search.offer_sequence(sequence_of_stages(model.best))
-        self._note(search, computations, outcome)
+        search.cut_short = not finished
+        # A program that was cut short proves nothing; with a closed gap, the bound of `cut` says
+        # more.
+        if finished and search.gap > _CLOSED:
+            self._note(search, computations, model.best)
 
-    def _note(self, search: Search, computations: int, outcome: RetentionOutcome) -> None:
-        search.cut_short = not outcome.finished
-        if not outcome.finished or search.gap <= _CLOSED:
-            # A program that was cut short proves nothing; with a closed gap, the bound of `cut`
-            # says more.
-            return
+    def _note(self, search: Search, computations: int, found: Stages | None) -> None:
         proved = "optimal" if search.best is not None else "no schedule was found"
-        if search.best is not None and outcome.stages is None:
+        if search.best is not None and found is None:
             proved = "nothing is better"
         limit = f"{computations} computations a value"
         if not self.computations:

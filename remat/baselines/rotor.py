@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from remat.baselines.chain import Chain, ChainAction, ChainRun, ChainSearch, solve_on_chain
+from remat.baselines.chain import Chain, ChainAction, ChainSearch, ChainStage, solve_on_chain
 from remat.baselines.revolve import binomial_actions
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Floats, TrainingGraph
@@ -42,77 +42,31 @@ _Choices = npt.NDArray[np.int16]
 _Slots = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class ChainRuns:
-    """Times and peaks of the forward runs of each stage, by what a run keeps."""
-
-    drop_us: tuple[float, ...]
-    save_us: tuple[float, ...]
-    # A leaf is a save right before the backward of the same stage.
-    leaf_us: tuple[float, ...]
-    drop_peak_bytes: tuple[int, ...]
-    save_peak_bytes: tuple[int, ...]
-    leaf_peak_bytes: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls, drop: Sequence[ChainRun], save: Sequence[ChainRun], leaf: Sequence[ChainRun]
-    ) -> ChainRuns:
-        drop_us, save_us, leaf_us = (tuple(r.cost_us for r in runs) for runs in (drop, save, leaf))
-        peaks = (tuple(run.peak_bytes for run in runs) for runs in (drop, save, leaf))
-        return cls(drop_us, save_us, leaf_us, *peaks)
+_Stages = Sequence[ChainStage]
 
 
-@dataclass(frozen=True, slots=True)
-class RotorChain:
-    """A chain in numbers, one entry a stage; `first` is of sub-chains that end with the last."""
+def _enough_bytes(stages: _Stages) -> int:
+    highest = max(max(s.pending_bytes + s.first.save.peak_bytes, s.backward_peak_bytes)
+                  for s in stages)  # fmt: skip
+    # Every stage saves all that its backward reads, so nothing reruns.
+    return sum(s.saved_bytes for s in stages) + highest
 
-    entry_bytes: tuple[int, ...]
-    saved_bytes: tuple[int, ...]
-    pending_bytes: tuple[int, ...]
-    backward_us: tuple[float, ...]
-    backward_peak_bytes: tuple[int, ...]
-    first: ChainRuns
-    again: ChainRuns
 
-    @classmethod
-    def of(cls, chain: Chain) -> RotorChain:
-        stages = chain.stages
-        first_save = [s.first_save for s in stages]
-        return cls(
-            entry_bytes=tuple(s.entry_bytes for s in stages),
-            saved_bytes=tuple(s.saved_bytes for s in stages),
-            pending_bytes=tuple(s.pending_bytes for s in stages),
-            backward_us=tuple(s.backward_us for s in stages),
-            backward_peak_bytes=tuple(s.backward_peak_bytes for s in stages),
-            first=ChainRuns.of([s.first_drop for s in stages], first_save, first_save),
-            again=ChainRuns.of(
-                [s.again_drop for s in stages],
-                [s.again_save for s in stages],
-                [s.again_leaf for s in stages],
-            ),
-        )
-
-    def enough_bytes(self) -> int:
-        saves = self.first.save_peak_bytes
-        parts = zip(self.pending_bytes, saves, self.backward_peak_bytes, strict=True)
-        highest = max(max(pending + save, backward) for pending, save, backward in parts)
-        # Every stage saves all that its backward reads, so nothing reruns.
-        return sum(self.saved_bytes) + highest
-
-    def grain_bytes(self) -> int:
-        runs = (self.first, self.again)
-        # Rounding loses nothing if all sizes are multiples of a slot.
-        peaks = (r.drop_peak_bytes + r.save_peak_bytes + r.leaf_peak_bytes for r in runs)
-        own = self.entry_bytes + self.saved_bytes + self.pending_bytes + self.backward_peak_bytes
-        return max(math.gcd(*own, *(size for peak in peaks for size in peak)), 1)
+def _grain_bytes(stages: _Stages) -> int:
+    # Rounding loses nothing if all sizes are multiples of a slot.
+    own = (
+        size for s in stages
+        for size in (s.entry_bytes, s.saved_bytes, s.pending_bytes, s.backward_peak_bytes)
+    )  # fmt: skip
+    peaks = (run.peak_bytes for s in stages for run in (*s.first, *s.again))
+    return max(math.gcd(*own, *peaks), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _RotorTable:
     """Least time (infinite: impossible) of sub-chain [i, j] with m slots, and the choice."""
 
-    model: RotorChain
+    stages: _Stages
     slot_bytes: int
     time_us: Floats
     choice: _Choices  # 0: stage i saves; k > i: the value that enters stage k is stored
@@ -123,7 +77,7 @@ class _RotorTable:
 
     def actions(self, slots: int) -> list[ChainAction]:
         found: list[ChainAction] = []
-        waiting = [(0, len(self.model.entry_bytes) - 1, slots)]
+        waiting = [(0, len(self.stages) - 1, slots)]
         while waiting:
             i, j, left = waiting.pop()
             # j < i marks the backward of stage i, which follows the stages after it.
@@ -133,12 +87,12 @@ class _RotorTable:
                 found.append(ChainAction("save", i))
                 waiting.append((i, -1, 0))
                 if i < j:
-                    waiting.append((i + 1, j, left - self.slots_of(self.model.saved_bytes[i])))
+                    waiting.append((i + 1, j, left - self.slots_of(self.stages[i].saved_bytes)))
             else:
                 found += [ChainAction("forward", stage) for stage in range(i, k)]
                 # A stack: the right part is popped first, since backward starts there.
                 waiting.append((i, k - 1, left))
-                waiting.append((k, j, left - self.slots_of(self.model.entry_bytes[k])))
+                waiting.append((k, j, left - self.slots_of(self.stages[k].entry_bytes)))
         return found
 
     def slots_of(self, size_bytes: int) -> int:
@@ -146,14 +100,14 @@ class _RotorTable:
 
 
 def solve_rotor(
-    model: RotorChain, limit_bytes: int, slots: int, stopped: Callable[[], bool] | None = None
+    stages: _Stages, limit_bytes: int, slots: int, stopped: Callable[[], bool] | None = None
 ) -> _RotorTable | None:
     """The table of all sub-chains for 0..`slots` slots, `limit_bytes` in all; None if `stopped`."""
     # Where all sizes are multiples of a larger unit, it is exact, and needs fewer slots.
-    slot_bytes = max(-(-limit_bytes // slots), 1, model.grain_bytes())
-    count, length = max(limit_bytes, 0) // slot_bytes, len(model.entry_bytes)
+    slot_bytes = max(-(-limit_bytes // slots), 1, _grain_bytes(stages))
+    count, length = max(limit_bytes, 0) // slot_bytes, len(stages)
     shape = length, length, count + 1
-    table = _RotorTable(model, slot_bytes, np.full(shape, np.inf), np.zeros(shape, np.int16))
+    table = _RotorTable(stages, slot_bytes, np.full(shape, np.inf), np.zeros(shape, np.int16))
     for j in range(length):
         if stopped is not None and stopped():
             return None
@@ -163,9 +117,13 @@ def solve_rotor(
 
 class _Column:
     def __init__(self, table: _RotorTable, j: int) -> None:
-        self.table, self.model, self.j = table, table.model, j
+        self.table, self.stages, self.j = table, table.stages, j
         # Only sub-chains that end with the last stage contain first runs.
-        self.runs = table.model.first if j == table.time_us.shape[0] - 1 else table.model.again
+        is_first = j == len(table.stages) - 1
+        self.runs = [stage.first if is_first else stage.again for stage in table.stages]
+        self.drop_us = np.array([runs.drop.cost_us for runs in self.runs])
+        dropped = zip(self.runs, table.stages, strict=True)
+        self.beside_bytes = np.array([r.drop.peak_bytes + s.entry_bytes for r, s in dropped])
         self.slots: _Slots = np.arange(table.time_us.shape[2], dtype=np.int64)
         self.stored = np.full((j + 1, self.slots.size), np.inf)
         """Row k: time of (k, j) if the value that enters k is stored in the same memory."""
@@ -182,31 +140,28 @@ class _Column:
                 choice[i, self.j, better] = (k[better] + i + 1).astype(np.int16)
                 best = np.minimum(best, least)
             time_us[i, self.j] = best
-            self.stored[i] = self._delayed(best, self.model.entry_bytes[i])
+            self.stored[i] = self._delayed(best, self.stages[i].entry_bytes)
 
     def _saving(self, i: int) -> Floats:
-        model, runs, j = self.model, self.runs, self.j
-        is_leaf = i == j
-        run_us = runs.leaf_us[i] if is_leaf else runs.save_us[i]
-        rise_bytes = runs.leaf_peak_bytes[i] if is_leaf else runs.save_peak_bytes[i]
+        stages, j = self.stages, self.j
+        run = self.runs[i].leaf if i == j else self.runs[i].save
         # Forward of i runs while backward values wait for stage j.
-        need_bytes = max(model.pending_bytes[j] + rise_bytes, model.backward_peak_bytes[i])
+        need_bytes = max(stages[j].pending_bytes + run.peak_bytes, stages[i].backward_peak_bytes)
         own = np.where(self.slots >= self.table.slots_of(need_bytes), 0.0, np.inf)
-        own += run_us + model.backward_us[i]
-        if is_leaf:
+        own += run.cost_us + stages[i].backward_us
+        if i == j:
             return own
-        return own + self._delayed(self.table.time_us[i + 1, j], model.saved_bytes[i])
+        return own + self._delayed(self.table.time_us[i + 1, j], stages[i].saved_bytes)
 
     def _storing(self, i: int) -> Floats:
         """Rows k = i + 1..j: time if stages i..k - 1 drop and the value that enters k is stored."""
-        model, j = self.model, self.j
-        peaks = np.array(self.runs.drop_peak_bytes[i:j], np.int64)
         # A later stage runs beside its entry; the entry of stage i is stored elsewhere.
-        peaks[1:] += np.array(model.entry_bytes[i + 1 : j], np.int64)
-        need_bytes = np.maximum.accumulate(peaks) + model.pending_bytes[j]
+        peaks = self.beside_bytes[i : self.j].copy()
+        peaks[0] -= self.stages[i].entry_bytes
+        need_bytes = np.maximum.accumulate(peaks) + self.stages[self.j].pending_bytes
         need = -(-need_bytes // self.table.slot_bytes)
-        run_us = np.cumsum(self.runs.drop_us[i:j])
-        total: Floats = self.stored[i + 1 :] + self.table.time_us[i, i:j]
+        run_us = np.cumsum(self.drop_us[i : self.j])
+        total: Floats = self.stored[i + 1 :] + self.table.time_us[i, i : self.j]
         total += run_us[:, None]
         total[self.slots < need[:, None]] = np.inf
         return total
@@ -253,32 +208,32 @@ class Rotor:
 
     def _solve_chain(self, search: Search, chain: Chain) -> None:
         tries = ChainSearch(search, chain)
-        model = RotorChain.of(chain)
-        enough_bytes = model.enough_bytes()
+        enough_bytes = _enough_bytes(chain.stages)
         # The model overestimates memory: a schedule that it puts above the budget may fit.
         room_bytes = int((search.budget_bytes - chain.base_bytes) * _BEYOND)
         if room_bytes > 0:
-            search.say(f"chain of {len(model.entry_bytes)} stages")
+            search.say(f"chain of {len(chain.stages)} stages")
             limit_bytes = min(room_bytes, enough_bytes)
-            table = solve_rotor(model, limit_bytes, self.slots, search.out_of_time)
+            table = solve_rotor(chain.stages, limit_bytes, self.slots, search.out_of_time)
             if table is not None:
                 steps = _breakpoints(table)
                 tries.try_rising(lambda choice: table.actions(steps[choice]), len(steps))
         # If nothing fits, report the least peak.
         if search.best is None and not search.out_of_time():
             search.say("looking for the least peak")
-            self._try_least(tries, model, enough_bytes)
+            self._try_least(tries, enough_bytes)
         tries.fill_best()
 
-    def _try_least(self, tries: ChainSearch, model: RotorChain, limit_bytes: int) -> None:
+    def _try_least(self, tries: ChainSearch, limit_bytes: int) -> None:
         # None of these depends on the budget.
-        table = solve_rotor(model, limit_bytes, self.slots, tries.search.out_of_time)
+        stages = tries.chain.stages
+        table = solve_rotor(stages, limit_bytes, self.slots, tries.search.out_of_time)
         if table is not None:
             for slots in _breakpoints(table)[:_LEAST_TRIES]:
                 tries.fits(table.actions(slots))
             for slots in range(1, _LEAST_TRIES + 1):
                 # Uniform schedules with few states may need less than the model says.
-                tries.fits(binomial_actions(len(model.entry_bytes), slots))
+                tries.fits(binomial_actions(len(stages), slots))
 
 
 def _breakpoints(table: _RotorTable) -> list[int]:

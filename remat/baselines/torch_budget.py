@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -46,16 +46,11 @@ _SCALE = 10_000
 _RELATIVE_GAP = 1e-4
 
 
-class _Selection(NamedTuple):
-    """Total runtime of the saved items, and the indices of saved and of other items."""
-
-    saved_runtime: float
-    saved: list[int]
-    recomputable: list[int]
-
-
 class KnapsackTable:
-    """Dynamic program over quantised memory (``dp``), for any limit up to `max_memory`."""
+    """Dynamic program over quantised memory (``dp``), for any limit up to `max_memory`.
+
+    As of each knapsack here, a choice is the indices of the items that are saved.
+    """
 
     def __init__(
         self, memory: Sequence[float], runtime: Sequence[float], max_memory: float
@@ -63,62 +58,52 @@ class KnapsackTable:
         capacity = round(max_memory * _SCALE)
         # Rounded, so a choice may exceed the limit by one ten-thousandth for each item.
         self.weight = [round(size * _SCALE) for size in memory]
-        # Single precision, as in torch.
-        self.runtime = [float(np.float32(time)) for time in runtime]
         self.taken: list[npt.NDArray[np.bool_]] = []
         best = np.zeros(capacity + 1, np.float32)
-        for weight, time in zip(self.weight, self.runtime, strict=True):
+        for weight, time in zip(self.weight, runtime, strict=True):
             with_item = np.zeros_like(best)
             if weight <= capacity:
+                # Single precision, as in torch.
                 with_item[weight:] = best[: capacity + 1 - weight] + np.float32(time)
             # Strictly more: on ties, earlier items win, as in torch.
             self.taken.append(with_item > best)
             best = np.maximum(best, with_item)
 
-    def choose(self, max_memory: float) -> _Selection:
+    def choose(self, max_memory: float) -> list[int]:
         left = round(max_memory * _SCALE)
         saved: list[int] = []
-        other: list[int] = []
         # From the last item back, as row i knows the best of the items before it.
         for item in reversed(range(len(self.weight))):
             if self.taken[item][left]:
                 saved.append(item)
                 left -= self.weight[item]
-            else:
-                other.append(item)
-        saved.reverse()
-        return _Selection(sum(self.runtime[item] for item in saved), saved, other)
+        return saved[::-1]
 
 
 def greedy_knapsack(
     memory: Sequence[float], runtime: Sequence[float], max_memory: float
-) -> _Selection:
+) -> list[int]:
     # Items without memory come first.
     ratio = [time / size if size else math.inf for size, time in zip(memory, runtime, strict=True)]
     saved: list[int] = []
-    other: list[int] = []
     used = 0.0
     for item in sorted(range(len(ratio)), key=lambda item: -ratio[item]):
         if used + memory[item] <= max_memory:
             used += memory[item]
             saved.append(item)
-        else:
-            other.append(item)
-    return _Selection(sum(runtime[item] for item in saved), saved, other)
+    return saved
 
 
 def ilp_knapsack(
     memory: Sequence[float], runtime: Sequence[float], max_memory: float, time_limit_s: float = 60.0
-) -> _Selection:
+) -> list[int]:
     """The best items to one part in 10,000, by integer programming; none if time runs out."""
     program = MixedProgram()
     items = [program.variable(-time, integer=True) for time in runtime]
     program.row([(i, size) for i, size in zip(items, memory, strict=True)], upper=max_memory)
     limits = Limits(time_limit_s=time_limit_s, relative_gap=_RELATIVE_GAP)
-    values = solve_program(program, limits).values if items else []
-    saved = [i for i in items if values is not None and values[i] > 0.5]
-    other = [i for i in items if values is None or values[i] <= 0.5]
-    return _Selection(sum(runtime[i] for i in saved), saved, other)
+    values = solve_program(program, limits).values if items else None
+    return [i for i in items if values is not None and values[i] > 0.5]
 
 
 # torch's partition of joint graphs (torch/_functorch/partitioners.py), a minimum cut between what
@@ -237,10 +222,10 @@ class Partition:
         # The first cut already fits the fraction, so no dear op reruns.
         if size_bytes <= fraction * self.total_bytes:
             return _template_kept(self.problem, self.frugal)
-        banned = frozenset(self.items[i] for i in self.choose(fraction).saved)
+        banned = frozenset(self.items[i] for i in self.choose(fraction))
         return _template_kept(self.problem, cheapest_saved(self.problem, banned))
 
-    def choose(self, fraction: float) -> _Selection:
+    def choose(self, fraction: float) -> list[int]:
         if self.table is not None:
             return self.table.choose(fraction)
         if self.method == "greedy":

@@ -43,36 +43,18 @@ class _DeviceEvent(NamedTuple):
     name: str
 
 
-@dataclass(frozen=True)
 class Residence:
-    """The events of one step on the device, as if copies took no time; `hosted` come back."""
+    """The events of one step on the device, as if copies took no time; `hosted` come back.
 
-    items: list[_DeviceEvent]
-    live_bytes: _Bytes
-    ops: dict[str, Op]
-    sizes: dict[str, int]
-    hosted: frozenset[str]
+    A value arrives right before its first use and leaves right after the last before a gap.
+    """
 
-    @classmethod
-    def of(
-        cls, graph: TrainingGraph, microbatch: Microbatch, config: StepConfig, budget_bytes: int
-    ) -> Residence:
-        return _Gaps(graph, microbatch, config).residence(budget_bytes)
-
-    @property
-    def peak_bytes(self) -> int:
-        # Copies never add to it: each waits until there is room.
-        return int(self.live_bytes.max(initial=0))
-
-
-class _Gaps:
-    """A value arrives right before its first use and leaves right after the last before a gap."""
-
-    def __init__(self, graph: TrainingGraph, microbatch: Microbatch, config: StepConfig) -> None:
-        self.graph, self.config = graph, config
-        self.order = config.device_order(microbatch, graph)
-        self.sizes = {value.name: value.size_bytes for value in graph.values}
-        self.home = {v.name: v.home for v in graph.values if not v.producer}
+    def __init__(self, task: StepTask, config: StepConfig) -> None:
+        microbatch, self.config = task.microbatch, config
+        self.graph = config.graph(microbatch, task.update, task.links)
+        self.order = config.device_order(microbatch, self.graph)
+        self.sizes = {value.name: value.size_bytes for value in self.graph.values}
+        self.home = {v.name: v.home for v in self.graph.values if not v.producer}
         self.ops = {op.name: op for op in self.order}
         self.uses: dict[str, list[int]] = {}
         for at, op in enumerate(self.order):
@@ -82,17 +64,18 @@ class _Gaps:
                     self.uses.setdefault(name, []).append(at)
         self.hosted = frozenset(self._hosted(microbatch))
         self.gone: set[tuple[str, int]] = set()
-        by_size = sorted(group.parameter_bytes for group in microbatch.groups)
-        self.weights = _AHEAD * by_size[len(by_size) // 2]
-
-    def residence(self, budget_bytes: int) -> Residence:
         self._open()
         # First with all gaps open: the remaining room tells which can be closed.
-        items, live_bytes = self._replayed()
-        if self.config.keeping == "near":
-            self._close(items, live_bytes, budget_bytes)
-            items, live_bytes = self._replayed()
-        return Residence(items, live_bytes, self.ops, self.sizes, self.hosted)
+        self.items, self.live_bytes = self._replayed()
+        if config.keeping == "near":
+            by_size = sorted(group.parameter_bytes for group in microbatch.groups)
+            self._close(task.budget_bytes - _AHEAD * by_size[len(by_size) // 2])
+            self.items, self.live_bytes = self._replayed()
+
+    @property
+    def peak_bytes(self) -> int:
+        # Copies never add to it: each waits until there is room.
+        return int(self.live_bytes.max(initial=0))
 
     def _hosted(self, microbatch: Microbatch) -> Iterable[str]:
         first = 0
@@ -119,7 +102,8 @@ class _Gaps:
             elif name in self.home and self.config.keeping != "stay":
                 self.gone |= {(name, a) for _, a in gaps}
 
-    def _close(self, items: list[_DeviceEvent], live_bytes: _Bytes, budget_bytes: int) -> None:
+    def _close(self, most_bytes: int) -> None:
+        items, live_bytes = self.items, self.live_bytes
         places: dict[str, list[int]] = {}
         for k, item in enumerate(items):
             if item.kind in ("arrive", "drop") and item.name in self.home:
@@ -132,7 +116,7 @@ class _Gaps:
         # 1966, https://doi.org/10.1147/sj.52.0078; for pages of one size).
         for _, a, b, name in sorted(found):
             # Leave room for the parameters of the layers ahead.
-            if int(live_bytes[a:b].max()) + self.sizes[name] + self.weights <= budget_bytes:
+            if int(live_bytes[a:b].max()) + self.sizes[name] <= most_bytes:
                 live_bytes[a:b] += self.sizes[name]
                 self.gone.discard((name, int(ran[a])))
 
@@ -187,12 +171,12 @@ _Clock = npt.NDArray[np.float64]
 
 
 def _streams(
-    residence: Residence, config: StepConfig, links: Links, clock: _Clock, budget_bytes: int
+    residence: Residence, links: Links, clock: _Clock, budget_bytes: int
 ) -> tuple[dict[int, int], dict[int, int]]:
     """By event: that before which an arrival's copy is issued, and a departure's bytes are free."""
     room = budget_bytes - residence.live_bytes
     ends = _departures(residence, links, clock, room)
-    return _begins_of_arrivals(residence, config, links, clock, room, ends), ends
+    return _begins_of_arrivals(residence, links, clock, room, ends), ends
 
 
 def _departures(residence: Residence, links: Links, clock: _Clock, room: _Bytes) -> dict[int, int]:
@@ -220,17 +204,16 @@ def _departures(residence: Residence, links: Links, clock: _Clock, room: _Bytes)
 
 
 def _begins_of_arrivals(
-    residence: Residence, config: StepConfig, links: Links, clock: _Clock,
-    room: _Bytes, ends: dict[int, int],
-) -> dict[int, int]:  # fmt: skip
+    residence: Residence, links: Links, clock: _Clock, room: _Bytes, ends: dict[int, int]
+) -> dict[int, int]:
     items = residence.items
     arrivals = [k for k, item in enumerate(items) if item.kind == "arrive"]
-    if not config.prefetch:
+    if not residence.config.prefetch:
         # Without prefetch, each copy is issued at its use.
         return {k: k for k in arrivals}
     needs = [(float(clock[k]), residence.sizes[items[k].name]) for k in arrivals]
     latest_us = latest_starts(needs, links.h2d)
-    may = _earliest(residence, config, ends)
+    may = _earliest(residence, ends)
     begins, last = dict[int, int](), 0
     for k, start_us, (_, size_bytes) in zip(arrivals, latest_us, needs, strict=True):
         at = min(max(item_before(clock, start_us), last, may[k]), k)
@@ -239,7 +222,8 @@ def _begins_of_arrivals(
     return begins
 
 
-def _earliest(residence: Residence, config: StepConfig, ends: dict[int, int]) -> dict[int, int]:
+def _earliest(residence: Residence, ends: dict[int, int]) -> dict[int, int]:
+    config = residence.config
     gone, dropped, may, fetched = dict[str, int](), list[int](), dict[int, int](), 0
     read, written = 0, list[int]()
     for k, item in enumerate(residence.items):
@@ -269,19 +253,22 @@ def _earliest(residence: Residence, config: StepConfig, ends: dict[int, int]) ->
 
 @dataclass
 class _StepWriter:
-    """Writes one schedule. `places` has, of each step written, the event at which it stands."""
+    """Writes one schedule. `places` has, of each step written, the event at which it stands.
 
-    graph: TrainingGraph
+    `states` are those on NVMe, in the order of their updates; None stands for a free slot on the
+    host.
+    """
+
     residence: Residence
     begins: dict[int, int]
     ends: dict[int, int]
-    slots: int
     places: list[int] = field(default_factory=list[int])
+    states: list[str] = field(default_factory=list[str])
 
     def __post_init__(self) -> None:
-        self.home = {v.name: v.home for v in self.graph.values if not v.producer}
+        self.home, ops = self.residence.home, self.residence.graph.ops
         on_device = self.residence.ops
-        late = [op for op in self.graph.ops if op.phase == "update" and op.name not in on_device]
+        late = [op for op in ops if op.phase == "update" and op.name not in on_device]
         self.sums = {op.inputs[1]: op for op in late if op.target == HOST_SUM}
         self.updates = {op.inputs[0]: op for op in late if op.target != HOST_SUM}
         self.sums_left = Counter(op.inputs[0] for op in self.sums.values())
@@ -289,9 +276,20 @@ class _StepWriter:
         self.last_leave = {
             item.name: k for k, item in enumerate(self.residence.items) if item.kind == "leave"
         }
-        self.waiting = list(self._states_on_nvme())
 
     def steps(self) -> list[Step]:
+        found, written = list[Step](), list(self._written())
+        waiting = iter(self.states)
+        for k, step in written:
+            # A slot is filled with the next state, if one is left.
+            if step is None and (name := next(waiting, "")):
+                step = Fetch(name, "host")
+            if step is not None:
+                found.append(step)
+                self.places.append(k)
+        return found
+
+    def _written(self) -> Iterator[tuple[int, Step | None]]:
         issued, freed = dict[int, list[str]](), dict[int, list[str]]()
         items = self.residence.items
         for k, at in self.begins.items():
@@ -300,18 +298,15 @@ class _StepWriter:
             if at > k:  # what leaves at once is freed where its copy is issued, in `_item`
                 freed.setdefault(at, []).append(items[k].name)
         # Fill the host's slots before anything runs.
-        steps = [step for _ in range(self.slots) for step in self._next_state()]
-        self.places += [0] * len(steps)
+        yield from [(0, None)] * self.residence.config.slots
         for k in range(len(items) + 1):
             # Free first: the fetches may need that room.
-            found: list[Step] = [*map(Free, freed.get(k, ())), *map(Fetch, issued.get(k, ()))]
+            yield from ((k, Free(name)) for name in freed.get(k, ()))
+            yield from ((k, Fetch(name)) for name in issued.get(k, ()))
             if k < len(items):
-                found += self._item(k)
-            steps += found
-            self.places += [k] * len(found)
-        return steps
+                yield from ((k, step) for step in self._item(k))
 
-    def _item(self, k: int) -> Iterator[Step]:
+    def _item(self, k: int) -> Iterator[Step | None]:
         kind, name = self.residence.items[k]
         if kind == "run":
             yield Compute(name)
@@ -319,6 +314,8 @@ class _StepWriter:
                 if made in self.residence.hosted:
                     # The copy begins here; the value leaves later.
                     yield Offload(made)
+        elif kind == "arrive" and self.home.get(name) == "nvme":
+            self.states.append(name)
         elif kind == "drop":
             yield Free(name)
             if name in self.residence.hosted:
@@ -333,7 +330,7 @@ class _StepWriter:
             if name.startswith("G.") and self.last_leave[name] == k:
                 yield from self._on_host(name)
 
-    def _on_host(self, gradient: str) -> Iterator[Step]:
+    def _on_host(self, gradient: str) -> Iterator[Step | None]:
         total = gradient
         if gradient in self.sums:
             op = self.sums[gradient]
@@ -345,37 +342,17 @@ class _StepWriter:
         if self.sums_left[total] or total not in self.updates:
             return
         op = self.updates[total]
+        self.states += [one for one in op.inputs if self.home.get(one) == "nvme"]
         yield Compute(op.name, "host")
         yield Free(total, "host")
         for name in op.updates:
             if self.home[name] == "nvme":
                 yield from self._back_to_nvme(name)
 
-    def _back_to_nvme(self, state: str) -> Iterator[Step]:
+    def _back_to_nvme(self, state: str) -> Iterator[Step | None]:
         yield Offload(state, "nvme")
         yield Free(state, "host")
-        # Its slot on the host is free for the next state.
-        yield from self._next_state()
-
-    def _states_on_nvme(self) -> Iterator[str]:
-        """States below the host, in the order of their updates."""
-        left = self.sums_left.copy()
-        for k, (kind, name) in enumerate(self.residence.items):
-            if kind == "arrive" and self.home.get(name) == "nvme":
-                yield name
-            if kind != "leave" or not name.startswith("G.") or self.last_leave[name] != k:
-                continue
-            total = name
-            if name in self.sums:
-                total = self.sums[name].inputs[0]
-                left[total] -= 1
-            if not left[total] and total in self.updates:
-                reads = self.updates[total].inputs
-                yield from (one for one in reads if self.home.get(one) == "nvme")
-
-    def _next_state(self) -> Iterator[Step]:
-        if self.waiting:
-            yield Fetch(self.waiting.pop(0), "host")
+        yield None
 
 
 _ROUNDS = 3
@@ -423,16 +400,16 @@ def planned_step(
     task: StepTask, config: StepConfig, name: str, limit_us: float = float("inf")
 ) -> PlannedStep | Short:
     """The fastest schedule of a config in `_ROUNDS` rounds, or what it lacks."""
-    graph = config.graph(task.microbatch, task.update, task.links)
-    residence = Residence.of(graph, task.microbatch, config, task.budget_bytes)
+    residence = Residence(task, config)
+    graph = residence.graph
     if residence.peak_bytes > task.budget_bytes:
         return Short("device", residence.peak_bytes)
     ops, items = residence.ops, residence.items
     costs = [ops[one.name].cost_us if one.kind == "run" else 0.0 for one in items]
     clock, best = np.concatenate(([0.0], np.cumsum(costs))), None
     for _ in range(_ROUNDS):
-        copies = _streams(residence, config, task.links, clock, task.budget_bytes)
-        writer = _StepWriter(graph, residence, *copies, config.slots)
+        copies = _streams(residence, task.links, clock, task.budget_bytes)
+        writer = _StepWriter(residence, *copies)
         steps = writer.steps()
         schedule = Schedule.for_graph(graph, steps, budget_bytes=task.budget_bytes, solver=name)
         try:
@@ -449,11 +426,6 @@ def planned_step(
         clock = _clock_of(writer.places, simulation, len(items))
     assert best is not None
     return best
-
-
-def device_peak_bytes(task: StepTask, config: StepConfig) -> int:
-    graph = config.graph(task.microbatch, task.update, task.links)
-    return Residence.of(graph, task.microbatch, config, task.budget_bytes).peak_bytes
 
 
 def _clock_of(places: list[int], simulation: Simulation, n_items: int) -> _Clock:

@@ -25,13 +25,7 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Tier
 from remat.schedules.simulate import gap_of
 from remat.whole_step.microbatch import Layer, Microbatch
-from remat.whole_step.planned_step import (
-    PlannedStep,
-    Short,
-    StepTask,
-    device_peak_bytes,
-    planned_step,
-)
+from remat.whole_step.planned_step import PlannedStep, Residence, Short, StepTask, planned_step
 from remat.whole_step.step_config import NAMED_SYSTEMS, Pass, StepConfig, full_recompute
 
 _TRIES = 12
@@ -159,7 +153,7 @@ def _enriched(task: StepTask, config: StepConfig) -> StepConfig:
             middle = (low + high) // 2
             richer = _with_options(config, _options_at(task.microbatch, sizes[middle]), places)
             few = richer.passes[:2] + richer.passes[2:][-1:]  # the passes between equal the first
-            if device_peak_bytes(task, replace(richer, passes=few)) <= task.budget_bytes:
+            if Residence(task, replace(richer, passes=few)).peak_bytes <= task.budget_bytes:
                 high = middle
             else:
                 low = middle + 1
@@ -386,7 +380,7 @@ class _StepSearch:
             passes = tuple(Pass(count, full_recompute(microbatch)) for count in order)
             below = task.feasible(StepConfig(passes, ("host",) * len(microbatch.groups)))
             above = replace(below, state=("device",) * len(microbatch.groups))
-            if device_peak_bytes(task, above) <= task.budget_bytes:
+            if Residence(task, above).peak_bytes <= task.budget_bytes:
                 found.append(_enriched(task, above))
             found.append(_enriched(task, below))
         # Fastest on the device first: the others are judged only if they can still win.

@@ -147,6 +147,13 @@ class ArenaLibrary:
         self._c.remat_record_call.argtypes = [_INT]
         self._c.remat_record_call.restype = _INT
         self._c.remat_record_read.argtypes = [_INTS, _INT]
+        self.begin, self.close = self._c.remat_arena_begin, self._c.remat_arena_close
+        self.is_armed = self._c.remat_is_armed
+        # Blocks taken in the record's parts are followed from `record_open` until `record_close`.
+        self.record_open, self.record_close = self._c.remat_record_open, self._c.remat_record_close
+        self.record_begin = self._c.remat_record_begin
+        # The recorded call that took the live block at an address; -1 if none did.
+        self.record_call = self._c.remat_record_call
         if self._c.remat_arena_install():
             raise ArenaError(
                 "use the arena without that allocator: torch's CPU allocator was replaced by one "
@@ -164,19 +171,10 @@ class ArenaLibrary:
             )
         return number
 
-    def close(self, number: int) -> None:
-        self._c.remat_arena_close(number)
-
-    def begin(self, number: int, first: int, end: int) -> None:
-        self._c.remat_arena_begin(number, first, end)
-
     def end(self) -> Counts:
         out = np.zeros(_N_COUNTS, np.int64)
         self._c.remat_arena_end(out)
         return Counts(*out.tolist())
-
-    def is_armed(self) -> bool:
-        return bool(self._c.remat_is_armed())
 
     def counts(self, number: int) -> Counts:
         """Of all steps since the arena was opened; zeros once it is closed."""
@@ -184,30 +182,16 @@ class ArenaLibrary:
         self._c.remat_arena_counts(number, out)
         return Counts(*out.tolist())
 
-    def record_open(self) -> None:
-        """Blocks taken in the record's parts are followed until `record_close`."""
-        self._c.remat_record_open()
-
-    def record_begin(self) -> None:
-        self._c.remat_record_begin()
-
     def record_end(self) -> tuple[int, int]:
         out = np.zeros(2, np.int64)
         self._c.remat_record_end(out)
         return int(out[0]), int(out[1])
-
-    def record_call(self, address: int) -> int:
-        """The recorded call that took the live block at `address`; -1 if none did."""
-        return int(self._c.remat_record_call(address))
 
     def record_read(self, n_events: int) -> Ints:
         """[events, 2]: the size asked for and the call, or -1 and the call that is given back."""
         out = np.zeros((n_events, 2), np.int64)
         self._c.remat_record_read(out, n_events)
         return out
-
-    def record_close(self) -> None:
-        self._c.remat_record_close()
 
 
 @functools.cache

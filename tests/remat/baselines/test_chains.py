@@ -15,7 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.baselines.chain import ChainAction, find_chain, ops_of_actions
+from remat.baselines.chain import (
+    ChainAction,
+    ChainRun,
+    ChainStage,
+    StageRuns,
+    find_chain,
+    ops_of_actions,
+)
 from remat.baselines.revolve import (
     binomial_actions,
     least_read,
@@ -23,7 +30,7 @@ from remat.baselines.revolve import (
     mixed_table,
     stored_states,
 )
-from remat.baselines.rotor import ChainRuns, RotorChain, solve_rotor
+from remat.baselines.rotor import solve_rotor
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Fetch, Offload
@@ -148,22 +155,20 @@ def test_states_read_least_are_those_on_disk() -> None:
     )
 
 
-def rotor_model(instance: dict[str, Any]) -> RotorChain:
+def rotor_model(instance: dict[str, Any]) -> list[ChainStage]:
     """As rotor counts: the loss is a stage of no cost; beside what is saved, backward holds the
     gradient of its stage's input; gradients that wait while forward runs again are not counted.
     """
-    times = (*map(float, instance["fw"]), 0.0)
-    entry, saved = (*instance["cw"], 0), (*instance["cbw"][1:], 0)
-    runs = ChainRuns(times, times, times, entry[1:], saved, saved)
-    return RotorChain(
-        entry_bytes=entry[:-1],
-        saved_bytes=saved,
-        pending_bytes=(0,) * len(saved),
-        backward_us=(*map(float, instance["bw"]), 0.0),
-        backward_peak_bytes=tuple(a + b for a, b in zip(entry[:-1], saved, strict=True)),
-        first=runs,
-        again=runs,
-    )
+    columns = zip(
+        (*instance["fw"], 0), (*instance["bw"], 0), instance["cw"], (*instance["cw"][1:], 0),
+        (*instance["cbw"][1:], 0), strict=True,
+    )  # fmt: skip
+    found = list[ChainStage]()
+    for forward_us, backward_us, entry, result, saved in columns:
+        drop, save = (ChainRun((), float(forward_us), peak) for peak in (result, saved))
+        runs, peak = StageRuns(drop, save, save), entry + saved
+        found.append(ChainStage(-1, entry, saved, 0, runs, runs, (), float(backward_us), peak))
+    return found
 
 
 def test_rotor_equals_the_published_program_at_every_memory() -> None:
@@ -280,7 +285,7 @@ def test_stages_cover_forward_and_backward_in_order(graph: TrainingGraph, stages
     problem = Problem.of(graph)
     found = find_chain(problem)
     assert len(found.stages) == stages
-    forward = [op for stage in found.stages for op in stage.first_save.ops]
+    forward = [op for stage in found.stages for op in stage.first.save.ops]
     backward = [op for stage in reversed(found.stages) for op in stage.backward]
     assert forward + backward == list(range(problem.n_ops))
     for slots in (1, 2, stages):

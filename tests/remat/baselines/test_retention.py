@@ -14,7 +14,6 @@ from remat.baselines import retention
 from remat.baselines.retention import (
     Retention,
     RetentionModel,
-    RetentionOutcome,
     Stages,
     event_of,
     sequence_of_stages,
@@ -57,11 +56,10 @@ def cold(graph: TrainingGraph, budget_bytes: int, computations: int) -> float | 
     nothing: Stages = [[op] for op in range(len(graph.ops))]
     room_bytes = budget_bytes - search.problem.resident_bytes
     model = RetentionModel(search.problem, room_bytes, computations, nothing, is_feasible=False)
-    outcome = model.solve(AMPLE_S)
-    assert outcome.finished
-    if outcome.stages is None:
+    assert model.solve(AMPLE_S)
+    if model.best is None:
         return None
-    assert search.offer_sequence(sequence_of_stages(outcome.stages))
+    assert search.offer_sequence(sequence_of_stages(model.best))
     return search.best_key[0]
 
 
@@ -172,9 +170,9 @@ def test_a_schedule_as_a_hint_is_feasible_and_complete(monkeypatch: pytest.Monke
     room_bytes = search.budget_bytes - search.problem.resident_bytes
     model = RetentionModel(search.problem, room_bytes, 2, stages, is_wide=True)
     stopped_by_the_first(monkeypatch)
-    outcome = model.solve(AMPLE_S)
-    assert outcome.stages is not None
-    assert search.offer_sequence(sequence_of_stages(outcome.stages))
+    model.solve(AMPLE_S)
+    assert model.best is not None
+    assert search.offer_sequence(sequence_of_stages(model.best))
 
 
 def test_the_message_says_what_was_proved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +217,7 @@ def test_an_interrupt_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     budget_bytes = peak_bytes_of(graph) - 1
     whole = RetentionModel.solve
 
-    def solve_then_stop(self: RetentionModel, *effort: float) -> RetentionOutcome:
+    def solve_then_stop(self: RetentionModel, *effort: float) -> bool:
         whole(self, effort[0])
         raise KeyboardInterrupt
 

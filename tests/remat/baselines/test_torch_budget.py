@@ -171,16 +171,14 @@ def test_knapsacks_equal_torchs() -> None:
     assert len(cases) == 13
     for case in cases:
         memory, runtime, limit = case["memory"], case["runtime"], case["max_memory"]
-        found = KnapsackTable(memory, runtime, limit).choose(limit)
-        assert found.saved_runtime == case["expected_saved_runtime"]
-        assert found.saved == sorted(case["expected_saved"])
-        assert sorted(found.recomputable) == sorted(case["expected_recomputable"])
-        exact = ilp_knapsack(memory, runtime, limit)
-        assert exact.saved_runtime == pytest.approx(case["expected_saved_runtime"], rel=1e-4)
-        assert sorted(exact.saved + exact.recomputable) == list(range(len(memory)))
-        greedy = greedy_knapsack(memory, runtime, limit)
-        assert greedy.saved_runtime <= found.saved_runtime
-        assert sum(memory[i] for i in greedy.saved) <= limit
+        dynamic = KnapsackTable(memory, runtime, limit).choose(limit)
+        assert dynamic == sorted(case["expected_saved"])
+        assert {*range(len(memory))}.difference(dynamic) == {*case["expected_recomputable"]}
+        exact, greedy = (find(memory, runtime, limit) for find in (ilp_knapsack, greedy_knapsack))
+        took = [sum(runtime[i] for i in saved) for saved in (dynamic, exact, greedy)]
+        assert took[:2] == pytest.approx([case["expected_saved_runtime"]] * 2, rel=1e-4)
+        assert took[2] <= took[0] * (1 + 1e-6)  # which torch adds up in single precision
+        assert sum(memory[i] for i in greedy) <= limit
 
 
 def test_knapsacks_equal_torchs_own_functions() -> None:
@@ -192,7 +190,6 @@ def test_knapsacks_equal_torchs_own_functions() -> None:
         runtime = [float(source.randint(0, 50)) for _ in range(count)]
         for limit in (0.0, 0.3, 1.0):
             found = KnapsackTable(memory, runtime, limit).choose(limit)
-            assert tuple(found) == theirs.dp_knapsack(memory, runtime, limit)
-            assert tuple(greedy_knapsack(memory, runtime, limit)) == theirs.greedy_knapsack(
-                memory, runtime, limit
-            )
+            assert found == theirs.dp_knapsack(memory, runtime, limit)[1]
+            greedy = greedy_knapsack(memory, runtime, limit)
+            assert greedy == theirs.greedy_knapsack(memory, runtime, limit)[1]

@@ -108,9 +108,7 @@ def test_any_setting_is_a_valid_schedule_with_the_peaks_that_were_foretold(n_lay
     microbatch, judged = layered(n_layers), 0
     for seed in range(120):
         config = random_config(seed, microbatch)
-        roomy = task_of(microbatch, nvme_per_us=1.0)
-        graph = config.graph(microbatch, roomy.update, roomy.links)
-        least = Residence.of(graph, microbatch, config, 0).peak_bytes
+        least = Residence(task_of(microbatch, nvme_per_us=1.0, budget_bytes=0), config).peak_bytes
         task = task_of(microbatch, nvme_per_us=1.0, budget_bytes=least + 50 * (seed % 4))
         found = planned_step(task, config, "test")
         assert isinstance(found, PlannedStep), (seed, found)
