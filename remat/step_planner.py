@@ -169,6 +169,6 @@ def whole_or_in_parts(spec: StepSpec, whole: Callable[[StepSpec], nn.Module]) ->
     try:
         return whole(spec)
     except CaptureError as error:
-        from remat.parts.planned import in_parts  # a wing, which most models never enter
+        from remat.parts.planned import planned_in_parts  # a wing, which most models never enter
 
-        return in_parts(spec, error)
+        return planned_in_parts(spec, error)

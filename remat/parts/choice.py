@@ -21,7 +21,7 @@ from ortools.sat.python import cp_model  # pyright: ignore[reportMissingTypeStub
 from remat.graph_capture.devices.memory_events import Moment
 from remat.graph_capture.graph import Op, Phase, Resident, TrainingGraph, Value
 from remat.graph_capture.joint.build import rng_state_bytes
-from remat.parts.watched import BACKWARD, Call, Key, Watched
+from remat.parts.watched import BACKWARD, CallKey, ModuleCall, WatchedStep
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.solver.problem import Problem
@@ -36,10 +36,10 @@ _NS = 1000  # in a us: the program counts in whole numbers
 
 
 @dataclass
-class Part:
+class _RerunCall:
     """A call of a module that may run again; `begins`, `ends` and `back` are moments' numbers."""
 
-    call: Call
+    call: ModuleCall
     saved_bytes: int  # what is freed if it runs again
     rise_bytes: int  # the most that a run takes beyond what was live, and `saved_bytes`
     begins: int
@@ -47,8 +47,8 @@ class Part:
     back: int  # when backward comes to it
     own_bytes: int = 0  # without parts within
     own_us: float = 0.0
-    within: list[Key] = field(
-        default_factory=list[Key]
+    within: list[CallKey] = field(
+        default_factory=list[CallKey]
     )  # itself, and parts in it, in the order of calls
 
     @property
@@ -60,16 +60,16 @@ class Part:
         return "{} {}".format(*self.call.key)
 
 
-def saved_in_forward(watched: Watched) -> int:
+def _saved_in_forward(watched: WatchedStep) -> int:
     return next(one.live_bytes for one in watched.moments if one.name == BACKWARD)
 
 
-def parts_of(watched: Watched, device: str) -> dict[Key, Part]:
+def parts_of(watched: WatchedStep, device: str) -> dict[CallKey, _RerunCall]:
     """By key, in the order of calls. Of a module all calls in a step are parts, or none."""
     stream_bytes = rng_state_bytes(torch.device(device))  # which a call that runs again keeps
-    least_bytes = _LEAST_SHARE * saved_in_forward(watched)
+    least_bytes = _LEAST_SHARE * _saved_in_forward(watched)
     at = {moment.name: i for i, moment in enumerate(watched.moments)}
-    found: dict[Key, Part] = {}
+    found: dict[CallKey, _RerunCall] = {}
     refused = set[str]()
     for key, call in watched.calls.items():
         if at.get(call.moment("in"), 0) > at[BACKWARD]:
@@ -92,7 +92,7 @@ def parts_of(watched: Watched, device: str) -> dict[Key, Part]:
     return found
 
 
-def _condense(watched: Watched, parts: Collection[Part]) -> None:
+def _condense(watched: WatchedStep, parts: Collection[_RerunCall]) -> None:
     """Leave only the moments of parts, each with the most since the one before."""
     kept = {BACKWARD, watched.moments[-1].name}
     kept |= {part.call.moment(which) for part in parts for which in ("in", "out", "back")}
@@ -109,7 +109,9 @@ def _condense(watched: Watched, parts: Collection[Part]) -> None:
         part.begins, part.ends, part.back = (at[name] for name in names)
 
 
-def _part(call: Call, watched: Watched, at: Mapping[str, int], stream_bytes: int) -> Part | None:
+def _part(
+    call: ModuleCall, watched: WatchedStep, at: Mapping[str, int], stream_bytes: int
+) -> _RerunCall | None:
     names = [call.moment(which) for which in ("in", "out", "back")]
     if any(name not in at for name in names):
         return None
@@ -119,10 +121,12 @@ def _part(call: Call, watched: Watched, at: Mapping[str, int], stream_bytes: int
     saved_bytes -= stream_bytes + call.held_bytes
     most_bytes = max(one.peak_bytes for one in watched.moments[begins + 1 : ends + 1])
     rise_bytes = max(0, most_bytes - live_bytes - saved_bytes) + stream_bytes
-    return Part(call, saved_bytes, rise_bytes, begins, ends, back) if back > ends else None
+    return _RerunCall(call, saved_bytes, rise_bytes, begins, ends, back) if back > ends else None
 
 
-def _directly_within(key: Key, parts: Collection[Key], calls: Mapping[Key, Call]) -> Iterator[Key]:
+def _directly_within(
+    key: CallKey, parts: Collection[CallKey], calls: Mapping[CallKey, ModuleCall]
+) -> Iterator[CallKey]:
     for one in parts:
         around = calls[one].inside
         while around is not None and around not in parts:
@@ -135,8 +139,8 @@ def _directly_within(key: Key, parts: Collection[Key], calls: Mapping[Key, Call]
 class Choices:
     """The step, and the parts of it that may run again."""
 
-    watched: Watched
-    parts: dict[Key, Part]
+    watched: WatchedStep
+    parts: dict[CallKey, _RerunCall]
     title: str
     device: str
     resident: Resident
@@ -154,7 +158,7 @@ class Choices:
     @cached_property
     def graph(self) -> TrainingGraph:
         values, reads, makes = self._background_values()
-        begin, end = dict[int, list[Part]](), dict[int, list[Part]]()
+        begin, end = dict[int, list[_RerunCall]](), dict[int, list[_RerunCall]]()
         for part in self.parts.values():
             begin.setdefault(part.begins + 1, []).append(part)
             end.setdefault(part.ends, []).append(part)
@@ -190,7 +194,7 @@ class Choices:
             workspace_bytes=workspace_bytes, no_recompute="eager runs it",
         )  # fmt: skip
 
-    def _run_of(self, part: Part) -> Op:
+    def _run_of(self, part: _RerunCall) -> Op:
         made = (f"saved by {part.name}",)
         return Op(part.name, "remat.module", "forward", (), made, part.own_us, module=part.path)
 
@@ -231,9 +235,9 @@ class Choices:
         saved_bytes = sum(p.own_bytes for p in parts if p.ends < i <= p.back + 1)
         return max(0, moments[i].peak_bytes - saved_bytes - (beside[i - 1] if i else 0))
 
-    def _run(self, part: Part) -> Iterator[str]:
+    def _run(self, part: _RerunCall) -> Iterator[str]:
         """The ops of a run of a part, each part within ending as the next begins."""
-        opened = list[Part]()
+        opened = list[_RerunCall]()
         for one in (self.parts[key] for key in part.within):
             while opened and opened[-1].ends < one.begins:
                 yield _end_of(opened.pop()).name
@@ -258,7 +262,7 @@ class Choices:
         """Of what forward saves, that of modules that may run again."""
         inner = {key for part in self.parts.values() for key in part.within[1:]}
         outer_bytes = sum(p.saved_bytes for key, p in self.parts.items() if key not in inner)
-        return outer_bytes / max(1, saved_in_forward(self.watched))
+        return outer_bytes / max(1, _saved_in_forward(self.watched))
 
     def within(self, budget_bytes: int) -> tuple[Result, set[str]]:
         """The cheapest choice that keeps to the budget, or the one of the least peak; with the
@@ -277,7 +281,7 @@ class Choices:
         return self.within(self.within(0)[0].least_feasible_bytes)
 
 
-def _end_of(part: Part) -> Op:
+def _end_of(part: _RerunCall) -> Op:
     # The most that a run takes is there as it ends, with all that it saves.
     return Op(
         f"{part.name} ends", "remat.module", "forward", (), (f"end of {part.name}",),
@@ -292,8 +296,8 @@ class _Row:
 
     until: int
     beside_bytes: int
-    saved: tuple[Key, ...]
-    running: Key | None = None
+    saved: tuple[CallKey, ...]
+    running: CallKey | None = None
     only_if: str = ""  # it is so only if the module at this path runs again
 
 
@@ -304,7 +308,9 @@ class _Program:
     def __init__(self, choices: Choices) -> None:
         self._parts, self._beside = choices.parts, choices.background
         self._step_us = choices.watched.step_us
-        self._around = {key: list[Key]() for key in self._parts}  # of each call, itself included
+        self._around = {
+            key: list[CallKey]() for key in self._parts
+        }  # of each call, itself included
         for key, part in self._parts.items():
             for inner in part.within:
                 self._around[inner].append(key)
@@ -337,7 +343,7 @@ class _Program:
             ns[part.path] += round(_NS * sum(self._parts[one].own_us for one in part.within))
         self._keep_to(room_bytes, model, again)
         model.minimize(sum(ns[path] * one for path, one in again.items()))
-        return _solved(model, again, DEFAULT_GAP * _NS * self._step_us)
+        return _optimum(model, again, DEFAULT_GAP * _NS * self._step_us)
 
     def least(self) -> set[str]:
         """The modules that run again for the lowest peak."""
@@ -346,7 +352,7 @@ class _Program:
         room_bytes = model.new_int_var(0, max(map(self._most_bytes, self._rows)), "peak")
         self._keep_to(room_bytes, model, again)
         model.minimize(room_bytes)
-        found = _solved(model, again, 0.0)
+        found = _optimum(model, again, 0.0)
         assert found is not None, "nothing need run again"
         return found[0]
 
@@ -381,12 +387,12 @@ class _Program:
             if row.only_if:
                 kept.only_enforce_if(again[row.only_if])
 
-    def _waiting(self, key: Key, until: int) -> tuple[str, ...]:
+    def _waiting(self, key: CallKey, until: int) -> tuple[str, ...]:
         around = (self._parts[one] for one in self._around[key])
         return tuple(dict.fromkeys(part.path for part in around if part.back >= until))
 
 
-def _solved(model: Any, again: Mapping[str, Any], enough: float) -> tuple[set[str], float] | None:
+def _optimum(model: Any, again: Mapping[str, Any], enough: float) -> tuple[set[str], float] | None:
     solver = _cp.CpSolver()
     solver.parameters.num_workers = 1  # several would race, and a seed not fix the outcome
     solver.parameters.max_deterministic_time = _EFFORT

@@ -32,16 +32,16 @@ from remat.schedules.schedule import Schedule
 
 # By path of each module that runs again: what of its buffers it writes (path below it, and name),
 # and the time of its forward in us.
-Again = Mapping[str, tuple[Sequence[tuple[str, str]], float]]
-Buffers = Sequence[tuple[nn.Module, str]]
+_Again = Mapping[str, tuple[Sequence[tuple[str, str]], float]]
+_Buffers = Sequence[tuple[nn.Module, str]]
 
 
-class RunsAgain:
+class _RunsAgain:
     """Calls of one module, whose forward runs again in backward."""
 
-    def __init__(self, module: nn.Module, written: Buffers, us: float) -> None:
+    def __init__(self, module: nn.Module, written: _Buffers, us: float) -> None:
         self.kind, self.written, self._live = type(module).__name__, written, LiveState(module)
-        self.others: Mapping[nn.Module, RunsAgain] = {}  # a run in backward has them run again too
+        self.others: Mapping[nn.Module, _RunsAgain] = {}  # a run in backward has them run again too
         kept = {(id(one), name) for one, name in written}
         read = [i for i, place in enumerate(self._live.names) if _slot(module, place) not in kept]
         self.inputs = RecomputeInputs(read, us)
@@ -76,7 +76,7 @@ def _slot(module: nn.Module, place: str) -> tuple[int, str]:
 class _Call:
     """The runs of one call: a context for those in backward, of which there may be several."""
 
-    def __init__(self, of: RunsAgain, leaves: Sequence[Any]) -> None:
+    def __init__(self, of: _RunsAgain, leaves: Sequence[Any]) -> None:
         self._of, self._leaves = of, leaves
         self._places = [(one._buffers, name) for one, name in of.written]
         self._before: list[Tensor] = []
@@ -98,7 +98,7 @@ class _Call:
             for (table, name), before in zip(self._places, self._before, strict=True):
                 stack.callback(table.__setitem__, name, table[name])
                 table[name] = before.clone()  # which this run may write to
-            stack.enter_context(running_again(self._of.others))
+            stack.enter_context(_running_again(self._of.others))
             self._open.append(stack.pop_all())
 
     def __exit__(self, *_: object) -> None:
@@ -106,7 +106,7 @@ class _Call:
 
 
 @contextlib.contextmanager
-def running_again(modules: Mapping[nn.Module, RunsAgain]) -> Generator[None]:
+def _running_again(modules: Mapping[nn.Module, _RunsAgain]) -> Generator[None]:
     with contextlib.ExitStack() as stack:
         for module, again in modules.items():
             stack.enter_context(forward_wrapped(module, again))
@@ -120,7 +120,7 @@ class PartsModule(SharedState, nn.Module):
     modules_again: ClassVar[tuple[str, ...]]  # paths of those that run again in backward
     planned_share: ClassVar[float]  # of what forward saves, that of modules that might
     audit: ClassVar[None] = None  # no graph stands in for the model's code
-    _remat_again: ClassVar[Mapping[nn.Module, RunsAgain]]
+    _remat_again: ClassVar[Mapping[nn.Module, _RunsAgain]]
     _remat_schedule: ClassVar[Schedule]  # of a coarse graph, as its costs
     _remat_prediction: ClassVar[Prediction | None]
     _remat_costed: ClassVar[TrainingGraph | None]
@@ -136,7 +136,7 @@ class PartsModule(SharedState, nn.Module):
         cls._remat_signature.require(leaves, spec, type(cls._remat_original_module).__name__)
         cls._remat_require_trained()
         args, kwargs, target = batch
-        with running_again(cls._remat_again):
+        with _running_again(cls._remat_again):
             output = cls._remat_original_module.forward(*args, **kwargs)
         return apply_loss(cls._remat_loss_fn, used_alone(output, cls._remat_outputs), target)
 
@@ -159,15 +159,15 @@ def _trained(model: nn.Module) -> tuple[bool, ...]:
 
 
 def make_in_parts(
-    model: nn.Module, loss_fn: LossFunction | None, signature: Signature, again: Again,
+    model: nn.Module, loss_fn: LossFunction | None, signature: Signature, again: _Again,
     share: float, outputs: Outputs | None, schedule: Schedule, **facts: Any,
 ) -> PartsModule:  # fmt: skip
     """`facts` : prediction and costed, as of `facts_of`."""
-    runs = dict[nn.Module, RunsAgain]()
+    runs = dict[nn.Module, _RunsAgain]()
     for path, (written, us) in again.items():
         module = model.get_submodule(path)
         places = [(module.get_submodule(below), name) for below, name in written]
-        runs[module] = RunsAgain(module, places, us)
+        runs[module] = _RunsAgain(module, places, us)
     for module, one in runs.items():
         one.others = {other: its for other, its in runs.items() if other is not module}
     known = loss_fn, signature, again, share, outputs, schedule

@@ -35,7 +35,7 @@ from remat.step_spec import StepSpec
 _TRIES = 4  # choices that are measured, each for what the one before took beyond the budget
 
 
-def in_parts(spec: StepSpec, refused: CaptureError) -> PartsModule:
+def planned_in_parts(spec: StepSpec, refused: CaptureError) -> PartsModule:
     """The module for a batch whose step was `refused` as one graph; raises that where modules
     cannot be planned, or none can and the step does not fit as it is."""
     if not _may_be(spec, refused):
@@ -43,11 +43,11 @@ def in_parts(spec: StepSpec, refused: CaptureError) -> PartsModule:
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(spec.model).__name__
     with stages.stage("capture", f"watching a step of {name}, which is no one graph"):
         try:
-            choices = _watched(spec)
+            choices = _choices_of(spec)
         except Exception as error:  # eager itself does not run it, or not to the end
             raise refused from error
     try:
-        found, module, checked = _fitting(spec, choices, stages)
+        found, module, checked = _kept_to_budget(spec, choices, stages)
     except BudgetError as error:
         if not choices.parts:
             raise refused from error
@@ -61,7 +61,7 @@ def in_parts(spec: StepSpec, refused: CaptureError) -> PartsModule:
     return module
 
 
-def _fitting(
+def _kept_to_budget(
     spec: StepSpec, choices: Choices, stages: Stopwatch
 ) -> tuple[Result, PartsModule, Check | None]:
     """The cheapest choice whose step keeps to the budget when it is run."""
@@ -101,7 +101,7 @@ def _tree(spec: StepSpec) -> Any:
     return spec.args, dict(spec.kwargs or {}), spec.target
 
 
-def _watched(spec: StepSpec) -> Choices:
+def _choices_of(spec: StepSpec) -> Choices:
     model, loss_fn, outputs = spec.model, spec.loss_fn, as_outputs(spec.outputs)
     meter, batch = meter_of(resolved_device(None, model)), OwnBatch(_tree(spec))
     whole = with_loss(model, loss_fn)

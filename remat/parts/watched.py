@@ -42,16 +42,16 @@ _WITHOUT_EFFECT = ("transformers.",)  # its hooks collect results while its own 
 
 _TIMED = 2  # steps, of which the shorter time of each call counts
 
-Key = tuple[str, int]  # a module's path, and which of its calls in a step
-Step = Callable[[Callable[[], None]], Any]  # a step, which calls what it is given before backward
+CallKey = tuple[str, int]  # a module's path, and which of its calls in a step
+_Step = Callable[[Callable[[], None]], Any]  # a step, which calls what it is given before backward
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """One call of a module; `inside` is the call around it, None for the model's own."""
 
-    key: Key
-    inside: Key | None
+    key: CallKey
+    inside: CallKey | None
     why_not: str = ""  # why it may not run twice
     written: tuple[tuple[str, str], ...] = ()  # buffers: path below the module, and name
     us: float = 0.0
@@ -64,25 +64,25 @@ class Call:
 
 
 @dataclass
-class Watched:
+class WatchedStep:
     """The calls of a step in the order in which they began, and its moments."""
 
-    calls: dict[Key, Call]
+    calls: dict[CallKey, ModuleCall]
     moments: list[Moment]
     step_us: float
 
 
-_Around = Callable[[Call, nn.Module, Any], contextlib.AbstractContextManager[list[Any]]]
+_Around = Callable[[ModuleCall, nn.Module, Any], contextlib.AbstractContextManager[list[Any]]]
 
 
 @contextlib.contextmanager
-def _calls(model: nn.Module, around: _Around) -> Generator[dict[Key, Call]]:
+def _calls(model: nn.Module, around: _Around) -> Generator[dict[CallKey, ModuleCall]]:
     """The calls of the steps that run in the block. `around` is a context around each, and to its
     list what the call returns is added."""
-    found, opened, count = dict[Key, Call](), list[Key](), Counter[str]()
+    found, opened, count = dict[CallKey, ModuleCall](), list[CallKey](), Counter[str]()
 
     def run(path: str, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-        call = Call((path, count[path]), opened[-1] if opened else None)
+        call = ModuleCall((path, count[path]), opened[-1] if opened else None)
         count[path] += 1
         found[call.key] = call
         opened.append(call.key)
@@ -102,8 +102,8 @@ def _calls(model: nn.Module, around: _Around) -> Generator[dict[Key, Call]]:
 
 
 def watched_steps(
-    model: nn.Module, meter: Meter, step: Step, prepared: Callable[[Callable[[], Any]], Any]
-) -> Watched:
+    model: nn.Module, meter: Meter, step: _Step, prepared: Callable[[Callable[[], Any]], Any]
+) -> WatchedStep:
     """`prepared` puts the state back, and runs what it is given."""
 
     def run(around: _Around | None = None, before_backward: Callable[[], None] = _nothing) -> Any:
@@ -113,15 +113,15 @@ def watched_steps(
             step(before_backward)
         return calls
 
-    calls: dict[Key, Call] = prepared(lambda: run(_tried))
+    calls: dict[CallKey, ModuleCall] = prepared(lambda: run(_trying))
     for _ in range(_TIMED):
-        timed: dict[Key, Call] = prepared(lambda: run(functools.partial(_timed, meter)))
+        timed: dict[CallKey, ModuleCall] = prepared(lambda: run(functools.partial(_timed, meter)))
         for key, call in calls.items():
             if key in timed:
                 call.us = min(call.us or math.inf, timed[key].us)
     step_us = min(prepared(lambda: meter.step_us(run)) for _ in range(_TIMED))
 
-    given = list[tuple[Call, StorageWeakRef, int]]()
+    given = list[tuple[ModuleCall, StorageWeakRef, int]]()
 
     def named(name: Callable[[str], None]) -> Any:
         def backward_begins() -> None:
@@ -129,9 +129,9 @@ def watched_steps(
             for call, storage, size_bytes in given:
                 calls[call.key].held_bytes += size_bytes if storage.expired() else 0
 
-        return run(functools.partial(_named, name, given), backward_begins)
+        return run(functools.partial(_naming, name, given), backward_begins)
 
-    return Watched(calls, prepared(lambda: meter.moments(named)), step_us)
+    return WatchedStep(calls, prepared(lambda: meter.moments(named)), step_us)
 
 
 def _nothing() -> None:
@@ -139,7 +139,7 @@ def _nothing() -> None:
 
 
 @contextlib.contextmanager
-def _timed(meter: Meter, call: Call, module: nn.Module, given: Any) -> Generator[list[Any]]:
+def _timed(meter: Meter, call: ModuleCall, module: nn.Module, given: Any) -> Generator[list[Any]]:
     _wait(meter)
     watch = LoadAwareTimer()
     yield []
@@ -153,9 +153,9 @@ def _wait(meter: Meter) -> None:
 
 
 @contextlib.contextmanager
-def _named(
-    name: Callable[[str], None], held: list[tuple[Call, StorageWeakRef, int]], call: Call,
-    module: nn.Module, given: Any,
+def _naming(
+    name: Callable[[str], None], held: list[tuple[ModuleCall, StorageWeakRef, int]],
+    call: ModuleCall, module: nn.Module, given: Any,
 ) -> Generator[list[Any]]:  # fmt: skip
     results, tensors = list[Any](), [t for t in leaves_in(given) if isinstance(t, Tensor)]
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if _is_dense(t)}
@@ -185,7 +185,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _tried(call: Call, module: nn.Module, given: Any) -> Generator[list[Any]]:
+def _trying(call: ModuleCall, module: nn.Module, given: Any) -> Generator[list[Any]]:
     results, leaves, ops = list[Any](), pytree.tree_leaves(given), _CustomOps()
     tensors = [one for one in leaves if isinstance(one, Tensor)]
     modules = [one for one in leaves if isinstance(one, nn.Module)]
