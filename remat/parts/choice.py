@@ -81,9 +81,13 @@ def parts_of(watched: WatchedStep, device: str) -> dict[CallKey, _RerunCall]:
             found[key] = part
     found = {key: part for key, part in found.items() if key[0] not in refused}
     _condense(watched, found.values())
-    for key, part in reversed(found.items()):  # from the inside out
+    for key, part in reversed([*found.items()]):  # from the inside out
+        inside = list(_directly_within(key, found, watched.calls))
+        if any(found[one].back <= part.back for one in inside):
+            del found[key]  # backward comes to what is in it by another way
+            continue
         part.own_bytes, part.own_us = part.saved_bytes, part.call.us
-        for inner in _directly_within(key, found, watched.calls):
+        for inner in inside:
             part.within += found[inner].within
             part.own_us -= found[inner].call.us
         part.own_bytes = max(0, part.own_bytes - sum(found[one].own_bytes for one in part.within))
@@ -267,14 +271,17 @@ class Choices:
     def within(self, budget_bytes: int) -> tuple[Result, set[str]]:
         """The cheapest choice that keeps to the budget, or the one of the least peak; with the
         paths of the modules that run again."""
-        program = _Program(self)
-        found = program.cheapest(budget_bytes - self.resident.total_bytes)
-        again, bound_us = found or (program.least(), 0.0)
-        result = evaluate_schedule(
-            self.graph, replace(self.schedule(again), budget_bytes=budget_bytes),
-            budget_bytes=budget_bytes, lower_bound_us=self.graph.time_us + bound_us,
-        )  # fmt: skip
-        return result, again
+        program, room_bytes = _Program(self), budget_bytes - self.resident.total_bytes
+        while True:
+            found = program.cheapest(room_bytes)
+            again, bound_us = found or (program.least(), 0.0)
+            result = evaluate_schedule(
+                self.graph, replace(self.schedule(again), budget_bytes=budget_bytes),
+                budget_bytes=budget_bytes, lower_bound_us=self.graph.time_us + bound_us,
+            )  # fmt: skip
+            if found is None or result.schedule is not None:
+                return result, again
+            room_bytes -= result.least_feasible_bytes - budget_bytes  # the simulator has the word
 
     def least(self) -> tuple[Result, set[str]]:
         """The cheapest of the choices of the lowest peak."""

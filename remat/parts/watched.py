@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.devices.memory_events import Moment
@@ -121,15 +122,15 @@ def watched_steps(
                 call.us = min(call.us or math.inf, timed[key].us)
     step_us = min(prepared(lambda: meter.step_us(run)) for _ in range(_TIMED))
 
-    given = list[tuple[ModuleCall, StorageWeakRef, int]]()
-
     def named(name: Callable[[str], None]) -> Any:
+        moments = _Moments(name)
+
         def backward_begins() -> None:
             name(BACKWARD)
-            for call, storage, size_bytes in given:
+            for call, storage, size_bytes in moments.given:
                 calls[call.key].held_bytes += size_bytes if storage.expired() else 0
 
-        return run(functools.partial(_naming, name, given), backward_begins)
+        return run(moments.of_call, backward_begins)
 
     return WatchedStep(calls, prepared(lambda: meter.moments(named)), step_us)
 
@@ -152,29 +153,38 @@ def _wait(meter: Meter) -> None:
         torch.cuda.synchronize(meter.device)
 
 
-@contextlib.contextmanager
-def _naming(
-    name: Callable[[str], None], held: list[tuple[ModuleCall, StorageWeakRef, int]],
-    call: ModuleCall, module: nn.Module, given: Any,
-) -> Generator[list[Any]]:  # fmt: skip
-    results, tensors = list[Any](), [t for t in leaves_in(given) if isinstance(t, Tensor)]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if _is_dense(t)}
-    held += [(call, StorageWeakRef(one), one.nbytes()) for one in storages.values()]
-    del given, tensors, storages
-    name(call.moment("in"))
-    yield results
-    name(call.moment("out"))
-    said = list[str]()
+class _Moments:
+    """Names the moments of calls as they come, and holds none of their tensors."""
 
-    def comes(_: Tensor) -> None:
-        if not said:  # the first of its results to which a gradient has come
-            said.append(call.moment("back"))
-            name(said[0])
+    def __init__(self, name: Callable[[str], None]) -> None:
+        self._name = name
+        self.given = list[tuple[ModuleCall, StorageWeakRef, int]]()
+        self._results: Any = WeakTensorKeyDictionary()  # by result: its calls, the outermost first
+        self._come = set[CallKey]()
 
-    for one in leaves_in(results):
-        if isinstance(one, Tensor) and one.requires_grad:
-            one.register_hook(comes)
-    results.clear()
+    @contextlib.contextmanager
+    def of_call(self, call: ModuleCall, module: nn.Module, given: Any) -> Generator[list[Any]]:
+        results, tensors = list[Any](), [t for t in leaves_in(given) if isinstance(t, Tensor)]
+        storages = [t.untyped_storage() for t in tensors if _is_dense(t)]
+        distinct = {one._cdata: one for one in storages}.values()
+        self.given += [(call, StorageWeakRef(one), one.nbytes()) for one in distinct]
+        del given, tensors, storages, distinct
+        self._name(call.moment("in"))
+        yield results
+        self._name(call.moment("out"))
+        for one in leaves_in(results):
+            if isinstance(one, Tensor) and one.requires_grad:
+                if one not in self._results:
+                    self._results[one] = calls = list[ModuleCall]()
+                    one.register_hook(functools.partial(self._backward_comes, calls))
+                self._results[one].insert(0, call)
+        results.clear()
+
+    def _backward_comes(self, calls: list[ModuleCall], _: Tensor) -> None:
+        for call in calls:
+            if call.key not in self._come:  # the first of its results to get a gradient
+                self._come.add(call.key)
+                self._name(call.moment("back"))
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -88,17 +88,17 @@ def test_experts_that_gather_their_rows() -> None:
 
 
 def test_modules_within_modules_that_run_again_do_so_too() -> None:
-    model = Tower(Tower2(), Tower2())
+    model = Tower(Group(), Group())
     module = require_same(model, "min")
     again = module.modules_again
     assert any(inner.startswith(f"{outer}.") for outer in again for inner in again)
 
 
-class Tower2(nn.Sequential):
+class Group(nn.Sequential):
     """Blocks in a block."""
 
     def __init__(self) -> None:
-        super().__init__(*(Branching() for _ in range(3)))
+        super().__init__(*(Branching() for _ in range(6)))
 
 
 @pytest.mark.parametrize("kind", [Around, Drawing])
