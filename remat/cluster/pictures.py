@@ -321,15 +321,7 @@ def cluster_page(plan: ClusterFile, replay: PipelineReplay) -> str:
         plan=plan,
         verdict=_verdict(plan),
         details=_details(plan),
-        sections=[
-            {
-                "name": name,
-                "title": title,
-                "picture": one.inline(),
-                "says": f"{one.says[:1].upper()}{one.says[1:]}.",
-            }
-            for name, title, one in drawn
-        ],
+        sections=drawn,
         tables=[stages, *([near] if plan.runners_up else [])],
         style=file_text("page.css"),
     )

@@ -73,15 +73,6 @@ class ActionSpan(NamedTuple):
     after_bytes: int
 
 
-class RankReplay(msgspec.Struct, frozen=True):
-    """`peak_bytes` of its microbatches; `most_open` forwards whose backward has not ended."""
-
-    busy_us: float
-    peak_bytes: int
-    most_open: int
-    spans: tuple[ActionSpan, ...] = ()
-
-
 class PipelineReplay(msgspec.Struct, frozen=True):
     time_us: float
     ranks: tuple[RankReplay, ...]
@@ -106,7 +97,7 @@ def replay_pipeline(
 
     `ScheduleError` : an action is done twice, is missing, or is waited for for ever.
     """
-    ranks = [_Rank(actions) for actions in order]
+    ranks = tuple(map(RankReplay, order))
     rank_of = {a.stage: i for i, rank in enumerate(ranks) for one in rank.actions for a in one}
     if sorted(rank_of) != list(range(len(costs))):
         raise ScheduleError(f"the pipeline has stages {sorted(rank_of)}, and {len(costs)} costs")
@@ -118,8 +109,7 @@ def replay_pipeline(
             stuck = ", ".join(str(rank.actions[rank.at][0]) for rank in waiting)
             raise ScheduleError(f"these actions of the pipeline wait forever: {stuck}")
     _check_complete(done, len(costs))
-    replayed = (RankReplay(r.busy_us, r.peak_bytes, r.most_open, tuple(r.spans)) for r in ranks)
-    return PipelineReplay(max((rank.clock_us for rank in ranks), default=0.0), tuple(replayed))
+    return PipelineReplay(max((rank.clock_us for rank in ranks), default=0.0), ranks)
 
 
 @dataclass(frozen=True)
@@ -155,7 +145,9 @@ class _Ways:
 
 
 @dataclass
-class _Rank:
+class RankReplay:
+    """`peak_bytes` of its microbatches; `most_open` forwards whose backward has not ended."""
+
     actions: RankOrder
     at: int = 0
     clock_us: float = 0.0
