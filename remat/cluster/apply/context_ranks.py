@@ -24,7 +24,6 @@ from remat.cluster.model_part import (
     Arrival,
     Before,
     Behind,
-    PartOfBefore,
     SequencePart,
     arrival_of,
     cut_dimension,
@@ -47,15 +46,12 @@ _Parts = list[tuple[Tensor, int]]
 """Tensors that were made, each with the dimension that counts tokens."""
 
 
-@dataclass
 class _OwnAttention(AttentionMode):
     """Stands in for attention; `seen` has its queries and keys."""
 
-    ranks: int
-    seen: _Parts = field(default_factory=list[tuple[Tensor, int]])
-
-    def __post_init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
         super().__init__()
+        self.ranks, self.seen = ranks, list[tuple[Tensor, int]]()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
         require_shared(query, key, given.get("attn_mask"), self.ranks)
@@ -246,8 +242,14 @@ def first_call(
             f"Modules before block {path} know positions, and tensor parallel ranks share the "
             "tokens of its border"
         )
-    of_rank = PartOfBefore(before, part, reads_all)
     cut: dict[int, int] = {}
+
+    def of_rank(*batch: Any) -> Arrival:
+        if not reads_all:
+            return before(*part.of(batch))
+        found = before(*batch)
+        # Stages have the other arguments, already cut.
+        return Arrival(part.along(found.border, SEQUENCE), found.args_, found.kwargs)
 
     def own_part(name: str, of_all: Any, of_part: Any) -> Any:
         dim = cut_dimension(of_all, of_part, part, name)

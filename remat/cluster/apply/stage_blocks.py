@@ -41,7 +41,6 @@ from remat.solver.state import State
 class _TracedBlock:
     """A block as this rank runs it; `graph` is as a planner of clusters takes it."""
 
-    path: str
     module: nn.Module
     trace: Trace
     graph: TrainingGraph
@@ -94,7 +93,7 @@ def traced_blocks(
         # Times as planned, bytes as they are here.
         graph = with_own_sizes(model_costs(traced, plan.device, ranks=links), traced)
         graph = planned_graph(graph, border_value(traced))
-        found[path] = _TracedBlock(path, block, traced, graph, args, given.kwargs)
+        found[path] = _TracedBlock(block, traced, graph, args, given.kwargs)
     return StageBlocks(found)
 
 

@@ -208,13 +208,10 @@ def behind_graph_on_rank(
 
 
 def _stored(batch: Any) -> Any:
-    def stored(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        # A trace asks for storage. On the CPU, memory that is never touched takes none.
-        return torch.empty(leaf.shape, dtype=leaf.dtype).requires_grad_(leaf.requires_grad)
-
-    return pytree.tree_map(stored, batch)
+    # A trace asks for storage. On the CPU, memory that is never touched takes none.
+    return pytree.tree_map_only(
+        Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype).requires_grad_(t.requires_grad), batch
+    )
 
 
 def runs_split(chain: ChainModel, shape: ChainShape, tp: int, groups: FakeGroups) -> str:
