@@ -104,7 +104,7 @@ def replay_pipeline(
         raise ScheduleError(f"the pipeline has stages {sorted(rank_of)}, and {len(costs)} costs")
     done: _Done = {}
     ready_us = partial(_ready_us, done, rank_of, hop_us)
-    while waiting := [rank for rank in ranks if not rank.is_done]:
+    while waiting := [rank for rank in ranks if rank.at < len(rank.actions)]:
         # A round in which no rank gets on: each waits for another.
         if not sum(rank.run(costs, ready_us, done) for rank in waiting):
             stuck = ", ".join(str(rank.actions[rank.at][0]) for rank in waiting)
@@ -153,17 +153,13 @@ class RankReplay:
     open: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     spans: list[ActionSpan] = field(default_factory=list[ActionSpan])
 
-    @property
-    def is_done(self) -> bool:
-        return self.at == len(self.actions)
-
     def run(
         self, costs: Sequence[StageCosts], ready_us: Callable[[PipelineAction], float | None],
         done: _Done,
     ) -> int:  # fmt: skip
         """Run on until something is missing; how many steps that were."""
         began = self.at
-        while not self.is_done:
+        while self.at < len(self.actions):
             together = self.actions[self.at]
             ready = list(map(ready_us, together))
             known = [one for one in ready if one is not None]

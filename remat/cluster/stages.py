@@ -200,8 +200,8 @@ class StageTable:
             held[FOR_WEIGHTS] = int(_waiting_bytes(fullest, self.block, np.array(blocks)))
         return StagePlan(
             blocks, fullest.saved, options,
-            *(None if end is NO_PART else end.options.index(one)
-              for end, one in zip(self.ends, (first, last), strict=True)),
+            self.ends[0].options.index(first) if self.ends[0] is not NO_PART else None,
+            self.ends[1].options.index(last) if self.ends[1] is not NO_PART else None,
             float(self.work_us[blocks]), float(self.extra_us[blocks]), by_blocks,
             held | {SAVED_ACTIVATIONS: int(fullest.saved * by_blocks) + by_ends, RUNNING: need},
         )  # fmt: skip
@@ -317,8 +317,7 @@ def data_parallel_us(
         is_gathered = mesh.keep > 1 or i == 0
 
         def back_us(of: _UnitTimes) -> float:
-            reduced = of.reduce_us if i == last else of.scatter_us * mesh.reduce_each
-            return of.again_us + reduced
+            return of.again_us + (of.reduce_us if i == last else of.scatter_us * mesh.reduce_each)
 
         forward = links.both_us(block.forward_us, unit.gather_us * is_gathered)
         backward = links.both_us(block.backward_us + block_extra_us, back_us(unit))

@@ -251,18 +251,16 @@ def first_call(
         # Stages have the other arguments, already cut.
         return Arrival(part.along(found.border, SEQUENCE), found.args_, found.kwargs)
 
-    def own_part(name: str, of_all: Any, of_part: Any) -> Any:
-        dim = cut_dimension(of_all, of_part, part, name)
+    def own_part(at: Any, of_all: Any, of_part: Any) -> Any:
+        dim = cut_dimension(of_all, of_part, part, pytree.keystr(at))
         if dim is None:
             return of_all
         found = part.along(of_all, dim)
         cut[id(found)] = dim
         return found
 
-    named = pytree.tree_map_with_path(
-        lambda at, a, b: own_part(pytree.keystr(at), a, b),
-        (whole.args_, whole.kwargs), (own.args_, own.kwargs),
-    )  # fmt: skip
+    both = (whole.args_, whole.kwargs), (own.args_, own.kwargs)
+    named = pytree.tree_map_with_path(own_part, *both)
     with torch.no_grad():
         border = part.along(whole.border, SEQUENCE) if reads_all else own.border
     return FirstCall(of_rank, Arrival(border, *named), cut, part.count if reads_all else 1)
@@ -278,14 +276,10 @@ def blocks_over_ranks(
 
 
 def require_own_loss(behind: Behind, given: Arrival, asked: Applied, part: SequencePart) -> None:
-    target = part.of(asked.target)
-
-    def loss_of(border: Tensor, other: Any) -> Tensor:
-        return apply_loss(asked.loss_fn, behind(border), other)
-
     require_token_local_loss(
-        loss_of, given.border, target, replace(part, seq=part.seq // part.count).counts_tokens
-    )
+        lambda border, target: apply_loss(asked.loss_fn, behind(border), target), given.border,
+        part.of(asked.target), replace(part, seq=part.seq // part.count).counts_tokens,
+    )  # fmt: skip
 
 
 def _over(block: nn.Module, group: Any) -> nn.Module:
