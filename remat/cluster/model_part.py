@@ -231,23 +231,6 @@ class SequencePart:
         return lambda result, *target: loss_fn(result, *self.of(target))
 
 
-@dataclass(frozen=True)
-class PartOfBefore:
-    """What a model runs before its first block, for one rank's tokens."""
-
-    before: Before
-    part: SequencePart
-    reads_all: bool
-
-    def __call__(self, *args: Any) -> Arrival:
-        if not self.reads_all:
-            return self.before(*self.part.of(args))
-        found = self.before(*args)
-        # Stages have the other arguments, already cut, from `first_call`.
-        border = self.part.along(found.border, SEQUENCE)
-        return Arrival(border, found.args_, found.kwargs)
-
-
 def cut_dimension(whole: object, part: object, sequence: SequencePart, name: str) -> int | None:
     """The dimension of an argument that counts tokens, or None; `CaptureError` if several do."""
     if not (isinstance(whole, Tensor) and isinstance(part, Tensor)):

@@ -40,9 +40,8 @@ class _Picture:
     def area(self, points: Iterable[tuple[int, int]], base: int, colour: str) -> None:
         """What lies between steps, each of which ends at its x, and the line at `base`."""
         steps = list(points)
-        if steps:
-            path = f"M{steps[0][0]} {base}" + "".join(f"V{y}H{x}" for x, y in steps)
-            self._add("path", f'fill="{colour}" d="{path}V{base}z"')
+        path = f"M{steps[0][0]} {base}" + "".join(f"V{y}H{x}" for x, y in steps)
+        self._add("path", f'fill="{colour}" d="{path}V{base}z"')
 
     def frame(self, x: int, y: int, width: int, height: int) -> None:
         at = f'x="{x}" y="{y}" width="{width}" height="{height}"'
@@ -321,15 +320,7 @@ def cluster_page(plan: ClusterFile, replay: PipelineReplay) -> str:
         plan=plan,
         verdict=_verdict(plan),
         details=_details(plan),
-        sections=[
-            {
-                "name": name,
-                "title": title,
-                "picture": one.inline(),
-                "says": f"{one.says[:1].upper()}{one.says[1:]}.",
-            }
-            for name, title, one in drawn
-        ],
+        sections=drawn,
         tables=[stages, *([near] if plan.runners_up else [])],
         style=file_text("page.css"),
     )

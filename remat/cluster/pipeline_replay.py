@@ -11,8 +11,9 @@ of seven schedules of torch's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -73,15 +74,6 @@ class ActionSpan(NamedTuple):
     after_bytes: int
 
 
-class RankReplay(msgspec.Struct, frozen=True):
-    """`peak_bytes` of its microbatches; `most_open` forwards whose backward has not ended."""
-
-    busy_us: float
-    peak_bytes: int
-    most_open: int
-    spans: tuple[ActionSpan, ...] = ()
-
-
 class PipelineReplay(msgspec.Struct, frozen=True):
     time_us: float
     ranks: tuple[RankReplay, ...]
@@ -106,56 +98,51 @@ def replay_pipeline(
 
     `ScheduleError` : an action is done twice, is missing, or is waited for for ever.
     """
-    ranks = [_Rank(actions) for actions in order]
+    ranks = tuple(map(RankReplay, order))
     rank_of = {a.stage: i for i, rank in enumerate(ranks) for one in rank.actions for a in one}
     if sorted(rank_of) != list(range(len(costs))):
         raise ScheduleError(f"the pipeline has stages {sorted(rank_of)}, and {len(costs)} costs")
-    ways = _Ways(rank_of, len(costs), hop_us)
     done: _Done = {}
-    while waiting := [rank for rank in ranks if not rank.is_done]:
+    ready_us = partial(_ready_us, done, rank_of, hop_us)
+    while waiting := [rank for rank in ranks if rank.at < len(rank.actions)]:
         # A round in which no rank gets on: each waits for another.
-        if not sum(rank.run(costs, ways, done) for rank in waiting):
+        if not sum(rank.run(costs, ready_us, done) for rank in waiting):
             stuck = ", ".join(str(rank.actions[rank.at][0]) for rank in waiting)
             raise ScheduleError(f"these actions of the pipeline wait forever: {stuck}")
     _check_complete(done, len(costs))
-    replayed = (RankReplay(r.busy_us, r.peak_bytes, r.most_open, tuple(r.spans)) for r in ranks)
-    return PipelineReplay(max((rank.clock_us for rank in ranks), default=0.0), tuple(replayed))
+    return PipelineReplay(max((rank.clock_us for rank in ranks), default=0.0), ranks)
 
 
-@dataclass(frozen=True)
-class _Ways:
-    rank_of: dict[int, int]
-    stages: int
-    hop_us: float
+_Needs = tuple[tuple[int, tuple[_ActionKind, ...]], ...]
+# The stage behind makes the gradient in a whole backward, or apart from its weights.
+_OF_BACKWARD: _Needs = (0, ("F",)), (1, ("B", "I"))
+_NEEDS: dict[_ActionKind, _Needs] = {
+    "F": ((-1, ("F",)),), "B": _OF_BACKWARD, "I": _OF_BACKWARD, "W": ((0, ("I",)),)
+}  # fmt: skip
+"""What an action waits for: how many stages behind its own, and kinds of which one is enough."""
 
-    def ready_us(self, action: PipelineAction, done: _Done) -> float | None:
-        """When what the action reads is there; None while something is missing."""
-        latest = 0.0
-        for one_of in self._needs(action):
-            here, ended = self.rank_of[action.stage], [a for a in one_of if a in done]
-            found = [done[a] + self.hop_us * (self.rank_of[a.stage] != here) for a in ended]
-            if not found:
-                return None
-            latest = max(latest, *found)
-        return latest
 
-    def _needs(self, action: PipelineAction) -> list[tuple[PipelineAction, ...]]:
-        """Each entry names actions of which one is needed."""
-        stage, kind, microbatch = action
-        if kind == "F":
-            return [(PipelineAction(stage - 1, "F", microbatch),)] if stage else []
-        if kind == "W":
-            return [(PipelineAction(stage, "I", microbatch),)]
-        needs: list[tuple[PipelineAction, ...]] = [(PipelineAction(stage, "F", microbatch),)]
-        if stage < self.stages - 1:
-            # The stage behind makes the gradient in a whole backward, or apart from its weights.
-            behind = (PipelineAction(stage + 1, k, microbatch) for k in ("B", "I"))
-            needs.append(tuple(behind))
-        return needs
+def _ready_us(
+    done: _Done, rank_of: dict[int, int], hop_us: float, action: PipelineAction
+) -> float | None:
+    """When what the action reads is there; None while something is missing."""
+    stage, kind, microbatch = action
+    latest = 0.0
+    for other, kinds in ((stage + far, kinds) for far, kinds in _NEEDS[kind]):
+        if other not in rank_of:
+            continue
+        found = [a for k in kinds if (a := PipelineAction(other, k, microbatch)) in done]
+        if not found:
+            return None
+        way_us = hop_us * (rank_of[other] != rank_of[stage])
+        latest = max(latest, *(done[a] + way_us for a in found))
+    return latest
 
 
 @dataclass
-class _Rank:
+class RankReplay:
+    """`peak_bytes` of its microbatches; `most_open` forwards whose backward has not ended."""
+
     actions: RankOrder
     at: int = 0
     clock_us: float = 0.0
@@ -166,16 +153,15 @@ class _Rank:
     open: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     spans: list[ActionSpan] = field(default_factory=list[ActionSpan])
 
-    @property
-    def is_done(self) -> bool:
-        return self.at == len(self.actions)
-
-    def run(self, costs: Sequence[StageCosts], ways: _Ways, done: _Done) -> int:
+    def run(
+        self, costs: Sequence[StageCosts], ready_us: Callable[[PipelineAction], float | None],
+        done: _Done,
+    ) -> int:  # fmt: skip
         """Run on until something is missing; how many steps that were."""
         began = self.at
-        while not self.is_done:
+        while self.at < len(self.actions):
             together = self.actions[self.at]
-            ready = [ways.ready_us(action, done) for action in together]
+            ready = list(map(ready_us, together))
             known = [one for one in ready if one is not None]
             if len(known) < len(ready):
                 break

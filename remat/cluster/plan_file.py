@@ -210,5 +210,4 @@ def _wrong_schedule(plan: ClusterFile) -> str:
 def require_world(plan: ClusterFile, gpus: int, name: str = "the plan") -> None:
     """Raise `PlanError` where a plan is of another number of GPUs."""
     if plan.gpus != gpus:
-        said = f"plan again with --gpus {gpus}: {name} is for {plan.gpus} GPUs"
-        raise PlanError(said)
+        raise PlanError(f"plan again with --gpus {gpus}: {name} is for {plan.gpus} GPUs")

@@ -280,9 +280,8 @@ class ClusterSearch:
         # As if all that runs beside a collective stood still.
         links = msgspec.structs.replace(self.cluster.links, beside=math.inf)
         cluster = msgspec.structs.replace(self.cluster, links=links)
-        other = ClusterSearch(self.job, cluster, self.parts, self.asked)
         # Its parts are the same, and so are their options.
-        other.tables = self.tables
+        other = ClusterSearch(self.job, cluster, self.parts, self.asked, tables=self.tables)
         found = other.evaluate(plan.mesh)
         assert found is not None
         return found.time_us - plan.time_us

@@ -39,7 +39,13 @@ def torch_order(name: str, ranks: int, microbatches: int, each: int = 1) -> tupl
     try:
         kind: Any = torch_schedules.get_schedule_class(name)
         count = 1 if name in ONE_STAGE else each
-        stages = [_stage(i, ranks, ranks * count) for i in range(count)]
+        stages = [
+            SimpleNamespace(
+                num_stages=ranks * count, group_size=ranks, group_rank=0, stage_index=i,
+                submod=None, stage_index_to_group_rank={}, is_first=i == 0,
+                is_last=i == ranks * count - 1, has_backward=True, device="cpu",
+            ) for i in range(count)
+        ]  # fmt: skip
         made = kind(stages[0] if name in ONE_STAGE else stages, microbatches)
     # Torch raises one or the other for numbers that it does not take.
     except (ValueError, AssertionError) as error:
@@ -74,14 +80,6 @@ def _from_0(rank: RankOrder) -> RankOrder:
         tuple(a._replace(microbatch=a.microbatch - shift * (a.kind == "F")) for a in together)
         for together in rank
     )
-
-
-def _stage(index: int, ranks: int, stages: int) -> Any:
-    return SimpleNamespace(
-        num_stages=stages, group_size=ranks, group_rank=0, stage_index=index, submod=None,
-        stage_index_to_group_rank={}, is_first=index == 0, is_last=index == stages - 1,
-        has_backward=True, device="cpu",
-    )  # fmt: skip
 
 
 class ReplayedPlan(msgspec.Struct, frozen=True):
@@ -160,6 +158,5 @@ def replay_of(plan: ClusterFile, name: str = "the plan") -> PipelineReplay:
     if not how:
         pairs = ((PipelineAction(0, k, i),) for i in range(plan.microbatches) for k in ("F", "B"))
         return replay_pipeline((tuple(pairs),), costs, plan.hop_us)
-    ranks = mesh.pipeline_parallel_degree
-    order = torch_order(how, ranks, plan.microbatches, plan.virtual_stages)
-    return replay_pipeline(order, costs, plan.hop_us)
+    of_torch = mesh.pipeline_parallel_degree, plan.microbatches, plan.virtual_stages
+    return replay_pipeline(torch_order(how, *of_torch), costs, plan.hop_us)

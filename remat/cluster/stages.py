@@ -66,44 +66,6 @@ def border_bytes(job: Job, degrees: Degrees) -> int:
     return degrees.microbatch * job.border_bytes // (degrees.tp * degrees.cp)
 
 
-def _bytes_by_holder(
-    job: Job, cluster: Cluster, mesh: Mesh, blocks: _Counts, open_forwards: int,
-    *, first: bool, last: bool,
-) -> dict[str, _Counts]:  # fmt: skip
-    """For each number of blocks; `open_forwards` are of the virtual stages in flight."""
-    tp, shard = mesh.degrees.tp, mesh.shard
-    parameters = stage_parameters(job, tp, blocks, first=first, last=last)
-    one_block = job.weights["block"].on_rank(tp)
-    is_whole = mesh.keep == 1 and shard == 1
-    buffers = 0 if is_whole else 2 * _WEIGHT_BYTES * one_block
-    reduced = _GRADIENT_BYTES * one_block if shard > 1 else 0
-    split = shard if mesh.reduce_each else 1
-    borders = _border_buffers(job, cluster, mesh, open_forwards, first=first, last=last)
-    sizes = (
-        _STATE_BYTES * parameters // shard,
-        _WEIGHT_BYTES * parameters // mesh.keep + buffers,
-        _GRADIENT_BYTES * parameters // split + reduced,
-        np.zeros_like(blocks) + borders,
-    )
-    return dict(zip(STANDING, sizes, strict=True))
-
-
-def _border_buffers(
-    job: Job, cluster: Cluster, mesh: Mesh, open_forwards: int, *, first: bool, last: bool
-) -> int:
-    degrees = mesh.degrees
-    if degrees.pp == 1:
-        return 0
-    all_of = degrees.microbatches * degrees.virtual_stages
-    of_gradients = open_forwards if cluster.receive_ring else all_of
-    # A received input in flight is what the stage's first block saves, and counted there.
-    of_inputs = 0 if cluster.receive_ring else all_of - open_forwards
-    ends = degrees.virtual_stages > 1  # each rank then receives on both sides, but at one end
-    takes_inputs, takes_gradients = not first or ends, not last or ends
-    slots = of_inputs * takes_inputs + of_gradients * takes_gradients
-    return border_bytes(job, degrees) * (slots + 2)
-
-
 # How many microbatches are in flight on a stage: their saved bytes are live at once.
 #
 # Sources: PipeDream-Flush, called 1F1B (Narayanan et al. 2021, https://arxiv.org/abs/2006.09503),
@@ -179,13 +141,12 @@ class StageTable:
         table: EqualBlocks,
     ) -> None:  # fmt: skip
         self.mesh, self.index, self.block, self.table = mesh, index, parts[1], table
-        is_first, is_last = index == 0, index == mesh.degrees.pp - 1
-        self.ends = parts[0] if is_first else NO_PART, parts[2] if is_last else NO_PART
+        self.job, self.cluster = job, cluster
+        self.is_first, self.is_last = index == 0, index == mesh.degrees.pp - 1
+        self.opened = forwards_in_flight(index, mesh.degrees)
+        self.ends = parts[0] if self.is_first else NO_PART, parts[2] if self.is_last else NO_PART
         blocks = np.arange(job.layers + 1)
-        opened = forwards_in_flight(index, mesh.degrees)
-        self.held = _bytes_by_holder(
-            job, cluster, mesh, blocks, opened, first=is_first, last=is_last
-        )
+        self.held = self._bytes_by_holder(blocks)
         self.room_bytes = cluster.budget_bytes - sum(self.held.values(), np.zeros_like(blocks))
         # What the ends save and need comes off the blocks' room, so each pair of their options is
         # tried.
@@ -239,11 +200,39 @@ class StageTable:
             held[FOR_WEIGHTS] = int(_waiting_bytes(fullest, self.block, np.array(blocks)))
         return StagePlan(
             blocks, fullest.saved, options,
-            *(None if end is NO_PART else end.options.index(one)
-              for end, one in zip(self.ends, (first, last), strict=True)),
+            self.ends[0].options.index(first) if self.ends[0] is not NO_PART else None,
+            self.ends[1].options.index(last) if self.ends[1] is not NO_PART else None,
             float(self.work_us[blocks]), float(self.extra_us[blocks]), by_blocks,
             held | {SAVED_ACTIVATIONS: int(fullest.saved * by_blocks) + by_ends, RUNNING: need},
         )  # fmt: skip
+
+    def _bytes_by_holder(self, blocks: _Counts) -> dict[str, _Counts]:
+        tp, shard, keep = self.mesh.degrees.tp, self.mesh.shard, self.mesh.keep
+        parameters = stage_parameters(self.job, tp, blocks, first=self.is_first, last=self.is_last)
+        one_block = self.job.weights["block"].on_rank(tp)
+        buffers = 0 if keep == 1 and shard == 1 else 2 * _WEIGHT_BYTES * one_block
+        reduced = _GRADIENT_BYTES * one_block if shard > 1 else 0
+        split = shard if self.mesh.reduce_each else 1
+        sizes = (
+            _STATE_BYTES * parameters // shard,
+            _WEIGHT_BYTES * parameters // keep + buffers,
+            _GRADIENT_BYTES * parameters // split + reduced,
+            np.zeros_like(blocks) + self._border_buffers(),
+        )
+        return dict(zip(STANDING, sizes, strict=True))
+
+    def _border_buffers(self) -> int:
+        degrees, has_ring = self.mesh.degrees, self.cluster.receive_ring
+        if degrees.pp == 1:
+            return 0
+        all_of = degrees.microbatches * degrees.virtual_stages
+        of_gradients = self.opened if has_ring else all_of
+        # A received input in flight is what the stage's first block saves, and counted there.
+        of_inputs = 0 if has_ring else all_of - self.opened
+        ends = degrees.virtual_stages > 1  # each rank then receives on both sides, but at one end
+        takes_inputs, takes_gradients = not self.is_first or ends, not self.is_last or ends
+        slots = of_inputs * takes_inputs + of_gradients * takes_gradients
+        return border_bytes(self.job, degrees) * (slots + 2)
 
     def _limits(self, blocks: _Counts, by_ends: int) -> list[Limit]:
         """Room for what so many blocks save, at each moment that may hold the most."""
@@ -255,8 +244,7 @@ class StageTable:
 
     def _saved_by(self, first: PartOption, last: PartOption) -> int:
         """Bytes of the ends, over all microbatches in flight."""
-        degrees = self.mesh.degrees
-        of_first = min(degrees.microbatches, forwards_in_flight(self.index, degrees))
+        of_first = min(self.mesh.degrees.microbatches, self.opened)
         # Behind the last virtual stage backward begins at once.
         return of_first * first.saved_bytes + last.saved_bytes
 
@@ -329,8 +317,7 @@ def data_parallel_us(
         is_gathered = mesh.keep > 1 or i == 0
 
         def back_us(of: _UnitTimes) -> float:
-            reduced = of.reduce_us if i == last else of.scatter_us * mesh.reduce_each
-            return of.again_us + reduced
+            return of.again_us + (of.reduce_us if i == last else of.scatter_us * mesh.reduce_each)
 
         forward = links.both_us(block.forward_us, unit.gather_us * is_gathered)
         backward = links.both_us(block.backward_us + block_extra_us, back_us(unit))

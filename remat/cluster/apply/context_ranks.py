@@ -24,7 +24,6 @@ from remat.cluster.model_part import (
     Arrival,
     Before,
     Behind,
-    PartOfBefore,
     SequencePart,
     arrival_of,
     cut_dimension,
@@ -47,15 +46,12 @@ _Parts = list[tuple[Tensor, int]]
 """Tensors that were made, each with the dimension that counts tokens."""
 
 
-@dataclass
 class _OwnAttention(AttentionMode):
     """Stands in for attention; `seen` has its queries and keys."""
 
-    ranks: int
-    seen: _Parts = field(default_factory=list[tuple[Tensor, int]])
-
-    def __post_init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
         super().__init__()
+        self.ranks, self.seen = ranks, list[tuple[Tensor, int]]()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
         require_shared(query, key, given.get("attn_mask"), self.ranks)
@@ -246,21 +242,25 @@ def first_call(
             f"Modules before block {path} know positions, and tensor parallel ranks share the "
             "tokens of its border"
         )
-    of_rank = PartOfBefore(before, part, reads_all)
     cut: dict[int, int] = {}
 
-    def own_part(name: str, of_all: Any, of_part: Any) -> Any:
-        dim = cut_dimension(of_all, of_part, part, name)
+    def of_rank(*batch: Any) -> Arrival:
+        if not reads_all:
+            return before(*part.of(batch))
+        found = before(*batch)
+        # Stages have the other arguments, already cut.
+        return Arrival(part.along(found.border, SEQUENCE), found.args_, found.kwargs)
+
+    def own_part(at: Any, of_all: Any, of_part: Any) -> Any:
+        dim = cut_dimension(of_all, of_part, part, pytree.keystr(at))
         if dim is None:
             return of_all
         found = part.along(of_all, dim)
         cut[id(found)] = dim
         return found
 
-    named = pytree.tree_map_with_path(
-        lambda at, a, b: own_part(pytree.keystr(at), a, b),
-        (whole.args_, whole.kwargs), (own.args_, own.kwargs),
-    )  # fmt: skip
+    both = (whole.args_, whole.kwargs), (own.args_, own.kwargs)
+    named = pytree.tree_map_with_path(own_part, *both)
     with torch.no_grad():
         border = part.along(whole.border, SEQUENCE) if reads_all else own.border
     return FirstCall(of_rank, Arrival(border, *named), cut, part.count if reads_all else 1)
@@ -276,14 +276,10 @@ def blocks_over_ranks(
 
 
 def require_own_loss(behind: Behind, given: Arrival, asked: Applied, part: SequencePart) -> None:
-    target = part.of(asked.target)
-
-    def loss_of(border: Tensor, other: Any) -> Tensor:
-        return apply_loss(asked.loss_fn, behind(border), other)
-
     require_token_local_loss(
-        loss_of, given.border, target, replace(part, seq=part.seq // part.count).counts_tokens
-    )
+        lambda border, target: apply_loss(asked.loss_fn, behind(border), target), given.border,
+        part.of(asked.target), replace(part, seq=part.seq // part.count).counts_tokens,
+    )  # fmt: skip
 
 
 def _over(block: nn.Module, group: Any) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx, nn
@@ -123,27 +123,22 @@ def _refuse_step(path: str, block: RematModule) -> None:
 
 def _refuse_shared(module: nn.Module, blocks: dict[str, RematModule]) -> None:
     owners: dict[int, str] = {}  # a parameter of two would be summed in another order
-    for path, holder in _holders(module, blocks):
-        for name, parameter in holder:
-            where = owners.setdefault(id(parameter), path)
-            if where != path:
+    held = [(path, path, block.named_parameters()) for path, block in blocks.items()]
+    inside = {one for block in blocks.values() for one in block.modules()}
+    held += [
+        ("modules outside the blocks", path, one.named_parameters(recurse=False))
+        for path, one in module.named_modules() if one not in inside
+    ]  # fmt: skip
+    for holder, path, named in held:
+        for name, parameter in named:
+            where = owners.setdefault(id(parameter), holder)
+            if where != holder:
                 raise RewriteError(
-                    f"rewrite the two together as one module, {_WITHOUT}: {name} belongs to "
-                    f"{where or 'the module'} and to {path or 'the module'}, and two parts would "
-                    "add up its gradient in another order"
+                    f"rewrite the two together as one module, {_WITHOUT}: "
+                    f"{f'{path}.{name}'.lstrip('.')} belongs to {where or 'the module'} and to "
+                    f"{holder or 'the module'}, and two parts would add up its gradient in "
+                    "another order"
                 )
-
-
-def _holders(
-    module: nn.Module, blocks: dict[str, RematModule]
-) -> Iterator[tuple[str, list[tuple[str, nn.Parameter]]]]:
-    inside: set[nn.Module] = set()
-    for path, block in blocks.items():
-        inside.update(block.modules())
-        yield path, [(f"{path}.{n}".lstrip("."), p) for n, p in block.named_parameters()]
-    for path, one in [(n, m) for n, m in module.named_modules() if m not in inside]:
-        named = one.named_parameters(recurse=False)
-        yield "modules outside the blocks", [(f"{path}.{n}".lstrip("."), p) for n, p in named]
 
 
 def _not_split(path: str, block: nn.Module, why: str) -> RewriteError:

@@ -41,7 +41,6 @@ from remat.solver.state import State
 class _TracedBlock:
     """A block as this rank runs it; `graph` is as a planner of clusters takes it."""
 
-    path: str
     module: nn.Module
     trace: Trace
     graph: TrainingGraph
@@ -94,7 +93,7 @@ def traced_blocks(
         # Times as planned, bytes as they are here.
         graph = with_own_sizes(model_costs(traced, plan.device, ranks=links), traced)
         graph = planned_graph(graph, border_value(traced))
-        found[path] = _TracedBlock(path, block, traced, graph, args, given.kwargs)
+        found[path] = _TracedBlock(block, traced, graph, args, given.kwargs)
     return StageBlocks(found)
 
 
@@ -146,8 +145,8 @@ def _picked(part: Part, plan: ClusterFile, number: int, n: int, flight: float) -
 
 def _left_to_blocks(plan: ClusterFile, stage: StageFacts) -> tuple[int, int]:
     """Room for blocks, and what runs beside all that they save; 0 where a block needs more."""
-    used = {i: plan.schedules[i] for i in stage.schedules}
-    figures = {i: figures_of(plan.graphs[one.graph], one.schedule) for i, one in used.items()}
+    used = ((i, plan.schedules[i]) for i in stage.schedules)
+    figures = {i: figures_of(plan.graphs[one.graph], one.schedule) for i, one in used}
     saved, needed = stage.held_bytes[SAVED_ACTIVATIONS], stage.held_bytes[RUNNING]
     by_blocks = sum(count * figures[i].saved_bytes for i, count in stage.schedules.items())
     # The plan's embedding and head save all that its blocks do not.

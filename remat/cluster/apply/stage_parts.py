@@ -62,18 +62,15 @@ class _Cutter:
         self.chain, self.asked, self.args = chain, asked, args
         self.tokens = tokens_of_rank(asked)
         blocks = list(chain.blocks.values())
-        self.before: Callable[..., Arrival] = Before(chain.model, blocks[0])
+        self.before = Before(chain.model, blocks[0])
         own = self.tokens.of(args) if asked.shares_tokens else args
         self.behind = Behind(chain.model, blocks, list(chain.behind.values()), own)
 
     def arrival(self) -> FirstCall:
         """What the first block is called with; `PlanError` where its border is not as planned."""
-        path = next(iter(self.chain.blocks))
-        model, before = self.chain.model, self.before
-        assert isinstance(before, Before)
+        path, model, before = next(iter(self.chain.blocks)), self.chain.model, self.before
         if self.asked.shares_tokens:
             found = first_call(before, model, self.args, self.tokens, path)
-            self.before = found.before
         else:
             found = FirstCall(before, arrival_of(before, model, self.args, path))
         _require_border(found.given, self.asked.plan)
@@ -99,14 +96,14 @@ class _Cutter:
         if self.asked.shares_tokens:
             require_own_loss(self.behind, given, self.asked, self.tokens)
 
-    def part(self, index: int, replaced: Mapping[str, nn.Module], given: Arrival) -> ModelPart:
+    def part(self, index: int, replaced: Mapping[str, nn.Module], call: FirstCall) -> ModelPart:
         layers = self.asked.layers
         is_first, is_last = index == 0, index == len(layers) - 1
         ends = (self.chain.before if is_first else {}) | (self.chain.behind if is_last else {})
         blocks = {path: replaced[path] for path in layers[index]}
         run = StageRun(
-            self.before if is_first else None, tuple(blocks.values()),
-            self.behind if is_last else None, given, self.asked.loss_fn,
+            call.before if is_first else None, tuple(blocks.values()),
+            self.behind if is_last else None, call.given, self.asked.loss_fn,
         )  # fmt: skip
         return model_part(self.chain.model, {**ends, **blocks}, run)
 
@@ -263,7 +260,7 @@ def rank_parts(chain: WholeChain, asked: Applied, *, eager: bool = False) -> Ran
         replaced = own if eager else chosen.rewritten()
         cutter.try_behind(given)
         sizes = _bytes_of(chain, asked, cutter, arrival, own)
-    modules = tuple(cutter.part(i, replaced, given) for i in asked.stages)
+    modules = tuple(cutter.part(i, replaced, arrival) for i in asked.stages)
     return RankParts(asked, modules, chosen, given, args, sizes, values)
 
 

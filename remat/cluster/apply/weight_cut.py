@@ -6,8 +6,7 @@ if their results are smaller than what they read. W releases each gradient once 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -167,15 +166,6 @@ def most_live_bytes(part: fx.GraphModule, resident: Collection[str] = ()) -> int
 _SOURCE, _SINK = 0, 1
 
 
-@dataclass(frozen=True)
-class _LateGradient:
-    """A gradient of weights: its places among the results, and the ops of W that it still needs."""
-
-    result: fx.Node
-    places: tuple[int, ...]
-    ops: list[fx.Node]
-
-
 def split_graph(
     backward: fx.GraphModule, weights: Collection[int], resident: Collection[str] = ()
 ) -> SplitGraphs:
@@ -191,6 +181,9 @@ class _BackwardCut:
         results: Any = backward.graph.output_node().args[0]
         self.results = list(results)
         self.weights = [i for i in sorted(weights) if isinstance(results[i], fx.Node)]
+        self.places: dict[fx.Node, list[int]] = {}
+        for place in self.weights:
+            self.places.setdefault(results[place], []).append(place)
         self.given = [None if i in self.weights else r for i, r in enumerate(results)]
         self.facts = Dependencies(backward.graph)
         self.nodes = [n for n in backward.graph.nodes if n.op != "output" and not is_mark(n)]
@@ -203,8 +196,8 @@ class _BackwardCut:
     def graphs(self) -> SplitGraphs:
         early = self._early()
         late = self._late(early)
-        used = {a for one in late for node in one.ops for a in node.all_input_nodes}
-        used |= {one.result for one in late}
+        used = {a for ops in late.values() for node in ops for a in node.all_input_nodes}
+        used |= late.keys()
         carried = [n for n in self.nodes if n in early and n in used and n.op != "get_attr"]
         inputs = self._inputs(early, carried)
         weights = self._weights(carried, [n for n in used if n.op == "get_attr"], late)
@@ -253,17 +246,13 @@ class _BackwardCut:
         )  # of least cuts: fewest early
         return {node for node in self.nodes if place[node] in found}
 
-    def _late(self, early: set[fx.Node]) -> list[_LateGradient]:
-        places: dict[fx.Node, list[int]] = {}
-        for place in self.weights:
-            places.setdefault(self.results[place], []).append(place)
-        found: list[_LateGradient] = []
-        done = set(early)
-        for result in sorted(places, key=self._made_at):
+    def _late(self, early: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+        """For each gradient of weights, the ops of W that it still needs."""
+        found, done = dict[fx.Node, list[fx.Node]](), set(early)
+        for result in sorted(self.places, key=self._made_at):
             missing = self._needed_by([result]) - done
             done |= missing
-            ops = self._in_order(n for n in missing if n.op != "get_attr")
-            found.append(_LateGradient(result, tuple(places[result]), ops))
+            found[result] = self._in_order(n for n in missing if n.op != "get_attr")
         return found
 
     def _in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -302,7 +291,7 @@ class _BackwardCut:
 
     def _weights(
         self, carried: Sequence[fx.Node], constants: Sequence[fx.Node],
-        late: Sequence[_LateGradient],
+        late: Mapping[fx.Node, list[fx.Node]],
     ) -> fx.GraphModule:  # fmt: skip
         graph = fx.Graph()
         copies = {node: placeholder_like(graph, node.name, node) for node in carried}
@@ -311,16 +300,16 @@ class _BackwardCut:
         # Autograd keeps what it is given: not a view of what others hold.
         lent = self._storages([*self.inputs, *(r for r in self.given if isinstance(r, fx.Node))])
         results: list[Any] = [None] * len(self.results)
-        for one in late:
-            for node in one.ops:
+        for result, ops in late.items():
+            for node in ops:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-            final = copies[one.result]
-            if not lent.isdisjoint(self.facts.storages[one.result]):
+            final, places = copies[result], tuple(self.places[result])
+            if not lent.isdisjoint(self.facts.storages[result]):
                 final = graph.call_function(torch.ops.aten.clone.default, (final,))
-                final.meta = one.result.meta | {"val": one.result.meta["val"].clone()}
+                final.meta = result.meta | {"val": result.meta["val"].clone()}
             # Right after the op that makes it final.
-            graph.call_function(release_gradients, (one.places, (final,) * len(one.places)))
-            for place in one.places:
+            graph.call_function(release_gradients, (places, (final,) * len(places)))
+            for place in places:
                 results[place] = final
         graph.output(tuple(results))
         return self._module(graph)

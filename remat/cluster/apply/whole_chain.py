@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -82,15 +83,13 @@ def _watched(chain: ChainModel, others: dict[str, nn.Module], called: list[str])
             called.append(path)
 
     last = chain.blocks[chain.last_path]
-    handles = [last.register_forward_hook(lambda *_: arrived.append(True))]
-    for path, module in others.items():
-        # A container such as a `ModuleList` is not called itself.
-        handles += [one.register_forward_pre_hook(partial(note, path)) for one in module.modules()]
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(last.register_forward_hook(lambda *_: arrived.append(True)))
+        for path, module in others.items():
+            # A container such as a `ModuleList` is not called itself.
+            for one in module.modules():
+                hooks.enter_context(one.register_forward_pre_hook(partial(note, path)))
         return watch(chain)
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _blocks(model: nn.Module, plan: ClusterFile) -> dict[str, nn.Module]:

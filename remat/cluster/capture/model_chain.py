@@ -17,7 +17,6 @@ from remat.cluster.parts import ChainPosition
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.blocks import matching_blocks
-from remat.graph_capture.tracing.step_module import apply_loss
 
 
 def state_on_meta(model: nn.Module, *, trains: bool = True) -> dict[int, Any]:
@@ -54,9 +53,6 @@ class ChainModel:
     @property
     def last_path(self) -> str:
         return list(self.blocks)[-1]
-
-    def loss(self) -> Any:
-        return apply_loss(self.loss_fn, self.model(*self.args, **self.kwargs), self.target)
 
 
 SplitRole = Literal["columns", "rows"]

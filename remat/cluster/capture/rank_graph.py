@@ -137,18 +137,18 @@ class _Given(nn.Module):
 def _split(module: nn.Module, prefix: str, shape: ChainShape, tp: int, group: Any) -> None:
     if tp == 1:
         return
+    names = {f"{prefix}{name}": name for name, _ in module.named_modules(remove_duplicate=False)}
     for path, role in shape.roles.items():
-        if path.startswith(prefix) and _has(module, path.removeprefix(prefix)):
-            name = path.removeprefix(prefix)
-            linear = module.get_submodule(name)
+        if path in names:
+            linear = module.get_submodule(names[path])
             assert isinstance(linear, nn.Linear)
             _cut(linear, path, role, tp)
             if role == "rows":
-                _put(module, name, _Scatters(linear, group))
+                module.set_submodule(names[path], _Scatters(linear, group))
     for path, behind in shape.gathered.items():
-        if path.startswith(prefix) and _has(module, path.removeprefix(prefix)):
-            name = path.removeprefix(prefix)
-            _put(module, name, _Gathers(module.get_submodule(name), group, behind=behind))
+        if path in names:
+            inner = module.get_submodule(names[path])
+            module.set_submodule(names[path], _Gathers(inner, group, behind=behind))
 
 
 def _cut(linear: nn.Linear, path: str, role: SplitRole, tp: int) -> None:
@@ -164,15 +164,6 @@ def _cut(linear: nn.Linear, path: str, role: SplitRole, tp: int) -> None:
     # Of a layer split by rows, each rank has the whole bias.
     if bias is not None and role == "columns":
         linear.bias = nn.Parameter(bias.new_empty(sizes[0]))
-
-
-def _has(module: nn.Module, path: str) -> bool:
-    return path in dict(module.named_modules(remove_duplicate=False))
-
-
-def _put(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, module)
 
 
 BORDER = "remat.border"
@@ -208,7 +199,7 @@ def behind_graph_on_rank(
     model = copy.deepcopy(chain.model, shared)  # blocks go, so they are not copied
     given = _Given(_border_on_rank(shape, tp))
     for path in chain.blocks:
-        _put(model, path, given if path == chain.last_path else Passes())
+        model.set_submodule(path, given if path == chain.last_path else Passes())
     _split(model, "", shape, tp, groups.group(tp))
     module = _BehindRank(model, given, chain.loss_fn)
     args = _stored((chain.args, chain.kwargs, chain.target))
@@ -217,13 +208,10 @@ def behind_graph_on_rank(
 
 
 def _stored(batch: Any) -> Any:
-    def stored(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        # A trace asks for storage. On the CPU, memory that is never touched takes none.
-        return torch.empty(leaf.shape, dtype=leaf.dtype).requires_grad_(leaf.requires_grad)
-
-    return pytree.tree_map(stored, batch)
+    # A trace asks for storage. On the CPU, memory that is never touched takes none.
+    return pytree.tree_map_only(
+        Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype).requires_grad_(t.requires_grad), batch
+    )
 
 
 def runs_split(chain: ChainModel, shape: ChainShape, tp: int, groups: FakeGroups) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ from remat.graph_capture.torch_private.core import (
     all_to_all_autograd,
     pytree,
 )
+from remat.graph_capture.tracing.step_module import apply_loss
 
 _POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -154,13 +156,11 @@ _NO_CHAIN = "so the model is not a chain of blocks, which a cluster's plan needs
 def watch(chain: ChainModel) -> ChainShape:
     """What one forward of the chain shows; `CaptureError` where it is none."""
     watcher = _Watcher(chain)
-    handles = list(_hooks(watcher, chain))
-    try:
-        with torch.no_grad(), torch.device("meta"), _WatchedAttention(watcher), watcher:
-            chain.loss()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad(), torch.device("meta"):
+        for handle in _hooks(watcher, chain):
+            hooks.enter_context(handle)
+        with _WatchedAttention(watcher), watcher:
+            apply_loss(chain.loss_fn, chain.model(*chain.args, **chain.kwargs), chain.target)
     return watcher.found()
 
 
