@@ -14,19 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.local_search.repair import offer_filled
-from remat.solver.problem import Problem
+from remat.solver.problem import Problem, bytes_across
 from remat.solver.search import Search
 from remat.solver.segments import chen_sqrt
 from remat.solver.state import schedule_of, state_of, store_all_state
-
-_NO_SPLIT = "the graph is not a chain: backward ops do not split by stages of forward"
 
 _Kind = Literal["store", "forward", "save", "backward", "discard"]
 
@@ -80,7 +77,8 @@ def find_chain(problem: Problem, most_stages: int = 0) -> Chain:
         places = chen_sqrt.coarsened(problem, places, most_stages)
     split = chen_sqrt.split_by_backward(problem, kept, places)
     if not split.places:
-        return Chain((), base_bytes, _NO_SPLIT)
+        why_not = "the graph is not a chain: backward ops do not split by stages of forward"
+        return Chain((), base_bytes, why_not)
     return Chain(_Model(problem, kept, split).stages(), base_bytes)
 
 
@@ -104,21 +102,21 @@ class _Model:
         ends = [*(place.end + 1 for place in places), self.problem.n_forward]
         entries = [-1, *(place.entry for place in places), -1]
         stops = [self.problem.n_ops, *starts]
-        running_bytes, waiting_bytes = _backward_bytes(self.problem)
+        backward = range(self.problem.n_forward, self.problem.n_ops)
+        waiting_bytes = bytes_across(self.problem, self.problem.last_need, backward)
         return tuple(
             self._stage(
                 range(ends[i - 1] if i else 0, end),
                 (entries[i], entries[i + 1]),
                 (range(starts[i], stops[i]), range(stops[i], stops[i - 1] if i else 0)),
-                running_bytes,
-                waiting_bytes[starts[i]],
+                waiting_bytes,
             )
             for i, end in enumerate(ends)
         )
 
     def _stage(
         self, forward: range, ports: tuple[int, int], backwards: tuple[range, range],
-        running_bytes: Sequence[int], pending_bytes: int,
+        waiting_bytes: Sequence[int],
     ) -> ChainStage:  # fmt: skip
         """The stage of ops `forward`; `backwards` are its own and those of the stage before."""
         problem, (backward, before) = self.problem, backwards
@@ -133,7 +131,8 @@ class _Model:
         last_entry = problem.n_ops if is_lasting else last_read.get(ports[0], -1)
         # The entry is counted elsewhere, up to the end of the stage: subtract it once it is dead.
         peak_bytes = (
-            running_bytes[op]
+            waiting_bytes[op]
+            + problem.own_bytes[op]
             + sum(size_bytes[v] for v in saved if last_read[v] >= op)
             - (entry_bytes if last_entry < op else 0)
             for op in backward
@@ -141,7 +140,7 @@ class _Model:
         save = self._run(first, both, is_first=True)
         again = (self._run(self._makers(forward, kept), kept) for kept in (result, both, saved))
         return ChainStage(
-            ports[0], entry_bytes, sum(size_bytes[v] for v in both), pending_bytes,
+            ports[0], entry_bytes, sum(size_bytes[v] for v in both), waiting_bytes[backward.start],
             StageRuns(self._run(first, result, is_first=True), save, save), StageRuns(*again),
             tuple(backward), sum(problem.cost_us[op] for op in backward),
             max(peak_bytes, default=0),
@@ -175,25 +174,6 @@ class _Model:
                     live.discard(v)
                     now -= problem.size_bytes[v]
         return ChainRun(ops, sum(problem.cost_us[op] for op in ops), peak_bytes)
-
-
-def _backward_bytes(problem: Problem) -> tuple[list[int], list[int]]:
-    last = list(problem.producer)
-    for stage, needs in enumerate(problem.needs):
-        for v in needs:
-            last[v] = stage
-    change = [0] * (problem.n_ops + 2)
-    for v, made in enumerate(problem.producer):
-        if made >= problem.n_forward:
-            change[made] += problem.size_bytes[v]
-            change[last[v] + 1] -= problem.size_bytes[v]
-    live = list(accumulate(change))
-    made_bytes = (*problem.output_bytes, 0)
-    # Right before each op, so without its outputs.
-    waiting = [live[op] - made_bytes[op] for op in range(problem.n_ops + 1)]
-    waiting[: problem.n_forward] = [0] * problem.n_forward
-    running = [live[op] + problem.workspace_bytes[op] for op in range(problem.n_ops)]
-    return running, waiting
 
 
 class ChainAction(NamedTuple):

@@ -59,8 +59,7 @@ class AddressSpace:
         # For each block present the bytes of the holes on both its sides.
         self.beside_bytes: npt.NDArray[np.int64] = np.zeros(n_blocks, np.int64)
         self._starts: list[int] = []
-        self._sizes: dict[int, int] = {}
-        self._owners: dict[int, int] = {}
+        self._spans: dict[int, tuple[int, int]] = {}  # by address, bytes and block or `HOLE`
         self._holes: list[int] = []
         if capacity_bytes > 0:
             self._insert(0, capacity_bytes, HOLE)
@@ -68,22 +67,21 @@ class AddressSpace:
     def spans(self) -> Iterator[tuple[int, int, int]]:
         """(address, bytes, block or `HOLE`) of all that there is, in address order."""
         for start in self._starts:
-            yield start, self._sizes[start], self._owners[start]
+            yield start, *self._spans[start]
 
     def place(self, block: int, size_bytes: int, fit: HoleFit = "best") -> bool:
         # Blocks of 0 bytes have no address, so they always fit.
         if size_bytes == 0:
             return True
         holes = reversed(self._holes) if fit == "high" else self._holes
-        enough = (hole for hole in holes if self._sizes[hole] >= size_bytes)
+        enough = (hole for hole in holes if self._spans[hole][0] >= size_bytes)
         if fit == "best":
-            hole = min(enough, key=lambda hole: (self._sizes[hole], hole), default=None)
+            hole = min(enough, key=lambda hole: (self._spans[hole][0], hole), default=None)
         else:
             hole = next(enough, None)
         if hole is None:
             return False
-        rest_bytes = self._sizes[hole] - size_bytes
-        self._remove(hole)
+        rest_bytes = self._remove(hole) - size_bytes
         start = hole + rest_bytes if fit == "high" else hole
         self._insert(start, size_bytes, block)
         self.at[block] = start
@@ -99,38 +97,36 @@ class AddressSpace:
         i = bisect_left(self._starts, start)
         first, last = max(i - 1, 0), i + 2
         # Join free neighbours, so that between two holes there always is a block.
-        merged = [s for s in self._starts[first:last] if s == start or self._owners[s] == HOLE]
-        size_bytes = sum(self._sizes[s] for s in merged)
-        for s in merged:
-            self._remove(s)
-        self._insert(merged[0], size_bytes, HOLE)
+        merged = [s for s in self._starts[first:last] if s == start or self._spans[s][1] == HOLE]
+        self._insert(merged[0], sum([self._remove(s) for s in merged]), HOLE)
         self._note_beside(merged[0])
 
     def _insert(self, start: int, size_bytes: int, owner: int) -> None:
         insort(self._starts, start)
-        self._sizes[start] = size_bytes
-        self._owners[start] = owner
+        self._spans[start] = size_bytes, owner
         if owner == HOLE:
             insort(self._holes, start)
 
-    def _remove(self, start: int) -> None:
+    def _remove(self, start: int) -> int:
         self._starts.pop(bisect_left(self._starts, start))
-        if self._owners[start] == HOLE:
+        size_bytes, owner = self._spans.pop(start)
+        if owner == HOLE:
             self._holes.pop(bisect_left(self._holes, start))
-        del self._sizes[start], self._owners[start]
+        return size_bytes
 
     def _note_beside(self, start: int) -> None:
         i = bisect_left(self._starts, start)
         # A change affects the holes beside it and the blocks beyond these.
         for j in range(max(i - 2, 0), min(i + 3, len(self._starts))):
-            owner = self._owners[self._starts[j]]
+            owner = self._spans[self._starts[j]][1]
             if owner != HOLE:
                 self.beside_bytes[owner] = self._hole_bytes(j - 1) + self._hole_bytes(j + 1)
 
     def _hole_bytes(self, j: int) -> int:
-        if not 0 <= j < len(self._starts) or self._owners[self._starts[j]] != HOLE:
-            return 0
-        return self._sizes[self._starts[j]]
+        size_bytes, owner = (
+            self._spans[self._starts[j]] if 0 <= j < len(self._starts) else (0, HOLE)
+        )
+        return size_bytes if owner == HOLE else 0
 
 
 def cheapest_window(

@@ -74,10 +74,8 @@ class Saved:
 
     @cached_property
     def last_read(self) -> dict[int, int]:
-        last = {v: self.problem.producer[v] for v in self.values}
-        for stage in range(self.problem.n_forward):
-            last.update((v, stage) for v in self.problem.needs[stage] if v in last)
-        return last
+        last = self.problem.last_forward_read
+        return {v: max(self.problem.producer[v], last[v]) for v in self.values}
 
     @cached_property
     def first_read(self) -> dict[int, int]:

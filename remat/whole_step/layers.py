@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 
 from msgspec.structs import replace
 
@@ -99,11 +98,10 @@ def microbatch_of(graph: TrainingGraph, gradient_of: Mapping[str, str] | None = 
     and shapes, which frozen parameters of the same shapes confuse.
     """
     if gradient_of is not None:
-        return _Layers.of(graph, gradient_of).microbatch()
-    return cached_on(graph, "layers of a microbatch", lambda: _Layers.of(graph).microbatch())
+        return _Layers(graph, gradient_of).microbatch()
+    return cached_on(graph, "layers of a microbatch", lambda: _Layers(graph).microbatch())
 
 
-@dataclass(frozen=True)
 class _Layers:
     """A graph cut into layers.
 
@@ -113,50 +111,34 @@ class _Layers:
     backward the gradient of a parameter is whole, and after which nothing reads the parameter.
     """
 
-    graph: TrainingGraph
-    problem: Problem
-    reads: Reads
-    ranges: list[Block]
-    layer_of: dict[str, int]
-    group_of: dict[str, int]
-    readers: list[tuple[int, ...]]
-    gradient_of: Mapping[str, str]
-    given_by: dict[str, int]
-
-    @classmethod
-    def of(cls, graph: TrainingGraph, known: Mapping[str, str] | None = None) -> _Layers:
-        problem = Problem.of(graph)
-        reads = Reads.of(problem)
-        ranges = find_blocks(problem, reads)
-        if len(ranges) < 3:
+    def __init__(self, graph: TrainingGraph, known: Mapping[str, str] | None = None) -> None:
+        self.graph, self.problem = graph, Problem.of(graph)
+        self.reads = Reads.of(self.problem)
+        self.ranges = find_blocks(self.problem, self.reads)
+        if len(self.ranges) < 3:
             raise SolverError(
                 f"plan one batch, without microbatches: {graph.name} has no repeated layers in a "
                 "row, and a whole step is planned layer by layer"
             )
         names = [op.name for op in graph.ops]
-        layer_of = {names[op]: at for at, one in enumerate(ranges) for op in one.ops}
+        layer_of = {names[op]: at for at, one in enumerate(self.ranges) for op in one.ops}
         read_by: dict[str, dict[int, None]] = {}
         for op in graph.ops:
             for name in op.inputs:
                 if graph.value_by_name[name].kind == "parameter":
                     read_by.setdefault(name, {})[layer_of[op.name]] = None
-        gradient_of = _parameter_gradients(graph, read_by) if known is None else known
+        known = _parameter_gradients(graph, read_by) if known is None else known
+        self.gradient_of = {name: known[name] for name in read_by if name in known}
         last = {v: layer_of[op.name] for op in graph.ops for v in (*op.inputs, *op.outputs)}
-        # With tied parameters, a later layer adds in place to an earlier one's gradient.
-        given_by = {
-            # Backward ends with the first layer, so the least number is the latest.
-            name: min(last[gradient], *read_by[name])
-            for name, gradient in gradient_of.items()
-            if name in read_by
-        }
+        # With tied parameters, a later layer adds in place to an earlier one's gradient. Backward
+        # ends with the first layer, so the least number is the latest.
+        read = ((name, gradient) for name, gradient in known.items() if name in read_by)
+        given_by = {name: min(last[gradient], *read_by[name]) for name, gradient in read}
         keys = {n: (tuple(sorted(found)), given_by.get(n, -1)) for n, found in read_by.items()}
         groups = list(dict.fromkeys(keys.values()))
-        return cls(
-            graph, problem, reads, ranges, layer_of,
-            {name: groups.index(key) for name, key in keys.items()},
-            [readers for readers, _ in groups],
-            {name: gradient_of[name] for name in read_by if name in gradient_of}, given_by,
-        )  # fmt: skip
+        self.group_of = {name: groups.index(key) for name, key in keys.items()}
+        self.readers = [readers for readers, _ in groups]
+        self.layer_of, self.given_by = layer_of, given_by
 
     def microbatch(self) -> Microbatch:
         graph = self.graph
@@ -209,12 +191,8 @@ class _Layers:
         ops = (self.graph.ops[op] for op in self.ranges[at].ops)
         paths = dict.fromkeys(op.module for op in ops if op.module)
         parts = [path.split(".") for path in paths]
-        shared = list[str]()
-        for names in zip(*parts, strict=False):
-            if len(set(names)) > 1:
-                break
-            shared.append(names[0])
-        if shared:
+        same = takewhile(lambda names: len(set(names)) == 1, zip(*parts, strict=False))
+        if shared := [names[0] for names in same]:
             return ".".join(shared)
         return ", ".join(dict.fromkeys(path[0] for path in parts)) or f"layer {at}"
 

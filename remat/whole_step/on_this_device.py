@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -12,7 +11,7 @@ from msgspec.structs import replace
 from remat.budgets import parse_budget
 from remat.graph_capture.devices.links import BYTES_PER_US_IN_GB_S
 from remat.graph_capture.errors import BudgetError, CaptureError
-from remat.graph_capture.graph import Tier, TrainingGraph
+from remat.graph_capture.graph import Tier
 from remat.levers.optimizer_in_backward import require_no_other_reader, require_own_storages
 from remat.progress import stopwatch_of_call
 from remat.schedules.derived import unchunked
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
     from remat.graph_capture.costs.cache import Profile
     from remat.graph_capture.graph import Optimizer as OptimizerName
-    from remat.graph_capture.tracing.trace import Trace
     from remat.rewriter.guards.forward import Guards
     from remat.whole_step.program import JointResults
     from remat.whole_step.running import WholeStep
@@ -74,47 +72,54 @@ _Parameters = dict[str, tuple[str, "nn.Parameter"]]
 """By its name in the graph, each parameter with the path that the user knows."""
 
 
-@dataclass(frozen=True)
 class StepHere:
-    request: StepRequest
-    optimizer: Optimizer
-    traced: Trace
-    guards: Guards
-    results: JointResults
-    parameters: _Parameters
-    graph: TrainingGraph
-    task: StepTask
-    updates: dict[str, ParameterUpdate]
-
-    @classmethod
-    def captured(
-        cls, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None,
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None,
         request: StepRequest, optimizer: Optimizer, *, loss_fn: Callable[..., Any] | None = None,
         target: Any = None, profile: Profile | None = None,
-    ) -> StepHere:  # fmt: skip
+    ) -> None:  # fmt: skip
         from remat.graph_capture.capture_api import add_costs, tiers_for
         from remat.graph_capture.tracing.trace import trace
         from remat.rewriter.guards.forward import Guards
         from remat.whole_step.program import joint_results, refuse_unusual
 
+        self.request, self.optimizer = request, optimizer
         tiers = tiers_for(model, request.device, request.host, request.nvme)
-        traced = trace(
+        self.traced = traced = trace(
             model, args, kwargs, loss_fn=loss_fn, target=target, device=request.device,
             split="none",
         )  # fmt: skip
         # Refuse before anything is measured.
         refuse_unusual(traced)
         require_no_other_reader(traced, optimizer)
-        results = joint_results(traced.joint, traced.recipe.name)
+        self.results = joint_results(traced.joint, traced.recipe.name)
         module = traced.joint.module
-        guards = Guards(model, traced.recipe, traced.python_state, (), module, module)
-        parameters = _parameters_of(guards, results)
-        _require_in_optimizer(guards, results, parameters, optimizer)
-        graph = unchunked(add_costs(traced, profile=profile, tiers=tiers))
-        trained = {name: parameters[name][1] for name in results.gradient_of}
-        updates = _parameter_updates(optimizer, request.optimizer, trained, request.device)
-        task = _task(graph, request, optimizer, trained, updates, results)
-        return cls(request, optimizer, traced, guards, results, parameters, graph, task, updates)
+        self.guards = Guards(model, traced.recipe, traced.python_state, (), module, module)
+        self.parameters = _parameters_of(self.guards, self.results)
+        _require_in_optimizer(self.guards, self.results, self.parameters, optimizer)
+        self.graph = unchunked(add_costs(traced, profile=profile, tiers=tiers))
+        trained = {name: self.parameters[name][1] for name in self.results.gradient_of}
+        self.updates = _parameter_updates(optimizer, request.optimizer, trained, request.device)
+        self.task = self._task(max(trained.values(), key=lambda one: one.numel()))
+
+    def _task(self, largest: nn.Parameter) -> StepTask:
+        graph, request, updates = self.graph, self.request, self.updates
+
+        def with_workspace(group: UpdateGroup) -> UpdateGroup:
+            found = (updates[name].workspace_bytes for name in group.gradient_of if name in updates)
+            # Parameters are updated one by one, and each update gives its workspace back.
+            return replace(group, update_workspace_bytes=max(found, default=0))
+
+        assert graph.links is not None
+        microbatch = microbatch_of(graph, self.results.gradient_of)
+        return StepTask(
+            replace(microbatch, groups=tuple(map(with_workspace, microbatch.groups))),
+            _measured_update(self.optimizer, request.optimizer, largest, request.device),
+            request.links(graph.links),
+            parse_budget(request.budget).bytes_for(graph),
+            # A CPU is its own host, so the device makes all updates.
+            host_computes=False,
+        )
 
     def planned(self) -> PlannedStep:
         found = plan_whole_step(self.task, self.request.microbatches)
@@ -181,29 +186,6 @@ def _require_in_optimizer(
     require_own_storages({**dict(parameters.values()), **dict(guards.model.named_buffers())})
 
 
-def _task(
-    graph: TrainingGraph, request: StepRequest, optimizer: Optimizer,
-    trained: Mapping[str, nn.Parameter], updates: Mapping[str, ParameterUpdate],
-    results: JointResults,
-) -> StepTask:  # fmt: skip
-    def with_workspace(group: UpdateGroup) -> UpdateGroup:
-        found = (updates[name].workspace_bytes for name in group.gradient_of if name in updates)
-        # Parameters are updated one by one, and each update gives its workspace back.
-        return replace(group, update_workspace_bytes=max(found, default=0))
-
-    assert graph.links is not None
-    largest = max(trained.values(), key=lambda one: one.numel())
-    microbatch = microbatch_of(graph, results.gradient_of)
-    return StepTask(
-        replace(microbatch, groups=tuple(map(with_workspace, microbatch.groups))),
-        _measured_update(optimizer, request.optimizer, largest, request.device),
-        request.links(graph.links),
-        parse_budget(request.budget).bytes_for(graph),
-        # A CPU is its own host, so the device makes all updates.
-        host_computes=False,
-    )
-
-
 def training_step(
     model: nn.Module,
     args: tuple[Any, ...] = (),
@@ -252,7 +234,7 @@ def training_step(
     with stages.stage("solve", f"planning a whole step of {name}") as shown:
         plan: StepPlan | WholeStep
         if asked.is_run:
-            captured = StepHere.captured(spec.model, spec.args, kwargs, asked, optimizer, **given)
+            captured = StepHere(spec.model, spec.args, kwargs, asked, optimizer, **given)
             plan = captured.ready(captured.planned())
         else:
             plan = plan_step(

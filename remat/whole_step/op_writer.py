@@ -49,18 +49,15 @@ class _OpWriter:
 
     def steps(self, planned: Sequence[Step]) -> list[Step]:
         # What to drop, and what to send down, depends on the runs that follow.
-        runs = [list(self._runs(step)) for step in planned]
-        whole = set[str]()
-        for at, run in enumerate(run for each in runs for run in each):
-            made, read = self._values_of(run)
-            self._require_unshared(run, read, whole)
-            for name in read:
-                self.touches.setdefault(name, {})[at] = False
-            for name in made:
-                self.touches.setdefault(name, {})[at] = True
-        found, at = list[Step](), 0
+        runs, found = [list(self._runs(step)) for step in planned], list[Step]()
+        whole, at = set[str](), 0
         for step, each in zip(planned, runs, strict=True):
-            at += len(each)
+            for run in each:
+                made, read = self._values_of(run)
+                self._require_unshared(run, read, whole)
+                for name in (*read, *made):
+                    self.touches.setdefault(name, {})[at] = name in made
+                at += 1
             if isinstance(step, Fetch) and step.to == "device":
                 self.fetched_at[step.value] = at
         at = 0

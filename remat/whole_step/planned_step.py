@@ -170,17 +170,8 @@ _Clock = npt.NDArray[np.float64]
 """The device's time before each event, and after the last."""
 
 
-def _streams(
-    residence: Residence, links: Links, clock: _Clock, budget_bytes: int
-) -> tuple[dict[int, int], dict[int, int]]:
-    """By event: that before which an arrival's copy is issued, and a departure's bytes are free."""
-    room = budget_bytes - residence.live_bytes
-    ends = _departures(residence, links, clock, room)
-    return _begins_of_arrivals(residence, links, clock, room, ends), ends
-
-
 def _departures(residence: Residence, links: Links, clock: _Clock, room: _Bytes) -> dict[int, int]:
-    """Ends of departures: each stays while it is copied and there is room."""
+    """By event, that before which its bytes are free: it stays while it is copied, in `room`."""
     items, made, arrivals = residence.items, dict[str, int](), dict[str, list[int]]()
     for k, item in enumerate(items):
         if item.kind == "arrive":
@@ -206,6 +197,7 @@ def _departures(residence: Residence, links: Links, clock: _Clock, room: _Bytes)
 def _begins_of_arrivals(
     residence: Residence, links: Links, clock: _Clock, room: _Bytes, ends: dict[int, int]
 ) -> dict[int, int]:
+    """By event, that before which an arrival's copy is issued, in the `room` that is left."""
     items = residence.items
     arrivals = [k for k, item in enumerate(items) if item.kind == "arrive"]
     if not residence.config.prefetch:
@@ -408,8 +400,10 @@ def planned_step(
     costs = [ops[one.name].cost_us if one.kind == "run" else 0.0 for one in items]
     clock, best = np.concatenate(([0.0], np.cumsum(costs))), None
     for _ in range(_ROUNDS):
-        copies = _streams(residence, task.links, clock, task.budget_bytes)
-        writer = _StepWriter(residence, *copies)
+        room = task.budget_bytes - residence.live_bytes
+        ends = _departures(residence, task.links, clock, room)
+        begins = _begins_of_arrivals(residence, task.links, clock, room, ends)
+        writer = _StepWriter(residence, begins, ends)
         steps = writer.steps()
         schedule = Schedule.for_graph(graph, steps, budget_bytes=task.budget_bytes, solver=name)
         try:

@@ -75,9 +75,6 @@ class Held:
         self.whole = [one.data for one in found]
         self.sizes_bytes = [one.untyped_storage().nbytes() for one in found]
 
-    def written(self) -> None:
-        self.copied.clear()
-
     def attach(self) -> None:
         for one, whole in zip(self.tensors, self.whole, strict=True):
             if one.data_ptr() != whole.data_ptr() or one.shape != whole.shape:
@@ -270,7 +267,7 @@ class Residents:
             if tier == "device" or not one.is_in_memory or not one.tensors:
                 continue
             # The files are stale: memory may have changed since.
-            one.written()
+            one.copied.clear()
             one.offload("host")
             if tier == "nvme":
                 one.offload("nvme")

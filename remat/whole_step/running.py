@@ -143,7 +143,7 @@ class StepRun:
             total.arrive()
             gradient = self.waiting.pop((action.parameter, action.microbatch))
             # Lower copies lack this addition.
-            total.written()
+            total.copied.clear()
             total.whole[0].add_(gradient)
         elif isinstance(action, StepOf):
             self._step(action.parameter)
@@ -189,7 +189,7 @@ class StepRun:
         with uninterrupted():
             self.updating = name
             # Lower copies lack this update.
-            self.held[name].written()
+            self.held[name].copied.clear()
             parameter.grad = self.held.pop(f"G:{name}").whole[0]
             step_alone(self.optimizer, parameter, self.groups[id(parameter)])
             parameter.grad = None

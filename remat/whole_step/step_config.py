@@ -88,8 +88,7 @@ class StepConfig(msgspec.Struct, frozen=True):
                 here = (g for g in own if "device" in (self.state[g], self.updates))
                 names += [f"update.{g}" for g in here if microbatch.groups[g].trained]
         names += [f"update.{at}" for at in self.updated_on_device(microbatch)]
-        ops = {op.name: op for op in graph.ops}
-        return [ops[name] for name in names]
+        return [graph.ops[graph.op_index[name]] for name in names]
 
     def updated_on_device(self, microbatch: Microbatch) -> list[int]:
         """Groups that the device updates though their state is on the host, in order."""

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from remat.graph_capture.errors import GraphError
 from remat.graph_capture.graph import TANGENTS, Links, Op, Phase, Tier, TrainingGraph, Value
-from remat.whole_step.microbatch import Layer, LayerOption, Microbatch, ParameterUpdate, Update
+from remat.whole_step.microbatch import Layer, Microbatch, ParameterUpdate, Update
 
 _COMPUTE: Phase = "forward"
 """Phase of all forward and backward ops of the whole step.
@@ -140,11 +140,8 @@ class _Made:
         sizes = self.microbatch.sizes
         return tuple(self._made_by(op, f"{name}.{i}", sizes[name]) for name in names)
 
-    def _option(self, at: int, layer: Layer, i: int) -> LayerOption:
-        return layer.options[self.options[i][at]]
-
     def _forward(self, at: int, layer: Layer, i: int) -> Op:
-        name, option = f"forward.{at}.{i}", self._option(at, layer, i)
+        name, option = f"forward.{at}.{i}", layer.options[self.options[i][at]]
         made = self._crossing(name, layer.makes, i)
         if option.saved_bytes:
             made = (*made, self._made_by(name, f"S.{at}.{i}", option.saved_bytes))
@@ -156,7 +153,7 @@ class _Made:
         )  # fmt: skip
 
     def _backward(self, at: int, layer: Layer, i: int) -> Op:
-        option = self._option(at, layer, i)
+        option = layer.options[self.options[i][at]]
         saved = (f"S.{at}.{i}",) if option.saved_bytes else ()
         reads = tuple(f"{one}.{i}" for one in dict.fromkeys((*layer.reads, *layer.back_reads)))
         return self._with_gradients(
@@ -166,7 +163,7 @@ class _Made:
 
     def _turn(self, at: int, layer: Layer, i: int) -> Op:
         """Both phases of the last layer, which reads nothing between them from elsewhere."""
-        option = self._option(at, layer, i)
+        option = layer.options[self.options[i][at]]
         return self._with_gradients(
             f"turn.{at}.{i}", "remat.layer_turn", layer, i,
             tuple(f"{one}.{i}" for one in layer.reads), (*layer.makes, *layer.back_makes),

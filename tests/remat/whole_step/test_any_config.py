@@ -29,7 +29,7 @@ def captured(name: str, folder: str, count: int = COUNT) -> tuple[Training, Step
     request = StepRequest(
         "cpu", count, "adamw", AMPLE_BYTES, "64MiB", f"{folder}:64MiB", "parameter", is_run=True
     )
-    found = StepHere.captured(
+    found = StepHere(
         training.model, args, None, request, training.optimizer, loss_fn=training.loss_fn,
         target=target,
     )  # fmt: skip
