@@ -32,6 +32,7 @@ from remat.solver.stopping import DEFAULT_GAP
 _LEAST_SHARE = 1e-3  # of what forward saves: a module that saves less is left alone
 _EFFORT = 5.0  # of the integer program, in CP-SAT's deterministic time
 _cp = cast(Any, cp_model)
+_RUN = "remat.module"  # the target of ops that run a module
 _NS = 1000  # in a us: the program counts in whole numbers
 
 
@@ -58,6 +59,14 @@ class _RerunCall:
     @property
     def name(self) -> str:
         return "{} {}".format(*self.call.key)
+
+    @property
+    def saved(self) -> str:
+        return f"saved by {self.name}"
+
+    @property
+    def ended(self) -> str:
+        return f"end of {self.name}"
 
 
 def _saved_in_forward(watched: WatchedStep) -> int:
@@ -161,77 +170,35 @@ class Choices:
 
     @cached_property
     def graph(self) -> TrainingGraph:
-        values, reads, makes = self._background_values()
-        begin, end = dict[int, list[_RerunCall]](), dict[int, list[_RerunCall]]()
+        moments, ops, values = self.watched.moments, list[Op](), list[Value]()
+        begin, end, back = ({i: list[_RerunCall]() for i in range(len(moments))} for _ in range(3))
         for part in self.parts.values():
-            begin.setdefault(part.begins + 1, []).append(part)
-            end.setdefault(part.ends, []).append(part)
-            values.append(Value(f"saved by {part.name}", part.own_bytes, part.name))
-            # Of no bytes: as an op makes something, it can run again.
-            values.append(Value(f"end of {part.name}", 0, _end_of(part).name))
-            reads[part.back + 1] += [one.name for one in values[-2:]]
-        ops = list[Op]()
+            begin[part.begins + 1].append(part)
+            end[part.ends].append(part)
+            back[part.back + 1].append(part)
         phase: Phase = "forward"
-        left_us = self.watched.step_us
-        for i, moment in enumerate(self.watched.moments):
+        for i, moment in enumerate(moments):
             # The first time, what is live within a call is in the background.
-            ops += (_end_of(part) for part in begin.get(i, ()))
+            ops += (_end_of(part) for part in begin[i])
+            read = [f"beside {i - 1}"] if i else []
+            read += [name for part in back[i] for name in (part.saved, part.ended)]
+            ops.append(_between(moment.name, phase, read, [], self.workspace_bytes(i)))
             # What backward has left of what a part saved is background once the part's is let go.
-            ops.append(self._between(moment.name, phase, reads[i], [], self.workspace_bytes(i)))
-            if makes[i]:
-                ops.append(self._between(f"{moment.name} left", phase, [], makes[i], 0))
-            for part in end.get(i, ()):
-                ops.append(self._run_of(part))
-                left_us -= part.own_us
+            ops.append(_between(f"{moment.name} left", phase, [], [f"beside {i}"], 0))
+            values.append(Value(f"beside {i}", self.background[i], ops[-1].name))
+            for part in end[i]:
+                made = (part.saved,)
+                ops.append(Op(part.name, _RUN, "forward", (), made, part.own_us, module=part.path))
+                values.append(Value(part.saved, part.own_bytes, part.name))
+                # Of no bytes: as the op makes something, it can run again.
+                values.append(Value(part.ended, 0, _end_of(part).name))
             phase = "backward" if moment.name == BACKWARD else phase
-        ops[-1] = replace(ops[-1], cost_us=max(0.0, left_us))
+        of_parts_us = sum(part.own_us for part in self.parts.values())
+        ops[-1] = replace(ops[-1], cost_us=max(0.0, self.watched.step_us - of_parts_us))
         return TrainingGraph(
             name=self.title, ops=tuple(ops), values=tuple(values), forward_outputs=(), outputs=(),
             resident=self.resident, inputs=(), device=self.device, cost_origin="measured",
         )  # fmt: skip
-
-    def _between(
-        self, name: str, phase: Phase, reads: list[str], makes: list[str], workspace_bytes: int
-    ) -> Op:
-        return Op(
-            name, "remat.between", phase, tuple(reads), tuple(makes),
-            workspace_bytes=workspace_bytes, no_recompute="eager runs it",
-        )  # fmt: skip
-
-    def _run_of(self, part: _RerunCall) -> Op:
-        made = (f"saved by {part.name}",)
-        return Op(part.name, "remat.module", "forward", (), made, part.own_us, module=part.path)
-
-    def _background_values(self) -> tuple[list[Value], list[list[str]], list[list[str]]]:
-        """Values that are live as the background is; those that each op reads, and makes."""
-        n_moments = len(self.watched.moments)
-        reads, makes = (
-            [list[str]() for _ in range(n_moments)],
-            [list[str]() for _ in range(n_moments)],
-        )
-        opened, values, before = list[tuple[int, int]](), list[Value](), 0
-
-        def close(made_at: int, read_at: int, size_bytes: int) -> None:
-            name = f"beside {len(values)}"
-            values.append(Value(name, size_bytes, f"{self.watched.moments[made_at].name} left"))
-            makes[made_at].append(name)
-            reads[read_at].append(name)
-
-        for i, now in enumerate(self.background):
-            if now > before:
-                opened.append((i, now - before))
-            fallen = before - now
-            while fallen > 0:  # the latest go first, as in a backward
-                made_at, size_bytes = opened.pop()
-                close(made_at, i, min(size_bytes, fallen))
-                if size_bytes > fallen:
-                    opened.append((made_at, size_bytes - fallen))
-                fallen -= size_bytes
-            before = now
-        for made_at, size_bytes in opened:
-            if made_at < n_moments - 1:
-                close(made_at, n_moments - 1, size_bytes)
-        return values, reads, makes
 
     def workspace_bytes(self, i: int) -> int:
         moments, beside = self.watched.moments, self.background
@@ -288,10 +255,17 @@ class Choices:
         return self.within(self.within(0)[0].least_feasible_bytes)
 
 
+def _between(name: str, phase: Phase, reads: list[str], makes: list[str], work_bytes: int) -> Op:
+    return Op(
+        name, "remat.between", phase, tuple(reads), tuple(makes),
+        workspace_bytes=work_bytes, no_recompute="eager runs it",
+    )  # fmt: skip
+
+
 def _end_of(part: _RerunCall) -> Op:
     # The most that a run takes is there as it ends, with all that it saves.
     return Op(
-        f"{part.name} ends", "remat.module", "forward", (), (f"end of {part.name}",),
+        f"{part.name} ends", _RUN, "forward", (), (part.ended,),
         workspace_bytes=part.rise_bytes, module=part.path,
     )  # fmt: skip
 
