@@ -31,6 +31,7 @@ from tests.behaviours.reported_models import (
     looped,
     profiled,
     sparse_attention,
+    telemetry,
     tied_routes,
     tokens,
 )
@@ -95,6 +96,43 @@ def test_it_trains_to_eagers_bits_at_its_least_peak(name: str, solver: str) -> N
     module, plan = planned(CASES[name], "min", solver=solver)
     require_as_eager(CASES[name], module)
     assert simulate(plan.step, plan.schedule).peak_bytes <= plan.budget_bytes
+
+
+def test_an_op_that_writes_to_a_buffer_is_timed_as_part_of_the_step() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*cannot be timed")
+        remat.capture(*made(telemetry), measure_again=True)
+
+
+def test_regions_of_the_profiler_are_no_ops_of_a_step() -> None:
+    step = remat.capture(*made(profiled))
+    assert not [op.name for op in step.ops if "record_function" in op.target]
+
+
+@torch.library.custom_op("reported_models::say", mutates_args=())
+def say(x: Tensor) -> None:
+    SAID.append(1)
+
+
+SAID: list[int] = []
+say.register_fake(lambda x: None)
+torch.fx.node.has_side_effect(torch.ops.reported_models.say.default)
+
+
+def test_an_op_without_results_runs_once_in_each_step() -> None:
+    def case() -> Case:
+        def forward(self: Any, x: Tensor) -> Tensor:
+            for layer in self.blocks:
+                x = x + layer(x)
+                say(x.detach())
+            return x.square().mean()
+
+        return Computing(forward, blocks=blocks(2)), (tokens(),)
+
+    module, _ = planned(case, "min", solver="dtr", audit=False)
+    SAID.clear()
+    require_as_eager(case, module)
+    assert len(SAID) == 2 * (3 + 3)  # of eager's steps and of the plan's
 
 
 def recomputed(plan: Any) -> set[str]:
