@@ -88,7 +88,7 @@ def nested_backward(step: StepModule) -> Generator[None]:
         # it is reached only from a tensor that forward has made require grad.
         known = set(map(id, ends))
         hidden = [one for one in _leaves_behind(roots, set()) if id(one) not in known]
-        found = of_torch(outputs, [*ends, *hidden], *args, **kwargs)[: len(ends)]
+        found: Any = of_torch(outputs, [*ends, *hidden], *args, **kwargs)[: len(ends)]
         own = [added.pop(id(one), None) for one in ends]
         pairs = zip(own, found, strict=True)
         return tuple(a if b is None else b if a is None else a + b for a, b in pairs)
