@@ -9,6 +9,7 @@ buffers of its first run (`torch.utils.checkpoint`).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -20,9 +21,9 @@ from remat.graph_capture.errors import StateChangedError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.blocks import forward_wrapped
-from remat.graph_capture.tracing.left_out import Outputs, used_alone
+from remat.graph_capture.tracing.left_out import used_alone
 from remat.graph_capture.tracing.signature import Signature
-from remat.graph_capture.tracing.step_module import LossFunction, apply_loss
+from remat.graph_capture.tracing.step_module import apply_loss
 from remat.rewriter.guards.live_state import LiveState, RecomputeInputs
 from remat.rewriter.user_module.module import SharedState
 from remat.rewriter.user_module.own_forward import class_of_user
@@ -30,20 +31,20 @@ from remat.schedules.outcome import Check
 from remat.schedules.plan import Prediction
 from remat.schedules.schedule import Schedule
 
-# By path of each module that runs again: what of its buffers it writes (path below it, and name),
+# By path of each module that runs again: the buffers that it writes to, by their paths below it,
 # and the time of its forward in us.
-_Again = Mapping[str, tuple[Sequence[tuple[str, str]], float]]
-_Buffers = Sequence[tuple[nn.Module, str]]
+_Again = Mapping[str, tuple[Sequence[str], float]]
 
 
 class _RunsAgain:
     """Calls of one module, whose forward runs again in backward."""
 
-    def __init__(self, module: nn.Module, written: _Buffers, us: float) -> None:
-        self.kind, self.written, self._live = type(module).__name__, written, LiveState(module)
+    def __init__(self, module: nn.Module, written: Sequence[str], us: float) -> None:
+        self.kind, self._live = type(module).__name__, LiveState(module)
         self.others: Mapping[nn.Module, _RunsAgain] = {}  # a run in backward has them run again too
-        kept = {(id(one), name) for one, name in written}
-        read = [i for i, place in enumerate(self._live.names) if _slot(module, place) not in kept]
+        parts = [name.rpartition(".") for name in written]
+        self.written = [(module.get_submodule(owner)._buffers, name) for owner, _, name in parts]
+        read = [i for i, name in enumerate(self._live.names) if name not in written]
         self.inputs = RecomputeInputs(read, us)
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -68,17 +69,11 @@ class _RunsAgain:
         return self.inputs.noted(self._live.names, state, given)
 
 
-def _slot(module: nn.Module, place: str) -> tuple[int, str]:
-    path, _, name = place.rpartition(".")
-    return id(module.get_submodule(path)), name
-
-
 class _Call:
     """The runs of one call: a context for those in backward, of which there may be several."""
 
     def __init__(self, of: _RunsAgain, leaves: Sequence[Any]) -> None:
         self._of, self._leaves = of, leaves
-        self._places = [(one._buffers, name) for one, name in of.written]
         self._before: list[Tensor] = []
         self._open: list[contextlib.ExitStack] = []
 
@@ -87,7 +82,7 @@ class _Call:
 
     @contextlib.contextmanager
     def _first(self) -> Generator[None]:
-        held = (table[name] for table, name in self._places)
+        held = (table[name] for table, name in self._of.written)
         self._before = [buffer.clone() for buffer in held if buffer is not None]
         yield
         self._noted, self._leaves = self._of.noted(self._leaves), ()
@@ -95,7 +90,7 @@ class _Call:
     def __enter__(self) -> None:
         self._of.inputs.require(self._noted, self._of.kind)
         with contextlib.ExitStack() as stack:
-            for (table, name), before in zip(self._places, self._before, strict=True):
+            for (table, name), before in zip(self._of.written, self._before, strict=True):
                 stack.callback(table.__setitem__, name, table[name])
                 table[name] = before.clone()  # which this run may write to
             stack.enter_context(_running_again(self._of.others))
@@ -126,60 +121,45 @@ class PartsModule(SharedState, nn.Module):
     _remat_costed: ClassVar[TrainingGraph | None]
     _remat_signature: ClassVar[Signature]
     _remat_trained: ClassVar[tuple[bool, ...]]
-    _remat_facts: ClassVar[tuple[Any, ...]]
+    _remat_known: ClassVar[Mapping[str, Any]]
     _remat_check: ClassVar[Check | None] = None
 
     def _remat_train(self, batch: Any) -> Any:
-        cls = type(self)
+        cls, model = type(self), self._remat_original_module
         cls._remat_unplanned.plan_runs()
         leaves, spec = pytree.tree_flatten(batch)
-        cls._remat_signature.require(leaves, spec, type(cls._remat_original_module).__name__)
-        cls._remat_require_trained()
-        args, kwargs, target = batch
-        with _running_again(cls._remat_again):
-            output = cls._remat_original_module.forward(*args, **kwargs)
-        return apply_loss(cls._remat_loss_fn, used_alone(output, cls._remat_outputs), target)
-
-    @classmethod
-    def _remat_require_trained(cls) -> None:
-        model = cls._remat_original_module
+        cls._remat_signature.require(leaves, spec, type(model).__name__)
         if _trained(model) != cls._remat_trained:
             raise StateChangedError(
                 f"plan it again: other parameters of {type(model).__name__} are trained than when "
                 "it was planned, and what a step saves is other"
             )
+        args, kwargs, target = batch
+        with _running_again(cls._remat_again):
+            output = model.forward(*args, **kwargs)
+        return apply_loss(cls._remat_loss_fn, used_alone(output, cls._remat_outputs), target)
 
     @classmethod
     def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _remade, (cls._remat_original_module, *cls._remat_facts)
+        return functools.partial(make_in_parts, **cls._remat_known), (cls._remat_original_module,)
 
 
 def _trained(model: nn.Module) -> tuple[bool, ...]:
     return tuple(parameter.requires_grad for parameter in model.parameters())
 
 
-def make_in_parts(
-    model: nn.Module, loss_fn: LossFunction | None, signature: Signature, again: _Again,
-    share: float, outputs: Outputs | None, schedule: Schedule, **facts: Any,
-) -> PartsModule:  # fmt: skip
-    """`facts` : prediction and costed, as of `facts_of`."""
-    runs = dict[nn.Module, _RunsAgain]()
-    for path, (written, us) in again.items():
-        module = model.get_submodule(path)
-        places = [(module.get_submodule(below), name) for below, name in written]
-        runs[module] = _RunsAgain(module, places, us)
-    for module, one in runs.items():
-        one.others = {other: its for other, its in runs.items() if other is not module}
-    known = loss_fn, signature, again, share, outputs, schedule
+def make_in_parts(model: nn.Module, **known: Any) -> PartsModule:
+    """`known` : loss_fn, signature, again (as `_Again`), share, outputs, schedule, and its
+    prediction and coarse graph, costed."""
+    again: _Again = known["again"]
+    runs = {model.get_submodule(path): facts for path, facts in again.items()}
+    made = {module: _RunsAgain(module, *facts) for module, facts in runs.items()}
+    for module, one in made.items():
+        one.others = {other: its for other, its in made.items() if other is not module}
     kind = class_of_user(
-        PartsModule, model, loss_fn,
-        modules_again=tuple(again), planned_share=share, _remat_again=runs, _remat_outputs=outputs,
-        _remat_signature=signature, _remat_trained=_trained(model), _remat_facts=(known, facts),
-        schedule=schedule, _remat_schedule=schedule,
-        **{f"_remat_{name}": fact for name, fact in facts.items()},
+        PartsModule, model, known["loss_fn"],
+        modules_again=tuple(again), planned_share=known["share"], schedule=known["schedule"],
+        _remat_again=made, _remat_trained=_trained(model), _remat_known=known,
+        **{f"_remat_{k}": v for k, v in known.items() if k not in ("again", "loss_fn")},
     )  # fmt: skip
     return kind()
-
-
-def _remade(model: nn.Module, known: tuple[Any, ...], facts: dict[str, Any]) -> PartsModule:
-    return make_in_parts(model, *known, **facts)

@@ -129,9 +129,10 @@ def _module(spec: StepSpec, choices: Choices, found: Result, paths: set[str]) ->
     parts = [part for part in choices.parts.values() if part.path in paths]
     assert found.schedule is not None
     return make_in_parts(
-        spec.model, spec.loss_fn, Signature(_tree(spec)),
-        {part.path: (part.call.written, part.call.us) for part in parts}, choices.share,
-        as_outputs(spec.outputs), found.schedule, **facts_of(Solved(choices.graph, found)),
+        spec.model, loss_fn=spec.loss_fn, signature=Signature(_tree(spec)),
+        again={part.path: (part.call.written, part.call.us) for part in parts},
+        share=choices.share, outputs=as_outputs(spec.outputs), schedule=found.schedule,
+        **facts_of(Solved(choices.graph, found)),
     )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ class ModuleCall:
     key: CallKey
     inside: CallKey | None
     why_not: str = ""  # why it may not run twice
-    written: tuple[tuple[str, str], ...] = ()  # buffers: path below the module, and name
+    written: tuple[str, ...] = ()  # buffers, by their paths below the module
     us: float = 0.0
     results_bytes: int = 0  # of what it returns, beyond what it was given
     held_bytes: int = 0  # of what it was given, and eager lets go of before backward comes
@@ -222,13 +222,12 @@ class _Before:
         read = [*given, *(one for other in others for one in other.buffers())]
         read += [one for each in modules for one in (*each.parameters(), *_plain_tensors(each))]
         self._read = [(one, one._version) for one in read]
-        named = [(path, n, b) for path, m in module.named_modules() for n, b in m._buffers.items()]
         # A batch norm writes to its statistics without a sign.
-        self._buffers = [(path, n, b, fingerprint(b)) for path, n, b in named if b is not None]
+        self._buffers = [(name, one, fingerprint(one)) for name, one in module.named_buffers()]
         self._attributes, self._streams = [ModuleAttributes(one) for one in modules], streams()
 
-    def written(self) -> tuple[tuple[str, str], ...]:
-        return tuple((path, n) for path, n, one, bits in self._buffers if fingerprint(one) != bits)
+    def written(self) -> tuple[str, ...]:
+        return tuple(name for name, one, bits in self._buffers if fingerprint(one) != bits)
 
     def reasons(self) -> Iterator[str]:
         now = streams()
