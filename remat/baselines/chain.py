@@ -210,8 +210,7 @@ def ops_of_actions(chain: Chain, actions: Sequence[ChainAction]) -> list[tuple[i
 
 _NEIGHBOURS = 3
 """Choices tried above the greatest that fits, since a peak may fall from one to the next."""
-_FEW = 10000
-"""All choices are tried if choices times ops are at most this many; else bisection."""
+_FEW = 10000  # all choices are tried if choices times ops are at most this many; else bisection
 _FILLED = 3
 """How many of the fastest schedules are filled, beside the slowest, which leaves most room."""
 

@@ -25,8 +25,7 @@ from typing import ClassVar
 from remat.baselines.offload_policies import CopyChoice, Saved, SteppedPolicy
 from remat.solver.backends.mip import Limits, MixedProgram, solve_program
 
-_UNIT = 1e6
-"""Bytes in a unit of the rows: HiGHS's tolerances are absolute."""
+_UNIT = 1e6  # bytes in a unit of the rows: HiGHS's tolerances are absolute
 
 
 @dataclass(frozen=True)

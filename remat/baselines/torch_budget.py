@@ -41,8 +41,7 @@ from remat.solver.search import Listener, Search
 
 # torch/_functorch/_activation_checkpointing/knapsack.py; tests compare the results of each method
 # with torch's.
-_SCALE = 10_000
-"""Steps into which ``dp`` divides a unit of memory; torch has as many."""
+_SCALE = 10_000  # steps into which ``dp`` divides a unit of memory; torch has as many
 _RELATIVE_GAP = 1e-4
 
 

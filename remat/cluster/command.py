@@ -30,8 +30,7 @@ from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.files import read_contents
 from remat.job.plan_source import PLAN_FILES
 
-_MOST_STAGES = 8
-"""More are not shown one by one: the first and last ones, and one of the middle."""
+_MOST_STAGES = 8  # more are not shown one by one: the first and last ones, and one of the middle
 _HELD = ("OS", "P", "G", "borders", "saved", "for W", "runs")
 """Columns of bytes, of each of `HOLDERS`."""
 

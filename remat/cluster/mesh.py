@@ -110,8 +110,7 @@ _VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
 """Sizes of a microbatch and virtual stages of a rank that are tried."""
 SCHEDULES = "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"
 """Torch's names of those that are planned: one stage a rank, several, several with W apart."""
-_LEAST_TOKENS = 4096
-"""Fewer tokens of a sequence are given to a rank only where that is asked for."""
+_LEAST_TOKENS = 4096  # fewer tokens of a sequence are given to a rank only where that is asked for
 
 
 class Degrees(msgspec.Struct, frozen=True, order=True):

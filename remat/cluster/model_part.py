@@ -135,8 +135,7 @@ def arrival_of(before: Before, model: nn.Module, args: tuple[Any, ...], path: st
     return found
 
 
-TARGET = "remat_target"
-"""The keyword by which a last stage is given its microbatch of the target."""
+TARGET = "remat_target"  # the keyword by which a last stage is given its microbatch of the target
 
 
 @dataclass(frozen=True)

@@ -158,8 +158,7 @@ def _context_degrees(shape: ChainShape, asked: MeshSpec) -> tuple[int, ...]:
 # numbers, the split, the device, the links, and the versions of torch and remat.
 
 
-_SCHEMA = 5
-"""Of the files; those of another one are not read."""
+_SCHEMA = 5  # of the files; those of another one are not read
 _FILES = CacheFiles("parts of clusters", "each plan captures them anew", "cluster", most_files=4096)
 
 

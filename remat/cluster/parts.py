@@ -80,8 +80,7 @@ def weights_later(graph: TrainingGraph, border_gradient: str) -> WeightsLater:
     return WeightsLater(sum(op.cost_us for op in late), sum(size_of[name] for name in held))
 
 
-_LIMITS = 12
-"""At how many limits on its kept bytes a part is solved."""
+_LIMITS = 12  # at how many limits on its kept bytes a part is solved
 
 
 class PartWork(NamedTuple):
@@ -133,8 +132,7 @@ class Part(msgspec.Struct, frozen=True):
         return PartWork(self.work_us, self.later.weight_us)
 
 
-NO_PART = Part(0.0, 0.0, (PartOption(0, 0, 0.0),))
-"""A part that a model does not have."""
+NO_PART = Part(0.0, 0.0, (PartOption(0, 0, 0.0),))  # a part that a model does not have
 
 
 def part_of(graph: TrainingGraph, border_gradient: str = "") -> Part:
@@ -174,10 +172,8 @@ def schedule_of_option(graph: TrainingGraph, option: PartOption) -> Schedule:
 # step of the grid for each block and microbatch in flight (`tests/remat/cluster`).
 
 
-_SLOTS = 2048
-"""Steps of the grid for what all blocks save together."""
-_CLOSE_US = 1e-6
-"""Two sums of the same times, in another order, differ by less."""
+_SLOTS = 2048  # steps of the grid for what all blocks save together
+_CLOSE_US = 1e-6  # two sums of the same times, in another order, differ by less
 
 _Counts = npt.NDArray[np.int64]
 

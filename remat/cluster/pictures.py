@@ -85,8 +85,7 @@ class _Picture:
 
 
 _CELL, _GAP, _MESH_LEFT, _TOP = 14, 12, 150, 46
-_LEAST = 520
-"""Width that the line below needs."""
+_LEAST = 520  # width that the line below needs
 _MOST_COLUMNS, _MOST_ROWS = 8, 6
 """Stages and data parallel ranks that are drawn; of more, the first ones and the last."""
 

@@ -35,12 +35,9 @@ class PipelineAction(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-_Together = tuple[PipelineAction, ...]
-"""Actions that a rank begins at once; mostly one."""
-RankOrder = tuple[_Together, ...]
-"""What one rank runs, in order."""
-_Done = dict[PipelineAction, float]
-"""When each action has ended."""
+_Together = tuple[PipelineAction, ...]  # actions that a rank begins at once; mostly one
+RankOrder = tuple[_Together, ...]  # what one rank runs, in order
+_Done = dict[PipelineAction, float]  # when each action has ended
 
 
 class StageCosts(msgspec.Struct, frozen=True):
@@ -214,11 +211,9 @@ def _check_complete(done: _Done, stages: int) -> None:
 STATES, PARAMETERS, GRADIENTS = "optimizer states and masters", "parameters", "gradients"
 _BORDERS = "borders"
 SAVED_ACTIVATIONS = "saved activations"
-FOR_WEIGHTS = "for gradients of weights"
-"""What waits for them, where a schedule makes them apart."""
+FOR_WEIGHTS = "for gradients of weights"  # what waits for them, where a schedule makes them apart
 RUNNING = "while a block runs"
-STANDING = STATES, PARAMETERS, GRADIENTS, _BORDERS
-"""Live throughout the step."""
+STANDING = STATES, PARAMETERS, GRADIENTS, _BORDERS  # live throughout the step
 HOLDERS = *STANDING, SAVED_ACTIVATIONS, FOR_WEIGHTS, RUNNING
 
 

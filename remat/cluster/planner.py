@@ -103,8 +103,7 @@ def _least_sum(times_us: Floats, layers: int, limit_us: float) -> _Borders | Non
     return _Borders(float(reached[layers]), tuple(reversed(chosen)))
 
 
-_CLOSE = 0.05
-"""Runners-up are within this share of the best."""
+_CLOSE = 0.05  # runners-up are within this share of the best
 
 
 class ClusterPlan(msgspec.Struct, frozen=True):

@@ -32,8 +32,7 @@ _WRITTEN: tuple[ChainPosition, ...] = ("block", "last")
 _WIDEST_SEEN = 128
 """The most ranks with a shard of the states of which a published step was compared with the model:
 5,762 tokens/s on 8 H100, 5,605 on 128 (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md)."""
-_REPLAYED = 32
-"""Most plans, of those near the best, whose pipelines are replayed to rank them."""
+_REPLAYED = 32  # most plans, of those near the best, whose pipelines are replayed to rank them
 
 
 @dataclass(frozen=True)

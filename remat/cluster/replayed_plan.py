@@ -30,8 +30,7 @@ from remat.graph_capture.errors import PlanError, ScheduleError
 # stage. They are asked with a stage that has those facts and no module, so no rank is needed.
 
 
-ONE_STAGE = ("GPipe", "1F1B")
-"""Schedules with one stage a rank; the others have several."""
+ONE_STAGE = ("GPipe", "1F1B")  # schedules with one stage a rank; the others have several
 
 
 def torch_order(name: str, ranks: int, microbatches: int, each: int = 1) -> tuple[RankOrder, ...]:

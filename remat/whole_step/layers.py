@@ -84,8 +84,7 @@ def _elements(value: Value) -> int:
     return math.prod(value.shape)
 
 
-_LIMITS = 12
-"""At how many limits on what it saves a layer is solved."""
+_LIMITS = 12  # at how many limits on what it saves a layer is solved
 _UNLIMITED_S = 1e9
 """The programs of a block are limited by their nodes alone, so that options do not depend on how
 busy the machine is."""

@@ -130,8 +130,7 @@ mixed-precision training keeps them (K = 12 for Adam: Rajbhandari et al. 2020,
 https://arxiv.org/abs/1910.02054, section 3.1). ``parameter``: moments in the parameter's own type,
 as torch's optimizers make them, and no master copy."""
 
-MOMENTS = {"sgd": 0, "momentum": 1, "adamw": 2}
-"""Numbers that an optimizer keeps of each parameter."""
+MOMENTS = {"sgd": 0, "momentum": 1, "adamw": 2}  # numbers that an optimizer keeps of each parameter
 HOST_GB_S = 60.0
 """Rate of a host's memory that is not here, in 10^9 bytes a second: about 0.8 of what two channels
 of DDR5-4800 have (76.8, JEDEC JESD79-5)."""

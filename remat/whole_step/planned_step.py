@@ -29,8 +29,7 @@ from remat.whole_step.microbatch import Microbatch, Update
 from remat.whole_step.step_config import StepConfig
 from remat.whole_step.step_graph import GROUP_UPDATE, HOST_SUM
 
-_AHEAD = 3
-"""Parameters of so many layers have room kept for them, to arrive before their use."""
+_AHEAD = 3  # parameters of so many layers have room kept for them, to arrive before their use
 
 
 _Bytes = npt.NDArray[np.int64]
@@ -166,8 +165,7 @@ class Residence:
         return name in self.hosted and not is_last
 
 
-_Clock = npt.NDArray[np.float64]
-"""The device's time before each event, and after the last."""
+_Clock = npt.NDArray[np.float64]  # the device's time before each event, and after the last
 
 
 def _departures(residence: Residence, links: Links, clock: _Clock, room: _Bytes) -> dict[int, int]:
@@ -349,8 +347,7 @@ class _StepWriter:
 
 _ROUNDS = 3
 """How often copies are placed anew by the clock of the schedule before: stalls move needs."""
-_HOPELESS = 1.05
-"""Times the best time, after a first round: what later rounds do not make up for."""
+_HOPELESS = 1.05  # times the best time, after a first round: what later rounds do not make up for
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,7 @@ from remat.rewriter.tiers.file_tier import PendingCopy, link_thread
 # moment it is known where the bytes are, and `restore` brings them back from there.
 
 
-_Folders = Mapping[Tier, Folder]
-"""Of the tiers ``host`` and ``nvme``."""
+_Folders = Mapping[Tier, Folder]  # of the tiers ``host`` and ``nvme``
 
 
 class Held:

@@ -43,8 +43,7 @@ class GroupPlace(msgspec.Struct, frozen=True):
     sums: Tier = "device"
 
 
-_Options = Sequence[tuple[int, ...]]
-"""By microbatch, the option of each layer."""
+_Options = Sequence[tuple[int, ...]]  # by microbatch, the option of each layer
 
 
 def optimizer_step(

@@ -28,8 +28,7 @@ from remat.whole_step.microbatch import Layer, Microbatch
 from remat.whole_step.planned_step import PlannedStep, Residence, Short, StepTask, planned_step
 from remat.whole_step.step_config import NAMED_SYSTEMS, Pass, StepConfig, full_recompute
 
-_TRIES = 12
-"""How often a config is changed for the host's sake before it is given up."""
+_TRIES = 12  # how often a config is changed for the host's sake before it is given up
 
 
 def _update_order(microbatch: Microbatch) -> list[int]:
@@ -103,8 +102,7 @@ def _gradients_by_size(microbatch: Microbatch) -> list[int]:
     return sorted(_update_order(microbatch), key=lambda at: -microbatch.groups[at].gradient_bytes)
 
 
-_Order = tuple[int, ...]
-"""Microbatches of each pass."""
+_Order = tuple[int, ...]  # microbatches of each pass
 
 
 def orders(microbatches: int) -> list[_Order]:
@@ -168,12 +166,9 @@ def _with_options(config: StepConfig, options: tuple[int, ...], ends: Sequence[b
     return replace(config, passes=tuple(changed))
 
 
-_SHARES = (1, 2, 8)
-"""What is saved changes in all layers, in half of them or in an eighth."""
-_PARTS = 4
-"""Hosting goes up and down by this part of the layers."""
-_COUNTS = (1, 4)
-"""By how many groups a choice of groups grows or shrinks."""
+_SHARES = (1, 2, 8)  # what is saved changes in all layers, in half of them or in an eighth
+_PARTS = 4  # hosting goes up and down by this part of the layers
+_COUNTS = (1, 4)  # by how many groups a choice of groups grows or shrinks
 
 
 def _neighbours(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
@@ -285,10 +280,8 @@ def _on_device(microbatch: Microbatch, config: StepConfig, count: int) -> StepCo
 
 
 _SOLVER = "whole_step"
-_MOST = 200
-"""Plans that are judged in one search."""
-_STARTS = 2
-"""From how many of the orders the search climbs: the first often stays best."""
+_MOST = 200  # plans that are judged in one search
+_STARTS = 2  # from how many of the orders the search climbs: the first often stays best
 _Outcome = PlannedStep | Short | str
 """Of a named system: its plan, what it lacks, or why its bits are not eager's."""
 _OTHER_DRAWS = (

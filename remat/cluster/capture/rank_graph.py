@@ -46,8 +46,7 @@ from remat.graph_capture.tracing.trace import Trace, trace
 # results mean nothing.
 
 
-SEQUENCE = 1
-"""The dimension of a batch and a border that counts tokens, along which they are split."""
+SEQUENCE = 1  # the dimension of a batch and a border that counts tokens, along which they are split
 
 
 class _Gathers(nn.Module):
@@ -166,8 +165,7 @@ def _cut(linear: nn.Linear, path: str, role: SplitRole, tp: int) -> None:
         linear.bias = nn.Parameter(bias.new_empty(sizes[0]))
 
 
-BORDER = "remat.border"
-"""The op that stands for the arrival of what a block reads."""
+BORDER = "remat.border"  # the op that stands for the arrival of what a block reads
 
 
 def block_graph_on_rank(

@@ -62,8 +62,7 @@ class AttentionMode(CallWatcher):
 # such head goes to several ranks.
 
 
-HEADS, TOKENS = 1, 2
-"""Dimensions of a query, key or value."""
+HEADS, TOKENS = 1, 2  # dimensions of a query, key or value
 WAY_OUT = "plan with --cp 1"
 
 

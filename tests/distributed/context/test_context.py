@@ -85,8 +85,8 @@ def test_with_each_other_parallelism(four: Found, case: str) -> None:
 
 
 REFUSED = {
-    "own_rotation": ("CaptureError", r"block layers\.0 depends on the position of a token.*--cp 1"),
-    "target": ("PlanError", r"target has a tensor of \[2\].*pass \[batch, 64, \.\.\.\]"),
+    "own_rotation": ("CaptureError", r"(?s)--cp 1.*Block layers\.0 depends on the position of a token"),
+    "target": ("PlanError", r"pass \[batch, 64, \.\.\.\].*target has a tensor of \[2\]"),
     "short": ("PlanError", r"the microbatch in args has a tensor of \[2, 32\]"),
 }
 
@@ -97,4 +97,4 @@ def test_what_ranks_cannot_share_is_refused_on_each(two: Found, case: str) -> No
     for said in (found["refused"][case] for found in two):
         assert said["error"] == kind
         assert re.search(text, said["text"])
-        assert "\n" not in said["text"]
+        assert said["text"].count("\n") <= 1
