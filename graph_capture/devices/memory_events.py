@@ -66,11 +66,11 @@ def measure_moments(run: Callable[[Callable[[str], None]], Any]) -> list[Moment]
     """The moments that `run` names by the function it is given, in their order, and its end; the
     names are distinct. CPU only."""
 
-    def name(moment: str) -> None:
-        with RecordFunctionFast(f"{_MARK}{moment}"):
+    def mark(name: str) -> None:
+        with RecordFunctionFast(f"{_MARK}{name}"):
             pass
 
-    deltas, spans = _watched([lambda: run(name)])
+    deltas, spans = _watched([lambda: run(mark)])
     whole = spans.pop("0")
     ends = sorted((start_ns, name) for name, (start_ns, _) in spans.items())
     times, found = [time for time, _ in deltas], list[Moment]()

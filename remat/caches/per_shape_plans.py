@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, SupportsIndex
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from remat.budgets import parse_budget
 from remat.caches.callers import outputs_of_caller
@@ -57,9 +57,7 @@ class _FloatPromotion:
         self._fixed: set[str] = set()
         self._is_compiled = is_compiled
 
-    def planned(
-        self, changed: set[str], make: Callable[[Sequence[str]], fx.GraphModule]
-    ) -> fx.GraphModule:
+    def planned(self, changed: set[str], make: Callable[[Sequence[str]], nn.Module]) -> nn.Module:
         self._names |= changed - self._fixed
         names = set() if self._is_compiled else set(self._names)  # Inductor's code has them fixed
         while names:
@@ -191,7 +189,7 @@ class PlanCache(SharedState, nn.Module):
     @classmethod
     def _remat_planned(
         cls, args: Any, kwargs: Any, target: Any, float_inputs: Sequence[str]
-    ) -> fx.GraphModule:
+    ) -> nn.Module:
         spec = cls._remat_spec(args, kwargs, target).replace(float_inputs=float_inputs)
         peak_bytes = cls._remat_known.most_bytes
 

@@ -85,7 +85,7 @@ def test_with_each_other_parallelism(four: Found, case: str) -> None:
 
 
 REFUSED = {
-    "own_rotation": ("CaptureError", r"(?s)--cp 1.*Block layers\.0 depends on the position of a token"),
+    "own_rotation": ("CaptureError", r"(?s)--cp 1.*Block layers\.0 depends on the position of a t"),
     "target": ("PlanError", r"pass \[batch, 64, \.\.\.\].*target has a tensor of \[2\]"),
     "short": ("PlanError", r"the microbatch in args has a tensor of \[2, 32\]"),
 }
