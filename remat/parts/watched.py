@@ -128,7 +128,8 @@ def watched_steps(
         def backward_begins() -> None:
             name(BACKWARD)
             for call, storage, size_bytes in moments.given:
-                calls[call.key].held_bytes += size_bytes if storage.expired() else 0
+                if call.key in calls and storage.expired():
+                    calls[call.key].held_bytes += size_bytes
 
         return run(moments.of_call, backward_begins)
 

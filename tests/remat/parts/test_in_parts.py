@@ -133,6 +133,38 @@ def test_a_hook_inside_keeps_a_module_from_running_twice() -> None:
     assert len(seen) == 3
 
 
+COUNTED: list[int] = []
+
+
+@torch.library.custom_op("parts::counted", mutates_args=())
+def counted(x: Tensor) -> Tensor:
+    """A copy, counted."""
+    COUNTED.append(1)
+    return x.clone()
+
+
+counted.register_fake(torch.empty_like)
+counted.register_autograd(lambda _, gradient: gradient)
+
+
+def test_an_op_of_the_users_own_runs_once() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Branching()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(counted(x))
+
+    model = Tower(*(Counting() for _ in range(3)))
+    module = planned(model)
+    assert module.modules_again
+    assert all("block" in path.split(".")[2:] for path in module.modules_again)
+    COUNTED.clear()
+    trained(model, module)
+    assert len(COUNTED) == 9
+
+
 def test_backward_comes_twice() -> None:
     model = Tower()
     module = planned(model)
