@@ -51,7 +51,7 @@ def planned(case: Callable[[], Case], budget: str, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the plan is not checked")
         module = remat.rematerialize(
-            model, args, budget=budget, verbose=False, time_limit_s=AMPLE_S, **options
+            model, args, budget=budget, verbose=False, **{"time_limit_s": AMPLE_S, **options}
         )
     return module, remat.plans(module)[0]
 
@@ -94,7 +94,8 @@ def require_as_eager(case: Callable[[], Case], module: nn.Module, step: Step = o
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("solver", ["dtr", pytest.param("auto", marks=pytest.mark.slow)])
 def test_it_trains_to_eagers_bits_at_its_least_peak(name: str, solver: str) -> None:
-    module, plan = planned(CASES[name], "min", solver=solver)
+    # The least peak has a schedule whenever a search ends.
+    module, plan = planned(CASES[name], "min", solver=solver, time_limit_s=5)
     require_as_eager(CASES[name], module)
     assert simulate(plan.step, plan.schedule).peak_bytes <= plan.budget_bytes
 
