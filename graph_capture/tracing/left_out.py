@@ -100,7 +100,8 @@ def used_alone(result: Any, outputs: Outputs | None) -> Any:
     With None, for caches alone that are for the next word of a text, which no graph can return.
     """
     whole = open_dataclass(result)
-    parts, spec = pytree.tree_flatten(whole, is_leaf=lambda part: part is not whole)
+    at = id(whole)  # by number: torch's function refers to itself and would hold a tree
+    parts, spec = pytree.tree_flatten(whole, is_leaf=lambda part: id(part) != at)
     named = whole if isinstance(result, Mapping) else () if whole is result else whole.values
     names: list[Any] = list(named or getattr(result, "_fields", range(len(parts))))
     if spec.is_leaf():  # it has no parts

@@ -196,8 +196,9 @@ class PlanCache(SharedState, nn.Module):
         def make(one: StepSpec) -> nn.Module:
             # `cached_plan` knows neither Inductor's code nor ranks.
             is_alone = not any(one.asked[name] for name in ("compile", "group", "sharding"))
-            known = functools.partial(cached_plan, known=cls._remat_known)
-            return whole_or_in_parts(one, known if is_alone else plan_one_size)
+            if not is_alone:
+                return whole_or_in_parts(one, plan_one_size)
+            return whole_or_in_parts(one, lambda its: cached_plan(its, cls._remat_known))
 
         try:
             return make(spec)
