@@ -315,9 +315,7 @@ def _values_as_allocated(joint: Joint, costs: dict[str, OpCost]) -> tuple[Value,
     graph = joint.graph
     allocated = allocator_rounding(graph.device)
     # What a step on a CUDA device has on the host takes nothing on the device.
-    nodes = joint.base_of_value.items() if is_cuda(graph.device) else ()
-    bases = ((name, tensors_of(node)[0]) for name, node in nodes)
-    host = {name for name, t in bases if t is not None and t.device.type == CPU}
+    host = _on_the_host(joint) if is_cuda(graph.device) else frozenset()
     # Some results are larger than a trace says: mse_loss returns a scalar in the storage of all its
     # terms. So the first result grows by what the op kept; for this a hash does not cover sizes.
     costed = (op for op in graph.ops if op.name in costs and op.outputs)
@@ -330,6 +328,11 @@ def _values_as_allocated(joint: Joint, costs: dict[str, OpCost]) -> tuple[Value,
         replace(value, size_bytes=0 if value.name in host else size_bytes(value))
         for value in graph.values
     )
+
+
+def _on_the_host(joint: Joint) -> frozenset[str]:
+    bases = ((name, tensors_of(node)[0]) for name, node in joint.base_of_value.items())
+    return frozenset(name for name, t in bases if t is not None and t.device.type == CPU)
 
 
 def _silent(done: int = 0, total: int | None = None, *, text: str = "") -> None:
