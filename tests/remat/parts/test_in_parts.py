@@ -133,6 +133,22 @@ def test_a_hook_inside_keeps_a_module_from_running_twice() -> None:
     assert len(seen) == 3
 
 
+def test_buffers_that_are_read_and_written() -> None:
+    class Decaying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Branching()
+            self.register_buffer("rate", torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            scaled = self.block(x * self.rate.clone())
+            self.rate.mul_(0.9)
+            return scaled
+
+    module = require_same(Tower(*(Decaying() for _ in range(4))), "min")
+    assert any(path.count(".") == 1 for path in module.modules_again)
+
+
 COUNTED: list[int] = []
 
 
