@@ -162,12 +162,17 @@ BUILT = {
     "BERT": functools.partial(masked, "BERT"),
     "BERT, padded": functools.partial(masked, "BERT", is_padded=True),
     "ModernBERT": functools.partial(masked, "ModernBERT"),
-    **{f"{kind}, gathered experts": functools.partial(gathered, kind) for kind in MIXTURES},
     "T5": t5,
     "BART": functools.partial(pair, "Bart", PAIRED),
 }
 ENTRIES = {
     **{f"Hugging Face {name}": Entry(build, "transformers") for name, build in BUILT.items()},
+    **{
+        f"Hugging Face {kind}, gathered experts": Entry(
+            functools.partial(gathered, kind), "transformers", refused="a mask decides how many"
+        )
+        for kind in MIXTURES
+    },
     "Hugging Face Longformer, padded": Entry(
         functools.partial(masked, "Longformer", is_padded=True),
         "transformers",

@@ -103,20 +103,20 @@ class Group(nn.Sequential):
 
 @pytest.mark.parametrize("kind", [Around, Drawing])
 def test_what_does_more_than_compute_runs_once(kind: Callable[[], nn.Module]) -> None:
-    module = require_same(Tower(*(kind() for _ in range(3))))
+    module = require_same(Tower(*(kind() for _ in range(3))), "min")
     assert module.modules_again
     assert all("block" in path.split(".")[2:] for path in module.modules_again)
 
 
 def test_a_count_is_that_of_eager() -> None:
     model = Tower(*(Around() for _ in range(3)))
-    module = planned(model)
+    module = planned(model, "min")
     trained(model, module)
     assert [block.calls for block in model.blocks] == [3, 3, 3]
 
 
 def test_what_is_given_an_object_runs_once() -> None:
-    module = require_same(WithSlot())
+    module = require_same(WithSlot(), "min")
     assert module.modules_again
     assert all("block" in path.split(".")[2:] for path in module.modules_again)
 
@@ -125,7 +125,7 @@ def test_a_hook_inside_keeps_a_module_from_running_twice() -> None:
     model = Tower()
     seen: list[int] = []
     model.blocks[1].body.register_forward_hook(lambda *_: seen.append(1))
-    module = planned(model)
+    module = planned(model, "min")
     assert module.modules_again
     assert not any(path in ("blocks.1",) for path in module.modules_again)
     seen.clear()
@@ -173,7 +173,7 @@ def test_an_op_of_the_users_own_runs_once() -> None:
             return self.block(counted(x))
 
     model = Tower(*(Counting() for _ in range(3)))
-    module = planned(model)
+    module = planned(model, "min")
     assert module.modules_again
     assert all("block" in path.split(".")[2:] for path in module.modules_again)
     COUNTED.clear()
