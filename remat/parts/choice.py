@@ -48,9 +48,8 @@ class _RerunCall:
     back: int  # when backward comes to it
     own_bytes: int = 0  # without parts within
     own_us: float = 0.0
-    within: list[CallKey] = field(
-        default_factory=list[CallKey]
-    )  # itself, and parts in it, in the order of calls
+    # Itself, and parts in it, in the order of calls.
+    within: list[CallKey] = field(default_factory=list[CallKey])
 
     @property
     def path(self) -> str:
@@ -289,9 +288,8 @@ class _Program:
     def __init__(self, choices: Choices) -> None:
         self._parts, self._beside = choices.parts, choices.background
         self._step_us = choices.watched.step_us
-        self._around = {
-            key: list[CallKey]() for key in self._parts
-        }  # of each call, itself included
+        # Of each call, itself included.
+        self._around = {key: list[CallKey]() for key in self._parts}
         for key, part in self._parts.items():
             for inner in part.within:
                 self._around[inner].append(key)

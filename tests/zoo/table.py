@@ -135,7 +135,8 @@ def _entries_in_parts(name: str, entry: Entry, refusal: str) -> list[str]:
 def _reason(refusal: str) -> str:
     """What a refusal says of the code, among the ways out."""
     sentences = re.split(r"[.] (?=[A-Zt])|[.]?\n", refusal)
-    said = next((one for one in sentences if re.search(r"[.]py:\d", one)), sentences[0])
+    known = re.compile(r"[.]py:\d|[Ff]orward of ")
+    said = next((one for one in sentences if known.search(one)), sentences[0])
     return _without_folders(said.split(": ", 1)[-1] if said[0].islower() else said)
 
 

@@ -22,6 +22,7 @@ from remat.graph_capture.errors import (
     RewriteError,
     SignatureError,
 )
+from remat.solver.stopping import DEFAULT_GAP
 from tests.remat.parts.models import (
     ROWS,
     Around,
@@ -239,8 +240,8 @@ def test_its_plan_can_be_inspected_and_is_in_no_file(tmp_path: Path) -> None:
     module = planned(Tower())
     (plan,) = remat.plans(module)
     assert plan.peak_bytes == plan.check.plan_peak_bytes
-    assert 0 < plan.overhead < 1
-    assert plan.gap == pytest.approx(0, abs=1e-6)
+    assert plan.overhead > 0
+    assert 0 <= plan.gap <= DEFAULT_GAP
     again = {name for name, count in plan.schedule.computations().items() if count > 1}
     assert {f"{path} 0" for path in module.modules_again} <= again
     with pytest.raises(PlanError, match="in each process"):
