@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
 from remat.graph_capture.devices.memory_events import without_garbage
 
 with without_garbage():  # to look for garbage among the new objects takes a fifth
@@ -19,6 +23,7 @@ with without_garbage():  # to look for garbage among the new objects takes a fif
     from torch._dynamo.source import ConstantSource
     from torch._dynamo.utils import to_fake_tensor
     from torch._functorch import config as functorch_config
+    from torch._functorch._aot_autograd import utils as _utils
     from torch._functorch._aot_autograd.schemas import (
         MemoryFormatMeta,
         OutputType,
@@ -35,3 +40,22 @@ with without_garbage():  # to look for garbage among the new objects takes a fif
     from torch.utils._sympy.functions import Max
     from torch.utils._sympy.printers import PythonPrinter
     from torch.utils._sympy.value_ranges import bound_sympy
+
+
+@contextlib.contextmanager
+def notes_of_backward() -> Generator[None]:
+    """Up to 2.12, torch puts what forward's nodes are noted with in place of what backward's are,
+    not beside it."""
+    replace = _utils._copy_metadata_to_bw_nodes_in_subgraph
+
+    def beside(gm: Any, *args: Any) -> None:
+        own = [(node, node.meta["custom"]) for node in gm.graph.nodes if "custom" in node.meta]
+        replace(gm, *args)
+        for node, note in own:
+            node.meta["custom"] = {**note, **node.meta["custom"]}
+
+    _utils._copy_metadata_to_bw_nodes_in_subgraph = beside
+    try:
+        yield
+    finally:
+        _utils._copy_metadata_to_bw_nodes_in_subgraph = replace

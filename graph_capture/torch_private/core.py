@@ -85,28 +85,36 @@ def as_outside_of_ops() -> Any:
     return _C._ForceDispatchKeyGuard(*_KEYS)
 
 
+FunctionMeta: Any = type(torch.autograd.Function)
+SINGLE_LEVEL_SETUP: Any = torch.autograd.function._SingleLevelFunction.setup_context
+"""What a `Function` has whose forward is given `ctx`."""
+
+
 @contextlib.contextmanager
-def calls_of_functions(apply: Callable[..., Any]) -> Generator[None]:
-    """Have `apply` run in place of each call of a `Function`: it is given what to call, the class
-    and the arguments. `Function.apply`, under whatever name it is bound, asks its own base."""
-    before = vars(SingleLevelFunction).get("apply")
+def calls_of_functions(stand_in: Callable[[Any], dict[str, Any]]) -> Generator[None]:
+    """In each call of a `Function`, have the attributes that `stand_in` gives for its class taken
+    for those of the class. `apply` reads them, under whatever name it is bound, once each:
+    `_backward_cls` at the begin, then forward, then setup_context, if the class has its own."""
+    before = vars(FunctionMeta).get("__getattribute__")
+    of_class = before or type.__getattribute__
+    calls = dict[Any, dict[str, Any]]()
 
-    def of_base(kind: Any, *args: Any) -> Any:
-        if before is not None:
-            return before.__get__(None, kind)(*args)
-        return super(SingleLevelFunction, kind).apply(*args)
+    def read(kind: Any, name: str) -> Any:
+        if name == "_backward_cls":
+            calls[kind] = stand_in(kind)
+        given = calls.get(kind, {})
+        if name not in given or (name == "setup_context" and "forward" in given):
+            return of_class(kind, name)
+        return given.pop(name)
 
-    SingleLevelFunction.apply = classmethod(functools.partial(apply, of_base))
+    FunctionMeta.__getattribute__ = read
     try:
         yield
     finally:
-        del SingleLevelFunction.apply
+        del FunctionMeta.__getattribute__
         if before is not None:
-            SingleLevelFunction.apply = before
+            FunctionMeta.__getattribute__ = before
 
-
-SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
-"""What `autograd.Function.apply` asks, under whatever name it is called."""
 
 prepare_profiler: Callable[..., None] = _C._autograd._prepare_profiler
 enable_profiler: Callable[..., None] = _C._autograd._enable_profiler

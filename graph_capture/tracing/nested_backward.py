@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from itertools import count
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from remat.graph_capture.joint.nodes import aten, draws_randomness, is_alias_of_input
 from remat.graph_capture.joint.output_aliasing import lay_out_again
 from remat.graph_capture.joint.provenance import CHECKPOINT_KEY, COVERED_KEY
+from remat.graph_capture.torch_private.aot import notes_of_backward
 from remat.graph_capture.torch_private.core import (
     BackwardFunction,
     calls_of_functions,
@@ -93,15 +94,16 @@ def nested_backward(step: StepModule) -> Generator[None]:
         pairs = zip(own, found, strict=True)
         return tuple(a if b is None else b if a is None else a + b for a, b in pairs)
 
-    def forward(of_base: Callable[..., Any], kind: type[Function], *args: Any) -> Any:
-        note = {COVERED_KEY: str(next(numbers))} if differentiates(kind) else {}
-        with fx_traceback.annotate(note):
-            return of_base(kind, *args)
+    def covered(kind: type[Function]) -> dict[str, Any]:
+        if not differentiates(kind):
+            return {}
+        annotated = fx_traceback.annotate({COVERED_KEY: str(next(numbers))})
+        return {"forward": annotated(kind.forward)}
 
     # Not on the classes, which are state of the user's.
     BackwardFunction.apply, torch.autograd.grad, torch.autograd.backward = apply, grad, backward
     try:
-        with calls_of_functions(forward), reentrant_checkpoints():
+        with calls_of_functions(covered), reentrant_checkpoints(), notes_of_backward():
             yield
     finally:
         BackwardFunction.apply, torch.autograd.grad, torch.autograd.backward = run, of_torch, whole

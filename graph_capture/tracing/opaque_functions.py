@@ -14,7 +14,6 @@ import math
 import sys
 from collections.abc import Callable, Generator, Sequence
 from enum import Enum
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +24,8 @@ from remat.graph_capture.costs.op_times import sample_tensor
 from remat.graph_capture.errors import CaptureError, RewriteError
 from remat.graph_capture.joint.nodes import TRIALS, storage_key
 from remat.graph_capture.torch_private.core import (
+    SINGLE_LEVEL_SETUP,
     DisableTorchFunction,
-    SingleLevelFunction,
     as_outside_of_ops,
     calls_of_functions,
     disable_current_modes,
@@ -50,14 +49,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 @contextlib.contextmanager
 def opaque_functions(kinds: frozenset[type[Function]]) -> Generator[None]:
-    """Have calls of these recorded as ops. Names that were bound to `apply` before lead here too,
-    as `Function.apply` asks its own base."""
-
-    def apply(of_base: Callable[..., Any], kind: type[Function], *args: Any) -> Any:
-        return _record(kind, args) if kind in opaque else of_base(kind, *args)
-
+    """Have calls of these recorded as ops."""
     opaque = {kind for kind in kinds if not differentiates(kind)}
-    with calls_of_functions(apply) if opaque else contextlib.nullcontext():
+    stand_in = lambda kind: _recorded(kind) if kind in opaque else {}  # noqa: E731
+    with calls_of_functions(stand_in) if opaque else contextlib.nullcontext():
         yield
 
 
@@ -109,13 +104,15 @@ class _Call:
         for i, tensor, flag in zip(self.at, tensors, self.flags, strict=True):
             leaves[i] = tensor.detach().requires_grad_(flag)
         args = pytree.tree_unflatten(leaves, self.spec)
-        ctx, kind = _Context(self.needs), self.kind
+        ctx = _Context(self.needs)
+        # Not what `calls_of_functions` has in place of it.
+        forward = type.__getattribute__(self.kind, "forward")
         with self._as_called():
-            if kind.setup_context is SingleLevelFunction.setup_context:
-                output = kind.forward(ctx, *args)
+            if (setup := _own_setup(self.kind)) is None:
+                output = forward(ctx, *args)
             else:
-                output = kind.forward(*args)
-                kind.setup_context(ctx, args, output)
+                output = forward(*args)
+                setup(ctx, args, output)
         kept = {name: one for name, one in vars(ctx).items() if name not in _OWN}
         return output, ctx.saved_tensors, kept, ctx.marks
 
@@ -137,7 +134,8 @@ class _Call:
             yield
 
 
-def _record(kind: type[Function], args: tuple[Any, ...]) -> Any:
+def _record(kind: type[Function], args: tuple[Any, ...]) -> tuple[Any, Callable[[Any], None]]:
+    """What a call returns, and what keeps the rest in its `ctx`."""
     leaves, spec = pytree.tree_flatten(args)
     at = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     if any(isinstance(size, torch.SymInt) for i in at for size in leaves[i].shape):
@@ -151,32 +149,25 @@ def _record(kind: type[Function], args: tuple[Any, ...]) -> Any:
                 f"code ({type(leaf).__name__}), whose parameters no op shows"
             )
     # Autograd sees the tensors among the arguments, and none in lists.
-    starts = accumulate((len(pytree.tree_leaves(arg)) for arg in args), initial=0)
-    top = [i if isinstance(arg, Tensor) else -1 for i, arg in zip(starts, args, strict=False)]
-    tensors = [leaves[i] if i in top else leaves[i].detach() for i in at]
+    own = {id(arg) for arg in args if isinstance(arg, Tensor)}
+    tensors = [leaves[i] if id(leaves[i]) in own else leaves[i].detach() for i in at]
     needs = tuple(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
     others = tuple(None if i in at else leaf for i, leaf in enumerate(leaves))
     flags = tuple(leaves[i].requires_grad for i in at)
     call = _Call(kind, others, at, flags, spec, needs, autocast_state())
-    places = tuple(top.index(i) if i in top else -1 for i in at)
-    return _Recorded.apply(call, _forward_op(call, tensors), places, *tensors)
+    op = _forward_op(call, tensors)
+    (output, saved, kept, marks), written = op(tensors)
+    dirty = {id(one) for one in marks["dirty"]}
+    in_place = dict[int, Tensor]()
+    for i, new in zip(op.written, written, strict=True):
+        tensors[i].data.copy_(new)  # later readers see it, as in eager
+        if id(new) in dirty:
+            in_place[id(new)] = tensors[i]
+    output, saved, kept = pytree.tree_map(
+        lambda one: in_place.get(id(one), one), (output, saved, kept)
+    )
 
-
-class _Recorded(Function):
-    """The ops of a call, for autograd. `places`: of each tensor among the arguments, or -1."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, op: _Op, places: tuple[int, ...], *tensors: Tensor) -> Any:
-        (output, saved, kept, marks), written = op(tensors)
-        dirty = {id(one) for one in marks["dirty"]}
-        in_place = dict[int, Tensor]()
-        for i, new in zip(op.written, written, strict=True):
-            tensors[i].data.copy_(new)  # later readers see it, as in eager
-            if id(new) in dirty:
-                in_place[id(new)] = tensors[i]
-        output, saved, kept = pytree.tree_map(
-            lambda one: in_place.get(id(one), one), (output, saved, kept)
-        )
+    def keep(ctx: Any) -> None:
         ctx.mark_dirty(*in_place.values())
         ctx.mark_non_differentiable(*marks["constant"])
         ctx.set_materialize_grads(marks["materializes"])
@@ -184,8 +175,13 @@ class _Recorded(Function):
         ctx.is_tensor = [isinstance(one, Tensor) for one in flat]
         ctx.save_for_backward(*(one for one in flat if isinstance(one, Tensor)))
         ctx.rest = [one for one in flat if not isinstance(one, Tensor)]
-        ctx.call, ctx.op, ctx.places = call, op, places
-        return output
+        ctx.call, ctx.op = call, op
+
+    return output, keep
+
+
+class _Recorded(Function):
+    """The backward of a call, for autograd."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -206,7 +202,40 @@ class _Recorded(Function):
         gradients, written = op(given)
         for i, new in zip(op.written, written, strict=True):
             given[i].data.copy_(new)
-        return None, None, None, *(None if i < 0 else gradients[i] for i in ctx.places)
+        return tuple(gradients)
+
+
+_ASKED = ("_backward_cls", "clear_saved_tensors_on_access", "boxed_grads_call")
+"""What autograd asks a class for at a call, beside its code."""
+
+
+def _recorded(kind: type[Function]) -> dict[str, Any]:
+    """What stands in for the class in one call."""
+    keeps = list[Callable[[Any], None]]()
+
+    def forward(*args: Any) -> Any:
+        output, keep = _record(kind, args)
+        keeps.append(keep)
+        return output
+
+    def set_up(ctx: Any, *_: Any) -> None:
+        keeps.pop()(ctx)
+
+    def forward_with_ctx(ctx: Any, *args: Any) -> Any:
+        output = forward(*args)
+        set_up(ctx)
+        return output
+
+    asked = {name: getattr(_Recorded, name) for name in _ASKED if hasattr(_Recorded, name)}
+    if _own_setup(kind) is None:
+        return {**asked, "forward": forward_with_ctx}
+    return {**asked, "forward": forward, "setup_context": set_up}
+
+
+def _own_setup(kind: type[Function]) -> Any:
+    """Its setup_context, whatever `calls_of_functions` has in place of it; None for torch's."""
+    found = type.__getattribute__(kind, "setup_context")
+    return None if found is SINGLE_LEVEL_SETUP else found
 
 
 class _View(NamedTuple):

@@ -148,7 +148,7 @@ class Drawn(Function):
         return kernel(lambda a, b: a * b, g, *ctx.saved_tensors)
 
 
-norm = Norm.apply  # bound before anything is planned
+norm, in_two = Norm.apply, InTwo.apply  # bound before anything is planned
 SCALE = torch.linspace(0.5, 1.5, WIDTH)
 FORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "a number": lambda m, x: x + Gate.apply(m(x), 1.5),
@@ -156,6 +156,7 @@ FORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "over the gradient": lambda m, x: x + m(norm(m(x), m.bias)),
     "in place": lambda m, x: x + Dirty.apply(m(x) * 1.0),
     "in two": lambda m, x: x + InTwo.apply(m(x), [SCALE, SCALE])[0],
+    "in two, bound before": lambda m, x: x + in_two(m(x), [SCALE, SCALE])[0],
     "counted": lambda m, x: x + Counted.apply(m(x)),
     "drawn": lambda m, x: torch.dropout(x + Drawn.apply(m(x)), 0.1, True),
     "under autocast": lambda m, x: x + Gate.apply(m(x), 0.5),
