@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from remat.graph_capture.errors import GraphError
 from remat.graph_capture.graph import Floats, Ints, TrainingGraph
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.layout import Buffers, Layout, buffers_of, check_layout, kinds_of_buffers
@@ -113,72 +112,6 @@ def _bounds(curves: Iterable[_DrawnFront]) -> tuple[list[int], list[float]]:
                 best[budget_bytes] = max(best.get(budget_bytes, 0.0), bound)
     budgets = sorted(best)
     return budgets, [best[budget] for budget in budgets]
-
-
-class _Moment(Protocol):
-    """What a picture needs of `remat.solver.Progress`."""
-
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def best_overhead(self) -> float | None: ...
-
-    @property
-    def bound_overhead(self) -> float: ...
-
-
-def draw_convergence(
-    ax: Axes, told: Sequence[_Moment] | Mapping[str, Sequence[_Moment]], *, title: str = ""
-) -> Axes:
-    """Draw best overhead and bound over seconds; ``progress=told.append`` makes what is told."""
-    runs = dict(told) if isinstance(told, Mapping) else {"best schedule": told}
-    colours = cycled(list(runs)) if len(runs) > 1 else dict.fromkeys(runs, ROLES["plan"])
-    for name, moments in runs.items():
-        best = [(m.seconds, 100 * m.best_overhead) for m in moments if m.best_overhead is not None]
-        ax.plot(
-            [x for x, _ in best], [y for _, y in best],
-            drawstyle="steps-post", color=colours[name], label=name,
-        )  # fmt: skip
-        bound = colours[name] if len(runs) > 1 else ROLES["bound"]
-        title_of_bound = f"bound of {name}" if len(runs) > 1 else "bound"
-        ax.plot(
-            [m.seconds for m in moments], [100 * m.bound_overhead for m in moments],
-            drawstyle="steps-post", ls=":", color=bound, label=title_of_bound,
-        )  # fmt: skip
-    ax.set(xlabel="seconds", ylabel="overhead (%)", title=title)
-    ax.set_ylim(bottom=0)
-    ax.legend(fontsize="small", frameon=False)
-    return ax
-
-
-def draw_predicted_measured(ax: Axes, predicted: TrainingGraph, measured: TrainingGraph) -> Axes:
-    """Draw one point an op with a time in both, which are costs of one step (else GraphError)."""
-    pairs = _paired_us(predicted, measured)
-    for phase in ("forward", "backward"):
-        chosen = [(x, y) for x, y, p in pairs if p == phase]
-        ax.scatter(
-            [x for x, _ in chosen], [y for _, y in chosen],
-            s=12, alpha=0.6, color=ROLES[phase], label=phase, linewidths=0,
-        )  # fmt: skip
-    if ends := [value for x, y, _ in pairs for value in (x, y)]:
-        span = [min(ends), max(ends)]
-        ax.plot(span, span, color=ROLES["unmodified"], lw=1, label="equal")
-        ax.set(xscale="log", yscale="log")
-    ax.set(xlabel="predicted (µs)", ylabel="measured (µs)", title=literal(predicted.name))
-    ax.legend(fontsize="small", frameon=False)
-    return ax
-
-
-def _paired_us(predicted: TrainingGraph, measured: TrainingGraph) -> list[tuple[float, float, str]]:
-    if predicted.hash != measured.hash:
-        raise GraphError(
-            "capture the same model and batch: the two graphs are of different steps "
-            f"({predicted.name}, hash {predicted.hash[:12]}, and {measured.name}, hash "
-            f"{measured.hash[:12]})"
-        )
-    ops = zip(predicted.ops, measured.ops, strict=True)  # logarithmic axes cannot show 0
-    return [(p.cost_us, m.cost_us, p.phase) for p, m in ops if p.cost_us > 0 and m.cost_us > 0]
 
 
 # Live bytes through the step, places in an arena, what runs when, and what holds the peak.

@@ -12,21 +12,19 @@ import pytest
 
 from remat.analysis.compare import sweep
 from remat.analysis.plan_figures import place
-from remat.graph_capture.errors import GraphError, LayoutError
+from remat.graph_capture.errors import LayoutError
 from remat.schedules import palette
 from remat.schedules.layout import buffers_of
 from remat.schedules.plots import (
-    draw_convergence,
     draw_front,
     draw_layout,
     draw_live_bytes,
     draw_peak_values,
-    draw_predicted_measured,
     draw_ribbon,
 )
 from remat.schedules.simulate import simulate
 from remat.schedules.timeline import timeline
-from remat.solver import Progress, solve_within
+from remat.solver import solve_within
 from tests.limits import AMPLE_S
 from tests.schedules.conftest import Planned
 from tests.solver.graphs.random_graphs import gpt_like
@@ -104,14 +102,6 @@ def test_values_at_the_peak_are_the_largest(ax: Any, planned: Planned) -> None:
     assert f"{len(held) - 5} smaller left out" in ax.get_title()
 
 
-def test_predicted_and_measured_are_of_one_step(ax: Any, planned: Planned) -> None:
-    draw_predicted_measured(ax, planned.graph, planned.graph)
-    timed = sum(op.cost_us > 0 for op in planned.graph.ops)
-    assert sum(len(one.get_offsets()) for one in ax.collections) == timed
-    with pytest.raises(GraphError, match="different steps"):
-        draw_predicted_measured(ax, planned.graph, gpt_like(2))
-
-
 @pytest.mark.slow
 def test_a_front_shows_solvers_bound_budget_and_plan(ax: Any) -> None:
     graph = gpt_like(3)
@@ -125,17 +115,6 @@ def test_a_front_shows_solvers_bound_budget_and_plan(ax: Any) -> None:
     assert np.allclose(lines["cut"].get_xdata() * MIB, found)
     assert lines["this plan"].get_ydata()[0] == pytest.approx(100 * plan.overhead)
     draw_front(ax, fronts["cut"])
-
-
-def test_convergence_has_best_and_bound(ax: Any) -> None:
-    graph = gpt_like(3)
-    told: list[Progress] = []
-    budget_bytes = int(0.7 * solve_within(graph, 1 << 60, "store_all").peak_bytes)
-    result = solve_within(graph, budget_bytes, gap=0.02, time_limit_s=AMPLE_S, progress=told.append)
-    draw_convergence(ax, told, title="GPT")
-    best = next(one for one in ax.lines if one.get_label() == "best schedule")
-    assert best.get_ydata()[-1] == pytest.approx(100 * result.overhead)
-    draw_convergence(ax, {"a": told, "b": told})
 
 
 def test_roles_can_be_told_apart() -> None:
