@@ -44,7 +44,13 @@ def require_options(options: Mapping[str, Any]) -> None:
     require_optimizer(options.get("optimizer", "none"))
     check_number("time_limit_s", options.get("time_limit_s", 0))
     for name in ("keep", "recompute"):
-        _require_globs(name, options.get(name, ()))
+        given = options.get(name, ())
+        is_known = isinstance(given, Collection) and all(isinstance(one, str) for one in given)
+        if not is_known and not isinstance(given, Iterator):
+            raise SolverError(
+                f"give a glob, such as 'layers.*', or several: {option(name, given)} names no "
+                "modules"
+            )
     group = options.get("group")
     if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         raise RewriteError(
@@ -57,14 +63,6 @@ def require_options(options: Mapping[str, Any]) -> None:
             "plan the modules one by one, with remat.rematerialize(..., blocks=...), and shard "
             "the blocks that it rewrote: modules inside a rewritten one cannot be sharded "
             f"separately ({sharding.blocks})"
-        )
-
-
-def _require_globs(name: str, given: Any) -> None:
-    is_known = isinstance(given, Collection) and all(isinstance(one, str) for one in given)
-    if not is_known and not isinstance(given, Iterator):
-        raise SolverError(
-            f"give a glob, such as 'layers.*', or several: {option(name, given)} names no modules"
         )
 
 

@@ -39,7 +39,12 @@ def trace_of_schedule(
     model: nn.Module, recipe: Recipe, schedule: Schedule, captured: Trace | None = None
 ) -> Trace:
     """A trace of the step that `schedule` is of; `captured` is used up if it can serve."""
-    _require_counts(schedule)
+    for one in schedule.chunks:  # not covered by the hash, and a file may have been edited
+        if one.chunks not in COUNTS:
+            raise ScheduleError(
+                f"solve again: this plan runs {one.region} in {one.chunks} chunks, and regions "
+                f"run in {', '.join(map(str, COUNTS))}"
+            )
     facts = schedule.graph_hash, recipe.device
     # The plan may come from elsewhere: exact chunks are compared with eager here, once a process.
     exact = [one for one in schedule.chunks if one.exact]
@@ -69,15 +74,6 @@ def _edits_of(schedule: Schedule) -> Iterator[JointEdit]:
             )
         emit: Callable[..., None] = attribute_at(REDUCTIONS[name].emitter)
         yield functools.partial(emit, told=facts)
-
-
-def _require_counts(schedule: Schedule) -> None:
-    for one in schedule.chunks:  # not covered by the hash, and a file may have been edited
-        if one.chunks not in COUNTS:
-            raise ScheduleError(
-                f"solve again: this plan runs {one.region} in {one.chunks} chunks, and regions "
-                f"run in {', '.join(map(str, COUNTS))}"
-            )
 
 
 def _require_eagers_bits(captured: Trace, wanted: Iterable[ChunkedRegion]) -> None:

@@ -43,7 +43,7 @@ from remat.solver.local_search.repair import offer_exchanges
 from remat.solver.orders.free_order import FreeOrder, Share
 from remat.solver.problem import can_copy
 from remat.solver.result import INTERRUPTED, renamed
-from remat.solver.search import Clock, Listener, Search
+from remat.solver.search import Clock, Listener, Search, check_least
 from remat.solver.segments.chen_sqrt import chen_state
 from remat.solver.state import State, ops_of, recomputed_by_stage, store_all_state
 from remat.solver.stopping import DEFAULT_GAP, EXACT_OPS, gap_for
@@ -174,8 +174,7 @@ class Auto:
     known_us: float = inf
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise SolverError(f"workers must be 1 or more, not {self.workers}")
+        check_least(1, workers=self.workers)
         gap: Any = self.gap
         if not isinstance(gap, REAL) or not gap >= 0:
             raise SolverError(f"gap must be 0 or more, not {gap}")

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Holding, Result
 from remat.schedules.schedule import Option, Schedule
@@ -19,6 +20,13 @@ from remat.solver.problem import Problem, working_set_bytes
 from remat.solver.result import INTERRUPTED, evaluate_schedule, infeasible, least_budget_message
 from remat.solver.state import State, schedule_of
 from remat.solver.table import options_of
+
+
+def check_least(least: int, **numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < least:
+            raise SolverError(f"{name} must be {least} or more, not {number}")
+
 
 # A search that Ctrl-C ends returns its best; a job of several must know, or it begins the next.
 

@@ -62,12 +62,10 @@ def times_us(
     except BaseException:
         keep(found)  # Ctrl-C too: what was timed so far is not lost
         raise
-    return {key: _OpTime(least_agreed(us), _away(us, away.get(key))) for key, us in found.items()}
-
-
-def _away(times: Sequence[float], away: Sequence[float] | None) -> float:
-    # Passes that do not agree leave a median, which a busy one may have given.
-    return (min if have_agreed(times) else max)(away) if away else 0.0
+    return {  # passes that do not agree leave a median, which a busy one may have given
+        key: _OpTime(least_agreed(us), (min if have_agreed(us) else max)(away.get(key) or [0.0]))
+        for key, us in found.items()
+    }
 
 
 def _take(

@@ -72,7 +72,10 @@ class ConstantFolder(TraceObserver):
         if func in _LIFTED and type(inputs[0]) is Tensor:
             # `torch.tensor` makes a tensor with values, and hands it over to the trace.
             self._values[inputs[0]] = _run(_CLONE, (inputs[0],), {})
-        if not _repeats(func) or not all(map(self._is_known, inputs)):
+        # Alone, a rank would wait for the others.
+        varies = func.namespace in NAMESPACES or _is_random(func)
+        varies |= func._schema.name.partition("::")[2].startswith(_UNFILLED)
+        if varies or not all(map(self._is_known, inputs)):
             return self._unknown(func, args, kwargs, inputs)
         has_symbols = any(isinstance(n, torch.SymInt) for n in pytree.tree_leaves((args, kwargs)))
         # Sizes of a range have no value yet: a formula stands for what is made of them.
@@ -175,12 +178,6 @@ class ConstantFolder(TraceObserver):
                 self._lost[storage_key(real)] = sources  # by storage, as a write reaches every view
             if (formula := self._formulas.get(tensor)) is not None:
                 formula.root.lost = sources
-
-
-def _repeats(func: OpOverload) -> bool:
-    if func.namespace in NAMESPACES or _is_random(func):  # alone, a rank would wait for the others
-        return False
-    return not func._schema.name.partition("::")[2].startswith(_UNFILLED)
 
 
 def _is_random(func: OpOverload) -> bool:

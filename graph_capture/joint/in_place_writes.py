@@ -221,7 +221,9 @@ def writes_in_place(nodes: Sequence[fx.Node], in_forward: Collection[fx.Node]) -
             writers = in_forward if node in in_forward else by_autograd
             before = first
             while (write := only_write(before, _in_place)) is not None and write.node in writers:
-                if not (is_made_for_writes(node) or _adds_to_term(node, write.node)):
+                # torch 2.11 does not tell of terms.
+                to_term = WRITTEN_KEY not in _annotations(node) and _op_called(write.node) in _ADD
+                if not (is_made_for_writes(node) or _is_sum_of_autograd(write.node) or to_term):
                     break
                 found.begins[node] = first
                 found.targets[write.node] = write.target
@@ -230,11 +232,6 @@ def writes_in_place(nodes: Sequence[fx.Node], in_forward: Collection[fx.Node]) -
                 known.update((write.node, *write.scattered))
                 before = write.result
     return found
-
-
-def _adds_to_term(node: fx.Node, write: fx.Node) -> bool:
-    is_recorded = WRITTEN_KEY not in _annotations(node)  # torch 2.11 does not tell of terms
-    return _is_sum_of_autograd(write) or (not is_recorded and _op_called(write) in _ADD)
 
 
 def _annotations(node: fx.Node) -> Any:

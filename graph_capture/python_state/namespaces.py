@@ -103,7 +103,9 @@ class Namespaces:
         is_named = self._names.is_loaded_of(kind)
         for key in sorted(keys):
             is_special = key.startswith("__") and key.endswith("__")
-            if not is_named(key) and not (is_special and self._is_run(kind, key)):
+            # No code may name a special method; a constructor runs only if the class is called.
+            may_run = kind in self._called if key in _CONSTRUCTORS else key not in NOT_RUN
+            if not is_named(key) and not (is_special and may_run):
                 continue
             space.done.add(key)
             value = space.before[key]
@@ -115,11 +117,6 @@ class Namespaces:
             if functions or not is_special:
                 text = f"{kind.__name__}.{key}"
                 self._add(DictItem(text, space.space, key, value, owner=kind))
-
-    def _is_run(self, kind: type, special: str) -> bool:
-        """Whether forward may run a special method that no code names."""
-        # A constructor runs only if the class is called.
-        return kind in self._called if special in _CONSTRUCTORS else special not in NOT_RUN
 
     def _read_instance(self, space: Namespace, keys: Iterable[str]) -> None:
         kind = type(space.value)

@@ -276,8 +276,13 @@ class StateWalk:
             self.found.stores.setdefault(name, place)
         code, cells = function.__code__, function.__closure__ or ()
         for name, cell in zip(code.co_freevars, cells, strict=True):
-            if name != "__class__":  # what `super()` needs
-                self._add_cell(f"variable {name} of {function.__qualname__}", cell)
+            text = f"variable {name} of {function.__qualname__}"
+            value = ClosureCell(text, cell, MISSING).now()
+            # `__class__` is what `super()` needs.
+            if name != "__class__" and value is not MISSING and self._is_new(cell, None):
+                self.found.places.append(ClosureCell(text, cell, value))
+                self._holds(cell, self._in_library)
+                self._visit(value, text)
         # A notebook that loads edited files anew puts other code into the functions that are there.
         self._add_slot(f"the code of {function.__qualname__}", function, "__code__")
         for key in ("__defaults__", "__kwdefaults__"):
@@ -355,13 +360,6 @@ class StateWalk:
             self.found.places.append(place)
             with self._within(holder):
                 self._visit(place.value, place.text)
-
-    def _add_cell(self, text: str, cell: Any) -> None:
-        value = ClosureCell(text, cell, MISSING).now()
-        if value is not MISSING and self._is_new(cell, None):
-            self.found.places.append(ClosureCell(text, cell, value))
-            self._holds(cell, self._in_library)
-            self._visit(value, text)
 
     def _add_slot(self, text: str, owner: Any, key: str) -> None:
         if self._is_new(owner, key):

@@ -9,7 +9,6 @@ import dis
 import enum
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from types import CodeType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -155,7 +154,8 @@ def writer_of(place: StateSlot | OpaqueState | Stream, ran: ExecutedCode) -> Wri
     # A library's thread may count at any moment. What forward writes, its own code stores.
     name = place.key if isinstance(place, (DictItem, SlotAttr)) else None
     own = ran.own_codes()
-    if any(name in code.co_names and name in _names_stored_by(code) for code in own):
+    by_name = (one for c in own if name in c.co_names for one in dis.get_instructions(c))
+    if any(x.argval == name and x.opname.startswith(("STORE_", "DELETE_")) for x in by_name):
         return Writer.FORWARD
     by_text = any(not _BY_TEXT.isdisjoint(code.co_names) for code in own)
     if not isinstance(name, str) or by_text or threading.active_count() == 1:
@@ -166,8 +166,3 @@ def writer_of(place: StateSlot | OpaqueState | Stream, ran: ExecutedCode) -> Wri
 def other_threads() -> str:
     own = threading.current_thread()
     return ", ".join(sorted(one.name for one in threading.enumerate() if one is not own))
-
-
-def _names_stored_by(code: CodeType) -> set[object]:
-    found = dis.get_instructions(code)
-    return {one.argval for one in found if one.opname.startswith(("STORE_", "DELETE_"))}

@@ -160,12 +160,14 @@ class WorkspacesOfRange:
             self._along: dict[str, tuple[Workspaces, Ints]] = {}
             return
         self._diagonal = _in_a_row(points, graphs)  # smallest to largest; others vary one size
-        rows = {name: _row_of(name, [*more, points[-1]]) for name in names}
-        along = {
-            name: _in_a_row(row, [graphs[-1]] * len(row), name)
-            for name, row in rows.items()
-            if len(row) > 1
-        }
+        along = dict[str, Workspaces]()
+        for name in names:
+            # The points that differ from the last one in one size alone, and it.
+            others = {other: size for other, size in points[-1].sizes.items() if other != name}
+            every = [*more, points[-1]]
+            row = [one for one in every if others.items() <= one.sizes.items()]
+            if len(row) > 1:
+                along[name] = _in_a_row(row, [graphs[-1]] * len(row), name)
         # What varies with one size follows from it: attention's buffers hang on no batch.
         axes = Counter(i for one in along.values() for i in one.varying().tolist())
         self._along = {
@@ -180,12 +182,6 @@ class WorkspacesOfRange:
             # No less than what was measured at the timed points up to these sizes.
             found[ops] = np.maximum(own, found[ops]) if is_bound else own
         return found
-
-
-def _row_of(name: str, points: Sequence[WorkspacePoint]) -> list[WorkspacePoint]:
-    """The points that differ from the last one in one size alone, and it."""
-    others = {other: size for other, size in points[-1].sizes.items() if other != name}
-    return [one for one in points if all(one.sizes[k] == size for k, size in others.items())]
 
 
 def _in_a_row(

@@ -234,7 +234,11 @@ class ForwardWrites:
             if any(text in change.text for text in texts):  # inside of one: "an item of ..."
                 continue
             if isinstance(change.place, (OpaqueState, Stream)):
-                raise CaptureError(_taken_text(self._kind, change.text))
+                raise CaptureError(
+                    f"take {change.text} outside forward and pass it in as a tensor, or draw with "
+                    f"torch: forward of {self._kind} takes its next item or number, or sets it, "
+                    "and a plan's step would not"
+                )
             if self._state.writer(change.place) is Writer.THREAD:
                 raise CaptureError(_beside_text(self._kind, change))
             # Such a value is the same after each step, so each step may set it.
@@ -269,13 +273,6 @@ def _beside_text(kind: str, change: Change) -> str:
         f"end the other thread ({other_threads()}) before you plan and train, or read the value "
         f"outside forward: it changes {change.text}, which forward of {kind} may read, from "
         f"{short(change.before)} to {short(change.now)}, and a plan holds for one value"
-    )
-
-
-def _taken_text(kind: str, text: str) -> str:
-    return (
-        f"take {text} outside forward and pass it in as a tensor, or draw with torch: forward of "
-        f"{kind} takes its next item or number, or sets it, and a plan's step would not"
     )
 
 

@@ -129,15 +129,13 @@ class Signature:
 
     def lines(self) -> tuple[str, ...]:
         """One line a leaf, as kept in a graph and in a plan."""
+        numbers = {i: f", {_text_of(number)}" for i, number in self.held_numbers.items()}
         return tuple(
-            f"{name}: {_facts_text(facts) if facts else repr(other)}{self._number_text(i)}"
+            f"{name}: {_facts_text(facts) if facts else repr(other)}{numbers.get(i, '')}"
             for i, (name, facts, other) in enumerate(
                 zip(self.names, self.tensors, self.others, strict=True)
             )
         )
-
-    def _number_text(self, place: int) -> str:
-        return f", {_text_of(self.held_numbers[place])}" if place in self.held_numbers else ""
 
     def other_number(self, leaves: Sequence[Any]) -> tuple[str, str, str] | None:
         """The first argument whose elements are not as they have to be: its name, was and is."""

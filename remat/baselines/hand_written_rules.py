@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.solver.policies import template
@@ -18,7 +17,7 @@ from remat.solver.recompute_summary import (
     attention_cores,
     op_kind,
 )
-from remat.solver.search import Listener, Search
+from remat.solver.search import Listener, Search, check_least
 from remat.solver.segments.chen_sqrt import articulation_points, checkpointed_state, kept_values
 from remat.solver.state import store_all_state
 
@@ -241,8 +240,7 @@ class ChenGreedy:
 
     def __post_init__(self) -> None:
         template.check_choice("points", self.points, _POINTS)
-        if self.sizes < 1:
-            raise SolverError(f"sizes must be 1 or more, not {self.sizes}")
+        check_least(1, sizes=self.sizes)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         return Search.of(self, "chen_greedy", graph, budget_bytes).result_of(self._run)

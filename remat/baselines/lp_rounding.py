@@ -30,7 +30,7 @@ from remat.solver.exact.checkmate import EXACT_PASSES, StagedProgram
 from remat.solver.local_search.repair import Repair, offer_filled
 from remat.solver.problem import Problem
 from remat.solver.result import TOO_LARGE
-from remat.solver.search import Listener, Search
+from remat.solver.search import Listener, Search, check_least
 from remat.solver.state import State, recomputed_in, store_all_state
 
 _THRESHOLDS = (0.5, 0.4, 0.6, 0.25, 0.75, 0.1, 0.9)
@@ -72,12 +72,8 @@ class LpRounding:
     def __post_init__(self) -> None:
         if not 0 <= self.slack < 1:
             raise SolverError(f"slack must be at least 0 and below 1, not {self.slack}")
-        if self.rounds < 0:
-            raise SolverError(f"rounds must be 0 or more, not {self.rounds}")
-        if self.passes < 1:
-            raise SolverError(f"passes must be 1 or more, not {self.passes}")
-        if self.most_ops < 1:
-            raise SolverError(f"most_ops must be 1 or more, not {self.most_ops}")
+        check_least(0, rounds=self.rounds)
+        check_least(1, passes=self.passes, most_ops=self.most_ops)
         if self.backend not in BACKENDS:
             raise SolverError(
                 f"unknown LP backend '{self.backend}'; there are {', '.join(BACKENDS)}"

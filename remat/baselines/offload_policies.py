@@ -30,7 +30,7 @@ from remat.solver.offload.fetch_as_recompute import (
 )
 from remat.solver.policies.template import NO_BLOCK, module_blocks, read_in_backward, unavoidable
 from remat.solver.problem import Problem
-from remat.solver.search import Listener, Search
+from remat.solver.search import Listener, Search, check_least
 from remat.solver.state import State, UnreachableError, mark_made, recomputed_in
 
 
@@ -205,14 +205,9 @@ class SteppedPolicy(_Policy):
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        _check_knobs(self.least_bytes, self.steps)
-
-
-def _check_knobs(least_bytes: int, steps: int = 2) -> None:
-    if least_bytes < 1:
-        raise SolverError(f"least_bytes must be 1 or more, not {least_bytes}")
-    if steps < 2:
-        raise SolverError(f"steps must be 2 (all and nothing) or more, not {steps}")
+        check_least(1, least_bytes=self.least_bytes)
+        if self.steps < 2:
+            raise SolverError(f"steps must be 2 (all and nothing) or more, not {self.steps}")
 
 
 def _try_choices(search: Search, saved: Saved, choices: Iterable[CopyChoice]) -> None:
@@ -274,7 +269,7 @@ class SwapAll(_Policy):
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        _check_knobs(self.least_bytes)
+        check_least(1, least_bytes=self.least_bytes)
 
     def choices(self, saved: Saved) -> Iterator[CopyChoice]:
         if saved.large:

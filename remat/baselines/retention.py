@@ -29,7 +29,7 @@ from remat.solver.backends.processes import Task
 from remat.solver.cuts.cut import Cut
 from remat.solver.local_search.events import COST_UNITS
 from remat.solver.problem import Problem
-from remat.solver.search import Listener, Search
+from remat.solver.search import Listener, Search, check_least
 from remat.solver.state import ops_of, recomputed_by_stage, store_all_state
 from remat.solver.stopping import CUT_FIRST, Seconds
 
@@ -330,14 +330,12 @@ class Retention:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        for name, value, least, meaning in (
-            ("computations", self.computations, 0, "0 (2, then 3) or more"),
-            ("workers", self.workers, 1, "1 or more"),
-            ("seed", self.seed, 0, "0 or more"),
-            ("most_ops", self.most_ops, 0, "0 or more"),
-        ):
-            if value < least:
-                raise SolverError(f"{name} must be {meaning}, not {value}")
+        if self.computations < 0:
+            raise SolverError(
+                f"computations must be 0 (2, then 3) or more, not {self.computations}"
+            )
+        check_least(1, workers=self.workers)
+        check_least(0, seed=self.seed, most_ops=self.most_ops)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         return Search.of(self, "retention", graph, budget_bytes).result_of(self.run)

@@ -36,7 +36,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.solver.problem import Problem
-from remat.solver.search import Listener, Search
+from remat.solver.search import Listener, Search, check_least
 
 _Counts = npt.NDArray[np.int64]
 _NEVER = 1 << 60  # the count of what cannot be done
@@ -263,10 +263,8 @@ class Revolve:
     def __post_init__(self) -> None:
         if self.slots < 0:
             raise SolverError(f"slots must be 0 (chosen for you) or more, not {self.slots}")
-        if self.disk_slots < 0:
-            raise SolverError(f"disk_slots must be 0 or more, not {self.disk_slots}")
-        if self.stages < 2:
-            raise SolverError(f"stages must be 2 or more, not {self.stages}")
+        check_least(0, disk_slots=self.disk_slots)
+        check_least(2, stages=self.stages)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         if self.disk_slots and graph.links is None:

@@ -27,10 +27,9 @@ import numpy.typing as npt
 
 from remat.baselines.chain import Chain, ChainAction, ChainSearch, ChainStage, solve_on_chain
 from remat.baselines.revolve import binomial_actions
-from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Floats, TrainingGraph
 from remat.schedules.outcome import Result
-from remat.solver.search import Listener, Search
+from remat.solver.search import Listener, Search, check_least
 
 # Sub-chain (i, j) with memory m runs stages i..j forward and backward. The value that enters
 # stage i is stored outside m. There are two ways on. Either stage i saves what its backward
@@ -197,10 +196,8 @@ class Rotor:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        if self.slots < 1:
-            raise SolverError(f"slots must be 1 or more, not {self.slots}")
-        if self.stages < 2:
-            raise SolverError(f"stages must be 2 or more, not {self.stages}")
+        check_least(1, slots=self.slots)
+        check_least(2, stages=self.stages)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         search = Search.of(self, "rotor", graph, budget_bytes)

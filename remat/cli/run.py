@@ -73,7 +73,13 @@ def run_verb(
             report = _run(session, source, request, output, check, compare)
         report = replace(report, seconds=session.stopwatch.accounted())
         placed = save_layout_file(session, layout, report.graph, report.result)
-        worth = _priced(session, report, request) if price else None
+        worth = None
+        if price and report.result.schedule is not None and not is_interrupted():
+            with session.stopwatch.stage("price", "pricing a GiB"):
+                worth = price_of_gib(
+                    report.graph, report.result, solver=request.solver,
+                    time_limit_s=request.time_limit_s, **request.solving,
+                )  # fmt: skip
         _conclude_run(session, report, placed, worth)
 
 
@@ -122,16 +128,6 @@ def _solved_anew(
     report, _ = pipeline.planned_report(of.graph, request, session.stopwatch)
     save_result_file(session, output, of, report.result, request.order)
     return report
-
-
-def _priced(session: Session, report: pipeline.Report, request: Request) -> GibPrice | None:
-    if report.result.schedule is None or is_interrupted():
-        return None
-    with session.stopwatch.stage("price", "pricing a GiB"):
-        return price_of_gib(
-            report.graph, report.result, solver=request.solver,
-            time_limit_s=request.time_limit_s, **request.solving,
-        )  # fmt: skip
 
 
 def _conclude_run(

@@ -124,7 +124,11 @@ def open_plan(
         if plan is not None:
             raise PlanError(f"{source} and {plan} are both plans: name one, or a model and one")
         _refuse_budget(request)
-        _refuse_host(request)
+        if request.host or request.nvme:
+            raise BudgetError(
+                f"leave out --host {request.host}, as a plan has its own links; to solve again, "
+                "name its model"
+            )
         opened = _opened_plan(read_kept(Path(source)), source, None)
         graph = within_split(opened.graph, request.split)
         if opened.schedule is not None:
@@ -160,14 +164,6 @@ def _refuse_budget(request: Request) -> None:
         raise BudgetError(
             f"leave out --budget {request.budget}, as a plan has its own; to solve again, name "
             "the model or graph without the plan"
-        )
-
-
-def _refuse_host(request: Request) -> None:
-    if request.host or request.nvme:
-        raise BudgetError(
-            f"leave out --host {request.host}, as a plan has its own links; to solve again, name "
-            "its model"
         )
 
 

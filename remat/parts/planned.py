@@ -84,7 +84,12 @@ def _kept_to_budget(
         tried.append(taken_bytes)
         room_bytes -= taken_bytes - budget_bytes  # a run may take more than was watched
         if len(tried) == _TRIES or taken_bytes in tried[:-1]:
-            raise BudgetError(_beyond_text(min(tried), budget_bytes))
+            least_bytes = min(tried)
+            raise BudgetError(
+                f"try {option('budget', budget_text(least_bytes))}, a smaller batch, or "
+                f"{option('budget', 'min')}: the least peak measured is {bytes_text(least_bytes)}, "
+                f"above the budget of {bytes_text(budget_bytes)}"
+            )
 
 
 def _may_be(spec: StepSpec, refused: CaptureError) -> bool:
@@ -134,14 +139,6 @@ def _module(spec: StepSpec, choices: Choices, found: Result, paths: set[str]) ->
         share=choices.share, outputs=as_outputs(spec.outputs), schedule=found.schedule,
         **facts_of(Solved(choices.graph, found)),
     )  # fmt: skip
-
-
-def _beyond_text(least_bytes: int, budget_bytes: int) -> str:
-    return (
-        f"try {option('budget', budget_text(least_bytes))}, a smaller batch, or "
-        f"{option('budget', 'min')}: the least peak measured is {bytes_text(least_bytes)}, "
-        f"above the budget of {bytes_text(budget_bytes)}"
-    )
 
 
 def _title(choices: Choices, module: PartsModule) -> str:

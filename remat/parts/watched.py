@@ -107,7 +107,9 @@ def watched_steps(
 ) -> WatchedStep:
     """`prepared` puts the state back, and runs what it is given."""
 
-    def run(around: _Around | None = None, before_backward: Callable[[], None] = _nothing) -> Any:
+    def run(
+        around: _Around | None = None, before_backward: Callable[[], None] = lambda: None
+    ) -> Any:
         if around is None:
             return step(before_backward)
         with _calls(model, around) as calls:
@@ -136,10 +138,6 @@ def watched_steps(
     return WatchedStep(calls, prepared(lambda: meter.moments(named)), step_us)
 
 
-def _nothing() -> None:
-    """What a step calls before backward where nobody listens."""
-
-
 @contextlib.contextmanager
 def _timed(meter: Meter, call: ModuleCall, module: nn.Module, given: Any) -> Generator[list[Any]]:
     _wait(meter)
@@ -166,10 +164,11 @@ class _Moments:
     @contextlib.contextmanager
     def of_call(self, call: ModuleCall, module: nn.Module, given: Any) -> Generator[list[Any]]:
         results, tensors = list[Any](), [t for t in leaves_in(given) if isinstance(t, Tensor)]
-        storages = [t.untyped_storage() for t in tensors if _is_dense(t)]
+        dense = [t for t in tensors if t.layout is torch.strided and not is_distributed(t)]
+        storages = [t.untyped_storage() for t in dense]
         distinct = {one._cdata: one for one in storages}.values()
         self.given += [(call, StorageWeakRef(one), one.nbytes()) for one in distinct]
-        del given, tensors, storages, distinct
+        del given, tensors, dense, storages, distinct
         self._name(call.moment("in"))
         yield results
         self._name(call.moment("out"))
@@ -186,10 +185,6 @@ class _Moments:
             if call.key not in self._come:  # the first of its results to get a gradient
                 self._come.add(call.key)
                 self._name(call.moment("back"))
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not is_distributed(tensor)
 
 
 # Whether a module may run twice.

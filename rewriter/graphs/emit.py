@@ -227,8 +227,12 @@ def leave_out_views(graph: fx.Graph) -> None:
             continue
         if (same := _same_before(node)) is not None:
             node.replace_all_uses_with(same)
-        else:
-            _skip_reshape(node)
+            continue
+        while node.target in RESHAPES and _source(node).target in RESHAPES:
+            base = _source(_source(node))
+            if not base.meta["val"].is_contiguous():  # else there may be no such view
+                break
+            node.update_arg(0, base)
     for node in reversed(list(graph.nodes)):
         if _is_view(node) and not node.users:
             graph.erase_node(node)
@@ -256,14 +260,6 @@ def _same_before(node: fx.Node) -> fx.Node | None:
             return None
         source = _source(source)
     return source
-
-
-def _skip_reshape(node: fx.Node) -> None:
-    while node.target in RESHAPES and _source(node).target in RESHAPES:
-        base = _source(_source(node))
-        if not base.meta["val"].is_contiguous():  # else there may be no such view
-            return
-        node.update_arg(0, base)
 
 
 def emit(

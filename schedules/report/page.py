@@ -55,11 +55,13 @@ _Columns = dict[str, Any]  # lists of plain numbers and texts by name, as JSON h
 def page_data(facts: PageFacts) -> _Columns:
     """What the page's script draws: a column a fact, of indices, numbers or texts."""
     line, eager = facts.line, facts.unmodified_line
+    again = [int(is_again) for is_again in line.again]
+    runs = {"op": line.ops.tolist(), "again": again, **_curve(line.edges, line.live_bytes)}
     colours, step = cycled([name for name, _ in facts.fronts]), facts.measured
     return {
         "model": facts.graph.name, "axis": line.axis_title, "summary": summary_of(facts),
         "peak_run": line.peak_run, "forward_runs": line.forward_runs, "ops": _ops(facts.graph),
-        "values": _values(facts.graph), "runs": _runs(line), "stays": _stays(line),
+        "values": _values(facts.graph), "runs": runs, "stays": _stays(line),
         "bands": {by: _bands(line, by) for by in ("kind", "module")},
         "unmodified": _curve(eager.edges, eager.live_bytes),
         "measured": step and len(step.moments) and _curve(
@@ -120,11 +122,6 @@ def _values(graph: TrainingGraph) -> _Columns:
 def _curve(edges: Floats, live_bytes: Ints) -> _Columns:
     rounded = [round(edge, _DIGITS) for edge in edges.tolist()]
     return {"edges": rounded, "live_bytes": live_bytes.tolist()}
-
-
-def _runs(line: Timeline) -> _Columns:
-    again = [int(is_again) for is_again in line.again]
-    return {"op": line.ops.tolist(), "again": again, **_curve(line.edges, line.live_bytes)}
 
 
 def _stays(line: Timeline) -> _Columns:

@@ -5,8 +5,9 @@ Of values, not ops: an op that runs again makes a result again only if that is n
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal, TypeVar
@@ -154,12 +155,16 @@ def boxes(indices: Iterable[Indices]) -> Iterator[tuple[tuple[int, ...], ...]]:
             yield (tuple(outer), *box)
 
 
-def _inside(by_index: Mapping[Indices, _T], box: tuple[tuple[int, ...], ...]) -> list[_T]:
-    return [
-        one
-        for indices, one in by_index.items()
-        if all(index in part for index, part in zip(indices, box, strict=True))
-    ]
+def _folded(keyed: Iterable[tuple[str, Hashable, _T]]) -> Iterator[tuple[str, list[_T]]]:
+    """Things of one key whose paths differ in indices alone, by the path of each product."""
+    alike: dict[tuple[str, Hashable], dict[Indices, _T]] = {}
+    for path, key, one in keyed:
+        pattern, indices = split_indices(path)
+        alike.setdefault((pattern, key), {})[indices] = one
+    for (pattern, _), by_index in alike.items():
+        for box in boxes(by_index):
+            inside = (all(i in part for i, part in zip(at, box, strict=True)) for at in by_index)
+            yield written(pattern, box), list(itertools.compress(by_index.values(), inside))
 
 
 def written(pattern: str, box: tuple[tuple[int, ...], ...]) -> str:
@@ -251,16 +256,9 @@ def _add(sums: _Sums, row: ValueRow) -> None:
 
 
 def _folded_groups(sums: dict[str, _Sums]) -> list[Group]:
-    alike: dict[tuple[str, tuple[int, ...]], dict[Indices, _Sums]] = {}
-    for name, one in sums.items():
-        pattern, indices = split_indices(name)
-        # Times may differ between layers, and are added up.
-        alike.setdefault((pattern, tuple(one.figures.values())), {})[indices] = one
-    return [
-        _group(written(pattern, box), _inside(by_index, box))
-        for (pattern, _), by_index in alike.items()
-        for box in boxes(by_index)
-    ]
+    # Times may differ between layers, and are added up.
+    keyed = ((name, tuple(one.figures.values()), one) for name, one in sums.items())
+    return [_group(name, parts) for name, parts in _folded(keyed)]
 
 
 def _group(name: str, parts: Sequence[_Sums]) -> Group:
@@ -284,16 +282,10 @@ class FoldedRow(msgspec.Struct, frozen=True):
 
 
 def fold_rows(rows: Sequence[ValueRow]) -> tuple[FoldedRow, ...]:
-    alike: dict[tuple[str, int, Hashable], dict[Indices, ValueRow]] = {}
     # The n-th value of an op folds with the n-th of other layers.
-    for row, ordinal in zip(rows, _ordinals(rows), strict=True):
-        pattern, indices = split_indices(row.module)
-        alike.setdefault((pattern, ordinal, _facts(row)), {})[indices] = row
-    found = [
-        _folded_row(written(pattern, box), _inside(by_index, box))
-        for (pattern, _, _), by_index in alike.items()
-        for box in boxes(by_index)
-    ]
+    numbered = zip(rows, _ordinals(rows), strict=True)
+    keyed = ((row.module, (ordinal, _facts(row)), row) for row, ordinal in numbered)
+    found = [_folded_row(module, alike) for module, alike in _folded(keyed)]
     place = {row.value: i for i, row in enumerate(rows)}
     return tuple(sorted(found, key=lambda one: place[one.first.value]))
 

@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph, cached_on
 from remat.schedules.outcome import Result
 from remat.solver.blocks.block_options import (
@@ -39,7 +38,7 @@ from remat.solver.blocks.block_options import (
 from remat.solver.blocks.repeated import Block, Reads, Shape, find_blocks, shape_of
 from remat.solver.local_search.repair import Repair, offer_filled
 from remat.solver.problem import Problem, least_needed_bytes
-from remat.solver.search import Listener, Search
+from remat.solver.search import Listener, Search, check_least
 from remat.solver.state import State, store_all_state
 
 _GROUPS = (1, 2, 4)  # repetitions in one block, tried in turn until something fits
@@ -62,9 +61,8 @@ class Hierarchical:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        for name, value, least in (("limits", self.limits, 1), ("slots", self.slots, 16)):
-            if value < least:
-                raise SolverError(f"{name} must be {least} or more, not {value}")
+        check_least(1, limits=self.limits)
+        check_least(16, slots=self.slots)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         return Search.of(self, "hierarchical", graph, budget_bytes).result_of(self._run)

@@ -226,11 +226,9 @@ def _gaps(problem: Problem, reads: Reads, ends: Sequence[int]) -> Iterator[tuple
         behind[op] = max((behind[op + 1], *own))
     for end in reversed(ends[1:-1]):
         high = behind[end]
-        while high < problem.n_ops and not _is_before(problem, reads, high, end):
+        while high < problem.n_ops:
+            read = problem.inputs[high]
+            if any(max(problem.producer[v], reads.last_forward[v]) < end for v in read):
+                break
             high += 1
         yield behind[end], high
-
-
-def _is_before(problem: Problem, reads: Reads, op: int, end: int) -> bool:
-    """Whether backward op `op` reads a value that forward made and spent before `end`."""
-    return any(max(problem.producer[v], reads.last_forward[v]) < end for v in problem.inputs[op])

@@ -18,12 +18,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Holding
 from remat.schedules.schedule import Schedule
 from remat.solver.problem import Problem, working_set_bytes
-from remat.solver.search import Search
+from remat.solver.search import Search, check_least
 from remat.solver.stopping import REGRESSION
 
 _MOST_MOMENTS = 200  # that the search goes back from: ends of phases, and those that need most
@@ -49,8 +48,7 @@ def floor_of(problem: Problem) -> Holding:
 
 def least_peak_bound_bytes(problem: Problem, effort: int = REGRESSION.most) -> int:
     """The bound after `effort` sets; 0 leaves the largest set that one moment asks for."""
-    if effort < 0:
-        raise SolverError(f"effort must be 0 or more, not {effort}")
+    check_least(0, effort=effort)
     return _Regression(problem).run(effort)
 
 

@@ -110,7 +110,9 @@ def _one_by_one(
         left_s = max(clock.left_s, 0.0)
         part_s = min(ONE_BUDGET.of(left_s / (len(budgets) - len(found))), left_s)
         if last is not None and _is_ideal(graph, last):
-            found.append(_at_larger_budget(last, budget_bytes))
+            message = "" if last.floor else last.message  # a floor's is about the smaller budget
+            facts = {"budget_bytes": budget_bytes, "message": message}
+            found.append(replace(last, wall_s=0.0, floor=None, **facts))
         elif is_interrupted():
             found.append(_untried(graph, solver, budget_bytes))
         else:
@@ -120,11 +122,6 @@ def _one_by_one(
                 note_interrupt()  # from outside of a search, which would have ended with its best
                 found.append(_untried(graph, solver, budget_bytes))
     return found
-
-
-def _at_larger_budget(result: Result, budget_bytes: int) -> Result:
-    message = "" if result.floor else result.message  # a floor's is about the smaller budget
-    return replace(result, budget_bytes=budget_bytes, wall_s=0.0, floor=None, message=message)
 
 
 def _is_ideal(graph: TrainingGraph, result: Result) -> bool:

@@ -28,7 +28,7 @@ from remat.solver.backends import mip
 from remat.solver.bounds.cut_program import COST_SCALE, ROW_SCALE
 from remat.solver.cuts.cut import Cut
 from remat.solver.problem import Problem, inverted
-from remat.solver.search import Listener, Search
+from remat.solver.search import Listener, Search, check_least
 from remat.solver.state import State, ops_of, recomputed_by_stage
 
 # A row is one sweep over ops 0..t-1 in captured order; the last sweep of stage t ends with op t's
@@ -293,8 +293,7 @@ class Checkmate:
             )
         if self.passes < 0:
             raise SolverError(f"passes must be 0 (chosen for you) or more, not {self.passes}")
-        if self.most_ops < 1:
-            raise SolverError(f"most_ops must be 1 or more, not {self.most_ops}")
+        check_least(1, most_ops=self.most_ops)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         search = Search.of(self, "checkmate", graph, budget_bytes)

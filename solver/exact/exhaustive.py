@@ -27,7 +27,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.schedules.simulate import simulate
 from remat.solver.problem import Problem, predecessors
-from remat.solver.search import Listener, Search
+from remat.solver.search import Listener, Search, check_least
 from remat.solver.state import schedule_of, store_all_state
 
 # Of the moves that `simulate` allows, those that may help: a value goes if nothing can read it, or
@@ -156,8 +156,7 @@ class Exhaustive:
     def __post_init__(self) -> None:
         if self.order not in get_args(OrderOption):
             raise SolverError(f"order must be fixed or free, not '{self.order}'")
-        if self.most_ops < 1:
-            raise SolverError(f"most_ops must be 1 or more, not {self.most_ops}")
+        check_least(1, most_ops=self.most_ops)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         return Search.of(self, "exhaustive", graph, budget_bytes).result_of(self.run)

@@ -158,7 +158,10 @@ def _reads(
             first.setdefault(transfer.off_span.value, transfer)
     if not first:
         return {}
-    write, read = _nvme_links(one.links)
+    if (write := one.links.write) is None or (read := one.links.read) is None:
+        raise SolverError(
+            f"capture with {option('nvme')}, or let values wait on the host: no link to NVMe"
+        )
     whole = _written(one, first, write)
     room_bytes = _host_room(one, transfers, spilled)
     needs = [(transfer.start_us, one.size[name]) for name, transfer in first.items()]
@@ -168,14 +171,6 @@ def _reads(
         began = taken_from(room_bytes, began, transfer.fetched, one.size[name])
         steps.setdefault(began, []).extend((Fetch(name, "host"), Free(name, "nvme")))
     return steps
-
-
-def _nvme_links(links: Links) -> tuple[Link, Link]:
-    if links.write is None or links.read is None:
-        raise SolverError(
-            f"capture with {option('nvme')}, or let values wait on the host: no link to NVMe"
-        )
-    return links.write, links.read
 
 
 def _written(one: _PlacingRound, first: Collection[str], write: Link) -> dict[str, int]:

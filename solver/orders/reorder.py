@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Schedule
@@ -30,7 +29,7 @@ from remat.solver.orders.live_curve import (
     with_end_of_forward,
 )
 from remat.solver.problem import Order, Problem, predecessors, reordered
-from remat.solver.search import Clock
+from remat.solver.search import Clock, check_least
 from remat.solver.state import last_forward_position, ops_of, schedule_of
 from remat.solver.stopping import DROPPED_RUNS
 
@@ -166,9 +165,7 @@ def better_order(
     weight: int = 5, time_limit_s: float = 60.0,
 ) -> Order | None:  # fmt: skip
     """One that exceeds the budget by less: summed, plus `weight` times the most; or None."""
-    for name, number in (("moves", moves or 0), ("weight", weight)):
-        if number < 0:
-            raise SolverError(f"{name} must be 0 or more, not {number}")
+    check_least(0, moves=moves or 0, weight=weight)
     facts = OpFacts.of(Problem.of(graph))
 
     def energy(order: Order) -> int:

@@ -255,7 +255,12 @@ class _PinnedSearch:
             self._ask(self.cloned_graph, least_bytes, self.clock.left_s) if least_bytes else lost
         )
         if result.schedule is None:
-            return self._unnamed(result)
+            return structs.replace(  # proofs of the graph with clones do not hold
+                result, budget_bytes=self.budget_bytes, least_feasible_bytes=0, floor=None,
+                least_schedule=None, held_at_peak=(), lower_bound_us=self.graph.time_us,
+                least_bound_bytes=0, wall_s=self.clock.elapsed_s,
+                message=_message_without_clones(result.message),
+            )  # fmt: skip
         sequence, found = self._renewed(result.schedule)
         if found.peak_bytes <= self.budget_bytes:
             return self._finished(result, sequence)
@@ -269,13 +274,6 @@ class _PinnedSearch:
             self.clock.elapsed_s, f"{text}. {rest}" if lost.message else text,
         )  # fmt: skip
         return structs.replace(found_none, status=lost.status)
-
-    def _unnamed(self, result: Result) -> Result:
-        return structs.replace(  # proofs of the graph with clones do not hold
-            result, budget_bytes=self.budget_bytes, least_feasible_bytes=0, least_schedule=None,
-            held_at_peak=(), lower_bound_us=self.graph.time_us, least_bound_bytes=0, floor=None,
-            wall_s=self.clock.elapsed_s, message=_message_without_clones(result.message),
-        )  # fmt: skip
 
     def _finished(self, result: Result, sequence: Sequence[int]) -> Result:
         assert result.schedule is not None

@@ -33,7 +33,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.solver.local_search.repair import offer_filled
 from remat.solver.problem import Problem, bytes_across, inverted
-from remat.solver.search import Listener, Search
+from remat.solver.search import Listener, Search, check_least
 from remat.solver.segments.chen_sqrt import NO_SEGMENT, segmented_state
 from remat.solver.state import State, recomputed_in, store_all_state
 
@@ -347,10 +347,7 @@ class LowerSet:
             raise SolverError(
                 f"unknown family '{self.family}'; there are {', '.join(get_args(LowerSetFamily))}"
             )
-        if self.most_lower_sets < 2:
-            raise SolverError(f"most_lower_sets must be 2 or more, not {self.most_lower_sets}")
-        if self.labels < 2:
-            raise SolverError(f"labels must be 2 or more, not {self.labels}")
+        check_least(2, most_lower_sets=self.most_lower_sets, labels=self.labels)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         return Search.of(self, "lower_set", graph, budget_bytes).result_of(self.run)
