@@ -148,18 +148,14 @@ def stopwatch_of_call(*, verbose: bool) -> Stopwatch:
     """That of a call in Python: on a terminal, else in the log; silent if not `verbose`."""
     if not verbose:
         return Stopwatch()
-    is_terminal = bool(getattr(sys.stderr, "isatty", bool)())  # pythonw has no standard error
-    if not is_terminal or not _is_first_rank():
-        return LoggedStopwatch()
-    return TerminalStopwatch(steady_console(stderr=True))
-
-
-def _is_first_rank() -> bool:
-    """Ranks of a launcher share one terminal."""
     import torch.distributed as dist  # not for the command line's help
 
-    is_one = not dist.is_available() or not dist.is_initialized()
-    return is_one or dist.get_rank() == 0
+    is_terminal = bool(getattr(sys.stderr, "isatty", bool)())  # pythonw has no standard error
+    # Ranks of a launcher share one terminal.
+    is_later = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
+    if not is_terminal or is_later:
+        return LoggedStopwatch()
+    return TerminalStopwatch(steady_console(stderr=True))
 
 
 def _silent(done: int = 0, total: int | None = None, *, text: str = "") -> None:

@@ -227,9 +227,6 @@ class _ExpandableSegments(_Segments):
             first = room if room.before is None or room.before.is_used else room.before
             if _reaches(first, size):
                 return first
-        return self._new_range(pool)
-
-    def _new_range(self, pool: _Pool) -> AllocatorBlock:
         page = self._settings.page_bytes(pool.is_small)
         # 9/8 of the device, as in torch.
         length = _multiple_above(self._device.capacity + self._device.capacity // 8, page)

@@ -12,7 +12,7 @@ import numpy as np
 
 from remat.graph_capture.graph import Floats, Ints, TrainingGraph
 from remat.schedules.derived import graph_of_schedule
-from remat.schedules.layout import Buffers, Layout, buffers_of, check_layout, kinds_of_buffers
+from remat.schedules.layout import Layout, buffers_of, check_layout, kinds_of_buffers
 from remat.schedules.outcome import Result
 from remat.schedules.palette import DARK_GREY, GREY, KINDS, ROLES, cycled
 from remat.schedules.schedule import Schedule
@@ -182,10 +182,12 @@ def draw_layout(ax: Axes, graph: TrainingGraph, schedule: Schedule, layout: Layo
     check_layout(buffers, layout)
     scale, unit = _scale_of(layout.arena_bytes)
     kinds = np.array(kinds_of_buffers(graph_of_schedule(graph, schedule), buffers))
+    low = np.array(layout.offsets_bytes, np.float64) / scale
+    high = low + buffers.size_bytes / scale
+    x = np.stack([buffers.start, buffers.start, buffers.end, buffers.end], axis=1)
+    corners = np.stack([x, np.stack([low, high, high, low], axis=1)], axis=2)
     for kind, colour in KINDS.items():
-        corners = _corners(buffers, layout, scale)[kinds == kind]
-        if len(corners):
-            boxes = list(corners)
+        if boxes := list(corners[kinds == kind]):
             drawn = PolyCollection(boxes, facecolors=colour, edgecolors="white", linewidths=_EDGE)
             drawn.set_label(kind)
             ax.add_collection(drawn)
@@ -196,14 +198,6 @@ def draw_layout(ax: Axes, graph: TrainingGraph, schedule: Schedule, layout: Layo
     ax.set_title(literal(graph.name))
     ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return ax
-
-
-def _corners(buffers: Buffers, layout: Layout, scale: float) -> np.ndarray[tuple[int, ...]]:
-    """The four corners of each rectangle, [buffers, 4, 2]."""
-    low = np.array(layout.offsets_bytes, np.float64) / scale
-    high = low + buffers.size_bytes / scale
-    x = np.stack([buffers.start, buffers.start, buffers.end, buffers.end], axis=1)
-    return np.stack([x, np.stack([low, high, high, low], axis=1)], axis=2)
 
 
 _MOST_LABELS = 24

@@ -136,10 +136,6 @@ def rows_of_ops(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[int, ...]]
         titles = list(dict.fromkeys(names))
         if len(titles) >= FEW:
             return _merged(titles, [titles.index(name) for name in names])
-    return _by_forward_op(graph)
-
-
-def _by_forward_op(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[int, ...]]:
     producer = {v: i for i, op in enumerate(graph.ops[: graph.n_forward]) for v in op.outputs}
     rows: list[int] = []
     for i, op in enumerate(graph.ops):

@@ -63,23 +63,17 @@ def attention_cores(problem: Problem) -> list[int]:
         if is_fused_attention(kind):
             members = (op,)
         elif kind in _SOFTMAX:
-            members = _around_softmax(kinds, sources, readers, op)
+            before = _walk(op, sources, kinds, _BEFORE_SOFTMAX)
+            after = _walk(op, readers, kinds, _AFTER_SOFTMAX)
+            # Both batched products and what lies between; nothing if one is missing.
+            products = [sum(kinds[i] in _BATCHED_PRODUCT for i in ops) for ops in (before, after)]
+            members = (*before, op, *after) if all(products) else ()
         # An op is of the first core that reaches it.
         fresh = [member for member in members if core[member] == NO_CORE]
         for member in fresh:
             core[member] = found
         found += bool(fresh)
     return core
-
-
-def _around_softmax(
-    kinds: list[str], sources: list[list[int]], readers: list[list[int]], softmax: int
-) -> list[int]:
-    """Both batched products and what lies between; empty if one is missing."""
-    before = _walk(softmax, sources, kinds, _BEFORE_SOFTMAX)
-    after = _walk(softmax, readers, kinds, _AFTER_SOFTMAX)
-    products = [sum(kinds[op] in _BATCHED_PRODUCT for op in ops) for ops in (before, after)]
-    return [*before, softmax, *after] if all(products) else []
 
 
 def _walk(root: int, near: list[list[int]], kinds: list[str], through: frozenset[str]) -> list[int]:

@@ -274,20 +274,18 @@ class Search:
 
     def result(self) -> Result:
         if self.best is not None:
-            return msgspec.structs.replace(self._with_schedule(self.best), floor=self.floor)
+            best_us = self.best_key[0]
+            assert self.bound_us <= best_us * (1 + 1e-6), "a proven bound exceeds a schedule's time"
+            found = evaluate_schedule(
+                # Rounding may leave the bound a little above.
+                self.graph, self.best, lower_bound_us=min(self.bound_us, best_us),
+                budget_bytes=self.budget_bytes, wall_s=self.clock.elapsed_s,
+                cut_short=self.cut_short, message=self.message,
+            )  # fmt: skip
+            return msgspec.structs.replace(found, floor=self.floor)
         return msgspec.structs.replace(
             self._without_schedule(), floor=self.floor, least_bound_bytes=self.least_bound_bytes
         )
-
-    def _with_schedule(self, best: Schedule) -> Result:
-        best_us = self.best_key[0]
-        assert self.bound_us <= best_us * (1 + 1e-6), "a proven bound exceeds a schedule's time"
-        return evaluate_schedule(
-            # Rounding may leave the bound a little above.
-            self.graph, best, lower_bound_us=min(self.bound_us, best_us),
-            budget_bytes=self.budget_bytes, wall_s=self.clock.elapsed_s, cut_short=self.cut_short,
-            message=self.message,
-        )  # fmt: skip
 
     def _without_schedule(self) -> Result:
         wall_s = self.clock.elapsed_s

@@ -162,23 +162,18 @@ def fullest_op(
 def steps_of_stages(problem: Problem, kept: Sequence[_Row], stages: Sequence[Stage]) -> list[Step]:
     steps: list[Step] = []
     for t, stage in enumerate(stages):
-        _emit_stage(problem, kept[t + 1], t, stage.recomputed, steps)
+        carried_on, order = kept[t + 1], stage.recomputed
+        last = _last_uses(problem, t, order)
+        for position, op in enumerate((*order, t) if t < problem.n_ops else order):
+            steps.append(Compute(problem.graph.ops[op].name))
+            for v in problem.outputs[op]:
+                is_wanted = carried_on[v] or last.get(v, -1) > position
+                if not is_wanted:  # one output of several may be wanted alone
+                    steps.append(Free(problem.names[v]))
+            reads = problem.needs[t] if position == len(order) else problem.inputs[op]
+            spent = [v for v in reads if last[v] == position and not carried_on[v]]
+            steps += [Free(problem.names[v]) for v in spent]
     return steps
-
-
-def _emit_stage(
-    problem: Problem, carried_on: _Row, t: int, order: Sequence[int], steps: list[Step]
-) -> None:
-    last = _last_uses(problem, t, order)
-    for position, op in enumerate((*order, t) if t < problem.n_ops else order):
-        steps.append(Compute(problem.graph.ops[op].name))
-        for v in problem.outputs[op]:
-            is_wanted = carried_on[v] or last.get(v, -1) > position
-            if not is_wanted:  # one output of several may be wanted alone
-                steps.append(Free(problem.names[v]))
-        reads = problem.needs[t] if position == len(order) else problem.inputs[op]
-        spent = [v for v in reads if last[v] == position and not carried_on[v]]
-        steps += [Free(problem.names[v]) for v in spent]
 
 
 Bytes = npt.NDArray[np.int64]

@@ -220,7 +220,11 @@ def _collect(mlp: Mlp, hidden: list[fx.Node], order: dict[fx.Node, int]) -> None
     own, ends = dict.fromkeys((*names, *turned)), mlp.ends
     if any(user not in own and user not in ends for one in own for user in one.users):
         raise NoMlpError
-    every = sorted({*own, *ends, *_turned(mlp)}, key=order.__getitem__)
+    product = mlp.of_down.weight
+    read: Any = product.args[0] if product is not None else None
+    # The transpose that the last weight's gradient reads, if nothing else does.
+    alone = [read] if read is not None and len(read.users) == 1 else []
+    every = sorted({*own, *ends, *alone}, key=order.__getitem__)
     after = order[mlp.down.product]
     mlp.forward = [one for one in every if order[one] <= after]
     mlp.backward = [one for one in every if order[one] > after]
@@ -269,13 +273,6 @@ def _weight_gradient(inner: fx.Node, gradient: fx.Node) -> _MlpGradients:
         if is_product and turned.target is aten.t.default and turned.args[0] is gradient:
             return _MlpGradients(weight=user)
     return _MlpGradients()
-
-
-def _turned(mlp: Mlp) -> list[fx.Node]:
-    """The transpose that the last weight's gradient reads, if nothing else does."""
-    product = mlp.of_down.weight
-    turned: Any = product.args[0] if product is not None else None
-    return [turned] if turned is not None and len(turned.users) == 1 else []
 
 
 def _gradients(layer: Linear, of_product: fx.Node) -> _MlpGradients:

@@ -224,21 +224,17 @@ def _region(
     for chunks in COUNTS:
         found.set_chunks(chunks)
         if not found.is_exact or is_exact(found):  # numbers that do not give eager's bits go
-            ops, values = chunk_costs(found)
-            choices.append(_choice(graph, found, ops, values))
+            ours, values = chunk_costs(found)
+            least_us = _whole_us(graph, found)  # it seems quicker only where blocks fit into caches
+            if found.is_exact and sum(op.cost_us for op in ours.values()) < least_us:
+                ours = _taking(least_us, ours)
+            ops = [
+                (place, ours.get(op.name) or _as_captured(graph, op)) for place, op in found.added
+            ]
+            made = {name for _, op in ops for name in op.outputs}
+            own = tuple(value for value in values if value.name in made)
+            choices.append(Choice(found.chunks, found.is_exact, tuple(ops), own))
     return Region(found.name, found.dropped, tuple(choices), found.kinds)
-
-
-def _choice(
-    graph: TrainingGraph, found: RegionCandidate, ours: Mapping[str, Op], values: Sequence[Value]
-) -> Choice:
-    least_us = _whole_us(graph, found)  # it seems quicker only where blocks fit into caches
-    if found.is_exact and sum(op.cost_us for op in ours.values()) < least_us:
-        ours = _taking(least_us, ours)
-    ops = [(place, ours.get(op.name) or _as_captured(graph, op)) for place, op in found.added]
-    made = {name for _, op in ops for name in op.outputs}
-    own = tuple(value for value in values if value.name in made)
-    return Choice(found.chunks, found.is_exact, tuple(ops), own)
 
 
 def _whole_us(graph: TrainingGraph, found: RegionCandidate) -> float:

@@ -99,7 +99,7 @@ def groups_of(nodes: Iterable[fx.Node]) -> tuple[Any, ...]:
 
 def members_of(node: fx.Node) -> Sequence[int]:
     """The ranks of its group, by their numbers among all; this one alone if it names no group."""
-    found = [dist.get_process_group_ranks(_resolved_group(group)) for group in groups_of([node])]
+    found = [dist.get_process_group_ranks(resolved_group(group)) for group in groups_of([node])]
     return sorted(set[int]().union(*found)) or [0]
 
 
@@ -107,12 +107,13 @@ def any_rank(collectives: Iterable[fx.Node], said: bool, device: str) -> bool:
     """Whether one of the ranks says so that these collectives bring together. All must ask."""
     flag = torch.tensor(int(said), device=device)
     for group in groups_of(collectives):
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=_resolved_group(group))
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=resolved_group(group))
     return bool(flag.item())
 
 
-def _resolved_group(group: Any) -> Any:
+def resolved_group(group: Any) -> Any:
     named: Any = dist.distributed_c10d
+    # In a graph, a functional collective has its group by name.
     return named._resolve_process_group(group) if isinstance(group, str) else group
 
 

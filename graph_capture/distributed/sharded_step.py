@@ -51,17 +51,6 @@ def _communication_op(
 # and measured. Li et al., PyTorch Distributed, 2020, https://arxiv.org/abs/2006.15704.
 
 
-def _into_buckets(graph: TrainingGraph, nodes: Sequence[Unit]) -> TrainingGraph:
-    """`graph` with gradients in buckets; `nodes` are blocks of one autograd node each."""
-    returned = [graph.value_by_name[name] for name in graph.outputs]
-    gradients = {one.name for one in returned if one.kind == "gradient" and one.producer}
-    return replace(
-        graph, ops=tuple(_with_copies(graph, nodes, gradients)),
-        outputs=tuple(name for name in graph.outputs if name not in gradients),
-        notes=(*graph.notes, UNTIMED),
-    )  # fmt: skip
-
-
 def _with_copies(graph: TrainingGraph, nodes: Sequence[Unit], gradients: set[str]) -> Iterator[Op]:
     node_of = unit_of_op(nodes)
     made: list[str] = []
@@ -248,9 +237,16 @@ def sharded(
     already. `is_eager`: units run op by op, and each gradient leaves backward on its own."""
     if sharding.kind in ("fsdp2", "replicate"):
         return _FsdpStep(graph, units, sharding).graph()
-    if sharding.bucket_views:
-        return _into_buckets(graph, () if is_eager else units)
-    return graph
+    if not sharding.bucket_views:
+        return graph
+    returned = [graph.value_by_name[name] for name in graph.outputs]
+    gradients = {one.name for one in returned if one.kind == "gradient" and one.producer}
+    nodes = () if is_eager else units  # blocks of one autograd node each
+    return replace(
+        graph, ops=tuple(_with_copies(graph, nodes, gradients)),
+        outputs=tuple(name for name in graph.outputs if name not in gradients),
+        notes=(*graph.notes, UNTIMED),
+    )  # fmt: skip
 
 
 def local_step(

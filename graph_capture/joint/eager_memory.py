@@ -119,17 +119,12 @@ class EagerMemory(TraceObserver):
         held.alive -= 1
         if held.alive == 0 and self._tracer is not None:  # a storage goes with its last tensor
             self._held.pop(key, None)
-            n_nodes = self._numbered()
+            nodes = reversed(self._tracer.graph.nodes)  # all before a numbered node are numbered
+            for node in reversed(list(takewhile(lambda node: MADE_AS not in node.meta, nodes))):
+                node.meta[MADE_AS] = self._n_nodes
+                self._n_nodes += 1
             for node in held.nodes:
-                node.meta[_DIED_AS] = n_nodes
-
-    def _numbered(self) -> int:
-        """Number the nodes that have none yet; how many there are."""
-        nodes = reversed(self._tracer.graph.nodes)  # all before a numbered node are numbered
-        for node in reversed(list(takewhile(lambda node: MADE_AS not in node.meta, nodes))):
-            node.meta[MADE_AS] = self._n_nodes
-            self._n_nodes += 1
-        return self._n_nodes
+                node.meta[_DIED_AS] = self._n_nodes
 
 
 class _WeakBases:

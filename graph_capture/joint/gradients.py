@@ -304,7 +304,12 @@ def update_costs(
             group = groups[id(parameter)]
             key = _same_update(parameter, group)
             if key not in found:
-                found[key] = _cost_of(optimizer, parameter, group, meter, allocated)
+                other, made, step = made_update(optimizer, parameter, group)
+                memory = meter.step_memory(step)
+                state = [one for one in other.state[made].values() if isinstance(one, Tensor)]
+                own = (one for one in state if one.device == parameter.device)
+                state_bytes = sum(allocated(one.nbytes) for one in own)
+                found[key] = _UpdateCost(state_bytes, memory.peak_bytes)
             costs[name] = found[key]
     return costs
 
@@ -317,17 +322,6 @@ def _same_update(parameter: Tensor, group: Mapping[str, Any]) -> _Alike:
         for name, value in options
         if isinstance(value, bool | str | float | int | type(None))
     )
-
-
-def _cost_of(
-    optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any], meter: Meter,
-    allocated: Allocated,
-) -> _UpdateCost:  # fmt: skip
-    other, made, step = made_update(optimizer, parameter, group)
-    memory = meter.step_memory(step)
-    state = [one for one in other.state[made].values() if isinstance(one, Tensor)]
-    own = (one for one in state if one.device == parameter.device)
-    return _UpdateCost(sum(allocated(one.nbytes) for one in own), memory.peak_bytes)
 
 
 def made_update(

@@ -175,8 +175,18 @@ class ModuleHooks:
 
     def put(self, value: _Registered) -> None:
         """Register these and no others; leave them if they do the same."""
-        if not are_alike(self.now(), value):
-            _set_hooks(self.module, value)
+        if are_alike(self.now(), value):
+            return
+        space = vars(self.module)
+        names = [f"{table}{end}" for table in FORWARD_HOOKS for end in ("", "_with_kwargs")]
+        for name in (*names, "_forward_hooks_always_called"):
+            space[name].clear()  # in place: handles refer to these very tables
+        for hook in value:
+            space[hook.table][hook.key] = hook.function
+            if hook.with_kwargs:
+                space[f"{hook.table}_with_kwargs"][hook.key] = True
+            if hook.always:
+                space["_forward_hooks_always_called"][hook.key] = True
 
     def term(self, name: Callable[[Any], str]) -> str:
         return f"{name(_hooks_of)}({name(self.module)}) == {name(self.value)}"
@@ -190,19 +200,6 @@ def _hooks_of(module: nn.Module) -> _Registered:
         for table in FORWARD_HOOKS
         for key, function in space[table].items()
     )
-
-
-def _set_hooks(module: nn.Module, hooks: _Registered) -> None:
-    space = vars(module)
-    names = [f"{table}{end}" for table in FORWARD_HOOKS for end in ("", "_with_kwargs")]
-    for name in (*names, "_forward_hooks_always_called"):
-        space[name].clear()  # in place: handles refer to these very tables
-    for hook in hooks:
-        space[hook.table][hook.key] = hook.function
-        if hook.with_kwargs:
-            space[f"{hook.table}_with_kwargs"][hook.key] = True
-        if hook.always:
-            space["_forward_hooks_always_called"][hook.key] = True
 
 
 def are_alike(some: _Registered, others: _Registered) -> bool:

@@ -351,16 +351,14 @@ def sweep_hosts(
     asked, _ = in_bytes(alone, budgets, NAMING.of(options.get("time_limit_s", 60.0)), pins)
     names, fronts = tuple(solvers), dict[str, Front]()
     for text, host_bytes in hosts.items():
-        with_host = _with_host(graph, host_bytes) if host_bytes else alone
+        with_host = alone
+        if host_bytes:
+            if graph.links is None:
+                raise BudgetError(
+                    f"this graph has no links to a host: capture it with {option('host', '64GiB')}"
+                )
+            links = msgspec.structs.replace(graph.links, host_bytes=host_bytes)
+            with_host = msgspec.structs.replace(graph, links=links)
         for name in names:
             fronts[f"{name}, host {text}"] = sweep(with_host, asked, name, **options).front
     return fronts
-
-
-def _with_host(graph: TrainingGraph, host_bytes: int) -> TrainingGraph:
-    if graph.links is None:
-        raise BudgetError(
-            f"this graph has no links to a host: capture it with {option('host', '64GiB')}"
-        )
-    links = msgspec.structs.replace(graph.links, host_bytes=host_bytes)
-    return msgspec.structs.replace(graph, links=links)

@@ -114,21 +114,15 @@ def _turned(graph: TrainingGraph, result: Result, op: Op, pins: Pins, each_s: fl
     pin = "keep" if is_recomputed else "recompute"
     if found.schedule is None:
         return Turned(pin, False, 0.0, 0.0, (), ())
-    changes = _changes(graph, op, schedule, found.schedule)
-    return Turned(pin, True, found.time_us - result.time_us, found.overhead, *changes)
-
-
-def _changes(
-    graph: TrainingGraph, op: Op, before: Schedule, after: Schedule
-) -> tuple[tuple[FoldedRow, ...], tuple[FoldedRow, ...]]:
-    """Forward values of others that are made again more in `after`, and more in `before`."""
-    old = {row.value: row for row in value_rows(graph, before) if row.phase == "forward"}
-    new = {row.value: row for row in value_rows(graph, after) if row.phase == "forward"}
+    old, new = (
+        {row.value: row for row in value_rows(graph, one) if row.phase == "forward"}
+        for one in (schedule, found.schedule)
+    )
     for name in op.outputs:
         del old[name], new[name]
-    dropped = [new[name] for name in new if new[name].again > old[name].again]
-    spared = [old[name] for name in old if old[name].again > new[name].again]
-    return _largest(dropped), _largest(spared)
+    dropped = _largest([new[name] for name in new if new[name].again > old[name].again])
+    spared = _largest([old[name] for name in old if old[name].again > new[name].again])
+    return Turned(pin, True, found.time_us - result.time_us, found.overhead, dropped, spared)
 
 
 def _largest(rows: Sequence[ValueRow]) -> tuple[FoldedRow, ...]:

@@ -19,7 +19,7 @@ no tight budget, since relaxed values spread over many stages.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from remat.graph_capture.errors import SolverError
@@ -173,17 +173,13 @@ def rounded_state(problem: Problem, point: _Relaxed, is_carried: Callable[[float
     for t in reversed(range(problem.n_ops + 1)):
         carried = [v for v, bit in enumerate(bits[t + 1]) if bit and problem.producer[v] < t]
         recomputed[t] = recomputed_in(problem, bits[t], carried, t)
-        _drop_unread(problem, bits, recomputed[t], t)
+        read = {*problem.needs[t], *(v for op in recomputed[t] for v in problem.inputs[op])}
+        made = {v for op in recomputed[t] for v in problem.outputs[op]}
+        for v, bit in enumerate(bits[t]):
+            is_idle = v not in read and not bits[t + 1][v]
+            if bit and (is_idle or (v in made and not _must_stay(problem, t, v))):
+                bits[t][v] = 0
     return State.from_recomputed(problem, recomputed)
-
-
-def _drop_unread(problem: Problem, bits: Sequence[bytearray], again: Sequence[int], t: int) -> None:
-    read = {*problem.needs[t], *(v for op in again for v in problem.inputs[op])}
-    made = {v for op in again for v in problem.outputs[op]}
-    for v, bit in enumerate(bits[t]):
-        is_idle = v not in read and not bits[t + 1][v]
-        if bit and (is_idle or (v in made and not _must_stay(problem, t, v))):
-            bits[t][v] = 0
 
 
 def _must_stay(problem: Problem, stage: int, v: int) -> bool:

@@ -139,17 +139,13 @@ class Saved:
             state = State.from_recomputed(mine, _just_in_time(mine, kept))
         except UnreachableError:
             return None
-        _carry(state, hosted, kept)
+        for stage in range(problem.n_forward, problem.n_ops + 1):
+            for op in [op for op in state.stages[stage].recomputed if op in hosted]:
+                # A run makes all outputs of its op, also when only another one is fetched.
+                for v, before in carriable(state, op, stage):
+                    if kept[v]:
+                        apply(state, GapMove(v, before, stage, 1))
         return untimed_schedule(state, hosted)
-
-
-def _carry(state: State, hosted: frozenset[int], kept: bytearray) -> None:
-    for stage in range(state.problem.n_forward, state.problem.n_ops + 1):
-        for op in [op for op in state.stages[stage].recomputed if op in hosted]:
-            # A run makes all outputs of its op, also when only another one is fetched.
-            for v, before in carriable(state, op, stage):
-                if kept[v]:
-                    apply(state, GapMove(v, before, stage, 1))
 
 
 def _just_in_time(problem: Problem, kept: bytearray) -> list[list[int]]:

@@ -44,13 +44,6 @@ _Slots = npt.NDArray[np.int64]
 _Stages = Sequence[ChainStage]
 
 
-def _enough_bytes(stages: _Stages) -> int:
-    highest = max(max(s.pending_bytes + s.first.save.peak_bytes, s.backward_peak_bytes)
-                  for s in stages)  # fmt: skip
-    # Every stage saves all that its backward reads, so nothing reruns.
-    return sum(s.saved_bytes for s in stages) + highest
-
-
 def _grain_bytes(stages: _Stages) -> int:
     # Rounding loses nothing if all sizes are multiples of a slot.
     own = (
@@ -205,7 +198,11 @@ class Rotor:
 
     def _solve_chain(self, search: Search, chain: Chain) -> None:
         tries = ChainSearch(search, chain)
-        enough_bytes = _enough_bytes(chain.stages)
+        # Where every stage saves all that its backward reads, nothing reruns.
+        enough_bytes = sum(s.saved_bytes for s in chain.stages) + max(
+            max(s.pending_bytes + s.first.save.peak_bytes, s.backward_peak_bytes)
+            for s in chain.stages
+        )
         # The model overestimates memory: a schedule that it puts above the budget may fit.
         room_bytes = int((search.budget_bytes - chain.base_bytes) * _BEYOND)
         if room_bytes > 0:

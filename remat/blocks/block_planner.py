@@ -218,17 +218,15 @@ class BlockPlanner:
     def _shared(self) -> BlockBudgets:
         spans = [(u.start, u.stop, u.back_start, u.back_stop) for u in self.units]
         beside_bytes, left_s = self._communication_bytes(), max(self.clock.left_s, 0.0)
-        return BlockBudgets.of(self.alone, spans, beside_bytes, left_s, self._handed_out())
-
-    def _handed_out(self) -> set[str]:
-        """What calls of blocks return, which no copy may take from the device."""
-        return {
+        # What calls of blocks return, no copy may take from the device.
+        handed_out = {
             match.value_of[name]
             for one in self.traced.distinct
             for match in one.at.values()
             for name in (*one.trace.graph.forward_outputs, *one.trace.graph.outputs)
             if name in match.value_of
         }
+        return BlockBudgets.of(self.alone, spans, beside_bytes, left_s, handed_out)
 
     def _communication_bytes(self) -> list[int]:
         """What communication keeps live on a sharded rank, by op of the step without it."""

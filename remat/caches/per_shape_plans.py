@@ -6,7 +6,7 @@ import functools
 import itertools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, SupportsIndex
 
 from torch import Tensor, nn
@@ -259,7 +259,16 @@ def plan_cache(
     refuse_wrappers(model)
     if is_sharded_by_fsdp(model):
         raise CaptureError(distributed_message(next(iter(dict(model.named_parameters())), "")))
-    _require_no_batch_is_needed(options)
+    if given := _OF_A_BATCH.intersection(options):
+        raise TypeError(
+            f"leave out {', '.join(sorted(given))}: without a batch, batches come with calls"
+        )
+    for name, what in _WITH_A_BATCH.items():
+        if name in options:
+            raise CaptureError(
+                f"pass args, as in remat.rematerialize(model, (x,), {name}=..., budget=...): "
+                f"{what} planned with a batch"
+            )
     spec = StepSpec.of({"model": model, "budget": budget, "loss_fn": loss_fn, **options})
     parse_budget(spec.budget)  # refused when the model is wrapped, not at a batch
     _ = spec.tiers
@@ -273,19 +282,6 @@ def plan_cache(
         raise SolverError(f"max_plans must be 1 or more, not {max_plans!r}")
     sizes = None if dynamic is None else (dynamic, upto)
     return _make_cache(model, loss_fn, max_plans, {"budget": budget, **options}, sizes)
-
-
-def _require_no_batch_is_needed(options: Mapping[str, Any]) -> None:
-    if given := _OF_A_BATCH.intersection(options):
-        raise TypeError(
-            f"leave out {', '.join(sorted(given))}: without a batch, batches come with calls"
-        )
-    for name, what in _WITH_A_BATCH.items():
-        if name in options:
-            raise CaptureError(
-                f"pass args, as in remat.rematerialize(model, (x,), {name}=..., budget=...): "
-                f"{what} planned with a batch"
-            )
 
 
 def _make_cache(

@@ -100,18 +100,16 @@ class PlannedSubgraphs:
             return self._held_bytes + peak_of(least, self._calls - 1), least
         budget_bytes = budgets_bytes[0]  # its own: subgraphs are planned for one shape
         found = self._search.within(budget_bytes - self._held_bytes)
-        return budget_bytes, found or self._lowest_within(budget_bytes)
-
-    def _lowest_within(self, budget_bytes: int) -> tuple[SubgraphOption, ...]:
-        """The choice of the lowest peak, looked for anew; `BudgetError` if it does not fit."""
-        # The others' plans were for other rooms.
+        if found:
+            return budget_bytes, found
+        # Looked for anew: the others' plans were for other rooms.
         self._search = SubgraphSearch(self._whole, self._context.asked)
         least = self._search.least()
         least_bytes = self._held_bytes + peak_of(least, self._calls - 1)
         if least_bytes > budget_bytes:
             self._budget_bytes = budget_bytes
             raise BudgetError(self._too_small(least_bytes))
-        return least
+        return budget_bytes, least
 
     def _too_small(self, least_bytes: int) -> str:
         held_once = (

@@ -6,7 +6,6 @@ from typing import Literal
 
 import msgspec
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from remat.formats import Answer, bytes_text, percent_text, plain_table
@@ -44,7 +43,14 @@ class Fit(Answer, frozen=True):
     measured_peak_bytes: int | None = None  # of the answer; None where it was not run
 
     def screen(self, width: int = 100) -> RenderableType:
-        return Group(*(Text(line) for line in _answer_lines(self)), Text(), _sizes_table(self))
+        table = plain_table(self.vary, "unmodified", "plan", "overhead", "fits")
+        for one in self.tried:
+            figures = bytes_text(one.peak_bytes), percent_text(one.overhead)
+            table.add_row(
+                str(one.size), bytes_text(one.unmodified_bytes),
+                *(figures if one.peak_bytes else ("-", "-")), "yes" if one.fits else "no",
+            )  # fmt: skip
+        return Group(*(Text(line) for line in _answer_lines(self)), Text(), table)
 
 
 def _answer_lines(found: Fit) -> list[str]:
@@ -73,14 +79,3 @@ def _answer_lines(found: Fit) -> list[str]:
     if found.without_plan:  # "About", as it is read off a line through two captures
         lines.append(f"without a plan, about {found.without_plan} would fit")
     return lines
-
-
-def _sizes_table(found: Fit) -> Table:
-    table = plain_table(found.vary, "unmodified", "plan", "overhead", "fits")
-    for one in found.tried:
-        figures = bytes_text(one.peak_bytes), percent_text(one.overhead)
-        table.add_row(
-            str(one.size), bytes_text(one.unmodified_bytes),
-            *(figures if one.peak_bytes else ("-", "-")), "yes" if one.fits else "no",
-        )  # fmt: skip
-    return table

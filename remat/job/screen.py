@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from remat.analysis.plan_figures import chunks_of, offloaded, reserved_text
@@ -97,7 +96,14 @@ def run_screen(report: Report) -> RenderableType:
     budget = f", budget {bytes_text(report.result.budget_bytes)}\n"
     head = Text.assemble((report.graph.name, "bold"), ops_text(report.graph), budget)
     said = verdict(report.graph, report.rows[0].time_us, report.result, report.check)
-    table, details = _schedules_table(report.rows), rows_table(_run_rows(report))
+    table = plain_table("predicted | measured", "peak", "step", "overhead")
+    for row in report.rows:
+        peak = bytes_pair(row.peak_bytes, row.measured_peak_bytes)
+        step = time_pair(row.time_us, row.measured_step_us)
+        is_base = row.name == "unmodified"  # of the unmodified step it is 0 by definition
+        overhead = "-" if is_base else percent_pair(row.overhead, row.measured_overhead)
+        table.add_row(_LABELS.get(row.name, row.name), peak, step, overhead)
+    details = rows_table(_run_rows(report))
     return Group(head, table, Text(), details, _verdict_line(said, report))
 
 
@@ -108,17 +114,6 @@ def _verdict_line(said: str, report: Report | RangeReport) -> Text:
 def ops_text(graph: TrainingGraph) -> str:
     backward = len(graph.ops) - graph.n_forward
     return f", {graph.n_forward} forward and {backward} backward ops"
-
-
-def _schedules_table(rows: Iterable[Row]) -> Table:
-    table = plain_table("predicted | measured", "peak", "step", "overhead")
-    for row in rows:
-        peak = bytes_pair(row.peak_bytes, row.measured_peak_bytes)
-        step = time_pair(row.time_us, row.measured_step_us)
-        is_base = row.name == "unmodified"  # of the unmodified step it is 0 by definition
-        overhead = "-" if is_base else percent_pair(row.overhead, row.measured_overhead)
-        table.add_row(_LABELS.get(row.name, row.name), peak, step, overhead)
-    return table
 
 
 def _run_rows(report: Report) -> _Said:

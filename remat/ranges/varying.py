@@ -214,7 +214,12 @@ class VaryingSizes:
         }
         given: dict[At, Symbol] | None = None
         if not isinstance(self.dynamic, str):
-            symbols, places = places_in(batch, self.model, _with_ranges(self.dynamic))
+            short = _LEAST, _LEAST + 1  # the range of a name alone, which batches then extend
+            dynamic: Dynamic = {
+                one: {dim: (x, *short) if isinstance(x, str) else x for dim, x in dims.items()}
+                for one, dims in self.dynamic.items()
+            }
+            symbols, places = places_in(batch, self.model, dynamic)
             named = {symbol.name: symbol for symbol in symbols}
             given = {(one.leaf, one.dim): named[one.symbol] for one in places}
         return LearnedSizes(names, given, self._upto(batch, given))
@@ -233,15 +238,6 @@ class VaryingSizes:
             high = {symbol.name: symbol.high for symbol in symbols}
             found |= {(one.leaf, one.dim): high[one.symbol] for one in places}
         return found
-
-
-def _with_ranges(dynamic: Dynamic) -> Dynamic:
-    """`dynamic`, with a short range for a name alone, which batches then extend."""
-    short = _LEAST, _LEAST + 1
-    return {
-        one: {dim: (x, *short) if isinstance(x, str) else x for dim, x in dims.items()}
-        for one, dims in dynamic.items()
-    }
 
 
 def _kind_of(leaf: Any) -> Hashable:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from remat.graph_capture.distributed.collectives import collectives_in, groups_of
+from remat.graph_capture.distributed.collectives import collectives_in, groups_of, resolved_group
 from remat.graph_capture.errors import AgreementError
 from remat.graph_capture.torch_private.core import active_ddp_module
 from remat.ranks.collective_call import (
@@ -27,7 +27,6 @@ from remat.ranks.collective_call import (
     RankWatch,
     error_of,
 )
-from remat.ranks.same_order import resolved
 
 # A rank's error reaches those that compile the same graph before a collective. A rank that has
 # compiled waits for those at it, and some seconds for others to begin.
@@ -91,7 +90,7 @@ def _groups(gm: fx.GraphModule) -> list[dist.ProcessGroup]:
     ddp = active_ddp_module()
     # DDP's reductions are in no graph, and its ranks wait there too.
     of_ddp: list[Any] = [] if ddp is None else [ddp.process_group]
-    found: list[Any] = [*of_ddp, *map(resolved, groups_of(collectives_in(gm)))]
+    found: list[Any] = [*of_ddp, *map(resolved_group, groups_of(collectives_in(gm)))]
     # A dict keeps the order, which is the same on all ranks.
     return [group for group in dict.fromkeys(found) if group.size() > 1]
 

@@ -13,7 +13,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 from torch import fx, nn
 
-from remat.graph_capture.distributed.collectives import collectives_in, groups_of, is_fake
+from remat.graph_capture.distributed.collectives import (
+    collectives_in,
+    groups_of,
+    is_fake,
+    resolved_group,
+)
 from remat.graph_capture.errors import AgreementError
 from remat.graph_capture.joint.nodes import NodeOrigins, target_name
 from remat.ranks.collective_call import CollectiveCall
@@ -33,7 +38,7 @@ def require_group(
     """`AgreementError` for a step whose collectives need ranks that do not plan with this one."""
     together = set() if group is None else set(dist.get_process_group_ranks(group))
     for node in collectives_in(joint):
-        groups = map(resolved, groups_of([node]))
+        groups = map(resolved_group, groups_of([node]))
         ranks = sorted(set[int]().union(*map(dist.get_process_group_ranks, groups)))
         # A rank alone cannot say that it failed: others would wait in the first collective.
         if len(ranks) > 1 and not together.issuperset(ranks):
@@ -54,12 +59,6 @@ def refuse_fake(group: dist.ProcessGroup | None) -> None:
         )
 
 
-def resolved(group: Any) -> dist.ProcessGroup:
-    named: Any = dist.distributed_c10d
-    # In a graph, a functional collective has its group by name.
-    return named._resolve_process_group(group) if isinstance(group, str) else group
-
-
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
 
@@ -73,7 +72,7 @@ def _agreed(make: Callable[_Given, _Made], what: str) -> Callable[_Given, _Made]
             run = [*collectives_in(module.forward_module), *collectives_in(module.backward_module)]
             # Nodes of one trace have the same names on each rank, whatever schedule it follows.
             order = hashlib.sha256(" ".join(f"{node.name}" for node in run).encode()).hexdigest()
-            for group in dict.fromkeys(map(resolved, groups_of(run))):
+            for group in dict.fromkeys(map(resolved_group, groups_of(run))):
                 if group.size() > 1 and not is_fake(group):
                     with CollectiveCall(group, what) as ranks:
                         ranks.require_same_order(order)

@@ -331,7 +331,16 @@ class WholeStep:
             self._residents.attach()
             inputs = [self._inputs(batch) for batch in batches]
             # Refuse before anything leaves the device.
-            self._require_ready()
+            if not self._guards.model.training:
+                raise RewriteError(
+                    f"call model.train() before a step: this {self._guards.kind} is in eval mode"
+                )
+            for path, parameter in self._trained.items():
+                if parameter.grad is not None:
+                    raise RewriteError(
+                        f"call optimizer.zero_grad() before a step: {path} of {self._guards.kind} "
+                        "already has a gradient, to which eager would add"
+                    )
             self._watch.begin()
             run = StepRun(self._code, self._optimizer, self._residents, inputs)
             self._residents.send_down()
@@ -348,18 +357,6 @@ class WholeStep:
         state, leaves = self._guards.require(batch)
         # The graph contains its own backward, so autograd must not record it.
         return [*(t.detach() for t in state), *leaves, self._code.results.tangent]
-
-    def _require_ready(self) -> None:
-        if not self._guards.model.training:
-            raise RewriteError(
-                f"call model.train() before a step: this {self._guards.kind} is in eval mode"
-            )
-        for path, parameter in self._trained.items():
-            if parameter.grad is not None:
-                raise RewriteError(
-                    f"call optimizer.zero_grad() before a step: {path} of {self._guards.kind} "
-                    "already has a gradient, to which eager would add"
-                )
 
     def _recover(self, run: StepRun | None, error: BaseException) -> None:
         if run is None:

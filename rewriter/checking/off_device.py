@@ -27,7 +27,7 @@ from remat.graph_capture.torch_private.core import (
     disable_current_modes,
     is_functorch_wrapped,
 )
-from remat.rewriter.tiers.file_tier import StorageView
+from remat.rewriter.tiers.file_tier import StorageView, all_bytes
 
 Read = Callable[[], Tensor]  # gives back what was kept
 
@@ -143,10 +143,10 @@ class _InFile:
 
 class _OnHost:
     def __init__(self, storage: UntypedStorage) -> None:
-        self._bytes, self._device = _all_bytes(storage).to(CPU, copy=True), storage.device
+        self._bytes, self._device = all_bytes(storage).to(CPU, copy=True), storage.device
 
     def write(self, storage: UntypedStorage) -> None:
-        self._bytes.copy_(_all_bytes(storage))
+        self._bytes.copy_(all_bytes(storage))
 
     def read(self) -> UntypedStorage:
         return self._bytes.to(self._device, copy=True).untyped_storage()
@@ -243,9 +243,5 @@ def _is_bytes_alone(tensor: Tensor) -> bool:
     )
 
 
-def _all_bytes(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
 def _over_storage(shown: StorageView, storage: UntypedStorage) -> Tensor:
-    return shown.over(_all_bytes(storage))
+    return shown.over(all_bytes(storage))

@@ -45,15 +45,18 @@ def copy_times(schedule: Schedule, writes_of: _WritesOf) -> CopyTimes:
         if not isinstance(step, Compute) and step.value in writes:
             touches.setdefault(step.value, []).append((i, step))
     for value, steps in touches.items():
+        copied_at = -1  # once the value has left the device, a write no longer reaches its copy
         for i, step in steps:
             if isinstance(step, Offload) and step.to == "host":
                 later = [at for at in writes[value] if i < at < _end_of_stay(steps, i)]
+                copied_at = max([i, *later])
                 if later:
                     if any(i < touched < later[-1] for touched, _ in steps):
                         raise _stale(value)
                     times.delayed.add(i)
                     times.after_write.setdefault(later[-1], []).append((value, i))
-        _require_fresh(value, steps, writes[value])
+            if isinstance(step, Fetch) and any(copied_at < at < i for at in writes[value]):
+                raise _stale(value)
     return times
 
 
@@ -71,15 +74,6 @@ def _writes(schedule: Schedule, writes_of: _WritesOf) -> dict[str, list[int]]:
 def _end_of_stay(steps: list[tuple[int, Step]], begun: int) -> float:
     ends = (i for i, one in steps if i > begun and isinstance(one, Free) and one.at == "device")
     return next(ends, float("inf"))
-
-
-def _require_fresh(value: str, steps: list[tuple[int, Step]], writes: list[int]) -> None:
-    copied_at = -1  # once the value has left the device, a write to it no longer reaches its copy
-    for i, step in steps:
-        if isinstance(step, Offload) and step.to == "host":
-            copied_at = max([i, *(at for at in writes if i < at < _end_of_stay(steps, i))])
-        if isinstance(step, Fetch) and any(copied_at < at < i for at in writes):
-            raise _stale(value)
 
 
 def _stale(value: str) -> RewriteError:

@@ -163,7 +163,10 @@ def emit_both(
     start: Callable[[Demand, frozenset[str]], Emitter[Any]],
 ) -> tuple[fx.Graph, fx.Graph]:  # fmt: skip
     # AOTAutograd's contract: forward returns results, then saved; backward takes saved, tangents.
-    end = _require_end_of_forward(joint.graph, schedule)
+    if (end := end_of_forward(joint.graph, schedule)) is None:
+        runs, ops = schedule.computations(), joint.graph.ops
+        never = min(op.name for op in ops if op.phase == "forward" and not runs[op.name])
+        raise RewriteError(f"the schedule never computes {never}")
     inputs = joint.module.graph.find_nodes(op="placeholder")
     returned = joint.module.graph.output_node().args[0]
     assert isinstance(returned, (tuple, list))
@@ -182,14 +185,6 @@ def emit_both(
     forward.graph.output((*given, *(node for node, _ in saved)))
     backward.graph.output(tuple(gradients))
     return forward.graph, backward.graph
-
-
-def _require_end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int:
-    if (end := end_of_forward(graph, schedule)) is None:
-        runs = schedule.computations()
-        never = min(op.name for op in graph.ops if op.phase == "forward" and not runs[op.name])
-        raise RewriteError(f"the schedule never computes {never}")
-    return end
 
 
 def placeholder_like(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator
 from importlib.metadata import version
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
@@ -241,7 +240,13 @@ def _require_model(plan: PlanFile, model: nn.Module) -> None:
         raise _differs("the model's class", plan.model, type(model).__name__)
     found = _state_of(model)
     for mine, theirs in zip(plan.state, found, strict=False):  # not strict: name a difference
-        _require_same(mine, theirs)
+        if mine.name != theirs.name:
+            raise _differs("a parameter or buffer", mine.name, theirs.name)
+        for name in StateFact.__struct_fields__:
+            planned, here = getattr(mine, name), getattr(theirs, name)
+            if planned != here:
+                texts = _fact_text(name, planned), _fact_text(name, here)
+                raise _differs(f"{mine.kind} {mine.name}", *texts)
     if len(plan.state) != len(found):
         longer = plan.state if len(plan.state) > len(found) else found
         extra = longer[min(len(plan.state), len(found))]
@@ -252,16 +257,6 @@ def _require_model(plan: PlanFile, model: nn.Module) -> None:
         if (path in plan.in_eval) != (path in in_eval):
             modes = ("eval mode", "training mode")
             raise _differs(f"submodule {path}", *(modes if path in plan.in_eval else modes[::-1]))
-
-
-def _require_same(planned: StateFact, found: StateFact) -> None:
-    if planned.name != found.name:
-        raise _differs("a parameter or buffer", planned.name, found.name)
-    for field in msgspec.structs.fields(StateFact):
-        mine, theirs = getattr(planned, field.name), getattr(found, field.name)
-        if mine != theirs:
-            texts = (_fact_text(field.name, mine), _fact_text(field.name, theirs))
-            raise _differs(f"{planned.kind} {planned.name}", *texts)
 
 
 def _fact_text(field: str, value: Any) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from remat.graph_capture.errors import TierError
 from remat.graph_capture.graph import Tier as TierName
@@ -50,6 +50,10 @@ class StorageView:
     def over(self, whole: Tensor) -> Tensor:
         x = torch.empty(0, dtype=self.dtype, device=whole.device)
         return x.set_(whole.untyped_storage(), self.offset, self.size, self.stride)
+
+
+def all_bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class Store(bytearray):

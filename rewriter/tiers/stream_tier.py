@@ -26,6 +26,7 @@ from remat.rewriter.tiers.file_tier import (
     PendingCopy,
     StorageView,
     Store,
+    all_bytes,
     handle_of,
     link_thread,
     store_of,
@@ -196,7 +197,7 @@ class StreamTier:
         part.uses.settle()
         way = side_stream(str(self.device), "d2h")
         way.wait_event(self._computing().record_event())  # its work makes the value
-        copied = self._queued(way, part.uses, part.memory, _whole(x, shown.size_bytes))
+        copied = self._queued(way, part.uses, part.memory, all_bytes(x.untyped_storage()))
         part.uses.events[:] = [copied]
         return handle_of(Store(shown, _PinnedCopy(part, copied)))
 
@@ -271,11 +272,6 @@ def compute_memory(size_bytes: int, device: torch.device) -> Tensor:
 def queue_copy(way: Any, target: Tensor, source: Tensor) -> None:
     with torch.cuda.stream(way):
         target.copy_(source, non_blocking=True)
-
-
-def _whole(x: Tensor, size_bytes: int) -> Tensor:
-    whole = torch.empty(0, dtype=torch.uint8, device=x.device)
-    return whole.set_(x.untyped_storage(), 0, (size_bytes,), (1,))
 
 
 def _write_file(folder: Folder, kept: FileOf, memory: Tensor, copied: Any) -> None:

@@ -75,7 +75,12 @@ class Unplanned:
             )
 
     def taken_apart(self, module: nn.Module, part: str) -> None:
-        self._watch_while_alive(module, functools.partial(_of_parts, self._name(module), part))
+        name = self._name(module)
+        text = (
+            f"call the planned {name} itself, or plan the part that you call: {part} was used, "
+            f"and the forward of {name} was not called"
+        )
+        self._watch_while_alive(module, lambda: text)
 
     def replaced(self, module: nn.Module, forward: Any) -> None:
         self.is_open = not self._is_said  # the new forward may not call the planned one
@@ -99,11 +104,15 @@ class Unplanned:
     def _watch_while_alive(self, module: nn.Module, cause: Callable[[], str]) -> None:
         if self._is_said:
             return
+        instead = ""
         # Told by the name, as importing the class takes long.
         if any(kind.__name__ == "LightningModule" for kind in type(module).__mro__):
-            cause = functools.partial(_of_lightning, self._name(module))
+            instead = (
+                "plan the module that training_step calls, as in self.model = remat.rematerialize("
+                f"self.model, ...): Lightning does not call the forward of {self._name(module)}"
+            )
         alive = weakref.ref(module)
-        self._cause = lambda: cause() if alive() is not None else ""
+        self._cause = lambda: (instead or cause()) if alive() is not None else ""
         self._watch(module)
 
     def _watch(self, module: nn.Module) -> None:
@@ -157,20 +166,6 @@ def as_before(module: nn.Module) -> Generator[None]:
     finally:
         for one, (is_open, has_run) in zip(all_of, before, strict=True):
             one.is_open, one._has_run = is_open, has_run
-
-
-def _of_lightning(name: str) -> str:
-    return (
-        "plan the module that training_step calls, as in self.model = "
-        f"remat.rematerialize(self.model, ...): Lightning does not call the forward of {name}"
-    )
-
-
-def _of_parts(name: str, part: str) -> str:
-    return (
-        f"call the planned {name} itself, or plan the part that you call: {part} was used, and "
-        f"the forward of {name} was not called"
-    )
 
 
 def _of_other(name: str, forward: Any) -> str:

@@ -237,9 +237,10 @@ def group_rows(
         one.cost_us += op.cost_us
         one.recomputed_us += again * op.cost_us
         one.figures["runs_again"] += again
-    return tuple(
-        sorted(_folded_groups(sums), key=lambda g: (-g.at_peak_bytes, -g.size_bytes, -g.cost_us))
-    )
+    # Times may differ between layers, and are added up.
+    keyed = ((name, tuple(one.figures.values()), one) for name, one in sums.items())
+    groups = [_group(name, parts) for name, parts in _folded(keyed)]
+    return tuple(sorted(groups, key=lambda g: (-g.at_peak_bytes, -g.size_bytes, -g.cost_us)))
 
 
 def _name(module: str, target: str, source: str, by: GroupBy) -> str:
@@ -253,12 +254,6 @@ def _add(sums: _Sums, row: ValueRow) -> None:
         sums.figures[_OF_VERDICT[row.verdict]] += row.size_bytes
     if row.at_peak:
         sums.figures["at_peak_bytes"] += row.size_bytes
-
-
-def _folded_groups(sums: dict[str, _Sums]) -> list[Group]:
-    # Times may differ between layers, and are added up.
-    keyed = ((name, tuple(one.figures.values()), one) for name, one in sums.items())
-    return [_group(name, parts) for name, parts in _folded(keyed)]
 
 
 def _group(name: str, parts: Sequence[_Sums]) -> Group:

@@ -158,21 +158,16 @@ def choices_in_place(
     problem: Problem, layers: Sequence[PlacedBlock], beside_bytes: Sequence[int] = ()
 ) -> list[list[BlockChoice]]:
     """Options in place; `beside_bytes` are live beside each op, in no block's own graph."""
-    fixed = _fixed_bytes(problem, layers)
-    fixed[: len(beside_bytes)] += np.array(beside_bytes, np.int64)
-    return [_choices(block, table, fixed) for block, table in layers]
-
-
-def _fixed_bytes(problem: Problem, layers: Sequence[PlacedBlock]) -> npt.NDArray[np.int64]:
-    """For each stage what blocks that are done leave live: gradients, outputs."""
+    # For each stage what blocks that are done leave live: gradients, outputs.
     change, last = [0] * (problem.n_ops + 2), problem.last_need
     for block, _ in layers:
-        for op in block.ops:
-            for v in problem.outputs[op]:
-                if last[v] >= block.back_stop:
-                    change[block.back_stop] += problem.size_bytes[v]
-                    change[last[v] + 1] -= problem.size_bytes[v]
-    return np.array(list(accumulate(change)), np.int64)
+        for v in (v for op in block.ops for v in problem.outputs[op]):
+            if last[v] >= block.back_stop:
+                change[block.back_stop] += problem.size_bytes[v]
+                change[last[v] + 1] -= problem.size_bytes[v]
+    fixed = np.array(list(accumulate(change)), np.int64)
+    fixed[: len(beside_bytes)] += np.array(beside_bytes, np.int64)
+    return [_choices(block, table, fixed) for block, table in layers]
 
 
 def _choices(block: Block, table: Options, fixed: npt.NDArray[np.int64]) -> list[BlockChoice]:

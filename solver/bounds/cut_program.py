@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from remat.solver.backends.mip import Limits, MixedProgram, solve_program
+from remat.solver.backends.mip import Limits, MipSolution, MixedProgram, solve_program
 from remat.solver.problem import Problem, working_set_bytes
 from remat.solver.state import mark_made, recomputed_in
 
@@ -173,13 +173,19 @@ class CutProgram:
         effort = answer.finished, answer.iterations
         if answer.values is None:
             return CutSolution(self, None, bound_us, inf, *effort)
-        runs = (run for again in self.again for run in again.items())
-        cost_us = base_us + sum(
-            self.problem.cost_us[op] for op, index in runs if answer.values[index] > 0.5
-        )
+        cost_us = base_us + self._rounded_cost_us(answer)
         # Without a gap the cost is the bound, free of HiGHS's rounding.
         is_tight = limits.relative_gap == limits.absolute_gap == 0.0 and answer.finished
         return CutSolution(self, answer.values, cost_us if is_tight else bound_us, cost_us, *effort)
+
+    def _rounded_cost_us(self, answer: MipSolution) -> float:
+        assert answer.values is not None
+        return sum(
+            self.problem.cost_us[op]
+            for again in self.again
+            for op, index in again.items()
+            if answer.values[index] > 0.5
+        )
 
 
 @dataclass(frozen=True, slots=True)

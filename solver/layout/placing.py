@@ -123,7 +123,14 @@ _HOTTEST_PARTS = 300, 300, 500, 200  # of the load, the first temperature of eac
 def place_buffers(buffers: Buffers, *, alignment_bytes: int = 512) -> Layout:
     """As low a layout as was found, judged; LayoutError if the alignment cannot be kept."""
     check_alignment(alignment_bytes)
-    _check_offsets_exist(buffers, alignment_bytes)
+    total_bytes = sum(buffers.size_bytes.tolist())
+    if total_bytes + len(buffers) * alignment_bytes >= MOST_BYTES:  # offsets fit in 64 bits
+        most_bytes = max((MOST_BYTES - total_bytes - 1) // len(buffers), 1)
+        raise LayoutError(
+            f"give an alignment of at most {1 << most_bytes.bit_length() - 1}, such as 64 for a "
+            f"CPU or 512 for CUDA: with {alignment_bytes} bytes, no offsets of {len(buffers)} "
+            f"buffers stay below {MOST_BYTES}"
+        )
     found = _place(Boxes.of(buffers, alignment_bytes))
     # The end of the last buffer need not be aligned.
     arena_bytes = int((found.offsets + buffers.size_bytes).max(initial=0))
@@ -134,17 +141,6 @@ def place_buffers(buffers: Buffers, *, alignment_bytes: int = 512) -> Layout:
     )  # fmt: skip
     check_layout(buffers, layout)
     return layout
-
-
-def _check_offsets_exist(buffers: Buffers, alignment_bytes: int) -> None:
-    total_bytes = sum(buffers.size_bytes.tolist())
-    if total_bytes + len(buffers) * alignment_bytes >= MOST_BYTES:  # offsets fit in 64 bits
-        most_bytes = max((MOST_BYTES - total_bytes - 1) // len(buffers), 1)
-        raise LayoutError(
-            f"give an alignment of at most {1 << most_bytes.bit_length() - 1}, such as 64 for a "
-            f"CPU or 512 for CUDA: with {alignment_bytes} bytes, no offsets of {len(buffers)} "
-            f"buffers stay below {MOST_BYTES}"
-        )
 
 
 def _place(boxes: Boxes) -> _PlacedOffsets:

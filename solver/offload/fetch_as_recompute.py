@@ -96,7 +96,13 @@ def untimed_schedule(state: State, hosted: Collection[int]) -> UntimedSchedule:
     graph = state.problem.graph
     steps = steps_of_stages(state.problem, state.rows, state.stages)
     items = _with_leaves(_arrivals(graph, steps, frozenset(hosted)))
-    off_spans = _off_spans(items)
+    found, left = list[OffDeviceSpan](), dict[str, int]()
+    for k, (kind, name) in enumerate(items):
+        if kind == "leave":
+            left[name] = k
+        elif kind == "arrive":
+            found.append(OffDeviceSpan(name, left.pop(name), k))
+    off_spans = tuple(sorted(found, key=lambda off_span: off_span.leaves))
     away = {off_span.value for off_span in off_spans}
     made: dict[str, int] = {}
     for k, (kind, name) in enumerate(items):
@@ -163,16 +169,6 @@ def _with_leaves(items: list[_UntimedStep]) -> list[_UntimedStep]:
             items[k] = _UntimedStep("leave", name)
             returns.discard(name)
     return items
-
-
-def _off_spans(items: Sequence[_UntimedStep]) -> tuple[OffDeviceSpan, ...]:
-    found, left = list[OffDeviceSpan](), dict[str, int]()
-    for k, (kind, name) in enumerate(items):
-        if kind == "leave":
-            left[name] = k
-        elif kind == "arrive":
-            found.append(OffDeviceSpan(name, left.pop(name), k))
-    return tuple(sorted(found, key=lambda off_span: off_span.leaves))
 
 
 def _live_bytes(graph: TrainingGraph, items: Sequence[_UntimedStep]) -> Bytes:

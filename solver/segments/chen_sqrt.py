@@ -204,7 +204,14 @@ def checkpointed_state(problem: Problem, ends: Sequence[int]) -> State:
     """The state with a checkpoint after each forward op of `ends`, which are ascending."""
     segment = [bisect_left(ends, op) for op in range(problem.n_forward)]
     segment += [NO_SEGMENT] * (problem.n_ops - problem.n_forward)
-    return segmented_state(problem, segment, _checkpoints(problem, segment))
+    # 1 for values that stay: they cross, cannot be made again, or the caller holds them.
+    kept = bytearray(problem.n_values)
+    for v, last in enumerate(problem.last_forward_read):
+        op = problem.producer[v]
+        crosses = last >= 0 and segment[last] != segment[op]
+        must_stay = problem.no_recompute[op] or v in problem.held
+        kept[v] = op >= problem.n_forward or crosses or must_stay
+    return segmented_state(problem, segment, kept)
 
 
 def _boundaries(problem: Problem, count: int) -> list[int]:
@@ -219,14 +226,3 @@ def _boundaries(problem: Problem, count: int) -> list[int]:
         if places:
             ends.append(min(places, key=lambda op: (crossing[op + 1], op)))
     return ends
-
-
-def _checkpoints(problem: Problem, segment: Sequence[int]) -> bytearray:
-    """1 for values that stay: they cross, cannot be made again, or the caller holds them."""
-    kept = bytearray(problem.n_values)
-    for v, last in enumerate(problem.last_forward_read):
-        op = problem.producer[v]
-        crosses = last >= 0 and segment[last] != segment[op]
-        must_stay = problem.no_recompute[op] or v in problem.held
-        kept[v] = op >= problem.n_forward or crosses or must_stay
-    return kept

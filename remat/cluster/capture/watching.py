@@ -105,7 +105,10 @@ class HeadsOverRanks(AttentionMode):
             key, value = (t.repeat_interleave(copies, HEADS) for t in (key, value))
         query, key, value = (self._to_heads(t) for t in (query, key, value))
         found = nn.functional.scaled_dot_product_attention(query, key, value, **given)
-        return self._to_tokens(found)
+        batch, heads, tokens, width = found.shape
+        parts = found.reshape(batch, heads, self.n, tokens // self.n, width).permute(2, 0, 1, 3, 4)
+        tokens_of_all = self._exchanged(parts).transpose(0, 1)
+        return tokens_of_all.reshape(batch, self.n * heads, tokens // self.n, width)
 
     def _to_heads(self, t: Tensor) -> Tensor:
         """From all heads of own tokens to all tokens of own heads."""
@@ -113,12 +116,6 @@ class HeadsOverRanks(AttentionMode):
         parts = t.reshape(batch, self.n, heads // self.n, tokens, width).transpose(0, 1)
         found = self._exchanged(parts).permute(1, 2, 0, 3, 4)
         return found.reshape(batch, heads // self.n, self.n * tokens, width)
-
-    def _to_tokens(self, t: Tensor) -> Tensor:
-        batch, heads, tokens, width = t.shape
-        parts = t.reshape(batch, heads, self.n, tokens // self.n, width).permute(2, 0, 1, 3, 4)
-        found = self._exchanged(parts).transpose(0, 1)
-        return found.reshape(batch, self.n * heads, tokens // self.n, width)
 
     def _exchanged(self, t: Tensor) -> Tensor:
         """The i-th part of it goes to the i-th rank."""
