@@ -222,7 +222,7 @@ def writes_in_place(nodes: Sequence[fx.Node], in_forward: Collection[fx.Node]) -
             before = first
             while (write := only_write(before, _in_place)) is not None and write.node in writers:
                 # torch 2.11 does not tell of terms.
-                to_term = WRITTEN_KEY not in _annotations(node) and _op_called(write.node) in _ADD
+                to_term = WRITTEN_KEY in _annotations(node) and _op_called(write.node) in _ADD
                 if not (is_made_for_writes(node) or _is_sum_of_autograd(write.node) or to_term):
                     break
                 found.begins[node] = first

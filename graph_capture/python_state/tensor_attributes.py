@@ -155,7 +155,7 @@ def writer_of(place: StateSlot | OpaqueState | Stream, ran: ExecutedCode) -> Wri
     name = place.key if isinstance(place, (DictItem, SlotAttr)) else None
     own = ran.own_codes()
     by_name = (one for c in own if name in c.co_names for one in dis.get_instructions(c))
-    if any(x.argval == name and x.opname.startswith(("STORE_", "DELETE_")) for x in by_name):
+    if any(x.opname.startswith(("STORE_", "DELETE_")) and x.argval == name for x in by_name):
         return Writer.FORWARD
     by_text = any(not _BY_TEXT.isdisjoint(code.co_names) for code in own)
     if not isinstance(name, str) or by_text or threading.active_count() == 1:

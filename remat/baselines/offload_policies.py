@@ -139,7 +139,7 @@ class Saved:
             state = State.from_recomputed(mine, _just_in_time(mine, kept))
         except UnreachableError:
             return None
-        for stage in range(problem.n_forward, problem.n_ops + 1):
+        for stage in range(mine.n_forward, mine.n_ops + 1):
             for op in [op for op in state.stages[stage].recomputed if op in hosted]:
                 # A run makes all outputs of its op, also when only another one is fetched.
                 for v, before in carriable(state, op, stage):
