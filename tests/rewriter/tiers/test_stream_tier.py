@@ -13,8 +13,8 @@ from torch import Tensor
 
 from remat.graph_capture.errors import TierError
 from remat.rewriter.tiers import stream_tier
-from remat.rewriter.tiers.file_tier import HostPlaces
-from remat.rewriter.tiers.stream_tier import Arriving, StreamTier, _whole
+from remat.rewriter.tiers.file_tier import HostPlaces, all_bytes
+from remat.rewriter.tiers.stream_tier import Arriving, StreamTier
 from tests.links import links
 from tests.rewriter.tiers.lazy_streams import LazyMachine
 
@@ -36,7 +36,7 @@ def value(seed: int, n: int = 64) -> Tensor:
 def drop(machine: LazyMachine, x: Tensor) -> None:
     """Its block goes to whoever asks next, and the computing stream writes to it before."""
     machine.computing.put(lambda: x.fill_(float("nan")))
-    machine.free.append(_whole(x, x.untyped_storage().nbytes()))
+    machine.free.append(all_bytes(x.untyped_storage()))
 
 
 def round_trips(machine: LazyMachine, made: StreamTier, n: int = 6) -> list[bool]:
@@ -116,7 +116,7 @@ def test_a_fetch_that_is_dropped_writes_into_nobodys_block(
     x = value(1)
     handle = made.leave(made.offload(x, 0), x)
     pending = made.fetch(handle)
-    block = _whole(pending.x, 256)
+    block = all_bytes(pending.x.untyped_storage())[:256]
     del pending  # as where backward fails
     machine.computing.put(lambda: block.fill_(7))
     machine.run()
