@@ -41,6 +41,7 @@ from remat.graph_capture.distributed.collective_costs import links_of_step, with
 from remat.graph_capture.errors import ProfileError
 from remat.graph_capture.graph import TANGENTS, Op, Resident, TrainingGraph, Value
 from remat.graph_capture.joint.nodes import argument, tensors_of
+from remat.graph_capture.torch_private.core import precision_settings
 from remat.graph_capture.tracing.trace import Trace
 
 _LAUNCH_PART = 0.1  # an op whose work is a smaller part of a launch shows how long a launch is
@@ -71,8 +72,8 @@ class Roofline:
 
     def _work_us(self, work: OpWork, share: Efficiency) -> float:
         # torch lets tensor cores round float32 to TF32 by a switch for each kind of op.
-        is_rounded = work.kind == "convolution" and torch.backends.cudnn.allow_tf32
-        is_rounded |= work.kind == "matmul" and torch.get_float32_matmul_precision() != "highest"
+        precision = dict(zip(("matmul", "convolution"), precision_settings(), strict=False))
+        is_rounded = precision.get(work.kind) == "tf32"
         is_rounded &= work.dtype == "float32" and "tf32" in self.device.tflops
         arithmetic_us = work.flops / self.device.flops_per_us("tf32" if is_rounded else work.dtype)
         traffic_us = work.moved_bytes / self.device.bytes_per_us

@@ -27,7 +27,11 @@ from remat.graph_capture.devices.links import (
 )
 from remat.graph_capture.devices.memory_events import Moment, RegionMemory, without_garbage
 from remat.graph_capture.devices.meter import Run, StepMemory, median_of
-from remat.graph_capture.torch_private.core import clear_cublas_workspaces, cuda_sleep
+from remat.graph_capture.torch_private.core import (
+    clear_cublas_workspaces,
+    cuda_sleep,
+    precision_settings,
+)
 
 SETTLE_S = 0.3  # the device works so long before the first op is timed, for its clocks to rise
 _SETTLED, _MOST_WARM_UPS = 0.05, 10  # an op is warm once two runs differ by less, or after so many
@@ -49,9 +53,9 @@ class CudaMeter:
         """What changes the kernels that run, or how fast they are."""
         cudnn = torch.backends.cudnn
         return (
-            f"cuda {torch.version.cuda} matmul {torch.get_float32_matmul_precision()} "
+            f"cuda {torch.version.cuda} float32 {' '.join(precision_settings()[:3])} "
             f"cudnn {cudnn.enabled:d}{cudnn.benchmark:d}{cudnn.deterministic:d}"
-            f"{cudnn.allow_tf32:d} exact {torch.are_deterministic_algorithms_enabled():d}"
+            f" exact {torch.are_deterministic_algorithms_enabled():d}"
         )
 
     @property

@@ -188,6 +188,20 @@ def enabled_backends() -> tuple[bool, ...]:
     )  # fmt: skip
 
 
+_KINDS = [(backend, kind) for backend in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn")]
+PRECISIONS = (
+    "torch.backends.cuda.matmul.fp32_precision", "torch.backends.cudnn.conv.fp32_precision",
+    "torch.backends.cudnn.rnn.fp32_precision", "torch.backends.mkldnn.matmul.fp32_precision",
+    "torch.backends.mkldnn.conv.fp32_precision", "torch.backends.mkldnn.rnn.fp32_precision",
+)  # fmt: skip
+
+
+def precision_settings() -> tuple[str, ...]:
+    """Of `PRECISIONS`: what float32 may be rounded to, whichever of torch's two APIs set it."""
+    asked = _C._get_fp32_precision_getter  # what the older API asks raises after the newer one
+    return tuple(asked(*one).replace("none", "ieee") for one in _KINDS)
+
+
 fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 
