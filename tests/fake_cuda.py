@@ -88,6 +88,7 @@ def install(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         "current_device": lambda: 0,
         "device": lambda *_: contextlib.nullcontext(),
         "synchronize": fake.counting("synchronize"),
+        "get_allocator_backend": lambda: "native",
         "get_device_name": lambda *_: TITLE,
         "get_device_properties": lambda *_: PROPERTIES,
         "_sleep": fake.cycles.append,

@@ -27,6 +27,7 @@ from remat.graph_capture.devices.links import (
 )
 from remat.graph_capture.devices.memory_events import Moment, RegionMemory, without_garbage
 from remat.graph_capture.devices.meter import Run, StepMemory, median_of
+from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.torch_private.core import (
     clear_cublas_workspaces,
     cuda_sleep,
@@ -42,6 +43,12 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 class CudaMeter:
     def __init__(self, device: str) -> None:
+        if (allocator := torch.cuda.get_allocator_backend()) != "native":
+            raise DeviceError(
+                "take `backend:` out of PYTORCH_CUDA_ALLOC_CONF, or set no allocator of your own: "
+                f"the allocator {allocator} does not count what ops ask of it, so no workspace and "
+                "no peak could be measured"
+            )
         self.device = device
         self.title = torch.cuda.get_device_name(device)
         self.passes = 1

@@ -12,6 +12,7 @@ from remat.graph_capture.devices import cuda as cuda_device
 from remat.graph_capture.devices.cuda import CYCLES_PER_US, MOST_SLEEP_US, CudaMeter
 from remat.graph_capture.devices.meter import CpuMeter
 from remat.graph_capture.devices.placement import meter_of
+from remat.graph_capture.errors import DeviceError
 from tests.fake_cuda import L2_BYTES, TITLE, FakeCuda, cuda
 
 __all__ = ["cuda"]
@@ -27,6 +28,16 @@ def meter(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> CudaMeter:
 def test_each_device_has_its_meter(cuda: FakeCuda) -> None:
     assert isinstance(meter_of("cpu"), CpuMeter)
     assert (meter_of("cuda:0").device, meter_of("cuda:0").title) == ("cuda:0", TITLE)
+
+
+@pytest.mark.parametrize("allocator", ["cudaMallocAsync", "pluggable"])
+def test_an_allocator_that_does_not_count_requests_is_refused(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, allocator: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
+    says = f"^take `backend:` out of PYTORCH_CUDA_ALLOC_CONF.* {allocator} does not count"
+    with pytest.raises(DeviceError, match=says):
+        meter_of("cuda:0")
 
 
 def test_the_cost_of_an_op_is_the_longer_of_the_devices_and_the_hosts_time(
