@@ -17,7 +17,7 @@ from torch import Tensor
 
 TITLE = "NVIDIA H100 80GB HBM3"
 L2_BYTES = 4096
-PROPERTIES = SimpleNamespace(L2_cache_size=L2_BYTES, major=9, minor=0)
+PROPERTIES = SimpleNamespace(L2_cache_size=L2_BYTES, total_memory=85 * 10**9, major=9, minor=0)
 
 
 class FakeCuda:

@@ -38,7 +38,7 @@ from remat.graph_capture.devices.known_devices import (
 )
 from remat.graph_capture.devices.links import RankLinks
 from remat.graph_capture.distributed.collective_costs import links_of_step, with_collective_costs
-from remat.graph_capture.errors import ProfileError
+from remat.graph_capture.errors import ProfileError, option
 from remat.graph_capture.graph import TANGENTS, Op, Resident, TrainingGraph, Value
 from remat.graph_capture.joint.nodes import argument, tensors_of
 from remat.graph_capture.torch_private.core import precision_settings
@@ -157,7 +157,10 @@ def model_costs(
         # One that was measured on CUDA is of the device that its title names, too.
         own = table_name(profile.title) if profile.device == CUDA else profile.device
         if name not in (profile.device, own):
-            raise ProfileError(f"the profile is of {profile.device}, not {name}")
+            raise ProfileError(
+                f"plan for {option('device', own or profile.device)}, or make a profile there: the "
+                f"profile is of {profile.device}, not {name}; it was measured on {profile.title}"
+            )
         roofline, known = assumed.fitted(profile), profile.ops
     graph, nodes = trace.graph, trace.joint.node_of_op
     op_costs = _OpCosts(roofline, known)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from remat.graph_capture.devices.known_devices import CPU, CUDA
+from remat.graph_capture.devices.known_devices import CPU, CUDA, title_with_memory
 from remat.graph_capture.devices.links import (
     BYTES_PER_US_IN_GB_S,
     PINNED_MEMORY,
@@ -50,9 +50,9 @@ class CudaMeter:
                 "no peak could be measured"
             )
         self.device = device
-        self.title = torch.cuda.get_device_name(device)
-        self.passes = 1
-        self.cache_bytes = int(torch.cuda.get_device_properties(device).L2_cache_size)
+        found = torch.cuda.get_device_properties(device)
+        self.title = title_with_memory(torch.cuda.get_device_name(device), found.total_memory)
+        self.passes, self.cache_bytes = 1, int(found.L2_cache_size)
         self._cache: Tensor | None = None
 
     @property
