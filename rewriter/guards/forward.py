@@ -126,7 +126,8 @@ def is_plain(tensor: Tensor) -> bool:
 _NAMES = (  # of settings other than autocast that decide which ops and kernels a model runs
     "torch.backends.mkldnn.enabled", "torch.backends.cudnn.enabled",
     "torch.backends.cuda.flash_sdp_enabled()", "torch.backends.cuda.mem_efficient_sdp_enabled()",
-    "torch.backends.cuda.math_sdp_enabled()", "torch.get_default_dtype()",
+    "torch.backends.cuda.math_sdp_enabled()", "torch.backends.cuda.cudnn_sdp_enabled()",
+    "the order of torch.nn.attention.sdpa_kernel", "torch.get_default_dtype()",
     "torch.are_deterministic_algorithms_enabled()", "torch.is_autocast_cache_enabled()",
     *PRECISIONS,
 )  # fmt: skip
