@@ -7,6 +7,7 @@ so that no gap of the host counts; and the host's, to queue it, which decides fo
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -38,6 +39,11 @@ SETTLE_S = 0.3  # the device works so long before the first op is timed, for its
 _SETTLED, _MOST_WARM_UPS = 0.05, 10  # an op is warm once two runs differ by less, or after so many
 CYCLES_PER_US, MOST_SLEEP_US = 2_000, 10_000  # the first is beyond today's clocks
 PROBE = 64  # rows and columns of the product that makes cuBLAS allocate what it keeps
+_SUMS = (  # of products, that may be less exact than their terms
+    "fp16_accumulation", "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction",
+    "fp16_reduced_precision_reduction_split_k", "bf16_reduced_precision_reduction_split_k",
+)  # fmt: skip
+_TF32 = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS and cuDNN
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -58,11 +64,14 @@ class CudaMeter:
     @property
     def settings(self) -> str:
         """What changes the kernels that run, or how fast they are."""
-        cudnn = torch.backends.cudnn
+        cudnn, backends = torch.backends.cudnn, torch.backends.cuda
+        sums = "".join(f"{getattr(backends.matmul, f'allow_{name}'):d}" for name in _SUMS)
+        versions = " ".join(f"{name} {version}" for name, version in self.versions.items())
         return (
-            f"cuda {torch.version.cuda} float32 {' '.join(precision_settings()[:3])} "
-            f"cudnn {cudnn.enabled:d}{cudnn.benchmark:d}{cudnn.deterministic:d}"
-            f" exact {torch.are_deterministic_algorithms_enabled():d}"
+            f"{versions} float32 {' '.join(precision_settings()[:3])} sums {sums} "
+            f"{backends.preferred_blas_library().name} {os.environ.get(_TF32, '')} "
+            f"cudnn {cudnn.enabled:d}{cudnn.benchmark:d}{cudnn.deterministic:d} "
+            f"exact {torch.are_deterministic_algorithms_enabled():d}"
         )
 
     @property

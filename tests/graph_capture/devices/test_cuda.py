@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from enum import Enum
 from typing import Any
 
 import pytest
 import torch
 
+from remat.graph_capture.costs.cache import CostCache
 from remat.graph_capture.devices import cuda as cuda_device
 from remat.graph_capture.devices.cuda import CYCLES_PER_US, MOST_SLEEP_US, CudaMeter
 from remat.graph_capture.devices.meter import CpuMeter
@@ -16,6 +18,10 @@ from remat.graph_capture.errors import DeviceError
 from tests.fake_cuda import L2_BYTES, TITLE, FakeCuda, cuda
 
 __all__ = ["cuda"]
+
+
+class LtOnly(Enum):
+    Cublaslt = 1
 
 
 @pytest.fixture
@@ -131,9 +137,31 @@ def test_the_streams_are_kept_while_ops_run(cuda: FakeCuda, meter: CudaMeter) ->
 def test_what_changes_kernels_changes_the_file_of_costs(
     cuda: FakeCuda, meter: CudaMeter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = meter.settings
+    products: Any = torch.backends.cuda.matmul
+    names = [CostCache.of(meter).path.name]
+
+    def another() -> bool:
+        names.append(CostCache.of(meter).path.name)
+        return names.count(names[-1]) == 1
+
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    assert meter.settings != before
+    assert another()
+    for kind in ("fp16_accumulation", "fp16_reduced_precision_reduction"):
+        monkeypatch.setattr(products, f"allow_{kind}", not getattr(products, f"allow_{kind}"))
+        assert another(), kind
+    for kind in (False, (False, False)):
+        monkeypatch.setattr(products, "allow_bf16_reduced_precision_reduction", kind)
+        assert another(), kind
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: LtOnly.Cublaslt)
+    assert another()
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert another()
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91_900)
+    assert another()
+    monkeypatch.setattr(cuda_device, "_driver_version", lambda: "999.99.99")
+    assert another()
+    assert not another()
+    assert max(map(len, names)) < 250
 
 
 @pytest.mark.parametrize(
