@@ -27,6 +27,7 @@ class FakeCuda:
     ----------
     called : how often each function was called. cycles : of each sleep.
     device_us : what each run between two events takes. stream : of its random generator.
+    segments : of the allocator, as a snapshot has them.
     rounding : bytes that are given out for each that is asked for.
     """
 
@@ -36,6 +37,7 @@ class FakeCuda:
         self.device_us = 100.0
         self.rounding = 1.0
         self.allocated_bytes = self.peak_bytes = self.reserved_bytes = 0
+        self.segments: list[dict[str, Any]] = []
         self.stream = torch.zeros(16, dtype=torch.uint8)
 
     def allocate(self, size_bytes: int) -> None:
@@ -95,6 +97,7 @@ def install(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         "Event": fake.event,
         "Stream": lambda: SimpleNamespace(),
         "stream": lambda *_: contextlib.nullcontext(),
+        "memory_snapshot": lambda: fake.segments,
         "memory_stats": fake.memory_stats,
         "memory_allocated": lambda *_: fake.allocated_bytes,
         "max_memory_allocated": lambda *_: fake.peak_bytes,

@@ -7,6 +7,7 @@ so that no gap of the host counts; and the host's, to queue it, which decides fo
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import time
@@ -167,16 +168,7 @@ class CudaMeter:
 
     def library_bytes(self) -> int:
         """What cuBLAS and cuBLASLt keep: for the thread of forward, and for that of backward."""
-        with torch.cuda.device(self.device), torch.enable_grad():
-            torch.cuda.synchronize()
-            clear_cublas_workspaces()
-            before_bytes = torch.cuda.memory_allocated()
-            probe = torch.ones(PROBE, PROBE, device=self.device, requires_grad=True)
-            bias = torch.ones(PROBE, device=self.device)  # products with a bias are cuBLASLt's
-            # Recomputation, in backward's thread, runs the first product and stops before the last.
-            checkpoint(_products, probe, bias, use_reentrant=False).sum().backward()
-            del probe, bias
-            return torch.cuda.memory_allocated() - before_bytes
+        return _library_bytes(self.device)
 
     def rng_state(self) -> Tensor:
         return torch.cuda.get_rng_state(self.device)
@@ -221,6 +213,25 @@ class CudaMeter:
             size_bytes = max(self.cache_bytes, 1)
             self._cache = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
         self._cache.zero_()
+
+
+@functools.cache  # as what another stream takes stays with it
+def _library_bytes(device: str) -> int:
+    # A captured CUDA graph, which has a pool of its own, may write to a workspace when replayed. So
+    # beside one none is freed, and a stream without any takes as much.
+    is_captured = any(any(one["segment_pool_id"]) for one in torch.cuda.memory_snapshot())
+    with torch.cuda.device(device), torch.enable_grad():
+        torch.cuda.synchronize()
+        if not is_captured:
+            clear_cublas_workspaces()
+        with torch.cuda.stream(torch.cuda.Stream() if is_captured else None):
+            before_bytes = torch.cuda.memory_allocated()
+            probe = torch.ones(PROBE, PROBE, device=device, requires_grad=True)
+            bias = torch.ones(PROBE, device=device)  # products with a bias are cuBLASLt's
+            # Recomputation, in backward's thread, runs the first product and stops before the last.
+            checkpoint(_products, probe, bias, use_reentrant=False).sum().backward()
+            del probe, bias
+            return torch.cuda.memory_allocated() - before_bytes
 
 
 def _products(x: Tensor, bias: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -122,6 +124,45 @@ def test_what_the_allocator_gives_beyond_what_is_asked_is_told_apart(
     cuda.rounding = 1.5
     found = meter.step_memory(lambda: cuda.allocate(3000))
     assert (found.peak_bytes, found.rounding_bytes) == (3000, 1000)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_workspace_that_a_captured_graph_may_hold_is_not_freed(
+    cuda: FakeCuda, meter: CudaMeter, monkeypatch: pytest.MonkeyPatch, is_captured: bool
+) -> None:
+    taken: dict[Any, int] = {None: 700}  # by stream: of one workspace each
+    streams: list[Any] = [None]
+
+    def products(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        if streams[-1] not in taken:
+            cuda.allocate(taken.setdefault(streams[-1], 700))
+        return x * 1
+
+    def clear() -> None:
+        for size_bytes in taken.values():
+            cuda.allocate(-size_bytes)
+        taken.clear()
+
+    @contextmanager
+    def stream(one: Any) -> Iterator[None]:
+        streams.append(one or streams[-1])
+        yield
+        streams.pop()
+
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *size, device, **how: ones(*size, **how))
+    monkeypatch.setattr(cuda_device, "_products", products)
+    monkeypatch.setattr(cuda_device, "clear_cublas_workspaces", clear)
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    cuda.allocate(700)
+    cuda.segments = [{"segment_pool_id": pool} for pool in [(0, 0), (0, 1)][: 1 + is_captured]]
+    cuda_device._library_bytes.cache_clear()
+    try:
+        assert [meter.library_bytes(), meter.library_bytes()] == [700, 700]
+    finally:
+        cuda_device._library_bytes.cache_clear()
+    assert len(taken) == 1 + is_captured  # what was there is there, or was measured
 
 
 def test_the_streams_are_kept_while_ops_run(cuda: FakeCuda, meter: CudaMeter) -> None:
