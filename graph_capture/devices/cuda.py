@@ -92,7 +92,10 @@ class CudaMeter:
             torch.autocast(CUDA, enabled=False),
             torch.random.fork_rng([index]),
         ):
-            yield
+            try:
+                yield
+            finally:  # made data leaves segments of sizes that no step asks for
+                torch.cuda.empty_cache()
 
     def is_quiet(self) -> bool:
         """False: how busy it was is not known of its times, so none are in doubt."""

@@ -76,6 +76,20 @@ def test_a_graph_of_a_cuda_device_has_its_costs_sizes_and_versions(
     assert TrainingGraph.from_json(graph.to_json()) == graph
 
 
+def test_what_made_data_took_is_given_back_once_ops_are_priced(
+    as_if_on_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = CudaMeter.median_us
+
+    def leaving(self: CudaMeter, *given: Any) -> float:
+        as_if_on_cuda.reserved_bytes += 999  # segments that stay with the allocator
+        return run(self, *given)
+
+    monkeypatch.setattr(CudaMeter, "median_us", leaving)
+    capture(**step(), device="cuda")
+    assert as_if_on_cuda.reserved_bytes == as_if_on_cuda.allocated_bytes
+
+
 def test_workspaces_are_what_an_op_asks_for_beyond_its_results(
     as_if_on_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
