@@ -171,7 +171,10 @@ class CudaMeter:
 
     def library_bytes(self) -> int:
         """What cuBLAS and cuBLASLt keep: for the thread of forward, and for that of backward."""
-        return _library_bytes(self.device)
+        with torch.cuda.device(self.device), torch.enable_grad():
+            kept_bytes = _library_bytes(self.device)
+            _run_products(self.device)  # others may have cleared what a step would take anew
+        return kept_bytes
 
     def rng_state(self) -> Tensor:
         return torch.cuda.get_rng_state(self.device)
@@ -223,18 +226,20 @@ def _library_bytes(device: str) -> int:
     # A captured CUDA graph, which has a pool of its own, may write to a workspace when replayed. So
     # beside one none is freed, and a stream without any takes as much.
     is_captured = any(any(one["segment_pool_id"]) for one in torch.cuda.memory_snapshot())
-    with torch.cuda.device(device), torch.enable_grad():
-        torch.cuda.synchronize()
-        if not is_captured:
-            clear_cublas_workspaces()
-        with torch.cuda.stream(torch.cuda.Stream() if is_captured else None):
-            before_bytes = torch.cuda.memory_allocated()
-            probe = torch.ones(PROBE, PROBE, device=device, requires_grad=True)
-            bias = torch.ones(PROBE, device=device)  # products with a bias are cuBLASLt's
-            # Recomputation, in backward's thread, runs the first product and stops before the last.
-            checkpoint(_products, probe, bias, use_reentrant=False).sum().backward()
-            del probe, bias
-            return torch.cuda.memory_allocated() - before_bytes
+    torch.cuda.synchronize()
+    if not is_captured:
+        clear_cublas_workspaces()
+    with torch.cuda.stream(torch.cuda.Stream() if is_captured else None):
+        before_bytes = torch.cuda.memory_allocated()
+        _run_products(device)
+        return torch.cuda.memory_allocated() - before_bytes
+
+
+def _run_products(device: str) -> None:
+    probe = torch.ones(PROBE, PROBE, device=device, requires_grad=True)
+    bias = torch.ones(PROBE, device=device)  # products with a bias are cuBLASLt's
+    # Recomputation, in backward's thread, runs the first product and stops before the last.
+    checkpoint(_products, probe, bias, use_reentrant=False).sum().backward()
 
 
 def _products(x: Tensor, bias: Tensor) -> Tensor:
