@@ -72,8 +72,8 @@ class Roofline:
 
     def _work_us(self, work: OpWork, share: Efficiency) -> float:
         # torch lets tensor cores round float32 to TF32 by a switch for each kind of op.
-        precision = dict(zip(("matmul", "convolution"), precision_settings(), strict=False))
-        is_rounded = precision.get(work.kind) == "tf32"
+        of_kind = dict[str, str](zip(("matmul", "convolution"), precision_settings(), strict=False))
+        is_rounded = of_kind.get(work.kind) == "tf32"
         is_rounded &= work.dtype == "float32" and "tf32" in self.device.tflops
         arithmetic_us = work.flops / self.device.flops_per_us("tf32" if is_rounded else work.dtype)
         traffic_us = work.moved_bytes / self.device.bytes_per_us
