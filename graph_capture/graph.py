@@ -230,7 +230,7 @@ Kind = Literal[
     "gradient", "output", "optimizer",
 ]  # fmt: skip
 
-Optimizer = Literal["none", "sgd", "momentum", "adamw"]
+Optimizer = Literal["none", "sgd", "momentum", "adamw", "adamw-fused"]
 
 
 class Value(msgspec.Struct, frozen=True):
@@ -297,10 +297,15 @@ class Resident(msgspec.Struct, frozen=True):
     optimizer_bytes: int = 0
     libraries_bytes: int = 0  # what they keep once they were used, as cuBLAS does
     communication_bytes: int = 0  # DDP's buckets, or what FSDP2 gathers for the whole step
+    update_bytes: int = 0  # taken on CUDA by AdamW's step alone, after backward, unless it is fused
 
     @property
     def total_bytes(self) -> int:
-        return sum(msgspec.structs.astuple(self))
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        parts = msgspec.structs.asdict(self)
+        return {name: parts[name] for name in parts if name != "update_bytes"}
 
 
 class TrainingStep(Record, frozen=True):

@@ -257,7 +257,7 @@ def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
     line = timeline(graph, schedule)
     updates = workspaces_of_updates(graph, schedule)
     recording = _Recording()
-    for name, size in msgspec.structs.asdict(graph.resident).items():
+    for name, size in graph.resident.parts().items():
         category = name.removesuffix("_bytes")
         recording.alloc(f"resident {category}", size, [_frame(category, "", 0)], 0)
     run = 0

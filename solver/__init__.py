@@ -11,6 +11,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Holding, Result
 from remat.schedules.value_report.globs import Globs, as_globs
 from remat.solver.reductions.reduction import Question, solve_question
+from remat.solver.result import below_update, update_peak_bytes
 from remat.solver.search import Listener, Progress
 from remat.solver.table import (
     TABLE,
@@ -52,12 +53,14 @@ def solve_within(
     nothing fits is a `Result`.
     """
     check_number("time_limit_s", time_limit_s)
+    asked_bytes, least_bytes = budget_as_int(budget_bytes), update_peak_bytes(graph)
     question = Question(
-        graph, budget_as_int(budget_bytes), solver, time_limit_s, progress,
+        graph, max(asked_bytes, least_bytes), solver, time_limit_s, progress,
         as_globs(keep), as_globs(recompute), known_us, at_hand, options,
     )  # fmt: skip
     with _rare_collections():
-        return solve_question(question)
+        found = solve_question(question)
+    return found if asked_bytes >= least_bytes else below_update(graph, found, asked_bytes)
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from remat.formats import bytes_text
+from remat.graph_capture.devices.known_devices import has_cuda_allocator
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.derived import fastest_us
@@ -94,6 +96,29 @@ def infeasible(
         status="infeasible", solver=schedule.solver, budget_bytes=budget_bytes, wall_s=wall_s,
         least_feasible_bytes=simulation.peak_bytes, least_schedule=schedule,
         held_at_peak=tuple(held), message=message,
+    )  # fmt: skip
+
+
+def update_peak_bytes(graph: TrainingGraph) -> int:
+    """What is in memory while the optimizer steps; 0 where it takes nothing for itself."""
+    resident = graph.resident
+    if not (resident.update_bytes and has_cuda_allocator(graph.device)):
+        return 0
+    made = sum(v.size_bytes for v in graph.values if v.kind == "gradient" and v.producer)
+    made_bytes = 0 if resident.gradients_bytes else made  # or they are added to those there
+    return resident.total_bytes + made_bytes + resident.update_bytes
+
+
+def below_update(graph: TrainingGraph, found: Result, budget_bytes: int) -> Result:
+    """No schedule within the budget, though forward and backward may fit, as `found` says."""
+    if found.schedule is None:
+        return msgspec.structs.replace(found, budget_bytes=budget_bytes)
+    return Result(
+        status="infeasible", solver=found.solver, budget_bytes=budget_bytes, wall_s=found.wall_s,
+        least_feasible_bytes=update_peak_bytes(graph), least_schedule=found.schedule,
+        message=found.message,
+        otherwise=f"AdamW(..., fused=True) with {option('optimizer', 'adamw-fused')}, as AdamW's "
+        f"own step takes {bytes_text(graph.resident.update_bytes)} more by default",
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 TITLE = "NVIDIA H100 80GB HBM3"
 L2_BYTES = 4096
-PROPERTIES = SimpleNamespace(L2_cache_size=L2_BYTES, major=9, minor=0)
+PROPERTIES = SimpleNamespace(L2_cache_size=L2_BYTES, total_memory=85 * 10**9, major=9, minor=0)
 
 
 class FakeCuda:
@@ -27,6 +27,7 @@ class FakeCuda:
     ----------
     called : how often each function was called. cycles : of each sleep.
     device_us : what each run between two events takes. stream : of its random generator.
+    segments : of the allocator, as a snapshot has them.
     rounding : bytes that are given out for each that is asked for.
     """
 
@@ -36,6 +37,7 @@ class FakeCuda:
         self.device_us = 100.0
         self.rounding = 1.0
         self.allocated_bytes = self.peak_bytes = self.reserved_bytes = 0
+        self.segments: list[dict[str, Any]] = []
         self.stream = torch.zeros(16, dtype=torch.uint8)
 
     def allocate(self, size_bytes: int) -> None:
@@ -88,12 +90,14 @@ def install(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         "current_device": lambda: 0,
         "device": lambda *_: contextlib.nullcontext(),
         "synchronize": fake.counting("synchronize"),
+        "get_allocator_backend": lambda: "native",
         "get_device_name": lambda *_: TITLE,
         "get_device_properties": lambda *_: PROPERTIES,
         "_sleep": fake.cycles.append,
         "Event": fake.event,
         "Stream": lambda: SimpleNamespace(),
         "stream": lambda *_: contextlib.nullcontext(),
+        "memory_snapshot": lambda: fake.segments,
         "memory_stats": fake.memory_stats,
         "memory_allocated": lambda *_: fake.allocated_bytes,
         "max_memory_allocated": lambda *_: fake.peak_bytes,

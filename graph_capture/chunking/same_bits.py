@@ -23,6 +23,7 @@ from remat.graph_capture.chunking.replace import HeadOrMlp
 from remat.graph_capture.costs.cache import CostCache
 from remat.graph_capture.costs.op_times import cost_key
 from remat.graph_capture.devices.meter import Meter
+from remat.graph_capture.torch_private.core import precision_settings
 
 _IGNORED_PART = 0.1  # of the made targets: rows that the loss ignores
 
@@ -196,7 +197,7 @@ def _digest_of(found: RegionCandidate) -> str:
     parts = [
         f"{_SEEN_NUMBERS} logits in {_MOST_DRAWS} draws",
         torch.backends.cpu.get_cpu_capability(),
-        torch.get_float32_matmul_precision(),
+        *precision_settings(),
         str(torch.are_deterministic_algorithms_enabled()),
         str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
         os.environ.get("MKL_CBWR", ""),  # chooses the branch of MKL's code

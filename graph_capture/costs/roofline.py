@@ -38,9 +38,10 @@ from remat.graph_capture.devices.known_devices import (
 )
 from remat.graph_capture.devices.links import RankLinks
 from remat.graph_capture.distributed.collective_costs import links_of_step, with_collective_costs
-from remat.graph_capture.errors import ProfileError
+from remat.graph_capture.errors import ProfileError, option
 from remat.graph_capture.graph import TANGENTS, Op, Resident, TrainingGraph, Value
 from remat.graph_capture.joint.nodes import argument, tensors_of
+from remat.graph_capture.torch_private.core import precision_settings
 from remat.graph_capture.tracing.trace import Trace
 
 _LAUNCH_PART = 0.1  # an op whose work is a smaller part of a launch shows how long a launch is
@@ -71,8 +72,8 @@ class Roofline:
 
     def _work_us(self, work: OpWork, share: Efficiency) -> float:
         # torch lets tensor cores round float32 to TF32 by a switch for each kind of op.
-        is_rounded = work.kind == "convolution" and torch.backends.cudnn.allow_tf32
-        is_rounded |= work.kind == "matmul" and torch.get_float32_matmul_precision() != "highest"
+        of_kind = dict[str, str](zip(("matmul", "convolution"), precision_settings(), strict=False))
+        is_rounded = of_kind.get(work.kind) == "tf32"
         is_rounded &= work.dtype == "float32" and "tf32" in self.device.tflops
         arithmetic_us = work.flops / self.device.flops_per_us("tf32" if is_rounded else work.dtype)
         traffic_us = work.moved_bytes / self.device.bytes_per_us
@@ -156,7 +157,10 @@ def model_costs(
         # One that was measured on CUDA is of the device that its title names, too.
         own = table_name(profile.title) if profile.device == CUDA else profile.device
         if name not in (profile.device, own):
-            raise ProfileError(f"the profile is of {profile.device}, not {name}")
+            raise ProfileError(
+                f"plan for {option('device', own or profile.device)}, or make a profile there: the "
+                f"profile is of {profile.device}, not {name}; it was measured on {profile.title}"
+            )
         roofline, known = assumed.fitted(profile), profile.ops
     graph, nodes = trace.graph, trace.joint.node_of_op
     op_costs = _OpCosts(roofline, known)

@@ -7,6 +7,8 @@ so that no gap of the host counts; and the host's, to queue it, which decides fo
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import re
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from remat.graph_capture.devices.known_devices import CPU, CUDA
+from remat.graph_capture.devices.known_devices import CPU, CUDA, title_with_memory
 from remat.graph_capture.devices.links import (
     BYTES_PER_US_IN_GB_S,
     PINNED_MEMORY,
@@ -27,31 +29,50 @@ from remat.graph_capture.devices.links import (
 )
 from remat.graph_capture.devices.memory_events import Moment, RegionMemory, without_garbage
 from remat.graph_capture.devices.meter import Run, StepMemory, median_of
-from remat.graph_capture.torch_private.core import clear_cublas_workspaces, cuda_sleep
+from remat.graph_capture.errors import DeviceError
+from remat.graph_capture.torch_private.core import (
+    clear_cublas_workspaces,
+    cuda_sleep,
+    precision_settings,
+)
 
 SETTLE_S = 0.3  # the device works so long before the first op is timed, for its clocks to rise
 _SETTLED, _MOST_WARM_UPS = 0.05, 10  # an op is warm once two runs differ by less, or after so many
 CYCLES_PER_US, MOST_SLEEP_US = 2_000, 10_000  # the first is beyond today's clocks
 PROBE = 64  # rows and columns of the product that makes cuBLAS allocate what it keeps
+_SUMS = (  # of products, that may be less exact than their terms
+    "fp16_accumulation", "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction",
+    "fp16_reduced_precision_reduction_split_k", "bf16_reduced_precision_reduction_split_k",
+)  # fmt: skip
+_TF32 = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS and cuDNN
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class CudaMeter:
     def __init__(self, device: str) -> None:
+        if (allocator := torch.cuda.get_allocator_backend()) != "native":
+            raise DeviceError(
+                "take `backend:` out of PYTORCH_CUDA_ALLOC_CONF, or set no allocator of your own: "
+                f"the allocator {allocator} does not count what ops ask of it, so no workspace and "
+                "no peak could be measured"
+            )
         self.device = device
-        self.title = torch.cuda.get_device_name(device)
-        self.passes = 1
-        self.cache_bytes = int(torch.cuda.get_device_properties(device).L2_cache_size)
+        found = torch.cuda.get_device_properties(device)
+        self.title = title_with_memory(torch.cuda.get_device_name(device), found.total_memory)
+        self.passes, self.cache_bytes = 1, int(found.L2_cache_size)
         self._cache: Tensor | None = None
 
     @property
     def settings(self) -> str:
         """What changes the kernels that run, or how fast they are."""
-        cudnn = torch.backends.cudnn
+        cudnn, backends = torch.backends.cudnn, torch.backends.cuda
+        sums = "".join(f"{getattr(backends.matmul, f'allow_{name}'):d}" for name in _SUMS)
+        versions = " ".join(f"{name} {version}" for name, version in self.versions.items())
         return (
-            f"cuda {torch.version.cuda} matmul {torch.get_float32_matmul_precision()} "
-            f"cudnn {cudnn.enabled:d}{cudnn.benchmark:d}{cudnn.deterministic:d}"
-            f"{cudnn.allow_tf32:d} exact {torch.are_deterministic_algorithms_enabled():d}"
+            f"{versions} float32 {' '.join(precision_settings()[:3])} sums {sums} "
+            f"{backends.preferred_blas_library().name} {os.environ.get(_TF32, '')} "
+            f"cudnn {cudnn.enabled:d}{cudnn.benchmark:d}{cudnn.deterministic:d} "
+            f"exact {torch.are_deterministic_algorithms_enabled():d}"
         )
 
     @property
@@ -71,7 +92,10 @@ class CudaMeter:
             torch.autocast(CUDA, enabled=False),
             torch.random.fork_rng([index]),
         ):
-            yield
+            try:
+                yield
+            finally:  # made data leaves segments of sizes that no step asks for
+                torch.cuda.empty_cache()
 
     def is_quiet(self) -> bool:
         """False: how busy it was is not known of its times, so none are in doubt."""
@@ -148,15 +172,9 @@ class CudaMeter:
     def library_bytes(self) -> int:
         """What cuBLAS and cuBLASLt keep: for the thread of forward, and for that of backward."""
         with torch.cuda.device(self.device), torch.enable_grad():
-            torch.cuda.synchronize()
-            clear_cublas_workspaces()
-            before_bytes = torch.cuda.memory_allocated()
-            probe = torch.ones(PROBE, PROBE, device=self.device, requires_grad=True)
-            bias = torch.ones(PROBE, device=self.device)  # products with a bias are cuBLASLt's
-            # Recomputation, in backward's thread, runs the first product and stops before the last.
-            checkpoint(_products, probe, bias, use_reentrant=False).sum().backward()
-            del probe, bias
-            return torch.cuda.memory_allocated() - before_bytes
+            kept_bytes = _library_bytes(self.device)
+            _run_products(self.device)  # others may have cleared what a step would take anew
+        return kept_bytes
 
     def rng_state(self) -> Tensor:
         return torch.cuda.get_rng_state(self.device)
@@ -201,6 +219,27 @@ class CudaMeter:
             size_bytes = max(self.cache_bytes, 1)
             self._cache = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
         self._cache.zero_()
+
+
+@functools.cache  # as what another stream takes stays with it
+def _library_bytes(device: str) -> int:
+    # A captured CUDA graph, which has a pool of its own, may write to a workspace when replayed. So
+    # beside one none is freed, and a stream without any takes as much.
+    is_captured = any(any(one["segment_pool_id"]) for one in torch.cuda.memory_snapshot())
+    torch.cuda.synchronize()
+    if not is_captured:
+        clear_cublas_workspaces()
+    with torch.cuda.stream(torch.cuda.Stream() if is_captured else None):
+        before_bytes = torch.cuda.memory_allocated()
+        _run_products(device)
+        return torch.cuda.memory_allocated() - before_bytes
+
+
+def _run_products(device: str) -> None:
+    probe = torch.ones(PROBE, PROBE, device=device, requires_grad=True)
+    bias = torch.ones(PROBE, device=device)  # products with a bias are cuBLASLt's
+    # Recomputation, in backward's thread, runs the first product and stops before the last.
+    checkpoint(_products, probe, bias, use_reentrant=False).sum().backward()
 
 
 def _products(x: Tensor, bias: Tensor) -> Tensor:

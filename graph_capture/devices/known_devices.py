@@ -25,6 +25,7 @@ CPU, CUDA = "cpu", "cuda"
 MODELLED = "modelled"  # `TrainingGraph.cost_origin` where costs are those of a device of the table
 ALLOCATION_BYTES = 512  # the CUDA caching allocator rounds every size up to a multiple of it
 GB = 1e9
+_WHOLE = 0.9  # of the memory as sold: a driver shows more, or with ECC up to 2 % less
 DEVICES_FILE = Path(__file__).with_name("devices.json")
 
 Allocated = Callable[[int], int]  # from bytes that are asked for to bytes that the allocator takes
@@ -47,6 +48,7 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     peer_gb_s: float = 0.0  # to others of a node, one way; 0 where they go by the host's link
     network_gb_s: float = 0.0  # of its own card to other nodes, one way; 0 where none is stated
     ranks_source: str = ""  # of these two
+    driver_titles: tuple[str, ...] = ()  # how drivers call it, without ``NVIDIA``
 
     @property
     def memory_bytes(self) -> int:
@@ -116,12 +118,18 @@ def modelled_device(name: str) -> Device:
 
 def table_name(title: str) -> str:
     """The name in the table of a device that its driver calls `title`; empty if it is not there."""
-    words = re.split(r"[^a-z0-9]+", title.lower())  # such as ``NVIDIA A100-SXM4-40GB``
-    shown = f" {' '.join(words)} ".replace(" rtx ", " rtx")
-    for name in sorted(device_table().devices, key=len, reverse=True):  # a100-40gb before a100
-        if re.search(".*".join(rf" {part}\b" for part in name.split("-")), shown):
-            return name
-    return ""
+    shown = title.removeprefix("NVIDIA ")  # older drivers leave it out
+    # The whole title, as a part of one names slices (MIG), laptops' and other variants too.
+    known = device_table().devices.items()
+    return next((name for name, one in known if shown in one.driver_titles), "")
+
+
+def title_with_memory(title: str, memory_bytes: int) -> str:
+    """`title` as the driver gives it, told apart where a part of that device's memory is here."""
+    whole = device_table().devices.get(table_name(title))
+    if whole is None or memory_bytes >= _WHOLE * whole.memory_bytes:
+        return title
+    return f"{title}, {memory_bytes / GB:.1f} GB of it"
 
 
 def is_cuda(name: str) -> bool:

@@ -28,6 +28,7 @@ from remat.graph_capture.devices.memory_events import (
     measure_peak,
     measure_regions,
 )
+from remat.graph_capture.torch_private.core import precision_settings
 
 Run = Callable[[], Any]
 
@@ -187,7 +188,8 @@ class CpuMeter:
     def __init__(self) -> None:
         self.passes, self.device, self.title = PASSES, CPU, cpu_title()
         self.cache_bytes = _cache_bytes()
-        self.settings, self.versions = "", dict[str, str]()
+        precision, self.versions = precision_settings()[3:], dict[str, str]()  # of oneDNN
+        self.settings = "" if set(precision) == {"ieee"} else " ".join(precision)
 
     @functools.cached_property
     def _others(self) -> Tensor:

@@ -237,8 +237,8 @@ def _without_fx(value: Any) -> Any:
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _SETTINGS = frozenset({  # beside those that every plan compares
-    "get_default_device", "get_deterministic_debug_mode", "get_float32_matmul_precision",
-    "get_num_interop_threads", "get_num_threads", "is_anomaly_enabled", "is_warn_always_enabled",
+    "get_default_device", "get_deterministic_debug_mode", "get_num_interop_threads",
+    "get_num_threads", "is_anomaly_enabled", "is_warn_always_enabled",
 })  # fmt: skip
 _OF_ALL = (random._inst, np.random.mtrand._rand)  # pyright: ignore  # watched while forward runs
 

@@ -188,11 +188,31 @@ def fake_store() -> Any:
 # What torch is told.
 
 
-def enabled_backends() -> tuple[bool, ...]:
-    """Of mkldnn, cuDNN, and flash, memory-efficient and plain attention."""
+_ROUNDED = "cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"
+_KINDS = [name.replace("cudnn", "cuda").split(".") for name in _ROUNDED]
+PRECISIONS = tuple(f"torch.backends.{name}.fp32_precision" for name in _ROUNDED)
+
+
+def precision_settings() -> tuple[str, ...]:
+    """Of `PRECISIONS`: what float32 may be rounded to, whichever of torch's two APIs set it."""
+    asked = _C._get_fp32_precision_getter  # what the older API asks raises after the newer one
+    return tuple([asked(*one).replace("none", "ieee") for one in _KINDS])
+
+
+KERNEL_SETTINGS = (
+    "torch.backends.mkldnn.enabled", "torch.backends.cudnn.enabled",
+    "torch.backends.cuda.flash_sdp_enabled()", "torch.backends.cuda.mem_efficient_sdp_enabled()",
+    "torch.backends.cuda.math_sdp_enabled()", "torch.backends.cuda.cudnn_sdp_enabled()",
+    "the order of torch.nn.attention.sdpa_kernel", *PRECISIONS,
+)  # fmt: skip
+
+
+def kernel_settings() -> tuple[Any, ...]:
+    """Of `KERNEL_SETTINGS`."""
     return (  # `torch.backends` answers the same in ten times the time, 7 us, and each step asks
         _C._get_mkldnn_enabled(), _C._get_cudnn_enabled(), _C._get_flash_sdp_enabled(),
         _C._get_mem_efficient_sdp_enabled(), _C._get_math_sdp_enabled(),
+        _C._get_cudnn_sdp_enabled(), tuple(_C._get_sdp_priority_order()), *precision_settings(),
     )  # fmt: skip
 
 

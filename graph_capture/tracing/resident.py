@@ -10,14 +10,14 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from remat.graph_capture.devices.known_devices import Allocated, allocator_rounding
-from remat.graph_capture.distributed.dtensors import local_part
+from remat.graph_capture.distributed.dtensors import is_distributed, local_part
 from remat.graph_capture.distributed.sharding import MASTER_BYTES, NO_SHARDING, Sharding
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Optimizer, Resident
 from remat.graph_capture.torch_private.core import pytree
 
 # Buffers as large as the parameter that an optimizer keeps.
-_STATES_PER_PARAMETER: dict[str, int] = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
+_STATES_PER_PARAMETER = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2, "adamw-fused": 2}
 _ADAMW_STEP_BYTES = 4  # of the step counter, one a parameter
 
 
@@ -29,7 +29,8 @@ def require_optimizer(optimizer: object) -> None:
         given = f"unknown optimizer {optimizer!r}"
     raise CaptureError(
         f"{given}: choose one of {', '.join(_STATES_PER_PARAMETER)} by what it keeps for a "
-        "parameter: momentum one tensor, as Lion and RMSprop do, adamw two, as Adam does"
+        "parameter: momentum one tensor, as Lion and RMSprop do, adamw two, as Adam does; on CUDA "
+        "adamw takes one more while it steps, and adamw-fused, made with fused=True, does not"
     )
 
 
@@ -50,6 +51,9 @@ def resident_bytes(
         if is_held_otherwise
         else storage_bytes(parameters, seen, allocated)
     )
+    # By default torch updates tensors on CUDA all at once (foreach), and DTensors one by one.
+    is_one_by_one = is_held_otherwise or any(map(is_distributed, parameters))
+    roots_bytes = 0 if is_one_by_one else _state_bytes(parameters, "momentum", sharding, allocated)
     resident = Resident(
         parameters_bytes,
         buffers_bytes=storage_bytes(model.buffers(), seen, allocated),
@@ -58,10 +62,12 @@ def resident_bytes(
         gradients_bytes=trained_bytes if accumulate and not sharding.bucket_views else 0,
         optimizer_bytes=_state_bytes(parameters, optimizer, sharding, allocated),
         communication_bytes=trained_bytes if sharding.has_buckets else 0,
+        update_bytes=roots_bytes if optimizer == "adamw" else 0,  # of second moments
     )
     if not is_on_host:
         return resident
-    return replace(resident, parameters_bytes=0, gradients_bytes=0, optimizer_bytes=0)
+    on_host = "parameters", "gradients", "optimizer", "update"
+    return replace(resident, **dict.fromkeys(map("{}_bytes".format, on_host), 0))
 
 
 def resident_of_batch(resident: Resident, batch: Any, device: str) -> Resident:
@@ -90,7 +96,7 @@ def _state_bytes(
         trained = [local_part(p) for p in own if p.requires_grad]
         sizes = [sharding.state_elements(p.shape) * _held_bytes(p, sharding) for p in trained]
         state_bytes = _STATES_PER_PARAMETER[optimizer] * sum(map(allocated, sizes))
-        if optimizer == "adamw":
+        if optimizer in ("adamw", "adamw-fused"):
             state_bytes += allocated(_ADAMW_STEP_BYTES) * len(trained)
         most = max(most, state_bytes)
     return most

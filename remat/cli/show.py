@@ -159,7 +159,7 @@ def _exported(opened: plan_source.PlanSource, form: _Form) -> bytes:
 def _sum_up(graph: TrainingGraph) -> RenderableType:
     costs = f", {time_text(graph.time_us)}, {graph.cost_origin} on {graph.device}\n"
     table = plain_table("resident", "bytes")
-    resident = msgspec.to_builtins(graph.resident)
+    resident = graph.resident.parts()
     if not graph.resident.libraries_bytes:
         del resident["libraries_bytes"]
     for name, size_bytes in resident.items():

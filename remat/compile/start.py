@@ -41,7 +41,7 @@ from remat.graph_capture.files import CacheFiles, decode_json
 from remat.graph_capture.graph import MOST_BYTES, TrainingGraph
 from remat.graph_capture.joint.nodes import storage_key
 from remat.graph_capture.torch_private.aot import dynamo_config, functorch_config
-from remat.graph_capture.torch_private.core import OpOverload, pytree
+from remat.graph_capture.torch_private.core import OpOverload, kernel_settings, pytree
 from remat.graph_capture.torch_private.inductor import inductor_config
 from remat.ranks.one_plan import is_alone, one_plan
 from remat.rewriter.inductor.fused_nodes import module_and_line
@@ -73,7 +73,7 @@ def _surroundings(device: str) -> Iterator[str]:
     yield f"{torch.__version__} {torch.version.git_version} {sources_key()}"
     yield f"{inductor_config.get_hash().hex()} {functorch_config.get_hash().hex()}"
     yield f"{torch.is_grad_enabled()} {torch.are_deterministic_algorithms_enabled()}"
-    yield f"{torch.get_default_dtype()} {torch.get_float32_matmul_precision()}"
+    yield f"{torch.get_default_dtype()} {kernel_settings()}"
     for kind in (CPU, CUDA):
         yield f"{torch.is_autocast_enabled(kind)} {torch.get_autocast_dtype(kind)}"
     if dist.is_available() and dist.is_initialized():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from remat.graph_capture.errors import CaptureError, option
 from remat.solved import facts_of
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor, fx, nn
     from torch.optim import Optimizer
 
+    from remat.graph_capture.graph import Optimizer as OptimizerName
     from remat.graph_capture.joint.gradients import GradientRelease
     from remat.graph_capture.tracing.trace import Trace
     from remat.step_spec import StepSpec
@@ -94,7 +95,7 @@ def _optimizer_in_backward_of(
 
 
 def planned_optimizer_in_backward(
-    model: nn.Module, optimizer: Literal["none", "sgd", "momentum", "adamw"], device: str, *,
+    model: nn.Module, optimizer: OptimizerName, device: str, *,
     loss_fn: Callable[..., Any] | None = None, accumulate: bool = False,
 ) -> GradientRelease:  # fmt: skip
     from remat.graph_capture.devices.known_devices import is_in_table
@@ -113,7 +114,7 @@ def planned_optimizer_in_backward(
 
     momentum = 0.9 if optimizer == "momentum" else 0.0  # the value takes no memory
     parameters = model.parameters()
-    made = AdamW(parameters) if optimizer == "adamw" else SGD(parameters, momentum=momentum)
+    made = AdamW(parameters) if "adamw" in optimizer else SGD(parameters, momentum=momentum)
     return _optimizer_in_backward_of(model, made, loss_fn, accumulate)
 
 

@@ -31,7 +31,7 @@ from remat.graph_capture.python_state.state_guards import (
 )
 from remat.graph_capture.python_state.tensor_attributes import first_other, kept_attributes
 from remat.graph_capture.refusals import Hooked, distributed_message, hook_tables, unheard_hook
-from remat.graph_capture.torch_private.core import enabled_backends, pytree
+from remat.graph_capture.torch_private.core import KERNEL_SETTINGS, kernel_settings, pytree
 from remat.graph_capture.tracing.attribute_writes import InitialisedOnce, out_of_step, short
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.resident import tied_places
@@ -118,17 +118,15 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
-_NAMES = (  # of settings other than autocast that decide which ops a model runs
-    "torch.backends.mkldnn.enabled", "torch.backends.cudnn.enabled",
-    "torch.backends.cuda.flash_sdp_enabled()", "torch.backends.cuda.mem_efficient_sdp_enabled()",
-    "torch.backends.cuda.math_sdp_enabled()", "torch.get_default_dtype()",
-    "torch.are_deterministic_algorithms_enabled()", "torch.is_autocast_cache_enabled()",
+_NAMES = (  # of settings other than autocast that decide which ops and kernels a model runs
+    *KERNEL_SETTINGS, "torch.get_default_dtype()", "torch.are_deterministic_algorithms_enabled()",
+    "torch.is_autocast_cache_enabled()",
 )  # fmt: skip
 
 
 def _settings() -> tuple[Any, ...]:
     return (
-        *enabled_backends(), torch.get_default_dtype(),
+        *kernel_settings(), torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(), torch.is_autocast_cache_enabled(),
     )  # fmt: skip
 

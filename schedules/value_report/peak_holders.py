@@ -43,9 +43,7 @@ def peak_holders(
     op = graph.ops[graph.op_index[step.op]] if isinstance(step, Compute) else None  # or a fetch
     rows = tuple(row for row in value_rows(graph, schedule) if row.at_peak)
     resident = {
-        name.removesuffix("_bytes"): size
-        for name, size in msgspec.structs.asdict(graph.resident).items()
-        if size
+        name.removesuffix("_bytes"): size for name, size in graph.resident.parts().items() if size
     }
     known = sum(resident.values()) + sum(row.size_bytes for row in rows)
     facts = (op.name, op.target, op.phase, op.module, op.source) if op else ("", "", "", "", "")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook
 
 from remat.graph_capture import capture
@@ -127,6 +128,7 @@ def test_an_input_that_requires_grad_only_now_is_refused() -> None:
     [
         (torch.set_default_dtype, torch.float64, r"torch\.get_default_dtype\(\) was torch.float32"),
         (torch.backends.cuda.enable_flash_sdp, False, r"flash_sdp_enabled\(\) was True"),
+        (torch.backends.cuda.enable_cudnn_sdp, False, r"cudnn_sdp_enabled\(\) was True"),
         (torch.use_deterministic_algorithms, True, r"are_deterministic_algorithms_enabled\(\)"),
     ],
 )
@@ -141,6 +143,18 @@ def test_a_setting_by_which_eager_runs_other_ops_is_refused(
             it.step()
     finally:
         setting(before.get(setting, not value))
+    it.step()
+
+
+def test_attention_that_is_tried_in_another_order_is_refused() -> None:
+    it = rewritten("plain")
+    order = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    every = [*order, SDPBackend.CUDNN_ATTENTION]
+    with (
+        sdpa_kernel(every, set_priority=True),
+        pytest.raises(RewriteError, match=r"the order of torch\.nn\.attention\.sdpa_kernel was"),
+    ):
+        it.step()
     it.step()
 
 

@@ -34,7 +34,7 @@ from remat.graph_capture.refusals import cudnn_rnn_message, refuse_module
 from remat.graph_capture.tracing import signature
 from remat.rewriter.checking.check import check
 from remat.rewriter.rewriting import rewrite
-from tests.fake_cuda import TITLE, FakeCuda, cuda
+from tests.fake_cuda import PROPERTIES, TITLE, FakeCuda, cuda
 from tests.models import make
 
 __all__ = ["cuda"]
@@ -74,6 +74,20 @@ def test_a_graph_of_a_cuda_device_has_its_costs_sizes_and_versions(
     assert graph.versions["priced_on"] == TITLE
     assert {"cuda", "cudnn", "driver"} <= graph.versions.keys()
     assert TrainingGraph.from_json(graph.to_json()) == graph
+
+
+def test_what_made_data_took_is_given_back_once_ops_are_priced(
+    as_if_on_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = CudaMeter.median_us
+
+    def leaving(self: CudaMeter, *given: Any) -> float:
+        as_if_on_cuda.reserved_bytes += 999  # segments that stay with the allocator
+        return run(self, *given)
+
+    monkeypatch.setattr(CudaMeter, "median_us", leaving)
+    capture(**step(), device="cuda")
+    assert as_if_on_cuda.reserved_bytes == as_if_on_cuda.allocated_bytes
 
 
 def test_workspaces_are_what_an_op_asks_for_beyond_its_results(
@@ -122,8 +136,21 @@ def test_a_profile_of_a_cuda_device_serves_the_device_of_the_table_that_it_is(
     graph = capture(**step(), device="h100", profile=profile)
     assert graph.cost_origin == "mixed"
     assert f"measured on {TITLE}" in graph.notes[0]
-    with pytest.raises(ProfileError, match="the profile is of cuda, not a100"):
+    with pytest.raises(ProfileError, match=f"device='h100', .* of cuda, not a100; .* on {TITLE}"):
         capture(**step(), device="a100", profile=profile)
+
+
+@pytest.mark.parametrize(("memory_gb", "is_whole"), [(79.2, True), (39.5, False)])
+def test_a_device_with_less_memory_than_its_name_says_is_not_that_device(
+    as_if_on_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, memory_gb: float, is_whole: bool
+) -> None:
+    monkeypatch.setattr(PROPERTIES, "total_memory", int(memory_gb * 10**9))
+    profile = remat.profile(**step(), device="cuda")
+    assert (table_name(profile.title), profile.title == TITLE) == ("h100" * is_whole, is_whole)
+    if not is_whole:
+        assert profile.title == f"{TITLE}, 39.5 GB of it"
+        with pytest.raises(ProfileError, match=r"^plan for device='cuda', .* of cuda, not h100"):
+            capture(**step(), device="h100", profile=profile)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +165,21 @@ def test_a_profile_of_a_cuda_device_serves_the_device_of_the_table_that_it_is(
         ("NVIDIA L4", "l4"),
         ("Tesla T4", "t4"),
         ("NVIDIA GeForce GTX 1080", ""),
+        ("A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA L40", "l40"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000-ada"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", ""),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", ""),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", ""),
+        ("NVIDIA GeForce RTX 4090 D", ""),
+        ("NVIDIA GH200 480GB", ""),
     ],
 )
 def test_the_table_knows_a_device_by_its_drivers_title(title: str, name: str) -> None:

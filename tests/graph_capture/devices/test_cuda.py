@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import pytest
 import torch
 
+from remat.graph_capture.costs.cache import CostCache
 from remat.graph_capture.devices import cuda as cuda_device
 from remat.graph_capture.devices.cuda import CYCLES_PER_US, MOST_SLEEP_US, CudaMeter
 from remat.graph_capture.devices.meter import CpuMeter
 from remat.graph_capture.devices.placement import meter_of
+from remat.graph_capture.errors import DeviceError
 from tests.fake_cuda import L2_BYTES, TITLE, FakeCuda, cuda
 
 __all__ = ["cuda"]
+
+
+class LtOnly(Enum):
+    Cublaslt = 1
 
 
 @pytest.fixture
@@ -27,6 +36,16 @@ def meter(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> CudaMeter:
 def test_each_device_has_its_meter(cuda: FakeCuda) -> None:
     assert isinstance(meter_of("cpu"), CpuMeter)
     assert (meter_of("cuda:0").device, meter_of("cuda:0").title) == ("cuda:0", TITLE)
+
+
+@pytest.mark.parametrize("allocator", ["cudaMallocAsync", "pluggable"])
+def test_an_allocator_that_does_not_count_requests_is_refused(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, allocator: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
+    says = f"^take `backend:` out of PYTORCH_CUDA_ALLOC_CONF.* {allocator} does not count"
+    with pytest.raises(DeviceError, match=says):
+        meter_of("cuda:0")
 
 
 def test_the_cost_of_an_op_is_the_longer_of_the_devices_and_the_hosts_time(
@@ -107,6 +126,47 @@ def test_what_the_allocator_gives_beyond_what_is_asked_is_told_apart(
     assert (found.peak_bytes, found.rounding_bytes) == (3000, 1000)
 
 
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_workspace_that_a_captured_graph_may_hold_is_not_freed(
+    cuda: FakeCuda, meter: CudaMeter, monkeypatch: pytest.MonkeyPatch, is_captured: bool
+) -> None:
+    taken: dict[Any, int] = {None: 700}  # by stream: of one workspace each
+    streams: list[Any] = [None]
+
+    def products(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        if streams[-1] not in taken:
+            cuda.allocate(taken.setdefault(streams[-1], 700))
+        return x * 1
+
+    def clear() -> None:
+        for size_bytes in taken.values():
+            cuda.allocate(-size_bytes)
+        taken.clear()
+
+    @contextmanager
+    def stream(one: Any) -> Iterator[None]:
+        streams.append(one or streams[-1])
+        yield
+        streams.pop()
+
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *size, device, **how: ones(*size, **how))
+    monkeypatch.setattr(cuda_device, "_products", products)
+    monkeypatch.setattr(cuda_device, "clear_cublas_workspaces", clear)
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    cuda.allocate(700)
+    cuda.segments = [{"segment_pool_id": pool} for pool in [(0, 0), (0, 1)][: 1 + is_captured]]
+    cuda_device._library_bytes.cache_clear()
+    try:
+        assert [meter.library_bytes(), meter.library_bytes()] == [700, 700]
+        assert len(taken) == 1 + is_captured  # what was there is there, or was measured
+        clear()
+        assert (meter.library_bytes(), list(taken)) == (700, [None])  # as a step finds them
+    finally:
+        cuda_device._library_bytes.cache_clear()
+
+
 def test_the_streams_are_kept_while_ops_run(cuda: FakeCuda, meter: CudaMeter) -> None:
     before = torch.get_rng_state()
     with meter.quiet():
@@ -120,9 +180,38 @@ def test_the_streams_are_kept_while_ops_run(cuda: FakeCuda, meter: CudaMeter) ->
 def test_what_changes_kernels_changes_the_file_of_costs(
     cuda: FakeCuda, meter: CudaMeter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = meter.settings
+    products: Any = torch.backends.cuda.matmul
+    names = [CostCache.of(meter).path.name]
+
+    def another() -> bool:
+        names.append(CostCache.of(meter).path.name)
+        return names.count(names[-1]) == 1
+
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    assert meter.settings != before
+    assert another()
+    try:
+        for name, value in (
+            ("bf16_reduced_precision_reduction", False),
+            ("bf16_reduced_precision_reduction", (False, False)),
+            ("fp16_reduced_precision_reduction", False),
+            ("fp16_accumulation", True),
+        ):
+            setattr(products, f"allow_{name}", value)
+            assert another(), name
+    finally:
+        products.allow_bf16_reduced_precision_reduction = True
+        products.allow_fp16_reduced_precision_reduction = True
+        products.allow_fp16_accumulation = False
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: LtOnly.Cublaslt)
+    assert another()
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert another()
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 1)
+    assert another()
+    monkeypatch.setattr(cuda_device, "_driver_version", lambda: "999.99.99")
+    assert another()
+    assert not another()  # but what is the same goes into the same file
+    assert max(map(len, names)) < 250
 
 
 @pytest.mark.parametrize(

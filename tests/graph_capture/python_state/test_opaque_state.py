@@ -144,20 +144,17 @@ class AsksTorch(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        factor = 2.0 if torch.get_float32_matmul_precision() == "highest" else 3.0
+        factor = 3.0 if torch.is_anomaly_enabled() else 2.0
         return self.linear(x) * factor
 
 
 def test_a_setting_of_torch_that_forward_asks_for_is_compared() -> None:
     state = PythonState(AsksTorch())
     assert state.first_change() is None
-    torch.set_float32_matmul_precision("high")
-    try:
+    with torch.autograd.set_detect_anomaly(True):
         change = state.first_change()
-    finally:
-        torch.set_float32_matmul_precision("highest")
     assert change is not None
-    assert "torch.get_float32_matmul_precision()" in change.text
+    assert "torch.is_anomaly_enabled()" in change.text
     assert state.first_change() is None
 
 

@@ -15,6 +15,7 @@ import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from remat.compile import start
 from remat.compile.graph_context import read_options
@@ -102,11 +103,17 @@ def test_another_option_has_another_key(name: str) -> None:
     assert key_of(**{name: OPTIONS[name]}) != key_of()
 
 
+KINDS = [  # all of them, so that only their order is another
+    SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+]  # fmt: skip
 SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "Inductor": lambda: inductor_config.patch(max_fusion_size=3),
     "AOTAutograd": lambda: functorch_config.patch(functionalize_rng_ops=True),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "gradients": torch.no_grad,
+    "a kind of attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "the order of kinds": lambda: sdpa_kernel(KINDS, set_priority=True),
     "nothing": nullcontext,
 }
 
