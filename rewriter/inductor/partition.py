@@ -122,6 +122,9 @@ def _runs_once(node: fx.Node) -> bool:
 # function. A ResNet-18's plan for 36 MB takes that, and took 61 MB without.
 
 
+_LOCAL: dict[str, Any] = {"fx_graph_remote_cache": False}  # a plan is for one machine's costs
+
+
 class _BetweenCalls(InductorChoices):
     """Inductor's own choices, without fusions across a call."""
 
@@ -152,13 +155,10 @@ def calls_in_order(is_asked: bool) -> Generator[None]:
         # 0: each C++ kernel gets a function of its own.
         mock.patch.object(CppScheduling, "MAX_FUSED_KERNEL_ARGS_NUM", 0),
         V.set_choices_handler(_BetweenCalls()),
-        inductor_config.patch(allow_buffer_reuse=False),  # reuse raises the peak
+        # Reuse raises the peak; in channels-last layouts forward would save copies of parameters.
+        inductor_config.patch(allow_buffer_reuse=False, layout_optimization=False, **_LOCAL),
     ):
         yield
-
-
-CONFIG: dict[str, Any] = {"layout_optimization": False, "fx_graph_remote_cache": False}
-"""For a step of ours. With channels-last layouts, forward would save copies of parameters."""
 
 
 class Pair(NamedTuple):
@@ -293,9 +293,5 @@ class Partitioner(CustomPartitionerFn):
 def planned(partitioner: Partitioner) -> Generator[dict[str, Any]]:
     """Compile under our configuration; yields the patches to give to Inductor."""
     is_named = bool(partitioner.name())
-    # Donated buffers are off, so that backward may run twice: on a Llama 3 % of torch's own peak.
-    # Remote caches are off: a plan is for one machine's costs.
-    with functorch_config.patch(
-        donated_buffer=False, enable_autograd_cache=is_named, enable_remote_autograd_cache=False
-    ):
-        yield {**CONFIG, "fx_graph_cache": is_named, "custom_partitioner_fn": partitioner}
+    with functorch_config.patch(enable_autograd_cache=is_named, enable_remote_autograd_cache=False):
+        yield {**_LOCAL, "fx_graph_cache": is_named, "custom_partitioner_fn": partitioner}

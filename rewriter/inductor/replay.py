@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.joint.nodes import is_tangent, storage_key
+from remat.graph_capture.torch_private.aot import (
+    collect_bw_donated_buffer_idxs,
+    functorch_config,
+)
 from remat.graph_capture.torch_private.core import holds_tangents
 from remat.rewriter.inductor.lowering import Event, Lowered, lower
 
@@ -80,9 +85,22 @@ def replay(
     saved_bytes = run.bytes_of(kept) - output_bytes
     then = _backward_run(
         run, backward, workspaces, outputs if holds_outputs else [], saved,
-        lowered.output_strides[n_outputs:],
+        lowered.output_strides[n_outputs:], donated_inputs(forward, backward, n_outputs),
     )  # fmt: skip
     return ReplayedMemory(forward_peak, then.peak_bytes, saved_bytes, output_bytes)
+
+
+def donated_inputs(
+    forward: fx.GraphModule, backward: fx.GraphModule, n_outputs: int
+) -> Sequence[int]:
+    """Inputs of backward that its code may write to, as AOTAutograd finds them."""
+    if not functorch_config.donated_buffer:
+        return ()
+    saved = slice(n_outputs, None)  # sizes are numbers, so none is saved
+    meta: Any = SimpleNamespace(
+        num_forward=n_outputs, tensors_saved_for_backwards_slice=saved, num_symints_saved_for_bw=0
+    )
+    return collect_bw_donated_buffer_idxs(forward, backward, meta)
 
 
 class LiveStorages:
@@ -146,7 +164,7 @@ class LiveStorages:
 def _backward_run(
     run: LiveStorages, backward: fx.GraphModule, workspaces: _Workspaces,
     outputs: Sequence[list[int]], saved: Sequence[list[int]],
-    strides: Sequence[tuple[int, ...] | None],
+    strides: Sequence[tuple[int, ...] | None], donated: Sequence[int],
 ) -> LiveStorages:  # fmt: skip
     placeholders = backward.graph.find_nodes(op="placeholder")
     tangents = [node for node in placeholders if is_tangent(node)]
@@ -155,7 +173,7 @@ def _backward_run(
         _restrided(node.meta["val"], strides[i] if i < len(saved) else None)
         for i, node in enumerate(placeholders)
     ]
-    lowered = lower(backward, inputs, is_backward=True, visible=())
+    lowered = lower(backward, inputs, is_backward=True, visible=(), donated=donated)
     then = LiveStorages(workspaces, held={"their outputs"})
     # One numbering for both graphs: what is saved keeps its number.
     then.size_bytes, then.holders = run.size_bytes, [0] * len(run.size_bytes)
