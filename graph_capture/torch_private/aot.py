@@ -8,6 +8,7 @@ from __future__ import annotations
 from remat.graph_capture.devices.memory_events import without_garbage
 
 with without_garbage():  # to look for garbage among the new objects takes a fifth
+    from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
     from torch._C._dynamo.guards import GuardManager, RootGuardManager, dict_version
     from torch._dynamo import compiled_autograd, symbolic_convert
     from torch._dynamo import config as dynamo_config

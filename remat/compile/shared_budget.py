@@ -21,8 +21,8 @@ from remat.compile.given_up import warn_of_eager_ops
 from remat.compile.specialize import libraries_bytes
 from remat.formats import budget_text, bytes_text
 from remat.graph_capture.devices.known_devices import CPU
-from remat.graph_capture.errors import BudgetError
-from remat.graph_capture.torch_private.aot import symbolic_convert
+from remat.graph_capture.errors import BudgetError, RewriteError
+from remat.graph_capture.torch_private.aot import functorch_config, symbolic_convert
 from remat.graph_capture.torch_private.core import FakeTensor, module_call_code
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.guards.backward import OpenForwards, refuse_compiled_autograd
@@ -308,6 +308,7 @@ def watched(
 
     # Of a graph in subgraphs, the first asks for room, and the last has the results.
     is_subgraph, is_new = not (is_first and is_last), True
+    donates = functorch_config.donated_buffer
 
     def run(*args: Any) -> Any:
         nonlocal is_new
@@ -315,6 +316,13 @@ def watched(
         if is_subgraph and any(isinstance(value, FakeTensor) for value in args):
             return call(*args)  # DDP runs subgraphs once on fake tensors, for shapes
         refuse_compiled_autograd()  # it may have been turned on since the graph was compiled
+        if donates and not functorch_config.donated_buffer:  # torch's own check is off then
+            raise RewriteError(
+                "set torch._functorch.config.donated_buffer = False before the first step, or "
+                "call torch._dynamo.reset() after it: this step was compiled with donated "
+                "buffers, and a second backward through one forward would read what the first "
+                "has overwritten"
+            )
         if is_new and not is_subgraph:
             is_new = False
             warn_of_eager_ops(args)

@@ -243,7 +243,8 @@ def lower(
     graph.graph.find_nodes(op="output")[0].meta["user_visible_output_idxs"] = list(visible)
     # Of code that Inductor has cached, there would be no lines to read.
     uncached = inductor_config.patch(fx_graph_cache=False)
-    with _stopped_after_codegen() as found, uncached, donating(donated):
+    leave = mock.patch.object(inductor_graph, "get_donated_idxs", return_value=list(donated))
+    with _stopped_after_codegen() as found, uncached, leave:
         try:
             compile_fx_inner(graph, list(inputs), is_backward=is_backward, static_input_idxs=())
         except InductorError:
@@ -252,11 +253,6 @@ def lower(
     if isinstance(found[0], ReplayError):
         raise found[0]
     return found[0]
-
-
-def donating(inputs: Sequence[int]) -> contextlib.AbstractContextManager[Any]:
-    """Lower with leave to write to these inputs of backward, which nobody reads after it."""
-    return mock.patch.object(inductor_graph, "get_donated_idxs", return_value=list(inputs))
 
 
 class _Stopped(Exception):  # noqa: N818

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.joint.nodes import is_tangent, storage_key
-from remat.graph_capture.torch_private.aot import (
-    collect_bw_donated_buffer_idxs,
-    functorch_config,
-)
 from remat.graph_capture.torch_private.core import holds_tangents
 from remat.rewriter.inductor.lowering import Event, Lowered, lower
 
@@ -69,9 +64,12 @@ class StepBytes:
 
 def replay(
     forward: fx.GraphModule, backward: fx.GraphModule, n_outputs: int, workspaces: _Workspaces,
-    visible: Sequence[int], *, holds_outputs: bool = True,
+    visible: Sequence[int], *, donated: Sequence[int] = (), holds_outputs: bool = True,
 ) -> ReplayedMemory:  # fmt: skip
-    """Lower both graphs and replay what they allocate; `ReplayError` if the code cannot be read."""
+    """Lower both graphs and replay what they allocate; `ReplayError` if the code cannot be read.
+
+    Backward may write to its inputs `donated`.
+    """
     inputs = [node.meta["val"] for node in forward.graph.find_nodes(op="placeholder")]
     lowered = lower(forward, inputs, is_backward=False, visible=visible)
     run = LiveStorages(workspaces, held=set(lowered.inputs))
@@ -85,22 +83,9 @@ def replay(
     saved_bytes = run.bytes_of(kept) - output_bytes
     then = _backward_run(
         run, backward, workspaces, outputs if holds_outputs else [], saved,
-        lowered.output_strides[n_outputs:], donated_inputs(forward, backward, n_outputs),
+        lowered.output_strides[n_outputs:], donated,
     )  # fmt: skip
     return ReplayedMemory(forward_peak, then.peak_bytes, saved_bytes, output_bytes)
-
-
-def donated_inputs(
-    forward: fx.GraphModule, backward: fx.GraphModule, n_outputs: int
-) -> Sequence[int]:
-    """Inputs of backward that its code may write to, as AOTAutograd finds them."""
-    if not functorch_config.donated_buffer:
-        return ()
-    saved = slice(n_outputs, None)  # sizes are numbers, so none is saved
-    meta: Any = SimpleNamespace(
-        num_forward=n_outputs, tensors_saved_for_backwards_slice=saved, num_symints_saved_for_bw=0
-    )
-    return collect_bw_donated_buffer_idxs(forward, backward, meta)
 
 
 class LiveStorages:
