@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.compiled import stock
 from benchmarks.compiled.stock import MODELS, Row, main, measured
+from remat.compile.graph_context import CompiledPlan
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +42,10 @@ def test_a_step_above_stocks_or_its_prediction_fails(
     row = Row("gpt", 100, 100, predicted, planned, 0.0)
     monkeypatch.setattr(stock, "measured", lambda *_: row)
     assert main(["--models", "gpt"]) == (0 if planned == predicted == 100 else 1)
+
+
+def test_the_line_of_a_plan_says_where_torch_alone_fits() -> None:
+    figures = {"held_bytes": 0, "saved_bytes": 0, "overhead": 0.0, "gap": 0.0, "recomputed": 0}
+    for budget_bytes, is_said in ((100, True), (99, False)):
+        plan = CompiledPlan("0/0", budget_bytes, 90, 100, **figures, replays=1, seconds=0.0)
+        assert ("which fits without a plan" in repr(plan)) == is_said
