@@ -166,8 +166,11 @@ def _backward_run(
     for name, storages in zip(lowered.inputs, saved, strict=False):
         then.bring(name, storages)
     rest = lowered.inputs[len(saved) :]
-    if holds_tangents():
-        then.held.update(rest[: len(tangents)])
+    # `backward()` holds the gradient that it makes for the loss.
+    then.held.update(
+        name for name, node in zip(rest, tangents, strict=False)
+        if holds_tangents() or node.meta["val"].numel() == 1
+    )  # fmt: skip
     _bring_tangents(then, rest[: len(tangents)], tangents)
     for name in rest[len(tangents) :]:
         then.bring(name, [then.storage(0)])
