@@ -45,7 +45,6 @@ def test_a_step_above_stocks_or_its_prediction_fails(
 
 
 def test_the_line_of_a_plan_says_where_torch_alone_fits() -> None:
-    figures = {"held_bytes": 0, "saved_bytes": 0, "overhead": 0.0, "gap": 0.0, "recomputed": 0}
     for budget_bytes, is_said in ((100, True), (99, False)):
-        plan = CompiledPlan("0/0", budget_bytes, 90, 100, **figures, replays=1, seconds=0.0)
+        plan = CompiledPlan("0/0", budget_bytes, 90, 100, 0, 0, 0.0, 0.0, 0, 1, 0.0)
         assert ("which fits without a plan" in repr(plan)) == is_said
