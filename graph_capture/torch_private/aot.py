@@ -24,6 +24,7 @@ with without_garbage():  # to look for garbage among the new objects takes a fif
     from torch._dynamo.utils import to_fake_tensor
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd import utils as _utils
+    from torch._functorch._aot_autograd.graph_compile import collect_bw_donated_buffer_idxs
     from torch._functorch._aot_autograd.schemas import (
         MemoryFormatMeta,
         OutputType,

@@ -85,7 +85,7 @@ def as_outside_of_ops() -> Any:
     return _C._ForceDispatchKeyGuard(*_KEYS)
 
 
-FunctionMeta: Any = type(torch.autograd.Function)
+_FunctionMeta: Any = type(torch.autograd.Function)
 SINGLE_LEVEL_SETUP: Any = torch.autograd.function._SingleLevelFunction.setup_context
 """What a `Function` has whose forward is given `ctx`."""
 
@@ -95,7 +95,7 @@ def calls_of_functions(stand_in: Callable[[Any], dict[str, Any]]) -> Generator[N
     """In each call of a `Function`, have the attributes that `stand_in` gives for its class taken
     for those of the class. `apply` reads them, under whatever name it is bound, once each:
     `_backward_cls` at the begin, then forward, then setup_context, if the class has its own."""
-    before = vars(FunctionMeta).get("__getattribute__")
+    before = vars(_FunctionMeta).get("__getattribute__")
     of_class = before or type.__getattribute__
     calls = dict[Any, dict[str, Any]]()
 
@@ -107,13 +107,13 @@ def calls_of_functions(stand_in: Callable[[Any], dict[str, Any]]) -> Generator[N
             return of_class(kind, name)
         return given.pop(name)
 
-    FunctionMeta.__getattribute__ = read
+    _FunctionMeta.__getattribute__ = read
     try:
         yield
     finally:
-        del FunctionMeta.__getattribute__
+        del _FunctionMeta.__getattribute__
         if before is not None:
-            FunctionMeta.__getattribute__ = before
+            _FunctionMeta.__getattribute__ = before
 
 
 prepare_profiler: Callable[..., None] = _C._autograd._prepare_profiler

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch._inductor import config as inductor_config
+from torch._inductor import graph as inductor_graph
 from torch._inductor import inductor_prims, ir, test_operators
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen import wrapper as wrapper_lines

@@ -110,11 +110,13 @@ class CompiledPlan(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         at = f" at {self.sizes}" if self.sizes else ""
+        is_stock = self.schedule is None and self.baseline_peak_bytes <= self.budget_bytes
+        fits = ", which fits without a plan" * is_stock
         return (
             f"CompiledPlan(graph {self.frame}{at}: peak {bytes_text(self.peak_bytes)} of "
             f"{bytes_text(self.budget_bytes)}, as torch compiles it "
-            f"{bytes_text(self.baseline_peak_bytes)}; {self.recomputed} computed again, overhead "
-            f"{100 * self.overhead:.1f} %, {self.replays} replays, {self.seconds:.1f} s)"
+            f"{bytes_text(self.baseline_peak_bytes)}{fits}; {self.recomputed} computed again, "
+            f"overhead {100 * self.overhead:.1f} %, {self.replays} replays, {self.seconds:.1f} s)"
         )
 
 

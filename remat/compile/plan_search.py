@@ -92,8 +92,7 @@ class PlanSearch:
     def _planned_within(self, limit_bytes: int) -> Candidate | None:
         best = fastest_within(
             limit_bytes,
-            # Where no schedule is found for a target, the least one may still have code that fits.
-            lambda target_bytes: self.solved(target_bytes) or self.solved(0),
+            lambda target_bytes: self._near(target_bytes, limit_bytes),
             tries=self.options.replays,
             is_enough=lambda one: is_good_enough(one.overhead, one.code_peak_bytes, limit_bytes),
         )  # fmt: skip
@@ -101,6 +100,16 @@ class PlanSearch:
             return best
         least = self.least()
         return least if least and least.code_peak_bytes <= limit_bytes else None
+
+    def _near(self, target_bytes: int, limit_bytes: int) -> Candidate | None:
+        # Where no schedule is found for a target, the least one may still have code that fits.
+        found = self.solved(target_bytes) or self.solved(0)
+        if found is None or not found.is_least or found.code_peak_bytes <= limit_bytes:
+            return found
+        # Code may write over a saved value where a schedule holds another: up to one is less.
+        saved = (v.size_bytes for v in self.step.graph.values if v.kind == "activation")
+        more = self.solved(limit_bytes + max(saved, default=0) // 2)
+        return more if more and more.code_peak_bytes <= limit_bytes else found
 
     def least(self) -> Candidate | None:
         """The candidate of the lowest replayed peak, among those of the lowest schedules."""

@@ -21,8 +21,8 @@ from remat.compile.given_up import warn_of_eager_ops
 from remat.compile.specialize import libraries_bytes
 from remat.formats import budget_text, bytes_text
 from remat.graph_capture.devices.known_devices import CPU
-from remat.graph_capture.errors import BudgetError
-from remat.graph_capture.torch_private.aot import symbolic_convert
+from remat.graph_capture.errors import BudgetError, RewriteError
+from remat.graph_capture.torch_private.aot import functorch_config, symbolic_convert
 from remat.graph_capture.torch_private.core import FakeTensor, module_call_code
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.guards.backward import OpenForwards, refuse_compiled_autograd
@@ -30,6 +30,7 @@ from remat.rewriter.inductor.replay import ReplayedMemory, StepBytes
 
 # Later graphs are not known yet, but the parameters of all modules are found on the stack.
 
+_ONE_ELEMENT_BYTES = 512  # as CUDA's allocator rounds a tensor of one element
 _BUFFERS = 3  # buffers of the size of a block that FSDP2 needs beside the block that runs
 
 
@@ -294,7 +295,9 @@ class SharedBudget:
         after_bytes = self._gradient_bytes(frames[k + 1 :])  # backward runs from last to first
         backward = peaks.backward_peak_bytes + after_bytes + self.awaited_gradient_bytes
         if k < len(frames) - 1:
-            backward += self.noted[frames[-1]].chosen.output_bytes  # the loss, which the user holds
+            # The user holds the loss, and `backward()` its gradient.
+            loss_bytes = self.noted[frames[-1]].chosen.output_bytes
+            backward += loss_bytes + min(loss_bytes, _ONE_ELEMENT_BYTES)
         left = self._left(frames[:k], is_stock=is_stock)
         beside = self.libraries_bytes + left + parameters + own.dynamic_bytes
         return beside + max(peaks.forward_peak_bytes, backward)
@@ -308,6 +311,7 @@ def watched(
 
     # Of a graph in subgraphs, the first asks for room, and the last has the results.
     is_subgraph, is_new = not (is_first and is_last), True
+    donates = functorch_config.donated_buffer
 
     def run(*args: Any) -> Any:
         nonlocal is_new
@@ -315,6 +319,13 @@ def watched(
         if is_subgraph and any(isinstance(value, FakeTensor) for value in args):
             return call(*args)  # DDP runs subgraphs once on fake tensors, for shapes
         refuse_compiled_autograd()  # it may have been turned on since the graph was compiled
+        if donates and not functorch_config.donated_buffer:  # torch's own check is off then
+            raise RewriteError(
+                "set torch._functorch.config.donated_buffer = False before the first step, or "
+                "call torch._dynamo.reset() after it: this step was compiled with donated "
+                "buffers, and a second backward through one forward would read what the first "
+                "has overwritten"
+            )
         if is_new and not is_subgraph:
             is_new = False
             warn_of_eager_ops(args)

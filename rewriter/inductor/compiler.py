@@ -34,7 +34,6 @@ from remat.graph_capture.torch_private.core import FakeTensor, FakeTensorMode
 from remat.graph_capture.torch_private.inductor import (
     REALIZE,
     compile_fx_inner,
-    inductor_config,
     select_decomp_table,
 )
 from remat.rewriter.graphs.codegen import Boxed, boxed
@@ -43,7 +42,7 @@ from remat.rewriter.graphs.rng import run_with_rng_state, save_rng_state, set_rn
 from remat.rewriter.inductor.fused_graph import MOVED
 from remat.rewriter.inductor.fused_nodes import is_call, is_generated, is_inlined, shares_storage
 from remat.rewriter.inductor.kernel_costs import CallCosts
-from remat.rewriter.inductor.partition import CONFIG, calls_in_order
+from remat.rewriter.inductor.partition import calls_in_order
 from remat.rewriter.inductor.replay import replay
 from remat.schedules.schedule import Schedule
 
@@ -302,7 +301,7 @@ class InductorStep:
             return [cost.workspace_bytes for cost in costs.of(map(_underlying, calls))]
 
         n_outputs, kept = self._joint.num_forward_outputs, range(len(returned))
-        with inductor_config.patch(CONFIG), calls_in_order(True), torch.no_grad():
+        with calls_in_order(True), torch.no_grad():
             found = replay(forward, backward, n_outputs, workspaces, kept)
         return self._joint.graph.resident.total_bytes + found.peak_bytes
 
@@ -327,7 +326,7 @@ class InductorStep:
     def _compiled(self, phase: _Phase, gm: fx.GraphModule, *, is_backward: bool) -> Boxed:
         _require_same_inputs(phase, gm)
         inputs = _inputs_of(phase.graph, self._mode)
-        with inductor_config.patch(CONFIG), calls_in_order(True), torch.no_grad():
+        with calls_in_order(True), torch.no_grad():
             asked: Any = {"is_backward": is_backward, "static_input_idxs": ()}
             run = compile_fx_inner(copy_of(phase.graph), inputs, **asked)
         return _with_own_inputs(run, phase)

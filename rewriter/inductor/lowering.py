@@ -34,6 +34,7 @@ from remat.graph_capture.torch_private.inductor import (
     V,
     compile_fx_inner,
     inductor_config,
+    inductor_graph,
     ir,
     wrapper_lines,
 )
@@ -231,13 +232,19 @@ class Lowered(NamedTuple):
 
 
 def lower(
-    gm: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool, visible: Sequence[int]
-) -> Lowered:
-    """Lower a copy of `gm` on fake `inputs`, and stop before a compiler runs; or `ReplayError`."""
+    gm: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool, visible: Sequence[int],
+    donated: Sequence[int] = (),
+) -> Lowered:  # fmt: skip
+    """Lower a copy of `gm` on fake `inputs`, and stop before a compiler runs; or `ReplayError`.
+
+    Backward may write to the inputs `donated`.
+    """
     graph = copy_of(gm)
     graph.graph.find_nodes(op="output")[0].meta["user_visible_output_idxs"] = list(visible)
     # Of code that Inductor has cached, there would be no lines to read.
-    with _stopped_after_codegen() as found, inductor_config.patch(fx_graph_cache=False):
+    uncached = inductor_config.patch(fx_graph_cache=False)
+    leave = mock.patch.object(inductor_graph, "get_donated_idxs", return_value=list(donated))
+    with _stopped_after_codegen() as found, uncached, leave:
         try:
             compile_fx_inner(graph, list(inputs), is_backward=is_backward, static_input_idxs=())
         except InductorError:

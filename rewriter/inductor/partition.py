@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 from weakref import WeakKeyDictionary
@@ -30,10 +31,11 @@ from remat.graph_capture.joint.nodes import (
 )
 from remat.graph_capture.refusals import refuse_sparse
 from remat.graph_capture.torch_private.aot import (
+    collect_bw_donated_buffer_idxs,
     functorch_config,
     min_cut_rematerialization_partition,
 )
-from remat.graph_capture.torch_private.core import detect_fake_mode, pytree
+from remat.graph_capture.torch_private.core import detect_fake_mode, keeps_graph, pytree
 from remat.graph_capture.torch_private.inductor import (
     BaseSchedulerNode,
     CppScheduling,
@@ -116,6 +118,8 @@ def _runs_once(node: fx.Node) -> bool:
     return node.target == SEEDS or draws_randomness(node) or is_custom(node)
 
 
+_LOCAL: dict[str, Any] = {"fx_graph_remote_cache": False}  # a plan is for one machine's costs
+
 # Inductor fuses kernels that read the same buffers, however far apart: a recomputed kernel then
 # runs beside its first run, and the schedule is undone. On a CPU all kernels between two calls
 # share a function, which holds all their buffers. So no fusion crosses a call, and each kernel is a
@@ -152,13 +156,10 @@ def calls_in_order(is_asked: bool) -> Generator[None]:
         # 0: each C++ kernel gets a function of its own.
         mock.patch.object(CppScheduling, "MAX_FUSED_KERNEL_ARGS_NUM", 0),
         V.set_choices_handler(_BetweenCalls()),
-        inductor_config.patch(allow_buffer_reuse=False),  # reuse raises the peak
+        # Reuse raises the peak; in channels-last layouts forward would save copies of parameters.
+        inductor_config.patch(allow_buffer_reuse=False, layout_optimization=False, **_LOCAL),
     ):
         yield
-
-
-CONFIG: dict[str, Any] = {"layout_optimization": False, "fx_graph_remote_cache": False}
-"""For a step of ours. With channels-last layouts, forward would save copies of parameters."""
 
 
 class Pair(NamedTuple):
@@ -238,9 +239,18 @@ class FusedStep(StepBytes):
         with calls_in_order(pair.holds_order):
             found = replay(
                 pair.forward, pair.backward, self.joint.n_outputs, self._workspaces, self._visible,
-                holds_outputs=self.holds_outputs,
+                donated=self._donated(pair), holds_outputs=self.holds_outputs,
             )  # fmt: skip
         return self.beside(found)
+
+    def _donated(self, pair: Pair) -> Sequence[int]:
+        """Inputs of backward that its code may write to, as AOTAutograd will find them."""
+        if not functorch_config.donated_buffer:
+            return ()
+        saved = slice(self.joint.n_outputs, None)  # sizes are numbers, so none is saved
+        asked = {"num_forward": saved.start, "tensors_saved_for_backwards_slice": saved}
+        meta: Any = SimpleNamespace(**asked, num_symints_saved_for_bw=0)
+        return collect_bw_donated_buffer_idxs(pair.forward, pair.backward, meta)
 
     def _workspaces(self, calls: Sequence[fx.Node]) -> list[int]:
         return [cost.workspace_bytes for cost in self._costs.of(calls)]
@@ -274,7 +284,9 @@ class Partitioner(CustomPartitionerFn):
         return pair.forward, pair.backward
 
     def compile_inner(self, *args: Any, **kwargs: Any) -> Any:
-        is_kept = bool(self.name())  # backward is compiled later, with no context in force
+        # With retain_graph=True this backward writes over nothing, and torch's key does not say so.
+        is_retained = kwargs.get("is_backward") and keeps_graph()
+        is_kept = bool(self.name()) and not is_retained  # compiled later, with no context in force
         with calls_in_order(self.holds_order), inductor_config.patch(fx_graph_cache=is_kept):
             return compile_fx_inner(*args, **kwargs)
 
@@ -293,9 +305,5 @@ class Partitioner(CustomPartitionerFn):
 def planned(partitioner: Partitioner) -> Generator[dict[str, Any]]:
     """Compile under our configuration; yields the patches to give to Inductor."""
     is_named = bool(partitioner.name())
-    # Donated buffers are off, so that backward may run twice: on a Llama 3 % of torch's own peak.
-    # Remote caches are off: a plan is for one machine's costs.
-    with functorch_config.patch(
-        donated_buffer=False, enable_autograd_cache=is_named, enable_remote_autograd_cache=False
-    ):
-        yield {**CONFIG, "fx_graph_cache": is_named, "custom_partitioner_fn": partitioner}
+    with functorch_config.patch(enable_autograd_cache=is_named, enable_remote_autograd_cache=False):
+        yield {**_LOCAL, "fx_graph_cache": is_named, "custom_partitioner_fn": partitioner}

@@ -64,9 +64,12 @@ class StepBytes:
 
 def replay(
     forward: fx.GraphModule, backward: fx.GraphModule, n_outputs: int, workspaces: _Workspaces,
-    visible: Sequence[int], *, holds_outputs: bool = True,
+    visible: Sequence[int], *, donated: Sequence[int] = (), holds_outputs: bool = True,
 ) -> ReplayedMemory:  # fmt: skip
-    """Lower both graphs and replay what they allocate; `ReplayError` if the code cannot be read."""
+    """Lower both graphs and replay what they allocate; `ReplayError` if the code cannot be read.
+
+    Backward may write to its inputs `donated`.
+    """
     inputs = [node.meta["val"] for node in forward.graph.find_nodes(op="placeholder")]
     lowered = lower(forward, inputs, is_backward=False, visible=visible)
     run = LiveStorages(workspaces, held=set(lowered.inputs))
@@ -80,7 +83,7 @@ def replay(
     saved_bytes = run.bytes_of(kept) - output_bytes
     then = _backward_run(
         run, backward, workspaces, outputs if holds_outputs else [], saved,
-        lowered.output_strides[n_outputs:],
+        lowered.output_strides[n_outputs:], donated,
     )  # fmt: skip
     return ReplayedMemory(forward_peak, then.peak_bytes, saved_bytes, output_bytes)
 
@@ -146,7 +149,7 @@ class LiveStorages:
 def _backward_run(
     run: LiveStorages, backward: fx.GraphModule, workspaces: _Workspaces,
     outputs: Sequence[list[int]], saved: Sequence[list[int]],
-    strides: Sequence[tuple[int, ...] | None],
+    strides: Sequence[tuple[int, ...] | None], donated: Sequence[int],
 ) -> LiveStorages:  # fmt: skip
     placeholders = backward.graph.find_nodes(op="placeholder")
     tangents = [node for node in placeholders if is_tangent(node)]
@@ -155,7 +158,7 @@ def _backward_run(
         _restrided(node.meta["val"], strides[i] if i < len(saved) else None)
         for i, node in enumerate(placeholders)
     ]
-    lowered = lower(backward, inputs, is_backward=True, visible=())
+    lowered = lower(backward, inputs, is_backward=True, visible=(), donated=donated)
     then = LiveStorages(workspaces, held={"their outputs"})
     # One numbering for both graphs: what is saved keeps its number.
     then.size_bytes, then.holders = run.size_bytes, [0] * len(run.size_bytes)
@@ -163,8 +166,11 @@ def _backward_run(
     for name, storages in zip(lowered.inputs, saved, strict=False):
         then.bring(name, storages)
     rest = lowered.inputs[len(saved) :]
-    if holds_tangents():
-        then.held.update(rest[: len(tangents)])
+    # `backward()` holds the gradient that it makes for the loss.
+    then.held.update(
+        name for name, node in zip(rest, tangents, strict=False)
+        if holds_tangents() or node.meta["val"].numel() == 1
+    )  # fmt: skip
     _bring_tangents(then, rest[: len(tangents)], tangents)
     for name in rest[len(tangents) :]:
         then.bring(name, [then.storage(0)])

@@ -150,8 +150,12 @@ def refuse_pairs(question: Question) -> None:
     """SolverError says why they do not go together."""
     for one, other in LEVER_PAIRS:
         if ASKED[one](question) and ASKED[other](question):
-            named = {name: option(name) for name in ("recompute", "host")}
-            raise SolverError(LEVER_PAIRS[one, other].format_map(named))
+            raise SolverError(_text_of(one, other))
+
+
+def _text_of(one: str, other: str) -> str:
+    named = {name: option(name) for name in ("recompute", "host")}
+    return LEVER_PAIRS[one, other].format_map(named)
 
 
 # A solve: levers in the order of `REDUCTIONS`. Regions come first: each choice is another graph.

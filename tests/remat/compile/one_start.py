@@ -1,4 +1,4 @@
-"""A small model that is compiled for a budget; as a program, one start, told as JSON."""
+"""Small models that are compiled for a budget; as a program, one start, told as JSON."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from remat.compile.graph_context import compiled_plans
 from tests.limits import AMPLE_S
@@ -24,6 +25,29 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).square().mean()
+
+
+class Classifier(nn.Module):
+    """Its loss saves logits, which backward may write over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(16, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.cross_entropy(self.head(x), torch.zeros(64, dtype=torch.long))
+
+
+def twice(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    """What the second backward of one forward adds to each gradient, less what the first did."""
+    model.zero_grad()
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    loss.backward()
+    return [
+        p.grad - 2 * g for p, g in zip(model.parameters(), first, strict=True) if p.grad is not None
+    ]
 
 
 def main() -> None:

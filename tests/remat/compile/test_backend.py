@@ -156,7 +156,7 @@ def test_dropout_within_the_budget_beside_stock_torch() -> None:
 def test_batch_norm_updates_its_statistics_once() -> None:
     everything = kept(with_batch_norm)
     torch._dynamo.reset()
-    plan, ran = planned(with_batch_norm, budget="80%")
+    plan, ran = planned(with_batch_norm, budget="85%")
     assert plan.recomputed > 0
     truth = in_double(with_batch_norm)
     assert error(ran.gradients, truth) < 2 * error(everything.gradients, truth)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from remat.compile.graph_context import compiled_plans
 from remat.graph_capture.devices.memory_events import measure_peak
-from remat.graph_capture.errors import BudgetError, SolverError
+from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
 from tests.limits import AMPLE_S
+from tests.remat.compile.one_start import Classifier, twice
 
+NEW_CODE = {"fx_graph_cache": False}  # torch's key does not say what backward writes over
 FEW = {"replays": 4, "solver": "cut", "time_limit_s": AMPLE_S}
 
 
@@ -180,3 +183,29 @@ def test_a_glob_that_matches_nothing_is_refused() -> None:
     with pytest.raises(BackendCompilerFailed, match=r"thrid.*matches no") as caught:
         planned(keep="thrid")
     assert isinstance(caught.value.inner_exception, SolverError)
+
+
+@pytest.mark.parametrize("backend", ["inductor", "remat"])
+def test_a_second_backward_is_refused_as_torch_does(backend: str) -> None:
+    model, x = Classifier(), torch.randn(64, 16)
+    options = {"budget": "100%", "warm": False} if backend == "remat" else NEW_CODE
+    compiled = torch.compile(model, backend=backend, options=options)
+    compiled(x).backward()
+    with pytest.raises(RuntimeError, match=r"torch\._functorch\.config\.donated_buffer=False"):
+        compiled(x).backward(retain_graph=True)
+    torch._dynamo.reset()
+    with functorch_config.patch(donated_buffer=False, enable_autograd_cache=False):
+        compiled = torch.compile(model, backend=backend, options=options)
+        compiled(x).backward()
+        assert not any(map(torch.any, twice(model, compiled(x))))
+
+
+def test_donated_buffers_switched_off_too_late_are_refused() -> None:
+    model, x = Classifier(), torch.randn(64, 16)
+    compiled = torch.compile(model, backend="remat", options={"budget": "100%", "warm": False})
+    compiled(x).backward()
+    with functorch_config.patch(donated_buffer=False):
+        with pytest.raises(RewriteError, match=r"^set torch\._functorch\.config\.donated_buffer"):
+            compiled(x)
+        torch._dynamo.reset()
+        assert not any(map(torch.any, twice(model, compiled(x))))
