@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import remat
 from benchmarks import GAP_OF_FIGURES
@@ -20,6 +22,7 @@ from remat.plan import Plan
 from remat.schedules.schedule import Schedule
 
 LIST = "plans.json"
+AMPLE_S, GAP_OF_REHEARSALS = 600.0, 0.5
 MARGIN = 0.99
 """Of a budget: what is solved for beforehand, as workspaces differ between model and device."""
 
@@ -42,14 +45,21 @@ def _listed(folder: Path) -> dict[str, dict[str, str]]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def effort_of(limit_s: float, *, rehearse: bool) -> dict[str, float]:
+    """When a solve ends: for a rehearsal at a plan that is good enough, on a busy machine too."""
+    if rehearse:
+        return {"time_limit_s": AMPLE_S, "gap": GAP_OF_REHEARSALS}
+    return {"time_limit_s": limit_s, "gap": GAP_OF_FIGURES}
+
+
 def plan_for(
-    graph: TrainingGraph, budget: str, name: str, folder: Path | None, limit_s: float
+    graph: TrainingGraph, budget: str, name: str, folder: Path | None, effort: Mapping[str, Any]
 ) -> tuple[Plan, Row]:
     """The carried plan of that name, or one solved here; and which of these it is, and why."""
     found = _carried(graph, budget, name, folder) if folder else "nothing was carried"
     if isinstance(found, Plan):
         return found, {"schedule": "carried"}
-    plan = remat.solve(graph, budget, time_limit_s=limit_s, gap=GAP_OF_FIGURES)
+    plan = remat.solve(graph, budget, **effort)
     return plan, {"schedule": f"solved here: {found}"}
 
 

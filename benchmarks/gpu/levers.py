@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import remat
-from benchmarks.comparison import methods
 from benchmarks.comparison.bench import SEED
 from benchmarks.comparison.methods import Variant
+from benchmarks.gpu.carried import effort_of
 from benchmarks.gpu.measuring import (
     Bench,
     beside_eager,
@@ -30,7 +30,7 @@ from benchmarks.gpu.models import lever_entry
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.scheduler import Desk, Measure, Unit
 
-LIMIT_S, REHEARSED_LIMIT_S = 5.0, 0.2
+LIMIT_S = 5.0
 UPDATES = 3
 
 
@@ -61,12 +61,12 @@ class _Levers:
     def planned(
         self, bench: Bench, budget: str = "60%", *, batch: bool = True, **options: Any
     ) -> nn.Module:
-        limit_s = REHEARSED_LIMIT_S if self.rehearse else LIMIT_S
+        effort = effort_of(LIMIT_S, rehearse=self.rehearse)
         args = bench.trainee.args if batch else None
         with bench.autocast():
             return remat.rematerialize(
-                bench.trainee.model, args, budget=budget, time_limit_s=limit_s, check=False,
-                verbose=False, **{"audit": False, "split": "none", **options},
+                bench.trainee.model, args, budget=budget, check=False, verbose=False,
+                **{"audit": False, "split": "none", **effort, **options},
             )  # fmt: skip
 
     def row(self, name: str, budget: str = "60%", **options: Any) -> Row:
@@ -119,26 +119,18 @@ def _resnet(levers: _Levers, *, benchmark: bool = False) -> Row:
         return levers.row("resnet", "80%")
 
 
-class _TwoInFlight(Bench):
+def _twice(module: nn.Module) -> Variant:
     """Two forwards before their backwards."""
-
-    def step(self, variant: Variant) -> None:
-        """One step over the batch twice."""
-        self.trainee.model.zero_grad()
-        with self.autocast():
-            losses = [variant.call(*self.trainee.args) for _ in range(2)]
-        for loss in losses:
-            loss.backward()
+    return Variant(lambda *args: module(*args) + module(*args))
 
 
 def _offloaded(levers: _Levers, **below: str) -> Row:
     """What a plan copies, run with two forwards in flight; its peak is of one."""
-    bench, both = levers.bench("gpt"), levers.bench("gpt", kind=_TwoInFlight)
+    bench = levers.bench("gpt")
     module = levers.planned(bench, host="1GiB", keep="*", **below)
     row = _of_plan(bench, module)
-    again = levers.planned(both, host="1GiB", keep="*", **below)
-    expected = both.gradients(methods.eager(both.trainee))
-    two = equal_to(expected, both.gradients(Variant(again)))
+    expected = bench.gradients(_twice(bench.trainee.model))
+    two = equal_to(expected, bench.gradients(_twice(module)))
     moved = remat.plans(module)[-1].simulate().moved_bytes
     return row | {"moved_bytes": moved, "two_in_flight": two}
 

@@ -1,23 +1,27 @@
-"""What docs/models.md says of a CUDA device: `python -m benchmarks.gpu_page`.
+"""What docs and README say of a GPU: `python -m benchmarks.gpu page`.
 
-It reads the files that `benchmarks/gpu_run.sh` and earlier visits left in `results/gpu`, and writes
-what they hold between the marks of the page. A part without its file is left out.
+It reads `rows.jsonl` and what earlier visits left in `results/gpu`, and writes what they hold
+between the marks of the pages. A part without rows is left out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.rows import ERROR, Row, RowFile
 from benchmarks.solver_table import head, replaced, row
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "gpu", ROOT / "docs" / "models.md"
+README = ROOT / "README.md"
 MARKER = "gpu"
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 BUDGETS = ("%", "min")
+SHOWN = ("unmodified", "every block checkpointed", "plan 60%")
+"""Variants that the README sets side by side."""
 
 Kept = dict[str, Any]
 
@@ -66,7 +70,8 @@ def steps(kept: Kept) -> list[str]:
 
 def _figures(one: Kept) -> list[str]:
     if "peak_bytes" not in one:
-        return ["does not fit" if one.get("status") == "infeasible" else "failed", "-", "-"]
+        fits_not = one.get("status") == "infeasible" or "out_of_memory" in one
+        return ["does not fit" if fits_not else "failed", "-", "-"]
     return [
         _pair(one, "peak_bytes", lambda size: f"{size / MIB:,.0f}"),
         _pair(one, "reserved_bytes", lambda size: f"{size / MIB:,.0f}"),
@@ -107,48 +112,127 @@ def links(kept: Kept) -> list[str]:
     return [*head(titles), row(["GB/s", *rates, f"{slower} % slower"]), ""]
 
 
-def copies(kept: Kept) -> list[str]:
-    """Plans that copy values to the host."""
-    titles = [
-        "step, with kernels that repeat their bits", "peak, MiB", "reserved, MiB", "ms",
-        "copied out, MiB", "gradients equal",
-    ]  # fmt: skip
-    lines: list[str] = []
-    for name, budgets in kept["models"].items():
-        for budget, rows in budgets.items():
-            for way, one in rows.items():
-                known = "gradients" in one
-                equal = f"{one['gradients_equal']} of {one['gradients']}" if known else "-"
-                last = [f"{one['copied_bytes'] / MIB:,.0f}" if known else "-", equal]
-                title = f"{name}, {way if way == 'unmodified' else f'{budget}, {way}'}"
-                lines.append(row([title, *_figures(one), *last]))
+Rows = Mapping[str, Row]
+
+
+def table(rows: Rows) -> list[str]:
+    """Models as they are, by what people do today, and by plans."""
+    titles = ["step under bfloat16 autocast", "peak, MiB", "reserved, MiB", "ms", "unmodified, ms"]
+    return _table([*titles, "gradients equal"], rows, _turn, _equal)
+
+
+def compiled_rows(rows: Rows) -> list[str]:
+    """Compiled steps."""
+    titles = ["compiled step", "peak, MiB", "reserved, MiB", "ms", "eager, ms"]
+    return _table([*titles, "gradients off by"], rows, _turn, _off)
+
+
+def levers(rows: Rows) -> list[str]:
+    """What was shown of each lever."""
+    titles = ["lever, of a small model", "peak, MiB", "gradients equal"]
+    lines = [row([name, _peak(one), _equal(one)]) for name, one in rows.items()]
     return [*head(titles), *lines, ""]
+
+
+def ceilings(rows: Rows) -> list[str]:
+    """What the device reaches, and its links."""
+    lines: list[str] = []
+    if "tflop_s" in (one := rows.get("product", {})):
+        title = f"a bfloat16 product of width {one['width']:,}"
+        lines.append(row([title, f"{one['tflop_s']:.0f} TFLOP/s"]))
+    if "gb_s" in (one := rows.get("copy", {})):
+        lines.append(row(["a copy, read and written", f"{one['gb_s'] / 1e3:.2f} TB/s"]))
+    found = [*head(["ceiling", "reached"]), *lines, ""] if lines else []
+    return [*found, *(links(rows["links"]) if rows.get("links", {}).get("copies") else [])]
+
+
+def demo(rows: Rows) -> list[str]:
+    """A model that is too large as it is."""
+    titles = ["Llama 1B, 16 x 2,048 tokens, of 80 GiB", "peak, MiB", "reserved, MiB", "ms"]
+    return _table([*titles, "gradients equal"], rows, _equal)
+
+
+def _table(titles: list[str], rows: Rows, *more: Callable[[Row], str]) -> list[str]:
+    lines = [
+        row([name.replace("/", ", "), *_figures(one), *(text(one) for text in more)])
+        for name, one in rows.items()
+    ]
+    return [*head(titles), *lines, ""]
+
+
+def _turn(one: Row) -> str:
+    return f"{one['eager_us'] / 1e3:.1f}" if "eager_us" in one else "-"
+
+
+def _equal(one: Row) -> str:
+    return f"{one['gradients_equal']} of {one['gradients']}" if "gradients" in one else "-"
+
+
+def _off(one: Row) -> str:
+    return f"{100 * one['gradients_off_by']:.1f} %" if "gradients_off_by" in one else "-"
+
+
+def _peak(one: Row) -> str:
+    if ERROR in one:
+        return "failed"
+    return _pair(one, "peak_bytes", _mib) if "peak_bytes" in one else "-"
+
+
+def _mib(size_bytes: float) -> str:
+    return f"{size_bytes / MIB:,.0f}"
 
 
 PARTS: dict[str, Callable[[Kept], list[str]]] = {
     "small_models": small_models, "steps": steps, "compiled": compiled, "links": links,
-    "copies": copies,
 }  # fmt: skip
-"""What is made of each file."""
+"""What is made of each file of the first visits."""
+OF_ROWS: dict[str, Callable[[Rows], list[str]]] = {
+    "ceilings": ceilings, "table": table, "demo": demo, "compiled": compiled_rows,
+    "levers": levers,
+}  # fmt: skip
+"""What is made of rows whose keys begin so."""
 
 
 def lines_of(folder: Path = RESULTS) -> list[str]:
     """The part of the page, from the files of the folder."""
     files = {name: folder / f"{name}.json" for name in PARTS}
     kept = {name: json.loads(path.read_text()) for name, path in files.items() if path.exists()}
+    found = _by_part(folder)
+    visits = [one for one in found.get("visit", {}).values() if ERROR not in one]
     parts = [line for name, one in kept.items() for line in PARTS[name](one)]
-    return [f"{made_on(kept.values())} Predicted, measured:", "", *parts][:-1]
+    parts += [line for name in OF_ROWS if name in found for line in OF_ROWS[name](found[name])]
+    return [f"{made_on([*kept.values(), *visits])} Predicted, measured:", "", *parts][:-1]
 
 
-def written_into(text: str) -> str:
-    """The page with this part."""
-    return replaced(text, MARKER, lines_of())
+def _by_part(folder: Path) -> dict[str, Rows]:
+    found: dict[str, dict[str, Row]] = {}
+    for key, one in RowFile(folder / "rows.jsonl").read().items():
+        part, _, name = key.partition("/")
+        found.setdefault(part, {})[name] = one
+    return found
 
 
-def main() -> None:
-    """Write the page anew."""
-    PAGE.write_text(written_into(PAGE.read_text()))
+def readme_lines(folder: Path = RESULTS) -> list[str]:
+    """Models of which all that is shown was measured: peak and time of each."""
+    found = _by_part(folder)
+    rows, visits = found.get("table", {}), found.get("visit", {})
+    models = dict.fromkeys(key.partition("/")[0] for key in rows)
+    lines: list[str] = []
+    for model in models:
+        shown = [rows.get(f"{model}/{name}", {}) for name in SHOWN]
+        if all("step_us" in one for one in shown):
+            lines.append(row([model, *(_short(one) for one in shown)]))
+    if not lines:
+        return []
+    device = next((one["device"] for one in visits.values() if "device" in one), "GPU")
+    return [*head([device, *SHOWN]), *lines]
 
 
-if __name__ == "__main__":
-    main()
+def _short(one: Row) -> str:
+    return f"{one['peak_bytes'] / GIB:.1f} GiB, {one['step_us'] / 1e3:.0f} ms"
+
+
+def write() -> None:
+    """Write both pages anew."""
+    for path, lines in ((PAGE, lines_of()), (README, readme_lines())):
+        path.write_text(replaced(path.read_text(), MARKER, lines))

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 import remat
-from benchmarks import GAP_OF_FIGURES
 from benchmarks.comparison.models import Entry
-from benchmarks.gpu.carried import MARGIN, write_plan
+from benchmarks.gpu.carried import MARGIN, effort_of, write_plan
 from benchmarks.gpu.models import DEMO, REHEARSED, demo_entry, table_entry
 from benchmarks.gpu.table import DEMO_BUDGET, DEMO_PLAN, EXPANDABLE, HOST, PLANS, plan_name
 from remat.budgets import parse_budget
@@ -20,7 +19,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.plan import Plan
 
 DEVICE = "h200"
-LIMIT_S, REHEARSED_LIMIT_S = 60.0, 1.0
+LIMIT_S = 60.0
 WHEELS = (
     "ortools==9.15.6755",
     "pulp==3.3.2",
@@ -85,8 +84,7 @@ def _captured(entry: Entry, host: str | None) -> TrainingGraph:
 def _planned(graph: TrainingGraph, budget: str, *, rehearse: bool) -> Plan:
     asked = parse_budget(budget)
     within = "min" if asked.kind == "min" else int(MARGIN * asked.bytes_for(graph))
-    limit_s = REHEARSED_LIMIT_S if rehearse else LIMIT_S
-    return remat.solve(graph, within, time_limit_s=limit_s, gap=GAP_OF_FIGURES)
+    return remat.solve(graph, within, **effort_of(LIMIT_S, rehearse=rehearse))
 
 
 def _fetch(folder: Path) -> None:

@@ -17,7 +17,7 @@ from benchmarks.comparison import methods
 from benchmarks.comparison.by_hand import host_copies
 from benchmarks.comparison.methods import Variant
 from benchmarks.comparison.models import Entry
-from benchmarks.gpu.carried import plan_for
+from benchmarks.gpu.carried import effort_of, plan_for
 from benchmarks.gpu.measuring import Bench, clocks, equal_to, settled
 from benchmarks.gpu.models import DEMO, demo_entry, table_entry
 from benchmarks.gpu.rows import Row
@@ -46,7 +46,7 @@ DEVICE_BYTES = 80 << 30
 """All that the demonstration may take: it is that of a card of 80 GiB."""
 HOST, HOST_OF_CPU = "64GiB", "1GiB"
 """What a CPU calls its host is files, which need not have much room."""
-LIMIT_S, REHEARSED_LIMIT_S = 15.0, 0.2
+LIMIT_S = 15.0
 ROUNDS, REHEARSED_ROUNDS = 8, 2
 
 
@@ -117,12 +117,12 @@ class Steps:
     def _planned(self, name: str) -> tuple[Variant | None, Row]:
         budget, has_host = self.budgets[name]
         graph = self._with_host() if has_host else self.graph
-        limit_s = REHEARSED_LIMIT_S if self.rehearse else LIMIT_S
+        effort = effort_of(LIMIT_S, rehearse=self.rehearse)
         carried, key = self.desk.settings.carried, plan_name(self.name, name)
-        plan, said = plan_for(graph, budget, key, carried, limit_s)
+        plan, said = plan_for(graph, budget, key, carried, effort)
         if plan.schedule is None and name.endswith("min"):
             budget = "min"
-            plan, said = plan_for(graph, budget, f"{key}-min", carried, limit_s)
+            plan, said = plan_for(graph, budget, f"{key}-min", carried, effort)
         row = said | {"budget": budget, "status": plan.status, "gap": plan.gap}
         if plan.schedule is None:
             return None, row | {"message": plan.message}
