@@ -72,6 +72,8 @@ def _done(asked: argparse.Namespace) -> int:
     if not (asked.rehearse or _has_gpu()):
         print("benchmarks.gpu: pass --rehearse: there is no CUDA device here", file=sys.stderr)
         return 2
+    if asked.rehearse:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # its processes share few cores
     begin_imports()
     from benchmarks.gpu.visit import begin_visit
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.gpu.ceilings import CEILINGS, PROFILED, begin_ceilings, begin_profiles
 from benchmarks.gpu.compiled import COMPILED_VARIANTS, begin_compiled
 from benchmarks.gpu.levers import LEVERS_BY_NAME, begin_levers
-from benchmarks.gpu.models import COMPILED, REHEARSED
+from benchmarks.gpu.models import COMPILED, REHEARSED, REHEARSED_COMPILED
 from benchmarks.gpu.rows import RowFile
 from benchmarks.gpu.scheduler import Group, Settings, Unit, run
 from benchmarks.gpu.table import (
@@ -52,7 +52,7 @@ def groups_of(visit: int, *, rehearse: bool) -> list[Group]:
     for name in REHEARSED:
         rows = {f"table/{name}/{variant}": _table_s(name, variant) for variant in VARIANTS}
         found.append(Group(f"table of {name}", _units(rows), partial(begin_table, name), SETUP_S))
-    for name in COMPILED:
+    for name in REHEARSED_COMPILED if rehearse else COMPILED:
         rows = {f"compiled/{name}/{variant}": COMPILED_S for variant in COMPILED_VARIANTS}
         begin = partial(begin_compiled, name)
         found.append(Group(f"{name} compiled", _units(rows), begin, SETUP_S))
