@@ -76,9 +76,11 @@ def _solve(name: str, folder: Path, *, rehearse: bool) -> None:
 
 
 def _captured(entry: Entry, host: str | None) -> TrainingGraph:
-    trainee = entry.make()
+    with torch.device("meta"):  # a billion weights would take room and time
+        trainee = entry.make()
+    args = tuple(torch.empty_like(one, device="cpu").zero_() for one in trainee.args)
     with torch.autocast("cpu", torch.bfloat16):
-        return remat.capture(trainee.model.to("meta"), trainee.args, device=DEVICE, host=host)
+        return remat.capture(trainee.model, args, device=DEVICE, host=host)
 
 
 def _planned(graph: TrainingGraph, budget: str, *, rehearse: bool) -> Plan:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from benchmarks.comparison.cores import descendants
 from benchmarks.gpu.rows import ERROR, KEY, Row, RowFile
 
 LOOK_S = 0.01
@@ -181,10 +183,17 @@ def run(groups: Sequence[Group], settings: Settings, workers: int) -> list[str]:
                     waiting.insert(0, (one.number, one.group))
     finally:
         for one in running:
-            one.process.kill()
-            one.process.join()
+            _kill(one.process)
     done = settings.rows.read()
     return [unit.key for group in groups for unit in group.without(done).units]
+
+
+def _kill(process: BaseProcess) -> None:
+    """End it with what it started: solvers, or compilers that would hold the output open."""
+    for one in list(descendants(process.pid)) if process.pid else []:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)
+    process.join()
 
 
 def _least_s(group: Group) -> float:

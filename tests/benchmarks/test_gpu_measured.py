@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ import torch
 from torch import nn
 
 import remat
-from benchmarks.gpu import carried, prepare
+from benchmarks.gpu import carried, ceilings, prepare
+from benchmarks.gpu.measuring import clocks
 from benchmarks.gpu.models import table_entry
 from benchmarks.gpu.rows import Row, RowFile
 from benchmarks.gpu.scheduler import Desk, Settings, Unit
@@ -28,6 +30,7 @@ from remat.rewriter.tiers.file_tier import host_places
 from remat.rewriter.tiers.stream_tier import StreamTier
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation
+from tests.fake_cuda import FakeCuda, install
 from tests.paths import ROOT
 from tests.rewriter.tiers.lazy_streams import LazyMachine
 
@@ -166,7 +169,7 @@ def test_a_rehearsal_that_is_killed_goes_on_where_it_stopped(
     assert len(written) == len(set(written))
     assert {key: row["error"] for key, row in found.items() if "error" in row} == {}
     for group in groups_of(2, rehearse=True):
-        keys = [unit.key for unit in group.units]
+        keys = [unit.key for unit in group.units if not unit.key.startswith("visit/")]
         assert [key for key in written if key in keys] == keys
     assert written[0] == "visit/1"
     assert "visit/2" in written
@@ -186,3 +189,41 @@ def test_rows_say_what_was_predicted_and_measured(tmp_path: Path) -> None:
         assert row["gradients_of"] == "unmodified"
     assert planned["eager_us"] > 0
     assert planned["step_us"] > 0
+
+
+def test_links_of_a_gpu_are_measured_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda()
+    install(fake, monkeypatch)
+    empty = torch.empty
+
+    def unpinned(*given: Any, pin_memory: bool = False, **how: Any) -> torch.Tensor:
+        return empty(*given, **how)
+
+    # Only memory beside a device can be pinned.
+    monkeypatch.setattr(torch, "empty", unpinned)
+    monkeypatch.setattr(ceilings.cuda, "SIZES", (1 << 12, 1 << 14))
+    device = ceilings._Device("cpu")
+    device.is_cuda = True
+    row = ceilings.links(device)
+    assert [one["bytes"] for one in row["copies"]] == [1 << 12, 1 << 14]
+    assert row["copies"][0]["d2h_us"] == fake.device_us / ceilings.cuda.REPEATS
+    assert set(row["products"]) == {"alone_ms", "beside_d2h_ms", "beside_h2d_ms"}
+
+
+def test_a_clock_that_cannot_be_read_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: Any) -> None:
+        raise ValueError("not supported")
+
+    fake = SimpleNamespace(
+        nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetClockInfo=lambda _, kind: {1: 1980, 2: 3201}[kind], NVML_CLOCK_SM=1,
+        NVML_CLOCK_MEM=2, nvmlDeviceGetCurrentClocksThrottleReasons=lambda _: 4,
+        nvmlDeviceGetPowerUsage=refused, nvmlDeviceGetTemperature=lambda *_: 40,
+        NVML_TEMPERATURE_GPU=0,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    assert clocks("cuda:0") == {
+        "sm_mhz": 1980, "memory_mhz": 3201, "throttled": "0x4",
+        "watts": "ValueError: not supported", "degrees": 40,
+    }  # fmt: skip
+    assert clocks("cpu") == {}
