@@ -51,25 +51,30 @@ def begin_and_raise(desk: Desk) -> Measure:
     raise ValueError(f"group {desk.number} cannot begin")
 
 
-def begin_in_turn(name: str, desk: Desk) -> Measure:
-    """The first holds the GPU until both others wait for it, of which the last came before."""
-    folder = desk.settings.folder
+def begin_beside(desk: Desk) -> Measure:
+    """Units that need no GPU."""
+    return measured
+
+
+def begin_in_turn(last: int, desk: Desk) -> Measure:
+    """The first holds the GPU until all others wait for it, of which the last came first."""
+    folder, number = desk.settings.folder, desk.number
 
     def measure(unit: Unit) -> Row:
-        if name != "first":
+        if number:
             wait_for(folder / "held")
-        if name == "second":
-            wait_for(folder / "waits_2.lock")
+        if 0 < number < last:
+            wait_for(folder / f"waits_{number + 1}.lock")
         with desk.gpu():
-            if name == "first":
+            if not number:
                 (folder / "held").touch()
                 wait_for(folder / "waits_1.lock")
                 time.sleep(0.3)  # a file is there just before it is held
             with (folder / "held").open("a") as held:
-                held.write(f"{name} ")
+                held.write(f"{number} ")
                 held.flush()
                 time.sleep(0.05)
-                held.write(f"/{name} ")
+                held.write(f"/{number} ")
         return {}
 
     return measure
@@ -80,10 +85,10 @@ def group(name: str, *keys: str, estimate_s: float = 0.0) -> Group:
     return Group(name, tuple(Unit(key, estimate_s) for key in keys), begin)
 
 
-def three_in_turn() -> list[Group]:
+def in_turn(count: int) -> list[Group]:
     """Groups of one unit each."""
-    names = ("first", "second", "third")
-    return [Group(name, (Unit(name, 0.0),), partial(begin_in_turn, name)) for name in names]
+    begins = partial(begin_in_turn, count - 1)
+    return [Group(f"{n}", (Unit(f"{n}", 0.0),), begins) for n in range(count)]
 
 
 KEPT = [group("a", "a 1", "a 2", "a 3"), group("b", "b 1", "b 2", "b 3")]

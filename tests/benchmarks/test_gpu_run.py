@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.gpu.rows import RowFile
 from benchmarks.gpu.scheduler import Desk, Group, OutOfTimeError, Settings, Unit, run
-from tests.benchmarks.fake_units import KEPT, LONG_S, begin_and_raise, group, three_in_turn
+from tests.benchmarks.fake_units import KEPT, LONG_S, begin_and_raise, begin_beside, group, in_turn
 from tests.paths import ROOT
 
 
@@ -33,11 +33,14 @@ def left_of(
     return run(groups, settings, workers)
 
 
-def is_asleep(process: Path) -> bool:
-    """Whether it is one that a fake unit started."""
-    with contextlib.suppress(OSError):
-        return f"sleep\0{LONG_S}" in (process / "cmdline").read_text()
-    return False
+def asleep() -> set[str]:
+    """Processes as a fake unit starts them."""
+    found: set[str] = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if path.read_text().startswith(f"sleep\0{LONG_S}"):
+                found.add(path.parent.name)
+    return found
 
 
 def test_units_run_in_order_and_each_leaves_its_row(rows: RowFile) -> None:
@@ -49,16 +52,15 @@ def test_units_run_in_order_and_each_leaves_its_row(rows: RowFile) -> None:
 
 
 def test_one_holds_the_gpu_and_then_the_first_that_waits(rows: RowFile) -> None:
-    assert left_of(three_in_turn(), rows, workers=3) == []
+    assert left_of(in_turn(5), rows, workers=5) == []
     held = (rows.path.parent / "held").read_text()
-    assert held == "first /first second /second third /third "
+    assert held == "0 /0 1 /1 2 /2 3 /3 4 /4 "
 
 
 def test_what_would_not_end_in_time_does_not_begin(rows: RowFile) -> None:
     long = group("a", "a 1", estimate_s=2 * LONG_S)
-    mixed = group("b", "b 1")
-    mixed = Group("b", (*long.units, *mixed.units), mixed.begin)
-    late = Group("c", group("c", "c 1").units, mixed.begin, setup_s=2 * LONG_S)
+    mixed = Group("b", (*long.units, *group("b", "b 1").units), begin_beside)
+    late = Group("c", group("c", "c 1").units, begin_beside, setup_s=2 * LONG_S)
     assert left_of([long, mixed, late], rows) == ["a 1", "a 1", "c 1"]
     assert list(rows.read()) == ["b 1"]
 
@@ -74,9 +76,9 @@ def test_a_unit_that_waited_too_long_for_the_gpu_does_not_begin(rows: RowFile) -
 
 
 def test_what_runs_at_the_deadline_is_ended_with_what_it_started(rows: RowFile) -> None:
+    before = asleep()
     assert left_of([group("a", "a sleeps", "a 2")], rows, seconds=3.0) == ["a sleeps", "a 2"]
-    left = [path.name for path in Path("/proc").glob("[0-9]*") if is_asleep(path)]
-    assert left == []
+    assert asleep() <= before
 
 
 def test_rows_that_are_there_are_skipped_and_one_cut_off_is_not(rows: RowFile) -> None:
