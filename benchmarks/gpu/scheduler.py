@@ -190,7 +190,10 @@ def run(groups: Sequence[Group], settings: Settings, workers: int) -> list[str]:
 
 def _kill(process: BaseProcess) -> None:
     """End it with what it started: solvers, or compilers that would hold the output open."""
-    for one in list(descendants(process.pid)) if process.pid else []:
+    assert process.pid is not None
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGSTOP)  # it starts no more while they are listed
+    for one in list(descendants(process.pid)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(one, signal.SIGKILL)
     process.join()
