@@ -17,9 +17,15 @@ import torch
 
 from benchmarks.gpu.rows import RowFile
 from benchmarks.gpu.scheduler import Desk, Group, OutOfTimeError, Settings, Unit, run
-from tests.benchmarks.fake_units import KEPT, LONG_S, begin_and_raise, begin_beside, group, in_turn
+from tests.benchmarks.gpu.fake_units import (
+    KEPT,
+    LONG_S,
+    begin_and_raise,
+    begin_beside,
+    group,
+    in_turn,
+)
 from tests.paths import ROOT
-
 
 KILLED_S = 60.0
 """Within which the system ends a process that is killed."""
@@ -136,7 +142,7 @@ def test_after_an_error_of_the_gpu_another_process_goes_on(rows: RowFile) -> Non
 def test_killed_after_so_many_rows_it_keeps_them_and_ends_the_rest(
     count: int, rows: RowFile
 ) -> None:
-    command = [sys.executable, "-m", "tests.benchmarks.fake_units", str(rows.path)]
+    command = [sys.executable, "-m", "tests.benchmarks.gpu.fake_units", str(rows.path)]
     ran = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     while len(rows.read()) < count:
         assert ran.poll() is None or len(rows.read()) >= count
