@@ -7,8 +7,8 @@ Run as `python -m benchmarks.NAME`; each says more with `--help`:
   CPU seconds), `instance` (one graph from a file), `cells.references` (graphs whose optimum is
   known), `scaling` (cost of a plan against graph size);
 - training steps: `training` (ours beside what others do; its parts are in `comparison/`),
-  `examples`, `runtime`, `running/`, `compiled/`, `gpu_zoo`, `gpu/`;
-- figures of the documents: `first_screen`, `gpu_page`, `tutorial`.
+  `examples`, `runtime`, `running/`, `compiled/`, `gpu` (all that is measured on a lent GPU);
+- figures of the documents: `first_screen`, `gpu page`, `tutorial`.
 
 The rest serves these: `networks/`, `cells/`. Results that the documents show are in `results/`.
 """

@@ -40,7 +40,7 @@ def core_apart(family: int) -> Iterator[None]:
 def _place(family: int, cores: Set[int]) -> None:
     """Place the family on `cores`; twice, for processes that started during the first pass."""
     for _ in range(2):
-        for process in _descendants(family):
+        for process in descendants(family):
             _move(process, cores)
 
 
@@ -52,7 +52,7 @@ def _move(process: int, cores: Set[int]) -> None:
                 os.sched_setaffinity(int(thread.name), cores)
 
 
-def _descendants(family: int) -> Iterator[int]:
+def descendants(family: int) -> Iterator[int]:
     """A process, its children, theirs and so on."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):

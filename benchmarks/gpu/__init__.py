@@ -1,1 +1,1 @@
-"""What is measured on a CUDA device beside tests: `benchmarks/gpu_run.sh` runs all of it."""
+"""What is measured on a GPU that is lent for minutes: `python -m benchmarks.gpu` runs it."""

@@ -226,11 +226,11 @@ def wrong_in(links: RankLinks) -> str:
 
 
 # Files of a folder are the links of a CPU, and those to NVMe, copied by a step's own code. Less
-# than a GiB goes each way, and a series ends at `MOST_S`: a drive with its cache full is slower.
+# than a GiB goes each way, and a series ends at `_MOST_S`: a drive with its cache full is slower.
 
 SIZES = (MIB, 4 * MIB, 16 * MIB)
 MORE_THREADS = (2, 4)
-REPEATS, MOST_S = 3, 1.0  # of one series, which is copies of one size one way
+REPEATS, _MOST_S = 3, 1.0  # of one series, which is copies of one size one way
 _COPIES_BESIDE = 24  # copies the other way, after which a very uneven link is alone
 
 
@@ -266,7 +266,7 @@ class FileMeter:
     def times_us(self, is_down: bool, sizes: tuple[int, ...] = SIZES) -> dict[int, float]:
         found = dict[int, float]()
         for size in sizes:
-            times, end = list[float](), time.perf_counter() + MOST_S
+            times, end = list[float](), time.perf_counter() + _MOST_S
             while len(times) < REPEATS and not (times and time.perf_counter() > end):
                 start = time.perf_counter()
                 self._share(is_down, is_down, size)
