@@ -30,7 +30,6 @@ from remat.rewriter.inductor.replay import ReplayedMemory, StepBytes
 
 # Later graphs are not known yet, but the parameters of all modules are found on the stack.
 
-_ONE_ELEMENT_BYTES = 512  # as CUDA's allocator rounds a tensor of one element
 _BUFFERS = 3  # buffers of the size of a block that FSDP2 needs beside the block that runs
 
 
@@ -295,9 +294,7 @@ class SharedBudget:
         after_bytes = self._gradient_bytes(frames[k + 1 :])  # backward runs from last to first
         backward = peaks.backward_peak_bytes + after_bytes + self.awaited_gradient_bytes
         if k < len(frames) - 1:
-            # The user holds the loss, and `backward()` its gradient.
-            loss_bytes = self.noted[frames[-1]].chosen.output_bytes
-            backward += loss_bytes + min(loss_bytes, _ONE_ELEMENT_BYTES)
+            backward += self.noted[frames[-1]].chosen.output_bytes  # the loss, which the user holds
         left = self._left(frames[:k], is_stock=is_stock)
         beside = self.libraries_bytes + left + parameters + own.dynamic_bytes
         return beside + max(peaks.forward_peak_bytes, backward)
