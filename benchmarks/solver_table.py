@@ -230,8 +230,8 @@ def replaced(document: str, marker: str, lines: list[str]) -> str:
     _, closed, after = rest.partition(end)
     if not found or not closed:
         raise ValueError(f"the document has no {start} followed by {end}")
-    body = "\n".join(lines)
-    return f"{before}{start}\n{body}\n{end}{after}"
+    body = "".join(f"{line}\n" for line in lines)
+    return f"{before}{start}\n{body}{end}{after}"
 
 
 def written_into(text: str, cells: Cells) -> str:
