@@ -272,7 +272,7 @@ def plan_phases() -> Found:
 
 
 CASES: dict[str, Callable[[], Found]] = {
-    "collectives": lambda: one_plan(lambda model: model, lambda: reduced(all_reduced), "75%"),
+    "collectives": lambda: one_plan(lambda model: model, lambda: reduced(all_reduced), "80%"),
     "ddp": lambda: one_plan(in_subgraphs, wide, "85%"),
     "ddp_buckets": ddp_buckets,
     "fsdp2_blocks": fsdp2_blocks,
