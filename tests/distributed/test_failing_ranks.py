@@ -82,8 +82,8 @@ def test_collectives_need_a_group(two: Found) -> None:
     for found in two:
         assert found["no_group"]["error"] == "AgreementError"
         assert re.search(
-            r"all_reduce.* of module \(root\) \(.*failing_worker.py:\d+\) needs ranks 0, 1, .*"
-            r"group=torch\.distributed\.group\.WORLD",
+            r"group=torch\.distributed\.group\.WORLD.*all_reduce.* of module \(root\) "
+            r"\(.*failing_worker.py:\d+\) needs ranks 0, 1, ",
             found["no_group"]["text"],
         )
 
