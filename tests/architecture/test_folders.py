@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import tokenize
 import tomllib
 from collections import Counter
@@ -46,6 +47,15 @@ def test_folders_beside_the_packages_have_few_files_too(root: str) -> None:
     )
     assert counts
     assert {folder: n for folder, n in counts.items() if n > MOST_FILES} == {}
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no checkout of git")
+def test_the_repository_holds_the_house_alone() -> None:
+    asked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    found = {name.partition("/")[0] for name in asked.stdout.splitlines() if "/" in name}
+    assert found == {*PACKAGES, ".ci", "benchmarks", "docs", "examples", "notebooks", "tests"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
