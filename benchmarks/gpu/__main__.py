@@ -74,6 +74,7 @@ def _done(asked: argparse.Namespace) -> int:
         return 2
     if asked.rehearse:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # its processes share few cores
+    asked.rows.parent.mkdir(parents=True, exist_ok=True)
     begin_imports()
     from benchmarks.gpu.visit import begin_visit
 

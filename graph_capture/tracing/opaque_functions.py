@@ -51,7 +51,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 def opaque_functions(kinds: frozenset[type[Function]]) -> Generator[None]:
     """Have calls of these recorded as ops."""
     opaque = {kind for kind in kinds if not differentiates(kind)}
-    stand_in = lambda kind: _recorded(kind) if kind in opaque else {}  # noqa: E731
+
+    def stand_in(kind: type[Function]) -> dict[str, Any]:
+        return _recorded(kind) if kind in opaque else {}
+
     with calls_of_functions(stand_in) if opaque else contextlib.nullcontext():
         yield
 
