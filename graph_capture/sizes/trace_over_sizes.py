@@ -28,7 +28,15 @@ from remat.graph_capture.sizes.symbols import (
     number_of_points,
     points,
 )
-from remat.graph_capture.torch_private.aot import ConstantSource, Max, PythonPrinter, bound_sympy
+from remat.graph_capture.torch_private.aot import (
+    CeilToInt,
+    ConstantSource,
+    FloorDiv,
+    IntTrueDiv,
+    Max,
+    PythonPrinter,
+    bound_sympy,
+)
 from remat.graph_capture.torch_private.core import OpOverload, pytree
 
 MOST_POINTS = 1 << 14  # points at which to ask the code's question: all must agree
@@ -88,7 +96,7 @@ class Environment:
 
     def text_of(self, expr: Any) -> str:
         if expr not in self._texts:
-            self._texts[expr] = self._printed(self._without_max(expr))
+            self._texts[expr] = self._printed(self._without_max(expr.replace(CeilToInt, _ceiled)))
         return self._texts[expr]
 
     def _without_max(self, expr: Any) -> Any:
@@ -141,6 +149,13 @@ class _NotedGuards(list[Any]):
     def append(self, item: Any) -> None:
         super().append(item)
         self.places.append(_who_asks())
+
+
+def _ceiled(number: Any) -> Any:
+    if not isinstance(number, IntTrueDiv):
+        return CeilToInt(number)
+    whole, part = number.args  # in whole numbers, which is exact
+    return FloorDiv(whole + part - 1, part)
 
 
 def _who_asks() -> tuple[str, str]:
