@@ -91,7 +91,8 @@ def _run_cast(how: str, op: Any, *args: Any, **kwargs: Any) -> Any:
     elif how == "refused":
         op._op_dk(_C.DispatchKey.AutocastCUDA, *args, **kwargs)  # raises torch's own error
     else:
-        args, kwargs = pytree.tree_map(functools.partial(_cast, dtype), (args, kwargs))
+        cast = functools.partial(pytree.tree_map, functools.partial(_cast, dtype))
+        kwargs, args = cast(kwargs), [cast(arg) for arg in reversed(args)][::-1]  # as C++ does
     with _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(getattr(_C.DispatchKey, _KEY))):
         return op(*args, **kwargs)
 

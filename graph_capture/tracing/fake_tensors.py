@@ -254,11 +254,12 @@ def has_storage(model: nn.Module) -> bool:
     return not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 
-_KEYS = DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd
+_KEYS = DispatchKey.AutogradCPU, DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd
 _FAMILIES = (  # ops by name, beside all that resample
     "rnn_tanh", "rnn_relu", "gru", "lstm", "softshrink", "hardshrink", "multi_margin_loss",
     "multilabel_margin_loss_forward", "stft", "istft",
 )  # fmt: skip
+_FUSED_NORM = aten._fused_rms_norm.default
 
 
 @contextlib.contextmanager
@@ -270,13 +271,16 @@ def kernels_of_eager(device: str) -> Generator[None]:
             own |= _of_cuda("bfloat16" in modelled_device(device).tflops)
             stack.enter_context(autocast_of_cuda())
             stack.enter_context(enable_python_dispatcher())  # else some of the trace is without it
+            stack.callback(delattr, _FUSED_NORM, "decompose")  # several ops, on a CPU
+            _FUSED_NORM.decompose = lambda *_, **__: NotImplemented
         # The Python dispatcher, on in AOTAutograd, decomposes these in Python where eager runs
         # compiled code: other last bits, and `rnn_tanh` and `rnn_relu` lose their dropout
         # (torch 2.13).
         for op in (*_decomposed(), *own):
             before = {key: op.py_kernels.pop(key) for key in _KEYS if key in op.py_kernels}
             stack.callback(_give, op, before)
-            _give(op, dict.fromkeys(_KEYS, own[op]) if op in own else {})
+            keys = _KEYS[:1] if op is _FUSED_NORM else _KEYS  # below, it would find itself
+            _give(op, dict.fromkeys(keys, own[op]) if op in own else {})
         yield
 
 
@@ -311,6 +315,7 @@ def _of_cuda(is_ampere: bool) -> dict[Any, Callable[..., Any]]:
         aten.scaled_dot_product_attention.default: functools.partial(_attention, is_ampere),
         aten.softmax.int: functools.partial(_softmax, aten._softmax),
         aten.log_softmax.int: functools.partial(_softmax, aten._log_softmax),
+        _FUSED_NORM: functools.partial(_FUSED_NORM._op_dk, DispatchKey.Autograd),
     }
 
 
@@ -345,8 +350,8 @@ def _attention(
             *of, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
     if mask is not None:
-        if isinstance(columns, int) and columns % 16:  # its rows are aligned by a copy
-            mask = functional.pad(mask, (0, -columns % 16))[..., :columns]
+        if isinstance(columns, int) and columns % 8:  # its rows are aligned by a copy
+            mask = functional.pad(mask, (0, -columns % 8))[..., :columns]
         mask = mask.expand(*query.shape[:3], columns)
     needs = any(t.requires_grad for t in of)
     return aten._scaled_dot_product_efficient_attention(
