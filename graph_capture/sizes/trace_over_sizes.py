@@ -28,15 +28,7 @@ from remat.graph_capture.sizes.symbols import (
     number_of_points,
     points,
 )
-from remat.graph_capture.torch_private.aot import (
-    CeilToInt,
-    ConstantSource,
-    FloorDiv,
-    IntTrueDiv,
-    Max,
-    PythonPrinter,
-    bound_sympy,
-)
+from remat.graph_capture.torch_private.aot import ConstantSource, Max, PythonPrinter, bound_sympy
 from remat.graph_capture.torch_private.core import OpOverload, pytree
 
 MOST_POINTS = 1 << 14  # points at which to ask the code's question: all must agree
@@ -96,7 +88,10 @@ class Environment:
 
     def text_of(self, expr: Any) -> str:
         if expr not in self._texts:
-            self._texts[expr] = self._printed(self._without_max(expr.replace(CeilToInt, _ceiled)))
+            printed = self._printed(self._without_max(expr))  # a ceiling in whole numbers, exactly
+            self._texts[expr] = re.sub(
+                r"math\.ceil\((.+?) / (\d+)\)", r"((\1 + \2 - 1)//\2)", printed
+            )
         return self._texts[expr]
 
     def _without_max(self, expr: Any) -> Any:
@@ -149,13 +144,6 @@ class _NotedGuards(list[Any]):
     def append(self, item: Any) -> None:
         super().append(item)
         self.places.append(_who_asks())
-
-
-def _ceiled(number: Any) -> Any:
-    if not isinstance(number, IntTrueDiv):
-        return CeilToInt(number)
-    whole, part = number.args  # in whole numbers, which is exact
-    return FloorDiv(whole + part - 1, part)
 
 
 def _who_asks() -> tuple[str, str]:

@@ -32,6 +32,6 @@ with without_garbage():  # to look for garbage among the new objects takes a fif
     )
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazy_graph_modules
-    from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv, Max
+    from torch.utils._sympy.functions import Max
     from torch.utils._sympy.printers import PythonPrinter
     from torch.utils._sympy.value_ranges import bound_sympy

@@ -1,8 +1,7 @@
 """Autocast as CUDA has it, on tensors of the CPU: for a step that is traced for a GPU not here.
 
-Without a driver autograd takes no fake CUDA tensors (torch 2.11 to 2.14), so a trace has the CPU's.
-In it both devices' autocast is that of a third kind, for which torch itself has no kernels: those
-registered here cast as CUDA's do. Nothing changes for other threads.
+Autograd takes no fake CUDA tensors without a driver (torch 2.11 to 2.14). So both devices' autocast
+becomes, in one thread, a third kind, which torch has no kernels for; those here cast as CUDA's do.
 """
 
 from __future__ import annotations

@@ -265,7 +265,7 @@ _FUSED_NORM = aten._fused_rms_norm.default
 @contextlib.contextmanager
 def kernels_of_eager(device: str) -> Generator[None]:
     """The kernels that eager takes on `device`, which may be one of the table."""
-    own: dict[Any, Callable[..., Any]] = {aten.dropout.default: _dropout}
+    own: dict[Any, Any] = {aten.dropout.default: dict.fromkeys(_KEYS, _dropout)}
     with contextlib.ExitStack() as stack:
         if is_in_table(device):
             own |= _of_cuda("bfloat16" in modelled_device(device).tflops)
@@ -274,21 +274,18 @@ def kernels_of_eager(device: str) -> Generator[None]:
             stack.callback(delattr, _FUSED_NORM, "decompose")  # several ops, on a CPU
             _FUSED_NORM.decompose = lambda *_, **__: NotImplemented
         # The Python dispatcher, on in AOTAutograd, decomposes these in Python where eager runs
-        # compiled code: other last bits, and `rnn_tanh` and `rnn_relu` lose their dropout
-        # (torch 2.13).
+        # compiled code: other last bits, and RNNs lose their dropout (torch 2.13).
         for op in (*_decomposed(), *own):
-            before = {key: op.py_kernels.pop(key) for key in _KEYS if key in op.py_kernels}
-            stack.callback(_give, op, before)
-            keys = _KEYS[:1] if op is _FUSED_NORM else _KEYS  # below, it would find itself
-            _give(op, dict.fromkeys(keys, own[op]) if op in own else {})
+            stack.callback(_give, op, dict(op.py_kernels))
+            others = {key: kept for key, kept in op.py_kernels.items() if key not in _KEYS}
+            _give(op, others | own.get(op, {}))
         yield
 
 
 def _give(op: Any, kernels: dict[Any, Any]) -> None:
-    for key in _KEYS:
-        op.py_kernels.pop(key, None)
+    op.py_kernels.clear()
     op.py_kernels.update(kernels)
-    op._dispatch_cache.clear()  # the op's cache may still hold the last kernel
+    op._dispatch_cache.clear()  # it may still hold the last kernel
 
 
 @functools.cache
@@ -309,14 +306,15 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
 # `sdp_utils.cpp` of torch. Where it has cuDNN's fused attention, flash attention takes as much.
 
 
-def _of_cuda(is_ampere: bool) -> dict[Any, Callable[..., Any]]:
-    """By op. `is_ampere` : or newer, which have flash attention and bfloat16."""
-    return {
+def _of_cuda(is_ampere: bool) -> dict[Any, Any]:
+    """Kernels by op and key. `is_ampere` : or newer, with flash attention and bfloat16."""
+    kernels: dict[Any, Any] = {
         aten.scaled_dot_product_attention.default: functools.partial(_attention, is_ampere),
         aten.softmax.int: functools.partial(_softmax, aten._softmax),
         aten.log_softmax.int: functools.partial(_softmax, aten._log_softmax),
-        _FUSED_NORM: functools.partial(_FUSED_NORM._op_dk, DispatchKey.Autograd),
     }
+    kernels = {op: dict.fromkeys(_KEYS, kernel) for op, kernel in kernels.items()}
+    return kernels | {_FUSED_NORM: {DispatchKey.AutogradCPU: DispatchKey.Autograd}}
 
 
 def _softmax(op: Any, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -326,34 +324,29 @@ def _softmax(op: Any, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> 
 
 def _attention(
     is_ampere: bool, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
-    enable_gqa: bool = False,
+    dropout_p: float = 0.0, is_causal: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
-    of, width, (*_, rows, _) = (query, key, value), query.shape[-1], query.shape
-    widths, columns = {t.shape[-1] for t in of}, key.shape[-2]
+    of, width, columns, gqa = (query, key, value), query.shape[-1], key.shape[-2], "enable_gqa"
     is_half = query.dtype == torch.float16 or (is_ampere and query.dtype == torch.bfloat16)
     fits = all(t.dim() == 4 and t.stride(-1) == 1 and t.shape[0] == query.shape[0] for t in of)
-    fits = fits and (enable_gqa or len({t.shape[1] for t in of}) == 1)
+    fits = fits and (options.get(gqa, False) or len({t.shape[1] for t in of}) == 1)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
     is_flash = fits and is_half and is_ampere and mask is None and flash_sdp_enabled()
-    if is_flash and widths == {width} and width <= 256 and not (is_causal and rows != columns):
-        padded = [functional.pad(t, (0, -width % 8)) if width % 8 else t for t in of]
-        found = aten._scaled_dot_product_flash_attention(
-            *padded, dropout_p, is_causal, scale=width**-0.5 if scale is None else scale
-        )
-        return found[0][..., :width] if width % 8 else found[0]
+    is_flash = is_flash and {t.shape[-1] for t in of} == {width} and width <= 256
+    if is_flash and not (is_causal and query.shape[-2] != columns):
+        more, scale = -width % 8, options.get("scale") or width**-0.5
+        padded = [functional.pad(t, (0, more)) if more else t for t in of]
+        found = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale)
+        return found[0][..., :width] if more else found[0]
     fits = fits and (is_half or query.dtype == torch.float32) and mem_efficient_sdp_enabled()
-    fits = fits and all(one % (8 if is_half else 4) == 0 for one in widths)
-    if not fits or enable_gqa or (is_causal and mask is not None):
-        return aten._scaled_dot_product_attention_math(
-            *of, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
+    fits = fits and all(t.shape[-1] % (8 if is_half else 4) == 0 for t in of)
+    if not fits or options.get(gqa, False) or (is_causal and mask is not None):
+        given = *of, mask, dropout_p, is_causal
+        return aten._scaled_dot_product_attention_math(*given, **options)[0]
     if mask is not None:
         if isinstance(columns, int) and columns % 8:  # its rows are aligned by a copy
             mask = functional.pad(mask, (0, -columns % 8))[..., :columns]
         mask = mask.expand(*query.shape[:3], columns)
-    needs = any(t.requires_grad for t in of)
-    return aten._scaled_dot_product_efficient_attention(
-        *of, mask, needs, dropout_p, is_causal, scale=scale
-    )[0]
+    given = *of, mask, any(t.requires_grad for t in of), dropout_p, is_causal
+    return aten._scaled_dot_product_efficient_attention(*given, scale=options.get("scale"))[0]
