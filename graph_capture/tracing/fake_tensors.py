@@ -345,7 +345,8 @@ def _attention(
         given = *of, mask, dropout_p, is_causal
         return aten._scaled_dot_product_attention_math(*given, **options)[0]
     if mask is not None:
-        if isinstance(columns, int) and columns % 8:  # its rows are aligned by a copy
+        is_known = isinstance(columns, int)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if is_known and columns % 8:  # its rows are aligned by a copy
             mask = functional.pad(mask, (0, -columns % 8))[..., :columns]
         mask = mask.expand(*query.shape[:3], columns)
     given = *of, mask, any(t.requires_grad for t in of), dropout_p, is_causal
