@@ -178,7 +178,7 @@ class CostCache:
 
 # The work of an op is the same on every device, so a profile of one can fit a model of another.
 
-ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_backward.default"
 FUSED_ATTENTION = "aten._scaled_dot_product_"  # how the names of all fused attention ops begin
 
 _COUNTS = cast("Any", flop_counter)

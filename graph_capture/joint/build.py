@@ -281,11 +281,12 @@ def rng_state_bytes(device: torch.device) -> int:
 def build_joint(
     gm: fx.GraphModule, num_forward_outputs: int, name: str, resident: Resident,
     several_gradients: Mapping[int, int] | None = None,
-    gradient_release: GradientRelease | None = None, **facts: Any,
+    gradient_release: GradientRelease | None = None, *, runs_here: bool = True, **facts: Any,
 ) -> Joint:  # fmt: skip
     """Storages become values, nodes ops, views nothing. `gm` is changed to run eager's ops.
     CaptureError if it mutates a tensor, or uses one whose gradient would be lost."""
-    make_dropout_exact(gm)  # traced otherwise than eager runs them, in the last bits
+    if runs_here:  # traced otherwise than eager runs them on a CPU, in the last bits
+        make_dropout_exact(gm)
     make_class_weights_exact(gm)
     make_products_exact(gm)
     run_by_kernels_of_eager(gm)

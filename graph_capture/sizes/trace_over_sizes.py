@@ -88,7 +88,10 @@ class Environment:
 
     def text_of(self, expr: Any) -> str:
         if expr not in self._texts:
-            self._texts[expr] = self._printed(self._without_max(expr))
+            printed = self._printed(self._without_max(expr))  # a ceiling in whole numbers, exactly
+            self._texts[expr] = re.sub(
+                r"math\.ceil\((.+?) / (\d+)\)", r"((\1 + \2 - 1)//\2)", printed
+            )
         return self._texts[expr]
 
     def _without_max(self, expr: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._C._distributed_c10d import FakeWork, ProcessGroup, Work
 from torch._C._profiler import RecordScope
-from torch._dispatch.python import no_python_dispatcher
+from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
 from torch._guards import CompileContext, TracingContext, compile_context, detect_fake_mode, tracing
 from torch._higher_order_ops import effects as _effects
 from torch._library.custom_ops import OPDEFS

@@ -10,33 +10,39 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.backends.cuda import flash_sdp_enabled, mem_efficient_sdp_enabled
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
 
-from remat.graph_capture.devices.known_devices import CPU
+from remat.graph_capture.devices.known_devices import CPU, is_in_table, modelled_device
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import aten, target_name, tensors_of
 from remat.graph_capture.torch_private.core import (
-    CallWatcher,
     DispatchKey,
     FakeTensorMode,
     compute_elementwise_output_strides,
+    enable_python_dispatcher,
     suggest_memory_format,
 )
+from remat.graph_capture.torch_private.cuda_autocast import autocast_of_cuda
 
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
 _Rule = Callable[..., Tensor]  # to a ``meta`` tensor, laid out as results of its shape
 
 
-def fake_with_eager_strides(shape_env: ShapeEnv | None = None) -> FakeTensorMode:
-    """With true strides and statistics. `shape_env`: of sizes that are symbols."""
+def fake_with_eager_strides(
+    shape_env: ShapeEnv | None = None, *, on_cuda: bool = False
+) -> FakeTensorMode:
+    """With true strides and statistics. `shape_env`: of sizes that are symbols. `on_cuda`: tensors
+    of the CPU, too, are those that CUDA's kernels give."""
     # No subclass: torch finds rules of higher-order ops by the mode's very type. Real tensors that
     # forward reads are constants of the graph.
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
@@ -46,9 +52,10 @@ def fake_with_eager_strides(shape_env: ShapeEnv | None = None) -> FakeTensorMode
         if func is aten.native_group_norm_backward.default:
             # Its fake kernel takes views of the gradient, which fail for some strides.
             args = (dispatch(aten.clone.default, types, args[:1], _CONTIGUOUS), *args[1:])
-        found = _with_true_statistics(mode, func, args, dispatch(func, types, args, kwargs or {}))
+        found = dispatch(func, types, args, kwargs or {})
+        found = _with_true_statistics(mode, func, args, found, on_cuda=on_cuda)
         rule, first = RULES.get(func), found[0] if isinstance(found, tuple) else found
-        on_cpu = isinstance(first, Tensor) and first.device.type == CPU
+        on_cpu = isinstance(first, Tensor) and first.device.type == CPU and not on_cuda
         if rule is None or (func in _CPU_ONLY and not on_cpu):
             return found
         true = rule(*args)
@@ -60,11 +67,15 @@ def fake_with_eager_strides(shape_env: ShapeEnv | None = None) -> FakeTensorMode
     return mode
 
 
-def _with_true_statistics(mode: FakeTensorMode, func: Any, args: Sequence[Any], found: Any) -> Any:
+def _with_true_statistics(
+    mode: FakeTensorMode, func: Any, args: Sequence[Any], found: Any, *, on_cuda: bool
+) -> Any:
     if func not in _WEIGHTS or not isinstance(found, tuple) or args[0].device.type != CPU:
         return found
     results = cast("tuple[Any, ...]", found)
     given = next((one for one in args[_WEIGHTS[func]] if isinstance(one, Tensor)), args[0])
+    if on_cuda and func is not aten.native_group_norm.default and given.element_size() < 4:
+        given = torch.empty(0, dtype=torch.float32)
     wanted = [results[0], *(given for _ in results[1:])]  # the output's own dtype is right
     if func is _FUNCTIONAL:
         wanted[3:] = args[3:5]  # new running statistics, as those that they replace
@@ -243,28 +254,38 @@ def has_storage(model: nn.Module) -> bool:
     return not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 
-_DROPOUT_POSITION = 4  # of ``dropout_p`` among the arguments of `scaled_dot_product_attention`
-_KEYS = DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd
+_KEYS = DispatchKey.AutogradCPU, DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd
 _FAMILIES = (  # ops by name, beside all that resample
     "rnn_tanh", "rnn_relu", "gru", "lstm", "softshrink", "hardshrink", "multi_margin_loss",
     "multilabel_margin_loss_forward", "stft", "istft",
 )  # fmt: skip
+_FUSED_NORM = aten._fused_rms_norm.default
 
 
 @contextlib.contextmanager
-def kernels_of_eager() -> Generator[None]:
-    # The Python dispatcher, on in AOTAutograd, decomposes these in Python where eager runs compiled
-    # code: other last bits, and `rnn_tanh` and `rnn_relu` lose their dropout (torch 2.13).
-    found = [(op, key) for op in _decomposed() for key in _KEYS if key in op.py_kernels]
-    taken = [(op, key, op.py_kernels.pop(key)) for op, key in found]
-    for op, _, _ in taken:
-        op._dispatch_cache.clear()  # the op's cache may still hold the Python kernel
-    try:
+def kernels_of_eager(device: str) -> Generator[None]:
+    """The kernels that eager takes on `device`, which may be one of the table."""
+    own: dict[Any, Any] = {aten.dropout.default: dict.fromkeys(_KEYS, _dropout)}
+    with contextlib.ExitStack() as stack:
+        if is_in_table(device):
+            own |= _of_cuda("bfloat16" in modelled_device(device).tflops)
+            stack.enter_context(autocast_of_cuda())
+            stack.enter_context(enable_python_dispatcher())  # else some of the trace is without it
+            stack.callback(delattr, _FUSED_NORM, "decompose")  # several ops, on a CPU
+            _FUSED_NORM.decompose = lambda *_, **__: NotImplemented
+        # The Python dispatcher, on in AOTAutograd, decomposes these in Python where eager runs
+        # compiled code: other last bits, and RNNs lose their dropout (torch 2.13).
+        for op in (*_decomposed(), *own):
+            stack.callback(_give, op, dict(op.py_kernels))
+            others = {key: kept for key, kept in op.py_kernels.items() if key not in _KEYS}
+            _give(op, others | own.get(op, {}))
         yield
-    finally:
-        for op, key, kernel in taken:
-            op.py_kernels[key] = kernel
-            op._dispatch_cache.clear()
+
+
+def _give(op: Any, kernels: dict[Any, Any]) -> None:
+    op.py_kernels.clear()
+    op.py_kernels.update(kernels)
+    op._dispatch_cache.clear()  # it may still hold the last kernel
 
 
 @functools.cache
@@ -276,30 +297,57 @@ def _decomposed() -> tuple[Any, ...]:
     return tuple(op for op in ops if any(key in op.py_kernels for key in _KEYS))
 
 
-_DROPOUTS = frozenset({"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"})
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    # Torch's own copies where nothing is dropped; in eager, a later write reaches the input too.
+    return aten.native_dropout(x, p, train)[0] if train and p else x
 
 
-class IdleDropout(CallWatcher):
-    """Dropout that drops nothing returns its input, as in eager; a trace would make a copy."""
-
-    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if getattr(func, "__name__", "") in _DROPOUTS:
-            named = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
-            # `functional.dropout` calls it `training`, `torch.dropout` calls it `train`.
-            is_on = named.get("training", named.get("train", True))
-            if not is_on or named.get("p", 0.5) == 0:
-                return named["input"]  # a later write to the result reaches the input too
-        return func(*args, **kwargs)
+# What CUDA runs where a CPU has other kernels: as in `SoftMax.cpp`, `attention.cpp` and
+# `sdp_utils.cpp` of torch. Where it has cuDNN's fused attention, flash attention takes as much.
 
 
-class FusedAttention(CallWatcher):
-    """Calls of `scaled_dot_product_attention` with their dropout left out."""
+def _of_cuda(is_ampere: bool) -> dict[Any, Any]:
+    """Kernels by op and key. `is_ampere` : or newer, with flash attention and bfloat16."""
+    kernels: dict[Any, Any] = {
+        aten.scaled_dot_product_attention.default: functools.partial(_attention, is_ampere),
+        aten.softmax.int: functools.partial(_softmax, aten._softmax),
+        aten.log_softmax.int: functools.partial(_softmax, aten._log_softmax),
+    }
+    kernels = {op: dict.fromkeys(_KEYS, kernel) for op, kernel in kernels.items()}
+    return kernels | {_FUSED_NORM: {DispatchKey.AutogradCPU: DispatchKey.Autograd}}
 
-    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = dict(kwargs)
-        if func is functional.scaled_dot_product_attention:
-            # A CPU has no fused attention with dropout. Without, it is traced alike: no mask.
-            at = _DROPOUT_POSITION
-            args = (*args[:at], *(0.0 for _ in args[at : at + 1]), *args[at + 1 :])
-            given.pop("dropout_p", None)
-        return func(*args, **given)
+
+def _softmax(op: Any, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    is_inside = x.dtype == torch.float16 and dtype == torch.float32  # the kernel itself converts
+    return op(x if is_inside or dtype is None else aten.to.dtype(x, dtype), dim, is_inside)
+
+
+def _attention(
+    is_ampere: bool, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, **options: Any,
+) -> Tensor:  # fmt: skip
+    of, width, columns, gqa = (query, key, value), query.shape[-1], key.shape[-2], "enable_gqa"
+    is_half = query.dtype == torch.float16 or (is_ampere and query.dtype == torch.bfloat16)
+    fits = all(t.dim() == 4 and t.stride(-1) == 1 and t.shape[0] == query.shape[0] for t in of)
+    fits = fits and (options.get(gqa, False) or len({t.shape[1] for t in of}) == 1)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
+    is_flash = fits and is_half and is_ampere and mask is None and flash_sdp_enabled()
+    is_flash = is_flash and {t.shape[-1] for t in of} == {width} and width <= 256
+    if is_flash and not (is_causal and query.shape[-2] != columns):
+        more, scale = -width % 8, options.get("scale") or width**-0.5
+        padded = [functional.pad(t, (0, more)) if more else t for t in of]
+        found = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale)
+        return found[0][..., :width] if more else found[0]
+    fits = fits and (is_half or query.dtype == torch.float32) and mem_efficient_sdp_enabled()
+    fits = fits and all(t.shape[-1] % (8 if is_half else 4) == 0 for t in of)
+    if not fits or options.get(gqa, False) or (is_causal and mask is not None):
+        given = *of, mask, dropout_p, is_causal
+        return aten._scaled_dot_product_attention_math(*given, **options)[0]
+    if mask is not None:
+        is_known = isinstance(columns, int)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if is_known and columns % 8:  # its rows are aligned by a copy
+            mask = functional.pad(mask, (0, -columns % 8))[..., :columns]
+        mask = mask.expand(*query.shape[:3], columns)
+    given = *of, mask, any(t.requires_grad for t in of), dropout_p, is_causal
+    return aten._scaled_dot_product_efficient_attention(*given, scale=options.get("scale"))[0]

@@ -97,6 +97,7 @@ class Recipe:
             "device": CPU if self.is_modelled else self.device,  # nothing runs on one of the table
             "versions": {"torch": str(torch.__version__)},
             "links": self.links,
+            "runs_here": not self.is_modelled,
         }
 
 

@@ -75,8 +75,6 @@ from remat.graph_capture.tracing.attribute_writes import (
     storages_in,
 )
 from remat.graph_capture.tracing.fake_tensors import (
-    FusedAttention,
-    IdleDropout,
     as_if_on_cpu,
     fake_with_eager_strides,
     kernels_of_eager,
@@ -142,7 +140,7 @@ def _trace_once(
     """Trace with the flags of the recipe. `whole`: all code counts, whether it runs or not."""
     sizes = recipe.signature if isinstance(recipe.signature, RangedSignature) else None
     env = Environment(sizes.symbols, sizes.hints) if sizes else None
-    fake = fake_with_eager_strides(env.shape_env if env else None)
+    fake = fake_with_eager_strides(env.shape_env if env else None, on_cuda=recipe.is_modelled)
     refuse_other_devices(fake, recipe.device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(silenced_logs())
@@ -162,9 +160,8 @@ def _trace_once(
             stack.enter_context(ran.told_to(state.begins))
         provenance = Provenance(step)
         stack.enter_context(compiling_and_exporting(*(recipe.flags or FLAGS[0])))
-        stack.enter_context(kernels_of_eager())
+        stack.enter_context(kernels_of_eager(recipe.device))
         stack.enter_context(checks_kept())  # else torch 2.11 drops ops that only raise errors
-        stack.enter_context(IdleDropout())
         stack.enter_context(NoSetData(recipe.name))
         stack.enter_context(NoForeignWrites(recipe.name, state))
         for mode in modes_among_ranks(recipe.name):
@@ -179,8 +176,6 @@ def _trace_once(
         # torch 2.14 would trace inside a function that torch.compile has wrapped, while the user's
         # own step runs Inductor's kernels. So it fails, as before.
         stack.enter_context(dynamo_config.patch(force_compile_during_fx_trace=True))
-        if recipe.is_modelled:  # the CPU has no fused attention with dropout, the device has
-            stack.enter_context(FusedAttention())
         stack.enter_context(EagerMemory())
         if any(functions_of_users()) or recipe.functions:
             from remat.graph_capture.tracing.nested_backward import nested_backward
