@@ -232,6 +232,8 @@ def flops_of(node: fx.Node) -> int:
     name = target_name(node)
     if name.startswith(FUSED_ATTENTION):
         return _flops_of_attention(args, is_backward="backward" in name)
+    if name == "aten.convolution_backward.default":
+        return _flops_of_convolution_backward(args)
     formula = _COUNTS.flop_registry.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0
@@ -247,6 +249,14 @@ def _flops_of_attention(args: list[Any], *, is_backward: bool) -> int:
     if is_backward:
         return _COUNTS.sdpa_backward_flop_count(*first, query, key, value)
     return _COUNTS.sdpa_flop_count(query, key, value)
+
+
+def _flops_of_convolution_backward(args: list[Any]) -> int:
+    """Each gradient takes as many as forward; torch's formula multiplies that of the weights by
+    the number of groups."""
+    result, x, weight = (tuple(t.shape) for t in args[:3])
+    is_transposed, needed = args[7], args[10][:2]
+    return sum(needed) * int(_COUNTS.conv_flop_count(x, weight, result, transposed=is_transposed))
 
 
 def _traced_value(argument: Any) -> Any:
