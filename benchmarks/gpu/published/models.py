@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from examples import gpt, llama
+from tests.zoo.case import name_ops_of_torchvision
 
 Batch = tuple[Tensor, ...]
 _MINUS_INFINITY = float("-inf")
@@ -58,6 +59,7 @@ def timm(
     name: str, batch: int, image: int, *, channels_last: bool = True
 ) -> tuple[nn.Module, Batch]:
     """A model of timm, whose attention was not fused when its times were published."""
+    name_ops_of_torchvision()
     import timm as library
     from timm.layers import set_fused_attn
 

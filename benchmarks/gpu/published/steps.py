@@ -48,6 +48,7 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     autocast: str = ""
     optimizer: Optimizer | None = None
     recomputes: Literal["", "selective"] = ""
+    attention: float = 1.0  # how many times as long as torch's its attention took
 
 
 class Kernel(msgspec.Struct, frozen=True):
@@ -66,13 +67,16 @@ class Step(msgspec.Struct, frozen=True):
     tensors: int
 
 
-class _Cases(msgspec.Struct, frozen=True):
+class Cases(msgspec.Struct, frozen=True):
+    """What is compared, and how."""
+
+    notes: list[str]
     cases: dict[str, Case]
 
 
-def cases() -> dict[str, Case]:
-    """By name."""
-    return msgspec.json.decode(CASES_FILE.read_bytes(), type=_Cases).cases
+def read_cases() -> Cases:
+    """All of `cases.json`."""
+    return msgspec.json.decode(CASES_FILE.read_bytes(), type=Cases)
 
 
 def step_of(case: Case, folder: Path | None = None) -> Step:
@@ -115,7 +119,10 @@ def _sizes(model: nn.Module) -> tuple[int, int]:
 
 def kernels_of(case: Case, step: Step) -> Iterator[Kernel]:
     """All that the published time covers: the step's ops, and the update's, for its part."""
-    yield from step.kernels
+    for kernel in step.kernels:
+        is_attention = kernel.work.kind.startswith("attention")
+        times = kernel.times * (case.attention if is_attention else 1)
+        yield msgspec.structs.replace(kernel, times=times)
     if (update := case.optimizer) is not None:
         moved_bytes = _NUMBER_BYTES * update.passes * step.parameters // update.ranks
         runs = update.ops * step.tensors
