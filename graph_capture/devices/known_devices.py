@@ -121,8 +121,10 @@ def shares_of(device: Device) -> dict[str, Efficiency]:
 
 @functools.cache
 def kind_of_target(target: str) -> WorkKind:
-    kinds = device_table().kinds
-    return next((kind for begin, kind in kinds.items() if target.startswith(begin)), "other")
+    for begin, kind in device_table().kinds.items():
+        if target.startswith(begin):
+            return kind
+    return "other"
 
 
 def is_in_table(name: str) -> bool:
