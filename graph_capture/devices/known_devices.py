@@ -51,7 +51,7 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     link_gb_s: float  # to the host, one way
     tflops: dict[str, float]  # peak by dtype; ``tf32`` is float32 as tensor cores may round it
     source: str
-    generation: str  # of the chip, as in `shares.json`
+    generation: str = "any"  # of the chip, as in `shares.json`
     peer_gb_s: float = 0.0  # to others of a node, one way; 0 where they go by the host's link
     network_gb_s: float = 0.0  # of its own card to other nodes, one way; 0 where none is stated
     ranks_source: str = ""  # of these two
