@@ -15,7 +15,7 @@ from benchmarks.gpu.published.steps import Case, Step, predicted_ms, read_cases
 from remat.graph_capture.costs.roofline import Roofline
 from remat.graph_capture.devices.known_devices import modelled_device
 
-RESULTS = Path(__file__).parents[2] / "results" / "published.json"
+RESULTS = Path(__file__).parents[2] / "results" / "published" / "rows.json"
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "gpu_not_here.md"
 BEGIN, END = "<!-- published -->\n", "<!-- /published -->\n"
 SIDES = ("fitted", "held out")
