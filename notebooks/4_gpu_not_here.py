@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Planning for a GPU that you do not have
 # A model on torch's `meta` device needs no room for its weights, and its step is captured on the
-# CPU. Costs come from a model of the device: assumed shares of the peak rates that its maker
-# states. Nothing is run, so read the times as a comparison of plans.
+# CPU. Costs come from a model of the device: shares of the peak rates that its maker states, fitted
+# to published training steps. Nothing is run.
 
 # %%
 import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import msgspec
 import torch
@@ -13,7 +13,13 @@ from msgspec.structs import replace
 from torch import fx
 from torch.utils import flop_counter
 
-from remat.graph_capture.devices.known_devices import CPU, CUDA, is_cuda
+from remat.graph_capture.devices.known_devices import (
+    CPU,
+    CUDA,
+    WorkKind,
+    is_cuda,
+    kind_of_target,
+)
 from remat.graph_capture.devices.links import LinkPair, LinkSpeeds, RankLinks, are_speeds, wrong_in
 from remat.graph_capture.devices.meter import Meter, cpu_title
 from remat.graph_capture.errors import ProfileError, RematError, TextError, option
@@ -183,32 +189,30 @@ FUSED_ATTENTION = "aten._scaled_dot_product_"  # how the names of all fused atte
 
 _COUNTS = cast("Any", flop_counter)
 
-_WorkKind = Literal["matmul", "convolution", "attention", "other"]
-
 
 class OpWork(msgspec.Struct, frozen=True):
-    kind: _WorkKind = "other"
+    kind: WorkKind = "other"
     dtype: str = "float32"  # of the first tensor in floating point
     flops: int = 0  # where torch does not count them
     moved_bytes: int = 0  # of arguments and results
 
 
 def work_of(node: fx.Node) -> OpWork:
-    kind, flops = _kind_of(target_name(node)), flops_of(node)
-    if kind == "attention" and argument(node, "is_causal"):  # CUDA's kernels skip the half above it
+    kind, flops = _kind_of(node), flops_of(node)
+    # CUDA's kernels skip the half above the diagonal.
+    if kind.startswith("attention") and argument(node, "is_causal"):
         flops //= 2
     floats = (t for t in _read_and_made(node) if t.is_floating_point())
     dtype = next((str(t.dtype).removeprefix("torch.") for t in floats), "float32")
     return OpWork(kind, dtype, flops, moved_bytes(node))
 
 
-def _kind_of(target: str) -> _WorkKind:
-    if target.startswith(FUSED_ATTENTION):
-        return "attention"
-    if target.startswith("aten.convolution"):
-        return "convolution"
-    is_matmul = target.split(".")[1:2] in (["mm"], ["addmm"], ["bmm"], ["baddbmm"])
-    return "matmul" if is_matmul else "other"
+def _kind_of(node: fx.Node) -> WorkKind:
+    kind = kind_of_target(target_name(node))
+    if kind == "convolution" and argument(node, "groups") > 1:
+        channels = argument(node, "weight").meta["val"].shape[1]
+        return "depthwise" if channels == 1 else kind
+    return kind
 
 
 def _read_and_made(node: fx.Node) -> list[torch.Tensor]:
@@ -232,6 +236,8 @@ def flops_of(node: fx.Node) -> int:
     name = target_name(node)
     if name.startswith(FUSED_ATTENTION):
         return _flops_of_attention(args, is_backward="backward" in name)
+    if name == "aten.convolution_backward.default":
+        return _flops_of_convolution_backward(args)
     formula = _COUNTS.flop_registry.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0
@@ -247,6 +253,14 @@ def _flops_of_attention(args: list[Any], *, is_backward: bool) -> int:
     if is_backward:
         return _COUNTS.sdpa_backward_flop_count(*first, query, key, value)
     return _COUNTS.sdpa_flop_count(query, key, value)
+
+
+def _flops_of_convolution_backward(args: list[Any]) -> int:
+    """Each gradient takes as many as forward; torch's formula multiplies that of the weights by
+    the number of groups."""
+    result, x, weight = (tuple(t.shape) for t in args[:3])
+    is_transposed, needed = args[7], args[10][:2]
+    return sum(needed) * int(_COUNTS.conv_flop_count(x, weight, result, transposed=is_transposed))
 
 
 def _traced_value(argument: Any) -> Any:

@@ -1,8 +1,9 @@
 """A model of the time of an op, from its work and a device's rates.
 
 ``max(flops / rate, bytes / bandwidth) + launch`` (S. Williams, A. Waterman, D. Patterson,
-"Roofline", 2009, https://doi.org/10.1145/1498765.1498785). Rates are shares of the device's peaks:
-from `devices.json` for a class of ops, or a profile's median over ops of a target, else of a class.
+"Roofline", 2009, https://doi.org/10.1145/1498765.1498785), for products of matrices the sum in
+place of the larger. Rates are shares of the device's peaks: from `shares.json` for a kind of op, or
+a profile's median over ops of a target, else of a kind.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from remat.graph_capture.devices.known_devices import (
     device_table,
     modelled_device,
     rounded,
+    shares_of,
     table_name,
 )
 from remat.graph_capture.devices.links import RankLinks
@@ -45,19 +47,19 @@ from remat.graph_capture.torch_private.core import precision_settings
 from remat.graph_capture.tracing.trace import Trace
 
 _LAUNCH_PART = 0.1  # an op whose work is a smaller part of a launch shows how long a launch is
+_OF_PRODUCTS = ("matmul", "convolution", "depthwise", "attention", "attention_backward")
 _LEAST_WORK = 0.5  # in launches: an op of less work says too little of the rates for a fit
 
 
 @dataclass(frozen=True)
 class Roofline:
     device: Device
-    shares: dict[str, Efficiency]  # by target, and by class for targets without own shares
+    shares: dict[str, Efficiency]  # by target, and by kind for targets without own shares
     launch_us: float  # least time of any op
 
     @classmethod
     def assumed(cls, device: Device) -> Roofline:
-        table = device_table()
-        return cls(device, dict(table.classes), table.launch_us)
+        return cls(device, shares_of(device), device_table().launch_us)
 
     def cost_us(self, target: str, work: OpWork) -> float:
         share = self.shares.get(target) or self.shares[work.kind]
@@ -75,14 +77,19 @@ class Roofline:
         of_kind = dict[str, str](zip(("matmul", "convolution"), precision_settings(), strict=False))
         is_rounded = of_kind.get(work.kind) == "tf32"
         is_rounded &= work.dtype == "float32" and "tf32" in self.device.tflops
-        arithmetic_us = work.flops / self.device.flops_per_us("tf32" if is_rounded else work.dtype)
-        traffic_us = work.moved_bytes / self.device.bytes_per_us
-        return max(arithmetic_us / share.rate, traffic_us / share.bandwidth)
+        dtype = "tf32" if is_rounded else work.dtype
+        if work.kind == "depthwise":  # has no products of matrices, for which tensor cores are
+            dtype = "float32"
+        arithmetic_us = work.flops / self.device.flops_per_us(dtype) / share.rate
+        traffic_us = work.moved_bytes / self.device.bytes_per_us / share.bandwidth
+        if work.kind == "matmul":  # hides little of its traffic: narrow ones take longer for it
+            return arithmetic_us + traffic_us
+        return max(arithmetic_us, traffic_us)
 
 
 @dataclass
 class _Fit:
-    """How the ops of a profile compare with what is assumed of their classes."""
+    """How the ops of a profile compare with what is assumed of their kinds."""
 
     assumed: Roofline
     profile: Profile
@@ -108,11 +115,16 @@ class _Fit:
                 yield key, one, self.assumed._work_us(one.work, share)
 
     def roofline(self) -> Roofline:
-        shares = dict(self.assumed.shares)
-        for group, found in self.factors.items():
-            kind = self.profile.ops[next(iter(found))].work.kind
+        shares, known = dict(self.assumed.shares), self.factors
+        kinds = {
+            group: self.profile.ops[next(iter(found))].work.kind for group, found in known.items()
+        }
+        for group, kind in {**kinds, **{kind: kind for kind in shares}}.items():
             # The time does not tell whether arithmetic or traffic was slow, so both shares change.
-            factor, share = statistics.median(found.values()), self.assumed.shares[kind]
+            factor = statistics.median(
+                (known.get(group) or known.get(_wider(kind)) or {"": 1.0}).values()
+            )
+            share = self.assumed.shares[kind]
             shares[group] = Efficiency(share.rate / factor, share.bandwidth / factor)
         return Roofline(self.assumed.device, shares, self.launch_us)
 
@@ -123,7 +135,7 @@ class _Fit:
         )
 
     def _factor(self, key: str, one: ProfiledOp) -> float:
-        """The median factor of the other ops of its target, else of its class; 1 without any."""
+        """The median factor of the other ops of its target, else of its kind; 1 without any."""
         for group in _groups(key, one):
             found = self.factors.get(group, {})
             # An op measured once would otherwise be modelled without error.
@@ -133,7 +145,12 @@ class _Fit:
 
 
 def _groups(key: str, one: ProfiledOp) -> Iterable[str]:
-    return key.partition("(")[0], one.work.kind
+    return dict.fromkeys((key.partition("(")[0], one.work.kind, _wider(one.work.kind)))
+
+
+def _wider(kind: str) -> str:
+    """What moves bytes alone is much alike."""
+    return kind if kind in _OF_PRODUCTS else "other"
 
 
 # Costs for a device that is not here. The graph is captured on the CPU, as fake CUDA tensors abort

@@ -2,6 +2,7 @@
 
 The table holds what makers state, with its source: dense peak rates, and memory as sold, in units
 of 10^9 bytes, a little less than a driver shows. ``cpu`` and ``cuda`` are of this machine.
+`shares.json` has what kinds of ops reach of that, fitted to published times of training steps.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import operator
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import SupportsIndex
+from typing import Literal, SupportsIndex
 
 import msgspec
 from msgspec.structs import replace
@@ -27,12 +28,18 @@ ALLOCATION_BYTES = 512  # the CUDA caching allocator rounds every size up to a m
 GB = 1e9
 _WHOLE = 0.9  # of the memory as sold: a driver shows more, or with ECC up to 2 % less
 DEVICES_FILE = Path(__file__).with_name("devices.json")
+SHARES_FILE = Path(__file__).with_name("shares.json")
+
+WorkKind = Literal[
+    "matmul", "convolution", "depthwise", "attention", "attention_backward", "norm",
+    "norm_backward", "softmax", "reduction", "lookup_backward", "other",
+]  # fmt: skip
 
 Allocated = Callable[[int], int]  # from bytes that are asked for to bytes that the allocator takes
 
 
 class Efficiency(msgspec.Struct, frozen=True):
-    """Shares of the peak rate and of the peak bandwidth that a class of ops is taken to reach."""
+    """Shares of the peak rate and of the peak bandwidth that a kind of op is taken to reach."""
 
     rate: float
     bandwidth: float
@@ -45,6 +52,7 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     link_gb_s: float  # to the host, one way
     tflops: dict[str, float]  # peak by dtype; ``tf32`` is float32 as tensor cores may round it
     source: str
+    generation: str = "any"  # of the chip, as in `shares.json`
     peer_gb_s: float = 0.0  # to others of a node, one way; 0 where they go by the host's link
     network_gb_s: float = 0.0  # of its own card to other nodes, one way; 0 where none is stated
     ranks_source: str = ""  # of these two
@@ -87,7 +95,7 @@ class _BetweenRanks(msgspec.Struct, frozen=True):
 
 
 class _DeviceTable(msgspec.Struct, frozen=True):
-    classes: dict[str, Efficiency]
+    kinds: dict[str, WorkKind]  # by how the names of targets begin; all others are ``other``
     launch_us: float  # least time of any op
     link_share: float  # of a stated rate, that copies reach
     link_latency_us: float  # of a copy to the host or back
@@ -101,6 +109,24 @@ class _DeviceTable(msgspec.Struct, frozen=True):
 @functools.cache
 def device_table() -> _DeviceTable:
     return msgspec.json.decode(DEVICES_FILE.read_bytes(), type=_DeviceTable)
+
+
+@functools.cache
+def _shares() -> dict[str, dict[WorkKind, Efficiency]]:
+    return msgspec.json.decode(SHARES_FILE.read_bytes(), type=dict[str, dict[WorkKind, Efficiency]])
+
+
+def shares_of(device: Device) -> dict[str, Efficiency]:
+    """By kind of op: those of the device's generation, else of any."""
+    return {**_shares()["any"], **_shares()[device.generation]}
+
+
+@functools.cache
+def kind_of_target(target: str) -> WorkKind:
+    for begin, kind in device_table().kinds.items():
+        if target.startswith(begin):
+            return kind
+    return "other"
 
 
 def is_in_table(name: str) -> bool:

@@ -105,8 +105,8 @@ def costs_text(graph: TrainingGraph) -> str:
         said.insert(0, f"for {title}, at the maker's peak rates; nothing was run")
         if all(note == UNTIMED for note in graph.notes):
             said.append(
-                "each is modelled, at assumed shares of these rates, which nobody has compared "
-                "with a measured step"
+                "each is modelled, at shares of these rates that are fitted to published steps of "
+                "other models"
             )
     return "; ".join(said)
 

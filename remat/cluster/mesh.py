@@ -22,6 +22,7 @@ from remat.graph_capture.devices.known_devices import (
     is_in_table,
     modelled_device,
     read_rank_links,
+    shares_of,
 )
 from remat.graph_capture.devices.links import RankLinks
 from remat.graph_capture.errors import BudgetError, DeviceError
@@ -312,7 +313,8 @@ class ClusterRequest:
                 f"choose {', '.join(device_table().devices)}: a cluster is only modelled, and "
                 f"{self.device!r} is not in the table of devices"
             )
-        device, table = modelled_device(self.device), device_table()
+        device = modelled_device(self.device)
+        shares = shares_of(device)
         path, size = self.links, self.node_size
         links = read_rank_links(path, size) if path else datasheet_links(self.device, size)
         budget, peak = parse_budget(self.budget), device.flops_per_us("bfloat16")
@@ -324,8 +326,8 @@ class ClusterRequest:
         left_bytes = int(device.memory_bytes * (1 - RESERVE))
         budget_bytes = left_bytes if budget.kind == "auto" else budget.size_bytes
         return Cluster(
-            self.gpus, self.device, budget_bytes, peak, peak * table.classes["matmul"].rate,
-            device.bytes_per_us * table.classes["other"].bandwidth, links, self.receive_ring,
+            self.gpus, self.device, budget_bytes, peak, peak * shares["matmul"].rate,
+            device.bytes_per_us * shares["other"].bandwidth, links, self.receive_ring,
         )  # fmt: skip
 
     def check(self) -> None:

@@ -21,7 +21,7 @@ from remat.cluster.plan_file import (
 from remat.cluster.planner import ClusterSearch
 from remat.cluster.replayed_plan import ReplayedPlan, replayed_plan
 from remat.cluster.stages import StagePlan, hop_us
-from remat.graph_capture.devices.known_devices import device_table
+from remat.graph_capture.devices.known_devices import device_table, modelled_device, shares_of
 from remat.graph_capture.distributed.collectives import fake_ranks
 from remat.graph_capture.errors import DeviceError
 from remat.progress import Stopwatch
@@ -143,7 +143,7 @@ def _file(
 
 def modelled_notes(cluster: Cluster, request: ClusterRequest, mesh: Mesh) -> tuple[str, ...]:
     table, links = device_table(), cluster.links
-    rate = table.classes["matmul"].rate
+    rate = shares_of(modelled_device(request.device))["matmul"].rate
     where = f"as measured in {request.links}" if request.links else "by model"
     return (
         f"all times are modelled, none is measured: products at {100 * rate:.0f} % of the maker's "

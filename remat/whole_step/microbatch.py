@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from remat.graph_capture.devices.known_devices import device_table, modelled_device
+from remat.graph_capture.devices.known_devices import modelled_device, shares_of
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import FLOAT32_BYTES, Optimizer, Resident
 
@@ -158,8 +158,9 @@ class Update(msgspec.Struct, frozen=True):
                 f"optimizer, and {optimizer!r} is unknown"
             )
         # The share of the bandwidth that ops other than products reach, updates among them.
-        share = device_table().classes["other"].bandwidth
-        return cls(optimizer, state, host_gb_s, modelled_device(device).bandwidth_gb_s * share)
+        known = modelled_device(device)
+        share = shares_of(known)["other"].bandwidth
+        return cls(optimizer, state, host_gb_s, known.bandwidth_gb_s * share)
 
     def state_bytes(self, group: UpdateGroup) -> int:
         return int(group.trained * self._state_of_one(group.item_bytes))

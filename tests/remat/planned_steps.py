@@ -36,9 +36,9 @@ def require_libraries(*needed: str) -> None:
         assert not os.environ.get(MUST_RUN), says
         pytest.skip(says)
     if needed:
-        from tests.zoo.case import _name_ops_of_torchvision
+        from tests.zoo.case import name_ops_of_torchvision
 
-        _name_ops_of_torchvision()
+        name_ops_of_torchvision()
 
 
 @dataclass(frozen=True)

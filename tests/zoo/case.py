@@ -68,13 +68,13 @@ class Entry:
         Another seed makes another batch, and another model.
         """
         if self.needs:
-            _name_ops_of_torchvision()
+            name_ops_of_torchvision()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.build()
 
 
-def _name_ops_of_torchvision() -> None:
+def name_ops_of_torchvision() -> None:
     """Let a torchvision be imported whose own library torch cannot load.
 
     PyPI's is built for CUDA, and a torch for the CPU alone cannot load it; no model here

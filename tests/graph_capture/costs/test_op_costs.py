@@ -239,6 +239,42 @@ def test_a_head_of_keys_is_read_by_all_its_queries() -> None:
     assert found == {"forward": 2 * product, "backward": 5 * product}
 
 
+CONVOLUTIONS = {
+    **{f"{g} groups": (nn.Conv2d(128, 128, 3, groups=g), (14, 14)) for g in (1, 2, 8, 32, 128)},
+    "depthwise": (nn.Conv2d(96, 96, 7, padding=3, groups=96), (14, 14)),
+    "more out than in": (nn.Conv2d(32, 64, 3, stride=2, groups=4), (14, 14)),
+    "1d": (nn.Conv1d(32, 64, 5, groups=8), (40,)),
+    "3d": (nn.Conv3d(16, 32, 3, groups=4), (6, 6, 6)),
+    "transposed": (nn.ConvTranspose2d(32, 64, 3, stride=2, groups=8), (7, 7)),
+    "transposed 1d": (nn.ConvTranspose1d(32, 16, 4, stride=2, groups=2), (20,)),
+    "transposed 3d": (nn.ConvTranspose3d(8, 16, 3, groups=2), (4, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_backward_of_a_convolution_takes_twice_the_flops_of_forward(name: str) -> None:
+    """Torch's own formula counts that of the weights once for each group."""
+    module, image = CONVOLUTIONS[name]
+    x = torch.randn(2, module.in_channels, *image, requires_grad=True)
+    joint = trace(module, (x,), loss_fn=torch.sum).joint
+    found = {
+        op.phase: flops_of(joint.node_of_op[op.name])
+        for op in joint.graph.ops if op.target.startswith("aten.convolution")
+    }  # fmt: skip
+    of_each = x if module.transposed else module(x)
+    forward = 2 * 2 * module.weight.numel() * of_each[0, 0].numel()
+    assert found == {"forward": forward, "backward": 2 * forward}
+
+
+def test_backward_of_a_convolution_counts_the_gradients_that_it_makes() -> None:
+    joint = trace(nn.Conv2d(8, 8, 3, groups=4), (torch.randn(2, 8, 9, 9),), loss_fn=torch.sum).joint
+    flops = [
+        flops_of(joint.node_of_op[op.name])
+        for op in joint.graph.ops if op.target.startswith("aten.convolution")
+    ]  # fmt: skip
+    assert flops[0] == flops[1] > 0  # no gradient of the batch
+
+
 @pytest.mark.slow
 def test_measuring_writes_nothing_and_leaves_the_environment_alone() -> None:
     script = (

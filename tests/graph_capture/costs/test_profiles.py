@@ -6,7 +6,7 @@ import statistics
 import warnings
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -19,7 +19,7 @@ from remat.graph_capture.costs import step_time
 from remat.graph_capture.costs.cache import OpWork, Profile, ProfiledOp, WholeStepTimes, work_of
 from remat.graph_capture.costs.op_costs import examples
 from remat.graph_capture.costs.roofline import Roofline
-from remat.graph_capture.devices.known_devices import Efficiency, modelled_device
+from remat.graph_capture.devices.known_devices import Efficiency, WorkKind, modelled_device
 from remat.graph_capture.errors import DeviceError, ProfileError
 from remat.graph_capture.graph import ACCUMULATE
 from remat.graph_capture.joint.nodes import target_name
@@ -163,12 +163,7 @@ def test_a_profile_serves_its_own_device_alone() -> None:
         capture(**step(), device="h1000", profile=here)
 
 
-SHARES = {
-    "matmul": Efficiency(0.6, 0.4),
-    "convolution": Efficiency(0.6, 0.4),
-    "attention": Efficiency(0.6, 0.4),
-    "other": Efficiency(0.6, 0.4),
-}
+SHARES = dict.fromkeys(get_args(WorkKind), Efficiency(0.6, 0.4))
 
 
 def big_step() -> dict[str, Any]:
