@@ -169,8 +169,8 @@ class Schedule(Record, frozen=True):
         if self.graph_hash == graph.hash:
             return
         raise ScheduleError(
-            "capture and solve again for this model and batch: this plan was made for another "
-            f"graph, {self._first_difference(graph)}"
+            "capture and solve again for this model, batch and device: this plan was made for "
+            f"another graph, {self._first_difference(graph)}"
         )
 
     def check_captured_as(self, graph: TrainingGraph) -> None:
@@ -180,8 +180,8 @@ class Schedule(Record, frozen=True):
         elif self.captured_hash != graph.hash:
             what = "a region in chunks" if self.chunks else self.levers[0].lever
             raise ScheduleError(
-                f"capture and solve again for this model and batch: this plan, with {what}, is "
-                "for another graph"
+                "capture and solve again for this model, batch and device: this plan, with "
+                f"{what}, is for another graph"
             )
 
     def _first_difference(self, graph: TrainingGraph) -> str:

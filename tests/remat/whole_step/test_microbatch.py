@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from remat.graph_capture.devices.known_devices import modelled_device, shares_of
 from remat.graph_capture.errors import CaptureError
 from remat.whole_step.microbatch import HOST_GB_S, StateKind, Update, UpdateGroup
 
@@ -39,7 +40,8 @@ def test_bytes_of_a_number(
 
 def test_a_device_of_the_table_has_its_memory_rate() -> None:
     update = Update.on("rtx4090", "adamw")
-    assert update.device_gb_s == pytest.approx(0.8 * 1008)
+    share = shares_of(modelled_device("rtx4090"))["other"].bandwidth
+    assert update.device_gb_s == pytest.approx(share * 1008)
     assert update.host_gb_s == HOST_GB_S
 
 

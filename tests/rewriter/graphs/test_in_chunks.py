@@ -151,6 +151,7 @@ def test_a_kept_plan_runs_in_chunks_too(tmp_path: Path, ending: str) -> None:
 def test_a_plan_for_a_device_that_is_not_here_is_compared_here() -> None:
     """Modelling a device compares no bits. Rewriting does."""
     model, args = made("plain")
+    model.dropout.p = 0.0  # else CUDA's dropout, which this machine does not run
     graph = remat.capture(model, args, split="exact", device="h100")
     result = remat.solve(graph, "min")
     assert result.schedule is not None
