@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from remat.graph_capture import refusals
+from remat.graph_capture.costs import op_costs
+from remat.graph_capture.devices import cuda as cuda_device
+from remat.graph_capture.devices.cuda import CudaMeter
+from remat.graph_capture.tracing import signature
+
 TITLE = "NVIDIA H100 80GB HBM3"
-L2_BYTES = 4096
+L2_BYTES = LIBRARY_BYTES = 4096
 PROPERTIES = SimpleNamespace(L2_cache_size=L2_BYTES, total_memory=85 * 10**9, major=9, minor=0)
 
 
@@ -112,3 +119,16 @@ def install(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
+
+
+@pytest.fixture
+def as_if_on_cuda(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCuda:
+    """Lets a step whose tensors are on the CPU pass for one on ``cuda:0``."""
+    for module in (refusals, signature):
+        monkeypatch.setattr(module, "check_placement", lambda *_: None)
+    monkeypatch.setattr(op_costs, "_on_the_host", lambda _: frozenset())
+    monkeypatch.setattr(cuda_device, "SETTLE_S", 0.0)
+    monkeypatch.setattr(CudaMeter, "_flush", lambda _: None)
+    monkeypatch.setattr(CudaMeter, "library_bytes", lambda _: LIBRARY_BYTES)
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    return cuda

@@ -22,17 +22,23 @@ from remat.graph_capture.graph import MOST_BYTES, MOST_US, are_figures
 from remat.graph_capture.joint.in_place_ops import STEP_METAS, JoinedTarget
 from remat.graph_capture.joint.nodes import argument, target_name, tensors_of
 
-_SCHEMA_VERSION = 7  # of the file. One of another version is not read, and is written anew.
+_SCHEMA_VERSION = 8  # of the file. One of another version is not read, and is written anew.
 _FILES = CacheFiles("costs", "they are measured again each time", is_sealed=False)
 BUSY = 0.05  # of the time, with others on the core; beyond, measured again once it is quiet
 
 
 class OpCost(msgspec.Struct, frozen=True, array_like=True):
-    cost_us: float
+    cost_us: float  # on its device
     workspace_bytes: int = 0  # beyond inputs and outputs, while it runs
     kept_bytes: int = 0  # by results, beyond the storages that the trace gives them
     is_estimate: bool = False  # the op did not run on made data: a guess from its bytes
     away: float = 0.0  # the part of the time in which others had the core
+    queue_us: float = 0.0  # of the host, to queue it; 0 where it runs the op itself
+
+    @property
+    def alone_us(self) -> float:
+        """Of a run beside no others, in which neither host nor device runs ahead."""
+        return max(self.cost_us, self.queue_us)
 
 
 class WholeStepTimes(msgspec.Struct, frozen=True):
@@ -47,7 +53,8 @@ class WholeStepTimes(msgspec.Struct, frozen=True):
 def _is_valid_cost(cost: OpCost) -> bool:
     # A file that was edited may say anything.
     is_size = all(0 <= size < MOST_BYTES for size in (cost.workspace_bytes, cost.kept_bytes))
-    return 0 <= cost.cost_us <= MOST_US and 0 <= cost.away <= 1 and is_size
+    are_times = all(0 <= time_us <= MOST_US for time_us in (cost.cost_us, cost.queue_us))
+    return are_times and 0 <= cost.away <= 1 and is_size
 
 
 def _are_times(step: WholeStepTimes) -> bool:
@@ -269,7 +276,7 @@ class Profile(Record, frozen=True):
     device : ``cpu``, ``cuda``, or the name of a device of the table. title : the very machine.
     torch : the version that ran the ops. ops : by `cost_key`.
     versions : of what else ran them: on a CUDA device its runtime, cuDNN and driver.
-    steps : on a CPU, the times of whole steps, by the hash of their graph.
+    steps : the times of whole steps, by the hash of their graph.
     links : to other memory; None in profiles of releases that did not measure them.
     ranks : the links between ranks, if these were measured together.
     """

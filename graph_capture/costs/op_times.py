@@ -38,6 +38,7 @@ def why_not_run(error: KernelError, otherwise: str) -> str:
 class _OpTime(NamedTuple):
     cost_us: float
     away: float  # the part of its time that went to other programs
+    queue_us: float  # as of `Meter.queue_us`
 
 
 KEEP_S = 2.0  # seconds after which times are handed out to be kept, in case the process is ended
@@ -56,22 +57,26 @@ def times_us(
     ops are not tried again. `after` gets the number timed so far, `between` follows each pass.
     `begun`: so many passes are left out. `keep` gets all times now and then, and at Ctrl-C."""
     found: _Times = {key: list((begun or {}).get(key, ()))[: meter.passes] for key in made}
-    away = dict[str, list[float]]()
+    away, queue_us = dict[str, list[float]](), dict[str, float]()
     try:
-        _take(found, away, made, moved_bytes, meter, failed, first, after, between, keep)
+        _take(found, away, queue_us, made, moved_bytes, meter, failed, first, after, between, keep)
     except BaseException:
         keep(found)  # Ctrl-C too: what was timed so far is not lost
         raise
     return {  # passes that do not agree leave a median, which a busy one may have given
-        key: _OpTime(least_agreed(us), (min if have_agreed(us) else max)(away.get(key) or [0.0]))
+        key: _OpTime(
+            least_agreed(us),
+            (min if have_agreed(us) else max)(away.get(key) or [0.0]),
+            queue_us[key],
+        )
         for key, us in found.items()
     }
 
 
 def _take(
-    found: _Times, away: dict[str, list[float]], made: Mapping[str, Callable[[], Run]],
-    moved_bytes: Mapping[str, int], meter: Meter, failed: _Failed,
-    first: Callable[[str, Run], None], after: Callable[[int], None],
+    found: _Times, away: dict[str, list[float]], queue_us: dict[str, float],
+    made: Mapping[str, Callable[[], Run]], moved_bytes: Mapping[str, int], meter: Meter,
+    failed: _Failed, first: Callable[[str, Run], None], after: Callable[[int], None],
     between: Callable[[], None] | None, keep: Callable[[_Times], None],
 ) -> None:  # fmt: skip
     kept_s = time.monotonic()
@@ -84,6 +89,7 @@ def _take(
                     run = made[key]()
                     if number == 0:  # `first` looks at layouts, so all run
                         first(key, run)
+                        queue_us[key] = meter.queue_us(run)
                     if len(found[key]) <= number:  # else an earlier process took them
                         watch = LoadAwareTimer()
                         found[key].append(meter.median_us(run, moved_bytes[key]))

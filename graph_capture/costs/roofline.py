@@ -92,14 +92,14 @@ class _Fit:
     def __post_init__(self) -> None:
         assumed, self.factors = self.assumed, defaultdict(dict)
         tiny_us = _LAUNCH_PART * assumed.launch_us
-        launches = [one.cost_us for _, one, work_us in self._seen() if work_us < tiny_us]
-        least_us = min((one.cost_us for _, one, _ in self._seen()), default=assumed.launch_us)
+        launches = [one.alone_us for _, one, work_us in self._seen() if work_us < tiny_us]
+        least_us = min((one.alone_us for _, one, _ in self._seen()), default=assumed.launch_us)
         # Without an op of hardly any work, a launch is no longer than the quickest op.
         self.launch_us = statistics.median(launches or [min(assumed.launch_us, least_us)])
         for key, one, work_us in self._seen():
-            if work_us and one.cost_us - self.launch_us >= _LEAST_WORK * self.launch_us:
+            if work_us and one.alone_us - self.launch_us >= _LEAST_WORK * self.launch_us:
                 for group in _groups(key, one):
-                    self.factors[group][key] = (one.cost_us - self.launch_us) / work_us
+                    self.factors[group][key] = (one.alone_us - self.launch_us) / work_us
 
     def _seen(self) -> Iterator[tuple[str, ProfiledOp, float]]:
         for key, one in self.profile.ops.items():
@@ -118,7 +118,7 @@ class _Fit:
 
     def errors(self) -> list[float]:
         return sorted(
-            abs((self.launch_us + self._factor(key, one) * work_us) / one.cost_us - 1)
+            abs((self.launch_us + self._factor(key, one) * work_us) / one.alone_us - 1)
             for key, one, work_us in self._seen()
         )
 
@@ -189,7 +189,7 @@ class _OpCosts:
         one = None if node is None or not self.known else self.known.get(cost_key(node))
         if one is not None:
             return replace(
-                op, cost_us=one.cost_us, workspace_bytes=base_bytes + one.workspace_bytes,
+                op, cost_us=one.alone_us, workspace_bytes=base_bytes + one.workspace_bytes,
                 cost_origin="estimated" if one.is_estimate else "measured",
             )  # fmt: skip
         cost_us = self.roofline.launch_us

@@ -1,7 +1,7 @@
 """How a CUDA device is measured: by events of its stream, and by the counters of its allocator.
 
-An op costs the longer of two times: the device's, between events that are queued while it sleeps,
-so that no gap of the host counts; and the host's, to queue it, which decides for small ops.
+An op has two times: the device's, between events that are queued while it sleeps, so that no gap of
+the host counts; and the host's, to queue it. A step is timed until the device has run all of it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import re
+import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
@@ -108,12 +109,16 @@ class CudaMeter:
             torch.cuda.synchronize(self.device)
 
     def median_us(self, run: Run, moved_bytes: int = 0) -> float:
-        """The longer of the medians of what the device and what the host take."""
+        """The median of what the device takes."""
         is_flushed = moved_bytes < self.cache_bytes  # else it would be found in the L2 cache
         with torch.cuda.device(self.device):
-            host_us = median_of(lambda: self._host_us(run))
+            host_us = self.queue_us(run)
             self._warm_up(run, is_flushed, host_us)
-            return max(host_us, median_of(lambda: self._device_us(run, is_flushed, host_us)))
+            return median_of(lambda: self._device_us(run, is_flushed, host_us))
+
+    def queue_us(self, run: Run) -> float:
+        with torch.cuda.device(self.device):
+            return median_of(lambda: self._host_us(run))
 
     def often_us(self, *runs: Run) -> list[float]:
         return [self.median_us(run) for run in runs]  # 0 bytes moved: the cache is flushed
@@ -152,6 +157,10 @@ class CudaMeter:
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             return self._between_events_us(run)
+
+    def of_rounds(self, times: Sequence[float]) -> float:
+        """The median of the later half: by then clocks have sunk to what the power allows."""
+        return statistics.median(times[len(times) // 2 :])
 
     def step_memory(self, run: Run) -> StepMemory:
         """By ``max_memory_allocated``, from an allocator that holds nothing in reserve."""

@@ -74,6 +74,10 @@ class Meter(Protocol):
         """Median time of `run`, which has run before; `moved_bytes` are its inputs and outputs."""
         ...
 
+    def queue_us(self, run: Run) -> float:
+        """What the host takes to queue `run` for the device; 0 where it runs it itself."""
+        ...
+
     def often_us(self, *runs: Run) -> list[float]:
         """The time of each, for numbers that later costs are made of."""
         ...
@@ -87,6 +91,10 @@ class Meter(Protocol):
         ...
 
     def step_us(self, run: Run) -> float: ...
+
+    def of_rounds(self, times: Sequence[float]) -> float:
+        """The time of a step that was run so often in a row."""
+        ...
 
     def step_memory(self, run: Run) -> StepMemory: ...
 
@@ -242,6 +250,11 @@ class CpuMeter:
     def library_bytes(self) -> int:
         return 0
 
+    def queue_us(self, run: Run) -> float:
+        del run
+        return 0.0
+
+    of_rounds = staticmethod(least_agreed)
     moments = staticmethod(measure_moments)
     regions = staticmethod(measure_regions)
     rng_state = staticmethod(torch.get_rng_state)

@@ -187,10 +187,11 @@ class CallCosts:
         made = {key: partial(runner_of, node, self.constants) for key, node in missing.items()}
         costs = times_us(made, moved, self.meter, failed, first=lambda _, run: run_locally(run))
         memory = self.meter.regions(runner_of(missing[key], self.constants) for key in costs)
-        for (key, (cost_us, away)), region in zip(costs.items(), memory, strict=True):
+        for (key, (cost_us, away, queue_us)), region in zip(costs.items(), memory, strict=True):
             made_bytes = sum(map(allocated, fresh_storages(missing[key])))
             # Results are values of the graph, not workspace.
-            found[key] = OpCost(cost_us, max(0, region.peak_bytes - made_bytes), away=away)
+            beyond_bytes = max(0, region.peak_bytes - made_bytes)
+            found[key] = OpCost(cost_us, beyond_bytes, away=away, queue_us=queue_us)
         return found
 
 

@@ -113,7 +113,7 @@ def test_a_cache_of_another_schema_is_not_read_and_written_anew(folder: Path) ->
     model, args, *_ = make("plain")
     op_costs.measure_costs(trace(model, args))
     (path,) = folder.glob("prices-*.json")
-    path.write_text(path.read_text().replace('"schema_version":7', '"schema_version":6'))
+    path.write_text(path.read_text().replace('"schema_version":8', '"schema_version":7'))
     assert CostCache().costs == CostCache().steps == {}
     op_costs.measure_costs(trace(model, args))
     assert CostCache().costs
