@@ -18,13 +18,14 @@ from torch import Tensor
 
 from remat.graph_capture import refusals
 from remat.graph_capture.costs import op_costs
-from remat.graph_capture.devices import cuda as cuda_device
 from remat.graph_capture.devices.cuda import CudaMeter
 from remat.graph_capture.tracing import signature
 
 TITLE = "NVIDIA H100 80GB HBM3"
 L2_BYTES = LIBRARY_BYTES = 4096
-PROPERTIES = SimpleNamespace(L2_cache_size=L2_BYTES, total_memory=85 * 10**9, major=9, minor=0)
+PROPERTIES = SimpleNamespace(
+    L2_cache_size=L2_BYTES, total_memory=85 * 10**9, major=9, minor=0, uuid="12345"
+)
 
 
 class FakeCuda:
@@ -33,7 +34,8 @@ class FakeCuda:
     Attributes
     ----------
     called : how often each function was called. cycles : of each sleep.
-    device_us : what each run between two events takes. stream : of its random generator.
+    device_us : what each run between two events takes. pair_us : what two events take of that.
+    stream : of its random generator.
     segments : of the allocator, as a snapshot has them.
     rounding : bytes that are given out for each that is asked for.
     """
@@ -41,7 +43,7 @@ class FakeCuda:
     def __init__(self) -> None:
         self.called: Counter[str] = Counter()
         self.cycles: list[int] = []
-        self.device_us = 100.0
+        self.device_us, self.pair_us = 100.0, 0.0
         self.rounding = 1.0
         self.allocated_bytes = self.peak_bytes = self.reserved_bytes = 0
         self.segments: list[dict[str, Any]] = []
@@ -74,11 +76,16 @@ class FakeCuda:
         return call
 
     def event(self, **_: Any) -> Any:
-        return SimpleNamespace(
-            record=self.counting("record"),
-            synchronize=self.counting("wait"),
-            elapsed_time=lambda _: self.device_us / 1e3,
+        one = SimpleNamespace(
+            record=self.counting("record"), synchronize=self.counting("wait"), is_end=False
         )
+
+        def elapsed_time(other: Any) -> float:
+            other.is_end = True  # what begins where a run has ended is a pair without one
+            return (self.pair_us if one.is_end else self.device_us + self.pair_us) / 1e3
+
+        one.elapsed_time = elapsed_time
+        return one
 
 
 @pytest.fixture
@@ -127,8 +134,8 @@ def as_if_on_cuda(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     for module in (refusals, signature):
         monkeypatch.setattr(module, "check_placement", lambda *_: None)
     monkeypatch.setattr(op_costs, "_on_the_host", lambda _: frozenset())
-    monkeypatch.setattr(cuda_device, "SETTLE_S", 0.0)
-    monkeypatch.setattr(CudaMeter, "_flush", lambda _: None)
+    monkeypatch.setattr(CudaMeter, "settle", lambda _: None)
+    monkeypatch.setattr(CudaMeter, "_others", torch.zeros(1))
     monkeypatch.setattr(CudaMeter, "library_bytes", lambda _: LIBRARY_BYTES)
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     return cuda

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 import remat
-from benchmarks.gpu.measuring import clocks, facts
+from benchmarks.gpu.measuring import facts
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.scheduler import Desk, Measure, Unit
 from remat.graph_capture.devices import cuda
+from remat.graph_capture.devices.cuda import clocks
 from remat.job.factory import load_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -75,6 +75,7 @@ class _File(msgspec.Struct):
     bits: dict[str, bool] = {}
     begun: dict[str, list[float]] = {}
     links: dict[str, LinkPair] = {}
+    clocks: dict[str, str] = {}
 
 
 def _known(data: bytes) -> _File | None:
@@ -108,6 +109,7 @@ class CostCache:
         # By `cost_key`, by the hash of the step's graph, and as of `kept_bits`.
         self.costs, self.steps, self.bits = file.costs, file.steps, file.bits
         self.begun, self.links = file.begun, file.links  # us of ops without a cost yet; by place
+        self.clocks = file.clocks  # of the device, when ops were timed last
         self._saved, self._is_anew = set(self.costs), False
         self._own: set[str] = set()
 
@@ -176,7 +178,8 @@ class CostCache:
         begun, bits = known.begun | self.begun, known.bits | self.bits
         self.begun = {key: times for key, times in begun.items() if key not in costs}
         links = known.links | self.links
-        return _File(_SCHEMA_VERSION, self.title, costs, steps, bits, self.begun, links)
+        clocks = self.clocks or known.clocks
+        return _File(_SCHEMA_VERSION, self.title, costs, steps, bits, self.begun, links, clocks)
 
 
 # A profile's format is stated in `docs/files.md`. It names ops by `cost_key`, so it serves every
@@ -201,7 +204,7 @@ class OpWork(msgspec.Struct, frozen=True):
 
 
 def work_of(node: fx.Node) -> OpWork:
-    kind, flops = _kind_of(target_name(node)), flops_of(node)
+    kind, flops = kind_of(target_name(node)), flops_of(node)
     if kind == "attention" and argument(node, "is_causal"):  # CUDA's kernels skip the half above it
         flops //= 2
     floats = (t for t in _read_and_made(node) if t.is_floating_point())
@@ -209,7 +212,7 @@ def work_of(node: fx.Node) -> OpWork:
     return OpWork(kind, dtype, flops, moved_bytes(node))
 
 
-def _kind_of(target: str) -> _WorkKind:
+def kind_of(target: str) -> _WorkKind:
     if target.startswith(FUSED_ATTENTION):
         return "attention"
     if target.startswith("aten.convolution"):
@@ -275,7 +278,7 @@ class Profile(Record, frozen=True):
     ----------
     device : ``cpu``, ``cuda``, or the name of a device of the table. title : the very machine.
     torch : the version that ran the ops. ops : by `cost_key`.
-    versions : of what else ran them: on a CUDA device its runtime, cuDNN and driver.
+    versions : of what else ran them: on a CUDA device its runtime, cuDNN and driver, and clocks.
     steps : the times of whole steps, by the hash of their graph.
     links : to other memory; None in profiles of releases that did not measure them.
     ranks : the links between ranks, if these were measured together.

@@ -72,6 +72,7 @@ def time_ops(
     """Costs of the `missing` ops and of saving a random state, and which ops had no room to run.
     `between` runs after each pass. `cache` keeps times for a process that is ended meanwhile."""
     meter.settle()
+    cache.clocks = meter.clocks
     meter.rng_state()  # `median_us` takes what has run before
     saving = OpCost(meter.median_us(meter.rng_state), queue_us=meter.queue_us(meter.rng_state))
     op_costs, no_room = {SAVE_RNG_KEY: saving}, set[str]()
@@ -242,6 +243,7 @@ def _measured(
         versions={
             **graph.versions,
             **meter.versions,
+            **cache.clocks,
             "priced_on": profile.title if profile else meter.title,
         },
         notes=() if profile is None else (note_of(profile),),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from remat.graph_capture.costs.cache import kind_of
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.memory import is_out_of_memory
 from remat.graph_capture.devices.meter import LoadAwareTimer, Meter, Run, have_agreed, least_agreed
@@ -112,7 +113,7 @@ def _take(
 # them, or stay below a known bound. What an op has made for its backward (places of a pooling,
 # pivots, a seed) is taken from a run of it. All others are zero.
 
-_BLOCK = 4096  # elements of the random pattern that made data repeats
+_BLOCK = 65_521  # elements of the random pattern that made data repeats; prime: no row is another
 _LINE_BYTES = 64  # of the caches: no kernel's speed hangs on more than an address's place in a line
 _CHECKED = (  # ops that raise where an index is out of range
     "aten.index.", "aten.index_put", "aten.index_select.", "aten.index_add", "aten.index_copy",
@@ -168,7 +169,9 @@ def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], di
         is_asserted, dtype = target_name(node).startswith(_ASSERTIONS), value.dtype
         is_number = dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
         if is_number or is_asserted:
-            tensor = sample_tensor(value, 1).to(_dtype_of_kernel(leaf, value))
+            is_factor = kind_of(target_name(node)) != "other"
+            tensor = sample_tensor(value, 1, is_factor=is_factor)
+            tensor = tensor.to(_dtype_of_kernel(leaf, value))
             return tensor.fill_(1) if is_asserted else tensor
         if leaf is indices or _is_checked(node, leaf):
             return sample_tensor(value, _index_bound(node))
@@ -231,16 +234,21 @@ def _as(like: Tensor, flat: Tensor) -> Tensor:
     return torch.as_strided(flat, like.shape, like.stride(), like.storage_offset())
 
 
-def sample_tensor(like: Tensor, bound: int) -> Tensor:
+def sample_tensor(like: Tensor, bound: int, *, is_factor: bool = False) -> Tensor:
+    """`is_factor` : of products, which take more power, and so time, on numbers of both signs."""
     flat = _storage_for(like)
     # 0.1 to 0.9: probabilities, and no denormals, which are slow. A repeated block is quick.
+    n, where = min(_BLOCK, flat.numel()), flat.device
     if flat.dtype == torch.bool:
-        block = torch.rand(_BLOCK, device=flat.device) < 0.9
+        block = torch.rand(n, device=where) < 0.9
+    elif is_factor:
+        block = torch.randn(n, device=where).to(flat.dtype)
     elif flat.is_floating_point() or flat.is_complex():
-        block = torch.rand(_BLOCK, device=flat.device).mul_(0.8).add_(0.1).to(flat.dtype)
+        block = torch.rand(n, device=where).mul_(0.8).add_(0.1).to(flat.dtype)
     else:
-        block = torch.randint(bound, (_BLOCK,), device=flat.device).to(flat.dtype)
+        block = torch.randint(bound, (n,), device=where).to(flat.dtype)
     whole = flat.numel() // _BLOCK * _BLOCK
-    flat[:whole].view(-1, _BLOCK).copy_(block)
+    if whole:
+        flat[:whole].view(-1, _BLOCK).copy_(block)
     flat[whole:].copy_(block[: flat.numel() - whole])
     return _as(like, flat)

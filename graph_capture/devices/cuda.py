@@ -11,8 +11,10 @@ import functools
 import os
 import re
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from remat.graph_capture.devices.known_devices import CPU, CUDA, title_with_memory
+from remat.graph_capture.devices.known_devices import CPU, CUDA, is_cuda, title_with_memory
 from remat.graph_capture.devices.links import (
     BYTES_PER_US_IN_GB_S,
     PINNED_MEMORY,
@@ -37,7 +39,8 @@ from remat.graph_capture.torch_private.core import (
     precision_settings,
 )
 
-SETTLE_S = 0.3  # the device works so long before the first op is timed, for its clocks to rise
+SETTLE_S = 2.0  # products run so long before the first op is timed: clocks rise, then sink by heat
+_HEATING = 4096  # rows and columns of these
 _SETTLED, _MOST_WARM_UPS = 0.05, 10  # an op is warm once two runs differ by less, or after so many
 CYCLES_PER_US, MOST_SLEEP_US = 2_000, 10_000  # the first is beyond today's clocks
 PROBE = 64  # rows and columns of the product that makes cuBLAS allocate what it keeps
@@ -46,6 +49,7 @@ _SUMS = (  # of products, that may be less exact than their terms
     "fp16_reduced_precision_reduction_split_k", "bf16_reduced_precision_reduction_split_k",
 )  # fmt: skip
 _TF32 = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS and cuDNN
+_SMI_S = 30.0  # seconds after which it is not waited for
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -61,7 +65,12 @@ class CudaMeter:
         found = torch.cuda.get_device_properties(device)
         self.title = title_with_memory(torch.cuda.get_device_name(device), found.total_memory)
         self.passes, self.cache_bytes = 1, int(found.L2_cache_size)
-        self._cache: Tensor | None = None
+        self.clocks = dict[str, str]()
+
+    @functools.cached_property
+    def _others(self) -> Tensor:
+        # Twice as large as the cache, which need not drop first what was read longest ago.
+        return torch.zeros(2 * self.cache_bytes, dtype=torch.uint8, device=self.device)
 
     @property
     def settings(self) -> str:
@@ -103,25 +112,36 @@ class CudaMeter:
         return False
 
     def settle(self) -> None:
+        """Let the clocks come to what they are in a step, and note them while the device works."""
+        x = torch.randn(_HEATING, _HEATING, dtype=torch.float16, device=self.device)
+
+        def heat(until: Callable[[], bool]) -> None:
+            while not until():
+                torch.mm(x, x)
+                torch.cuda.synchronize(self.device)
+
         end = time.perf_counter() + SETTLE_S
-        while time.perf_counter() < end:  # its clocks rise only under load
-            self._flush()
-            torch.cuda.synchronize(self.device)
+        heat(lambda: time.perf_counter() >= end)
+        with ThreadPoolExecutor(1) as aside:
+            reading = aside.submit(clocks, self.device)
+            heat(reading.done)
+        self.clocks = reading.result()
 
     def median_us(self, run: Run, moved_bytes: int = 0) -> float:
-        """The median of what the device takes."""
-        is_flushed = moved_bytes < self.cache_bytes  # else it would be found in the L2 cache
+        """The median of what the device takes. Its L2 cache is full of other data, all of it clean:
+        what a run writes back is its own."""
+        del moved_bytes
         with torch.cuda.device(self.device):
             host_us = self.queue_us(run)
-            self._warm_up(run, is_flushed, host_us)
-            return median_of(lambda: self._device_us(run, is_flushed, host_us))
+            self._warm_up(run, host_us)
+            return median_of(lambda: self._device_us(run, host_us))
 
     def queue_us(self, run: Run) -> float:
         with torch.cuda.device(self.device):
             return median_of(lambda: self._host_us(run))
 
     def often_us(self, *runs: Run) -> list[float]:
-        return [self.median_us(run) for run in runs]  # 0 bytes moved: the cache is flushed
+        return [self.median_us(run) for run in runs]
 
     def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
         """By the bytes asked of the allocator. The callables must have run before."""
@@ -199,20 +219,27 @@ class CudaMeter:
         del result
         return taken_us
 
-    def _warm_up(self, run: Run, is_flushed: bool, host_us: float) -> None:
+    def _warm_up(self, run: Run, host_us: float) -> None:
         last_us = float("inf")
         for _ in range(_MOST_WARM_UPS):
-            now_us = self._device_us(run, is_flushed, host_us)
+            now_us = self._device_us(run, host_us)
             if abs(now_us - last_us) <= _SETTLED * last_us < float("inf"):
                 return
             last_us = now_us
 
-    def _device_us(self, run: Run, is_flushed: bool, host_us: float) -> float:
-        if is_flushed:
-            self._flush()
+    def _device_us(self, run: Run, host_us: float) -> float:
+        self._others.sum()
         # The device sleeps until all is queued, so that no gap of the host counts.
         cuda_sleep(int(CYCLES_PER_US * min(2 * host_us, MOST_SLEEP_US)))
-        return self._between_events_us(run)
+        start, end, after = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        start.record()
+        result: Any = run()
+        end.record()
+        after.record()
+        after.synchronize()
+        del result
+        # Without the time from one event to the next, which is as much as a small kernel takes.
+        return max(0.0, 1e3 * (start.elapsed_time(end) - end.elapsed_time(after)))
 
     def _between_events_us(self, run: Run) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -222,12 +249,6 @@ class CudaMeter:
         end.synchronize()
         del result
         return 1e3 * start.elapsed_time(end)
-
-    def _flush(self) -> None:
-        if self._cache is None:
-            size_bytes = max(self.cache_bytes, 1)
-            self._cache = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
-        self._cache.zero_()
 
 
 @functools.cache  # as what another stream takes stays with it
@@ -261,6 +282,29 @@ def _driver_version() -> str:
         return "unknown"
     found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", DRIVER.read_text(encoding="utf-8"))
     return found.group() if found else "unknown"
+
+
+_OF_SMI = {  # what a row calls it, and `nvidia-smi`
+    "sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem",
+    "throttled": "clocks_throttle_reasons.active", "watts": "power.draw",
+    "degrees": "temperature.gpu",
+}  # fmt: skip
+
+
+def clocks(device: str) -> dict[str, str]:
+    """MHz, reasons of throttling, watts and degrees now; empty where `nvidia-smi` does not say."""
+    if not is_cuda(device):
+        return {}
+    # By its name: numbers are those of all devices, and torch may see a few.
+    which = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    asked = [f"--query-gpu={','.join(_OF_SMI.values())}", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        told = subprocess.run(
+            ["nvidia-smi", *asked, "-i", which],
+            capture_output=True, text=True, check=True, timeout=_SMI_S,
+        )  # fmt: skip
+        return dict(zip(_OF_SMI, told.stdout.strip().split(", "), strict=True))
+    return {}
 
 
 # How fast a CUDA device copies to and from pinned memory of its host, and to memory that is not.

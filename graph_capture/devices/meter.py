@@ -49,6 +49,7 @@ class Meter(Protocol):
     device: str  # such as ``cpu`` or ``cuda:0``
     title: str  # of the machine, as profiles name it
     passes: int  # over the distinct ops of a step, in each of which all are timed
+    clocks: dict[str, str]  # as `settle` found them; empty where nobody says
 
     @property
     def settings(self) -> str:
@@ -197,6 +198,7 @@ class CpuMeter:
         self.passes, self.device, self.title = PASSES, CPU, cpu_title()
         self.cache_bytes = _cache_bytes()
         precision, self.versions = precision_settings()[3:], dict[str, str]()  # of oneDNN
+        self.clocks = dict[str, str]()
         self.settings = "" if set(precision) == {"ieee"} else " ".join(precision)
 
     @functools.cached_property

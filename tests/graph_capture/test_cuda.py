@@ -124,6 +124,18 @@ def test_a_profile_of_a_cuda_device_serves_the_device_of_the_table_that_it_is(
         capture(**step(), device="a100", profile=profile)
 
 
+def test_the_clocks_are_kept_with_the_costs(
+    as_if_on_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settle(meter: CudaMeter) -> None:
+        meter.clocks = {"sm_mhz": "1755"}
+
+    monkeypatch.setattr(CudaMeter, "settle", settle)
+    for _ in range(2):  # the second finds its costs on disk
+        assert capture(**step(), device="cuda").versions["sm_mhz"] == "1755"
+    assert remat.profile(**step(), device="cuda").versions["sm_mhz"] == "1755"
+
+
 @pytest.mark.parametrize(("memory_gb", "is_whole"), [(79.2, True), (39.5, False)])
 def test_a_device_with_less_memory_than_its_name_says_is_not_that_device(
     as_if_on_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, memory_gb: float, is_whole: bool
