@@ -108,6 +108,9 @@ def install(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         "get_device_name": lambda *_: TITLE,
         "get_device_properties": lambda *_: PROPERTIES,
         "_sleep": fake.cycles.append,
+        "cudart": lambda: SimpleNamespace(
+            cudaHostRegister=fake.counting("pin", 0), cudaHostUnregister=fake.counting("unpin")
+        ),
         "Event": fake.event,
         "Stream": lambda: SimpleNamespace(),
         "stream": lambda *_: contextlib.nullcontext(),

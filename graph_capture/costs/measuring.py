@@ -107,7 +107,7 @@ def measured_pair(device: str, nvme_path: str = "", *, measure_again: bool = Fal
     key = f"NVMe at {place}" if nvme_path else f"host: {place}"
     if measure_again or key not in cache.links:
         if is_cuda(device) and not nvme_path:
-            from remat.graph_capture.devices.cuda import pinned_pair
+            from remat.graph_capture.devices.pinned_memory import pinned_pair
 
             cache.links[key] = pinned_pair(device)
         else:  # below a CPU's memory there are only files

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +24,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from remat.graph_capture.devices.known_devices import CPU, CUDA, is_cuda, title_with_memory
-from remat.graph_capture.devices.links import (
-    BYTES_PER_US_IN_GB_S,
-    PINNED_MEMORY,
-    LinkPair,
-    speed_of,
-)
 from remat.graph_capture.devices.memory_events import Moment, RegionMemory, without_garbage
 from remat.graph_capture.devices.meter import Run, StepMemory, median_of
 from remat.graph_capture.errors import DeviceError
@@ -305,66 +299,3 @@ def clocks(device: str) -> dict[str, str]:
         )  # fmt: skip
         return dict(zip(_OF_SMI, told.stdout.strip().split(", "), strict=True))
     return {}
-
-
-# How fast a CUDA device copies to and from pinned memory of its host, and to memory that is not.
-
-SIZES = tuple(1 << shift for shift in (16, 20, 24, 26, 28))  # 64 KiB to 256 MiB
-REPEATS = 10
-
-
-class _Copying(NamedTuple):
-    stream: torch.cuda.Stream
-    target: Tensor
-    source: Tensor
-
-
-class _Row(NamedTuple):
-    """Microseconds of one copy of a size, by case."""
-
-    down: float
-    up: float
-    both_down: float
-    both_up: float
-    pageable: float
-
-
-def pinned_pair(device: str) -> LinkPair:
-    with torch.cuda.device(device):
-        rows = {size: copies_us(device, size) for size in SIZES}
-    down, up, both_down, both_up, pageable = (
-        {size: row[case] for size, row in rows.items()} for case in range(len(_Row._fields))
-    )
-    pageable_gb_s = SIZES[-1] / pageable[SIZES[-1]] / BYTES_PER_US_IN_GB_S
-    return LinkPair(speed_of(down, both_down), speed_of(up, both_up), PINNED_MEMORY, pageable_gb_s)
-
-
-def copies_us(device: str, size_bytes: int) -> _Row:
-    below, above = torch.cuda.Stream(), torch.cuda.Stream()  # in one, copies would wait
-    on_device = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    pinned = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    pageable = torch.empty(size_bytes, dtype=torch.uint8)
-    down = _Copying(below, pinned[0], on_device[0])
-    up = _Copying(above, on_device[1], pinned[1])
-    _copy_us((down, up))  # the first ones pay for the streams
-    both_down_us, both_up_us = _copy_us((down, up))
-    return _Row(
-        _copy_us((down,))[0], _copy_us((up,))[0], both_down_us, both_up_us,
-        _copy_us((_Copying(below, pageable, on_device[0]),))[0],
-    )  # fmt: skip
-
-
-def _copy_us(jobs: Sequence[_Copying]) -> list[float]:
-    """Microseconds of one copy of each job, all jobs at once."""
-    torch.cuda.synchronize()  # an idle device: with a full queue the host would wait
-    spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    for job in jobs:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(job.stream):
-            start.record()
-            for _ in range(REPEATS):
-                job.target.copy_(job.source, non_blocking=True)
-            end.record()
-        spans.append((start, end))
-    torch.cuda.synchronize()
-    return [1e3 * start.elapsed_time(end) / REPEATS for start, end in spans]

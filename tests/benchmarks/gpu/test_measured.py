@@ -199,10 +199,10 @@ def test_links_of_a_gpu_are_measured_by_size(monkeypatch: pytest.MonkeyPatch) ->
 
     # Only memory beside a device can be pinned.
     monkeypatch.setattr(torch, "empty", unpinned)
-    monkeypatch.setattr(ceilings.cuda, "SIZES", (1 << 12, 1 << 14))
+    monkeypatch.setattr(ceilings.pinned_memory, "SIZES", (1 << 12, 1 << 14))
     device = ceilings._Device("cpu")
     device.is_cuda = True
     row = ceilings.links(device)
     assert [one["bytes"] for one in row["copies"]] == [1 << 12, 1 << 14]
-    assert row["copies"][0]["d2h_us"] == fake.device_us / ceilings.cuda.REPEATS
+    assert row["copies"][0]["d2h_us"] == fake.device_us / ceilings.pinned_memory.REPEATS
     assert set(row["products"]) == {"alone_ms", "beside_d2h_ms", "beside_h2d_ms"}
