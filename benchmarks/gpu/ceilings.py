@@ -78,9 +78,8 @@ def copy(device: _Device) -> Row:
 
 def links(device: _Device) -> Row:
     """Copies to the host and back by size, and what they cost the products beside them."""
-    row: Row = {
-        "copies": [_copies(device.name, n) for n in pinned_memory.SIZES] if device.is_cuda else []
-    }
+    sizes = pinned_memory.SIZES if device.is_cuda else ()
+    row: Row = {"copies": [_copies(device.name, size_bytes) for size_bytes in sizes]}
     x = device.factor()
     below = torch.empty(device.beside_bytes, dtype=torch.uint8, pin_memory=device.is_cuda)
     above = torch.empty(device.beside_bytes, dtype=torch.uint8, device=device.name)

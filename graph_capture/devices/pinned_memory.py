@@ -39,17 +39,17 @@ def pinned(size_bytes: int) -> Tensor:
     try:  # registered with the driver, as torch's pinned memory rounds up to a power of two
         memory = _Mapping(-1, size_bytes)
     except OSError as error:
-        raise _refused(size_bytes, str(error)) from error
+        raise _unpinnable(size_bytes, str(error)) from error
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     runtime: Any = torch.cuda.cudart()
     memory.address = whole.data_ptr()
     if status := int(runtime.cudaHostRegister(memory.address, size_bytes, _PORTABLE)):
-        raise _refused(size_bytes, f"cudaHostRegister says {status}")
+        raise _unpinnable(size_bytes, f"cudaHostRegister says {status}")
     memory.unregister = runtime.cudaHostUnregister
     return whole
 
 
-def _refused(size_bytes: int, why: str) -> TierError:
+def _unpinnable(size_bytes: int, why: str) -> TierError:
     return TierError(
         f"give a smaller {option('host')}, raise the limit on locked memory (ulimit -l), or solve "
         f"without offloading: the host cannot pin the {size_bytes} bytes that this plan copies "
