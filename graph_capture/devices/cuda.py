@@ -292,7 +292,7 @@ def clocks(device: str) -> dict[str, str]:
     # By its name: numbers are those of all devices, and torch may see a few.
     which = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     asked = [f"--query-gpu={','.join(_OF_SMI.values())}", "--format=csv,noheader,nounits"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):  # or it says else
         told = subprocess.run(
             ["nvidia-smi", *asked, "-i", which],
             capture_output=True, text=True, check=True, timeout=_SMI_S,

@@ -153,13 +153,18 @@ def test_the_clocks_are_given_time_and_read_while_the_device_works(
 
 @pytest.mark.usefixtures("smi")
 def test_a_device_that_nobody_knows_has_no_clocks(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert cuda_device.clocks("cuda:0") == CLOCKS
     assert cuda_device.clocks("cpu") == {}
     monkeypatch.setattr(PROPERTIES, "uuid", "another")
     assert cuda_device.clocks("cuda:0") == {}
     monkeypatch.setenv("PATH", "")
+    assert cuda_device.clocks("cuda:0") == {}
+    monkeypatch.setenv("PATH", str(tmp_path / "odd"))
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "nvidia-smi").write_text("#!/bin/sh\necho No devices were found\n")
+    (tmp_path / "odd" / "nvidia-smi").chmod(0o755)
     assert cuda_device.clocks("cuda:0") == {}
 
 
