@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from remat.graph_capture import refusals
+from remat.graph_capture.costs import op_costs
+from remat.graph_capture.devices.cuda import CudaMeter
+from remat.graph_capture.tracing import signature
+
 TITLE = "NVIDIA H100 80GB HBM3"
-L2_BYTES = 4096
-PROPERTIES = SimpleNamespace(L2_cache_size=L2_BYTES, total_memory=85 * 10**9, major=9, minor=0)
+L2_BYTES = LIBRARY_BYTES = 4096
+PROPERTIES = SimpleNamespace(
+    L2_cache_size=L2_BYTES, total_memory=85 * 10**9, major=9, minor=0, uuid="12345"
+)
 
 
 class FakeCuda:
@@ -26,7 +34,8 @@ class FakeCuda:
     Attributes
     ----------
     called : how often each function was called. cycles : of each sleep.
-    device_us : what each run between two events takes. stream : of its random generator.
+    device_us : what each run between two events takes. pair_us : what two events take of that.
+    stream : of its random generator.
     segments : of the allocator, as a snapshot has them.
     rounding : bytes that are given out for each that is asked for.
     """
@@ -34,7 +43,7 @@ class FakeCuda:
     def __init__(self) -> None:
         self.called: Counter[str] = Counter()
         self.cycles: list[int] = []
-        self.device_us = 100.0
+        self.device_us, self.pair_us = 100.0, 0.0
         self.rounding = 1.0
         self.allocated_bytes = self.peak_bytes = self.reserved_bytes = 0
         self.segments: list[dict[str, Any]] = []
@@ -67,11 +76,16 @@ class FakeCuda:
         return call
 
     def event(self, **_: Any) -> Any:
-        return SimpleNamespace(
-            record=self.counting("record"),
-            synchronize=self.counting("wait"),
-            elapsed_time=lambda _: self.device_us / 1e3,
+        one = SimpleNamespace(
+            record=self.counting("record"), synchronize=self.counting("wait"), is_end=False
         )
+
+        def elapsed_time(other: Any) -> float:
+            other.is_end = True  # what begins where a run has ended is a pair without one
+            return (self.pair_us if one.is_end else self.device_us + self.pair_us) / 1e3
+
+        one.elapsed_time = elapsed_time
+        return one
 
 
 @pytest.fixture
@@ -94,6 +108,9 @@ def install(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         "get_device_name": lambda *_: TITLE,
         "get_device_properties": lambda *_: PROPERTIES,
         "_sleep": fake.cycles.append,
+        "cudart": lambda: SimpleNamespace(
+            cudaHostRegister=fake.counting("pin", 0), cudaHostUnregister=fake.counting("unpin")
+        ),
         "Event": fake.event,
         "Stream": lambda: SimpleNamespace(),
         "stream": lambda *_: contextlib.nullcontext(),
@@ -112,3 +129,16 @@ def install(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
+
+
+@pytest.fixture
+def as_if_on_cuda(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCuda:
+    """Lets a step whose tensors are on the CPU pass for one on ``cuda:0``."""
+    for module in (refusals, signature):
+        monkeypatch.setattr(module, "check_placement", lambda *_: None)
+    monkeypatch.setattr(op_costs, "_on_the_host", lambda _: frozenset())
+    monkeypatch.setattr(CudaMeter, "settle", lambda _: None)
+    monkeypatch.setattr(CudaMeter, "_others", torch.zeros(1))
+    monkeypatch.setattr(CudaMeter, "library_bytes", lambda _: LIBRARY_BYTES)
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    return cuda

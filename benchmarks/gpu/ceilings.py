@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 import remat
-from benchmarks.gpu.measuring import clocks, facts
+from benchmarks.gpu.measuring import facts
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.scheduler import Desk, Measure, Unit
-from remat.graph_capture.devices import cuda
+from remat.graph_capture.devices import pinned_memory
+from remat.graph_capture.devices.cuda import clocks
 from remat.job.factory import load_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -77,7 +78,8 @@ def copy(device: _Device) -> Row:
 
 def links(device: _Device) -> Row:
     """Copies to the host and back by size, and what they cost the products beside them."""
-    row: Row = {"copies": [_copies(device.name, n) for n in cuda.SIZES] if device.is_cuda else []}
+    sizes = pinned_memory.SIZES if device.is_cuda else ()
+    row: Row = {"copies": [_copies(device.name, size_bytes) for size_bytes in sizes]}
     x = device.factor()
     below = torch.empty(device.beside_bytes, dtype=torch.uint8, pin_memory=device.is_cuda)
     above = torch.empty(device.beside_bytes, dtype=torch.uint8, device=device.name)
@@ -97,7 +99,7 @@ def links(device: _Device) -> Row:
 
 
 def _copies(device: str, size_bytes: int) -> Row:
-    row = cuda.copies_us(device, size_bytes)
+    row = pinned_memory.copies_us(device, size_bytes)
     return {
         "bytes": size_bytes, "d2h_us": row.down, "h2d_us": row.up,
         "both_d2h_us": row.both_down, "both_h2d_us": row.both_up,

@@ -13,12 +13,13 @@ import torch
 
 from benchmarks.comparison import methods
 from benchmarks.comparison.methods import Variant
-from benchmarks.gpu.measuring import Bench, clocks, equal_to, generate_no_kernels, settled
+from benchmarks.gpu.measuring import Bench, equal_to, generate_no_kernels, settled
 from benchmarks.gpu.models import table_entry
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.scheduler import Desk, Measure, Unit
 from benchmarks.gpu.table import REHEARSED_ROUNDS, ROUNDS
 from remat.compile.graph_context import compiled_plans
+from remat.graph_capture.devices.cuda import clocks
 from remat.rewriter.inductor import partition
 from remat.rewriter.inductor.partition import FusedStep
 

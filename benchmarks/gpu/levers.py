@@ -21,7 +21,6 @@ from benchmarks.gpu.carried import effort_of
 from benchmarks.gpu.measuring import (
     Bench,
     beside_eager,
-    clocks,
     equal_to,
     generate_no_kernels,
     settled,
@@ -29,6 +28,7 @@ from benchmarks.gpu.measuring import (
 from benchmarks.gpu.models import lever_entry
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.scheduler import Desk, Measure, Unit
+from remat.graph_capture.devices.cuda import clocks
 
 LIMIT_S = 5.0
 UPDATES = 3

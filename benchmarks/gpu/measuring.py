@@ -22,8 +22,9 @@ from benchmarks.comparison import bench, methods
 from benchmarks.comparison.methods import Variant
 from benchmarks.comparison.models import Entry
 from benchmarks.comparison.row import SMALL, error
-from benchmarks.gpu.rows import ERROR, Row
+from benchmarks.gpu.rows import Row
 from remat.compile.specialize import libraries_bytes
+from remat.graph_capture.devices.cuda import clocks
 from remat.graph_capture.devices.placement import meter_of
 
 WARM_UPS = 2
@@ -39,26 +40,6 @@ def facts(device: str) -> Row:
         "packages": {name: _tried(importlib.metadata.version, name) for name in PACKAGES},
         "date": time.strftime("%Y-%m-%d"), "python": platform.python_version(),
         "cores": os.cpu_count(), "clocks": clocks(device),
-    }  # fmt: skip
-
-
-def clocks(device: str) -> Row:
-    """MHz, reasons of throttling, watts and degrees now; empty on a CPU."""
-    if not device.startswith("cuda"):
-        return {}
-    try:
-        import pynvml as nv  # pyright: ignore[reportMissingImports]
-
-        nv.nvmlInit()
-        one = nv.nvmlDeviceGetHandleByIndex(torch.device(device).index or 0)
-    except Exception as failed:  # noqa: BLE001 - a row without clocks is a row
-        return {ERROR: f"{type(failed).__name__}: {failed}"}
-    return {
-        "sm_mhz": _tried(nv.nvmlDeviceGetClockInfo, one, nv.NVML_CLOCK_SM),
-        "memory_mhz": _tried(nv.nvmlDeviceGetClockInfo, one, nv.NVML_CLOCK_MEM),
-        "throttled": _tried(lambda: hex(nv.nvmlDeviceGetCurrentClocksThrottleReasons(one))),
-        "watts": _tried(lambda: nv.nvmlDeviceGetPowerUsage(one) / 1e3),
-        "degrees": _tried(nv.nvmlDeviceGetTemperature, one, nv.NVML_TEMPERATURE_GPU),
     }  # fmt: skip
 
 

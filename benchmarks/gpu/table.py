@@ -18,13 +18,14 @@ from benchmarks.comparison.by_hand import host_copies
 from benchmarks.comparison.methods import Variant
 from benchmarks.comparison.models import Entry
 from benchmarks.gpu.carried import effort_of, plan_for
-from benchmarks.gpu.measuring import Bench, clocks, equal_to, settled
+from benchmarks.gpu.measuring import Bench, equal_to, settled
 from benchmarks.gpu.models import DEMO, demo_entry, table_entry
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.scheduler import Desk, Measure, Unit
 from remat.analysis.plan_figures import predict_reserved
 from remat.budgets import unmodified_step
 from remat.graph_capture.capture_api import add_costs, tiers_for
+from remat.graph_capture.devices.cuda import clocks
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.tracing.trace import trace
 from remat.ranks.same_order import agreed_rewrite

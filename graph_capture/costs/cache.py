@@ -28,17 +28,23 @@ from remat.graph_capture.graph import MOST_BYTES, MOST_US, are_figures
 from remat.graph_capture.joint.in_place_ops import STEP_METAS, JoinedTarget
 from remat.graph_capture.joint.nodes import argument, target_name, tensors_of
 
-_SCHEMA_VERSION = 7  # of the file. One of another version is not read, and is written anew.
+_SCHEMA_VERSION = 8  # of the file. One of another version is not read, and is written anew.
 _FILES = CacheFiles("costs", "they are measured again each time", is_sealed=False)
 BUSY = 0.05  # of the time, with others on the core; beyond, measured again once it is quiet
 
 
 class OpCost(msgspec.Struct, frozen=True, array_like=True):
-    cost_us: float
+    cost_us: float  # on its device
     workspace_bytes: int = 0  # beyond inputs and outputs, while it runs
     kept_bytes: int = 0  # by results, beyond the storages that the trace gives them
     is_estimate: bool = False  # the op did not run on made data: a guess from its bytes
     away: float = 0.0  # the part of the time in which others had the core
+    queue_us: float = 0.0  # of the host, to queue it; 0 where it runs the op itself
+
+    @property
+    def alone_us(self) -> float:
+        """Of a run beside no others, in which neither host nor device runs ahead."""
+        return max(self.cost_us, self.queue_us)
 
 
 class WholeStepTimes(msgspec.Struct, frozen=True):
@@ -53,7 +59,8 @@ class WholeStepTimes(msgspec.Struct, frozen=True):
 def _is_valid_cost(cost: OpCost) -> bool:
     # A file that was edited may say anything.
     is_size = all(0 <= size < MOST_BYTES for size in (cost.workspace_bytes, cost.kept_bytes))
-    return 0 <= cost.cost_us <= MOST_US and 0 <= cost.away <= 1 and is_size
+    are_times = all(0 <= time_us <= MOST_US for time_us in (cost.cost_us, cost.queue_us))
+    return are_times and 0 <= cost.away <= 1 and is_size
 
 
 def _are_times(step: WholeStepTimes) -> bool:
@@ -74,6 +81,7 @@ class _File(msgspec.Struct):
     bits: dict[str, bool] = {}
     begun: dict[str, list[float]] = {}
     links: dict[str, LinkPair] = {}
+    clocks: dict[str, str] = {}
 
 
 def _known(data: bytes) -> _File | None:
@@ -107,6 +115,7 @@ class CostCache:
         # By `cost_key`, by the hash of the step's graph, and as of `kept_bits`.
         self.costs, self.steps, self.bits = file.costs, file.steps, file.bits
         self.begun, self.links = file.begun, file.links  # us of ops without a cost yet; by place
+        self.clocks = file.clocks  # of the device, when ops were timed last
         self._saved, self._is_anew = set(self.costs), False
         self._own: set[str] = set()
 
@@ -175,7 +184,8 @@ class CostCache:
         begun, bits = known.begun | self.begun, known.bits | self.bits
         self.begun = {key: times for key, times in begun.items() if key not in costs}
         links = known.links | self.links
-        return _File(_SCHEMA_VERSION, self.title, costs, steps, bits, self.begun, links)
+        clocks = self.clocks or known.clocks
+        return _File(_SCHEMA_VERSION, self.title, costs, steps, bits, self.begun, links, clocks)
 
 
 # A profile's format is stated in `docs/files.md`. It names ops by `cost_key`, so it serves every
@@ -282,8 +292,8 @@ class Profile(Record, frozen=True):
     ----------
     device : ``cpu``, ``cuda``, or the name of a device of the table. title : the very machine.
     torch : the version that ran the ops. ops : by `cost_key`.
-    versions : of what else ran them: on a CUDA device its runtime, cuDNN and driver.
-    steps : on a CPU, the times of whole steps, by the hash of their graph.
+    versions : of what else ran them: on a CUDA device its runtime, cuDNN and driver, and clocks.
+    steps : the times of whole steps, by the hash of their graph.
     links : to other memory; None in profiles of releases that did not measure them.
     ranks : the links between ranks, if these were measured together.
     """

@@ -107,7 +107,7 @@ def measured_pair(device: str, nvme_path: str = "", *, measure_again: bool = Fal
     key = f"NVMe at {place}" if nvme_path else f"host: {place}"
     if measure_again or key not in cache.links:
         if is_cuda(device) and not nvme_path:
-            from remat.graph_capture.devices.cuda import pinned_pair
+            from remat.graph_capture.devices.pinned_memory import pinned_pair
 
             cache.links[key] = pinned_pair(device)
         else:  # below a CPU's memory there are only files
@@ -199,7 +199,8 @@ def measure(
     traced: Trace, *, nvme_path: str = "", progress: ProgressCallback | None = None
 ) -> Profile:
     meter, node_of = meter_of(traced.recipe.device), examples(traced.joint)
-    costs = measure_costs_with(traced, meter, CostCache.of(meter), progress)[1]
+    cache = CostCache.of(meter)
+    costs = measure_costs_with(traced, meter, cache, progress)[1]
     ops = {
         key: ProfiledOp(
             **msgspec.structs.asdict(cost),
@@ -212,6 +213,6 @@ def measure(
     drive = measured_pair(meter.device, nvme_path, measure_again=True) if nvme_path else None
     steps = {} if costs.step is None else {traced.joint.timed_hash: costs.step}
     return Profile(
-        kind, meter.title, str(torch.__version__), ops, meter.versions, steps,
-        links=LinkSpeeds(host, drive),
+        kind, meter.title, str(torch.__version__), ops, {**meter.versions, **cache.clocks},
+        steps, links=LinkSpeeds(host, drive),
     )  # fmt: skip

@@ -38,6 +38,7 @@ from remat.graph_capture.costs.op_times import (
     times_us,
     why_not_run,
 )
+from remat.graph_capture.costs.queue import in_a_queue, note_of_queue
 from remat.graph_capture.costs.step_time import (
     STEP_NOT_TIMED,
     calibrated,
@@ -71,8 +72,10 @@ def time_ops(
     """Costs of the `missing` ops and of saving a random state, and which ops had no room to run.
     `between` runs after each pass. `cache` keeps times for a process that is ended meanwhile."""
     meter.settle()
+    cache.clocks = meter.clocks
     meter.rng_state()  # `median_us` takes what has run before
-    op_costs, no_room = {SAVE_RNG_KEY: OpCost(meter.median_us(meter.rng_state))}, set[str]()
+    saving = OpCost(meter.median_us(meter.rng_state), queue_us=meter.queue_us(meter.rng_state))
+    op_costs, no_room = {SAVE_RNG_KEY: saving}, set[str]()
 
     def failed(key: str, error: KernelError) -> None:
         _refuse_broken_device(missing[key], error)
@@ -98,8 +101,9 @@ def time_ops(
     )  # fmt: skip
     with _said_if_short():  # memory comes last: what libraries take at first is then no op's
         memory = meter.regions(runner_of(missing[key], joint.module) for key in costs)
-    for (key, (cost_us, away)), found in zip(costs.items(), memory, strict=True):
-        op_costs[key] = OpCost(cost_us, *_bytes_taken(missing[key], found, meter), away=away)
+    for (key, (cost_us, away, queue_us)), found in zip(costs.items(), memory, strict=True):
+        taken = _bytes_taken(missing[key], found, meter)
+        op_costs[key] = OpCost(cost_us, *taken, away=away, queue_us=queue_us)
     return op_costs, frozenset(no_room)
 
 
@@ -167,11 +171,11 @@ def measure_costs(
 ) -> TrainingGraph:
     """The trace's graph with measured costs and workspaces: of a profile, else kept, else measured.
 
-    On a CPU the step is run as a whole too, for what it takes beyond its ops (`step_time.py`),
-    unless that takes more than `most_bytes`, a budget. `progress` is called with (distinct ops
-    timed, distinct ops to time), and with what is done. `measure_again`: what is on disk is
-    measured anew. Without `chunks` no region is in chunks; `with_measured_chunks` adds them.
-    ProfileError where `profile` is of another machine and lacks ops of the step."""
+    The step is run as a whole too, for what it takes beyond its ops (`step_time.py`), unless that
+    takes more than `most_bytes`, a budget. `progress` is called with (distinct ops timed, distinct
+    ops to time), and with what is done. `measure_again`: what is on disk is measured anew. Without
+    `chunks` no region is in chunks; `with_measured_chunks` adds them. ProfileError where `profile`
+    is of another machine and lacks ops of the step."""
     meter, cache = _meter_and_cache(trace, measure_again)
     graph = measure_costs_with(trace, meter, cache, progress, profile, most_bytes)[0]
     if not chunks:
@@ -239,17 +243,23 @@ def _measured(
         versions={
             **graph.versions,
             **meter.versions,
+            **cache.clocks,
             "priced_on": profile.title if profile else meter.title,
         },
         notes=() if profile is None else (note_of(profile),),
     )
+    queued = in_a_queue(costed, of_op) if is_cuda(graph.device) else None
     if rounds:
         told(text="timing whole steps")
+    alone_us, costed = costed.time_us, queued.graph if queued else costed
     step = whole_step(joint, costed, cache, rounds, profile)
-    if step is not None:
-        costed = calibrated(costed, step)
-    elif is_beyond(joint, graph, most_bytes):
+    if step is None and is_beyond(joint, graph, most_bytes):
         costed = replace(costed, notes=(*costed.notes, STEP_NOT_TIMED))
+    if (taken := step or (queued and queued.step)) is not None:
+        costed = calibrated(costed, taken)
+    if queued and costed.time_us:
+        said = note_of_queue(alone_us / costed.time_us, is_timed=step is not None)
+        costed = replace(costed, notes=(*costed.notes, said))
     if any(map(is_collective, joint.node_of_op.values())):
         from remat.graph_capture.distributed.collective_costs import (
             links_of_step,
@@ -344,7 +354,7 @@ def with_cost(op: Op, cost: OpCost | None) -> Op:
         return op
     return replace(
         op,
-        cost_us=cost.cost_us,
+        cost_us=cost.alone_us,
         cost_origin="estimated" if cost.is_estimate else "measured",
         workspace_bytes=op.workspace_bytes + cost.workspace_bytes,
     )

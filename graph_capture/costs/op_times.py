@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from remat.graph_capture.devices.known_devices import CPU
+from remat.graph_capture.devices.known_devices import CPU, OF_PRODUCTS, kind_of_target
 from remat.graph_capture.devices.memory import is_out_of_memory
 from remat.graph_capture.devices.meter import LoadAwareTimer, Meter, Run, have_agreed, least_agreed
 from remat.graph_capture.distributed.collectives import local_runner, run_locally
@@ -38,6 +38,7 @@ def why_not_run(error: KernelError, otherwise: str) -> str:
 class _OpTime(NamedTuple):
     cost_us: float
     away: float  # the part of its time that went to other programs
+    queue_us: float  # as of `Meter.queue_us`
 
 
 KEEP_S = 2.0  # seconds after which times are handed out to be kept, in case the process is ended
@@ -56,22 +57,26 @@ def times_us(
     ops are not tried again. `after` gets the number timed so far, `between` follows each pass.
     `begun`: so many passes are left out. `keep` gets all times now and then, and at Ctrl-C."""
     found: _Times = {key: list((begun or {}).get(key, ()))[: meter.passes] for key in made}
-    away = dict[str, list[float]]()
+    away, queue_us = dict[str, list[float]](), dict[str, float]()
     try:
-        _take(found, away, made, moved_bytes, meter, failed, first, after, between, keep)
+        _take(found, away, queue_us, made, moved_bytes, meter, failed, first, after, between, keep)
     except BaseException:
         keep(found)  # Ctrl-C too: what was timed so far is not lost
         raise
     return {  # passes that do not agree leave a median, which a busy one may have given
-        key: _OpTime(least_agreed(us), (min if have_agreed(us) else max)(away.get(key) or [0.0]))
+        key: _OpTime(
+            least_agreed(us),
+            (min if have_agreed(us) else max)(away.get(key) or [0.0]),
+            queue_us[key],
+        )
         for key, us in found.items()
     }
 
 
 def _take(
-    found: _Times, away: dict[str, list[float]], made: Mapping[str, Callable[[], Run]],
-    moved_bytes: Mapping[str, int], meter: Meter, failed: _Failed,
-    first: Callable[[str, Run], None], after: Callable[[int], None],
+    found: _Times, away: dict[str, list[float]], queue_us: dict[str, float],
+    made: Mapping[str, Callable[[], Run]], moved_bytes: Mapping[str, int], meter: Meter,
+    failed: _Failed, first: Callable[[str, Run], None], after: Callable[[int], None],
     between: Callable[[], None] | None, keep: Callable[[_Times], None],
 ) -> None:  # fmt: skip
     kept_s = time.monotonic()
@@ -84,6 +89,7 @@ def _take(
                     run = made[key]()
                     if number == 0:  # `first` looks at layouts, so all run
                         first(key, run)
+                        queue_us[key] = meter.queue_us(run)
                     if len(found[key]) <= number:  # else an earlier process took them
                         watch = LoadAwareTimer()
                         found[key].append(meter.median_us(run, moved_bytes[key]))
@@ -106,7 +112,7 @@ def _take(
 # them, or stay below a known bound. What an op has made for its backward (places of a pooling,
 # pivots, a seed) is taken from a run of it. All others are zero.
 
-_BLOCK = 4096  # elements of the random pattern that made data repeats
+_BLOCK = 65_521  # elements of the random pattern that made data repeats; prime: no row is another
 _LINE_BYTES = 64  # of the caches: no kernel's speed hangs on more than an address's place in a line
 _CHECKED = (  # ops that raise where an index is out of range
     "aten.index.", "aten.index_put", "aten.index_select.", "aten.index_add", "aten.index_copy",
@@ -162,7 +168,9 @@ def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], di
         is_asserted, dtype = target_name(node).startswith(_ASSERTIONS), value.dtype
         is_number = dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
         if is_number or is_asserted:
-            tensor = sample_tensor(value, 1).to(_dtype_of_kernel(leaf, value))
+            is_factor = kind_of_target(target_name(node)) in OF_PRODUCTS
+            tensor = sample_tensor(value, 1, is_factor=is_factor)
+            tensor = tensor.to(_dtype_of_kernel(leaf, value))
             return tensor.fill_(1) if is_asserted else tensor
         if leaf is indices or _is_checked(node, leaf):
             return sample_tensor(value, _index_bound(node))
@@ -225,16 +233,21 @@ def _as(like: Tensor, flat: Tensor) -> Tensor:
     return torch.as_strided(flat, like.shape, like.stride(), like.storage_offset())
 
 
-def sample_tensor(like: Tensor, bound: int) -> Tensor:
+def sample_tensor(like: Tensor, bound: int, *, is_factor: bool = False) -> Tensor:
+    """`is_factor` : of products, which take more power, and so time, on numbers of both signs."""
     flat = _storage_for(like)
     # 0.1 to 0.9: probabilities, and no denormals, which are slow. A repeated block is quick.
+    n, where = min(_BLOCK, flat.numel()), flat.device
     if flat.dtype == torch.bool:
-        block = torch.rand(_BLOCK, device=flat.device) < 0.9
+        block = torch.rand(n, device=where) < 0.9
+    elif is_factor:
+        block = torch.randn(n, device=where).to(flat.dtype)
     elif flat.is_floating_point() or flat.is_complex():
-        block = torch.rand(_BLOCK, device=flat.device).mul_(0.8).add_(0.1).to(flat.dtype)
+        block = torch.rand(n, device=where).mul_(0.8).add_(0.1).to(flat.dtype)
     else:
-        block = torch.randint(bound, (_BLOCK,), device=flat.device).to(flat.dtype)
+        block = torch.randint(bound, (n,), device=where).to(flat.dtype)
     whole = flat.numel() // _BLOCK * _BLOCK
-    flat[:whole].view(-1, _BLOCK).copy_(block)
+    if whole:
+        flat[:whole].view(-1, _BLOCK).copy_(block)
     flat[whole:].copy_(block[: flat.numel() - whole])
     return _as(like, flat)

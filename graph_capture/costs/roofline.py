@@ -30,6 +30,7 @@ from remat.graph_capture.costs.op_times import cost_key
 from remat.graph_capture.devices.known_devices import (
     CUDA,
     MODELLED,
+    OF_PRODUCTS,
     Device,
     Efficiency,
     device_table,
@@ -47,7 +48,6 @@ from remat.graph_capture.torch_private.core import precision_settings
 from remat.graph_capture.tracing.trace import Trace
 
 _LAUNCH_PART = 0.1  # an op whose work is a smaller part of a launch shows how long a launch is
-_OF_PRODUCTS = ("matmul", "convolution", "depthwise", "attention", "attention_backward")
 _LEAST_WORK = 0.5  # in launches: an op of less work says too little of the rates for a fit
 
 
@@ -99,14 +99,14 @@ class _Fit:
     def __post_init__(self) -> None:
         assumed, self.factors = self.assumed, defaultdict(dict)
         tiny_us = _LAUNCH_PART * assumed.launch_us
-        launches = [one.cost_us for _, one, work_us in self._seen() if work_us < tiny_us]
-        least_us = min((one.cost_us for _, one, _ in self._seen()), default=assumed.launch_us)
+        launches = [one.alone_us for _, one, work_us in self._seen() if work_us < tiny_us]
+        least_us = min((one.alone_us for _, one, _ in self._seen()), default=assumed.launch_us)
         # Without an op of hardly any work, a launch is no longer than the quickest op.
         self.launch_us = statistics.median(launches or [min(assumed.launch_us, least_us)])
         for key, one, work_us in self._seen():
-            if work_us and one.cost_us - self.launch_us >= _LEAST_WORK * self.launch_us:
+            if work_us and one.alone_us - self.launch_us >= _LEAST_WORK * self.launch_us:
                 for group in _groups(key, one):
-                    self.factors[group][key] = (one.cost_us - self.launch_us) / work_us
+                    self.factors[group][key] = (one.alone_us - self.launch_us) / work_us
 
     def _seen(self) -> Iterator[tuple[str, ProfiledOp, float]]:
         for key, one in self.profile.ops.items():
@@ -130,7 +130,7 @@ class _Fit:
 
     def errors(self) -> list[float]:
         return sorted(
-            abs((self.launch_us + self._factor(key, one) * work_us) / one.cost_us - 1)
+            abs((self.launch_us + self._factor(key, one) * work_us) / one.alone_us - 1)
             for key, one, work_us in self._seen()
         )
 
@@ -150,7 +150,7 @@ def _groups(key: str, one: ProfiledOp) -> Iterable[str]:
 
 def _wider(kind: str) -> str:
     """What moves bytes alone is much alike."""
-    return kind if kind in _OF_PRODUCTS else "other"
+    return kind if kind in OF_PRODUCTS else "other"
 
 
 # Costs for a device that is not here. The graph is captured on the CPU, as fake CUDA tensors abort
@@ -206,7 +206,7 @@ class _OpCosts:
         one = None if node is None or not self.known else self.known.get(cost_key(node))
         if one is not None:
             return replace(
-                op, cost_us=one.cost_us, workspace_bytes=base_bytes + one.workspace_bytes,
+                op, cost_us=one.alone_us, workspace_bytes=base_bytes + one.workspace_bytes,
                 cost_origin="estimated" if one.is_estimate else "measured",
             )  # fmt: skip
         cost_us = self.roofline.launch_us

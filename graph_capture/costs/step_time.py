@@ -1,5 +1,7 @@
 """The step run as a whole, for what it takes beyond its ops, on a CPU a tenth or two.
 
+On a CUDA device, where host and device work at once, it may take less (`queue.py`).
+
 Without that, overheads are shares of too little: a Llama was planned at 12.0 % and took 8.5. Three
 runs on made data take turns: the step (`with_forward_timed`), the step that computes forward again
 (`recomputing`), and forward that drops its results (`dropping`). Timing every op where it stands
@@ -25,7 +27,7 @@ from remat.graph_capture.costs.cache import CostCache, Profile, WholeStepTimes
 from remat.graph_capture.costs.op_times import KERNEL_ERRORS, why_not_run
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.memory import free_bytes, is_out_of_memory
-from remat.graph_capture.devices.meter import LoadAwareTimer, Meter, have_agreed, least_agreed
+from remat.graph_capture.devices.meter import LoadAwareTimer, Meter, have_agreed
 from remat.graph_capture.distributed.collectives import run_locally, without_other_ranks
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TANGENTS, TrainingGraph
@@ -129,6 +131,9 @@ def _end_of_forward(joint: Joint, nodes: Sequence[fx.Node]) -> int:
 
 LEAST_OF_RECOMPUTING, MOST_OF_RECOMPUTING = 0.5, 2.0  # beyond, it says more of the clock
 _SEGMENTED = 0.5  # power of the factor: 1 suits long stretches, 0 what is made right before use
+# On a CUDA device, caches gain nothing from what stays near, so the factor itself counts. The time
+# of the host for views, which are no ops, is in it: small models took up to 4.5 times their costs.
+_MOST_ON_CUDA = 10.0
 
 
 @dataclass(frozen=True)
@@ -165,8 +170,9 @@ def as_recomputed(graph: TrainingGraph, costs: Costs, again_us: float, expected_
     the ops that ran again, was `expected_us` by their costs; 0 if none ran."""
     factor = 1.0
     if expected_us:
-        ratio = max(LEAST_OF_RECOMPUTING, again_us / expected_us)
-        factor = min(MOST_OF_RECOMPUTING, ratio) ** _SEGMENTED
+        is_cpu, ratio = graph.device == CPU, max(LEAST_OF_RECOMPUTING, again_us / expected_us)
+        most = MOST_OF_RECOMPUTING if is_cpu else _MOST_ON_CUDA
+        factor = min(most, ratio) ** (_SEGMENTED if is_cpu else 1.0)
     forward = {op.name for op in graph.ops if op.phase == "forward"}
     return {name: factor * us if name in forward else us for name, us in costs.items()}
 
@@ -211,13 +217,26 @@ def calibrated(graph: TrainingGraph, step: WholeStepTimes) -> TrainingGraph:
     # Keeping comes first: the step in segments was held against costs that are cheaper by it.
     cheaper = less_for_kept(graph, alone, step.keeping_us)
     costs = dict(as_recomputed(graph, cheaper, step.again_us, step.expected_us))
+    least_us = sum(alone.values())
+    if graph.device != CPU and step.step_us:
+        costs, least_us = _within(graph, costs, step.step_us), 0.0
     ops_us = sum(costs.values())
     # A step in a fast spell may take less than its ops. No op then costs less than nothing.
-    beyond_us = max(step.step_us, sum(alone.values()), ops_us) - ops_us
+    beyond_us = max(step.step_us, least_us, ops_us) - ops_us
     for op in graph.ops:
         if op.target == TANGENTS:
             costs[op.name] += beyond_us
     return with_costs(graph, costs)
+
+
+def _within(graph: TrainingGraph, costs: Costs, step_us: float) -> dict[str, float]:
+    """`costs`, with those of backward scaled so that all take the step's time, if they take more:
+    it runs once in every schedule, and what forward takes again was timed."""
+    once = {op.name for op in graph.ops if op.phase == "backward"}
+    once_us = sum(costs[name] for name in once)
+    left_us = step_us - (sum(costs.values()) - once_us)
+    factor = left_us / once_us if 0 < left_us < once_us else 1.0
+    return {name: factor * us if name in once else us for name, us in costs.items()}
 
 
 def costs_of(graph: TrainingGraph) -> dict[str, float]:
@@ -243,9 +262,7 @@ def whole_step(
     profile: Profile | None,
 ) -> WholeStepTimes | None:  # fmt: skip
     """Of `profile`, `rounds` (which `cache` then keeps) or `cache`; None if of none. `graph` has
-    each op at its cost alone."""
-    if graph.device != CPU:
-        return None
+    each op at its cost without that."""
     key = joint.timed_hash
     if profile is not None and key in profile.steps:
         return profile.steps[key]
@@ -326,12 +343,14 @@ class StepRounds:
             for _ in range(_MORE_SHARES):
                 if sum(map(sum, self._rounds)) >= _SOON_US:
                     self.some()
-        if self._runs is None:
-            return None
-        step_us, longer_us, plain_us, kept_us = map(least_agreed, zip(*self._rounds, strict=True))
+            if self._runs is None:
+                return None
+            again, self._runs = self._runs.again, None  # its inputs go before the cache is emptied
+        each_us = map(self._meter.of_rounds, zip(*self._rounds, strict=True))
+        step_us, longer_us, plain_us, kept_us = each_us
         keeping_us, again_us = max(0.0, kept_us - plain_us), max(0.0, longer_us - step_us)
         costs = less_for_kept(graph, costs_of(graph), keeping_us)
-        expected_us = sum(costs[name] for name in self._runs.again)
+        expected_us = sum(costs[name] for name in again)
         return WholeStepTimes(step_us, keeping_us, again_us, expected_us, self._away)
 
     def _round(self, runs: WholeRuns) -> list[float]:
@@ -343,7 +362,7 @@ class StepRounds:
 
 def is_beyond(joint: Joint, graph: TrainingGraph, most_bytes: int | None) -> bool:
     """Whether runs of the step, which keep all that backward reads, take more than that."""
-    if most_bytes is None or graph.device != CPU:
+    if most_bytes is None:
         return False
     return graph.resident.total_bytes + peak_bytes(graph) + _made_bytes(joint) > most_bytes
 
@@ -352,11 +371,11 @@ def step_rounds(
     joint: Joint, graph: TrainingGraph, meter: Meter, cache: CostCache, profile: Profile | None,
     most_bytes: int | None = None,
 ) -> StepRounds | None:  # fmt: skip
-    """On a CPU. None where times are known, where a `profile` is of another machine, and where the
-    step takes more than `most_bytes`."""
+    """None where times are known, where a `profile` is of another machine, and where the step takes
+    more than `most_bytes`."""
     key = joint.timed_hash
     is_known = cache.has_step(key, meter) or (profile is not None and key in profile.steps)
-    if graph.device != CPU or is_known or not _is_of(profile, meter.title):
+    if is_known or not _is_of(profile, meter.title):
         return None
     is_out = is_beyond(joint, graph, most_bytes)
     return None if is_out else StepRounds(meter, lambda: _runs_of(joint, graph, meter))
@@ -368,7 +387,10 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
     if not _has_room(peak_bytes(graph) + _made_bytes(joint), meter.device):
         return None
     twice, watch = recomputing(joint), ForwardWatch()
-    whole = with_forward_timed(joint, watch), twice.module, dropping(joint)
+    is_cpu = graph.device == CPU
+    whole = [copy_of(joint.module), twice.module]
+    if is_cpu:  # elsewhere, results that are dropped leave nothing nearer to the next ones
+        whole = [with_forward_timed(joint, watch), twice.module, dropping(joint)]
     made = [without_other_ranks(module) for module in whole]
     try:
         inputs = [_step_input(n) for n in joint.module.graph.find_nodes(op="placeholder")]
@@ -378,7 +400,7 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
             timer = LoadAwareTimer()  # the first run of all may find that memory is short
             run_locally(run)
             taken_us.append(timer.taken_us)
-        first_us = *taken_us, watch.taken_us
+        first_us = (*taken_us, watch.taken_us) if is_cpu else ()  # a device may not have ended
     except KERNEL_ERRORS as error:
         warnings.warn(
             "overheads may be shown too high: the step "
@@ -387,8 +409,8 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
             stacklevel=2,
         )
         return None
-    step, longer, plain = runs
-    return WholeRuns(step, longer, plain, lambda: watch.taken_us, twice.again, first_us)
+    plain = runs[2] if is_cpu else lambda: None
+    return WholeRuns(runs[0], runs[1], plain, lambda: watch.taken_us, twice.again, first_us)
 
 
 def _has_room(size_bytes: int, device: str) -> bool:

@@ -1,7 +1,7 @@
 """How a CUDA device is measured: by events of its stream, and by the counters of its allocator.
 
-An op costs the longer of two times: the device's, between events that are queued while it sleeps,
-so that no gap of the host counts; and the host's, to queue it, which decides for small ops.
+An op has two times: the device's, between events that are queued while it sleeps, so that no gap of
+the host counts; and the host's, to queue it. A step is timed until the device has run all of it.
 """
 
 from __future__ import annotations
@@ -10,23 +10,20 @@ import contextlib
 import functools
 import os
 import re
+import statistics
+import subprocess
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from remat.graph_capture.devices.known_devices import CPU, CUDA, title_with_memory
-from remat.graph_capture.devices.links import (
-    BYTES_PER_US_IN_GB_S,
-    PINNED_MEMORY,
-    LinkPair,
-    speed_of,
-)
+from remat.graph_capture.devices.known_devices import CPU, CUDA, is_cuda, title_with_memory
 from remat.graph_capture.devices.memory_events import Moment, RegionMemory, without_garbage
 from remat.graph_capture.devices.meter import Run, StepMemory, median_of
 from remat.graph_capture.errors import DeviceError
@@ -36,7 +33,8 @@ from remat.graph_capture.torch_private.core import (
     precision_settings,
 )
 
-SETTLE_S = 0.3  # the device works so long before the first op is timed, for its clocks to rise
+SETTLE_S = 2.0  # products run so long before the first op is timed: clocks rise, then sink by heat
+_HEATING = 4096  # rows and columns of these
 _SETTLED, _MOST_WARM_UPS = 0.05, 10  # an op is warm once two runs differ by less, or after so many
 CYCLES_PER_US, MOST_SLEEP_US = 2_000, 10_000  # the first is beyond today's clocks
 PROBE = 64  # rows and columns of the product that makes cuBLAS allocate what it keeps
@@ -45,6 +43,7 @@ _SUMS = (  # of products, that may be less exact than their terms
     "fp16_reduced_precision_reduction_split_k", "bf16_reduced_precision_reduction_split_k",
 )  # fmt: skip
 _TF32 = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS and cuDNN
+_SMI_S = 30.0  # seconds after which it is not waited for
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -60,7 +59,12 @@ class CudaMeter:
         found = torch.cuda.get_device_properties(device)
         self.title = title_with_memory(torch.cuda.get_device_name(device), found.total_memory)
         self.passes, self.cache_bytes = 1, int(found.L2_cache_size)
-        self._cache: Tensor | None = None
+        self.clocks = dict[str, str]()
+
+    @functools.cached_property
+    def _others(self) -> Tensor:
+        # Twice as large as the cache, which need not drop first what was read longest ago.
+        return torch.zeros(2 * self.cache_bytes, dtype=torch.uint8, device=self.device)
 
     @property
     def settings(self) -> str:
@@ -102,21 +106,36 @@ class CudaMeter:
         return False
 
     def settle(self) -> None:
+        """Let the clocks come to what they are in a step, and note them while the device works."""
+        x = torch.randn(_HEATING, _HEATING, dtype=torch.float16, device=self.device)
+
+        def heat(until: Callable[[], bool]) -> None:
+            while not until():
+                torch.mm(x, x)
+                torch.cuda.synchronize(self.device)
+
         end = time.perf_counter() + SETTLE_S
-        while time.perf_counter() < end:  # its clocks rise only under load
-            self._flush()
-            torch.cuda.synchronize(self.device)
+        heat(lambda: time.perf_counter() >= end)
+        with ThreadPoolExecutor(1) as aside:
+            reading = aside.submit(clocks, self.device)
+            heat(reading.done)
+        self.clocks = reading.result()
 
     def median_us(self, run: Run, moved_bytes: int = 0) -> float:
-        """The longer of the medians of what the device and what the host take."""
-        is_flushed = moved_bytes < self.cache_bytes  # else it would be found in the L2 cache
+        """The median of what the device takes. Its L2 cache is full of other data, all of it clean:
+        what a run writes back is its own."""
+        del moved_bytes
         with torch.cuda.device(self.device):
-            host_us = median_of(lambda: self._host_us(run))
-            self._warm_up(run, is_flushed, host_us)
-            return max(host_us, median_of(lambda: self._device_us(run, is_flushed, host_us)))
+            host_us = self.queue_us(run)
+            self._warm_up(run, host_us)
+            return median_of(lambda: self._device_us(run, host_us))
+
+    def queue_us(self, run: Run) -> float:
+        with torch.cuda.device(self.device):
+            return median_of(lambda: self._host_us(run))
 
     def often_us(self, *runs: Run) -> list[float]:
-        return [self.median_us(run) for run in runs]  # 0 bytes moved: the cache is flushed
+        return [self.median_us(run) for run in runs]
 
     def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
         """By the bytes asked of the allocator. The callables must have run before."""
@@ -152,6 +171,10 @@ class CudaMeter:
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             return self._between_events_us(run)
+
+    def of_rounds(self, times: Sequence[float]) -> float:
+        """The median of the later half: by then clocks have sunk to what the power allows."""
+        return statistics.median(times[len(times) // 2 :])
 
     def step_memory(self, run: Run) -> StepMemory:
         """By ``max_memory_allocated``, from an allocator that holds nothing in reserve."""
@@ -190,20 +213,27 @@ class CudaMeter:
         del result
         return taken_us
 
-    def _warm_up(self, run: Run, is_flushed: bool, host_us: float) -> None:
+    def _warm_up(self, run: Run, host_us: float) -> None:
         last_us = float("inf")
         for _ in range(_MOST_WARM_UPS):
-            now_us = self._device_us(run, is_flushed, host_us)
+            now_us = self._device_us(run, host_us)
             if abs(now_us - last_us) <= _SETTLED * last_us < float("inf"):
                 return
             last_us = now_us
 
-    def _device_us(self, run: Run, is_flushed: bool, host_us: float) -> float:
-        if is_flushed:
-            self._flush()
+    def _device_us(self, run: Run, host_us: float) -> float:
+        self._others.sum()
         # The device sleeps until all is queued, so that no gap of the host counts.
         cuda_sleep(int(CYCLES_PER_US * min(2 * host_us, MOST_SLEEP_US)))
-        return self._between_events_us(run)
+        start, end, after = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        start.record()
+        result: Any = run()
+        end.record()
+        after.record()
+        after.synchronize()
+        del result
+        # Without the time from one event to the next, which is as much as a small kernel takes.
+        return max(0.0, 1e3 * (start.elapsed_time(end) - end.elapsed_time(after)))
 
     def _between_events_us(self, run: Run) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -213,12 +243,6 @@ class CudaMeter:
         end.synchronize()
         del result
         return 1e3 * start.elapsed_time(end)
-
-    def _flush(self) -> None:
-        if self._cache is None:
-            size_bytes = max(self.cache_bytes, 1)
-            self._cache = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
-        self._cache.zero_()
 
 
 @functools.cache  # as what another stream takes stays with it
@@ -254,64 +278,24 @@ def _driver_version() -> str:
     return found.group() if found else "unknown"
 
 
-# How fast a CUDA device copies to and from pinned memory of its host, and to memory that is not.
-
-SIZES = tuple(1 << shift for shift in (16, 20, 24, 26, 28))  # 64 KiB to 256 MiB
-REPEATS = 10
-
-
-class _Copying(NamedTuple):
-    stream: torch.cuda.Stream
-    target: Tensor
-    source: Tensor
+_OF_SMI = {  # what a row calls it, and `nvidia-smi`
+    "sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem",
+    "throttled": "clocks_throttle_reasons.active", "watts": "power.draw",
+    "degrees": "temperature.gpu",
+}  # fmt: skip
 
 
-class _Row(NamedTuple):
-    """Microseconds of one copy of a size, by case."""
-
-    down: float
-    up: float
-    both_down: float
-    both_up: float
-    pageable: float
-
-
-def pinned_pair(device: str) -> LinkPair:
-    with torch.cuda.device(device):
-        rows = {size: copies_us(device, size) for size in SIZES}
-    down, up, both_down, both_up, pageable = (
-        {size: row[case] for size, row in rows.items()} for case in range(len(_Row._fields))
-    )
-    pageable_gb_s = SIZES[-1] / pageable[SIZES[-1]] / BYTES_PER_US_IN_GB_S
-    return LinkPair(speed_of(down, both_down), speed_of(up, both_up), PINNED_MEMORY, pageable_gb_s)
-
-
-def copies_us(device: str, size_bytes: int) -> _Row:
-    below, above = torch.cuda.Stream(), torch.cuda.Stream()  # in one, copies would wait
-    on_device = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    pinned = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    pageable = torch.empty(size_bytes, dtype=torch.uint8)
-    down = _Copying(below, pinned[0], on_device[0])
-    up = _Copying(above, on_device[1], pinned[1])
-    _copy_us((down, up))  # the first ones pay for the streams
-    both_down_us, both_up_us = _copy_us((down, up))
-    return _Row(
-        _copy_us((down,))[0], _copy_us((up,))[0], both_down_us, both_up_us,
-        _copy_us((_Copying(below, pageable, on_device[0]),))[0],
-    )  # fmt: skip
-
-
-def _copy_us(jobs: Sequence[_Copying]) -> list[float]:
-    """Microseconds of one copy of each job, all jobs at once."""
-    torch.cuda.synchronize()  # an idle device: with a full queue the host would wait
-    spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    for job in jobs:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(job.stream):
-            start.record()
-            for _ in range(REPEATS):
-                job.target.copy_(job.source, non_blocking=True)
-            end.record()
-        spans.append((start, end))
-    torch.cuda.synchronize()
-    return [1e3 * start.elapsed_time(end) / REPEATS for start, end in spans]
+def clocks(device: str) -> dict[str, str]:
+    """MHz, reasons of throttling, watts and degrees now; empty where `nvidia-smi` does not say."""
+    if not is_cuda(device):
+        return {}
+    # By its name: numbers are those of all devices, and torch may see a few.
+    which = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    asked = [f"--query-gpu={','.join(_OF_SMI.values())}", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):  # or it says else
+        told = subprocess.run(
+            ["nvidia-smi", *asked, "-i", which],
+            capture_output=True, text=True, check=True, timeout=_SMI_S,
+        )  # fmt: skip
+        return dict(zip(_OF_SMI, told.stdout.strip().split(", "), strict=True))
+    return {}

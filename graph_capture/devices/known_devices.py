@@ -35,6 +35,8 @@ WorkKind = Literal[
     "norm_backward", "softmax", "reduction", "lookup_backward", "other",
 ]  # fmt: skip
 
+OF_PRODUCTS = ("matmul", "convolution", "depthwise", "attention", "attention_backward")
+
 Allocated = Callable[[int], int]  # from bytes that are asked for to bytes that the allocator takes
 
 

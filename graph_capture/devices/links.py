@@ -32,11 +32,13 @@ class LinkSpeed(msgspec.Struct, frozen=True):
     gb_s: float  # 10⁹ bytes a second, alone
     both_gb_s: float  # with the other way busy
     latency_us: float  # of each copy, beside its bytes
+    both_latency_us: float = 0.0  # with the other way busy
 
     @property
     def planned(self) -> Link:
         # A step copies both ways at once.
-        return Link(PLANNED_SHARE * self.both_gb_s * BYTES_PER_US_IN_GB_S, self.latency_us)
+        latency_us = max(self.latency_us, self.both_latency_us)
+        return Link(PLANNED_SHARE * self.both_gb_s * BYTES_PER_US_IN_GB_S, latency_us)
 
 
 class LinkPair(msgspec.Struct, frozen=True):
@@ -68,7 +70,7 @@ def are_speeds(pair: LinkPair) -> bool:
     return (
         all(0 <= gb_s <= _MOST_GB_S for gb_s in others)
         and all(0 < gb_s <= _MOST_GB_S for gb_s in rates)
-        and all(0 <= way.latency_us <= MOST_US for way in ways)
+        and all(0 <= us <= MOST_US for way in ways for us in (way.latency_us, way.both_latency_us))
     )
 
 
@@ -87,7 +89,7 @@ def speed_of(alone_us: Mapping[int, float], both_us: Mapping[int, float]) -> Lin
     gb_s, latency_us = fitted(alone_us)
     both_gb_s, both_latency_us = fitted(both_us)
     # By noise alone a fit can say that a busy link is faster.
-    return LinkSpeed(gb_s, min(gb_s, both_gb_s), max(latency_us, both_latency_us))
+    return LinkSpeed(gb_s, min(gb_s, both_gb_s), latency_us, both_latency_us)
 
 
 # Links between ranks. A collective takes a start and the time of its bytes: the alpha-beta model

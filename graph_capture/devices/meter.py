@@ -49,6 +49,7 @@ class Meter(Protocol):
     device: str  # such as ``cpu`` or ``cuda:0``
     title: str  # of the machine, as profiles name it
     passes: int  # over the distinct ops of a step, in each of which all are timed
+    clocks: dict[str, str]  # as `settle` found them; empty where nobody says
 
     @property
     def settings(self) -> str:
@@ -74,6 +75,10 @@ class Meter(Protocol):
         """Median time of `run`, which has run before; `moved_bytes` are its inputs and outputs."""
         ...
 
+    def queue_us(self, run: Run) -> float:
+        """What the host takes to queue `run` for the device; 0 where it runs it itself."""
+        ...
+
     def often_us(self, *runs: Run) -> list[float]:
         """The time of each, for numbers that later costs are made of."""
         ...
@@ -87,6 +92,10 @@ class Meter(Protocol):
         ...
 
     def step_us(self, run: Run) -> float: ...
+
+    def of_rounds(self, times: Sequence[float]) -> float:
+        """The time of a step that was run so often in a row."""
+        ...
 
     def step_memory(self, run: Run) -> StepMemory: ...
 
@@ -189,6 +198,7 @@ class CpuMeter:
         self.passes, self.device, self.title = PASSES, CPU, cpu_title()
         self.cache_bytes = _cache_bytes()
         precision, self.versions = precision_settings()[3:], dict[str, str]()  # of oneDNN
+        self.clocks = dict[str, str]()
         self.settings = "" if set(precision) == {"ieee"} else " ".join(precision)
 
     @functools.cached_property
@@ -242,6 +252,11 @@ class CpuMeter:
     def library_bytes(self) -> int:
         return 0
 
+    def queue_us(self, run: Run) -> float:
+        del run
+        return 0.0
+
+    of_rounds = staticmethod(least_agreed)
     moments = staticmethod(measure_moments)
     regions = staticmethod(measure_regions)
     rng_state = staticmethod(torch.get_rng_state)

@@ -53,6 +53,15 @@ def is_collective(node: fx.Node) -> bool:
     return _namespace(node) in NAMESPACES and op_name(node) != _WAIT
 
 
+def waits_late(node: fx.Node) -> bool:
+    """Whether `node` may be waited for where its result is first read, and not at once.
+
+    A sum works on a copy of its own. Others hold what they read until then, or, on a CPU, a buffer:
+    no predicted peak counts these beside later ops."""
+    is_sum = _namespace(node) == "_c10d_functional" and op_name(node) == "all_reduce"
+    return is_sum and all(map(is_wait, node.users))
+
+
 def wait_nodes(node: fx.Node) -> list[fx.Node]:
     """The nodes that wait for what `node` returns, in the order of the waits."""
     waits = [user for user in node.users if is_wait(user)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from remat.graph_capture.distributed.collectives import skip_wait, wait_nodes
+from remat.graph_capture.distributed.collectives import skip_wait, wait_nodes, waits_late
 from remat.graph_capture.graph import ACCUMULATE, TANGENTS, UPDATE, Op
 from remat.graph_capture.joint.build import SAVE_RNG, STATISTICS, Joint
 from remat.graph_capture.joint.exact_ops import RECOMPUTED_BY
@@ -51,6 +51,7 @@ class EagerEmitter(Emitter[Joint]):
         self.states: dict[str, fx.Node] = {}
         self.updates: dict[str, tuple[fx.Node, fx.Node]] = {}
         self.released: dict[int, fx.Node] = {}
+        self.under_way: dict[fx.Node, None] = {}  # collectives that nothing waits for yet
 
     def values_behind(self, node: fx.Node) -> tuple[str, ...]:
         value = self.joint.value_of_node.get(node)
@@ -59,6 +60,9 @@ class EagerEmitter(Emitter[Joint]):
     def free(self, value: str) -> None:
         self.left_live.discard(value)
         self.states.pop(value, None)
+        for made in tuple(self.under_way):
+            if value in self.values_behind(made):  # or it would write to memory of others
+                self._end(made)
         super().free(value)
 
     def kept(self, what: Demanded) -> fx.Node:
@@ -67,7 +71,15 @@ class EagerEmitter(Emitter[Joint]):
         assert isinstance(what, fx.Node)
         return super().kept(self.joint.in_place.last(what))  # as it is after the last write
 
+    def results(self, results: Iterable[Any]) -> list[Any]:
+        found = super().results(results)
+        for made in tuple(self.under_way):
+            self._end(made)
+        return found
+
     def resolve(self, node: fx.Node) -> fx.Node:
+        if self.under_way:
+            self._end(skip_wait(node))
         if node in self.copies:
             return self.copies[node]
         if is_alias_of_input(node):
@@ -185,6 +197,14 @@ class EagerEmitter(Emitter[Joint]):
                 self.put(whole, self.resolve(writes.before[whole]))
 
     def _wait(self, made: fx.Node) -> None:
+        self.under_way[made] = None
+        if not waits_late(made):
+            self._end(made)
+
+    def _end(self, made: fx.Node) -> None:
+        if made not in self.under_way:
+            return
+        del self.under_way[made]
         for wait in wait_nodes(made):  # a collective's result is what was waited for
             self.put(wait, self._copy(wait, wait.name))
 

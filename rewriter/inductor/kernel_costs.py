@@ -18,6 +18,7 @@ from remat.graph_capture.costs.op_costs import ESTIMATED_BYTES_PER_US, with_cost
 from remat.graph_capture.costs.op_times import KernelError, cost_key, runner_of, times_us
 from remat.graph_capture.costs.step_time import bytes_for_backward, calibrated
 from remat.graph_capture.devices.known_devices import allocator_rounding, is_cuda
+from remat.graph_capture.devices.memory import free_bytes
 from remat.graph_capture.devices.meter import CpuMeter, Meter
 from remat.graph_capture.devices.placement import meter_of
 from remat.graph_capture.distributed.collectives import run_locally
@@ -128,6 +129,8 @@ def _graph(part: str, fake: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.
 
 _BANDWIDTH_KEY = "remat.copy_bandwidth"
 _BANDWIDTH_BYTES = 1 << 25  # copied to measure: most to memory, not caches
+_ON_CUDA_BYTES, _ON_CUDA_PART = 1 << 30, 8  # there so much, or one part in so many of what is free
+_LAUNCH_KEY = "remat.launch"  # of a kernel that moves a byte
 LEAST_SLOW_ELEMENTS = 1 << 12  # fewer are not worth the seconds of a measurement
 NEAR = 0.8
 """Part of the time to read a result that is saved while it is near the core, as it is just after it
@@ -159,15 +162,34 @@ class CallCosts:
 
     def bytes_per_us(self) -> float:
         if _BANDWIDTH_KEY not in self.cache.costs:
-            with for_real(self.meter):
-                # To memory that is there already: new pages make a copy five times slower.
-                source = torch.ones(_BANDWIDTH_BYTES, dtype=torch.uint8, device=self.meter.device)
-                target = torch.ones_like(source)
-                (copy_us,) = self.meter.often_us(lambda: target.copy_(source))
-                self.cache.costs[_BANDWIDTH_KEY] = OpCost(copy_us, 0)
-            self.cache.save()
+            size_bytes, device = _BANDWIDTH_BYTES, self.meter.device
+            if is_cuda(device):
+                size_bytes = min(_ON_CUDA_BYTES, free_bytes(device) // _ON_CUDA_PART)
+            copy_us = self._copy_us(size_bytes) - self.launch_us()
+            self._keep(_BANDWIDTH_KEY, copy_us * _BANDWIDTH_BYTES / size_bytes)
         self._taken.add(_BANDWIDTH_KEY)
         return 2 * _BANDWIDTH_BYTES / self.cache.costs[_BANDWIDTH_KEY].cost_us  # read and written
+
+    def launch_us(self) -> float:
+        """What a kernel takes beside its bytes; nothing on a CPU, where it is a call."""
+        if not is_cuda(self.meter.device):
+            return 0.0
+        if _LAUNCH_KEY not in self.cache.costs:
+            self._keep(_LAUNCH_KEY, self._copy_us(1))
+        self._taken.add(_LAUNCH_KEY)
+        return self.cache.costs[_LAUNCH_KEY].cost_us
+
+    def _keep(self, key: str, cost_us: float) -> None:
+        self.cache.costs[key] = OpCost(cost_us)
+        self.cache.save()
+
+    def _copy_us(self, size_bytes: int) -> float:
+        with for_real(self.meter):
+            # To memory that is there already: new pages make a copy five times slower.
+            source = torch.ones(size_bytes, dtype=torch.uint8, device=self.meter.device)
+            target = torch.ones_like(source)
+            (copy_us,) = self.meter.often_us(lambda: target.copy_(source))
+        return copy_us
 
     def us_per_element(self, parts: Collection[str]) -> dict[str, float]:
         if is_cuda(self.meter.device):  # its kernels wait for memory
@@ -187,10 +209,11 @@ class CallCosts:
         made = {key: partial(runner_of, node, self.constants) for key, node in missing.items()}
         costs = times_us(made, moved, self.meter, failed, first=lambda _, run: run_locally(run))
         memory = self.meter.regions(runner_of(missing[key], self.constants) for key in costs)
-        for (key, (cost_us, away)), region in zip(costs.items(), memory, strict=True):
+        for (key, (cost_us, away, queue_us)), region in zip(costs.items(), memory, strict=True):
             made_bytes = sum(map(allocated, fresh_storages(missing[key])))
             # Results are values of the graph, not workspace.
-            found[key] = OpCost(cost_us, max(0, region.peak_bytes - made_bytes), away=away)
+            beyond_bytes = max(0, region.peak_bytes - made_bytes)
+            found[key] = OpCost(cost_us, beyond_bytes, away=away, queue_us=queue_us)
         return found
 
 
@@ -205,7 +228,7 @@ def for_real(meter: Meter) -> Generator[None]:
 def with_kernel_costs(joint: FusedJoint, costs: CallCosts) -> TrainingGraph:
     calls = {name: n for name, n in joint.node_of_op.items() if not is_generated(n)}
     found = dict(zip(calls, costs.of(calls.values()), strict=True))
-    bytes_per_us = costs.bytes_per_us()
+    bytes_per_us, launch_us = costs.bytes_per_us(), costs.launch_us()
     stored, values = set(joint.node_of_op.values()), joint.graph.value_by_name
     kernels = {name: n for name, n in joint.node_of_op.items() if name not in found}
     slow = {name: _slow_elements(node, stored) for name, node in kernels.items()}
@@ -219,6 +242,7 @@ def with_kernel_costs(joint: FusedJoint, costs: CallCosts) -> TrainingGraph:
             # Reads and writes at the rate of a copy, plus slow functions; inlined ones are free.
             cost_us = _kernel_bytes(op, node, values) / bytes_per_us
             cost_us += sum(n * element_us[part] for part, n in slow[op.name].items())
+            cost_us += 0.0 if is_added_product(node) else launch_us
             op = msgspec.structs.replace(op, cost_us=cost_us, cost_origin="modelled")
         ops.append(op)
     costed = msgspec.structs.replace(joint.graph, ops=tuple(ops), cost_origin="mixed")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from remat.graph_capture.devices.pinned_memory import pinned
 from remat.graph_capture.errors import TierError, option
 from remat.graph_capture.graph import Links
 from remat.graph_capture.spill_files import File, Finalizer, Folder, host_folder
@@ -31,8 +32,6 @@ from remat.rewriter.tiers.file_tier import (
     link_thread,
     store_of,
 )
-
-_PORTABLE = 1  # ``cudaHostRegisterPortable``: pinned for all devices of the process
 
 
 @dataclass
@@ -95,8 +94,8 @@ class _Range:
 class _PinnedRanges:
     """The ranges of one plan, whose parts handles take in turn; mostly one is enough."""
 
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
+    def __init__(self, size_bytes: int, host_bytes: int) -> None:
+        self.size_bytes, self.host_bytes = size_bytes, host_bytes
         self.ranges: list[_Range] = []
         self._taking = threading.Lock()
 
@@ -112,44 +111,20 @@ class _PinnedRanges:
                 if (part := one.take(start, end)) is not None:
                     return part
             # Still held, as by a second forward: the range is there once more, and stays.
+            self._require_room()
             self.ranges.append(_Range(max(self.size_bytes, end)))
             part = self.ranges[-1].take(start, end)
             assert part is not None
             return part
 
-
-class _Mapping(mmap.mmap):
-    """Memory that is given back to the driver before it is given back to the system."""
-
-    address = 0
-    unregister: Any = None
-
-    def __del__(self) -> None:
-        if self.unregister is not None:  # `weakref.finalize` is too late: a mapping ends before
-            self.unregister(self.address)
-
-
-def pinned(size_bytes: int) -> Tensor:
-    """A uint8 tensor of new pinned memory, which is given back when nothing holds it."""
-    try:  # registered with the driver, as torch's pinned memory rounds up to a power of two
-        memory = _Mapping(-1, size_bytes)
-    except OSError as error:
-        raise _refused(size_bytes, str(error)) from error
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    runtime: Any = torch.cuda.cudart()
-    memory.address = whole.data_ptr()
-    if status := int(runtime.cudaHostRegister(memory.address, size_bytes, _PORTABLE)):
-        raise _refused(size_bytes, f"cudaHostRegister says {status}")
-    memory.unregister = runtime.cudaHostUnregister
-    return whole
-
-
-def _refused(size_bytes: int, why: str) -> TierError:
-    return TierError(
-        f"give a smaller {option('host')}, raise the limit on locked memory (ulimit -l), or solve "
-        f"without offloading: the host cannot pin the {size_bytes} bytes that this plan copies "
-        f"there ({why})"
-    )
+    def _require_room(self) -> None:
+        size_bytes = (len(self.ranges) + 1) * self.size_bytes
+        if self.ranges and size_bytes > self.host_bytes:
+            raise TierError(
+                f"call backward before the next forward, or plan with a larger {option('host')}: "
+                f"{len(self.ranges) + 1} forwards in flight copy {size_bytes} bytes to the host, "
+                f"and the plan is for {self.host_bytes}"
+            )
 
 
 @dataclass(eq=False)
@@ -181,7 +156,8 @@ class StreamTier:
                 f"pinned memory, and the host has room for {links.host_bytes}"
             )
         self.places, self.device = places, torch.device(device)
-        self._ranges, self._nvme_bytes = _PinnedRanges(places.size_bytes), nvme_bytes
+        self._ranges = _PinnedRanges(places.size_bytes, links.host_bytes)
+        self._nvme_bytes = nvme_bytes
         self._nvme = Folder(links.nvme_path or host_folder(), "nvme") if nvme_bytes else None
 
     def require_room(self) -> None:

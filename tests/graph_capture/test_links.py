@@ -16,9 +16,7 @@ import torch
 from remat.graph_capture.costs import measuring
 from remat.graph_capture.costs.cache import CostCache, Profile
 from remat.graph_capture.costs.measuring import links_below, relinked
-from remat.graph_capture.devices import cuda as cuda_device
-from remat.graph_capture.devices import links
-from remat.graph_capture.devices.cuda import pinned_pair
+from remat.graph_capture.devices import links, pinned_memory
 from remat.graph_capture.devices.known_devices import device_table
 from remat.graph_capture.devices.links import (
     PINNED_MEMORY,
@@ -33,6 +31,7 @@ from remat.graph_capture.devices.links import (
     speed_of,
 )
 from remat.graph_capture.devices.memory import AUTO_SHARE, LowerTiers, lower_tiers
+from remat.graph_capture.devices.pinned_memory import pinned_pair
 from remat.graph_capture.errors import BudgetError, FileError, ProfileError, TierError
 from remat.graph_capture.graph import Links
 from remat.graph_capture.spill_files import Folder, host_folder, require_writable
@@ -158,7 +157,8 @@ def test_plans_are_made_with_a_part_of_the_slower_rate() -> None:
     assert speed.gb_s > speed.both_gb_s
     link = speed.planned
     assert link.bytes_per_us == pytest.approx(PLANNED_SHARE * speed.both_gb_s * 1e3)
-    assert link.latency_us == speed.latency_us == pytest.approx(2.0, abs=0.1)
+    assert speed.latency_us == pytest.approx(1.0, abs=0.1)
+    assert link.latency_us == speed.both_latency_us == pytest.approx(2.0, abs=0.1)
 
 
 def test_a_folder_is_measured_within_few_bytes_and_leaves_nothing(
@@ -216,17 +216,31 @@ class FakeTensor:
     def copy_(self, source: FakeTensor, non_blocking: bool) -> None:
         assert non_blocking
         rate = 50e3 if self.pinned and source.pinned else 8e3
-        self.clock.now_us += 5.0 + self.size / rate
+        took_us = 5.0 + self.size / rate
+        self.clock.now_us += took_us if self.clock.is_queued else max(20.0, took_us)
 
 
 class FakeLink:
-    """A link of 50 GB/s with 5 us of latency, and of 8 GB/s to memory that is not pinned."""
+    """A link of 50 GB/s with 5 us of latency, and of 8 GB/s to memory that is not pinned.
+
+    The host takes 20 us to queue a copy."""
 
     def __init__(self) -> None:
-        self.now_us = 0.0
+        self.now_us, self.most_bytes = 0.0, 0
+        self.is_queued = False  # the device slept meanwhile
 
-    def empty(self, size: int, dtype: Any, device: str = "cpu", pin_memory: bool = False) -> Any:
-        return FakeTensor(self, size, pinned=pin_memory or device == "cuda:0")
+    def empty(self, size: int, dtype: Any, device: str = "cpu") -> Any:
+        self.most_bytes = max(self.most_bytes, size)
+        return FakeTensor(self, size, pinned=device == "cuda:0")
+
+    def pinned(self, size: int) -> Any:
+        return FakeTensor(self, size, pinned=True)
+
+    def sleep(self, _: int) -> None:
+        self.is_queued = True
+
+    def synchronize(self) -> None:
+        self.is_queued = False
 
     def event(self, **_: Any) -> Any:
         one = SimpleNamespace(us=0.0)
@@ -240,15 +254,20 @@ def test_a_cuda_device_is_measured_pinned_and_not(
 ) -> None:
     fake = FakeLink()
     monkeypatch.setattr(torch, "empty", fake.empty)
-    monkeypatch.setattr(torch.cuda, "Event", fake.event)
+    for name, answer in (("Event", fake.event), ("_sleep", fake.sleep)):
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch.cuda, "synchronize", fake.synchronize)
+    monkeypatch.setattr(pinned_memory, "pinned", fake.pinned)
+    cuda.reserved_bytes = 999  # segments that stay with the allocator
     found = pinned_pair("cuda:0")
+    assert cuda.reserved_bytes == cuda.allocated_bytes
+    assert 2 * fake.most_bytes <= 128 << 20
     assert found.place == PINNED_MEMORY
     for way in (found.down, found.up):
         assert (way.gb_s, way.both_gb_s) == pytest.approx((50.0, 50.0))
         assert way.latency_us == pytest.approx(5.0)
     assert found.pageable_gb_s == pytest.approx(8.0, rel=1e-3)
     assert "8 to memory that is not pinned" in str(found)
-    assert cuda.called["synchronize"] >= 2 * len(cuda_device.SIZES)
 
 
 def test_links_of_the_table() -> None:
@@ -314,7 +333,7 @@ def test_a_cuda_device_has_pinned_memory_below(
     cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
-    monkeypatch.setattr(cuda_device, "pinned_pair", lambda device: pair(PINNED_MEMORY, 50.0))
+    monkeypatch.setattr(pinned_memory, "pinned_pair", lambda device: pair(PINNED_MEMORY, 50.0))
     with patched(MEASURED):
         found = links_below("cuda:0", LowerTiers(GIB))
     assert found.d2h.bytes_per_us == pytest.approx(45e3)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from torch import nn
 
 import remat
 from benchmarks.gpu import carried, ceilings, prepare
-from benchmarks.gpu.measuring import clocks
 from benchmarks.gpu.models import table_entry
 from benchmarks.gpu.rows import Row, RowFile
 from benchmarks.gpu.scheduler import Desk, Settings, Unit
@@ -201,29 +199,10 @@ def test_links_of_a_gpu_are_measured_by_size(monkeypatch: pytest.MonkeyPatch) ->
 
     # Only memory beside a device can be pinned.
     monkeypatch.setattr(torch, "empty", unpinned)
-    monkeypatch.setattr(ceilings.cuda, "SIZES", (1 << 12, 1 << 14))
+    monkeypatch.setattr(ceilings.pinned_memory, "SIZES", (1 << 12, 1 << 14))
     device = ceilings._Device("cpu")
     device.is_cuda = True
     row = ceilings.links(device)
     assert [one["bytes"] for one in row["copies"]] == [1 << 12, 1 << 14]
-    assert row["copies"][0]["d2h_us"] == fake.device_us / ceilings.cuda.REPEATS
+    assert row["copies"][0]["d2h_us"] == fake.device_us / ceilings.pinned_memory.REPEATS
     assert set(row["products"]) == {"alone_ms", "beside_d2h_ms", "beside_h2d_ms"}
-
-
-def test_a_clock_that_cannot_be_read_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(_: Any) -> None:
-        raise ValueError("not supported")
-
-    fake = SimpleNamespace(
-        nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetClockInfo=lambda _, kind: {1: 1980, 2: 3201}[kind], NVML_CLOCK_SM=1,
-        NVML_CLOCK_MEM=2, nvmlDeviceGetCurrentClocksThrottleReasons=lambda _: 4,
-        nvmlDeviceGetPowerUsage=refused, nvmlDeviceGetTemperature=lambda *_: 40,
-        NVML_TEMPERATURE_GPU=0,
-    )  # fmt: skip
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
-    assert clocks("cuda:0") == {
-        "sm_mhz": 1980, "memory_mhz": 3201, "throttled": "0x4",
-        "watts": "ValueError: not supported", "degrees": 40,
-    }  # fmt: skip
-    assert clocks("cpu") == {}

@@ -113,7 +113,7 @@ def test_a_cache_of_another_schema_is_not_read_and_written_anew(folder: Path) ->
     model, args, *_ = make("plain")
     op_costs.measure_costs(trace(model, args))
     (path,) = folder.glob("prices-*.json")
-    path.write_text(path.read_text().replace('"schema_version":7', '"schema_version":6'))
+    path.write_text(path.read_text().replace('"schema_version":8', '"schema_version":7'))
     assert CostCache().costs == CostCache().steps == {}
     op_costs.measure_costs(trace(model, args))
     assert CostCache().costs
@@ -201,6 +201,18 @@ def test_garbage_is_not_collected_while_memory_is_measured() -> None:
         assert gc.isenabled()
     finally:
         gc.set_threshold(*thresholds)
+
+
+@pytest.mark.parametrize(("target", "is_factor"), [("addmm", True), ("gelu", False)])
+def test_products_are_timed_on_numbers_of_both_signs(target: str, is_factor: bool) -> None:
+    """What others read may have to be a probability."""
+    model = nn.Sequential(nn.Linear(8192, 3), nn.GELU())
+    joint = trace(model, (torch.randn(5, 8192),)).joint
+    (node,) = (n for n in joint.node_of_op.values() if n.name == target)
+    made = sample_arguments(node, joint.module)[0][1 if is_factor else 0]
+    assert bool(made.min() < 0) == is_factor
+    assert (made.min() > 0.09 and made.max() < 0.91) != is_factor
+    assert len(made.unique()) > 0.9 * made.numel()  # rows differ
 
 
 def test_an_assertion_is_measured_with_what_it_asserts() -> None:

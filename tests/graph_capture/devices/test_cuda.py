@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from remat.graph_capture.devices.cuda import CYCLES_PER_US, MOST_SLEEP_US, CudaM
 from remat.graph_capture.devices.meter import CpuMeter
 from remat.graph_capture.devices.placement import meter_of
 from remat.graph_capture.errors import DeviceError
-from tests.fake_cuda import L2_BYTES, TITLE, FakeCuda, cuda
+from tests.fake_cuda import L2_BYTES, PROPERTIES, TITLE, FakeCuda, cuda
 
 __all__ = ["cuda"]
 
@@ -29,7 +31,7 @@ class LtOnly(Enum):
 @pytest.fixture
 def meter(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> CudaMeter:
     found = CudaMeter("cuda:0")
-    monkeypatch.setattr(found, "_flush", cuda.counting("flush"))
+    found._others = torch.zeros(1)
     return found
 
 
@@ -48,13 +50,10 @@ def test_an_allocator_that_does_not_count_requests_is_refused(
         meter_of("cuda:0")
 
 
-def test_the_cost_of_an_op_is_the_longer_of_the_devices_and_the_hosts_time(
-    cuda: FakeCuda, meter: CudaMeter
-) -> None:
+def test_the_time_of_an_op_on_the_device_and_on_the_host(cuda: FakeCuda, meter: CudaMeter) -> None:
     cuda.device_us = 5e4
-    assert meter.median_us(lambda: None) == 5e4
-    cuda.device_us = 1.0
-    assert meter.median_us(lambda: time.sleep(2e-3)) > 1e3
+    assert meter.median_us(lambda: time.sleep(2e-3)) == 5e4
+    assert 1e3 < meter.queue_us(lambda: time.sleep(2e-3)) < 5e4
 
 
 def test_the_host_is_ahead_of_the_device_while_it_is_timed(
@@ -66,12 +65,38 @@ def test_the_host_is_ahead_of_the_device_while_it_is_timed(
     assert max(cuda.cycles) == CYCLES_PER_US * MOST_SLEEP_US
 
 
-@pytest.mark.parametrize(("moved_bytes", "is_flushed"), [(L2_BYTES - 1, True), (L2_BYTES, False)])
-def test_an_op_that_fits_into_the_cache_finds_it_full_of_others(
-    cuda: FakeCuda, meter: CudaMeter, moved_bytes: int, is_flushed: bool
+@pytest.mark.parametrize("moved_bytes", [0, L2_BYTES, 9 * L2_BYTES])
+def test_an_op_finds_the_cache_full_of_others_that_need_not_be_written_back(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, moved_bytes: int
 ) -> None:
-    meter.median_us(lambda: None, moved_bytes)
-    assert cuda.called["flush"] == (len(cuda.cycles) if is_flushed else 0)
+    zeros, others = torch.zeros, list[Reads]()
+
+    def read(size: int, **how: Any) -> Reads:
+        others.append(Reads(zeros(size, dtype=how["dtype"])))
+        return others[-1]
+
+    monkeypatch.setattr(torch, "zeros", read)
+    CudaMeter("cuda:0").median_us(lambda: None, moved_bytes)
+    (found,) = others
+    assert found.whole.nbytes == 2 * L2_BYTES
+    assert found.n_read == len(cuda.cycles) > 0
+
+
+class Reads:
+    """Can only be read."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole, self.n_read = whole, 0
+
+    def sum(self) -> None:
+        self.n_read += 1
+
+
+def test_what_two_events_take_is_no_ops_time(cuda: FakeCuda, meter: CudaMeter) -> None:
+    cuda.device_us, cuda.pair_us = 5.0, 3.0
+    assert meter.median_us(lambda: None) == pytest.approx(5.0)
+    cuda.device_us = -1.0  # noise
+    assert meter.median_us(lambda: None) == 0.0
 
 
 def test_an_op_runs_until_its_time_settles(cuda: FakeCuda, meter: CudaMeter) -> None:
@@ -85,12 +110,62 @@ def test_an_op_runs_until_its_time_settles(cuda: FakeCuda, meter: CudaMeter) -> 
     assert meter.median_us(run) == 100.0
 
 
-def test_the_clocks_are_given_time(
+ASKED = "clocks.sm,clocks.mem,clocks_throttle_reasons.active,power.draw,temperature.gpu"
+SMI = f"""#!/bin/sh
+[ "$1 $4" = "--query-gpu={ASKED} GPU-12345" ] || exit 6
+echo "1980, 2619, 0x0000000000000004, 612.31, [N/A]"
+"""
+CLOCKS = {
+    "sm_mhz": "1980", "memory_mhz": "2619", "throttled": "0x0000000000000004", "watts": "612.31",
+    "degrees": "[N/A]",
+}  # fmt: skip
+
+
+@pytest.fixture
+def smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A tool of NVIDIA's that knows the one device of `FakeCuda`."""
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+
+@pytest.mark.usefixtures("smi")
+def test_the_clocks_are_given_time_and_read_while_the_device_works(
     cuda: FakeCuda, meter: CudaMeter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_device, "SETTLE_S", 0.01)
+    randn, read, worked = torch.randn, cuda_device.clocks, list[int]()
+
+    def slowly(device: str) -> dict[str, str]:
+        before = cuda.called["synchronize"]
+        time.sleep(0.2)
+        worked.append(cuda.called["synchronize"] - before)
+        return read(device)
+
+    monkeypatch.setattr(torch, "randn", lambda *_, dtype, device: randn(4, 4, dtype=dtype))
+    monkeypatch.setattr(cuda_device, "clocks", slowly)
+    monkeypatch.setattr(cuda_device, "SETTLE_S", 0.05)
+    start = time.perf_counter()
     meter.settle()
-    assert cuda.called["flush"] == cuda.called["synchronize"] > 0
+    assert time.perf_counter() - start > 0.25
+    assert worked[0] > 0
+    assert meter.clocks == CLOCKS
+
+
+@pytest.mark.usefixtures("smi")
+def test_a_device_that_nobody_knows_has_no_clocks(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert cuda_device.clocks("cuda:0") == CLOCKS
+    assert cuda_device.clocks("cpu") == {}
+    monkeypatch.setattr(PROPERTIES, "uuid", "another")
+    assert cuda_device.clocks("cuda:0") == {}
+    monkeypatch.setenv("PATH", "")
+    assert cuda_device.clocks("cuda:0") == {}
+    monkeypatch.setenv("PATH", str(tmp_path / "odd"))
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "nvidia-smi").write_text("#!/bin/sh\necho No devices were found\n")
+    (tmp_path / "odd" / "nvidia-smi").chmod(0o755)
+    assert cuda_device.clocks("cuda:0") == {}
 
 
 def test_the_memory_of_ops_is_what_they_ask_for(cuda: FakeCuda, meter: CudaMeter) -> None:

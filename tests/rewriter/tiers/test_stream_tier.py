@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from remat.graph_capture.errors import TierError
-from remat.rewriter.tiers import stream_tier
 from remat.rewriter.tiers.file_tier import HostPlaces, all_bytes
 from remat.rewriter.tiers.stream_tier import Arriving, StreamTier
 from tests.links import links
@@ -210,41 +209,16 @@ def test_gaps_between_places_may_not_break_the_hosts_room() -> None:
         StreamTier("cpu", ROOM, links(host_bytes=60000), 0)
 
 
-class Runtime:
-    def __init__(self, status: int) -> None:
-        self.status, self.registered = status, set[int]()
-
-    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:  # noqa: N802
-        assert (size_bytes, flags) == (8192, 1)
-        if not self.status:
-            self.registered.add(address)
-        return self.status
-
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        self.registered.remove(address)
-        return 0
-
-
-def test_pinned_memory_is_registered_as_long_as_anything_holds_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    runtime = Runtime(0)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    memory = stream_tier.pinned(8192)
-    part = memory[4096:]
-    assert runtime.registered == {memory.data_ptr()}
-    del memory
-    assert runtime.registered
-    del part
-    gc.collect()
-    assert not runtime.registered
-
-
-def test_memory_that_cannot_be_pinned_is_an_error_with_a_way_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(2))
+def test_forwards_in_flight_may_not_break_the_hosts_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = LazyMachine()
+    machine.install(monkeypatch)
+    made = StreamTier("cpu", ROOM, links(host_bytes=5 * ROOM.size_bytes // 2), 0)
+    x = value(0)
+    handles = [made.offload(x, 0) for _ in range(2)]
     with pytest.raises(
-        TierError, match=r"ulimit.*cannot pin the 8192 bytes.*cudaHostRegister says 2"
+        TierError, match=r"^call backward before .* 3 forwards in flight copy 196608 .* for 163840"
     ):
-        stream_tier.pinned(8192)
+        made.offload(x, 0)
+    del handles[0]
+    handles.append(made.offload(x, 0))
+    assert machine.ranges == 2
