@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import weakref
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from remat.graph_capture.devices.memory import is_out_of_memory
 from remat.graph_capture.errors import ArenaError, StateChangedError
-from remat.graph_capture.joint.nodes import is_tangent, is_view
+from remat.graph_capture.joint.nodes import is_view
 from remat.graph_capture.torch_private.core import clear_cublas_workspaces, storage_uses
 from remat.rewriter.arena.capturable import require_capturable
 from remat.rewriter.compiled import CompiledStep, PassKind
@@ -117,11 +117,9 @@ class _Graph:
 
     def capture(self, run: Callable[[], Any], pool: Any, stream: Any) -> list[Any]:
         clear_cublas_workspaces()  # others may free one that a graph has the address of
-        to_pool = torch.cuda.graph(
-            self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-        )
+        how: dict[str, Any] = {"stream": stream, "capture_error_mode": "thread_local"}
         try:
-            with self.draws.captured(self.graph), to_pool:
+            with self.draws.captured(self.graph), torch.cuda.graph(self.graph, pool=pool, **how):
                 return list(run())
         except RuntimeError as error:
             if is_out_of_memory(error):
