@@ -43,12 +43,13 @@ class StepPlanner:
         self.spec = spec
         self.stages, self.name = stopwatch_of_call(verbose=spec.verbose), type(spec.model).__name__
         self._profile, self._tiers = spec.known_profile, spec.tiers  # these refuse before the trace
-        if spec.cuda_graphs:  # these too, and after the trace what no graph can repeat
-            device = require_graph_device(spec.model)
+        # So does a model elsewhere, and after the trace what no graph can repeat.
+        device = require_graph_device(spec.model) if spec.cuda_graphs else None
+        if device:
             of_trace["gradient_release"] = False
         with self.stages.stage("capture", f"tracing {self.name}"):
             self.traced = trace(spec.model, **spec.of_trace, **of_trace)
-        if spec.cuda_graphs:
+        if device:
             require_capturable_ops(self.traced.joint.module, device)
 
     def costed(self, one: Trace, *, chunks: bool = True) -> TrainingGraph:

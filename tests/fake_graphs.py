@@ -300,4 +300,5 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     monkeypatch.setattr(capturable, "KINDS", ["cpu"])
     monkeypatch.setattr(rng, "is_cuda", lambda _: True)  # states are those of a device
     monkeypatch.setattr(rng, "form_with_generator", lambda _: None)
+    monkeypatch.setattr(rng, "_moves", {})
     return runtime
