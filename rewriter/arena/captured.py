@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from remat.graph_capture.devices.memory import is_out_of_memory
 from remat.graph_capture.errors import ArenaError, StateChangedError
 from remat.graph_capture.joint.nodes import is_view
 from remat.graph_capture.torch_private.core import clear_cublas_workspaces, storage_uses
+from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.rewriter.arena.capturable import require_capturable
 from remat.rewriter.compiled import CompiledStep, PassKind
 from remat.rewriter.graphs.codegen import Boxed
@@ -96,7 +97,7 @@ class GraphCounts:
 
 @dataclass(eq=False)
 class _Pair:
-    """Both graphs, captured for one set of addresses; `given` are the tensors of the pool."""
+    """Both graphs, for one set of addresses; `uses` counts holders of gradients in the pool."""
 
     forward: _Graph
     buffers: list[_Buffer]
@@ -272,8 +273,8 @@ class StepGraphs:
             for buffer, tangent in zip(pair.tangents, tangents, strict=True):
                 buffer.fill(tangent)
             pair.backward.replay(self._began)
-        owned = pair.uses
-        return _each(pair.gradients, lambda g: g.detach() if _storage(g) in owned else _copied(g))
+        own = pair.uses  # all others lie in what the next step writes to
+        return _each(pair.gradients, lambda g: g.detach() if _storage(g) in own else _copied(g))
 
     def _number_in(self, args: list[Any]) -> int | None:
         for i in range(self._places.n_saved):
@@ -344,8 +345,11 @@ def _each(results: list[Any], made: Callable[[Tensor], Tensor]) -> list[Any]:
     return [known[id(one)] for one in results]
 
 
-def capture_steps(module: RematModule) -> StepGraphs:
+def capture_steps(module: nn.Module) -> StepGraphs:
     """Have training steps of `module` captured, from the second one on."""
+    if not isinstance(module, RematModule):  # of a range of sizes
+        require_compatible(dynamic=True, cuda_graphs=True)
+    assert isinstance(module, RematModule)
     step = module._remat_compiled_step
     if step.memory.source is not None:
         raise ArenaError("close the module's arena, or its graphs, first: it has one already")
