@@ -297,7 +297,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(captured, "clear_cublas_workspaces", lambda: None)
-    monkeypatch.setattr(capturable, "KINDS", ["cpu"])
+    monkeypatch.setattr(capturable, "_CAPTURED_ON", ["cpu"])
     monkeypatch.setattr(rng, "is_cuda", lambda _: True)  # states are those of a device
     monkeypatch.setattr(rng, "form_with_generator", lambda _: None)
     monkeypatch.setattr(rng, "_moves", {})

@@ -18,14 +18,14 @@ from remat.graph_capture.joint.nodes import drawn_on, is_custom, tensors_of
 from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.rewriter.compiled import CompiledStep
 
-KINDS = [CUDA]  # of devices whose work can be captured
+_CAPTURED_ON = [CUDA]  # of devices whose work can be captured
 _OF_VALUES = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 
 
 def require_graph_device(model: nn.Module) -> torch.device:
     """The one CUDA device that `model` is on; a `DeviceError` says to move it there."""
     found = {tensor.device: None for tensor in (*model.parameters(), *model.buffers())}
-    if len(found) == 1 and next(iter(found)).type in KINDS and torch.cuda.is_available():
+    if len(found) == 1 and next(iter(found)).type in _CAPTURED_ON and torch.cuda.is_available():
         return next(iter(found))
     places = ", ".join(map(str, found)) or "no device"
     raise DeviceError(
@@ -63,14 +63,16 @@ def require_capturable(model: nn.Module, step: CompiledStep) -> torch.device:
 def require_capturable_ops(gm: fx.GraphModule, device: torch.device) -> None:
     """Refuse the first op that does more than run kernels on `device`."""
     if found := collectives_in(gm):
-        raise _refused(found[0], "other ranks take part in it, and wait on their hosts")
+        raise _unrepeatable(found[0], "other ranks take part in it, and wait on their hosts")
     for node in gm.graph.nodes:
         if node.op == "call_function" and is_custom(node):
-            raise _refused(node, "a custom op may do more on the host than start kernels")
+            raise _unrepeatable(node, "a custom op may do more on the host than start kernels")
         if not _OF_VALUES.isdisjoint(getattr(node.target, "tags", ())):
-            raise _refused(node, "its result depends on values that the host must wait for")
+            raise _unrepeatable(node, "its result depends on values that the host must wait for")
         if _is_elsewhere(node, device):
-            raise _refused(node, f"it works on {drawn_on(node)}, and a graph on {device} alone")
+            raise _unrepeatable(
+                node, f"it works on {drawn_on(node)}, and a graph on {device} alone"
+            )
 
 
 def _is_elsewhere(node: fx.Node, device: torch.device) -> bool:
@@ -83,7 +85,7 @@ def _tensors(node: fx.Node) -> Iterable[torch.Tensor | None]:
     return () if str(node.name).startswith("rng_state_") else tensors_of(node)
 
 
-def _refused(node: fx.Node, why: str) -> RewriteError:
+def _unrepeatable(node: fx.Node, why: str) -> RewriteError:
     return RewriteError(
         f"leave out cuda_graphs=True, or leave {node.target} out of the step: a CUDA graph cannot "
         f"repeat it ({node.name}), as {why}"

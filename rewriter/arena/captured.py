@@ -82,7 +82,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,))
 
 
-def _facts(tensors: Sequence[Tensor]) -> list[Any]:
+def _layouts(tensors: Sequence[Tensor]) -> list[Any]:
     return [(t.shape, t.stride(), t.dtype, t.device, t.is_conj(), t.is_neg()) for t in tensors]
 
 
@@ -145,7 +145,7 @@ class StepGraphs:
 
     def __init__(self, step: CompiledStep, device: torch.device) -> None:
         self._memory, self._device = step.memory, device
-        self._places, self._constants = _Places.of(step), _constants(step)
+        self._places, self._constants = _Places.of(step), _bound_tensors(step)
         graphs = (step.forward.graph, step.backward.graph)
         draws = [g.find_nodes(op="call_function", target=run_with_rng_state) for g in graphs]
         self._n_again = [len(found) for found in draws]
@@ -189,7 +189,7 @@ class StepGraphs:
         """Forget graphs of other addresses, so that new ones are captured."""
         state = [args[i].data_ptr() for i in self._places.state]
         constants = [one.data_ptr() for one in self._constants]
-        found = state, constants, _facts([args[i] for i in self._places.batch])
+        found = state, constants, _layouts([args[i] for i in self._places.batch])
         if found == self._of:
             return
         if self._pair is not None and self.counts.captured == _MANY:
@@ -262,7 +262,7 @@ class StepGraphs:
         tangents = args[self._places.n_saved :]
         if pair.backward is None:
             self._capture_backward(pair, graph, tangents)
-        elif _facts(tangents) != pair.tangent_facts:
+        elif _layouts(tangents) != pair.tangent_facts:
             raise ArenaError(
                 "give loss_fn, so that the loss is part of the step, or leave out "
                 "cuda_graphs=True: backward begins with gradients of other strides or types than "
@@ -296,7 +296,7 @@ class StepGraphs:
 
     def _capture_backward(self, pair: _Pair, graph: Boxed, tangents: list[Any]) -> None:
         pair.tangents = [_Buffer(one) for one in tangents]
-        pair.tangent_facts = _facts(tangents)
+        pair.tangent_facts = _layouts(tangents)
         given = [*pair.saved, *(one.own for one in pair.tangents)]
         not_own = {_storage(one) for one in given if isinstance(one, Tensor)}
         pair.saved = []  # backward drops each as planned, and the pool reuses its place
@@ -327,7 +327,7 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _constants(step: CompiledStep) -> list[Tensor]:
+def _bound_tensors(step: CompiledStep) -> list[Tensor]:
     pairs = [(gm, n) for gm in (step.forward, step.backward) for n in gm.graph.nodes]
     found = [getattr(gm, str(n.target)) for gm, n in pairs if n.op == "get_attr"]
     return [one for one in found if isinstance(one, Tensor)]
