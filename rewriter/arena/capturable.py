@@ -17,6 +17,7 @@ from remat.graph_capture.errors import DeviceError, RewriteError
 from remat.graph_capture.joint.nodes import drawn_on, is_custom, tensors_of
 from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.rewriter.compiled import CompiledStep
+from remat.rewriter.graphs.rng import draw_noting
 
 _CAPTURED_ON = [CUDA]  # of devices whose work can be captured
 _OF_VALUES = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
@@ -49,6 +50,11 @@ def require_capturable(model: nn.Module, step: CompiledStep) -> torch.device:
         raise RewriteError(
             "let forward work on a copy, or leave out cuda_graphs=True: the step writes to its "
             "batch, and a graph has a batch of its own"
+        )
+    if step.backward.graph.find_nodes(op="call_function", target=draw_noting):
+        raise RewriteError(
+            "leave out cuda_graphs=True: an op of backward draws random numbers that it draws "
+            "again, and only forward notes how far the stream has moved"
         )
     device = require_graph_device(model)
     if has_dtensors(model):

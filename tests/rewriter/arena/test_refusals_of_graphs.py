@@ -13,6 +13,7 @@ import remat
 from remat.graph_capture.errors import ArenaError, DeviceError, RewriteError
 from remat.rewriter.arena.capturable import require_capturable_ops
 from remat.rewriter.arena.captured import capture_steps
+from remat.rewriter.graphs.rng import draw_noting
 from remat.rewriter.rewriting import rewrite
 from remat.solver import make_solver
 from tests.fake_graphs import FakeGraphs, graphs
@@ -51,6 +52,15 @@ def test_a_plan_that_releases_gradients_early(graphs: FakeGraphs) -> None:
         RewriteError, match=r"plan with remat.rematerialize\(..., cuda_graphs=True\)"
     ):
         capture_steps(module)  # pyright: ignore
+
+
+def test_draws_that_backward_repeats(graphs: FakeGraphs) -> None:
+    _, module, _ = rewritten("plain", "store_all")
+    graph = module.backward_module.graph
+    with graph.inserting_before(graph.output_node()):
+        graph.call_function(draw_noting, ())
+    with pytest.raises(RewriteError, match="leave out cuda_graphs=True: an op of backward draws"):
+        capture_steps(module)
 
 
 class _WritesItsBatch(nn.Module):
