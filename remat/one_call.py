@@ -91,6 +91,7 @@ def rematerialize(
     nvme: str | None = None,
     optimizer_in_backward: TorchOptimizer | None = None,
     compile: bool = False,
+    cuda_graphs: bool = False,
     split: Split | None = None,
     dynamic: Dynamic | Literal["auto"] | None = None,
     float_inputs: Sequence[str] = (),
@@ -138,6 +139,9 @@ def rematerialize(
     compile : let Inductor make the code, of a plan whose code keeps to the budget. Random numbers
         are eager's; all else is equal to a tolerance, and not to the bit. Ops have eager's costs;
         `torch.compile(model, backend="remat")` plans with those of Inductor's kernels.
+    cuda_graphs : on a CUDA device, capture the second step as two CUDA graphs and replay them from
+        then on, without the host time of ops. They take memory beside the budget, and refuse what
+        they cannot repeat exactly: docs/arena.md says what. Not tried on a device yet.
     split : ``exact`` lets a linear head with its cross-entropy run in chunks where that gives
         eager's bits, ``tolerance`` also where a sum has another order, and ``none`` never. Left
         out, it is ``exact`` for large heads, but ``none`` with `compile`, `sharding` or `group`.

@@ -23,7 +23,7 @@ from remat.solver.table import check_number
 _EXAMPLE = '{"tokens": {1: ("seq", 16, 2048)}}'
 _UPTO_EXAMPLE = '{"tokens": {1: 2048}}'
 _SIZE_OF_ANY_BATCH = 2**40  # for a name whose size varies up to an unknown batch
-_SWITCHES = ("accumulate", "audit", "compile", "verbose")
+_SWITCHES = ("accumulate", "audit", "compile", "cuda_graphs", "verbose")
 _PROFILE = (Profile, str, Path, type(None))
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "check": ((bool, type(None)), "True, False, or None where it depends on free memory"),

@@ -117,6 +117,7 @@ class Plan(Result, frozen=True):
         loss_fn: Callable[..., Any] | None = None,
         target: Any = None,
         compile: bool = False,
+        cuda_graphs: bool = False,
         audit: bool = True,
     ) -> nn.Module:
         """A module that trains as `model` does, by this plan. Nothing is measured or solved.
@@ -128,7 +129,7 @@ class Plan(Result, frozen=True):
         args, kwargs, loss_fn, target : as given to `remat.capture`. In the process that captured
             `model` they are not needed. A plan of `load` needs the loss function, if it has one; a
             batch is compared with the plan's, now or at the first step.
-        compile, audit : as of `remat.rematerialize`.
+        compile, cuda_graphs, audit : as of `remat.rematerialize`.
 
         Raises
         ------
@@ -139,6 +140,13 @@ class Plan(Result, frozen=True):
         """
         from remat.ranks.same_order import agreed_load, agreed_rewrite
 
+        if cuda_graphs:
+            from remat.rewriter.arena.captured import capture_steps
+
+            how: dict[str, Any] = {"compile": compile, "audit": audit}
+            made = self.apply(model, args, kwargs, loss_fn=loss_fn, target=target, **how)
+            capture_steps(made)
+            return made
         batch: dict[str, Any] = {"loss_fn": loss_fn, "target": target, "audit": audit}
         if self.source is not None or self.code is not None:
             return agreed_load(self._file(), model, args, kwargs, compile=compile, **batch)

@@ -29,6 +29,8 @@ from remat.levers.chunks_at_need import may_wait, naming_tolerance, solved_at_ne
 from remat.progress import solver_shown, stopwatch_of_call
 from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
+from remat.rewriter.arena.capturable import require_capturable_ops, require_graph_device
+from remat.rewriter.arena.captured import capture_steps
 from remat.rewriter.rewriting import rewrite
 from remat.schedules.derived import before_sharding
 from remat.schedules.outcome import Check, Result
@@ -41,8 +43,14 @@ class StepPlanner:
         self.spec = spec
         self.stages, self.name = stopwatch_of_call(verbose=spec.verbose), type(spec.model).__name__
         self._profile, self._tiers = spec.known_profile, spec.tiers  # these refuse before the trace
+        # So does a model elsewhere, and after the trace what no graph can repeat.
+        device = require_graph_device(spec.model) if spec.cuda_graphs else None
+        if device:
+            of_trace["gradient_release"] = False
         with self.stages.stage("capture", f"tracing {self.name}"):
             self.traced = trace(spec.model, **spec.of_trace, **of_trace)
+        if device:
+            require_capturable_ops(self.traced.joint.module, device)
 
     def costed(self, one: Trace, *, chunks: bool = True) -> TrainingGraph:
         sharding = self.spec.sharding
@@ -161,6 +169,8 @@ def plan_one_size(spec: StepSpec) -> fx.GraphModule:
         )
         planner.say_planned(found, checked)
     type(module)._remat_check = checked
+    if spec.cuda_graphs:  # after the comparison, which runs steps of its own
+        capture_steps(module)
     return module
 
 
@@ -169,6 +179,11 @@ def whole_or_in_parts(spec: StepSpec, whole: Callable[[StepSpec], nn.Module]) ->
     try:
         return whole(spec)
     except CaptureError as error:
+        if spec.cuda_graphs:
+            error.add_note(
+                "Leave out cuda_graphs=True to plan it in parts, with code between them."
+            )
+            raise
         from remat.parts.planned import planned_in_parts  # a wing, which most models never enter
 
         return planned_in_parts(spec, error)

@@ -54,6 +54,7 @@ class StepSpec:
     audit: bool = True
     verbose: bool = True
     compile: bool = False
+    cuda_graphs: bool = False
     float_inputs: Sequence[str] = ()
     outputs: Sequence[str | int] | None = None
     split: Split | None = None

@@ -23,6 +23,7 @@ from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.graph_capture.tracing.recipe import JointEdit, Recipe, recipe_for, require_switches
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import Trace, trace_recipe, with_edits
+from remat.rewriter.arena.captured import capture_steps
 from remat.rewriter.checking.audit import Audits, of_steps
 from remat.rewriter.compiled import compile_step, links_of, refuse_copies
 from remat.rewriter.graphs.updating import Updates
@@ -101,6 +102,7 @@ def rewrite(
     *, loss_fn: LossFunction | None = ..., target: Any = ..., trace: Trace | None = ...,
     prediction: Prediction | None = ..., costed: TrainingGraph | None = ..., compile: bool = ...,
     updates: Updates | None = ..., over: RangedGraph | None = ..., audit: bool = ...,
+    cuda_graphs: bool = ...,
 ) -> RematModule: ...  # fmt: skip
 def rewrite(
     model: nn.Module,
@@ -117,6 +119,7 @@ def rewrite(
     updates: Updates | None = None,
     over: RangedGraph | None = None,
     audit: bool = True,
+    cuda_graphs: bool = False,
 ) -> RematModule | RangedModule:
     """Compile `schedule` into a module that trains as `model` does, within its budget.
 
@@ -130,7 +133,8 @@ def rewrite(
 
     `prediction` and `costed`, whose links say where values may be copied to, are kept in the
     module's plan. `compile`: Inductor makes the code; random numbers stay eager's to the bit,
-    results do not, and the code's peak can differ from the schedule's. `over`: the graph over a
+    results do not, and the code's peak can differ from the schedule's. `cuda_graphs`: as of
+    `remat.rematerialize`. `over`: the graph over a
     range of sizes that `schedule` was made for at one; `model` must have been captured here.
 
     Warns where the peak of the schedule, or of its code, is above its budget. `ScheduleError`: of
@@ -139,12 +143,14 @@ def rewrite(
     no room. `CaptureError`: the model has changed. `AgreementError`, by `Plan.apply`: ranks would
     run collectives in another order.
     """
-    require_switches(compile=compile, audit=audit)
+    require_switches(compile=compile, audit=audit, cuda_graphs=cuda_graphs)
     refuse_wrappers(model)
     if isinstance(schedule, Family) or over is not None:
         from remat.graph_capture.tracing.option_pairs import require_compatible
 
-        require_compatible(dynamic=True, compile=compile, optimizer_in_backward=updates)
+        require_compatible(
+            dynamic=True, compile=compile, optimizer_in_backward=updates, cuda_graphs=cuda_graphs
+        )
     if isinstance(schedule, Family):
         ranged = trace or _trace_range(model, schedule)
         refuse_range_over_ranks(ranged.joint.module)
@@ -183,10 +189,13 @@ def rewrite(
         )
     if compile:
         _warn_above_budget(traced, schedule)
-    return module_for(
+    module = module_for(
         model, schedule, traced, prediction, costed, updates,
         by_inductor=compile, audit=of_steps(audit),
     )  # fmt: skip
+    if cuda_graphs:
+        capture_steps(module)
+    return module
 
 
 def module_for(

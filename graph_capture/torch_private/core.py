@@ -255,6 +255,11 @@ def clear_cublas_workspaces() -> None:
     _C._cuda_clearCublasWorkspaces()
 
 
+def storage_uses(tensor: Tensor) -> int:
+    """How many tensors hold its storage, and one or two more, always as many."""
+    return _C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
 def cuda_sleep(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 

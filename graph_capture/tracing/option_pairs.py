@@ -21,7 +21,7 @@ class OptionPair(NamedTuple):
         return f"{self.instead}: {self.other} is not taken with {one}, as {self.why}"
 
 
-_SHOWN = {"dynamic": "dynamic sizes", "compile": "compile=True"}
+_SHOWN = {"dynamic": "dynamic sizes", "compile": "compile=True", "cuda_graphs": "cuda_graphs=True"}
 _EITHER = "leave out one of the two"
 _EACH_SIZE = "leave out one of the two, or plan for each size"
 
@@ -49,6 +49,7 @@ PAIRS = (
             "leave out blocks, to plan the whole model over the range; or leave out dynamic, plan "
             "at the largest size, and pad batches to it",
         ),
+        cuda_graphs="a graph is captured for one size",
     ),
     *_with(
         "compile", RewriteError,
@@ -73,6 +74,20 @@ PAIRS = (
         host="copies are not planned with updates", nvme="copies are not planned with updates",
         float_inputs="a step with number inputs updates nothing",
         blocks="an update waits for every read of a parameter in the whole model",
+    ),
+    *_with(
+        "cuda_graphs", RewriteError,
+        compile="Inductor's code is not run from graphs",
+        host="copies to the host end on streams of their own",
+        nvme="the host waits for files, which no graph repeats",
+        float_inputs=(
+            "a graph keeps the numbers of the step that was captured",
+            "leave out one of the two, or pass the number to forward as a tensor",
+        ),
+        optimizer_in_backward="optimizers run on the host between kernels",
+        sharding="wrappers for several ranks move parameters between steps",
+        group="other ranks' hosts take part in a step with collectives",
+        blocks="each block would have a pool of its own",
     ),
     *_with(
         "blocks", CaptureError,

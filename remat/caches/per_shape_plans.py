@@ -194,8 +194,9 @@ class PlanCache(SharedState, nn.Module):
         peak_bytes = cls._remat_known.most_bytes
 
         def make(one: StepSpec) -> nn.Module:
-            # `cached_plan` knows neither Inductor's code nor ranks.
-            is_alone = not any(one.asked[name] for name in ("compile", "group", "sharding"))
+            # `cached_plan` knows neither Inductor's code, nor ranks, nor graphs.
+            others = ("compile", "cuda_graphs", "group", "sharding")
+            is_alone = not any(one.asked[name] for name in others)
             if not is_alone:
                 return whole_or_in_parts(one, plan_one_size)
             return whole_or_in_parts(one, lambda its: cached_plan(its, cls._remat_known))

@@ -12,14 +12,15 @@ from torch import Tensor, fx
 from remat.graph_capture.distributed.dtensors import is_beside_local_part
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.joint.build import Joint
-from remat.graph_capture.joint.nodes import aten, is_tangent
+from remat.graph_capture.joint.nodes import is_tangent
 from remat.graph_capture.sizes.symbols import FloatOfSizes, SizeArgument
 from remat.graph_capture.sizes.trace_over_sizes import SYMBOLIC, Environment
 from remat.graph_capture.torch_private.aot import ViewAndMutationMeta
 from remat.graph_capture.torch_private.core import pytree
 from remat.rewriter.graphs.copies import CopyContext, CopyEmitter, copy_times, written_by
-from remat.rewriter.graphs.eager import RESHAPES, EagerEmitter, take_as_they_come
+from remat.rewriter.graphs.eager import EagerEmitter, take_as_they_come
 from remat.rewriter.graphs.emitter import Demand, as_module, emit_both
+from remat.rewriter.graphs.views import join_linears, leave_out_views
 from remat.rewriter.tiers.file_tier import TierCopies
 from remat.schedules.kept_in_forward import end_of_forward
 from remat.schedules.schedule import Compute, Schedule
@@ -214,54 +215,6 @@ def _program(leaves: Sequence[Any], names: Sequence[str]) -> Any:
     return made
 
 
-# Autograd's formulas transpose what forward transposed, and each view is a call. One with the
-# geometry of a tensor that it goes back to is that tensor; a reshape of a reshape is one reshape.
-
-_VIEWS = (*RESHAPES, aten.t.default, aten.transpose.int, aten.permute.default)
-
-
-def leave_out_views(graph: fx.Graph) -> None:
-    returned = set(graph.find_nodes(op="output")[0].all_input_nodes)  # what is returned stays
-    for node in list(graph.nodes):
-        if not _is_view(node) or node in returned:
-            continue
-        if (same := _same_before(node)) is not None:
-            node.replace_all_uses_with(same)
-            continue
-        while node.target in RESHAPES and _source(node).target in RESHAPES:
-            base = _source(_source(node))
-            if not base.meta["val"].is_contiguous():  # else there may be no such view
-                break
-            node.update_arg(0, base)
-    for node in reversed(list(graph.nodes)):
-        if _is_view(node) and not node.users:
-            graph.erase_node(node)
-
-
-def _is_view(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in _VIEWS
-
-
-def _source(node: fx.Node) -> fx.Node:
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    return source
-
-
-def _geometry(node: fx.Node) -> tuple[Any, ...]:
-    tensor: Tensor = node.meta["val"]
-    return tensor.shape, tensor.stride(), tensor.storage_offset()
-
-
-def _same_before(node: fx.Node) -> fx.Node | None:
-    wanted, source = _geometry(node), _source(node)
-    while _geometry(source) != wanted:
-        if not _is_view(source):
-            return None
-        source = _source(source)
-    return source
-
-
 def emit(
     joint: Joint, schedule: Schedule, floats: FloatSource | None = None,
     metadata: ViewAndMutationMeta | None = None, *, writes: bool = True,
@@ -285,9 +238,11 @@ def emit(
     graphs = emit_both(joint, schedule, joint.num_forward_outputs, start)
     if metadata is not None:
         take_as_they_come(metadata, graphs[1])
-    for graph in graphs:
-        leave_out_views(graph)
     forward, backward = graphs
+    leave_out_views(forward, joint.num_forward_outputs)
+    leave_out_views(backward)
+    if writes:  # Inductor takes linears apart
+        join_linears(forward, backward, joint.num_forward_outputs)
     if floats:
         _read_floats(forward, backward, floats, joint.num_forward_outputs)
     if env:

@@ -9,10 +9,11 @@ the stream otherwise than known is made anew.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,7 +59,8 @@ def save_rng_state(device: str = "cpu") -> Tensor:
     if not is_cuda(device):
         return _torchs_state(device)
     kept = np.zeros(_OF_CUDA.kept_bytes, np.uint8)
-    kept[: _OF_CUDA.torch_bytes] = _torchs_state(device).numpy()
+    if _graph_draws() is None:  # while a CUDA graph is captured, torch refuses to tell
+        kept[: _OF_CUDA.torch_bytes] = _torchs_state(device).numpy()
     return torch.from_numpy(kept)
 
 
@@ -118,6 +120,9 @@ def draw_noting(
     state: Tensor, device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run `op`, which will draw again from `state`: that is brought up to date and noted."""
+    if (captured := _graph_draws()) is not None:
+        captured.note(state)
+        return op(*args, **kwargs)
     if not _takes_note(state, device):  # by place: aten.randn has arguments of these names
         return op(*args, **kwargs)
     key = _key(op, args, kwargs)
@@ -128,6 +133,8 @@ def draw_noting(
             after = save_rng_state(device)
             # Another thread drew in between if the stream moved otherwise than this op moves it.
             if _moves.get(key) in (None, _moved(state, after, device)):
+                if (noted := getattr(_of_thread, "noted", None)) is not None:
+                    noted.append(StreamPlace.of(state))
                 state.numpy().view(np.uint32)[_form_of(device).note] = _note_of(after, device)
                 return result
             del result  # there is room for one
@@ -144,6 +151,8 @@ def run_with_rng_state(
     state: Tensor, device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run `op` with a generator in `state`; the stream of `device` stays as it is."""
+    if (captured := _graph_draws()) is not None:
+        return captured.draw(state, op, args, kwargs)
     bare, note = _parted(state, device) if _takes_note(state, device) else (state, None)
     form = form_with_generator(op)
     if form is None:  # so the stream of the process is neither read nor moved
@@ -192,3 +201,90 @@ def _learn(key: Any, moved_by: int) -> None:
 def _key(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain = [(a.shape, a.dtype) if isinstance(a, Tensor) else a for a in args]
     return op, repr((plain, kwargs) if kwargs else plain)
+
+
+# A CUDA graph holds no state: each replay reads those of the generators that it knows, and moves
+# the stream as its ops did. So each second draw has a generator of its own, which is put, before a
+# replay, as far from where forward began as the first draw was in a step that was not captured.
+# While a graph is captured, a saved state holds that distance alone.
+
+_of_thread = threading.local()
+
+
+class StreamPlace(NamedTuple):
+    """A state of a CUDA device's generator."""
+
+    seed: int
+    offset: int
+
+    @classmethod
+    def of(cls, state: Tensor) -> StreamPlace:
+        return cls(*state.numpy()[: _OF_CUDA.torch_bytes].view(np.int64).tolist())
+
+    @classmethod
+    def now(cls, device: torch.device) -> StreamPlace:
+        return cls.of(_torchs_state(str(device)))
+
+    def write(self, state: Tensor) -> None:
+        state.numpy()[: _OF_CUDA.torch_bytes] = np.array(self, np.int64).view(np.uint8)
+
+
+class FirstDraws:
+    """By how much the stream has moved since forward began, at each draw that is made again."""
+
+    def __init__(self) -> None:
+        self.moves: list[int] = []
+
+    @contextlib.contextmanager
+    def noted(self, began: StreamPlace) -> Generator[None]:
+        """Within it forward runs, and is not captured."""
+        _of_thread.noted = places = list[StreamPlace]()
+        try:
+            yield
+        finally:
+            _of_thread.noted = None
+        self.moves = [place.offset - began.offset for place in places]
+
+
+class GraphDraws:
+    """The draws that one CUDA graph makes again, `n_again` of them."""
+
+    def __init__(self, device: torch.device, n_again: int, first: FirstDraws) -> None:
+        self._default = torch.cuda.default_generators[device.index or 0]
+        self._own = [self._default.clone_state() for _ in range(n_again)]
+        self._first, self._left = iter(first.moves), iter(self._own)
+        self._moves: list[int] = []
+
+    @contextlib.contextmanager
+    def captured(self, graph: torch.cuda.CUDAGraph) -> Generator[None]:
+        """Within it `graph` is captured."""
+        for one in self._own:
+            graph.register_generator_state(one)
+        _of_thread.captured = self
+        try:
+            yield
+        finally:
+            _of_thread.captured = None
+
+    def note(self, state: Tensor) -> None:
+        StreamPlace(0, next(self._first)).write(state)
+
+    def draw(self, state: Tensor, op: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._moves.append(StreamPlace.of(state).offset)
+        before = self._default.graphsafe_get_state()
+        self._default.graphsafe_set_state(next(self._left))
+        try:
+            return op(*args, **kwargs)
+        finally:
+            self._default.graphsafe_set_state(before)
+
+    def put(self, began: StreamPlace) -> None:
+        """Make ready for a replay in a step whose forward began at `began`."""
+        for own, moved_by in zip(self._own, self._moves, strict=True):
+            state = torch.empty(_OF_CUDA.torch_bytes, dtype=torch.uint8)
+            StreamPlace(began.seed, began.offset + moved_by).write(state)
+            own.set_state(state)
+
+
+def _graph_draws() -> GraphDraws | None:
+    return getattr(_of_thread, "captured", None)

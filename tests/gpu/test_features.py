@@ -190,3 +190,13 @@ def test_an_arena_is_refused() -> None:
     fast = remat.rematerialize(model, args, budget="80%", solver="cut")
     with pytest.raises(DeviceError, match="arenas only work on the CPU so far"):
         use_arena(fast, args)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_cuda_graphs_replay_eagers_steps(dropout: float) -> None:
+    model, args = gpt(dropout=dropout)
+    eager = copy.deepcopy(model)
+    fast = remat.rematerialize(model, args, budget="min", cuda_graphs=True)
+    wanted = trained(eager, AdamW(eager.parameters()), args)
+    found = trained(fast, AdamW(fast.parameters()), args)
+    assert all(map(torch.equal, wanted, found))

@@ -20,7 +20,8 @@ def model() -> nn.Module:
 def values(one: nn.Module) -> dict[str, Any]:
     """A value for each option of the table that asks for it."""
     return {
-        "blocks": "*", "compile": True, "dynamic": {"input": {0: ("rows", 2, 8)}},
+        "blocks": "*", "compile": True, "cuda_graphs": True,
+        "dynamic": {"input": {0: ("rows", 2, 8)}},
         "float_inputs": ["p"], "host": "1GiB", "keep": "0", "nvme": "/tmp:1GiB",
         "outputs": (0,),
         "optimizer_in_backward": torch.optim.SGD(one.parameters(), 0.1), "recompute": "0",
