@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 
 from torch import fx, nn
 
-from remat.budgets import Budget, parse_budget
+from remat.budgets import Budget, budget_again
 from remat.checks import (
     Reference,
     gradients_there,
@@ -62,7 +62,9 @@ class StepPlanner:
         shown_budget = self.spec.budget if budget is None else budget
         with self.stages.stage("solve", f"solving for {shown_budget}") as shown:
             listen = {"progress": solver_shown(shown, shown_budget)}
-            return parse_budget(shown_budget).solve(graph, **listen, **self.spec.of_solve, **known)
+            return self.spec.parsed(shown_budget).solve(
+                graph, **listen, **self.spec.of_solve, **known
+            )
 
     def may_wait(self, budget: Budget | None = None) -> bool:
         return may_wait(self.traced, budget or self.spec.parsed_budget)
@@ -72,7 +74,7 @@ class StepPlanner:
     ) -> Solved:
         """The outcome for a budget, None for the spec's, and its graph; `graph` has costs."""
         solve_for = functools.partial(self.solve, budget=budget)
-        waits = self.may_wait(None if budget is None else parse_budget(budget))
+        waits = self.may_wait(None if budget is None else self.spec.parsed(budget))
         graph = self.costed(self.traced, chunks=not waits) if graph is None else graph
         if not waits:
             return Solved(graph, solve_for(graph))
@@ -82,7 +84,7 @@ class StepPlanner:
         """`found`, which has a schedule; a `BudgetError` names the least budget known to fit."""
         if found.result.schedule is not None:
             return found
-        again = functools.partial(self.solve, budget=found.result.budget_bytes)
+        again = functools.partial(self.solve, budget=budget_again(found.result))
         lost = naming_tolerance(found.result, self.traced, found.graph, self.costed, again)
         raise BudgetError(infeasible_text(lost))
 
@@ -108,9 +110,7 @@ class StepPlanner:
         self, found: Solved, checked: Check | None, *, is_compared: bool = False
     ) -> None:
         title, seconds = self.traced.recipe.title, self.stages.elapsed_s
-        self.stages.say(
-            planned_text(title, found.result, checked, seconds, is_compared=is_compared)
-        )
+        self.stages.say(planned_text(title, found, checked, seconds, is_compared=is_compared))
 
 
 def plan_one_size(spec: StepSpec) -> fx.GraphModule:

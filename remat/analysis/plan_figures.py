@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from remat.budgets import unmodified_step
-from remat.checks import EXPANDABLE_CONF
 from remat.formats import bytes_text, fine_time_text, percent_text
 from remat.graph_capture.devices.known_devices import (
     has_cuda_allocator,
@@ -35,6 +34,7 @@ from remat.schedules.outcome import Result
 from remat.schedules.reserved import (
     DEFAULT,
     EXPANDABLE,
+    EXPANDABLE_CONF,
     N_STEPS,
     Reserved,
     reserved_of,
