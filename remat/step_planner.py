@@ -8,6 +8,7 @@ from typing import Any, SupportsIndex
 
 from torch import fx, nn
 
+from remat.analysis.plan_figures import compiled_text
 from remat.budgets import Budget, budget_again
 from remat.checks import (
     Reference,
@@ -34,6 +35,11 @@ from remat.schedules.derived import before_sharding
 from remat.schedules.outcome import Check, Result
 from remat.solved import Solved, facts_of, infeasible_text, planned_text
 from remat.step_spec import StepSpec
+
+_NOT_COMPILED = (  # what compile=True does not go with, and itself
+    "compile", "host", "nvme", "split", "float_inputs", "sharding", "group",
+    "optimizer_in_backward", "blocks",
+)  # fmt: skip
 
 
 class StepPlanner:
@@ -111,6 +117,9 @@ class StepPlanner:
     ) -> None:
         title, seconds = self.traced.recipe.title, self.stages.elapsed_s
         self.stages.say(planned_text(title, found, checked, seconds, is_compared=is_compared))
+        way = compiled_text(found.graph, str(self.spec.budget))
+        if way and not any(self.spec.asked[name] for name in _NOT_COMPILED):
+            self.stages.say(f"remat: {way}")
 
 
 def plan_one_size(spec: StepSpec) -> fx.GraphModule:

@@ -12,6 +12,7 @@ import msgspec
 import remat.solver as solvers
 from remat.analysis.plan_figures import (
     EveryNth,
+    compiled_text,
     every_n_layers,
     reserved_beside,
     shortage_text,
@@ -101,6 +102,7 @@ class Report:
     recipe: Recipe | None = None
     unchecked: str = ""  # why a plan for this machine was not run
     shortage: str = ""  # what becomes of a plan that would reserve more than the device has
+    compiled: str = ""  # what is known of compiled code, and how to compare
     unmodified_reserved_bytes: int = 0  # of the unmodified step, where the budget bounds these
 
     @property
@@ -292,6 +294,7 @@ def planned_report(
             report, rows=(*rows, _predicted_row(graph, "this plan", result, base_us)),
             simulation=simulate(graph, result.schedule),
             shortage=shortage_text(graph, result.schedule),
+            compiled="" if request.is_eager_alone else compiled_text(graph, request.budget),
         )  # fmt: skip
     return report, chen
 

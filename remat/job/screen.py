@@ -176,6 +176,8 @@ def _way_rows(report: Report) -> _Said:
         yield "attention", str(result.attention)
     if report.simpler:
         yield "simpler", str(report.simpler)
+    if report.compiled:
+        yield "compiled", report.compiled
 
 
 def _held(graph: TrainingGraph, schedule: Schedule | None, simulation: Simulation) -> str:
@@ -241,6 +243,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "check": _check_json(report.check, result.budget_bytes) if report.check else None,
         "unchecked": report.unchecked,
         "shortage": report.shortage,
+        "compiled": report.compiled,
         "advice": advice_on_run(report),
         "failures": report.failures,
         "seconds": {name: round(value, 3) for name, value in report.seconds.items()},

@@ -24,6 +24,7 @@ def test_run_plans_for_a_device_that_is_not_here_and_says_so(remat: Remat) -> No
     assert "for NVIDIA H100 SXM5, 80 GB, at the maker's peak rates" in shown
     assert "nothing was run" in shown
     assert "of allocated memory" in shown
+    assert "compiled compare with compile=True: " in shown
     assert "bit-identical" not in shown
     assert re.search(r"reserved [\d.]+ MiB predicted \(expandable [\d.]+ MiB\), unmodified", shown)
 
