@@ -90,7 +90,7 @@ def cell(model: str, lever: str, time_limit_s: float) -> Cell:
 
 def captured(made: dict[str, Any], split: Split, is_updated: bool) -> TrainingGraph:
     """The graph of a step with a lever, with costs; an update takes no time and no memory."""
-    updates = tuple((name, 0) for name, _ in made["model"].named_parameters())
+    updates = tuple(name for name, _ in made["model"].named_parameters())
     gradient_release = GradientRelease(is_added=False, updates=updates) if is_updated else None
     return add_costs(trace(**made, device=DEVICE, split=split, gradient_release=gradient_release))
 

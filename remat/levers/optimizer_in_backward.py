@@ -74,24 +74,23 @@ def _optimizer_in_backward_of(
     """What the updates take, of the parameters that both the step and the optimizer have."""
     from remat.graph_capture.devices.known_devices import allocator_rounding
     from remat.graph_capture.devices.placement import meter_of, resolved_device
-    from remat.graph_capture.joint.gradients import GradientRelease, require_known, update_costs
+    from remat.graph_capture.joint.gradients import GradientRelease, UpdateCosts, require_known
     from remat.graph_capture.tracing.step_module import with_loss
 
     require_known(optimizer)
     device, parameters = resolved_device(None, model), _parameters(model, loss_fn)
     _refuse_parts(model)
     require_own_storages({**parameters, **dict(with_loss(model, loss_fn).named_buffers())})
-    costs = update_costs(optimizer, parameters, meter_of(device), allocator_rounding(device))
-    if not costs:
+    costs = UpdateCosts(optimizer, parameters, meter_of(device), allocator_rounding(device))
+    if not costs.of:
         raise CaptureError(
             "make the optimizer of model.parameters(): it has no parameter of this "
             f"{type(model).__name__}"
         )
     return GradientRelease(
-        is_added=accumulate,
-        updates=tuple((name, cost.workspace_bytes) for name, cost in costs.items()),
-        state_bytes=sum(cost.state_bytes for cost in costs.values()),
-    )
+        is_added=accumulate, updates=tuple(costs.of), together=costs.together,
+        state_bytes=costs.state_bytes(),
+    )  # fmt: skip
 
 
 def planned_optimizer_in_backward(
@@ -109,7 +108,7 @@ def planned_optimizer_in_backward(
     if is_in_table(device):
         names = _parameters(model, loss_fn)  # a fused optimizer takes no memory meanwhile
         trained = [name for name, parameter in names.items() if parameter.requires_grad]
-        return GradientRelease(is_added=accumulate, updates=tuple((name, 0) for name in trained))
+        return GradientRelease(is_added=accumulate, updates=tuple(trained))
     from torch.optim import SGD, AdamW
 
     momentum = 0.9 if optimizer == "momentum" else 0.0  # the value takes no memory
