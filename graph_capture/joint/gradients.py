@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import Tensor, fx, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -19,7 +20,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from remat.graph_capture.devices.known_devices import Allocated
 from remat.graph_capture.devices.meter import Meter
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op
+from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op, Origin, TrainingGraph
 from remat.graph_capture.joint.eager_memory import MADE_AS
 from remat.graph_capture.joint.nodes import MADE_IN_FORWARD, is_tangent, is_view, storage_key
 from remat.graph_capture.joint.provenance import path_in_model
@@ -290,6 +291,7 @@ def step_of(
 
 
 _Step = functools.partial[None]
+_TOUCHED = 3  # times a parameter's bytes that an update moves at least: it, again, its gradient
 _Cost = tuple[int, int]  # bytes kept between steps, and taken beside the gradients in one
 
 
@@ -315,12 +317,21 @@ class UpdateCosts:
             if parameter.requires_grad and id(parameter) in groups
         }
         self._known: dict[Any, _Cost] = {}
+        self._known_us: dict[Any, float] = {}
 
     def state_bytes(self) -> int:
         return sum(self._of((name,))[0] for name in self.of)
 
     def together(self, names: tuple[str, ...]) -> int:
         return self._of(names)[1]
+
+    def together_us(self, names: tuple[str, ...]) -> float:
+        key = tuple(self.of[name] for name in names)
+        if key not in self._known_us:
+            made, step = self.made_step(names)
+            moved_bytes = sum(_TOUCHED * one.nbytes for one in made)
+            self._known_us[key] = self._meter.median_us(step, moved_bytes)
+        return self._known_us[key]
 
     def made_step(self, names: tuple[str, ...]) -> tuple[list[nn.Parameter], _Step]:
         """Made parameters with made gradients, and a usual step of an optimizer over these."""
@@ -371,9 +382,44 @@ def _nothing(_: tuple[str, ...]) -> int:
     return 0  # as a fused optimizer takes
 
 
+def _no_time(_: tuple[str, ...]) -> float:
+    return 0.0
+
+
 @dataclass(frozen=True)
 class GradientRelease:
     is_added: bool = True  # to a ``.grad`` that is there before the step
     updates: tuple[str, ...] = ()  # parameters updated in backward; others' gradients stay
     together: Callable[[tuple[str, ...]], int] = _nothing  # bytes of one step over some of these
+    together_us: Callable[[tuple[str, ...]], float] = _no_time  # the time of that step
     state_bytes: int = 0  # of the optimizer, between steps
+
+
+class _Released(Protocol):
+    """A `Joint`, which is built with what is here."""
+
+    module: fx.GraphModule
+    num_forward_outputs: int
+    accumulations: dict[str, tuple[int, ...]]
+
+
+def with_update_costs(
+    graph: TrainingGraph, joint: _Released, release: GradientRelease | None, origin: Origin
+) -> TrainingGraph:
+    """`graph` with the time of each update.
+
+    Solvers do not choose among updates, but the step takes their time, beside copies too.
+    """
+    if release is None or not release.updates:
+        return graph
+    parameters = of_parameters(joint.module, joint.num_forward_outputs)
+
+    def costed(op: Op) -> Op:
+        if op.target != UPDATE:
+            return op
+        places = joint.accumulations[op.name]
+        names = dict.fromkeys(_parameter_name(parameters[place]) for place in places)
+        us = op.cost_us + release.together_us(tuple(names))
+        return msgspec.structs.replace(op, cost_us=us, cost_origin=origin)
+
+    return msgspec.structs.replace(graph, ops=tuple(map(costed, graph.ops)))

@@ -89,15 +89,19 @@ def _optimizer_in_backward_of(
         )
     return GradientRelease(
         is_added=accumulate, updates=tuple(costs.of), together=costs.together,
-        state_bytes=costs.state_bytes(),
+        together_us=costs.together_us, state_bytes=costs.state_bytes(),
     )  # fmt: skip
+
+
+# Times a parameter's bytes that its update reads and writes: gradient, parameter and moments.
+_MOVED: dict[OptimizerName, int] = {"sgd": 3, "momentum": 5, "adamw": 7, "adamw-fused": 7}
 
 
 def planned_optimizer_in_backward(
     model: nn.Module, optimizer: OptimizerName, device: str, *,
     loss_fn: Callable[..., Any] | None = None, accumulate: bool = False,
 ) -> GradientRelease:  # fmt: skip
-    from remat.graph_capture.devices.known_devices import is_in_table
+    from remat.graph_capture.devices.known_devices import is_in_table, modelled_device
     from remat.graph_capture.joint.gradients import GradientRelease
 
     if optimizer == "none":
@@ -107,8 +111,14 @@ def planned_optimizer_in_backward(
         )
     if is_in_table(device):
         names = _parameters(model, loss_fn)  # a fused optimizer takes no memory meanwhile
-        trained = [name for name, parameter in names.items() if parameter.requires_grad]
-        return GradientRelease(is_added=accumulate, updates=tuple(trained))
+        sizes = {name: one.nbytes for name, one in names.items() if one.requires_grad}
+        bytes_per_us = modelled_device(device).bytes_per_us / _MOVED[optimizer]
+
+        def together_us(names: tuple[str, ...]) -> float:
+            return sum(sizes[name] for name in names) / bytes_per_us
+
+        updates = tuple(sizes)
+        return GradientRelease(is_added=accumulate, updates=updates, together_us=together_us)
     from torch.optim import SGD, AdamW
 
     momentum = 0.9 if optimizer == "momentum" else 0.0  # the value takes no memory
