@@ -96,7 +96,8 @@ def captured(made: dict[str, Any], split: Split, is_updated: bool) -> TrainingGr
 
 
 def _at(graph: TrainingGraph, budget_bytes: int, time_limit_s: float) -> Result:
-    return remat.solve(graph, budget_bytes, time_limit_s=time_limit_s, gap=GAP_OF_FIGURES)
+    budget = f"{budget_bytes}B allocated"
+    return remat.solve(graph, budget, time_limit_s=time_limit_s, gap=GAP_OF_FIGURES)
 
 
 def table(cells: list[Cell]) -> str:
