@@ -309,7 +309,7 @@ class UpdateCosts:
         }
         self._kind: Any = type(optimizer)
         self._meter, self._allocated = meter, allocated
-        self._options = [_options(group) for group in optimizer.param_groups]
+        self._options = [_own_options(group) for group in optimizer.param_groups]
         # No tensors: a recipe that is copied keeps none of the model's.
         self.of = {
             name: (_like(parameter), groups[id(parameter)])
@@ -335,7 +335,7 @@ class UpdateCosts:
 
     def made_step(self, names: tuple[str, ...]) -> tuple[list[nn.Parameter], _Step]:
         """Made parameters with made gradients, and a usual step of an optimizer over these."""
-        made = [nn.Parameter(_zeros(self.of[name][0])) for name in names]
+        made = [nn.Parameter(_zeros_like(self.of[name][0])) for name in names]
         for parameter in made:
             parameter.grad = torch.zeros_like(parameter)
         # In one group, what a step takes for one parameter is there while the next begins.
@@ -369,12 +369,12 @@ def _like(parameter: Tensor) -> _Like:
     return parameter.shape, parameter.stride(), parameter.dtype, parameter.device
 
 
-def _zeros(like: _Like) -> Tensor:
+def _zeros_like(like: _Like) -> Tensor:
     shape, strides, dtype, device = like
     return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+def _own_options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
