@@ -90,13 +90,14 @@ def cell(model: str, lever: str, time_limit_s: float) -> Cell:
 
 def captured(made: dict[str, Any], split: Split, is_updated: bool) -> TrainingGraph:
     """The graph of a step with a lever, with costs; an update takes no time and no memory."""
-    updates = tuple((name, 0) for name, _ in made["model"].named_parameters())
+    updates = tuple(name for name, _ in made["model"].named_parameters())
     gradient_release = GradientRelease(is_added=False, updates=updates) if is_updated else None
     return add_costs(trace(**made, device=DEVICE, split=split, gradient_release=gradient_release))
 
 
 def _at(graph: TrainingGraph, budget_bytes: int, time_limit_s: float) -> Result:
-    return remat.solve(graph, budget_bytes, time_limit_s=time_limit_s, gap=GAP_OF_FIGURES)
+    budget = f"{budget_bytes}B allocated"
+    return remat.solve(graph, budget, time_limit_s=time_limit_s, gap=GAP_OF_FIGURES)
 
 
 def table(cells: list[Cell]) -> str:

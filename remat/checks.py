@@ -16,6 +16,7 @@ from remat.graph_capture.errors import BudgetError, CheckError, NotComparedError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.spill_files import free_on_drive_bytes, host_folder
 from remat.schedules.outcome import CHECKED, Check
+from remat.schedules.reserved import EXPANDABLE_CONF
 from remat.solver.result import INTERRUPTED
 from remat.solver.search import is_interrupted, note_interrupt
 
@@ -89,7 +90,6 @@ _NO_ROOM = "memory ran out"  # why a check was not run that had to be given up
 _UNCHECKED = "the plan is not checked against the unmodified step"
 _FRAGMENTED = 0.10  # share of the peak that an allocator may hold beside it before the user is told
 _LITTLE, _ALLOCATOR_BLOCK_BYTES = 0.001, 2 * 2**20  # beyond a budget, and an allocator's block
-EXPANDABLE_CONF = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True)

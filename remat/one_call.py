@@ -42,7 +42,8 @@ def solve(
     step : of `remat.capture`, with costs. Over a range of sizes the plan has a few schedules, of
         which one serves each size, all within the budget, which is proved.
     budget : bytes as an int, or ``"8GiB"``, ``"60%"`` of the unmodified peak, ``"auto"`` for what
-        is free, ``"min"`` for the least peak known.
+        is free, ``"min"`` for the least peak known. On a CUDA device bytes and ``"auto"`` bound
+        what its allocator reserves; ``"8GiB allocated"`` bounds tensors alone (docs/reserved.md).
     solver : a name of `remat.solver`'s table.
     time_limit_s : wall clock, in seconds.
     keep : globs over module paths, such as ``"*.attn"``: what forward computes there is never
@@ -123,8 +124,8 @@ def rematerialize(
     ----------
     args, kwargs : one batch, as forward takes it.
     budget : bytes as an int, or ``"8GiB"``, ``"60%"`` of the unmodified peak, ``"auto"`` for what
-        is free, ``"min"`` for the least peak known. Without a batch, a later batch may in any case
-        take as much as an earlier plan does.
+        is free, ``"min"`` for the least peak known, as of `remat.solve`. Without a batch, a later
+        batch may in any case take as much as an earlier plan does.
     loss_fn, target : where given, ``loss_fn(output, target)`` (or ``loss_fn(output)``) is part of
         the step, and the result returns its value. Without a batch, calls bring the target.
     optimizer, accumulate : what stays allocated between steps, as of `remat.capture`.

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from remat.formats import budget_text, bytes_text, gap_text, percent_text
+from remat.graph_capture.devices.known_devices import CPU, has_cuda_allocator
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.family import Family
@@ -34,42 +35,57 @@ def facts_of(found: Solved, order: RunOrder | None = None) -> dict[str, Any]:
     return {"prediction": prediction, "costed": graph if is_of_graph else None}
 
 
+def budget_said(budget_bytes: int, device: str, reserved_bytes: int = 0) -> str:
+    """A budget, and on a CUDA device what it bounds; `reserved_bytes` as of a `Result`."""
+    bounded = "reserved" if reserved_bytes else "allocated"
+    return bytes_text(budget_bytes) + f" of {bounded} memory" * has_cuda_allocator(device)
+
+
 def planned_text(
-    what: str, found: Result, check: Check | None, seconds: float, *, is_compared: bool = False
+    what: str, solved: Solved, check: Check | None, seconds: float, *, is_compared: bool = False
 ) -> str:
     """A plan in one line; `is_compared`: what its first step gives is compared, and no more."""
     checked = "its first step is compared with eager" if is_compared else _checked_text(check)
+    found = solved.result
+    budget = budget_said(found.budget_bytes, solved.graph.device, found.reserved_bytes)
     return (
-        f"remat: {what}: {_peaks_text(found.peak_bytes, check)}, budget "
-        f"{bytes_text(found.budget_bytes)}; overhead {percent_text(found.overhead)}, "
-        f"{gap_text(found.gap)}; {checked}; {seconds:.1f} s"
+        f"remat: {what}: {_peaks_text(found.peak_bytes, check, found.reserved_bytes)}, budget "
+        f"{budget}; overhead {percent_text(found.overhead)}, {gap_text(found.gap)}; {checked}; "
+        f"{seconds:.1f} s"
     )
 
 
 def at_hand_text(
     what: str, schedule: Schedule, peak_bytes: int, check: Check | None, seconds: float, *,
-    is_compared: bool,
+    is_compared: bool, device: str = CPU, reserved_bytes: int = 0,
 ) -> str:  # fmt: skip
     runs_once = all(n == 1 for n in schedule.computations().values())
     is_plain = runs_once and not (schedule.captured_hash or schedule.moves)
     how = "runs as it is" if is_plain else "a schedule at hand"
     checked = "its first step is compared with eager" if is_compared else _checked_text(check)
+    budget = budget_said(schedule.budget_bytes, device, reserved_bytes)
     return (
-        f"remat: {what}: {how}, {_peaks_text(peak_bytes, check)}, budget "
-        f"{bytes_text(schedule.budget_bytes)}; {checked}; {seconds:.1f} s"
+        f"remat: {what}: {how}, {_peaks_text(peak_bytes, check, reserved_bytes)}, budget "
+        f"{budget}; {checked}; {seconds:.1f} s"
     )
 
 
-def _peaks_text(peak_bytes: int, check: Check | None) -> str:
+def _peaks_text(peak_bytes: int, check: Check | None, reserved_bytes: int) -> str:
     measured = f", {bytes_text(check.plan_peak_bytes)} measured" if check else ""
-    return f"peak {bytes_text(peak_bytes)} predicted{measured}"
+    text = f"peak {bytes_text(peak_bytes)} predicted{measured}"
+    if not reserved_bytes:
+        return text
+    held = check and check.plan_reserved_bytes
+    measured = f", {bytes_text(held)} measured" if held else ""
+    return f"{text}, reserved {bytes_text(reserved_bytes)} predicted{measured}"
 
 
-def family_text(family: Family, check: Check | None, seconds: float) -> str:
+def family_text(family: Family, check: Check | None, seconds: float, device: str = CPU) -> str:
     top, ranges = family.top, ", ".join(map(str, family.symbols))
+    budget = budget_said(family.budget_bytes, device)
     return (
         f"remat: {family.model} for {ranges}: {len(family.members)} schedules, peak "
-        f"{bytes_text(family.peak_bytes)}, budget {bytes_text(family.budget_bytes)}; overhead "
+        f"{bytes_text(family.peak_bytes)}, budget {budget}; overhead "
         f"{percent_text(top.overhead)} at the largest; {_checked_text(check)}; {seconds:.1f} s"
     )
 
@@ -96,13 +112,17 @@ def infeasible_text(result: Result) -> str:
         return f"no schedule within {asked} was found: {result.message or advice}"
     rest = least - sum(item.size_bytes for item in result.held_at_peak)
     values = [(item.module or item.name, item.size_bytes) for item in result.held_at_peak[:3]]
-    held = [("resident and workspace", rest), *values]
+    is_reserved = bool(result.reserved_bytes)
+    held = [("resident, workspace and gaps" if is_reserved else "resident and workspace", rest)]
+    held += values
+    least_text = "lowest peak that a schedule is known to reach.\nThat peak is held by"
+    if is_reserved:
+        least_text = "least that a schedule is known to reserve.\nThat is held by"
     holders = ", ".join(f"{name} {bytes_text(size)}" for name, size in held)
     ways = [text for text in (result.otherwise, option("budget", budget_text(least))) if text]
     return (
         f"try {', '.join(ways)}, a smaller batch, or {option('budget', 'min')}: budget {asked} is "
-        f"below {bytes_text(least)}, the lowest peak that a schedule is known to reach.\n"
-        f"That peak is held by {holders}. {_floor_text(result)}".rstrip(". ")
+        f"below {bytes_text(least)}, the {least_text} {holders}. {_floor_text(result)}".rstrip(". ")
     )
 
 

@@ -8,7 +8,8 @@ from typing import Any, SupportsIndex
 
 from torch import fx, nn
 
-from remat.budgets import Budget, parse_budget
+from remat.analysis.plan_figures import compiled_text
+from remat.budgets import Budget, budget_again
 from remat.checks import (
     Reference,
     gradients_there,
@@ -36,6 +37,11 @@ from remat.schedules.derived import before_sharding
 from remat.schedules.outcome import Check, Result
 from remat.solved import Solved, facts_of, infeasible_text, planned_text
 from remat.step_spec import StepSpec
+
+_NOT_COMPILED = (  # what compile=True does not go with, and itself
+    "compile", "host", "nvme", "split", "float_inputs", "sharding", "group",
+    "optimizer_in_backward", "blocks",
+)  # fmt: skip
 
 
 class StepPlanner:
@@ -70,7 +76,9 @@ class StepPlanner:
         shown_budget = self.spec.budget if budget is None else budget
         with self.stages.stage("solve", f"solving for {shown_budget}") as shown:
             listen = {"progress": solver_shown(shown, shown_budget)}
-            return parse_budget(shown_budget).solve(graph, **listen, **self.spec.of_solve, **known)
+            return self.spec.parsed(shown_budget).solve(
+                graph, **listen, **self.spec.of_solve, **known
+            )
 
     def may_wait(self, budget: Budget | None = None) -> bool:
         return may_wait(self.traced, budget or self.spec.parsed_budget)
@@ -80,7 +88,7 @@ class StepPlanner:
     ) -> Solved:
         """The outcome for a budget, None for the spec's, and its graph; `graph` has costs."""
         solve_for = functools.partial(self.solve, budget=budget)
-        waits = self.may_wait(None if budget is None else parse_budget(budget))
+        waits = self.may_wait(None if budget is None else self.spec.parsed(budget))
         graph = self.costed(self.traced, chunks=not waits) if graph is None else graph
         if not waits:
             return Solved(graph, solve_for(graph))
@@ -90,7 +98,7 @@ class StepPlanner:
         """`found`, which has a schedule; a `BudgetError` names the least budget known to fit."""
         if found.result.schedule is not None:
             return found
-        again = functools.partial(self.solve, budget=found.result.budget_bytes)
+        again = functools.partial(self.solve, budget=budget_again(found.result))
         lost = naming_tolerance(found.result, self.traced, found.graph, self.costed, again)
         raise BudgetError(infeasible_text(lost))
 
@@ -116,9 +124,10 @@ class StepPlanner:
         self, found: Solved, checked: Check | None, *, is_compared: bool = False
     ) -> None:
         title, seconds = self.traced.recipe.title, self.stages.elapsed_s
-        self.stages.say(
-            planned_text(title, found.result, checked, seconds, is_compared=is_compared)
-        )
+        self.stages.say(planned_text(title, found, checked, seconds, is_compared=is_compared))
+        way = compiled_text(found.graph, str(self.spec.budget))
+        if way and not any(self.spec.asked[name] for name in _NOT_COMPILED):
+            self.stages.say(f"remat: {way}")
 
 
 def plan_one_size(spec: StepSpec) -> fx.GraphModule:

@@ -91,7 +91,12 @@ class StepSpec:
 
     @property
     def parsed_budget(self) -> Budget:
-        return parse_budget(self.budget)
+        return self.parsed(self.budget)
+
+    def parsed(self, budget: str | SupportsIndex) -> Budget:
+        asked = parse_budget(budget)
+        # Inductor's code asks the allocator for other sizes than eager's ops.
+        return dataclasses.replace(asked, is_allocated=True) if self.compile else asked
 
     @property
     def known_profile(self) -> Profile | None:

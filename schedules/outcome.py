@@ -72,6 +72,8 @@ class Result(msgspec.Struct, frozen=True):
     otherwise : where infeasible, what else would lower the peak, in words; empty where not sought.
     attention : where something runs again, how much of attention does; None without any.
     message : what to say to the user beyond the figures.
+    reserved_bytes : what a CUDA allocator is predicted to reserve for the schedule, where the
+        budget bounds that; where infeasible, for the one of least peak. Else 0.
     """
 
     status: Status
@@ -91,6 +93,7 @@ class Result(msgspec.Struct, frozen=True):
     otherwise: str = ""
     attention: Attention | None = None
     message: str = ""
+    reserved_bytes: int = 0
 
     @property
     def gap(self) -> float | None:
@@ -100,12 +103,21 @@ class Result(msgspec.Struct, frozen=True):
         """
         return gap_of(self.time_us, self.lower_bound_us) if self.schedule is not None else None
 
+    @property
+    def of_tensors(self) -> Result:
+        """With the budget of allocated bytes that its schedule was made for."""
+        if self.schedule is None or not self.reserved_bytes:
+            return self
+        own_bytes = self.schedule.budget_bytes
+        return msgspec.structs.replace(self, budget_bytes=own_bytes, reserved_bytes=0)
+
     def _repr_html_(self) -> str:
         figures = [("status", f"{self.status}, by {self.solver} in {self.wall_s:.1f} s")]
         figures.append(("budget", bytes_text(self.budget_bytes)))
         if self.schedule is not None:
             figures += [
                 ("peak", bytes_text(self.peak_bytes)),
+                ("reserved", bytes_text(self.reserved_bytes) if self.reserved_bytes else ""),
                 ("step", time_text(self.time_us)),
                 ("overhead", percent_text(self.overhead)),
                 ("gap", proved_text(self.gap)),

@@ -8,6 +8,7 @@ lie in full segments of their own.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -64,6 +65,30 @@ def trace_of_steps(buffers: Buffers, n_steps: int = 1) -> list[int]:
 N_STEPS = 3  # the second step finds a cache that the first has cut up, and takes more
 DEFAULT = AllocatorSettings()
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
+EXPANDABLE_CONF = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+_IN_MIB = {
+    "max_split_size_mb": "max_split_bytes",
+    "max_non_split_rounding_mb": "max_non_split_rounding_bytes",
+    "large_segment_size_mb": "large_segment_bytes",
+}
+_OF_THE_HOST = "pinned_"
+
+
+def settings_of_conf(conf: str) -> AllocatorSettings | None:
+    """Of the text of ``PYTORCH_CUDA_ALLOC_CONF``; None where the replay lacks one of them."""
+    known: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in conf.split(","))):
+        name, _, value = (one.strip() for one in part.partition(":"))
+        if name == "expandable_segments" and value in ("True", "False"):
+            known[name] = value == "True"
+        elif name in _IN_MIB and value.isdecimal():
+            known[_IN_MIB[name]] = int(value) << 20
+        elif name == "roundup_power2_divisions" and value.isdecimal():
+            known[name] = int(value)
+        elif part != "backend:native" and not name.startswith(_OF_THE_HOST):
+            return None
+    return AllocatorSettings(**known)
 
 
 class AllocatorPeak(msgspec.Struct, frozen=True):

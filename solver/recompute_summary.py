@@ -47,6 +47,20 @@ def op_kind(target: str) -> str:
     return parts[1] if len(parts) > 1 else target
 
 
+_PRODUCTS = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "_convolution",
+     "cudnn_convolution", "convolution_overrideable", "_slow_conv2d_forward",
+     "convolution_backward"}
+)  # fmt: skip
+"""With attention, those whose floating-point operations torch counts
+(torch/utils/flop_counter.py)."""
+
+
+def is_product(target: str) -> bool:
+    kind = op_kind(target)
+    return kind in _PRODUCTS or "attention" in kind
+
+
 def is_fused_attention(kind: str) -> bool:
     return "scaled_dot_product" in kind or kind in _FUSED
 

@@ -132,6 +132,7 @@ LEFT_OUT = Rounds(times_ops=200_000, least=20)  # runs; a trial costs about as m
 NAMING = Seconds(part=1 / 6)  # the search for the least peak, from which a sweep spreads budgets
 ONE_BUDGET = Seconds(part=1.5)  # in equal parts of the time left; most budgets take less
 FIRST_SOLVE, SECOND_SOLVE = Seconds(part=0.75), Seconds(least_s=0.5)  # naming the least peak; at it
+LOWERED_SOLVE = Seconds(part=0.5)  # each solve until a plan reserves no more than it may
 
 # ---- orders (`orders`), chosen on layered graphs
 

@@ -83,7 +83,8 @@ def rewritten(
     with quiet.timing(), timed(seconds, "capture_and_price_s"):
         graph = remat.capture(trainee.model, trainee.args, device=device, **LEVERS[method])
     with quiet.solving(), timed(seconds, "solve_s"):
-        result = remat.solve(graph, budget_bytes, time_limit_s=limit_s(), gap=gap())
+        budget = f"{budget_bytes}B allocated"
+        result = remat.solve(graph, budget, time_limit_s=limit_s(), gap=gap())
     if result.schedule is None:
         raise DoesNotApplyError(result.message or f"no schedule found in {limit_s():.0f} s")
     with timed(seconds, "rewrite_s"):

@@ -85,7 +85,7 @@ def _captured(entry: Entry, host: str | None) -> TrainingGraph:
 
 def _planned(graph: TrainingGraph, budget: str, *, rehearse: bool) -> Plan:
     asked = parse_budget(budget)
-    within = "min" if asked.kind == "min" else int(MARGIN * asked.bytes_for(graph))
+    within = "min" if asked.kind == "min" else f"{MARGIN * asked.bytes_for(graph):.0f}B allocated"
     return remat.solve(graph, within, **effort_of(LIMIT_S, rehearse=rehearse))
 
 

@@ -81,9 +81,10 @@ def _line(
     options: dict[str, Any] = {"gap": GAP_OF_FIGURES if gap is None else gap}
     if figure.order != "fixed":
         options["order"] = figure.order
-    ours = remat.solve(graph, budget, time_limit_s=time_limit_s, **options)
+    within = f"{budget}B allocated"
+    ours = remat.solve(graph, within, time_limit_s=time_limit_s, **options)
     rule = POLICIES.get(job.table)
-    policy = None if rule is None else remat.solve(graph, budget, rule)
+    policy = None if rule is None else remat.solve(graph, within, rule)
     return Line(
         job.name, figure.name, figure.by, figure.overhead, len(graph.ops), budget,
         budget / whole_bytes, None if policy is None else _overhead(policy), _overhead(ours),

@@ -30,6 +30,8 @@ from benchmarks.reserved.allocators import reserved_by, retries_by
 from benchmarks.reserved.steps import STEPS, captured
 from benchmarks.reserved.table import DOCS, write_tables
 from benchmarks.solvers import Results
+from remat.graph_capture.graph import TrainingGraph
+from remat.plan import Plan
 from remat.schedules.outcome import Result
 
 OUT = Path(__file__).parents[1] / "results" / "reserved.json"
@@ -43,8 +45,12 @@ STEP_PERCENT, LEAST_PERCENT = 2, 50
 def share_cell(name: str, percent: int, limit_s: float) -> dict[str, Any]:
     """A plan at a percentage of the captured peak, and what it reserves."""
     graph = captured(name)
-    budget_bytes = peak_bytes(graph) * percent // 100
-    return figures(name, remat.solve(graph, budget_bytes, time_limit_s=limit_s, gap=GAP_OF_FIGURES))
+    return figures(name, _plan_within(graph, peak_bytes(graph) * percent // 100, limit_s))
+
+
+def _plan_within(graph: TrainingGraph, tensors_bytes: int, limit_s: float) -> Plan:
+    budget = f"{tensors_bytes}B allocated"
+    return remat.solve(graph, budget, time_limit_s=limit_s, gap=GAP_OF_FIGURES)
 
 
 def one_budget_cell(name: str, limit_s: float) -> dict[str, Any]:
@@ -52,9 +58,7 @@ def one_budget_cell(name: str, limit_s: float) -> dict[str, Any]:
     graph, fitting = captured(name), dict[str, Any]()
     r_bytes = peak_bytes(graph) * R_PERCENT // 100
     for percent in range(100, LEAST_PERCENT - 1, -STEP_PERCENT):
-        found = remat.solve(
-            graph, r_bytes * percent // 100, time_limit_s=limit_s, gap=GAP_OF_FIGURES
-        )
+        found = _plan_within(graph, r_bytes * percent // 100, limit_s)
         if found.schedule is None:
             break
         said = figures(name, found)

@@ -55,6 +55,7 @@ from remat.graph_capture.distributed.collectives import is_collective, run_local
 from remat.graph_capture.errors import CaptureError, option
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.build import SAVE_RNG, Joint
+from remat.graph_capture.joint.gradients import with_update_costs
 from remat.graph_capture.joint.nodes import fresh_storages, is_custom, target_name, tensors_of
 from remat.graph_capture.tracing.fake_tensors import require_layout
 from remat.graph_capture.tracing.trace import ProgressCallback, Trace, numbers_of_users_kept
@@ -260,6 +261,8 @@ def _measured(
     if queued and costed.time_us:
         said = note_of_queue(alone_us / costed.time_us, is_timed=step is not None)
         costed = replace(costed, notes=(*costed.notes, said))
+    # After that too, as the step that is timed updates nothing.
+    costed = with_update_costs(costed, joint, trace.recipe.gradient_release, "measured")
     if any(map(is_collective, joint.node_of_op.values())):
         from remat.graph_capture.distributed.collective_costs import (
             links_of_step,

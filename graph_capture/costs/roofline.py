@@ -43,6 +43,7 @@ from remat.graph_capture.devices.links import RankLinks
 from remat.graph_capture.distributed.collective_costs import links_of_step, with_collective_costs
 from remat.graph_capture.errors import ProfileError, option
 from remat.graph_capture.graph import TANGENTS, Op, Resident, TrainingGraph, Value
+from remat.graph_capture.joint.gradients import with_update_costs
 from remat.graph_capture.joint.nodes import argument, tensors_of
 from remat.graph_capture.torch_private.core import precision_settings
 from remat.graph_capture.tracing.trace import Trace
@@ -188,6 +189,7 @@ def model_costs(
         resident=_resident(graph), device=name, cost_origin="mixed" if is_mixed else MODELLED,
         notes=() if profile is None else _notes(ops, assumed, profile),
     )  # fmt: skip
+    costed = with_update_costs(costed, trace.joint, trace.recipe.gradient_release, MODELLED)
     costed = with_collective_costs(costed, nodes, ranks or links_of_step(name, "", profile))
     in_chunks = modelled(costed, roofline.launch_us, rounded)  # compared on the device that trains
     return with_regions(costed, requested_regions(trace), in_chunks, lambda _: True)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.autograd import Function
 
+from remat.graph_capture.distributed.sharding import NAMESPACES
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Op
 from remat.graph_capture.joint.nodes import TORCHS_NAMESPACES, argument, tensors_of
@@ -37,7 +38,6 @@ from remat.graph_capture.torch_private.core import (
 
 ALL_RANKS_RUN = "other ranks take part in it"
 RETURNED = f"it makes an output of the step, and {ALL_RANKS_RUN}"
-NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "symm_mem")
 _WAIT = "wait_tensor"
 _THROUGH_A_BUFFER = ("all_gather_into_tensor", "reduce_scatter_tensor")
 

@@ -8,6 +8,11 @@ from typing import Literal
 from msgspec.structs import replace
 
 from remat.graph_capture.distributed.sharding import (
+    COPY_IN,
+    GATHER,
+    REDUCE,
+    RESHARD,
+    UNSHARD,
     UNTIMED,
     ParameterGroup,
     Sharding,
@@ -23,8 +28,6 @@ from remat.graph_capture.graph import Op, Phase, TrainingGraph, Value
 # its buffer a value, read by the op that lets go of it. As workspaces of ops beside them, buffers
 # were wrong wherever an op of forward runs again.
 
-GATHER, UNSHARD, RESHARD = "remat.all_gather", "remat.unshard", "remat.reshard"
-COPY_IN, REDUCE = "remat.copy_in", "remat.reduce_scatter"
 BEFORE_BLOCK, BEHIND_BLOCK = (GATHER, UNSHARD), (RESHARD, COPY_IN, REDUCE)  # right before and after
 COMMUNICATION = (*BEFORE_BLOCK, *BEHIND_BLOCK)
 

@@ -24,6 +24,10 @@ _TAKEN_BY: dict[str, tuple[str, ...]] = {  # by option, the kinds of sharding th
     "reduce_dtype": ("fsdp2", "replicate"), "cpu_offload": ("fsdp2",),
     "states_over": ("fsdp2", "zero1"),
 }  # fmt: skip
+NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "symm_mem")
+"""Of ops in which other ranks take part, or that wait for one."""
+GATHER, UNSHARD, RESHARD = "remat.all_gather", "remat.unshard", "remat.reshard"
+COPY_IN, REDUCE = "remat.copy_in", "remat.reduce_scatter"
 _PARAM_DTYPES = ("bfloat16", "float16")
 _REDUCE_DTYPES = ("float32", *_PARAM_DTYPES)
 
@@ -331,3 +335,10 @@ def unit_of_op(units: Sequence[Unit]) -> dict[int, int]:
         for k, unit in enumerate(units)
         for i in (*range(unit.start, unit.stop), *range(unit.back_start, unit.back_stop))
     }
+
+
+def communicates(graph: TrainingGraph) -> bool:
+    """Whether other ranks take part in a step, by collectives or by a wrapper's communication."""
+    wrapped = (GATHER, UNSHARD, RESHARD, COPY_IN, REDUCE)
+    spaces = tuple(f"{name}." for name in NAMESPACES)
+    return any(op.target in wrapped or op.target.startswith(spaces) for op in graph.ops)

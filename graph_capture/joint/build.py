@@ -91,9 +91,7 @@ class _Builder:
         outputs, n = self.nodes[-1].args[0], self.num_forward_outputs
         assert isinstance(outputs, (tuple, list))
         self.forward_results, how = list(outputs[:n]), self.gradient_release or GradientRelease()
-        self.accumulations = GradientAccumulation(
-            outputs[n:], self.released, dict(how.updates), how.is_added
-        )
+        self.accumulations = GradientAccumulation(outputs[n:], self.released, how)
         descriptions = self.nodes[-1].meta["desc"][:n]
         self.overwritten_inputs = [getattr(what, "mutated_input", None) for what in descriptions]
         self.in_forward = forward_nodes(self.nodes, self.forward_results)

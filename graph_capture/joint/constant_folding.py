@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from remat.graph_capture.distributed.collectives import NAMESPACES
+from remat.graph_capture.distributed.sharding import NAMESPACES
 from remat.graph_capture.joint.nodes import bits_of, storage_key, written_arguments
 from remat.graph_capture.python_state.executed_code import without_recording
 from remat.graph_capture.sizes.symbols import Sizes

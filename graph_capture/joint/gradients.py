@@ -7,11 +7,12 @@ that releases each. Without accumulation ``.grad`` is the gradient itself, and s
 
 from __future__ import annotations
 
-from collections import Counter
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import Tensor, fx, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -19,7 +20,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from remat.graph_capture.devices.known_devices import Allocated
 from remat.graph_capture.devices.meter import Meter
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op
+from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op, Origin, TrainingGraph
 from remat.graph_capture.joint.eager_memory import MADE_AS
 from remat.graph_capture.joint.nodes import MADE_IN_FORWARD, is_tangent, is_view, storage_key
 from remat.graph_capture.joint.provenance import path_in_model
@@ -52,11 +53,14 @@ def of_parameters(gm: fx.GraphModule, num_forward_outputs: int) -> dict[int, fx.
 class GradientAccumulation:
     gradients: Sequence[Any]
     parameters: Mapping[int, fx.Node]  # by place, those whose gradients may be released
-    # Bytes of each update in backward, by name; if any, only their gradients are released.
-    updated: Mapping[str, int] = field(default_factory=dict[str, int])
-    is_added: bool = True  # to what ``.grad`` holds; autograd then copies none
+    # How updates are made in backward; if any are, only their gradients are released.
+    release: GradientRelease
     # The places that each op releases.
     of_op: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+
+    @functools.cached_property
+    def updated(self) -> frozenset[str]:
+        return frozenset(self.release.updates)
 
     def returned(self) -> list[Any]:
         released = {place for places in self.of_op.values() for place in places}
@@ -128,18 +132,14 @@ class GradientAccumulation:
         )  # fmt: skip
 
     def _update_bytes(self, values: ValueTable, places: list[int], shared: Sequence[str]) -> int:
-        """What the updates take beside the gradients, at most: they come one after another."""
-        took = {place: self.updated[_parameter_name(self.parameters[place])] for place in places}
-        if not self.is_added:  # autograd copies what others read, unless it adds
-            return _sum_bytes(values, shared) + max(took.values())
-        name_of = {place: values.of(self.gradients[place]) for place in places}
-        n_places = Counter(name_of.values())
-        let_go = {  # once a gradient is added, autograd lets it go before the parameter is updated
-            place: _sum_bytes(values, [name])
-            for place, name in name_of.items()
-            if n_places[name] == 1 and name not in shared
-        }
-        return max(max(0, took[place] - let_go.get(place, 0)) for place in places)
+        """What the updates take beside the gradients, at most: all parameters take one step."""
+        names = (_parameter_name(self.parameters[place]) for place in places)
+        took_bytes = self.release.together(tuple(dict.fromkeys(names)))
+        if not self.release.is_added:  # autograd copies what others read, unless it adds
+            return _sum_bytes(values, shared) + took_bytes
+        # Once gradients are added, autograd lets them go before the parameters are updated.
+        given = {values.of(self.gradients[place]) for place in places}
+        return max(0, took_bytes - _sum_bytes(values, given.difference(shared)))
 
 
 def _described_parameters(inputs: Iterable[fx.Node]) -> dict[Any, fx.Node]:
@@ -243,19 +243,9 @@ def _sequence_of(node: fx.Node) -> int | None:
     return node.meta.get("seq_nr")
 
 
-# The optimizer's own step with one group for one parameter, so bits are those of a step over all.
+# The optimizer's own step, over some of its parameters: bits are those of a step over all.
 
 _KNOWN = (SGD, Adam, AdamW)  # a parameter's step depends on it alone
-
-_Alike = tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class _UpdateCost:
-    """`state_bytes` are kept between steps, `workspace_bytes` taken beside the gradient in one."""
-
-    state_bytes: int
-    workspace_bytes: int
 
 
 def require_known(optimizer: Optimizer) -> None:
@@ -284,61 +274,152 @@ def parameter_groups(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     return {id(p): group for group in optimizer.param_groups for p in group["params"]}
 
 
-def step_alone(optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]) -> None:
-    groups = optimizer.param_groups
-    optimizer.param_groups = [{**group, "params": [parameter]}]
+def step_of(
+    optimizer: Optimizer, parameters: Iterable[Tensor], groups: Mapping[int, Mapping[str, Any]]
+) -> None:
+    """One step over `parameters`; `groups` as of `parameter_groups`."""
+    taken: dict[int, tuple[Mapping[str, Any], list[Tensor]]] = {}
+    for parameter in parameters:
+        group = groups[id(parameter)]
+        taken.setdefault(id(group), (group, []))[1].append(parameter)
+    whole = optimizer.param_groups
+    optimizer.param_groups = [{**group, "params": own} for group, own in taken.values()]
     try:
         type(optimizer).step(optimizer)  # not the instance's, which a scheduler has put there
     finally:
-        optimizer.param_groups = groups
+        optimizer.param_groups = whole
 
 
-def update_costs(
-    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], meter: Meter, allocated: Allocated
-) -> dict[str, _UpdateCost]:
-    groups = parameter_groups(optimizer)
-    found: dict[_Alike, _UpdateCost] = {}  # many are alike, and to measure one runs two steps
-    costs: dict[str, _UpdateCost] = {}
-    for name, parameter in parameters.items():
-        if parameter.requires_grad and id(parameter) in groups:
-            group = groups[id(parameter)]
-            key = _same_update(parameter, group)
-            if key not in found:
-                other, made, step = made_update(optimizer, parameter, group)
-                memory = meter.step_memory(step)
-                state = [one for one in other.state[made].values() if isinstance(one, Tensor)]
-                own = (one for one in state if one.device == parameter.device)
-                state_bytes = sum(allocated(one.nbytes) for one in own)
-                found[key] = _UpdateCost(state_bytes, memory.peak_bytes)
-            costs[name] = found[key]
-    return costs
+_Step = functools.partial[None]
+_TOUCHED = 3  # times a parameter's bytes that an update moves at least: it, again, its gradient
+_Cost = tuple[int, int]  # bytes kept between steps, and taken beside the gradients in one
 
 
-def _same_update(parameter: Tensor, group: Mapping[str, Any]) -> _Alike:
-    given = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
-    options = ((k, v) for k, v in group.items() if k != "params")  # zero makes fewer tensors
-    return *given, *(
-        (name, value if isinstance(value, bool | str | type(None)) else value != 0)
-        for name, value in options
-        if isinstance(value, bool | str | float | int | type(None))
-    )
+class UpdateCosts:
+    """What steps over some parameters of an optimizer take; each like step is measured once."""
+
+    def __init__(
+        self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], meter: Meter,
+        allocated: Allocated,
+    ) -> None:  # fmt: skip
+        groups = {
+            id(parameter): number
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        self._kind: Any = type(optimizer)
+        self._meter, self._allocated = meter, allocated
+        self._options = [_own_options(group) for group in optimizer.param_groups]
+        # No tensors: a recipe that is copied keeps none of the model's.
+        self.of = {
+            name: (_like(parameter), groups[id(parameter)])
+            for name, parameter in parameters.items()
+            if parameter.requires_grad and id(parameter) in groups
+        }
+        self._known: dict[Any, _Cost] = {}
+        self._known_us: dict[Any, float] = {}
+
+    def state_bytes(self) -> int:
+        return sum(self._of((name,))[0] for name in self.of)
+
+    def together(self, names: tuple[str, ...]) -> int:
+        return self._of(names)[1]
+
+    def together_us(self, names: tuple[str, ...]) -> float:
+        key = tuple(self.of[name] for name in names)
+        if key not in self._known_us:
+            made, step = self.made_step(names)
+            moved_bytes = sum(_TOUCHED * one.nbytes for one in made)
+            self._known_us[key] = self._meter.median_us(step, moved_bytes)
+        return self._known_us[key]
+
+    def made_step(self, names: tuple[str, ...]) -> tuple[list[nn.Parameter], _Step]:
+        """Made parameters with made gradients, and a usual step of an optimizer over these."""
+        made = [nn.Parameter(_zeros_like(self.of[name][0])) for name in names]
+        for parameter in made:
+            parameter.grad = torch.zeros_like(parameter)
+        # In one group, what a step takes for one parameter is there while the next begins.
+        of_group: dict[int, list[nn.Parameter]] = {}
+        for one, name in zip(made, names, strict=True):
+            of_group.setdefault(self.of[name][1], []).append(one)
+        groups = [{**self._options[i], "params": own} for i, own in of_group.items()]
+        optimizer: Optimizer = self._kind(groups)
+        optimizer.step()  # the first makes the state; later ones take as this one
+        return made, functools.partial(step_of, optimizer, made, parameter_groups(optimizer))
+
+    def _of(self, names: tuple[str, ...]) -> _Cost:
+        key = tuple(self.of[name] for name in names)
+        if key not in self._known:
+            made, step = self.made_step(names)
+            memory = self._meter.step_memory(step)
+            kept = [
+                self._allocated(one.nbytes)
+                for parameter in made
+                for one in step.args[0].state[parameter].values()
+                if isinstance(one, Tensor) and one.device == parameter.device
+            ]
+            self._known[key] = sum(kept), memory.peak_bytes
+        return self._known[key]
 
 
-def made_update(
-    optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]
-) -> tuple[Optimizer, nn.Parameter, Callable[[], None]]:
-    """An optimizer of the same kind over a made parameter of the same shape; and its usual step."""
-    made = nn.Parameter(torch.zeros_like(parameter))
-    options = {name: value for name, value in group.items() if name != "params"}
-    kind: Any = type(optimizer)
-    other: Optimizer = kind([{**options, "params": [made]}])
-    made.grad = torch.zeros_like(made)
-    other.step()  # the first makes the state; later ones take as this one
-    return other, made, lambda: step_alone(other, made, other.param_groups[0])
+_Like = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+
+
+def _like(parameter: Tensor) -> _Like:
+    return parameter.shape, parameter.stride(), parameter.dtype, parameter.device
+
+
+def _zeros_like(like: _Like) -> Tensor:
+    shape, strides, dtype, device = like
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
+
+
+def _own_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _nothing(_: tuple[str, ...]) -> int:
+    return 0  # as a fused optimizer takes
+
+
+def _no_time(_: tuple[str, ...]) -> float:
+    return 0.0
 
 
 @dataclass(frozen=True)
 class GradientRelease:
     is_added: bool = True  # to a ``.grad`` that is there before the step
-    updates: tuple[tuple[str, int], ...] = ()  # in backward, with bytes; others stay to the end
+    updates: tuple[str, ...] = ()  # parameters updated in backward; others' gradients stay
+    together: Callable[[tuple[str, ...]], int] = _nothing  # bytes of one step over some of these
+    together_us: Callable[[tuple[str, ...]], float] = _no_time  # the time of that step
     state_bytes: int = 0  # of the optimizer, between steps
+
+
+class _Released(Protocol):
+    """A `Joint`, which is built with what is here."""
+
+    module: fx.GraphModule
+    num_forward_outputs: int
+    accumulations: dict[str, tuple[int, ...]]
+
+
+def with_update_costs(
+    graph: TrainingGraph, joint: _Released, release: GradientRelease | None, origin: Origin
+) -> TrainingGraph:
+    """`graph` with the time of each update.
+
+    Solvers do not choose among updates, but the step takes their time, beside copies too.
+    """
+    if release is None or not release.updates:
+        return graph
+    parameters = of_parameters(joint.module, joint.num_forward_outputs)
+
+    def costed(op: Op) -> Op:
+        if op.target != UPDATE:
+            return op
+        places = joint.accumulations[op.name]
+        names = dict.fromkeys(_parameter_name(parameters[place]) for place in places)
+        us = op.cost_us + release.together_us(tuple(names))
+        return msgspec.structs.replace(op, cost_us=us, cost_origin=origin)
+
+    return msgspec.structs.replace(graph, ops=tuple(map(costed, graph.ops)))

@@ -215,6 +215,7 @@ def sweep(
     check_jobs(jobs)
     check_number("time_limit_s", time_limit_s)
     options |= {name: as_globs(options[name]) for name in PINS if name in options}
+    plan = plan and plan.of_tensors
     eager, clock = unmodified_step(step), Clock(time_limit_s)
     with one_job():
         asked, at_hand = _budgets(step, budgets, plan, time_limit_s, options)

@@ -334,6 +334,7 @@ def explain(
     """Why a plan is as it is: who holds its peak, the least budget, what memory is worth."""
     if result.schedule is None:
         raise BudgetError(infeasible_text(result))
+    result = result.of_tensors  # further solves are for these
     globs = (why_of,) if isinstance(why_of, str) else tuple(why_of)
     schedule, seconds = required_schedule(result), dict[str, float]()
     asked, budget_bytes = solve_arguments(schedule), result.budget_bytes

@@ -81,7 +81,10 @@ def without_updates(graph: TrainingGraph, schedule: Schedule) -> _Off:
         return _in_order(msgspec.structs.replace(planned, ops=ops), _runs(schedule))
     taken = [op for op in planned.ops if op.name in updates]
     gradients = [name for op in taken for name in _gradients(planned, op)]
-    left = tuple(op for op in planned.ops if op.name not in updates)
+    *others, last = (op for op in planned.ops if op.name not in updates)
+    # The optimizer takes as long behind backward.
+    last = msgspec.structs.replace(last, cost_us=last.cost_us + sum(op.cost_us for op in taken))
+    left = (*others, last)
     # The optimizer takes gradients at the end of the step, so they stay till then: none is freed.
     outputs = tuple(dict.fromkeys((*planned.outputs, *gradients)))
     off = msgspec.structs.replace(planned, ops=left, outputs=outputs)

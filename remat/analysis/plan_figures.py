@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from remat.budgets import unmodified_step
-from remat.checks import EXPANDABLE_CONF
 from remat.formats import bytes_text, fine_time_text, percent_text
 from remat.graph_capture.devices.known_devices import (
     has_cuda_allocator,
@@ -35,6 +34,7 @@ from remat.schedules.outcome import Result
 from remat.schedules.reserved import (
     DEFAULT,
     EXPANDABLE,
+    EXPANDABLE_CONF,
     N_STEPS,
     Reserved,
     reserved_of,
@@ -45,6 +45,7 @@ from remat.schedules.simulate import Simulation, simulate
 from remat.solved import infeasible_text
 from remat.solver.policies.template import module_blocks, nth_blocks, template_sequence
 from remat.solver.problem import Problem
+from remat.solver.recompute_summary import is_product
 from remat.solver.state import schedule_of
 
 if TYPE_CHECKING:
@@ -112,6 +113,24 @@ def reserved_text(plan: Reserved, without: Reserved | None = None) -> str:
         return said
     unmodified_bytes = without.default.reserved_bytes
     return f"{said}, unmodified {bytes_text(unmodified_bytes)} ({_expandable_text(without)})"
+
+
+_FUSED = 0.2  # of the step's time: below it, little is said by naming Inductor
+
+
+def compiled_text(graph: TrainingGraph, budget: str) -> str:
+    """What is known of the compiled step before it is compiled, and how to know more; or empty."""
+    if not has_cuda_allocator(graph.device) or graph.time_us <= 0:
+        return ""
+    fused_us = sum(op.cost_us for op in graph.ops if not is_product(op.target))
+    if (share := fused_us / graph.time_us) < _FUSED:
+        return ""
+    return (
+        f"compare with compile=True: {percent_text(share)} of the step's time is in ops that "
+        "Inductor may fuse, with gradients equal to eager's up to rounding. The line of "
+        f'torch.compile(model, backend="remat", options={{"budget": "{budget}"}}) says whether '
+        "torch's own compiled step fits, and takes it then"
+    )
 
 
 def _expandable_text(reserved: Reserved) -> str:

@@ -29,6 +29,7 @@ from remat.schedules.report.page_facts import Alternative, MeasuredStep, PageFac
 from remat.schedules.simulate import simulate
 from remat.schedules.value_report.peak_holders import PeakHolders
 from remat.schedules.value_report.rows import DASH, FoldedRow
+from remat.solved import budget_said
 from remat.solver.budgets.front import Front
 from remat.solver.recompute_summary import kinds_of, kinds_text
 from remat.solver.result import at_least_budget
@@ -158,7 +159,7 @@ def page_facts(
     curves = {fronts.solver: fronts} if isinstance(fronts, Front) else dict(fronts or {})
     eager = _alternative("unmodified", unmodified(graph))
     return replace(
-        facts, rules=(eager, *_rules_of(graph, result.budget_bytes)),
+        facts, rules=(eager, *_rules_of(graph, result.of_tensors.budget_bytes)),
         fronts=tuple((name, _points_of(graph, front)) for name, front in curves.items()),
         measured=measured, stated_by=stated_by, layout=layout,
     )  # fmt: skip
@@ -201,7 +202,8 @@ def _known_by(
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
     if told.budget_bytes and unmodified_bytes:
         share = percent_text(told.budget_bytes / unmodified_bytes)
-        yield "budget", f"{bytes_text(told.budget_bytes)}, {share} of the unmodified peak"
+        said = budget_said(told.budget_bytes, graph.device, told.reserved_bytes)
+        yield "budget", f"{said}, {share} of the unmodified peak"
     if check is not None:
         yield "equal", equal_text(check)
     elif kept and kept.unchecked:

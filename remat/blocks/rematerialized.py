@@ -39,7 +39,7 @@ from remat.rewriter.tiers.file_tier import FileTier
 from remat.rewriter.user_module.module import SharedState, make_module
 from remat.rewriter.user_module.own_forward import Unplanned, with_replaced
 from remat.schedules.outcome import Check
-from remat.solved import infeasible_text, planned_text
+from remat.solved import Solved, infeasible_text, planned_text
 from remat.step_spec import StepSpec
 
 _plans: weakref.WeakKeyDictionary[nn.Module, BlocksPlan] = weakref.WeakKeyDictionary()
@@ -91,7 +91,9 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
                     lambda: _require_equal_blocks(model, made, batch, *limits), say_unchecked
                 )
         what = f"{traced.whole.recipe.title}, {len(plan.schedules)} blocks"
-        stages.say(planned_text(what, plan.result, checked, stages.elapsed_s))
+        stages.say(
+            planned_text(what, Solved(traced.whole.graph, plan.result), checked, stages.elapsed_s)
+        )
     _plans[made] = plan
     return made
 

@@ -48,6 +48,7 @@ class AtHand(NamedTuple):
     graph: TrainingGraph  # with the bytes that ops take, and no times
     peak_bytes: int  # of `simulate` on that graph
     links: Links | None
+    reserved_bytes: int  # as a `Result` has it
 
 
 class KnownPlans:
@@ -79,13 +80,15 @@ class KnownPlans:
             one
             for one in (*plain, *sorted(self._solved, key=lambda one: one.overhead))
             # The trace has no chunks to judge by, so those wait for the sizes below.
-            if one.schedule.chunks or _fitting(traced.graph, one, limit_bytes)
+            if one.schedule.chunks or _fitting(traced.graph, one, limit_bytes, budget)
         ]
         if not tried:
             return None
         sized = Sized(traced)  # runs ops of unknown cost, so only where one may fit
         limit_bytes = self._budget_bytes(sized.graph, budget)
-        found = (_fitting(_graph_for(sized, one.schedule), one, limit_bytes) for one in tried)
+        found = (
+            _fitting(_graph_for(sized, one.schedule), one, limit_bytes, budget) for one in tried
+        )
         return next((one for one in found if one), None)
 
     def _budget_bytes(self, graph: TrainingGraph, budget: Budget) -> int:
@@ -102,7 +105,9 @@ def _graph_for(sized: Sized, schedule: Schedule) -> TrainingGraph:
     return sized.with_region(one.region, one.chunks, is_exact=one.exact)
 
 
-def _fitting(graph: TrainingGraph, one: _Reusable, budget_bytes: int) -> AtHand | None:
+def _fitting(
+    graph: TrainingGraph, one: _Reusable, budget_bytes: int, budget: Budget
+) -> AtHand | None:
     """A candidate for a graph, if its step has the same ops and its peak is within the budget."""
     try:
         schedule = resized_schedule(one.schedule, graph)
@@ -111,8 +116,10 @@ def _fitting(graph: TrainingGraph, one: _Reusable, budget_bytes: int) -> AtHand 
         return None
     if peak_bytes > budget_bytes:
         return None
+    if (reserved_bytes := budget.reserved_bytes(graph, schedule)) > budget_bytes:
+        return None
     schedule = msgspec.structs.replace(schedule, budget_bytes=budget_bytes)
-    return AtHand(schedule, graph, peak_bytes, one.links)
+    return AtHand(schedule, graph, peak_bytes, one.links, reserved_bytes)
 
 
 def adopted(
@@ -181,7 +188,7 @@ def kept_solve(
         if (kept.key, kept.schema_version) == (key, _SCHEMA_VERSION):
             of_kept = in_chunks(graph) if kept.schedule.chunks and not graph.regions else graph
             # Judged inside of the read, so that an edited file is warned of as a damaged one is.
-            found.append(Solved(of_kept, _judged(of_kept, kept)))
+            found.append(Solved(of_kept, _judged(of_kept, kept, budget)))
         return kept
 
     if FILES.read(file_of(key), take) is None or not found:
@@ -197,7 +204,7 @@ def keep_solve(graph: TrainingGraph, budget: Budget, asked: str, result: Result)
         FILES.write(file_of(key), msgspec.json.encode(kept))
 
 
-def _judged(graph: TrainingGraph, kept: KeptSolve) -> Result:
+def _judged(graph: TrainingGraph, kept: KeptSolve, budget: Budget) -> Result:
     # A file is not believed: `simulate` says what its schedule takes on the graph at hand.
     facts: Any = {"budget_bytes": kept.budget_bytes, "lower_bound_us": kept.lower_bound_us}
     result = evaluate_schedule(graph, kept.schedule, **facts)
@@ -205,7 +212,8 @@ def _judged(graph: TrainingGraph, kept: KeptSolve) -> Result:
         raise PlanError("its peak is above its budget")
     if not 0 <= kept.lower_bound_us <= (1 + 1e-9) * result.time_us:  # slack: sums in another order
         raise PlanError("its bound is above its time")
-    return result
+    reserved_bytes = budget.reserved_bytes(graph, kept.schedule)
+    return msgspec.structs.replace(result, reserved_bytes=reserved_bytes)
 
 
 def _suits(found: Result, budget: Budget, graph: TrainingGraph) -> bool:
@@ -215,7 +223,7 @@ def _suits(found: Result, budget: Budget, graph: TrainingGraph) -> bool:
     if budget.kind != "auto":
         return found.budget_bytes == now_bytes
     is_enough = found.overhead <= _CHEAP or found.budget_bytes >= _NEAR * now_bytes
-    return found.peak_bytes <= now_bytes and is_enough
+    return max(found.peak_bytes, found.reserved_bytes) <= now_bytes and is_enough
 
 
 def _question_key(graph: TrainingGraph, budget: Budget, asked: str) -> str:
@@ -223,7 +231,12 @@ def _question_key(graph: TrainingGraph, budget: Budget, asked: str) -> str:
     if ADDRESS in asked or not keeps_solves():
         return ""
     digest = hashlib.sha256(msgspec.json.encode(without_lines(graph)))
-    around = repr(budget), asked, str(torch.version.git_version), sources_key()
+    around = (
+        repr((budget, budget.settings(graph))),
+        asked,
+        str(torch.version.git_version),
+        sources_key(),
+    )
     digest.update(msgspec.json.encode(around))
     return digest.hexdigest()
 

@@ -207,7 +207,7 @@ class PlanCache(SharedState, nn.Module):
             if spec.parsed_budget.kind != "share" or not peak_bytes:
                 raise
         # A per cent of a small last batch can be too little; the run has room for larger ones.
-        return make(spec.replace(budget=peak_bytes))
+        return make(spec.replace(budget=f"{peak_bytes}B allocated"))
 
     @classmethod
     def _remat_spec(cls, args: Any, kwargs: Any, target: Any) -> StepSpec:
@@ -340,7 +340,12 @@ def _module_at_hand(planner: StepPlanner, found: AtHand, known: KnownPlans) -> R
     known.took(found.peak_bytes)
     known.is_checked = True
     facts = found.schedule, found.peak_bytes, checked, planner.stages.elapsed_s
-    planner.stages.say(at_hand_text(traced.recipe.title, *facts, is_compared=is_compared))
+    planner.stages.say(
+        at_hand_text(
+            traced.recipe.title, *facts, is_compared=is_compared, device=found.graph.device,
+            reserved_bytes=found.reserved_bytes,
+        )
+    )  # fmt: skip
     return module
 
 

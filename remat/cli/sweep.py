@@ -18,7 +18,7 @@ from remat.budgets import parse_budget
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import verb
 from remat.formats import bytes_text, percent_text, plain_table, proved_text, time_text
-from remat.graph_capture.devices.known_devices import parse_bytes
+from remat.graph_capture.devices.known_devices import has_cuda_allocator, parse_bytes
 from remat.graph_capture.devices.memory import AUTO
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
@@ -118,7 +118,8 @@ def asked_hosts(text: str) -> dict[str, int]:
 
 
 def _fronts_screen(graph: TrainingGraph, fronts: Mapping[str, Front]) -> RenderableType:
-    step = f", step {time_text(graph.time_us)} with nothing recomputed\n"
+    bounded = ", budgets of allocated memory" * has_cuda_allocator(graph.device)
+    step = f", step {time_text(graph.time_us)} with nothing recomputed{bounded}\n"
     table = plain_table("budget", "peak", "overhead", "bound", "gap", "solver", "seconds")
     points = [(name, front, point) for name, front in fronts.items() for point in front.points]
     for name, front, (budget_bytes, result) in points:

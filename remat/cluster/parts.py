@@ -21,7 +21,7 @@ from remat.graph_capture.graph import TANGENTS, Floats, Op, TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.solver.blocks.block_options import block_options
 from remat.solver.problem import Problem
-from remat.solver.recompute_summary import op_kind
+from remat.solver.recompute_summary import is_product
 from remat.solver.state import State
 
 ChainPosition = Literal["first", "block", "last"]
@@ -37,26 +37,11 @@ CHAIN_POSITIONS: tuple[ChainPosition, ...] = ("first", "block", "last")
 # this is that cut but for ops that make no product and copy, of which either side holds as much.
 
 
-_PRODUCTS = frozenset(
-    {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "_convolution",
-     "cudnn_convolution", "convolution_overrideable", "_slow_conv2d_forward",
-     "convolution_backward"}
-)  # fmt: skip
-"""With attention, those whose floating-point operations torch counts
-(torch/utils/flop_counter.py)."""
-
-
 class WeightsLater(NamedTuple):
     """Of one microbatch: time of W, and bytes held from I to W."""
 
     weight_us: float = 0.0
     held_bytes: int = 0
-
-
-def is_product(target: str) -> bool:
-    """Whether an op is one of those that models spend their time in."""
-    kind = op_kind(target)
-    return kind in _PRODUCTS or "attention" in kind
 
 
 def weights_later(graph: TrainingGraph, border_gradient: str) -> WeightsLater:

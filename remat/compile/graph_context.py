@@ -15,11 +15,13 @@ import msgspec
 from remat.budgets import Budget, auto_bytes, parse_budget
 from remat.compile.shared_budget import Frame, SharedBudget, WholeModel
 from remat.formats import bytes_text
+from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import BudgetError, SolverError
 from remat.progress import stopwatch_of_call
 from remat.rewriter.inductor.replay import ReplayedMemory, StepBytes
 from remat.schedules.schedule import Schedule
 from remat.schedules.value_report.globs import Globs
+from remat.solved import budget_said
 from remat.solver import solver_class
 from remat.solver.stopping import DEFAULT_GAP
 from remat.solver.table import check_number
@@ -107,6 +109,7 @@ class CompiledPlan(msgspec.Struct, frozen=True):
     seconds: float  # that the search took
     schedule: Schedule | None = None  # None where torch's own cut fits
     sizes: str = ""  # by dimension, where the graph serves several
+    device: str = CPU
 
     def __repr__(self) -> str:
         at = f" at {self.sizes}" if self.sizes else ""
@@ -114,7 +117,7 @@ class CompiledPlan(msgspec.Struct, frozen=True):
         fits = ", which fits without a plan" * is_stock
         return (
             f"CompiledPlan(graph {self.frame}{at}: peak {bytes_text(self.peak_bytes)} of "
-            f"{bytes_text(self.budget_bytes)}, as torch compiles it "
+            f"{budget_said(self.budget_bytes, self.device)}, as torch compiles it "
             f"{bytes_text(self.baseline_peak_bytes)}{fits}; {self.recomputed} computed again, "
             f"overhead {100 * self.overhead:.1f} %, {self.replays} replays, {self.seconds:.1f} s)"
         )
@@ -208,7 +211,7 @@ class GraphContext:
                 baseline_peak_bytes=held_bytes + taken.stock.peak_bytes, held_bytes=held_bytes,
                 saved_bytes=taken.chosen.saved_bytes, overhead=taken.overhead, gap=taken.gap,
                 recomputed=n_run_again(taken.schedule), replays=taken.replays, seconds=seconds,
-                schedule=taken.schedule,
+                schedule=taken.schedule, device=self.shared.device,
             ),
             verbose=self.asked.verbose,
         )  # fmt: skip

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from remat.formats import Answer, bytes_text, percent_text, plain_table
+from remat.solved import budget_said
 
 
 class SizeTried(msgspec.Struct, frozen=True):
@@ -54,7 +55,8 @@ class Fit(Answer, frozen=True):
 
 
 def _answer_lines(found: Fit) -> list[str]:
-    budget, limit = bytes_text(found.budget_bytes), percent_text(found.max_overhead)
+    budget = budget_said(found.budget_bytes, found.device)
+    limit = percent_text(found.max_overhead)
     if found.answer is None:
         return [
             f"{found.model}: no {found.vary} fits {budget} at {limit} overhead or less; "

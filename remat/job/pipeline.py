@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import remat.solver as solvers
-from remat.analysis.plan_figures import EveryNth, every_n_layers, reserved_beside, shortage_text
-from remat.budgets import UNBOUNDED_BYTES, parse_budget, unmodified_step
+from remat.analysis.plan_figures import (
+    EveryNth,
+    compiled_text,
+    every_n_layers,
+    reserved_beside,
+    shortage_text,
+)
+from remat.budgets import UNBOUNDED_BYTES, budget_again, parse_budget, unmodified_step
 from remat.checks import Batch, failures, unless_short, why_unchecked
 from remat.graph_capture.distributed.sharded_step import local_step
 from remat.graph_capture.errors import CaptureError
@@ -96,6 +102,8 @@ class Report:
     recipe: Recipe | None = None
     unchecked: str = ""  # why a plan for this machine was not run
     shortage: str = ""  # what becomes of a plan that would reserve more than the device has
+    compiled: str = ""  # what is known of compiled code, and how to compare
+    unmodified_reserved_bytes: int = 0  # of the unmodified step, where the budget bounds these
 
     @property
     def failures(self) -> list[str]:
@@ -225,7 +233,7 @@ def _before_the_check(
     from remat.levers.chunks_at_need import naming_tolerance
 
     # In bytes: `auto` or per cents could be others for the graph with chunks.
-    within = replace(request, budget=f"{report.result.budget_bytes}B")
+    within = replace(request, budget=budget_again(report.result))
     named = naming_tolerance(  # what a head in chunks would need by tolerance
         report.result, traced, graph, lambda one: graph_with_costs(one, request, stopwatch),
         lambda graph: solve_request(graph, within, stopwatch),
@@ -269,15 +277,24 @@ def planned_report(
             _predicted_row(eager.graph, "unmodified", eager.result, base_us),
             _predicted_row(graph, "chen_sqrt", chen, base_us),
         )
+        assert eager.result.schedule is not None
+        reserved_bytes = 0
+        if result.reserved_bytes:
+            asked = parse_budget(request.budget)
+            reserved_bytes = asked.reserved_bytes(eager.graph, eager.result.schedule)
         kinds = kinds_of(graph, result.schedule) if result.schedule else ()
         simpler = every_n_layers(graph, result)
-        report = Report(graph, result, rows, stopwatch.seconds, kinds, simpler)
+        report = Report(
+            graph, result, rows, stopwatch.seconds, kinds, simpler,
+            unmodified_reserved_bytes=reserved_bytes,
+        )  # fmt: skip
         if result.schedule is None:
             return report, chen
         report = replace(
             report, rows=(*rows, _predicted_row(graph, "this plan", result, base_us)),
             simulation=simulate(graph, result.schedule),
             shortage=shortage_text(graph, result.schedule),
+            compiled="" if request.is_eager_alone else compiled_text(graph, request.budget),
         )  # fmt: skip
     return report, chen
 

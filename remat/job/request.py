@@ -67,6 +67,12 @@ class Request:
         return tuple(int(one) if one.isdecimal() else one for one in self.outputs) or None
 
     @property
+    def is_eager_alone(self) -> bool:
+        """Whether compiled code has no such step."""
+        asked = self.host, self.nvme, self.optimizer_in_backward, self.split not in (None, "none")
+        return any(asked) or self.sharding != NO_SHARDING
+
+    @property
     def is_run_here(self) -> bool:
         # An optimizer that is only named cannot update anything, so its step is planned alone.
         is_here = not is_in_table(self.device) and self.sharding == NO_SHARDING

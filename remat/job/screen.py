@@ -34,7 +34,7 @@ from remat.schedules.family import Family, sizes_text
 from remat.schedules.outcome import CHECKED, FAR_OFF, Check, Result, bound_text, equal_text, verdict
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, bound_of
-from remat.solved import infeasible_text
+from remat.solved import budget_said, infeasible_text
 from remat.solver.recompute_summary import kinds_text
 
 _OFF = 0.1  # a measured overhead of the plan that is this far from the predicted one is told
@@ -43,15 +43,16 @@ _FASTER = 0.01  # a plan this much faster than the user's checkpoints is told
 
 
 def advice_on_run(report: Report) -> tuple[str, ...]:
-    needed = _no_plan(report.rows, report.result.budget_bytes)
+    needed = _no_plan(report)
     return (*needed, *(_far_apart(report.rows) or _off(report.rows[-1])))
 
 
-def _no_plan(rows: tuple[Row, ...], budget_bytes: int) -> tuple[str, ...]:
-    unmodified, plan = rows[0], rows[-1]
-    if unmodified.peak_bytes > budget_bytes:
+def _no_plan(report: Report) -> tuple[str, ...]:
+    unmodified, plan = report.rows[0], report.rows[-1]
+    needed_bytes = max(unmodified.peak_bytes, report.unmodified_reserved_bytes)
+    if needed_bytes > report.result.budget_bytes:
         return ()
-    needs = f"the unmodified step needs {bytes_text(unmodified.peak_bytes)} and fits already"
+    needs = f"the unmodified step needs {bytes_text(needed_bytes)} and fits already"
     if plan.overhead < -_FASTER:
         return (
             f"{needs}, with checkpoints of its own. This plan recomputes less: by costs it takes "
@@ -93,9 +94,12 @@ _Said = Iterator[tuple[str, str | Text]]
 
 
 def run_screen(report: Report) -> RenderableType:
-    budget = f", budget {bytes_text(report.result.budget_bytes)}\n"
-    head = Text.assemble((report.graph.name, "bold"), ops_text(report.graph), budget)
-    said = verdict(report.graph, report.rows[0].time_us, report.result, report.check)
+    result = report.result
+    budget = budget_said(result.budget_bytes, report.graph.device, result.reserved_bytes)
+    head = Text.assemble(
+        (report.graph.name, "bold"), f"{ops_text(report.graph)}, budget {budget}\n"
+    )
+    said = verdict(report.graph, report.rows[0].time_us, result, report.check)
     table = plain_table("predicted | measured", "peak", "step", "overhead")
     for row in report.rows:
         peak = bytes_pair(row.peak_bytes, row.measured_peak_bytes)
@@ -172,6 +176,8 @@ def _way_rows(report: Report) -> _Said:
         yield "attention", str(result.attention)
     if report.simpler:
         yield "simpler", str(report.simpler)
+    if report.compiled:
+        yield "compiled", report.compiled
 
 
 def _held(graph: TrainingGraph, schedule: Schedule | None, simulation: Simulation) -> str:
@@ -217,6 +223,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "status": result.status,
         "solver": result.solver,
         "budget_bytes": result.budget_bytes,
+        "reserved_bytes": result.reserved_bytes,
         "model": report.graph.name,
         "ops": len(report.graph.ops),
         "device": report.graph.device,
@@ -236,6 +243,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "check": _check_json(report.check, result.budget_bytes) if report.check else None,
         "unchecked": report.unchecked,
         "shortage": report.shortage,
+        "compiled": report.compiled,
         "advice": advice_on_run(report),
         "failures": report.failures,
         "seconds": {name: round(value, 3) for name, value in report.seconds.items()},

@@ -74,31 +74,34 @@ def _optimizer_in_backward_of(
     """What the updates take, of the parameters that both the step and the optimizer have."""
     from remat.graph_capture.devices.known_devices import allocator_rounding
     from remat.graph_capture.devices.placement import meter_of, resolved_device
-    from remat.graph_capture.joint.gradients import GradientRelease, require_known, update_costs
+    from remat.graph_capture.joint.gradients import GradientRelease, UpdateCosts, require_known
     from remat.graph_capture.tracing.step_module import with_loss
 
     require_known(optimizer)
     device, parameters = resolved_device(None, model), _parameters(model, loss_fn)
     _refuse_parts(model)
     require_own_storages({**parameters, **dict(with_loss(model, loss_fn).named_buffers())})
-    costs = update_costs(optimizer, parameters, meter_of(device), allocator_rounding(device))
-    if not costs:
+    costs = UpdateCosts(optimizer, parameters, meter_of(device), allocator_rounding(device))
+    if not costs.of:
         raise CaptureError(
             "make the optimizer of model.parameters(): it has no parameter of this "
             f"{type(model).__name__}"
         )
     return GradientRelease(
-        is_added=accumulate,
-        updates=tuple((name, cost.workspace_bytes) for name, cost in costs.items()),
-        state_bytes=sum(cost.state_bytes for cost in costs.values()),
-    )
+        is_added=accumulate, updates=tuple(costs.of), together=costs.together,
+        together_us=costs.together_us, state_bytes=costs.state_bytes(),
+    )  # fmt: skip
+
+
+# Times a parameter's bytes that its update reads and writes: gradient, parameter and moments.
+_MOVED: dict[OptimizerName, int] = {"sgd": 3, "momentum": 5, "adamw": 7, "adamw-fused": 7}
 
 
 def planned_optimizer_in_backward(
     model: nn.Module, optimizer: OptimizerName, device: str, *,
     loss_fn: Callable[..., Any] | None = None, accumulate: bool = False,
 ) -> GradientRelease:  # fmt: skip
-    from remat.graph_capture.devices.known_devices import is_in_table
+    from remat.graph_capture.devices.known_devices import is_in_table, modelled_device
     from remat.graph_capture.joint.gradients import GradientRelease
 
     if optimizer == "none":
@@ -108,8 +111,14 @@ def planned_optimizer_in_backward(
         )
     if is_in_table(device):
         names = _parameters(model, loss_fn)  # a fused optimizer takes no memory meanwhile
-        trained = [name for name, parameter in names.items() if parameter.requires_grad]
-        return GradientRelease(is_added=accumulate, updates=tuple((name, 0) for name in trained))
+        sizes = {name: one.nbytes for name, one in names.items() if one.requires_grad}
+        bytes_per_us = modelled_device(device).bytes_per_us / _MOVED[optimizer]
+
+        def together_us(names: tuple[str, ...]) -> float:
+            return sum(sizes[name] for name in names) / bytes_per_us
+
+        updates = tuple(sizes)
+        return GradientRelease(is_added=accumulate, updates=updates, together_us=together_us)
     from torch.optim import SGD, AdamW
 
     momentum = 0.9 if optimizer == "momentum" else 0.0  # the value takes no memory

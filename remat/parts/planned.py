@@ -55,7 +55,8 @@ def planned_in_parts(spec: StepSpec, refused: CaptureError) -> PartsModule:
             f"{error}.\nEach of {name}'s modules runs once, or again as a whole, as it is no one "
             f"graph: {refused}"
         ) from error
-    stages.say(planned_text(_title(choices, module), found, checked, stages.elapsed_s))
+    solved = Solved(choices.graph, found)
+    stages.say(planned_text(_title(choices, module), solved, checked, stages.elapsed_s))
     stages.say(f"remat: {name} is no one graph. {refused}".replace("\n", " "))
     type(module)._remat_check = checked
     return module

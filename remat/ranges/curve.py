@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, SupportsIndex
 
 import msgspec
@@ -83,7 +84,11 @@ def solve_over(
     graph: RangedGraph, budget: str | SupportsIndex, solver: str = "auto",
     time_limit_s: float = 60.0, **options: Any,
 ) -> Family:  # fmt: skip
-    asked, bounding = parse_budget(budget), graph.bounding(graph.symbols)
+    # Peaks are proved for all sizes, what is reserved for none but those replayed.
+    asked, bounding = (
+        replace(parse_budget(budget), is_allocated=True),
+        graph.bounding(graph.symbols),
+    )
     # The largest sizes first: their schedule serves all, and says what the budget is in bytes.
     top = asked.solve(bounding, solver, time_limit_s=time_limit_s, **options)
 

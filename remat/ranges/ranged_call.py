@@ -73,7 +73,7 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
                 checked = unless_short(
                     lambda: require_equal(model, module, batch, most_bytes, beside), say_unchecked
                 )
-    stages.say(family_text(family, checked, stages.elapsed_s))
+    stages.say(family_text(family, checked, stages.elapsed_s, traced.graph.device))
     return module
 
 

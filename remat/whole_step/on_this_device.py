@@ -39,13 +39,13 @@ def _parameter_updates(
 ) -> dict[str, ParameterUpdate]:
     from remat.graph_capture.devices.known_devices import allocator_rounding
     from remat.graph_capture.devices.placement import meter_of
-    from remat.graph_capture.joint.gradients import update_costs
+    from remat.graph_capture.joint.gradients import UpdateCosts
 
     # Measured on made data, so the user's state stays as it is.
-    costs = update_costs(optimizer, parameters, meter_of(device), allocator_rounding(device))
+    costs = UpdateCosts(optimizer, parameters, meter_of(device), allocator_rounding(device))
     sizes = {name: p.untyped_storage().nbytes() for name, p in parameters.items()}
     return {
-        name: ParameterUpdate(MOMENTS[kind] * size, costs[name].workspace_bytes)
+        name: ParameterUpdate(MOMENTS[kind] * size, costs.together((name,)))
         for name, size in sizes.items()
     }
 
@@ -55,14 +55,15 @@ def _measured_update(
 ) -> Update:
     """The update at the rate of memory at which one parameter goes through it here."""
     from remat.graph_capture.devices.placement import meter_of
-    from remat.graph_capture.joint.gradients import made_update, parameter_groups
+    from remat.graph_capture.joint.gradients import UpdateCosts
 
-    _, made, step = made_update(optimizer, largest, parameter_groups(optimizer)[id(largest)])
+    meter = meter_of(device)
+    (made,), step = UpdateCosts(optimizer, {"": largest}, meter, int).made_step(("",))
     alone = UpdateGroup("", made.numel(), made.nbytes, made.nbytes, made.element_size())
     unit = Update(kind, "parameter", 1.0, 1.0)
     # At 1 GB/s, an update's time tells its bytes.
     moved_bytes = round(unit.device_us(alone) * BYTES_PER_US_IN_GB_S)
-    took_us = meter_of(device).median_us(step, moved_bytes)
+    took_us = meter.median_us(step, moved_bytes)
     rate = moved_bytes / took_us / BYTES_PER_US_IN_GB_S
     # A CPU is its own host.
     return Update(kind, "parameter", rate, rate)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.joint.build import Joint
-from remat.graph_capture.joint.gradients import parameter_groups, step_alone
+from remat.graph_capture.joint.gradients import parameter_groups, step_of
 from remat.graph_capture.torch_private.core import DisableAutocast
 from remat.rewriter.graphs.codegen import Released, Steps, compile_in_steps, release_gradients
 from remat.rewriter.graphs.copies import CopyContext, CopyEmitter, copy_times, written_by
@@ -191,7 +191,7 @@ class StepRun:
             # Lower copies lack this update.
             self.held[name].copied.clear()
             parameter.grad = self.held.pop(f"G:{name}").whole[0]
-            step_alone(self.optimizer, parameter, self.groups[id(parameter)])
+            step_of(self.optimizer, [parameter], self.groups)
             parameter.grad = None
             if state is not None:
                 # The first step creates the state.

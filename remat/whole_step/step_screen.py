@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.formats import bytes_text, gap_text, plain_table, rows_table, time_text
+from remat.solved import budget_said
 from remat.whole_step.planned_step import PlannedStep, Short
 from remat.whole_step.step_config import NAMED_SYSTEMS, StepConfig
 from remat.whole_step.step_planning import StepPlan, too_small_text
@@ -25,7 +26,8 @@ def step_screen(plan: StepPlan) -> RenderableType:
     nvme = f", NVMe {bytes_text(links.nvme_bytes)}" if links.write else ""
     head = (
         f", a step of {_count(request.microbatches, 'microbatch', 'microbatches')}{tokens}, "
-        f"{request.optimizer}\nbudget {bytes_text(plan.task.budget_bytes)}, host "
+        f"{request.optimizer}\nbudget "
+        f"{budget_said(plan.task.budget_bytes, plan.graph.device)}, host "
         f"{bytes_text(links.host_bytes)}{nvme}\n"
     )
     title = Text.assemble((microbatch.name, "bold"), head)

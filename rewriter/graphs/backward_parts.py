@@ -65,7 +65,8 @@ class Running:
         self, gradient_gates: GradientGates, inputs: list[Any], updates: Updates | None
     ) -> None:
         self.gradient_gates, self.updates = gradient_gates, updates
-        self.parameters = [inputs[p] for p in gradient_gates.updated] if updates else []
+        sets = gradient_gates.updated if updates else ()
+        self.parameters = [[inputs[place] for place in places] for places in sets]
         self.passes: dict[int, _Pass] = {}
 
     def expect(self, unreached: Sequence[int]) -> None:
@@ -108,7 +109,7 @@ class GradientGates:
     def __init__(self, backward: fx.GraphModule) -> None:
         *released, rest = places_released(backward.graph)
         self.gates = (*released, rest) if rest else tuple(released)
-        self.updated = [place for places in released for place in places]
+        self.updated = tuple(released)
         results: Any = backward.graph.output_node().args[0]
         self.n_results = len(results)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.joint.gradients import parameter_groups, require_known, step_alone
+from remat.graph_capture.joint.gradients import parameter_groups, require_known, step_of
 from remat.graph_capture.torch_private.core import (
     active_ddp_module,
     current_graph_task_id,
@@ -81,6 +82,28 @@ def _line_of(code: CodeType, name: str) -> int:
     return line
 
 
+@dataclass
+class _Set:
+    """Parameters whose gradients come together, for one step of the optimizer."""
+
+    optimizer: Optimizer | None
+    groups: dict[int, dict[str, Any]]
+    parameters: dict[int, nn.Parameter]  # by `id`
+    there: set[int] = field(default_factory=set[int])  # whose gradients are
+
+    def update(self) -> None:
+        # In the order in which the step was measured: some take more in another.
+        ready = [one for key, one in self.parameters.items() if key in self.there]
+        self.there.clear()
+        if ready and self.optimizer is not None:
+            step_of(self.optimizer, ready, self.groups)
+        for parameter in ready:
+            parameter.grad = None  # the plan has room for a few gradients, not for all
+
+
+_NONE = _Set(None, {}, {})
+
+
 class Updates:
     """Gradients stay in ``.grad`` while `paused`, which the plan counts if it `accumulates`."""
 
@@ -88,6 +111,7 @@ class Updates:
         self.optimizer, self.kind, self.accumulates = optimizer, kind, accumulates
         self.paused = False
         self._handles: list[RemovableHandle] = []
+        self._filling = _NONE
         self._last_pass = -1
         self._clipping = ClippingWatch(kind)
 
@@ -121,26 +145,39 @@ class Updates:
             )
         self._last_pass = now
 
-    def begin(self, parameters: Iterable[Any]) -> Callable[[], None]:
-        self._end()  # a backward that failed has not ended
+    def begin(self, sets: Iterable[Iterable[Any]]) -> Callable[[], None]:
+        """Each of `sets`, whose gradients come together, takes one step of the optimizer."""
+        self._end()  # a backward that failed has not ended, and updates nothing more
         if self.paused:
             return self._end
         groups = parameter_groups(self.optimizer)
-
-        def update(parameter: Tensor) -> None:
-            step_alone(self.optimizer, parameter, groups[id(parameter)])
-            parameter.grad = None  # the plan has room for a few gradients, not for all
-
-        for parameter in parameters:
+        for parameters in sets:
             # What the optimizer does not have keeps its gradient.
-            if isinstance(parameter, nn.Parameter) and id(parameter) in groups:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(update))
-        return self._end
+            trained = [p for p in parameters if isinstance(p, nn.Parameter) and id(p) in groups]
+            own = _Set(self.optimizer, groups, {id(one): one for one in trained})
+            for parameter in own.parameters.values():
+                there = functools.partial(self._there, own)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(there))
+
+        def end() -> None:
+            self._filling.update()  # a backward of some parameters fills no set
+            self._end()
+
+        return end
+
+    def _there(self, own: _Set, parameter: Tensor) -> None:
+        if self._filling is not own:
+            self._filling.update()  # it gets no more gradients
+            self._filling = own
+        own.there.add(id(parameter))
+        if len(own.there) == len(own.parameters):
+            own.update()
 
     def _end(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._filling = _NONE
 
     @contextlib.contextmanager
     def held_back(self) -> Generator[None]:

@@ -225,6 +225,7 @@ def price_of_gib(
             f"ask at {result.least_feasible_bytes or 'more'} bytes: nothing fits "
             f"{result.budget_bytes} bytes, so memory has no price there"
         )
+    result = result.of_tensors
     step_bytes = checked_step(step_bytes, result.peak_bytes)
     low_bytes = max(result.budget_bytes - step_bytes, 0)
     more = less = result

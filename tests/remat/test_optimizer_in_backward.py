@@ -16,11 +16,18 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import remat
 from examples.gpt import GPT, Sizes
+from remat.budgets import unmodified
+from remat.graph_capture.capture_api import add_costs
+from remat.graph_capture.devices.known_devices import modelled_device
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.errors import CaptureError, PlanError, RewriteError
+from remat.graph_capture.graph import UPDATE
+from remat.graph_capture.tracing.trace import trace
+from remat.levers.optimizer_in_backward import planned_optimizer_in_backward
 from remat.ranks.same_order import agreed_load, agreed_rewrite
 from remat.rewriter.plans.loading import plan_of
 from remat.schedules.simulate import simulate
+from tests.fixed_costs import BYTES_PER_US
 from tests.limits import AMPLE_S
 from tests.models import make
 
@@ -367,3 +374,27 @@ class ReadsItsData(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).sum() + (x @ self.data).square().sum()
+
+
+def test_updates_take_time_in_the_plan() -> None:
+    _, fast, _, _ = planned("adamw", "100%", check=False)
+    here = plan_of(fast).graph
+    assert here is not None
+    model, args = short_gpt()
+    release = planned_optimizer_in_backward(model, "adamw", "h100")
+    there = add_costs(trace(model, args, device="h100", gradient_release=release))
+    rate, launch_us = modelled_device("h100").bytes_per_us, there.ops[0].cost_us
+    for graph, takes_us in (
+        (here, lambda size_bytes: 1.0 + 3 * size_bytes / BYTES_PER_US),
+        (there, lambda size_bytes: launch_us + 7 * size_bytes / rate),
+    ):
+        updates = [op for op in graph.ops if op.target == UPDATE]
+        assert updates
+        for op in updates:
+            read = (graph.value_by_name[name] for name in op.inputs)
+            size_bytes = sum(value.size_bytes for value in read if value.kind == "parameter")
+            assert op.cost_us == pytest.approx(takes_us(size_bytes), rel=0.02)
+        schedule = unmodified(graph).schedule
+        assert schedule is not None
+        others_us = sum(op.cost_us for op in graph.ops if op.target != UPDATE)
+        assert simulate(graph, schedule).time_us > others_us

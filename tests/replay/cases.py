@@ -54,7 +54,7 @@ def text_of(name: str, solver: str) -> str:
     graph = GRAPHS[name]()
     keeps_all_bytes = remat.solve(graph, 2**62, "store_all").peak_bytes
     budget_bytes = int(SHARES[name] * keeps_all_bytes)
-    result = remat.solve(graph, budget_bytes, solver, AMPLE_S)
+    result = remat.solve(graph, f"{budget_bytes}B allocated", solver, AMPLE_S)
     head = [
         f"graph    {name}, {len(graph.ops)} ops, {keeps_all_bytes} bytes keeping everything",
         f"solver   {solver} within {budget_bytes} bytes: {result.status}",

@@ -12,12 +12,14 @@ from torch import nn
 
 import remat
 from remat.analysis.plan_figures import (
+    compiled_text,
     predict_reserved,
     reserved_beside,
     reserved_text,
     shortage_text,
 )
 from remat.budgets import unmodified, unmodified_step
+from remat.formats import percent_text
 from remat.graph_capture.devices.known_devices import GB, Device, device_table
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
@@ -126,3 +128,15 @@ def test_what_is_no_graph_or_no_plan_is_named(graph: TrainingGraph, plan: Any) -
         predict_reserved(graph, plan)
     with pytest.raises(ScheduleError, match=f"of a graph, and this is {type(plan).__name__}"):
         predict_reserved(plan, None)
+
+
+def test_compiled_code_is_named_where_much_may_be_fused(graph: TrainingGraph) -> None:
+    ops = graph.ops
+    graph = msgspec.structs.replace(graph, device="h100")
+    told = compiled_text(graph, "20GiB")
+    fused_us = sum(op.cost_us for op in ops if "mm" not in op.target and "atten" not in op.target)
+    assert told.startswith(f"compare with compile=True: {percent_text(fused_us / graph.time_us)} ")
+    assert 'torch.compile(model, backend="remat", options={"budget": "20GiB"})' in told
+    assert compiled_text(msgspec.structs.replace(graph, device="cpu"), "20GiB") == ""
+    products = tuple(msgspec.structs.replace(op, target="aten.mm.default") for op in ops)
+    assert compiled_text(msgspec.structs.replace(graph, ops=products), "20GiB") == ""

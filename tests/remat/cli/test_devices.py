@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from remat.formats import bytes_text
 from tests.remat.cli.conftest import EXAMPLES, Remat
 from tests.rows import rows
 
@@ -22,6 +23,8 @@ def test_run_plans_for_a_device_that_is_not_here_and_says_so(remat: Remat) -> No
     shown = " ".join(done.stdout.split())
     assert "for NVIDIA H100 SXM5, 80 GB, at the maker's peak rates" in shown
     assert "nothing was run" in shown
+    assert "of allocated memory" in shown
+    assert "compiled compare with compile=True: " in shown
     assert "bit-identical" not in shown
     assert re.search(r"reserved [\d.]+ MiB predicted \(expandable [\d.]+ MiB\), unmodified", shown)
 
@@ -31,6 +34,12 @@ def test_json_names_the_device_and_measures_nothing(remat: Remat) -> None:
     said = json.loads(done.stdout)
     assert (said["device"], said["prices"]) == ("l4", "modelled")
     assert said["budget_bytes"] == 21_600_000_000
+    assert said["reserved_bytes"] == said["plan"]["predicted_reserved"]["default"]["reserved_bytes"]
+    assert said["advice"] == [
+        "train without a plan: the unmodified step needs "
+        f"{bytes_text(said['baseline']['predicted_reserved']['default']['reserved_bytes'])} and "
+        "fits already"
+    ]
     assert said["check"] is None
     assert said["plan"]["measured_peak_bytes"] is None
     for row in ("baseline", "chen_sqrt", "plan"):

@@ -15,6 +15,7 @@ from rich import progress
 from torch import Tensor, nn
 
 import remat
+from remat.analysis import plan_figures
 from remat.progress import LoggedStopwatch, Stopwatch, TerminalStopwatch, stopwatch_of_call
 from remat.schedules.schedule import Offload
 from remat.solved import at_hand_text
@@ -204,3 +205,15 @@ def test_other_ranks_and_files_are_logged(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     assert type(stopwatch_of_call(verbose=True)) is LoggedStopwatch
+
+
+@pytest.mark.parametrize(("options", "is_told"), [({}, True), ({"host": "1GiB"}, False)])
+def test_the_first_plan_for_a_gpu_names_compiled_code(
+    options: Any, is_told: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_figures, "has_cuda_allocator", lambda _: True)
+    model = nn.Sequential(*(nn.Tanh() for _ in "123"), nn.Linear(32, 1))
+    with caplog.at_level(logging.INFO, logger="remat"):
+        remat.rematerialize(model, (torch.randn(64, 32),), budget="100%", check=False, **options)
+    said = [one.getMessage() for one in caplog.records if one.name == "remat"]
+    assert any("compare with compile=True: " in line for line in said) == is_told

@@ -173,14 +173,14 @@ def test_ctrl_c_within_an_update_waits_for_its_end(monkeypatch: pytest.MonkeyPat
     training, other, step = made()
     training.whole(step, 0, 1)
     other.eager(0, 1)
-    real = running.step_alone
+    real = running.step_of
 
     def interrupted(*given: Any) -> None:
         signal.raise_signal(signal.SIGINT)
         real(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(running, "step_alone", interrupted)
+        patch.setattr(running, "step_of", interrupted)
         with pytest.raises(KeyboardInterrupt) as failed:
             training.whole(step, 1, 1)
     assert "1 of " in failed.value.__notes__[-1]

@@ -28,7 +28,7 @@ from tests.models import make
 
 
 def traced(model: nn.Module, args: Any) -> Trace:
-    updates = tuple((name, 0) for name, _ in model.named_parameters())
+    updates = tuple(name for name, _ in model.named_parameters())
     return trace(model, args, gradient_release=GradientRelease(is_added=False, updates=updates))
 
 
@@ -83,8 +83,36 @@ def test_updates_run_in_backward_in_the_order_of_the_schedule() -> None:
             )
         )
     loss.backward()
-    assert [sum(one) for one in changed] == list(range(len(before)))
+    # All parameters of an op are updated once the last of their gradients is there.
+    sizes = [len(places) for places in one.joint.accumulations.values()]
+    expected = [sum(sizes[:i]) for i, n in enumerate(sizes) for _ in range(n)]
+    assert [sum(one) for one in changed] == expected
     assert len(own.state) == len(before)
+
+
+def test_the_optimizer_steps_once_for_each_update_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args, *_ = make("plain")
+    one = traced(model, args)
+    n_updates = sum(op.target == UPDATE for op in one.graph.ops)
+    assert 1 < n_updates < len(list(model.parameters()))
+    module, own = updating(
+        model, one, schedule_of(Problem.of(one.graph), range(len(one.graph.ops)))
+    )
+    stepped: list[int] = []
+    usual = type(own).step
+
+    def counted(self: Any) -> Any:
+        stepped.append(sum(len(group["params"]) for group in self.param_groups))
+        return usual(self)
+
+    monkeypatch.setattr(type(own), "step", counted)
+    module(*args).backward()
+    assert (len(stepped), sum(stepped)) == (n_updates, len(list(model.parameters())))
+    first = next(iter(model.parameters()))
+    stepped.clear()
+    module(*args).backward(inputs=[first])  # fills no set: it is updated when backward ends
+    assert stepped == [1]
+    assert first.grad is None
 
 
 def test_a_step_that_failed_leaves_no_hooks_that_update() -> None:
