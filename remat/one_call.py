@@ -220,10 +220,6 @@ def rematerialize(
         from remat.blocks.rematerialized import blocks_planned
 
         return blocks_planned(spec)
-    if spec.optimizer_in_backward is not None:
-        from remat.levers.optimizer_in_backward import updated_in_backward
-
-        return updated_in_backward(spec)
     from remat.step_planner import plan_one_size, whole_or_in_parts
 
     return whole_or_in_parts(spec, plan_one_size)

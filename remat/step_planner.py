@@ -27,6 +27,7 @@ from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.tracing.trace import Trace, trace
 from remat.levers.chunks_at_need import may_wait, naming_tolerance, solved_at_need
+from remat.levers.optimizer_in_backward import release_of, updates_of
 from remat.progress import solver_shown, stopwatch_of_call
 from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
@@ -145,9 +146,10 @@ def plan_one_size(spec: StepSpec) -> fx.GraphModule:
     ):
         planner = StepPlanner(
             spec, sharding=spec.sharding, float_inputs=spec.float_inputs,
-            split="none" if is_whole else spec.split,
+            split="none" if is_whole else spec.split, gradient_release=release_of(spec),
         )  # fmt: skip
         traced = planner.traced
+        updates = updates_of(spec, traced)
         require_group(traced.joint.module, spec.group)
 
         def make() -> Solved:
@@ -168,8 +170,10 @@ def plan_one_size(spec: StepSpec) -> fx.GraphModule:
         else:
             assert found.result.schedule is not None
             schedule, facts = before_sharding(found.result.schedule, traced.graph), facts_of(found)
-            module = rewrite(spec.model, schedule, trace=traced, audit=spec.audit, **facts)
-            is_bound = spec.sharding.kind == "none"
+            asked = {"trace": traced, "audit": spec.audit, "updates": updates}
+            module = rewrite(spec.model, schedule, **asked, **facts)
+            # The check lets parameters be, so a step that updates them has another peak.
+            is_bound = spec.sharding.kind == "none" and updates is None
         agree_on_audits(ranks, [module])
         # The profiler does not see what gloo's threads free, so it cannot hold such a step to it.
         is_bound = is_bound and not collectives_in(traced.joint.module)

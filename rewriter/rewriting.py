@@ -148,22 +148,22 @@ def rewrite(
     if isinstance(schedule, Family) or over is not None:
         from remat.graph_capture.tracing.option_pairs import require_compatible
 
-        require_compatible(
-            dynamic=True, compile=compile, optimizer_in_backward=updates, cuda_graphs=cuda_graphs
-        )
-    if isinstance(schedule, Family):
-        ranged = trace or _trace_range(model, schedule)
-        refuse_range_over_ranks(ranged.joint.module)
-        return make_ranged(model, schedule, ranged, over, audit=of_steps(audit))
-    _require_schedule(schedule)
-    if schedule.moves:
-        refuse_copies(by_inductor=compile, over_range=over is not None)
-    if schedule.updates and updates is None:
+        require_compatible(dynamic=True, compile=compile, cuda_graphs=cuda_graphs)
+    made = [one.schedule for one in schedule.members] if isinstance(schedule, Family) else []
+    updating = any(one.updates for one in made) or getattr(schedule, "updates", ())
+    if updating and updates is None:
         raise RewriteError(
             "make the plan again with remat.rematerialize(model, args, "
             "optimizer_in_backward=...): it updates parameters during backward, and has no "
             "optimizer"
         )
+    if isinstance(schedule, Family):
+        ranged = trace or _trace_range(model, schedule)
+        refuse_range_over_ranks(ranged.joint.module)
+        return make_ranged(model, schedule, ranged, over, None, updates, audit=of_steps(audit))
+    _require_schedule(schedule)
+    if schedule.moves:
+        refuse_copies(by_inductor=compile, over_range=over is not None)
     if not has_storage(model):
         raise RewriteError(
             "build the model with storage, and rewrite that with its batch: this "

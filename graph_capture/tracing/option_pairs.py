@@ -41,9 +41,7 @@ PAIRS = (
         sharding="a plan over a range of sizes is for one rank",
         group="a plan over a range of sizes is for one rank",
         compile="Inductor's code is made for one size",
-        float_inputs="numbers are inputs of a step of one size",
         split="chunks are compared with eager's bits at one size",
-        optimizer_in_backward="updates during backward are planned for one size",
         blocks=(
             "what each block may keep is decided at one size",
             "leave out blocks, to plan the whole model over the range; or leave out dynamic, plan "
@@ -71,8 +69,6 @@ PAIRS = (
         "optimizer_in_backward", CaptureError,
         sharding="wrappers for several ranks take the gradients first",
         group="wrappers for several ranks take the gradients first",
-        host="copies are not planned with updates", nvme="copies are not planned with updates",
-        float_inputs="a step with number inputs updates nothing",
         blocks="an update waits for every read of a parameter in the whole model",
     ),
     *_with(

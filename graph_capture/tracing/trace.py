@@ -379,9 +379,8 @@ def trace(
 
         refuse_range_of_dtensors(model)
         require_compatible(
-            dynamic=True, float_inputs=float_inputs, split=split not in (None, "none"),
-            sharding=sharding.kind != "none",
-        )  # fmt: skip
+            dynamic=True, split=split not in (None, "none"), sharding=sharding.kind != "none"
+        )
         signature = ranged_signature(model, batch, dynamic)
         batch = signature.example_at(signature.hints)
     asked = accumulate and sharding.kind == "none" if gradient_release is None else gradient_release

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from remat.graph_capture.errors import CaptureError, option
-from remat.solved import facts_of
 
 if TYPE_CHECKING:
-    from torch import Tensor, fx, nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from remat.graph_capture.graph import Optimizer as OptimizerName
     from remat.graph_capture.joint.gradients import GradientRelease
     from remat.graph_capture.tracing.trace import Trace
+    from remat.rewriter.graphs.updating import Updates
     from remat.step_spec import StepSpec
 
 
@@ -136,12 +136,10 @@ def _parameters(model: nn.Module, loss_fn: Callable[..., Any] | None) -> dict[st
     return {n if step is model else path_in_model(n): p for n, p in step.named_parameters()}
 
 
-def updated_in_backward(spec: StepSpec) -> fx.GraphModule:
-    from remat.ranks.same_order import ONE_RANK, require_group
-    from remat.rewriter.graphs.updating import Updates
-    from remat.rewriter.rewriting import rewrite
-    from remat.step_planner import StepPlanner
-
+def release_of(spec: StepSpec) -> GradientRelease | None:
+    """What the updates of a step take; None where it has none."""
+    if (optimizer := spec.optimizer_in_backward) is None:
+        return None
     if spec.options.get("max_grad_norm") is not None:  # refused before anything is traced
         raise CaptureError(
             "leave out clipping, or update after backward (remat.rematerialize): the global norm "
@@ -149,18 +147,16 @@ def updated_in_backward(spec: StepSpec) -> fx.GraphModule:
             "have used the others by then"
         )
     _refuse_scaling()
-    model, optimizer = spec.model, spec.optimizer_in_backward
-    assert optimizer is not None
-    release = _optimizer_in_backward_of(model, optimizer, spec.loss_fn, spec.accumulate)
-    planner = StepPlanner(spec, gradient_release=release, split=spec.split)
-    require_no_other_reader(planner.traced, optimizer)
-    require_group(planner.traced.joint.module, None, ONE_RANK.format(what="an update in backward"))
-    found = planner.required(planner.found())
-    assert found.result.schedule is not None
-    updates = Updates(optimizer, type(model).__name__, accumulates=spec.accumulate)
-    facts: Any = {"updates": updates, "audit": spec.audit, **facts_of(found)}
-    module = rewrite(model, found.result.schedule, trace=planner.traced, **facts)
-    # The check lets parameters be, so that the peak of a step that updates them is not compared.
-    checked = planner.compared(module, found.graph, found.result.budget_bytes, is_bound=False)
-    planner.say_planned(found, checked)
-    return module
+    return _optimizer_in_backward_of(spec.model, optimizer, spec.loss_fn, spec.accumulate)
+
+
+def updates_of(spec: StepSpec, traced: Trace) -> Updates | None:
+    """The updates of a step that was traced; None where it has none."""
+    if (optimizer := spec.optimizer_in_backward) is None:
+        return None
+    from remat.ranks.same_order import ONE_RANK, require_group
+    from remat.rewriter.graphs.updating import Updates
+
+    require_no_other_reader(traced, optimizer)
+    require_group(traced.joint.module, None, ONE_RANK.format(what="an update in backward"))
+    return Updates(optimizer, type(spec.model).__name__, accumulates=spec.accumulate)

@@ -28,6 +28,7 @@ from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Sizes, require_in_range
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.trace import ProgressCallback, Trace, trace
+from remat.levers.optimizer_in_backward import release_of, updates_of
 from remat.progress import stopwatch_of_call
 from remat.ranges.curve import solve_over
 from remat.ranks.same_order import ONE_RANK, require_group
@@ -43,7 +44,13 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(model).__name__
     known, batch = spec.known_profile, spec.batch
     with stages.stage("capture", f"tracing {name} over a range of sizes"):
-        traced = trace(model, **spec.of_trace, dynamic=dynamic)
+        traced = trace(
+            model,
+            **spec.of_trace,
+            dynamic=dynamic,
+            float_inputs=spec.float_inputs,
+            gradient_release=release_of(spec),
+        )
     require_group(traced.joint.module, None, ONE_RANK.format(what="a plan over a range of sizes"))
     with stages.stage("profile", "timing ops at several sizes") as shown:
         costed = _costs_within(spec.parsed_budget, known, shown)
@@ -63,7 +70,8 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
             # In bytes: a per cent of the narrower range would be less.
             family = solve_over(graph, error.budget_bytes, **asked)
     first = None if sizes is None else family.number_at(**sizes)
-    module = make_ranged(model, family, traced, graph, first, audit=of_steps(spec.audit))
+    updates = updates_of(spec, traced)
+    module = make_ranged(model, family, traced, graph, first, updates, audit=of_steps(spec.audit))
     checked = None
     if sizes is not None:
         at_sizes, most_bytes = graph.at(**sizes), family.budget_bytes
@@ -71,7 +79,10 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
         if is_checked(at_sizes, spec.check, beside):
             with stages.stage("check", f"comparing a step of {name} with eager"):
                 checked = unless_short(
-                    lambda: require_equal(model, module, batch, most_bytes, beside), say_unchecked
+                    lambda: require_equal(
+                        model, module, batch, None if updates else most_bytes, beside
+                    ),
+                    say_unchecked,
                 )
     stages.say(family_text(family, checked, stages.elapsed_s, traced.graph.device))
     return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.trace import Trace, trace_recipe
 from remat.rewriter.checking.audit import Audit, Audits
 from remat.rewriter.compiled import compile_step, copy_to_compile
+from remat.rewriter.graphs.updating import Updates
 from remat.rewriter.guards.forward import BatchFlattener
 from remat.rewriter.user_module.module import RematModule, SharedState, in_modes, make_module
 from remat.rewriter.user_module.own_forward import class_of_user
@@ -24,8 +26,9 @@ class _Members:
     """The rewritten modules of a family, each compiled when a batch first needs it."""
 
     def __init__(
-        self, model: nn.Module, family: Family, traced: Trace, first: int, audit: Audits
-    ) -> None:
+        self, model: nn.Module, family: Family, traced: Trace, first: int,
+        updates: Updates | None, audit: Audits,
+    ) -> None:  # fmt: skip
         signature = traced.recipe.signature
         if not isinstance(signature, RangedSignature):
             raise RewriteError(
@@ -33,7 +36,7 @@ class _Members:
                 "is for a range"
             )
         self.model, self.family, self.traced = model, family, traced
-        self.audit: Audits = audit
+        self.updates, self.audit = updates, audit
         self.signature, self.batches = signature, BatchFlattener(signature)
         self._pick = family.compiled_pick()
         self._modules: list[RematModule | None] = [None] * len(family.members)
@@ -63,8 +66,8 @@ class _Members:
     def _compiled(self, number: int) -> RematModule:
         traced = copy_to_compile(self.traced)  # compiling uses up a trace's metadata
         schedule = resized_schedule(self.family.members[number].schedule, traced.graph)
-        step, state = compile_step(traced, schedule), traced.python_state
-        return make_module(self.model, schedule, traced.recipe, step, state, audit=self.audit)
+        known: Any = compile_step(traced, schedule), traced.python_state, None, None, self.updates
+        return make_module(self.model, schedule, traced.recipe, *known, audit=self.audit)
 
 
 class RangedModule(SharedState, nn.Module):
@@ -80,6 +83,10 @@ class RangedModule(SharedState, nn.Module):
         own = type(self)
         own._remat_unplanned.plan_runs()
         return own._remat_members.running(batch)._remat_train(batch)
+
+    def no_update(self) -> contextlib.AbstractContextManager[None]:
+        """As of the module for one size."""
+        return type(self)._remat_members.last.no_update()
 
     @property
     def audit(self) -> Audit | None:
@@ -99,14 +106,14 @@ class RangedModule(SharedState, nn.Module):
 
 def make_ranged(
     model: nn.Module, family: Family, traced: Trace, graph: RangedGraph | None = None,
-    first: int | None = None, *, audit: Audits = "step",
+    first: int | None = None, updates: Updates | None = None, *, audit: Audits = "step",
 ) -> RangedModule:  # fmt: skip
     """A `RangedModule` over `model`; the member `first` is compiled now, by default the last."""
     number = len(family.members) - 1 if first is None else first
     kind = class_of_user(
         RangedModule, model, traced.recipe.loss_fn, family=family, ranged_graph=graph,
         _remat_family=family, _remat_graph=graph,
-        _remat_members=_Members(model, family, traced, number, audit),
+        _remat_members=_Members(model, family, traced, number, updates, audit),
     )  # fmt: skip
     return kind()
 

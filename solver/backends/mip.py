@@ -123,8 +123,20 @@ def _with_mathopt(program: MixedProgram, limits: Limits, start: _Start) -> MipSo
         hints = [api.SolutionHint(variable_values=dict(zip(variables, start, strict=True)))]
     own = api.ModelSolveParameters(solution_hints=hints)
     with ended_after(min(limit_s + _OVERTIME_S, threading.TIMEOUT_MAX)):  # timers wait no longer
-        result = api.solve(model, api.SolverType.HIGHS, params=parameters, model_params=own)
-    return _mathopt_answer(api, result, variables)
+        result = _answered(api, model, parameters, own)
+    return LATE if result is None else _mathopt_answer(api, result, variables)
+
+
+def _answered(api: Any, model: Any, parameters: Any, own: Any) -> Any:
+    """What HiGHS says; None where it fails. After its presolve it does so on a few programs."""
+    for presolve in (None, api.Emphasis.OFF):
+        parameters.presolve = presolve
+        try:
+            return api.solve(model, api.SolverType.HIGHS, params=parameters, model_params=own)
+        except AttributeError as error:  # OR-Tools 9.15 cannot read the status of a failure
+            if type(error.__context__).__name__ != "StatusNotOk":
+                raise
+    return None
 
 
 def _mathopt_model(api: Any, program: MixedProgram, relaxed: bool) -> tuple[Any, list[Any]]:

@@ -14,6 +14,7 @@ import pytest
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import solve_within
+from remat.solver.backends import mip
 from remat.solver.backends.mip import LATE, Limits, MixedProgram, solve_program
 from remat.solver.backends.processes import end_idle, run_in_process
 from tests.graphs import peak_bytes_of
@@ -87,3 +88,39 @@ def test_a_file_of_the_working_folder_does_not_enter_the_process(tmp_path: Path,
 @pytest.mark.skipif(sys.platform == "win32", reason="no groups of processes")
 def test_the_process_has_a_group_of_its_own_which_ctrl_c_does_not_reach() -> None:
     assert run_in_process(os.getpgrp) not in (os.getpgrp(), 0)
+
+
+_NotOkError = type("StatusNotOk", (Exception,), {})  # its name in OR-Tools
+
+
+class _Failing:
+    """OR-Tools where HiGHS fails so often."""
+
+    def __init__(self, failures: int) -> None:
+        from ortools.math_opt.python import mathopt
+
+        self.api, self.left, self.asked = mathopt, failures, list[Any]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.api, name)
+
+    def solve(self, *arguments: Any, **options: Any) -> Any:
+        self.asked.append(options["params"].presolve)
+        if self.left:
+            self.left -= 1
+            try:
+                raise _NotOkError("HighsStatus: kError [INTERNAL]")
+            except _NotOkError as error:
+                raise AttributeError("no canonical_code") from error  # of OR-Tools 9.15
+        return self.api.solve(*arguments, **options)
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_where_highs_fails_it_is_asked_without_its_presolve(
+    monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    failing = _Failing(failures)
+    monkeypatch.setattr("ortools.math_opt.python.mathopt", failing)
+    found = mip._with_mathopt(program(), Limits(), None)
+    assert failing.asked == [None, failing.Emphasis.OFF][: failures + 1]
+    assert found is LATE if failures == 2 else found.objective == -3.0
