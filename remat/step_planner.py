@@ -31,8 +31,6 @@ from remat.levers.optimizer_in_backward import release_of, updates_of
 from remat.progress import solver_shown, stopwatch_of_call
 from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
-from remat.rewriter.arena.capturable import require_capturable_ops, require_graph_device
-from remat.rewriter.arena.captured import capture_steps
 from remat.rewriter.rewriting import rewrite
 from remat.schedules.derived import before_sharding
 from remat.schedules.outcome import Check, Result
@@ -50,14 +48,18 @@ class StepPlanner:
         self.spec = spec
         self.stages, self.name = stopwatch_of_call(verbose=spec.verbose), type(spec.model).__name__
         self._profile, self._tiers = spec.known_profile, spec.tiers  # these refuse before the trace
-        # So does a model elsewhere, and after the trace what no graph can repeat.
-        device = require_graph_device(spec.model) if spec.cuda_graphs else None
-        if device:
-            of_trace["gradient_release"] = False
+        if not spec.cuda_graphs:
+            self.traced = self._trace(**of_trace)
+            return
+        from remat.rewriter.arena.capturable import require_capturable_ops, require_graph_device
+
+        device = require_graph_device(spec.model)
+        self.traced = self._trace(**of_trace | {"gradient_release": False})
+        require_capturable_ops(self.traced.joint.module, device)
+
+    def _trace(self, **of_trace: Any) -> Trace:
         with self.stages.stage("capture", f"tracing {self.name}"):
-            self.traced = trace(spec.model, **spec.of_trace, **of_trace)
-        if device:
-            require_capturable_ops(self.traced.joint.module, device)
+            return trace(self.spec.model, **self.spec.of_trace, **of_trace)
 
     def costed(self, one: Trace, *, chunks: bool = True) -> TrainingGraph:
         sharding = self.spec.sharding
@@ -183,6 +185,8 @@ def plan_one_size(spec: StepSpec) -> fx.GraphModule:
         planner.say_planned(found, checked)
     type(module)._remat_check = checked
     if spec.cuda_graphs:  # after the comparison, which runs steps of its own
+        from remat.rewriter.arena.captured import capture_steps
+
         capture_steps(module)
     return module
 

@@ -91,7 +91,8 @@ def _run_cast(how: str, op: Any, *args: Any, **kwargs: Any) -> Any:
         op._op_dk(_C.DispatchKey.AutocastCUDA, *args, **kwargs)  # raises torch's own error
     else:
         cast = functools.partial(pytree.tree_map, functools.partial(_cast, dtype))
-        kwargs, args = cast(kwargs), [cast(arg) for arg in reversed(args)][::-1]  # as C++ does
+        in_turn = [cast(arg) for arg in reversed(args)]  # as C++ does
+        kwargs, args = cast(kwargs), tuple(reversed(in_turn))
     with _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(getattr(_C.DispatchKey, _KEY))):
         return op(*args, **kwargs)
 

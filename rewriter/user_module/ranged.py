@@ -36,7 +36,8 @@ class _Members:
                 "is for a range"
             )
         self.model, self.family, self.traced = model, family, traced
-        self.updates, self.audit = updates, audit
+        self.audit: Audits = audit
+        self.updates = updates
         self.signature, self.batches = signature, BatchFlattener(signature)
         self._pick = family.compiled_pick()
         self._modules: list[RematModule | None] = [None] * len(family.members)
