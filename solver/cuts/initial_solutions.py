@@ -143,7 +143,7 @@ _FEW_OPS = 3000  # beyond, `largest`, which scans all that is live each time, ta
 def offer_first(search: Search, plain: State, *, is_patient: bool, policies: bool = False) -> None:
     """Offer what may fit, the quickest first, until something does."""
     is_quick = search.problem.n_ops <= _QUICK_OPS
-    # 5 s at most on a narrow graph of 1,000 ops; they also give what an infeasible result says.
+    # 5 s at most on a narrow graph of 1,000 ops; they also name the least budget.
     if search.best is None and search.lowest is None and not search.is_large:
         offer_least_peak(search, plain)
     if search.best is None and policies and is_quick:
