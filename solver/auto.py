@@ -8,7 +8,8 @@ in captured order, or in any (`order`). The parts come in order of cost:
 3. one cut, which gives a bound and schedules, and segments between lower sets; windows of
    cuts, where memory is full in several places (`Windows`); where none of these fits, ways
    to any schedule, the quickest first (`initial_solutions`);
-4. where the gap stays open, schedules of online policies, or on large graphs exchanges;
+4. where the gap stays open, on chains what `rotor` finds; schedules of online policies, or on
+   large graphs exchanges;
 5. lazy cuts and large neighbourhoods side by side (`Improvement`);
 6. on small graphs, the exact program of `checkmate`.
 
@@ -45,6 +46,7 @@ from remat.solver.problem import can_copy
 from remat.solver.result import INTERRUPTED, renamed
 from remat.solver.search import Clock, Listener, Search, check_least
 from remat.solver.segments.chen_sqrt import chen_state
+from remat.solver.segments.rotor import offer_chain
 from remat.solver.state import State, ops_of, recomputed_by_stage, store_all_state
 from remat.solver.stopping import DEFAULT_GAP, EXACT_OPS, gap_for
 from remat.solver.table import REAL, make_solver, options_of
@@ -241,6 +243,8 @@ class Auto:
             return
         windows = begin_window_cuts(search, plain, gap, has_start=has_start)
         prove_nothing_fits(search)
+        if not has_start and search.is_open(gap):
+            offer_chain(search)  # on a chain of 100, better than a minute of what follows
         # Policies take long, and beside several windows found nothing better.
         has_enough = windows is not None and len(windows.parts) > 1 and search.best is not None
         if not has_start and search.is_open(gap) and not has_enough:

@@ -15,7 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.baselines.chain import (
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.schedule import Fetch, Offload
+from remat.schedules.simulate import simulate
+from remat.solver import Result, make_solver, solve_within
+from remat.solver.problem import Problem
+from remat.solver.segments.chain import (
     ChainAction,
     ChainRun,
     ChainStage,
@@ -23,21 +29,15 @@ from remat.baselines.chain import (
     find_chain,
     ops_of_actions,
 )
-from remat.baselines.revolve import (
+from remat.solver.segments.chen_sqrt import articulation_points, kept_values
+from remat.solver.segments.revolve import (
     binomial_actions,
     least_read,
     mixed_actions,
     mixed_table,
     stored_states,
 )
-from remat.baselines.rotor import solve_rotor
-from remat.graph_capture.errors import SolverError
-from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.schedule import Fetch, Offload
-from remat.schedules.simulate import simulate
-from remat.solver import Result, make_solver, solve_within
-from remat.solver.problem import Problem
-from remat.solver.segments.chen_sqrt import articulation_points, kept_values
+from remat.solver.segments.rotor import solve_rotor
 from tests.links import with_links
 from tests.paths import ROOT
 from tests.solver.graphs.captured_order import keeps_order
