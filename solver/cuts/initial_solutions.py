@@ -1,7 +1,7 @@
 """Schedules of other solvers, as starts where one cut leaves the gap open.
 
 Near the least peak, policies now and then fit where repair does not. They take some .1 s on a
-hundred ops, and up to 30 s on a thousand where memory is full in several places.
+hundred ops.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from remat.solver.bounds.cut_program import CutProgram, expand
 from remat.solver.bounds.least_peak import prove_nothing_fits
 from remat.solver.local_search.neighbourhoods import LargeNeighbourhoods, runs_by_stage
 from remat.solver.local_search.repair import Repair, fill, offer_filled
-from remat.solver.policies.policies import Dtr, Largest, Msps
+from remat.solver.policies.online import offer_policy
+from remat.solver.policies.policies import Dtr, LargestPolicy, MspsPolicy
 from remat.solver.problem import largest_working_set_bytes
 from remat.solver.search import Search
 from remat.solver.segments.lower_set import LowerSet
 from remat.solver.state import State
+from remat.solver.stopping import POLICY_RUNS
 from remat.solver.table import Solver
 
 # Down from the peak, budget by budget. Greedy repair far below the peak ends where no drop helps,
@@ -153,10 +155,11 @@ def offer_first(search: Search, plain: State, *, is_patient: bool, policies: boo
 
 
 def offer_policies(search: Search) -> None:
-    for policy in (Dtr, Msps, Largest):
-        if policy is Largest and search.problem.n_ops > _FEW_OPS:
+    for name, make in (("dtr", Dtr().make), ("msps", MspsPolicy), ("largest", LargestPolicy)):
+        if search.out_of_time() or (name == "largest" and search.problem.n_ops > _FEW_OPS):
             continue
-        _offer_start(search, policy, f"planning as {policy.__name__.lower()} does")
+        search.say(f"planning as {name} does")
+        offer_policy(search, make, POLICY_RUNS)
 
 
 def _offer_start(search: Search, solver: Callable[..., Solver], doing: str) -> None:
