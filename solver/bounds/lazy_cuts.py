@@ -7,7 +7,7 @@ runs again gets a row (`add_stage_row`). Bounds hold in captured order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -83,18 +83,35 @@ class LazyCuts:
             program.ask_for_less(below_us)
         solution = program.solve(limits)
         self.bound_us = max(self.bound_us, solution.bound_us)
-        start = None
-        if solution.values is not None:
-            problem = self.problem
-            if self.end is not None:  # the program carries nothing for later stages
-                later = ((),) * (problem.n_ops - self.end)
-                problem = replace(problem, needs=(*problem.needs[: self.end + 1], *later))
-            start = State.from_recomputed(problem, expand(solution))
+        start = None if solution.values is None else self._expanded(solution)
         # A program that a limit ended is taken further next time.
         if solution.finished and (start is None or not self._refine(start)):
             self.is_done = start is None or self.is_exact
             self.is_exact = True
         return Climbed(solution, start)
+
+    def _expanded(self, solution: CutSolution) -> State:
+        problem = self.problem
+        if self.end is not None:  # the program carries nothing for later stages
+            later = ((),) * (problem.n_ops - self.end)
+            problem = replace(problem, needs=(*problem.needs[: self.end + 1], *later))
+        return State.from_recomputed(problem, expand(solution))
+
+    def climb_relaxed(self, cuts: int, iterations: int, time_limit_s: float) -> Iterator[State]:
+        """Add cuts up to so many by relaxed points, until these took so many iterations.
+
+        Yields their starts, `bound_us` being raised.
+        """
+        left = iterations
+        while len(self.cuts) < cuts and left > 0:
+            solution = self.program().relaxed(time_limit_s)
+            self.bound_us = max(self.bound_us, solution.bound_us)
+            left -= 1 + solution.iterations  # presolve may leave none
+            if solution.values is None:
+                return
+            yield (start := self._expanded(solution))
+            if not self._refine(start):
+                return
 
     def _refine(self, state: State) -> bool:
         """Returns whether there was anything to add."""

@@ -17,6 +17,7 @@ from remat.solver.bounds.cut_program import CutProgram, add_stage_row
 from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts, Windows
 from remat.solver.problem import Problem
 from tests.graphs import peak_bytes_of
+from tests.limits import AMPLE_S
 from tests.rows import rows
 from tests.solver.exhaustive import least_time_us
 from tests.solver.graphs.random_graphs import training_graphs
@@ -216,3 +217,18 @@ def test_a_program_that_a_limit_ended_gets_more_of_it_and_asks_for_less() -> Non
     for _ in range(3):
         windows.climb(Limits(node_limit=10), 500.0)
     assert asked == [(10, math.inf), (20, 500.0), (40, 500.0)]
+
+
+def test_relaxed_points_add_cuts_and_no_bound_is_wrong() -> None:
+    """Each point says more, or as much; the work ends it too."""
+    raised = 0
+    for case in tight_cases(23, 4):
+        lazy = LazyCuts(Problem.of(case.graph), case.budget_bytes, (len(case.graph.ops) // 2,))
+        first_us = lazy.program().relaxed(AMPLE_S).bound_us
+        for _ in lazy.climb_relaxed(4, 1000, AMPLE_S):
+            check_bound(lazy.bound_us, case.optimum_us)
+        assert len(lazy.cuts) <= 4
+        raised += first_us < lazy.bound_us < math.inf
+        one = LazyCuts(Problem.of(case.graph), case.budget_bytes, lazy.cuts[:1])
+        assert len(list(one.climb_relaxed(4, 1, AMPLE_S))) <= 1
+    assert raised > 2, "more cuts hardly say more"
