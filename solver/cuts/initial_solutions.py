@@ -20,6 +20,7 @@ from remat.solver.policies.online import offer_policy
 from remat.solver.policies.policies import Dtr, LargestPolicy, MspsPolicy
 from remat.solver.problem import largest_working_set_bytes
 from remat.solver.search import Search
+from remat.solver.segments.chen_sqrt import chen_state
 from remat.solver.segments.lower_set import LowerSet
 from remat.solver.state import State
 from remat.solver.stopping import POLICY_RUNS
@@ -88,8 +89,8 @@ def _improved(search: Search, state: State, budget_bytes: int, effort: float) ->
 
 
 # Ways down to the least peak known: greedy repair under a limit lowered by 2 % again and again,
-# from what keeps everything, from cuts near the largest working set, and on large graphs from
-# blocks that keep the least. Cost: some seconds on a thousand ops.
+# from square-root checkpointing, from what keeps everything, from cuts near the largest working
+# set, and on large graphs from blocks that keep the least. Cost: some seconds on a thousand ops.
 
 _LEAST_TARGETS = (0.05, 0.2)  # of the room from the largest working set to the peak, for cuts
 
@@ -102,17 +103,21 @@ def offer_least_peak(search: Search, plain: State) -> None:
     if search.out_of_time():
         return
     search.say("looking for the least peak")
+    checkpointed = chen_state(search.problem)  # what people try first: no budget named is above
+    search.offer_least(checkpointed)
     # From the graph alone: a solve for the budget that is named finds this schedule again.
-    for start in _least_peak_starts(search, plain):
+    for start in _least_peak_starts(search, plain, checkpointed):
         for power in POWERS:
             _repair_ever_lower(search, start.copy(), power)
     if search.best_state is not None:
         offer_filled(search, search.best_state.copy())
 
 
-def _least_peak_starts(search: Search, plain: State) -> Iterator[State]:
+def _least_peak_starts(search: Search, plain: State, checkpointed: State) -> Iterator[State]:
     if search.is_large:  # a long way on large graphs: it begins where blocks keep the least
         yield from Hierarchical().least_states(search)
+    else:
+        yield checkpointed
     yield plain
     problem = search.problem
     least_bytes = largest_working_set_bytes(problem)
