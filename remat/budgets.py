@@ -48,8 +48,8 @@ from remat.solver.problem import Problem
 from remat.solver.result import (
     at_least_budget,
     evaluate_schedule,
-    infeasible,
     update_peak_bytes,
+    without_fit,
 )
 from remat.solver.search import Clock, is_interrupted, one_job
 from remat.solver.state import schedule_of
@@ -280,7 +280,7 @@ class _ReservedSearch:
             return msgspec.structs.replace(lost, budget_bytes=self.most_bytes)
         needed_bytes, graph = self._reserved(schedule), graph_of_schedule(self.graph, schedule)
         figures = self.most_bytes, lost.wall_s, lost.message
-        known = infeasible(graph, schedule, simulate(graph, schedule), *figures)
+        known = without_fit(graph, schedule, simulate(graph, schedule), *figures)
         helps = _reserved_bytes(self.graph, schedule, EXPANDABLE) <= self.most_bytes
         return msgspec.structs.replace(
             known, status=lost.status, floor=lost.floor, least_bound_bytes=lost.least_bound_bytes,

@@ -54,7 +54,7 @@ def solve(
 
     Returns
     -------
-    Plan : also where nothing fits; its status then is ``infeasible``.
+    Plan : also where nothing fits; its schedule then is None.
 
     Raises
     ------

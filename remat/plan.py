@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 class Plan(Result, frozen=True):
     """A schedule, what simulating it and the proofs say of it, and where it came from.
 
-    What nothing fits is a plan too: its `status` is ``infeasible``, and its `schedule` None.
+    What nothing fits is a plan too: its `schedule` is None.
 
     Attributes
     ----------
-    status : ``optimal`` (proved), ``feasible``, ``infeasible``, or ``time limit``.
+    status : as in `remat.Result`.
     schedule : what runs when; over a range of sizes, at the largest. None where nothing fits, and
         of `torch.compile` where torch's own cut does.
     peak_bytes, time_us, overhead : of the schedule. lower_bound_us : of any schedule.

@@ -23,7 +23,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import bound_of, gap_of
 
-Status = Literal["optimal", "feasible", "infeasible", "time limit"]
+Status = Literal["optimal", "feasible", "infeasible", "none found", "time limit"]
 
 
 class Attention(msgspec.Struct, frozen=True):
@@ -55,21 +55,22 @@ class Result(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    status : ``optimal`` (proved), ``feasible``, ``infeasible``, or ``time limit`` (the
-        search was cut short; `schedule` is the best found, None if none was).
+    status : ``optimal`` (proved), ``feasible``, ``infeasible`` (proved), ``none found`` (another
+        solver may find one), or ``time limit`` (the search was cut short; `schedule` is the best
+        found, None if none was).
     schedule : a schedule whose simulated peak is within the budget, or None.
     peak_bytes, time_us, overhead : of `schedule`, from `simulate`; 0 where there is none.
     lower_bound_us : no schedule of this budget, in the captured order of first
         computations, takes less time; with the option `order` free, none in any order. 0 where
         nothing is proved.
     solver, wall_s : who solved it, and how long that took.
-    least_feasible_bytes : where infeasible, the least budget known to be feasible.
-    least_schedule : where infeasible, one whose peak is that budget, if it is at hand.
-    held_at_peak : where infeasible, what holds the memory at that schedule's peak.
-    least_bound_bytes : where infeasible, no schedule has a lower peak; 0 where not sought.
+    least_feasible_bytes : without a schedule, the least budget known to be feasible.
+    least_schedule : without a schedule, one whose peak is that budget, if it is at hand.
+    held_at_peak : without a schedule, what holds the memory at that schedule's peak.
+    least_bound_bytes : without a schedule, none has a lower peak; 0 where not sought.
     floor : None unless the budget is below it. What any schedule in captured order needs that
         never computes an output of the step again: the op that sets it, and the bytes.
-    otherwise : where infeasible, what else would lower the peak, in words; empty where not sought.
+    otherwise : without a schedule, what else lowers the peak, in words; empty where not sought.
     attention : where something runs again, how much of attention does; None without any.
     message : what to say to the user beyond the figures.
     reserved_bytes : what a CUDA allocator is predicted to reserve for the schedule, where the

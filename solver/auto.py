@@ -8,7 +8,8 @@ in captured order, or in any (`order`). The parts come in order of cost:
 3. one cut, which gives a bound and schedules, and segments between lower sets; windows of
    cuts, where memory is full in several places (`Windows`); where none of these fits, ways
    to any schedule, the quickest first (`initial_solutions`);
-4. where the gap stays open, schedules of online policies, or on large graphs exchanges;
+4. where the gap stays open, on chains what `rotor` finds; schedules of online policies, or on
+   large graphs exchanges;
 5. lazy cuts and large neighbourhoods side by side (`Improvement`);
 6. on small graphs, the exact program of `checkmate`.
 
@@ -45,6 +46,7 @@ from remat.solver.problem import can_copy
 from remat.solver.result import INTERRUPTED, renamed
 from remat.solver.search import Clock, Listener, Search, check_least
 from remat.solver.segments.chen_sqrt import chen_state
+from remat.solver.segments.rotor import offer_chain
 from remat.solver.state import State, ops_of, recomputed_by_stage, store_all_state
 from remat.solver.stopping import DEFAULT_GAP, EXACT_OPS, gap_for
 from remat.solver.table import REAL, make_solver, options_of
@@ -53,6 +55,7 @@ from remat.solver.table import REAL, make_solver, options_of
 _CP_SAT_S = 2.5  # a unit of CP-SAT's deterministic time, with the building of its programs
 _ITERATION_S = 4e-4  # an iteration of HiGHS's simplex algorithm, with cuts and the rest
 _GROWTH = 1.5  # how much longer the next program of cuts is expected to take
+_CUTOFF_SLACK = 1e-6  # more than rounding takes: to prove that nothing is faster closes the gap
 _PATIENCE = 1.6  # growth of what a program of cuts may take, after one that did not end in it
 
 
@@ -89,16 +92,18 @@ class Improvement:
 
     def _round_of_both(self) -> None:
         before_us, open_gap = self.lazy.bound_us, self.search.gap
+        # Of what the round begins with: when neighbourhoods find a better one depends on the clock.
+        below_us = self.search.best_key[0] / (1 + self.gap) * (1 + _CUTOFF_SLACK)
         effort = max(self.effort, self.least_effort) / _CP_SAT_S
         if self.search.best is not None:
             self.lazy.spent_us = self._spent_us(self.search.best)
         if self.search.best is None or self.workers == 1:
-            found = self._programs(open_gap)
+            found = self._programs(open_gap, below_us)
             if self.search.best is not None:
                 self._search_around(1, effort)
         else:
             # Both are waited for, so the outcome depends on seed and workers, not on who was first.
-            with Task(lambda: self._programs(open_gap)) as solving:
+            with Task(lambda: self._programs(open_gap, below_us)) as solving:
                 self._search_around(self.workers - 1, effort)
                 found = solving.wait()
         for climbed in found:
@@ -111,14 +116,14 @@ class Improvement:
         is_higher = self.lazy.bound_us > before_us * (1 + 1e-6)
         self.stalled = 0 if is_higher else self.stalled + 1
 
-    def _programs(self, open_gap: float) -> list[Climbed]:
+    def _programs(self, open_gap: float, below_us: float) -> list[Climbed]:
         found: list[Climbed] = []
         spent = 0.0
         while spent < self.least_effort and not self.lazy.is_done:
             # The gap as the round began: when neighbourhoods narrow it depends on the clock.
             limits = limits_of(self.search, self.lazy, self.gap, open_gap)
             limit_s = self.cuts_limit.of(limits.time_limit_s)
-            found.append(self.lazy.climb(replace(limits, time_limit_s=limit_s)))
+            found.append(self.lazy.climb(replace(limits, time_limit_s=limit_s), below_us))
             self.effort = _GROWTH * _ITERATION_S * found[-1].solution.iterations
             # Presolve may solve a program without an iteration.
             spent += max(self.effort, stopping.FIRST_ROUND / 10)
@@ -241,6 +246,8 @@ class Auto:
             return
         windows = begin_window_cuts(search, plain, gap, has_start=has_start)
         prove_nothing_fits(search)
+        if not has_start and search.is_open(gap):
+            offer_chain(search)  # on a chain of 100, better than a minute of what follows
         # Policies take long, and beside several windows found nothing better.
         has_enough = windows is not None and len(windows.parts) > 1 and search.best is not None
         if not has_start and search.is_open(gap) and not has_enough:

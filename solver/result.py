@@ -9,7 +9,7 @@ from remat.graph_capture.devices.known_devices import has_cuda_allocator
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.derived import fastest_us
-from remat.schedules.outcome import Holding, Result
+from remat.schedules.outcome import Holding, Result, Status
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.solver.recompute_summary import attention_of
@@ -25,9 +25,9 @@ def evaluate_schedule(
     graph: TrainingGraph, schedule: Schedule, *, budget_bytes: int, lower_bound_us: float,
     wall_s: float = 0.0, cut_short: bool = False, message: str = "",
 ) -> Result:  # fmt: skip
-    """Judge a schedule; if it does not fit, infeasible, with its peak as the least budget known."""
+    """Judge a schedule; if it does not fit, none is found, and its peak is the least known."""
     if (simulation := simulate(graph, schedule)).peak_bytes > budget_bytes:
-        return infeasible(graph, schedule, simulation, budget_bytes, wall_s, message)
+        return without_fit(graph, schedule, simulation, budget_bytes, wall_s, message)
     bound_us = max(lower_bound_us, fastest_us(graph))
     proved = simulation.time_us <= bound_us * (1 + 1e-9)  # times are sums of floats
     return Result(
@@ -82,7 +82,14 @@ def renamed(result: Result, solver: str, options: dict[str, Option]) -> Result:
     return msgspec.structs.replace(result, solver=solver, **named)
 
 
-def infeasible(
+def status_without(*, is_proved: bool, is_late: bool) -> Status:
+    """Of a result without a schedule: a search that ends without one has proved nothing."""
+    if is_proved:
+        return "infeasible"
+    return "time limit" if is_late else "none found"
+
+
+def without_fit(
     graph: TrainingGraph, schedule: Schedule, simulation: Simulation, budget_bytes: int,
     wall_s: float, message: str,
 ) -> Result:  # fmt: skip
@@ -93,7 +100,7 @@ def infeasible(
         for value in (graph.value_by_name[name],)
     ]
     return Result(
-        status="infeasible", solver=schedule.solver, budget_bytes=budget_bytes, wall_s=wall_s,
+        status="none found", solver=schedule.solver, budget_bytes=budget_bytes, wall_s=wall_s,
         least_feasible_bytes=simulation.peak_bytes, least_schedule=schedule,
         held_at_peak=tuple(held), message=message,
     )  # fmt: skip

@@ -17,7 +17,13 @@ from remat.schedules.outcome import Holding, Result
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import Simulation, overhead_of, simulate
 from remat.solver.problem import Problem, working_set_bytes
-from remat.solver.result import INTERRUPTED, evaluate_schedule, infeasible, least_budget_message
+from remat.solver.result import (
+    INTERRUPTED,
+    evaluate_schedule,
+    least_budget_message,
+    status_without,
+    without_fit,
+)
 from remat.solver.state import State, schedule_of
 from remat.solver.table import options_of
 
@@ -289,19 +295,17 @@ class Search:
 
     def _without_schedule(self) -> Result:
         wall_s = self.clock.elapsed_s
+        status = status_without(is_proved=self.proved_infeasible, is_late=self.cut_short)
         if self.lowest is None:
             return Result(
-                status="infeasible" if self.proved_infeasible else "time limit",
-                solver=self.solver, budget_bytes=self.budget_bytes, lower_bound_us=self.bound_us,
-                wall_s=wall_s, message=self.message,
+                status=status, solver=self.solver, budget_bytes=self.budget_bytes,
+                lower_bound_us=self.bound_us, wall_s=wall_s, message=self.message,
             )  # fmt: skip
         found = simulate(self.graph, self.lowest)
         assert self.least_bound_bytes <= found.peak_bytes, "a proven bound exceeds a peak"
         text = least_budget_message(
             self.budget_bytes, found.peak_bytes, self.message, is_proved=self.proved_infeasible
         )
-        lost = infeasible(self.graph, self.lowest, found, self.budget_bytes, wall_s, text)
-        # More time might have found one: nothing is said of the budget.
-        if self.cut_short and not self.proved_infeasible:
-            return msgspec.structs.replace(lost, status="time limit", lower_bound_us=self.bound_us)
-        return lost
+        lost = without_fit(self.graph, self.lowest, found, self.budget_bytes, wall_s, text)
+        bound_us = 0.0 if self.proved_infeasible else self.bound_us
+        return msgspec.structs.replace(lost, status=status, lower_bound_us=bound_us)

@@ -72,6 +72,9 @@ class SlowRound:
 # ---- programs of cuts (`cuts`, `auto`, `bounds`)
 
 CUT_NODES = 500  # a program of cuts, which the next cut replaces anyway
+# Relaxed programs that choose the first cuts of a program of several: about a second.
+RELAXED_CUTS, RELAXED_ITERATIONS = 5, 5000
+RELAXED_REPAIRS = WorkLimit(30_000)  # of the start of each of these
 FIRST_CUT_NODES = 50  # the program of one cut: starts that come after it are often better
 LARGE_CUT_NODES = 20  # a program of a large graph, whose nodes are slow
 JOINT_NODES = 20  # cuts with copies: nearly all of the gap is closed at the root
@@ -150,4 +153,5 @@ DROPPED_RUNS = Rounds(12)  # repeated runs that are tried to be left out of an o
 
 BLOCK_NODES = 200  # a program that makes an option of a block
 CUT_FIRST = Seconds(part=1 / 3)  # `cut`, from which `retention` starts
+POLICY_RUNS = 4  # of the graph's ops, by a policy that gives a start: one of more found none
 LEAST_PEAK_TRIES = Rounds(10)  # budgets for a policy's least peak; each halves the range

@@ -39,10 +39,10 @@ class Solver(Protocol):
       efforts are counted in what no clock moves. `retention` with several workers is the exception.
     - Options are the fields, each with a default. `Schedule.options` records them, apart from
       `NO_OPTIONS`. ``__post_init__`` raises `SolverError` for a value without meaning.
-    - That nothing fits is no error but an ``infeasible`` result, with the least budget known and
-      its schedule. That budget does not depend on the one asked for: a solve at it finds a
-      schedule. Where the clock came first, the status is ``time limit``: nothing is said about the
-      budget.
+    - That nothing fits is no error but a result, ``infeasible`` where that is proved and otherwise
+      ``none found``, with the least budget known and its schedule. That budget does not depend on
+      the one asked for: a solve at it finds a schedule. Where the clock came first, the status is
+      ``time limit``: nothing is said about the budget.
     """
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:

@@ -2,7 +2,7 @@
 
 `python -m benchmarks.cells.references FOLDER` solves every instance whose file holds a published
 result, or one proved by exhaustive search. It prints one line for each, and ends with status 1
-if any is missed. `tests/remat/baselines/test_chains.py` compares the chains of the folder.
+if any is missed. `tests/solver/segments/test_chains.py` compares the chains of the folder.
 """
 
 from __future__ import annotations

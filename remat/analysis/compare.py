@@ -327,7 +327,7 @@ def _at_hand(name: str, result: Result, bounds: tuple[_Bound, ...], arena_bytes:
     cells = [
         _solved_cell(result, bound, arena_bytes)
         if result.peak_bytes <= bound.budget_bytes
-        else _Cell(bound.budget_bytes, False, "infeasible", 0, 0.0, 0.0, 0.0, 0.0)
+        else _Cell(bound.budget_bytes, False, "none found", 0, 0.0, 0.0, 0.0, 0.0)
         for bound in bounds
     ]
     return _Compared(name, tuple(cells), 0.0)

@@ -1,6 +1,6 @@
 """The command line: all verbs, by their names.
 
-Exit codes: 0 done, 2 usage or refused, 3 infeasible, 4 check failed, 130 ended by Ctrl-C.
+Exit codes: 0 done, 2 usage or refused, 3 no schedule fits, 4 check failed, 130 ended by Ctrl-C.
 """
 
 from __future__ import annotations

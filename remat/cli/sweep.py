@@ -123,7 +123,7 @@ def _fronts_screen(graph: TrainingGraph, fronts: Mapping[str, Front]) -> Rendera
     table = plain_table("budget", "peak", "overhead", "bound", "gap", "solver", "seconds")
     points = [(name, front, point) for name, front in fronts.items() for point in front.points]
     for name, front, (budget_bytes, result) in points:
-        figures = (result.status, "-", "-", "-")  # infeasible is said in place of a peak
+        figures = (result.status, "-", "-", "-")  # what became of it is said in place of a peak
         if result.schedule is not None:
             bound = bound_of(result.lower_bound_us, front.base_us)
             gap = "-" if result.gap is None else percent_text(result.gap)

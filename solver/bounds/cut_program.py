@@ -34,6 +34,7 @@ class CutProgram:
     again: list[dict[int, int]] = field(default_factory=list[dict[int, int]])
     through: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     is_empty: bool = False
+    below_us: float = inf  # points of so much time or more are left out, see `ask_for_less`
 
     def __post_init__(self) -> None:
         total_us = sum(self.problem.cost_us)
@@ -157,6 +158,13 @@ class CutProgram:
         terms = [(i, min(size / unit, _MOST_SIZE)) for i, size in sizes if size]
         self.program.row(terms, upper=room_bytes / unit)
 
+    def ask_for_less(self, below_us: float) -> None:
+        """Σ cost · again <= what `below_us` leaves: that no point does proves `below_us`."""
+        self.below_us = below_us
+        room = (below_us - sum(self.problem.cost_us)) / self.cost_unit_us
+        costs = enumerate(self.program.objective)
+        self.program.row([(i, cost) for i, cost in costs if cost], upper=room)
+
     def relaxed(self, time_limit_s: float) -> CutSolution:
         """Solve the linear relaxation; its bound holds, its point is no cover as it stands."""
         return self.solve(Limits(time_limit_s, relaxed=True))
@@ -165,11 +173,13 @@ class CutProgram:
         if self.is_empty:
             return CutSolution(self, None, inf, inf)
         if (answer := solve_program(self.program, limits)).proved_infeasible:
-            return CutSolution(self, None, inf, inf)
+            return CutSolution(self, None, self.below_us, inf)
         base_us = sum(self.problem.cost_us)
         bound_us = base_us + max(answer.bound, 0.0) * self.cost_unit_us  # -inf: nothing proved
+        bound_us = min(bound_us, self.below_us)
         if limits.relaxed:
-            return CutSolution(self, answer.values, bound_us, inf, is_relaxed=True)
+            effort = True, answer.iterations
+            return CutSolution(self, answer.values, bound_us, inf, *effort, is_relaxed=True)
         effort = answer.finished, answer.iterations
         if answer.values is None:
             return CutSolution(self, None, bound_us, inf, *effort)

@@ -7,8 +7,9 @@ runs again gets a row (`add_stage_row`). Bounds hold in captured order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -72,22 +73,45 @@ class LazyCuts:
             _add_floor(made, floor)
         return made
 
-    def climb(self, limits: Limits) -> Climbed:
-        """Solve the program as it is now, take its bound, add what its point violates most."""
-        solution = self.program().solve(limits)
+    def climb(self, limits: Limits, below_us: float = inf) -> Climbed:
+        """Solve the program as it is now, take its bound, add what its point violates most.
+
+        Points of `below_us` or more may be left out.
+        """
+        program = self.program()
+        if below_us < inf:
+            program.ask_for_less(below_us)
+        solution = program.solve(limits)
         self.bound_us = max(self.bound_us, solution.bound_us)
-        start = None
-        if solution.values is not None:
-            problem = self.problem
-            if self.end is not None:  # the program carries nothing for later stages
-                later = ((),) * (problem.n_ops - self.end)
-                problem = replace(problem, needs=(*problem.needs[: self.end + 1], *later))
-            start = State.from_recomputed(problem, expand(solution))
+        start = None if solution.values is None else self._expanded(solution)
         # A program that a limit ended is taken further next time.
         if solution.finished and (start is None or not self._refine(start)):
             self.is_done = start is None or self.is_exact
             self.is_exact = True
         return Climbed(solution, start)
+
+    def _expanded(self, solution: CutSolution) -> State:
+        problem = self.problem
+        if self.end is not None:  # the program carries nothing for later stages
+            later = ((),) * (problem.n_ops - self.end)
+            problem = replace(problem, needs=(*problem.needs[: self.end + 1], *later))
+        return State.from_recomputed(problem, expand(solution))
+
+    def climb_relaxed(self, cuts: int, iterations: int, time_limit_s: float) -> Iterator[State]:
+        """Add cuts up to so many by relaxed points, until these took so many iterations.
+
+        Yields their starts, `bound_us` being raised.
+        """
+        left = iterations
+        while len(self.cuts) < cuts and left > 0:
+            solution = self.program().relaxed(time_limit_s)
+            self.bound_us = max(self.bound_us, solution.bound_us)
+            left -= 1 + solution.iterations  # presolve may leave none
+            if solution.values is None:
+                return
+            yield (start := self._expanded(solution))
+            if not self._refine(start):
+                return
 
     def _refine(self, state: State) -> bool:
         """Returns whether there was anything to add."""
@@ -216,11 +240,13 @@ class Windows:
     def is_exact(self) -> bool:
         return len(self.parts) == 1 and self.parts[0].is_exact
 
-    def climb(self, limits: Limits) -> Climbed:
+    def climb(self, limits: Limits, below_us: float = inf) -> Climbed:
         """Solve the program of one window; merge two where all are done."""
         at = self._next()
         is_last_untried = sum(part.bound_us == 0 for part in self.parts) == 1
-        climbed = self.parts[at].climb(self._own_limits(limits, at))
+        # A program that ended in time says more without: its bound may come to lie above.
+        below_us = below_us - self._others_us(at) if self.late[at] else inf
+        climbed = self.parts[at].climb(self._own_limits(limits, at), below_us)
         if climbed.solution.values is not None:
             self.solutions[at] = climbed.solution
         self.late[at] += not climbed.solution.finished
@@ -252,9 +278,9 @@ class Windows:
         return self._start_of(solutions)
 
     def _own_limits(self, limits: Limits, at: int) -> Limits:
-        if len(self.parts) == 1:
-            return limits
         nodes = limits.node_limit and limits.node_limit << self.late[at]  # more after a limit
+        if len(self.parts) == 1:
+            return replace(limits, node_limit=nodes)
         # Bounds add up, so each has its part of the tolerance.
         gap = min(limits.absolute_gap, _CLOSE * COST_SCALE) / len(self.parts)
         return replace(limits, absolute_gap=gap, node_limit=nodes)
@@ -264,6 +290,9 @@ class Windows:
 
     def _least_us(self, part: LazyCuts) -> float:
         return max(part.bound_us - self.base_us, 0.0)
+
+    def _others_us(self, at: int) -> float:
+        return sum(self._least_us(part) for i, part in enumerate(self.parts) if i != at)
 
     def _next(self) -> int:
         still_open = [i for i, part in enumerate(self.parts) if not self._is_settled(part)]

@@ -1,7 +1,7 @@
 """Schedules of other solvers, as starts where one cut leaves the gap open.
 
 Near the least peak, policies now and then fit where repair does not. They take some .1 s on a
-hundred ops, and up to 30 s on a thousand where memory is full in several places.
+hundred ops.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from remat.solver.bounds.cut_program import CutProgram, expand
 from remat.solver.bounds.least_peak import prove_nothing_fits
 from remat.solver.local_search.neighbourhoods import LargeNeighbourhoods, runs_by_stage
 from remat.solver.local_search.repair import Repair, fill, offer_filled
-from remat.solver.policies.policies import Dtr, Largest, Msps
+from remat.solver.policies.online import offer_policy
+from remat.solver.policies.policies import Dtr, LargestPolicy, MspsPolicy
 from remat.solver.problem import largest_working_set_bytes
 from remat.solver.search import Search
+from remat.solver.segments.chen_sqrt import chen_state
 from remat.solver.segments.lower_set import LowerSet
 from remat.solver.state import State
+from remat.solver.stopping import POLICY_RUNS
 from remat.solver.table import Solver
 
 # Down from the peak, budget by budget. Greedy repair far below the peak ends where no drop helps,
@@ -86,8 +89,8 @@ def _improved(search: Search, state: State, budget_bytes: int, effort: float) ->
 
 
 # Ways down to the least peak known: greedy repair under a limit lowered by 2 % again and again,
-# from what keeps everything, from cuts near the largest working set, and on large graphs from
-# blocks that keep the least. Cost: some seconds on a thousand ops.
+# from square-root checkpointing, from what keeps everything, from cuts near the largest working
+# set, and on large graphs from blocks that keep the least. Cost: some seconds on a thousand ops.
 
 _LEAST_TARGETS = (0.05, 0.2)  # of the room from the largest working set to the peak, for cuts
 
@@ -100,17 +103,21 @@ def offer_least_peak(search: Search, plain: State) -> None:
     if search.out_of_time():
         return
     search.say("looking for the least peak")
+    checkpointed = chen_state(search.problem)  # what people try first: no budget named is above
+    search.offer_least(checkpointed)
     # From the graph alone: a solve for the budget that is named finds this schedule again.
-    for start in _least_peak_starts(search, plain):
+    for start in _least_peak_starts(search, plain, checkpointed):
         for power in POWERS:
             _repair_ever_lower(search, start.copy(), power)
     if search.best_state is not None:
         offer_filled(search, search.best_state.copy())
 
 
-def _least_peak_starts(search: Search, plain: State) -> Iterator[State]:
+def _least_peak_starts(search: Search, plain: State, checkpointed: State) -> Iterator[State]:
     if search.is_large:  # a long way on large graphs: it begins where blocks keep the least
         yield from Hierarchical().least_states(search)
+    else:
+        yield checkpointed
     yield plain
     problem = search.problem
     least_bytes = largest_working_set_bytes(problem)
@@ -143,7 +150,7 @@ _FEW_OPS = 3000  # beyond, `largest`, which scans all that is live each time, ta
 def offer_first(search: Search, plain: State, *, is_patient: bool, policies: bool = False) -> None:
     """Offer what may fit, the quickest first, until something does."""
     is_quick = search.problem.n_ops <= _QUICK_OPS
-    # 5 s at most on a narrow graph of 1,000 ops; they also give what an infeasible result says.
+    # 5 s at most on a narrow graph of 1,000 ops; they also name the least budget.
     if search.best is None and search.lowest is None and not search.is_large:
         offer_least_peak(search, plain)
     if search.best is None and policies and is_quick:
@@ -153,10 +160,11 @@ def offer_first(search: Search, plain: State, *, is_patient: bool, policies: boo
 
 
 def offer_policies(search: Search) -> None:
-    for policy in (Dtr, Msps, Largest):
-        if policy is Largest and search.problem.n_ops > _FEW_OPS:
+    for name, make in (("dtr", Dtr().make), ("msps", MspsPolicy), ("largest", LargestPolicy)):
+        if search.out_of_time() or (name == "largest" and search.problem.n_ops > _FEW_OPS):
             continue
-        _offer_start(search, policy, f"planning as {policy.__name__.lower()} does")
+        search.say(f"planning as {name} does")
+        offer_policy(search, make, POLICY_RUNS)
 
 
 def _offer_start(search: Search, solver: Callable[..., Solver], doing: str) -> None:

@@ -28,7 +28,7 @@ from remat.solver.bounds.any_order_cut import free_bound_us, free_least_peak_bou
 from remat.solver.bounds.least_peak import LEAST_BOUND, floor_above, floor_text
 from remat.solver.orders import reorder
 from remat.solver.problem import Order, Problem, reordered
-from remat.solver.result import INTERRUPTED, KNOWN, evaluate_schedule
+from remat.solver.result import INTERRUPTED, KNOWN, evaluate_schedule, status_without
 from remat.solver.search import Clock, Listener, Progress, note_interrupt
 
 
@@ -108,11 +108,11 @@ class _Attempts:
         given = self.latest[self.made[0].order]
         # Only orders that any other solve tries: a budget that is named must be found again.
         found = min((a for a in self.made if a.is_repeatable), key=lambda a: a.rank).result
-        is_cut_short = self.cut_short and not self.is_infeasible
         least = found.least_schedule
         return msgspec.structs.replace(
             found, least_schedule=least and least.with_steps(self.graph, least.steps),
-            status="time limit" if is_cut_short else "infeasible", lower_bound_us=self.bound_us,
+            status=status_without(is_proved=self.is_infeasible, is_late=self.cut_short),
+            lower_bound_us=self.bound_us,
             least_bound_bytes=self.least_bound_bytes, floor=given.floor, wall_s=wall_s,
             message=". ".join([*said, *self._refusal(found.least_feasible_bytes)]),
         )  # fmt: skip

@@ -9,7 +9,7 @@ that frees at least what it pins, or when nothing is left to evict.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -35,10 +35,11 @@ class OnlineRun:
     """One run of `policy` over the graph of `problem`; `run` gives the sequence of ops."""
 
     def __init__(
-        self, problem: Problem, policy: Policy, is_over: Callable[[], bool] | None = None
-    ) -> None:
+        self, problem: Problem, policy: Policy, is_over: Callable[[], bool] | None = None,
+        most_runs: int = _THRASHING,
+    ) -> None:  # fmt: skip
         self.problem, self.policy = problem, policy
-        self.is_over = is_over or (lambda: False)
+        self.is_over, self.most_runs = is_over or (lambda: False), most_runs * problem.n_ops
         self.books = ValueStatistics(problem)
         self.sequence: list[int] = []
         self.status: list[_Status] = ["unmade"] * problem.n_values  # lost ones cannot be made again
@@ -112,7 +113,7 @@ class OnlineRun:
 
     def _execute(self, op: int) -> None:
         """Run `op`. Live outputs are replaced, unless the caller holds them."""
-        if self.is_over() or len(self.sequence) > _THRASHING * self.problem.n_ops:
+        if self.is_over() or len(self.sequence) > self.most_runs:
             raise NoRoomError
         books, outputs = self.books, self.problem.outputs[op]
         copied_bytes = 0
@@ -244,6 +245,19 @@ def plan_online(search: Search, make: _MakePolicy, *, prune: bool) -> Result:
     return search.result()
 
 
+def offer_policy(search: Search, make: _MakePolicy, most_runs: int) -> None:
+    """Offer what the policy does at the budget; it may run the ops so many times on average."""
+    if (sequence := _run_at(search, make, search.budget_bytes, most_runs)) is not None:
+        _offer_run(search, sequence, prune=True)
+
+
+def _offer_run(search: Search, sequence: Sequence[int], *, prune: bool) -> None:
+    search.offer_sequence(sequence)
+    if prune:
+        search.say("carrying what fits instead of recomputing it")
+        offer_filled(search, state_of(search.problem, sequence))
+
+
 def _plan(search: Search, make: _MakePolicy, prune: bool, plain_bytes: int) -> None:
     least_bytes = least_needed_bytes(search.problem)
     if search.budget_bytes < least_bytes:
@@ -252,20 +266,19 @@ def _plan(search: Search, make: _MakePolicy, prune: bool, plain_bytes: int) -> N
     else:
         search.say("running the policy at the budget")
         if (sequence := _run_at(search, make, search.budget_bytes)) is not None:
-            search.offer_sequence(sequence)
-            if prune:
-                search.say("carrying what fits instead of recomputing it")
-                offer_filled(search, state_of(search.problem, sequence))
+            _offer_run(search, sequence, prune=prune)
     if search.best is None:
         _bisect_least_peak(search, make, prune, (least_bytes, plain_bytes))
 
 
-def _run_at(search: Search, make: _MakePolicy, budget_bytes: int) -> list[int] | None:
+def _run_at(
+    search: Search, make: _MakePolicy, budget_bytes: int, most_runs: int = _THRASHING
+) -> list[int] | None:
     """The ops that the policy runs; None if it finds no room, or no time."""
     problem = search.problem
     policy = make(problem, budget_bytes - problem.resident_bytes)
     try:
-        return OnlineRun(problem, policy, search.out_of_time).run()
+        return OnlineRun(problem, policy, search.out_of_time, most_runs).run()
     except NoRoomError:
         return None
 

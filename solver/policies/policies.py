@@ -61,10 +61,11 @@ class Dtr:
             raise SolverError(f"unknown variant '{self.variant}'; there are {', '.join(_VARIANTS)}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        def policy(problem: Problem, room_bytes: int) -> Policy:
-            return DtrPolicy(problem, room_bytes, around=neighbourhood(problem, self.variant))
+        search = Search.of(self, "dtr", graph, budget_bytes)
+        return plan_online(search, self.make, prune=self.prune)
 
-        return plan_online(Search.of(self, "dtr", graph, budget_bytes), policy, prune=self.prune)
+    def make(self, problem: Problem, room_bytes: int) -> Policy:
+        return DtrPolicy(problem, room_bytes, around=neighbourhood(problem, self.variant))
 
 
 def neighbourhood(problem: Problem, variant: _Variant) -> Neighbourhood | None:

@@ -40,8 +40,8 @@ def _broken_by_change(before: TrainingGraph, after: TrainingGraph) -> Iterator[s
 
 def _broken_by_answer(graph: TrainingGraph, budget_bytes: int, answer: Result) -> Iterator[str]:
     if answer.schedule is None:
-        if answer.status not in ("infeasible", "time limit"):
-            yield "an answer without a schedule is infeasible or cut short"
+        if answer.status not in ("infeasible", "none found", "time limit"):
+            yield "an answer without a schedule is infeasible, none found or cut short"
         return
     if answer.peak_bytes > budget_bytes:
         yield "the peak is within the budget"

@@ -30,7 +30,7 @@ from remat.solver.bounds.any_order_cut import free_bound_us
 from remat.solver.bounds.least_peak import LEAST_BOUND
 from remat.solver.problem import Problem
 from remat.solver.reductions.reduction import Question, Reduction, Rest
-from remat.solver.result import KNOWN, evaluate_schedule, infeasible
+from remat.solver.result import KNOWN, evaluate_schedule, without_fit
 from remat.solver.search import Clock, Progress, note_interrupt
 from remat.solver.state import schedule_of
 from remat.solver.stopping import FIRST_PINNED, LEFT_OUT, PINNED_BOUND, PINNED_SOLVE, TIGHTER
@@ -269,7 +269,7 @@ class _PinnedSearch:
             f"{found.peak_bytes} {KNOWN}"
         )
         rest = _message_without_clones(lost.message)
-        found_none = infeasible(
+        found_none = without_fit(
             self.graph, self._schedule(sequence, result.schedule), found, self.budget_bytes,
             self.clock.elapsed_s, f"{text}. {rest}" if lost.message else text,
         )  # fmt: skip

@@ -39,6 +39,7 @@ from remat.solver.result import (
     NONE_FITS,
     evaluate_schedule,
     least_budget_message,
+    status_without,
     without_least_budget,
 )
 from remat.solver.search import Clock
@@ -297,12 +298,11 @@ class _Rounds:
         )  # fmt: skip
         is_proved = first.schedule is None and first.message.startswith(NONE_FITS)
         # That nothing fits in less is no news of this budget.
-        is_own = lost is first or lost.status != "infeasible"
+        is_own = lost is first or lost.status == "time limit"
         rest = without_least_budget(lost.message) if is_own else ""
         text = least_budget_message(self.budget_bytes, self.best_bytes, rest, is_proved=is_proved)
-        is_late = self.is_cut_short and not is_proved
         return msgspec.structs.replace(
-            found, status="time limit" if is_late else "infeasible", floor=lost.floor,
-            least_bound_bytes=lost.least_bound_bytes, lower_bound_us=first.lower_bound_us,
-            message=text,
+            found, status=status_without(is_proved=is_proved, is_late=self.is_cut_short),
+            floor=lost.floor, least_bound_bytes=lost.least_bound_bytes,
+            lower_bound_us=first.lower_bound_us, message=text,
         )  # fmt: skip

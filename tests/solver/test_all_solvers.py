@@ -68,6 +68,7 @@ def check_bounds(graph: TrainingGraph, found: dict[Variant, Result]) -> None:
             continue
         assert proved.lower_bound_us <= made.time_us * SLACK, (maker, prover)
         assert not proved.message.startswith(PROOF), (maker, prover)
+        assert proved.status != "infeasible", (maker, prover)
         if proved.status == "optimal" and prover.order == "free":
             assert proved.time_us <= made.time_us * SLACK, (maker, prover)
 
@@ -90,6 +91,7 @@ def test_claims_on_random_graphs_are_true(variant: Variant) -> None:
             assert result.schedule is None or variant.order == "free"
             continue
         assert not result.message.startswith(PROOF)
+        assert result.status != "infeasible"
         assert result.lower_bound_us <= case.optimum_us * SLACK
         if result.status == "optimal":
             assert result.time_us <= case.optimum_us * SLACK

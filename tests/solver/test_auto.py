@@ -16,6 +16,7 @@ from remat.solver.cuts.cut import begin
 from remat.solver.search import Search
 from remat.solver.state import store_all_state
 from tests.limits import AMPLE_S
+from tests.solver.graphs.random_graphs import chain
 from tests.solver.layered_search import (
     AROUND,
     GAP,
@@ -118,3 +119,17 @@ def test_an_improvement_that_is_not_needed_does_nothing() -> None:
     improvement.run()
     assert (search.best, lazy.cuts, lazy.rows) == before
     assert improvement.around is None
+
+
+@pytest.mark.parametrize("percent", [25, 30])
+def test_on_a_chain_it_is_at_once_as_fast_as_the_solver_of_chains(percent: int) -> None:
+    """What comes after takes long: Ctrl-C ends it."""
+    graph = chain(30)
+    budget = solve_within(graph, 1 << 60, "store_all").peak_bytes * percent // 100
+
+    def stop(told: Progress) -> None:
+        if told.doing.startswith("planning as"):
+            raise KeyboardInterrupt
+
+    of_chains = solve_within(graph, budget, "rotor")
+    assert solve_within(graph, budget, progress=stop).time_us <= of_chains.time_us * (1 + 1e-9)

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from remat.baselines.revolve import Revolve
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.schedules.simulate import simulate
+from remat.solver.segments.revolve import Revolve
 from tests.graphs import peak_bytes_of
 from tests.links import with_links
 from tests.solver.graphs.random_graphs import chain

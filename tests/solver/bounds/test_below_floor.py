@@ -17,7 +17,10 @@ from remat.solver.bounds.least_peak import (
     floor_of,
     floor_text,
 )
+from remat.solver.cuts.initial_solutions import offer_least_peak
 from remat.solver.problem import Problem
+from remat.solver.search import Search
+from remat.solver.state import store_all_state
 from remat.solver.stopping import REGRESSION
 from tests.limits import AMPLE_S
 from tests.solver.exhaustive import least_time_us
@@ -103,6 +106,26 @@ def test_auto_finds_the_optimum_below_the_floor(graph: TrainingGraph, budget_byt
     result = solve_within(graph, budget_bytes, time_limit_s=AMPLE_S)
     assert result.time_us == least_time_us(graph, budget_bytes)
     assert "The budget is below the floor" in result.message
+
+
+@pytest.mark.parametrize("solver", ["cut", "retention"])
+def test_infeasible_is_said_only_where_it_is_proved(solver: str) -> None:
+    """The one schedule runs an op twice in a stage: beyond both solvers."""
+    source = random.Random(5)
+    graph = [random_graph(source, 7, source.randint(0, 7)) for _ in range(5)][-1]
+    assert least_time_us(graph, 36) is not None
+    result = solve_within(graph, 36, solver, time_limit_s=AMPLE_S)
+    assert (result.status, result.schedule) == ("none found", None)
+
+
+def test_no_least_budget_is_above_square_root_checkpointing() -> None:
+    """From what keeps everything, repair came down to 21 bytes alone."""
+    source = random.Random(11)
+    graph = [random_graph(source, 8, source.randint(4, 10)) for _ in range(59)][-1]
+    checkpointed = solve_within(graph, 1 << 60, "chen_sqrt").peak_bytes
+    search = Search(graph, 0, "test", AMPLE_S)
+    offer_least_peak(search, store_all_state(search.problem))
+    assert search.lowest_bytes <= checkpointed == 19
 
 
 def test_another_order_may_avoid_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,9 +14,10 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.solver import solve_within
 from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import CutProgram, add_stage_row
-from remat.solver.bounds.lazy_cuts import LazyCuts
+from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts, Windows
 from remat.solver.problem import Problem
 from tests.graphs import peak_bytes_of
+from tests.limits import AMPLE_S
 from tests.rows import rows
 from tests.solver.exhaustive import least_time_us
 from tests.solver.graphs.random_graphs import training_graphs
@@ -180,3 +182,53 @@ def test_rows_that_say_nothing_leave_the_program_as_it_is() -> None:
         assert (len(program.program.rows), len(program.program.objective)) == size
     add_stage_row(program, 2, 0)
     assert len(program.program.rows) > size[0]
+
+
+def test_points_that_cost_more_than_asked_are_left_out_and_no_bound_is_wrong() -> None:
+    closed = 0
+    for case in tight_cases(23, 2):
+        if case.optimum_us is None:
+            continue
+        problem = Problem.of(case.graph)
+        for part in (0.9, 1 - 1e-6, 1 + 1e-6):
+            lazy = LazyCuts(problem, case.budget_bytes, (problem.n_ops // 2,))
+            climbed = lazy.climb(Limits(), part * case.optimum_us)
+            check_bound(climbed.solution.bound_us, case.optimum_us)
+            assert climbed.solution.bound_us <= part * case.optimum_us
+            closed += climbed.start is None
+        every = LazyCuts(problem, case.budget_bytes, tuple(range(problem.n_ops)))
+        check_bound(every.climb(Limits(), case.optimum_us / 2).solution.bound_us, case.optimum_us)
+    assert closed > 5, "hardly a program had no point"
+
+
+def test_a_program_that_a_limit_ended_gets_more_of_it_and_asks_for_less() -> None:
+    """The whole step is one window: as any other, it is not solved again with the same limit."""
+    case = next(case for case in tight_cases(23, 2) if case.optimum_us is not None)
+    problem = Problem.of(case.graph)
+    asked: list[tuple[int | None, float]] = []
+
+    class Late(LazyCuts):
+        def climb(self, limits: Limits, below_us: float = math.inf) -> Climbed:
+            asked.append((limits.node_limit, below_us))
+            found = LazyCuts.climb(self, Limits())
+            return Climbed(replace(found.solution, finished=False), found.start)
+
+    windows = Windows(problem, [Late(problem, case.budget_bytes, (problem.n_ops // 2,))])
+    for _ in range(3):
+        windows.climb(Limits(node_limit=10), 500.0)
+    assert asked == [(10, math.inf), (20, 500.0), (40, 500.0)]
+
+
+def test_relaxed_points_add_cuts_and_no_bound_is_wrong() -> None:
+    """Each point says more, or as much; the work ends it too."""
+    raised = 0
+    for case in tight_cases(23, 4):
+        lazy = LazyCuts(Problem.of(case.graph), case.budget_bytes, (len(case.graph.ops) // 2,))
+        first_us = lazy.program().relaxed(AMPLE_S).bound_us
+        for _ in lazy.climb_relaxed(4, 1000, AMPLE_S):
+            check_bound(lazy.bound_us, case.optimum_us)
+        assert len(lazy.cuts) <= 4
+        raised += first_us < lazy.bound_us < math.inf
+        one = LazyCuts(Problem.of(case.graph), case.budget_bytes, lazy.cuts[:1])
+        assert len(list(one.climb_relaxed(4, 1, AMPLE_S))) <= 1
+    assert raised > 2, "more cuts hardly say more"

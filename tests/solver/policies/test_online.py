@@ -15,9 +15,10 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
 from remat.solver import make_solver, solve_within
 from remat.solver.policies.eviction import Policy, ValueStatistics
-from remat.solver.policies.online import NoRoomError, OnlineRun
+from remat.solver.policies.online import NoRoomError, OnlineRun, offer_policy
 from remat.solver.policies.policies import Dtr, DtrPolicy, LargestPolicy, MspsPolicy, neighbourhood
 from remat.solver.problem import Problem
+from remat.solver.search import Search
 from remat.solver.state import schedule_of
 from tests.limits import AMPLE_S
 from tests.rows import rows
@@ -81,7 +82,7 @@ def test_plans_keep_the_budget_or_name_one_that_does(
     pruned = solve_within(graph, budget_bytes, solver, **options)
     for found in (result, pruned):
         if found.schedule is None:
-            assert found.status == "infeasible"
+            assert found.status == "none found"
             assert budget_bytes < found.least_feasible_bytes <= peak_bytes_of(name)
         else:
             simulation = simulate(graph, found.schedule)
@@ -116,7 +117,7 @@ def test_plans_of_any_graph_are_valid(
     budget_bytes = peak_bytes * percent // 100
     result = solve_within(graph, budget_bytes, solver, **options)
     if result.schedule is None:
-        assert result.status == "infeasible"
+        assert result.status != "time limit"
         named_bytes = result.least_feasible_bytes
         assert budget_bytes < named_bytes <= peak_bytes
         result = solve_within(graph, named_bytes, solver, **options)
@@ -286,6 +287,14 @@ def test_options_and_limits() -> None:
     late = Dtr(time_limit_s=0.0).solve(graph, peak_bytes // 2)
     assert late.status == "time limit"
     assert late.least_feasible_bytes == peak_bytes
+
+
+@pytest.mark.parametrize(("most_runs", "is_found"), [(1, False), (4, True)])
+def test_a_start_takes_no_more_runs_than_allowed(most_runs: int, is_found: bool) -> None:
+    search = Search(graph_of("gpt2"), peak_bytes_of("gpt2") * 6 // 10, "test", AMPLE_S)
+    offer_policy(search, MspsPolicy, most_runs)
+    assert (search.best is not None) == is_found
+    assert search.lowest is None, "the least peak of a policy is not asked for"
 
 
 def test_an_interrupt_keeps_what_was_found() -> None:

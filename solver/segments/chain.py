@@ -21,7 +21,7 @@ from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.local_search.repair import offer_filled
 from remat.solver.problem import Problem, bytes_across
-from remat.solver.search import Search
+from remat.solver.search import MANY_OPS, Search
 from remat.solver.segments import chen_sqrt
 from remat.solver.state import schedule_of, state_of, store_all_state
 
@@ -271,13 +271,13 @@ class ChainSearch:
                 return
             self.fits(actions_of(choice))
 
-    def fill_best(self) -> None:
+    def fill_best(self, many_ops: int = MANY_OPS) -> None:
         search = self.search
         search.say("carrying values that still fit")
         ranked = sorted(self.found, key=lambda sequence: self.found[sequence])
         chosen = [*ranked[:_FILLED], *ranked[_FILLED:][-1:]]
-        # On a large graph a fill takes seconds, so the fastest schedule alone is filled.
-        for sequence in chosen[:1] if search.is_large else chosen:
+        # Where a fill takes seconds the fastest schedule alone is filled.
+        for sequence in chosen[:1] if search.problem.n_ops > many_ops else chosen:
             if search.out_of_time():
                 return
             offer_filled(search, state_of(search.problem, sequence))

@@ -25,11 +25,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from remat.baselines.chain import Chain, ChainAction, ChainSearch, ChainStage, solve_on_chain
-from remat.baselines.revolve import binomial_actions
 from remat.graph_capture.graph import Floats, TrainingGraph
 from remat.schedules.outcome import Result
 from remat.solver.search import Listener, Search, check_least
+from remat.solver.segments.chain import (
+    Chain,
+    ChainAction,
+    ChainSearch,
+    ChainStage,
+    find_chain,
+    solve_on_chain,
+)
+from remat.solver.segments.revolve import binomial_actions
 
 # Sub-chain (i, j) with memory m runs stages i..j forward and backward. The value that enters
 # stage i is stored outside m. There are two ways on. Either stage i saves what its backward
@@ -170,6 +177,7 @@ class _Column:
 _BEYOND = 1.25
 """The model's limit goes up to this multiple of the budget. The model counts more bytes than are
 live: a schedule that it puts beyond the budget may fit, and the simulator says so."""
+_QUICK_OPS = 128  # on graphs of so many ops a fill takes up to half a second
 _LEAST_TRIES = 3  # schedules of least memory that are judged where nothing else fits
 
 
@@ -198,20 +206,8 @@ class Rotor:
 
     def _solve_chain(self, search: Search, chain: Chain) -> None:
         tries = ChainSearch(search, chain)
-        # Where every stage saves all that its backward reads, nothing reruns.
-        enough_bytes = sum(s.saved_bytes for s in chain.stages) + max(
-            max(s.pending_bytes + s.first.save.peak_bytes, s.backward_peak_bytes)
-            for s in chain.stages
-        )
-        # The model overestimates memory: a schedule that it puts above the budget may fit.
-        room_bytes = int((search.budget_bytes - chain.base_bytes) * _BEYOND)
-        if room_bytes > 0:
-            search.say(f"chain of {len(chain.stages)} stages")
-            limit_bytes = min(room_bytes, enough_bytes)
-            table = solve_rotor(chain.stages, limit_bytes, self.slots, search.out_of_time)
-            if table is not None:
-                steps = _breakpoints(table)
-                tries.try_rising(lambda choice: table.actions(steps[choice]), len(steps))
+        enough_bytes = _enough_bytes(chain)
+        _try_table(tries, enough_bytes, self.slots)
         # If nothing fits, report the least peak.
         if search.best is None and not search.out_of_time():
             search.say("looking for the least peak")
@@ -228,6 +224,36 @@ class Rotor:
             for slots in range(1, _LEAST_TRIES + 1):
                 # Uniform schedules with few states may need less than the model says.
                 tries.fits(binomial_actions(len(stages), slots))
+
+
+def offer_chain(search: Search) -> None:
+    """Offer the fastest that fits of the graph's chain, if it is one."""
+    chain = find_chain(search.problem, Rotor.stages)
+    if chain.stages:
+        tries = ChainSearch(search, chain)
+        _try_table(tries, _enough_bytes(chain), Rotor.slots)
+        tries.fill_best(_QUICK_OPS)
+
+
+def _enough_bytes(chain: Chain) -> int:
+    """Where every stage saves all that its backward reads, nothing reruns."""
+    return sum(s.saved_bytes for s in chain.stages) + max(
+        max(s.pending_bytes + s.first.save.peak_bytes, s.backward_peak_bytes) for s in chain.stages
+    )
+
+
+def _try_table(tries: ChainSearch, enough_bytes: int, slots: int) -> None:
+    search, chain = tries.search, tries.chain
+    # The model overestimates memory: a schedule that it puts above the budget may fit.
+    room_bytes = int((search.budget_bytes - chain.base_bytes) * _BEYOND)
+    if room_bytes <= 0:
+        return
+    search.say(f"chain of {len(chain.stages)} stages")
+    limit_bytes = min(room_bytes, enough_bytes)
+    table = solve_rotor(chain.stages, limit_bytes, slots, search.out_of_time)
+    if table is not None:
+        steps = _breakpoints(table)
+        tries.try_rising(lambda choice: table.actions(steps[choice]), len(steps))
 
 
 def _breakpoints(table: _RotorTable) -> list[int]:

@@ -30,13 +30,19 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from remat.baselines.chain import Chain, ChainAction, ChainSearch, ops_of_actions, solve_on_chain
 from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.solver.problem import Problem
 from remat.solver.search import Listener, Search, check_least
+from remat.solver.segments.chain import (
+    Chain,
+    ChainAction,
+    ChainSearch,
+    ops_of_actions,
+    solve_on_chain,
+)
 
 _Counts = npt.NDArray[np.int64]
 _NEVER = 1 << 60  # the count of what cannot be done
