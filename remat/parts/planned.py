@@ -96,7 +96,8 @@ def _kept_to_budget(
 def _may_be(spec: StepSpec, refused: CaptureError) -> bool:
     asked = {name for name, is_asked in spec.asked.items() if is_asked}
     model, has_ranks = spec.model, dist.is_available() and dist.is_initialized()
-    is_of_graph = type(refused) is CaptureError and model.training and has_storage(model)
+    is_training = getattr(model, "training", False)  # what is no module has none
+    is_of_graph = type(refused) is CaptureError and is_training and has_storage(model)
     if asked - {"float_inputs", "outputs"} or has_ranks or not is_of_graph:
         return False
     is_planned = any(isinstance(one, SharedState) for one in model.modules())

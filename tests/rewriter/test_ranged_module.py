@@ -195,7 +195,6 @@ def test_a_loss_with_its_target_is_part_of_the_step() -> None:
     [
         ({"compile": True}, "compile"),
         ({"split": "exact"}, "split"),
-        ({"float_inputs": ["p"]}, "float_inputs"),
         ({"sharding": remat.Sharding("ddp", 2)}, "sharding"),
     ],
 )
