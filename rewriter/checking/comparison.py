@@ -237,6 +237,10 @@ _COPIES = frozenset({"detach", "alias", "clone", "copy", "_to_copy", "view", "ex
 """Copies and casts come and go where writing in place and autocast are taken apart."""
 
 
+_INSIDE = {"linear": ("t", "mm", "addmm", "_unsafe_view")}
+"""What eager runs for what a plan may call as one."""
+
+
 class _Op(NamedTuple):
     name: str
     numbers: tuple[Any, ...]
@@ -262,7 +266,9 @@ def first_divergent_line(run: Callable[[], Any], graphs: Iterable[fx.GraphModule
             place = node.meta.get("custom") or {}
             if node.op == "call_function" and not is_getitem(node) and place.get(SOURCE_KEY):
                 target, args = drawn(node)
-                planned.append(_op(target, args, place[SOURCE_KEY]))
+                found = _op(target, args, place[SOURCE_KEY])
+                inside = [found._replace(name=name) for name in _INSIDE.get(found.name, ())]
+                planned += [found, *inside]
                 modules.setdefault(place[SOURCE_KEY], path_in_model(place.get(MODULE_KEY, "")))
     with _Ran() as ran:
         run()

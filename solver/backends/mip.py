@@ -123,11 +123,11 @@ def _with_mathopt(program: MixedProgram, limits: Limits, start: _Start) -> MipSo
         hints = [api.SolutionHint(variable_values=dict(zip(variables, start, strict=True)))]
     own = api.ModelSolveParameters(solution_hints=hints)
     with ended_after(min(limit_s + _OVERTIME_S, threading.TIMEOUT_MAX)):  # timers wait no longer
-        result = _answered(api, model, parameters, own)
+        result = _solved(api, model, parameters, own)
     return LATE if result is None else _mathopt_answer(api, result, variables)
 
 
-def _answered(api: Any, model: Any, parameters: Any, own: Any) -> Any:
+def _solved(api: Any, model: Any, parameters: Any, own: Any) -> Any:
     """What HiGHS says; None where it fails. After its presolve it does so on a few programs."""
     for presolve in (None, api.Emphasis.OFF):
         parameters.presolve = presolve

@@ -118,7 +118,7 @@ def test_the_plan_of_another_device_runs_here_where_the_ops_are_the_same() -> No
     model, x = nn.Sequential(*[nn.Linear(WIDTH, WIDTH), nn.GELU()] * 3), batch()
     graph = capture(model, (x,), loss_fn=torch.sum, device="h100")
     peak_bytes = simulate(graph, remat.solver.make_solver("store_all").schedule(graph)).peak_bytes
-    result = remat.solve(graph, peak_bytes * 9 // 10)
+    result = remat.solve(graph, f"{peak_bytes * 9 // 10}B allocated")
     assert result.schedule is not None
     module = rewrite(model, result.schedule)
     found = check(model, module, (x,), loss_fn=torch.sum, steps=1)
