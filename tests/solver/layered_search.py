@@ -12,7 +12,7 @@ from remat.solver import Progress, Result, solve_within
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 
-GAP = 0.02
+GAP = 0.01
 """At which the search ends by itself in about a second, and not before some neighbourhoods."""
 AROUND = "neighbourhoods"
 

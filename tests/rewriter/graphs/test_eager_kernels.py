@@ -115,7 +115,7 @@ def test_torchs_own_decompositions_are_put_back() -> None:
     op = torch.ops.aten.upsample_bicubic2d.vec
     before = dict(op.py_kernels)
     assert before
-    with kernels_of_eager():
+    with kernels_of_eager("cpu"):
         assert len(op.py_kernels) < len(before)
     assert op.py_kernels == before
     model, x = CASES["bicubic"]()
