@@ -53,7 +53,7 @@ from remat.solver.result import (
 )
 from remat.solver.search import Clock, is_interrupted, one_job
 from remat.solver.state import schedule_of
-from remat.solver.stopping import DEFAULT_GAP, LOWERED_SOLVE
+from remat.solver.stopping import DEFAULT_GAP, LOWERED_SOLVE, UNLOWERED_SOLVE, Seconds
 
 # For the CUDA context, libraries and, where only allocated bytes are bounded, fragmentation.
 RESERVE = 0.10  # share of the free memory that ``auto`` leaves to others
@@ -205,13 +205,13 @@ class _ReservedSearch:
     def run(self, clock: Clock) -> Result:
         with one_job():
             first = self._lowered(clock)
-            lost = None
-            if self.best is None:
+            if self.best is None or self.best.status == "time limit":
+                # What a search near the least peak ends with may be slower than the least itself.
                 lost = first if first.schedule is None else self._solved(0, clock)
-                least = at_least_budget(self.graph, lost)
-                if least is None or self._take(least) > 0:
+                if (least := at_least_budget(self.graph, lost)) is not None:
+                    self._take(least)
+                if self.best is None:
                     return self._needing(lost, least)
-        assert self.best is not None
         assert self.best.schedule is not None
         reserved_bytes = self._reserved(self.best.schedule)
         if self.best is first:
@@ -229,7 +229,7 @@ class _ReservedSearch:
         """The outcome where tensors may take all; `best` is found below it."""
         low_bytes, least_bytes = 0, update_peak_bytes(self.graph)
         asked_bytes = high_bytes = self.most_bytes
-        first = found = self._solved(asked_bytes, clock)
+        first = found = self._solved(asked_bytes, clock, UNLOWERED_SOLVE)
         for n_solves in range(1, _MOST_SOLVES + 1):
             over_bytes = self._take(found)
             if found.schedule is None and self.best is None:
@@ -246,14 +246,14 @@ class _ReservedSearch:
             found = self._solved(asked_bytes, clock)
         return first
 
-    def _solved(self, asked_bytes: int, clock: Clock) -> Result:
+    def _solved(self, asked_bytes: int, clock: Clock, limit: Seconds = LOWERED_SOLVE) -> Result:
         options = dict(self.options)
         at_hand = options.get("at_hand")
         if at_hand is not None and at_hand.peak_bytes > asked_bytes:
             del options["at_hand"]  # it is of a larger budget
         if self.best is not None:
             options["known_us"] = self.best.time_us
-        limit_s = LOWERED_SOLVE.of(max(clock.left_s, 0.0))
+        limit_s = limit.of(max(clock.left_s, 0.0))
         return solvers.solve_within(
             self.graph, max(asked_bytes, 0), self.solver, time_limit_s=limit_s, **options
         )

@@ -135,7 +135,9 @@ LEFT_OUT = Rounds(times_ops=200_000, least=20)  # runs; a trial costs about as m
 NAMING = Seconds(part=1 / 6)  # the search for the least peak, from which a sweep spreads budgets
 ONE_BUDGET = Seconds(part=1.5)  # in equal parts of the time left; most budgets take less
 FIRST_SOLVE, SECOND_SOLVE = Seconds(part=0.75), Seconds(least_s=0.5)  # naming the least peak; at it
-LOWERED_SOLVE = Seconds(part=0.5)  # each solve until a plan reserves no more than it may
+# Until a plan reserves no more than it may: the first, and each for less. Near the least peak a
+# solve may search for long, and what it would find is of little use.
+UNLOWERED_SOLVE, LOWERED_SOLVE = Seconds(part=0.5), Seconds(most_s=5.0, part=0.5)
 
 # ---- orders (`orders`), chosen on layered graphs
 
