@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from dataclasses import dataclass, replace
@@ -47,8 +48,10 @@ from remat.solver.budgets.sweep import least_peak
 from remat.solver.problem import Problem
 from remat.solver.result import (
     at_least_budget,
+    below_update,
     evaluate_schedule,
     update_peak_bytes,
+    with_time_limit_message,
     without_fit,
 )
 from remat.solver.search import Clock, is_interrupted, one_job
@@ -159,10 +162,14 @@ def _parse_int(budget: SupportsIndex) -> Budget:
 
 
 def _parse_text(text: str) -> Budget:
-    if (word := text.lower()).endswith(_ALLOCATED):
-        rest = _parse_text(text[: -len(_ALLOCATED)].rstrip())
-        return replace(rest, is_allocated=True)
-    if word == "auto" or word == "min":
+    bare = text[: -len(_ALLOCATED)].rstrip() if text.lower().endswith(_ALLOCATED) else text
+    if bare and bare != text:
+        return replace(_parse_amount(bare), is_allocated=True)
+    return _parse_amount(text)
+
+
+def _parse_amount(text: str) -> Budget:
+    if (word := text.lower()) == "auto" or word == "min":
         return Budget(word)
     share = re.fullmatch(rf"{NUMBER}\s*%", word)
     if share is not None:
@@ -203,6 +210,10 @@ class _ReservedSearch:
     best: Result | None = None  # the fastest of those that reserve no more
 
     def run(self, clock: Clock) -> Result:
+        if self.most_bytes < (least_bytes := update_peak_bytes(self.graph)):
+            found = replace(self, most_bytes=least_bytes).run(clock)
+            lost = below_update(self.graph, found, self.most_bytes)
+            return msgspec.structs.replace(lost, reserved_bytes=lost.least_feasible_bytes)
         with one_job():
             first = self._lowered(clock)
             if self.best is None or self.best.status == "time limit":
@@ -211,6 +222,7 @@ class _ReservedSearch:
                 if (least := at_least_budget(self.graph, lost)) is not None:
                     self._take(least)
                 if self.best is None:
+                    lost = with_time_limit_message(lost, clock.time_limit_s)
                     return self._needing(lost, least)
         assert self.best.schedule is not None
         reserved_bytes = self._reserved(self.best.schedule)
@@ -227,8 +239,7 @@ class _ReservedSearch:
 
     def _lowered(self, clock: Clock) -> Result:
         """The outcome where tensors may take all; `best` is found below it."""
-        low_bytes, least_bytes = 0, update_peak_bytes(self.graph)
-        asked_bytes = high_bytes = self.most_bytes
+        low_bytes, asked_bytes, high_bytes = 0, self.most_bytes, self.most_bytes
         first = found = self._solved(asked_bytes, clock, UNLOWERED_SOLVE)
         for n_solves in range(1, _MOST_SOLVES + 1):
             over_bytes = self._take(found)
@@ -238,11 +249,11 @@ class _ReservedSearch:
                 high_bytes = min(asked_bytes, found.peak_bytes)
             else:
                 low_bytes = asked_bytes
-            is_near = low_bytes >= _NEAR * high_bytes or high_bytes <= least_bytes
+            is_near = low_bytes >= _NEAR * high_bytes
             if is_near or self._is_near_best(first) or is_interrupted() or n_solves == _MOST_SOLVES:
                 break
             middle_bytes = (low_bytes + high_bytes) // 2
-            asked_bytes = middle_bytes if low_bytes else max(high_bytes - over_bytes, least_bytes)
+            asked_bytes = middle_bytes if low_bytes else high_bytes - over_bytes
             found = self._solved(asked_bytes, clock)
         return first
 
@@ -255,8 +266,16 @@ class _ReservedSearch:
             options["known_us"] = self.best.time_us
         limit_s = limit.of(max(clock.left_s, 0.0))
         return solvers.solve_within(
-            self.graph, max(asked_bytes, 0), self.solver, time_limit_s=limit_s, **options
+            self._before_update, max(asked_bytes, 0), self.solver, time_limit_s=limit_s, **options
         )
+
+    @functools.cached_property
+    def _before_update(self) -> TrainingGraph:
+        # The update fits, or `run` had ended; a solver would give all that comes before that room.
+        if not self.graph.resident.update_bytes:
+            return self.graph
+        alone = msgspec.structs.replace(self.graph.resident, update_bytes=0)
+        return msgspec.structs.replace(self.graph, resident=alone)
 
     def _take(self, found: Result) -> int:
         """Keep it if it is the best; how much more it reserves than it may."""

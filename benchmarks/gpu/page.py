@@ -71,7 +71,8 @@ def steps(kept: Kept) -> list[str]:
 def _figures(one: Kept) -> list[str]:
     if "peak_bytes" not in one:
         fits_not = one.get("status") == "infeasible" or "out_of_memory" in one
-        return ["does not fit" if fits_not else "failed", "-", "-"]
+        other = "none found" if one.get("status") == "none found" else "failed"
+        return ["does not fit" if fits_not else other, "-", "-"]
     return [
         _pair(one, "peak_bytes", lambda size: f"{size / MIB:,.0f}"),
         _pair(one, "reserved_bytes", lambda size: f"{size / MIB:,.0f}"),

@@ -222,7 +222,7 @@ _UNITS = {
     "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20,
     "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
-NUMBER = r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)"
+NUMBER = r"([+-]?\d{1,30}(?:\.\d*)?|[+-]?\.\d+)"  # no more digits, or a float would be infinite
 
 
 def checked_bytes(given: SupportsIndex, what: str, forms: str) -> int:

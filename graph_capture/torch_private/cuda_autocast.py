@@ -43,6 +43,8 @@ def autocast_of_cuda() -> Generator[None]:
             before = getattr(owner, name)
             stack.callback(setattr, owner, name, before)
             setattr(owner, name, _of_one_kind(before, place, kind))
+        stack.callback(setattr, torch, "get_autocast_gpu_dtype", torch.get_autocast_gpu_dtype)
+        torch.get_autocast_gpu_dtype = functools.partial(torch.get_autocast_dtype, "cuda")
         stack.enter_context(_C._IncludeDispatchKeyGuard(getattr(_C.DispatchKey, _KEY)))
         yield
 

@@ -216,7 +216,8 @@ class ChunkedRegions(Reduction[None]):
         rest = within_its_limit(rest)
 
         def solve_one(graph: TrainingGraph, limit_s: float, known_us: float) -> Result:
-            asked = replace(question, graph=graph, time_limit_s=limit_s, known_us=known_us)
+            left_s = max(limit_s, 0.0)
+            asked = replace(question, graph=graph, time_limit_s=left_s, known_us=known_us)
             return rest(replace(asked, at_hand=None))  # that outcome is for all regions whole
 
         # 0 for a solver that proves an optimum.

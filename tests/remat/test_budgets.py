@@ -20,6 +20,7 @@ from remat.graph_capture.tracing.trace import trace
 from remat.schedules.reserved import EXPANDABLE_CONF
 from remat.solved import Solved, infeasible_text, planned_text
 from remat.solver.budgets.sweep import price_of_gib
+from remat.solver.result import update_peak_bytes
 
 CONF, _, EXPANDABLE = EXPANDABLE_CONF.partition("=")
 
@@ -63,6 +64,10 @@ def test_a_number_without_unit_is_refused_with_what_it_may_mean() -> None:
         ("8GiX", "unknown unit 'gix': write 8MiB or 8GiB"),
         ("lots", "cannot be read: write it like 8GiB"),
         ("", "cannot be read"),
+        ("allocated", "budget 'allocated' cannot be read"),
+        ("8GiB allocated allocated", "cannot be read"),
+        ("9" * 400 + "GiB", "cannot be read"),
+        ("9" * 400 + "%", "cannot be read"),
         ("0MiB", "leaves nothing to spend"),
         ("-1GiB", "leaves nothing to spend"),
         ("0%", "a share above 0%"),
@@ -141,6 +146,29 @@ def test_a_budget_below_all_plans_names_one_that_is_enough(
     assert "the least that a schedule is known to reserve.\nThat is held by resident, " in said
     found = remat.solve(graph, lost.least_feasible_bytes)
     assert reserved_bytes(graph, "", found) <= lost.least_feasible_bytes
+
+
+def test_room_for_the_update_is_no_room_for_tensors_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(CONF, "")
+    model, given = made()
+    graph = remat.capture(model, **given, optimizer="adamw")
+    update_bytes = update_peak_bytes(graph)
+    assert (
+        reserved_bytes(graph, "", remat.solve(graph, f"{update_bytes}B allocated")) > update_bytes
+    )
+    plan = remat.solve(graph, update_bytes)
+    assert reserved_bytes(graph, "", plan) <= update_bytes
+    lost = remat.solve(graph, update_bytes - 1)
+    assert (lost.status, lost.least_feasible_bytes) == ("infeasible", update_bytes)
+    assert "AdamW(..., fused=True)" in infeasible_text(lost)
+
+
+def test_no_time_at_all_is_no_negative_time(graph: TrainingGraph) -> None:
+    size_bytes = int(0.8 * unmodified(graph).peak_bytes)
+    for budget in (size_bytes, f"{size_bytes}B allocated"):
+        assert remat.solve(graph, budget, time_limit_s=0).status == "time limit"
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def test_rows_of_the_table_stand_beside_what_was_predicted(tmp_path: Path) -> No
         tmp_path,
         {"row": "table/gpt/unmodified", "error": "ValueError: no"},
         {"row": "table/gpt/plan 80%", "status": "infeasible", "message": "nothing fits"},
+        {"row": "table/gpt/plan 70%", "status": "none found", "message": "a rule alone"},
         {"row": "table/gpt/save_on_cpu", "out_of_memory": "no room"},
         {"row": "table/gpt/plan 60%", **STEP, **PLANNED},
     )
@@ -61,6 +62,7 @@ def test_rows_of_the_table_stand_beside_what_was_predicted(tmp_path: Path) -> No
         "| --- | --- | --- | --- | --- | --- |",
         "| gpt, unmodified | failed | - | - | - | - |",
         "| gpt, plan 80% | does not fit | - | - | - | - |",
+        "| gpt, plan 70% | none found | - | - | - | - |",
         "| gpt, save_on_cpu | does not fit | - | - | - | - |",
         "| gpt, plan 60% | 3,072, 3,072 | 5,120, 4,096 | 1.9, 2.0 | 1.5 | 6 of 7 |",
     ]
