@@ -298,10 +298,14 @@ def test_statistics_of_a_norm_in_bfloat16_are_float32() -> None:
 
 
 def test_the_old_question_for_the_dtype_of_autocast_is_answered() -> None:
-    before = torch.get_autocast_gpu_dtype()
-    with torch.autocast("cpu", torch.bfloat16), kernels_of_eager("h100"):
-        assert torch.get_autocast_gpu_dtype() == torch.bfloat16
-    assert torch.get_autocast_gpu_dtype() == before == torch.float16
+    own = torch.get_autocast_dtype("cuda")  # differs by release
+    try:
+        torch.set_autocast_dtype("cuda", torch.float16)
+        with torch.autocast("cpu", torch.bfloat16), kernels_of_eager("h100"):
+            assert torch.get_autocast_gpu_dtype() == torch.bfloat16
+        assert torch.get_autocast_gpu_dtype() == torch.float16
+    finally:
+        torch.set_autocast_dtype("cuda", own)
 
 
 def test_another_thread_keeps_the_autocast_of_its_cpu() -> None:
