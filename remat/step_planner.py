@@ -25,6 +25,7 @@ from remat.graph_capture.distributed.dtensors import has_dtensors, parameters_ca
 from remat.graph_capture.distributed.sharded_step import local_step
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.tracing.option_pairs import not_taken_with
 from remat.graph_capture.tracing.trace import Trace, trace
 from remat.levers.chunks_at_need import may_wait, naming_tolerance, solved_at_need
 from remat.levers.optimizer_in_backward import release_of, updates_of
@@ -37,10 +38,7 @@ from remat.schedules.outcome import Check, Result
 from remat.solved import Solved, facts_of, infeasible_text, planned_text
 from remat.step_spec import StepSpec
 
-_NOT_COMPILED = (  # what compile=True does not go with, and itself
-    "compile", "host", "nvme", "split", "float_inputs", "sharding", "group",
-    "optimizer_in_backward", "blocks",
-)  # fmt: skip
+_NOT_COMPILED = {"compile", "group", *not_taken_with("compile")}
 
 
 class StepPlanner:

@@ -149,9 +149,12 @@ def rewrite(
         from remat.graph_capture.tracing.option_pairs import require_compatible
 
         require_compatible(dynamic=True, compile=compile, cuda_graphs=cuda_graphs)
-    made = [one.schedule for one in schedule.members] if isinstance(schedule, Family) else []
-    updating = any(one.updates for one in made) or getattr(schedule, "updates", ())
-    if updating and updates is None:
+    if isinstance(schedule, Family):
+        made = [one.schedule for one in schedule.members]
+    else:
+        _require_schedule(schedule)
+        made = [schedule]
+    if updates is None and any(one.updates for one in made):
         raise RewriteError(
             "make the plan again with remat.rematerialize(model, args, "
             "optimizer_in_backward=...): it updates parameters during backward, and has no "
@@ -160,8 +163,7 @@ def rewrite(
     if isinstance(schedule, Family):
         ranged = trace or _trace_range(model, schedule)
         refuse_range_over_ranks(ranged.joint.module)
-        return make_ranged(model, schedule, ranged, over, None, updates, audit=of_steps(audit))
-    _require_schedule(schedule)
+        return make_ranged(model, schedule, ranged, over, updates=updates, audit=of_steps(audit))
     if schedule.moves:
         refuse_copies(by_inductor=compile, over_range=over is not None)
     if not has_storage(model):

@@ -104,6 +104,12 @@ def require_compatible(**asked: object) -> None:
             raise pair.error(str(pair))
 
 
+def not_taken_with(name: str) -> set[str]:
+    """The options that `name` does not go with, in whichever order a pair has them."""
+    pairs = ({pair.one, pair.other} for pair in PAIRS)
+    return set[str]().union(*(pair - {name} for pair in pairs if name in pair))
+
+
 def as_table() -> str:
     """The pairs in Markdown: by option, those that are not taken with it."""
     by_one: dict[str, list[str]] = {}

@@ -67,8 +67,10 @@ class _Members:
     def _compiled(self, number: int) -> RematModule:
         traced = copy_to_compile(self.traced)  # compiling uses up a trace's metadata
         schedule = resized_schedule(self.family.members[number].schedule, traced.graph)
-        known: Any = compile_step(traced, schedule), traced.python_state, None, None, self.updates
-        return make_module(self.model, schedule, traced.recipe, *known, audit=self.audit)
+        step, state = compile_step(traced, schedule), traced.python_state
+        return make_module(
+            self.model, schedule, traced.recipe, step, state, updates=self.updates, audit=self.audit
+        )
 
 
 class RangedModule(SharedState, nn.Module):

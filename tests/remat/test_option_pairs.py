@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.graph_capture.tracing.option_pairs import PAIRS, OptionPair, as_table
+from remat.graph_capture.tracing.option_pairs import PAIRS, OptionPair, as_table, not_taken_with
 from tests.paths import ROOT
 
 
@@ -50,3 +50,9 @@ def test_each_alone_is_not_refused_by_the_table(name: str) -> None:
 
 def test_the_docs_have_the_table() -> None:
     assert as_table() in (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
+
+
+def test_a_pair_holds_for_both_of_its_options() -> None:
+    assert {"host", "cuda_graphs"} <= not_taken_with("compile")
+    assert {"compile", "dynamic"} <= not_taken_with("cuda_graphs")
+    assert not_taken_with("accumulate") == set()
