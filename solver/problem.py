@@ -76,6 +76,13 @@ class Problem:
         own = zip(self.output_bytes, self.workspace_bytes, strict=True)
         return (*(outputs + workspace for outputs, workspace in own), 0)
 
+    @cached_property
+    def working_set_bytes(self) -> tuple[int, ...]:
+        """Bytes that no schedule can avoid while each op first runs, resident ones left out; and at
+        the end."""
+        reads = (sum(self.size_bytes[v] for v in inputs) for inputs in self.needs)
+        return tuple(read + own for read, own in zip(reads, self.own_bytes, strict=True))
+
     @classmethod
     def of(cls, graph: TrainingGraph) -> Problem:
         return cached_on(graph, "problem", lambda: cls._indexed(graph))  # several solvers ask
@@ -120,14 +127,9 @@ def _indices(names: Iterable[str], index: dict[str, int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(index[name] for name in names if name in index))
 
 
-def working_set_bytes(problem: Problem, t: int) -> int:
-    """Bytes that no schedule can avoid while op t first runs, resident ones left out."""
-    return sum(problem.size_bytes[v] for v in problem.needs[t]) + problem.own_bytes[t]
-
-
 def largest_working_set_bytes(problem: Problem) -> int:
     """The most that the first run of an op needs, resident bytes left out."""
-    return max((working_set_bytes(problem, t) for t in range(problem.n_ops)), default=0)
+    return max(problem.working_set_bytes[:-1], default=0)
 
 
 def least_needed_bytes(problem: Problem) -> int:

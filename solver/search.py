@@ -16,7 +16,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Holding, Result
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import Simulation, overhead_of, simulate
-from remat.solver.problem import Problem, working_set_bytes
+from remat.solver.problem import Problem
 from remat.solver.result import (
     INTERRUPTED,
     evaluate_schedule,
@@ -173,8 +173,8 @@ class Search:
     def has_room(self) -> bool:
         """Whether each op's working set, and the end, fit; else nothing does, as `message` says."""
         problem, resident_bytes = self.problem, self.problem.resident_bytes
-        worst = max(range(problem.n_ops), key=lambda t: working_set_bytes(problem, t))
-        need_bytes = working_set_bytes(problem, worst)
+        worst = max(range(problem.n_ops), key=lambda t: problem.working_set_bytes[t])
+        need_bytes = problem.working_set_bytes[worst]
         end_bytes = sum(problem.size_bytes[v] for v in problem.needs[problem.n_ops])
         room_bytes = self.budget_bytes - resident_bytes
         if need_bytes > room_bytes:

@@ -46,14 +46,26 @@ def _replay_stage(
         touched = sorted((*problem.needs[t], *outputs))
         return Stage((), 0.0, problem.own_bytes[t], tuple(touched))
     rise_bytes = max(_heights_bytes(problem, carried_in, carried_on, t, order))
-    if len(order) > 1:  # just in time, depth first, unless captured order needs less
-        captured = sorted(order)
-        other_bytes = max(_heights_bytes(problem, carried_in, carried_on, t, captured))
-        if other_bytes < rise_bytes:
-            order, rise_bytes = captured, other_bytes
+    if len(order) > 1:  # just in time, depth first, unless another order needs less
+        for other in _other_orders(problem, carried_in, starts, t, order, rise_bytes):
+            other_bytes = max(_heights_bytes(problem, carried_in, carried_on, t, other))
+            if other_bytes < rise_bytes:
+                order, rise_bytes = other, other_bytes
     read = (v for op in order for v in problem.inputs[op])
     touched = sorted({*problem.needs[t], *starts, *outputs, *read})
     return Stage(tuple(order), sum(problem.cost_us[op] for op in order), rise_bytes, tuple(touched))
+
+
+def _other_orders(
+    problem: Problem, carried_in: _Row, starts: Sequence[int], t: int, order: Sequence[int],
+    rise_bytes: int,
+) -> Iterator[list[int]]:  # fmt: skip
+    yield sorted(order)
+    wanted = [v for v in (*problem.needs[t], *starts) if not carried_in[v]]
+    # What needs the most comes first: then least is live beside it.
+    widest = max(wanted, key=lambda v: problem.working_set_bytes[problem.producer[v]])
+    if wanted[0] != widest and 2 * problem.working_set_bytes[problem.producer[widest]] > rise_bytes:
+        yield recomputed_in(problem, carried_in, (widest, *wanted), t, own_needs=False)
 
 
 def recomputed_in(

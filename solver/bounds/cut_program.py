@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from remat.solver.backends.mip import Limits, MipSolution, MixedProgram, solve_program
-from remat.solver.problem import Problem, working_set_bytes
+from remat.solver.problem import Problem
 from remat.solver.state import mark_made, recomputed_in
 
 COST_SCALE = 1e4  # the time of the step in the program: HiGHS's tolerances are absolute
@@ -146,7 +146,7 @@ class CutProgram:
     def _memory(self, k: int) -> None:
         """Sum of size of v · carried[k, v] <= budget - working set of op t_k."""
         problem, t = self.problem, self.cuts[k]
-        room = self.budget_bytes - problem.resident_bytes - working_set_bytes(problem, t)
+        room = self.budget_bytes - problem.resident_bytes - problem.working_set_bytes[t]
         if room < 0:
             self.is_empty = True
             return

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.outcome import Holding
 from remat.schedules.schedule import Schedule
-from remat.solver.problem import Problem, working_set_bytes
+from remat.solver.problem import Problem
 from remat.solver.search import Search, check_least
 from remat.solver.stopping import REGRESSION
 
@@ -37,7 +37,7 @@ def floor_of(problem: Problem) -> Holding:
     for t in range(problem.n_ops):
         # Outputs that op t reads are in its working set already.
         beside_bytes = sum(problem.size_bytes[v] for v in problem.needs[t] if v in kept)
-        need_bytes = working_set_bytes(problem, t) + made_bytes - beside_bytes
+        need_bytes = problem.working_set_bytes[t] + made_bytes - beside_bytes
         need_bytes += problem.resident_bytes
         if need_bytes > best.size_bytes:
             op = problem.graph.ops[t]

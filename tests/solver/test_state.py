@@ -55,6 +55,23 @@ def test_runs_that_nothing_needs_make_no_invalid_schedule(
     assert found.time_us == pytest.approx(graph.time_us + state.cost_us)
 
 
+def test_what_needs_the_most_is_made_again_first() -> None:
+    ops = (
+        Op("a", "t", "forward", (), ("a",), 1.0),
+        Op("small", "t", "forward", ("a",), ("small",), 1.0),
+        Op("wide", "t", "forward", ("a",), ("wide",), 1.0, workspace_bytes=100),
+        Op("between", "t", "forward", ("a",), ("between",), 1.0),
+        Op("sum", "t", "forward", ("small", "wide"), ("sum",), 1.0),
+    )
+    sizes = {"a": 5, "small": 10, "wide": 1, "between": 1, "sum": 1}
+    values = tuple(Value(name, size, name) for name, size in sizes.items())
+    problem = Problem.of(TrainingGraph("wide", ops, values, outputs=("sum",)))
+    state = State.from_recomputed(problem, [[], [], [], [], [1, 2], []])
+    assert state.stages[4].recomputed == (2, 1)
+    assert state.stages[4].rise_bytes == 101
+    assert simulate(problem.graph, state.schedule()).peak_bytes == int(state.peak_bytes.max()) == 106
+
+
 def diamond(kinds: tuple[str, str] = ("activation", "activation")) -> TrainingGraph:
     """Two ops that could run in either order, each with a source of its own."""
     ops = (

@@ -11,7 +11,7 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.solver import solve_within
 from remat.solver.bounds.least_peak import floor_of, least_peak_bound_bytes
-from remat.solver.problem import Problem, working_set_bytes
+from remat.solver.problem import Problem
 from tests.limits import AMPLE_S
 from tests.solver.exhaustive import least_time_us
 from tests.solver.graphs.random_graphs import (
@@ -25,7 +25,7 @@ from tests.solver.graphs.random_graphs import (
 
 
 def largest_working_set_bytes(problem: Problem) -> int:
-    sets = [working_set_bytes(problem, t) for t in range(problem.n_ops)]
+    sets = [problem.working_set_bytes[t] for t in range(problem.n_ops)]
     return max(sets) + problem.resident_bytes
 
 

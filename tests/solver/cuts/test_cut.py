@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
 from remat.solver import Result, solve_within
+from remat.solver.bounds.cut_program import CutProgram
+from remat.solver.cuts.cut import best_cut
 from remat.solver.local_search.repair import Repair, fill
 from remat.solver.problem import Problem
 from remat.solver.search import Search
@@ -127,6 +129,25 @@ def test_infeasible_for_one_op_names_it() -> None:
     result = solve_within(graph, 10, "cut")
     assert "no schedule fits 10 bytes" in result.message
     assert "alone needs" in result.message
+
+
+def test_the_cut_is_at_an_op_that_needs_much_though_more_is_live_elsewhere() -> None:
+    n, wide = 12, 18
+    names = [f"f{i}" for i in range(n)] + [f"b{i}" for i in reversed(range(n))]
+    ops, values = [], []
+    for t, name in enumerate(names):
+        reads = (names[t - 1],) if t else ()
+        if t >= n:
+            reads = (*reads, names[2 * n - 1 - t])
+        cost_us = 10.0 if t < n // 2 else 1.0  # what is live at `wide` is dear
+        workspace_bytes = 50 if t == wide else 0
+        ops.append(Op(name, "t", "forward", reads, (name,), cost_us, workspace_bytes))
+        values.append(Value(name, 10, name))
+    graph = TrainingGraph("wide", tuple(ops), tuple(values), outputs=(names[-1],))
+    plain = store_all_state(problem := Problem.of(graph))
+    assert int(plain.peak_bytes.argmax()) == n
+    search = Search(graph, 90, "test")
+    assert best_cut(search, plain, lambda t: CutProgram(problem, (t,), 90)) == wide
 
 
 def test_time_limit_keeps_the_best_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from remat.graph_capture.graph import Link, Links, Op, Resident, TrainingGraph, Value
-from remat.solver.problem import Problem, working_set_bytes
+from remat.solver.problem import Problem
 from tests.links import with_links
 
 MOST_STATES = 150_000
@@ -59,7 +59,7 @@ def random_case(rng: random.Random, most_ops: int, *, is_host_small: bool = Fals
     """Small whole numbers, a budget near what one op needs, links about as fast as ops."""
     graph = _random_graph(rng, rng.randint(4, most_ops))
     problem = Problem.of(graph)
-    floor = max(working_set_bytes(problem, t) for t in range(problem.n_ops))
+    floor = max(problem.working_set_bytes[t] for t in range(problem.n_ops))
     out, back = (Link(rng.choice((0.5, 1.0, 2.0))) for _ in range(2))
     host_bytes = rng.randint(1, 4) if is_host_small else ROOMY_BYTES
     links = Links(out, back, host_bytes, source="a test")
