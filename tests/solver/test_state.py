@@ -69,7 +69,8 @@ def test_what_needs_the_most_is_made_again_first() -> None:
     state = State.from_recomputed(problem, [[], [], [], [], [1, 2], []])
     assert state.stages[4].recomputed == (2, 1)
     assert state.stages[4].rise_bytes == 101
-    assert simulate(problem.graph, state.schedule()).peak_bytes == int(state.peak_bytes.max()) == 106
+    peak_bytes = int(state.peak_bytes.max())
+    assert simulate(problem.graph, state.schedule()).peak_bytes == peak_bytes == 106
 
 
 def diamond(kinds: tuple[str, str] = ("activation", "activation")) -> TrainingGraph:
