@@ -15,6 +15,7 @@ from remat.solver.budgets import sweep
 from remat.solver.budgets.sweep import least_peak, sweep_budgets
 from remat.solver.result import INTERRUPTED
 from remat.solver.search import Clock, Progress, is_interrupted, note_interrupt, one_job
+from remat.solver.stopping import DEFAULT_GAP
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.solver.graphs.random_graphs import gpt_like
@@ -62,7 +63,7 @@ def test_a_solve_after_one_that_ctrl_c_ended_has_its_time(graph: TrainingGraph) 
     ended = solve_within(graph, budget_bytes, progress=listen, time_limit_s=AMPLE_S)
     assert INTERRUPTED in ended.message
     again = solve_within(graph, budget_bytes, time_limit_s=AMPLE_S)
-    assert again.status == "optimal"
+    assert again.gap <= DEFAULT_GAP
 
 
 def test_a_sweep_in_a_job_that_ctrl_c_ended_tries_no_budget(graph: TrainingGraph) -> None:
@@ -94,7 +95,7 @@ def test_a_sweep_keeps_what_it_had(graph: TrainingGraph, monkeypatch: pytest.Mon
     )
     assert len(calls) == 2
     found, *rest = (point.result for point in front.points)
-    assert found.status == "optimal"
+    assert found.gap <= DEFAULT_GAP
     assert all(result.schedule is not None for result in rest), "the first one's fits there too"
 
 
