@@ -5,6 +5,7 @@ And what one forward of it shows (`watching.py`): border, split layers, operatio
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,7 +107,10 @@ def chain_of(
                 parameter.data = parameter.data.to(torch.bfloat16)
     blocks = matching_blocks(model, pattern, "h100") if pattern else _longest_list(model)
     _require_equal(blocks)
-    on_meta = pytree.tree_map(leaf_on_meta, (args, dict(kwargs or {}), target))
+    given = dict(kwargs or {})
+    if "use_cache" in inspect.signature(model.forward).parameters:  # of transformers'
+        given.setdefault("use_cache", False)  # a cache is for generation, and blocks would fill it
+    on_meta = pytree.tree_map(leaf_on_meta, (args, given, target))
     return ChainModel(model, blocks, on_meta[0], on_meta[1], loss_fn, on_meta[2])
 
 

@@ -31,6 +31,7 @@ from remat.graph_capture.distributed.collectives import (
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph
 from remat.graph_capture.torch_private.core import (
+    CallWatcher,
     all_gather_autograd,
     pytree,
     reduce_scatter_autograd,
@@ -105,13 +106,32 @@ def _border_on_rank(shape: ChainShape, tp: int) -> Tensor:
     return torch.empty(sizes, dtype=shape.border.dtype, device="meta", requires_grad=True)
 
 
-class _BehindRank(nn.Module):
-    def __init__(self, model: nn.Module, given: _Given, loss_fn: Any) -> None:
+_RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape)
+
+
+class _PartsOfRows(CallWatcher):
+    """Where a view names the whole vocabulary, as ``logits.view(-1, size)``, the rank's part."""
+
+    def __init__(self, tp: int) -> None:
         super().__init__()
-        self.model, self.given, self.loss_fn = model, given, loss_fn
+        self.tp = tp
+
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _RESHAPES and not kwargs and isinstance(args[-1], int):
+            split, *sizes = args
+            if self.tp > 1 and sizes[-1] == self.tp * split.shape[-1]:
+                return func(split, *sizes[:-1], split.shape[-1])
+        return func(*args, **kwargs)
+
+
+class _BehindRank(nn.Module):
+    def __init__(self, model: nn.Module, given: _Given, loss_fn: Any, tp: int) -> None:
+        super().__init__()
+        self.model, self.given, self.loss_fn, self.tp = model, given, loss_fn, tp
 
     def forward(self, args: Any, kwargs: Any, target: Any) -> Any:
-        return apply_loss(self.loss_fn, self.model(*args, **kwargs), target)
+        with _PartsOfRows(self.tp):
+            return apply_loss(self.loss_fn, self.model(*args, **kwargs), target)
 
 
 class Passes(nn.Module):
@@ -199,7 +219,7 @@ def behind_graph_on_rank(
     for path in chain.blocks:
         model.set_submodule(path, given if path == chain.last_path else Passes())
     _split(model, "", shape, tp, groups.group(tp))
-    module = _BehindRank(model, given, chain.loss_fn)
+    module = _BehindRank(model, given, chain.loss_fn, tp)
     args = _stored((chain.args, chain.kwargs, chain.target))
     traced = trace(module, args, {}, device=device, optimizer="none", split="none")
     return _prepared(traced, groups, links, "")

@@ -33,6 +33,7 @@ from remat.graph_capture.torch_private.core import (
     CallWatcher,
     OpWatcher,
     all_to_all_autograd,
+    compiling_and_exporting,
     pytree,
 )
 from remat.graph_capture.tracing.step_module import apply_loss
@@ -155,7 +156,8 @@ def watch(chain: ChainModel) -> ChainShape:
     with ExitStack() as hooks, torch.no_grad(), torch.device("meta"):
         for handle in _hooks(watcher, chain):
             hooks.enter_context(handle)
-        with _WatchedAttention(watcher), watcher:
+        # Meta tensors have no values: code that looks at them leaves that out where it is compiled.
+        with compiling_and_exporting(True, False), _WatchedAttention(watcher), watcher:
             apply_loss(chain.loss_fn, chain.model(*chain.args, **chain.kwargs), chain.target)
     return watcher.found()
 

@@ -111,3 +111,24 @@ chain, skip, scaled, turned, unlike = (
     made(run) for run in (in_turn, with_skip, scaled_between, backwards, other_arguments)
 )
 tied_chain, by_number = made(tied=True), made(block=ByNumber)
+
+
+class Generates(Model):
+    """As in transformers: a cache for generation, a look at a mask's values, and its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__(in_turn, tied=False, block=Plain)
+
+    def forward(self, ids: Tensor, labels: Tensor, use_cache: bool = True) -> Tensor:
+        if not torch.compiler.is_compiling() and bool(torch.diff(ids).any()):
+            raise ValueError("the values of the batch were looked at")
+        x = self.tok(ids)
+        for layer in self.layers:
+            x = layer(x, scale=object()) if use_cache else layer(x)
+        logits = self.head(self.norm(x)[:, slice(0, None), :])
+        return functional.cross_entropy(logits.view(-1, 32), labels.view(-1))
+
+
+def generating(batch: int = 2, seq: int = 8) -> dict[str, Any]:
+    ids = torch.zeros(batch, seq, dtype=torch.int64)
+    return {"model": Generates(), "args": (ids, ids), "loss_fn": None, "target": None}

@@ -99,6 +99,19 @@ def test_behind_the_blocks_each_rank_has_a_part_of_the_vocabulary(groups: FakeGr
         assert not any("embedding" in op.target for op in graph.ops)
 
 
+def test_models_of_transformers_kind_are_planned_as_they_come(groups: FakeGroups) -> None:
+    built = chains.generating(batch=2, seq=8)
+    chain = chain_of(built["model"], built["args"], {}, None, None)
+    shape = watch(chain)
+    block_graph_on_rank(chain, shape, 2, 1, groups, "h100", LINKS)
+    graph = behind_graph_on_rank(chain, shape, 2, groups, "h100", LINKS)
+    products = [op for op in graph.ops if op.target.startswith("aten.mm")]
+    made = {graph.value_by_name[name].shape for op in products for name in op.outputs}
+    assert (2 * 8, 32 // 2) in made
+    losses = [op for op in graph.ops if "_log_softmax." in op.target]
+    assert [graph.value_by_name[op.outputs[0]].shape for op in losses] == [(2 * 8, 32 // 2)]
+
+
 class SumsByItself(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return functional.all_reduce(x, "sum", dist.group.WORLD)
