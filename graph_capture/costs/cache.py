@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -243,19 +244,31 @@ def moved_bytes(node: fx.Node) -> int:
 def flops_of(node: fx.Node) -> int:
     """Of one run; 0 where torch does not count them."""
     args: list[Any] = [_traced_value(arg) for arg in node.args]
-    name = target_name(node)
+    kwargs = {key: _traced_value(arg) for key, arg in node.kwargs.items()}
+    return flops_of_call(node.target, args, kwargs, _traced_value(node))
+
+
+def flops_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> int:
+    """As `flops_of`, of a call that has `made` its result."""
+    name = str(target)
     if name.startswith(FUSED_ATTENTION):
         return _flops_of_attention(args, is_backward="backward" in name)
     if name == "aten.convolution_backward.default":
         return _flops_of_convolution_backward(args)
-    formula = _COUNTS.flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if formula is None:
-        return 0
-    kwargs = {key: _traced_value(arg) for key, arg in node.kwargs.items()}
-    return int(formula(*args, **kwargs, out_val=_traced_value(node)))
+    if name == "aten._grouped_mm.default":
+        return _flops_of_grouped_product(args)
+    formula = _COUNTS.flop_registry.get(getattr(target, "overloadpacket", None))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=made))
 
 
-def _flops_of_attention(args: list[Any], *, is_backward: bool) -> int:
+def _flops_of_grouped_product(args: Sequence[Any]) -> int:
+    """Of experts' products: rows, or what is summed, in groups."""
+    left, right = args[0].shape, args[1].shape
+    by_columns = len(left) == 3 and len(right) == 2  # each group has columns of its own
+    return 2 * math.prod(left[1:] if by_columns else left) * right[-1]
+
+
+def _flops_of_attention(args: Sequence[Any], *, is_backward: bool) -> int:
     """Torch's formula for CUDA's ops, for all fused attention."""
     *first, query, key, value = (tuple(t.shape) for t in args[: 4 if is_backward else 3])
     # Keys may have fewer heads than queries; torch 2.11's formula takes as many only.
@@ -265,7 +278,7 @@ def _flops_of_attention(args: list[Any], *, is_backward: bool) -> int:
     return _COUNTS.sdpa_flop_count(query, key, value)
 
 
-def _flops_of_convolution_backward(args: list[Any]) -> int:
+def _flops_of_convolution_backward(args: Sequence[Any]) -> int:
     """Each gradient takes as many as forward; torch's formula multiplies that of the weights by
     the number of groups."""
     result, x, weight = (tuple(t.shape) for t in args[:3])

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
 from remat.cluster.capture.model_chain import ChainModel, ChainShape, SplitRole
 from remat.cluster.mesh import shares_heads
 from remat.cluster.parts import ChainPosition
+from remat.graph_capture.costs.cache import flops_of_call
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.torch_private.core import (
@@ -146,7 +146,7 @@ class _WatchedAttention(AttentionMode):
         return result
 
 
-_PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten._grouped_mm.default")
 _NO_CHAIN = "so the model is not a chain of blocks, which a cluster's plan needs"
 
 
@@ -249,12 +249,12 @@ class _Watcher(OpWatcher):
                 )
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if self.inside not in (None, 0) or func.overloadpacket not in flop_registry:
+        if self.inside not in (None, 0):
             return
-        flops = int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
+        flops = flops_of_call(func, args, kwargs, result)
         if str(func) in _PRODUCTS:
             self.shape.products_flops[self.place] += flops
-        else:
+        elif flops:
             # Batched products are attention that is written out: heads cannot be shared then.
             self.shape.attention_flops += flops
             self.shape.has_open_attention = True

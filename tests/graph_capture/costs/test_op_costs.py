@@ -20,6 +20,7 @@ from remat.graph_capture.costs.cache import (
     CostCache,
     OpCost,
     flops_of,
+    flops_of_call,
     moved_bytes,
 )
 from remat.graph_capture.costs.op_costs import SAVE_RNG_KEY
@@ -285,6 +286,22 @@ def test_backward_of_a_convolution_counts_the_gradients_that_it_makes() -> None:
         for op in joint.graph.ops if op.target.startswith("aten.convolution")
     ]  # fmt: skip
     assert flops[0] == flops[1] > 0  # no gradient of the batch
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "made", "flops"),
+    [
+        ((40, 16), (4, 16, 8), (40, 8), 2 * 40 * 16 * 8),  # rows of each expert
+        ((16, 40), (40, 8), (4, 16, 8), 2 * 16 * 40 * 8),  # gradients of weights
+        ((4, 10, 16), (16, 8), (10, 8), 2 * 10 * 16 * 8),  # columns of each
+        ((4, 10, 16), (4, 16, 8), (4, 10, 8), 4 * 2 * 10 * 16 * 8),
+    ],
+)
+def test_products_in_groups_have_the_flops_of_their_parts(
+    left: tuple[int, ...], right: tuple[int, ...], made: tuple[int, ...], flops: int
+) -> None:
+    given, result = [torch.empty(left), torch.empty(right), None], torch.empty(made)
+    assert flops_of_call(torch.ops.aten._grouped_mm.default, given, {}, result) == flops
 
 
 @pytest.mark.slow
