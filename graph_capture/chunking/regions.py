@@ -10,6 +10,7 @@ from typing import Any, cast
 from msgspec.structs import replace
 from torch import Tensor, fx
 
+from remat.graph_capture.chunking.blocks import largest_block
 from remat.graph_capture.chunking.head import Head, find_heads
 from remat.graph_capture.chunking.head_ops import (
     FORWARD,
@@ -170,7 +171,9 @@ def _workspace_bytes(part: HeadOrMlp, node: fx.Node, chunks: int) -> int:
     # Backward: three blocks in the loss's dtype, the logarithms of probabilities, their gradient
     # and the logits'. A block of classes cut out of rows is one more.
     value, of_x = part.softmax.meta["val"], part.product.meta["val"]
-    blocks_bytes = 3 * (-(-value.numel() // chunks)) * value.element_size()
+    n_rows, n_classes = value.shape
+    block = max(-(-value.numel() // chunks), largest_block(n_rows, chunks) * n_classes)
+    blocks_bytes = 3 * block * value.element_size()
     if not _is_cut_out_of_rows(part, node):
         return blocks_bytes
     return blocks_bytes + -(-of_x.numel() // chunks) * of_x.element_size()
