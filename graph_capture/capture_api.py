@@ -13,6 +13,7 @@ from typing import Any, SupportsIndex, overload
 import msgspec
 from torch import nn
 
+from remat.graph_capture.chunking.regions import RegionCandidate
 from remat.graph_capture.costs.cache import Profile, as_profile
 from remat.graph_capture.devices.memory import LowerTiers, lower_tiers
 from remat.graph_capture.devices.placement import meter_of, resolved_device
@@ -21,6 +22,7 @@ from remat.graph_capture.distributed.sharded_step import local_step
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.sizes.at_sizes import WorkspacesOf, ranged_graph_of
+from remat.graph_capture.sizes.chunks_over_sizes import InChunks, with_chunks
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import Dynamic
 from remat.graph_capture.tracing.recipe import Split, keep_links
@@ -126,7 +128,8 @@ def capture(
         )
 
     if dynamic:
-        return ranged_graph_of(traced, costed, workspaces_by(traced, known))
+        ranged = ranged_graph_of(traced, costed, workspaces_by(traced, known))
+        return with_chunks(traced, ranged, chunks_by(progress))
     graph = local_step(costed(traced), sharding)
     if graph.links is not None:
         keep_links(model, traced.graph.hash, graph.links)
@@ -169,6 +172,23 @@ def add_costs(
 
     links = links_below(device, tiers, profile, measure_again=measure_again)
     return msgspec.structs.replace(graph, links=links)
+
+
+def chunks_by(progress: ProgressCallback | None = None) -> InChunks:
+    """What adds regions in chunks to the step of one size of a range, measured or modelled."""
+
+    def in_chunks(
+        one: Trace, graph: TrainingGraph, found: Sequence[RegionCandidate]
+    ) -> TrainingGraph:
+        if one.recipe.is_modelled:
+            from remat.graph_capture.costs.roofline import with_modelled_chunks
+
+            return with_modelled_chunks(graph, found)
+        from remat.graph_capture.costs.op_costs import with_measured_chunks
+
+        return with_measured_chunks(one, graph, progress, found=found)
+
+    return in_chunks
 
 
 def workspaces_by(traced: Trace, profile: Profile | None = None) -> WorkspacesOf | None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import fx
 
+from remat.graph_capture.chunking.regions import AND
 from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.distributed.dtensors import is_beside_local_part
-from remat.graph_capture.errors import RewriteError, TierError
+from remat.graph_capture.errors import RewriteError, ScheduleError, TierError
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.nodes import is_tangent, written_inputs
@@ -25,11 +27,13 @@ from remat.graph_capture.torch_private.aot import (
 )
 from remat.graph_capture.tracing.attribute_writes import InitialisedOnce, MutatedAttribute
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
+from remat.graph_capture.tracing.recipe import JointEdit
 from remat.graph_capture.tracing.trace import Trace
 from remat.rewriter.graphs.backward_parts import GradientGates, in_parts
 from remat.rewriter.graphs.codegen import Boxed, boxed, compile_boxed, marks
 from remat.rewriter.graphs.emit import FloatSource, emit, recompute_inputs
 from remat.rewriter.tiers.file_tier import FileTier, TierCopies, host_places
+from remat.schedules.levers import REDUCTIONS, attribute_at
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, require_valid
 
@@ -158,6 +162,21 @@ def copy_to_compile(trace: Trace) -> Trace:
     own = dataclasses.replace(state, fw_metadata=copy.copy(state.fw_metadata))
     descriptors = dataclasses.replace(trace.descriptors, _aot_state=own)
     return dataclasses.replace(trace, descriptors=descriptors)
+
+
+def edits_of(schedule: Schedule) -> Iterator[JointEdit]:
+    # One region may stand for several parts that run in as many chunks.
+    parts = [(part, one) for one in schedule.chunks for part in one.region.split(AND)]
+    chunks = tuple((part, one.chunks, one.exact) for part, one in parts)
+    told = [(one.lever, one.told) for one in schedule.levers]
+    # A schedule has chunks or such levers, not both (`REDUCTIONS`).
+    for name, facts in [("chunks", chunks), *told] if chunks else told:
+        if name not in REDUCTIONS or not REDUCTIONS[name].emitter:
+            raise ScheduleError(
+                f"make the plan again: it uses {name}, which this release cannot run"
+            )
+        emit: Callable[..., None] = attribute_at(REDUCTIONS[name].emitter)
+        yield functools.partial(emit, told=facts)
 
 
 def links_of(trace: Trace, costed: TrainingGraph | None = None) -> Links | None:

@@ -58,9 +58,10 @@ class RegionCandidate:
     def chunks(self) -> int:
         return cast("int", self.nodes[0][0].args[-1])  # all ops of ours take it last
 
-    def set_chunks(self, chunks: int) -> None:
+    def set_chunks(self, chunks: int) -> RegionCandidate:
         for node in (node for nodes in self.nodes for node in nodes):
             node.args = (*node.args[:-1], chunks)
+        return self
 
     def by_node(self) -> Iterator[tuple[HeadOrMlp, fx.Node]]:
         for part, nodes in zip(self.parts, self.nodes, strict=True):

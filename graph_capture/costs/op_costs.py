@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -194,10 +194,12 @@ def _meter_and_cache(trace: Trace, measure_again: bool) -> tuple[Meter, CostCach
 
 def with_measured_chunks(
     trace: Trace, graph: TrainingGraph, progress: ProgressCallback | None = None, *,
-    measure_again: bool = False,
+    measure_again: bool = False, found: Sequence[RegionCandidate] | None = None,
 ) -> TrainingGraph:  # fmt: skip
-    """`graph`, and regions that may run in chunks, measured and compared for bits."""
-    if not (found := requested_regions(trace)):
+    """`graph`, and regions that may run in chunks, measured and compared for bits. `found`: these
+    regions; None: those that the recipe asks for."""
+    found = requested_regions(trace) if found is None else found
+    if not found:
         return graph
     meter, cache = _meter_and_cache(trace, measure_again)
     with trace.python_state.streams_kept():

@@ -41,7 +41,6 @@ PAIRS = (
         sharding="a plan over a range of sizes is for one rank",
         group="a plan over a range of sizes is for one rank",
         compile="Inductor's code is made for one size",
-        split="chunks are compared with eager's bits at one size",
         blocks=(
             "what each block may keep is decided at one size",
             "leave out blocks, to plan the whole model over the range; or leave out dynamic, plan "

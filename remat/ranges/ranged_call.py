@@ -17,24 +17,28 @@ from remat.checks import (
     say_unchecked,
     unless_short,
 )
-from remat.graph_capture.capture_api import add_costs, workspaces_by
+from remat.graph_capture.capture_api import add_costs, chunks_by, workspaces_by
 from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.costs.step_time import is_beyond
 from remat.graph_capture.errors import SignatureError, TooLargeError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.at_sizes import ranged_graph_of
+from remat.graph_capture.sizes.chunks_over_sizes import with_chunks
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Sizes, require_in_range
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.trace import ProgressCallback, Trace, trace
+from remat.levers.chunks_at_need import may_wait
 from remat.levers.optimizer_in_backward import release_of, updates_of
-from remat.progress import stopwatch_of_call
-from remat.ranges.curve import solve_over
+from remat.progress import Stopwatch, stopwatch_of_call
+from remat.ranges.curve import solve_over, solve_top
 from remat.ranks.same_order import ONE_RANK, require_group
 from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
+from remat.schedules.outcome import Result
 from remat.solved import family_text
+from remat.solver.stopping import DEFAULT_GAP
 from remat.step_spec import StepSpec
 
 
@@ -49,6 +53,7 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
             **spec.of_trace,
             dynamic=dynamic,
             float_inputs=spec.float_inputs,
+            split=spec.split,
             gradient_release=release_of(spec),
         )
     require_group(traced.joint.module, None, ONE_RANK.format(what="a plan over a range of sizes"))
@@ -57,9 +62,10 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
         graph = ranged_graph_of(traced, costed, workspaces_by(traced, known))
     asked = spec.of_solve
     sizes = sizes_within(traced, batch)
+    graph, top = _chunked_at_need(spec, traced, graph, stages)
     with stages.stage("solve", f"solving for {budget} at the sizes of the range"):
         try:
-            family = solve_over(graph, budget, **asked)
+            family = solve_over(graph, budget, top=top, **asked)
         except TooLargeError as error:
             largest = error.largest
             if not as_far_as_fits or sizes is None or not largest:
@@ -86,6 +92,28 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
                 )
     stages.say(family_text(family, checked, stages.elapsed_s, traced.graph.device))
     return module
+
+
+def _chunked_at_need(
+    spec: StepSpec, traced: Trace, graph: RangedGraph, stages: Stopwatch
+) -> tuple[RangedGraph, Result | None]:
+    """The graph, with heads in chunks where they are asked for or may help, and the outcome at its
+    largest sizes where that is known."""
+    top: Result | None = None
+    if traced.recipe.split == "none":
+        return graph, top
+    if may_wait(traced, spec.parsed_budget):
+        with stages.stage("solve", f"solving for {spec.budget} at the largest sizes"):
+            top = solve_top(graph, spec.budget, **spec.of_solve)
+        if top.schedule is not None and top.overhead <= DEFAULT_GAP:
+            return graph, top
+    with stages.stage("profile", "timing large layers in chunks at several sizes") as shown:
+        chunked = with_chunks(traced, graph, chunks_by(shown))
+    if not chunked.choices:
+        return graph, top
+    with stages.stage("solve", f"solving for {spec.budget} in chunks"):
+        known = {} if top is None else {"at_hand": top}
+        return chunked, solve_top(chunked, spec.budget, **spec.of_solve, **known)
 
 
 def _costs_within(
