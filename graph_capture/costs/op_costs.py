@@ -381,6 +381,17 @@ def measured_workspaces(trace: Trace, names: Collection[str]) -> dict[str, int]:
     return {name: own[name] + found[key] for name, key in keys.items() if key in found}
 
 
+def measured_in_chunks(found: RegionCandidate) -> dict[str, int]:
+    """`measured_workspaces` of the ops of ours in a region, in the chunks that it is set to."""
+    nodes = {node.name: node for _, node in found.by_node()}
+    meter = meter_of(str(found.parts[0].ends[0].meta["val"].device))
+    regions, made = _regions(found.joint, nodes, meter), found.joint.graph
+    own = {name: made.ops[made.op_index[name]].workspace_bytes for name in nodes}
+    return {
+        name: own[name] + _bytes_taken(nodes[name], one, meter)[0] for name, one in regions.items()
+    }
+
+
 class Sized:
     """A trace's graph with the bytes of its ops and no times, to judge a schedule at other sizes.
     Ops without known costs run once."""

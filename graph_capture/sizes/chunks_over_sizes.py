@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -32,7 +33,7 @@ from remat.graph_capture.tracing.trace import Trace
 
 InChunks = Callable[[Trace, TrainingGraph, Sequence[RegionCandidate]], TrainingGraph]
 """From a trace at one size and its graph with costs to the graph with these regions."""
-_COMPARED = 5  # sizes at which bits are compared: both ends and some between
+_COMPARED = 4  # sizes at which bits are compared: both ends and some between
 
 
 class _Measured(NamedTuple):
@@ -59,7 +60,7 @@ def with_chunks(trace: Trace, graph: RangedGraph, in_chunks: InChunks) -> Ranged
     rows = _rows_of(trace, wanted[0])
     found = (_choice(graph, measured[::-1], rows, one) for one in measured[0].region.choices)
     choices = [one for one in found if one is not None]
-    return replace(graph, choices=tuple(_with_eagers_bits(trace, wanted[0], choices)))
+    return replace(graph, choices=tuple(_compared(trace, wanted[0], choices)))
 
 
 def _asked_at(trace: Trace, sizes: Sizes) -> Trace:
@@ -173,40 +174,80 @@ def _holds(
     )
 
 
-def _with_eagers_bits(
+def _compared(
     trace: Trace, wanted: RegionCandidate, choices: list[RangedChoice]
 ) -> list[RangedChoice]:
-    """Those of `choices` that give eager's bits at all sizes that are compared."""
-    if not wanted.is_exact or trace.recipe.is_modelled:  # compared on the device that trains
+    """Those of `choices` that give eager's bits at more sizes, with their workspaces there."""
+    if trace.recipe.is_modelled or not choices:  # bits are compared on the device that trains
         return choices
-    exact = exact_counts(trace, wanted.name, [one.chunks for one in choices])
-    if trace.recipe.split is not None and choices and not exact:
+    found = _regions_at(trace, wanted.name, _compared_sizes(trace), is_exact=wanted.is_exact)
+    counts = [one.chunks for one in choices]
+    exact = _exact_counts(trace, found, counts) if wanted.is_exact else counts
+    if trace.recipe.split is not None and not exact:
         warnings.warn(
             f"the loss of {wanted.name} stays whole: in chunks its bits would differ from eager's "
             f"at some sizes of the range. Allow that with {option('split', 'tolerance')}",
             stacklevel=4,
         )
-    return [one for one in choices if one.chunks in exact]
+    return [_with_workspaces(trace, found, one) for one in choices if one.chunks in exact]
+
+
+_Sized = tuple[Sizes, RegionCandidate]
+
+
+def _with_workspaces(trace: Trace, compared: list[_Sized], one: RangedChoice) -> RangedChoice:
+    from remat.graph_capture.costs.op_costs import measured_in_chunks  # which only real devices run
+
+    # From where on blocks grow with the rows.
+    first = _first_of(trace, one.rows, LEAST_ROWS * one.chunks)
+    more = _regions_at(trace, one.region, first, is_exact=one.exact)
+    points = {point.rows: point for point in one.points}
+    known = [op.workspace_bytes for _, op in one.ops]
+    for sizes, found in (*compared, *more):
+        rows = tuple(evaluated(text, sizes) if text else 0 for text in one.rows)
+        if rows not in points:
+            made = measured_in_chunks(found.set_chunks(one.chunks))
+            names = (op.name for _, op in one.ops)
+            taken = (made.get(name, before) for name, before in zip(names, known, strict=True))
+            points[rows] = ChunkPoint((), tuple(taken), rows)
+    return replace(one, points=tuple(points[rows] for rows in sorted(points)))
+
+
+def _first_of(trace: Trace, rows: Sequence[str], least: int) -> list[Sizes]:
+    """The first size of a range of one with so many rows; none where several sizes vary."""
+    assert trace.env is not None
+    text = next(text for text in rows if text)
+    if len(trace.env.symbols) > 1:
+        return []
+    (symbol,) = trace.env.symbols
+    at = bisect_left(symbol.sizes, least, key=lambda size: evaluated(text, {symbol.name: size}))
+    return [{symbol.name: size} for size in symbol.sizes[at : at + 1]]
 
 
 def exact_counts(trace: Trace, region: str, counts: Sequence[int]) -> list[int]:
     """Those numbers of chunks in which a region gives eager's bits at some sizes of the range."""
+    found = _regions_at(trace, region, _compared_sizes(trace), is_exact=True)
+    return _exact_counts(trace, found, counts)
+
+
+def _exact_counts(trace: Trace, compared: list[_Sized], counts: Sequence[int]) -> list[int]:
     has_them, left = kept_bits(meter_of(trace.recipe.device)), list(counts)
-    for sizes in _compared_sizes(trace):
-        traced = trace_at(trace, sizes) if left else trace
-        for found in find_regions(traced, True, region.split(AND)) if left else ():
-            left = [chunks for chunks in left if has_them(found.set_chunks(chunks))]
+    for _, found in compared:
+        left = [chunks for chunks in left if has_them(found.set_chunks(chunks))]
     return left
+
+
+def _regions_at(
+    trace: Trace, region: str, sizes: Iterable[Sizes], *, is_exact: bool
+) -> list[_Sized]:
+    names = region.split(AND)
+    return [(at, one) for at in sizes for one in find_regions(trace_at(trace, at), is_exact, names)]
 
 
 def _compared_sizes(trace: Trace) -> Iterator[Sizes]:
     assert trace.env is not None
+    some = {s.name: spread(s.sizes, _COMPARED) for s in trace.env.symbols}
     for i in range(_COMPARED):
-        found: dict[str, int] = {}
-        for symbol in trace.env.symbols:
-            some = spread(symbol.sizes, _COMPARED - 1)
-            # Beside the largest, where blocks are not all of one length.
-            found[symbol.name] = (
-                symbol.sizes[-2] if i == _COMPARED - 1 else some[min(i, len(some) - 1)]
-            )
-        yield found
+        yield {name: sizes[min(i, len(sizes) - 1)] for name, sizes in some.items()}
+    # Beside the largest, where blocks are not all of one length.
+    yield {symbol.name: symbol.sizes[-2] for symbol in trace.env.symbols}

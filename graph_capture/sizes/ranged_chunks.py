@@ -27,7 +27,7 @@ class Extent(msgspec.Struct, frozen=True):
 class ChunkPoint(msgspec.Struct, frozen=True):
     """What was measured at one size; of each op of the choice, in its order."""
 
-    cost_us: tuple[float, ...]
+    cost_us: tuple[float, ...]  # empty where workspaces alone were measured
     workspace_bytes: tuple[int, ...]
     rows: tuple[int, ...]  # that the op cuts into blocks; 0 for an op that cuts none
 
@@ -77,9 +77,10 @@ class RangedChoice(msgspec.Struct, frozen=True):
         return Choice(self.chunks, self.exact, tuple(zip(places, ops, strict=True)), values)
 
     def _cost_us(self, i: int, n: int) -> float:
-        rows = [one.rows[i] for one in self.points]
+        timed = [one for one in self.points if one.cost_us]
+        rows = [one.rows[i] for one in timed]
         low, high = _around(rows, n)
-        low_us, high_us = self.points[low].cost_us[i], self.points[high].cost_us[i]
+        low_us, high_us = timed[low].cost_us[i], timed[high].cost_us[i]
         return low_us + (high_us - low_us) * (n - rows[low]) / max(rows[high] - rows[low], 1)
 
     def _bytes(self, i: int, n: int, is_bound: bool) -> int:
