@@ -94,7 +94,6 @@ def capture(
         nine tenths of what is free. The graph then has `links`: measured once, and kept; of a
         device that is not here, modelled. On a CPU, files stand for the host.
     nvme : a folder and how much of its drive lies below the host, such as ``"/mnt/nvme:200GiB"``.
-        Not with `dynamic`, as `host`.
     dynamic : dimensions of the batch that vary, such as ``{"tokens": {1: ("seq", 16, 2048)}}``: by
         argument (its name, its position, ``target``) and dimension, a name and the least and the
         largest size; a fourth entry says what sizes are multiples of. The result is a
@@ -111,10 +110,6 @@ def capture(
     """
     # Before the trace, so that a wrong option is refused at once.
     known, tiers = as_profile(profile), tiers_for(model, device, host, nvme)
-    if dynamic:
-        from remat.graph_capture.tracing.option_pairs import require_compatible
-
-        require_compatible(dynamic=True, host=host is not None, nvme=nvme is not None)
     with parameters_cast(model, sharding):  # the plan is of the cast model, as `fully_shard` casts
         traced = trace(
             model, args, kwargs, loss_fn=loss_fn, target=target, optimizer=optimizer,
@@ -129,6 +124,8 @@ def capture(
 
     if dynamic:
         ranged = ranged_graph_of(traced, costed, workspaces_by(traced, known))
+        if ranged.base.links is not None:
+            keep_links(model, traced.graph.hash, ranged.base.links)
         return with_chunks(traced, ranged, chunks_by(progress))
     graph = local_step(costed(traced), sharding)
     if graph.links is not None:

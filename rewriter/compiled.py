@@ -33,6 +33,7 @@ from remat.rewriter.graphs.backward_parts import GradientGates, in_parts
 from remat.rewriter.graphs.codegen import Boxed, boxed, compile_boxed, marks
 from remat.rewriter.graphs.emit import FloatSource, emit, recompute_inputs
 from remat.rewriter.tiers.file_tier import FileTier, TierCopies, host_places
+from remat.schedules.derived import graph_of_schedule
 from remat.schedules.levers import REDUCTIONS, attribute_at
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, require_valid
@@ -242,13 +243,18 @@ class _Cut:
 
 
 def compile_step(
-    trace: Trace, schedule: Schedule, *, by_inductor: bool = False, links: Links | None = None
-) -> CompiledStep:
+    trace: Trace, schedule: Schedule, *, by_inductor: bool = False, links: Links | None = None,
+    tier: TierCopies | None = None,
+) -> CompiledStep:  # fmt: skip
+    """`tier`: where a plan for a range copies to; left out, it has the room of this one size."""
     found = require_valid(trace.graph, schedule, links)
-    if schedule.moves:
-        refuse_copies(by_inductor=by_inductor, over_range=trace.env is not None)
+    if schedule.moves and by_inductor:
+        refuse_copies()
     links = links or trace.graph.links
-    cut = _Cut(trace, schedule, tier_for(trace.graph, schedule, links, found), by_inductor)
+    tier = tier or tier_for(trace.graph, schedule, links, found)
+    if tier is not None:
+        tier.require_room()  # a lack of room shows when the module is made, not only in a step
+    cut = _Cut(trace, schedule, tier, by_inductor)
     trace.compiled = True  # AOTAutograd uses up the trace's metadata
     facts, state = _gradient_facts(trace.joint), trace.descriptors._aot_state
     state.fw_metadata.bw_donated_idxs = []  # else AOTAutograd refuses retain_graph=True
@@ -272,28 +278,21 @@ def compile_step(
 def tier_for(
     graph: TrainingGraph, schedule: Schedule, links: Links | None, found: Simulation
 ) -> TierCopies | None:
-    """The memory that a plan copies values to, with room for a step; None if it copies none."""
+    """The memory that a plan copies values to; None if it copies none."""
     if not schedule.moves:
         return None
     if links is None:  # the simulator has refused it already
         raise TierError("pass links to a host: this plan copies values to one, and none is known")
-    tier: TierCopies = FileTier(found.host_peak_bytes, found.nvme_peak_bytes, links.nvme_path)
     if is_cuda(graph.device):
         from remat.rewriter.tiers.stream_tier import StreamTier
 
-        tier = StreamTier(graph.device, host_places(graph, schedule), links, found.nvme_peak_bytes)
-    tier.require_room()  # a lack of room shows when the module is made, not only in a step
-    return tier
+        places = host_places(graph_of_schedule(graph, schedule), schedule)
+        return StreamTier(graph.device, places, links, found.nvme_peak_bytes)
+    return FileTier(found.host_peak_bytes, found.nvme_peak_bytes, links.nvme_path)
 
 
-def refuse_copies(*, by_inductor: bool = False, over_range: bool = False) -> None:
-    if by_inductor:
-        raise RewriteError(
-            "leave out compile=True, or solve without offloading: this plan copies values to the "
-            "host, and Inductor's code does not"
-        )
-    if over_range:
-        raise RewriteError(
-            "plan for one size, or solve without offloading: this plan copies values to the host, "
-            "and a module over a range of sizes does not"
-        )
+def refuse_copies() -> None:
+    raise RewriteError(
+        "leave out compile=True, or solve without offloading: this plan copies values to the "
+        "host, and Inductor's code does not"
+    )

@@ -28,7 +28,12 @@ from remat.rewriter.checking.audit import Audits, of_steps
 from remat.rewriter.compiled import compile_step, edits_of, links_of, refuse_copies
 from remat.rewriter.graphs.updating import Updates
 from remat.rewriter.user_module.module import RematModule, make_module
-from remat.rewriter.user_module.ranged import RangedModule, as_planned_over, make_ranged
+from remat.rewriter.user_module.ranged import (
+    RangedModule,
+    as_planned_over,
+    make_ranged,
+    tier_at_most,
+)
 from remat.schedules.family import Family
 from remat.schedules.plan import Prediction
 from remat.schedules.schedule import ChunkedRegion, Schedule
@@ -135,7 +140,7 @@ def rewrite(
 
     Warns where the peak of the schedule, or of its code, is above its budget. `ScheduleError`: of
     another model or batch, or `simulate` refuses it. `RewriteError`: the batch is not known here,
-    or copies to the host meet `compile` or `over`. `TierError`: the folder cannot be written or has
+    or copies to the host meet `compile`. `TierError`: the folder cannot be written or has
     no room. `CaptureError`: the model has changed. `AgreementError`, by `Plan.apply`: ranks would
     run collectives in another order.
     """
@@ -161,8 +166,8 @@ def rewrite(
         refuse_range_over_ranks(ranged.joint.module)
         require_bits_over(ranged, schedule)
         return make_ranged(model, schedule, ranged, over, updates=updates, audit=of_steps(audit))
-    if schedule.moves:
-        refuse_copies(by_inductor=compile, over_range=over is not None)
+    if schedule.moves and compile:
+        refuse_copies()
     if not has_storage(model):
         raise RewriteError(
             "build the model with storage, and rewrite that with its batch: this "
@@ -179,7 +184,8 @@ def rewrite(
         traced = _trace_for(model, schedule, args, kwargs, loss_fn, target)
     else:
         traced = _usable(trace, model, schedule)
-    found = require_valid(traced.graph, schedule, links_of(traced, costed))
+    links = over.base.links if over is not None else links_of(traced, costed)
+    found = require_valid(traced.graph, schedule, links)
     if trace is None and 0 < schedule.budget_bytes < found.peak_bytes:
         warnings.warn(
             f"solve again: this schedule has a peak of {found.peak_bytes} bytes here, above its "
@@ -188,9 +194,10 @@ def rewrite(
         )
     if compile:
         _warn_above_budget(traced, schedule)
+    largest = None if over is None else over.bounding(over.symbols)
     module = module_for(
         model, schedule, traced, prediction, costed, updates,
-        by_inductor=compile, audit=of_steps(audit),
+        by_inductor=compile, audit=of_steps(audit), largest=largest,
     )  # fmt: skip
     if cuda_graphs:
         capture_steps(module)
@@ -200,10 +207,14 @@ def rewrite(
 def module_for(
     model: nn.Module, schedule: Schedule, traced: Trace, prediction: Prediction | None,
     costed: TrainingGraph | None, updates: Updates | None = None, *, by_inductor: bool = False,
-    audit: Audits = "step",
+    audit: Audits = "step", largest: TrainingGraph | None = None,
 ) -> RematModule:  # fmt: skip
-    """The module that carries out `schedule`; `traced` has not been compiled."""
-    step = compile_step(traced, schedule, by_inductor=by_inductor, links=links_of(traced, costed))
+    """The module that carries out `schedule`; `traced` has not been compiled. `largest`: the graph
+    at the largest sizes of a range."""
+    links, tier = links_of(traced, costed), None
+    if largest is not None:
+        links, tier = largest.links, tier_at_most(largest, schedule)
+    step = compile_step(traced, schedule, by_inductor=by_inductor, links=links, tier=tier)
     return make_module(
         model, schedule, traced.recipe, step, traced.python_state, prediction, costed, updates,
         audit=audit,

@@ -121,7 +121,8 @@ def ranged_graph_of(
                 f"{ranged.name} at {dict(sizes)} does not follow from the range"
             )
     costed = [cost_model(one) for _, one in reversed(traces)][::-1]
-    base = replace(ranged.base, device=costed[-1].device, resident=costed[-1].resident)
+    top = costed[-1]
+    base = replace(ranged.base, device=top.device, resident=top.resident, links=top.links)
     points: list[CostPoint] = []
     for (sizes, one), with_costs in zip(traces, costed, strict=True):
         nodes = (one.joint.node_of_op.get(op.name) for op in one.graph.ops)

@@ -20,6 +20,7 @@ from remat.checks import (
 from remat.graph_capture.capture_api import add_costs, chunks_by, workspaces_by
 from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.costs.step_time import is_beyond
+from remat.graph_capture.devices.memory import LowerTiers
 from remat.graph_capture.errors import SignatureError, TooLargeError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.at_sizes import ranged_graph_of
@@ -46,7 +47,7 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
     """A module that trains at all sizes of a range; `as_far_as_fits`: at as many as fit."""
     model, budget, dynamic = spec.model, spec.budget, spec.dynamic
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(model).__name__
-    known, batch = spec.known_profile, spec.batch
+    known, tiers, batch = spec.known_profile, spec.tiers, spec.batch  # refused before the trace
     with stages.stage("capture", f"tracing {name} over a range of sizes"):
         traced = trace(
             model,
@@ -58,7 +59,7 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
         )
     require_group(traced.joint.module, None, ONE_RANK.format(what="a plan over a range of sizes"))
     with stages.stage("profile", "timing ops at several sizes") as shown:
-        costed = _costs_within(spec.parsed_budget, known, shown)
+        costed = _costs_within(spec.parsed_budget, known, tiers, shown)
         graph = ranged_graph_of(traced, costed, workspaces_by(traced, known))
     asked = spec.of_solve
     sizes = sizes_within(traced, batch)
@@ -117,14 +118,15 @@ def _chunked_at_need(
 
 
 def _costs_within(
-    budget: Budget, known: Profile | None, shown: ProgressCallback
+    budget: Budget, known: Profile | None, tiers: LowerTiers | None, shown: ProgressCallback
 ) -> Callable[[Trace], TrainingGraph]:
     left_out: list[bool] = []
 
     def costed(one: Trace) -> TrainingGraph:
         if not left_out:  # if the largest cannot be timed, none is: costs are fitted
             left_out.append(is_beyond(one.joint, one.graph, budget.most_bytes(one.graph)))
-        return add_costs(one, progress=shown, profile=known, most_bytes=0 if left_out[0] else None)
+        most_bytes = 0 if left_out[0] else None
+        return add_costs(one, progress=shown, profile=known, tiers=tiers, most_bytes=most_bytes)
 
     return costed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -11,20 +12,24 @@ from typing import Any, ClassVar
 import msgspec
 from torch import nn
 
+from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.errors import RewriteError, SignatureError
+from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Symbol
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.trace import Trace, trace_recipe, with_edits
 from remat.rewriter.checking.audit import Audit, Audits
-from remat.rewriter.compiled import compile_step, copy_to_compile, edits_of
+from remat.rewriter.compiled import compile_step, copy_to_compile, edits_of, tier_for
 from remat.rewriter.graphs.updating import Updates
 from remat.rewriter.guards.forward import BatchFlattener
+from remat.rewriter.tiers.file_tier import TierCopies
 from remat.rewriter.user_module.module import RematModule, SharedState, in_modes, make_module
 from remat.rewriter.user_module.own_forward import class_of_user
-from remat.schedules.family import Family, resized_schedule
+from remat.schedules.family import Family, Member, resized_schedule
 from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import simulate
 
 
 class _Members:
@@ -74,18 +79,46 @@ class _Members:
         # Compiling uses up a trace's metadata.
         traced = copy_to_compile(self.traced)
         traced, schedule = as_planned_over(self.model, traced, member.schedule)
-        step, state = compile_step(traced, schedule), traced.python_state
+        bounding, tier = self._bounding(member), self._tiers[number]
+        links = None if bounding is None else bounding.links
+        step = compile_step(traced, schedule, links=links, tier=tier)
+        state = traced.python_state
         # Without the whole step's graph nobody knows whether it has room beside one in chunks.
         audit = "none" if self.graph is None and schedule.chunks else self.audit
         module = make_module(
             self.model, schedule, traced.recipe, step, state, updates=self.updates, audit=audit
         )
-        if self.graph is not None and (audits := type(module)._remat_audit) is not None:
-            most = max(member.corners, key=lambda one: math.prod(one.values()))
-            part = (Symbol(s.name, s.low, most[s.name], s.multiple) for s in self.graph.symbols)
-            bounding = self.graph.bounding(tuple(part))
+        if bounding is not None and (audits := type(module)._remat_audit) is not None:
             audits.judge_room_by(resized_schedule(member.schedule, bounding), bounding)
         return module
+
+    @functools.cached_property
+    def _tiers(self) -> list[TierCopies | None]:
+        """Of each schedule. On a CUDA device they share pinned memory: one runs at a time."""
+        members = self.family.members
+        pairs = [(self._bounding(one), one.schedule) for one in members]
+        tiers = [None if at is None else tier_at_most(at, schedule) for at, schedule in pairs]
+        if is_cuda(self.traced.recipe.device) and any(tiers):
+            from remat.rewriter.tiers.stream_tier import share_memory
+
+            share_memory([one for one in tiers if one is not None])
+        return tiers
+
+    def _bounding(self, member: Member) -> TrainingGraph | None:
+        """The step at the largest sizes that a member serves."""
+        if self.graph is None:
+            return None
+        most = max(member.corners, key=lambda one: math.prod(one.values()))
+        part = (Symbol(s.name, s.low, most[s.name], s.multiple) for s in self.graph.symbols)
+        return self.graph.bounding(tuple(part))
+
+
+def tier_at_most(largest: TrainingGraph, schedule: Schedule) -> TierCopies | None:
+    """Where `schedule` copies to, with room for the largest sizes; None if it copies nothing."""
+    if not schedule.moves:
+        return None
+    resized = resized_schedule(schedule, largest)
+    return tier_for(largest, resized, largest.links, simulate(largest, resized))
 
 
 def as_planned_over(

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from remat.graph_capture.errors import TooLargeError
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.errors import ScheduleError, TooLargeError
+from remat.graph_capture.graph import MOST_BYTES, TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import BytesOver, RangedGraph
 from remat.graph_capture.sizes.symbols import Sizes, Symbol, corner
 from remat.schedules.family import Family, FastPeak, Member, simulate_resized, sizes_text
@@ -54,7 +54,7 @@ class Reach:
         peak_of, peak_bytes = self._peak_of(schedule), 0
         found: list[dict[str, int]] = []
         for one in self._corners(peak_of):
-            judged = simulate_resized(self.graph.bounding(self.part(one)), schedule).peak_bytes
+            judged = self._simulated_bytes(schedule, self.part(one))
             if judged <= self.budget_bytes:
                 found.append(one)
                 peak_bytes = max(peak_bytes, judged)
@@ -82,10 +82,16 @@ class Reach:
         return found
 
     def _peak_of(self, schedule: Schedule) -> _PeakOf:
-        if schedule.chunks:  # `BytesOver` knows the captured values alone
-            return lambda part: simulate_resized(self.graph.bounding(part), schedule).peak_bytes
+        if schedule.chunks or schedule.moves:  # `BytesOver` knows captured values on the device
+            return lambda part: self._simulated_bytes(schedule, part)
         fast = FastPeak(self.graph.base, schedule)
         return lambda part: fast.peak_bytes(self._bytes.of(part))
+
+    def _simulated_bytes(self, schedule: Schedule, part: tuple[Symbol, ...]) -> int:
+        try:
+            return simulate_resized(self.graph.bounding(part), schedule).peak_bytes
+        except ScheduleError:  # its copies have no room below the device at these sizes
+            return MOST_BYTES
 
     def _fits(self, peak_of: _PeakOf, sizes: Sizes) -> bool:
         return peak_of(self.part(sizes)) <= self.budget_bytes
