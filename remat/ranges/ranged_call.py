@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, SupportsIndex
 
 import msgspec
 
-from remat.budgets import Budget
+from remat.budgets import Budget, parse_budget
 from remat.checks import (
     Batch,
     Reference,
@@ -63,7 +64,7 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
         graph = ranged_graph_of(traced, costed, workspaces_by(traced, known))
     asked = spec.of_solve
     sizes = sizes_within(traced, batch)
-    graph, top = _chunked_at_need(spec, traced, graph, stages)
+    graph, top = chunked_at_need(traced, graph, budget, stages, **asked)
     with stages.stage("solve", f"solving for {budget} at the sizes of the range"):
         try:
             family = solve_over(graph, budget, top=top, **asked)
@@ -95,26 +96,26 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
     return module
 
 
-def _chunked_at_need(
-    spec: StepSpec, traced: Trace, graph: RangedGraph, stages: Stopwatch
+def chunked_at_need(
+    traced: Trace, graph: RangedGraph, budget: str | SupportsIndex, stages: Stopwatch, **asked: Any
 ) -> tuple[RangedGraph, Result | None]:
     """The graph, with heads in chunks where they are asked for or may help, and the outcome at its
-    largest sizes where that is known."""
+    largest sizes where that is known; `asked` as of `solve_over`."""
     top: Result | None = None
     if traced.recipe.split == "none":
         return graph, top
-    if may_wait(traced, spec.parsed_budget):
-        with stages.stage("solve", f"solving for {spec.budget} at the largest sizes"):
-            top = solve_top(graph, spec.budget, **spec.of_solve)
+    if may_wait(traced, parse_budget(budget)):
+        with stages.stage("solve", f"solving for {budget} at the largest sizes"):
+            top = solve_top(graph, budget, **asked)
         if top.schedule is not None and top.overhead <= DEFAULT_GAP:
             return graph, top
     with stages.stage("profile", "timing large layers in chunks at several sizes") as shown:
         chunked = with_chunks(traced, graph, chunks_by(shown))
     if not chunked.choices:
         return graph, top
-    with stages.stage("solve", f"solving for {spec.budget} in chunks"):
-        known = {} if top is None else {"at_hand": top}
-        return chunked, solve_top(chunked, spec.budget, **spec.of_solve, **known)
+    known = {} if top is None else {"at_hand": top}
+    with stages.stage("solve", f"solving for {budget} in chunks"):
+        return chunked, solve_top(chunked, budget, **asked, **known)
 
 
 def _costs_within(
