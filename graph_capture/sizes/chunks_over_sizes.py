@@ -219,7 +219,7 @@ def _first_of(trace: Trace, rows: Sequence[str], least: int) -> list[Sizes]:
     text = next(text for text in rows if text)
     if len(trace.env.symbols) > 1:
         return []
-    (symbol,) = trace.env.symbols
+    symbol = trace.env.symbols[0]
     at = bisect_left(symbol.sizes, least, key=lambda size: evaluated(text, {symbol.name: size}))
     return [{symbol.name: size} for size in symbol.sizes[at : at + 1]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -330,7 +330,11 @@ def plan_over(
     workspaces = workspaces_by(traced, request.read_profile())
     costed = partial(graph_with_costs, request=request, stopwatch=stopwatch)
     graph = ranged_graph_of(traced, costed, workspaces)
-    asked = {"solver": request.solver, "time_limit_s": request.time_limit_s, **request.solving}
+    asked: dict[str, Any] = {
+        "solver": request.solver,
+        "time_limit_s": request.time_limit_s,
+        **request.solving,
+    }
     graph, top = chunked_at_need(traced, graph, request.budget, stopwatch, **asked)
     with stopwatch.stage("solve", f"solving for {request.budget}"):
         family = solve_over(graph, request.budget, top=top, **asked)

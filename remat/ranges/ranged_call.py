@@ -113,7 +113,7 @@ def chunked_at_need(
         chunked = with_chunks(traced, graph, chunks_by(shown))
     if not chunked.choices:
         return graph, top
-    known = {} if top is None else {"at_hand": top}
+    known: dict[str, Any] = {} if top is None else {"at_hand": top}
     with stages.stage("solve", f"solving for {budget} in chunks"):
         return chunked, solve_top(chunked, budget, **asked, **known)
 

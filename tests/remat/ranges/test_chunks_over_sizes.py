@@ -179,7 +179,7 @@ def test_a_family_in_chunks_is_kept_and_copied(
 ) -> None:
     model, module = both
     remat.plans(module)[0].save(tmp_path / "plan.json")
-    kept = remat.load_plan(tmp_path / "plan.json")
+    kept = remat.load(tmp_path / "plan.json")
     for one in (kept.apply(model), pickle.loads(pickle.dumps(module))):
         own = model if one is not module else module
         assert same_bits(own, one, batch(LONGEST))

@@ -118,5 +118,5 @@ def test_a_cache_copies_over_a_learned_range() -> None:
 def test_a_family_with_copies_is_kept(both: tuple[Gpt, RangedModule], tmp_path: Path) -> None:
     model, module = both
     remat.plans(module)[0].save(tmp_path / "plan.json")
-    again = remat.load_plan(tmp_path / "plan.json").apply(model)
+    again = remat.load(tmp_path / "plan.json").apply(model)
     assert same_bits(model, again, batch(LONGEST))
