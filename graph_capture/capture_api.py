@@ -22,7 +22,7 @@ from remat.graph_capture.distributed.sharded_step import local_step
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.sizes.at_sizes import WorkspacesOf, ranged_graph_of
-from remat.graph_capture.sizes.chunks_over_sizes import InChunks, with_chunks
+from remat.graph_capture.sizes.chunks_over_sizes import RegionsInChunks, with_chunks
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import Dynamic
 from remat.graph_capture.tracing.recipe import Split, keep_links
@@ -171,7 +171,7 @@ def add_costs(
     return msgspec.structs.replace(graph, links=links)
 
 
-def chunks_by(progress: ProgressCallback | None = None) -> InChunks:
+def chunks_by(progress: ProgressCallback | None = None) -> RegionsInChunks:
     """What adds regions in chunks to the step of one size of a range, measured or modelled."""
 
     def in_chunks(

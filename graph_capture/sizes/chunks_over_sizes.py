@@ -31,7 +31,7 @@ from remat.graph_capture.sizes.symbols import Sizes, corner, evaluated, spread
 from remat.graph_capture.sizes.trace_over_sizes import SYMBOLIC
 from remat.graph_capture.tracing.trace import Trace
 
-InChunks = Callable[[Trace, TrainingGraph, Sequence[RegionCandidate]], TrainingGraph]
+RegionsInChunks = Callable[[Trace, TrainingGraph, Sequence[RegionCandidate]], TrainingGraph]
 """From a trace at one size and its graph with costs to the graph with these regions."""
 _COMPARED = 4  # sizes at which bits are compared: both ends and some between
 
@@ -43,7 +43,7 @@ class _Measured(NamedTuple):
     names: Mapping[str, str]  # of its own ops, the part that each is of
 
 
-def with_chunks(trace: Trace, graph: RangedGraph, in_chunks: InChunks) -> RangedGraph:
+def with_chunks(trace: Trace, graph: RangedGraph, in_chunks: RegionsInChunks) -> RangedGraph:
     """`graph` with the heads that the recipe asks for, each in the numbers of chunks that give
     eager's bits at all sizes that are compared. MLPs stay whole."""
     top = _asked_at(trace, corner(graph.symbols, "high"))
@@ -83,7 +83,11 @@ def _are_rows_all(trace: Trace, wanted: RegionCandidate) -> bool:
 
 
 def _measured_at(
-    trace: Trace, graph: RangedGraph, sizes: Sizes, wanted: RegionCandidate, in_chunks: InChunks
+    trace: Trace,
+    graph: RangedGraph,
+    sizes: Sizes,
+    wanted: RegionCandidate,
+    in_chunks: RegionsInChunks,
 ) -> Iterator[_Measured]:
     traced, costed = _asked_at(trace, sizes), graph.at(**sizes)
     names = frozenset(part.name for part in wanted.parts)
@@ -189,17 +193,17 @@ def _compared(
             f"at some sizes of the range. Allow that with {option('split', 'tolerance')}",
             stacklevel=4,
         )
-    return [_with_workspaces(trace, found, one) for one in choices if one.chunks in exact]
+    return [_measured_further(trace, found, one) for one in choices if one.chunks in exact]
 
 
 _Sized = tuple[Sizes, RegionCandidate]
 
 
-def _with_workspaces(trace: Trace, compared: list[_Sized], one: RangedChoice) -> RangedChoice:
+def _measured_further(trace: Trace, compared: list[_Sized], one: RangedChoice) -> RangedChoice:
     from remat.graph_capture.costs.op_costs import measured_in_chunks  # which only real devices run
 
     # From where on blocks grow with the rows.
-    first = _first_of(trace, one.rows, LEAST_ROWS * one.chunks)
+    first = _first_with_rows(trace, one.rows, LEAST_ROWS * one.chunks)
     more = _regions_at(trace, one.region, first, is_exact=one.exact)
     points = {point.rows: point for point in one.points}
     known = [op.workspace_bytes for _, op in one.ops]
@@ -213,7 +217,7 @@ def _with_workspaces(trace: Trace, compared: list[_Sized], one: RangedChoice) ->
     return replace(one, points=tuple(points[rows] for rows in sorted(points)))
 
 
-def _first_of(trace: Trace, rows: Sequence[str], least: int) -> list[Sizes]:
+def _first_with_rows(trace: Trace, rows: Sequence[str], least: int) -> list[Sizes]:
     """The first size of a range of one with so many rows; none where several sizes vary."""
     assert trace.env is not None
     text = next(text for text in rows if text)

@@ -79,7 +79,7 @@ class RangedChoice(msgspec.Struct, frozen=True):
     def _cost_us(self, i: int, n: int) -> float:
         timed = [one for one in self.points if one.cost_us]
         rows = [one.rows[i] for one in timed]
-        low, high = _around(rows, n)
+        low, high = _places_beside(rows, n)
         low_us, high_us = timed[low].cost_us[i], timed[high].cost_us[i]
         return low_us + (high_us - low_us) * (n - rows[low]) / max(rows[high] - rows[low], 1)
 
@@ -89,7 +89,7 @@ class RangedChoice(msgspec.Struct, frozen=True):
         if not self.rows[i]:
             return max(one.workspace_bytes[i] for one in known)
         rows, made = ([one.rows[i] for one in known], [one.workspace_bytes[i] for one in known])
-        low, high = _around(rows, n)
+        low, high = _places_beside(rows, n)
         if n <= rows[low]:
             return made[low]
         block, low_block, high_block = (
@@ -102,7 +102,7 @@ class RangedChoice(msgspec.Struct, frozen=True):
         return made[low] + math.ceil(max(made[high] - made[low], 0) * min(part, 1.0))
 
 
-def _around(known: Sequence[int], n: int) -> tuple[int, int]:
+def _places_beside(known: Sequence[int], n: int) -> tuple[int, int]:
     """Places of the numbers next to `n`, which rise; the same twice where `n` is none between."""
     upper = next((i for i, at in enumerate(known) if n <= at), len(known) - 1)
     return (upper if n >= known[upper] else max(upper - 1, 0)), upper
