@@ -13,6 +13,7 @@ from typing import Any, SupportsIndex, overload
 import msgspec
 from torch import nn
 
+from remat.graph_capture.chunking.regions import RegionCandidate
 from remat.graph_capture.costs.cache import Profile, as_profile
 from remat.graph_capture.devices.memory import LowerTiers, lower_tiers
 from remat.graph_capture.devices.placement import meter_of, resolved_device
@@ -21,6 +22,7 @@ from remat.graph_capture.distributed.sharded_step import local_step
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.sizes.at_sizes import WorkspacesOf, ranged_graph_of
+from remat.graph_capture.sizes.chunks_over_sizes import RegionsInChunks, with_chunks
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import Dynamic
 from remat.graph_capture.tracing.recipe import Split, keep_links
@@ -92,7 +94,6 @@ def capture(
         nine tenths of what is free. The graph then has `links`: measured once, and kept; of a
         device that is not here, modelled. On a CPU, files stand for the host.
     nvme : a folder and how much of its drive lies below the host, such as ``"/mnt/nvme:200GiB"``.
-        Not with `dynamic`, as `host`.
     dynamic : dimensions of the batch that vary, such as ``{"tokens": {1: ("seq", 16, 2048)}}``: by
         argument (its name, its position, ``target``) and dimension, a name and the least and the
         largest size; a fourth entry says what sizes are multiples of. The result is a
@@ -109,10 +110,6 @@ def capture(
     """
     # Before the trace, so that a wrong option is refused at once.
     known, tiers = as_profile(profile), tiers_for(model, device, host, nvme)
-    if dynamic:
-        from remat.graph_capture.tracing.option_pairs import require_compatible
-
-        require_compatible(dynamic=True, host=host is not None, nvme=nvme is not None)
     with parameters_cast(model, sharding):  # the plan is of the cast model, as `fully_shard` casts
         traced = trace(
             model, args, kwargs, loss_fn=loss_fn, target=target, optimizer=optimizer,
@@ -126,7 +123,10 @@ def capture(
         )
 
     if dynamic:
-        return ranged_graph_of(traced, costed, workspaces_by(traced, known))
+        ranged = ranged_graph_of(traced, costed, workspaces_by(traced, known))
+        if ranged.base.links is not None:
+            keep_links(model, traced.graph.hash, ranged.base.links)
+        return with_chunks(traced, ranged, chunks_by(progress))
     graph = local_step(costed(traced), sharding)
     if graph.links is not None:
         keep_links(model, traced.graph.hash, graph.links)
@@ -169,6 +169,23 @@ def add_costs(
 
     links = links_below(device, tiers, profile, measure_again=measure_again)
     return msgspec.structs.replace(graph, links=links)
+
+
+def chunks_by(progress: ProgressCallback | None = None) -> RegionsInChunks:
+    """What adds regions in chunks to the step of one size of a range, measured or modelled."""
+
+    def in_chunks(
+        one: Trace, graph: TrainingGraph, found: Sequence[RegionCandidate]
+    ) -> TrainingGraph:
+        if one.recipe.is_modelled:
+            from remat.graph_capture.costs.roofline import with_modelled_chunks
+
+            return with_modelled_chunks(graph, found)
+        from remat.graph_capture.costs.op_costs import with_measured_chunks
+
+        return with_measured_chunks(one, graph, progress, found=found)
+
+    return in_chunks
 
 
 def workspaces_by(traced: Trace, profile: Profile | None = None) -> WorkspacesOf | None:

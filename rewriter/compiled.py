@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import fx
 
+from remat.graph_capture.chunking.regions import AND
 from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.distributed.dtensors import is_beside_local_part
-from remat.graph_capture.errors import RewriteError, TierError
+from remat.graph_capture.errors import RewriteError, ScheduleError, TierError
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.nodes import is_tangent, written_inputs
@@ -25,11 +27,14 @@ from remat.graph_capture.torch_private.aot import (
 )
 from remat.graph_capture.tracing.attribute_writes import InitialisedOnce, MutatedAttribute
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
+from remat.graph_capture.tracing.recipe import JointEdit
 from remat.graph_capture.tracing.trace import Trace
 from remat.rewriter.graphs.backward_parts import GradientGates, in_parts
 from remat.rewriter.graphs.codegen import Boxed, boxed, compile_boxed, marks
 from remat.rewriter.graphs.emit import FloatSource, emit, recompute_inputs
 from remat.rewriter.tiers.file_tier import FileTier, TierCopies, host_places
+from remat.schedules.derived import graph_of_schedule
+from remat.schedules.levers import REDUCTIONS, attribute_at
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import Simulation, require_valid
 
@@ -160,6 +165,21 @@ def copy_to_compile(trace: Trace) -> Trace:
     return dataclasses.replace(trace, descriptors=descriptors)
 
 
+def edits_of(schedule: Schedule) -> Iterator[JointEdit]:
+    # One region may stand for several parts that run in as many chunks.
+    parts = [(part, one) for one in schedule.chunks for part in one.region.split(AND)]
+    chunks = tuple((part, one.chunks, one.exact) for part, one in parts)
+    told = [(one.lever, one.told) for one in schedule.levers]
+    # A schedule has chunks or such levers, not both (`REDUCTIONS`).
+    for name, facts in [("chunks", chunks), *told] if chunks else told:
+        if name not in REDUCTIONS or not REDUCTIONS[name].emitter:
+            raise ScheduleError(
+                f"make the plan again: it uses {name}, which this release cannot run"
+            )
+        emit: Callable[..., None] = attribute_at(REDUCTIONS[name].emitter)
+        yield functools.partial(emit, told=facts)
+
+
 def links_of(trace: Trace, costed: TrainingGraph | None = None) -> Links | None:
     return trace.graph.links or (costed.links if costed else None)
 
@@ -223,13 +243,18 @@ class _Cut:
 
 
 def compile_step(
-    trace: Trace, schedule: Schedule, *, by_inductor: bool = False, links: Links | None = None
-) -> CompiledStep:
+    trace: Trace, schedule: Schedule, *, by_inductor: bool = False, links: Links | None = None,
+    tier: TierCopies | None = None,
+) -> CompiledStep:  # fmt: skip
+    """`tier`: where a plan for a range copies to; left out, it has the room of this one size."""
     found = require_valid(trace.graph, schedule, links)
-    if schedule.moves:
-        refuse_copies(by_inductor=by_inductor, over_range=trace.env is not None)
+    if schedule.moves and by_inductor:
+        refuse_copies()
     links = links or trace.graph.links
-    cut = _Cut(trace, schedule, tier_for(trace.graph, schedule, links, found), by_inductor)
+    tier = tier or tier_for(trace.graph, schedule, links, found)
+    if tier is not None:
+        tier.require_room()  # a lack of room shows when the module is made, not only in a step
+    cut = _Cut(trace, schedule, tier, by_inductor)
     trace.compiled = True  # AOTAutograd uses up the trace's metadata
     facts, state = _gradient_facts(trace.joint), trace.descriptors._aot_state
     state.fw_metadata.bw_donated_idxs = []  # else AOTAutograd refuses retain_graph=True
@@ -253,28 +278,21 @@ def compile_step(
 def tier_for(
     graph: TrainingGraph, schedule: Schedule, links: Links | None, found: Simulation
 ) -> TierCopies | None:
-    """The memory that a plan copies values to, with room for a step; None if it copies none."""
+    """The memory that a plan copies values to; None if it copies none."""
     if not schedule.moves:
         return None
     if links is None:  # the simulator has refused it already
         raise TierError("pass links to a host: this plan copies values to one, and none is known")
-    tier: TierCopies = FileTier(found.host_peak_bytes, found.nvme_peak_bytes, links.nvme_path)
     if is_cuda(graph.device):
         from remat.rewriter.tiers.stream_tier import StreamTier
 
-        tier = StreamTier(graph.device, host_places(graph, schedule), links, found.nvme_peak_bytes)
-    tier.require_room()  # a lack of room shows when the module is made, not only in a step
-    return tier
+        places = host_places(graph_of_schedule(graph, schedule), schedule)
+        return StreamTier(graph.device, places, links, found.nvme_peak_bytes)
+    return FileTier(found.host_peak_bytes, found.nvme_peak_bytes, links.nvme_path)
 
 
-def refuse_copies(*, by_inductor: bool = False, over_range: bool = False) -> None:
-    if by_inductor:
-        raise RewriteError(
-            "leave out compile=True, or solve without offloading: this plan copies values to the "
-            "host, and Inductor's code does not"
-        )
-    if over_range:
-        raise RewriteError(
-            "plan for one size, or solve without offloading: this plan copies values to the host, "
-            "and a module over a range of sizes does not"
-        )
+def refuse_copies() -> None:
+    raise RewriteError(
+        "leave out compile=True, or solve without offloading: this plan copies values to the "
+        "host, and Inductor's code does not"
+    )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, overload
 
 from torch import nn
@@ -17,20 +16,25 @@ from remat.graph_capture.devices.placement import meter_of
 from remat.graph_capture.distributed.rank_refusals import refuse_range_over_ranks, refuse_wrappers
 from remat.graph_capture.errors import RewriteError, ScheduleError, option
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.sizes.chunks_over_sizes import exact_counts
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.tracing import trace as tracing
 from remat.graph_capture.tracing.fake_tensors import has_storage
-from remat.graph_capture.tracing.recipe import JointEdit, Recipe, recipe_for, require_switches
+from remat.graph_capture.tracing.recipe import Recipe, recipe_for, require_switches
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import Trace, trace_recipe, with_edits
 from remat.rewriter.arena.captured import capture_steps
 from remat.rewriter.checking.audit import Audits, of_steps
-from remat.rewriter.compiled import compile_step, links_of, refuse_copies
+from remat.rewriter.compiled import compile_step, edits_of, links_of, refuse_copies
 from remat.rewriter.graphs.updating import Updates
 from remat.rewriter.user_module.module import RematModule, make_module
-from remat.rewriter.user_module.ranged import RangedModule, make_ranged
-from remat.schedules.family import Family, resized_schedule
-from remat.schedules.levers import REDUCTIONS, attribute_at
+from remat.rewriter.user_module.ranged import (
+    RangedModule,
+    as_planned_over,
+    make_ranged,
+    tier_at_most,
+)
+from remat.schedules.family import Family
 from remat.schedules.plan import Prediction
 from remat.schedules.schedule import ChunkedRegion, Schedule
 from remat.schedules.simulate import require_valid
@@ -56,25 +60,10 @@ def trace_of_schedule(
         whole = dataclasses.replace(recipe, edits=())
         known = captured if captured and is_usable else trace_recipe(model, whole)
         _require_eagers_bits(known, unknown)
-    edits = tuple(_edits_of(schedule))
+    edits = tuple(edits_of(schedule))
     if captured and is_usable and edits:
         return with_edits(captured, edits)
     return trace_recipe(model, dataclasses.replace(recipe, edits=edits))
-
-
-def _edits_of(schedule: Schedule) -> Iterator[JointEdit]:
-    # One region may stand for several parts that run in as many chunks.
-    parts = [(part, one) for one in schedule.chunks for part in one.region.split(AND)]
-    chunks = tuple((part, one.chunks, one.exact) for part, one in parts)
-    told = [(one.lever, one.told) for one in schedule.levers]
-    # A schedule has chunks or such levers, not both (`REDUCTIONS`).
-    for name, facts in [("chunks", chunks), *told] if chunks else told:
-        if name not in REDUCTIONS or not REDUCTIONS[name].emitter:
-            raise ScheduleError(
-                f"make the plan again: it uses {name}, which this release cannot run"
-            )
-        emit: Callable[..., None] = attribute_at(REDUCTIONS[name].emitter)
-        yield functools.partial(emit, told=facts)
 
 
 def _require_eagers_bits(captured: Trace, wanted: Iterable[ChunkedRegion]) -> None:
@@ -83,11 +72,23 @@ def _require_eagers_bits(captured: Trace, wanted: Iterable[ChunkedRegion]) -> No
         for found in find_regions(captured, is_exact=True, names=one.region.split(AND)):
             found.set_chunks(one.chunks)
             if not has_them(found):
-                raise RewriteError(
-                    f"plan here, or with {option('split', 'tolerance')} or "
-                    f"{option('split', 'none')}: {found.name} in {found.chunks} chunks gives "
-                    "other bits than eager here, as kernels sum some rows in another order"
-                )
+                raise _other_bits(found.name, found.chunks)
+
+
+def _other_bits(name: str, chunks: int) -> RewriteError:
+    return RewriteError(
+        f"plan here, or with {option('split', 'tolerance')} or {option('split', 'none')}: {name} "
+        f"in {chunks} chunks gives other bits than eager here, as kernels sum some rows in another "
+        "order"
+    )
+
+
+def require_bits_over(traced: Trace, family: Family) -> None:
+    """Exact chunks of a family, which may come from elsewhere, give eager's bits here too."""
+    chosen = dict.fromkeys(one for member in family.members for one in member.schedule.chunks)
+    for one in (one for one in chosen if one.exact):
+        if not exact_counts(traced, one.region, [one.chunks]):
+            raise _other_bits(one.region, one.chunks)
 
 
 @overload
@@ -139,7 +140,7 @@ def rewrite(
 
     Warns where the peak of the schedule, or of its code, is above its budget. `ScheduleError`: of
     another model or batch, or `simulate` refuses it. `RewriteError`: the batch is not known here,
-    or copies to the host meet `compile` or `over`. `TierError`: the folder cannot be written or has
+    or copies to the host meet `compile`. `TierError`: the folder cannot be written or has
     no room. `CaptureError`: the model has changed. `AgreementError`, by `Plan.apply`: ranks would
     run collectives in another order.
     """
@@ -163,9 +164,10 @@ def rewrite(
     if isinstance(schedule, Family):
         ranged = trace or _trace_range(model, schedule)
         refuse_range_over_ranks(ranged.joint.module)
+        require_bits_over(ranged, schedule)
         return make_ranged(model, schedule, ranged, over, updates=updates, audit=of_steps(audit))
-    if schedule.moves:
-        refuse_copies(by_inductor=compile, over_range=over is not None)
+    if schedule.moves and compile:
+        refuse_copies()
     if not has_storage(model):
         raise RewriteError(
             "build the model with storage, and rewrite that with its batch: this "
@@ -177,12 +179,13 @@ def rewrite(
                 f"pass what remat.capture(..., dynamic=...) returned: over is {type(over).__name__}"
             )
         traced = trace or _trace_range(model, over)
-        schedule = resized_schedule(schedule, traced.graph)
+        traced, schedule = as_planned_over(model, traced, schedule)
     elif trace is None:
         traced = _trace_for(model, schedule, args, kwargs, loss_fn, target)
     else:
         traced = _usable(trace, model, schedule)
-    found = require_valid(traced.graph, schedule, links_of(traced, costed))
+    links = over.base.links if over is not None else links_of(traced, costed)
+    found = require_valid(traced.graph, schedule, links)
     if trace is None and 0 < schedule.budget_bytes < found.peak_bytes:
         warnings.warn(
             f"solve again: this schedule has a peak of {found.peak_bytes} bytes here, above its "
@@ -191,9 +194,10 @@ def rewrite(
         )
     if compile:
         _warn_above_budget(traced, schedule)
+    largest = None if over is None else over.bounding(over.symbols)
     module = module_for(
         model, schedule, traced, prediction, costed, updates,
-        by_inductor=compile, audit=of_steps(audit),
+        by_inductor=compile, audit=of_steps(audit), largest=largest,
     )  # fmt: skip
     if cuda_graphs:
         capture_steps(module)
@@ -203,10 +207,14 @@ def rewrite(
 def module_for(
     model: nn.Module, schedule: Schedule, traced: Trace, prediction: Prediction | None,
     costed: TrainingGraph | None, updates: Updates | None = None, *, by_inductor: bool = False,
-    audit: Audits = "step",
+    audit: Audits = "step", largest: TrainingGraph | None = None,
 ) -> RematModule:  # fmt: skip
-    """The module that carries out `schedule`; `traced` has not been compiled."""
-    step = compile_step(traced, schedule, by_inductor=by_inductor, links=links_of(traced, costed))
+    """The module that carries out `schedule`; `traced` has not been compiled. `largest`: the graph
+    at the largest sizes of a range."""
+    links, tier = links_of(traced, costed), None
+    if largest is not None:
+        links, tier = largest.links, tier_at_most(largest, schedule)
+    step = compile_step(traced, schedule, by_inductor=by_inductor, links=links, tier=tier)
     return make_module(
         model, schedule, traced.recipe, step, traced.python_state, prediction, costed, updates,
         audit=audit,

@@ -189,12 +189,11 @@ def resized_schedule(schedule: Schedule, graph: TrainingGraph) -> Schedule:
             f"plan each size, or leave out {schedule.levers[0].lever}: this plan uses it, and it "
             "changes the ops of one size"
         )
-    captured_hash = graph.hash if schedule.chunks else ""
-    graph = in_chunks(graph, schedule.chunks) if schedule.chunks else graph
-    mine, theirs = (  # only shapes may differ between sizes
-        [_SHAPE.sub("[]", line) for line in one.signatures] for one in (schedule, graph)
-    )
-    if mine != theirs:
+    captured_hash = schedule.captured_hash
+    if schedule.chunks and not _are_alike(schedule, graph):  # else `graph` is the one in chunks
+        captured_hash, graph = graph.hash, in_chunks(graph, schedule.chunks)
+    if not _are_alike(schedule, graph):
+        mine, theirs = map(_without_shapes, (schedule, graph))
         pairs = zip(mine, theirs, strict=False)
         first = next((f"'{a}', is '{b}'" for a, b in pairs if a != b), "other in number")
         raise ScheduleError(
@@ -205,6 +204,14 @@ def resized_schedule(schedule: Schedule, graph: TrainingGraph) -> Schedule:
         schedule, graph_hash=graph.hash, inputs=graph.inputs, signatures=graph.signatures,
         captured_hash=captured_hash,
     )  # fmt: skip
+
+
+def _are_alike(schedule: Schedule, graph: TrainingGraph) -> bool:
+    return _without_shapes(schedule) == _without_shapes(graph)
+
+
+def _without_shapes(one: Schedule | TrainingGraph) -> list[str]:
+    return [_SHAPE.sub("[]", line) for line in one.signatures]  # only they differ between sizes
 
 
 def simulate_resized(graph: TrainingGraph, schedule: Schedule) -> Simulation:

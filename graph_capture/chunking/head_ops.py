@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from remat.graph_capture.chunking.blocks import blocks
 from remat.graph_capture.joint.nodes import aten
 
 # A linear layer and its cross-entropy loss: their numbers, and logits by rows or by classes.
@@ -99,12 +100,6 @@ class _Rows:
     @property
     def of_loss(self) -> slice:
         return slice(self.low, self.high)
-
-
-def blocks(n: int, chunks: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """At most `chunks` ranges of 0..n - 1, of a multiple of `multiple` each, but for the last."""
-    step = max(-(-n // (chunks * multiple)) * multiple, 1)
-    return [(a, min(a + step, n)) for a in range(0, n, step)]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat.graph_capture.chunking.head_ops import blocks, linear
+from remat.graph_capture.chunking.blocks import blocks
+from remat.graph_capture.chunking.head_ops import linear
 from remat.graph_capture.chunking.mlp import ACTIVATIONS
 
 COLUMNS_MULTIPLE = 64  # blocks of hidden columns are such, so each begins at a line of the caches

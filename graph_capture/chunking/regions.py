@@ -10,6 +10,7 @@ from typing import Any, cast
 from msgspec.structs import replace
 from torch import Tensor, fx
 
+from remat.graph_capture.chunking.blocks import largest_block
 from remat.graph_capture.chunking.head import Head, find_heads
 from remat.graph_capture.chunking.head_ops import (
     FORWARD,
@@ -57,9 +58,10 @@ class RegionCandidate:
     def chunks(self) -> int:
         return cast("int", self.nodes[0][0].args[-1])  # all ops of ours take it last
 
-    def set_chunks(self, chunks: int) -> None:
+    def set_chunks(self, chunks: int) -> RegionCandidate:
         for node in (node for nodes in self.nodes for node in nodes):
             node.args = (*node.args[:-1], chunks)
+        return self
 
     def by_node(self) -> Iterator[tuple[HeadOrMlp, fx.Node]]:
         for part, nodes in zip(self.parts, self.nodes, strict=True):
@@ -170,7 +172,9 @@ def _workspace_bytes(part: HeadOrMlp, node: fx.Node, chunks: int) -> int:
     # Backward: three blocks in the loss's dtype, the logarithms of probabilities, their gradient
     # and the logits'. A block of classes cut out of rows is one more.
     value, of_x = part.softmax.meta["val"], part.product.meta["val"]
-    blocks_bytes = 3 * (-(-value.numel() // chunks)) * value.element_size()
+    n_rows, n_classes = value.shape
+    block = max(-(-value.numel() // chunks), largest_block(n_rows, chunks) * n_classes)
+    blocks_bytes = 3 * block * value.element_size()
     if not _is_cut_out_of_rows(part, node):
         return blocks_bytes
     return blocks_bytes + -(-of_x.numel() // chunks) * of_x.element_size()

@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from remat.graph_capture.chunking.blocks import blocks
 from remat.graph_capture.chunking.head import Head, identity_of
-from remat.graph_capture.chunking.head_ops import blocks
 from remat.graph_capture.chunking.mlp import Mlp, has_equal_blocks
 from remat.graph_capture.chunking.mlp_ops import COLUMNS_MULTIPLE
 from remat.graph_capture.chunking.regions import IsExact, RegionCandidate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -194,10 +194,12 @@ def _meter_and_cache(trace: Trace, measure_again: bool) -> tuple[Meter, CostCach
 
 def with_measured_chunks(
     trace: Trace, graph: TrainingGraph, progress: ProgressCallback | None = None, *,
-    measure_again: bool = False,
+    measure_again: bool = False, found: Sequence[RegionCandidate] | None = None,
 ) -> TrainingGraph:  # fmt: skip
-    """`graph`, and regions that may run in chunks, measured and compared for bits."""
-    if not (found := requested_regions(trace)):
+    """`graph`, and regions that may run in chunks, measured and compared for bits. `found`: these
+    regions; None: those that the recipe asks for."""
+    found = requested_regions(trace) if found is None else found
+    if not found:
         return graph
     meter, cache = _meter_and_cache(trace, measure_again)
     with trace.python_state.streams_kept():
@@ -377,6 +379,17 @@ def measured_workspaces(trace: Trace, names: Collection[str]) -> dict[str, int]:
         regions = _regions(trace.joint, distinct, meter)
     found = {key: _bytes_taken(distinct[key], one, meter)[0] for key, one in regions.items()}
     return {name: own[name] + found[key] for name, key in keys.items() if key in found}
+
+
+def measured_in_chunks(found: RegionCandidate) -> dict[str, int]:
+    """`measured_workspaces` of the ops of ours in a region, in the chunks that it is set to."""
+    nodes = {node.name: node for _, node in found.by_node()}
+    meter = meter_of(str(found.parts[0].ends[0].meta["val"].device))
+    regions, made = _regions(found.joint, nodes, meter), found.joint.graph
+    own = {name: made.ops[made.op_index[name]].workspace_bytes for name in nodes}
+    return {
+        name: own[name] + _bytes_taken(nodes[name], one, meter)[0] for name, one in regions.items()
+    }
 
 
 class Sized:

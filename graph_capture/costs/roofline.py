@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor, fx
 
-from remat.graph_capture.chunking.regions import modelled, requested_regions, with_regions
+from remat.graph_capture.chunking.regions import (
+    RegionCandidate,
+    modelled,
+    requested_regions,
+    with_regions,
+)
 from remat.graph_capture.costs.cache import (
     ATTENTION_BACKWARD,
     OpCost,
@@ -191,8 +196,15 @@ def model_costs(
     )  # fmt: skip
     costed = with_update_costs(costed, trace.joint, trace.recipe.gradient_release, MODELLED)
     costed = with_collective_costs(costed, nodes, ranks or links_of_step(name, "", profile))
+    return with_modelled_chunks(costed, requested_regions(trace), roofline)
+
+
+def with_modelled_chunks(
+    costed: TrainingGraph, found: Sequence[RegionCandidate], roofline: Roofline | None = None
+) -> TrainingGraph:
+    roofline = roofline or Roofline.assumed(modelled_device(costed.device))
     in_chunks = modelled(costed, roofline.launch_us, rounded)  # compared on the device that trains
-    return with_regions(costed, requested_regions(trace), in_chunks, lambda _: True)
+    return with_regions(costed, found, in_chunks, lambda _: True)
 
 
 @dataclass(frozen=True)

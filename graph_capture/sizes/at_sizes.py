@@ -14,7 +14,8 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.joint.nodes import is_tangent, result_bytes, tensors_of
 from remat.graph_capture.sizes.range_costs import CostPoint, WorkspacePoint, off_lines, point_of
-from remat.graph_capture.sizes.ranged_graph import Extent, RangedGraph, structure_of
+from remat.graph_capture.sizes.ranged_chunks import Extent
+from remat.graph_capture.sizes.ranged_graph import RangedGraph, structure_of
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Sizes, corner, evaluated, spread
 from remat.graph_capture.sizes.trace_over_sizes import Environment, at_sizes
@@ -81,12 +82,14 @@ def _range_of(trace: Trace) -> tuple[Environment, RangedSignature]:
     return env, signature
 
 
-def _trace_at(trace: Trace, sizes: Sizes) -> Trace:
+def trace_at(trace: Trace, sizes: Sizes) -> Trace:
     """The trace of a range at one of its sizes. Its ops can be timed; it cannot be compiled."""
     env, signature = _range_of(trace)
     batch, device = signature.example_at(sizes), trace.recipe.device
     resident = resident_of_batch(trace.recipe.resident, batch, device)
-    recipe = dataclasses.replace(trace.recipe, signature=signature.at(sizes), resident=resident)
+    recipe = dataclasses.replace(  # heads in chunks are measured apart
+        trace.recipe, signature=signature.at(sizes), resident=resident, split="none"
+    )
     gm = at_sizes(trace.descriptors.graph_module, env, sizes)
     edit_traced(gm, recipe)
     joint = joint_of(gm, num_forward_outputs(trace.descriptors), recipe, trace.duplicate_outputs)
@@ -103,7 +106,7 @@ def ranged_graph_of(
     each size; without `workspaces`, none are beside costs."""
     env, signature = _range_of(trace)
     corners = [corner(env.symbols, which) for which in ("low", "middle", "high")]
-    traces = [(sizes, _trace_at(trace, sizes)) for sizes in corners]
+    traces = [(sizes, trace_at(trace, sizes)) for sizes in corners]
     graphs = [(sizes, one.graph) for sizes, one in traces]
     extents = _extents_of(trace.descriptors.graph_module, env, graphs)
     ranged = RangedGraph(
@@ -118,7 +121,8 @@ def ranged_graph_of(
                 f"{ranged.name} at {dict(sizes)} does not follow from the range"
             )
     costed = [cost_model(one) for _, one in reversed(traces)][::-1]
-    base = replace(ranged.base, device=costed[-1].device, resident=costed[-1].resident)
+    top = costed[-1]
+    base = replace(ranged.base, device=top.device, resident=top.resident, links=top.links)
     points: list[CostPoint] = []
     for (sizes, one), with_costs in zip(traces, costed, strict=True):
         nodes = (one.joint.node_of_op.get(op.name) for op in one.graph.ops)
@@ -142,7 +146,7 @@ def _with_workspaces(
     known = [one.sizes for one in ranged.points]
     axes = [{**high, s.name: size} for s in ranged.symbols for size in spread(s.sizes, _MOST_SIZES)]
     for sizes in (sizes for sizes in axes if sizes not in known):
-        found = workspaces(_trace_at(trace, sizes), names)
+        found = workspaces(trace_at(trace, sizes), names)
         made = [op.workspace_bytes for op in ranged.at(**sizes).ops]
         for name, workspace_bytes in found.items():
             made[index[name]] = workspace_bytes

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 
@@ -28,6 +27,7 @@ from remat.graph_capture.sizes.range_costs import (
     WorkspacePoint,
     is_within,
 )
+from remat.graph_capture.sizes.ranged_chunks import Extent, RangedChoice, regions_of
 from remat.graph_capture.sizes.symbols import (
     Guard,
     Sizes,
@@ -73,13 +73,6 @@ def _require_figures(n_ops: int, sizes: Sizes, figures: Sequence[float], most: f
 _SHOWN = 5  # values that a range's text shows: the largest ones
 
 
-class Extent(msgspec.Struct, frozen=True):
-    """What varies of a value: its `shape`, each entry an expression, and its bytes."""
-
-    shape: tuple[str, ...]
-    size_bytes: str
-
-
 class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     """One training step for all sizes of a range.
 
@@ -92,6 +85,7 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     points : the sizes at which ops were timed; none for a graph without costs.
     workspaces : further sizes at which workspaces were measured.
     traced_hash : of the graph at the sizes that were traced with, by which it is traced again.
+    choices : how heads may run in chunks, as `regions` of the graph of one size say.
     """
 
     noun: ClassVar[str] = "graph over a range"
@@ -104,6 +98,7 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     points: tuple[CostPoint, ...] = ()
     workspaces: tuple[WorkspacePoint, ...] = ()
     traced_hash: str = ""
+    choices: tuple[RangedChoice, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -170,7 +165,11 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
                 batch_bytes=sum(counted(bytes_of(text)) for text in self.batch_bytes),
             ),
         )
-        return self.costs.costed(graph, point, is_bound=is_bound) if self.points else graph
+        if not self.points:
+            return graph
+        made = ((c, c.at(shape_of, bytes_of, counted, is_bound=is_bound)) for c in self.choices)
+        costed = self.costs.costed(graph, point, is_bound=is_bound)
+        return replace(costed, regions=regions_of(made)) if self.choices else costed
 
     @functools.cached_property
     def costs(self) -> RangeCosts:

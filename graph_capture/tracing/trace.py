@@ -30,7 +30,7 @@ from remat.graph_capture.joint.autocast_cache import cast_weights_once
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.eager_memory import EagerMemory
 from remat.graph_capture.joint.gradients import GradientRelease, can_release_gradients
-from remat.graph_capture.joint.nodes import is_custom, is_tangent, written_inputs
+from remat.graph_capture.joint.nodes import copy_of, is_custom, is_tangent, written_inputs
 from remat.graph_capture.joint.output_aliasing import take_out_of
 from remat.graph_capture.joint.provenance import Provenance
 from remat.graph_capture.python_state.executed_code import (
@@ -300,6 +300,8 @@ def with_edits(trace: Trace, edits: tuple[JointEdit, ...]) -> Trace:
     """The trace with its joint graph changed; it takes over the record of `trace`."""
     trace.compiled = True
     gm, recipe = trace.descriptors.graph_module, dataclasses.replace(trace.recipe, edits=edits)
+    if trace.env:  # that graph has symbols, and others share this one
+        gm = copy_of(trace.joint.module)
     for edit in edits:
         edit(gm.graph)
     gm.recompile()
@@ -378,9 +380,7 @@ def trace(
         from remat.graph_capture.tracing.option_pairs import require_compatible
 
         refuse_range_of_dtensors(model)
-        require_compatible(
-            dynamic=True, split=split not in (None, "none"), sharding=sharding.kind != "none"
-        )
+        require_compatible(dynamic=True, sharding=sharding.kind != "none")
         signature = ranged_signature(model, batch, dynamic)
         batch = signature.example_at(signature.hints)
     asked = accumulate and sharding.kind == "none" if gradient_release is None else gradient_release
@@ -398,7 +398,7 @@ def trace(
         name=type(model).__name__, signature=signature, loss_fn=loss_fn, resident=resident,
         autocast=autocast_state(), device=device,
         float_inputs=tuple((place.text, place.value) for place in numbers),
-        split="none" if split is None and (dynamic or sharding.kind != "none") else split,
+        split="none" if split is None and sharding.kind != "none" else split,
         gradient_release=release, outputs=as_outputs(outputs),
     )  # fmt: skip
     try:

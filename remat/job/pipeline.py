@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -322,7 +322,7 @@ def plan_over(
     from remat.graph_capture.capture_api import workspaces_by
     from remat.graph_capture.sizes.at_sizes import ranged_graph_of
     from remat.graph_capture.sizes.ranged_signature import RangedSignature
-    from remat.ranges.ranged_call import sizes_within
+    from remat.ranges.ranged_call import chunked_at_need, sizes_within
     from remat.rewriter.plans.loading import plan_of_family
 
     with stopwatch.stage("capture", "tracing the training step"):
@@ -330,11 +330,14 @@ def plan_over(
     workspaces = workspaces_by(traced, request.read_profile())
     costed = partial(graph_with_costs, request=request, stopwatch=stopwatch)
     graph = ranged_graph_of(traced, costed, workspaces)
+    asked: dict[str, Any] = {
+        "solver": request.solver,
+        "time_limit_s": request.time_limit_s,
+        **request.solving,
+    }
+    graph, top = chunked_at_need(traced, graph, request.budget, stopwatch, **asked)
     with stopwatch.stage("solve", f"solving for {request.budget}"):
-        family = solve_over(
-            graph, request.budget, request.solver, request.time_limit_s,
-            **request.solving,
-        )  # fmt: skip
+        family = solve_over(graph, request.budget, top=top, **asked)
     signature = traced.recipe.signature
     assert isinstance(signature, RangedSignature)
     planned(plan_of_family(loaded.model, traced.recipe, signature.places, family, graph))
@@ -373,10 +376,7 @@ def _checked(
 
 def refuse_beside_dynamic(request: Request, **given: bool) -> None:
     """Refuse options that a verb does not take beside ``--dynamic``; `given` has the verb's own."""
-    options = {
-        **given, "--optimizer-in-backward": request.optimizer_in_backward,
-        "--host": bool(request.host)
-    }  # fmt: skip
+    options = {**given, "--optimizer-in-backward": request.optimizer_in_backward}
     if named := next((name for name, is_given in options.items() if is_given), ""):
         raise CaptureError(
             f"leave out {named}, or leave out --dynamic to plan only for the factory's batch: "

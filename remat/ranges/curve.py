@@ -80,17 +80,23 @@ _CUT_PART = 0.25
 """Of the limit, for each schedule but the largest's: up to eight take twice as long at most."""
 
 
-def solve_over(
+def solve_top(
     graph: RangedGraph, budget: str | SupportsIndex, solver: str = "auto",
     time_limit_s: float = 60.0, **options: Any,
-) -> Family:  # fmt: skip
+) -> Result:  # fmt: skip
     # Peaks are proved for all sizes, what is reserved for none but those replayed.
-    asked, bounding = (
-        replace(parse_budget(budget), is_allocated=True),
-        graph.bounding(graph.symbols),
-    )
+    asked = replace(parse_budget(budget), is_allocated=True)
+    bounding = graph.bounding(graph.symbols)
+    return asked.solve(bounding, solver, time_limit_s=time_limit_s, **options)
+
+
+def solve_over(
+    graph: RangedGraph, budget: str | SupportsIndex, solver: str = "auto",
+    time_limit_s: float = 60.0, *, top: Result | None = None, **options: Any,
+) -> Family:  # fmt: skip
+    """`top`: the outcome at the largest sizes, if known."""
     # The largest sizes first: their schedule serves all, and says what the budget is in bytes.
-    top = asked.solve(bounding, solver, time_limit_s=time_limit_s, **options)
+    top = top or solve_top(graph, budget, solver, time_limit_s, **options)
 
     def solve_part(part: TrainingGraph, budget_bytes: int) -> Result:
         limit_s = _CUT_PART * time_limit_s

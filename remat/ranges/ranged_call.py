@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, SupportsIndex
 
 import msgspec
 
-from remat.budgets import Budget
+from remat.budgets import Budget, parse_budget
 from remat.checks import (
     Batch,
     Reference,
@@ -17,24 +18,29 @@ from remat.checks import (
     say_unchecked,
     unless_short,
 )
-from remat.graph_capture.capture_api import add_costs, workspaces_by
+from remat.graph_capture.capture_api import add_costs, chunks_by, workspaces_by
 from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.costs.step_time import is_beyond
+from remat.graph_capture.devices.memory import LowerTiers
 from remat.graph_capture.errors import SignatureError, TooLargeError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.at_sizes import ranged_graph_of
+from remat.graph_capture.sizes.chunks_over_sizes import with_chunks
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Sizes, require_in_range
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.trace import ProgressCallback, Trace, trace
+from remat.levers.chunks_at_need import may_wait
 from remat.levers.optimizer_in_backward import release_of, updates_of
-from remat.progress import stopwatch_of_call
-from remat.ranges.curve import solve_over
+from remat.progress import Stopwatch, stopwatch_of_call
+from remat.ranges.curve import solve_over, solve_top
 from remat.ranks.same_order import ONE_RANK, require_group
 from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
+from remat.schedules.outcome import Result
 from remat.solved import family_text
+from remat.solver.stopping import DEFAULT_GAP
 from remat.step_spec import StepSpec
 
 
@@ -42,24 +48,26 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
     """A module that trains at all sizes of a range; `as_far_as_fits`: at as many as fit."""
     model, budget, dynamic = spec.model, spec.budget, spec.dynamic
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(model).__name__
-    known, batch = spec.known_profile, spec.batch
+    known, tiers, batch = spec.known_profile, spec.tiers, spec.batch  # refused before the trace
     with stages.stage("capture", f"tracing {name} over a range of sizes"):
         traced = trace(
             model,
             **spec.of_trace,
             dynamic=dynamic,
             float_inputs=spec.float_inputs,
+            split=spec.split,
             gradient_release=release_of(spec),
         )
     require_group(traced.joint.module, None, ONE_RANK.format(what="a plan over a range of sizes"))
     with stages.stage("profile", "timing ops at several sizes") as shown:
-        costed = _costs_within(spec.parsed_budget, known, shown)
+        costed = _costs_within(spec.parsed_budget, known, tiers, shown)
         graph = ranged_graph_of(traced, costed, workspaces_by(traced, known))
     asked = spec.of_solve
     sizes = sizes_within(traced, batch)
+    graph, top = chunked_at_need(traced, graph, budget, stages, **asked)
     with stages.stage("solve", f"solving for {budget} at the sizes of the range"):
         try:
-            family = solve_over(graph, budget, **asked)
+            family = solve_over(graph, budget, top=top, **asked)
         except TooLargeError as error:
             largest = error.largest
             if not as_far_as_fits or sizes is None or not largest:
@@ -88,15 +96,38 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
     return module
 
 
+def chunked_at_need(
+    traced: Trace, graph: RangedGraph, budget: str | SupportsIndex, stages: Stopwatch, **asked: Any
+) -> tuple[RangedGraph, Result | None]:
+    """The graph, with heads in chunks where they are asked for or may help, and the outcome at its
+    largest sizes where that is known; `asked` as of `solve_over`."""
+    top: Result | None = None
+    if traced.recipe.split == "none":
+        return graph, top
+    if may_wait(traced, parse_budget(budget)):
+        with stages.stage("solve", f"solving for {budget} at the largest sizes"):
+            top = solve_top(graph, budget, **asked)
+        if top.schedule is not None and top.overhead <= DEFAULT_GAP:
+            return graph, top
+    with stages.stage("profile", "timing large layers in chunks at several sizes") as shown:
+        chunked = with_chunks(traced, graph, chunks_by(shown))
+    if not chunked.choices:
+        return graph, top
+    known: dict[str, Any] = {} if top is None else {"at_hand": top}
+    with stages.stage("solve", f"solving for {budget} in chunks"):
+        return chunked, solve_top(chunked, budget, **asked, **known)
+
+
 def _costs_within(
-    budget: Budget, known: Profile | None, shown: ProgressCallback
+    budget: Budget, known: Profile | None, tiers: LowerTiers | None, shown: ProgressCallback
 ) -> Callable[[Trace], TrainingGraph]:
     left_out: list[bool] = []
 
     def costed(one: Trace) -> TrainingGraph:
         if not left_out:  # if the largest cannot be timed, none is: costs are fitted
             left_out.append(is_beyond(one.joint, one.graph, budget.most_bytes(one.graph)))
-        return add_costs(one, progress=shown, profile=known, most_bytes=0 if left_out[0] else None)
+        most_bytes = 0 if left_out[0] else None
+        return add_costs(one, progress=shown, profile=known, tiers=tiers, most_bytes=most_bytes)
 
     return costed
 

@@ -156,6 +156,11 @@ class Audit:
         """Why steps are not compared, or the next one later; empty where they are."""
         return self._gave_up or self._why_never or self._why_later
 
+    def judge_room_by(self, schedule: Schedule, costed: TrainingGraph) -> None:
+        """Of a plan for a range, which is compiled at one size: have the largest sizes tell whether
+        there is room."""
+        self._schedule, self._costed = schedule, costed
+
     def compare_next(self) -> None:
         self._is_due = True
 

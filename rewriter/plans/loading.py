@@ -39,7 +39,7 @@ from remat.rewriter.plans.facts import (
     signature_from,
     under_autocast,
 )
-from remat.rewriter.rewriting import rewrite, trace_of_schedule
+from remat.rewriter.rewriting import require_bits_over, rewrite, trace_of_schedule
 from remat.rewriter.user_module.module import RematModule, SharedState
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
 from remat.schedules.family import Family, resized_schedule
@@ -167,6 +167,7 @@ def _load_over_range(
             "make the plan again with remat.rematerialize(..., dynamic=...): values of "
             f"{plan.model} have other sizes than the plan was made for"
         )
+    require_bits_over(traced, over.family)
     keep_recipe(model, over.family.traced_hash, traced.recipe)  # `rewrite` looks it up by this hash
     return make_ranged(model, over.family, traced, over.graph, audit=of_steps(audit))
 

@@ -11,6 +11,7 @@ import functools
 import mmap
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -234,6 +235,13 @@ class StreamTier:
             way.wait_event(event)
         queue_copy(way, target, source)
         return way.record_event()
+
+
+def share_memory(tiers: Sequence[Any]) -> None:
+    """Let plans of which one runs at a time take turns in the pinned memory of the largest."""
+    ranges = max((one._ranges for one in tiers), key=lambda one: one.size_bytes)
+    for one in tiers:
+        one._ranges = ranges
 
 
 @functools.cache

@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import msgspec
 from torch import nn
 
+from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.errors import RewriteError, SignatureError
+from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
+from remat.graph_capture.sizes.symbols import Symbol
 from remat.graph_capture.tracing.recipe import Recipe
-from remat.graph_capture.tracing.trace import Trace, trace_recipe
+from remat.graph_capture.tracing.trace import Trace, trace_recipe, with_edits
 from remat.rewriter.checking.audit import Audit, Audits
-from remat.rewriter.compiled import compile_step, copy_to_compile
+from remat.rewriter.compiled import compile_step, copy_to_compile, edits_of, tier_for
 from remat.rewriter.graphs.updating import Updates
 from remat.rewriter.guards.forward import BatchFlattener
+from remat.rewriter.tiers.file_tier import TierCopies
 from remat.rewriter.user_module.module import RematModule, SharedState, in_modes, make_module
 from remat.rewriter.user_module.own_forward import class_of_user
-from remat.schedules.family import Family, resized_schedule
+from remat.schedules.family import Family, Member, resized_schedule
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import simulate
 
 
 class _Members:
     """The rewritten modules of a family, each compiled when a batch first needs it."""
 
     def __init__(
-        self, model: nn.Module, family: Family, traced: Trace, first: int,
-        updates: Updates | None, audit: Audits,
+        self, model: nn.Module, family: Family, traced: Trace, graph: RangedGraph | None,
+        first: int, updates: Updates | None, audit: Audits,
     ) -> None:  # fmt: skip
         signature = traced.recipe.signature
         if not isinstance(signature, RangedSignature):
@@ -35,7 +45,7 @@ class _Members:
                 "capture with dynamic=...: this trace is of one size, and a family of schedules "
                 "is for a range"
             )
-        self.model, self.family, self.traced = model, family, traced
+        self.model, self.family, self.traced, self.graph = model, family, traced, graph
         self.audit: Audits = audit
         self.updates = updates
         self.signature, self.batches = signature, BatchFlattener(signature)
@@ -65,12 +75,66 @@ class _Members:
             return -1
 
     def _compiled(self, number: int) -> RematModule:
-        traced = copy_to_compile(self.traced)  # compiling uses up a trace's metadata
-        schedule = resized_schedule(self.family.members[number].schedule, traced.graph)
-        step, state = compile_step(traced, schedule), traced.python_state
-        return make_module(
-            self.model, schedule, traced.recipe, step, state, updates=self.updates, audit=self.audit
+        member = self.family.members[number]
+        # Compiling uses up a trace's metadata.
+        traced = copy_to_compile(self.traced)
+        traced, schedule = as_planned_over(self.model, traced, member.schedule)
+        bounding, tier = self._bounding(member), self._tiers[number]
+        links = None if bounding is None else bounding.links
+        step = compile_step(traced, schedule, links=links, tier=tier)
+        state = traced.python_state
+        # Without the whole step's graph nobody knows whether it has room beside one in chunks.
+        audit = "none" if self.graph is None and schedule.chunks else self.audit
+        module = make_module(
+            self.model, schedule, traced.recipe, step, state, updates=self.updates, audit=audit
         )
+        if bounding is not None and (audits := type(module)._remat_audit) is not None:
+            audits.judge_room_by(resized_schedule(member.schedule, bounding), bounding)
+        return module
+
+    @functools.cached_property
+    def _tiers(self) -> list[TierCopies | None]:
+        """Of each schedule. On a CUDA device they share pinned memory: one runs at a time."""
+        members = self.family.members
+        pairs = [(self._bounding(one), one.schedule) for one in members]
+        tiers = [None if at is None else tier_at_most(at, schedule) for at, schedule in pairs]
+        if is_cuda(self.traced.recipe.device) and any(tiers):
+            from remat.rewriter.tiers.stream_tier import share_memory
+
+            share_memory([one for one in tiers if one is not None])
+        return tiers
+
+    def _bounding(self, member: Member) -> TrainingGraph | None:
+        """The step at the largest sizes that a member serves."""
+        if self.graph is None:
+            return None
+        most = max(member.corners, key=lambda one: math.prod(one.values()))
+        part = (Symbol(s.name, s.low, most[s.name], s.multiple) for s in self.graph.symbols)
+        return self.graph.bounding(tuple(part))
+
+
+def tier_at_most(largest: TrainingGraph, schedule: Schedule) -> TierCopies | None:
+    """Where `schedule` copies to, with room for the largest sizes; None if it copies nothing."""
+    if not schedule.moves:
+        return None
+    resized = resized_schedule(schedule, largest)
+    return tier_for(largest, resized, largest.links, simulate(largest, resized))
+
+
+def as_planned_over(
+    model: nn.Module, traced: Trace, schedule: Schedule
+) -> tuple[Trace, Schedule]:  # fmt: skip
+    """The trace of a range as `schedule` runs it, which may be in chunks, and `schedule` at the
+    sizes that were traced with; `traced` is used up."""
+    if not (edits := tuple(edits_of(schedule))):
+        return traced, resized_schedule(schedule, traced.graph)
+    captured_hash = traced.graph.hash
+    if traced.floats:  # they were found in the captured graph
+        edited = trace_recipe(model, dataclasses.replace(traced.recipe, edits=edits))
+    else:
+        edited = with_edits(traced, edits)
+    resized = resized_schedule(schedule, edited.graph)
+    return edited, msgspec.structs.replace(resized, captured_hash=captured_hash)
 
 
 class RangedModule(SharedState, nn.Module):
@@ -101,9 +165,9 @@ class RangedModule(SharedState, nn.Module):
 
     @classmethod
     def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        guards = cls._remat_members.first._remat_guards
+        guards, recipe = cls._remat_members.first._remat_guards, cls._remat_members.traced.recipe
         known = (cls._remat_family, cls._remat_graph)
-        given = (*known, guards.recipe, guards.captured_modes, cls._remat_members.audit)
+        given = (*known, recipe, guards.captured_modes, cls._remat_members.audit)
         return _restored_over_range, (cls._remat_original_module, *given)
 
 
@@ -116,7 +180,7 @@ def make_ranged(
     kind = class_of_user(
         RangedModule, model, traced.recipe.loss_fn, family=family, ranged_graph=graph,
         _remat_family=family, _remat_graph=graph,
-        _remat_members=_Members(model, family, traced, number, updates, audit),
+        _remat_members=_Members(model, family, traced, graph, number, updates, audit),
     )  # fmt: skip
     return kind()
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from remat.graph_capture.errors import TooLargeError
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.errors import ScheduleError, TooLargeError
+from remat.graph_capture.graph import MOST_BYTES, TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import BytesOver, RangedGraph
 from remat.graph_capture.sizes.symbols import Sizes, Symbol, corner
 from remat.schedules.family import Family, FastPeak, Member, simulate_resized, sizes_text
@@ -29,6 +29,7 @@ from remat.solver.problem import Problem, least_needed_bytes
 # What a schedule serves has no holes, as bytes are bounded below a corner: halves find its border.
 
 _MOST_LEVELS = 256  # from the smallest sizes to the largest, where several vary
+_PeakOf = Callable[[tuple[Symbol, ...]], int]  # of a schedule, within a part of the range
 _MOST_CORNERS = 16  # of what a schedule serves; more would serve a little more
 
 
@@ -45,23 +46,23 @@ class Reach:
 
     def along(self, schedule: Schedule) -> int:
         """The last level at which it fits; -1 where it fits at none."""
-        fast = FastPeak(self.graph.base, schedule)
-        return _last(len(self.levels), lambda i: self._fits(fast, self.levels[i]))
+        peak_of = self._peak_of(schedule)
+        return _last(len(self.levels), lambda i: self._fits(peak_of, self.levels[i]))
 
     def evaluated_corners(self, schedule: Schedule) -> tuple[tuple[dict[str, int], ...], int]:
         """Of what it serves, and the most that it needs there, by the simulator."""
-        fast, peak_bytes = FastPeak(self.graph.base, schedule), 0
+        peak_of, peak_bytes = self._peak_of(schedule), 0
         found: list[dict[str, int]] = []
-        for one in self._corners(fast):
-            judged = simulate_resized(self.graph.bounding(self.part(one)), schedule).peak_bytes
+        for one in self._corners(peak_of):
+            judged = self._simulated_bytes(schedule, self.part(one))
             if judged <= self.budget_bytes:
                 found.append(one)
                 peak_bytes = max(peak_bytes, judged)
         return tuple(found), peak_bytes
 
-    def _corners(self, fast: FastPeak) -> list[dict[str, int]]:
+    def _corners(self, peak_of: _PeakOf) -> list[dict[str, int]]:
         top = corner(self.symbols, "high")
-        if self._fits(fast, top):
+        if self._fits(peak_of, top):
             return [top]
         *leading, last = self.symbols
         # All combinations are about `_MOST_CORNERS`.
@@ -72,7 +73,7 @@ class Reach:
             first = {s.name: size for s, size in zip(leading, sizes, strict=True)}
             i = _last(
                 len(last.sizes),
-                lambda i, first=first: self._fits(fast, {**first, last.name: last.sizes[i]}),
+                lambda i, first=first: self._fits(peak_of, {**first, last.name: last.sizes[i]}),
             )
             one = {**first, last.name: last.sizes[i]}
             is_covered = any(all(one[name] <= at for name, at in big.items()) for big in found)
@@ -80,8 +81,20 @@ class Reach:
                 found.append(one)
         return found
 
-    def _fits(self, fast: FastPeak, sizes: Sizes) -> bool:
-        return fast.peak_bytes(self._bytes.of(self.part(sizes))) <= self.budget_bytes
+    def _peak_of(self, schedule: Schedule) -> _PeakOf:
+        if schedule.chunks or schedule.moves:  # `BytesOver` knows captured values on the device
+            return lambda part: self._simulated_bytes(schedule, part)
+        fast = FastPeak(self.graph.base, schedule)
+        return lambda part: fast.peak_bytes(self._bytes.of(part))
+
+    def _simulated_bytes(self, schedule: Schedule, part: tuple[Symbol, ...]) -> int:
+        try:
+            return simulate_resized(self.graph.bounding(part), schedule).peak_bytes
+        except ScheduleError:  # its copies have no room below the device at these sizes
+            return MOST_BYTES
+
+    def _fits(self, peak_of: _PeakOf, sizes: Sizes) -> bool:
+        return peak_of(self.part(sizes)) <= self.budget_bytes
 
 
 def _last(count: int, holds: Callable[[int], bool]) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from remat.graph_capture.chunking.blocks import LEAST_ROWS, blocks, largest_block
 from remat.graph_capture.chunking.head_ops import (
     CLASSES_MULTIPLE,
     FORWARD,
@@ -18,7 +19,6 @@ from remat.graph_capture.chunking.head_ops import (
     INPUT_AND_WEIGHT,
     SMOOTHED,
     WEIGHT,
-    blocks,
 )
 
 SHAPES = tuple(
@@ -173,3 +173,13 @@ def test_blocks_cover_all_once(n: int, chunks: int, multiple: int) -> None:
     assert [i for a, b in found for i in range(a, b)] == list(range(n))
     assert len(found) <= chunks
     assert all((b - a) % multiple == 0 for a, b in found[:-1])
+
+
+@pytest.mark.parametrize("chunks", [2, 4, 8, 16])
+def test_no_block_of_rows_is_short_or_longer_than_foretold(chunks: int) -> None:
+    longest = 0
+    for n in range(LEAST_ROWS, 1200):
+        lengths = [b - a for a, b in blocks(n, chunks)]
+        assert min(lengths) >= LEAST_ROWS // 2
+        longest = max(longest, *lengths)
+        assert longest <= largest_block(n, chunks)

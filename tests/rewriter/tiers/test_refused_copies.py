@@ -14,7 +14,6 @@ from remat.graph_capture import capture, spill_files
 from remat.graph_capture.errors import PlanError, RematError, RewriteError, ScheduleError, TierError
 from remat.ranks.same_order import agreed_load
 from remat.rewriter.checkpoint_policy import checkpoint_policy
-from remat.rewriter.compiled import refuse_copies
 from remat.rewriter.graphs.copies import CopyTimes, copy_times
 from remat.rewriter.plans.loading import plan_of
 from remat.rewriter.rewriting import rewrite
@@ -58,12 +57,10 @@ def test_the_emitters_of_inductor_refuse_copies() -> None:
     refused(RewriteError, text, emit, traced.joint, plan().schedule, writes=False)
 
 
-def test_a_range_of_sizes_copies_nothing() -> None:
+def test_a_range_of_sizes_without_links_copies_nothing() -> None:
     graph = capture(plan().model, plan().args, dynamic={"args[0]": {0: ("rows", 16, 128)}})
-    text = "a module over a range of sizes does not"
     given = plan().model, plan().schedule
-    refused(RewriteError, text, rewrite, *given, over=graph)
-    refused(RewriteError, text, refuse_copies, over_range=True)
+    refused(ScheduleError, "has no such link", rewrite, *given, over=graph)
 
 
 def test_torchs_checkpointing_copies_nothing() -> None:
