@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 from msgspec.structs import replace
@@ -23,6 +24,7 @@ from remat.graph_capture.distributed.sharding import (
     wrapped_groups,
 )
 from remat.graph_capture.graph import Op, Phase, TrainingGraph, Value
+from remat.graph_capture.sizes.ranged_graph import RangedGraph
 
 # When a wrapper communicates is fixed, so each communication is an op, pinned where it stands, and
 # its buffer a value, read by the op that lets go of it. As workspaces of ops beside them, buffers
@@ -250,6 +252,15 @@ def sharded(
         outputs=tuple(name for name in graph.outputs if name not in gradients),
         notes=(*graph.notes, UNTIMED),
     )  # fmt: skip
+
+
+def over_ranks(
+    graph: RangedGraph, sharding: Sharding, *, is_rewritten: bool = False
+) -> RangedGraph:
+    """As `local_step`, at each size of a range."""
+    if sharding.kind == "none":
+        return graph
+    return graph.changed(partial(local_step, sharding=sharding, is_rewritten=is_rewritten))
 
 
 def local_step(

@@ -284,7 +284,11 @@ def ranged_signature(model: nn.Module, batch: Any, dynamic: Dynamic) -> RangedSi
     symbols, places = places_in(batch, model, dynamic)
     if not symbols:
         raise CaptureError("leave out dynamic for a plan of one size: it names no dimension")
-    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    # A traced size that is equal to one of these would look as if it were that one.
-    fixed = {n for t in (*leaves, *model.parameters(), *model.buffers()) for n in t.shape}
+    # A traced size that is equal to one of these would look as if it were that one. Sizes that vary
+    # are none of them: ranks whose batches differ in these trace the same step.
+    varying = {(one.leaf, one.dim) for one in places}
+    fixed = {n for t in (*model.parameters(), *model.buffers()) for n in t.shape}
+    for i, leaf in enumerate(pytree.tree_leaves(batch)):
+        if isinstance(leaf, Tensor):
+            fixed |= {n for dim, n in enumerate(leaf.shape) if (i, dim) not in varying}
     return RangedSignature(batch, symbols, places, generic_sizes(symbols, fixed))
