@@ -212,14 +212,14 @@ def rematerialize(
         said = {name: value for name, value in given.items() if not is_default(name, value)}
         return plan_cache(**{k: v for k, v in said.items() if k not in ("args", "kwargs")})
     spec = StepSpec.of(given | {"args": () if args is None else args})
-    if spec.dynamic:
-        from remat.ranges.ranged_call import rematerialize_over
-
-        return rematerialize_over(spec)
     if spec.blocks is not None:
         from remat.blocks.rematerialized import blocks_planned
 
         return blocks_planned(spec)
+    if spec.dynamic:
+        from remat.ranges.ranged_call import rematerialize_over
+
+        return rematerialize_over(spec)
     from remat.step_planner import plan_one_size, whole_or_in_parts
 
     return whole_or_in_parts(spec, plan_one_size)

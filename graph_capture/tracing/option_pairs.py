@@ -40,11 +40,6 @@ PAIRS = (
         host="copies are planned for one size", nvme="copies are planned for one size",
         compile="Inductor's code is made for one size",
         split="chunks are compared with eager's bits at one size",
-        blocks=(
-            "what each block may keep is decided at one size",
-            "leave out blocks, to plan the whole model over the range; or leave out dynamic, plan "
-            "at the largest size, and pad batches to it",
-        ),
         cuda_graphs="a graph is captured for one size",
     ),
     *_with(

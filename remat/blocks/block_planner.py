@@ -36,6 +36,7 @@ from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.trace import Trace, trace, trace_recipe
 from remat.rewriter.guards.live_state import named_state
 from remat.schedules.derived import assembled
+from remat.schedules.family import Family
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Fetch, Schedule, Step
 from remat.schedules.simulate import simulate
@@ -127,7 +128,7 @@ def trace_blocks(
     with watching_calls(model, blocks) as calls:  # only the running model knows a block's inputs
         whole = trace(model, args, kwargs, **asked)
     distinct: list[_DistinctBlock] = []
-    for path, recipe in calls.recipes().items():
+    for path, recipe in calls.recipes(whole.env).items():
         _add_block(distinct, model, path, recipe, whole)
     return TracedBlocks(pattern, blocks, whole, distinct)
 
@@ -182,6 +183,8 @@ class BlocksPlan(msgspec.Struct, frozen=True):
     links: Links | None = None
     host_bytes: int = 0  # the most at once, of all blocks, as `nvme_bytes`
     nvme_bytes: int = 0
+    family: Family | None = None  # over a range of sizes: schedules of the whole step
+    members: tuple[dict[str, Schedule], ...] = ()  # as `schedules`, for each of the family
 
     def __repr__(self) -> str:
         return (

@@ -6,11 +6,14 @@ Ranks agree on a plan only where `group` is given: ranks of a pipeline must not 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
+import msgspec
 from torch import nn
 
 from remat.blocks.block_planner import BlockPlanner, BlocksPlan, TracedBlocks, trace_blocks
+from remat.blocks.over_sizes import BlocksOver
 from remat.budgets import parse_budget
 from remat.checks import (
     Batch,
@@ -21,25 +24,32 @@ from remat.checks import (
     say_unchecked,
     unless_short,
 )
-from remat.graph_capture.capture_api import add_costs
+from remat.graph_capture.capture_api import add_costs, workspaces_by
 from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.distributed.collectives import collectives_in
 from remat.graph_capture.distributed.dtensors import parameters_cast, require_cast
+from remat.graph_capture.distributed.rank_refusals import refuse_range_over_ranks
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
+from remat.graph_capture.graph import Links
+from remat.graph_capture.sizes.at_sizes import ranged_graph_of, trace_at
 from remat.graph_capture.tracing.attribute_writes import state_guarded
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.progress import stopwatch_of_call
+from remat.ranges.ranged_call import costs_within, sizes_within
 from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
 from remat.rewriter.checking.audit import Audits
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.tiers.file_tier import FileTier
-from remat.rewriter.user_module.module import SharedState, make_module
+from remat.rewriter.user_module.module import RematModule, SharedState, make_module
 from remat.rewriter.user_module.own_forward import Unplanned, with_replaced
+from remat.rewriter.user_module.ranged import RangedModule, make_ranged
+from remat.schedules.family import Family
 from remat.schedules.outcome import Check
-from remat.solved import Solved, infeasible_text, planned_text
+from remat.schedules.schedule import Schedule
+from remat.solved import Solved, family_text, infeasible_text, planned_text
 from remat.step_spec import StepSpec
 
 _plans: weakref.WeakKeyDictionary[nn.Module, BlocksPlan] = weakref.WeakKeyDictionary()
@@ -57,13 +67,27 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
         known, tiers = spec.known_profile, spec.tiers
         with stages.stage("capture", f"tracing {name} and its blocks"):
             traced = trace_blocks(
-                model, pattern, **spec.of_trace, sharding=sharding, gradient_release=False
+                model, pattern, **spec.of_trace, sharding=sharding, gradient_release=False,
+                dynamic=spec.dynamic,
             )  # fmt: skip
-        require_group(traced.whole.joint.module, spec.group)
+        whole = traced.whole
+        if spec.dynamic:
+            refuse_range_over_ranks(whole.joint.module)
+        require_group(whole.joint.module, spec.group)
         for one in traced.distinct:
             require_cast(next(iter(one.at)), one.trace.recipe.signature.dtypes, sharding)
 
+        def make_over() -> BlocksPlan:
+            with stages.stage("profile", "timing ops at several sizes") as shown:
+                costed = costs_within(spec.parsed_budget, known, shown)
+                ranged = ranged_graph_of(whole, costed, workspaces_by(whole, known))
+            with stages.stage("solve", f"solving for {budget} at the sizes of the range"):
+                over = BlocksOver(traced, ranged, sharding, spec.time_limit_s)
+                return over.plan(lambda planner: _plan_within(planner, budget))
+
         def make() -> BlocksPlan:
+            if spec.dynamic:
+                return make_over()
             most_bytes = spec.parsed_budget.most_bytes(traced.whole.graph)
             facts: dict[str, Any] = {"profile": known, "tiers": tiers, "most_bytes": most_bytes}
             with stages.stage("profile", "timing ops") as shown:
@@ -78,22 +102,27 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
         made = _rewritten(model, traced, plan, "block" if spec.audit else "none")
         agree_on_audits(ranks, made.modules())
         # The check runs before the user shards the model, so its peak is not that of the plan.
-        is_bound = sharding.kind == "none" and not collectives_in(traced.whole.joint.module)
+        is_bound = sharding.kind == "none" and not collectives_in(whole.joint.module)
         budget_bytes = plan.result.budget_bytes
         beside_bytes = gradients_there(model) if spec.accumulate else 0
-        beside = Reference(traced.whole.graph, budget_bytes, beside_bytes)
+        sizes = sizes_within(whole, batch) if spec.dynamic else {}
+        graph = trace_at(whole, sizes).graph if sizes else whole.graph
+        beside = Reference(graph, budget_bytes, beside_bytes)
         checked = None
         # A check runs the model's collectives: all ranks run it, or none.
-        if ranks.all_agree("check", is_checked(traced.whole.graph, spec.check, beside)):
+        is_run = sizes is not None and is_checked(graph, spec.check, beside)
+        if ranks.all_agree("check", is_run):
             limits = budget_bytes if is_bound else None, beside
             with stages.stage("check", f"comparing a step of {name} with eager"):
                 checked = unless_short(
                     lambda: _require_equal_blocks(model, made, batch, *limits), say_unchecked
                 )
-        what = f"{traced.whole.recipe.title}, {len(plan.schedules)} blocks"
-        stages.say(
-            planned_text(what, Solved(traced.whole.graph, plan.result), checked, stages.elapsed_s)
-        )
+        said = Solved(whole.graph, plan.result)
+        what = f"{whole.recipe.title}, {len(plan.schedules)} blocks"
+        if plan.family is None:
+            stages.say(planned_text(what, said, checked, stages.elapsed_s))
+        else:
+            stages.say(family_text(plan.family, checked, stages.elapsed_s, whole.graph.device))
     _plans[made] = plan
     return made
 
@@ -144,24 +173,57 @@ def _rewritten(
     links = plan.links  # before its first step each block says if its room is short
     if links is not None and plan.host_bytes and not is_cuda(traced.whole.graph.device):
         FileTier(plan.host_bytes, plan.nvme_bytes, links.nvme_path).require_room()
-    compiled: dict[tuple[int, Any], CompiledStep] = {}  # equal blocks of one schedule share a step
+    rewritten = _Rewritten(traced, links, audit, Unplanned(type(model).__name__))
     replaced: dict[nn.Module, nn.Module] = {}
-    told = Unplanned(type(model).__name__)  # once for all blocks
     for path, schedule in plan.schedules.items():
-        one, block = traced.of_path[path], traced.blocks[path]
+        block, family = traced.blocks[path], plan.family
+        if family is None:
+            replaced[block] = rewritten.block(path, schedule)
+        else:
+            replaced[block] = rewritten.over(path, [one[path] for one in plan.members], family)
+    return with_replaced(model, replaced)
+
+
+class _Rewritten:
+    """Blocks that follow schedules; equal blocks of one schedule share a compiled step."""
+
+    def __init__(
+        self, traced: TracedBlocks, links: Links | None, audit: Audits, told: Unplanned
+    ) -> None:
+        self.traced, self.links, self.audit = traced, links, audit
+        self.told = told  # once for all blocks
+        self.compiled: dict[tuple[int, Any], CompiledStep] = {}
+
+    def block(self, path: str, schedule: Schedule) -> RematModule:
+        one, block = self.traced.of_path[path], self.traced.blocks[path]
         recipe = one.trace.recipe
         key = (id(one), schedule.steps)
-        step = compiled.get(key)
+        step = self.compiled.get(key)
         # A step that holds objects of one block is of use to no other.
         if step is None or step.initialised or constants_of(step.forward, step.backward):
             fresh = trace_recipe(block, recipe)  # compiling uses up a trace's metadata
-            step, state = compile_step(fresh, schedule, links=plan.links), fresh.python_state
-            compiled[key] = step
+            step, state = compile_step(fresh, schedule, links=self.links), fresh.python_state
+            self.compiled[key] = step
         else:
             traced_as = one.trace.python_state
             # The shared step was traced on another block: guards read this one's own Python state.
             state = state_guarded(block, recipe.loss_fn, step.mutated, traced_as)
-        made = make_module(block, schedule, recipe, step, state, audit=audit)
-        made.__setstate__(told)
-        replaced[block] = made
-    return with_replaced(model, replaced)
+        made = make_module(block, schedule, recipe, step, state, audit=self.audit)
+        made.__setstate__(self.told)
+        return made
+
+    def over(self, path: str, schedules: Sequence[Schedule], family: Family) -> RangedModule:
+        """A block whose batch's sizes pick, as in all other blocks, the schedule that runs."""
+        block, one = self.traced.blocks[path], self.traced.of_path[path].trace
+        members = tuple(
+            msgspec.structs.replace(member, schedule=schedule)
+            for member, schedule in zip(family.members, schedules, strict=True)
+        )
+        own = msgspec.structs.replace(
+            family, model=type(block).__name__, members=members, traced_hash=one.graph.hash
+        )
+        # Now, as the parameters of a later step are parts of what was traced.
+        each = [self.block(path, schedule) for schedule in schedules]
+        made = make_ranged(block, own, one, audit=self.audit, made=each)
+        made.__setstate__(self.told)
+        return made

@@ -81,7 +81,7 @@ def _over(spec: StepSpec, ranks: CollectiveCall, *, as_far_as_fits: bool) -> Ran
 
     def make() -> _Planned:
         with stages.stage("profile", "timing ops at several sizes") as shown:
-            costed = _costs_within(spec.parsed_budget, known, shown)
+            costed = costs_within(spec.parsed_budget, known, shown)
             whole = ranged_graph_of(traced, costed, workspaces_by(traced, known))
             graph = over_ranks(whole, spec.sharding, is_rewritten=True)
         with stages.stage("solve", f"solving for {budget} at the sizes of the range"):
@@ -124,7 +124,7 @@ def _over(spec: StepSpec, ranks: CollectiveCall, *, as_far_as_fits: bool) -> Ran
     return module
 
 
-def _costs_within(
+def costs_within(
     budget: Budget, known: Profile | None, shown: ProgressCallback
 ) -> Callable[[Trace], TrainingGraph]:
     left_out: list[bool] = []
