@@ -80,9 +80,8 @@ PAIRS = (
     ),
     *_with(
         "blocks", CaptureError,
-        split="a head lies outside the blocks", float_inputs="blocks are planned without them",
+        float_inputs="blocks are planned without them",
         keep="the plan decides what blocks keep", recompute="the plan decides what blocks keep",
-        outputs="what lies outside the blocks returns what it does in the model",
         solver="blocks have a solver of their own",
     ),
 )  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from torch import nn
 
+from remat.blocks.chunked_head import HeadPlan
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.distributed.sharded_step import (
     BEFORE_BLOCK,
@@ -184,6 +185,7 @@ class BlocksPlan(msgspec.Struct, frozen=True):
     host_bytes: int = 0  # the most at once, of all blocks, as `nvme_bytes`
     nvme_bytes: int = 0
     family: Family | None = None  # over a range of sizes: schedules of the whole step
+    head: HeadPlan | None = None  # outside the blocks, in chunks with its loss
     members: tuple[dict[str, Schedule], ...] = ()  # as `schedules`, for each of the family
 
     def __repr__(self) -> str:

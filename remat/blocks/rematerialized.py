@@ -13,6 +13,7 @@ import msgspec
 from torch import nn
 
 from remat.blocks.block_planner import BlockPlanner, BlocksPlan, TracedBlocks, trace_blocks
+from remat.blocks.chunked_head import head_of, with_loss_in_chunks
 from remat.blocks.over_sizes import BlocksOver
 from remat.budgets import parse_budget
 from remat.checks import (
@@ -30,7 +31,7 @@ from remat.graph_capture.distributed.collectives import collectives_in
 from remat.graph_capture.distributed.dtensors import parameters_cast, require_cast
 from remat.graph_capture.distributed.rank_refusals import refuse_range_over_ranks
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
-from remat.graph_capture.graph import Links
+from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.sizes.at_sizes import ranged_graph_of, trace_at
 from remat.graph_capture.tracing.attribute_writes import state_guarded
 from remat.graph_capture.tracing.fake_tensors import has_storage
@@ -46,9 +47,10 @@ from remat.rewriter.tiers.file_tier import FileTier
 from remat.rewriter.user_module.module import RematModule, SharedState, make_module
 from remat.rewriter.user_module.own_forward import Unplanned, with_replaced
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
+from remat.schedules.derived import in_chunks, unchunked
 from remat.schedules.family import Family
-from remat.schedules.outcome import Check
-from remat.schedules.schedule import Schedule
+from remat.schedules.outcome import Check, Result
+from remat.schedules.schedule import ChunkedRegion, Schedule
 from remat.solved import Solved, family_text, infeasible_text, planned_text
 from remat.step_spec import StepSpec
 
@@ -68,7 +70,7 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
         with stages.stage("capture", f"tracing {name} and its blocks"):
             traced = trace_blocks(
                 model, pattern, **spec.of_trace, sharding=sharding, gradient_release=False,
-                dynamic=spec.dynamic,
+                dynamic=spec.dynamic, split=spec.split or "none",
             )  # fmt: skip
         whole = traced.whole
         if spec.dynamic:
@@ -93,8 +95,7 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
             with stages.stage("profile", "timing ops") as shown:
                 costed = add_costs(traced.whole, progress=shown, **facts)
             with stages.stage("solve", f"solving for {budget}"):
-                planner = BlockPlanner(traced, costed, sharding, spec.time_limit_s)
-                return _plan_within(planner, budget)
+                return _with_head(spec, traced, costed)
 
         # Others would decode a plan of ops they lack.
         ranks.require_same_step(f"{traced.whole.graph.hash} {' '.join(traced.blocks)}")
@@ -158,13 +159,43 @@ def _refuse(model: nn.Module) -> None:
         )
 
 
-def _plan_within(planner: BlockPlanner, budget: str | SupportsIndex) -> BlocksPlan:
+def _plan_within(
+    planner: BlockPlanner, budget: str | SupportsIndex, *, may_fail: bool = False
+) -> BlocksPlan:
     if parse_budget(budget).kind == "min":
         return planner.plan(planner.least_bytes())
     plan = planner.plan(parse_budget(budget).bytes_for(planner.eager))
-    if plan.result.schedule is None:
+    if plan.result.schedule is None and not may_fail:
         raise BudgetError(infeasible_text(plan.result))
     return plan
+
+
+def _with_head(spec: StepSpec, traced: TracedBlocks, costed: TrainingGraph) -> BlocksPlan:
+    """The fastest plan that fits, with the head and its loss whole or in chunks."""
+    whole = BlockPlanner(traced, unchunked(costed), spec.sharding, spec.time_limit_s)
+    is_least = parse_budget(spec.budget).kind == "min"
+    best = _plan_within(whole, spec.budget, may_fail=True)
+    for region in (one for one in costed.regions if one.kinds == ("head",)):
+        for choice in region.choices:
+            chosen = ChunkedRegion(region.name, choice.chunks, choice.exact)
+            graph = in_chunks(costed, (chosen,))
+            if not is_least and best.result.schedule and graph.time_us >= best.result.time_us:
+                continue  # its ops alone take no less
+            planner = BlockPlanner(traced, graph, spec.sharding, spec.time_limit_s)
+            budget_bytes = planner.least_bytes() if is_least else best.result.budget_bytes
+            plan = planner.plan(budget_bytes)
+            plan = msgspec.structs.replace(plan, head=head_of(costed, chosen, spec.model))
+            best = min(best, plan, key=lambda one: _rank(one.result, is_least=is_least))
+    if best.result.schedule is None:
+        raise BudgetError(infeasible_text(best.result))
+    return best
+
+
+def _rank(result: Result, *, is_least: bool) -> tuple[bool, float]:
+    """Those that fit come first, by time, or by peak; others by the least that would."""
+    if result.schedule is None:
+        return True, result.least_feasible_bytes
+    return False, result.peak_bytes if is_least else result.time_us
 
 
 def _rewritten(
@@ -181,6 +212,9 @@ def _rewritten(
             replaced[block] = rewritten.block(path, schedule)
         else:
             replaced[block] = rewritten.over(path, [one[path] for one in plan.members], family)
+    if plan.head is not None:
+        head = model.get_submodule(plan.head.path)
+        replaced[head] = with_loss_in_chunks(head, plan.head)
     return with_replaced(model, replaced)
 
 
