@@ -47,7 +47,7 @@ from remat.rewriter.tiers.file_tier import FileTier
 from remat.rewriter.user_module.module import RematModule, SharedState, make_module
 from remat.rewriter.user_module.own_forward import Unplanned, with_replaced
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
-from remat.schedules.derived import in_chunks, unchunked
+from remat.schedules.derived import fastest_us, in_chunks, unchunked
 from remat.schedules.family import Family
 from remat.schedules.outcome import Check, Result
 from remat.schedules.schedule import ChunkedRegion, Schedule
@@ -184,11 +184,19 @@ def _with_head(spec: StepSpec, traced: TracedBlocks, costed: TrainingGraph) -> B
             planner = BlockPlanner(traced, graph, spec.sharding, spec.time_limit_s)
             budget_bytes = planner.least_bytes() if is_least else best.result.budget_bytes
             plan = planner.plan(budget_bytes)
-            plan = msgspec.structs.replace(plan, head=head_of(costed, chosen, spec.model))
+            head = head_of(costed, chosen, spec.model)
+            plan = msgspec.structs.replace(plan, head=head, result=_bounded(plan.result, costed))
             best = min(best, plan, key=lambda one: _rank(one.result, is_least=is_least))
     if best.result.schedule is None:
         raise BudgetError(infeasible_text(best.result))
     return best
+
+
+def _bounded(result: Result, graph: TrainingGraph) -> Result:
+    bound_us = min(result.lower_bound_us, fastest_us(graph))  # other numbers of chunks count too
+    is_proved = result.schedule is not None and result.time_us <= bound_us * (1 + 1e-9)
+    status = "feasible" if result.status == "optimal" and not is_proved else result.status
+    return msgspec.structs.replace(result, lower_bound_us=bound_us, status=status)
 
 
 def _rank(result: Result, *, is_least: bool) -> tuple[bool, float]:
