@@ -24,6 +24,10 @@ class OptionPair(NamedTuple):
 _SHOWN = {"dynamic": "dynamic sizes", "compile": "compile=True", "cuda_graphs": "cuda_graphs=True"}
 _EITHER = "leave out one of the two"
 _EACH_SIZE = "leave out one of the two, or plan for each size"
+_BY_BLOCK = (  # which `StepSpec` lets pass
+    "plan by blocks for fully_shard, with blocks= and remat.Sharding('fsdp2', ...), or leave out "
+    "one of the two"
+)
 
 
 def _with(
@@ -60,9 +64,8 @@ PAIRS = (
     ),
     *_with(
         "optimizer_in_backward", CaptureError,
-        sharding="wrappers for several ranks take the gradients first",
-        group="wrappers for several ranks take the gradients first",
-        blocks="an update waits for every read of a parameter in the whole model",
+        sharding=("wrappers for several ranks take the gradients first", _BY_BLOCK),
+        group=("wrappers for several ranks take the gradients first", _BY_BLOCK),
     ),
     *_with(
         "cuda_graphs", RewriteError,
@@ -80,7 +83,6 @@ PAIRS = (
     ),
     *_with(
         "blocks", CaptureError,
-        float_inputs="blocks are planned without them",
         keep="the plan decides what blocks keep", recompute="the plan decides what blocks keep",
         solver="blocks have a solver of their own",
     ),

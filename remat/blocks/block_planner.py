@@ -130,6 +130,11 @@ def trace_blocks(
         whole = trace(model, args, kwargs, **asked)
     distinct: list[_DistinctBlock] = []
     for path, recipe in calls.recipes(whole.env).items():
+        own = [(name.removeprefix(f"{path}."), n) for name, n in whole.recipe.float_inputs]
+        names = {name for name, _ in whole.recipe.float_inputs}
+        recipe = dataclasses.replace(
+            recipe, float_inputs=tuple((name, n) for name, n in own if name not in names)
+        )
         _add_block(distinct, model, path, recipe, whole)
     return TracedBlocks(pattern, blocks, whole, distinct)
 
@@ -199,8 +204,9 @@ class BlockPlanner:
     """The step of a model with blocks as units, with costs, on one rank."""
 
     def __init__(
-        self, traced: TracedBlocks, costed: TrainingGraph, sharding: Sharding, time_limit_s: float
-    ) -> None:
+        self, traced: TracedBlocks, costed: TrainingGraph, sharding: Sharding, time_limit_s: float,
+        *, is_updated: bool = False,
+    ) -> None:  # fmt: skip
         self.traced = traced
         self.clock = Clock(time_limit_s)
         matches = {path: traced.of_path[path].at[path] for path in traced.blocks}
@@ -212,7 +218,7 @@ class BlockPlanner:
         own = (v if v.producer in self.path_of else of_eager[v.name] for v in graph.values)
         graph = msgspec.structs.replace(graph, values=tuple(own))
         self.alone, self.units = with_units(graph, ops_of)
-        self.graph = sharded(self.alone, self.units, sharding)
+        self.graph = sharded(self.alone, self.units, sharding, is_updated=is_updated)
         # Per cents of a budget are of eager's peak, so its sizes are kept apart.
         self.eager = sharded(*with_units(eager, ops_of), sharding, is_eager=True)
         for op in self.graph.ops:

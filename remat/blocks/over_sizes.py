@@ -22,8 +22,10 @@ class BlocksOver:
     """What blocks keep at the sizes of a range, judged as the whole step of one rank."""
 
     def __init__(
-        self, traced: TracedBlocks, ranged: RangedGraph, sharding: Sharding, time_limit_s: float
-    ) -> None:
+        self, traced: TracedBlocks, ranged: RangedGraph, sharding: Sharding, time_limit_s: float,
+        *, is_updated: bool = False,
+    ) -> None:  # fmt: skip
+        self.is_updated = is_updated
         self.traced, self.ranged, self.sharding = traced, ranged, sharding
         self.time_limit_s = time_limit_s
         self.graph = ranged.changed(lambda one: self._planner(one).graph)
@@ -62,7 +64,9 @@ class BlocksOver:
                 return
 
     def _planner(self, costed: TrainingGraph, part: float = 1.0) -> BlockPlanner:
-        return BlockPlanner(self.traced, costed, self.sharding, part * self.time_limit_s)
+        return BlockPlanner(
+            self.traced, costed, self.sharding, part * self.time_limit_s, is_updated=self.is_updated
+        )
 
     def _member(self, reach: Reach, sizes: dict[str, int], plan: BlocksPlan) -> Member:
         result = plan.result

@@ -15,6 +15,7 @@ from torch import nn
 from remat.blocks.block_planner import BlockPlanner, BlocksPlan, TracedBlocks, trace_blocks
 from remat.blocks.chunked_head import head_of, with_loss_in_chunks
 from remat.blocks.over_sizes import BlocksOver
+from remat.blocks.updates import UpdatesOfBlocks, name_of
 from remat.budgets import parse_budget
 from remat.checks import (
     Batch,
@@ -30,12 +31,14 @@ from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.distributed.collectives import collectives_in
 from remat.graph_capture.distributed.dtensors import parameters_cast, require_cast
 from remat.graph_capture.distributed.rank_refusals import refuse_range_over_ranks
+from remat.graph_capture.distributed.sharding import Sharding
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.sizes.at_sizes import ranged_graph_of, trace_at
 from remat.graph_capture.tracing.attribute_writes import state_guarded
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.graph_capture.tracing.trace import trace_recipe
+from remat.levers.optimizer_in_backward import require_updates_in_backward
 from remat.progress import stopwatch_of_call
 from remat.ranges.ranged_call import costs_within, sizes_within
 from remat.ranks.collective_call import CollectiveCall
@@ -60,6 +63,7 @@ _plans: weakref.WeakKeyDictionary[nn.Module, BlocksPlan] = weakref.WeakKeyDictio
 def blocks_planned(spec: StepSpec) -> nn.Module:
     """What `remat.rematerialize` returns where `blocks` is given; its docstring has the errors."""
     refuse_fake(spec.group)  # before ranks come together: a fake group has no others to wait for
+    spec = _with_state(spec)
     model, budget, sharding = spec.model, spec.budget, spec.sharding
     pattern, batch = spec.blocks or "", spec.batch
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(model).__name__
@@ -70,7 +74,7 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
         with stages.stage("capture", f"tracing {name} and its blocks"):
             traced = trace_blocks(
                 model, pattern, **spec.of_trace, sharding=sharding, gradient_release=False,
-                dynamic=spec.dynamic, split=spec.split or "none",
+                dynamic=spec.dynamic, split=spec.split or "none", float_inputs=spec.float_inputs,
             )  # fmt: skip
         whole = traced.whole
         if spec.dynamic:
@@ -84,7 +88,7 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
                 costed = costs_within(spec.parsed_budget, known, shown)
                 ranged = ranged_graph_of(whole, costed, workspaces_by(whole, known))
             with stages.stage("solve", f"solving for {budget} at the sizes of the range"):
-                over = BlocksOver(traced, ranged, sharding, spec.time_limit_s)
+                over = BlocksOver(traced, ranged, *_how(spec), is_updated=_is_updated(spec))
                 return over.plan(lambda planner: _plan_within(planner, budget))
 
         def make() -> BlocksPlan:
@@ -103,7 +107,8 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
         made = _rewritten(model, traced, plan, "block" if spec.audit else "none")
         agree_on_audits(ranks, made.modules())
         # The check runs before the user shards the model, so its peak is not that of the plan.
-        is_bound = sharding.kind == "none" and not collectives_in(whole.joint.module)
+        is_alone = sharding.kind == "none" and not collectives_in(whole.joint.module)
+        is_bound = is_alone and not _is_updated(spec)  # it lets parameters be
         budget_bytes = plan.result.budget_bytes
         beside_bytes = gradients_there(model) if spec.accumulate else 0
         sizes = sizes_within(whole, batch) if spec.dynamic else {}
@@ -125,7 +130,30 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
         else:
             stages.say(family_text(plan.family, checked, stages.elapsed_s, whole.graph.device))
     _plans[made] = plan
+    if spec.optimizer_in_backward is not None:
+        UpdatesOfBlocks(model, made, spec.optimizer_in_backward)
     return made
+
+
+def _with_state(spec: StepSpec) -> StepSpec:
+    """`spec`, with the state of an optimizer that updates in backward."""
+    if (optimizer := spec.optimizer_in_backward) is None:
+        return spec
+    require_updates_in_backward(spec)
+    if spec.accumulate:
+        raise CaptureError(
+            "leave out accumulate, and sum over batches with set_requires_gradient_sync(False) of "
+            "fully_shard: blocks whose parameters are updated in backward hold no gradients"
+        )
+    return spec.replace(optimizer=name_of(optimizer))
+
+
+def _is_updated(spec: StepSpec) -> bool:
+    return spec.optimizer_in_backward is not None
+
+
+def _how(spec: StepSpec) -> tuple[Sharding, float]:
+    return spec.sharding, spec.time_limit_s
 
 
 def _require_equal_blocks(
@@ -172,7 +200,9 @@ def _plan_within(
 
 def _with_head(spec: StepSpec, traced: TracedBlocks, costed: TrainingGraph) -> BlocksPlan:
     """The fastest plan that fits, with the head and its loss whole or in chunks."""
-    whole = BlockPlanner(traced, unchunked(costed), spec.sharding, spec.time_limit_s)
+    whole = BlockPlanner(
+        traced, unchunked(costed), *_how(spec), is_updated=_is_updated(spec)
+    )
     is_least = parse_budget(spec.budget).kind == "min"
     best = _plan_within(whole, spec.budget, may_fail=True)
     for region in (one for one in costed.regions if one.kinds == ("head",)):
@@ -181,7 +211,7 @@ def _with_head(spec: StepSpec, traced: TracedBlocks, costed: TrainingGraph) -> B
             graph = in_chunks(costed, (chosen,))
             if not is_least and best.result.schedule and graph.time_us >= best.result.time_us:
                 continue  # its ops alone take no less
-            planner = BlockPlanner(traced, graph, spec.sharding, spec.time_limit_s)
+            planner = BlockPlanner(traced, graph, *_how(spec), is_updated=_is_updated(spec))
             budget_bytes = planner.least_bytes() if is_least else best.result.budget_bytes
             plan = planner.plan(budget_bytes)
             head = head_of(costed, chosen, spec.model)
@@ -242,7 +272,8 @@ class _Rewritten:
         key = (id(one), schedule.steps)
         step = self.compiled.get(key)
         # A step that holds objects of one block is of use to no other.
-        if step is None or step.initialised or constants_of(step.forward, step.backward):
+        is_own = step and (step.initialised or step.floats)
+        if step is None or is_own or constants_of(step.forward, step.backward):
             fresh = trace_recipe(block, recipe)  # compiling uses up a trace's metadata
             step, state = compile_step(fresh, schedule, links=self.links), fresh.python_state
             self.compiled[key] = step

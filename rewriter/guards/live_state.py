@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,6 +106,16 @@ def _groups_of(module: nn.Module) -> list[Any]:
     several = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; one before
     found = [state._fsdp_param_group] if several is None else several
     return [group for group in found if group is not None]
+
+
+def shards_in(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """What FSDP2 holds of parameters between steps: each module that has one, by what name."""
+    for module in model.modules():
+        for one in (one for group in _groups_of(module) for one in group.fsdp_params):
+            info = one._module_info
+            yield info.module, info.param_name, one.sharded_param
+            for shared, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                yield shared, name, one.sharded_param
 
 
 def _state_of(module: nn.Module) -> Any:
