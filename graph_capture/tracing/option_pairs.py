@@ -83,7 +83,6 @@ PAIRS = (
     ),
     *_with(
         "blocks", CaptureError,
-        keep="the plan decides what blocks keep", recompute="the plan decides what blocks keep",
         solver="blocks have a solver of their own",
     ),
 )  # fmt: skip

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import msgspec
 
-from remat.blocks.block_planner import BlockPlanner, BlocksPlan, TracedBlocks
-from remat.graph_capture.distributed.sharding import Sharding
+from remat.blocks.block_planner import BlockPlanner, BlocksAsked, BlocksPlan, TracedBlocks
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.schedules.family import Family, Member
@@ -21,13 +21,8 @@ _CUT_PART = 0.25  # of the time limit, for each plan but that of the largest siz
 class BlocksOver:
     """What blocks keep at the sizes of a range, judged as the whole step of one rank."""
 
-    def __init__(
-        self, traced: TracedBlocks, ranged: RangedGraph, sharding: Sharding, time_limit_s: float,
-        *, is_updated: bool = False,
-    ) -> None:  # fmt: skip
-        self.is_updated = is_updated
-        self.traced, self.ranged, self.sharding = traced, ranged, sharding
-        self.time_limit_s = time_limit_s
+    def __init__(self, traced: TracedBlocks, ranged: RangedGraph, asked: BlocksAsked) -> None:
+        self.traced, self.ranged, self.asked = traced, ranged, asked
         self.graph = ranged.changed(lambda one: self._planner(one).graph)
 
     def plan(self, within: Callable[[BlockPlanner], BlocksPlan]) -> BlocksPlan:
@@ -64,9 +59,8 @@ class BlocksOver:
                 return
 
     def _planner(self, costed: TrainingGraph, part: float = 1.0) -> BlockPlanner:
-        return BlockPlanner(
-            self.traced, costed, self.sharding, part * self.time_limit_s, is_updated=self.is_updated
-        )
+        limit_s = part * self.asked.time_limit_s
+        return BlockPlanner(self.traced, costed, replace(self.asked, time_limit_s=limit_s))
 
     def _member(self, reach: Reach, sizes: dict[str, int], plan: BlocksPlan) -> Member:
         result = plan.result

@@ -12,7 +12,13 @@ from typing import Any, SupportsIndex
 import msgspec
 from torch import nn
 
-from remat.blocks.block_planner import BlockPlanner, BlocksPlan, TracedBlocks, trace_blocks
+from remat.blocks.block_planner import (
+    BlockPlanner,
+    BlocksAsked,
+    BlocksPlan,
+    TracedBlocks,
+    trace_blocks,
+)
 from remat.blocks.chunked_head import head_of, with_loss_in_chunks
 from remat.blocks.over_sizes import BlocksOver
 from remat.blocks.updates import UpdatesOfBlocks, name_of
@@ -31,7 +37,6 @@ from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.distributed.collectives import collectives_in
 from remat.graph_capture.distributed.dtensors import parameters_cast, require_cast
 from remat.graph_capture.distributed.rank_refusals import refuse_range_over_ranks
-from remat.graph_capture.distributed.sharding import Sharding
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.sizes.at_sizes import ranged_graph_of, trace_at
@@ -88,7 +93,7 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
                 costed = costs_within(spec.parsed_budget, known, shown)
                 ranged = ranged_graph_of(whole, costed, workspaces_by(whole, known))
             with stages.stage("solve", f"solving for {budget} at the sizes of the range"):
-                over = BlocksOver(traced, ranged, *_how(spec), is_updated=_is_updated(spec))
+                over = BlocksOver(traced, ranged, _asked(spec))
                 return over.plan(lambda planner: _plan_within(planner, budget))
 
         def make() -> BlocksPlan:
@@ -108,7 +113,7 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
         agree_on_audits(ranks, made.modules())
         # The check runs before the user shards the model, so its peak is not that of the plan.
         is_alone = sharding.kind == "none" and not collectives_in(whole.joint.module)
-        is_bound = is_alone and not _is_updated(spec)  # it lets parameters be
+        is_bound = is_alone and spec.optimizer_in_backward is None  # it lets parameters be
         budget_bytes = plan.result.budget_bytes
         beside_bytes = gradients_there(model) if spec.accumulate else 0
         sizes = sizes_within(whole, batch) if spec.dynamic else {}
@@ -148,12 +153,11 @@ def _with_state(spec: StepSpec) -> StepSpec:
     return spec.replace(optimizer=name_of(optimizer))
 
 
-def _is_updated(spec: StepSpec) -> bool:
-    return spec.optimizer_in_backward is not None
-
-
-def _how(spec: StepSpec) -> tuple[Sharding, float]:
-    return spec.sharding, spec.time_limit_s
+def _asked(spec: StepSpec) -> BlocksAsked:
+    return BlocksAsked(
+        spec.sharding, spec.time_limit_s, spec.optimizer_in_backward is not None,
+        spec.keep, spec.recompute,
+    )  # fmt: skip
 
 
 def _require_equal_blocks(
@@ -200,9 +204,7 @@ def _plan_within(
 
 def _with_head(spec: StepSpec, traced: TracedBlocks, costed: TrainingGraph) -> BlocksPlan:
     """The fastest plan that fits, with the head and its loss whole or in chunks."""
-    whole = BlockPlanner(
-        traced, unchunked(costed), *_how(spec), is_updated=_is_updated(spec)
-    )
+    whole = BlockPlanner(traced, unchunked(costed), _asked(spec))
     is_least = parse_budget(spec.budget).kind == "min"
     best = _plan_within(whole, spec.budget, may_fail=True)
     for region in (one for one in costed.regions if one.kinds == ("head",)):
@@ -211,7 +213,7 @@ def _with_head(spec: StepSpec, traced: TracedBlocks, costed: TrainingGraph) -> B
             graph = in_chunks(costed, (chosen,))
             if not is_least and best.result.schedule and graph.time_us >= best.result.time_us:
                 continue  # its ops alone take no less
-            planner = BlockPlanner(traced, graph, *_how(spec), is_updated=_is_updated(spec))
+            planner = BlockPlanner(traced, graph, _asked(spec))
             budget_bytes = planner.least_bytes() if is_least else best.result.budget_bytes
             plan = planner.plan(budget_bytes)
             head = head_of(costed, chosen, spec.model)
