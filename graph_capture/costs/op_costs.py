@@ -194,10 +194,11 @@ def _meter_and_cache(trace: Trace, measure_again: bool) -> tuple[Meter, CostCach
 
 def with_measured_chunks(
     trace: Trace, graph: TrainingGraph, progress: ProgressCallback | None = None, *,
-    measure_again: bool = False,
+    measure_again: bool = False, heads_alone: bool = False,
 ) -> TrainingGraph:  # fmt: skip
     """`graph`, and regions that may run in chunks, measured and compared for bits."""
-    if not (found := requested_regions(trace)):
+    regions = requested_regions(trace)
+    if not (found := [one for one in regions if not heads_alone or one.kinds == ("head",)]):
         return graph
     meter, cache = _meter_and_cache(trace, measure_again)
     with trace.python_state.streams_kept():

@@ -32,7 +32,8 @@ from remat.graph_capture.sizes.ranged_graph import RangedGraph
 # its buffer a value, read by the op that lets go of it. As workspaces of ops beside them, buffers
 # were wrong wherever an op of forward runs again.
 
-BEFORE_BLOCK, BEHIND_BLOCK = (GATHER, UNSHARD), (RESHARD, COPY_IN, REDUCE, STEP)  # right before and after
+# Right before and after.
+BEFORE_BLOCK, BEHIND_BLOCK = (GATHER, UNSHARD), (RESHARD, COPY_IN, REDUCE, STEP)
 COMMUNICATION = (*BEFORE_BLOCK, *BEHIND_BLOCK)
 
 _STEP_TENSORS = 2  # of a parameter's size, that a step of Adam makes at once

@@ -122,9 +122,7 @@ class _Waiting(Tensor):
         return f"logits of shape {list(self.shape)}, which are computed in chunks"
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, waits = dict(kwargs or {}), args[0] if args else None
         name = getattr(getattr(func, "__self__", None), "__name__", "")
         if func in _ASKED or (func.__name__ == "__get__" and name in _FACTS):

@@ -33,6 +33,7 @@ from remat.checks import (
     unless_short,
 )
 from remat.graph_capture.capture_api import add_costs, workspaces_by
+from remat.graph_capture.costs.op_costs import with_measured_chunks
 from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.distributed.collectives import collectives_in
 from remat.graph_capture.distributed.dtensors import parameters_cast, require_cast
@@ -60,6 +61,7 @@ from remat.schedules.family import Family
 from remat.schedules.outcome import Check, Result
 from remat.schedules.schedule import ChunkedRegion, Schedule
 from remat.solved import Solved, family_text, infeasible_text, planned_text
+from remat.solver.stopping import DEFAULT_GAP
 from remat.step_spec import StepSpec
 
 _plans: weakref.WeakKeyDictionary[nn.Module, BlocksPlan] = weakref.WeakKeyDictionary()
@@ -102,9 +104,17 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
             most_bytes = spec.parsed_budget.most_bytes(traced.whole.graph)
             facts: dict[str, Any] = {"profile": known, "tiers": tiers, "most_bytes": most_bytes}
             with stages.stage("profile", "timing ops") as shown:
-                costed = add_costs(traced.whole, progress=shown, **facts)
+                costed = add_costs(traced.whole, progress=shown, chunks=False, **facts)
+            planner = BlockPlanner(traced, unchunked(costed), _asked(spec))
             with stages.stage("solve", f"solving for {budget}"):
-                return _with_head(spec, traced, costed)
+                best = _plan_within(planner, budget, may_fail=whole.recipe.split != "none")
+            is_least = parse_budget(budget).kind == "min"
+            if best.result.schedule and not is_least and best.result.overhead <= DEFAULT_GAP:
+                return best  # what chunks could win ends no search
+            with stages.stage("profile", "timing the head in chunks") as shown:
+                costed = with_measured_chunks(whole, costed, shown, heads_alone=True)
+            with stages.stage("solve", f"solving for {budget}"):
+                return _with_head(spec, traced, costed, best)
 
         # Others would decode a plan of ops they lack.
         ranks.require_same_step(f"{traced.whole.graph.hash} {' '.join(traced.blocks)}")
@@ -202,11 +212,11 @@ def _plan_within(
     return plan
 
 
-def _with_head(spec: StepSpec, traced: TracedBlocks, costed: TrainingGraph) -> BlocksPlan:
-    """The fastest plan that fits, with the head and its loss whole or in chunks."""
-    whole = BlockPlanner(traced, unchunked(costed), _asked(spec))
+def _with_head(
+    spec: StepSpec, traced: TracedBlocks, costed: TrainingGraph, best: BlocksPlan
+) -> BlocksPlan:
+    """The fastest plan that fits: `best`, or one with the head and its loss in chunks."""
     is_least = parse_budget(spec.budget).kind == "min"
-    best = _plan_within(whole, spec.budget, may_fail=True)
     for region in (one for one in costed.regions if one.kinds == ("head",)):
         for choice in region.choices:
             chosen = ChunkedRegion(region.name, choice.chunks, choice.exact)

@@ -41,7 +41,8 @@ class _Members:
         self.signature, self.batches = signature, BatchFlattener(signature)
         self._pick = family.compiled_pick()
         self._modules: list[RematModule | None] = [*made] or [None] * len(family.members)
-        self.first = self.last = self._modules[first] = self._modules[first] or self._compiled(first)
+        self.first = self.last = self._modules[first] or self._compiled(first)
+        self._modules[first] = self.first
 
     def running(self, batch: Any) -> RematModule:
         """The module whose sizes a batch has; for a batch of other facts, one that refuses it."""
