@@ -13,7 +13,7 @@ from remat.graph_capture.distributed.sharding import (
     GATHER,
     REDUCE,
     RESHARD,
-    STEP,
+    STEP_AT_ONCE,
     UNSHARD,
     UNTIMED,
     ParameterGroup,
@@ -33,7 +33,7 @@ from remat.graph_capture.sizes.ranged_graph import RangedGraph
 # were wrong wherever an op of forward runs again.
 
 # Right before and after.
-BEFORE_BLOCK, BEHIND_BLOCK = (GATHER, UNSHARD), (RESHARD, COPY_IN, REDUCE, STEP)
+BEFORE_BLOCK, BEHIND_BLOCK = (GATHER, UNSHARD), (RESHARD, COPY_IN, REDUCE, STEP_AT_ONCE)
 COMMUNICATION = (*BEFORE_BLOCK, *BEHIND_BLOCK)
 
 _STEP_TENSORS = 2  # of a parameter's size, that a step of Adam makes at once
@@ -72,7 +72,7 @@ def _with_copies(
         node = nodes[node_of[i]] if i in node_of else None
         if made and (node is None or i == node.back_stop - 1):  # a node holds them until it ends
             module, place = (node.path, node.path) if node else ("", op.name)
-            most_bytes = max(size[name] for name in made) * _STEP_TENSORS * (target == STEP)
+            most_bytes = max(size[name] for name in made) * _STEP_TENSORS * (target == STEP_AT_ONCE)
             yield _communication_op(
                 target, "backward", module, tuple(made), workspace_bytes=most_bytes, place=place
             )[0]
@@ -185,13 +185,13 @@ class _FsdpStep:
         names = tuple(value.name for value in group.gradients)  # one buffer, then a sum over ranks
         (buffer,) = self._buffer_of(group)
         yield self._op(COPY_IN, "backward", group.path, names, Value(buffer, input_bytes))
-        reduced = self._reduce(group, input_bytes, held_bytes)
-        yield reduced
+        into_shards = self._reduce(group, input_bytes, held_bytes)
+        yield into_shards
         if self.is_updated:
             most_bytes = max(self.sharding.shard_elements(v.shape) for v in group.gradients)
             most_bytes *= _STEP_TENSORS * element_bytes(group.gradients[0].dtype)
-            made = reduced.outputs
-            yield self._op(STEP, "backward", group.path, made, workspace_bytes=most_bytes)
+            made = into_shards.outputs
+            yield self._op(STEP_AT_ONCE, "backward", group.path, made, workspace_bytes=most_bytes)
 
     def _reduce(self, group: ParameterGroup, input_bytes: int, held_bytes: int) -> Op:
         """Sum over the ranks, then put this rank's part into the dtype that is held."""
@@ -269,8 +269,9 @@ def sharded(
     returned = [graph.value_by_name[name] for name in graph.outputs]
     gradients = {one.name for one in returned if one.kind == "gradient" and one.producer}
     nodes = () if is_eager else units  # blocks of one autograd node each
+    taken = STEP_AT_ONCE if is_updated else COPY_IN
     return replace(
-        graph, ops=tuple(_with_copies(graph, nodes, gradients, STEP if is_updated else COPY_IN)),
+        graph, ops=tuple(_with_copies(graph, nodes, gradients, taken)),
         outputs=tuple(name for name in graph.outputs if name not in gradients),
         notes=graph.notes if is_updated else (*graph.notes, UNTIMED),
     )  # fmt: skip

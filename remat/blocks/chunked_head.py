@@ -17,6 +17,7 @@ from torch.nn import functional
 from remat.graph_capture.chunking.regions import requested_regions
 from remat.graph_capture.errors import CaptureError, RewriteError, option
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.torch_private.core import empty_like_of
 from remat.graph_capture.tracing.recipe import Split
 from remat.graph_capture.tracing.signature import tensor_facts
 from remat.graph_capture.tracing.trace import trace
@@ -73,7 +74,7 @@ class _HeadAndLoss(nn.Module):
         return functional.cross_entropy(logits, target, **dict(self.how))
 
 
-class _Head(nn.Linear):
+class _WaitingHead(nn.Linear):
     """Shares all with the user's head, through one dict."""
 
     _remat_head: ClassVar[HeadPlan]
@@ -83,7 +84,7 @@ class _Head(nn.Linear):
         if not (self.training and torch.is_grad_enabled()):
             return super().forward(input)
         whole = torch.empty(*input.shape[:-1], self.out_features, dtype=input.dtype, device="meta")
-        return _Waiting.of(whole, self, input, ())
+        return _WaitingLogits.of(whole, self, input, ())
 
     def loss(self, hidden: Tensor, calls: tuple[_Call, ...], target: Tensor, **how: Any) -> Tensor:
         if not self.weight.untyped_storage().nbytes():
@@ -92,7 +93,8 @@ class _Head(nn.Linear):
                 "its parameters are gone when its loss is computed, with which it runs in chunks"
             )
         given = tuple(sorted(how.items()))
-        args = hidden, self.weight, self.bias, target
+        bias: Any = self.bias  # which may be None
+        args = hidden, self.weight, bias, target
         facts = [None if one is None else tensor_facts(one) for one in args]
         key = calls, given, tuple(facts)
         if (step := self._remat_steps.get(key)) is None:
@@ -102,19 +104,19 @@ class _Head(nn.Linear):
         return step(*args)
 
 
-class _Waiting(Tensor):
+class _WaitingLogits(Tensor):
     """Logits that have a shape and no values."""
 
-    _head: _Head
+    _head: _WaitingHead
     _hidden: Tensor
     _calls: tuple[_Call, ...]
     _whole: Tensor  # of the same shape, on the device meta
 
     @staticmethod
-    def of(whole: Tensor, head: _Head, hidden: Tensor, calls: tuple[_Call, ...]) -> _Waiting:
-        made: Any = Tensor._make_wrapper_subclass(
-            _Waiting, whole.shape, strides=whole.stride(), dtype=whole.dtype, device=hidden.device
-        )
+    def of(
+        whole: Tensor, head: _WaitingHead, hidden: Tensor, calls: tuple[_Call, ...]
+    ) -> _WaitingLogits:
+        made = empty_like_of(_WaitingLogits, whole, hidden.device)
         made._head, made._hidden, made._calls, made._whole = head, hidden, calls, whole
         return made
 
@@ -123,11 +125,12 @@ class _Waiting(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, waits = dict(kwargs or {}), args[0] if args else None
+        kwargs = dict(kwargs or {})
+        waits: Any = args[0] if args else None
         name = getattr(getattr(func, "__self__", None), "__name__", "")
         if func in _ASKED or (func.__name__ == "__get__" and name in _FACTS):
             return super().__torch_function__(func, types, args, kwargs)
-        if func is functional.cross_entropy and isinstance(waits, _Waiting):
+        if func is functional.cross_entropy and isinstance(waits, _WaitingLogits):
             given = dict(zip(("target", "weight"), args[1:], strict=False)) | kwargs
             if given.pop("weight", None) is None:
                 return waits._head.loss(waits._hidden, waits._calls, **given)
@@ -138,7 +141,9 @@ class _Waiting(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, _Waiting)]
+        found = [
+            one for one in (*args, *(kwargs or {}).values()) if isinstance(one, _WaitingLogits)
+        ]
         path = found[0]._head._remat_head.path if found else "a head"
         raise RewriteError(
             f"leave out {option('split', 'exact')}, or take F.cross_entropy of the logits and read "
@@ -146,19 +151,19 @@ class _Waiting(Tensor):
             "chunks with its loss and makes none"
         )
 
-    def _after(self, func: Any, args: Any, kwargs: dict[str, Any]) -> _Waiting:
+    def _after(self, func: Any, args: Any, kwargs: dict[str, Any]) -> _WaitingLogits:
         call = func, tuple(args), tuple(kwargs.items())
         on_meta = [one for one in args if not isinstance(one, torch.device)]
         named = {name: one for name, one in kwargs.items() if name != "device"}
         is_moved = func is Tensor.to and not (on_meta or named)
         whole = self._whole if is_moved else func(self._whole, *on_meta, **named)
-        return _Waiting.of(whole, self._head, self._hidden, (*self._calls, call))
+        return _WaitingLogits.of(whole, self._head, self._hidden, (*self._calls, call))
 
 
 def with_loss_in_chunks(head: nn.Module, plan: HeadPlan) -> nn.Module:
     """The head, whose logits wait for their loss while it trains."""
     own = {"_remat_head": plan, "_remat_steps": {}}
-    made = object.__new__(type(type(head).__name__, (_Head, type(head)), own))
+    made = object.__new__(type(type(head).__name__, (_WaitingHead, type(head)), own))
     made.__dict__ = head.__dict__
     return made
 

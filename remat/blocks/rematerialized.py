@@ -36,7 +36,11 @@ from remat.graph_capture.capture_api import add_costs, workspaces_by
 from remat.graph_capture.costs.op_costs import with_measured_chunks
 from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.distributed.collectives import collectives_in
-from remat.graph_capture.distributed.dtensors import parameters_cast, require_cast
+from remat.graph_capture.distributed.dtensors import (
+    parameters_cast,
+    refuse_floats_cast,
+    require_cast,
+)
 from remat.graph_capture.distributed.rank_refusals import refuse_range_over_ranks
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
 from remat.graph_capture.graph import Links, TrainingGraph
@@ -85,6 +89,7 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
             )  # fmt: skip
         whole = traced.whole
         if spec.dynamic:
+            refuse_floats_cast(spec.args, spec.kwargs, sharding)
             refuse_range_over_ranks(whole.joint.module)
         require_group(whole.joint.module, spec.group)
         for one in traced.distinct:
@@ -274,7 +279,8 @@ class _Rewritten:
     def __init__(
         self, traced: TracedBlocks, links: Links | None, audit: Audits, told: Unplanned
     ) -> None:
-        self.traced, self.links, self.audit = traced, links, audit
+        self.traced, self.links = traced, links
+        self.audit: Audits = audit
         self.told = told  # once for all blocks
         self.compiled: dict[tuple[int, Any], CompiledStep] = {}
 

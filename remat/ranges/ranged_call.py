@@ -20,7 +20,7 @@ from remat.checks import (
 from remat.graph_capture.capture_api import add_costs, workspaces_by
 from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.costs.step_time import is_beyond
-from remat.graph_capture.distributed.dtensors import parameters_cast
+from remat.graph_capture.distributed.dtensors import parameters_cast, refuse_floats_cast
 from remat.graph_capture.distributed.sharded_step import over_ranks
 from remat.graph_capture.errors import SignatureError, TooLargeError
 from remat.graph_capture.graph import TrainingGraph
@@ -52,15 +52,16 @@ class _Planned(msgspec.Struct, frozen=True):
 
 def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> RangedModule:
     """A module that trains at all sizes of a range; `as_far_as_fits`: at as many as fit."""
+    refuse_floats_cast(spec.args, spec.kwargs, spec.sharding)
     refuse_fake(spec.group)  # before ranks come together: a fake group has no others to wait for
     with (
         CollectiveCall(spec.group, "remat.rematerialize(dynamic=...)") as ranks,
         parameters_cast(spec.model, spec.sharding),
     ):
-        return _over(spec, ranks, as_far_as_fits=as_far_as_fits)
+        return _planned_by_all(spec, ranks, as_far_as_fits=as_far_as_fits)
 
 
-def _over(spec: StepSpec, ranks: CollectiveCall, *, as_far_as_fits: bool) -> RangedModule:
+def _planned_by_all(spec: StepSpec, ranks: CollectiveCall, *, as_far_as_fits: bool) -> RangedModule:
     model, budget, dynamic = spec.model, spec.budget, spec.dynamic
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(model).__name__
     known, batch = spec.known_profile, spec.batch
@@ -100,7 +101,7 @@ def _over(spec: StepSpec, ranks: CollectiveCall, *, as_far_as_fits: bool) -> Ran
     ranks.require_same_step(traced.graph.hash)
     planned = ranks.from_first(make, _Planned)
     graph, family = planned.graph, _before_sharding(planned.family, traced)
-    traced = _within(traced, graph)
+    traced = _traced_within(traced, graph)
     first = None if sizes is None else family.number_at(**sizes)
     updates = updates_of(spec, traced)
     # With what a wrapper runs, it is not the graph that these schedules are of.
@@ -142,7 +143,7 @@ def _narrowed(graph: RangedGraph, largest: Sizes) -> RangedGraph:
     return msgspec.structs.replace(graph, symbols=symbols)
 
 
-def _within(traced: Trace, graph: RangedGraph) -> Trace:
+def _traced_within(traced: Trace, graph: RangedGraph) -> Trace:
     signature = traced.recipe.signature
     assert isinstance(signature, RangedSignature)
     recipe = dataclasses.replace(traced.recipe, signature=signature.within(graph.symbols))

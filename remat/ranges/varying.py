@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from remat.graph_capture.errors import CaptureError, CheckError, TooLargeError
+from remat.graph_capture.errors import AgreementError, CaptureError, CheckError, TooLargeError
 from remat.graph_capture.sizes.ranged_signature import places_in
 from remat.graph_capture.sizes.symbols import Dynamic, RangeError, Symbol
 from remat.graph_capture.torch_private.core import pytree
@@ -204,7 +204,13 @@ class VaryingSizes:
         if self.group is None or not any_of(self.group, not is_served, self.model):
             return False
         known, shapes = self.known(batch)
-        known.beside = tuple(gathered(self.group, shapes))
+        found = gathered(self.group, shapes)
+        if len({tuple(one is None or len(one) for one in each) for each in found}) > 1:
+            raise AgreementError(
+                "pass batches of the same arguments on all ranks: they differ in more than sizes, "
+                "and ranks plan together"
+            )
+        known.beside = tuple(found)
         for one in known.beside:
             known.learn(one)
         return True

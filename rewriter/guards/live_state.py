@@ -101,7 +101,7 @@ _STATES = ("FSDPState", "_ReplicateState", "ReplicateState")
 
 
 def _groups_of(module: nn.Module) -> list[Any]:
-    if (state := _state_of(module)) is None:
+    if (state := _sharded_state_of(module)) is None:
         return []
     several = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; one before
     found = [state._fsdp_param_group] if several is None else several
@@ -118,7 +118,7 @@ def shards_in(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]
                 yield shared, name, one.sharded_param
 
 
-def _state_of(module: nn.Module) -> Any:
+def _sharded_state_of(module: nn.Module) -> Any:
     if (state_of := getattr(module, "_get_fsdp_state", None)) is not None:
         return state_of()
     # A schedule for one of several sizes shares its hooks with the module that is sharded.

@@ -126,9 +126,9 @@ def _keep_least(problem: Problem, again: Set[int] | None = None) -> State:
         available[v] = stays or v in problem.held or problem.no_recompute[op]
     recomputed: list[Sequence[int]] = []
     for t in range(problem.n_ops + 1):
-        again = recomputed_in(problem, available, (), t) if t > problem.n_forward else []
-        recomputed.append(again)
-        ran = (*again, t) if problem.n_forward < t < problem.n_ops else again
+        runs = recomputed_in(problem, available, (), t) if t > problem.n_forward else []
+        recomputed.append(runs)
+        ran = (*runs, t) if problem.n_forward < t < problem.n_ops else runs
         mark_made(problem, available, ran)
     return State.from_recomputed(problem, recomputed)
 
