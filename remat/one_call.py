@@ -167,7 +167,8 @@ def rematerialize(
     sharding : how you will wrap the result, by DDP or `fully_shard`; the budget then is that of one
         rank. To wrap blocks too, give `blocks`.
     group : ranks that are to follow the same plan: the first makes it. All of them must call. A
-        model with collectives needs it.
+        model with collectives needs it. With `dynamic` their batches may differ in size; without
+        a batch, all plan where one of them must, for which each step exchanges a number.
     keep, recompute, solver, time_limit_s, **options : as of `remat.solve`. Without a batch also
         ``max_plans``, 16 if left out: one more drops the plan that was used longest ago.
     profile : as of `remat.capture`.

@@ -42,7 +42,13 @@ from remat.graph_capture.distributed.dtensors import (
     require_cast,
 )
 from remat.graph_capture.distributed.rank_refusals import refuse_range_over_ranks
-from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
+from remat.graph_capture.errors import (
+    BudgetError,
+    CaptureError,
+    RewriteError,
+    SignatureError,
+    option,
+)
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.sizes.at_sizes import ranged_graph_of, trace_at
 from remat.graph_capture.tracing.attribute_writes import state_guarded
@@ -74,7 +80,7 @@ _plans: weakref.WeakKeyDictionary[nn.Module, BlocksPlan] = weakref.WeakKeyDictio
 def blocks_planned(spec: StepSpec) -> nn.Module:
     """What `remat.rematerialize` returns where `blocks` is given; its docstring has the errors."""
     refuse_fake(spec.group)  # before ranks come together: a fake group has no others to wait for
-    spec = _with_state(spec)
+    spec = _checked(spec)
     model, budget, sharding = spec.model, spec.budget, spec.sharding
     pattern, batch = spec.blocks or "", spec.batch
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(model).__name__
@@ -155,8 +161,13 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
     return made
 
 
-def _with_state(spec: StepSpec) -> StepSpec:
+def _checked(spec: StepSpec) -> StepSpec:
     """`spec`, with the state of an optimizer that updates in backward."""
+    if spec.outputs is not None and not spec.asked["split"]:
+        raise CaptureError(
+            f"add {option('split', 'exact')}, which makes no logits, or leave out outputs: what "
+            "lies outside the blocks returns what it does in the model"
+        )
     if (optimizer := spec.optimizer_in_backward) is None:
         return spec
     require_updates_in_backward(spec)

@@ -245,6 +245,11 @@ def test_logits_in_chunks_are_there_for_their_loss_alone() -> None:
         fast(*batch)
 
 
+def test_outputs_beside_blocks_are_those_that_a_head_in_chunks_leaves() -> None:
+    with pytest.raises(CaptureError, match=r"^add split='exact', which makes no logits"):
+        remat.rematerialize(Stack(), (rows(),), blocks="layers.*", budget="70%", outputs=(0,))
+
+
 def test_updates_in_backward_beside_blocks() -> None:
     torch.manual_seed(0)
     model = Stack()
