@@ -206,6 +206,10 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
             if (extent := self.extents.get(value.name))
         }
         graphs = [change(self.at(**one.sizes)) for one in self.points]
+        # What is added may follow from bytes as they are allocated, which a graph with costs has.
+        last = graphs[-1].value_by_name if graphs else base.value_by_name
+        values = (one if one.name in known else last[one.name] for one in base.values)
+        base = replace(base, values=tuple(values))
         made = replace(
             self, base=base, extents=extents,
             points=tuple(map(self._point_of, self.points, graphs)),
@@ -224,8 +228,13 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
 
     def _point_of(self, point: CostPoint, graph: TrainingGraph) -> CostPoint:
         origins = [op.cost_origin for op in graph.ops] if point.origins else ()
+        counted, known = plan_rounding(graph.device), self.base.value_by_name
+        # The bytes of a rank's buffers are its wrapper's, which are rounded nowhere.
+        sizes = {v.name: v.size_bytes for v in graph.values if v.name not in known}
+        added = {name: size - counted(size) for name, size in sizes.items()}
+        added = {name: extra for name, extra in added.items() if extra}
         return replace(
-            point, cost_us=tuple(op.cost_us for op in graph.ops), origins=tuple(origins),
+            point, extra_bytes=point.extra_bytes | added, cost_us=tuple(op.cost_us for op in graph.ops), origins=tuple(origins),
             workspace_bytes=tuple(op.workspace_bytes for op in graph.ops), notes=graph.notes,
             flops=tuple(self._placed(point.flops, graph, is_added=False)),
         )  # fmt: skip
