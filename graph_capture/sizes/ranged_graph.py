@@ -234,7 +234,8 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
         added = {name: size - counted(size) for name, size in sizes.items()}
         added = {name: extra for name, extra in added.items() if extra}
         return replace(
-            point, extra_bytes=point.extra_bytes | added, cost_us=tuple(op.cost_us for op in graph.ops), origins=tuple(origins),
+            point, extra_bytes=point.extra_bytes | added, origins=tuple(origins),
+            cost_us=tuple(op.cost_us for op in graph.ops),
             workspace_bytes=tuple(op.workspace_bytes for op in graph.ops), notes=graph.notes,
             flops=tuple(self._placed(point.flops, graph, is_added=False)),
         )  # fmt: skip
