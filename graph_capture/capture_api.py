@@ -18,7 +18,7 @@ from remat.graph_capture.costs.cache import Profile, as_profile
 from remat.graph_capture.devices.memory import LowerTiers, lower_tiers
 from remat.graph_capture.devices.placement import meter_of, resolved_device
 from remat.graph_capture.distributed.dtensors import parameters_cast
-from remat.graph_capture.distributed.sharded_step import local_step
+from remat.graph_capture.distributed.sharded_step import local_step, over_ranks
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.sizes.at_sizes import WorkspacesOf, ranged_graph_of
@@ -126,7 +126,7 @@ def capture(
         ranged = ranged_graph_of(traced, costed, workspaces_by(traced, known))
         if ranged.base.links is not None:
             keep_links(model, traced.graph.hash, ranged.base.links)
-        return with_chunks(traced, ranged, chunks_by(progress))
+        return over_ranks(with_chunks(traced, ranged, chunks_by(progress)), sharding)
     graph = local_step(costed(traced), sharding)
     if graph.links is not None:
         keep_links(model, traced.graph.hash, graph.links)

@@ -167,7 +167,8 @@ def rematerialize(
     sharding : how you will wrap the result, by DDP or `fully_shard`; the budget then is that of one
         rank. To wrap blocks too, give `blocks`.
     group : ranks that are to follow the same plan: the first makes it. All of them must call. A
-        model with collectives needs it.
+        model with collectives needs it. With `dynamic` their batches may differ in size; without
+        a batch, all plan where one of them must, for which each step exchanges a number.
     keep, recompute, solver, time_limit_s, **options : as of `remat.solve`. Without a batch also
         ``max_plans``, 16 if left out: one more drops the plan that was used longest ago.
     profile : as of `remat.capture`.
@@ -212,14 +213,14 @@ def rematerialize(
         said = {name: value for name, value in given.items() if not is_default(name, value)}
         return plan_cache(**{k: v for k, v in said.items() if k not in ("args", "kwargs")})
     spec = StepSpec.of(given | {"args": () if args is None else args})
-    if spec.dynamic:
-        from remat.ranges.ranged_call import rematerialize_over
-
-        return rematerialize_over(spec)
     if spec.blocks is not None:
         from remat.blocks.rematerialized import blocks_planned
 
         return blocks_planned(spec)
+    if spec.dynamic:
+        from remat.ranges.ranged_call import rematerialize_over
+
+        return rematerialize_over(spec)
     from remat.step_planner import plan_one_size, whole_or_in_parts
 
     return whole_or_in_parts(spec, plan_one_size)

@@ -76,7 +76,7 @@ class StepSpec:
         known["model"] = original_of(known["model"])
         known["options"] = {**known.get("options", {}), **of_solver}
         spec = cls(**known)
-        require_compatible(**spec.asked)
+        require_compatible(**spec.asked | spec.reduced_by_block)
         require_dynamic(spec.model, spec.dynamic, may_be_auto=False)
         return spec
 
@@ -88,6 +88,14 @@ class StepSpec:
         found["split"] = self.split not in (None, "none")
         found["solver"] = self.solver != "auto"
         return found | {name: getattr(self, name) is not None for name in _OBJECTS}
+
+    @property
+    def reduced_by_block(self) -> dict[str, bool]:
+        """What a table of pairs need not hold against a model whose blocks are sharded: gradients
+        of each are whole when its backward ends."""
+        if self.blocks is None or self.sharding.kind != "fsdp2":
+            return {}
+        return {"sharding": False, "group": False}
 
     @property
     def parsed_budget(self) -> Budget:

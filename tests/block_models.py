@@ -44,6 +44,23 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
+class Words(nn.Module):
+    """Blocks, a head of 4,096 words, and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 4096)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(self.logits(x).float(), target)
+
+    def logits(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)[0]
+        return self.head(x)
+
+
 class Normed(nn.Module):
     """A convolutional residual block with running statistics."""
 

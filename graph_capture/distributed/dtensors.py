@@ -128,6 +128,19 @@ def inputs_cast(
     return pytree.tree_map(cast, (args, dict(kwargs or {})))
 
 
+def refuse_floats_cast(args: Any, kwargs: Any, sharding: Sharding) -> None:
+    """Refuse, over a range of sizes, a batch that is there twice: as passed, and as cast."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    if sharding.param_dtype and any(
+        isinstance(x, Tensor) and x.is_floating_point() for x in leaves
+    ):
+        raise CaptureError(
+            f"pass floating point inputs in {sharding.param_dtype} and leave out param_dtype, or "
+            "leave out dynamic: the policy casts them, and over a range of sizes a plan counts "
+            "one copy of the batch"
+        )
+
+
 def require_cast(path: str, dtypes: Mapping[str, torch.dtype], sharding: Sharding) -> None:
     """Raise `CaptureError` for an argument that the policy would cast where block `path` begins."""
     if not sharding.param_dtype:

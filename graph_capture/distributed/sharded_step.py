@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 from msgspec.structs import replace
@@ -12,25 +13,30 @@ from remat.graph_capture.distributed.sharding import (
     GATHER,
     REDUCE,
     RESHARD,
+    STEP_AT_ONCE,
     UNSHARD,
     UNTIMED,
     ParameterGroup,
     Sharding,
     Unit,
+    element_bytes,
     ops_by_block,
     unit_of_op,
     with_units,
     wrapped_groups,
 )
 from remat.graph_capture.graph import Op, Phase, TrainingGraph, Value
+from remat.graph_capture.sizes.ranged_graph import RangedGraph
 
 # When a wrapper communicates is fixed, so each communication is an op, pinned where it stands, and
 # its buffer a value, read by the op that lets go of it. As workspaces of ops beside them, buffers
 # were wrong wherever an op of forward runs again.
 
-BEFORE_BLOCK, BEHIND_BLOCK = (GATHER, UNSHARD), (RESHARD, COPY_IN, REDUCE)  # right before and after
+# Right before and after.
+BEFORE_BLOCK, BEHIND_BLOCK = (GATHER, UNSHARD), (RESHARD, COPY_IN, REDUCE, STEP_AT_ONCE)
 COMMUNICATION = (*BEFORE_BLOCK, *BEHIND_BLOCK)
 
+_STEP_TENSORS = 2  # of a parameter's size, that a step of Adam makes at once
 _GLOO_COPIES = 1  # of a whole buffer that gloo, of CPUs, makes while it gathers or reduces
 
 
@@ -54,16 +60,22 @@ def _communication_op(
 # and measured. Li et al., PyTorch Distributed, 2020, https://arxiv.org/abs/2006.15704.
 
 
-def _with_copies(graph: TrainingGraph, nodes: Sequence[Unit], gradients: set[str]) -> Iterator[Op]:
+def _with_copies(
+    graph: TrainingGraph, nodes: Sequence[Unit], gradients: set[str], target: str = COPY_IN
+) -> Iterator[Op]:
     node_of = unit_of_op(nodes)
     made: list[str] = []
+    size = {name: graph.value_by_name[name].size_bytes for name in gradients}
     for i, op in enumerate(graph.ops):
         yield op
         made.extend(name for name in op.outputs if name in gradients)
         node = nodes[node_of[i]] if i in node_of else None
         if made and (node is None or i == node.back_stop - 1):  # a node holds them until it ends
             module, place = (node.path, node.path) if node else ("", op.name)
-            yield _communication_op(COPY_IN, "backward", module, tuple(made), place=place)[0]
+            most_bytes = max(size[name] for name in made) * _STEP_TENSORS * (target == STEP_AT_ONCE)
+            yield _communication_op(
+                target, "backward", module, tuple(made), workspace_bytes=most_bytes, place=place
+            )[0]
             made = []
 
 
@@ -79,7 +91,10 @@ _Kept = Literal["whole", "part", "none"]  # left of gathered parameters; part: o
 
 
 class _FsdpStep:
-    def __init__(self, graph: TrainingGraph, units: Sequence[Unit], sharding: Sharding) -> None:
+    def __init__(
+        self, graph: TrainingGraph, units: Sequence[Unit], sharding: Sharding, *, is_updated: bool
+    ) -> None:
+        self.is_updated = is_updated
         self.given, self.units, self.sharding = graph, units, sharding
         self.unit_of = unit_of_op(units)
         self.groups, self.root = wrapped_groups(graph, units, sharding)
@@ -170,7 +185,13 @@ class _FsdpStep:
         names = tuple(value.name for value in group.gradients)  # one buffer, then a sum over ranks
         (buffer,) = self._buffer_of(group)
         yield self._op(COPY_IN, "backward", group.path, names, Value(buffer, input_bytes))
-        yield self._reduce(group, input_bytes, held_bytes)
+        into_shards = self._reduce(group, input_bytes, held_bytes)
+        yield into_shards
+        if self.is_updated:
+            most_bytes = max(self.sharding.shard_elements(v.shape) for v in group.gradients)
+            most_bytes *= _STEP_TENSORS * element_bytes(group.gradients[0].dtype)
+            made = into_shards.outputs
+            yield self._op(STEP_AT_ONCE, "backward", group.path, made, workspace_bytes=most_bytes)
 
     def _reduce(self, group: ParameterGroup, input_bytes: int, held_bytes: int) -> Op:
         """Sum over the ranks, then put this rank's part into the dtype that is held."""
@@ -187,7 +208,8 @@ class _FsdpStep:
             beside_bytes = max(copies_bytes + part_bytes - held_bytes, part_bytes)
         if self.is_offloaded:  # the shards of gradients go to the host
             made, beside_bytes = made[1:], beside_bytes + held_bytes
-        self.lasting.extend(value.name for value in made)
+        if not self.is_updated:
+            self.lasting.extend(value.name for value in made)
         reads = self._buffer_of(group)
         return self._op(REDUCE, "backward", group.path, reads, *made, workspace_bytes=beside_bytes)
 
@@ -234,22 +256,34 @@ class _FsdpStep:
 
 
 def sharded(
-    graph: TrainingGraph, units: Sequence[Unit], sharding: Sharding, *, is_eager: bool = False
-) -> TrainingGraph:
+    graph: TrainingGraph, units: Sequence[Unit], sharding: Sharding, *, is_eager: bool = False,
+    is_updated: bool = False,
+) -> TrainingGraph:  # fmt: skip
     """`graph` on one rank, with each unit wrapped by itself, then the model. `resident` is counted
-    already. `is_eager`: units run op by op, and each gradient leaves backward on its own."""
+    already. `is_eager`: units run op by op, and each gradient leaves backward on its own.
+    `is_updated`: parameters are updated in backward, once their gradients are whole."""
     if sharding.kind in ("fsdp2", "replicate"):
-        return _FsdpStep(graph, units, sharding).graph()
-    if not sharding.bucket_views:
+        return _FsdpStep(graph, units, sharding, is_updated=is_updated).graph()
+    if not (sharding.bucket_views or is_updated):
         return graph
     returned = [graph.value_by_name[name] for name in graph.outputs]
     gradients = {one.name for one in returned if one.kind == "gradient" and one.producer}
     nodes = () if is_eager else units  # blocks of one autograd node each
+    taken = STEP_AT_ONCE if is_updated else COPY_IN
     return replace(
-        graph, ops=tuple(_with_copies(graph, nodes, gradients)),
+        graph, ops=tuple(_with_copies(graph, nodes, gradients, taken)),
         outputs=tuple(name for name in graph.outputs if name not in gradients),
-        notes=(*graph.notes, UNTIMED),
+        notes=graph.notes if is_updated else (*graph.notes, UNTIMED),
     )  # fmt: skip
+
+
+def over_ranks(
+    graph: RangedGraph, sharding: Sharding, *, is_rewritten: bool = False
+) -> RangedGraph:
+    """As `local_step`, at each size of a range."""
+    if sharding.kind == "none":
+        return graph
+    return graph.changed(partial(local_step, sharding=sharding, is_rewritten=is_rewritten))
 
 
 def local_step(

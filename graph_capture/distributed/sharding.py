@@ -28,6 +28,7 @@ NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d
 """Of ops in which other ranks take part, or that wait for one."""
 GATHER, UNSHARD, RESHARD = "remat.all_gather", "remat.unshard", "remat.reshard"
 COPY_IN, REDUCE = "remat.copy_in", "remat.reduce_scatter"
+STEP_AT_ONCE = "remat.step"  # of the optimizer, as soon as gradients are whole
 _PARAM_DTYPES = ("bfloat16", "float16")
 _REDUCE_DTYPES = ("float32", *_PARAM_DTYPES)
 

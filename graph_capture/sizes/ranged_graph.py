@@ -190,6 +190,65 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
             value, shape=tuple(map(shape_of, extent.shape)), size_bytes=bytes_of(extent.size_bytes)
         )
 
+    def changed(self, change: Callable[[TrainingGraph], TrainingGraph]) -> RangedGraph:
+        """The range of what `change` makes of each size: ops in another order, and more of them,
+        which take the same at all sizes; values that are some times as large.
+
+        Raises
+        ------
+        GraphError : what it makes does not follow from the sizes in this way.
+        """
+        base, known = change(self.base), self.base.value_by_name
+        extents = {
+            value.name: _grown(extent, known[value.name].size_bytes, value.size_bytes)
+            for value in base.values
+            if (extent := self.extents.get(value.name))
+        }
+        graphs = [change(self.at(**one.sizes)) for one in self.points]
+        # What is added may follow from bytes as they are allocated, which a graph with costs has.
+        last = graphs[-1].value_by_name if graphs else base.value_by_name
+        values = (one if one.name in known else last[one.name] for one in base.values)
+        base = replace(base, values=tuple(values))
+        made = replace(
+            self, base=base, extents=extents,
+            points=tuple(map(self._point_of, self.points, graphs)),
+            workspaces=tuple(
+                replace(one, workspace_bytes=self._placed(one.workspace_bytes, base))
+                for one in self.workspaces
+            ),
+        )  # fmt: skip
+        for point, graph in zip(self.points, graphs, strict=True):
+            if _bytes_in(made.at(**point.sizes)) != _bytes_in(graph):
+                raise GraphError(
+                    f"leave out dynamic, and plan for one size: what ranks add to the step of "
+                    f"{self.name} does not follow from the sizes"
+                )
+        return made
+
+    def _point_of(self, point: CostPoint, graph: TrainingGraph) -> CostPoint:
+        origins = [op.cost_origin for op in graph.ops] if point.origins else ()
+        counted, known = plan_rounding(graph.device), self.base.value_by_name
+        # The bytes of a rank's buffers are its wrapper's, which are rounded nowhere.
+        sizes = {v.name: v.size_bytes for v in graph.values if v.name not in known}
+        added = {name: size - counted(size) for name, size in sizes.items()}
+        added = {name: extra for name, extra in added.items() if extra}
+        return replace(
+            point, extra_bytes=point.extra_bytes | added, origins=tuple(origins),
+            cost_us=tuple(op.cost_us for op in graph.ops),
+            workspace_bytes=tuple(op.workspace_bytes for op in graph.ops), notes=graph.notes,
+            flops=tuple(self._placed(point.flops, graph, is_added=False)),
+        )  # fmt: skip
+
+    def _placed(
+        self, figures: Sequence[int], graph: TrainingGraph, *, is_added: bool = True
+    ) -> tuple[int, ...]:
+        """`figures` of this range's ops in the order of `graph`; of others, their workspaces."""
+        index = self.base.op_index
+        return tuple(
+            figures[index[op.name]] if op.name in index else op.workspace_bytes * is_added
+            for op in graph.ops
+        )
+
     @functools.cached_property
     def rising(self) -> bool:
         """Whether no value and no batch takes more bytes where a size is smaller, by its form. What
@@ -228,6 +287,16 @@ class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     def __repr__(self) -> str:
         ranges = ", ".join(map(str, self.symbols))
         return f"RangedGraph({ranges}; at the largest: {self.base!r})"
+
+
+def _grown(extent: Extent, before_bytes: int, size_bytes: int) -> Extent:
+    if size_bytes == before_bytes:
+        return extent
+    return replace(extent, size_bytes=f"({extent.size_bytes})*{size_bytes // before_bytes}")
+
+
+def _bytes_in(graph: TrainingGraph) -> tuple[list[int], list[int]]:
+    return [one.size_bytes for one in graph.values], [op.workspace_bytes for op in graph.ops]
 
 
 def _factor(text: str) -> str:

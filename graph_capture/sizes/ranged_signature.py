@@ -23,6 +23,7 @@ from remat.graph_capture.sizes.symbols import (
     require_in_range,
     require_one_range,
 )
+from remat.graph_capture.sizes.trace_over_sizes import Environment
 from remat.graph_capture.torch_private.core import FakeTensorMode, pytree
 from remat.graph_capture.tracing.signature import Signature, TensorFacts
 
@@ -279,12 +280,51 @@ def _as_mapping(given: Any, what: str) -> Mapping[Any, Any]:
     return cast("Mapping[Any, Any]", given)
 
 
+def signature_over(plain: Signature, env: Environment) -> RangedSignature:
+    """That of a call inside a step traced over a range: `plain` has symbols for sizes."""
+    symbol_of = {str(symbol.name): symbol for symbol in env.symbols}
+    places: list[Place] = []
+    for i, facts in enumerate(plain.tensors):
+        for dim, size in enumerate(facts.shape if facts else ()):
+            text = env.text(size)
+            if text in symbol_of:
+                places.append(Place(i, dim, text))
+            elif not text.isdigit():
+                _refuse_size(plain.names[i], text)
+    for name, other in zip(plain.names, plain.others, strict=True):
+        if isinstance(other, torch.SymInt) and not env.text(other).isdigit():
+            _refuse_size(name, env.text(other))
+    if missing := symbol_of.keys() - {one.symbol for one in places}:
+        _refuse_size("no argument", ", ".join(sorted(missing)))
+    at_hints = [facts and _at_hints(facts, env) for facts in plain.tensors]
+    found = RangedSignature(plain.example_of(at_hints), env.symbols, places, env.hints)
+    found.firsts = plain.firsts
+    return found
+
+
+def _at_hints(facts: TensorFacts, env: Environment) -> TensorFacts:
+    shape = torch.Size(env.value(n, env.hints) for n in facts.shape)
+    return facts._replace(shape=shape, stride=tuple(env.value(n, env.hints) for n in facts.stride))
+
+
+def _refuse_size(name: str, text: str) -> None:
+    raise CaptureError(
+        "leave out blocks, to plan the whole model over the range; or leave out dynamic, and pad "
+        f"batches to one size: {name} of a block has the size {text}, and a block is planned over "
+        "the sizes of the batch that its own arguments have"
+    )
+
+
 def ranged_signature(model: nn.Module, batch: Any, dynamic: Dynamic) -> RangedSignature:
     """The signature of the batches that ``dynamic=`` asks for, from one of them."""
     symbols, places = places_in(batch, model, dynamic)
     if not symbols:
         raise CaptureError("leave out dynamic for a plan of one size: it names no dimension")
-    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    # A traced size that is equal to one of these would look as if it were that one.
-    fixed = {n for t in (*leaves, *model.parameters(), *model.buffers()) for n in t.shape}
+    # A traced size that is equal to one of these would look as if it were that one. Sizes that vary
+    # are none of them: ranks whose batches differ in these trace the same step.
+    varying = {(one.leaf, one.dim) for one in places}
+    fixed = {n for t in (*model.parameters(), *model.buffers()) for n in t.shape}
+    for i, leaf in enumerate(pytree.tree_leaves(batch)):
+        if isinstance(leaf, Tensor):
+            fixed |= {n for dim, n in enumerate(leaf.shape) if (i, dim) not in varying}
     return RangedSignature(batch, symbols, places, generic_sizes(symbols, fixed))

@@ -142,6 +142,12 @@ SelectiveCheckpointMode: Any = _checkpoint._CachingTorchDispatchMode
 CheckpointHook: Any = _checkpoint._checkpoint_hook
 
 
+def empty_like_of(kind: type[Tensor], like: Tensor, device: torch.device) -> Any:
+    """An instance of a subclass with the shape and dtype of `like`, and no storage."""
+    made: Any = Tensor._make_wrapper_subclass
+    return made(kind, like.shape, strides=like.stride(), dtype=like.dtype, device=device)
+
+
 def functional_mode() -> Any:
     """The mode that makes a trace functional; None outside of one."""
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FUNCTIONAL)

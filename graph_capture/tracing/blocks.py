@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
+import inspect
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,8 @@ from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import is_alias_of_input, is_tangent
 from remat.graph_capture.joint.provenance import path_in_model
 from remat.graph_capture.refusals import refuse_all_frozen, refuse_module, refuse_subclass
+from remat.graph_capture.sizes.ranged_signature import signature_over
+from remat.graph_capture.sizes.trace_over_sizes import Environment
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.signature import Signature
@@ -32,8 +35,8 @@ class _BlockCalls:
     signatures: dict[str, list[Signature]] = field(default_factory=dict[str, list[Signature]])
     autocast: dict[str, Any] = field(default_factory=dict[str, Any])
 
-    def recipes(self) -> dict[str, Recipe]:
-        """How to trace each block by itself, in the order in which they ran."""
+    def recipes(self, env: Environment | None = None) -> dict[str, Recipe]:
+        """How to trace each block by itself, in the order in which they ran; `env`: of a range."""
         for path, block in self.blocks.items():
             count = len(self.signatures.get(path, ()))
             if count != 1:
@@ -48,10 +51,20 @@ class _BlockCalls:
                     f"{path} runs under an autocast that forward enters"
                 )
         kinds = {path: type(block).__name__ for path, block in self.blocks.items()}
+        each = {path: found[0] for path, found in self.signatures.items()}
+        if env is not None:
+            each = {path: _over_range(path, found, env) for path, found in each.items()}
         return {
-            path: Recipe(kinds[path], found[0], None, Resident(), self.autocast[path])
-            for path, found in self.signatures.items()
+            path: Recipe(kinds[path], found, None, Resident(), self.autocast[path])
+            for path, found in each.items()
         }
+
+
+def _over_range(path: str, called: Signature, env: Environment) -> Signature:
+    try:
+        return signature_over(called, env)
+    except CaptureError as error:
+        raise CaptureError(f"block {path}: {error}").caused_by(error) from None
 
 
 def matching_blocks(model: nn.Module, pattern: str, device: str) -> dict[str, nn.Module]:
@@ -116,7 +129,9 @@ def forward_wrapped(module: nn.Module, wrapped: Callable[..., Any]) -> Generator
     """Have calls of `module` run ``wrapped(forward, *args, **kwargs)``, of its own forward."""
     space = vars(module)
     before = {"forward": space["forward"]} if "forward" in space else {}
-    space["forward"] = functools.partial(wrapped, module.forward)
+    called = functools.partial(wrapped, module.forward)
+    vars(called)["__signature__"] = inspect.signature(module.forward)  # sizes are named by argument
+    space["forward"] = called
     try:
         yield
     finally:

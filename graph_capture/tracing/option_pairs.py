@@ -24,6 +24,10 @@ class OptionPair(NamedTuple):
 _SHOWN = {"dynamic": "dynamic sizes", "compile": "compile=True", "cuda_graphs": "cuda_graphs=True"}
 _EITHER = "leave out one of the two"
 _EACH_SIZE = "leave out one of the two, or plan for each size"
+_BY_BLOCK = (  # which `StepSpec` lets pass
+    "plan by blocks for fully_shard, with blocks= and remat.Sharding('fsdp2', ...), or leave out "
+    "one of the two"
+)
 
 
 def _with(
@@ -37,14 +41,7 @@ def _with(
 PAIRS = (
     *_with(
         "dynamic", CaptureError,
-        sharding="a plan over a range of sizes is for one rank",
-        group="a plan over a range of sizes is for one rank",
         compile="Inductor's code is made for one size",
-        blocks=(
-            "what each block may keep is decided at one size",
-            "leave out blocks, to plan the whole model over the range; or leave out dynamic, plan "
-            "at the largest size, and pad batches to it",
-        ),
         cuda_graphs="a graph is captured for one size",
     ),
     *_with(
@@ -65,9 +62,8 @@ PAIRS = (
     ),
     *_with(
         "optimizer_in_backward", CaptureError,
-        sharding="wrappers for several ranks take the gradients first",
-        group="wrappers for several ranks take the gradients first",
-        blocks="an update waits for every read of a parameter in the whole model",
+        sharding=("wrappers for several ranks take the gradients first", _BY_BLOCK),
+        group=("wrappers for several ranks take the gradients first", _BY_BLOCK),
     ),
     *_with(
         "cuda_graphs", RewriteError,
@@ -85,9 +81,6 @@ PAIRS = (
     ),
     *_with(
         "blocks", CaptureError,
-        split="a head lies outside the blocks", float_inputs="blocks are planned without them",
-        keep="the plan decides what blocks keep", recompute="the plan decides what blocks keep",
-        outputs="what lies outside the blocks returns what it does in the model",
         solver="blocks have a solver of their own",
     ),
 )  # fmt: skip

@@ -148,6 +148,10 @@ class Signature:
     def example(self, mode: FakeTensorMode) -> Any:
         return self._example(mode, self.tensors)
 
+    def example_of(self, tensors: Sequence[TensorFacts | None]) -> Any:
+        """As `example`, of other facts."""
+        return self._example(FakeTensorMode(), tensors)
+
     def _example(self, mode: FakeTensorMode, tensors: Sequence[TensorFacts | None]) -> Any:
         with mode:
             leaves = [

@@ -380,7 +380,6 @@ def trace(
         from remat.graph_capture.tracing.option_pairs import require_compatible
 
         refuse_range_of_dtensors(model)
-        require_compatible(dynamic=True, sharding=sharding.kind != "none")
         signature = ranged_signature(model, batch, dynamic)
         batch = signature.example_at(signature.hints)
     asked = accumulate and sharding.kind == "none" if gradient_release is None else gradient_release

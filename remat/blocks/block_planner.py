@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from torch import nn
 
+from remat.blocks.chunked_head import HeadPlan
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.distributed.sharded_step import (
     BEFORE_BLOCK,
@@ -24,7 +25,7 @@ from remat.graph_capture.distributed.sharded_step import (
 )
 from remat.graph_capture.distributed.sharding import Sharding, with_units
 from remat.graph_capture.eager_step import with_eager_sizes
-from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.errors import CaptureError, SolverError
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.tracing.blocks import (
     BlockMatch,
@@ -36,12 +37,15 @@ from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.trace import Trace, trace, trace_recipe
 from remat.rewriter.guards.live_state import named_state
 from remat.schedules.derived import assembled
+from remat.schedules.family import Family
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Fetch, Schedule, Step
 from remat.schedules.simulate import simulate
+from remat.schedules.value_report.globs import Globs, Pins
 from remat.solver.blocks.block_budgets import BlockBudgets
 from remat.solver.policies.template import StoreAll
 from remat.solver.problem import Problem
+from remat.solver.reductions.pins import kept_graph
 from remat.solver.result import evaluate_schedule
 from remat.solver.search import Clock
 from remat.solver.state import last_forward_position, schedule_of
@@ -127,7 +131,12 @@ def trace_blocks(
     with watching_calls(model, blocks) as calls:  # only the running model knows a block's inputs
         whole = trace(model, args, kwargs, **asked)
     distinct: list[_DistinctBlock] = []
-    for path, recipe in calls.recipes().items():
+    for path, recipe in calls.recipes(whole.env).items():
+        own = [(name.removeprefix(f"{path}."), n) for name, n in whole.recipe.float_inputs]
+        names = {name for name, _ in whole.recipe.float_inputs}
+        recipe = dataclasses.replace(
+            recipe, float_inputs=tuple((name, n) for name, n in own if name not in names)
+        )
         _add_block(distinct, model, path, recipe, whole)
     return TracedBlocks(pattern, blocks, whole, distinct)
 
@@ -182,6 +191,9 @@ class BlocksPlan(msgspec.Struct, frozen=True):
     links: Links | None = None
     host_bytes: int = 0  # the most at once, of all blocks, as `nvme_bytes`
     nvme_bytes: int = 0
+    family: Family | None = None  # over a range of sizes: schedules of the whole step
+    head: HeadPlan | None = None  # outside the blocks, in chunks with its loss
+    members: tuple[dict[str, Schedule], ...] = ()  # as `schedules`, for each of the family
 
     def __repr__(self) -> str:
         return (
@@ -190,24 +202,36 @@ class BlocksPlan(msgspec.Struct, frozen=True):
         )
 
 
+@dataclass(frozen=True)
+class BlocksAsked:
+    """How blocks are to be planned: over which ranks, in what time, with which pins."""
+
+    sharding: Sharding
+    time_limit_s: float
+    is_updated: bool = False  # parameters, in backward
+    keep: Globs = ()
+    recompute: Globs = ()
+
+
 class BlockPlanner:
     """The step of a model with blocks as units, with costs, on one rank."""
 
-    def __init__(
-        self, traced: TracedBlocks, costed: TrainingGraph, sharding: Sharding, time_limit_s: float
-    ) -> None:
+    def __init__(self, traced: TracedBlocks, costed: TrainingGraph, asked: BlocksAsked) -> None:
         self.traced = traced
-        self.clock = Clock(time_limit_s)
+        self.clock = Clock(asked.time_limit_s)
         matches = {path: traced.of_path[path].at[path] for path in traced.blocks}
         ops_of = {path: list(match.op_of.values()) for path, match in matches.items()}
         self.path_of = {op: path for path, ops in ops_of.items() for op in ops}
+        pins = Pins.of(costed, asked.keep, asked.recompute)
+        costed, self.again = kept_graph(costed, pins.kept), _inside(pins.again, self.path_of)
+        sharding = asked.sharding
         graph, eager = _with_own_buffers(costed, self.path_of), with_eager_sizes(costed)
         of_eager = eager.value_by_name
         # What lies outside the blocks is not rewritten.
         own = (v if v.producer in self.path_of else of_eager[v.name] for v in graph.values)
         graph = msgspec.structs.replace(graph, values=tuple(own))
         self.alone, self.units = with_units(graph, ops_of)
-        self.graph = sharded(self.alone, self.units, sharding)
+        self.graph = sharded(self.alone, self.units, sharding, is_updated=asked.is_updated)
         # Per cents of a budget are of eager's peak, so its sizes are kept apart.
         self.eager = sharded(*with_units(eager, ops_of), sharding, is_eager=True)
         for op in self.graph.ops:
@@ -226,7 +250,13 @@ class BlockPlanner:
             for name in (*one.trace.graph.forward_outputs, *one.trace.graph.outputs)
             if name in match.value_of
         }
-        return BlockBudgets.of(self.alone, spans, beside_bytes, left_s, handed_out)
+        again = self.again - {
+            producer for name in handed_out if (producer := self._producer_of(name))
+        }
+        return BlockBudgets.of(self.alone, spans, beside_bytes, left_s, handed_out, again)
+
+    def _producer_of(self, value: str) -> str:
+        return self.alone.value_by_name[value].producer
 
     def _communication_bytes(self) -> list[int]:
         """What communication keeps live on a sharded rank, by op of the step without it."""
@@ -324,6 +354,17 @@ class BlockPlanner:
             if op.module == path and op.target in targets:
                 added[op.phase == "backward"].append(Compute(op.name))
         return added
+
+
+def _inside(again: Mapping[str, str], path_of: Mapping[str, str]) -> set[str]:
+    """The ops to run again; a glob names modules inside blocks, or nothing of it would run."""
+    inside = {glob for op, glob in again.items() if op in path_of}
+    if outside := [glob for glob in again.values() if glob not in inside]:
+        raise SolverError(
+            f"name modules inside the blocks: recompute '{outside[0]}' names none, and what lies "
+            "outside them runs as in the model"
+        )
+    return {op for op in again if op in path_of}
 
 
 def _live_bytes(graph: TrainingGraph) -> dict[str, int]:

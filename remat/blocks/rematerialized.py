@@ -6,11 +6,22 @@ Ranks agree on a plan only where `group` is given: ranks of a pipeline must not 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
+import msgspec
 from torch import nn
 
-from remat.blocks.block_planner import BlockPlanner, BlocksPlan, TracedBlocks, trace_blocks
+from remat.blocks.block_planner import (
+    BlockPlanner,
+    BlocksAsked,
+    BlocksPlan,
+    TracedBlocks,
+    trace_blocks,
+)
+from remat.blocks.chunked_head import head_of, with_loss_in_chunks
+from remat.blocks.over_sizes import BlocksOver
+from remat.blocks.updates import UpdatesOfBlocks, name_of
 from remat.budgets import parse_budget
 from remat.checks import (
     Batch,
@@ -21,25 +32,46 @@ from remat.checks import (
     say_unchecked,
     unless_short,
 )
-from remat.graph_capture.capture_api import add_costs
+from remat.graph_capture.capture_api import add_costs, workspaces_by
+from remat.graph_capture.costs.op_costs import with_measured_chunks
 from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.distributed.collectives import collectives_in
-from remat.graph_capture.distributed.dtensors import parameters_cast, require_cast
-from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
+from remat.graph_capture.distributed.dtensors import (
+    parameters_cast,
+    refuse_floats_cast,
+    require_cast,
+)
+from remat.graph_capture.distributed.rank_refusals import refuse_range_over_ranks
+from remat.graph_capture.errors import (
+    BudgetError,
+    CaptureError,
+    RewriteError,
+    SignatureError,
+    option,
+)
+from remat.graph_capture.graph import Links, TrainingGraph
+from remat.graph_capture.sizes.at_sizes import ranged_graph_of, trace_at
 from remat.graph_capture.tracing.attribute_writes import state_guarded
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.graph_capture.tracing.trace import trace_recipe
+from remat.levers.optimizer_in_backward import require_updates_in_backward
 from remat.progress import stopwatch_of_call
+from remat.ranges.ranged_call import costs_within, sizes_within
 from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
 from remat.rewriter.checking.audit import Audits
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.tiers.file_tier import FileTier
-from remat.rewriter.user_module.module import SharedState, make_module
+from remat.rewriter.user_module.module import RematModule, SharedState, make_module
 from remat.rewriter.user_module.own_forward import Unplanned, with_replaced
-from remat.schedules.outcome import Check
-from remat.solved import Solved, infeasible_text, planned_text
+from remat.rewriter.user_module.ranged import RangedModule, make_ranged
+from remat.schedules.derived import fastest_us, in_chunks, unchunked
+from remat.schedules.family import Family
+from remat.schedules.outcome import Check, Result
+from remat.schedules.schedule import ChunkedRegion, Schedule
+from remat.solved import Solved, family_text, infeasible_text, planned_text
+from remat.solver.stopping import DEFAULT_GAP
 from remat.step_spec import StepSpec
 
 _plans: weakref.WeakKeyDictionary[nn.Module, BlocksPlan] = weakref.WeakKeyDictionary()
@@ -48,6 +80,7 @@ _plans: weakref.WeakKeyDictionary[nn.Module, BlocksPlan] = weakref.WeakKeyDictio
 def blocks_planned(spec: StepSpec) -> nn.Module:
     """What `remat.rematerialize` returns where `blocks` is given; its docstring has the errors."""
     refuse_fake(spec.group)  # before ranks come together: a fake group has no others to wait for
+    spec = _checked(spec)
     model, budget, sharding = spec.model, spec.budget, spec.sharding
     pattern, batch = spec.blocks or "", spec.batch
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(model).__name__
@@ -57,20 +90,42 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
         known, tiers = spec.known_profile, spec.tiers
         with stages.stage("capture", f"tracing {name} and its blocks"):
             traced = trace_blocks(
-                model, pattern, **spec.of_trace, sharding=sharding, gradient_release=False
+                model, pattern, **spec.of_trace, sharding=sharding, gradient_release=False,
+                dynamic=spec.dynamic, split=spec.split or "none", float_inputs=spec.float_inputs,
             )  # fmt: skip
-        require_group(traced.whole.joint.module, spec.group)
+        whole = traced.whole
+        if spec.dynamic:
+            refuse_floats_cast(spec.args, spec.kwargs, sharding)
+            refuse_range_over_ranks(whole.joint.module)
+        require_group(whole.joint.module, spec.group)
         for one in traced.distinct:
             require_cast(next(iter(one.at)), one.trace.recipe.signature.dtypes, sharding)
 
+        def make_over() -> BlocksPlan:
+            with stages.stage("profile", "timing ops at several sizes") as shown:
+                costed = costs_within(spec.parsed_budget, known, shown)
+                ranged = ranged_graph_of(whole, costed, workspaces_by(whole, known))
+            with stages.stage("solve", f"solving for {budget} at the sizes of the range"):
+                over = BlocksOver(traced, ranged, _asked(spec))
+                return over.plan(lambda planner: _plan_within(planner, budget))
+
         def make() -> BlocksPlan:
+            if spec.dynamic:
+                return make_over()
             most_bytes = spec.parsed_budget.most_bytes(traced.whole.graph)
             facts: dict[str, Any] = {"profile": known, "tiers": tiers, "most_bytes": most_bytes}
             with stages.stage("profile", "timing ops") as shown:
-                costed = add_costs(traced.whole, progress=shown, **facts)
+                costed = add_costs(traced.whole, progress=shown, chunks=False, **facts)
+            planner = BlockPlanner(traced, unchunked(costed), _asked(spec))
             with stages.stage("solve", f"solving for {budget}"):
-                planner = BlockPlanner(traced, costed, sharding, spec.time_limit_s)
-                return _plan_within(planner, budget)
+                best = _plan_within(planner, budget, may_fail=whole.recipe.split != "none")
+            is_least = parse_budget(budget).kind == "min"
+            if best.result.schedule and not is_least and best.result.overhead <= DEFAULT_GAP:
+                return best  # what chunks could win ends no search
+            with stages.stage("profile", "timing the head in chunks") as shown:
+                costed = with_measured_chunks(whole, costed, shown, heads_alone=True)
+            with stages.stage("solve", f"solving for {budget}"):
+                return _with_head(spec, traced, costed, best)
 
         # Others would decode a plan of ops they lack.
         ranks.require_same_step(f"{traced.whole.graph.hash} {' '.join(traced.blocks)}")
@@ -78,24 +133,57 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
         made = _rewritten(model, traced, plan, "block" if spec.audit else "none")
         agree_on_audits(ranks, made.modules())
         # The check runs before the user shards the model, so its peak is not that of the plan.
-        is_bound = sharding.kind == "none" and not collectives_in(traced.whole.joint.module)
+        is_alone = sharding.kind == "none" and not collectives_in(whole.joint.module)
+        is_bound = is_alone and spec.optimizer_in_backward is None  # it lets parameters be
         budget_bytes = plan.result.budget_bytes
         beside_bytes = gradients_there(model) if spec.accumulate else 0
-        beside = Reference(traced.whole.graph, budget_bytes, beside_bytes)
+        sizes = sizes_within(whole, batch) if spec.dynamic else {}
+        graph = trace_at(whole, sizes).graph if sizes else whole.graph
+        beside = Reference(graph, budget_bytes, beside_bytes)
         checked = None
         # A check runs the model's collectives: all ranks run it, or none.
-        if ranks.all_agree("check", is_checked(traced.whole.graph, spec.check, beside)):
+        is_run = sizes is not None and is_checked(graph, spec.check, beside)
+        if ranks.all_agree("check", is_run):
             limits = budget_bytes if is_bound else None, beside
             with stages.stage("check", f"comparing a step of {name} with eager"):
                 checked = unless_short(
                     lambda: _require_equal_blocks(model, made, batch, *limits), say_unchecked
                 )
-        what = f"{traced.whole.recipe.title}, {len(plan.schedules)} blocks"
-        stages.say(
-            planned_text(what, Solved(traced.whole.graph, plan.result), checked, stages.elapsed_s)
-        )
+        said = Solved(whole.graph, plan.result)
+        what = f"{whole.recipe.title}, {len(plan.schedules)} blocks"
+        if plan.family is None:
+            stages.say(planned_text(what, said, checked, stages.elapsed_s))
+        else:
+            stages.say(family_text(plan.family, checked, stages.elapsed_s, whole.graph.device))
     _plans[made] = plan
+    if spec.optimizer_in_backward is not None:
+        UpdatesOfBlocks(model, made, spec.optimizer_in_backward)
     return made
+
+
+def _checked(spec: StepSpec) -> StepSpec:
+    """`spec`, with the state of an optimizer that updates in backward."""
+    if spec.outputs is not None and not spec.asked["split"]:
+        raise CaptureError(
+            f"add {option('split', 'exact')}, which makes no logits, or leave out outputs: what "
+            "lies outside the blocks returns what it does in the model"
+        )
+    if (optimizer := spec.optimizer_in_backward) is None:
+        return spec
+    require_updates_in_backward(spec)
+    if spec.accumulate:
+        raise CaptureError(
+            "leave out accumulate, and sum over batches with set_requires_gradient_sync(False) of "
+            "fully_shard: blocks whose parameters are updated in backward hold no gradients"
+        )
+    return spec.replace(optimizer=name_of(optimizer))
+
+
+def _asked(spec: StepSpec) -> BlocksAsked:
+    return BlocksAsked(
+        spec.sharding, spec.time_limit_s, spec.optimizer_in_backward is not None,
+        spec.keep, spec.recompute,
+    )  # fmt: skip
 
 
 def _require_equal_blocks(
@@ -129,13 +217,51 @@ def _refuse(model: nn.Module) -> None:
         )
 
 
-def _plan_within(planner: BlockPlanner, budget: str | SupportsIndex) -> BlocksPlan:
+def _plan_within(
+    planner: BlockPlanner, budget: str | SupportsIndex, *, may_fail: bool = False
+) -> BlocksPlan:
     if parse_budget(budget).kind == "min":
         return planner.plan(planner.least_bytes())
     plan = planner.plan(parse_budget(budget).bytes_for(planner.eager))
-    if plan.result.schedule is None:
+    if plan.result.schedule is None and not may_fail:
         raise BudgetError(infeasible_text(plan.result))
     return plan
+
+
+def _with_head(
+    spec: StepSpec, traced: TracedBlocks, costed: TrainingGraph, best: BlocksPlan
+) -> BlocksPlan:
+    """The fastest plan that fits: `best`, or one with the head and its loss in chunks."""
+    is_least = parse_budget(spec.budget).kind == "min"
+    for region in (one for one in costed.regions if one.kinds == ("head",)):
+        for choice in region.choices:
+            chosen = ChunkedRegion(region.name, choice.chunks, choice.exact)
+            graph = in_chunks(costed, (chosen,))
+            if not is_least and best.result.schedule and graph.time_us >= best.result.time_us:
+                continue  # its ops alone take no less
+            planner = BlockPlanner(traced, graph, _asked(spec))
+            budget_bytes = planner.least_bytes() if is_least else best.result.budget_bytes
+            plan = planner.plan(budget_bytes)
+            head = head_of(costed, chosen, spec.model)
+            plan = msgspec.structs.replace(plan, head=head, result=_bounded(plan.result, costed))
+            best = min(best, plan, key=lambda one: _rank(one.result, is_least=is_least))
+    if best.result.schedule is None:
+        raise BudgetError(infeasible_text(best.result))
+    return best
+
+
+def _bounded(result: Result, graph: TrainingGraph) -> Result:
+    bound_us = min(result.lower_bound_us, fastest_us(graph))  # other numbers of chunks count too
+    is_proved = result.schedule is not None and result.time_us <= bound_us * (1 + 1e-9)
+    status = "feasible" if result.status == "optimal" and not is_proved else result.status
+    return msgspec.structs.replace(result, lower_bound_us=bound_us, status=status)
+
+
+def _rank(result: Result, *, is_least: bool) -> tuple[bool, float]:
+    """Those that fit come first, by time, or by peak; others by the least that would."""
+    if result.schedule is None:
+        return True, result.least_feasible_bytes
+    return False, result.peak_bytes if is_least else result.time_us
 
 
 def _rewritten(
@@ -144,24 +270,62 @@ def _rewritten(
     links = plan.links  # before its first step each block says if its room is short
     if links is not None and plan.host_bytes and not is_cuda(traced.whole.graph.device):
         FileTier(plan.host_bytes, plan.nvme_bytes, links.nvme_path).require_room()
-    compiled: dict[tuple[int, Any], CompiledStep] = {}  # equal blocks of one schedule share a step
+    rewritten = _Rewritten(traced, links, audit, Unplanned(type(model).__name__))
     replaced: dict[nn.Module, nn.Module] = {}
-    told = Unplanned(type(model).__name__)  # once for all blocks
     for path, schedule in plan.schedules.items():
-        one, block = traced.of_path[path], traced.blocks[path]
+        block, family = traced.blocks[path], plan.family
+        if family is None:
+            replaced[block] = rewritten.block(path, schedule)
+        else:
+            replaced[block] = rewritten.over(path, [one[path] for one in plan.members], family)
+    if plan.head is not None:
+        head = model.get_submodule(plan.head.path)
+        replaced[head] = with_loss_in_chunks(head, plan.head)
+    return with_replaced(model, replaced)
+
+
+class _Rewritten:
+    """Blocks that follow schedules; equal blocks of one schedule share a compiled step."""
+
+    def __init__(
+        self, traced: TracedBlocks, links: Links | None, audit: Audits, told: Unplanned
+    ) -> None:
+        self.traced, self.links = traced, links
+        self.audit: Audits = audit
+        self.told = told  # once for all blocks
+        self.compiled: dict[tuple[int, Any], CompiledStep] = {}
+
+    def block(self, path: str, schedule: Schedule) -> RematModule:
+        one, block = self.traced.of_path[path], self.traced.blocks[path]
         recipe = one.trace.recipe
         key = (id(one), schedule.steps)
-        step = compiled.get(key)
+        step = self.compiled.get(key)
         # A step that holds objects of one block is of use to no other.
-        if step is None or step.initialised or constants_of(step.forward, step.backward):
+        is_own = step and (step.initialised or step.floats)
+        if step is None or is_own or constants_of(step.forward, step.backward):
             fresh = trace_recipe(block, recipe)  # compiling uses up a trace's metadata
-            step, state = compile_step(fresh, schedule, links=plan.links), fresh.python_state
-            compiled[key] = step
+            step, state = compile_step(fresh, schedule, links=self.links), fresh.python_state
+            self.compiled[key] = step
         else:
             traced_as = one.trace.python_state
             # The shared step was traced on another block: guards read this one's own Python state.
             state = state_guarded(block, recipe.loss_fn, step.mutated, traced_as)
-        made = make_module(block, schedule, recipe, step, state, audit=audit)
-        made.__setstate__(told)
-        replaced[block] = made
-    return with_replaced(model, replaced)
+        made = make_module(block, schedule, recipe, step, state, audit=self.audit)
+        made.__setstate__(self.told)
+        return made
+
+    def over(self, path: str, schedules: Sequence[Schedule], family: Family) -> RangedModule:
+        """A block whose batch's sizes pick, as in all other blocks, the schedule that runs."""
+        block, one = self.traced.blocks[path], self.traced.of_path[path].trace
+        members = tuple(
+            msgspec.structs.replace(member, schedule=schedule)
+            for member, schedule in zip(family.members, schedules, strict=True)
+        )
+        own = msgspec.structs.replace(
+            family, model=type(block).__name__, members=members, traced_hash=one.graph.hash
+        )
+        # Now, as the parameters of a later step are parts of what was traced.
+        each = [self.block(path, schedule) for schedule in schedules]
+        made = make_ranged(block, own, one, audit=self.audit, made=each)
+        made.__setstate__(self.told)
+        return made

@@ -115,10 +115,15 @@ class PlanCache(SharedState, nn.Module):
         given = kwargs if target is None else {**kwargs, "target": target}
         changed: list[StateChangedError] = []
         outgrown: list[Any] = []
+        tried = [key for key in reversed(cls._remat_plans) if key[0] == signature]
+        if cls._remat_sizes and cls._remat_sizes.is_planned_by_all(
+            batch, is_served=any(cls._remat_holds(key, batch) for key in tried)
+        ):
+            tried, outgrown = [], [*cls._remat_plans]
         # The last used first: where Python's state differs, only a plan's own guards can tell.
-        for key in [key for key in reversed(cls._remat_plans) if key[0] == signature]:
+        for key in tried:
             plan = cls._remat_plans[key]
-            if isinstance(plan, RangedModule) and not type(plan)._remat_members.hold(batch):
+            if not cls._remat_holds(key, batch):
                 outgrown.append(key)  # dropped once a wider plan is there, as making it may fail
                 continue
             try:
@@ -159,6 +164,11 @@ class PlanCache(SharedState, nn.Module):
             del cls._remat_plans[key]
             cls._remat_known.forget()  # it is not to serve the next size either
             raise
+
+    @classmethod
+    def _remat_holds(cls, key: Any, batch: Any) -> bool:
+        plan = cls._remat_plans[key]
+        return not isinstance(plan, RangedModule) or type(plan)._remat_members.hold(batch)
 
     @classmethod
     def _remat_signature(cls, batch: Any) -> Hashable:
@@ -294,7 +304,7 @@ def _make_cache(
         _remat_plans=OrderedDict(), _remat_stale=[], _remat_known=KnownPlans(),
         _remat_options=options, _remat_max_plans=max_plans,
         _remat_outputs=as_outputs(options.get("outputs")),
-        _remat_sizes=None if sizes is None else VaryingSizes(model, *sizes),
+        _remat_sizes=sizes and VaryingSizes(model, *sizes, options.get("group")),
         _remat_numbers=_FloatPromotion(is_compiled=bool(options.get("compile"))),
     )  # fmt: skip
     return kind()

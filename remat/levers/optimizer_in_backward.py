@@ -136,17 +136,22 @@ def _parameters(model: nn.Module, loss_fn: Callable[..., Any] | None) -> dict[st
     return {n if step is model else path_in_model(n): p for n, p in step.named_parameters()}
 
 
-def release_of(spec: StepSpec) -> GradientRelease | None:
-    """What the updates of a step take; None where it has none."""
-    if (optimizer := spec.optimizer_in_backward) is None:
-        return None
-    if spec.options.get("max_grad_norm") is not None:  # refused before anything is traced
+def require_updates_in_backward(spec: StepSpec) -> None:
+    """Refuse what needs all gradients, before anything is traced."""
+    if spec.options.get("max_grad_norm") is not None:
         raise CaptureError(
             "leave out clipping, or update after backward (remat.rematerialize): the global norm "
             "of gradients is only known when the last one is there, and updates during backward "
             "have used the others by then"
         )
     _refuse_scaling()
+
+
+def release_of(spec: StepSpec) -> GradientRelease | None:
+    """What the updates of a step take; None where it has none."""
+    if (optimizer := spec.optimizer_in_backward) is None:
+        return None
+    require_updates_in_backward(spec)
     return _optimizer_in_backward_of(spec.model, optimizer, spec.loss_fn, spec.accumulate)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, SupportsIndex
 
 import msgspec
@@ -22,6 +23,8 @@ from remat.graph_capture.capture_api import add_costs, chunks_by, workspaces_by
 from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.costs.step_time import is_beyond
 from remat.graph_capture.devices.memory import LowerTiers
+from remat.graph_capture.distributed.dtensors import parameters_cast, refuse_floats_cast
+from remat.graph_capture.distributed.sharded_step import over_ranks
 from remat.graph_capture.errors import SignatureError, TooLargeError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.at_sizes import ranged_graph_of
@@ -35,17 +38,39 @@ from remat.levers.chunks_at_need import may_wait
 from remat.levers.optimizer_in_backward import release_of, updates_of
 from remat.progress import Stopwatch, stopwatch_of_call
 from remat.ranges.curve import solve_over, solve_top
-from remat.ranks.same_order import ONE_RANK, require_group
+from remat.ranks.collective_call import CollectiveCall
+from remat.ranks.same_order import ONE_RANK, refuse_fake, require_group
 from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
+from remat.schedules.derived import in_chunks
+from remat.schedules.family import Family
 from remat.schedules.outcome import Result
+from remat.schedules.schedule import Compute, Schedule, Step
 from remat.solved import family_text
 from remat.solver.stopping import DEFAULT_GAP
 from remat.step_spec import StepSpec
 
 
+class _Planned(msgspec.Struct, frozen=True):
+    """What all ranks are given: schedules of a rank's step, that step, and without its wrapper."""
+
+    family: Family
+    graph: RangedGraph
+    own: RangedGraph
+
+
 def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> RangedModule:
     """A module that trains at all sizes of a range; `as_far_as_fits`: at as many as fit."""
+    refuse_floats_cast(spec.args, spec.kwargs, spec.sharding)
+    refuse_fake(spec.group)  # before ranks come together: a fake group has no others to wait for
+    with (
+        CollectiveCall(spec.group, "remat.rematerialize(dynamic=...)") as ranks,
+        parameters_cast(spec.model, spec.sharding),
+    ):
+        return _planned_by_all(spec, ranks, as_far_as_fits=as_far_as_fits)
+
+
+def _planned_by_all(spec: StepSpec, ranks: CollectiveCall, *, as_far_as_fits: bool) -> RangedModule:
     model, budget, dynamic = spec.model, spec.budget, spec.dynamic
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(model).__name__
     known, tiers, batch = spec.known_profile, spec.tiers, spec.batch  # refused before the trace
@@ -55,40 +80,56 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
             **spec.of_trace,
             dynamic=dynamic,
             float_inputs=spec.float_inputs,
-            split=spec.split,
+            split="none" if spec.split is None and spec.group is not None else spec.split,
+            sharding=spec.sharding,
             gradient_release=release_of(spec),
         )
     require_group(traced.joint.module, None, ONE_RANK.format(what="a plan over a range of sizes"))
-    with stages.stage("profile", "timing ops at several sizes") as shown:
-        costed = _costs_within(spec.parsed_budget, known, tiers, shown)
-        graph = ranged_graph_of(traced, costed, workspaces_by(traced, known))
     asked = spec.of_solve
     sizes = sizes_within(traced, batch)
-    graph, top = chunked_at_need(traced, graph, budget, stages, **asked)
-    with stages.stage("solve", f"solving for {budget} at the sizes of the range"):
-        try:
-            family = solve_over(graph, budget, top=top, **asked)
-        except TooLargeError as error:
-            largest = error.largest
-            if not as_far_as_fits or sizes is None or not largest:
-                raise
-            if any(size > largest[name] for name, size in sizes.items()):
-                raise
-            traced, graph = _narrowed(traced, graph, largest)
-            # In bytes: a per cent of the narrower range would be less.
-            family = solve_over(graph, error.budget_bytes, **asked)
+    of_ranks = ranks.gathered_texts("sizes", msgspec.json.encode(sizes).decode())
+    largest_here = _largest_of([msgspec.json.decode(one) for one in of_ranks])
+
+    over = partial(over_ranks, sharding=spec.sharding, is_rewritten=True)
+
+    def make() -> _Planned:
+        with stages.stage("profile", "timing ops at several sizes") as shown:
+            costed = costs_within(spec.parsed_budget, known, tiers, shown)
+            whole = ranged_graph_of(traced, costed, workspaces_by(traced, known))
+        whole, top = chunked_at_need(traced, whole, over, budget, stages, **asked)
+        with stages.stage("solve", f"solving for {budget} at the sizes of the range"):
+            graph = over(whole)
+            try:
+                return _Planned(solve_over(graph, budget, top=top, **asked), graph, whole)
+            except TooLargeError as error:
+                largest = error.largest
+                if not as_far_as_fits or largest_here is None or not largest:
+                    raise
+                if any(size > largest[name] for name, size in largest_here.items()):
+                    raise
+                graph, whole = _narrowed(graph, largest), _narrowed(whole, largest)
+                # In bytes: a per cent of the narrower range would be less.
+                return _Planned(solve_over(graph, error.budget_bytes, **asked), graph, whole)
+
+    ranks.require_same_step(traced.graph.hash)
+    planned = ranks.from_first(make, _Planned)
+    graph, family = planned.graph, _before_sharding(planned, traced)
+    traced = _traced_within(traced, graph)
     first = None if sizes is None else family.number_at(**sizes)
     updates = updates_of(spec, traced)
-    module = make_ranged(model, family, traced, graph, first, updates, audit=of_steps(spec.audit))
+    audit = of_steps(spec.audit)
+    module = make_ranged(model, family, traced, planned.own, first, updates, audit=audit)
     checked = None
     if sizes is not None:
         at_sizes, most_bytes = graph.at(**sizes), family.budget_bytes
         beside = Reference(at_sizes, most_bytes, gradients_there(model) if spec.accumulate else 0)
         if is_checked(at_sizes, spec.check, beside):
+            # The check lets parameters be, and runs before they are sharded.
+            is_bound = updates is None and spec.sharding.kind == "none"
             with stages.stage("check", f"comparing a step of {name} with eager"):
                 checked = unless_short(
                     lambda: require_equal(
-                        model, module, batch, None if updates else most_bytes, beside
+                        model, module, batch, most_bytes if is_bound else None, beside
                     ),
                     say_unchecked,
                 )
@@ -97,16 +138,17 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
 
 
 def chunked_at_need(
-    traced: Trace, graph: RangedGraph, budget: str | SupportsIndex, stages: Stopwatch, **asked: Any
-) -> tuple[RangedGraph, Result | None]:
+    traced: Trace, graph: RangedGraph, over: Callable[[RangedGraph], RangedGraph],
+    budget: str | SupportsIndex, stages: Stopwatch, **asked: Any,
+) -> tuple[RangedGraph, Result | None]:  # fmt: skip
     """The graph, with heads in chunks where they are asked for or may help, and the outcome at its
-    largest sizes where that is known; `asked` as of `solve_over`."""
+    largest sizes where that is known. `over`: to the step of a rank; `asked` as of `solve_over`."""
     top: Result | None = None
     if traced.recipe.split == "none":
         return graph, top
     if may_wait(traced, parse_budget(budget)):
         with stages.stage("solve", f"solving for {budget} at the largest sizes"):
-            top = solve_top(graph, budget, **asked)
+            top = solve_top(over(graph), budget, **asked)
         if top.schedule is not None and top.overhead <= DEFAULT_GAP:
             return graph, top
     with stages.stage("profile", "timing large layers in chunks at several sizes") as shown:
@@ -115,10 +157,10 @@ def chunked_at_need(
         return graph, top
     known: dict[str, Any] = {} if top is None else {"at_hand": top}
     with stages.stage("solve", f"solving for {budget} in chunks"):
-        return chunked, solve_top(chunked, budget, **asked, **known)
+        return chunked, solve_top(over(chunked), budget, **asked, **known)
 
 
-def _costs_within(
+def costs_within(
     budget: Budget, known: Profile | None, tiers: LowerTiers | None, shown: ProgressCallback
 ) -> Callable[[Trace], TrainingGraph]:
     left_out: list[bool] = []
@@ -132,13 +174,53 @@ def _costs_within(
     return costed
 
 
-def _narrowed(traced: Trace, graph: RangedGraph, largest: Sizes) -> tuple[Trace, RangedGraph]:
+def _narrowed(graph: RangedGraph, largest: Sizes) -> RangedGraph:
     symbols = tuple(msgspec.structs.replace(s, high=largest[s.name]) for s in graph.symbols)
+    return msgspec.structs.replace(graph, symbols=symbols)
+
+
+def _traced_within(traced: Trace, graph: RangedGraph) -> Trace:
     signature = traced.recipe.signature
     assert isinstance(signature, RangedSignature)
-    recipe = dataclasses.replace(traced.recipe, signature=signature.within(symbols))
-    narrowed = msgspec.structs.replace(graph, symbols=symbols)
-    return dataclasses.replace(traced, recipe=recipe), narrowed
+    recipe = dataclasses.replace(traced.recipe, signature=signature.within(graph.symbols))
+    return dataclasses.replace(traced, recipe=recipe)
+
+
+def _before_sharding(planned: _Planned, traced: Trace) -> Family:
+    """The schedules of the step that a rank runs between what its wrapper does."""
+    sharded, own = planned.graph.base, planned.own.base
+    if sharded.hash == own.hash:
+        return planned.family
+    added = {op.name for op in sharded.ops} - {op.name for op in own.ops}
+    added |= {value.name for value in sharded.values} - {value.name for value in own.values}
+    top = planned.own.top
+
+    def before(schedule: Schedule) -> Schedule:
+        steps = [step for step in schedule.steps if _named(step) not in added]
+        # The wrapper frees gradients once it has reduced them.
+        end = max(i for i, step in enumerate(steps) if isinstance(step, Compute))
+        if not schedule.chunks:
+            return schedule.with_steps(traced.graph, steps[: end + 1])
+        made = schedule.with_steps(in_chunks(top, schedule.chunks), steps[: end + 1])
+        return msgspec.structs.replace(made, chunks=schedule.chunks, captured_hash=top.hash)
+
+    members = (
+        msgspec.structs.replace(one, schedule=before(one.schedule))
+        for one in planned.family.members
+    )
+    return msgspec.structs.replace(planned.family, members=tuple(members))
+
+
+def _named(step: Step) -> str:
+    return step.op if isinstance(step, Compute) else step.value
+
+
+def _largest_of(ranks: Sequence[dict[str, int] | None]) -> dict[str, int] | None:
+    """The largest sizes among the batches of all ranks; None if one is out of the range."""
+    known = [one for one in ranks if one is not None]
+    if len(known) < len(ranks):
+        return None
+    return {name: max(one[name] for one in known) for name in known[0]}
 
 
 def sizes_within(traced: Trace, batch: Batch) -> dict[str, int] | None:

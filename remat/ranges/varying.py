@@ -8,17 +8,21 @@ import re
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from remat.graph_capture.errors import CaptureError, CheckError, TooLargeError
+from remat.graph_capture.errors import AgreementError, CaptureError, CheckError, TooLargeError
 from remat.graph_capture.sizes.ranged_signature import places_in
 from remat.graph_capture.sizes.symbols import Dynamic, RangeError, Symbol
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import Signature, tensor_facts
+from remat.ranks.same_order import any_of, gathered
 from remat.rewriter.user_module.ranged import RangedModule
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # Which sizes vary: learned, or named by the user. Places that were always equal share a name. A
 # place of one size is fixed, unless it follows a named one. There are several ways to follow.
@@ -45,6 +49,7 @@ class LearnedSizes:
     upto: Mapping[At, int] = field(default_factory=dict[At, int])  # largest sizes, if told
     told: list[Shapes] = field(default_factory=list[Shapes])  # what was learned from
     planned: dict[str, Symbol] = field(default_factory=dict[str, Symbol])  # ranges of plans
+    beside: tuple[Shapes, ...] = ()  # of the batches of all ranks, as they plan together
     unfit: str = ""  # why these sizes cannot vary within one plan; empty where they can
     _groups: dict[At, str] = field(default_factory=dict[At, str])
     _way: int = 0
@@ -84,9 +89,9 @@ class LearnedSizes:
 
     def _may_vary(self, at: At, shapes: Shapes) -> bool:
         step = self.given[at].multiple if self.given else 1
-        size = _size(shapes, at)
+        sizes = [_size(one, at) for one in (shapes, *self.beside)]
         # No range holds 0, 1, or what is no multiple of a step that the user has named.
-        return size >= _LEAST * step and size % step == 0
+        return all(size >= _LEAST * step and size % step == 0 for size in sizes)
 
     def ranges_for(self, shapes: Shapes) -> tuple[dict[str, Symbol], bool]:
         """Ranges that hold a batch, and whether their ends are guesses of what may come."""
@@ -99,9 +104,10 @@ class LearnedSizes:
         return found, is_guess
 
     def _range(self, at: At, name: str, shapes: Shapes) -> tuple[Symbol, bool]:
-        size, before = _size(shapes, at), self.planned.get(name)
+        sizes, before = [_size(one, at) for one in (shapes, *self.beside)], self.planned.get(name)
+        size = max(sizes)
         named = self.given[at] if self.given else Symbol(name, _LEAST, 0)
-        low, multiple = min(named.low, size), named.multiple
+        low, multiple = min(named.low, *sizes), named.multiple
         seen = [_size(one, at) for one in self.told]
         upto = max(self.upto.get(one, 0) for one, own in self._groups.items() if own == name)
         high = max(size, named.high, upto // multiple * multiple, *seen)
@@ -169,8 +175,12 @@ class _Wanted(NamedTuple):
 
 
 class VaryingSizes:
-    def __init__(self, model: nn.Module, dynamic: DynamicOrAuto, upto: Upto | None) -> None:
+    def __init__(
+        self, model: nn.Module, dynamic: DynamicOrAuto, upto: Upto | None,
+        group: ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.dynamic, self.upto = model, dynamic, dict(upto or {})
+        self.group = group if group is not None and group.size() > 1 else None
         self._kinds: dict[Hashable, LearnedSizes] = {}
 
     def key(self, batch: Any) -> tuple[tuple[Hashable, Hashable], bool]:
@@ -179,13 +189,31 @@ class VaryingSizes:
         kind, shapes = (tuple(map(_kind_of, leaves)), spec, autocast_state()), _shapes(leaves)
         if (known := self._kinds.get(kind)) is None:
             known = self._kinds[kind] = self._first_of(batch)
-        is_new = known.learn(shapes)
+        # Ranks learn together, of all their batches, or their ranges would differ.
+        is_new = self.group is None and known.learn(shapes)
         symbols = known.symbols_at(shapes)
         sizes = tuple(
             tuple(symbols.get((i, dim), size) for dim, size in enumerate(shape or ()))
             for i, shape in enumerate(shapes)
         )
         return (kind, sizes), is_new
+
+    def is_planned_by_all(self, batch: Any, *, is_served: bool) -> bool:
+        """Whether ranks of a group plan now: all do where one of them has a batch without a plan.
+        They have then learned of the batches of all."""
+        if self.group is None or not any_of(self.group, not is_served, self.model):
+            return False
+        known, shapes = self.known(batch)
+        found = gathered(self.group, shapes)
+        if len({tuple(one is None or len(one) for one in each) for each in found}) > 1:
+            raise AgreementError(
+                "pass batches of the same arguments on all ranks: they differ in more than sizes, "
+                "and ranks plan together"
+            )
+        known.beside = tuple(found)
+        for one in known.beside:
+            known.learn(one)
+        return True
 
     def wanted(self, batch: Any) -> _Wanted:
         kind, shapes = self.known(batch)

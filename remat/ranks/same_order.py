@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import fx, nn
 
@@ -26,6 +27,7 @@ from remat.rewriter.plans import loading
 from remat.rewriter.rewriting import rewrite as rewrite_alone
 from remat.rewriter.user_module.module import RematModule
 
+_Told = TypeVar("_Told")
 _PASS_A_GROUP = (
     "pass a group of all these ranks, such as group=torch.distributed.group.WORLD, and call on each"
 )
@@ -57,6 +59,21 @@ def refuse_fake(group: dist.ProcessGroup | None) -> None:
             "plan with remat.capture and remat.solve, and rewrite on real ranks: this is torch's "
             "fake group, whose collectives move nothing, so nothing can be trained or checked"
         )
+
+
+def any_of(group: dist.ProcessGroup, said: bool, model: nn.Module) -> bool:
+    """Whether any rank says so; every rank must call. The host waits for one number."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    flag = torch.tensor(said, dtype=torch.int32, device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    return bool(flag.item())
+
+
+def gathered(group: dist.ProcessGroup, mine: _Told) -> list[_Told]:
+    """What each rank tells, in their order; every rank must call."""
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, mine, group=group)
+    return found
 
 
 _Given = ParamSpec("_Given")

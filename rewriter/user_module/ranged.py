@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -37,7 +37,7 @@ class _Members:
 
     def __init__(
         self, model: nn.Module, family: Family, traced: Trace, graph: RangedGraph | None,
-        first: int, updates: Updates | None, audit: Audits,
+        first: int, updates: Updates | None, audit: Audits, made: Sequence[RematModule] = (),
     ) -> None:  # fmt: skip
         signature = traced.recipe.signature
         if not isinstance(signature, RangedSignature):
@@ -50,8 +50,9 @@ class _Members:
         self.updates = updates
         self.signature, self.batches = signature, BatchFlattener(signature)
         self._pick = family.compiled_pick()
-        self._modules: list[RematModule | None] = [None] * len(family.members)
-        self.first = self.last = self._modules[first] = self._compiled(first)
+        self._modules: list[RematModule | None] = [*made] or [None] * len(family.members)
+        self.first = self.last = self._modules[first] or self._compiled(first)
+        self._modules[first] = self.first
 
     def running(self, batch: Any) -> RematModule:
         """The module whose sizes a batch has; for a batch of other facts, one that refuses it."""
@@ -174,13 +175,15 @@ class RangedModule(SharedState, nn.Module):
 def make_ranged(
     model: nn.Module, family: Family, traced: Trace, graph: RangedGraph | None = None,
     first: int | None = None, updates: Updates | None = None, *, audit: Audits = "step",
+    made: Sequence[RematModule] = (),
 ) -> RangedModule:  # fmt: skip
-    """A `RangedModule` over `model`; the member `first` is compiled now, by default the last."""
+    """A `RangedModule` over `model`; the member `first` is compiled now, by default the last.
+    `made`: all members, where they are there."""
     number = len(family.members) - 1 if first is None else first
     kind = class_of_user(
         RangedModule, model, traced.recipe.loss_fn, family=family, ranged_graph=graph,
         _remat_family=family, _remat_graph=graph,
-        _remat_members=_Members(model, family, traced, graph, number, updates, audit),
+        _remat_members=_Members(model, family, traced, graph, number, updates, audit, made),
     )  # fmt: skip
     return kind()
 

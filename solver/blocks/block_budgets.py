@@ -7,8 +7,9 @@ between blocks keeps all, as in eager. Room below the device is that of all bloc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 
@@ -26,6 +27,7 @@ from remat.solver.blocks.block_options import (
     block_options,
     choices_in_place,
     compose,
+    that_run_again,
 )
 from remat.solver.blocks.repeated import Block, Reads, Shape, shape_of
 from remat.solver.bounds.cut_program import expand
@@ -159,9 +161,10 @@ class BlockBudgets:
     @classmethod
     def of(
         cls, graph: TrainingGraph, spans: Sequence[BlockSpan], beside_bytes: Sequence[int],
-        time_limit_s: float, staying: Collection[str] = (),
+        time_limit_s: float, staying: Collection[str] = (), again: Collection[str] = (),
     ) -> BlockBudgets:  # fmt: skip
-        """Solve each distinct block once; copies leave `staying`, which blocks hand out."""
+        """Solve each distinct block once; copies leave `staying`, which blocks hand out. What ops
+        of `again` make is not kept from a block's forward to its backward."""
         clock, problem = Clock(time_limit_s), Problem.of(graph)
         reads = Reads.of(problem)
         blocks, is_given = _with_pieces(problem, spans)
@@ -171,10 +174,11 @@ class BlockBudgets:
         for block, small, given in zip(blocks, graphs, is_given, strict=True):
             made = [name for op in small.ops for name in op.outputs]
             stays = tuple(name in staying for name in made)
-            shape = (given, stays, shape_of(problem, reads, block))
+            pinned = frozenset(i for i, op in enumerate(small.ops) if op.name in again)
+            shape = (given, stays, pinned, shape_of(problem, reads, block))
             if shape not in known:
                 held = [name for name in made if name in staying]
-                known[shape] = _options(small, given, held, graph.links, clock), small
+                known[shape] = _options(small, given, held, graph.links, clock, pinned), small
             found.append(known[shape])
         tables = [table for table, _ in found]
         solved = [small for _, small in found]
@@ -229,11 +233,22 @@ def _with_pieces(problem: Problem, spans: Sequence[BlockSpan]) -> tuple[list[Blo
 
 
 def _options(
-    graph: TrainingGraph, given: bool, held: Sequence[str], links: Links | None, clock: Clock
-) -> Options:
-    plain = block_options(graph, _LIMITS if given else 0, lambda: clock.left_s)
+    graph: TrainingGraph, given: bool, held: Sequence[str], links: Links | None, clock: Clock,
+    again: Set[int] = frozenset(),
+) -> Options:  # fmt: skip
+    plain = block_options(graph, _LIMITS if given else 0, lambda: clock.left_s, again)
     if not given:
         return (min(plain, key=lambda option: option.extra_us),)  # keeps all
+    found = _with_copies(graph, plain, held, links, clock)
+    if not again:
+        return found
+    must_run = that_run_again(graph, again)
+    return tuple(one for one in found if must_run <= set(chain(*one.recomputed)))
+
+
+def _with_copies(
+    graph: TrainingGraph, plain: Options, held: Sequence[str], links: Links | None, clock: Clock
+) -> Options:
     if links is None or not links.host_bytes:
         return plain
     forward = {name for op in graph.ops[: graph.n_forward] for name in op.outputs}

@@ -8,7 +8,7 @@ always among the options.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -74,12 +74,16 @@ def block_graph(problem: Problem, reads: Reads, block: Block) -> TrainingGraph:
     )
 
 
-def block_options(graph: TrainingGraph, limits: int, left_s: Callable[[], float]) -> Options:
-    """None is no better than another, dearest last; where time ends, there are fewer."""
+def block_options(
+    graph: TrainingGraph, limits: int, left_s: Callable[[], float], again: Set[int] = frozenset()
+) -> Options:
+    """None is no better than another, dearest last; where time ends, there are fewer. The first
+    makes only the ops of `again` once more."""
     problem = Problem.of(graph)
     found: list[BlockOption] = []
+    first = _keep_least(problem, again) if again else store_all_state(problem)
     # First, so that a block has options even without time.
-    for state in (store_all_state(problem), _keep_least(problem)):
+    for state in (first, _keep_least(problem)):
         _add(found, state)
     most_bytes, least_bytes = (option.saved_bytes for option in (found[0], found[-1]))
     for i in range(1, limits if most_bytes > least_bytes else 0):
@@ -96,6 +100,12 @@ def block_options(graph: TrainingGraph, limits: int, left_s: Callable[[], float]
     return tuple(sorted(found, key=lambda option: (option.extra_us, option.saved_bytes)))
 
 
+def that_run_again(graph: TrainingGraph, again: Set[int]) -> set[int]:
+    """Those of `again` that backward needs a second time where what they made is not kept."""
+    stages = _keep_least(Problem.of(graph), again).stages
+    return {op for stage in stages for op in stage.recomputed}
+
+
 def _add(found: list[BlockOption], state: State) -> None:
     turn = state.problem.n_forward
     live_bytes = state.peak_bytes.copy()
@@ -107,16 +117,18 @@ def _add(found: list[BlockOption], state: State) -> None:
         found.append(option)
 
 
-def _keep_least(problem: Problem) -> State:
-    """Keep only what others read and what cannot be made again; recompute the rest once."""
+def _keep_least(problem: Problem, again: Set[int] | None = None) -> State:
+    """Keep only what others read and what cannot be made again; recompute the rest once, or of it
+    the ops of `again`."""
     available = bytearray(problem.n_values)
     for v, op in enumerate(problem.producer):
-        available[v] = v in problem.held or problem.no_recompute[op]
+        stays = again is not None and op not in again
+        available[v] = stays or v in problem.held or problem.no_recompute[op]
     recomputed: list[Sequence[int]] = []
     for t in range(problem.n_ops + 1):
-        again = recomputed_in(problem, available, (), t) if t > problem.n_forward else []
-        recomputed.append(again)
-        ran = (*again, t) if problem.n_forward < t < problem.n_ops else again
+        runs = recomputed_in(problem, available, (), t) if t > problem.n_forward else []
+        recomputed.append(runs)
+        ran = (*runs, t) if problem.n_forward < t < problem.n_ops else runs
         mark_made(problem, available, ran)
     return State.from_recomputed(problem, recomputed)
 

@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 import remat
 from remat.blocks.rematerialized import planned_blocks
-from remat.graph_capture.errors import BudgetError, CaptureError, PlanError, RewriteError
+from remat.graph_capture.errors import (
+    BudgetError,
+    CaptureError,
+    PlanError,
+    RewriteError,
+    SolverError,
+)
 from remat.rewriter.user_module.module import RematModule
 from tests.block_models import (
-    WIDTH,
+    ROWS,
     Beside,
     InPart,
     LooksAtTracing,
@@ -24,6 +30,7 @@ from tests.block_models import (
     OwnAutocast,
     Stack,
     Twice,
+    Words,
     convolutional,
     rows,
 )
@@ -170,11 +177,135 @@ def test_frozen_and_unplanned_blocks_are_refused() -> None:
         remat.plans(Mlp())
 
 
-def test_a_range_of_sizes_is_refused_and_the_whole_model_takes_it() -> None:
-    model, args = Stack((0.0,)), (torch.randn(8, WIDTH),)
-    dynamic = {"x": {0: ("rows", 4, 16)}}
-    with pytest.raises(CaptureError, match=r"pad batches.*blocks is not taken with dynamic"):
-        remat.rematerialize(model, args, blocks="layers.*", budget="100%", dynamic=dynamic)
-    fast = remat.rematerialize(model, args, budget="100%", dynamic=dynamic, check=False)
-    fast(torch.randn(12, WIDTH)).backward()
-    assert model.first.weight.grad is not None
+def test_blocks_over_a_range_follow_one_plan_at_each_size() -> None:
+    torch.manual_seed(0)
+    model, dynamic = Stack(), {"x": {0: ("rows", 64, ROWS)}}
+    fast = remat.rematerialize(
+        model, (rows(),), blocks="layers.*", budget="75%", dynamic=dynamic, check=False
+    )
+    plan = planned_blocks(fast)
+    assert plan.family is not None
+    assert 1 < len(plan.family.members) == len(plan.members) <= 4
+    assert plan.family.members[0].overhead < plan.result.overhead
+    for member in plan.family.members:
+        size = member.corners[0]["rows"]
+        found = remat.check(model, fast, (rows()[:size].clone(),), steps=1)
+        assert found.differences == ()
+        assert found.plan_peak_bytes == pytest.approx(member.peak_bytes, rel=0.001)
+        assert member.peak_bytes <= plan.result.budget_bytes
+    with pytest.raises(RewriteError, match="was planned for rows from 64 to 256"):
+        fast(rows()[:32])
+
+
+def test_a_block_whose_size_is_none_of_the_batch_is_refused() -> None:
+    class Halved(Stack):
+        def forward(self, x: Tensor, *, learn: bool = True) -> Tensor:
+            return super().forward(x[: x.shape[0] // 2], learn=learn)
+
+    dynamic = {"x": {0: ("rows", 64, ROWS)}}
+    with pytest.raises(CaptureError, match=r"^block layers.0: leave out blocks, .*rows // 2"):
+        remat.rematerialize(Halved(), (rows(),), blocks="layers.*", budget="75%", dynamic=dynamic)
+
+
+def with_words(model: nn.Module) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    batch = rows(), torch.randint(4096, (ROWS,))
+    made = remat.rematerialize(
+        model, batch, blocks="layers.*", budget="40%", split="exact", check=False
+    )
+    return made, batch
+
+
+def test_a_head_runs_in_chunks_beside_blocks() -> None:
+    torch.manual_seed(0)
+    model = Words()
+    fast, batch = with_words(model)
+    plan = planned_blocks(fast)
+    assert plan.head is not None
+    assert (plan.head.path, plan.head.exact) == ("head", True)
+    found = remat.check(model, fast, batch, steps=1)
+    assert found.differences == ()
+    assert found.plan_peak_bytes == pytest.approx(plan.result.peak_bytes, rel=0.001)
+    assert found.plan_peak_bytes < 0.4 * found.baseline_peak_bytes
+    fast.eval()
+    assert torch.equal(fast(*batch), copy.deepcopy(model).eval()(*batch))
+
+
+class Scaled(Words):
+    is_scaled = False
+
+    def logits(self, x: Tensor) -> Tensor:
+        logits = super().logits(x)
+        return logits * 1.0 if self.is_scaled else logits
+
+
+def test_logits_in_chunks_are_there_for_their_loss_alone() -> None:
+    fast, batch = with_words(Scaled())
+    fast.is_scaled = True
+    with pytest.raises(RewriteError, match=r"^leave out split='exact', or .*mul reads the logits"):
+        fast(*batch)
+
+
+def test_outputs_beside_blocks_are_those_that_a_head_in_chunks_leaves() -> None:
+    with pytest.raises(CaptureError, match=r"^add split='exact', which makes no logits"):
+        remat.rematerialize(Stack(), (rows(),), blocks="layers.*", budget="70%", outputs=(0,))
+
+
+def test_updates_in_backward_beside_blocks() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    eager, optimizer = copy.deepcopy(model), torch.optim.AdamW(model.parameters())
+    fast = remat.rematerialize(
+        model, (rows(),), blocks="layers.*", budget="70%", optimizer_in_backward=optimizer
+    )
+    own = torch.optim.AdamW(eager.parameters())
+    for seed in range(3):
+        for one in (fast, eager):
+            torch.manual_seed(seed)
+            one(rows()).backward()
+        assert all(parameter.grad is None for parameter in fast.parameters())
+        own.step()
+        own.zero_grad()
+    for theirs, ours in zip(eager.parameters(), model.parameters(), strict=True):
+        assert torch.equal(theirs, ours)
+
+
+def test_numbers_that_change_in_blocks() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    eager = copy.deepcopy(model)
+    names = [f"layers.{i}.p" for i in range(4)]
+    fast = remat.rematerialize(
+        model, (rows(),), blocks="layers.*", budget="75%", float_inputs=names
+    )
+    for seed in range(3):
+        for layer in (*model.layers, *eager.layers):
+            layer.p = 0.1 + 0.2 * seed
+        losses: list[Tensor] = []
+        for one in (fast, eager):
+            torch.manual_seed(seed)
+            losses.append(one(rows()))
+            losses[-1].backward()
+        assert torch.equal(*losses)
+    for theirs, ours in zip(eager.parameters(), model.parameters(), strict=True):
+        assert torch.equal(theirs.grad, ours.grad)
+
+
+def ran_again(model: nn.Module, **pins: str) -> dict[str, set[str]]:
+    fast = remat.rematerialize(
+        model, (rows(),), blocks="layers.*", budget="75%", check=False, **pins
+    )
+    assert remat.check(model, fast, (rows(),), steps=1).differences == ()
+    return {
+        path: {op for op, n in one.computations().items() if n > 1}
+        for path, one in planned_blocks(fast).schedules.items()
+    }
+
+
+def test_pins_inside_blocks_are_kept_to() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    assert any("addmm" in ops for ops in ran_again(model).values())
+    assert not any("addmm" in ops for ops in ran_again(model, keep="*.up").values())
+    assert "addmm" in ran_again(model, recompute="layers.3.up")["layers.3"]
+    with pytest.raises(SolverError, match=r"^name modules inside the blocks: recompute 'first'"):
+        ran_again(model, recompute="first")

@@ -195,7 +195,6 @@ def test_a_loss_with_its_target_is_part_of_the_step() -> None:
     [
         ({"compile": True}, "compile"),
         ({"split": "exact"}, "split"),
-        ({"sharding": remat.Sharding("ddp", 2)}, "sharding"),
     ],
 )
 def test_options_that_a_range_does_not_take_are_named(options: Any, said: str) -> None:

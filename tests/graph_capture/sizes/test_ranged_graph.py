@@ -132,9 +132,25 @@ def test_what_dynamic_cannot_mean_is_refused(dynamic: Any, said: str) -> None:
 
 def test_options_that_a_range_does_not_take_are_refused() -> None:
     dynamic: Any = {"x": {1: "seq"}}
-    for options in ({"split": "exact"}, {"sharding": remat.Sharding("ddp", 2)}):
-        with pytest.raises(CaptureError, match="not taken with dynamic sizes"):
-            remat.capture(Wide(""), (torch.randn(4, 48, 8),), dynamic=dynamic, **options)
+    with pytest.raises(CaptureError, match="not taken with dynamic sizes"):
+        remat.capture(Wide(""), (torch.randn(4, 48, 8),), dynamic=dynamic, split="exact")
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_the_range_of_a_rank_is_its_step_at_each_size(kind: Any) -> None:
+    sized = SIZED["gpt"]()
+    sharding = remat.Sharding(kind, 2, "blocks.*" if kind == "fsdp2" else "")
+    sizes = {"batch": 3, "seq": 20}
+    asked: dict[str, Any] = {"sharding": sharding, "device": "h100"}
+    graph = remat.capture(sized.model, sized.batch(**sizes), dynamic=sized.dynamic, **asked)
+    own = remat.capture(sized.model, sized.batch(**sizes), **asked)
+    at = graph.at(**sizes)
+    assert [op.target for op in at.ops] == [op.target for op in own.ops]
+    assert ("remat.all_gather" in {op.target for op in at.ops}) is (kind == "fsdp2")
+    assert sizes_of(at) == sizes_of(own)
+    assert (at.resident, at.notes) == (own.resident, own.notes)
+    communication = [op.workspace_bytes for op in own.ops if op.target.startswith("remat.")]
+    assert [op.workspace_bytes for op in at.ops if op.target.startswith("remat.")] == communication
 
 
 def test_sizes_to_trace_with_are_like_no_others() -> None:

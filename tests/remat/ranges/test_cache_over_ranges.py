@@ -170,7 +170,6 @@ def test_copies_and_pickles_learn_anew() -> None:
         ({"dynamic": "all"}, "dynamic='all' is unknown"),
         ({"compile": True}, "compile is not taken with dynamic sizes"),
         ({"split": "exact"}, "split is not taken with dynamic sizes"),
-        ({"sharding": remat.Sharding("ddp", 2)}, "sharding is not taken with dynamic sizes"),
         ({"dynamic": "auto", "upto": 2048}, "give the largest sizes .*upto=2048 is not a dict"),
     ],
 )

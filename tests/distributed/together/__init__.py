@@ -1,0 +1,1 @@
+"""Pairs of levers on two ranks."""
