@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from remat.graph_capture.errors import CaptureError, RematError, RewriteError
+from remat.graph_capture.errors import ArenaError, CaptureError, RematError, RewriteError
 
 
 class OptionPair(NamedTuple):
@@ -91,6 +91,13 @@ PAIRS = (
         keep="the plan decides what blocks keep", recompute="the plan decides what blocks keep",
         outputs="what lies outside the blocks returns what it does in the model",
         solver="blocks have a solver of their own",
+    ),
+    *_with(
+        "use_arena", ArenaError,
+        accumulate="an arena does not follow gradients that are released while backward runs",
+        optimizer_in_backward="an arena serves whole graphs, and updates run between their ops",
+        dynamic="places are planned for one size",
+        blocks="an arena is for one rewritten module",
     ),
 )  # fmt: skip
 # All options that not all others go with.
