@@ -23,7 +23,7 @@ from tests.sized_models import Block, Residual
 
 WORDS, WIDTH, ROWS = 512, 32, 4
 LENGTHS = (64, 48, 23)
-SIDE, CHANNELS = 32, 12
+SIDE, CHANNELS, LAYERS, POOLED = 32, 12, 4, 8
 
 
 class Language(nn.Module):
@@ -32,7 +32,7 @@ class Language(nn.Module):
     def __init__(self, *, returns_logits: bool) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList([Block(WIDTH, 4) for _ in range(4)])
+        self.blocks = nn.ModuleList([Block(WIDTH, 4) for _ in range(LAYERS)])
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.scale, self.returns_logits = 1.5, returns_logits
 
@@ -51,14 +51,16 @@ class Convolutional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, CHANNELS, 3, padding=1)
-        self.blocks = nn.ModuleList([Residual(CHANNELS) for _ in range(4)])
-        self.head, self.scale = nn.Linear(CHANNELS, 10), 1.5
+        self.blocks = nn.ModuleList([Residual(CHANNELS) for _ in range(LAYERS)])
+        self.scale, side = 1.5, SIDE // POOLED
+        self.head = nn.Linear(CHANNELS * side * side, 10)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         x = self.stem(x) * self.scale
         for block in self.blocks:
             x = block(x)
-        return functional.cross_entropy(self.head(x.mean((2, 3))), targets)
+        x = functional.avg_pool2d(x, POOLED)
+        return functional.cross_entropy(self.head(x.flatten(1)), targets)
 
 
 def batch(number: int, *, is_text: bool, length: int = LENGTHS[0]) -> tuple[Tensor, Tensor]:
@@ -89,27 +91,30 @@ class Trained:
 
     model: nn.Module
     fast: nn.Module
-    modules: dict[str, str]
-    schedules: tuple[Schedule, ...]
+    modules: dict[str, str]  # of ops, where one schedule is of the whole step
+    schedules: dict[str, tuple[Schedule, ...]]  # by block; "" for the whole step
     wrapped: Any = None
     arena: Any = None
     lengths: set[int] = dataclasses.field(default_factory=set[int])
     scales: set[float] = dataclasses.field(default_factory=set[float])
     held_back: int = 0
     left_out: str = ""
+    in_chunks: bool = False
+    left_gradients: bool = False
 
     def runs(self, path: str = "") -> list[int]:
-        """How often each op of forward below a module runs; of "", each op that no pin names."""
-        counts = [count for one in self.schedules for count in one.computations().items()]
-        of = self.modules
-        if path:
-            return [n for op, n in counts if of.get(op, "").startswith(path)]
-        return [n for op, n in counts if not of.get(op, "").startswith((KEPT, AGAIN))]
+        """How often each op below a module runs; for "", each op that no pin names."""
+        found: list[int] = []
+        for block, schedules in self.schedules.items():
+            for op, n in (item for one in schedules for item in one.computations().items()):
+                own = block or self.modules.get(op, "")
+                if own.startswith(path) if path else not own.startswith((KEPT, AGAIN)):
+                    found.append(n)
+        return found
 
     def moves(self, kind: type[Any], to: str) -> bool:
-        return any(
-            isinstance(step, kind) and step.to == to for one in self.schedules for step in one.steps
-        )
+        every = (one for schedules in self.schedules.values() for one in schedules)
+        return any(isinstance(step, kind) and step.to == to for one in every for step in one.steps)
 
 
 KEPT, AGAIN = "blocks.0", "blocks.1"
@@ -146,8 +151,8 @@ class Lever(NamedTuple):
 
 
 def _ranks(kind: Any) -> dict[str, Any]:
-    group = dist.group.WORLD
-    return {"sharding": remat.Sharding(kind, dist.get_world_size()), "group": group}
+    n_ranks = max(2, dist.get_world_size())
+    return {"sharding": remat.Sharding(kind, n_ranks), "group": dist.group.WORLD}
 
 
 LEVERS: dict[str, Lever] = {
@@ -156,16 +161,16 @@ LEVERS: dict[str, Lever] = {
         "host memory", ("host",), lambda _: {"host": "1GiB"}, lambda it: it.moves(Fetch, "device")
     ),
     "N": Lever(
-        "NVMe", ("host", "nvme"), lambda _: {"host": "256KiB", "nvme": "/tmp:1GiB"},
+        "NVMe", ("host", "nvme"), lambda _: {"host": "256KiB", "nvme": "/tmp:512KiB"},
         lambda it: it.moves(Offload, "nvme"),
     ),
     "S": Lever(
         "head in chunks", ("split",), lambda _: {"split": "exact"},
-        lambda it: any(one.chunks for one in it.schedules),
+        lambda it: it.in_chunks,
     ),
     "U": Lever(
         "updates in backward", ("optimizer_in_backward",), _optimizer,
-        lambda it: all(one.updates for one in it.schedules),
+        lambda it: not it.left_gradients,
     ),
     "A": Lever(
         "accumulation", ("accumulate",), lambda _: {"accumulate": True},
@@ -185,13 +190,14 @@ LEVERS: dict[str, Lever] = {
         lambda it: type(it.wrapped).__name__ == "DistributedDataParallel",
     ),
     "Z": Lever(
-        "FSDP2", ("blocks", "sharding", "group"), lambda _: {"blocks": "blocks.*", **_ranks("fsdp2")},
-        lambda it: _has_dtensors(it) and len(it.schedules) == 4,
+        "FSDP2", ("blocks", "sharding", "group"),
+        lambda _: {"blocks": "blocks.*", **_ranks("fsdp2")},
+        lambda it: _has_dtensors(it) and len(it.schedules) == LAYERS,
     ),
     "T": Lever(
         "tensor parallel", ("group",), lambda _: {"group": dist.group.WORLD}, _has_dtensors
     ),
-    "X": Lever("arena", (), lambda _: {}, lambda it: it.arena.counts.hits > 0),
+    "X": Lever("arena", ("use_arena",), lambda _: {}, lambda it: it.arena.counts.hits > 0),
     "P": Lever(
         "pins", ("keep", "recompute"), lambda _: {"keep": KEPT, "recompute": AGAIN}, _pins_hold
     ),
