@@ -10,6 +10,7 @@ from typing import Any, SupportsIndex
 
 from torch import nn
 
+from remat.analysis.levers import levers_text
 from remat.blocks.block_planner import BlockPlanner, BlocksPlan, TracedBlocks, trace_blocks
 from remat.budgets import parse_budget
 from remat.checks import (
@@ -91,9 +92,9 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
                     lambda: _require_equal_blocks(model, made, batch, *limits), say_unchecked
                 )
         what = f"{traced.whole.recipe.title}, {len(plan.schedules)} blocks"
-        stages.say(
-            planned_text(what, Solved(traced.whole.graph, plan.result), checked, stages.elapsed_s)
-        )
+        found = Solved(traced.whole.graph, plan.result)
+        levers = levers_text(found.graph, plan.result.schedule)
+        stages.say(planned_text(what, found, checked, stages.elapsed_s, levers))
     _plans[made] = plan
     return made
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from remat.analysis.levers import levers_text
 from remat.budgets import Budget
 from remat.checks import (
     Batch,
@@ -34,6 +35,7 @@ from remat.ranges.curve import solve_over
 from remat.ranks.same_order import ONE_RANK, require_group
 from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
+from remat.schedules.family import resized_schedule
 from remat.solved import family_text
 from remat.step_spec import StepSpec
 
@@ -84,7 +86,10 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
                     ),
                     say_unchecked,
                 )
-    stages.say(family_text(family, checked, stages.elapsed_s, traced.graph.device))
+    largest = graph.top
+    levers = levers_text(largest, resized_schedule(family.top.schedule, largest))
+    also = {"inputs": traced.recipe.inputs_text, "levers": levers}
+    stages.say(family_text(family, checked, stages.elapsed_s, largest.device, **also))
     return module
 
 

@@ -68,8 +68,8 @@ def differing_beyond(
 ) -> tuple[tuple[str, ...], float]:
     """Names of what is further off than `tolerance`, and the largest relative error.
 
-    Results may be off by `_TIMES` of what rounding alone moves them (`moved`), up to
-    `_MOST_ROUNDING`, or by as much as it does, which nothing can be told from. One that is no larger than that is noise, with the tolerance of its kind.
+    Results may be off by what rounding alone moves them (`moved`), and by `_TIMES` of that up to
+    `_MOST_ROUNDING`. One that is no larger than that is noise, with the tolerance of its kind.
     """
     errors: dict[str, float] = {}
     wrong: list[str] = []

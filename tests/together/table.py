@@ -1,7 +1,7 @@
 """Writes docs/together.md, what each combination of levers does: `python -m tests.together.table`.
 
-    python -m tests.together.table            # all of them, and the page
-    python -m tests.together.table HS CA      # these alone; nothing is written
+python -m tests.together.table            # all of them, and the page
+python -m tests.together.table HS CA      # these alone; nothing is written
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ AUTOCAST = frozenset(("HFP", "AC"))
 OF_MODELS = frozenset(("DT", "CT", "GT"))
 """Pairs that are refused for the DTensors of a model, and by no pair of options."""
 MARKS = {"exact": "=", "within": "≈", "refused": "no"}
-EXCLUDES, FAULT = "–", "!"
+EXCLUDES, FAULT = "x", "!"
 _OPTIONS = {"copies": "host"}  # of levers of the solver that have another name
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
