@@ -39,7 +39,7 @@ from tests.together.levers import (
 STEPS = 5
 BUDGETS = ("65%", "50%", "40%", "85%", "min")
 """Tried in this order until each lever of a combination does its part."""
-ROUNDS = 10
+ROUNDS = 25  # of four steps, until one whose frees were all seen
 GAP = 0.1  # at which searches end soon
 OFF = 0.01  # of a peak from its prediction
 FAR = 0.01  # of the norm of a result, where Inductor's code rounds otherwise
