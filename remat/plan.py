@@ -369,7 +369,10 @@ class Plan(Result, frozen=True):
             record. CaptureError : the module is not on a CPU.
         """
         from remat.analysis.plan_figures import use_arena
+        from remat.graph_capture.tracing.option_pairs import require_compatible
 
+        is_of_blocks = self.solver == "blocks"  # a module of several that follow plans
+        require_compatible(use_arena=True, dynamic=self.family, blocks=is_of_blocks)
         return use_arena(self._module(), args, kwargs, loss_fn=loss_fn, target=target)
 
     def measure(

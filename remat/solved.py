@@ -42,22 +42,26 @@ def budget_said(budget_bytes: int, device: str, reserved_bytes: int = 0) -> str:
 
 
 def planned_text(
-    what: str, solved: Solved, check: Check | None, seconds: float, *, is_compared: bool = False
-) -> str:
-    """A plan in one line; `is_compared`: what its first step gives is compared, and no more."""
+    what: str, solved: Solved, check: Check | None, seconds: float, levers: str = "", *,
+    is_compared: bool = False,
+) -> str:  # fmt: skip
+    """A plan in one line; `is_compared`: what its first step gives is compared, and no more.
+
+    `levers` as of `levers_text`.
+    """
     checked = "its first step is compared with eager" if is_compared else _checked_text(check)
     found = solved.result
     budget = budget_said(found.budget_bytes, solved.graph.device, found.reserved_bytes)
     return (
         f"remat: {what}: {_peaks_text(found.peak_bytes, check, found.reserved_bytes)}, budget "
-        f"{budget}; overhead {percent_text(found.overhead)}, {gap_text(found.gap)}; {checked}; "
-        f"{seconds:.1f} s"
+        f"{budget}; overhead {percent_text(found.overhead)}, {gap_text(found.gap)}; "
+        f"{levers}{checked}; {seconds:.1f} s"
     )
 
 
 def at_hand_text(
     what: str, schedule: Schedule, peak_bytes: int, check: Check | None, seconds: float, *,
-    is_compared: bool, device: str = CPU, reserved_bytes: int = 0,
+    is_compared: bool, levers: str = "", device: str = CPU, reserved_bytes: int = 0,
 ) -> str:  # fmt: skip
     runs_once = all(n == 1 for n in schedule.computations().values())
     is_plain = runs_once and not (schedule.captured_hash or schedule.moves)
@@ -66,7 +70,7 @@ def at_hand_text(
     budget = budget_said(schedule.budget_bytes, device, reserved_bytes)
     return (
         f"remat: {what}: {how}, {_peaks_text(peak_bytes, check, reserved_bytes)}, budget "
-        f"{budget}; {checked}; {seconds:.1f} s"
+        f"{budget}; {levers}{checked}; {seconds:.1f} s"
     )
 
 
@@ -80,13 +84,17 @@ def _peaks_text(peak_bytes: int, check: Check | None, reserved_bytes: int) -> st
     return f"{text}, reserved {bytes_text(reserved_bytes)} predicted{measured}"
 
 
-def family_text(family: Family, check: Check | None, seconds: float, device: str = CPU) -> str:
+def family_text(
+    family: Family, check: Check | None, seconds: float, device: str = CPU, *,
+    inputs: str = "", levers: str = "",
+) -> str:  # fmt: skip
     top, ranges = family.top, ", ".join(map(str, family.symbols))
     budget = budget_said(family.budget_bytes, device)
+    checked = _checked_text(check)
     return (
-        f"remat: {family.model} for {ranges}: {len(family.members)} schedules, peak "
+        f"remat: {family.model} for {ranges}{inputs}: {len(family.members)} schedules, peak "
         f"{bytes_text(family.peak_bytes)}, budget {budget}; overhead "
-        f"{percent_text(top.overhead)} at the largest; {_checked_text(check)}; {seconds:.1f} s"
+        f"{percent_text(top.overhead)} at the largest; {levers}{checked}; {seconds:.1f} s"
     )
 
 

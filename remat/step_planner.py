@@ -8,6 +8,7 @@ from typing import Any, SupportsIndex
 
 from torch import fx, nn
 
+from remat.analysis.levers import levers_text
 from remat.analysis.plan_figures import compiled_text
 from remat.budgets import Budget, budget_again
 from remat.checks import (
@@ -125,7 +126,9 @@ class StepPlanner:
         self, found: Solved, checked: Check | None, *, is_compared: bool = False
     ) -> None:
         title, seconds = self.traced.recipe.title, self.stages.elapsed_s
-        self.stages.say(planned_text(title, found, checked, seconds, is_compared=is_compared))
+        levers = levers_text(found.graph, found.result.schedule)
+        said = planned_text(title, found, checked, seconds, levers, is_compared=is_compared)
+        self.stages.say(said)
         way = compiled_text(found.graph, str(self.spec.budget))
         if way and not any(self.spec.asked[name] for name in _NOT_COMPILED):
             self.stages.say(f"remat: {way}")

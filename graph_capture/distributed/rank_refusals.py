@@ -22,6 +22,7 @@ from remat.graph_capture.distributed.collectives import (
     skip_wait,
 )
 from remat.graph_capture.distributed.dtensors import has_dtensors, is_distributed
+from remat.graph_capture.distributed.sharding import Sharding
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.provenance import line_of_user
 from remat.graph_capture.torch_private.core import TraceObserver, pytree
@@ -62,6 +63,15 @@ def refuse_range_of_dtensors(model: nn.Module) -> None:
         raise CaptureError(
             "leave out dynamic, plan at the largest size, and pad batches to it: "
             f"{type(model).__name__} has DTensors as parameters, whose plans are for one size"
+        )
+
+
+def refuse_buckets_of_dtensors(model: nn.Module, sharding: Sharding) -> None:
+    if sharding.has_buckets and has_dtensors(model):
+        raise CaptureError(
+            "shard the blocks over that dimension of the mesh by fully_shard, with blocks= and "
+            f"remat.Sharding('fsdp2', {sharding.world_size}): {type(model).__name__} has DTensors "
+            "as parameters, which DistributedDataParallel replaces once the plan is made"
         )
 
 

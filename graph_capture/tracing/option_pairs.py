@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from remat.graph_capture.errors import CaptureError, RematError, RewriteError
+from remat.graph_capture.errors import ArenaError, CaptureError, RematError, RewriteError
 
 
 class OptionPair(NamedTuple):
@@ -82,6 +82,13 @@ PAIRS = (
     *_with(
         "blocks", CaptureError,
         solver="blocks have a solver of their own",
+    ),
+    *_with(
+        "use_arena", ArenaError,
+        accumulate="an arena does not follow gradients that are released while backward runs",
+        optimizer_in_backward="an arena serves whole graphs, and updates run between their ops",
+        dynamic="places are planned for one size",
+        blocks="an arena is for one rewritten module",
     ),
 )  # fmt: skip
 # All options that not all others go with.

@@ -84,7 +84,13 @@ class Recipe:
     @property
     def title(self) -> str:
         without = f", without {', '.join(self.left_out)}" if self.left_out else ""
-        return f"{self.name} on {self.signature.title}{without}"
+        return f"{self.name} on {self.signature.title}{without}{self.inputs_text}"
+
+    @property
+    def inputs_text(self) -> str:
+        """The numbers that each step reads anew, behind a title; "" without any."""
+        names = ", ".join(name for name, _ in self.float_inputs)
+        return f", with {names} read at each step" if names else ""
 
     @property
     def is_modelled(self) -> bool:

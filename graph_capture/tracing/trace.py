@@ -21,6 +21,7 @@ from remat.graph_capture.distributed.collectives import wait_all
 from remat.graph_capture.distributed.dtensors import describe_parts, has_dtensors, inputs_cast
 from remat.graph_capture.distributed.rank_refusals import (
     modes_among_ranks,
+    refuse_buckets_of_dtensors,
     refuse_range_of_dtensors,
 )
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
@@ -364,6 +365,7 @@ def trace(
     check_arguments(args, kwargs, loss_fn, target)
     device = resolved_device(device, model)
     refuse_module(model, device, loss_fn)
+    refuse_buckets_of_dtensors(model, sharding)
     args, kwargs, target = wait_all((tuple(args), dict(kwargs or {}), target))
     refuse_all_frozen(model, (args, kwargs, target))
     batch = (*inputs_cast(args, kwargs, sharding), target)
@@ -377,8 +379,6 @@ def trace(
     signature = Signature(batch)
     signature.numbers = numbers_in(pytree.tree_leaves(batch))
     if dynamic:
-        from remat.graph_capture.tracing.option_pairs import require_compatible
-
         refuse_range_of_dtensors(model)
         signature = ranged_signature(model, batch, dynamic)
         batch = signature.example_at(signature.hints)

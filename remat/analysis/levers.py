@@ -171,6 +171,18 @@ def levers_of(
     return tuple(found)
 
 
+def levers_text(graph: TrainingGraph, schedule: Schedule | None) -> str:
+    """What each lever of a plan saves, and for what part of the step; "" where it uses none."""
+    if schedule is None or graph.hash not in (schedule.graph_hash, schedule.captured_hash):
+        return ""
+    said = [
+        f"{one.name}: {bytes_text(max(0, one.saved_bytes))} less"
+        + f" for {percent_text(one.extra)}" * (graph.time_us > 0)  # a plan at hand has no costs
+        for one in levers_of(graph, schedule)
+    ]
+    return "".join(f"{one}; " for one in said)
+
+
 def _beside(
     name: str, planned: TrainingGraph, schedule: Schedule, off: _Off,
     solve_without: _SolveWithout | None,

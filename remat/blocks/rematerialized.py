@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex
 import msgspec
 from torch import nn
 
+from remat.analysis.levers import levers_text
 from remat.blocks.block_planner import (
     BlockPlanner,
     BlocksAsked,
@@ -152,7 +153,8 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
         said = Solved(whole.graph, plan.result)
         what = f"{whole.recipe.title}, {len(plan.schedules)} blocks"
         if plan.family is None:
-            stages.say(planned_text(what, said, checked, stages.elapsed_s))
+            levers = levers_text(said.graph, plan.result.schedule)
+            stages.say(planned_text(what, said, checked, stages.elapsed_s, levers))
         else:
             stages.say(family_text(plan.family, checked, stages.elapsed_s, whole.graph.device))
     _plans[made] = plan

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, SupportsIndex
 
 from torch import Tensor, nn
 
+from remat.analysis.levers import levers_text
 from remat.budgets import parse_budget
 from remat.caches.callers import outputs_of_caller
 from remat.caches.known_plans import AtHand, KnownPlans, adopted, keep_solve, kept_solve
@@ -353,7 +354,7 @@ def _module_at_hand(planner: StepPlanner, found: AtHand, known: KnownPlans) -> R
     planner.stages.say(
         at_hand_text(
             traced.recipe.title, *facts, is_compared=is_compared, device=found.graph.device,
-            reserved_bytes=found.reserved_bytes,
+            levers=levers_text(found.graph, found.schedule), reserved_bytes=found.reserved_bytes,
         )
     )  # fmt: skip
     return module

@@ -9,6 +9,7 @@ from typing import Any, SupportsIndex
 
 import msgspec
 
+from remat.analysis.levers import levers_text
 from remat.budgets import Budget, parse_budget
 from remat.checks import (
     Batch,
@@ -43,7 +44,7 @@ from remat.ranks.same_order import ONE_RANK, refuse_fake, require_group
 from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
 from remat.schedules.derived import in_chunks
-from remat.schedules.family import Family
+from remat.schedules.family import Family, resized_schedule
 from remat.schedules.outcome import Result
 from remat.schedules.schedule import Compute, Schedule, Step
 from remat.solved import family_text
@@ -133,7 +134,10 @@ def _planned_by_all(spec: StepSpec, ranks: CollectiveCall, *, as_far_as_fits: bo
                     ),
                     say_unchecked,
                 )
-    stages.say(family_text(family, checked, stages.elapsed_s, traced.graph.device))
+    largest = planned.own.top
+    levers = levers_text(largest, resized_schedule(family.top.schedule, largest))
+    also = {"inputs": traced.recipe.inputs_text, "levers": levers}
+    stages.say(family_text(family, checked, stages.elapsed_s, largest.device, **also))
     return module
 
 

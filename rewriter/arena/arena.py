@@ -22,6 +22,7 @@ from remat.graph_capture.devices.meter import Run
 from remat.graph_capture.errors import ArenaError, DeviceError
 from remat.graph_capture.graph import Ints
 from remat.graph_capture.python_state.state_guards import python_state_kept
+from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.graph_capture.tracing.restore import restored_after
 from remat.graph_capture.tracing.step_module import LossFunction, apply_loss
 from remat.rewriter.arena.library import ArenaLibrary, Counts, arena_library
@@ -157,11 +158,9 @@ def require_arena_fits(module: nn.Module) -> RematModule:
         raise ArenaError(
             "call train() on the module first: it is in eval mode, which runs no step of its plan"
         )
-    if module._remat_compiled_step.gradient_gates is not None:
-        raise ArenaError(
-            "plan with accumulate=False and remat.rematerialize, or train without an arena: the "
-            "module releases gradients while backward runs, which an arena does not follow"
-        )
+    updates = module._remat_updates is not None
+    is_added = module._remat_compiled_step.gradient_gates is not None and not updates
+    require_compatible(use_arena=True, optimizer_in_backward=updates, accumulate=is_added)
     if module._remat_compiled_step.memory.source is not None:
         raise ArenaError("close the module's arena first: it has one already")
     return module

@@ -68,7 +68,7 @@ def differing_beyond(
 ) -> tuple[tuple[str, ...], float]:
     """Names of what is further off than `tolerance`, and the largest relative error.
 
-    Results may be off by `_TIMES` of what rounding alone moves them (`moved`), up to
+    Results may be off by what rounding alone moves them (`moved`), and by `_TIMES` of that up to
     `_MOST_ROUNDING`. One that is no larger than that is noise, with the tolerance of its kind.
     """
     errors: dict[str, float] = {}
@@ -78,10 +78,12 @@ def differing_beyond(
             # A random stream and the like has no error to tolerate.
             wrong += [] if bitwise_equal(like, found.get(name)) else [name]
             continue
-        rounding = _TIMES * (moved or {}).get(name, 0.0)
+        by_rounding = (moved or {}).get(name, 0.0)
+        rounding = _TIMES * by_rounding
         size, least = _size(expected, name, rounding), _least(like, rounding) if tolerance else 0.0
-        errors[name] = _norm(found[name].double() - like.double()) / size if size else 0.0
-        if not errors[name] <= max(tolerance, least):
+        off = _norm(found[name].double() - like.double())
+        errors[name] = off / size if size else 0.0
+        if not (errors[name] <= max(tolerance, least) or off <= by_rounding):
             wrong.append(name)
     return tuple(wrong), max(errors.values(), default=0.0)
 

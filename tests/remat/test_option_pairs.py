@@ -20,7 +20,7 @@ def model() -> nn.Module:
 def values(one: nn.Module) -> dict[str, Any]:
     """A value for each option of the table that asks for it."""
     return {
-        "blocks": "*", "compile": True, "cuda_graphs": True,
+        "accumulate": True, "blocks": "*", "compile": True, "cuda_graphs": True,
         "dynamic": {"input": {0: ("rows", 2, 8)}},
         "float_inputs": ["p"], "host": "1GiB", "keep": "0", "nvme": "/tmp:1GiB",
         "outputs": (0,),
@@ -29,7 +29,11 @@ def values(one: nn.Module) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("pair", [p for p in PAIRS if p.other != "group"], ids=str)
+OF_PLANS, OF_RANKS = "use_arena", "group"  # asked of a plan that is there, or on ranks alone
+AT_THE_DOOR = [p for p in PAIRS if p.other != OF_RANKS and p.one != OF_PLANS]
+
+
+@pytest.mark.parametrize("pair", AT_THE_DOOR, ids=str)
 def test_both_are_refused_before_anything_runs(pair: OptionPair) -> None:
     one = model()
     given = {name: values(one)[name] for name in (pair.one, pair.other)}
@@ -39,7 +43,10 @@ def test_both_are_refused_before_anything_runs(pair: OptionPair) -> None:
     assert all(parameter.grad is None for parameter in one.parameters())
 
 
-@pytest.mark.parametrize("name", sorted({p.one for p in PAIRS} | {p.other for p in PAIRS}))
+NAMES = {name for pair in PAIRS for name in (pair.one, pair.other)}
+
+
+@pytest.mark.parametrize("name", sorted(NAMES - {OF_PLANS}))
 def test_each_alone_is_not_refused_by_the_table(name: str) -> None:
     from remat.step_spec import StepSpec
 
@@ -55,4 +62,5 @@ def test_the_docs_have_the_table() -> None:
 def test_a_pair_holds_for_both_of_its_options() -> None:
     assert {"host", "cuda_graphs"} <= not_taken_with("compile")
     assert {"compile", "dynamic"} <= not_taken_with("cuda_graphs")
-    assert not_taken_with("accumulate") == set()
+    assert not_taken_with("accumulate") == {"use_arena"}
+    assert not_taken_with("optimizer") == set()

@@ -6,6 +6,7 @@ import io
 import logging
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -19,7 +20,9 @@ from remat.analysis import plan_figures
 from remat.progress import LoggedStopwatch, Stopwatch, TerminalStopwatch, stopwatch_of_call
 from remat.schedules.schedule import Offload
 from remat.solved import at_hand_text
+from tests.rows import rows
 from tests.steps import schedule_of
+from tests.together.levers import Language, batch
 
 LINE = re.compile(
     r"remat: Sequential on float32\[64, 32\]: peak .* predicted, .* measured, budget .*; "
@@ -98,6 +101,40 @@ def test_the_log_has_each_stage_and_what_came_of_it(
     assert lines == said[-1:]
     if way in ("rematerialize", "no batch"):
         assert LINE.fullmatch(lines[0]), lines
+
+
+def said_of(caplog: pytest.LogCaptureFixture, make: Callable[[], Any]) -> str:
+    """The line that says what the plan is."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="remat"):
+        make()
+    (line,) = (one.getMessage() for one in caplog.records if one.getMessage().startswith("remat: "))
+    return line
+
+
+SIZES = {1: ("length", 16, 64)}
+USED: dict[str, tuple[dict[str, Any], str]] = {
+    "recomputation": ({"budget": "65%"}, "recomputation"),
+    "host": ({"budget": "45%", "host": "1GiB"}, "copies to the host and back"),
+    "a number": ({"budget": "65%", "float_inputs": ["scale"]}, "recomputation"),
+    "chunks": ({"budget": "45%", "split": "exact"}, r"[^;]* in \d+ chunks"),
+    "range": ({"budget": "65%", "dynamic": {"tokens": SIZES, "targets": SIZES}}, "recomputation"),
+}
+
+
+@pytest.mark.parametrize("way", rows(USED, ("host", "a number").__contains__))
+def test_the_line_names_each_lever_with_what_it_saves_and_costs(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, args = Language(returns_logits=False), batch(0, is_text=True)
+    given, lever = USED[way]
+    line = said_of(caplog, lambda: remat.rematerialize(model, args, check=False, **given))
+    assert re.search(rf"; {lever}: [1-9][\d.]* [KM]iB less for \d[\d.]* %; ", line), line
+    assert (", with scale read at each step: " in line) == (way == "a number")
+    if way == "host":
+        fits = {**given, "budget": "100%"}
+        line = said_of(caplog, lambda: remat.rematerialize(model, args, check=False, **fits))
+        assert " less for " not in line
 
 
 @pytest.mark.parametrize("way", MADE_BY)

@@ -64,6 +64,16 @@ def test_what_is_no_noise_may_be_off_by_what_rounding_explains_and_no_further() 
     assert differing_beyond(expected, found, 0.01, steady)[0] == ("gradient of weight",)
 
 
+def test_a_large_part_of_all_may_be_off_by_as_much_as_rounding_moves_it() -> None:
+    expected, found, by_rounding = moved(0.01)
+    weight = expected["gradient of weight"]
+    moved_by = 0.26 * float(weight.norm())  # as of convolutions in bfloat16 before batch norms
+    noisy = {**by_rounding, "gradient of weight": moved_by}
+    for part, wrong in ((0.2, ()), (0.3, ("gradient of weight",))):
+        found["gradient of weight"] = weight * (1 + part)
+        assert differing_beyond(expected, found, 0.01, noisy)[0] == wrong
+
+
 def normed() -> tuple[nn.Module, Tensor]:
     """Biases before batch norms, whose gradients are zero on paper."""
     torch.manual_seed(0)
