@@ -166,14 +166,14 @@ def plan_one_size(spec: StepSpec) -> fx.GraphModule:
             from remat.compile.code_plans import compiled_module
 
             asked = spec.model, traced, found, spec.budget
-            module, is_bound = compiled_module(*asked, audit=spec.audit)
+            module, is_bound = compiled_module(*asked, audit=spec.audit, updates=updates)
         else:
             assert found.result.schedule is not None
             schedule, facts = before_sharding(found.result.schedule, traced.graph), facts_of(found)
             asked = {"trace": traced, "audit": spec.audit, "updates": updates}
             module = rewrite(spec.model, schedule, **asked, **facts)
-            # The check lets parameters be, so a step that updates them has another peak.
-            is_bound = spec.sharding.kind == "none" and updates is None
+            is_bound = spec.sharding.kind == "none"
+        is_bound = is_bound and updates is None  # the check updates nothing: its peak is another
         agree_on_audits(ranks, [module])
         # The profiler does not see what gloo's threads free, so it cannot hold such a step to it.
         is_bound = is_bound and not collectives_in(traced.joint.module)

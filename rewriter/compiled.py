@@ -164,10 +164,13 @@ def links_of(trace: Trace, costed: TrainingGraph | None = None) -> Links | None:
     return trace.graph.links or (costed.links if costed else None)
 
 
+_Edit = Callable[[fx.GraphModule], fx.GraphModule]
+
+
 class _Cut:
     """The two graphs of a step, made when AOTAutograd hands over the joint one, and their code."""
 
-    compilers: tuple[Callable[[fx.GraphModule], Boxed], Callable[[fx.GraphModule], Boxed]]
+    code: tuple[_Edit, _Edit] = (lambda gm: gm, lambda gm: gm)  # what makes Inductor's of both
 
     def __init__(
         self, trace: Trace, schedule: Schedule, tier: TierCopies | None, by_inductor: bool
@@ -201,23 +204,23 @@ class _Cut:
         )  # fmt: skip
         if marks(self.backward.graph):
             self.gates = GradientGates(self.backward)
-        self.compilers = compile_boxed, self._compiled_backward
         if self.by_inductor:
             from remat.rewriter.inductor.compiler import InductorStep  # only if it makes the code
 
             step = InductorStep(joint, self.forward, self.backward)
-            self.compilers = step.compile_forward, step.compile_backward
+            self.code = step.compiled_forward, step.compiled_backward
         return self.forward, self.backward
 
     def compile_forward(self, gm: fx.GraphModule, example_inputs: Any) -> Boxed:
-        return self.memory.around("forward", self.compilers[0](gm))
+        return self.memory.around("forward", compile_boxed(self.code[0](gm)))
 
     def compile_backward(self, gm: fx.GraphModule, example_inputs: Any) -> Boxed:
-        return self.memory.around("backward", self.compilers[1](gm))
+        return self.memory.around("backward", self._compiled_backward(gm))
 
     def _compiled_backward(self, gm: fx.GraphModule) -> Boxed:
         for node in gm.graph.find_nodes(op="get_attr"):  # constants must be the user's tensors
             setattr(gm, str(node.target), getattr(self.backward, str(node.target)))
+        gm = self.code[1](gm)
         with _compiling:  # first backwards of several threads would share the graph's fake mode
             return in_parts(self.gates.compile_backward(gm) if self.gates else compile_boxed(gm))
 
@@ -226,8 +229,8 @@ def compile_step(
     trace: Trace, schedule: Schedule, *, by_inductor: bool = False, links: Links | None = None
 ) -> CompiledStep:
     found = require_valid(trace.graph, schedule, links)
-    if schedule.moves:
-        refuse_copies(by_inductor=by_inductor, over_range=trace.env is not None)
+    if schedule.moves and trace.env is not None:
+        refuse_copies()
     links = links or trace.graph.links
     cut = _Cut(trace, schedule, tier_for(trace.graph, schedule, links, found), by_inductor)
     trace.compiled = True  # AOTAutograd uses up the trace's metadata
@@ -267,14 +270,8 @@ def tier_for(
     return tier
 
 
-def refuse_copies(*, by_inductor: bool = False, over_range: bool = False) -> None:
-    if by_inductor:
-        raise RewriteError(
-            "leave out compile=True, or solve without offloading: this plan copies values to the "
-            "host, and Inductor's code does not"
-        )
-    if over_range:
-        raise RewriteError(
-            "plan for one size, or solve without offloading: this plan copies values to the host, "
-            "and a module over a range of sizes does not"
-        )
+def refuse_copies() -> None:
+    raise RewriteError(
+        "plan for one size, or solve without offloading: this plan copies values to the host, and "
+        "a module over a range of sizes does not"
+    )

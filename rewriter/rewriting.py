@@ -164,8 +164,8 @@ def rewrite(
         ranged = trace or _trace_range(model, schedule)
         refuse_range_over_ranks(ranged.joint.module)
         return make_ranged(model, schedule, ranged, over, updates=updates, audit=of_steps(audit))
-    if schedule.moves:
-        refuse_copies(by_inductor=compile, over_range=over is not None)
+    if schedule.moves and over is not None:
+        refuse_copies()
     if not has_storage(model):
         raise RewriteError(
             "build the model with storage, and rewrite that with its batch: this "
@@ -220,7 +220,7 @@ def _warn_above_budget(traced: Trace, schedule: Schedule) -> None:
     if not schedule.budget_bytes:  # made without a budget
         return
     try:
-        peak_bytes = code_peak_bytes(traced.joint, schedule)
+        peak_bytes = code_peak_bytes(traced, schedule)
     except ReplayError as error:
         warnings.warn(f"the peak of this compiled step is not known: {error}", stacklevel=3)
         return

@@ -16,6 +16,7 @@ from remat.formats import budget_text, bytes_text
 from remat.graph_capture.errors import BudgetError, option
 from remat.graph_capture.tracing.trace import Trace
 from remat.rewriter.checking.audit import of_steps
+from remat.rewriter.graphs.updating import Updates
 from remat.rewriter.inductor.compiler import code_peak_bytes
 from remat.rewriter.inductor.lowering import ReplayError
 from remat.rewriter.rewriting import module_for, rewrite
@@ -35,14 +36,16 @@ def with_fitting_code(
 
 
 def compiled_module(
-    model: nn.Module, traced: Trace, found: Solved, budget: str | SupportsIndex, *, audit: bool
-) -> tuple[RematModule, bool]:
+    model: nn.Module, traced: Trace, found: Solved, budget: str | SupportsIndex, *, audit: bool,
+    updates: Updates | None = None,
+) -> tuple[RematModule, bool]:  # fmt: skip
     """By Inductor's code, for what `with_fitting_code` found; and whether `budget` binds it."""
     schedule, facts = found.result.schedule, facts_of(found)
     assert schedule is not None
     if _is_least(budget):
-        return rewrite(model, schedule, trace=traced, **facts, compile=True, audit=audit), False
-    kept: Any = {"by_inductor": True, "audit": of_steps(audit)}
+        asked: Any = {"compile": True, "audit": audit, "updates": updates}
+        return rewrite(model, schedule, trace=traced, **facts, **asked), False
+    kept: Any = {"by_inductor": True, "audit": of_steps(audit), "updates": updates}
     return module_for(model, schedule, traced, **facts, **kept), True
 
 
@@ -81,7 +84,7 @@ def _code_peak_bytes(traced: Trace, found: Solved) -> int:
     result = found.result
     assert result.schedule is not None
     try:
-        peak_bytes = code_peak_bytes(traced.joint, result.schedule)
+        peak_bytes = code_peak_bytes(traced, result.schedule)
     except ReplayError as error:
         warnings.warn(f"the compiled peak is not known: {error}", stacklevel=2)
         return 0
