@@ -51,7 +51,6 @@ PAIRS = (
     ),
     *_with(
         "compile", RewriteError,
-        split="chunks run eager's kernels",
         sharding=(
             "Inductor's code is judged without what a wrapper holds",
             "leave out compile=True, or train on one rank",

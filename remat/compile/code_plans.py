@@ -19,29 +19,50 @@ from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.graphs.updating import Updates
 from remat.rewriter.inductor.compiler import code_peak_bytes
 from remat.rewriter.inductor.lowering import ReplayError
-from remat.rewriter.rewriting import module_for, rewrite
+from remat.rewriter.rewriting import module_for, rewrite, trace_of_schedule
 from remat.rewriter.user_module.module import RematModule
+from remat.schedules.schedule import Schedule
 from remat.solved import Solved, facts_of
 
 _LOG = logging.getLogger("remat")
 _TRIES = 6  # most plans whose code is generated; each takes some seconds
 
 
+class TracesOfPlans:
+    """The trace of each plan of a model: as captured, or with chunks in it."""
+
+    def __init__(self, model: nn.Module, captured: Trace) -> None:
+        self.model, self.captured = model, captured
+        self._with_edits: dict[str, Trace] = {}
+
+    def of(self, schedule: Schedule) -> Trace:
+        # Solves for lower targets still read the captured one, so it is not edited in place.
+        made_for = schedule.graph_hash
+        if made_for == self.captured.graph.hash:
+            return self.captured
+        if made_for not in self._with_edits:
+            recipe = self.captured.recipe
+            self._with_edits[made_for] = trace_of_schedule(self.model, recipe, schedule)
+        return self._with_edits[made_for]
+
+
 def with_fitting_code(
-    traced: Trace, solve: Callable[[int], Solved], first: Solved, budget: str | SupportsIndex
-) -> Solved:
+    traces: TracesOfPlans, solve: Callable[[int], Solved], first: Solved,
+    budget: str | SupportsIndex,
+) -> Solved:  # fmt: skip
     """Solved for `budget` or less, so that the code keeps to it; `BudgetError` if none does."""
     # Nothing is below the least peak; `rewrite` then warns by how much the code is above.
-    return first if _is_least(budget) else _plan_for_code(traced, solve, first)
+    return first if _is_least(budget) else _plan_for_code(traces, solve, first)
 
 
 def compiled_module(
-    model: nn.Module, traced: Trace, found: Solved, budget: str | SupportsIndex, *, audit: bool,
+    traces: TracesOfPlans, found: Solved, budget: str | SupportsIndex, *, audit: bool,
     updates: Updates | None = None,
 ) -> tuple[RematModule, bool]:  # fmt: skip
     """By Inductor's code, for what `with_fitting_code` found; and whether `budget` binds it."""
     schedule, facts = found.result.schedule, facts_of(found)
     assert schedule is not None
+    model, traced = traces.model, traces.of(schedule)
     if _is_least(budget):
         asked: Any = {"compile": True, "audit": audit, "updates": updates}
         return rewrite(model, schedule, trace=traced, **facts, **asked), False
@@ -53,7 +74,9 @@ def _is_least(budget: str | SupportsIndex) -> bool:
     return parse_budget(budget).kind == "min"
 
 
-def _plan_for_code(traced: Trace, solve: Callable[[int], Solved], first: Solved) -> Solved:
+def _plan_for_code(
+    traces: TracesOfPlans, solve: Callable[[int], Solved], first: Solved
+) -> Solved:
     limit_bytes = first.result.budget_bytes
     peaks: list[int] = []
 
@@ -62,7 +85,7 @@ def _plan_for_code(traced: Trace, solve: Callable[[int], Solved], first: Solved)
         found = first if target_bytes >= limit_bytes else solve(max(1, target_bytes))
         if found.result.schedule is None:
             return None
-        peaks.append(_code_peak_bytes(traced, found))
+        peaks.append(_code_peak_bytes(traces, found))
         result = found.result
         return PlanWithCode(found, result.peak_bytes, peaks[-1], result.time_us)
 
@@ -79,12 +102,12 @@ def _plan_for_code(traced: Trace, solve: Callable[[int], Solved], first: Solved)
     )
 
 
-def _code_peak_bytes(traced: Trace, found: Solved) -> int:
+def _code_peak_bytes(traces: TracesOfPlans, found: Solved) -> int:
     """0, with a warning, where the code cannot be replayed."""
     result = found.result
     assert result.schedule is not None
     try:
-        peak_bytes = code_peak_bytes(traced, result.schedule)
+        peak_bytes = code_peak_bytes(traces.of(result.schedule), result.schedule)
     except ReplayError as error:
         warnings.warn(f"the compiled peak is not known: {error}", stacklevel=2)
         return 0
