@@ -74,9 +74,7 @@ def _is_least(budget: str | SupportsIndex) -> bool:
     return parse_budget(budget).kind == "min"
 
 
-def _plan_for_code(
-    traces: TracesOfPlans, solve: Callable[[int], Solved], first: Solved
-) -> Solved:
+def _plan_for_code(traces: TracesOfPlans, solve: Callable[[int], Solved], first: Solved) -> Solved:
     limit_bytes = first.result.budget_bytes
     peaks: list[int] = []
 

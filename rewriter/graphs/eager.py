@@ -38,7 +38,7 @@ RNG_STATE = "rng_state_"
 class EagerEmitter(Emitter[Joint]):
     """Emits one of the two graphs in eager's ops; `again` have run before, `repeated` run again."""
 
-    cannot_move = "and nothing here copies"
+    cannot_move = "and has nowhere to copy to"
 
     def __init__(
         self, joint: Joint, demand: Demand, again: set[str], repeated: set[str],

@@ -1,4 +1,4 @@
-"""Random states and numbers as tensors, so that Inductor neither moves draws nor bakes numbers in."""
+"""Random states and numbers as tensors: Inductor moves no draw, and writes no number into code."""
 
 from __future__ import annotations
 
@@ -193,7 +193,11 @@ def _take_tensors(node: fx.Node) -> None:
     args, kwargs = pytree.tree_map_only(
         fx.Node, lambda one: of.get(one, one), (tuple(node.args), dict(node.kwargs))
     )
-    node.target, node.args, node.kwargs = _form_with_numbers(target), (numbers, names, *args), kwargs
+    node.target, node.args, node.kwargs = (
+        _form_with_numbers(target),
+        (numbers, names, *args),
+        kwargs,
+    )
 
 
 def _is_number(given: Any) -> bool:

@@ -118,7 +118,9 @@ def _not_compiled(given: list[Any]) -> Any:
     raise AssertionError("a piece runs before it is compiled")
 
 
-def compiled_pieces(gm: fx.GraphModule, mode: FakeTensorMode, *, is_backward: bool) -> fx.GraphModule:
+def compiled_pieces(
+    gm: fx.GraphModule, mode: FakeTensorMode, *, is_backward: bool
+) -> fx.GraphModule:
     """`gm`, whose pieces are Inductor's code."""
     made = copy_of(gm)
     asked: Any = {"is_backward": is_backward, "static_input_idxs": ()}
@@ -161,9 +163,7 @@ class PieceReplay:
         self.mode, self.workspaces, self.released = mode, workspaces, released
         self.rounded = allocator_rounding(device)
 
-    def peak_bytes(
-        self, forward: fx.GraphModule, backward: fx.GraphModule, n_outputs: int
-    ) -> int:
+    def peak_bytes(self, forward: fx.GraphModule, backward: fx.GraphModule, n_outputs: int) -> int:
         """The most bytes beyond inputs of the step."""
         run = LiveStorages(self.workspaces, held=set())
         inputs = forward.graph.find_nodes(op="placeholder")

@@ -43,18 +43,12 @@ def test_a_plan_with_copies_needs_a_graph_with_links() -> None:
     refused(ScheduleError, text, rewrite, plan().model, plan().schedule, plan().args)
 
 
-def test_code_by_inductor_copies_nothing() -> None:
-    text = "Inductor's code does not"
-    given = plan().model, plan().schedule, plan().args
-    refused(RewriteError, text, rewrite, *given, costed=plan().graph, compile=True)
-
-
-def test_the_emitters_of_inductor_refuse_copies() -> None:
+def test_an_emitter_without_a_tier_refuses_copies() -> None:
     from remat.graph_capture import trace
     from remat.rewriter.graphs.emit import emit
 
     traced = trace(plan().model, plan().args)
-    text = "solve without offloading: .* which Inductor's code does not do"
+    text = "solve without offloading: .* and has nowhere to copy to"
     refused(RewriteError, text, emit, traced.joint, plan().schedule, writes=False)
 
 
@@ -63,7 +57,7 @@ def test_a_range_of_sizes_copies_nothing() -> None:
     text = "a module over a range of sizes does not"
     given = plan().model, plan().schedule
     refused(RewriteError, text, rewrite, *given, over=graph)
-    refused(RewriteError, text, refuse_copies, over_range=True)
+    refused(RewriteError, text, refuse_copies)
 
 
 def test_torchs_checkpointing_copies_nothing() -> None:
