@@ -186,8 +186,7 @@ class _Cut:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         trace, recipe = self.trace, self.trace.recipe
         self.memory.n_results = num_fwd_outputs
-        if trace.env:  # of symbols; the trace has it at the sizes in its hints
-            gm = trace.joint.module
+        gm = trace.joint.module  # `gm` itself, but over a range of sizes: this is at some of them
         if self.floats:
             self.floats.inputs.mark(gm)
         several = trace.duplicate_outputs.gradients() if trace.duplicate_outputs else None

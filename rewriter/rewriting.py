@@ -28,7 +28,7 @@ from remat.rewriter.checking.audit import Audits, of_steps
 from remat.rewriter.compiled import compile_step, links_of, refuse_copies
 from remat.rewriter.graphs.updating import Updates
 from remat.rewriter.user_module.module import RematModule, make_module
-from remat.rewriter.user_module.ranged import RangedModule, make_ranged
+from remat.rewriter.user_module.ranged import MakeCode, RangedModule, make_ranged
 from remat.schedules.family import Family, resized_schedule
 from remat.schedules.levers import REDUCTIONS, attribute_at
 from remat.schedules.plan import Prediction
@@ -163,7 +163,13 @@ def rewrite(
     if isinstance(schedule, Family):
         ranged = trace or _trace_range(model, schedule)
         refuse_range_over_ranks(ranged.joint.module)
-        return make_ranged(model, schedule, ranged, over, updates=updates, audit=of_steps(audit))
+        how: Any = {"updates": updates, "audit": of_steps(audit), "code": code_by_size(compile)}
+        return make_ranged(model, schedule, ranged, over, **how)
+    if over is not None and compile:
+        raise RewriteError(
+            "solve over the range, or leave out compile=True: this schedule is of one size, and "
+            "Inductor's code is made for each size that comes"
+        )
     if schedule.moves and over is not None:
         refuse_copies()
     if not has_storage(model):
@@ -211,6 +217,14 @@ def module_for(
         model, schedule, traced.recipe, step, traced.python_state, prediction, costed, updates,
         audit=audit,
     )  # fmt: skip
+
+
+def code_by_size(compile: bool) -> MakeCode | None:
+    if not compile:  # its import takes Inductor's seconds
+        return None
+    from remat.rewriter.inductor.code_by_size import CodeBySize
+
+    return CodeBySize
 
 
 def _warn_above_budget(traced: Trace, schedule: Schedule) -> None:

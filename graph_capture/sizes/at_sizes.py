@@ -81,7 +81,7 @@ def _range_of(trace: Trace) -> tuple[Environment, RangedSignature]:
     return env, signature
 
 
-def _trace_at(trace: Trace, sizes: Sizes) -> Trace:
+def trace_at(trace: Trace, sizes: Sizes) -> Trace:
     """The trace of a range at one of its sizes. Its ops can be timed; it cannot be compiled."""
     env, signature = _range_of(trace)
     batch, device = signature.example_at(sizes), trace.recipe.device
@@ -103,7 +103,7 @@ def ranged_graph_of(
     each size; without `workspaces`, none are beside costs."""
     env, signature = _range_of(trace)
     corners = [corner(env.symbols, which) for which in ("low", "middle", "high")]
-    traces = [(sizes, _trace_at(trace, sizes)) for sizes in corners]
+    traces = [(sizes, trace_at(trace, sizes)) for sizes in corners]
     graphs = [(sizes, one.graph) for sizes, one in traces]
     extents = _extents_of(trace.descriptors.graph_module, env, graphs)
     ranged = RangedGraph(
@@ -142,7 +142,7 @@ def _with_workspaces(
     known = [one.sizes for one in ranged.points]
     axes = [{**high, s.name: size} for s in ranged.symbols for size in spread(s.sizes, _MOST_SIZES)]
     for sizes in (sizes for sizes in axes if sizes not in known):
-        found = workspaces(_trace_at(trace, sizes), names)
+        found = workspaces(trace_at(trace, sizes), names)
         made = [op.workspace_bytes for op in ranged.at(**sizes).ops]
         for name, workspace_bytes in found.items():
             made[index[name]] = workspace_bytes

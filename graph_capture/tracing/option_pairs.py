@@ -40,7 +40,6 @@ PAIRS = (
         host="copies are planned for one size", nvme="copies are planned for one size",
         sharding="a plan over a range of sizes is for one rank",
         group="a plan over a range of sizes is for one rank",
-        compile="Inductor's code is made for one size",
         split="chunks are compared with eager's bits at one size",
         blocks=(
             "what each block may keep is decided at one size",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import SupportsIndex
 
 import msgspec
 
@@ -33,7 +34,9 @@ from remat.progress import stopwatch_of_call
 from remat.ranges.curve import solve_over
 from remat.ranks.same_order import ONE_RANK, require_group
 from remat.rewriter.checking.audit import of_steps
+from remat.rewriter.rewriting import code_by_size
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
+from remat.schedules.family import Family
 from remat.solved import family_text
 from remat.step_spec import StepSpec
 
@@ -55,11 +58,10 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
     with stages.stage("profile", "timing ops at several sizes") as shown:
         costed = _costs_within(spec.parsed_budget, known, shown)
         graph = ranged_graph_of(traced, costed, workspaces_by(traced, known))
-    asked = spec.of_solve
     sizes = sizes_within(traced, batch)
     with stages.stage("solve", f"solving for {budget} at the sizes of the range"):
         try:
-            family = solve_over(graph, budget, **asked)
+            family = _family_over(spec, traced, graph, budget)
         except TooLargeError as error:
             largest = error.largest
             if not as_far_as_fits or sizes is None or not largest:
@@ -68,10 +70,19 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
                 raise
             traced, graph = _narrowed(traced, graph, largest)
             # In bytes: a per cent of the narrower range would be less.
-            family = solve_over(graph, error.budget_bytes, **asked)
+            family = _family_over(spec, traced, graph, error.budget_bytes)
     first = None if sizes is None else family.number_at(**sizes)
     updates = updates_of(spec, traced)
-    module = make_ranged(model, family, traced, graph, first, updates, audit=of_steps(spec.audit))
+    made = first, updates
+    module = make_ranged(
+        model,
+        family,
+        traced,
+        graph,
+        *made,
+        audit=of_steps(spec.audit),
+        code=code_by_size(spec.compile),
+    )
     checked = None
     if sizes is not None:
         at_sizes, most_bytes = graph.at(**sizes), family.budget_bytes
@@ -84,8 +95,27 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
                     ),
                     say_unchecked,
                 )
-    stages.say(family_text(family, checked, stages.elapsed_s, traced.graph.device))
+    said = family_text(family, checked, stages.elapsed_s, traced.graph.device)
+    stages.say(f"{said}{_COMPILED if spec.compile else ''}")
     return module
+
+
+_COMPILED = "; Inductor compiles each size that comes, and keeps 16"
+
+
+def _family_over(
+    spec: StepSpec, traced: Trace, graph: RangedGraph, budget: str | SupportsIndex
+) -> Family:
+    """The family for a budget; of one that is compiled, its code at the largest sizes fits too."""
+
+    def solve(budget: str | SupportsIndex) -> Family:
+        return solve_over(graph, budget, **spec.of_solve)
+
+    if not spec.compile:
+        return solve(budget)
+    from remat.compile.code_plans import family_with_fitting_code
+
+    return family_with_fitting_code(traced, solve, budget)
 
 
 def _costs_within(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
 from remat.graph_capture.errors import RewriteError, SignatureError
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
+from remat.graph_capture.sizes.symbols import Sizes
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.trace import Trace, trace_recipe
 from remat.rewriter.checking.audit import Audit, Audits
@@ -22,12 +23,22 @@ from remat.rewriter.user_module.own_forward import class_of_user
 from remat.schedules.family import Family, resized_schedule
 
 
+class _Code(Protocol):
+    def at(self, sizes: Sizes) -> RematModule:
+        """The module whose code is for these sizes."""
+        ...
+
+
+MakeCode = Callable[[nn.Module, Family, Trace, Updates | None, Audits], _Code]
+"""From a model, a family and its trace to what has code for each size."""
+
+
 class _Members:
     """The rewritten modules of a family, each compiled when a batch first needs it."""
 
     def __init__(
         self, model: nn.Module, family: Family, traced: Trace, first: int,
-        updates: Updates | None, audit: Audits,
+        updates: Updates | None, audit: Audits, code: MakeCode | None,
     ) -> None:  # fmt: skip
         signature = traced.recipe.signature
         if not isinstance(signature, RangedSignature):
@@ -42,6 +53,8 @@ class _Members:
         self._pick = family.compiled_pick()
         self._modules: list[RematModule | None] = [None] * len(family.members)
         self.first = self.last = self._modules[first] = self._compiled(first)
+        self.make_code = code
+        self.code = code(model, family, traced, updates, audit) if code else None
 
     def running(self, batch: Any) -> RematModule:
         """The module whose sizes a batch has; for a batch of other facts, one that refuses it."""
@@ -49,6 +62,10 @@ class _Members:
         number = self._number(leaves) if spec == self.signature.spec else -1
         if number < 0:
             return self.first  # its guards name the difference
+        if self.code is not None:
+            self.first._remat_guards.require(batch)
+            self.last = self.code.at(self.signature.sizes_of(leaves))
+            return self.last
         if (found := self._modules[number]) is None:
             self.first._remat_guards.require(batch)  # a later one relies on what the first is for
             found = self._modules[number] = self._compiled(number)
@@ -103,27 +120,33 @@ class RangedModule(SharedState, nn.Module):
     def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         guards = cls._remat_members.first._remat_guards
         known = (cls._remat_family, cls._remat_graph)
-        given = (*known, guards.recipe, guards.captured_modes, cls._remat_members.audit)
+        how = cls._remat_members.audit, cls._remat_members.make_code
+        given = (*known, guards.recipe, guards.captured_modes, *how)
         return _restored_over_range, (cls._remat_original_module, *given)
 
 
 def make_ranged(
     model: nn.Module, family: Family, traced: Trace, graph: RangedGraph | None = None,
     first: int | None = None, updates: Updates | None = None, *, audit: Audits = "step",
+    code: MakeCode | None = None,
 ) -> RangedModule:  # fmt: skip
-    """A `RangedModule` over `model`; the member `first` is compiled now, by default the last."""
+    """A `RangedModule` over `model`; the member `first` is compiled now, by default the last.
+
+    With `code`, that of each size runs in place of eager's ops.
+    """
     number = len(family.members) - 1 if first is None else first
     kind = class_of_user(
         RangedModule, model, traced.recipe.loss_fn, family=family, ranged_graph=graph,
         _remat_family=family, _remat_graph=graph,
-        _remat_members=_Members(model, family, traced, number, updates, audit),
+        _remat_members=_Members(model, family, traced, number, updates, audit, code),
     )  # fmt: skip
     return kind()
 
 
 def _restored_over_range(
     model: nn.Module, family: Family, graph: RangedGraph | None, recipe: Recipe,
-    modes: dict[str, bool], audit: Audits = "step",
+    modes: dict[str, bool], audit: Audits = "step", code: MakeCode | None = None,
 ) -> RangedModule:  # fmt: skip
     with in_modes(model, modes):
-        return make_ranged(model, family, trace_recipe(model, recipe), graph, audit=audit)
+        traced = trace_recipe(model, recipe)
+        return make_ranged(model, family, traced, graph, audit=audit, code=code)
