@@ -143,7 +143,9 @@ def _boxed_code(code: Any) -> Callable[[list[Any]], Any]:
 def inputs_of(gm: fx.GraphModule, mode: FakeTensorMode) -> list[Any]:
     values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     return [
-        mode.from_tensor(v) if isinstance(v, Tensor) and not isinstance(v, FakeTensor) else v
+        mode.from_tensor(v, static_shapes=True)
+        if isinstance(v, Tensor) and not isinstance(v, FakeTensor)
+        else v
         for v in values
     ]
 
