@@ -158,7 +158,7 @@ class _Writer:
         self.lines.append("args_list.clear()")  # or the caller's list would hold the inputs
         self._drop([node for node in taken if not node.users])
         for node in nodes:
-            if is_boxed(node):  # it lets go of what it is given, so nothing here may hold that
+            if _is_boxed(node):  # it lets go of what it is given, so nothing here may hold that
                 self.lines.append(f"_given = {self._shown(node.args[0])}")
                 self._drop(dead.pop(node, []))
             self._line(node)
@@ -186,7 +186,7 @@ class _Writer:
     def _call(self, node: fx.Node) -> str:
         if is_getitem(node):
             return f"{self._shown(node.args[0])}[{node.args[1]}]"
-        if is_boxed(node):
+        if _is_boxed(node):
             return f"{self.bind(node.target)}(_given)"
         given = [self._shown(argument) for argument in node.args]
         given += [f"{name}={self._shown(argument)}" for name, argument in node.kwargs.items()]
@@ -233,7 +233,7 @@ def boxed(run: Boxed) -> Boxed:
     return run
 
 
-def is_boxed(node: fx.Node) -> bool:
+def _is_boxed(node: fx.Node) -> bool:
     return getattr(node.target, "_boxed_call", False) is True
 
 

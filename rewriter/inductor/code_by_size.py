@@ -32,7 +32,8 @@ class CodeBySize:
         audit: Audits,
     ) -> None:  # fmt: skip
         self.model, self.family, self.traced = model, family, traced
-        self.updates, self.audit = updates, audit
+        self.updates = updates
+        self.audit: Audits = audit
         self._modules: OrderedDict[tuple[int, ...], RematModule] = OrderedDict()
 
     def at(self, sizes: Sizes) -> RematModule:

@@ -34,7 +34,7 @@ from remat.rewriter.inductor.fused_nodes import is_call, is_generated, is_inline
 from remat.rewriter.inductor.kernel_costs import CallCosts
 from remat.rewriter.inductor.partition import calls_in_order
 from remat.rewriter.inductor.pieces import PieceReplay, compiled_pieces, in_pieces, inputs_of
-from remat.rewriter.tiers.file_tier import HostPlaces, TierCopies
+from remat.rewriter.tiers.file_tier import FileTier
 from remat.schedules.schedule import Schedule
 
 
@@ -194,14 +194,8 @@ class InductorStep:
             return compiled_pieces(planned, self._mode, is_backward=is_backward)
 
 
-class _NoTier(TierCopies):
-    """Stands for the memory below the device where a step is only replayed."""
-
-    places = HostPlaces()
-
-
 def code_peak_bytes(traced: Trace, schedule: Schedule) -> int:
-    tier = _NoTier() if schedule.moves else None
+    tier = FileTier(0, 0, "") if schedule.moves else None  # it stands for any: nothing is copied
     floats = FloatSource(traced.floats) if traced.floats else None
     if floats:
         floats.inputs.mark(traced.joint.module)

@@ -28,19 +28,15 @@ from remat.graph_capture.torch_private.inductor import compile_fx_inner
 from remat.rewriter.graphs.codegen import boxed, dead_after, release_gradients
 from remat.rewriter.inductor.fused_nodes import shares_storage
 from remat.rewriter.inductor.lowering import lower
-from remat.rewriter.inductor.replay import LiveStorages, Workspaces, bring_tangents
+from remat.rewriter.inductor.replay import CallWorkspaces, LiveStorages, bring_tangents
 
 _PIECE = "inductor_piece"  # in the `meta` of the node that runs one: its graph
-Edit = Callable[[fx.GraphModule], fx.GraphModule]
+_Edit = Callable[[fx.GraphModule], fx.GraphModule]
 
 
-def in_pieces(gm: fx.GraphModule, edit: Edit) -> fx.GraphModule:
+def in_pieces(gm: fx.GraphModule, edit: _Edit) -> fx.GraphModule:
     """`gm` with one node for each piece, whose graph `edit` has changed."""
     return _Cutter(gm, edit).cut()
-
-
-def pieces_of(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    return [node.meta[_PIECE] for node in gm.graph.nodes if _PIECE in node.meta]
 
 
 def _is_between(node: fx.Node) -> bool:
@@ -51,7 +47,7 @@ def _is_between(node: fx.Node) -> bool:
 
 
 class _Cutter:
-    def __init__(self, gm: fx.GraphModule, edit: Edit) -> None:
+    def __init__(self, gm: fx.GraphModule, edit: _Edit) -> None:
         self.gm, self.edit, self.graph = gm, edit, fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}
         self.waiting: list[fx.Node] = []
@@ -159,7 +155,7 @@ class PieceReplay:
     """Replays graphs in pieces. `released`: bytes that a release of gradients at places takes."""
 
     def __init__(
-        self, mode: FakeTensorMode, workspaces: Workspaces,
+        self, mode: FakeTensorMode, workspaces: CallWorkspaces,
         released: Callable[[tuple[int, ...]], int], device: str,
     ) -> None:  # fmt: skip
         self.mode, self.workspaces, self.released = mode, workspaces, released
