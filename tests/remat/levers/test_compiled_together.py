@@ -117,7 +117,13 @@ def test_steps_are_near_eagers_and_peaks_as_replayed(
     assert all(TAKES_PART[name](schedule) for name in names)
     assert predicted[-1] <= schedule.budget_bytes
     optimizer = given.get("optimizer_in_backward") or torch.optim.AdamW(model.parameters())
-    _near_eagers(model, step, optimizer, reads_floats="float_inputs" in names)
+    _near_eagers(
+        model,
+        step,
+        optimizer,
+        reads_floats="float_inputs" in names,
+        is_updated="optimizer_in_backward" in names,
+    )
     model.zero_grad()
     held = [*model.parameters(), tokens, target]
     held += (
@@ -132,7 +138,7 @@ def test_steps_are_near_eagers_and_peaks_as_replayed(
 
 def _near_eagers(
     model: Tagger, step: nn.Module, optimizer: torch.optim.Optimizer, *, reads_floats: bool,
-    lengths: tuple[int, ...] = (LENGTH,),
+    lengths: tuple[int, ...] = (LENGTH,), is_updated: bool = False,
 ) -> None:  # fmt: skip
     eager = made()
     own = torch.optim.AdamW(eager.parameters())
@@ -149,6 +155,8 @@ def _near_eagers(
         loss = step(tokens, target=target)
         assert torch.equal(torch.get_rng_state(), stream)
         loss.backward()
+        # Updates in backward have used them, and `optimizer.step()` finds none.
+        assert all((one.grad is None) == is_updated for one in model.parameters())
         torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0)
         for one in (own, optimizer):
             one.step()
