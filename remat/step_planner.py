@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from torch import fx, nn
 
@@ -38,6 +38,9 @@ from remat.schedules.derived import before_sharding
 from remat.schedules.outcome import Check, Result
 from remat.solved import Solved, facts_of, infeasible_text, planned_text
 from remat.step_spec import StepSpec
+
+if TYPE_CHECKING:
+    from remat.compile.code_plans import TracesOfPlans
 
 _NOT_COMPILED = {"compile", "group", *not_taken_with("compile")}
 
@@ -141,7 +144,7 @@ def plan_one_size(spec: StepSpec) -> fx.GraphModule:
             f"leave out compile=True: {type(spec.model).__name__} has parameters that are "
             "DTensors, whose plans run eager's ops"
         )
-    # Each rank would choose by its own times; Inductor's code has no chunks.
+    # Each rank would choose by its own times; what Inductor fuses, chunks may only make slower.
     is_whole = spec.split is None and (spec.compile or spec.group is not None)
     with (
         CollectiveCall(spec.group, "remat.rematerialize") as ranks,
@@ -155,28 +158,34 @@ def plan_one_size(spec: StepSpec) -> fx.GraphModule:
         updates = updates_of(spec, traced)
         require_group(traced.joint.module, spec.group)
 
+        @functools.cache
+        def traces() -> TracesOfPlans:
+            from remat.compile.code_plans import TracesOfPlans
+
+            return TracesOfPlans(spec.model, traced)
+
         def make() -> Solved:
             found = planner.required(planner.found())
             if not spec.compile:  # its import takes Inductor's seconds
                 return found
             from remat.compile.code_plans import with_fitting_code
 
-            return with_fitting_code(traced, planner.found, found, spec.budget)
+            return with_fitting_code(traces(), planner.found, found, spec.budget)
 
         ranks.require_same_step(traced.graph.hash)
         found = ranks.from_first(make, Solved)
         if spec.compile:
             from remat.compile.code_plans import compiled_module
 
-            asked = spec.model, traced, found, spec.budget
-            module, is_bound = compiled_module(*asked, audit=spec.audit)
+            asked: Any = {"audit": spec.audit, "updates": updates}
+            module, is_bound = compiled_module(traces(), found, spec.budget, **asked)
         else:
             assert found.result.schedule is not None
             schedule, facts = before_sharding(found.result.schedule, traced.graph), facts_of(found)
             asked = {"trace": traced, "audit": spec.audit, "updates": updates}
             module = rewrite(spec.model, schedule, **asked, **facts)
-            # The check lets parameters be, so a step that updates them has another peak.
-            is_bound = spec.sharding.kind == "none" and updates is None
+            is_bound = spec.sharding.kind == "none"
+        is_bound = is_bound and updates is None  # the check updates nothing: its peak is another
         agree_on_audits(ranks, [module])
         # The profiler does not see what gloo's threads free, so it cannot hold such a step to it.
         is_bound = is_bound and not collectives_in(traced.joint.module)

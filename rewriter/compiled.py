@@ -16,7 +16,7 @@ from torch import fx
 from remat.graph_capture.chunking.regions import AND
 from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.distributed.dtensors import is_beside_local_part
-from remat.graph_capture.errors import RewriteError, ScheduleError, TierError
+from remat.graph_capture.errors import ScheduleError, TierError
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.nodes import is_tangent, written_inputs
@@ -184,10 +184,13 @@ def links_of(trace: Trace, costed: TrainingGraph | None = None) -> Links | None:
     return trace.graph.links or (costed.links if costed else None)
 
 
+_Edit = Callable[[fx.GraphModule], fx.GraphModule]
+
+
 class _Cut:
     """The two graphs of a step, made when AOTAutograd hands over the joint one, and their code."""
 
-    compilers: tuple[Callable[[fx.GraphModule], Boxed], Callable[[fx.GraphModule], Boxed]]
+    code: tuple[_Edit, _Edit] = (lambda gm: gm, lambda gm: gm)  # what makes Inductor's of both
 
     def __init__(
         self, trace: Trace, schedule: Schedule, tier: TierCopies | None, by_inductor: bool
@@ -203,8 +206,7 @@ class _Cut:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         trace, recipe = self.trace, self.trace.recipe
         self.memory.n_results = num_fwd_outputs
-        if trace.env:  # of symbols; the trace has it at the sizes in its hints
-            gm = trace.joint.module
+        gm = trace.joint.module  # `gm` itself, but over a range of sizes: this is at some of them
         if self.floats:
             self.floats.inputs.mark(gm)
         several = trace.duplicate_outputs.gradients() if trace.duplicate_outputs else None
@@ -221,23 +223,23 @@ class _Cut:
         )  # fmt: skip
         if marks(self.backward.graph):
             self.gates = GradientGates(self.backward)
-        self.compilers = compile_boxed, self._compiled_backward
         if self.by_inductor:
             from remat.rewriter.inductor.compiler import InductorStep  # only if it makes the code
 
             step = InductorStep(joint, self.forward, self.backward)
-            self.compilers = step.compile_forward, step.compile_backward
+            self.code = step.compiled_forward, step.compiled_backward
         return self.forward, self.backward
 
     def compile_forward(self, gm: fx.GraphModule, example_inputs: Any) -> Boxed:
-        return self.memory.around("forward", self.compilers[0](gm))
+        return self.memory.around("forward", compile_boxed(self.code[0](gm)))
 
     def compile_backward(self, gm: fx.GraphModule, example_inputs: Any) -> Boxed:
-        return self.memory.around("backward", self.compilers[1](gm))
+        return self.memory.around("backward", self._compiled_backward(gm))
 
     def _compiled_backward(self, gm: fx.GraphModule) -> Boxed:
         for node in gm.graph.find_nodes(op="get_attr"):  # constants must be the user's tensors
             setattr(gm, str(node.target), getattr(self.backward, str(node.target)))
+        gm = self.code[1](gm)
         with _compiling:  # first backwards of several threads would share the graph's fake mode
             return in_parts(self.gates.compile_backward(gm) if self.gates else compile_boxed(gm))
 
@@ -248,8 +250,6 @@ def compile_step(
 ) -> CompiledStep:  # fmt: skip
     """`tier`: where a plan for a range copies to; left out, it has the room of this one size."""
     found = require_valid(trace.graph, schedule, links)
-    if schedule.moves and by_inductor:
-        refuse_copies()
     links = links or trace.graph.links
     tier = tier or tier_for(trace.graph, schedule, links, found)
     if tier is not None:
@@ -289,10 +289,3 @@ def tier_for(
         places = host_places(graph_of_schedule(graph, schedule), schedule)
         return StreamTier(graph.device, places, links, found.nvme_peak_bytes)
     return FileTier(found.host_peak_bytes, found.nvme_peak_bytes, links.nvme_path)
-
-
-def refuse_copies() -> None:
-    raise RewriteError(
-        "leave out compile=True, or solve without offloading: this plan copies values to the "
-        "host, and Inductor's code does not"
-    )

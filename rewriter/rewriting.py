@@ -25,10 +25,11 @@ from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import Trace, trace_recipe, with_edits
 from remat.rewriter.arena.captured import capture_steps
 from remat.rewriter.checking.audit import Audits, of_steps
-from remat.rewriter.compiled import compile_step, edits_of, links_of, refuse_copies
+from remat.rewriter.compiled import compile_step, edits_of, links_of
 from remat.rewriter.graphs.updating import Updates
 from remat.rewriter.user_module.module import RematModule, make_module
 from remat.rewriter.user_module.ranged import (
+    MakeCode,
     RangedModule,
     as_planned_over,
     make_ranged,
@@ -165,9 +166,13 @@ def rewrite(
         ranged = trace or _trace_range(model, schedule)
         refuse_range_over_ranks(ranged.joint.module)
         require_bits_over(ranged, schedule)
-        return make_ranged(model, schedule, ranged, over, updates=updates, audit=of_steps(audit))
-    if schedule.moves and compile:
-        refuse_copies()
+        how: Any = {"updates": updates, "audit": of_steps(audit), "code": code_by_size(compile)}
+        return make_ranged(model, schedule, ranged, over, **how)
+    if over is not None and compile:
+        raise RewriteError(
+            "solve over the range, or leave out compile=True: this schedule is of one size, and "
+            "Inductor's code is made for each size that comes"
+        )
     if not has_storage(model):
         raise RewriteError(
             "build the model with storage, and rewrite that with its batch: this "
@@ -221,6 +226,14 @@ def module_for(
     )  # fmt: skip
 
 
+def code_by_size(compile: bool) -> MakeCode | None:
+    if not compile:  # its import takes Inductor's seconds
+        return None
+    from remat.rewriter.inductor.code_by_size import CodeBySize
+
+    return CodeBySize
+
+
 def _warn_above_budget(traced: Trace, schedule: Schedule) -> None:
     from remat.rewriter.inductor.compiler import code_peak_bytes  # only where its code is asked for
     from remat.rewriter.inductor.lowering import ReplayError
@@ -228,7 +241,7 @@ def _warn_above_budget(traced: Trace, schedule: Schedule) -> None:
     if not schedule.budget_bytes:  # made without a budget
         return
     try:
-        peak_bytes = code_peak_bytes(traced.joint, schedule)
+        peak_bytes = code_peak_bytes(traced, schedule)
     except ReplayError as error:
         warnings.warn(f"the peak of this compiled step is not known: {error}", stacklevel=3)
         return

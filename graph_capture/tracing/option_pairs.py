@@ -41,23 +41,14 @@ def _with(
 PAIRS = (
     *_with(
         "dynamic", CaptureError,
-        compile="Inductor's code is made for one size",
         cuda_graphs="a graph is captured for one size",
     ),
     *_with(
         "compile", RewriteError,
-        host="Inductor's code copies nothing to the host",
-        nvme="Inductor's code copies nothing to files",
-        split="chunks run eager's kernels",
-        float_inputs=(
-            "Inductor writes numbers into its code",
-            "leave out one of the two, or pass the number to forward as a tensor",
-        ),
         sharding=(
             "Inductor's code is judged without what a wrapper holds",
             "leave out compile=True, or train on one rank",
         ),
-        optimizer_in_backward="Inductor's code returns all gradients at its end",
         blocks="each block runs eager's ops",
     ),
     *_with(

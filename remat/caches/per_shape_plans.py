@@ -53,14 +53,13 @@ from remat.step_spec import StepSpec
 class _FloatPromotion:
     """Floats of Python's that have changed between steps: inputs of the plans that come."""
 
-    def __init__(self, *, is_compiled: bool) -> None:
+    def __init__(self) -> None:
         self._names: set[str] = set()
         self._fixed: set[str] = set()
-        self._is_compiled = is_compiled
 
     def planned(self, changed: set[str], make: Callable[[Sequence[str]], nn.Module]) -> nn.Module:
         self._names |= changed - self._fixed
-        names = set() if self._is_compiled else set(self._names)  # Inductor's code has them fixed
+        names = set(self._names)
         while names:
             try:
                 return make(sorted(names))
@@ -306,7 +305,7 @@ def _make_cache(
         _remat_options=options, _remat_max_plans=max_plans,
         _remat_outputs=as_outputs(options.get("outputs")),
         _remat_sizes=sizes and VaryingSizes(model, *sizes, options.get("group")),
-        _remat_numbers=_FloatPromotion(is_compiled=bool(options.get("compile"))),
+        _remat_numbers=_FloatPromotion(),
     )  # fmt: skip
     return kind()
 

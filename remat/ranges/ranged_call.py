@@ -42,6 +42,7 @@ from remat.ranges.curve import solve_over, solve_top
 from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import ONE_RANK, refuse_fake, require_group
 from remat.rewriter.checking.audit import of_steps
+from remat.rewriter.rewriting import code_by_size
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
 from remat.schedules.derived import in_chunks
 from remat.schedules.family import Family, resized_schedule
@@ -75,13 +76,14 @@ def _planned_by_all(spec: StepSpec, ranks: CollectiveCall, *, as_far_as_fits: bo
     model, budget, dynamic = spec.model, spec.budget, spec.dynamic
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(model).__name__
     known, tiers, batch = spec.known_profile, spec.tiers, spec.batch  # refused before the trace
+    is_whole = spec.split is None and (spec.compile or spec.group is not None)
     with stages.stage("capture", f"tracing {name} over a range of sizes"):
         traced = trace(
             model,
             **spec.of_trace,
             dynamic=dynamic,
             float_inputs=spec.float_inputs,
-            split="none" if spec.split is None and spec.group is not None else spec.split,
+            split="none" if is_whole else spec.split,
             sharding=spec.sharding,
             gradient_release=release_of(spec),
         )
@@ -101,7 +103,7 @@ def _planned_by_all(spec: StepSpec, ranks: CollectiveCall, *, as_far_as_fits: bo
         with stages.stage("solve", f"solving for {budget} at the sizes of the range"):
             graph = over(whole)
             try:
-                return _Planned(solve_over(graph, budget, top=top, **asked), graph, whole)
+                return _Planned(_family_over(spec, traced, graph, budget, top), graph, whole)
             except TooLargeError as error:
                 largest = error.largest
                 if not as_far_as_fits or largest_here is None or not largest:
@@ -110,7 +112,8 @@ def _planned_by_all(spec: StepSpec, ranks: CollectiveCall, *, as_far_as_fits: bo
                     raise
                 graph, whole = _narrowed(graph, largest), _narrowed(whole, largest)
                 # In bytes: a per cent of the narrower range would be less.
-                return _Planned(solve_over(graph, error.budget_bytes, **asked), graph, whole)
+                family = _family_over(spec, traced, graph, error.budget_bytes)
+                return _Planned(family, graph, whole)
 
     ranks.require_same_step(traced.graph.hash)
     planned = ranks.from_first(make, _Planned)
@@ -118,8 +121,8 @@ def _planned_by_all(spec: StepSpec, ranks: CollectiveCall, *, as_far_as_fits: bo
     traced = _traced_within(traced, graph)
     first = None if sizes is None else family.number_at(**sizes)
     updates = updates_of(spec, traced)
-    audit = of_steps(spec.audit)
-    module = make_ranged(model, family, traced, planned.own, first, updates, audit=audit)
+    how: Any = {"audit": of_steps(spec.audit), "code": code_by_size(spec.compile)}
+    module = make_ranged(model, family, traced, planned.own, first, updates, **how)
     checked = None
     if sizes is not None:
         at_sizes, most_bytes = graph.at(**sizes), family.budget_bytes
@@ -137,8 +140,27 @@ def _planned_by_all(spec: StepSpec, ranks: CollectiveCall, *, as_far_as_fits: bo
     largest = planned.own.top
     levers = levers_text(largest, resized_schedule(family.top.schedule, largest))
     also = {"inputs": traced.recipe.inputs_text, "levers": levers}
-    stages.say(family_text(family, checked, stages.elapsed_s, largest.device, **also))
+    said = family_text(family, checked, stages.elapsed_s, largest.device, **also)
+    stages.say(f"{said}{_COMPILED if spec.compile else ''}")
     return module
+
+
+_COMPILED = "; Inductor compiles each size that comes, and keeps 16"
+
+
+def _family_over(
+    spec: StepSpec, traced: Trace, graph: RangedGraph, budget: str | SupportsIndex,
+    top: Result | None = None,
+) -> Family:  # fmt: skip
+    """The family for a budget; of one that is compiled, its code at the largest sizes fits too."""
+    if not spec.compile:
+        return solve_over(graph, budget, top=top, **spec.of_solve)
+    from remat.compile.code_plans import family_with_fitting_code
+
+    def solve(budget: str | SupportsIndex) -> Family:
+        return solve_over(graph, budget, **spec.of_solve)
+
+    return family_with_fitting_code(spec.model, traced, solve, budget)
 
 
 def chunked_at_need(

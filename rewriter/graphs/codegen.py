@@ -152,12 +152,15 @@ class _Writer:
 
     def write(self) -> str:
         nodes = list(self.gm.graph.nodes)
-        dead = _dead_after(nodes, [r for r in self.results if isinstance(r, fx.Node)])
+        dead = dead_after(nodes, [r for r in self.results if isinstance(r, fx.Node)])
         if taken := [node for node in nodes if node.op == "placeholder"]:
             self.lines.append(f"{', '.join(node.name for node in taken)}, = args_list")
         self.lines.append("args_list.clear()")  # or the caller's list would hold the inputs
         self._drop([node for node in taken if not node.users])
         for node in nodes:
+            if _is_boxed(node):  # it lets go of what it is given, so nothing here may hold that
+                self.lines.append(f"_given = {self._shown(node.args[0])}")
+                self._drop(dead.pop(node, []))
             self._line(node)
             self._drop(dead.get(node, []))
             if node in self.marks:  # not before: it would hold what it waits with
@@ -183,6 +186,8 @@ class _Writer:
     def _call(self, node: fx.Node) -> str:
         if is_getitem(node):
             return f"{self._shown(node.args[0])}[{node.args[1]}]"
+        if _is_boxed(node):
+            return f"{self.bind(node.target)}(_given)"
         given = [self._shown(argument) for argument in node.args]
         given += [f"{name}={self._shown(argument)}" for name, argument in node.kwargs.items()]
         return f"{self.bind(self.bindings.of(node))}({', '.join(given)})"
@@ -210,7 +215,7 @@ class _Writer:
         return self.names[id(thing)]
 
 
-def _dead_after(nodes: list[fx.Node], returned: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+def dead_after(nodes: list[fx.Node], returned: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """For each node, the values that it is the last to read; what is returned never dies."""
     dead: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set(returned)
@@ -226,6 +231,10 @@ def boxed(run: Boxed) -> Boxed:
     # AOTAutograd then passes inputs in a list, which the function empties.
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run
+
+
+def _is_boxed(node: fx.Node) -> bool:
+    return getattr(node.target, "_boxed_call", False) is True
 
 
 def compile_boxed(gm: fx.GraphModule) -> Boxed:

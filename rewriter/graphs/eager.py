@@ -38,7 +38,7 @@ RNG_STATE = "rng_state_"
 class EagerEmitter(Emitter[Joint]):
     """Emits one of the two graphs in eager's ops; `again` have run before, `repeated` run again."""
 
-    cannot_move = "which Inductor's code does not do"
+    cannot_move = "and has nowhere to copy to"
 
     def __init__(
         self, joint: Joint, demand: Demand, again: set[str], repeated: set[str],
@@ -137,7 +137,7 @@ class EagerEmitter(Emitter[Joint]):
         results: Any = self.joint.module.graph.output_node().args[0]
         own = results[self.joint.num_forward_outputs :]
         self.released |= {place: self.resolve(own[place]) for place in places}
-        if self.writes:  # code by Inductor releases nothing early
+        if self.writes or op.target == UPDATE:  # else code by Inductor would be cut at each
             given = tuple(self.released[place] for place in places)
             self.graph.call_function(release_gradients, (places, given))
 

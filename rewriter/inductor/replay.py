@@ -13,7 +13,7 @@ from remat.graph_capture.joint.nodes import is_tangent, storage_key
 from remat.graph_capture.torch_private.core import holds_tangents
 from remat.rewriter.inductor.lowering import Event, Lowered, lower
 
-_Workspaces = Callable[[Sequence[fx.Node]], Sequence[int]]  # bytes of calls beyond their results
+CallWorkspaces = Callable[[Sequence[fx.Node]], Sequence[int]]  # bytes of calls beyond their results
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class StepBytes:
 
 
 def replay(
-    forward: fx.GraphModule, backward: fx.GraphModule, n_outputs: int, workspaces: _Workspaces,
+    forward: fx.GraphModule, backward: fx.GraphModule, n_outputs: int, workspaces: CallWorkspaces,
     visible: Sequence[int], *, donated: Sequence[int] = (), holds_outputs: bool = True,
 ) -> ReplayedMemory:  # fmt: skip
     """Lower both graphs and replay what they allocate; `ReplayError` if the code cannot be read.
@@ -91,7 +91,7 @@ def replay(
 class LiveStorages:
     """Storages that are live while events are carried out, by the names that hold them."""
 
-    def __init__(self, workspaces: _Workspaces, held: set[str]) -> None:
+    def __init__(self, workspaces: CallWorkspaces, held: set[str]) -> None:
         self.workspaces, self.held = workspaces, held
         self.size_bytes: list[int] = []
         self.holders: list[int] = []
@@ -147,7 +147,7 @@ class LiveStorages:
 
 
 def _backward_run(
-    run: LiveStorages, backward: fx.GraphModule, workspaces: _Workspaces,
+    run: LiveStorages, backward: fx.GraphModule, workspaces: CallWorkspaces,
     outputs: Sequence[list[int]], saved: Sequence[list[int]],
     strides: Sequence[tuple[int, ...] | None], donated: Sequence[int],
 ) -> LiveStorages:  # fmt: skip
@@ -171,14 +171,14 @@ def _backward_run(
         name for name, node in zip(rest, tangents, strict=False)
         if holds_tangents() or node.meta["val"].numel() == 1
     )  # fmt: skip
-    _bring_tangents(then, rest[: len(tangents)], tangents)
+    bring_tangents(then, rest[: len(tangents)], tangents)
     for name in rest[len(tangents) :]:
         then.bring(name, [then.storage(0)])
     then.carry_out(lowered)
     return then
 
 
-def _bring_tangents(run: LiveStorages, names: Sequence[str], tangents: Sequence[fx.Node]) -> None:
+def bring_tangents(run: LiveStorages, names: Sequence[str], tangents: Sequence[fx.Node]) -> None:
     made: dict[int, int] = {}
     for name, node in zip(names, tangents, strict=True):
         tensor = node.meta["val"]

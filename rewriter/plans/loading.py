@@ -39,7 +39,12 @@ from remat.rewriter.plans.facts import (
     signature_from,
     under_autocast,
 )
-from remat.rewriter.rewriting import require_bits_over, rewrite, trace_of_schedule
+from remat.rewriter.rewriting import (
+    code_by_size,
+    require_bits_over,
+    rewrite,
+    trace_of_schedule,
+)
 from remat.rewriter.user_module.module import RematModule, SharedState
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
 from remat.schedules.family import Family, resized_schedule
@@ -146,8 +151,8 @@ def plan_of_family(
 
 
 def _load_over_range(
-    plan: PlanFile, over: RangeFacts, model: nn.Module, batch: Any, loss_fn: LossFunction | None, *,
-    audit: bool = True,
+    plan: PlanFile, over: RangeFacts, model: nn.Module, batch: Any, loss_fn: LossFunction | None,
+    **how: Any,
 ) -> RangedModule:  # fmt: skip
     evaluate_family(over)  # the file may have been edited: each member is judged anew
     signature = _ranged(plan, over)
@@ -169,7 +174,7 @@ def _load_over_range(
         )
     require_bits_over(traced, over.family)
     keep_recipe(model, over.family.traced_hash, traced.recipe)  # `rewrite` looks it up by this hash
-    return make_ranged(model, over.family, traced, over.graph, audit=of_steps(audit))
+    return make_ranged(model, over.family, traced, over.graph, **how)
 
 
 def _ranged(plan: PlanFile, over: RangeFacts) -> RangedSignature:
@@ -240,10 +245,8 @@ def load_plan(
     # A batch of a range is compared with the range.
     require_fit(kept, model, None if kept.over is not None else batch, loss_fn)
     if kept.over is not None:
-        from remat.graph_capture.tracing.option_pairs import require_compatible
-
-        require_compatible(dynamic=True, compile=compile)
-        return _load_over_range(kept, kept.over, model, batch, loss_fn, audit=audit)
+        how: Any = {"audit": of_steps(audit), "code": code_by_size(compile)}
+        return _load_over_range(kept, kept.over, model, batch, loss_fn, **how)
     with under_autocast(kept.autocast):
         recipe = recipe_from(kept, loss_fn, resolved_device(None, model))
         traced = trace_of_schedule(model, recipe, kept.schedule)

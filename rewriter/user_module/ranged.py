@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 from torch import nn
@@ -17,7 +17,7 @@ from remat.graph_capture.errors import RewriteError, SignatureError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
-from remat.graph_capture.sizes.symbols import Symbol
+from remat.graph_capture.sizes.symbols import Sizes, Symbol
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.trace import Trace, trace_recipe, with_edits
 from remat.rewriter.checking.audit import Audit, Audits
@@ -32,12 +32,23 @@ from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 
 
+class _Code(Protocol):
+    def at(self, sizes: Sizes) -> RematModule:
+        """The module whose code is for these sizes."""
+        ...
+
+
+MakeCode = Callable[[nn.Module, Family, Trace, RangedGraph | None, Updates | None, Audits], _Code]
+"""From a model, a family and its trace to what has code for each size."""
+
+
 class _Members:
     """The rewritten modules of a family, each compiled when a batch first needs it."""
 
     def __init__(
         self, model: nn.Module, family: Family, traced: Trace, graph: RangedGraph | None,
         first: int, updates: Updates | None, audit: Audits, made: Sequence[RematModule] = (),
+        code: MakeCode | None = None,
     ) -> None:  # fmt: skip
         signature = traced.recipe.signature
         if not isinstance(signature, RangedSignature):
@@ -53,6 +64,8 @@ class _Members:
         self._modules: list[RematModule | None] = [*made] or [None] * len(family.members)
         self.first = self.last = self._modules[first] or self._compiled(first)
         self._modules[first] = self.first
+        self.make_code = code
+        self.code = code(model, family, traced, graph, updates, audit) if code else None
 
     def running(self, batch: Any) -> RematModule:
         """The module whose sizes a batch has; for a batch of other facts, one that refuses it."""
@@ -60,6 +73,10 @@ class _Members:
         number = self._number(leaves) if spec == self.signature.spec else -1
         if number < 0:
             return self.first  # its guards name the difference
+        if self.code is not None:
+            self.first._remat_guards.require(batch)
+            self.last = self.code.at(self.signature.sizes_of(leaves))
+            return self.last
         if (found := self._modules[number]) is None:
             self.first._remat_guards.require(batch)  # a later one relies on what the first is for
             found = self._modules[number] = self._compiled(number)
@@ -168,29 +185,34 @@ class RangedModule(SharedState, nn.Module):
     def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         guards, recipe = cls._remat_members.first._remat_guards, cls._remat_members.traced.recipe
         known = (cls._remat_family, cls._remat_graph)
-        given = (*known, recipe, guards.captured_modes, cls._remat_members.audit)
+        how = cls._remat_members.audit, cls._remat_members.make_code
+        given = (*known, recipe, guards.captured_modes, *how)
         return _restored_over_range, (cls._remat_original_module, *given)
 
 
 def make_ranged(
     model: nn.Module, family: Family, traced: Trace, graph: RangedGraph | None = None,
     first: int | None = None, updates: Updates | None = None, *, audit: Audits = "step",
-    made: Sequence[RematModule] = (),
+    made: Sequence[RematModule] = (), code: MakeCode | None = None,
 ) -> RangedModule:  # fmt: skip
     """A `RangedModule` over `model`; the member `first` is compiled now, by default the last.
-    `made`: all members, where they are there."""
+    `made`: all members, where they are there. With `code`, that of each size runs in place of
+    eager's ops."""
     number = len(family.members) - 1 if first is None else first
     kind = class_of_user(
         RangedModule, model, traced.recipe.loss_fn, family=family, ranged_graph=graph,
         _remat_family=family, _remat_graph=graph,
-        _remat_members=_Members(model, family, traced, graph, number, updates, audit, made),
+        _remat_members=_Members(
+            model, family, traced, graph, number, updates, audit, made, code
+        ),
     )  # fmt: skip
     return kind()
 
 
 def _restored_over_range(
     model: nn.Module, family: Family, graph: RangedGraph | None, recipe: Recipe,
-    modes: dict[str, bool], audit: Audits = "step",
+    modes: dict[str, bool], audit: Audits = "step", code: MakeCode | None = None,
 ) -> RangedModule:  # fmt: skip
     with in_modes(model, modes):
-        return make_ranged(model, family, trace_recipe(model, recipe), graph, audit=audit)
+        traced = trace_recipe(model, recipe)
+        return make_ranged(model, family, traced, graph, audit=audit, code=code)

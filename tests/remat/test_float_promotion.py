@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import remat
-from remat.graph_capture.errors import FloatInputError, RewriteError, StateChangedError
+from remat.graph_capture.errors import FloatInputError, StateChangedError
 from tests.rows import rows
 
 WIDTH = 16
@@ -232,10 +232,6 @@ def test_what_cannot_be_an_input_is_refused_with_the_reason() -> None:
     ):
         with pytest.raises(FloatInputError, match=text):
             remat.rematerialize(Net(forward, 0.3), (x,), budget="100%", float_inputs=names)
-    with pytest.raises(RewriteError, match="float_inputs is not taken with compile=True"):
-        remat.rematerialize(
-            Net(READ["divides"], 0.3), (x,), budget="100%", compile=True, float_inputs=["number"]
-        )
 
 
 def test_the_refusal_of_a_changed_number_says_how_to_make_it_an_input() -> None:

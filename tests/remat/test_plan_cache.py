@@ -165,7 +165,6 @@ def test_of_more_plans_than_allowed_the_oldest_is_given_up_and_it_is_said() -> N
         ({"accumulate": 4}, RewriteError, "accumulate=4 is unknown"),
         ({"audit": "yes"}, RewriteError, "audit=.yes. is unknown"),
         ({"compile": "inductor"}, RewriteError, "compile='inductor' is unknown"),
-        ({"compile": True, "split": "exact"}, RewriteError, "split is not taken with compile=True"),
         ({"sharding": "fsdp"}, RewriteError, r"give a remat\.Sharding"),
         ({"profile": 3}, RewriteError, r"give what remat\.profile returned"),
         ({"group": 2}, RewriteError, "group=2 is not a group of ranks"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.ranks.same_order import agreed_rewrite
-from remat.rewriter.inductor.compiler import functional_form
+from remat.rewriter.inductor.as_tensors import functional_form
 from tests.limits import AMPLE_S
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {

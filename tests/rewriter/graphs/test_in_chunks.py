@@ -176,8 +176,6 @@ def test_chunks_that_give_other_bits_here_are_refused(
 
 def test_what_does_not_go_together_is_refused() -> None:
     model, args = made("plain")
-    with pytest.raises(RewriteError, match="split is not taken with compile=True"):
-        remat.rematerialize(model, args, budget="min", split="exact", compile=True)
     graph = remat.capture(model, args, split="exact")
     schedule = remat.solve(graph, "min").schedule
     assert schedule is not None

@@ -42,18 +42,12 @@ def test_a_plan_with_copies_needs_a_graph_with_links() -> None:
     refused(ScheduleError, text, rewrite, plan().model, plan().schedule, plan().args)
 
 
-def test_code_by_inductor_copies_nothing() -> None:
-    text = "Inductor's code does not"
-    given = plan().model, plan().schedule, plan().args
-    refused(RewriteError, text, rewrite, *given, costed=plan().graph, compile=True)
-
-
-def test_the_emitters_of_inductor_refuse_copies() -> None:
+def test_an_emitter_without_a_tier_refuses_copies() -> None:
     from remat.graph_capture import trace
     from remat.rewriter.graphs.emit import emit
 
     traced = trace(plan().model, plan().args)
-    text = "solve without offloading: .* which Inductor's code does not do"
+    text = "solve without offloading: .* and has nowhere to copy to"
     refused(RewriteError, text, emit, traced.joint, plan().schedule, writes=False)
 
 
