@@ -221,9 +221,9 @@ def _first_with_rows(trace: Trace, rows: Sequence[str], least: int) -> list[Size
     """The first size of a range of one with so many rows; none where several sizes vary."""
     assert trace.env is not None
     text = next(text for text in rows if text)
-    if len(trace.env.symbols) > 1:
+    if len(trace.env.symbols) != 1:
         return []
-    symbol = trace.env.symbols[0]
+    (symbol,) = trace.env.symbols
     at = bisect_left(symbol.sizes, least, key=lambda size: evaluated(text, {symbol.name: size}))
     return [{symbol.name: size} for size in symbol.sizes[at : at + 1]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -38,39 +38,18 @@ def without_copies(graph: TrainingGraph, schedule: Schedule) -> _Off:
 
 
 def without_chunks(graph: TrainingGraph, schedule: Schedule) -> _Off:
-    """Regions as they were captured: each of their ops where the first that needs it stood."""
-    captured, planned = unchunked(graph), graph_of_schedule(graph, schedule)
-    named = {one.region for one in schedule.chunks}
-    dropped = {name for one in graph.regions if one.name in named for name in one.ops}
-    maker = {value.name: value.producer for value in captured.values}
-    at, order = captured.op_index, list[str]()
-    done: set[str] = set()
+    """Regions as they were captured: first runs in captured order, others where they stood."""
+    captured, order, begun = unchunked(graph), list[str](), 0
+    ran = set[str]()
     for name in _runs(schedule):
-        if name in at and name not in dropped:
+        if (at := captured.op_index.get(name, -1)) >= begun:
+            order += [op.name for op in captured.ops[begun : at + 1]]
+            begun = at + 1
+        elif name in ran:
             order.append(name)
-            continue
-        op = planned.ops[planned.op_index[name]]
-        # Chunks give their results the captured names: where one is made, the captured one is.
-        made = [maker[value] for value in op.outputs if maker.get(value, "") in dropped]
-        wanted = [*made, *([name] if name in dropped else [])]
-        needed = _needed(captured, maker, dropped - done, wanted)
-        order += needed
-        done.update(needed)
-    return _in_order(captured, order)
-
-
-def _needed(
-    graph: TrainingGraph, maker: Mapping[str, str], among: set[str], wanted: Iterable[str]
-) -> list[str]:
-    """Those of `among` that lead to the wanted ones, these included, in captured order."""
-    found: set[str] = set()
-    waiting = [name for name in wanted if name in among]
-    while waiting:
-        name = waiting.pop()
-        found.add(name)
-        read = (maker.get(value, "") for value in graph.ops[graph.op_index[name]].inputs)
-        waiting += [one for one in read if one in among and one not in found]
-    return sorted(found, key=graph.op_index.__getitem__)
+        if at >= 0:
+            ran.add(name)
+    return _in_order(captured, [*order, *(op.name for op in captured.ops[begun:])])
 
 
 def without_updates(graph: TrainingGraph, schedule: Schedule) -> _Off:

@@ -176,8 +176,8 @@ def chunks_of(graph: TrainingGraph, schedule: Schedule | None) -> tuple[InChunks
         found.append(
             InChunks(
                 one.region, whole[0].module, one.chunks, one.exact,
-                _own_bytes(graph, whole), _own_bytes(planned, ours), extra_us / graph.time_us,
-                regions[one.region].kinds,
+                _own_bytes(graph, whole), _own_bytes(planned, ours),
+                extra_us / graph.time_us if graph.time_us else 0.0, regions[one.region].kinds,
             )
         )  # fmt: skip
     return tuple(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -10,7 +11,10 @@ import msgspec
 from remat.blocks.block_planner import BlockPlanner, BlocksAsked, BlocksPlan, TracedBlocks
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
-from remat.schedules.family import Family, Member
+from remat.graph_capture.sizes.symbols import Symbol
+from remat.schedules.derived import in_chunks, unchunked
+from remat.schedules.family import Family, Member, simulate_resized
+from remat.schedules.schedule import ChunkedRegion, Schedule
 from remat.schedules.simulate import bound_of
 from remat.solver.reductions.sizes import Reach
 
@@ -18,22 +22,49 @@ _MOST_PLANS = 4  # each has code of its own in every distinct block
 _CUT_PART = 0.25  # of the time limit, for each plan but that of the largest sizes
 
 
+class _ReachOfPlans(Reach):
+    """With a head in chunks, whose ops run before its wrapper lets go of it, each part of the range
+    has a graph of its own."""
+
+    graph_of: Callable[[tuple[Symbol, ...]], TrainingGraph] | None = None
+
+    def _peak_of(self, schedule: Schedule) -> Callable[[tuple[Symbol, ...]], int]:
+        if self.graph_of is None:
+            return super()._peak_of(schedule)
+        return lambda part: self._simulated_bytes(schedule, part)
+
+    def _simulated_bytes(self, schedule: Schedule, part: tuple[Symbol, ...]) -> int:
+        if self.graph_of is None:
+            return super()._simulated_bytes(schedule, part)
+        return simulate_resized(self.graph_of(part), schedule).peak_bytes
+
+
 class BlocksOver:
     """What blocks keep at the sizes of a range, judged as the whole step of one rank."""
 
     def __init__(self, traced: TracedBlocks, ranged: RangedGraph, asked: BlocksAsked) -> None:
         self.traced, self.ranged, self.asked = traced, ranged, asked
-        self.graph = ranged.changed(lambda one: self._planner(one).graph)
+        self.chunks: tuple[ChunkedRegion, ...] = ()
+        self.graph = ranged.changed(lambda one: BlockPlanner(traced, unchunked(one), asked).graph)
+
+    def with_head(self, *chunks: ChunkedRegion) -> BlocksOver:
+        """The same, with the head in so many chunks at all sizes."""
+        made = copy.copy(self)
+        made.chunks = chunks
+        return made
 
     def plan(self, within: Callable[[BlockPlanner], BlocksPlan]) -> BlocksPlan:
         """The plan of the largest sizes, which serves all, with those of smaller ones that are
         faster. `within` makes the first one for the budget, or raises `BudgetError`."""
-        top = within(self._planner(self.ranged.bounding(self.ranged.symbols)))
-        reach = Reach(self.graph, top.result.budget_bytes)
+        top = within(self.largest())
+        reach = _ReachOfPlans(self.graph, top.result.budget_bytes)
+        if self.chunks:
+            reach.graph_of = lambda part: self._planner(self.ranged.bounding(part)).graph
         last = reach.levels[-1]
         plans = [*self._below(top, reach), (last, top)]
         members = [(self._member(reach, *pair), pair[1].schedules) for pair in plans]
         served = [(member, schedules) for member, schedules in members if member.corners]
+        assert served, "the plan of the largest sizes serves no size"
         family = Family(
             model=self.graph.name, symbols=self.graph.symbols,
             budget_bytes=top.result.budget_bytes, members=tuple(member for member, _ in served),
@@ -42,6 +73,9 @@ class BlocksOver:
         )  # fmt: skip
         of_blocks = tuple(schedules for _, schedules in served)
         return msgspec.structs.replace(top, family=family, members=of_blocks)
+
+    def largest(self) -> BlockPlanner:
+        return self._planner(self.ranged.bounding(self.ranged.symbols))
 
     def _below(self, top: BlocksPlan, reach: Reach) -> Iterator[tuple[dict[str, int], BlocksPlan]]:
         """From the smallest sizes on: a plan, then one for half of the levels that it leaves."""
@@ -60,7 +94,8 @@ class BlocksOver:
 
     def _planner(self, costed: TrainingGraph, part: float = 1.0) -> BlockPlanner:
         limit_s = part * self.asked.time_limit_s
-        return BlockPlanner(self.traced, costed, replace(self.asked, time_limit_s=limit_s))
+        graph = in_chunks(costed, self.chunks) if self.chunks else unchunked(costed)
+        return BlockPlanner(self.traced, graph, replace(self.asked, time_limit_s=limit_s))
 
     def _member(self, reach: Reach, sizes: dict[str, int], plan: BlocksPlan) -> Member:
         result = plan.result

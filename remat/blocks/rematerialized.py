@@ -33,7 +33,7 @@ from remat.checks import (
     say_unchecked,
     unless_short,
 )
-from remat.graph_capture.capture_api import add_costs, workspaces_by
+from remat.graph_capture.capture_api import add_costs, chunks_by, workspaces_by
 from remat.graph_capture.costs.op_costs import with_measured_chunks
 from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.distributed.collectives import collectives_in
@@ -52,6 +52,8 @@ from remat.graph_capture.errors import (
 )
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.sizes.at_sizes import ranged_graph_of, trace_at
+from remat.graph_capture.sizes.chunks_over_sizes import with_chunks
+from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.tracing.attribute_writes import state_guarded
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.graph_capture.tracing.trace import trace_recipe
@@ -104,11 +106,12 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
 
         def make_over() -> BlocksPlan:
             with stages.stage("profile", "timing ops at several sizes") as shown:
-                costed = costs_within(spec.parsed_budget, known, shown)
+                costed = costs_within(spec.parsed_budget, known, tiers, shown)
                 ranged = ranged_graph_of(whole, costed, workspaces_by(whole, known))
+                if whole.recipe.split != "none":
+                    ranged = with_chunks(whole, ranged, chunks_by(shown))
             with stages.stage("solve", f"solving for {budget} at the sizes of the range"):
-                over = BlocksOver(traced, ranged, _asked(spec))
-                return over.plan(lambda planner: _plan_within(planner, budget))
+                return _fastest_over(spec, traced, ranged)
 
         def make() -> BlocksPlan:
             if spec.dynamic:
@@ -228,6 +231,37 @@ def _plan_within(
     if plan.result.schedule is None and not may_fail:
         raise BudgetError(infeasible_text(plan.result))
     return plan
+
+
+def _fastest_over(spec: StepSpec, traced: TracedBlocks, ranged: RangedGraph) -> BlocksPlan:
+    """Over a range, the plan that is the fastest at the largest sizes: whole, or with the head and
+    its loss in chunks."""
+    budget, lost = parse_budget(spec.budget), list[BudgetError]()
+    is_least = budget.kind == "min"
+    found: list[BlocksPlan] = []
+    over = BlocksOver(traced, ranged, _asked(spec))
+    eager = over.largest().eager
+
+    def within(planner: BlockPlanner) -> BlocksPlan:
+        plan = planner.plan(planner.least_bytes() if is_least else budget.bytes_for(eager))
+        if plan.result.schedule is None:
+            raise BudgetError(infeasible_text(plan.result))
+        return plan
+
+    for choice in (None, *ranged.choices):
+        chosen = (ChunkedRegion(choice.region, choice.chunks, choice.exact),) if choice else ()
+        try:
+            plan = over.with_head(*chosen).plan(within)
+        except BudgetError as error:
+            lost.append(error)
+            continue
+        head = head_of(ranged.top, chosen[0], spec.model) if chosen else None
+        found.append(msgspec.structs.replace(plan, head=head))
+        if not is_least and plan.result.overhead <= DEFAULT_GAP:
+            break
+    if not found:
+        raise lost[-1]
+    return min(found, key=lambda one: _rank(one.result, is_least=is_least))
 
 
 def _with_head(

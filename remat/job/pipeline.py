@@ -335,7 +335,7 @@ def plan_over(
         "time_limit_s": request.time_limit_s,
         **request.solving,
     }
-    graph, top = chunked_at_need(traced, graph, request.budget, stopwatch, **asked)
+    graph, top = chunked_at_need(traced, graph, lambda one: one, request.budget, stopwatch, **asked)
     with stopwatch.stage("solve", f"solving for {request.budget}"):
         family = solve_over(graph, request.budget, top=top, **asked)
     signature = traced.recipe.signature

@@ -130,12 +130,6 @@ def test_what_dynamic_cannot_mean_is_refused(dynamic: Any, said: str) -> None:
         remat.capture(Wide(""), (torch.randn(4, 48, 8),), dynamic=dynamic)
 
 
-def test_options_that_a_range_does_not_take_are_refused() -> None:
-    dynamic: Any = {"x": {1: "seq"}}
-    with pytest.raises(CaptureError, match="not taken with dynamic sizes"):
-        remat.capture(Wide(""), (torch.randn(4, 48, 8),), dynamic=dynamic, split="exact")
-
-
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_the_range_of_a_rank_is_its_step_at_each_size(kind: Any) -> None:
     sized = SIZED["gpt"]()

@@ -213,7 +213,7 @@ def test_code_of_few_sizes_is_kept_and_one_too_large_is_told(
     given: Any = {"budget": "100%", "dynamic": {"input": {0: ("rows", 2, 8)}}, "verbose": False}
     module: Any = remat.rematerialize(model, (x,), **given)
     members = module._remat_members
-    known = members.family, members.traced, None, "none"
+    known = members.family, members.traced, members.graph, None, "none"
     code = code_by_size.CodeBySize(model, *known)
     monkeypatch.setattr(code_by_size, "MOST_SIZES", 2)
     monkeypatch.setattr(code, "_made", lambda sizes: members.first)

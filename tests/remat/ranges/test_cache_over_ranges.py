@@ -168,8 +168,7 @@ def test_copies_and_pickles_learn_anew() -> None:
     ("options", "said"),
     [
         ({"dynamic": "all"}, "dynamic='all' is unknown"),
-        ({"compile": True}, "compile is not taken with dynamic sizes"),
-        ({"split": "exact"}, "split is not taken with dynamic sizes"),
+        ({"cuda_graphs": True}, "cuda_graphs is not taken with dynamic sizes"),
         ({"dynamic": "auto", "upto": 2048}, "give the largest sizes .*upto=2048 is not a dict"),
     ],
 )
