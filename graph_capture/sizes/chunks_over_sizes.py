@@ -119,12 +119,14 @@ def _choice(
         for at in measured
     ]
     choices = [one for one in found if one is not None]
+    if len(choices) < len(measured):
+        return None
     of_op = measured[-1].names
     cut = tuple(rows.get(of_op.get(op.name, ""), "") for _, op in top.ops)
     high = measured[-1].sizes
     few = any(evaluated(text, high) < LEAST_ROWS * top.chunks for text in cut if text)
     extents = _extents(graph, measured, choices, rows)
-    if len(choices) < len(measured) or few or extents is None:
+    if few or extents is None:
         return None
     points = tuple(
         ChunkPoint(

@@ -137,9 +137,10 @@ def test_a_cache_learns_the_range_and_has_few_plans() -> None:
 
 
 def test_a_number_of_chunks_without_eagers_bits_at_some_size_is_left_out(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     compared: set[int] = set()
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
 
     def matches(found: RegionCandidate) -> bool:
         (head,) = found.parts
@@ -149,14 +150,14 @@ def test_a_number_of_chunks_without_eagers_bits_at_some_size_is_left_out(
 
     monkeypatch.setattr(comparing, "matches_eager_bitwise", matches)
     monkeypatch.setattr(comparing, "_known", {})
-    monkeypatch.setattr(comparing.CostCache, "of", lambda meter: comparing.CostCache())
     module = planned(made())
     assert {one.chunks for one in module.ranged_graph.choices} == {2, 4}
     assert {4 * 16, 4 * (LONGEST - 1), 4 * LONGEST} < compared
     monkeypatch.setattr(comparing, "matches_eager_bitwise", lambda found: False)
     comparing._known.clear()
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path / "anew"))
     with pytest.warns(UserWarning, match="stays whole: in chunks its bits would differ"):
-        assert planned(made()).ranged_graph.choices == ()
+        assert planned(made(), "100%").ranged_graph.choices == ()
 
 
 class Shifted(Gpt):
@@ -188,7 +189,7 @@ def test_a_family_in_chunks_is_kept_and_copied(
         assert same_bits(own, one, batch(23))
     monkeypatch.setattr(comparing, "matches_eager_bitwise", lambda found: False)
     monkeypatch.setattr(comparing, "_known", {})
-    monkeypatch.setattr(comparing.CostCache, "of", lambda meter: comparing.CostCache())
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path / "cache"))
     with pytest.raises(RewriteError, match="plan here, or with split='tolerance'"):
         kept.apply(model)
 
