@@ -82,8 +82,9 @@ class StepSpec:
 
     @property
     def asked(self) -> dict[str, bool]:
-        """By option that not all others go with, whether it is asked for."""
-        found = {name: bool(getattr(self, name)) for name in PAIRED if name in _FIELDS}
+        """By option that not all others, or not all models, go with, whether it is asked for."""
+        names = (*PAIRED, "keep", "recompute")
+        found = {name: bool(getattr(self, name)) for name in names if name in _FIELDS}
         found["sharding"] = self.sharding.kind != "none"
         found["split"] = self.split not in (None, "none")
         found["solver"] = self.solver != "auto"

@@ -154,6 +154,8 @@ def levers_text(graph: TrainingGraph, schedule: Schedule | None) -> str:
     """What each lever of a plan saves, and for what part of the step; "" where it uses none."""
     if schedule is None or graph.hash not in (schedule.graph_hash, schedule.captured_hash):
         return ""
+    if schedule.moves and graph.links is None:  # a plan at hand may be told without
+        return ""
     said = [
         f"{one.name}: {bytes_text(max(0, one.saved_bytes))} less"
         + f" for {percent_text(one.extra)}" * (graph.time_us > 0)  # a plan at hand has no costs

@@ -83,7 +83,7 @@ _plans: weakref.WeakKeyDictionary[nn.Module, BlocksPlan] = weakref.WeakKeyDictio
 def blocks_planned(spec: StepSpec) -> nn.Module:
     """What `remat.rematerialize` returns where `blocks` is given; its docstring has the errors."""
     refuse_fake(spec.group)  # before ranks come together: a fake group has no others to wait for
-    spec = _checked(spec)
+    spec = _with_state(spec)
     model, budget, sharding = spec.model, spec.budget, spec.sharding
     pattern, batch = spec.blocks or "", spec.batch
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(model).__name__
@@ -153,7 +153,7 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
                 checked = unless_short(
                     lambda: _require_equal_blocks(model, made, batch, *limits), say_unchecked
                 )
-        said = Solved(whole.graph, plan.result)
+        said = Solved(msgspec.structs.replace(whole.graph, links=plan.links), plan.result)
         what = f"{whole.recipe.title}, {len(plan.schedules)} blocks"
         if plan.family is None:
             levers = levers_text(said.graph, plan.result.schedule)
@@ -166,7 +166,7 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
     return made
 
 
-def _checked(spec: StepSpec) -> StepSpec:
+def _with_state(spec: StepSpec) -> StepSpec:
     """`spec`, with the state of an optimizer that updates in backward."""
     if spec.outputs is not None and not spec.asked["split"]:
         raise CaptureError(

@@ -98,7 +98,7 @@ def _may_be(spec: StepSpec, refused: CaptureError) -> bool:
     model, has_ranks = spec.model, dist.is_available() and dist.is_initialized()
     is_training = getattr(model, "training", False)  # what is no module has none
     is_of_graph = type(refused) is CaptureError and is_training and has_storage(model)
-    if asked - {"float_inputs", "outputs"} or has_ranks or not is_of_graph:
+    if asked - {"float_inputs", "outputs", "accumulate"} or has_ranks or not is_of_graph:
         return False
     is_planned = any(isinstance(one, SharedState) for one in model.modules())
     return not (is_planned or has_dtensors(model) or is_all_frozen(model, _tree(spec)))

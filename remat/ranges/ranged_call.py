@@ -222,7 +222,7 @@ def _before_sharding(planned: _Planned, traced: Trace) -> Family:
     top = planned.own.top
 
     def before(schedule: Schedule) -> Schedule:
-        steps = [step for step in schedule.steps if _named(step) not in added]
+        steps = [step for step in schedule.steps if _of(step) not in added]
         # The wrapper frees gradients once it has reduced them.
         end = max(i for i, step in enumerate(steps) if isinstance(step, Compute))
         if not schedule.chunks:
@@ -237,7 +237,7 @@ def _before_sharding(planned: _Planned, traced: Trace) -> Family:
     return msgspec.structs.replace(planned.family, members=tuple(members))
 
 
-def _named(step: Step) -> str:
+def _of(step: Step) -> str:
     return step.op if isinstance(step, Compute) else step.value
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import remat
 from remat.checks import cause_text, failures
@@ -130,6 +130,11 @@ def test_refusals_of_inductors_code_name_the_way_out(monkeypatch: pytest.MonkeyP
     writes = refused(lambda p: p.setattr(compiler, "mutates", lambda _: True))
     assert "Inductor decomposes linear (tests/remat/test_checks.py:" in writes
     assert "leave out compile=True" in writes
-    inputs = refused(lambda p: p.setattr(compiler, "_lift_constants", lambda gm: (torch.ones(1),)))
+    require, graph = compiler._require_same_inputs, fx.Graph()
+    graph.output(graph.placeholder("more"))
+    other = fx.GraphModule({}, graph)
+    inputs = refused(
+        lambda p: p.setattr(compiler, "_require_same_inputs", lambda one, _: require(one, other))
+    )
     assert "with other inputs than planned (" in inputs
     assert "leave out compile=True" in inputs

@@ -14,7 +14,6 @@ import remat
 from remat.graph_capture.devices.links import PLANNED_SHARE
 from remat.graph_capture.errors import (
     BudgetError,
-    CaptureError,
     FileError,
     SolverError,
 )
@@ -93,17 +92,6 @@ def test_bad_input_is_refused_before_anything_is_captured(
         calls[call]()
     assert says in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_what_takes_no_host() -> None:
-    model, args = small()
-    ranged: dict[str, Any] = {"dynamic": {0: {0: ("batch", 2, 8)}}}
-    with pytest.raises(CaptureError, match="host is not taken with dynamic sizes"):
-        remat.capture(model, args, host=GIB, **ranged)
-    with pytest.raises(CaptureError, match="host is not taken with dynamic sizes"):
-        remat.rematerialize(model, args, budget="60%", host=GIB, **ranged)
-    with pytest.raises(CaptureError, match="host is not taken with dynamic sizes"):
-        remat.rematerialize(model, budget="60%", host=GIB, dynamic="auto")
 
 
 def test_the_backend_of_torch_compile_takes_no_host() -> None:

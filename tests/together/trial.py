@@ -161,9 +161,11 @@ class _Pair:
         members = [one.schedule for one in plan.family.members] if plan.family else [plan.schedule]
         schedules = {"": tuple(members)}
         if blocks is not None:
-            schedules = {path: (one,) for path, one in blocks.schedules.items()}
+            of_sizes = blocks.members or (blocks.schedules,)
+            schedules = {path: tuple(one[path] for one in of_sizes) for path in of_sizes[0]}
         self.trained = Trained(self.model, fast, modules, schedules)
-        self.trained.in_chunks = any(one.chunks for one in members)
+        is_head_cut = blocks is not None and blocks.head is not None
+        self.trained.in_chunks = is_head_cut or any(one.chunks for one in members)
         self.found = plan
         if "X" in self.letters:
             self.trained.arena = plan.use_arena(self.batch(0))

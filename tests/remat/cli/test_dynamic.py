@@ -136,9 +136,6 @@ def test_what_is_of_one_size_is_refused_beside_it(remat: Remat, tmp_path: Path) 
         done = remat("run", remat.gpt, *SEQ, option, "--optimizer", "sgd")
         assert done.exit_code == 2
         assert f"{option.partition('=')[0]} needs a plan of one size" in done.stderr
-    done = remat("run", remat.gpt, *SEQ, "--split", "exact")
-    assert done.exit_code == 2
-    assert "split is not taken with dynamic sizes" in done.stderr
     done = remat("run", "graph.json", *SEQ)
     assert done.exit_code == 2
     assert "leave out --dynamic, or name a model" in done.stderr

@@ -201,10 +201,3 @@ def test_a_request_has_tiers() -> None:
     tiers = Request(device="h100", host="2GiB", nvme="/mnt/x:1GiB").tiers()
     assert tiers is not None
     assert tiers == (2 * GIB, GIB, "/mnt/x")
-
-
-def test_a_plan_for_a_range_takes_no_host(remat: Remat) -> None:
-    words = ("--budget", "60%", "--dynamic", "tokens:1=seq:16:32", "--host", "1KiB")
-    done = remat("run", remat.gpt, *words)
-    assert done.exit_code == 2
-    assert "--host needs a plan of one size" in done.stderr
