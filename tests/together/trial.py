@@ -198,7 +198,8 @@ class _Pair:
         for number in range(STEPS):
             length = LENGTHS[number % 3] if "D" in self.letters else LENGTHS[0]
             if "F" in self.letters:
-                self.plain.scale = self.model.scale = 1.5 + number / 8  # pyright: ignore
+                for one in (self.plain, self.model, self.trained.fast):
+                    one.scale = 1.5 + number / 8  # pyright: ignore
                 self.trained.scales.add(1.5 + number / 8)
             expected, found = (
                 self.step(one, number, length) for one in (self.eager, self.trained.wrapped)
