@@ -36,8 +36,8 @@ TRIPLES = {
 }  # fmt: skip
 """Levers together that people train with, in the order of `LEVERS`."""
 AUTOCAST = frozenset(("HFP", "AC"))
-OF_MODELS = frozenset(("DT", "CT", "GT"))
-"""Pairs that are refused for the DTensors of a model, and by no pair of options."""
+OF_MODELS = frozenset(("DT", "CT", "GT", "ZB"))
+"""Pairs refused for the DTensors of a model, or unless a third option helps; by no pair alone."""
 MARKS = {"exact": "=", "within": "≈", "refused": "no"}
 EXCLUDES, FAULT = "x", "!"
 _OPTIONS = {"copies": "host"}  # of levers of the solver that have another name
@@ -60,7 +60,8 @@ def _is_refused(pair: str) -> bool:
         return True
     try:
         StepSpec.of({"model": model, "args": (), "budget": "60%", **given})
-        require_compatible(use_arena="X" in pair, **given)
+        if "X" in pair:
+            require_compatible(use_arena=True, **given)
     except RematError:
         return True
     return False
