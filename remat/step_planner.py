@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
+import msgspec
 from torch import fx, nn
 
 from remat.analysis.levers import levers_text
@@ -181,9 +182,10 @@ def plan_one_size(spec: StepSpec) -> fx.GraphModule:
             module, is_bound = compiled_module(traces(), found, spec.budget, **asked)
         else:
             assert found.result.schedule is not None
-            schedule, facts = before_sharding(found.result.schedule, traced.graph), facts_of(found)
+            own = msgspec.structs.replace(traced.graph, regions=found.graph.regions)
+            schedule = before_sharding(found.result.schedule, found.graph, own)
             asked = {"trace": traced, "audit": spec.audit, "updates": updates}
-            module = rewrite(spec.model, schedule, **asked, **facts)
+            module = rewrite(spec.model, schedule, **asked, **facts_of(found))
             is_bound = spec.sharding.kind == "none"
         is_bound = is_bound and updates is None  # the check updates nothing: its peak is another
         agree_on_audits(ranks, [module])

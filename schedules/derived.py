@@ -17,13 +17,17 @@ from remat.schedules.schedule import ChunkedRegion, Compute, Free, Schedule, Ste
 def graph_of_schedule(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph:
     """The graph that `schedule` was made for, from the captured `graph` or that itself."""
     check_are_graph_and_schedule(graph, schedule)
-    if schedule.graph_hash == graph.hash:
-        return graph
+    is_other = schedule.graph_hash != graph.hash
+    if is_other and (schedule.chunks or schedule.captured_hash == graph.hash):
+        return _as_changed(graph, schedule)
+    return graph
+
+
+def _as_changed(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph:
     if schedule.chunks:
         return in_chunks(graph, schedule.chunks)
-    if schedule.captured_hash == graph.hash:  # each lever edits what the one before it made
-        for one in schedule.levers:
-            graph = one.on(graph)
+    for one in schedule.levers:  # each edits what the one before it made
+        graph = one.on(graph)
     return graph
 
 
@@ -104,21 +108,28 @@ def with_choices(graph: TrainingGraph, choices: Mapping[str, Choice]) -> Trainin
     )
 
 
-def before_sharding(schedule: Schedule, graph: TrainingGraph) -> Schedule:
-    """`schedule` without the steps that `graph` does not have; unchanged if made for `graph`."""
-    if graph.hash in (schedule.graph_hash, schedule.captured_hash):
+def before_sharding(schedule: Schedule, sharded: TrainingGraph, own: TrainingGraph) -> Schedule:
+    """`schedule`, made for a rank's step `sharded`, of `own`, which lacks what its wrapper adds.
+
+    `own` has the regions that the schedule runs in chunks.
+    """
+    names = [{one.name for one in (*graph.ops, *graph.values)} for graph in (sharded, own)]
+    if not (added := names[0] - names[1]):
         return schedule
-
-    def is_own(step: Step) -> bool:
-        if isinstance(step, Compute):
-            return step.op in graph.op_index
-        return step.value in graph.value_by_name
-
     # Communication comes before forward, between the phases and last, so the rest keeps its order.
-    steps = [step for step in schedule.steps if is_own(step)]
+    steps = [step for step in schedule.steps if _subject(step) not in added]
     # The wrapper frees gradients once it has reduced them.
     end = max(i for i, step in enumerate(steps) if isinstance(step, Compute))
-    return schedule.with_steps(graph, steps[: end + 1])
+    made = schedule.with_steps(_as_changed(own, schedule), steps[: end + 1])
+    if not schedule.captured_hash:
+        return made
+    return msgspec.structs.replace(
+        made, chunks=schedule.chunks, levers=schedule.levers, captured_hash=own.hash
+    )
+
+
+def _subject(step: Step) -> str:
+    return step.op if isinstance(step, Compute) else step.value
 
 
 class _Item(NamedTuple):

@@ -44,10 +44,9 @@ from remat.ranks.same_order import ONE_RANK, refuse_fake, require_group
 from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.rewriting import code_by_size
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
-from remat.schedules.derived import in_chunks
+from remat.schedules.derived import before_sharding
 from remat.schedules.family import Family, resized_schedule
 from remat.schedules.outcome import Result
-from remat.schedules.schedule import Compute, Schedule, Step
 from remat.solved import family_text
 from remat.solver.stopping import DEFAULT_GAP
 from remat.step_spec import StepSpec
@@ -117,7 +116,7 @@ def _planned_by_all(spec: StepSpec, ranks: CollectiveCall, *, as_far_as_fits: bo
 
     ranks.require_same_step(traced.graph.hash)
     planned = ranks.from_first(make, _Planned)
-    graph, family = planned.graph, _before_sharding(planned, traced)
+    graph, family = planned.graph, _before_sharding(planned)
     traced = _traced_within(traced, graph)
     first = None if sizes is None else family.number_at(**sizes)
     updates = updates_of(spec, traced)
@@ -212,33 +211,14 @@ def _traced_within(traced: Trace, graph: RangedGraph) -> Trace:
     return dataclasses.replace(traced, recipe=recipe)
 
 
-def _before_sharding(planned: _Planned, traced: Trace) -> Family:
+def _before_sharding(planned: _Planned) -> Family:
     """The schedules of the step that a rank runs between what its wrapper does."""
-    sharded, own = planned.graph.base, planned.own.base
-    if sharded.hash == own.hash:
-        return planned.family
-    added = {op.name for op in sharded.ops} - {op.name for op in own.ops}
-    added |= {value.name for value in sharded.values} - {value.name for value in own.values}
-    top = planned.own.top
-
-    def before(schedule: Schedule) -> Schedule:
-        steps = [step for step in schedule.steps if _of(step) not in added]
-        # The wrapper frees gradients once it has reduced them.
-        end = max(i for i, step in enumerate(steps) if isinstance(step, Compute))
-        if not schedule.chunks:
-            return schedule.with_steps(traced.graph, steps[: end + 1])
-        made = schedule.with_steps(in_chunks(top, schedule.chunks), steps[: end + 1])
-        return msgspec.structs.replace(made, chunks=schedule.chunks, captured_hash=top.hash)
-
+    sharded, own = planned.graph.top, planned.own.top
     members = (
-        msgspec.structs.replace(one, schedule=before(one.schedule))
+        msgspec.structs.replace(one, schedule=before_sharding(one.schedule, sharded, own))
         for one in planned.family.members
     )
     return msgspec.structs.replace(planned.family, members=tuple(members))
-
-
-def _of(step: Step) -> str:
-    return step.op if isinstance(step, Compute) else step.value
 
 
 def _largest_of(ranks: Sequence[dict[str, int] | None]) -> dict[str, int] | None:

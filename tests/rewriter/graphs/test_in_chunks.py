@@ -232,6 +232,14 @@ def test_several_ranks_stay_whole_where_nothing_is_said() -> None:
     assert module.schedule.chunks == ()
 
 
+def test_a_whole_model_under_fsdp2_runs_in_chunks_where_that_is_asked_for() -> None:
+    model, args = made("plain")[0], batch(16)
+    ranks = Sharding("fsdp2", 2)
+    asked = {"split": "exact", "sharding": ranks, "check": True}
+    module = remat.rematerialize(model, args, budget="min", **asked)
+    assert module.schedule.chunks
+
+
 def test_a_step_that_fits_stays_as_captured() -> None:
     model, args = made("plain")[0], batch(16)
     graph = remat.capture(model, args)
