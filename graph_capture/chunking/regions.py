@@ -69,6 +69,11 @@ class RegionCandidate:
                 yield part, node
 
 
+def requested_heads(trace: Trace) -> list[RegionCandidate]:
+    """Those that the recipe asks for, where MLPs stay whole: beside blocks, and over a range."""
+    return [one for one in requested_regions(trace) if one.kinds == ("head",)]
+
+
 def requested_regions(trace: Trace) -> list[RegionCandidate]:
     """The regions that the recipe asks for, of which a plan takes one: heads, MLPs, or both."""
     asked = trace.recipe.split

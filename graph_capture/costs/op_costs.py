@@ -195,12 +195,10 @@ def _meter_and_cache(trace: Trace, measure_again: bool) -> tuple[Meter, CostCach
 def with_measured_chunks(
     trace: Trace, graph: TrainingGraph, progress: ProgressCallback | None = None, *,
     measure_again: bool = False, found: Sequence[RegionCandidate] | None = None,
-    heads_alone: bool = False,
 ) -> TrainingGraph:  # fmt: skip
     """`graph`, and regions that may run in chunks, measured and compared for bits. `found`: these
     regions; None: those that the recipe asks for."""
-    found = requested_regions(trace) if found is None else found
-    if not (found := [one for one in found if not heads_alone or one.kinds == ("head",)]):
+    if not (found := requested_regions(trace) if found is None else found):
         return graph
     meter, cache = _meter_and_cache(trace, measure_again)
     with trace.python_state.streams_kept():

@@ -16,7 +16,7 @@ from remat.graph_capture.chunking.regions import (
     AND,
     RegionCandidate,
     find_regions,
-    requested_regions,
+    requested_heads,
 )
 from remat.graph_capture.chunking.replace import find_parts
 from remat.graph_capture.chunking.same_bits import kept_bits
@@ -47,7 +47,7 @@ def with_chunks(trace: Trace, graph: RangedGraph, in_chunks: RegionsInChunks) ->
     """`graph` with the heads that the recipe asks for, each in the numbers of chunks that give
     eager's bits at all sizes that are compared. MLPs stay whole."""
     top = _asked_at(trace, corner(graph.symbols, "high"))
-    wanted = [one for one in requested_regions(top) if one.kinds == ("head",)]
+    wanted = requested_heads(top)
     if not wanted or not graph.points or not _are_rows_all(trace, wanted[0]):
         return graph
     # The largest first: what is beyond the memory ends it there.

@@ -34,6 +34,7 @@ from remat.checks import (
     unless_short,
 )
 from remat.graph_capture.capture_api import add_costs, chunks_by, workspaces_by
+from remat.graph_capture.chunking.regions import requested_heads
 from remat.graph_capture.costs.op_costs import with_measured_chunks
 from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.distributed.collectives import collectives_in
@@ -127,7 +128,7 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
             if best.result.schedule and not is_least and best.result.overhead <= DEFAULT_GAP:
                 return best  # what chunks could win ends no search
             with stages.stage("profile", "timing the head in chunks") as shown:
-                costed = with_measured_chunks(whole, costed, shown, heads_alone=True)
+                costed = with_measured_chunks(whole, costed, shown, found=requested_heads(whole))
             with stages.stage("solve", f"solving for {budget}"):
                 return _with_head(spec, traced, costed, best)
 
@@ -269,7 +270,7 @@ def _with_head(
 ) -> BlocksPlan:
     """The fastest plan that fits: `best`, or one with the head and its loss in chunks."""
     is_least = parse_budget(spec.budget).kind == "min"
-    for region in (one for one in costed.regions if one.kinds == ("head",)):
+    for region in costed.regions:
         for choice in region.choices:
             chosen = ChunkedRegion(region.name, choice.chunks, choice.exact)
             graph = in_chunks(costed, (chosen,))
