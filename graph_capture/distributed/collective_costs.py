@@ -18,6 +18,7 @@ from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.devices.known_devices import MODELLED, links_between_ranks
 from remat.graph_capture.devices.links import Collective, RankLinks, Traffic, fitted
 from remat.graph_capture.distributed.collectives import is_collective, members_of, op_name
+from remat.graph_capture.distributed.sharding import is_ring
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.joint.nodes import tensors_of
 
@@ -61,6 +62,8 @@ def with_collective_costs(
     def costed(op: Op) -> Op:
         if op.name not in nodes:
             return op
+        if is_ring(op.target):
+            return _ring_costed(op, nodes[op.name], links)
         cost_us = links.collective_us(traffic_of(nodes[op.name], links.node_size))
         return replace(op, cost_us=cost_us, cost_origin=MODELLED)
 
@@ -68,6 +71,19 @@ def with_collective_costs(
         graph, ops=tuple(map(costed, graph.ops)),
         cost_origin=graph.cost_origin if graph.cost_origin == MODELLED else "mixed",
         notes=(*graph.notes, f"{len(nodes)} collectives are modelled: {links}"),
+    )  # fmt: skip
+
+
+def _ring_costed(op: Op, node: fx.Node, links: RankLinks) -> Op:
+    """Keys and values go on to the next rank while a round computes."""
+    from remat.graph_capture.distributed.ring_attention import ring_traffic  # which few steps have
+
+    found, around = ring_traffic(node), traffic_of(node, links.node_size)
+    a_round = replace(around, kind="send", whole_bytes=found.round_bytes)
+    sent_us = found.rounds * links.collective_us(a_round)
+    return replace(
+        op, cost_us=links.both_us(op.cost_us, sent_us), cost_origin=MODELLED,
+        workspace_bytes=max(op.workspace_bytes, found.held_bytes),
     )  # fmt: skip
 
 

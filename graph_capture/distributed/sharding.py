@@ -24,13 +24,21 @@ _TAKEN_BY: dict[str, tuple[str, ...]] = {  # by option, the kinds of sharding th
     "reduce_dtype": ("fsdp2", "replicate"), "cpu_offload": ("fsdp2",),
     "states_over": ("fsdp2", "zero1"),
 }  # fmt: skip
-NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "symm_mem")
+_RING = "remat_ring"
+NAMESPACES = (
+    "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "symm_mem", _RING,
+)  # fmt: skip
 """Of ops in which other ranks take part, or that wait for one."""
 GATHER, UNSHARD, RESHARD = "remat.all_gather", "remat.unshard", "remat.reshard"
 COPY_IN, REDUCE = "remat.copy_in", "remat.reduce_scatter"
 STEP_AT_ONCE = "remat.step"  # of the optimizer, as soon as gradients are whole
 _PARAM_DTYPES = ("bfloat16", "float16")
 _REDUCE_DTYPES = ("float32", *_PARAM_DTYPES)
+
+
+def is_ring(target: str) -> bool:
+    """Whether an op of a graph with this target computes attention over a ring of ranks."""
+    return target.startswith(f"{_RING}.")
 
 
 @dataclass(frozen=True)

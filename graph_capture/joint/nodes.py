@@ -20,7 +20,8 @@ TORCHS_NAMESPACES = frozenset(
     {
         "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_inductor_test", "_quantized",
         "aten", "c10d", "inductor", "inductor_prims", "mkl", "mkldnn", "mkldnn_prepacked", "onednn",
-        "prim", "prims", "quantization", "quantized", "remat", "rngprims", "sparse", "symm_mem",
+        "prim", "prims", "quantization", "quantized", "remat", "remat_ring", "rngprims", "sparse",
+        "symm_mem",
     }
 )  # fmt: skip
 _PROBABILITY_ARGUMENTS = ("dropout_p", "p")

@@ -184,6 +184,21 @@ reduce_scatter_autograd: Any = getattr(_in_graphs, "reduce_scatter_single_autogr
 )
 
 
+@contextlib.contextmanager
+def torchs_ring(is_causal: bool) -> Generator[Any]:
+    """Torch's ring attention, whose keys and values go from rank to rank in the block."""
+    from torch.distributed.tensor.experimental import _context_parallel
+
+    ring: Any = _context_parallel._attention  # its public face takes DTensors, on CUDA alone
+    options, kept = ring._cp_options, {**vars(ring._cp_options)}
+    options.enable_load_balance = is_causal
+    options.rotate_method = ring._RotateMethod.ALL_TO_ALL  # gathered, they would all be held
+    try:
+        yield ring
+    finally:
+        vars(options).update(kept)
+
+
 def fake_store() -> Any:
     """The store of the fake process group, whose backend is registered with it."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -5,7 +5,7 @@ And what is asked of them: a cluster, a step, and what is fixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -199,16 +199,30 @@ def all_degrees(job: Job, cluster: Cluster, asked: MeshSpec) -> Iterator[Degrees
         asked.of("tp", tensor), asked.of("cp", job.context_degrees), asked.of("pp", stages)
     ):
         is_split = cluster.gpus % (tp * cp * pp) == 0 and pp <= job.layers
-        # A rank has whole tokens of a sequence, and enough of them, and whole heads.
-        is_split &= job.seq % (tp * cp) == 0
+        # A rank has whole tokens of a sequence, and enough of them.
+        ring = ring_ranks(job.heads, tp, cp)
+        # In a ring each rank has two parts of a sequence.
+        is_split &= job.seq % (tp * cp * (2 if ring > 1 else 1)) == 0
+        # A ring's sums are rounded otherwise than on one rank, so only who asks for it gets one.
+        is_split &= ring == 1 or asked.cp is not None
         is_split &= cp == 1 or asked.cp is not None or job.seq // cp >= _LEAST_TOKENS
-        if not is_split or not all(shares_heads(heads, tp, cp) for heads in job.heads):
+        if not is_split:
             continue
         dp = cluster.gpus // (tp * cp * pp)
         for microbatch in asked.of("microbatch", _MICROBATCHES):
             if job.batch % (dp * microbatch) == 0:
                 d = Degrees(tp, cp, pp, dp, microbatch, job.batch // (dp * microbatch), 1)
                 yield from _with_virtual_stages(job, asked, d)
+
+
+def ring_ranks(heads: Iterable[tuple[int, int]], tp: int, cp: int) -> int:
+    """Of `cp` context parallel ranks, how many have attention go round: 1 where all share heads.
+
+    Both at once are LoongTrain's (Gu et al. 2024, https://arxiv.org/abs/2406.18485): neighbours
+    share heads, and the tokens of these go round.
+    """
+    shared = (n for n in range(cp, 0, -1) if cp % n == 0)
+    return cp // next(n for n in shared if all(shares_heads(one, tp, n) for one in heads))
 
 
 def shares_heads(heads: tuple[int, int], tp: int, cp: int) -> bool:

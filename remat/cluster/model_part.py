@@ -205,11 +205,16 @@ def beside_blocks(model: nn.Module, blocks: Sequence[str]) -> dict[str, nn.Modul
 
 @dataclass(frozen=True)
 class SequencePart:
-    """The `at`-th of `count` equal parts of sequences of `seq` tokens."""
+    """The `at`-th of `count` equal parts of sequences of `seq` tokens.
+
+    In a `ring` of groups, the i-th of n groups shares the i-th and the i-th last of 2n parts: then
+    causal attention is as much work on each.
+    """
 
     seq: int
     at: int
     count: int
+    ring: int = 1
 
     def of(self, batch: Any) -> Any:
         """A batch whose tensors of [batch, seq, ...] are cut; all else is as it was."""
@@ -219,7 +224,13 @@ class SequencePart:
 
     def along(self, tensor: Tensor, dim: int) -> Tensor:
         # In one piece, as a whole batch is: the model's code may view it.
-        return tensor.chunk(self.count, dim)[self.at].contiguous()
+        if self.ring == 1:
+            return tensor.chunk(self.count, dim)[self.at].contiguous()
+        sharing = self.count // self.ring
+        group, own = divmod(self.at, sharing)
+        parts = tensor.chunk(2 * self.ring, dim)
+        both = parts[group], parts[-1 - group]
+        return torch.cat([part.chunk(sharing, dim)[own] for part in both], dim)
 
     def counts_tokens(self, leaf: object) -> bool:
         return isinstance(leaf, Tensor) and leaf.dim() > SEQUENCE and (

@@ -20,7 +20,7 @@ from remat.cluster.capture.model_chain import (
 )
 from remat.cluster.capture.rank_graph import behind_graph_on_rank, block_graph_on_rank, runs_split
 from remat.cluster.capture.watching import watch
-from remat.cluster.mesh import Cluster, ClusterRequest, Job, MeshSpec, Weights, shares_heads
+from remat.cluster.mesh import Cluster, ClusterRequest, Job, MeshSpec, Weights
 from remat.cluster.parts import (
     CHAIN_POSITIONS,
     ChainPosition,
@@ -139,9 +139,6 @@ def _context_degrees(shape: ChainShape, asked: MeshSpec) -> tuple[int, ...]:
     why = shape.unshared
     if not shape.has_fused_attention or shape.has_open_attention:
         why = "is not torch.nn.functional.scaled_dot_product_attention"
-    for queries, keys in shape.heads:
-        if asked.cp is not None and not shares_heads((queries, keys), 1, asked.cp):
-            why = why or f"has {queries} heads of queries and {keys} of keys"
     if asked.cp not in (None, 1) and why:
         raise CaptureError(
             f"choose --cp 1: cp {asked.cp} shares the heads of attention over ranks, and this "

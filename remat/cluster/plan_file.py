@@ -109,7 +109,8 @@ class ClusterFile(Record, frozen=True):
 
     `parameters` : elements. `budget_bytes` : of a GPU. `gradients` : reduced after ``each``
     microbatch, or ``once``. `graphs` : of the distinct block and of the head, as one rank runs
-    them, with costs. `modelled` : what is modelled, in words.
+    them, with costs. `modelled` : what is modelled, in words. `context_ring` : of the context
+    parallel ranks, groups round which tokens go; the ranks of each share heads.
     """
 
     noun: ClassVar[str] = "plan for a cluster"
@@ -137,6 +138,7 @@ class ClusterFile(Record, frozen=True):
     versions: Versions
     kind: str = _CLUSTER_KIND
     hop_us: float = 0.0
+    context_ring: int = 1
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
@@ -175,6 +177,8 @@ def _wrong(plan: ClusterFile) -> str:
     size = mesh.data_parallel_ranks * mesh.pipeline_parallel_microbatch_size
     if size * plan.microbatches != plan.batch:
         return f"its microbatches do not make a batch of {plan.batch}"
+    if plan.context_ring < 1 or mesh.context_parallel_degree % plan.context_ring:
+        return f"{mesh.context_parallel_degree} ranks have no ring of {plan.context_ring} groups"
     if len(plan.stages) != mesh.pipeline_parallel_degree:
         return f"it has {len(plan.stages)} stages for {mesh.pipeline_parallel_degree} ranks"
     paths = [path for stage in plan.stages for path in stage.blocks]

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import torch
 
 from remat import __version__
-from remat.cluster.mesh import Cluster, ClusterRequest, Job, Mesh, all_degrees, places_of_blocks
+from remat.cluster.mesh import (
+    Cluster,
+    ClusterRequest,
+    Job,
+    Mesh,
+    all_degrees,
+    places_of_blocks,
+    ring_ranks,
+)
 from remat.cluster.opened_chain import Chains, KeptParts, job_of
 from remat.cluster.parts import ChainPosition, Part, schedule_of_option
 from remat.cluster.plan_file import (
@@ -121,6 +129,7 @@ def _file(
     best, job = ranked[0], search.job
     d, writer = best.plan.mesh.degrees, _Schedules(parts, best)
     stages = tuple(writer.stage(i, stage) for i, stage in enumerate(best.stages))
+    ring = ring_ranks(job.heads, d.tp, d.cp)
     # The replay has no collectives of states in it: how much they overlap is the formula's.
     figures = ClusterFigures(
         best.time_us, best.time_us + search.overlapped_us(best.plan), best.mfu, best.bubble
@@ -135,13 +144,15 @@ def _file(
             parallelism_of(one.plan.mesh, one.schedule), one.plan.mesh.degrees.virtual_stages,
             one.time_us, one.mfu,
         ) for one in ranked[1:]),
-        modelled_notes(search.cluster, request, best.plan.mesh),
+        modelled_notes(search.cluster, request, best.plan.mesh, ring),
         Versions(str(torch.__version__), __version__),
-        hop_us=hop_us(job, search.cluster, d) if d.pp > 1 else 0.0,
+        hop_us=hop_us(job, search.cluster, d) if d.pp > 1 else 0.0, context_ring=ring,
     )  # fmt: skip
 
 
-def modelled_notes(cluster: Cluster, request: ClusterRequest, mesh: Mesh) -> tuple[str, ...]:
+def modelled_notes(
+    cluster: Cluster, request: ClusterRequest, mesh: Mesh, ring: int
+) -> tuple[str, ...]:
     table, links = device_table(), cluster.links
     rate = shares_of(modelled_device(request.device))["matmul"].rate
     where = f"as measured in {request.links}" if request.links else "by model"
@@ -154,6 +165,16 @@ def modelled_notes(cluster: Cluster, request: ClusterRequest, mesh: Mesh) -> tup
         "ranks wait for tensor and context parallel collectives, and for gradients behind a "
         "pipeline; the cluster has no stragglers and no congestion",
         *_doubts(cluster, mesh),
+        *_ring_note(mesh.degrees.cp, ring),
+    )
+
+
+def _ring_note(cp: int, ring: int) -> tuple[str, ...]:
+    if ring == 1:
+        return ()
+    return (
+        f"tokens go round {ring} groups, each of {cp // ring} ranks that share heads: attention "
+        "sums in another order than on one rank, and equals it to rounding",
     )
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from remat.cluster.apply.cluster_mesh import CP, Applied
+from remat.cluster.apply.cluster_mesh import CP, DIMENSIONS, Applied
 from remat.cluster.capture.rank_graph import SEQUENCE
 from remat.cluster.capture.watching import (
-    HEADS,
-    TOKENS,
     WAY_OUT,
     AttentionMode,
     HeadsOverRanks,
@@ -29,6 +28,7 @@ from remat.cluster.model_part import (
     cut_dimension,
     drawn_like,
 )
+from remat.graph_capture.distributed.ring_attention import HEADS, TOKENS
 from remat.graph_capture.errors import CaptureError, PlanError
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.step_module import apply_loss
@@ -201,7 +201,8 @@ class FirstCall:
 
 def tokens_of_rank(asked: Applied) -> SequencePart:
     ranks = asked.mesh[CP]
-    return SequencePart(asked.plan.seq, ranks.get_local_rank(), ranks.size())
+    plan = asked.plan
+    return SequencePart(plan.seq, ranks.get_local_rank(), ranks.size(), plan.context_ring)
 
 
 def with_own_loss(asked: Applied) -> Applied:
@@ -269,10 +270,27 @@ def first_call(
 def blocks_over_ranks(
     blocks: Mapping[str, nn.Module], found: FirstCall, asked: Applied
 ) -> dict[str, nn.Module]:
-    ranks = asked.mesh[CP]
+    sharing = asked.mesh[CP].size() // asked.plan.context_ring
     for path, block in blocks.items():
-        require_token_local_block(path, block, found.given, found.cut, ranks.size())
-    return {path: _over(block, ranks.get_group()) for path, block in blocks.items()}
+        require_token_local_block(path, block, found.given, found.cut, sharing)
+    groups = _groups_of(asked)
+    return {path: _over(block, groups) for path, block in blocks.items()}
+
+
+def _groups_of(asked: Applied) -> list[Any]:
+    """The ranks that share heads with this one and, behind them, those of its ring."""
+    ring, mesh = asked.plan.context_ring, asked.mesh
+    if ring == 1:
+        return [mesh[CP].get_group()]
+    lines = mesh.mesh.movedim(DIMENSIONS.index(CP), -1)
+    in_rings = lines.unflatten(-1, (ring, -1))  # neighbours share heads
+    return [_own_group(one.flatten(0, -2)) for one in (in_rings, in_rings.transpose(-1, -2))]
+
+
+def _own_group(groups: Tensor) -> Any:
+    # Each rank has to make all groups, in one order.
+    made = {tuple(ranks): dist.new_group(ranks) for ranks in groups.tolist()}
+    return next(group for ranks, group in made.items() if dist.get_rank() in ranks)
 
 
 def require_own_loss(behind: Behind, given: Arrival, asked: Applied, part: SequencePart) -> None:
@@ -282,13 +300,13 @@ def require_own_loss(behind: Behind, given: Arrival, asked: Applied, part: Seque
     )  # fmt: skip
 
 
-def _over(block: nn.Module, group: Any) -> nn.Module:
-    """A copy of a block, one deep, whose attention goes over the ranks of a group."""
+def _over(block: nn.Module, groups: Sequence[Any]) -> nn.Module:
+    """A copy of a block, one deep, whose attention goes over the ranks of groups."""
     kind = type(block)
 
     class OverRanks(kind):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            with HeadsOverRanks(group):
+            with HeadsOverRanks(*groups):
                 return super().forward(*args, **kwargs)
 
     OverRanks.__name__ = OverRanks.__qualname__ = kind.__name__

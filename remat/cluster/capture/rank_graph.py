@@ -10,6 +10,7 @@ Each collective may be computed again here: all ranks of a group follow one sche
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from remat.cluster.capture.model_chain import ChainModel, ChainShape, SplitRole
 from remat.cluster.capture.watching import HeadsOverRanks
+from remat.cluster.mesh import ring_ranks
 from remat.graph_capture.costs.roofline import model_costs
 from remat.graph_capture.devices.links import RankLinks
 from remat.graph_capture.distributed.collectives import (
@@ -28,6 +30,7 @@ from remat.graph_capture.distributed.collectives import (
     is_collective,
     is_collective_target,
 )
+from remat.graph_capture.distributed.sharding import is_ring
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph
 from remat.graph_capture.torch_private.core import (
@@ -77,25 +80,28 @@ class _Scatters(nn.Module):
 class _OnRank(nn.Module):
     """A block of one rank, in which attention reaches over the context parallel ranks."""
 
-    def __init__(self, inner: nn.Module, cp: int, group: Any) -> None:
+    def __init__(self, inner: nn.Module, cp: int, groups: Sequence[Any]) -> None:
         super().__init__()
-        self.inner, self.cp, self.group = inner, cp, group
+        self.inner, self.cp, self.groups = inner, cp, groups
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.cp == 1:
             return self.inner(*args, **kwargs)
-        with HeadsOverRanks(self.group):
+        with HeadsOverRanks(*self.groups):
             return self.inner(*args, **kwargs)
 
 
 def _block_on_rank(
-    chain: ChainModel, shape: ChainShape, tp: int, cp: int, tp_group: Any, cp_group: Any
+    chain: ChainModel, shape: ChainShape, tp: int, cp: int, groups: FakeGroups
 ) -> nn.Module:
     """The first block, split; `CaptureError` where a weight has no equal parts."""
+    ring = ring_ranks(shape.heads, tp, cp)
+    heads = cp // ring  # neighbours share heads: they exchange most
+    of_context = groups.group(heads, apart=tp), groups.group(ring, apart=tp * heads)
     path = chain.first_path
     inner = copy.deepcopy(chain.blocks[path])
-    _split(inner, f"{path}.", shape, tp, tp_group)
-    return _OnRank(inner, cp, cp_group)
+    _split(inner, f"{path}.", shape, tp, groups.group(tp))
+    return _OnRank(inner, cp, of_context[: 1 + (ring > 1)])
 
 
 def _border_on_rank(shape: ChainShape, tp: int) -> Tensor:
@@ -193,8 +199,7 @@ def block_graph_on_rank(
     links: RankLinks,
 ) -> tuple[TrainingGraph, str]:  # fmt: skip
     """And the value that is the gradient of the block's border; empty where there is none."""
-    groups_of_rank = groups.group(tp), groups.group(cp, apart=tp)
-    module = _block_on_rank(chain, shape, tp, cp, *groups_of_rank)
+    module = _block_on_rank(chain, shape, tp, cp, groups)
     args = (_border_on_rank(shape, tp), *shape.block_args[1:])
     args, kwargs = _stored((args, shape.block_kwargs))
     traced = trace(module, args, kwargs, device=device, optimizer="none", split="none")
@@ -239,9 +244,8 @@ def runs_split(chain: ChainModel, shape: ChainShape, tp: int, groups: FakeGroups
     assert shape.border is not None
     if shape.border.dim() != 3 or shape.border.shape[1] % tp:
         return f"its border {list(shape.border.shape)} has no {tp} parts of a sequence"
-    group = groups.group(tp)
     try:
-        module = _block_on_rank(chain, shape, tp, 1, group, group)
+        module = _block_on_rank(chain, shape, tp, 1, groups)
         border = _border_on_rank(shape, tp)
         with torch.no_grad():
             made = module(border, *shape.block_args[1:], **shape.block_kwargs)
@@ -291,4 +295,5 @@ def _free_to_repeat(op: Op) -> Op:
         return op
     # All ranks of a group follow one schedule of a block, so each of them computes it again.
     no_recompute = "" if op.no_recompute in (ALL_RANKS_RUN, RETURNED) else op.no_recompute
-    return replace(op, workspace_bytes=0, no_recompute=no_recompute)
+    held_bytes = op.workspace_bytes if is_ring(op.target) else 0
+    return replace(op, workspace_bytes=held_bytes, no_recompute=no_recompute)

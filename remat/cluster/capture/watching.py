@@ -28,6 +28,7 @@ from remat.cluster.mesh import shares_heads
 from remat.cluster.parts import ChainPosition
 from remat.graph_capture.costs.cache import flops_of_call
 from remat.graph_capture.distributed.dtensors import is_distributed
+from remat.graph_capture.distributed.ring_attention import HEADS, TOKENS, ring_attention
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.torch_private.core import (
     CallWatcher,
@@ -60,10 +61,9 @@ class AttentionMode(CallWatcher):
 # heads, and behind it they exchange them back (DeepSpeed Ulysses, Jacobs et al. 2023,
 # https://arxiv.org/abs/2309.14509). So causal attention is as much work on each rank, and a head
 # has the bits that it has on one rank alone. Where there are more ranks than heads of keys, each
-# such head goes to several ranks.
+# such head goes to several ranks. More ranks than that form rings, round which tokens go.
 
 
-HEADS, TOKENS = 1, 2  # dimensions of a query, key or value
 WAY_OUT = "plan with --cp 1"
 
 
@@ -92,11 +92,16 @@ def require_shared(query: Tensor, key: Tensor, mask: Tensor | None, ranks: int) 
 
 
 class HeadsOverRanks(AttentionMode):
-    """Torch's fused attention over all tokens, of this rank's share of the heads."""
+    """Torch's fused attention over all tokens, of this rank's share of the heads.
 
-    def __init__(self, group: Any) -> None:
+    `ring`: the ranks round which tokens go, or None. Each group of ranks that share heads has two
+    parts of a sequence then, which stand one after the other on each rank.
+    """
+
+    def __init__(self, group: Any, ring: Any = None) -> None:
         super().__init__()
-        self.group, self.n = group, dist.get_world_size(group)
+        self.group, self.n, self.ring = group, dist.get_world_size(group), ring
+        self.parts = 1 if ring is None else 2
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
         """This rank's tokens of the attention, [batch, heads, tokens, width]."""
@@ -105,21 +110,39 @@ class HeadsOverRanks(AttentionMode):
         if copies > 1:
             key, value = (t.repeat_interleave(copies, HEADS) for t in (key, value))
         query, key, value = (self._to_heads(t) for t in (query, key, value))
-        found = nn.functional.scaled_dot_product_attention(query, key, value, **given)
-        batch, heads, tokens, width = found.shape
-        parts = found.reshape(batch, heads, self.n, tokens // self.n, width).permute(2, 0, 1, 3, 4)
+        found = self._of_heads(query, key, value, given)
+        parts = found.unflatten(TOKENS, (self.parts, self.n, -1)).movedim(3, 0)
         tokens_of_all = self._exchanged(parts).transpose(0, 1)
-        return tokens_of_all.reshape(batch, self.n * heads, tokens // self.n, width)
+        return tokens_of_all.flatten(3, 4).flatten(1, 2)
 
     def _to_heads(self, t: Tensor) -> Tensor:
         """From all heads of own tokens to all tokens of own heads."""
         batch, heads, tokens, width = t.shape
         parts = t.reshape(batch, self.n, heads // self.n, tokens, width).transpose(0, 1)
-        found = self._exchanged(parts).permute(1, 2, 0, 3, 4)
+        found = self._exchanged(parts).unflatten(3, (self.parts, -1)).movedim(0, 3)
         return found.reshape(batch, heads // self.n, self.n * tokens, width)
+
+    def _of_heads(self, query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> Tensor:
+        if self.ring is None:
+            return nn.functional.scaled_dot_product_attention(query, key, value, **given)
+        if given.get("dropout_p"):
+            raise CaptureError(
+                f"set dropout of attention to 0, or {WAY_OUT}: tokens go round a ring of ranks, "
+                "whose draws are not those of one rank"
+            )
+        if query.is_cuda and query.dtype == torch.float32:
+            raise CaptureError(
+                f"train in bfloat16, with mp_policy=, or {WAY_OUT}: tokens go round a ring of "
+                "ranks by flash attention, which CUDA lacks in float32"
+            )
+        causal, scale = bool(given.get("is_causal")), given.get("scale")
+        ranks, name = dist.get_world_size(self.ring), self.ring.group_name
+        return ring_attention(query, key, value, causal, scale, ranks, name)[0]
 
     def _exchanged(self, t: Tensor) -> Tensor:
         """The i-th part of it goes to the i-th rank."""
+        if self.n == 1:
+            return t
         return all_to_all_autograd(t.contiguous().flatten(), None, None, self.group).view(t.shape)
 
 

@@ -60,6 +60,22 @@ class Block(nn.Module):
         )
 
 
+class FewHeads(Block):
+    """With so many heads of queries, and one of keys."""
+
+    queries = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(WIDTH, self.queries * HEAD)
+        self.out = nn.Linear(self.queries * HEAD, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, HEAD), nn.Linear(WIDTH, HEAD)
+
+
+class OneHead(FewHeads):
+    queries = 1
+
+
 class OwnRotation(Block):
     """Makes positions from the number of tokens that it reads."""
 
@@ -148,4 +164,13 @@ def factory_of(model: Callable[[], nn.Module]) -> Callable[..., dict[str, Any]]:
     return factory
 
 
+def few_heads() -> nn.Module:
+    return Decoder(FewHeads)
+
+
+def one_head() -> nn.Module:
+    return Decoder(OneHead)
+
+
 rotary, learned = factory_of(Decoder), factory_of(Learned)
+few, one = factory_of(few_heads), factory_of(one_head)

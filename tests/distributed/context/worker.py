@@ -31,6 +31,8 @@ from tests.distributed.context.models import (
     Learned,
     OwnRotation,
     class_loss,
+    few_heads,
+    one_head,
 )
 from tests.distributed.launch import join, leave, refused
 from tests.distributed.optimizer_steps import alike, held_bytes, trained
@@ -177,6 +179,8 @@ CASES: dict[str, Callable[[], Found]] = {
     "cp2": lambda: beside_both("cp2.json", Decoder),
     "learned": lambda: beside_both("learned.json", Learned),
     "cp4": lambda: beside_both("cp4.json", Decoder),
+    "ring2": lambda: beside_both("ring2.json", one_head),
+    "ring2of2": lambda: beside_both("ring2of2.json", few_heads),
     "refused": refusals,
     "dp2": lambda: beside_eager("dp2cp2.json", Decoder, mp_policy=MIXED),
     "pp2": lambda: beside_eager("pp2cp2.json", Decoder),

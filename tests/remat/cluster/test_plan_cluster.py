@@ -130,12 +130,25 @@ def test_states_over_many_nodes_are_doubted() -> None:
 
     def notes(shard: int) -> str:
         mesh = Mesh(Degrees(1, 1, 1, 256, 1, 4, 1), shard, shard, reduce_each=True)
-        return " ".join(modelled_notes(request.cluster(), request, mesh))
+        return " ".join(modelled_notes(request.cluster(), request, mesh, 1))
 
     assert "flattered" not in notes(8)
     assert "states over 64 ranks may look too good" in notes(64)
     assert "more were not compared" not in notes(64)
     assert "more were not compared" in notes(256)
+
+
+def test_more_context_parallel_ranks_than_heads_form_a_ring_where_asked_for(tmp_path: Path) -> None:
+    kept = tmp_path / "ring.json"
+    done = remat(SMALL, *SIZES, "--tp", "1", "--cp", "8", "-o", str(kept))
+    assert done.exit_code == 0, done.stderr
+    said = "tokens go round 2 groups, each of 4 ranks that share heads: attention sums in another"
+    assert said in " ".join(done.stdout.split())
+    plan = read_cluster_plan(kept.read_bytes())
+    assert plan.context_ring == 2
+    for wrong in (0, 3, 16):
+        with pytest.raises(PlanError, match="8 ranks have no ring of"):
+            read_cluster_plan(msgspec.structs.replace(plan, context_ring=wrong).to_json())
 
 
 def test_json_is_one_object() -> None:
@@ -171,7 +184,6 @@ REFUSED = [
         (f"{CHAINS}:small_gpt", *SIZES, "--cp", "2"),
         "cp 2 shares the heads of attention over ranks, and this attention is not torch.nn",
     ),
-    ((SMALL, *SIZES, "--cp", "8"), "this attention has 4 heads of queries and 4 of keys"),
     ((SMALL, *SIZES, "--seq", "0"), "give --seq"),
     ((SMALL, *SIZES, "--pp", "8"), "stages are at most 4 and have a microbatch each"),
     (

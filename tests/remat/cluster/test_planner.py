@@ -15,6 +15,7 @@ from remat.cluster.mesh import (
     all_states,
     even_layers,
     places_of_blocks,
+    ring_ranks,
 )
 from remat.cluster.parts import ChainPosition, Part
 from remat.cluster.pipeline_replay import FOR_WEIGHTS
@@ -41,6 +42,24 @@ def all_plans(search: ClusterSearch) -> list[ClusterPlan]:
         for mesh in all_states(degrees, search.cluster, search.asked)
     ]
     return [plan for plan in found if plan is not None]
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp", "cp", "ring"),
+    [
+        (((32, 8),), 1, 64, 2),  # a head of keys goes to 4 ranks
+        (((32, 8),), 4, 64, 8),
+        (((32, 8),), 1, 16, 1),
+        (((12, 12),), 1, 8, 2),
+        (((12, 12), (16, 4)), 1, 16, 4),
+        (((1, 1),), 1, 4, 4),
+        ((), 1, 4, 1),
+    ],
+)
+def test_as_many_ranks_share_heads_as_can(
+    heads: tuple[tuple[int, int], ...], tp: int, cp: int, ring: int
+) -> None:
+    assert ring_ranks(heads, tp, cp) == ring
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,13 @@ def test_a_part_is_cut_where_tokens_are_counted() -> None:
     assert part.loss(lambda result: result)(2) == 2
 
 
+def test_parts_in_a_ring_are_two_of_each_group_and_together_all() -> None:
+    """Two groups of two ranks: the first has the first and the last quarter of 16 tokens."""
+    ids = torch.arange(16).view(1, 16)
+    own = [SequencePart(16, at, 4, 2).along(ids, 1)[0].tolist() for at in range(4)]
+    assert own == [[0, 1, 12, 13], [2, 3, 14, 15], [4, 5, 8, 9], [6, 7, 10, 11]]
+
+
 def test_an_argument_of_pairs_of_tokens_is_refused() -> None:
     part = SequencePart(8, 0, 2)
     assert cut_dimension(torch.ones(8, 4), torch.ones(4, 4), part, "cos") == 0

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
-from torch import Tensor, nn
+import torch.distributed._functional_collectives as collective
+from torch import Tensor, fx, nn
+from torch.nn import functional
 
 from remat.cluster.capture.model_chain import chain_of
 from remat.cluster.capture.rank_graph import BORDER, behind_graph_on_rank, block_graph_on_rank
-from remat.cluster.capture.watching import watch
+from remat.cluster.capture.watching import HeadsOverRanks, watch
+from remat.graph_capture.costs.cache import work_of
 from remat.graph_capture.devices.known_devices import datasheet_links
 from remat.graph_capture.distributed.collectives import FakeGroups, fake_ranks
+from remat.graph_capture.distributed.ring_attention import ring_attention
+from remat.graph_capture.distributed.sharding import is_ring
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import TrainingGraph
 from tests.remat.cluster.capture import chains
@@ -74,11 +79,39 @@ def test_context_parallel_ranks_exchange_tokens_for_heads(cp: int, groups: FakeG
     assert attention.shape == (2, HEADS // cp, SEQ, WIDTH // HEADS)
 
 
-def test_heads_that_ranks_cannot_share_are_refused(groups: FakeGroups) -> None:
-    with pytest.raises(
-        CaptureError, match=r"with --cp 1: 8 context .* has 4 heads of queries and 4 of keys"
-    ):
-        block(1, 8, groups)
+def test_more_ranks_than_heads_send_tokens_round_a_ring(groups: FakeGroups) -> None:
+    """Of 8 ranks, 4 share the heads; what goes round goes on beside what is computed."""
+    graph = block(1, 8, groups)
+    assert [name for name, _ in collectives(graph)] == ["all_to_all_single"] * 8
+    forward, backward = (op for op in graph.ops if is_ring(op.target))
+    made = graph.value_by_name[forward.outputs[0]]
+    assert made.shape == (2, 1, SEQ // 2, WIDTH // HEADS)
+    round_bytes = 2 * made.size_bytes  # keys and values
+    once = LINKS.us("send", round_bytes, 2)
+    assert once <= forward.cost_us < backward.cost_us
+    assert min(forward.workspace_bytes, backward.workspace_bytes) > 2 * round_bytes
+    assert not forward.no_recompute
+
+
+def test_a_ring_computes_half_of_causal_attention_on_each_rank(groups: FakeGroups) -> None:
+    query = torch.empty(1, 2, 64, 16)
+    given = query, query, query, True, None, 4, groups.group(4).group_name
+    graph = fx.Graph()
+    inputs = [graph.placeholder(name) for name in "qkv"]
+    for node in inputs:
+        node.meta["val"] = query
+    node = graph.call_function(ring_attention._opoverload, (*inputs, *given[3:]))
+    node.meta["val"] = query, query[..., 0]
+    work = work_of(node)
+    assert work.kind == "attention"
+    assert work.flops == 4 * 2 * 64 * (4 * 64) * 16 // 2
+
+
+def test_dropout_in_a_ring_is_refused(groups: FakeGroups) -> None:
+    with HeadsOverRanks(groups.group(1), groups.group(2)):
+        query = torch.ones(1, 1, 8, 4)
+        with pytest.raises(CaptureError, match=r"set dropout of attention to 0, or plan with --cp"):
+            functional.scaled_dot_product_attention(query, query, query, dropout_p=0.1)
 
 
 def test_products_take_a_share_of_the_time(groups: FakeGroups) -> None:
@@ -114,7 +147,7 @@ def test_models_of_transformers_kind_are_planned_as_they_come(groups: FakeGroups
 
 class SumsByItself(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return functional.all_reduce(x, "sum", dist.group.WORLD)
+        return collective.all_reduce(x, "sum", dist.group.WORLD)
 
 
 def test_a_block_with_a_collective_of_its_own_is_refused(groups: FakeGroups) -> None:
