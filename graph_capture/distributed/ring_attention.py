@@ -62,8 +62,8 @@ def _ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     with torchs_ring(is_causal) as ring:
         found = ring._templated_ring_attention_backward(
-            resolved_group(group_name), TOKENS, _one_round_back, grad, "grad_out", query, key, value,
-            made, sums, is_causal, scale=scale,
+            resolved_group(group_name), TOKENS, _one_round_back, grad, "grad_out", query, key,
+            value, made, sums, is_causal, scale=scale,
         )  # fmt: skip
     # Those of keys and values are views of one buffer, which two results of an op must not be.
     return found[0].contiguous(), *(t.clone(memory_format=_FORM) for t in found[1:3])

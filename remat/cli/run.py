@@ -35,7 +35,7 @@ from remat.solver.budgets.sweep import price_of_gib
 from remat.solver.search import is_interrupted
 
 _ONE_BATCH = (  # a whole step takes none: it is limited by plans, not seconds
-    "keep", "recompute", "solver", "order", "split", "outputs", "sharding",
+    "keep", "recompute", "solver", "order", "outputs", "sharding",
     "optimizer_in_backward", "accumulate", "time_limit_s", "gap",
 )  # fmt: skip
 
@@ -184,7 +184,7 @@ def _run_whole_step(
     with session.stopwatch.stage("plan", "planning the whole step") as shown:
         plan = plan_step(
             loaded.model, loaded.args, loaded.kwargs, asked, loss_fn=loaded.loss_fn,
-            target=loaded.target, profile=request.read_profile(),
+            target=loaded.target, profile=request.read_profile(), split=request.split,
             told=lambda text: shown(text=text),
         )  # fmt: skip
     session.answer(step_json(plan), *(() if plan.shortage else (step_screen(plan),)))

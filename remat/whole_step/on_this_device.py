@@ -14,14 +14,15 @@ from remat.graph_capture.errors import BudgetError, CaptureError
 from remat.graph_capture.graph import Tier
 from remat.levers.optimizer_in_backward import require_no_other_reader, require_own_storages
 from remat.progress import stopwatch_of_call
-from remat.schedules.derived import unchunked
+from remat.schedules.derived import in_chunks, unchunked
+from remat.schedules.schedule import ChunkedRegion, Schedule
 from remat.step_spec import StepSpec
 from remat.whole_step.layers import microbatch_of
 from remat.whole_step.microbatch import MOMENTS, ParameterUpdate, Update, UpdateGroup
 from remat.whole_step.op_writer import op_by_op
 from remat.whole_step.planned_step import PlannedStep, StepTask
 from remat.whole_step.step_planning import StepPlan, StepRequest, plan_step, step_request
-from remat.whole_step.step_search import plan_whole_step
+from remat.whole_step.step_search import fastest_in_chunks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
     from remat.graph_capture.costs.cache import Profile
     from remat.graph_capture.graph import Optimizer as OptimizerName
+    from remat.graph_capture.graph import TrainingGraph
+    from remat.graph_capture.tracing.recipe import Split
+    from remat.graph_capture.tracing.trace import Trace
     from remat.rewriter.guards.forward import Guards
     from remat.whole_step.program import JointResults
     from remat.whole_step.running import WholeStep
@@ -77,34 +81,42 @@ class StepHere:
     def __init__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None,
         request: StepRequest, optimizer: Optimizer, *, loss_fn: Callable[..., Any] | None = None,
-        target: Any = None, profile: Profile | None = None,
+        target: Any = None, profile: Profile | None = None, split: str | None = None,
     ) -> None:  # fmt: skip
         from remat.graph_capture.capture_api import add_costs, tiers_for
         from remat.graph_capture.tracing.trace import trace
-        from remat.rewriter.guards.forward import Guards
-        from remat.whole_step.program import joint_results, refuse_unusual
+        from remat.whole_step.program import refuse_unusual
 
-        self.request, self.optimizer = request, optimizer
+        self.model, self.request, self.optimizer = model, request, optimizer
         tiers = tiers_for(model, request.device, request.host, request.nvme)
-        self.traced = traced = trace(
-            model, args, kwargs, loss_fn=loss_fn, target=target, device=request.device,
-            split="none",
-        )  # fmt: skip
+        traced = trace(
+            model, args, kwargs, loss_fn=loss_fn, target=target, device=request.device, split=split
+        )
         # Refuse before anything is measured.
         refuse_unusual(traced)
         require_no_other_reader(traced, optimizer)
-        self.results = joint_results(traced.joint, traced.recipe.name)
-        module = traced.joint.module
-        self.guards = Guards(model, traced.recipe, traced.python_state, (), module, module)
-        self.parameters = _parameters_of(self.guards, self.results)
+        self._runs(traced)
         _require_in_optimizer(self.guards, self.results, self.parameters, optimizer)
-        self.graph = unchunked(add_costs(traced, profile=profile, tiers=tiers))
+        self.costed = add_costs(traced, profile=profile, tiers=tiers)
         trained = {name: self.parameters[name][1] for name in self.results.gradient_of}
         self.updates = _parameter_updates(optimizer, request.optimizer, trained, request.device)
-        self.task = self._task(max(trained.values(), key=lambda one: one.numel()))
+        largest = max(trained.values(), key=lambda one: one.numel())
+        self.update = _measured_update(optimizer, request.optimizer, largest, request.device)
+        self.graph = unchunked(self.costed)
+        self.task = self._task(self.graph)
 
-    def _task(self, largest: nn.Parameter) -> StepTask:
-        graph, request, updates = self.graph, self.request, self.updates
+    def _runs(self, traced: Trace) -> None:
+        """The step that is run is that of a trace."""
+        from remat.rewriter.guards.forward import Guards
+        from remat.whole_step.program import joint_results
+
+        module = traced.joint.module
+        self.traced, self.results = traced, joint_results(traced.joint, traced.recipe.name)
+        self.guards = Guards(self.model, traced.recipe, traced.python_state, (), module, module)
+        self.parameters = _parameters_of(self.guards, self.results)
+
+    def _task(self, graph: TrainingGraph) -> StepTask:
+        request, updates = self.request, self.updates
 
         def with_workspace(group: UpdateGroup) -> UpdateGroup:
             found = (updates[name].workspace_bytes for name in group.gradient_of if name in updates)
@@ -115,7 +127,7 @@ class StepHere:
         microbatch = microbatch_of(graph, self.results.gradient_of)
         return StepTask(
             replace(microbatch, groups=tuple(map(with_workspace, microbatch.groups))),
-            _measured_update(self.optimizer, request.optimizer, largest, request.device),
+            self.update,
             request.links(graph.links),
             parse_budget(request.budget).bytes_for(graph),
             # A CPU is its own host, so the device makes all updates.
@@ -123,11 +135,23 @@ class StepHere:
         )
 
     def planned(self) -> PlannedStep:
-        found = plan_whole_step(self.task, self.request.microbatches)
-        plan = StepPlan(self.request, self.task, found)
+        found = fastest_in_chunks(self.costed, self._task, self.request.microbatches)
+        plan = StepPlan(self.request, *found)
         if plan.shortage:
             raise BudgetError(plan.shortage)
+        if plan.chunks:
+            self._run_in(plan.chunks)
         return plan.best
+
+    def _run_in(self, chunks: tuple[ChunkedRegion, ...]) -> None:
+        from remat.rewriter.rewriting import trace_of_schedule
+
+        self.graph = in_chunks(self.costed, chunks)
+        edited = replace(
+            Schedule.for_graph(self.graph, ()), chunks=chunks, captured_hash=self.costed.hash
+        )
+        self._runs(trace_of_schedule(self.model, self.traced.recipe, edited, self.traced))
+        self.task = self._task(self.graph)
 
     def ready(self, planned: PlannedStep) -> WholeStep:
         from remat.rewriter.tiers.file_tier import FileTier
@@ -201,6 +225,7 @@ def training_step(
     loss_fn: Callable[..., Any] | None = None,
     target: Any = None,
     profile: Profile | str | Path | None = None,
+    split: Split | None = None,
     verbose: bool = True,
 ) -> StepPlan | WholeStep:
     """One optimizer step of so many batches like this one, over the device, the host and NVMe.
@@ -212,7 +237,7 @@ def training_step(
     optimizer : of `torch.optim`: an `SGD`, `Adam` or `AdamW` over parameters of the model.
     budget : of the device, in bytes or ``auto``. microbatches : batches in one step.
     host, nvme : sizes as of `remat.capture`. device : left at None, where the model is.
-    Others : as of `remat.rematerialize`.
+    Others, `split` for heads and MLPs in chunks among them : as of `remat.rematerialize`.
 
     Returns
     -------
@@ -224,7 +249,9 @@ def training_step(
     CaptureError : the model or the optimizer cannot be updated so. BudgetError : nothing fits, or a
         size cannot be read; the message says what can be done instead.
     """
-    given: dict[str, Any] = {"loss_fn": loss_fn, "target": target, "profile": profile}
+    given: dict[str, Any] = {
+        "loss_fn": loss_fn, "target": target, "profile": profile, "split": split
+    }  # fmt: skip
     spec = StepSpec.of({"model": model, "args": args, "kwargs": kwargs, "verbose": verbose} | given)
     asked = step_request(
         spec.model, optimizer, budget=budget, microbatches=microbatches, device=device, host=host,

@@ -18,13 +18,12 @@ from remat.graph_capture.devices.known_devices import CPU, device_table, is_in_t
 from remat.graph_capture.devices.memory import lower_tiers
 from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError, option
 from remat.graph_capture.graph import Link, Links, Optimizer, TrainingGraph
-from remat.schedules.derived import unchunked
-from remat.schedules.schedule import Schedule
+from remat.schedules.schedule import ChunkedRegion, Schedule
 from remat.schedules.simulate import Simulation
 from remat.whole_step.layers import microbatch_of
 from remat.whole_step.microbatch import MOMENTS, StateKind, Update
 from remat.whole_step.planned_step import PlannedStep, Short, StepTask
-from remat.whole_step.step_search import StepResult, plan_whole_step
+from remat.whole_step.step_search import StepResult, fastest_in_chunks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -137,12 +136,13 @@ class StepPlan:
     ----------
     request : what was asked for. task : layers, links and the budget in bytes.
     found : the plan, its bound, and the named systems beside it. Without a plan, `shortage` says
-        what is too small.
+        what is too small. chunks : what runs in chunks.
     """
 
     request: StepRequest
     task: StepTask
     found: StepResult
+    chunks: tuple[ChunkedRegion, ...] = ()
 
     @property
     def best(self) -> PlannedStep:
@@ -193,7 +193,7 @@ class StepPlan:
 def plan_step(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, request: StepRequest,
     *, loss_fn: Callable[..., Any] | None = None, target: Any = None,
-    profile: Profile | None = None, told: _Told = lambda _: None,
+    profile: Profile | None = None, split: str | None = None, told: _Told = lambda _: None,
 ) -> StepPlan:  # fmt: skip
     from remat.graph_capture.capture_api import add_costs, tiers_for
     from remat.graph_capture.tracing.trace import trace
@@ -201,9 +201,9 @@ def plan_step(
     told("tracing one batch")
     tiers = tiers_for(model, request.device, request.host, request.nvme)
     traced = trace(
-        model, args, kwargs, loss_fn=loss_fn, target=target, device=request.device, split="none"
+        model, args, kwargs, loss_fn=loss_fn, target=target, device=request.device, split=split
     )
-    graph = unchunked(add_costs(traced, profile=profile, tiers=tiers))
+    graph = add_costs(traced, profile=profile, tiers=tiers)
     return planned_from(graph, request, told=told)
 
 
@@ -218,8 +218,12 @@ def planned_from(
     told("looking at the layers")
     update = Update.on(request.device, request.optimizer, request.state)
     budget_bytes = parse_budget(request.budget).bytes_for(graph)
-    task = StepTask(microbatch_of(graph), update, request.links(graph.links), budget_bytes)
-    return StepPlan(request, task, plan_whole_step(task, request.microbatches, progress=told))
+    links = request.links(graph.links)
+
+    def task_of(one: TrainingGraph) -> StepTask:
+        return StepTask(microbatch_of(one), update, links, budget_bytes)
+
+    return StepPlan(request, *fastest_in_chunks(graph, task_of, request.microbatches, told))
 
 
 def too_small_text(short: Short) -> str:

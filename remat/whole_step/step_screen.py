@@ -63,6 +63,8 @@ def _choices(plan: StepPlan) -> Iterator[tuple[str, str]]:
             for size, same in groupby(one.microbatches for one in config.passes)
         ),
     )
+    if plan.chunks:
+        yield "chunks", ", ".join(f"{one.region} in {one.chunks}" for one in plan.chunks)
     yield from (("saved", words) for words in _saved_texts(plan, config))
     yield "state", _state_text(plan, config)
     yield "gradients", _gradients_text(config)

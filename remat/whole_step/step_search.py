@@ -4,9 +4,10 @@ Also called: heterogeneous memory training, offloaded training. Parameters, grad
 optimizer's state are values of one graph with the activations (`step_graph.py`), so
 that order, recomputation and copies are weighed against each other.
 Papers: the fixed configs of `NAMED_SYSTEMS` are points of this space, with their sources there.
-Solves: the order of microbatches (passes), what each layer saves, how many layers have that on the
-host, where states live, where gradients are added, what stays on the device between uses. Copies of
-each config are placed on the known trace (`planned_step.py`), and `simulate` judges it.
+Solves: which head or MLPs run in chunks, the order of microbatches (passes), what each layer saves,
+how many layers have that on the host, where states live, where gradients are added, what stays on
+the device between uses. Copies of each config are placed on the known trace (`planned_step.py`),
+and `simulate` judges it.
 Optimal: within the configs that it tries, which are limited by their number; the bound says how
 far the best may be from any plan whatever.
 Cost: a start for each order, then a climb by one choice at a time; up to `most` plans are judged,
@@ -16,13 +17,17 @@ Shortcomings: all layers of a pass but the unequal ones save alike; parameters d
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from remat.graph_capture.errors import SolverError
-from remat.graph_capture.graph import Tier
+from remat.graph_capture.graph import Tier, TrainingGraph
+from remat.schedules.derived import fastest_us, in_chunks, unchunked
+from remat.schedules.schedule import ChunkedRegion
 from remat.schedules.simulate import gap_of
 from remat.whole_step.microbatch import Layer, Microbatch
 from remat.whole_step.planned_step import PlannedStep, Residence, Short, StepTask, planned_step
@@ -294,6 +299,7 @@ class StepResult:
     """What a search found; no plan of the step, in any order, takes less than `lower_bound_us`.
 
     Without a `plan`, `short` is the tier that was nearest to enough, and the least found to do.
+    `start_us` : of the fastest plan that the search began with.
     """
 
     plan: PlannedStep | None
@@ -301,19 +307,58 @@ class StepResult:
     lower_bound_us: float
     judged: int
     systems: dict[str, _Outcome]
+    start_us: float = float("inf")
 
     @property
     def gap(self) -> float | None:
         return gap_of(self.plan.simulation.time_us, self.lower_bound_us) if self.plan else None
 
 
+class StepFound(NamedTuple):
+    """Of the graph in these chunks: its layers, and the outcome."""
+
+    task: StepTask
+    result: StepResult
+    chunks: tuple[ChunkedRegion, ...] = ()
+
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        """Of two, the lower is better: by time, or without a plan by what would do."""
+        if (plan := self.result.plan) is not None:
+            return False, False, plan.simulation.time_us
+        short = self.result.short
+        assert short is not None
+        return True, short.tier == "device", short.need_bytes
+
+
+def fastest_in_chunks(
+    graph: TrainingGraph, task_of: Callable[[TrainingGraph], StepTask], microbatches: int,
+    progress: Callable[[str], None] = lambda _: None,
+) -> StepFound:  # fmt: skip
+    """As of `plan_whole_step`, with one of the graph's regions in chunks where that is faster."""
+    task = task_of(unchunked(graph))
+    best = StepFound(task, plan_whole_step(task, microbatches, progress=progress))
+    saved_us = unchunked(graph).time_us - fastest_us(graph)
+    bound_us = least_step_us(task, microbatches, saved_us)
+    for region in graph.regions:
+        for choice in region.choices:
+            chunks = (ChunkedRegion(region.name, choice.chunks, choice.exact),)
+            task = task_of(in_chunks(graph, chunks))
+            result = plan_whole_step(task, microbatches, known=best.result, progress=progress)
+            if (found := StepFound(task, result, chunks)).rank >= best.rank:
+                break  # more of them take longer still
+            best = found
+    return best._replace(result=dataclasses.replace(best.result, lower_bound_us=bound_us))
+
+
 def plan_whole_step(
-    task: StepTask, microbatches: int, *, most: int = _MOST,
+    task: StepTask, microbatches: int, *, most: int = _MOST, known: StepResult | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> StepResult:  # fmt: skip
     """Search for the fastest plan, and judge the named systems beside it.
 
-    `most` plans are judged, which limits the search.
+    `most` plans are judged, which limits the search. `known`: of the same step in other chunks,
+    with those systems. Then only what is faster is looked for, if the search begins faster.
     """
     if microbatches < 1 or most < 1:
         raise SolverError(
@@ -322,7 +367,10 @@ def plan_whole_step(
         )
     # Judge the named systems first: the search then only looks for something faster.
     search, systems = _StepSearch(task, microbatches, most, progress), dict[str, _Outcome]()
-    for name, system in NAMED_SYSTEMS.items():
+    if known is not None:
+        systems = known.systems
+        search.best, search.judged, search.most = known.plan, known.judged, most + known.judged
+    for name, system in NAMED_SYSTEMS.items() if known is None else ():
         progress(f"judging {system.title}")
         config = task.feasible(system.config(task.microbatch, microbatches))
         # Microbatches in one pass would draw in turns.
@@ -330,19 +378,23 @@ def plan_whole_step(
             systems[name] = _OTHER_DRAWS
             continue
         systems[name] = search.take(_fitted(task, config, name))
-    search.run()
+    search.run(float("inf") if known is None else known.start_us)
     # Configs that lack room only on the host fit the device, so they are nearer.
     shorts = [one for one in search.shorts if one.tier == "host"] or search.shorts
     short = None if search.best else min(shorts, key=lambda one: one.need_bytes, default=None)
-    return StepResult(search.best, short, least_step_us(task, microbatches), search.judged, systems)
+    bound_us = least_step_us(task, microbatches)
+    return StepResult(search.best, short, bound_us, search.judged, systems, search.start_us)
 
 
-def least_step_us(task: StepTask, microbatches: int) -> float:
-    """A time that no plan of the step beats, in any order: the device's work, or NVMe's."""
+def least_step_us(task: StepTask, microbatches: int, saved_us: float = 0.0) -> float:
+    """A time that no plan of the step beats, in any order: the device's work, or NVMe's.
+
+    `saved_us` : what chunks save of a microbatch's time, at the most.
+    """
     microbatch, links = task.microbatch, task.links
     # The device computes each microbatch once. State that fits neither device nor host starts on
     # NVMe, comes up once and goes back.
-    device_us = microbatches * microbatch.least_us
+    device_us = microbatches * (microbatch.least_us - saved_us)
     resting_bytes = sum(g.parameter_bytes + task.update.state_bytes(g) for g in microbatch.groups)
     below_bytes = max(resting_bytes - links.host_bytes - task.budget_bytes, 0)
     ways = [way for way in (links.read, links.write) if way is not None]
@@ -362,8 +414,10 @@ class _StepSearch:
     shorts: list[Short] = field(default_factory=list[Short])
     times_us: dict[StepConfig, float] = field(default_factory=dict[StepConfig, float])
     became: dict[StepConfig, StepConfig] = field(default_factory=dict[StepConfig, StepConfig])
+    start_us: float = float("inf")
 
-    def run(self) -> None:
+    def run(self, other_us: float) -> None:
+        """`other_us` : of the start of another search, which this one has to beat."""
         self.progress("saving as much as fits")
         task, microbatch, found = self.task, self.task.microbatch, list[StepConfig]()
         for order in orders(self.microbatches):
@@ -379,6 +433,9 @@ class _StepSearch:
         # Fastest on the device first: the others are judged only if they can still win.
         found.sort(key=self._device_us)
         times = [(self.offer(start), k) for k, start in enumerate(found)]
+        self.start_us = min(times, default=(self.start_us, 0))[0]
+        if other_us <= self.start_us < float("inf"):
+            return
         for time_us, k in sorted(times)[:_STARTS]:
             if time_us < float("inf"):
                 self._climb(self.became[found[k]])

@@ -78,7 +78,7 @@ class Training:
 def gpt(count: int, steps: int = 5, layers: int = 4, width: int = 32, **changed: Any) -> Training:
     """A GPT with dropout, trained by AdamW."""
     torch.manual_seed(0)
-    model = Gpt(width, layers)
+    model = Gpt(width, layers, changed.get("words", 50))
     draw = (torch.randint(50, (4, 16)) for _ in range(2 * count * steps))
     calls = [((tokens, targets), None) for tokens, targets in zip(draw, draw, strict=True)]
     optimizer = changed.get("optimizer", adamw)(model.parameters())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from remat.graph_capture.devices.memory_events import measure_regions
+from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.spill_files import HOST_FOLDER
 from remat.schedules.simulate import simulate
@@ -59,6 +60,19 @@ def test_a_gpt_with_dropout_trains_as_in_eager(count: int, tier: str, folder: Pa
     assert "host" in homes(step.graph)
     assert (tier == "nvme") == ("nvme" in homes(step.graph))
     trained_alike(training, step)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_head_in_chunks_fits_where_whole_it_does_not(count: int) -> None:
+    training = gpt(count, words=2_000)
+    asked: dict[str, Any] = {"budget": 1_850_000, "host": "64MiB"}
+    with pytest.raises(BudgetError, match="no plan of this step fits: the device needs"):
+        training.planned(**asked, split="none")
+    step = training.planned(**asked, split="exact")
+    assert any("in_pieces" in op.name for op in step.graph.ops)
+    trained_alike(training, step)
+    measured = measure_regions([lambda: training.whole(step, 4, 1)])[0]
+    assert measured.peak_bytes == step.simulation.peak_bytes - step.resting_bytes
 
 
 @pytest.mark.parametrize("optimizer", [momentum, torch.optim.SGD, torch.optim.Adam])
