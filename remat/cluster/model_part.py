@@ -135,7 +135,30 @@ def arrival_of(before: Before, model: nn.Module, args: tuple[Any, ...], path: st
     return found
 
 
+def call_like(before: Before, args: tuple[Any, ...]) -> Arrival:
+    """As the model would call its first block with a microbatch; no random numbers are used up."""
+    devices = {leaf.device for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)}
+    with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+        found = before(*args)
+    alone = pytree.tree_map(
+        lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, Tensor) else leaf, (found.border, found.args_, found.kwargs),
+    )  # fmt: skip
+    return Arrival(*alone)
+
+
 TARGET = "remat_target"  # the keyword by which a last stage is given its microbatch of the target
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """Where a rank has all tokens and all blocks: the model's own forward, and the loss."""
+
+    blocks: tuple[nn.Module, ...]
+    loss_fn: Callable[..., Any] | None
+
+    def __call__(self, part: ModelPart, args: tuple[Any, ...], target: Any) -> Any:
+        return apply_loss(self.loss_fn, super(ModelPart, part).forward(*args), target)
 
 
 @dataclass(frozen=True)
@@ -148,7 +171,7 @@ class StageRun:
     given: Arrival
     loss_fn: Callable[..., Any] | None
 
-    def __call__(self, args: tuple[Any, ...], target: Any) -> Any:
+    def __call__(self, part: ModelPart, args: tuple[Any, ...], target: Any) -> Any:
         x: Tensor = args[0] if self.before is None else self.before(*args).border
         for block in self.blocks:
             x = block(x, *self.given.args_, **self.given.kwargs)
@@ -158,14 +181,16 @@ class StageRun:
 class ModelPart(nn.Module):
     """What one stage has of a model: the modules and names that are its own, and no others."""
 
-    _remat_run: StageRun
+    _remat_run: StageRun | WholeRun
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The border that the stage sends, [microbatch, ...], or on the last stage the loss."""
-        return self._remat_run(args, kwargs.pop(TARGET, None))
+        return self._remat_run(self, args, kwargs.pop(TARGET, None))
 
 
-def model_part(model: nn.Module, kept: Mapping[str, nn.Module], run: StageRun) -> ModelPart:
+def model_part(
+    model: nn.Module, kept: Mapping[str, nn.Module], run: StageRun | WholeRun
+) -> ModelPart:
     """The part of `model` that holds `kept`, by path."""
     part = _pruned_module(model, "", kept)
     # Of a class that derives from the model's, so that `isinstance` holds.

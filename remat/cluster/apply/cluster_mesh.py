@@ -178,12 +178,22 @@ class Applied:
         return self.mesh[CP].size() > 1
 
     @property
+    def is_whole(self) -> bool:
+        """Whether this rank runs all of the model's forward, on all tokens of its batch."""
+        return self.mesh[PP].size() == 1 and not self.shares_tokens
+
+    @property
     def cast(self) -> Sharding:
         dtype = None if self.mp_policy is None else self.mp_policy.param_dtype
         if dtype is None:
             return NO_SHARDING
         # As plans for sharded models name the dtype of computations.
         return Sharding("fsdp2", 2, param_dtype=str(dtype).removeprefix("torch."))
+
+    @property
+    def cast_of_blocks(self) -> Sharding:
+        is_cast = self.mp_policy is not None and self.mp_policy.cast_forward_inputs
+        return self.cast if is_cast else NO_SHARDING
 
     @property
     def widening(self) -> int:

@@ -43,13 +43,16 @@ from remat.cluster.model_part import (
     Behind,
     ModelPart,
     StageRun,
+    WholeRun,
     arrival_of,
+    call_like,
     model_part,
 )
 from remat.cluster.plan_file import ClusterFile
 from remat.graph_capture.distributed.dtensors import inputs_cast, local_part, parameters_cast
 from remat.graph_capture.eager_step import with_eager_sizes
 from remat.graph_capture.errors import CaptureError, PlanError
+from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.trace import trace
 from remat.rewriter.graphs.backward_parts import SplitBytes
 from remat.solver.policies.template import StoreAll
@@ -63,22 +66,30 @@ class _Cutter:
         self.tokens = tokens_of_rank(asked)
         blocks = list(chain.blocks.values())
         self.before = Before(chain.model, blocks[0])
-        own = self.tokens.of(args) if asked.shares_tokens else args
-        self.behind = Behind(chain.model, blocks, list(chain.behind.values()), own)
+        if not asked.is_whole:
+            own = self.tokens.of(args) if asked.shares_tokens else args
+            self.behind = Behind(chain.model, blocks, list(chain.behind.values()), own)
 
     def arrival(self) -> FirstCall:
         """What the first block is called with; `PlanError` where its border is not as planned."""
         path, model, before = next(iter(self.chain.blocks)), self.chain.model, self.before
         if self.asked.shares_tokens:
             found = first_call(before, model, self.args, self.tokens, path)
+        elif self.asked.is_whole:
+            found = FirstCall(before, call_like(before, self.args))
         else:
             found = FirstCall(before, arrival_of(before, model, self.args, path))
         _require_border(found.given, self.asked.plan)
-        return found
+        given = found.given
+        # `fully_shard` casts what each block is given, too.
+        beside = inputs_cast(given.args_, given.kwargs, self.asked.cast_of_blocks)
+        pairs = zip(*map(pytree.tree_leaves, ((given.args_, given.kwargs), beside)), strict=True)
+        cut = {id(now): found.cut[id(was)] for was, now in pairs if id(was) in found.cut}
+        return replace(found, given=Arrival(given.border, *beside), cut=cut)
 
     def try_behind(self, given: Arrival) -> None:
         """Run once what follows the last block; `CaptureError` where it needs the batch."""
-        if not self.asked.has_last:
+        if self.asked.is_whole or not self.asked.has_last:
             return
         run = StageRun(None, (), self.behind, given, self.asked.loss_fn)
         why = "reads modules before the blocks, which the last stage does not have"
@@ -101,9 +112,10 @@ class _Cutter:
         is_first, is_last = index == 0, index == len(layers) - 1
         ends = (self.chain.before if is_first else {}) | (self.chain.behind if is_last else {})
         blocks = {path: replaced[path] for path in layers[index]}
-        run = StageRun(
-            call.before if is_first else None, tuple(blocks.values()),
-            self.behind if is_last else None, call.given, self.asked.loss_fn,
+        in_turn = tuple(blocks.values())
+        run = WholeRun(in_turn, self.asked.loss_fn) if self.asked.is_whole else StageRun(
+            call.before if is_first else None, in_turn, self.behind if is_last else None,
+            call.given, self.asked.loss_fn,
         )  # fmt: skip
         return model_part(self.chain.model, {**ends, **blocks}, run)
 
@@ -204,7 +216,7 @@ class RankParts:
     chosen: StageBlocks
     given: Arrival
     args: tuple[Any, ...]
-    bytes: _RankBytes
+    bytes: _RankBytes | None
     values: str
 
     @property
@@ -259,7 +271,9 @@ def rank_parts(chain: WholeChain, asked: Applied, *, eager: bool = False) -> Ran
         choose(chosen, asked.plan, asked.rank, asked.in_flight)
         replaced = own if eager else chosen.rewritten()
         cutter.try_behind(given)
-        sizes = _bytes_of(chain, asked, cutter, arrival, own)
+        # Without a pipeline nobody asks for them.
+        has_stages = len(asked.layers) > 1
+        sizes = _bytes_of(chain, asked, cutter, arrival, own) if has_stages else None
     modules = tuple(cutter.part(i, replaced, arrival) for i in asked.stages)
     return RankParts(asked, modules, chosen, given, args, sizes, values)
 
