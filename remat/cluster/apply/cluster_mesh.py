@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from remat.cluster.apply.whole_chain import Materialize, layers_of_stages
 from remat.cluster.plan_file import ClusterFile, read_cluster_plan, require_world
-from remat.cluster.stepping import forwards_open, stages_of_rank
+from remat.cluster.stepping import forwards_open, reshard, stages_of_rank
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import PlanError
 from remat.graph_capture.files import read_contents
@@ -131,6 +131,14 @@ def shard_over_data_ranks(
     for block in blocks:
         fully_shard(block, **how)
     fully_shard(part, **how)
+    part.register_forward_hook(_reshard_without_backward)
+
+
+def _reshard_without_backward(part: nn.Module, *_: Any) -> None:
+    # An evaluation would leave weights whole: a step would read them after an update, and
+    # `zero_grad` would not find the gradients of the shards.
+    if not torch.is_grad_enabled():
+        reshard(part)
 
 
 @dataclass(frozen=True)

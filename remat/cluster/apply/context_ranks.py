@@ -190,11 +190,13 @@ def _evaluating(block: nn.Module) -> AbstractContextManager[None]:
 class FirstCall:
     """The first block's call, with this rank's tokens; `cut` as in `require_token_local_block`.
 
+    `made` : as `before` makes it, with other arguments not cut to these tokens.
     `times_border` : how many times the border's bytes are made before it is cut to these tokens.
     """
 
     before: Callable[..., Arrival]
     given: Arrival
+    made: Arrival
     cut: dict[int, int] = field(default_factory=dict[int, int])
     times_border: int = 1
 
@@ -244,13 +246,6 @@ def first_call(
         )
     cut: dict[int, int] = {}
 
-    def of_rank(*batch: Any) -> Arrival:
-        if not reads_all:
-            return before(*part.of(batch))
-        found = before(*batch)
-        # Stages have the other arguments, already cut.
-        return Arrival(part.along(found.border, SEQUENCE), found.args_, found.kwargs)
-
     def own_part(at: Any, of_all: Any, of_part: Any) -> Any:
         dim = cut_dimension(of_all, of_part, part, pytree.keystr(at))
         if dim is None:
@@ -263,7 +258,25 @@ def first_call(
     named = pytree.tree_map_with_path(own_part, *both)
     with torch.no_grad():
         border = part.along(whole.border, SEQUENCE) if reads_all else own.border
-    return FirstCall(of_rank, Arrival(border, *named), cut, part.count if reads_all else 1)
+    of_rank = _BeforeOfRank(before, part, reads_all=reads_all)
+    times = part.count if reads_all else 1
+    return FirstCall(of_rank, Arrival(border, *named), whole if reads_all else own, cut, times)
+
+
+@dataclass(frozen=True)
+class _BeforeOfRank:
+    """What runs before the blocks, on the rank's own tokens where it treats each by itself."""
+
+    before: Before
+    part: SequencePart
+    reads_all: bool
+
+    def __call__(self, *batch: Any) -> Arrival:
+        if not self.reads_all:
+            return self.before(*self.part.of(batch))
+        found = self.before(*batch)
+        border = self.part.along(found.border, SEQUENCE)
+        return Arrival(border, found.args_, found.kwargs)
 
 
 def blocks_over_ranks(

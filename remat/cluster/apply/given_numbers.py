@@ -1,7 +1,7 @@
 """Numbers of Python's that a model gives its blocks, such as a rate that a schedule moves.
 
-A plan would hold them to the values of its first batch. So a block is traced with them as attributes
-of its own, which each step reads anew (`float_inputs`).
+A plan would hold them to the values of its first batch. So a block is traced with them as
+attributes of its own, which each step reads anew (`float_inputs`).
 """
 
 from __future__ import annotations

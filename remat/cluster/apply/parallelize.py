@@ -105,15 +105,19 @@ def _check_schedule(plan: ClusterFile, name: str) -> None:
 
 def _runner_of(parts: RankParts) -> stepping.PipelineStep | stepping.PlainStep:
     plan, name = parts.asked.plan, parts.asked.schedule
+    batches = stepping.Batches(parts.asked.args, parts.asked.target, plan.microbatches)
     if parts.asked.mesh[PP].size() == 1:
         each = plan.gradients == "each"
-        return stepping.PlainStep(parts.modules[0], plan.microbatches, reduce_each=each)
+        return stepping.PlainStep(parts.modules[0], batches, reduce_each=each)
     stages = [_stage_of_torch(parts, i) for i in range(len(parts.modules))]
     kind: Any = get_schedule_class(name)
     is_one = name in ONE_STAGE
     given = stages[0] if is_one else stages
-    # The last stage has computed its loss.
-    schedule = kind(given, n_microbatches=plan.microbatches, loss_fn=lambda loss, _: loss)
+    # The last stage has computed its loss; torch's own scale would be of older gradients too.
+    schedule = kind(
+        given, n_microbatches=plan.microbatches, scale_grads=False,
+        loss_fn=lambda loss, _: stepping.of_mean(loss, plan.microbatches),
+    )  # fmt: skip
     # Now that torch has the order of the step, it says how many buffers are in use at once.
     for stage in stages:
         at, m = stage.stage_index, plan.microbatches
@@ -124,7 +128,7 @@ def _runner_of(parts: RankParts) -> stepping.PipelineStep | stepping.PlainStep:
             keeps = name in stepping.ZERO_BUBBLE and stage.dw_builder is None
             rings = stepping.rings_of(actions, at, m, keeps_inputs=keeps)
         stage.input_buffers, stage.gradient_buffers = rings
-    return stepping.PipelineStep(schedule, stages)
+    return stepping.PipelineStep(schedule, stages, batches)
 
 
 def _stage_of_torch(parts: RankParts, at: int) -> stepping.RingStage:
@@ -142,6 +146,7 @@ def _stage_of_torch(parts: RankParts, at: int) -> stepping.RingStage:
         output_args=(loss if index == stages - 1 else received,), group=asked.mesh.get_group(PP),
         dw_builder=None if split is None else split.dw_builder,
     )  # fmt: skip
+    made.border = torch.empty_like(border, device="meta")
     if split is not None:
         made.split = split.live
     return made
@@ -180,6 +185,8 @@ class ClusterPart:
     def zero_grad(self) -> None:
         """Let go of all gradients."""
         for module in self.modules:
+            # What a forward without a backward has gathered would hide the shards.
+            stepping.reshard(module)
             module.zero_grad()
 
 

@@ -41,7 +41,9 @@ from remat.cluster.model_part import (
     Arrival,
     Before,
     Behind,
+    Beside,
     ModelPart,
+    Numbers,
     StageRun,
     WholeRun,
     arrival_of,
@@ -76,9 +78,11 @@ class _Cutter:
         if self.asked.shares_tokens:
             found = first_call(before, model, self.args, self.tokens, path)
         elif self.asked.is_whole:
-            found = FirstCall(before, call_like(before, self.args))
+            given = call_like(before, self.args)
+            found = FirstCall(before, given, given)
         else:
-            found = FirstCall(before, arrival_of(before, model, self.args, path))
+            given = arrival_of(before, model, self.args, path)
+            found = FirstCall(before, given, given)
         _require_border(found.given, self.asked.plan)
         given = found.given
         # `fully_shard` casts what each block is given, too.
@@ -91,11 +95,11 @@ class _Cutter:
         """Run once what follows the last block; `CaptureError` where it needs the batch."""
         if self.asked.is_whole or not self.asked.has_last:
             return
-        run = StageRun(None, (), self.behind, given, self.asked.loss_fn)
+        run = StageRun(None, (), self.behind, Beside(given, given, None), self.asked.loss_fn)
         why = "reads modules before the blocks, which the last stage does not have"
         try:
             with torch.no_grad():
-                loss = run((torch.zeros_like(given.border),), self.asked.target)
+                loss = run(None, (torch.zeros_like(given.border),), self.asked.target)
         except (RuntimeError, NotImplementedError) as error:
             raise CaptureError(f"what follows the last block {why}, or fails: {error}") from error
         # What is read from before the blocks is on the meta device, and so is what is made of it.
@@ -112,12 +116,43 @@ class _Cutter:
         is_first, is_last = index == 0, index == len(layers) - 1
         ends = (self.chain.before if is_first else {}) | (self.chain.behind if is_last else {})
         blocks = {path: replaced[path] for path in layers[index]}
+        kept = {**ends, **blocks}
         in_turn = tuple(blocks.values())
-        run = WholeRun(in_turn, self.asked.loss_fn) if self.asked.is_whole else StageRun(
-            call.before if is_first else None, in_turn, self.behind if is_last else None,
-            call.given, self.asked.loss_fn,
-        )  # fmt: skip
-        return model_part(self.chain.model, {**ends, **blocks}, run)
+        if self.asked.is_whole:
+            run = WholeRun(in_turn, self.asked.loss_fn)
+        else:
+            numbers = None if is_first else self._numbers(call)
+            behind = self.behind if is_last else None
+            copied = (self.before if is_first else numbers, behind)
+            run = StageRun(
+                call.before if is_first else None, in_turn, behind,
+                Beside(call.given, call.made, numbers), self.asked.loss_fn,
+                tuple(one.follow for one in copied if one is not None),
+            )  # fmt: skip
+        return model_part(self.chain.model, kept, run)
+
+    def _numbers(self, call: FirstCall) -> Numbers | None:
+        """Where blocks are given more than tensors; `CaptureError` if this stage cannot make it."""
+        given = [call.given.args_, call.given.kwargs]
+        if all(isinstance(leaf, Tensor | None) for leaf in pytree.tree_leaves(given)):
+            return None
+        path, block = next(iter(self.chain.blocks.items()))
+        own = self.tokens.of(self.args) if self.asked.shares_tokens else self.args
+        numbers = Numbers(self.chain.model, block, own)
+        try:
+            found = numbers()
+        except (RuntimeError, NotImplementedError) as error:
+            raise CaptureError(f"{_OWN_NUMBERS}{path} gets some: {error}") from error
+        pairs = zip(*map(pytree.tree_leaves, (given, [found.args_, found.kwargs])), strict=True)
+        if any(was != now for was, now in pairs if not isinstance(was, Tensor)):
+            raise CaptureError(f"{_OWN_NUMBERS}{path} gets others at each call")
+        return numbers
+
+
+_OWN_NUMBERS = (
+    "compute numbers in the blocks, or plan with --pp 1: later stages of a pipeline have neither "
+    "the batch nor the modules before the blocks to compute them from, and block "
+)
 
 
 def _require_border(given: Arrival, plan: ClusterFile) -> None:
