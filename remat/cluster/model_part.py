@@ -380,8 +380,16 @@ class SequencePart:
             leaf.shape[SEQUENCE] == self.seq
         )  # fmt: skip
 
-    def loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda result, *target: loss_fn(result, *self.of(target))
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """A loss function of the user's, of a rank's own tokens."""
+
+    part: SequencePart
+    loss_fn: Callable[..., Any]
+
+    def __call__(self, result: Any, *target: Any) -> Any:
+        return self.loss_fn(result, *self.part.of(target))
 
 
 def cut_dimension(whole: object, part: object, sequence: SequencePart, name: str) -> int | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from remat.cluster.apply.cluster_mesh import CP, Applied
+from remat.cluster.apply.loss_over_ranks import require_summed_loss
 from remat.cluster.capture.rank_graph import SEQUENCE
 from remat.cluster.capture.watching import (
     HEADS,
@@ -24,6 +25,7 @@ from remat.cluster.model_part import (
     Arrival,
     Before,
     Behind,
+    OwnLoss,
     SequencePart,
     arrival_of,
     cut_dimension,
@@ -217,7 +219,7 @@ def with_own_loss(asked: Applied) -> Applied:
                 f"pass [batch, {part.seq}, ...] on all ranks, or {WAY_OUT}: {what} has a tensor "
                 f"of {list(wrong.shape)}, and context parallel ranks cut each along its tokens"
             )
-    return replace(asked, loss_fn=part.loss(asked.loss_fn))
+    return replace(asked, loss_fn=OwnLoss(part, asked.loss_fn))
 
 
 def first_call(
@@ -289,10 +291,16 @@ def blocks_over_ranks(
 
 
 def require_own_loss(behind: Behind, given: Arrival, asked: Applied, part: SequencePart) -> None:
+    target = part.of(asked.target)
     require_token_local_loss(
         lambda border, target: apply_loss(asked.loss_fn, behind(border), target), given.border,
-        part.of(asked.target), replace(part, seq=part.seq // part.count).counts_tokens,
+        target, replace(part, seq=part.seq // part.count).counts_tokens,
     )  # fmt: skip
+    border = drawn_like(given.border, 1)
+    with torch.no_grad():
+        result = behind(border)
+    assert isinstance(asked.loss_fn, OwnLoss)
+    require_summed_loss(asked.loss_fn, result, target, border)
 
 
 def _over(block: nn.Module, group: Any) -> nn.Module:

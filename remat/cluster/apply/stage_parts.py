@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from remat.cluster.apply.cluster_mesh import (
+    CP,
     TP,
     Applied,
     require_split_blocks,
@@ -28,6 +29,7 @@ from remat.cluster.apply.context_ranks import (
     tokens_of_rank,
     with_own_loss,
 )
+from remat.cluster.apply.loss_over_ranks import LossOverRanks
 from remat.cluster.apply.stage_blocks import (
     StageBlocks,
     choose,
@@ -44,6 +46,7 @@ from remat.cluster.model_part import (
     Beside,
     ModelPart,
     Numbers,
+    OwnLoss,
     StageRun,
     WholeRun,
     arrival_of,
@@ -126,10 +129,14 @@ class _Cutter:
             copied = (self.before if is_first else numbers, behind)
             run = StageRun(
                 call.before if is_first else None, in_turn, behind,
-                Beside(call.given, call.made, numbers), self.asked.loss_fn,
+                Beside(call.given, call.made, numbers), self._loss(),
                 tuple(one.follow for one in copied if one is not None),
             )  # fmt: skip
         return model_part(self.chain.model, kept, run)
+
+    def _loss(self) -> Callable[..., Any]:
+        own, ranks = self.asked.loss_fn, self.asked.mesh[CP]
+        return LossOverRanks(own, ranks.get_group()) if isinstance(own, OwnLoss) else own
 
     def _numbers(self, call: FirstCall) -> Numbers | None:
         """Where blocks are given more than tensors; `CaptureError` if this stage cannot make it."""
