@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import math
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from itertools import combinations
 from types import MappingProxyType
 from typing import Any
@@ -245,6 +247,33 @@ def _chunks(batch: Any, count: int) -> list[Any]:
     return [pytree.tree_unflatten([one[i] for one in split], spec) for i in range(count)]
 
 
+class OfLoss:
+    """Parameters of the loss, which no `fully_shard` holds: gradients are means over `groups`."""
+
+    def __init__(self, parameters: Sequence[Tensor] = (), groups: Sequence[Any] = ()) -> None:
+        self._parameters = tuple(parameters) if groups else ()
+        self._groups = groups
+
+    @contextlib.contextmanager
+    def averaged(self) -> Generator[None]:
+        """Of the gradients that come meanwhile; older ones are on all ranks already."""
+        older = [p.grad for p in self._parameters]
+        for p in self._parameters:
+            p.grad = None
+        try:
+            yield
+            for p in self._parameters:
+                p.grad = self._mean(torch.zeros_like(p) if p.grad is None else p.grad)
+        finally:
+            for p, before in zip(self._parameters, older, strict=True):
+                p.grad = before if p.grad is None else p.grad if before is None else before + p.grad
+
+    def _mean(self, own: Tensor) -> Tensor:
+        for group in self._groups:
+            dist.all_reduce(own, group=group)
+        return own / math.prod(dist.get_world_size(group) for group in self._groups)
+
+
 def _require_gradients() -> None:
     if not torch.is_grad_enabled():
         raise RewriteError(
@@ -277,7 +306,8 @@ class PipelineStep:
             given = {"target": torch.empty(self._batches.count), "losses": losses}
             given |= {} if target is None else {TARGET: target}
         # The schedule would keep each result of the last stage until the step ends.
-        self.torch_schedule.step(*(args if is_first else ()), return_outputs=False, **given)
+        with self._of_loss.averaged():
+            self.torch_schedule.step(*(args if is_first else ()), return_outputs=False, **given)
         for stage in self.stages:
             stage.submod.require_same_calls()
 
@@ -305,31 +335,36 @@ class PipelineStep:
 class PlainStep:
     """Microbatches one after another, on a rank that has the whole model."""
 
-    def __init__(self, module: ModelPart, batches: Batches, *, reduce_each: bool) -> None:
-        self.module, self.batches, self.reduce_each = module, batches, reduce_each
+    def __init__(
+        self, module: ModelPart, batches: Batches, of_loss: OfLoss, *, reduce_each: bool
+    ) -> None:
+        self.module, self.reduce_each = module, reduce_each
+        self._batches, self._of_loss = batches, of_loss
 
     def step(self, *args: Any, target: Any = None, losses: _Losses = None) -> None:
         """As of `PipelineStep`."""
         _require_gradients()
-        chunks, targets = self.batches.split(args, target)
-        count = self.batches.count
+        chunks, targets = self._batches.split(args, target)
         # Of a forward that no backward has followed, weights would be old ones.
         reshard(self.module)
-        for i, (chunk, one) in enumerate(zip(chunks, targets, strict=True)):
-            if isinstance(self.module, FSDPModule):
-                is_last = i == count - 1
-                # Once a step, or after each microbatch, as the plan holds gradients.
-                self.module.set_requires_gradient_sync(self.reduce_each or is_last)
-                self.module.set_is_last_backward(is_last)
-            loss = self.module(*chunk, **{TARGET: one})
-            of_mean(loss, count).backward()
-            if losses is not None:
-                losses.append(loss.detach())
+        with self._of_loss.averaged():
+            for i, (chunk, one) in enumerate(zip(chunks, targets, strict=True)):
+                self._prepare(is_last=i == self._batches.count - 1)
+                loss = self.module(*chunk, **{TARGET: one})
+                of_mean(loss, self._batches.count).backward()
+                if losses is not None:
+                    losses.append(loss.detach())
         self.module.require_same_calls()
+
+    def _prepare(self, *, is_last: bool) -> None:
+        if isinstance(self.module, FSDPModule):
+            # Once a step, or after each microbatch, as the plan holds gradients.
+            self.module.set_requires_gradient_sync(self.reduce_each or is_last)
+            self.module.set_is_last_backward(is_last)
 
     def eval(self, *args: Any, target: Any = None, losses: _Losses = None) -> None:
         """As of `PipelineStep`."""
-        chunks, targets = self.batches.split(args, target)
+        chunks, targets = self._batches.split(args, target)
         with torch.no_grad():
             for chunk, one in zip(chunks, targets, strict=True):
                 loss = self.module(*chunk, **{TARGET: one})

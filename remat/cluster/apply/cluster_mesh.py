@@ -186,6 +186,12 @@ class Applied:
         return self.mesh[CP].size() > 1
 
     @property
+    def data_groups(self) -> list[Any]:
+        """Of ranks that have other tokens, in turn."""
+        of_data = (self.mesh[name] for name in (_REPLICATE, _SHARD, CP))
+        return [mesh.get_group() for mesh in of_data if mesh.size() > 1]
+
+    @property
     def is_whole(self) -> bool:
         """Whether this rank runs all of the model's forward, on all tokens of its batch."""
         return self.mesh[PP].size() == 1 and not self.shares_tokens

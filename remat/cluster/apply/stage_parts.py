@@ -260,6 +260,7 @@ class RankParts:
     args: tuple[Any, ...]
     bytes: _RankBytes | None
     values: str
+    of_loss: dict[str, Tensor]
 
     @property
     def digest(self) -> str:
@@ -317,7 +318,8 @@ def rank_parts(chain: WholeChain, asked: Applied, *, eager: bool = False) -> Ran
         has_stages = len(asked.layers) > 1
         sizes = _bytes_of(chain, asked, cutter, arrival, own) if has_stages else None
     modules = tuple(cutter.part(i, replaced, arrival) for i in asked.stages)
-    return RankParts(asked, modules, chosen, given, args, sizes, values)
+    of_loss = chain.of_loss if asked.has_last else {}
+    return RankParts(asked, modules, chosen, given, args, sizes, values, of_loss)
 
 
 def _bytes_of(
