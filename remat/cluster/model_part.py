@@ -74,6 +74,9 @@ class _Follower:
             own = dict(part.named_modules())
             pairs = [(own.get(path), one) for path, one in self._copied.named_modules()]
             self._pairs = [(a, b, _own(a)) for a, b in pairs if a is not None and a is not b]
+            for one, copied, _ in self._pairs:
+                # Tries have run the copy: what it counts begins anew.
+                copied.__dict__.update({n: v for n, v in _own(one).items() if _is_plain(v)})
         for i, (one, copied, before) in enumerate(self._pairs):
             now = _own(one)
             new = {
@@ -82,6 +85,11 @@ class _Follower:
             if new:
                 copied.__dict__.update(new)
                 self._pairs[i] = one, copied, now
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a copy on another device may share it, as a configuration that is changed later."""
+    return not any(isinstance(leaf, nn.Module | Tensor) for leaf in pytree.tree_leaves(value))
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
@@ -153,8 +161,7 @@ def _on_meta(
     memo |= {id(module): module for module in kept}
     memo |= state_on_meta(model, trains=False)
     for value in (value for one in model.modules() for value in _own(one).values()):
-        # A configuration that is changed later is the one that the part has.
-        if not any(isinstance(leaf, nn.Module | Tensor) for leaf in pytree.tree_leaves(value)):
+        if _is_plain(value):
             memo.setdefault(id(value), value)
     with torch.no_grad():
         return copy.deepcopy(model, memo), pytree.tree_map(leaf_on_meta, args)

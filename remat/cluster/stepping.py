@@ -285,9 +285,11 @@ def _require_gradients() -> None:
 class PipelineStep:
     """A schedule of torch's, with the loss inside of the last stage."""
 
-    def __init__(self, torch_schedule: Any, stages: Sequence[RingStage], batches: Batches) -> None:
+    def __init__(
+        self, torch_schedule: Any, stages: Sequence[RingStage], batches: Batches, of_loss: OfLoss
+    ) -> None:
         self.torch_schedule, self.stages = torch_schedule, tuple(stages)
-        self._batches = batches
+        self._batches, self._of_loss = batches, of_loss
 
     def step(self, *args: Any, target: Any = None, losses: _Losses = None) -> None:
         """Add the mean gradients of the batch to ``.grad``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -87,8 +88,10 @@ class _WatchedLoss(CallWatcher):
 
     def __call__(self, *given: Any) -> Any:
         assert self._loss_fn is not None
-        with self:
+        with self, contextlib.suppress(NotImplementedError, RuntimeError):
             return self._loss_fn(*given)
+        # It looks at numbers, which there are none of on the meta device.
+        return None
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*pytree.tree_map(self._noted, args), **pytree.tree_map(self._noted, kwargs))
@@ -102,10 +105,12 @@ class _WatchedLoss(CallWatcher):
         return leaf.to("meta")
 
     def named(self) -> dict[str, Tensor]:
-        own = self._loss_fn.named_parameters() if isinstance(self._loss_fn, nn.Module) else ()
-        names = {id(p): f"loss_fn.{name}" for name, p in own}
-        found = enumerate(self._found.values())
-        return {names.get(id(p), f"loss_fn.{i}"): p for i, p in found}
+        of_module = isinstance(self._loss_fn, nn.Module)
+        own = dict(self._loss_fn.named_parameters()) if of_module else {}
+        found = {f"loss_fn.{name}": p for name, p in own.items() if p.requires_grad}
+        known = {id(p) for p in found.values()}
+        others = [p for p in self._found.values() if id(p) not in known]
+        return found | {f"loss_fn.{i}": p for i, p in enumerate(others)}
 
 
 def _watched(chain: ChainModel, others: dict[str, nn.Module], called: list[str]) -> ChainShape:
