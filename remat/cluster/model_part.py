@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from remat.cluster.capture.model_chain import leaf_on_meta, state_on_meta
@@ -250,12 +251,15 @@ class Beside:
                     self._differing.append((was.ne(one) & was.eq(was)).any())
         return pytree.tree_unflatten(leaves, self._spec)
 
-    def require_same(self) -> None:
-        """`StateChangedError` where tensors of some microbatch since were not as planned."""
+    def differs(self) -> Tensor | None:
+        """Whether some tensor since was not as planned; None where blocks are given none."""
         # All together: a look at each would keep the device waiting.
         differing, self._differing = self._differing, []
-        if differing and bool(torch.stack(differing).any()):
-            raise StateChangedError(_OTHERWISE)
+        planned = next((leaf for leaf in self._given if isinstance(leaf, Tensor)), None)
+        if planned is None:
+            return None
+        none = torch.zeros((), dtype=torch.bool, device=planned.device)
+        return torch.stack([none, *differing]).any().int()
 
 
 _OTHERWISE = (
@@ -316,10 +320,18 @@ class ModelPart(nn.Module):
         """The border that the stage sends, [microbatch, ...], or on the last stage the loss."""
         return self._remat_run(self, args, kwargs.pop(TARGET, None))
 
-    def require_same_calls(self) -> None:
-        """`StateChangedError` where blocks should have been given other tensors since."""
-        if isinstance(self._remat_run, StageRun):
-            self._remat_run.beside.require_same()
+    def require_same_calls(self, group: Any = None) -> None:
+        """`StateChangedError` where blocks should have been given other tensors since.
+
+        On all ranks of a group, where it is found on one.
+        """
+        run = self._remat_run
+        differs = run.beside.differs() if isinstance(run, StageRun) else None
+        if differs is not None:
+            if group is not None:
+                dist.all_reduce(differs, dist.ReduceOp.MAX, group)
+            if bool(differs):
+                raise StateChangedError(_OTHERWISE)
 
 
 def model_part(

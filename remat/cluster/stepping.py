@@ -311,7 +311,7 @@ class PipelineStep:
         with self._of_loss.averaged():
             self.torch_schedule.step(*(args if is_first else ()), return_outputs=False, **given)
         for stage in self.stages:
-            stage.submod.require_same_calls()
+            stage.submod.require_same_calls(stage.group)
 
     def eval(self, *args: Any, target: Any = None, losses: _Losses = None) -> None:
         """Losses of a batch as of `step`, without gradients, in the modes that modules have."""
@@ -331,7 +331,7 @@ class PipelineStep:
         for work, _ in sent:
             work.wait()
         for stage in self.stages:
-            stage.submod.require_same_calls()
+            stage.submod.require_same_calls(stage.group)
 
 
 class PlainStep:
