@@ -300,7 +300,7 @@ class StageRun:
     loss_fn: Callable[..., Any] | None
     followers: tuple[Callable[[nn.Module], None], ...] = ()
 
-    def __call__(self, part: ModelPart | None, args: tuple[Any, ...], target: Any) -> Any:
+    def __call__(self, part: nn.Module, args: tuple[Any, ...], target: Any) -> Any:
         for follow in self.followers:
             follow(part)
         found = None if self.before is None else self.before(*args)

@@ -310,7 +310,11 @@ class PipelineStep:
         # The schedule would keep each result of the last stage until the step ends.
         with self._of_loss.averaged():
             self.torch_schedule.step(*(args if is_first else ()), return_outputs=False, **given)
+        self._require_same_calls()
+
+    def _require_same_calls(self) -> None:
         for stage in self.stages:
+            assert isinstance(stage.submod, ModelPart)
             stage.submod.require_same_calls(stage.group)
 
     def eval(self, *args: Any, target: Any = None, losses: _Losses = None) -> None:
@@ -330,8 +334,7 @@ class PipelineStep:
                         losses.append(found)
         for work, _ in sent:
             work.wait()
-        for stage in self.stages:
-            stage.submod.require_same_calls(stage.group)
+        self._require_same_calls()
 
 
 class PlainStep:

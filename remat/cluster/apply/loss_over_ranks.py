@@ -219,8 +219,7 @@ def _half_leaf(half: SequencePart, batch: int, leaf: Any) -> Any:
 
 def _gradients(loss: Tensor, result: Any) -> list[Tensor]:
     leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
+    return list(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
 
 
 def _by_halves(

@@ -102,7 +102,7 @@ class _Cutter:
         why = "reads modules before the blocks, which the last stage does not have"
         try:
             with torch.no_grad():
-                loss = run(None, (torch.zeros_like(given.border),), self.asked.target)
+                loss = run(self.chain.model, (torch.zeros_like(given.border),), self.asked.target)
         except (RuntimeError, NotImplementedError) as error:
             raise CaptureError(f"what follows the last block {why}, or fails: {error}") from error
         # What is read from before the blocks is on the meta device, and so is what is made of it.
@@ -249,6 +249,9 @@ class _RankBytes:
     arriving: int
 
 
+_UNCOUNTED = _RankBytes({}, NO_BYTES, 0, 0)
+
+
 @dataclass(frozen=True)
 class RankParts:
     """The stages of this rank; `values` is a digest of the weights before they were split."""
@@ -258,7 +261,7 @@ class RankParts:
     chosen: StageBlocks
     given: Arrival
     args: tuple[Any, ...]
-    bytes: _RankBytes | None
+    bytes: _RankBytes
     values: str
     of_loss: dict[str, Tensor]
 
@@ -316,7 +319,7 @@ def rank_parts(chain: WholeChain, asked: Applied, *, eager: bool = False) -> Ran
         cutter.try_behind(given)
         # Without a pipeline nobody asks for them.
         has_stages = len(asked.layers) > 1
-        sizes = _bytes_of(chain, asked, cutter, arrival, own) if has_stages else None
+        sizes = _bytes_of(chain, asked, cutter, arrival, own) if has_stages else _UNCOUNTED
     modules = tuple(cutter.part(i, replaced, arrival) for i in asked.stages)
     of_loss = chain.of_loss if asked.has_last else {}
     return RankParts(asked, modules, chosen, given, args, sizes, values, of_loss)

@@ -105,9 +105,8 @@ class _WatchedLoss(CallWatcher):
         return leaf.to("meta")
 
     def named(self) -> dict[str, Tensor]:
-        of_module = isinstance(self._loss_fn, nn.Module)
-        own = dict(self._loss_fn.named_parameters()) if of_module else {}
-        found = {f"loss_fn.{name}": p for name, p in own.items() if p.requires_grad}
+        own = self._loss_fn.named_parameters() if isinstance(self._loss_fn, nn.Module) else ()
+        found: dict[str, Tensor] = {f"loss_fn.{name}": p for name, p in own if p.requires_grad}
         known = {id(p) for p in found.values()}
         others = [p for p in self._found.values() if id(p) not in known]
         return found | {f"loss_fn.{i}": p for i, p in enumerate(others)}

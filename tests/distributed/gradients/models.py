@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.distributed.context.models import Rotation, rotation_of
 from tests.distributed.context.models import Block as AttentionBlock
+from tests.distributed.context.models import Rotation, rotation_of
 from tests.distributed.pipeline.models import VOCAB, WIDTH, Block, token_loss
 
 LAYERS, SEQ, IGNORED = 4, 32, -100
