@@ -159,7 +159,8 @@ class ClusterPart:
 
     Attributes
     ----------
-    schedule : ``schedule.step(x, target=y)`` runs forward and backward of the rank's whole batch.
+    schedule : ``schedule.step(x, target=y)`` adds the gradients of the rank's whole batch, and
+        ``schedule.eval(x, target=y, losses=losses)`` has its losses alone, in training or not.
         With a pipeline it drives a schedule of `torch.distributed.pipelining`, which is
         ``schedule.torch_schedule``.
     modules : a module for each stage of this rank, under the names that the model has.
@@ -226,8 +227,10 @@ def parallelize(
         parallel ranks are given the same whole sequences, [microbatch, seq, ...]; each takes its
         own tokens of them, and shares the heads of attention (DeepSpeed Ulysses, 2023,
         https://arxiv.org/abs/2309.14509).
-    loss_fn : the mean loss of a microbatch, of the model's result and the target. Gradients are
-        those of the mean over microbatches, data parallel ranks and context parallel ranks.
+    loss_fn : of the model's result and the target of a microbatch. Gradients are those of the mean
+        over microbatches and data parallel ranks, as one rank has it: sums and means that the loss
+        takes over tokens are over those of all context parallel ranks. Trained parameters of its
+        own are among those of the part.
     tp_plan : styles of `torch.distributed.tensor.parallel` by path in the model, such as
         ``{"layers.*.up": ColwiseParallel()}``; a plan with tensor parallel ranks needs it. The
         plan counts borders that are split along the sequence (`SequenceParallel`).
