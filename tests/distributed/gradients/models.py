@@ -70,13 +70,14 @@ class Attends(nn.Module):
         self.layers = nn.ModuleDict({str(i): Scaled() for i in range(LAYERS)})
         self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         self.alpha = self.temperature = 0.5
+        self.config = types.SimpleNamespace(scale=1.0)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tok(ids)
         rotation = rotation_of(ids.shape[1], x)
         for layer in self.layers.values():
             x = layer(x, rotation, self.alpha)
-        return self.out(self.norm(x)) / self.temperature
+        return self.out(self.norm(x)) / self.temperature * self.config.scale
 
 
 class Scaled(AttentionBlock):

@@ -32,6 +32,7 @@ ROUNDED = 0.03
 """Gradients in bfloat16 that ranks sum in another order, over their norm."""
 GIVEN = [f"one {name}" for name in MAKES]
 GIVEN += ["dp2 drawn", "dp2 padding", "dp2 gated", "pp2 positions", "pp2 rate", "pp2 counted"]
+GIVEN += ["cp2 rate", "pp2cp2 rate"]
 STEPS = [f"{plan} accumulated" for plan in ("one", "dp2", "pp2", "zero_bubble", "zbv")]
 LOOKS = [f"{plan} evaluated" for plan in ("one", "dp2", "pp2", "zero_bubble", "zbv", "pp2dp2")]
 OF_LOSS = [f"{plan} losses" for plan in ("one", "dp2", "pp2", "cp2", "pp2cp2", "dp2cp2", "pp2dp2")]

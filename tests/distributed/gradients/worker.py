@@ -116,8 +116,11 @@ class Both:
 
 
 def given(plan: str, makes: str, *, is_eval: bool = False) -> Found:
+    return moved(Both(plan, partial(Given, MAKES[makes])), is_eval=is_eval)
+
+
+def moved(both: Both, *, is_eval: bool) -> Found:
     """Three steps, with a rate, a temperature and a configuration that are moved between them."""
-    both = Both(plan, partial(Given, MAKES[makes]))
     if is_eval:
         both.without_dropout()
     found: Found = {"off": 0.0, "losses": []}
@@ -238,6 +241,8 @@ CASES: dict[str, Callable[[], Found]] = {
     **{f"dp2 {name}": partial(given, "dp2.json", name) for name in ("drawn", "padding", "gated")},
     **{f"pp2 {name}": partial(given, "pp2.json", name, is_eval=True) for name in
        ("positions", "rate", "counted")},
+    "cp2 rate": lambda: moved(Both("cp2.json", Attends), is_eval=True),
+    "pp2cp2 rate": lambda: moved(Both("pp2cp2.json", Attends), is_eval=True),
     "one accumulated": lambda: accumulated("one.json"),
     "dp2 accumulated": lambda: accumulated("dp2.json"),
     "pp2 accumulated": lambda: accumulated("pp2.json"),
