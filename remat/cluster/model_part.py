@@ -74,12 +74,16 @@ class _Follower:
         if self._pairs is None:
             own = dict(part.named_modules())
             pairs = [(own.get(path), one) for path, one in self._copied.named_modules()]
-            self._pairs = [(a, b, _own(a)) for a, b in pairs if a is not None and a is not b]
+            self._pairs = [
+                (a, b, _own_attributes(a)) for a, b in pairs if a is not None and a is not b
+            ]
             for one, copied, _ in self._pairs:
                 # Tries have run the copy: what it counts begins anew.
-                copied.__dict__.update({n: v for n, v in _own(one).items() if _is_plain(v)})
+                copied.__dict__.update(
+                    {n: v for n, v in _own_attributes(one).items() if _is_plain(v)}
+                )
         for i, (one, copied, before) in enumerate(self._pairs):
-            now = _own(one)
+            now = _own_attributes(one)
             new = {
                 name: value for name, value in now.items() if before.get(name, self) is not value
             }
@@ -93,7 +97,7 @@ def _is_plain(value: object) -> bool:
     return not any(isinstance(leaf, nn.Module | Tensor) for leaf in pytree.tree_leaves(value))
 
 
-def _own(module: nn.Module) -> dict[str, Any]:
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
     """Attributes that its class or its user has set, and its mode."""
     return {n: value for n, value in module.__dict__.items() if n not in _OF_EACH_MODULE}
 
@@ -161,7 +165,7 @@ def _on_meta(
     memo: dict[int, Any] = {id(block): other for block, other in places.items()}
     memo |= {id(module): module for module in kept}
     memo |= state_on_meta(model, trains=False)
-    for value in (value for one in model.modules() for value in _own(one).values()):
+    for value in (value for one in model.modules() for value in _own_attributes(one).values()):
         if _is_plain(value):
             memo.setdefault(id(value), value)
     with torch.no_grad():

@@ -212,7 +212,7 @@ class Batches:
     """Whole batches of a step, split into `count` microbatches like the planned ones."""
 
     def __init__(self, args: tuple[Any, ...], target: Any, count: int) -> None:
-        self._planned, self.count = {"args": _shapes(args), "target": _shapes(target)}, count
+        self._planned, self.count = {"args": _shapes_of(args), "target": _shapes_of(target)}, count
 
     def split(self, args: tuple[Any, ...], target: Any) -> tuple[list[Any], list[Any]]:
         """Arguments and targets of each microbatch; `SignatureError` for a batch unlike these."""
@@ -222,7 +222,7 @@ class Batches:
     def require(self, args: tuple[Any, ...], target: Any) -> None:
         """Each of the two may be left out, as ranks do that lack that end of the model."""
         for name, given in (("args", args), ("target", target)):
-            planned, found = self._planned[name], _shapes(given)
+            planned, found = self._planned[name], _shapes_of(given)
             wanted = [(n * self.count, *rest) for n, *rest in planned]
             if found and planned and found != wanted:
                 raise SignatureError(
@@ -232,7 +232,7 @@ class Batches:
                 )
 
 
-def _shapes(batch: Any) -> list[tuple[int, ...]]:
+def _shapes_of(batch: Any) -> list[tuple[int, ...]]:
     leaves = pytree.tree_leaves(batch)
     return [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
 

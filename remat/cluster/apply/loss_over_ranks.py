@@ -177,13 +177,13 @@ def require_summed_loss(own: OwnLoss, result: Any, target: Any, border: Tensor) 
             loss = own.loss_fn(whole, *one)
         except (RuntimeError, IndexError):
             continue  # the loss takes no such targets
-        expected = _gradients(loss, whole)
+        expected = _of_leaves(loss, whole)
         if not all(bool(t.isfinite().all()) for t in expected):
             continue
         found_by = _by_halves(own, result, one, halves, len(border))
         for half, found in zip(halves, found_by, strict=True):
             of_half = (_part_of(half, t, len(border)) for t in expected)
-            if not all(map(_is_near, of_half, found)):
+            if not all(map(_is_rounded, of_half, found)):
                 raise _refused("of two ranks is not that of one")
 
 
@@ -217,7 +217,7 @@ def _half_leaf(half: SequencePart, batch: int, leaf: Any) -> Any:
     return _leaf(_part_of(half, leaf, batch))
 
 
-def _gradients(loss: Tensor, result: Any) -> list[Tensor]:
+def _of_leaves(loss: Tensor, result: Any) -> list[Tensor]:
     leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
     return list(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
 
@@ -234,7 +234,7 @@ def _by_halves(
             mine = pytree.tree_map(partial(_half_leaf, half, batch), result)
             totals = _Totals(known)
             loss = _with_sums(own, half, totals)(mine, *target)
-            made.append([grad / len(halves) for grad in _gradients(loss, mine)])
+            made.append([grad / len(halves) for grad in _of_leaves(loss, mine)])
             new.append(totals.new)
         # The first sum that is not known yet does not depend on later ones.
         if not new[0]:
@@ -255,6 +255,6 @@ class _Totals:
         return own.clone()
 
 
-def _is_near(a: Tensor, b: Tensor) -> bool:
+def _is_rounded(a: Tensor, b: Tensor) -> bool:
     room = max(4 * torch.finfo(a.dtype).eps, _ROUNDING)
     return bool((a.float() - b.float()).norm() <= room * a.float().norm())
