@@ -300,7 +300,7 @@ def require_own_loss(behind: Behind, given: Arrival, asked: Applied, part: Seque
     with torch.no_grad():
         result = behind(border)
     assert isinstance(asked.loss_fn, OwnLoss)
-    require_summed_loss(asked.loss_fn, result, target, border)
+    require_summed_loss(asked.loss_fn, result, target, len(border))
 
 
 def _over(block: nn.Module, group: Any) -> nn.Module:

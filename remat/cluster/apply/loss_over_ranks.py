@@ -162,14 +162,15 @@ class _SumsOverRanks(CallWatcher):
 # Whether that is so shows when a rank's own tokens are taken for all, and their halves for ranks'.
 
 
-def require_summed_loss(own: OwnLoss, result: Any, target: Any, border: Tensor) -> None:
+def require_summed_loss(own: OwnLoss, result: Any, target: Any, batch: int) -> None:
     """`CaptureError` where gradients of two halves of the tokens are not those of all of them.
 
     Parameters
     ----------
-    result : of the model, for a border of [batch, own tokens, ...]; `target` likewise.
+    result : of the model, for a rank's own tokens of `batch` sequences; `target` likewise.
     """
-    tokens, given = border.shape[SEQUENCE], () if target is None else (target,)
+    tokens = own.part.seq // own.part.count
+    given = () if target is None else (target,)
     halves = [SequencePart(tokens, at, 2) for at in range(2)]
     for one in (given, pytree.tree_map(_ignoring, given)):
         whole = pytree.tree_map(_leaf, result)
@@ -180,9 +181,9 @@ def require_summed_loss(own: OwnLoss, result: Any, target: Any, border: Tensor) 
         expected = _of_leaves(loss, whole)
         if not all(bool(t.isfinite().all()) for t in expected):
             continue
-        found_by = _by_halves(own, result, one, halves, len(border))
+        found_by = _by_halves(own, result, one, halves, batch)
         for half, found in zip(halves, found_by, strict=True):
-            of_half = (_part_of(half, t, len(border)) for t in expected)
+            of_half = (_part_of(half, t, batch) for t in expected)
             if not all(map(_is_rounded, of_half, found)):
                 raise _refused("of two ranks is not that of one")
 
